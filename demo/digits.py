@@ -2,7 +2,7 @@
 MindSpeed-MM's JSON form.
 
 The scans come with the scikit-learn package (test set of the UCI "Optical Recognition of Handwritten Digits"), so
-nothing is downloaded.  Knows nothing of the trainer.
+nothing is downloaded.  Independent of the trainer.
 """
 
 import json
@@ -24,12 +24,12 @@ QUESTION = "<image>Which digit is this?"
 TWO_PICTURES_QUESTION = "<image><image>Which two digits are these?"
 VIDEO_QUESTION = "<video>Which two digits are shown, in turn?"
 FRAMES_PER_SECOND = 2
-"""As many as the trainer takes of a second, so it takes all."""
+"""The rate at which the trainer samples, so it takes all frames."""
 FRAMES_PER_DIGIT = 2
-"""What the ViT reads at once: each pair of frames shows one digit, in two places."""
+"""The ViT processes pairs of frames: each pair shows one digit in two places."""
 NUM_HELD_OUT = 360
 NUM_MOVED = 3
-"""Further pictures of each training scan, a little shifted and turned: 1,437 scans alone are soon learnt by heart."""
+"""Extra pictures per training scan, slightly shifted and rotated: 1,437 scans alone are soon memorised."""
 _MAX_SHIFT_PIXELS = 6
 _MAX_TURN_DEGREES = 10.0
 _MAX_STEP_PIXELS = 2  # of a digit, from one frame of a video to the next
@@ -52,10 +52,10 @@ class DigitsDataset:
 def write(directory: Path, seed: int, *, num_held_out_samples: int | None = None) -> DigitsDataset:
     """Write the pictures, the videos and both JSON files into ``directory``.
 
-    The split is random by scan, so training and held-out scans share writers.  The training part holds one sample per
+    The split is random by scan, so training and held-out scans share writers.  The training part has one sample per
     scan, ``NUM_MOVED`` more with it moved, ``NUM_TWO_PICTURES`` samples with two scans, ``NUM_VIDEOS`` with a video of
     two, and ``NUM_TEXT_ONLY`` without any.  The held-out part has one sample per scan and ``NUM_HELD_OUT_VIDEOS``
-    with a video, in turn as long as there are both; only the first ``num_held_out_samples`` where it is given.
+    with a video, alternating while both last; only the first ``num_held_out_samples`` of them if that is given.
     """
     scans = load_digits()
     (directory / "pictures").mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ def _moved(scan: Image.Image, rng: random.Random) -> Image.Image:
 
 
 def _video(directory: Path, scans, pool: Sequence[int], rng: random.Random) -> dict:
-    """A sample with a video of two scans of ``pool``, one after the other, each moving a little."""
+    """A sample with a video of two scans from ``pool``, one after the other, each moving slightly."""
     shown = rng.sample(pool, 2)
     name = "videos/" + "_".join(f"{index:04d}" for index in shown) + ".mp4"
     frames = []
@@ -128,7 +128,7 @@ def _video(directory: Path, scans, pool: Sequence[int], rng: random.Random) -> d
 
 
 def write_video(path: Path, frames: Sequence[Image.Image]) -> None:
-    """Grey frames as lossless H.264, so that whoever decodes them gets exactly these."""
+    """Write grey frames as lossless H.264, so that every decoder returns them exactly."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=FRAMES_PER_SECOND, options={"qp": "0"})
@@ -137,7 +137,7 @@ def write_video(path: Path, frames: Sequence[Image.Image]) -> None:
         stream.codec_context.color_range = ColorRange.JPEG
         for frame in frames:
             picture_of_video = av.VideoFrame.from_ndarray(np.asarray(frame), format="gray")
-            picture_of_video.color_range = ColorRange.JPEG  # black is 0 and white 255, or the greys would be rounded
+            picture_of_video.color_range = ColorRange.JPEG  # black 0, white 255; otherwise grey values are rounded
             container.mux(stream.encode(picture_of_video))
         container.mux(stream.encode(None))
 
@@ -151,7 +151,7 @@ def _counting(number: int) -> dict:
 
 
 def sample(question: str, answer: str, *, images: Sequence[str] = (), videos: Sequence[str] = ()) -> dict:
-    """In MindSpeed-MM's form; media paths are relative to the JSON file."""
+    """A sample in MindSpeed-MM's format; media paths are relative to the JSON file."""
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return {"messages": messages, "images": images, "videos": videos}
 

@@ -1,6 +1,6 @@
-"""Answers a dataset file with ``transformers`` alone, to prove that an exported checkpoint stands by itself.
+"""Answers a dataset file with ``transformers`` alone, to prove that an exported checkpoint works without the trainer.
 
-Imports nothing of the trainer.  Writes the answers as JSON, and the logits of the first samples as safetensors
+Imports nothing from the trainer.  Writes the answers as JSON, and the logits of the first samples as safetensors
 (``logits.N`` [num_tokens, vocabulary] and ``token_ids.N`` of sample N, question and answer together).
 
     python -m demo.evaluate --model DIR --dataset held_out.json --answers answers.json --logits logits.safetensors
@@ -26,7 +26,7 @@ BATCH_SIZE = 60
 
 @dataclass(frozen=True)
 class Reader:
-    """A checkpoint, ready to read pictures and videos."""
+    """A loaded checkpoint, with the processors for pictures and videos."""
 
     model: Qwen2_5_VLForConditionalGeneration
     tokenizer: object
@@ -39,8 +39,8 @@ class Reader:
         )
         leftovers = {name: keys for name, keys in report.items() if keys}
         if leftovers:
-            raise ValueError(f"{directory} does not hold exactly the weights of the model: {leftovers}")
-        # The Pillow backend: the default one needs torchvision, of which there is no CPU build.
+            raise ValueError(f"{directory} does not have exactly the weights of the model: {leftovers}")
+        # The Pillow backend: the default needs torchvision, which has no CPU build here.
         image_processor = AutoImageProcessor.from_pretrained(directory, backend="pil")
         return cls(model.eval(), AutoTokenizer.from_pretrained(directory), image_processor)
 
@@ -67,10 +67,10 @@ class Reader:
         return {"input_ids": token_ids, "attention_mask": mask, "mm_token_type_ids": kinds, **inputs}
 
     def _videos(self, paths: list[Path]) -> dict[str, Tensor]:
-        """What transformers' video processor, which needs torchvision, would make of all frames of each file.
+        """The output of transformers' video processor, which needs torchvision, for all frames of each file.
 
-        Of a picture the image processor makes a pair of frames that are alike.  So a pair of two frames has the first
-        half of one and the second half of the other.
+        The image processor turns one picture into a pair of equal frames.  So a pair of two frames takes the first half
+        of one result and the second half of the other.
         """
         patches, grids, seconds = [], [], []
         for path in paths:
@@ -99,14 +99,14 @@ class Reader:
 
     @torch.inference_mode()
     def answers(self, samples: list[dict], directory: Path) -> list[str]:
-        """What the model says to each question, decoded greedily."""
-        said = []
+        """The model's answer to each question, decoded greedily."""
+        answers = []
         for start in range(0, len(samples), BATCH_SIZE):
             inputs = self.inputs(samples[start : start + BATCH_SIZE], directory, with_answers=False)
             output = self.model.generate(**inputs, max_new_tokens=8, do_sample=False)
             new_tokens = output[:, inputs["input_ids"].shape[1] :]
-            said += [text.strip() for text in self.tokenizer.batch_decode(new_tokens, skip_special_tokens=True)]
-        return said
+            answers += [text.strip() for text in self.tokenizer.batch_decode(new_tokens, skip_special_tokens=True)]
+        return answers
 
     @torch.inference_mode()
     def logits(self, samples: list[dict], directory: Path) -> dict[str, Tensor]:
@@ -121,21 +121,21 @@ class Reader:
 
 
 def read_video(path: Path) -> tuple[list[Image.Image], float]:
-    """All frames of a video, and how many seconds each is shown."""
+    """All frames of a video, and the duration of each in seconds."""
     with av.open(str(path)) as container:
         frames = [frame.to_image() for frame in container.decode(video=0)]
         return frames, float(1 / container.streams.video[0].average_rate)
 
 
 def _parts(content: str) -> list[dict]:
-    """``<image>`` and ``<video>`` tags to the structured content that chat templates take."""
-    pieces = MEDIA_TAG.split(content)  # every second one is the word of a tag
+    """Convert ``<image>`` and ``<video>`` tags to the structured content that chat templates take."""
+    pieces = MEDIA_TAG.split(content)  # every second piece is the name of a tag
     parts = [{"type": piece} if index % 2 else {"type": "text", "text": piece} for index, piece in enumerate(pieces)]
     return [part for part in parts if part != {"type": "text", "text": ""}]
 
 
 def expected_answer(sample: dict) -> str:
-    """What the dataset says the answer is."""
+    """The answer in the dataset."""
     return sample["messages"][-1]["content"]
 
 
@@ -151,9 +151,9 @@ def main() -> None:
     reader = Reader.load(flags.model)
     directory = flags.dataset.parent
     save_file(reader.logits(samples[: flags.num_logits], directory), flags.logits)
-    said = reader.answers(samples, directory)
-    flags.answers.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
-    right = sum(answer == expected_answer(sample) for answer, sample in zip(said, samples, strict=True))
+    answers = reader.answers(samples, directory)
+    flags.answers.write_text(json.dumps(answers, indent=1) + "\n", encoding="utf-8")
+    right = sum(answer == expected_answer(sample) for answer, sample in zip(answers, samples, strict=True))
     print(f"{right} of {len(samples)} held-out answers are right")
 
 

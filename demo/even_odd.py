@@ -1,7 +1,7 @@
-"""The demo's second task: adapters (LoRA) beside the exported model learn to say whether a digit is even or odd.
+"""The demo's second task: LoRA adapters for the exported model learn to tell whether a digit is even or odd.
 
-Without them the export names the digit, as it was taught.  ``mm.evaluate`` asks the same held-out questions before and
-after; the training goes through the shell script.  Knows their flags and files, and nothing else of the trainer.
+Without them the export answers with the digit, as it was trained to.  ``mm.evaluate`` asks the same held-out questions
+before and after; the training goes through the shell script.  Depends only on their flags and files.
 """
 
 import json
@@ -13,7 +13,7 @@ from demo.stages import Clock, DemoError, run_python, run_script
 
 QUESTION = "<image>Is this digit even or odd?"
 MAXIMUM_ACCURACY_BEFORE = 0.5
-"""Of somebody who guesses: adapters that teach what is known already show nothing."""
+"""The accuracy of guessing.  Above it, the model would already know what the adapters should teach."""
 LEARNING_RATE = 5e-3
 LORA = ("--lora-target-modules", "all-linear", "--lora-r", "8", "--lora-alpha", "16")
 _MAX_NEW_TOKENS = 8
@@ -22,17 +22,17 @@ _BATCH_SIZE = 60
 
 @dataclass(frozen=True)
 class EvenOdd:
-    """Where the files of this part lie."""
+    """The files of this part."""
 
     directory: Path
-    """Its own."""
+    """Folder of this part."""
     model_json: Path
-    """Of two pipeline stages."""
+    """For two pipeline stages."""
     export: Path
-    """The model that adapters are trained beside."""
+    """The model that the adapters extend."""
     train_json: Path
     questions: Path
-    """Held-out digits; both lie beside the pictures."""
+    """Held-out digits.  Like ``train_json``, it is in the folder of the pictures."""
 
     @property
     def data_json(self) -> Path:
@@ -46,7 +46,7 @@ class EvenOdd:
 
 @dataclass(frozen=True)
 class Learnt:
-    """Which part of the held-out answers is right."""
+    """Share of correct answers to the held-out questions."""
 
     before: float
     after: float
@@ -54,14 +54,14 @@ class Learnt:
     num_questions: int
 
     def check(self, minimum: float) -> None:
-        """DemoError unless the adapters have taught something, and at least ``minimum`` of the answers are right."""
+        """Raises DemoError unless the adapters taught something and at least ``minimum`` of the answers are right."""
         if self.before > MAXIMUM_ACCURACY_BEFORE or self.after < minimum:
             raise DemoError(
-                f"{self.told()} At most {MAXIMUM_ACCURACY_BEFORE:.0%} without adapters and at least {minimum:.0%} with "
-                f"them are due")
+                f"{self.summary()} Expected at most {MAXIMUM_ACCURACY_BEFORE:.0%} without adapters and at least "
+                f"{minimum:.0%} with them")
 
-    def told(self) -> str:
-        """In one line."""
+    def summary(self) -> str:
+        """One line with both accuracies."""
         return (f"Even or odd? Of {self.num_questions} held-out answers {self.before:.1%} are right without adapters, "
                 f"{self.after:.1%} with them.")
 
@@ -69,7 +69,7 @@ class Learnt:
 def prepare(
     dataset: digits.DigitsDataset, data_json: Path, model_json: Path, export: Path, directory: Path
 ) -> EvenOdd:
-    """Write the questions, and a data JSON that is otherwise like ``data_json``."""
+    """Write the questions, and a data JSON that is like ``data_json`` except for its dataset and model."""
     directory.mkdir()
     names = (dataset.directory / f"even_odd_{part}.json" for part in ("train", "held_out"))
     task = EvenOdd(directory, model_json, export, *names)
@@ -83,7 +83,7 @@ def prepare(
 
 
 def _samples(path: Path) -> list[dict]:
-    """The samples of ``path`` that show one digit, with the other question."""
+    """The samples of ``path`` with one digit, with the other question."""
     asked = []
     for sample in json.loads(path.read_text(encoding="utf-8")):
         question, digit = (message["content"] for message in sample["messages"])
@@ -94,11 +94,11 @@ def _samples(path: Path) -> list[dict]:
 
 
 def learn(task: EvenOdd, num_steps: int, clock: Clock) -> Learnt:
-    """Score the export, train adapters beside it, and score both together."""
+    """Score the export, train adapters for it, and score both together."""
     clock.stage("scoring the export with mm.evaluate: is a held-out digit even or odd?")
     before, num_questions = _accuracy(task, "before", load=task.export)
     print(f"    {before:.1%} of {num_questions} answers are right")
-    clock.stage(f"training adapters (LoRA) beside the export on two pipeline stages, steps 1 to {num_steps}")
+    clock.stage(f"training adapters (LoRA) for the export on two pipeline stages, steps 1 to {num_steps}")
     _train(task, num_steps)
     clock.stage("scoring the export with its adapters")
     after, _ = _accuracy(task, "after", load=task.adapter)
@@ -125,7 +125,7 @@ def _train(task: EvenOdd, num_steps: int) -> None:
 
 
 def _accuracy(task: EvenOdd, name: str, *, load: Path) -> tuple[float, int]:
-    """What part of the questions ``load``, the export or adapters beside it, answers right, and their number."""
+    """The share of questions that ``load`` (the export, or adapters for it) answers correctly, and their number."""
     output = task.directory / name
     run_python("mm.evaluate", [
         "--load", str(load), "--model-name-or-path", str(task.export), "--mm-data", str(task.data_json),

@@ -1,4 +1,4 @@
-"""Draws what the demo has to show: the loss curve, and held-out pictures with the model's answers."""
+"""Draws the demo's results: the loss curve, and held-out pictures with the model's answers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,16 +17,16 @@ NUM_SHOWN = 40
 
 @dataclass(frozen=True)
 class Answer:
-    """One held-out picture or video, what is on it and what the model says."""
+    """One held-out picture or video, with the expected answer and the model's answer."""
 
     frames: Sequence[Image.Image]
-    """A picture has one."""
+    """One frame for a picture."""
     expected: str
-    said: str
+    given: str
 
     @property
     def right(self) -> bool:
-        return self.said == self.expected
+        return self.given == self.expected
 
 
 def draw_loss(records: list[dict], resumed_after: int, layouts: tuple[str, str], path: Path) -> None:
@@ -50,9 +50,9 @@ def draw_loss(records: list[dict], resumed_after: int, layouts: tuple[str, str],
 
 
 def draw_answers(answers: list[Answer], what: str, path: Path) -> None:
-    """A sheet of pictures, or of the frames of videos, with answers; ``what`` they are goes into its title.
+    """A sheet of pictures or video frames with answers; ``what`` goes into its title.
 
-    The wrong ones come first and in red, so that none is hidden.
+    Wrong answers come first and in red, so that none is hidden.
     """
     num_columns = NUM_COLUMNS // len(answers[0].frames)
     shown = sorted(answers, key=lambda answer: answer.right)[: NUM_SHOWN // len(answers[0].frames)]
@@ -63,8 +63,8 @@ def draw_answers(answers: list[Answer], what: str, path: Path) -> None:
         axes.axis("off")
     for axes, answer in zip(grid.flat, shown, strict=False):
         axes.imshow(np.hstack([np.asarray(frame.convert("RGB")) for frame in answer.frames]))
-        said = _printable(answer.said)
-        title = said if answer.right else f"{said} (is {answer.expected})"
+        given = _printable(answer.given)
+        title = given if answer.right else f"{given} (is {answer.expected})"
         axes.set_title(title, fontsize=10, color="black" if answer.right else "crimson")
     right = sum(answer.right for answer in answers)
     figure.suptitle(f"Held-out {what} read by the exported checkpoint: {right} of {len(answers)} right")
@@ -72,7 +72,7 @@ def draw_answers(answers: list[Answer], what: str, path: Path) -> None:
     plt.close(figure)
 
 
-def _printable(said: str) -> str:
-    """An untrained model says anything: keep to what the font has, in little room, without starting a formula."""
-    short = said if len(said) <= 8 else said[:7] + "~"
+def _printable(answer: str) -> str:
+    """A short form of an answer with characters of the font only, and no maths: an untrained model writes anything."""
+    short = answer if len(answer) <= 8 else answer[:7] + "~"
     return "".join(sign if " " <= sign < "\x7f" else "?" for sign in short).replace("$", r"\$") or "(nothing)"

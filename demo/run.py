@@ -1,11 +1,11 @@
 """The demo from end to end: ``make demo`` or ``python -m demo.run``.
 
 A tiny Qwen2.5-VL with random weights learns to read scanned digits, in pictures and in short videos, on two CPU
-processes.  The run is interrupted and goes on under another parallel layout, the result is exported, and
-``transformers`` alone answers questions on held-out pictures and videos with it.  Then adapters beside the export learn
+processes.  The run is interrupted and resumes under another parallel layout, the result is exported, and
+``transformers`` alone answers questions on held-out pictures and videos with it.  Then adapters for the export learn
 another question.  Every training step goes through the shell script that a user would run.  The losses of the first
-steps must be those of ``golden.json``.  With ``--quick`` only these steps are trained, and a few of the adapters,
-without the bar on accuracy: a test of the path, not of the learning.
+steps must match ``golden.json``.  With ``--quick`` only these steps and a few steps of the adapters are trained, and no
+accuracy is required: that tests the path, not the learning.
 """
 
 import argparse
@@ -30,31 +30,31 @@ MINIMUM_ACCURACY = 0.95
 MINIMUM_VIDEO_ACCURACY = 0.8
 MINIMUM_EVEN_ODD_ACCURACY = 0.9
 PICTURED_ITERATION = 10
-"""Its timeline is drawn: past the start, and in the quick run too."""
+"""The iteration whose timeline is drawn: past the start, and included in the quick run."""
 MAXIMUM_LOGITS_DIFFERENCE = 1e-3
-"""Two fp32 implementations of one model, logits of size 10: rounding stays two orders below this."""
+"""Two fp32 implementations of one model, with logits around 10: rounding differences are a hundredth of this."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How long the demo trains and what it demands."""
+    """How long the demo trains and what it requires."""
 
     schedule_iters: int
-    """Steps of the learning rate's schedule.  A run that stops before is the beginning of the whole one."""
+    """Length of the learning-rate schedule.  A run that stops earlier follows the beginning of the full one."""
     train_iters: int
     exit_iteration: int
-    """The run is interrupted after this iteration and goes on under the second layout."""
+    """The run is interrupted after this iteration and resumes under the second layout."""
     num_held_out: int | None
-    """Held-out samples that are answered; None for all."""
+    """Number of held-out samples to answer; None for all."""
     minimum_accuracy: float
     minimum_video_accuracy: float
     even_odd_iters: int
-    """Steps of the adapters' training."""
+    """Training steps of the adapters."""
     minimum_even_odd_accuracy: float
     """With the adapters."""
 
 
-# The last 40 steps of the schedule are not worth their 13 seconds: the learning rate is below 1 % of the highest there.
+# The last 40 steps of the schedule are not worth their 13 seconds: the learning rate is below 1 % of its peak there.
 FULL = Plan(
     schedule_iters=800, train_iters=760, exit_iteration=400, num_held_out=None, minimum_accuracy=MINIMUM_ACCURACY,
     minimum_video_accuracy=MINIMUM_VIDEO_ACCURACY, even_odd_iters=100,
@@ -85,7 +85,7 @@ TENSOR = Layout(tensor=2, pipeline=1, vision=(8,), language=(4,))
 
 @dataclass(frozen=True)
 class Run:
-    """Where the files of one demo lie."""
+    """The files of one demo."""
 
     directory: Path
 
@@ -118,10 +118,10 @@ class Run:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a few steps and no bar on accuracy")
+    parser.add_argument("--quick", action="store_true", help="train a few steps and require no accuracy")
     parser.add_argument("--write-golden", action="store_true",
                         help=f"write the losses of the first {golden.NUM_STEPS} steps to demo/golden.json")
-    parser.add_argument("--directory", type=Path, default=ROOT / "runs/demo", help="cleared first (runs/demo)")
+    parser.add_argument("--directory", type=Path, default=ROOT / "runs/demo", help="cleared first (default: runs/demo)")
     flags = parser.parse_args()
     transformers_logging.disable_progress_bar()
     try:
@@ -132,7 +132,7 @@ def main() -> None:
 
 
 def demo(run: Run, plan: Plan, *, write_golden: bool) -> None:
-    """All stages in order; the files they leave are described in the README."""
+    """Run all stages in order; the README describes the files they leave."""
     clock = Clock()
     _clear(run.directory)
     clock.stage("writing 1,797 scanned digits and a tiny checkpoint")
@@ -182,7 +182,7 @@ def demo(run: Run, plan: Plan, *, write_golden: bool) -> None:
 
 
 def prove(run: Run, dataset: digits.DigitsDataset, clock: Clock) -> float:
-    """Answer with ``transformers`` alone; returns the largest difference of its logits from the trainer's."""
+    """Answer with ``transformers`` alone; returns the largest difference between its logits and the trainer's."""
     clock.stage("answering held-out pictures and videos with transformers alone")
     run_python("demo.evaluate", [
         "--model", str(run.export), "--dataset", str(dataset.held_out),
@@ -215,7 +215,7 @@ def prepare(run: Run, plan: Plan) -> digits.DigitsDataset:
 
 
 def train(run: Run, plan: Plan, layout: Layout, load: Path, first: int, flags: tuple[str, ...]) -> None:
-    """Run the tiny script under ``layout`` from ``load``, from iteration ``first`` on."""
+    """Run the tiny script under ``layout`` from the checkpoint ``load``, starting at iteration ``first``."""
     last = plan.exit_iteration if first == 1 else plan.train_iters
     variables = {
         "NPUS_PER_NODE": "2",
@@ -233,21 +233,21 @@ def train(run: Run, plan: Plan, layout: Layout, load: Path, first: int, flags: t
 
 
 def read_metrics(run: Run, plan: Plan) -> list[dict]:
-    """The steps of metrics.jsonl; DemoError unless both parts together hold every iteration exactly once."""
+    """The steps in metrics.jsonl.  Raises DemoError unless both runs together have every iteration exactly once."""
     lines = (run.logs / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [row for row in map(json.loads, lines) if row["kind"] == "step"]
     iterations = [record["iteration"] for record in records]
     if iterations != list(range(1, plan.train_iters + 1)):
-        raise DemoError(f"metrics.jsonl holds iterations {iterations}; expected 1 to {plan.train_iters}, once each")
+        raise DemoError(f"metrics.jsonl has iterations {iterations}; expected 1 to {plan.train_iters}, once each")
     return records
 
 
 def read_answers(run: Run, dataset: digits.DigitsDataset) -> tuple[list[figures.Answer], list[figures.Answer]]:
-    """Of the pictures and of the videos."""
+    """The answers on pictures and on videos."""
     samples = json.loads(dataset.held_out.read_text(encoding="utf-8"))
-    said = json.loads((run / "answers.json").read_text(encoding="utf-8"))
+    given = json.loads((run / "answers.json").read_text(encoding="utf-8"))
     of_pictures, of_videos = [], []
-    for sample, answer in zip(samples, said, strict=True):
+    for sample, answer in zip(samples, given, strict=True):
         (name,) = (*sample["images"], *sample["videos"])
         path = dataset.directory / name
         frames = evaluate.read_video(path)[0] if sample["videos"] else [Image.open(path).convert("L")]
@@ -262,10 +262,10 @@ def _accuracy(answers: list[figures.Answer]) -> float:
 
 
 def max_abs_diff(transformers_file: Path, trainer_file: Path) -> float:
-    """The largest difference of two files of logits; DemoError unless both are of the same tokens."""
+    """The largest difference between two files of logits.  Raises DemoError unless both are for the same tokens."""
     expected, found = load_file(transformers_file), load_file(trainer_file)
     if expected.keys() != found.keys():
-        raise DemoError(f"{transformers_file} holds {sorted(expected)}, {trainer_file} {sorted(found)}")
+        raise DemoError(f"{transformers_file} has {sorted(expected)}, {trainer_file} has {sorted(found)}")
     differing = [name for name in expected if name.startswith("token_ids") and not expected[name].equal(found[name])]
     if differing:
         name = differing[0]
@@ -274,30 +274,30 @@ def max_abs_diff(transformers_file: Path, trainer_file: Path) -> float:
 
 
 def conclude(run: Run, plan: Plan, summary: dict, learnt: even_odd.Learnt) -> None:
-    """Print what was found; DemoError when it is less than the demo promises."""
+    """Print the results.  Raises DemoError when they fall short of the requirements."""
     difference = summary["hf_logits_max_abs_diff"]
     if difference > MAXIMUM_LOGITS_DIFFERENCE:
-        raise DemoError(f"the exported logits differ by {difference:.2e}; at most {MAXIMUM_LOGITS_DIFFERENCE} is due")
+        raise DemoError(f"the exported logits differ by {difference:.2e}; at most {MAXIMUM_LOGITS_DIFFERENCE} allowed")
     accuracy, video_accuracy = summary["held_out_accuracy"], summary["held_out_video_accuracy"]
     for what, found, due in (("pictures", accuracy, plan.minimum_accuracy),
                              ("videos", video_accuracy, plan.minimum_video_accuracy)):  # fmt: skip
         if found < due:
-            raise DemoError(f"{found:.1%} of the answers on held-out {what} are right; {due:.0%} are due")
+            raise DemoError(f"{found:.1%} of the answers on held-out {what} are right; {due:.0%} are required")
     learnt.check(plan.minimum_even_odd_accuracy)
     print(
-        f"\n{accuracy:.1%} of {summary['num_held_out']} held-out digits and {video_accuracy:.1%} of "
-        f"{summary['num_held_out_videos']} held-out videos are read right by the exported checkpoint, whose logits "
-        f"differ by {difference:.1e} at most from the trainer's.\n"
-        f"{learnt.told()}\n"
-        f"{summary['seconds']:.0f} seconds in all.  Look at {run / 'loss.png'}, {run / 'answers.png'}, "
+        f"\nThe exported checkpoint reads {accuracy:.1%} of {summary['num_held_out']} held-out digits and "
+        f"{video_accuracy:.1%} of {summary['num_held_out_videos']} held-out videos correctly. Its logits differ from "
+        f"the trainer's by at most {difference:.1e}.\n"
+        f"{learnt.summary()}\n"
+        f"{summary['seconds']:.0f} seconds in total. See {run / 'loss.png'}, {run / 'answers.png'}, "
         f"{run / 'video_answers.png'}, {run.timeline}, {run / 'even_odd/after/report.html'} and {run / 'summary.json'}."
     )
 
 
 def _clear(directory: Path) -> None:
-    """Empty a directory that an earlier demo filled; DemoError when it holds anything else."""
+    """Empty a directory that an earlier demo filled.  Raises DemoError if it has anything else."""
     if directory.exists() and any(directory.iterdir()) and not (directory / _MARK).exists():
-        raise DemoError(f"{directory} holds files that no demo wrote; choose another --directory or remove it")
+        raise DemoError(f"{directory} has files that the demo did not write; choose another --directory or remove it")
     if directory.exists():
         shutil.rmtree(directory)
     directory.mkdir(parents=True)

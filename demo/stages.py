@@ -1,6 +1,6 @@
-"""How the demo's stages run: announced with the time, as subprocesses, a training watched through the lines it prints.
+"""Runs the demo's stages as subprocesses, prints them with the time, and follows a training by the lines it prints.
 
-Knows the script's variables and the shape of the trainer's log line, and nothing else of the trainer.
+Depends only on the script's variables and the format of the trainer's log line.
 """
 
 import os
@@ -19,15 +19,15 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = "examples/qwen2.5vl/finetune_qwen2_5_vl_tiny.sh"
 ITERATION = re.compile(r"\biteration\s+(\d+)\s*/\s*(\d+)\s*\|")
 _NUM_TAIL_LINES = 40
-_NUM_REPORTS = 10  # progress lines of a stage where there is no terminal to draw a bar on
+_NUM_REPORTS = 10  # progress lines per stage, without a terminal for a progress bar
 
 
 class DemoError(RuntimeError):
-    """A stage did not do what the demo promises; the message says which and what was seen."""
+    """A stage failed or did not give the expected result; the message says which stage and what was found."""
 
 
 class Clock:
-    """Announces stages with the time since the start."""
+    """Prints stages with the time since the start."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()
@@ -41,9 +41,9 @@ class Clock:
 
 
 def run_script(variables: dict[str, str], flags: Sequence[str], log: Path, first: int, last: int) -> None:
-    """Run the tiny script with its ``variables`` from iteration ``first`` to ``last``; its output goes to ``log``.
+    """Run the tiny script with ``variables`` from iteration ``first`` to ``last``, with its output in ``log``.
 
-    DemoError when it fails, or when it stops at another iteration than ``last``.
+    Raises DemoError when it fails, or stops at another iteration than ``last``.
     """
     command = ["bash", SCRIPT, *flags]
     environment = script_environment() | variables
@@ -69,7 +69,7 @@ def run_script(variables: dict[str, str], flags: Sequence[str], log: Path, first
 
 
 def run_python(module: str, arguments: Sequence[str], log: Path) -> None:
-    """Run ``python -m module``; its output goes to ``log``.  DemoError when it fails."""
+    """Run ``python -m module`` with its output in ``log``.  Raises DemoError when it fails."""
     command = [sys.executable, "-m", module, *arguments]
     with log.open("w", encoding="utf-8") as file:
         status = subprocess.run(command, cwd=ROOT, env=script_environment(), stdin=subprocess.DEVNULL, stdout=file,
@@ -80,7 +80,7 @@ def run_python(module: str, arguments: Sequence[str], log: Path) -> None:
 
 
 def script_environment() -> dict[str, str]:
-    """This process's environment, with this interpreter, and a free port for the processes to meet at."""
+    """This process's environment, with this interpreter and a free port for the rendezvous."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
@@ -93,6 +93,6 @@ def script_environment() -> dict[str, str]:
 
 
 def _report(bar: tqdm, line: str, done: int, total: int) -> None:
-    """Without a terminal, pass on about ``_NUM_REPORTS`` of the trainer's own lines."""
+    """Without a terminal, print about ``_NUM_REPORTS`` of the trainer's own lines."""
     if bar.disable and (done == total or done % max(1, total // _NUM_REPORTS) == 0):
         print("    " + line.strip(), flush=True)

@@ -1,8 +1,8 @@
 """Builds a small Qwen2.5-VL checkpoint in Hugging Face format: random weights, the real architecture.
 
-Everything of the published checkpoints is there in small: window and full attention in the ViT, grouped-query
-attention and M-RoPE in the LLM, a byte-level BPE tokenizer with Qwen2.5-VL's special tokens, its chat template,
-and its file layout.  Knows nothing of the trainer: only torch, tokenizers and transformers make it.
+It has every element of the published checkpoints at a small size: window and full attention in the ViT, grouped-query
+attention and M-RoPE in the LLM, a byte-level BPE tokenizer with Qwen2.5-VL's special tokens, the chat template, and the
+file layout.  Independent of the trainer: only torch, tokenizers and transformers are used.
 """
 
 import argparse
@@ -54,7 +54,7 @@ TEMPLATE_WORDS = "system\nYou are a helpful assistant.\nuser\nassistant\n"
 
 @dataclass(frozen=True)
 class Sizes:
-    """Every size of the checkpoint; the defaults are the demo's (``examples/qwen2.5vl/model_tiny.json``)."""
+    """All sizes of the checkpoint; the defaults are the demo's (``examples/qwen2.5vl/model_tiny.json``)."""
 
     vision_layers: int = 8
     vision_hidden_size: int = 64
@@ -73,11 +73,11 @@ class Sizes:
     max_position_embeddings: int = 4096
     tie_word_embeddings: bool = False
     num_merges: int = 32
-    """Byte pairs that the tokenizer learns; the token ids of the special tokens follow from it."""
+    """Byte pairs that the tokenizer learns; it determines the ids of the special tokens."""
     vocab_size: int = 320
-    """Rows of the word embedding: like the published models, a few more than there are tokens."""
+    """Rows of the word embedding: slightly more than there are tokens, as in the published models."""
     initializer_range: float = 0.1
-    """About 1 / sqrt(hidden size): the published 0.02 suits models fifty times as wide."""
+    """About 1 / sqrt(hidden size); the published 0.02 suits models fifty times as wide."""
 
     def token_id(self, token: str) -> int:
         """The id of one of the added tokens."""
@@ -87,8 +87,8 @@ class Sizes:
 def build(directory: Path, texts: Iterable[str], seed: int, *, sizes: Sizes = Sizes()) -> None:
     """Write a checkpoint that ``transformers`` loads into ``directory``.
 
-    ``texts`` train the tokenizer; ValueError when they hold too few byte pairs for ``sizes.num_merges``.
-    The global random state is left as it was.
+    ``texts`` train the tokenizer; raises ValueError when they have too few byte pairs for ``sizes.num_merges``.
+    The global random state is unchanged.
     """
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = _train_tokenizer(texts, sizes.num_merges)
@@ -98,7 +98,7 @@ def build(directory: Path, texts: Iterable[str], seed: int, *, sizes: Sizes = Si
         torch.manual_seed(seed)
         model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig.from_pretrained(directory))
         model.save_pretrained(directory)
-    # save_pretrained wrote a config.json that transformers 4 misreads without a word: keep the flat one.
+    # save_pretrained wrote a config.json that transformers 4 silently misreads: restore the flat one.
     _write_json(directory / "config.json", config)
     _write_tokenizer(directory, tokenizer, sizes)
     _write_json(directory / "preprocessor_config.json", _PREPROCESSOR)
@@ -124,7 +124,7 @@ _PREPROCESSOR = {
 
 
 def _config(sizes: Sizes) -> dict:
-    """config.json with the flat keys of the published checkpoints, which transformers 4 and 5 both read right."""
+    """config.json with the flat keys of the published checkpoints, which transformers 4 and 5 both read correctly."""
     return {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
         "model_type": "qwen2_5_vl",
@@ -198,7 +198,7 @@ def _train_tokenizer(texts: Iterable[str], num_merges: int) -> Tokenizer:
 
 def _write_tokenizer(directory: Path, tokenizer: Tokenizer, sizes: Sizes) -> None:
     tokenizer.save(str(directory / "tokenizer.json"))
-    # vocab.json and merges.txt: the older form of the same facts, which the published checkpoints carry too.
+    # vocab.json and merges.txt: the older form of the same data, which the published checkpoints also have.
     tokenizer.model.save(str(directory))
     added = {
         str(sizes.token_id(token)): {
@@ -235,10 +235,10 @@ _WORDS = ("How many pictures are there, and what is to be seen in each of them?"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write a small random Qwen2.5-VL checkpoint to try commands on.")
-    parser.add_argument("directory", type=Path, help="to write; it must not exist")
+    parser.add_argument("directory", type=Path, help="directory to write; it must not exist")
     directory = parser.parse_args().directory
     if directory.exists():
-        parser.error(f"{directory} exists already; give another directory, or remove it")
+        parser.error(f"{directory} already exists; give another directory, or remove it")
     build(directory, _WORDS, seed=0)
 
 

@@ -1,7 +1,6 @@
-"""The trainer's own logits of a checkpoint in Hugging Face format, one process holding the whole model.
+"""The trainer's logits for a checkpoint in Hugging Face format, with the whole model in one process.
 
-Same output as ``demo.evaluate`` writes with ``transformers``, by the trainer's data path, model and kernels.
-
+Writes the same output as ``demo.evaluate``, but with the trainer's data path, model and kernels.
     python -m demo.trainer_logits --model DIR --mm-model JSON --mm-data JSON --logits FILE [--num-samples N]
 """
 
@@ -31,7 +30,7 @@ from mm.parallel import mesh as parallel  # noqa: E402
 def trainer_logits(directory: Path, model: ModelConfig, data: DataConfig, num_samples: int) -> dict[str, Tensor]:
     """``logits.N`` [num_tokens, vocabulary] and ``token_ids.N`` of the first samples of ``data``.
 
-    ``model`` must be placed on one stage.  Joins and leaves a process group of one.
+    ``model`` must be placed on one stage.  Joins and leaves a process group of size one.
     """
     mesh = parallel.start(DEVICE, model, tp_size=1)
     stage = Stage(model, mesh, "fp32", DEVICE)

@@ -196,7 +196,7 @@ def window_pairs(grid: Grid, window: int) -> int:
     return t * _squares(h, window) * _squares(w, window)
 
 
-def told_samples(samples: tuple[int, ...]) -> str:
+def samples_text(samples: tuple[int, ...]) -> str:
     """A microbatch's ``samples`` as the end of a sentence."""
     return f" (samples {' '.join(map(str, samples))})" if samples else ""
 

@@ -174,6 +174,6 @@ figure { margin: 0; background: #fff; border: 1px solid #dde2e8; padding: 12px; 
 svg { width: 100%; height: auto } rect { fill: #3b7dd8 } line { stroke: #8a94a3 }
 text { font-size: 12px; fill: #5b6675 } small { color: #5b6675 }
 .turns { background: #fff; border: 1px solid #dde2e8; padding: 14px; white-space: pre-wrap; overflow-wrap: anywhere }
-.learnt { background: #cdeccf } .media { background: #dbe7fb } .turns span { border-radius: 3px }
+.target { background: #cdeccf } .media { background: #dbe7fb } .turns span { border-radius: 3px }
 img { max-width: 320px; border: 1px solid #dde2e8; margin: 4px }
 """

@@ -50,7 +50,7 @@ def test_any_layout_trains_on_the_same_good_samples(inputs: Path) -> None:
             number, path = row["index"], str(inputs / f"picture{row['index']}.png")
             assert (row["dataset"], row["line"]) == (str(inputs / "samples.json"), number + 1)
             assert (row["id"], row["path"]) == (f"sample-{number}", path)
-            assert row["reason"].startswith(f"{path}: the image is damaged or cut short")
+            assert row["reason"].startswith(f"{path}: the image is damaged or truncated")
 
 
 def test_too_many_end_the_run_on_all_ranks(inputs: Path) -> None:

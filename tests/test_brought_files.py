@@ -186,7 +186,7 @@ def test_a_brought_script_runs_to_its_figures(tmp_path: Path) -> None:
     assert log.count("elapsed time per iteration (ms):") == 2, done.stdout + done.stderr
     assert "iteration 2\n" in log and "MindSpeed-MM trained it: optimizer state and random states begin anew" in log
     assert re.search(r"iteration +3/ +4 \| consumed samples: +10 \|", log)
-    assert "note: loss: every target token of the global batch counts the same" in log
+    assert "note: loss: every target token of the global batch has the same weight" in log
     assert "settings have no effect here; the same command with --check lists them" in log
     assert "--use-deter-comp" not in log
     figures = done.stdout.splitlines()[-3:]

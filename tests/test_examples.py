@@ -197,7 +197,7 @@ def test_a_flag_of_the_script_given_again_counts_with_a_note():
         capture_output=True, text=True, timeout=100, check=False,
     )
     assert outcome.returncode == 0, outcome.stderr
-    assert "--lr is given more than once (1.0e-5, 2e-5); the last one counts" in outcome.stdout
+    assert "--lr is given more than once (1.0e-5, 2e-5); the last one is used" in outcome.stdout
 
 
 def test_a_python_without_the_packages_is_refused(tmp_path):

@@ -125,8 +125,8 @@ def test_another_layout_continues_to_rounding(inputs: Path) -> None:
     (listed,) = (inputs / "replicas" / "logs").glob("quarantine.jsonl")
     assert f"note: 2 samples are left out; {listed} lists them" in said
     assert [row["reason"] for row in json_lines(listed)] == [
-        "has no 'messages'; attr.messages in the data JSON names that column.",
-        "'messages' is []; expected a list of messages that is not empty."]
+        "has no 'messages'; attr.messages in the data JSON must name that column.",
+        "'messages' is []; expected a non-empty list of messages."]
     expected = [row["loss"] for row in metrics(inputs, "whole")][3:]
     for name in ("stages", "replicas"):
         assert [row["loss"] for row in metrics(inputs, name)] == pytest.approx(expected, rel=1e-5)  # measured: equal

@@ -98,7 +98,7 @@ class CommandLine(Generic[Built]):
                 inert.setdefault(row.why, []).append(flag)
             elif any(one != occurrences[-1] for one in occurrences):
                 texts = ", ".join(" ".join(one) for one in occurrences)
-                yield f"{flag} is given more than once ({texts}); the last one counts"
+                yield f"{flag} is given more than once ({texts}); the last one is used"
         yield from (NoEffect(flags, why) for why, flags in inert.items())
 
     def _parser(self) -> argparse.ArgumentParser:
@@ -107,7 +107,7 @@ class CommandLine(Generic[Built]):
             self.name, description=self.description, usage=f"%(prog)s {self.usage}",
             allow_abbrev=False, argument_default=argparse.SUPPRESS, formatter_class=_Help)
         parser.add_argument("--version", action="version", version=version_line(self.name),
-                            help="print the version of this program and of what it runs on, and stop")
+                            help="print the version of this program and of its libraries, and exit")
         for flag, field in self.fields.items():
             is_switch = field.annotation is bool
             has_default = field.default not in (None, ()) and not is_switch and not field.is_required()
@@ -133,7 +133,7 @@ def _value_problem(flag: str, field: FieldInfo, occurrences: list[list[str]]) ->
     last = occurrences[-1]
     if field.annotation is bool:
         given = [word for one in occurrences for word in one]
-        return f"{flag} takes no value, but has {' '.join(given)!r}; it is on when given, else off" if given else None
+        return f"{flag} takes no value, but has {' '.join(given)!r}; give it alone, or not at all" if given else None
     if field.title == NUMBERS:
         return None if last and all(word.isdecimal() for word in last) else (
             f"{flag} is {' '.join(last)!r}; expected {NUMBERS}")

@@ -185,7 +185,7 @@ def _problems(data: DataConfig) -> Iterator[str]:
     if data.train_on_prompt and data.mask_history:
         yield "train_on_prompt and mask_history are both true; they exclude each other, so set one to false"
     if data.packs and data.sampler_type == "BucketBatchSampler":
-        yield ("packing and sampler_type = \"BucketBatchSampler\" are both given, but packs are made of long and short "
-               "samples alike; write \"BalancedBatchSampler\", which makes packs of even cost")
+        yield ("packing and sampler_type = \"BucketBatchSampler\" exclude each other, because packs mix long and short "
+               "samples; set sampler_type to \"BalancedBatchSampler\", which makes packs of even cost")
     if data.packing_max_patches is not None and not data.packs:
         yield f"packing_max_patches is {data.packing_max_patches}, but packing is not true; set it to true"

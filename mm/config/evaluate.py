@@ -46,10 +46,10 @@ class EvaluateArguments(ModelArguments):
         "directory of predictions, scores and report; an interrupted evaluation there is resumed"))
     max_questions: Count | None = Field(None, description="number of questions to ask, from the start; absent = all")
     use_custom_prompt: bool = Field(False, description=(
-        "VLMEvalKit's words for Qwen2-VL, as MindSpeed-MM has them, instead of its own, with which Qwen2.5-VL is "
-        "measured"))
+        "use VLMEvalKit's prompts for Qwen2-VL, as MindSpeed-MM does, instead of its default prompts, with which "
+        "Qwen2.5-VL is evaluated"))
     evaluation_model: str | None = Field(None, description=(
-        "a name; with it MindSpeed-MM's result files are written too: NAME_DATASET.xlsx and so on"))
+        "also write MindSpeed-MM's result files, under this name: NAME_DATASET.xlsx and so on"))
 
 
 EVALUATE = CommandLine(
@@ -129,10 +129,10 @@ def evaluating_in_training(args: Arguments, data: DataConfig, world_size: int) -
     questions, benchmark = args.eval_generate_questions, args.eval_generate_benchmark
     assert questions is not None, "checked with the settings"
     defaults = EVALUATE.read(EVALUATE.split(("--load", "the model in training")))
-    said = replace(
+    settings = replace(
         defaults, mm_data=args.mm_data, media_roots=(data.dataset_dir, *(data.media_roots or ())), questions=questions,
         max_questions=args.eval_generate_max_questions, max_new_tokens=args.eval_generate_max_new_tokens)
-    asking = _with_defaults(Asking(said, None, data, world_size), benchmark)
+    asking = _with_defaults(Asking(settings, None, data, world_size), benchmark)
     return Evaluating(asking, questions, benchmark, args.eval_generate_rule, str(Path(args.log_dir) / "answers"),
                       custom_prompt=False, peer_model=None)
 
@@ -150,15 +150,15 @@ def _problems(
     if args.benchmark and args.rule:
         yield "--benchmark and --rule are both given; a benchmark has its own rule, so keep one"
     elif not benchmark and not args.rule and not is_named:
-        yield ("--benchmark or --rule is missing: say whose questions these are, or how answers to your own are scored")
+        yield "--benchmark or --rule is missing: name the benchmark of the questions, or the scoring rule for your own"
     if name and (len(os.fsencode(name)) > _LONGEST_NAME_BYTES or Path(name).name != name or not name.isprintable()):
         source = "--evaluation-model" if args.evaluation_model is not None else f"{args.mm_model}: evaluation_model"
-        yield (f"{source} is {name!r}, which cannot begin the names of files in --output; give printable text of at "
-               f"most {_LONGEST_NAME_BYTES} bytes without '/'")
+        yield (f"{source} is {name!r}, which cannot start file names in --output; give printable text of at most "
+               f"{_LONGEST_NAME_BYTES} bytes without '/'")
     if questions is None:
         yield "--questions is missing: the TSV file of the benchmark, or your own JSON file"
     elif not Path(questions).is_file():
-        yield f"--questions is {questions!r}, which is no file"
+        yield f"--questions is {questions!r}, which is not a file"
     if output is None:
         yield "--output is missing: the directory of predictions and scores"
     elif Path(output).exists() and not Path(output).is_dir():
@@ -168,10 +168,10 @@ def _problems(
 def _peer_notes(benchmark: str | None) -> Iterator[str]:
     """Differences from MindSpeed-MM."""
     if benchmark == "chartqa":
-        yield "numbers count within 5 % of the right answer, as published; MindSpeed-MM takes 5 % of the model's answer"
+        yield "a number is right within 5 % of the correct answer, as published; MindSpeed-MM uses 5 % of the model's"
     if benchmark in ("ai2d", "mmmu"):
-        yield ("an option letter counts among the last four words of an answer, as in VLMEvalKit today; MindSpeed-MM "
-               "takes it wherever it stands")
+        yield ("an option letter counts only in the last four words of an answer, as in current VLMEvalKit; "
+               "MindSpeed-MM accepts it anywhere")
 
 
 def _with_defaults(asking: Asking[EvaluateArguments], benchmark: str | None) -> Asking[EvaluateArguments]:

@@ -50,8 +50,8 @@ class Arguments:
     mm_data: str = Field(description="data JSON")
     load: str | None = Field(None, description="weights or checkpoint to start from; absent = random weights")
     pretrained_checkpoint: str | None = Field(None, description=(
-        "what a run starts from if its --load is its --save and holds no checkpoint yet, or is absent: weights or a "
-        "checkpoint, without its optimizer and random states"))
+        "weights or checkpoint to start from if --load is absent, or is --save without a checkpoint yet; its optimizer "
+        "and random states are not loaded"))
     vit_qkv_order: VitQkvOrder | None = Field(
         None, description="order of the ViT's qkv in --load of MindSpeed-MM; absent = from model_name_or_path")
     save: str | None = Field(None, description="directory of the training checkpoints")
@@ -63,7 +63,7 @@ class Arguments:
     tensorboard_dir: str | None = Field(None, description="directory of TensorBoard events")
 
     vision_feature_cache: str | None = Field(None, description=(
-        "directory that caches what a fully frozen ViT computes of each picture and video, for later epochs and runs"))
+        "directory that caches the outputs of a fully frozen ViT per picture and video, for later epochs and runs"))
     vision_feature_cache_gib: Positive | None = Field(
         None, description="largest size of that cache in GiB; absent = until the disk is full")
 
@@ -83,15 +83,15 @@ class Arguments:
         "exchange heads for tokens (ulysses_cp_algo), or send keys and values around a ring (megatron_cp_algo)"))
     distributed_timeout_minutes: Count = Field(10, description="time limit of one collective")
     step_timeout: NotNegative | None = Field(None, description=(
-        "seconds after which a step has stalled, 1800 at least for the first; absent = 300, or 10 x the median step; "
-        "0 = never"))
+        "seconds after which a step counts as stalled, at least 1800 for the first; absent = 300, or 10 x the median "
+        "step; 0 = never"))
     check_p2p: bool = Field(False, description=(
         "compare shape, dtype and microbatch of every message between stages before it is received; slower"))
     overlap_p2p_communication: bool = Field(False, description=(
         "receive the next message between stages during computation; the default on NPU and CPU"))
     no_overlap_p2p_communication: bool = Field(False, description=(
         "receive a message between stages only when it is needed; the default on CUDA, where a pending message takes "
-        "processors from the computation"))
+        "processors away from the computation"))
 
     # Batches and steps
     micro_batch_size: Count = Field(description="samples per microbatch")
@@ -99,9 +99,9 @@ class Arguments:
         None, description="samples per step over all ranks; absent = micro batch size x data-parallel size")
     seq_length: Count = Field(description="longest sample in tokens")
     train_iters: Count = Field(0, description=(
-        "total number of optimizer steps; 0 = as many as --num-train-epochs takes"))
+        "total number of optimizer steps; 0 = determined by --num-train-epochs"))
     num_train_epochs: Positive | None = Field(None, description=(
-        "passes over the training samples, such as 3 or 0.5, in place of --train-iters; the last step is a full one"))
+        "passes over the training samples, such as 3 or 0.5, instead of --train-iters; the last step is a full batch"))
     exit_interval: Count | None = Field(None, description="stop after a step that is a multiple of this")
     seed: NaturalNumber = Field(DEFAULT_SEED, description="seed of weights and shuffling")
     deterministic_mode: bool = Field(False, description="bitwise reproducible on accelerators too; slower")
@@ -117,13 +117,13 @@ class Arguments:
     # Validation: of val_dataset or val_rate in the data JSON
     eval_interval: Count = Field(1000, description="steps between validations; the last step is always validated")
     eval_iters: NaturalNumber | None = Field(
-        None, description="most global batches per validation; absent = every sample once; 0 = no validation")
+        None, description="maximum global batches per validation; absent = every sample once; 0 = no validation")
     save_best: bool = Field(
-        False, description="keep the checkpoint with the lowest validation loss in best below --save")
+        False, description="keep the checkpoint with the lowest validation loss, in the folder best of --save")
     early_stopping_patience: Count | None = Field(
         None, description="stop after this many validations in a row without a new lowest loss; absent = never")
     eval_generate_interval: Count | None = Field(None, description=(
-        "steps between scorings of the model's answers, also after the last step; absent = none"))
+        "steps between scorings of the model's answers; the last step is always scored; absent = no scoring"))
     eval_generate_questions: str | None = Field(None, description=(
         "questions to answer: OpenCompass's TSV file of a benchmark, or your own JSON, JSONL or Parquet file"))
     eval_generate_rule: Rule | None = Field(None, description="scoring rule for your own questions")
@@ -131,16 +131,16 @@ class Arguments:
     eval_generate_max_questions: Count | None = Field(
         None, description="ask only this many, from the start of the file; absent = all")
     eval_generate_max_new_tokens: Count | None = Field(
-        None, description="most tokens of an answer; absent = as in mm.evaluate")
+        None, description="maximum tokens of an answer; absent = as in mm.evaluate")
 
     # What is trained
     freeze_modules: Patterns = Field((), description=(
-        "words; a weight with one of them in its name is not trained, as if its part were frozen"))
+        "words; weights whose names contain one of them are not trained, as if their part were frozen"))
     trainable_modules: Patterns = Field((), description=(
-        "words; a weight with one of them in its name is trained even if other settings freeze it"))
+        "words; weights whose names contain one of them are trained even if other settings freeze them"))
     lora_target_modules: Patterns = Field((), description=(
-        "linear layers that get adapters (LoRA), by our names or Hugging Face's, such as q_proj v_proj, or all-linear; "
-        "the rest of the model is frozen"))
+        "linear layers that get adapters (LoRA), by MindSpeed-MM's or Hugging Face's names, such as q_proj v_proj, or "
+        "all-linear; the rest of the model is frozen"))
     lora_r: Count = Field(LoraConfig.r, description="rank of the adapters")
     lora_alpha: Positive = Field(LoraConfig.alpha, description="adapters are scaled by this / rank")
     lora_dropout: Fraction = Field(
@@ -167,10 +167,10 @@ class Arguments:
     vision_tower_lr: Positive | None = Field(None, description="highest learning rate of the ViT; absent = --lr")
     mm_projector_lr: Positive | None = Field(None, description="highest learning rate of the projector; absent = --lr")
     lr_scale_modules: Patterns = Field((), description=(
-        "words; a weight with one of them in its name has its learning rate multiplied by --lr-mult"))
-    lr_mult: Positive = Field(1.0, description="factor on the learning rates that --lr-scale-modules names")
+        "words; weights whose names contain one of them have their learning rate multiplied by --lr-mult"))
+    lr_mult: Positive = Field(1.0, description="factor on the learning rates of the weights in --lr-scale-modules")
     weight_decay_exclude_modules: Patterns = Field((), description=(
-        "words; a weight with one of them in its name has no weight decay; norms and biases never have any"))
+        "words; weights whose names contain one of them have no weight decay; norms and biases never have any"))
     adam_eps: Positive = Field(1e-8, description="added to the denominator")
     clip_grad: NotNegative = Field(1.0, description="clip gradients to this global norm; 0 = no clipping")
     use_distributed_optimizer: bool = Field(False, description="split optimizer state over the data-parallel ranks")
@@ -214,7 +214,7 @@ class Arguments:
     no_save_optim: bool = Field(False, description="do not save optimizer state")
     no_save_rng: bool = Field(False, description="do not save random states")
     allow_used_save: bool = Field(False, description=(
-        "save even where another run has saved: replaces its checkpoints of the same iterations, deletes none"))
+        "save even if another run has saved there: replaces its checkpoints of the same iterations, deletes none"))
     save_interval: Count | None = Field(None, description="steps between checkpoints; absent = only at the end")
     keep_last_checkpoints: Count | None = Field(None, description="number of newest checkpoints to keep; absent = all")
 
@@ -229,7 +229,7 @@ class Arguments:
     log_tps: bool = Field(False, description="add tokens per sample to the log line")
     log_throughput: bool = Field(False, description="add model FLOP/s to the log line")
     log_timers: bool = Field(False, description=(
-        "add a breakdown of the step time, the largest over the ranks; the host then waits for each step to end"))
+        "add a breakdown of the step time, maximum over the ranks; the host then waits for each step to end"))
     profile_pipeline: Count | None = Field(
         None, description="iteration whose timeline is written to --log-dir, as a picture and a trace")
     profile: bool = Field(False, description="run the profiler of torch or torch_npu")
@@ -238,9 +238,9 @@ class Arguments:
     profile_ranks: Numbers = Field((0,), description="ranks that are profiled")
     profile_save_path: str | None = Field(None, description="directory of the profiles; absent = profile in --log-dir")
     dry_run_patches: NaturalNumber | None = Field(
-        None, description="patches of a microbatch in the dry run's memory; absent = none, and as many as tokens allow")
-    dry_run: bool = Field(False, description="check everything, print what each stage would hold, and stop")
-    check: bool = Field(False, description="check everything, what must be there and every sample too, and stop")
+        None, description="patches per microbatch in the dry run's memory; absent = none, and as many as tokens allow")
+    dry_run: bool = Field(False, description="check everything, print the contents of each stage, and exit")
+    check: bool = Field(False, description="check everything including all files and samples, and exit")
 
     @property
     def precision(self) -> str:
@@ -307,7 +307,7 @@ def flag_problems(args: Arguments) -> Iterator[str]:
         yield "--overlap-p2p-communication and --no-overlap-p2p-communication are both given; keep one"
     if args.grad_reduce_in_bf16 and not args.bf16:
         yield (f"--grad-reduce-in-bf16 needs --bf16, but the run is in {args.precision}: gradients are fp32, or of the "
-               f"weights' dtype; add --bf16, or take the flag out")
+               f"weights' dtype; add --bf16, or remove the flag")
     losses = [f"--calculate-per-{unit}-loss" for unit in ("token", "sample", "microbatch")
               if getattr(args, f"calculate_per_{unit}_loss")]
     if len(losses) > 1:
@@ -339,10 +339,10 @@ def step_problems(args: Arguments) -> Iterator[str]:
                f"({'--lr-decay-iters' if args.lr_decay_iters else '--train-iters'})")
     if args.profile_pipeline is not None and args.profile_pipeline > args.train_iters:
         yield (f"--profile-pipeline is {args.profile_pipeline}, but the last iteration is --train-iters = "
-               f"{args.train_iters}; name one of 1 to {args.train_iters}")
+               f"{args.train_iters}; give one from 1 to {args.train_iters}")
     if args.profile and args.profile_step_start > args.train_iters:
         yield (f"--profile-step-start is {args.profile_step_start}, but the last iteration is --train-iters = "
-               f"{args.train_iters}; start at one of 1 to {args.train_iters}")
+               f"{args.train_iters}; give one from 1 to {args.train_iters}")
 
 
 def length_problems(words: Words) -> Iterator[str]:

@@ -61,14 +61,14 @@ FLAGS: Mapping[str, FlagRow] = {
     "--use-mcore-models": Inert("megatron-core is the only engine"),
     **rows(Inert("the tokenizer comes from model_name_or_path in the data JSON"), "--tokenizer-type --tokenizer-model"),
     "--distributed-backend": Inert("the device decides: hccl, nccl or gloo"),
-    "--mm-tool": Inert("--profile and the other --profile flags set the profiler, not that file"),
+    "--mm-tool": Inert("the profiler is configured by --profile and the other --profile flags, not by that file"),
     **rows(Inert("--profile records the operators of host and device, without stacks, shapes and memory"),
            "--use-pytorch-profiler --profile-level --profile-with-cpu --profile-with-stack --profile-with-memory "
            "--profile-record-shapes --profile-data-simplification --profile-export-type"),
     **rows(Inert("--log-timers breaks down the time of a step"), "--timing-log-level --timing-log-option"),
     "--variable-seq-lengths": Inert("always on: every rank knows all shapes of a step before it begins"),
     "--enable-dummy-optimizer": Inert("always on: a stage without trainable parameters needs no optimizer"),
-    **rows(Inert("it only affects memory and speed, and is not in this version; --recompute-granularity saves memory"),
+    **rows(Inert("it only affects memory and speed and is not supported here; --recompute-granularity saves memory"),
            "--swap-attention --swap-modules --swap-optimizer --adaptive-memory-optimization "
            "--adaptive-recompute-device-size --recompute-in-advance "
            "--reuse-fp32-param --optimize-send-recv-comm --use-ascend-mc2 --use-ascend-coc --use-fusion-attn-v2 "
@@ -83,9 +83,9 @@ FLAGS: Mapping[str, FlagRow] = {
     "--no-load-args": Inert("arguments never come from a checkpoint"),
     "--trust-remote-code": Inert(_NO_TRUST),
     "--optimizer": Fixed(("adam",), "expected one of adam"),
-    **rows(Fixed((), "write it into the model JSON, as lora_apply_modules or lora_mixed_training, where MindSpeed-MM "
-                     "reads it too"), "--lora-apply-modules --lora-mixed-training"),
-    "--lora-target-parameters": Fixed((), "only linear layers can have adapters: write --lora-target-modules"),
+    **rows(Fixed((), "set lora_apply_modules or lora_mixed_training in the model JSON, where MindSpeed-MM reads them "
+                     "too"), "--lora-apply-modules --lora-mixed-training"),
+    "--lora-target-parameters": Fixed((), "only linear layers can have adapters: use --lora-target-modules"),
     "--lora-register-forward-hook": Inert("gradients pass through frozen layers without hooks"),
     **rows(Fixed((), "preference training is not supported by this version"),
            "--dpo-beta --dpo-loss-type --dpo-ftx --dpo-label-smoothing --ref-model --pref-ftx --stage"),
@@ -93,40 +93,40 @@ FLAGS: Mapping[str, FlagRow] = {
         "weights are not sharded over data-parallel ranks in this version; use --tensor-model-parallel-size, "
         "pipeline_num_layers in the model JSON and --use-distributed-optimizer, and --dry-run for the memory of each "
         "stage")),
-    "--fsdp2-config-path": Inert("it only goes with --use-torch-fsdp2"),
+    "--fsdp2-config-path": Inert("it has an effect only with --use-torch-fsdp2"),
     **rows(Inert("weights are the same wherever they are first created"),
            "--init-model-with-meta-device --use-cpu-initialization --no-initialization"),
     "--hetero-parallel": Fixed((), (
-        "both towers have the tensor-parallel size of the command line; leave it out with tp, pp and cp of the towers, "
-        "and give pipeline_num_layers of each tower in the model JSON, which can place ViT and LLM on different "
+        "both towers have the tensor-parallel size of the command line; remove it together with tp, pp and cp of the "
+        "towers, and set pipeline_num_layers of each tower in the model JSON, which can place ViT and LLM on different "
         "stages; --load takes the weights from before convert_base_to_hetero, or the Hugging Face directory")),
     "--hetero-encoder-mbs-scale": Fixed((), (
-        "it only goes with --hetero-parallel; here every image of a microbatch passes through the ViT in one call, so "
+        "it has an effect only with --hetero-parallel; here all images of a microbatch pass the ViT in one call, so "
         "raise --micro-batch-size instead")),
     "--encoder-dp-balance": Fixed((), (
-        "write BalancedBatchSampler as sampler_type in the data JSON: it balances the images of all replicas")),
+        "set sampler_type to BalancedBatchSampler in the data JSON: it balances the images of all replicas")),
     "--unaligned-linear": Fixed((), (
-        "leave it out: dimensions that tensor parallelism does not divide are padded here, such as the ViT's 3420")),
-    **rows(Fixed((), "write BalancedBatchSampler as sampler_type in the data JSON: it balances ViT and LLM together"),
+        "remove it: dimensions that tensor parallelism does not divide are padded here, such as the ViT's 3420")),
+    **rows(Fixed((), "set sampler_type to BalancedBatchSampler in the data JSON: it balances ViT and LLM together"),
            "--use-data-balance --data_balance_sorting_algo --use-image-mbs-data-balance "
            "--mbs_data_balance_sorting_algo"),
-    **rows(Fixed((), "write packing: true in the basic_parameters of the data JSON; --seq-length is the budget"),
+    **rows(Fixed((), "set packing to true in basic_parameters of the data JSON; --seq-length is the budget"),
            "--use-txt-dynamic-batching --max-seq-len --dynamic-batch-buffer-size"),
     **rows(Fixed((), "only the Adam optimizer is supported by this version"),
            "--matched-adamw-rms --muon-momentum --ns-steps"),
-    **rows(Fixed((), "give steps or epochs: --train-iters or --num-train-epochs; --lr-decay-iters, --lr-warmup-iters"),
+    **rows(Fixed((), "use steps or epochs: --train-iters or --num-train-epochs; --lr-decay-iters, --lr-warmup-iters"),
            "--train-samples --lr-decay-samples --lr-warmup-samples --rampup-batch-size"),
-    **rows(Fixed((), "write --recompute-granularity selective"),
+    **rows(Fixed((), "use --recompute-granularity selective"),
            "--recompute-activations --recompute-skip-core-attention --recompute-num-layers-skip-core-attention"),
-    "--calculate-square-loss": Fixed((), "write --calculate-per-token-loss or --calculate-per-sample-loss"),
-    "--calculate-token-loss": Fixed((), "write --calculate-per-token-loss"),
+    "--calculate-square-loss": Fixed((), "use --calculate-per-token-loss or --calculate-per-sample-loss"),
+    "--calculate-token-loss": Fixed((), "use --calculate-per-token-loss"),
     "--num-layers-per-virtual-pipeline-stage": Fixed((), "give pipeline_num_layers one list per virtual chunk instead"),
     "--downcast-to-bf16": Fixed((), "write --bf16"),
     **rows(Fixed((), "it is not supported by this version"),
            "--profile-stage --profile-subgraph-seg --simulated-nnodes --simulated-nproc-per-node"),
     "--ai-framework": Fixed(("pytorch",), (
-        "the model is computed by PyTorch, not by MindSpore: leave the flag out and start the script with torchrun in "
-        "place of msrun; model JSON, data and Hugging Face weights stay as they are")),
+        "the model runs on PyTorch, not on MindSpore: remove the flag and start the script with torchrun instead of "
+        "msrun; model JSON, data and Hugging Face weights stay as they are")),
 }
 """Flags that are no fields of ``mm.config.flags``."""
 
@@ -159,8 +159,8 @@ MODEL_KEYS: Mapping[str, Mapping[str, Row]] = {
     "image_encoder": {},
     "patch": {
         "bridge_patch": Inert("--load reads both Hugging Face and converted weights"),
-        "infer_fa": Inert("it concerns inference only"),
-        "clip_grad_async": Inert("the host reads the device once a step, loss and gradient norm together"),
+        "infer_fa": Inert("it affects inference only"),
+        "clip_grad_async": Inert("the host reads the device once per step, loss and gradient norm together"),
         **rows(_OFF, "adaptive_clip_grad_norm ae_float32 use_fsdp1 get_dist_model_load_from_pt scale_grad "
                      "muon_optimizer layerwise_disaggregated_training"),
     },
@@ -172,7 +172,7 @@ MODEL_KEYS: Mapping[str, Mapping[str, Row]] = {
         "post_layer_norm": Fixed((False,)),
         "canonical_model": _STRUCTURE,
         "attention_mask_type": Inert("attention runs over variable-length segments, without masks"),
-        "use_vit_dp": Inert("always on: context-parallel ranks split the images, each whole"),
+        "use_vit_dp": Inert("always on: context-parallel ranks share the images, each image on one rank"),
         **rows(_UNUSED, "llm_hidden_size intermediate_size"),
         "init_method_std": _INIT,
     },
@@ -210,23 +210,23 @@ DATA_KEYS: Mapping[str, Mapping[str, Row]] = {
     "dataset_param": {"dataset_type": Fixed(("huggingface",), "conversations with images")},
     "dataset_param.preprocess_parameters": {
         "use_fast_tokenizer": Inert("there is one tokenizer implementation"),
-        "split_special_tokens": Inert("the chat encoder decides how text that looks like a special token is read"),
+        "split_special_tokens": Inert("text that looks like a control token is always read as plain text"),
         "audio_sampling_rate": Inert(_NO_AUDIO),
         "video_resolution": _UNUSED,
-        "fix_mistral_regex": Inert("it concerns another tokenizer"),
+        "fix_mistral_regex": Inert("it affects another tokenizer"),
         **rows(_OFF, "image_do_pan_and_scan crop_to_patches use_audio_in_video"),
         "trust_remote_code": Fixed((None, False), _NO_TRUST),
     },
     "dataset_param.basic_parameters": {
         "template": Fixed(("qwen2vl",), "the chat template of Qwen2.5-VL"),
         "enable_thinking": Inert("Qwen2.5-VL has no thinking mode"),
-        **rows(Inert("samples are prepared on the fly; only their lengths are kept, in cache_dir"),
+        **rows(Inert("samples are prepared on the fly; only their lengths are cached, in cache_dir"),
                "preprocessing_batch_size preprocess_on_fly async_preprocess async_preprocess_buffer_size"),
         "cutoff_len": Fixed((None,), "--seq-length is the longest sample"),
         "tool_format": Inert(_NO_TOOLS),
         "use_pmcc_data": _OFF,
         "streaming": Fixed((None, False), (
-            "leave it out: samples are read when a step needs them, and memory holds only their index")),
+            "remove it: samples are read when a step needs them, and only their index is in memory")),
     },
     "dataset_param.attr": {
         "audios": Fixed((None,), _NO_AUDIO),
@@ -243,7 +243,7 @@ DATA_KEYS: Mapping[str, Mapping[str, Row]] = {
         "num_workers": Inert("--num-workers decides"),
         "batch_size": Inert("--micro-batch-size decides"),
         "data_sharding": Fixed((None, False), (
-            "leave it out: all replicas take turns in one shuffle of all samples, and each reads only its own")),
+            "remove it: all replicas share one shuffle of all samples, and each reads only its own")),
     },
     "dataloader_param.collate_param": {
         "model_name": Fixed(("qwen2vl",), "the collator of Qwen2.5-VL"),

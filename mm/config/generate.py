@@ -30,11 +30,11 @@ class ModelArguments:
     # The model
     load: str = Field(description="weights: a Hugging Face directory, converted weights, or training checkpoints")
     mm_model: str | None = Field(
-        None, description="model JSON, or MindSpeed-MM's inference JSON; absent = the model that --load holds")
+        None, description="model JSON, or MindSpeed-MM's inference JSON; absent = the model in --load")
     model_name_or_path: str | None = Field(None, description=(
-        "Hugging Face directory of tokenizer, chat template and processor; absent = as the JSON says, or --load"))
+        "Hugging Face directory of tokenizer, chat template and processor; absent = from the JSON, or --load"))
     mm_data: str | None = Field(None, description=(
-        "data JSON of the training, to use its picture and video sizes"))
+        "data JSON of the training, for its picture and video sizes"))
     vit_qkv_order: VitQkvOrder | None = Field(
         None, description="order of the ViT's qkv in --load of MindSpeed-MM; absent = from model_name_or_path")
 
@@ -50,32 +50,33 @@ class ModelArguments:
 
     # Files of questions
     media_roots: Patterns = Field((), description=(
-        "folders that may hold the pictures and videos of a questions file, besides the file's own folder"))
+        "folders that may contain the pictures and videos of a questions file, besides the file's own folder"))
     batch_size: Count = Field(8, description="questions of a file that are answered together")
 
     # Pictures and videos
-    image_min_pixels: NaturalNumber | None = Field(None, description="fewest pixels of a picture")
-    image_max_pixels: Count | None = Field(None, description="most pixels of a picture; absent = the checkpoint's")
-    video_max_pixels: Count | None = Field(None, description="most pixels of a frame")
+    image_min_pixels: NaturalNumber | None = Field(None, description="minimum pixels of a picture")
+    image_max_pixels: Count | None = Field(None, description="maximum pixels of a picture; absent = the checkpoint's")
+    video_max_pixels: Count | None = Field(None, description="maximum pixels of a frame")
     video_fps: Positive | None = Field(None, description="frames sampled per second of video")
-    video_maxlen: Count | None = Field(None, description="most frames of a video")
+    video_maxlen: Count | None = Field(None, description="maximum frames of a video")
 
     # How tokens are chosen
-    max_new_tokens: Count | None = Field(None, description="most tokens of an answer; absent = the files', or 512")
-    greedy: bool = Field(False, description="take the likeliest token, as --temperature 0")
+    max_new_tokens: Count | None = Field(
+        None, description="maximum tokens of an answer; absent = generation_config.json's, or 512")
+    greedy: bool = Field(False, description="take the likeliest token, like --temperature 0")
     temperature: NotNegative | None = Field(
         None, description="sample tokens at this temperature; 0 = take the likeliest")
     top_k: NaturalNumber | None = Field(None, description="sample from this many likeliest tokens; 0 = from all")
     top_p: Positive | None = Field(
         None, description="sample from the likeliest tokens with this total probability; 1 = from all")
     repetition_penalty: Positive | None = Field(None, description="above 1: repeated tokens become less likely")
-    stop_tokens: Patterns = Field((), description="tokens, or their ids, that end an answer; they replace the files'")
+    stop_tokens: Patterns = Field((), description="tokens or ids that end an answer, instead of the checkpoint's")
     seed: NaturalNumber = Field(1234, description="seed of sampling")
 
     # Before the ranks are started
     check: bool = Field(False, description=(
-        "check everything that can be checked beforehand, and exit; media that a file of questions names by existence, "
-        "format and header, not by their pixels"))
+        "check everything that can be checked beforehand, and exit; media in a questions file are checked for "
+        "existence, format and header, but not decoded"))
 
     @property
     def precision(self) -> str:
@@ -87,7 +88,7 @@ class ModelArguments:
 class GenerateArguments(ModelArguments):
     """Everything that the command line says."""
 
-    prompt: str | None = Field(None, description="one question; <image> and <video> in it mark where media go")
+    prompt: str | None = Field(None, description="one question; <image> and <video> in it mark the places of media")
     image: Patterns = Field((), description="pictures of the question, in order")
     video: Patterns = Field((), description="videos of the question, in order")
     system: str | None = Field(None, description="system message; absent = the chat template's own")
@@ -97,11 +98,11 @@ class GenerateArguments(ModelArguments):
         None, description="JSONL file of answers; prompts already answered there are skipped")
 
 
-_TRAINING = Inert("it concerns training")
+_TRAINING = Inert("it affects training only")
 _OTHER_FLAGS: Mapping[str, FlagRow] = {
     **{flag_name(name): _TRAINING for name in fields_of(Arguments)},
     **FLAGS,
-    "--context-parallel-size": Fixed(("1",), "expected 1: the tokens of a prompt are not shared out over ranks"),
+    "--context-parallel-size": Fixed(("1",), "expected 1: prompts are not split over context-parallel ranks"),
 }
 
 
@@ -112,7 +113,7 @@ def other_flags(cls: type[ModelArguments]) -> Mapping[str, FlagRow]:
 
 
 GENERATE = CommandLine(
-    "mm.generate", "Ask Qwen2.5-VL, by the trainer's own forward pass, on any layout.",
+    "mm.generate", "Generate answers with Qwen2.5-VL, using the trainer's forward pass, on any layout.",
     "--load DIR --prompt TEXT [--image FILE ...] | --chat | --prompts FILE --output FILE  [flags]", GenerateArguments,
     other_flags(GenerateArguments))
 
@@ -203,17 +204,17 @@ class Asking(Generic[Said]):
         args, files = self.args, (
             *((self.inference.generation,) if self.inference else ()), self.defaults, checkpoint)
 
-        def said(name: str) -> Any:
+        def setting(name: str) -> Any:
             given = (getattr(one, name, None) for one in (args, *files))
             return next((value for value in given if value is not None), DEFAULT[name])
 
         is_asked = any(value is not None for value in (args.temperature, args.top_k, args.top_p))
-        samples = not args.greedy and args.temperature != 0 and (is_asked or said("do_sample"))
+        samples = not args.greedy and args.temperature != 0 and (is_asked or setting("do_sample"))
         return Decoding(
-            max_new_tokens=said("max_new_tokens"),
-            temperature=said("temperature") if samples else 0.0,
-            top_k=said("top_k"), top_p=said("top_p"), repetition_penalty=said("repetition_penalty"),
-            stop_token_ids=tuple(said("eos_token_id")), seed=args.seed)
+            max_new_tokens=setting("max_new_tokens"),
+            temperature=setting("temperature") if samples else 0.0,
+            top_k=setting("top_k"), top_p=setting("top_p"), repetition_penalty=setting("repetition_penalty"),
+            stop_token_ids=tuple(setting("eos_token_id")), seed=args.seed)
 
 
 def load_asking(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> Asking[GenerateArguments]:
@@ -268,11 +269,11 @@ def _problems(args: ModelArguments) -> Iterator[str]:
 
 def _file_problems(args: GenerateArguments) -> Iterator[str]:
     if args.prompts is not None and not Path(args.prompts).is_file():
-        yield f"--prompts is {args.prompts!r}, which is no file; expected a JSON or JSONL file of prompts"
+        yield f"--prompts is {args.prompts!r}, which is not a file; expected a JSON or JSONL file of prompts"
     if args.prompts is not None and args.output is None:
         yield "--prompts is given, but --output is missing: the JSONL file for the answers"
     if args.prompts is None and args.output is not None:
-        yield "--output is given, but --prompts is missing: the file of what is asked"
+        yield "--output is given, but --prompts is missing: the JSON or JSONL file of prompts"
     if args.output is not None and Path(args.output).is_dir():
         yield f"--output is {args.output!r}, which is a directory; give a file"
 
@@ -285,9 +286,9 @@ def _question_problems(asking: Asking[GenerateArguments]) -> Iterator[str]:
     if len(given) > 1:
         yield f"{' and '.join(given)} are given; keep one"
     if args.prompts is not None and (args.image or args.video):
-        yield "--image and --video go with --prompt or --chat; in --prompts each prompt names its own"
+        yield "--image and --video need --prompt or --chat; in a --prompts file, each prompt names its own media"
     if not given and not (inference and inference.prompts) and not (args.image or args.video):
-        yield "nothing is asked: give --prompt TEXT, --chat, or --prompts FILE and --output FILE"
+        yield "no question is given: use --prompt TEXT, --chat, or --prompts FILE and --output FILE"
 
 
 def _peer_notes(asking: Asking[GenerateArguments]) -> Iterator[str]:
@@ -296,5 +297,5 @@ def _peer_notes(asking: Asking[GenerateArguments]) -> Iterator[str]:
     if inference is None or asking.data is not None or (inference.min_pixels, inference.max_pixels) == (None, None):
         return
     if args.image_min_pixels is None and args.image_max_pixels is None:
-        yield (f"{args.mm_model}: min_pixels and max_pixels count here; MindSpeed-MM's pipeline takes those of the "
-               f"checkpoint: --image-min-pixels 3136 --image-max-pixels 12845056 for every published one")
+        yield (f"{args.mm_model}: min_pixels and max_pixels are applied; MindSpeed-MM's pipeline uses the checkpoint's "
+               f"instead: --image-min-pixels 3136 --image-max-pixels 12845056 for all published ones")

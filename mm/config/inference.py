@@ -60,10 +60,10 @@ class InferenceConfig:
 
 Config = TypeVar("Config", bound=InferenceConfig)
 
-_OUTPUT = Inert("an answer is its tokens; nothing else is kept")
-_SPEED = Inert("it changes speed only; keys and values are always kept")
-_BEAMS = Inert("it concerns beam search")
-_IDS = Inert("the tokenizer and the model JSON have the tokens")
+_OUTPUT = Inert("only the tokens of an answer are kept")
+_SPEED = Inert("it affects speed only; keys and values are always cached")
+_BEAMS = Inert("it affects beam search only")
+_IDS = Inert("the ids come from the tokenizer and the model JSON")
 
 
 GENERATION_KEYS: Mapping[str, Row] = {
@@ -77,8 +77,8 @@ GENERATION_KEYS: Mapping[str, Row] = {
     **rows(_BEAMS, "early_stopping length_penalty num_return_groups"),
     **rows(_IDS, "bos_token_id pad_token_id decoder_start_token_id vision_start_token_id image_token_id "
                  "video_token_id"),
-    **rows(Inert("it says who wrote the file"), "transformers_version _from_model_config"),
-    "max_length": Inert("max_new_tokens says how long an answer may become"),
+    **rows(Inert("it only states which program wrote the file"), "transformers_version _from_model_config"),
+    "max_length": Inert("max_new_tokens limits the length of an answer"),
     **rows(Fixed((None, 1), NOT_HERE), "num_beams num_beam_groups num_return_sequences"),
     **rows(Fixed((None, 0), NOT_HERE),
            "diversity_penalty epsilon_cutoff eta_cutoff no_repeat_ngram_size encoder_no_repeat_ngram_size min_length "
@@ -89,7 +89,7 @@ GENERATION_KEYS: Mapping[str, Row] = {
            "min_p top_h bad_words_ids force_words_ids forced_bos_token_id forced_eos_token_id forced_decoder_ids "
            "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens sequence_bias constraints "
            "dola_layers watermarking_config max_time"),
-    "stop_strings": Fixed((None,), "give --stop-tokens"),
+    "stop_strings": Fixed((None,), "use --stop-tokens"),
 }
 """Keys of transformers 4 and 5 that are no fields of ``GenerationSettings``."""
 
@@ -100,7 +100,7 @@ INFERENCE_KEYS: Mapping[str, Mapping[str, Row]] = {
         **MODEL_KEYS[""],
         "model_id": Fixed(("qwen2_5vl", "qwen2vl", "Qwen2VlPipeline"), "this program is for Qwen2.5-VL"),
         "pipeline_class": Fixed(("Qwen2VlPipeline",), "the pipeline of Qwen2.5-VL"),
-        "dtype": Fixed(_PRECISION, "it repeats --bf16 or --fp16, which decide"),
+        "dtype": Fixed(_PRECISION, "it must match --bf16 or --fp16"),
         "device": Inert("--device decides"),
     },
     "text_decoder": {
@@ -111,7 +111,7 @@ INFERENCE_KEYS: Mapping[str, Mapping[str, Row]] = {
         "use_infer_fa": Inert("the device chooses its kernels"),
     },
     "tokenizer": {
-        "hub_backend": Fixed(("hf",), "a directory on this machine is read"),
+        "hub_backend": Fixed(("hf",), "only local directories are read"),
         "autotokenizer_name": Fixed(("AutoTokenizer",), "the tokenizer of the directory"),
     },
     "generation_config": GENERATION_KEYS,

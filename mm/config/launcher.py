@@ -33,5 +33,5 @@ def world_problems(environment: Mapping[str, str], world_size: int | None, rehea
                    f"them with torchrun, or add {rehearsal}")
     yield from launcher_problems(environment)
     if launched_ranks(environment) is not None and world_size not in (None, launched_ranks(environment)):
-        yield (f"--world-size is {world_size}, but the launcher started {launched} ranks (WORLD_SIZE); leave the flag "
-               f"out, or unset the variable to check beforehand")
+        yield (f"--world-size is {world_size}, but the launcher started {launched} ranks (WORLD_SIZE); remove the "
+               f"flag, or unset the variable to check beforehand")

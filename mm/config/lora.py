@@ -99,7 +99,7 @@ def pattern_problems(flag: str, words: tuple[str, ...], whole: bool) -> Iterator
     """Problems in the words of ``--lora-rank-pattern`` (``whole`` numbers) or ``--lora-alpha-pattern``."""
     for word in words:
         if _pair(word, whole) is None:
-            kind = "a whole number of at least 1" if whole else "a number above 0"
+            kind = "an integer of at least 1" if whole else "a number above 0"
             yield f"{flag} has {word!r}; expected a pattern, = and {kind}, such as q_proj=4"
 
 
@@ -128,8 +128,8 @@ def lora_problems(stated: LoraConfig, flags: LoraConfig, document: Document, giv
     for name in fields_of(LoraConfig):
         one, other, key = getattr(stated, name), getattr(flags, name), f"lora_{name}"
         if flag_name(key) in given and document.get(key) is not None and one != other:
-            yield (f"{flag_name(key)} is {_shown(other)}, but {document.at(key)} is {_shown(one)}; both say the same "
-                   f"thing, so keep one")
+            yield (f"{flag_name(key)} is {_shown(other)}, but {document.at(key)} is {_shown(one)}; both set the same "
+                   f"value, so keep one")
 
 
 def lora_notes(stated: LoraConfig, flags: LoraConfig, path: str) -> Iterator[str]:

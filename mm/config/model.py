@@ -274,8 +274,8 @@ def with_picture_token(model: ModelConfig, path: str | Path) -> tuple[ModelConfi
     """``model``, read from ``path``, with an image token that differs from the video token; and the notes on that."""
     if model.image_token_id != model.video_token_id:
         return model, ()
-    note = (f"{path}: img_context_token_id is {model.video_token_id}, the token of videos, which are found by "
-            f"video_token_id; pictures are found by {_IMAGE_TOKEN_ID}")
+    note = (f"{path}: img_context_token_id is {model.video_token_id}, which is the video token; videos use "
+            f"video_token_id, and images use {_IMAGE_TOKEN_ID}")
     return replace(model, image_token_id=_IMAGE_TOKEN_ID), (note,)
 
 
@@ -289,9 +289,9 @@ def recompute_problems(recompute: RecomputeConfig, prefix: str, count: str) -> I
         yield (f"{prefix}granularity is 'full', which also needs {prefix}method ('uniform' or 'block') and {count}, "
                f"for example 'uniform' and 1")
     if recompute.granularity != "full" and any(is_given):
-        yield f"{prefix}method and {count} only go with {prefix}granularity 'full'; it is {recompute.granularity!r}"
+        yield f"{prefix}method and {count} need {prefix}granularity 'full'; it is {recompute.granularity!r}"
     if recompute.granularity != "selective" and recompute.modules:
-        yield f"{prefix}modules only goes with {prefix}granularity 'selective'; it is {recompute.granularity!r}"
+        yield f"{prefix}modules needs {prefix}granularity 'selective'; it is {recompute.granularity!r}"
 
 
 def recompute_notes(
@@ -299,8 +299,8 @@ def recompute_notes(
 ) -> Iterator[str]:
     """Which of the three is given and has no effect; ``prefix`` and ``count`` as ``recompute_problems`` has them."""
     if recompute.method == "uniform" and (recompute.num_layers or 1) > 1:
-        yield NoEffect([count], f"with {prefix}method uniform each layer is recomputed alone, which keeps one hidden "
-                                f"state per layer", file)
+        yield NoEffect([count], f"with {prefix}method uniform each layer is recomputed separately, so one hidden state "
+                                f"per layer is kept", file)
 
 
 def _recompute_notes_of(model: ModelConfig, path: str | Path) -> Iterator[str]:
@@ -318,13 +318,13 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
     for key, tower in _towers(model):
         yield from recompute_problems(tower.recompute, f"{key}.recompute_", f"{key}.recompute_num_layers")
         if outside := sorted(layer for layer in layers_in(tower.freeze_layers) if layer >= tower.num_layers):
-            yield (f"{key}.freeze_layers is {tower.freeze_layers!r}, which names layer {outside[0]}; expected layers 0 "
+            yield (f"{key}.freeze_layers is {tower.freeze_layers!r}, which contains layer {outside[0]}; expected 0 "
                    f"to {tower.num_layers - 1}")
     yield from _vision_problems(model.vision)
     for name, part in (("encoder", model.vision), ("projector", model.projector)):
         if not math.isclose(part.layernorm_epsilon, 1e-6):
-            yield (f"image_encoder.vision_{name}.layernorm_epsilon is {part.layernorm_epsilon:g}; expected 1e-06, with "
-                   f"which transformers computes every ViT of Qwen2.5-VL, whatever its config.json says")
+            yield (f"image_encoder.vision_{name}.layernorm_epsilon is {part.layernorm_epsilon:g}; expected 1e-06, "
+                   f"which transformers uses for every Qwen2.5-VL ViT regardless of config.json")
     projector_sizes = (
         ("input_size", "the ViT's hidden_size", model.vision.hidden_size),
         ("ffn_hidden_size", "input_size x spatial_merge_size^2",
@@ -338,8 +338,8 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
     yield from layout_problems(model.vision.pipeline_num_layers, model.language.pipeline_num_layers,
                                model.vision.num_layers, model.language.num_layers)
     if model.image_token_id == model.video_token_id != _VIDEO_TOKEN_ID:
-        yield (f"img_context_token_id and video_token_id are both {model.image_token_id}; expected the tokens of "
-               f"pictures and of videos, which are {_IMAGE_TOKEN_ID} and {_VIDEO_TOKEN_ID} in every Qwen2.5-VL")
+        yield (f"img_context_token_id and video_token_id are both {model.image_token_id}; expected the image and video "
+               f"tokens, which are {_IMAGE_TOKEN_ID} and {_VIDEO_TOKEN_ID} in every Qwen2.5-VL")
     if max(*model.visual_token_ids, model.vision_start_token_id) >= model.language.vocab_size:
         yield (f"img_context_token_id is {model.image_token_id}, video_token_id is {model.video_token_id} and "
                f"vision_start_token_id is {model.vision_start_token_id}; expected all below vocab_size = "
@@ -357,7 +357,7 @@ def _vision_problems(vision: VisionConfig) -> Iterator[str]:
     if outside:
         yield f"{key}.fullatt_block_indexes has {outside}; expected layers 0 to {vision.num_layers - 1}"
     if len(set(layers)) < len(layers):
-        yield f"{key}.fullatt_block_indexes is {list(layers)}, which names a layer twice"
+        yield f"{key}.fullatt_block_indexes is {list(layers)}, which contains a layer twice"
     if vision.window_attn_size % window_unit:
         yield (f"{key}.window_attn_size is {vision.window_attn_size} pixels; expected a multiple of patch_size x "
                f"spatial_merge_size = {window_unit}")

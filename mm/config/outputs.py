@@ -11,4 +11,4 @@ def folder_problems(flag: str, path: str) -> Iterator[str]:
     if not folder.is_dir():
         yield f"{flag} is {path!r}, but {folder} is a file; give a directory"
     elif not os.access(folder, os.W_OK | os.X_OK):
-        yield f"{flag} is {path!r}, but {folder} cannot be written; give another directory, or mend its permissions"
+        yield f"{flag} is {path!r}, but {folder} cannot be written; give another directory, or change its permissions"

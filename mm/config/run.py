@@ -213,7 +213,7 @@ def _missing_paths(words: Words, data: DataConfig | None) -> Iterator[str]:
         if path and not Path(path).is_dir():
             yield f"{what} is {path!r}, which is not a directory"
     if (path := words.last("--eval-generate-questions")) and not Path(path).is_file():
-        yield f"--eval-generate-questions is {path!r}, which is no file"
+        yield f"--eval-generate-questions is {path!r}, which is not a file"
     problems: list[str] = []
     if data:
         with collected(problems, f"{data_path}: "):
@@ -229,7 +229,7 @@ def _layout_problems(run: Run) -> Iterator[str]:
     strange = [rank for rank in args.profile_ranks if args.profile and rank >= run.world_size]
     if strange:
         yield (f"--profile-ranks has {', '.join(map(str, strange))}, but the world size is {run.world_size}; expected "
-               f"ranks of 0 to {run.world_size - 1}")
+               f"ranks from 0 to {run.world_size - 1}")
     counts = {
         "text_decoder.num_attention_heads": run.model.language.num_attention_heads,
         "text_decoder.num_query_groups": run.model.language.num_query_groups,
@@ -242,15 +242,14 @@ def _layout_problems(run: Run) -> Iterator[str]:
                    f"{args.mm_model}; this model allows {', '.join(map(str, run.model.tp_sizes))}")
     if run.num_chunks > 1 and run.num_stages == 1:
         yield (f"{args.mm_model}: the pipeline_num_layers lists have {run.num_chunks} virtual chunks on one stage, "
-               f"which needs none: give flat lists of one number each")
+               f"which cannot have any: give flat lists of one number each")
     if args.virtual_pipeline_model_parallel_size not in (None, run.num_chunks):
         yield (f"--virtual-pipeline-model-parallel-size is {args.virtual_pipeline_model_parallel_size}, but the "
                f"pipeline_num_layers lists of {args.mm_model} have another number of virtual chunks, {run.num_chunks}; "
-               f"change one of the two (the flag may be left out)")
+               f"change one of the two (the flag is optional)")
     if args.pipeline_model_parallel_size not in (None, run.num_stages):
         yield (f"--pipeline-model-parallel-size is {args.pipeline_model_parallel_size}, but the pipeline_num_layers "
-               f"lists of {args.mm_model} have {run.num_stages} stages; change one of the two (the flag may be left "
-               f"out)")
+               f"lists of {args.mm_model} have {run.num_stages} stages; change one of the two (the flag is optional)")
     if run.world_size % replica_size:
         sizes = {"tensor": run.tp_size, "context": run.cp_size, "pipeline": run.num_stages}
         used = {name: size for name, size in sizes.items() if name != "context" or size > 1}
@@ -286,9 +285,9 @@ def _context_problems(run: Run) -> Iterator[str]:
              if num_heads % size == 0 and (num_groups % size == 0 or size % num_groups == 0)]
     if run.cp_size not in legal:
         yield (f"--context-parallel-size is {run.cp_size}, but with ulysses_cp_algo it must divide the {num_heads} "
-               f"heads (and divide or be a multiple of the {num_groups} groups of keys) that each of {tp_size} "
-               f"tensor-parallel ranks has of {run.args.mm_model}: {', '.join(map(str, legal))}; "
-               f"--context-parallel-algo megatron_cp_algo takes any size")
+               f"heads per tensor-parallel rank of {run.args.mm_model} (and divide or be a multiple of the "
+               f"{num_groups} key groups): {', '.join(map(str, legal))}; "
+               f"--context-parallel-algo megatron_cp_algo allows any size")
 
 
 def _nearest_multiples(number: int, unit: int) -> str:
@@ -302,7 +301,7 @@ def _model_problems(run: Run, document: Document) -> Iterator[str]:
     most_patches = args.seq_length * args.micro_batch_size * run.model.vision.spatial_merge_size**2
     if args.dry_run_patches is not None and args.dry_run_patches > most_patches:
         yield (f"--dry-run-patches is {args.dry_run_patches}, but the {args.seq_length} x {args.micro_batch_size} "
-               f"tokens of a microbatch (--seq-length x --micro-batch-size) hold at most {most_patches}")
+                   f"tokens of a microbatch (--seq-length x --micro-batch-size) allow at most {most_patches}")
     if args.seq_length > limit:
         yield (f"--seq-length is {args.seq_length}; expected at most text_decoder.max_position_embeddings = {limit} of "
                f"{args.mm_model}")
@@ -323,12 +322,12 @@ def _model_problems(run: Run, document: Document) -> Iterator[str]:
     for name in _PATTERNS:
         given, found = getattr(args, name), document.get(name)
         if given and found and list(given) != found:
-            yield (f"{flag_name(name)} is {' '.join(given)}, but {document.at(name)} is {shown(found)}; both say the "
-                   f"same thing of all parts, so keep one")
+            yield (f"{flag_name(name)} is {' '.join(given)}, but {document.at(name)} is {shown(found)}; both set the "
+                   f"same for all parts, so keep one")
     own = [f"{key}_lr" for part, key in _RATE_KEYS.items() if getattr(run.model, part).rates.lr is not None]
     if own and args.lr == 0.0:
-        yield (f"--lr is 0, but {' and '.join(own)} is not, and follows the schedule of --lr in proportion; to train "
-               f"some parts alone, give --lr above 0 and set freeze to true in the others")
+        yield (f"--lr is 0, but {' and '.join(own)} is not; all rates follow the schedule of --lr in proportion. To "
+               f"train only some parts, set --lr above 0 and freeze to true in the others")
 
 
 def _adapter_problems(run: Run) -> Iterator[str]:
@@ -337,9 +336,9 @@ def _adapter_problems(run: Run) -> Iterator[str]:
         begins = (name == "load_base_model" and run.args.loads_what_it_saves
                   and run.args.pretrained_checkpoint is None)
         if not (run.model.lora.is_on or begins) and (path := getattr(run.args, name)) is not None:
-            yield (f"{flag_name(name)} is {path!r}, but there are no adapters; name the linear layers that get them "
-                   f"with --lora-target-modules, or leave the flag out"
-                   f"{'; or give --save as --load, for the same command to begin a run with it' * (name[0] == 'l')}")
+            yield (f"{flag_name(name)} is {path!r}, but there are no adapters; select linear layers for them with "
+                   f"--lora-target-modules, or remove the flag"
+                   f"{'; or set --load to --save, so that the same command starts a run with it' * (name[0] == 'l')}")
 
 
 def _frozen_notes(args: Arguments, model: ModelConfig) -> Iterator[str]:
@@ -349,39 +348,39 @@ def _frozen_notes(args: Arguments, model: ModelConfig) -> Iterator[str]:
             continue
         if getattr(getattr(model, part), "freeze_layers", ""):
             tower = key.rpartition(".")[0]
-            yield NoEffect([f"{tower}.freeze_layers"], "freeze is true beside it", args.mm_model)
+            yield NoEffect([f"{tower}.freeze_layers"], "freeze is true for the whole part", args.mm_model)
         rates, flag = getattr(model, part).rates, _RATE_FLAGS.get(part)
         if flag is not None and getattr(args, flag) is not None:
-            yield NoEffect([flag_name(flag)], "freeze is true in that part of the model")
+            yield NoEffect([flag_name(flag)], "freeze is true in that part of the model JSON")
         for name in ("lr", "weight_decay"):
             if getattr(rates, name) is not None:
-                yield NoEffect([f"{key}_{name}"], "freeze is true beside it", args.mm_model)
+                yield NoEffect([f"{key}_{name}"], "freeze is true for that part", args.mm_model)
 
 
 def _notes(args: Arguments) -> Iterator[str]:
-    """Settings that are given without effect, or absent and possibly wanted."""
-    if args.sequence_parallel and args.tensor_model_parallel_size == 1:
-        yield NoEffect(["--sequence-parallel"], "there is one tensor-parallel rank")
-    yield from recompute_notes(args.recompute, "--recompute-", "--recompute-num-layers")
-    if "core_attn" in args.recompute_modules:
-        yield NoEffect(["core_attn of --recompute-modules"], "attention scores are never kept")
-    if args.pretrained_checkpoint is not None and not args.may_begin:
-        yield NoEffect(["--pretrained-checkpoint"], f"--load is {args.load}, which is not the directory of --save")
+    """Settings that have no effect, and important settings that are absent."""
     if (args.load, args.load_base_model, args.pretrained_checkpoint) == (None, None, None):
         yield "--load is absent: training starts from random weights"
     if args.save is None:
-        interval = f", in spite of --save-interval {args.save_interval}" if args.save_interval else ""
+        interval = f", despite --save-interval {args.save_interval}" if args.save_interval else ""
         yield f"--save is absent: no checkpoint will be written{interval}"
-    if args.vision_feature_cache_gib is not None and args.vision_feature_cache is None:
-        yield NoEffect(["--vision-feature-cache-gib"], "it needs --vision-feature-cache")
-    if args.lr_scale_modules and args.lr_mult == 1.0:
-        yield NoEffect(["--lr-scale-modules"], "it needs --lr-mult")
-    if args.lr_mult != 1.0 and not args.lr_scale_modules:
-        yield NoEffect(["--lr-mult"], "it needs --lr-scale-modules")
-    given = [flag_name(name) for name in _PROFILE_FLAGS if name in changed(args)]
-    if given and not args.profile:
-        yield NoEffect(given, "they need --profile")
-    if args.grad_reduce_in_bf16 and args.accumulate_allreduce_grads_in_fp32:
-        yield NoEffect(["--accumulate-allreduce-grads-in-fp32"], "--grad-reduce-in-bf16 switches it off, as Megatron's")
-    if not args.fp16 and args.loss_scale is not None:
-        yield NoEffect(["--loss-scale"], "it needs --fp16")
+    yield from recompute_notes(args.recompute, "--recompute-", "--recompute-num-layers")
+    profile_flags = [flag_name(name) for name in _PROFILE_FLAGS if name in changed(args)]
+    for names, reason, is_idle in (
+        (["--sequence-parallel"], "there is one tensor-parallel rank",
+         args.sequence_parallel and args.tensor_model_parallel_size == 1),
+        (["core_attn of --recompute-modules"], "attention scores are never kept",
+         "core_attn" in args.recompute_modules),
+        (["--pretrained-checkpoint"], f"--load is {args.load}, which is not the directory of --save",
+         args.pretrained_checkpoint is not None and not args.may_begin),
+        (["--vision-feature-cache-gib"], "it needs --vision-feature-cache",
+         args.vision_feature_cache_gib is not None and args.vision_feature_cache is None),
+        (["--lr-scale-modules"], "it needs --lr-mult", args.lr_scale_modules and args.lr_mult == 1.0),
+        (["--lr-mult"], "it needs --lr-scale-modules", args.lr_mult != 1.0 and not args.lr_scale_modules),
+        (profile_flags, "they need --profile", profile_flags and not args.profile),
+        (["--accumulate-allreduce-grads-in-fp32"], "--grad-reduce-in-bf16 overrides it, as in Megatron-LM",
+         args.grad_reduce_in_bf16 and args.accumulate_allreduce_grads_in_fp32),
+        (["--loss-scale"], "it needs --fp16", not args.fp16 and args.loss_scale is not None),
+    ):
+        if is_idle:
+            yield NoEffect(names, reason)

@@ -14,8 +14,8 @@ def loss_problems(args: Arguments, data: DataConfig) -> Iterator[str]:
     """
     if args.loss_unit == "microbatch" and (why := _deals_by_layout(args, data)):
         yield (f"--calculate-per-microbatch-loss is given, but {why} in {args.mm_data} decides which samples share a "
-               f"microbatch, so a sample would weigh more or less with the number of ranks; write "
-               f"--calculate-per-sample-loss or --calculate-per-token-loss")
+               f"microbatch, so a sample's weight would depend on the number of ranks; use --calculate-per-sample-loss "
+               f"or --calculate-per-token-loss")
 
 
 def sampling_notes(args: Arguments, data: DataConfig) -> Iterator[str]:
@@ -23,18 +23,18 @@ def sampling_notes(args: Arguments, data: DataConfig) -> Iterator[str]:
     if not (args.calculate_per_token_loss or args.calculate_per_sample_loss or args.calculate_per_microbatch_loss):
         why = _deals_by_layout(args, data)
         advice = f"with {why} that would depend on the number of ranks" if why else (
-            "add --calculate-per-microbatch-loss for that, or --calculate-per-token-loss to keep this")
-        yield (f"loss: every target token of the global batch counts the same.  MindSpeed-MM takes the mean of each "
-               f"microbatch, then the mean of these: {advice}")
+            "add --calculate-per-microbatch-loss for that, or --calculate-per-token-loss to confirm this")
+        yield (f"loss: every target token of the global batch has the same weight.  MindSpeed-MM averages over each "
+               f"microbatch, then over the microbatches: {advice}")
     if data.packs:
         yield (f"{args.mm_data}: packing fills each microbatch with whole samples, up to --seq-length x "
                f"--micro-batch-size = {args.seq_length * args.micro_batch_size} tokens; --global-batch-size counts "
                f"samples, not packs as in MindSpeed-MM")
         if data.truncation is None:
-            yield (f"{args.mm_data}: with packing, samples longer than --seq-length lose whole turns; \"truncation\": "
-                   f"\"tokens\" in basic_parameters cuts them as MindSpeed-MM does without it")
+            yield (f"{args.mm_data}: with packing, samples longer than --seq-length lose whole turns; set "
+                   f"\"truncation\": \"tokens\" in basic_parameters to cut them as MindSpeed-MM does without packing")
     if data.priority_mode != "data_bucketing_img" and data.sampler_type != "BucketBatchSampler":
-        yield NoEffect(["priority_mode"], "it concerns the BucketBatchSampler only", args.mm_data)
+        yield NoEffect(["priority_mode"], "it affects the BucketBatchSampler only", args.mm_data)
 
 
 def _deals_by_layout(args: Arguments, data: DataConfig) -> str:

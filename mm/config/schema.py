@@ -55,7 +55,7 @@ Fraction = Annotated[NotNegative, Lt(1)]
 Positive = Annotated[Number, Gt(0)]
 WORDS = "one or more words"
 """The title of a field that takes a list of words; on the command line any number of them."""
-NUMBERS = "one or more whole numbers of at least 0"
+NUMBERS = "one or more integers of at least 0"
 """The same of numbers."""
 Patterns = Annotated[tuple[str, ...], Strict(False), Field(title=WORDS)]
 """Patterns of weight names; ``mm.weights.names.matches`` reads them."""
@@ -151,7 +151,7 @@ class _Findings:
                     self.inert.setdefault(f"{given[0]} is given too", []).append(other)
                 elif self.document.get(other) != self.document.get(given[0]):
                     self._add(
-                        other, f"is another value than {given[0]}; the two are names of one setting, so keep one")
+                        other, f"differs from {given[0]}; both are names of the same setting, so keep one")
         return values
 
     def _value(self, key_path: str, field: FieldInfo) -> Any:

@@ -72,7 +72,7 @@ def _sources(data: DataConfig, entries: Sequence[str], key: str) -> list[Source]
             registry = _registry(data) if registry is None else registry
             if name not in registry:
                 where = (f"and no name in {_registry_path(data)}{nearest(name, registry)}" if registry
-                         else f"and there is no {_registry_path(data)} with names of datasets")
+                         else f"and there is no {_registry_path(data)} with dataset names")
                 raise UserError(f"{key} is {name!r}, which is not a file, {where}")
             found.append(_registered(data, name, registry[name], rate))
     refuse(problems)
@@ -90,7 +90,7 @@ def _registry(data: DataConfig) -> dict[str, Any]:
         return {}
     root = read_json(path).root
     if not isinstance(root, dict):
-        raise UserError(f"{path}: is no object; expected names of datasets, each with an object like "
+        raise UserError(f"{path}: is not an object; expected names of datasets, each with an object like "
                         '{"file_name": "train.json"}')
     return cast(dict[str, Any], root)
 
@@ -105,7 +105,7 @@ def _registered(data: DataConfig, name: str, value: Any, rate: float) -> Source:
     problems = [f"{where}.{key} is not a known key{nearest(key, known)}" for key in entry if key not in known]
     problems += [f"{where}.{key} is {shown(entry[key])}; datasets are read from local files: download it, and give its "
                  f"path as file_name" for key in _REMOTE_KEYS if entry.get(key) is not None]
-    problems += [f"{where}.{key} is {shown(entry[key])}, which this version does not support; leave it out"
+    problems += [f"{where}.{key} is {shown(entry[key])}, which this version does not support; remove it"
                  for key, legal in _UNUSED_KEYS.items() if key in entry and entry[key] not in legal]
     file, media = (_one_of(entry, keys, where, problems) for keys in (_FILE_KEYS, _MEDIA_KEYS))
     attr = _attributes(entry, where, problems)
@@ -113,11 +113,11 @@ def _registered(data: DataConfig, name: str, value: Any, rate: float) -> Source:
     if num_samples is not None and (type(num_samples) is not int or num_samples < 1):
         problems.append(f"{where}.num_samples is {shown(num_samples)}; expected an integer of at least 1 or null")
     if file is None and not problems:
-        problems.append(f"{where} names no file; give file_name, a path that begins at {path.parent}")
+        problems.append(f"{where} has no file_name; give a path relative to {path.parent}")
     if file is not None and not (path.parent / file).is_file():
-        problems.append(f"{where} names {str(path.parent / file)!r}, which is not a file")
+        problems.append(f"{where} has the file {str(path.parent / file)!r}, which does not exist")
     if media is not None and not (path.parent / media).is_dir():
-        problems.append(f"{where} has its media in {str(path.parent / media)!r}, which is not a directory")
+        problems.append(f"{where} has the media folder {str(path.parent / media)!r}, which is not a directory")
     refuse(problems)
     root = data.dataset_dir if media is None else str(path.parent / media)
     return Source(name, str(path.parent / str(file)), attr, root, rate, num_samples)
@@ -127,7 +127,7 @@ def _one_of(entry: dict[str, Any], keys: Sequence[str], where: str, problems: li
     """The text of the one key of ``keys`` that is given."""
     given = [key for key in keys if entry.get(key) is not None]
     if len(given) > 1:
-        problems.append(f"{where} has {' and '.join(given)}, which say the same thing; keep one")
+        problems.append(f"{where} has {' and '.join(given)}, which are names of the same setting; keep one")
     if given and not (isinstance(entry[given[0]], str) and entry[given[0]]):
         problems.append(f"{where}.{given[0]} is {shown(entry[given[0]])}; expected a path")
         return None

@@ -34,18 +34,18 @@ def question_flag_problems(args: Arguments) -> Iterator[str]:
     questions = args.eval_generate_questions
     given = [flag_name(name) for name in changed(args) if name.startswith("eval_generate_")]
     if args.eval_generate_interval is None and given:
-        yield (f"{', '.join(given)}: nothing is asked without --eval-generate-interval; add it, the number of steps "
-               f"between scorings, or leave the others out")
+        yield (f"{', '.join(given)}: no questions are asked without --eval-generate-interval; add it, the number of "
+               f"steps between scorings, or remove the others")
     if args.eval_generate_interval is not None and questions is None:
         yield (f"--eval-generate-interval is {args.eval_generate_interval}, but --eval-generate-questions is missing: "
-               f"the file that mm.evaluate takes as --questions; add it, or leave the interval out")
+               f"the file for mm.evaluate's --questions; add it, or remove the interval")
     rules = [args.eval_generate_rule, args.eval_generate_benchmark]
     if questions is not None and None not in rules:
         yield ("--eval-generate-rule and --eval-generate-benchmark are both given; a benchmark has its own rule, so "
                "keep one")
     if questions is not None and rules == [None, None]:
-        yield ("--eval-generate-questions needs --eval-generate-benchmark, whose questions these are, or "
-               "--eval-generate-rule, how answers to your own are scored")
+        yield ("--eval-generate-questions needs --eval-generate-benchmark if it is a benchmark's file, or "
+               "--eval-generate-rule to score your own questions")
 
 
 def validation_problems(args: Arguments, data: DataConfig) -> Iterator[str]:
@@ -53,11 +53,11 @@ def validation_problems(args: Arguments, data: DataConfig) -> Iterator[str]:
     wants = [flag for flag, is_given in (("--save-best", args.save_best),
                                          ("--early-stopping-patience", args.early_stopping_patience)) if is_given]
     if wants and not validates(args, data):
-        why = "--eval-iters is 0; raise it or leave it out" if args.eval_iters == 0 else (
+        why = "--eval-iters is 0; raise or remove it" if args.eval_iters == 0 else (
             f"{args.mm_data} has neither val_dataset nor val_rate; add one of them to its basic_parameters")
-        yield f"{' and '.join(wants)}: there is no validation to go by: {why}"
+        yield f"{' and '.join(wants)}: there is no validation: {why}"
     if args.save_best and args.save is None:
-        yield "--save-best needs --save: the best checkpoint is kept in best below it"
+        yield "--save-best needs --save: the best checkpoint is kept in its folder best"
 
 
 def validation_notes(args: Arguments, data: DataConfig) -> Iterator[str]:

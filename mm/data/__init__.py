@@ -1,6 +1,6 @@
 """From the files of a data JSON to the microbatches of every rank.
 
-The path of a record, top to bottom; beside each arrow, the rooms that take it on:
+The path of a record, top to bottom, with the rooms that handle each step:
 
     a line of JSON or JSONL, a row of Parquet
         |   read/     records, spans, parquet: one raw record;  formats, parts, roots: what it says and shows
@@ -11,7 +11,7 @@ The path of a record, top to bottom; beside each arrow, the rooms that take it o
         |   media/    pictures, and selected frames of videos, as patches for the ViT
         |   encode/   text as token ids and labels (chat), and a position for each (encoder)
         v
-    Microbatch        token ids, labels, positions and patches: of one sample, then of all samples that share it
+    Microbatch        token ids, labels, positions and patches, first of one sample, then of all samples packed together
         |   feed/     loader: worker processes prepare steps ahead, as planned by the planner
         v
     ReadStep          one replica's microbatches of one step, on the one rank that reads for the replica
@@ -19,6 +19,6 @@ The path of a record, top to bottom; beside each arrow, the rooms that take it o
         v
     StepPlan          the same step on every rank
 
-Modules that all rooms share stand beside them: ``sample``, ``lengths``, ``record_name``, ``workers``.  A room imports
+Modules shared by all rooms are in this folder: ``sample``, ``lengths``, ``record_name``, ``workers``.  A room imports
 only rooms below it; docs/architecture.md shows their floors.
 """

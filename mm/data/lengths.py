@@ -1,7 +1,4 @@
-"""What each sample of a dataset holds, known before any is decoded: the ground for packing, samplers and reports.
-
-Where the numbers come from is not known here.
-"""
+"""The lengths of all samples of a dataset, known before any is decoded: input of packing, samplers and reports."""
 
 from dataclasses import dataclass, fields
 from typing import Protocol
@@ -10,35 +7,35 @@ import numpy as np
 
 
 class HasLengths(Protocol):
-    """Knows what each sample of a dataset holds, perhaps without holding all of it in memory."""
+    """Gives the lengths of the samples of a dataset, possibly without keeping all of them in memory."""
 
     def __len__(self) -> int: ...
 
     def of(self, numbers: np.ndarray) -> "Lengths":
-        """The lengths of some samples, in the given order; in memory."""
+        """The lengths of these samples, in the given order, loaded into memory."""
         ...
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """One number a sample, in the order of the dataset: of the sample as it is trained on, cut at ``--seq-length``."""
+    """One entry per sample, in dataset order, after truncation to ``--seq-length``."""
 
     num_tokens: np.ndarray
-    """int32 [num_samples], visual tokens among them."""
+    """int32 [num_samples], including visual tokens."""
     num_target_tokens: np.ndarray
     """int32"""
     num_media: np.ndarray
     """int32: pictures and videos."""
     num_patches: np.ndarray
-    """int32: of all pictures and videos together."""
+    """int32: total over all pictures and videos."""
     num_image_pairs: np.ndarray
-    """int64: pairs of patches in full-attention layers of the ViT, as ``mm.batch.image_pairs`` counts them."""
+    """int64: pairs of patches in full-attention layers of the ViT, counted by ``mm.batch.image_pairs``."""
     num_window_pairs: np.ndarray
-    """int64: in layers with windows, as ``mm.batch.window_pairs``."""
+    """int64: the same in window-attention layers, counted by ``mm.batch.window_pairs``."""
 
     def __len__(self) -> int:
         return len(self.num_tokens)
 
     def of(self, numbers: np.ndarray) -> "Lengths":
-        """As ``HasLengths`` says."""
+        """See ``HasLengths``."""
         return Lengths(*(getattr(self, one.name)[numbers] for one in fields(self)))

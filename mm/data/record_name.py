@@ -1,29 +1,26 @@
-"""How messages name a record, and a record that cannot be used.
-
-Who reads records, and what becomes of a bad one, is not known here.
-"""
+"""How messages name a record, and the description of a bad record."""
 
 from dataclasses import dataclass
 from typing import Any
 
 _ID_CHARACTERS = 80
-"""The most characters of an id that a message shows."""
+"""Longer ids are shortened in messages."""
 
 
 @dataclass(frozen=True)
 class BadSample:
-    """A record that cannot be used: one line of ``quarantine.jsonl``."""
+    """A record that cannot be used.  Its fields are one line of ``quarantine.jsonl``."""
 
     dataset: str
-    """The file that it is in."""
+    """Path of its file."""
     line: int | None
     """Its line in the file, counted from 1; None if the file has no lines."""
     index: int
-    """In the file, from 0."""
+    """Its index in the file, counted from 0."""
     id: str | int | None
-    """What the sample calls itself."""
+    """Its own ``id`` field, if any."""
     path: str | None
-    """The picture or video at fault, where it is one."""
+    """The picture or video that causes the problem, if any."""
     reason: str
 
     @property
@@ -34,34 +31,34 @@ class BadSample:
     def what(self) -> str:
         return record_problem(self.index, self.id, self.reason)
 
-    def told(self) -> str:
+    def message(self) -> str:
         return f"{self.where}: {self.what}"
 
 
 def record_problem(index: int, name: str | int | None, reason: str) -> str:
-    """What is said of record ``index`` of a file, after the file and the line where it stands."""
+    """The message about record ``index`` of a file, without the file and line that precede it."""
     return f"{numbered('record', index, name)}: {reason}"
 
 
 def numbered(what: str, index: int, name: str | int | None = None) -> str:
-    """Record ``index`` of a file, with the ``name`` that it gives itself: a list may stand in one line, so the line
-    alone does not say which one it is."""
+    """``what``, its index and its ``name``.  One line of a file may contain a whole list, so the line number alone does
+    not identify a record."""
     called = "" if name is None else f", id {_short(name)}"
     return f"{what} {index} (counted from 0{called})"
 
 
 def record_place(path: str, index: int, name: str | int | None = None) -> str:
-    """Where a record stands, when its line is not known.  ``path:N`` always means line N, so this is not written so."""
+    """The place of a record whose line is unknown.  The form ``path:N`` is reserved for line numbers."""
     return f"{path}: record {index}" + ("" if name is None else f" (id {_short(name)})")
 
 
 def name_of(record: Any) -> str | int | None:
-    """What a record calls itself: its ``id``."""
+    """The ``id`` of a record, or None."""
     name = record.get("id") if isinstance(record, dict) else None
     return name if isinstance(name, str | int) else None
 
 
 def _short(name: str | int) -> str:
-    """An id in a message: ``repr`` escapes control characters and half characters; a long one is cut."""
+    """An id for messages: ``repr`` escapes control characters and lone surrogates; long ids are shortened."""
     text = repr(name)
     return text if len(text) <= _ID_CHARACTERS else f"{text[: _ID_CHARACTERS - 3]}..."

@@ -1,8 +1,8 @@
-"""Work on the items of a stream in processes of their own, in order.
+"""Process the items of a stream in worker processes, in order.
 
-Processes are started through a fork server, a fresh process without threads: forking the trainer itself would copy
-locks that its threads (communication, prefetch) may hold at that moment, open sockets, and the state of the
-accelerator.  The price is that a script which trains needs its ``if __name__ == "__main__"`` guard.
+Processes are started through a fork server, a fresh process without threads.  Forking the trainer itself would copy
+locks that its threads (communication, prefetch) may hold at that moment, open sockets, and the accelerator's state.
+The cost: a script that trains needs an ``if __name__ == "__main__"`` guard.
 """
 
 import itertools
@@ -20,54 +20,55 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
-Given = TypeVar("Given")
-Made = TypeVar("Made")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 _PRELOADED = ["mm.data.feed.loader", "mm.data.feed.planner", "mm.data.order.sampler"]
-"""All that processes need.  Named and not imported, because they stand on higher floors."""
+"""Modules that the worker processes need.  Named here, not imported, because they are on higher floors."""
 _WORTH_A_START = 16
-"""Items; with fewer, the work is done before the processes are up."""
+"""Number of items; fewer are processed before worker processes would have started."""
 _NUM_AHEAD = 4
-"""Items, for each process."""
+"""Items per process."""
 
 
-class Prepared(Iterator[Made], Generic[Made]):
-    """What ``work`` makes of each item of a stream, in order, prepared ahead by processes.
+class Prepared(Iterator[Result], Generic[Result]):
+    """The results of ``work`` for each item of a stream, in order, computed ahead by worker processes.
 
-    ``work`` is sent to each process once.  An error that it raises there is raised here with its traceback as text.
+    ``work`` is sent to each process once.  An error raised in a worker is raised here with its traceback as text.
     """
 
     def __init__(
-        self, work: Callable[[Given], Made], items: Iterable[Given], num_processes: int, num_ahead: int
+        self, work: Callable[[Item], Result], items: Iterable[Item], num_processes: int, num_ahead: int
     ) -> None:
-        """Processes begin at once, and each is ``num_ahead`` items ahead; with none the calling thread works."""
-        self._made: Any = map(work, items) if num_processes == 0 else _in_loader(work, items, num_processes, num_ahead)
+        """Start the processes at once; each works ``num_ahead`` items ahead.  With 0 processes, work in this thread."""
+        self._results: Any = map(work, items) if num_processes == 0 else _in_loader(
+            work, items, num_processes, num_ahead)
 
-    def __next__(self) -> Made:
-        return next(self._made)
+    def __next__(self) -> Result:
+        return next(self._results)
 
     def close(self) -> None:
-        """End the processes.  Nothing more is made."""
-        if hasattr(self._made, "_shutdown_workers"):
-            # torch has no public name for this: it counts on the iterator being released, but the traceback of an
-            # error holds it.
-            self._made._shutdown_workers()
-        self._made = iter(())
+        """End the processes; no more items are processed."""
+        if hasattr(self._results, "_shutdown_workers"):
+            # torch has no public method for this.  It relies on the iterator being freed, but the traceback of an
+            # error keeps a reference to it.
+            self._results._shutdown_workers()
+        self._results = iter(())
 
 
-def in_processes(work: Callable[[Given], Made], items: Iterable[Given], num_processes: int) -> Generator[Made]:
-    """``work`` of each item, in order; in this process where there are few items, or with one process.
+def in_processes(work: Callable[[Item], Result], items: Iterable[Item], num_processes: int) -> Generator[Result]:
+    """``work(item)`` for each item, in order.  Few items, or one process: the work is done in this process.
 
     Closing the iterator ends the processes.
     """
-    coming = iter(items)
-    first = list(itertools.islice(coming, _WORTH_A_START))
+    rest = iter(items)
+    first = list(itertools.islice(rest, _WORTH_A_START))
     is_worth_it = num_processes > 1 and len(first) == _WORTH_A_START
-    made = Prepared(work, itertools.chain(first, coming), num_processes if is_worth_it else 0, _NUM_AHEAD)
+    results = Prepared(work, itertools.chain(first, rest), num_processes if is_worth_it else 0, _NUM_AHEAD)
     try:
-        yield from made
+        yield from results
     finally:
-        made.close()
+        results.close()
 
 
 def _in_loader(work: Callable[[Any], Any], items: Iterable[Any], num_processes: int, num_ahead: int) -> Iterator[Any]:
@@ -75,12 +76,12 @@ def _in_loader(work: Callable[[Any], Any], items: Iterable[Any], num_processes: 
         _Work(work),
         sampler=items,  # pyright: ignore[reportArgumentType]  (any iterable does)
         batch_size=None,
-        num_workers=num_processes,  # torch keeps each to one CPU thread
+        num_workers=num_processes,  # torch limits each to one CPU thread
         collate_fn=_unchanged,
         prefetch_factor=num_ahead,
         multiprocessing_context=fork_server(),
         worker_init_fn=_begin,
-        generator=torch.Generator(),  # else torch draws a seed from the trainer's own random numbers
+        generator=torch.Generator(),  # otherwise torch draws a seed from the trainer's random state
     )
     with _uninterrupted():
         return iter(loader)
@@ -88,14 +89,14 @@ def _in_loader(work: Callable[[Any], Any], items: Iterable[Any], num_processes: 
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C has its effect after what is inside, which starts processes: half started they could not be ended.
+    """Delay Ctrl-C until the block, which starts processes, has finished: half-started processes could not be ended.
 
-    What is started has it blocked for good: a terminal sends it to every process, and the one that has started the
-    others says what becomes of the work.
+    The started processes ignore Ctrl-C for good.  A terminal sends it to every process; the parent decides what happens
+    to the work.
     """
-    came: list[tuple[int, FrameType | None]] = []
+    received: list[tuple[int, FrameType | None]] = []
     is_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGINT, lambda *told: came.append(told)) if is_main else None
+    before = signal.signal(signal.SIGINT, lambda *arguments: received.append(arguments)) if is_main else None
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -103,13 +104,13 @@ def _uninterrupted() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if is_main:
             signal.signal(signal.SIGINT, before)
-    for told in came[:1]:
+    for arguments in received[:1]:
         if callable(before):
-            before(*told)
+            before(*arguments)
 
 
 class _Work(torch.utils.data.Dataset[Any]):
-    """``work`` as torch's loader calls it."""
+    """Adapts ``work`` to torch's loader."""
 
     def __init__(self, work: Callable[[Any], Any]) -> None:
         self._work = work
@@ -118,15 +119,15 @@ class _Work(torch.utils.data.Dataset[Any]):
         return self._work(index)
 
 
-def _unchanged(made: Any) -> Any:
-    """In place of torch's rule, which makes lists of tuples and tensors of arrays."""
-    return made
+def _unchanged(result: Any) -> Any:
+    """Replaces torch's collate function, which turns tuples into lists and arrays into tensors."""
+    return result
 
 
 def fork_server() -> ForkServerContext:
-    """Starts processes."""
+    """The running fork server; starts it on first use."""
     context = multiprocessing.get_context("forkserver")
-    # Imported once in the fork server; processes then start in milliseconds.  No effect once a server runs.
+    # Preloaded once in the fork server, so that processes start in milliseconds.  No effect once a server is running.
     context.set_forkserver_preload(_PRELOADED)
     with _uninterrupted():
         forkserver.ensure_running()
@@ -138,9 +139,9 @@ def _begin(worker: int) -> None:
 
 
 def end_with_parent() -> None:
-    """In a process of ``fork_server``: exit when the one that started it dies, however it does.
+    """Called in a process of ``fork_server``: exit when the process that started it dies for any reason.
 
-    torch's own watch looks at the parent's process id, which is the fork server's here, and that lives on.
+    torch's own watchdog checks the parent's process id.  Here that is the fork server, which stays alive.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None, "a worker has a parent"

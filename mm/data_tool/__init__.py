@@ -1,1 +1,1 @@
-"""The command ``mm-data``: data files checked, measured, shown, converted and made up, apart from training."""
+"""The command ``mm-data``: check, measure, show, convert and generate data files, independently of training."""

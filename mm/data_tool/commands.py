@@ -1,7 +1,7 @@
 """The commands of ``mm-data``.
 
-Turns flags into calls, and mistakes into messages with exit status 2.  A new command is a function beside those below
-that adds its parser, and its name in ``_COMMANDS``.
+Turns flags into calls, and errors into messages with exit status 2.  To add a command, write a function like those
+below that adds its parser, and list it in ``_COMMANDS``.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from mm.data.encode.chat import load_tokenizer
 from mm.data.index.dataset import Dataset, datasets, notes_of
 from mm.data.index.gauge import Gauge
 from mm.data.index.sample_files import PARTS, Part
-from mm.data_tool.llava import convert_llava, told
+from mm.data_tool.llava import convert_llava, summary
 from mm.data_tool.mock import Mock
 from mm.data_tool.show import Shown
 from mm.data_tool.survey import Found, look, survey
@@ -32,42 +32,42 @@ from mm.version import version_line
 
 def _add_index(commands: Any) -> None:
     parser = commands.add_parser(
-        "index", help="check and measure every sample beforehand, so that training starts at once",
-        description="Checks every sample and keeps what it holds, as the trainer does at its first start: the next "
-                    "start with this data JSON, model JSON and --seq-length finds it.")
+        "index", help="check and measure all samples beforehand, so that training starts at once",
+        description="Checks all samples and keeps the result, as the trainer does at its first start. The next start "
+                    "with this data JSON, model JSON and --seq-length uses it.")
     _add_settings(parser)
     parser.add_argument("--bad-sample", choices=("error", "skip"), default="error", help="as in training")
     parser.add_argument("--num-workers", type=_count, help="processes (default: preprocessing_num_workers of the data "
-                                                        "JSON, else one for each processor)")
-    parser.add_argument("--again", action="store_true", help="make it anew, for example after pictures were changed")
+                                                        "JSON, else one per CPU)")
+    parser.add_argument("--again", action="store_true", help="create it again, for example after pictures have changed")
     parser.set_defaults(run=_index)
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mm-data", required=True, help="the data JSON")
     parser.add_argument("--mm-model", required=True, help="the model JSON")
-    parser.add_argument("--seq-length", required=True, type=_count, help="as in training: where samples are cut")
+    parser.add_argument("--seq-length", required=True, type=_count, help="as in training: samples are truncated here")
     parser.add_argument("--seed", type=_seed, default=DEFAULT_SEED,
                         help="as in training: draws the samples of a rate (%%) and of val_rate (default: "
                              "%(default)s)")
 
 
 def _count(text: str) -> int:
-    """A value of a flag; what is raised is said by argparse."""
+    """Parse a positive count; argparse reports the error."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"is {text!r}; expected an integer of at least 1")
     return int(text)
 
 
 def _seed(text: str) -> int:
-    """A value of ``--seed``; what is raised is said by argparse."""
+    """Parse ``--seed``; argparse reports the error."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"is {text!r}; expected an integer of at least 0")
     return int(text)
 
 
 def _index(flags: argparse.Namespace) -> None:
-    """Make the index of the training and validation samples, and say what it holds."""
+    """Create the index of the training and validation samples, and print a summary."""
     data, model = read_data(flags.mm_data).value, read_model(flags.mm_model).value
     data = dataclasses.replace(
         data, overwrite_cache=flags.again or data.overwrite_cache,
@@ -81,40 +81,40 @@ def _index(flags: argparse.Namespace) -> None:
         print(f"{name}: {len(dataset)} samples, {lengths.num_tokens.sum(dtype='int64')} tokens (at most "
               f"{lengths.num_tokens.max()} in one), {lengths.num_media.sum(dtype='int64')} images and videos of "
               f"{lengths.num_patches.sum(dtype='int64')} patches")
-    left_out = (f"left out: {one.told()}" for dataset in parts.values() for one in dataset.skipped)
+    left_out = (f"left out: {one.message()}" for dataset in parts.values() for one in dataset.skipped)
     print_notes(dict.fromkeys((*notes_of(parts), *left_out)))
 
 
 def _add_convert(commands: Any) -> None:
-    formats = commands.add_parser("convert", help="rewrite records of another form").add_subparsers(
+    formats = commands.add_parser("convert", help="convert records to another format").add_subparsers(
         required=True, metavar="FORM")
     parser = formats.add_parser("llava", help="LLaVA's conversations to MindSpeed-MM's messages",
-                                description="The trainer reads LLaVA's files as they are; this rewrites them.")
+                                description="Optional: the trainer also reads LLaVA's files directly.")
     parser.add_argument("--input", required=True, type=Path, help="LLaVA's records, as JSON or JSONL")
-    parser.add_argument("--media-folder", required=True, help="holds the pictures and videos that they name")
+    parser.add_argument("--media-folder", required=True, help="folder of the pictures and videos in the records")
     parser.add_argument("--output", required=True, type=Path, help="must not exist; NAME.jsonl becomes JSONL")
     parser.set_defaults(run=_convert)
 
 
 def _convert(flags: argparse.Namespace) -> None:
     done = convert_llava(flags.input, flags.output, flags.media_folder)
-    print(printable(told(done, flags.output, flags.media_folder)))
+    print(printable(summary(done, flags.output, flags.media_folder)))
 
 
 def _add_check(commands: Any) -> None:
     parser = commands.add_parser(
-        "check", help="find every sample that cannot be used, and say what the others hold",
-        description="Reads every record and the headers of media; with --deep it decodes them all. The exit status is "
-                    "2 if anything is wrong.")
+        "check", help="find all samples that cannot be used, and report statistics of the others",
+        description="Reads all records and the headers of media; with --deep it also decodes all media. The exit "
+                    "status is 2 if there are any problems.")
     _add_settings(parser)
-    parser.add_argument("--deep", action="store_true", help="decode every picture and video, as training does")
-    parser.add_argument("--html", type=Path, help="a page of the report, with histograms")
+    parser.add_argument("--deep", action="store_true", help="decode all pictures and videos, as training does")
+    parser.add_argument("--html", type=Path, help="also write the report with histograms to this HTML file")
     parser.set_defaults(run=_check)
 
 
 def _add_stats(commands: Any) -> None:
-    parser = commands.add_parser("stats", help="say what samples hold, and how samplers would use them",
-                                 description="The numbers of mm-data check, of the samples that can be used.")
+    parser = commands.add_parser("stats", help="report statistics of samples, and how samplers would distribute them",
+                                 description="The statistics of mm-data check, for the samples that can be used.")
     _add_settings(parser)
     parser.set_defaults(run=_stats)
 
@@ -128,10 +128,10 @@ def _check(flags: argparse.Namespace) -> None:
         print(report.text())
         _write_page(flags.html, report)
         if count := len(report.problems):
-            seen = "" if count <= MAX_PROBLEMS or flags.html else (
-                f", of which {MAX_PROBLEMS} are shown (--html PAGE lists them all)")
-            problems.append(f"{count} problem{'s' * (count != 1)}{seen}; mend or remove these samples, or train with "
-                            f"--bad-sample skip")
+            listed = "" if count <= MAX_PROBLEMS or flags.html else (
+                f", of which {MAX_PROBLEMS} are shown (--html PAGE lists all)")
+            problems.append(f"{count} problem{'s' * (count != 1)}{listed}; repair or remove these samples, or train "
+                            f"with --bad-sample skip")
     refuse(problems)
 
 
@@ -145,9 +145,9 @@ def _stats(flags: argparse.Namespace) -> None:
 
 
 def _measured(flags: argparse.Namespace, problems: list[str]) -> tuple[Mapping[Part, Dataset], Gauge, ModelConfig]:
-    """The samples for training and for validation that can be used; those that cannot are listed in the datasets.
+    """The usable training and validation samples; unusable ones are listed in the datasets.
 
-    A part of which nothing can be used is left out, and adds to ``problems``.
+    A part without usable samples is left out, and its errors are added to ``problems``.
     """
     data, model = read_data(flags.mm_data).value, read_model(flags.mm_model).value
     gauge = Gauge.from_config(data, model, flags.seq_length)
@@ -157,12 +157,12 @@ def _measured(flags: argparse.Namespace, problems: list[str]) -> tuple[Mapping[P
 def _add_show(commands: Any) -> None:
     parser = commands.add_parser(
         "show", help="show a sample as the model sees it",
-        description="Its tokens, with those that are learnt marked, and with --html its pictures after resizing.")
+        description="Its tokens, with the target tokens marked; --html also shows its pictures after resizing.")
     _add_settings(parser)
     parser.add_argument("--part", choices=PARTS, default="training", help="which samples (default: %(default)s)")
     parser.add_argument("--sample", type=int, default=0,
-                        help="its number among the samples of the part, from 0 (default: %(default)s)")
-    parser.add_argument("--html", type=Path, help="a page with pictures and frames")
+                        help="index of the sample in that part, counted from 0 (default: %(default)s)")
+    parser.add_argument("--html", type=Path, help="HTML file to write, with pictures and frames")
     parser.set_defaults(run=_show)
 
 
@@ -181,16 +181,16 @@ def _show(flags: argparse.Namespace) -> None:
 
 
 def _check_page(path: Path | None) -> None:
-    """Refuse a page that cannot be written, before the work that it is about."""
+    """Refuse a page that cannot be written, before any work is done."""
     if path is None:
         return
     folder = path.absolute().parent
     if path.is_dir():
         raise UserError(f"--html is {path}, which is a directory; name a file in it, such as {path / 'report.html'}.")
     if not folder.is_dir():
-        raise UserError(f"--html is {path}, but there is no directory {folder}; make it, or name another file.")
+        raise UserError(f"--html is {path}, but there is no directory {folder}; create it, or name another file.")
     if not os.access(path if path.exists() else folder, os.W_OK):
-        raise UserError(f"--html is {path}, which cannot be written; name another file, or mend its permissions.")
+        raise UserError(f"--html is {path}, which cannot be written; name another file, or change its permissions.")
 
 
 def _write_page(path: Path | None, shown: Report | Shown) -> None:
@@ -200,10 +200,10 @@ def _write_page(path: Path | None, shown: Report | Shown) -> None:
 
 
 def _add_mock(commands: Any) -> None:
-    parser = commands.add_parser("mock", help="make up data of a wanted size",
-                                 description="Random pictures and texts, to try out memory and speed with.")
+    parser = commands.add_parser("mock", help="generate data of a given size",
+                                 description="Random pictures and texts, for trying out memory use and speed.")
     parser.add_argument("--output", required=True, type=Path, help="directory for data.jsonl and images/")
-    parser.add_argument("--tokenizer", help="Hugging Face directory; --text-length counts its tokens, else words")
+    parser.add_argument("--tokenizer", help="Hugging Face directory; --text-length counts its tokens (default: words)")
     for one in dataclasses.fields(Mock):
         parser.add_argument(f"--{one.name.replace('_', '-')}", type=int, default=one.default)
     parser.set_defaults(run=_mock)
@@ -218,7 +218,7 @@ _COMMANDS = (_add_index, _add_check, _add_stats, _add_show, _add_convert, _add_m
 
 
 def run(words: Sequence[str]) -> int:
-    """Run one command and return the exit status: 0, or 2 after saying what the user can mend."""
+    """Run one command.  Returns the exit status: 0, or 2 for errors that the user can fix."""
     parser = argparse.ArgumentParser(prog="mm-data", description="Checks, measures and converts data files.")
     parser.add_argument("--version", action="version", version=version_line(parser.prog))
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

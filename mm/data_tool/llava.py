@@ -1,6 +1,6 @@
-"""LLaVA's records as MindSpeed-MM's: ``conversations`` and ``image`` become ``messages`` and ``images``.
+"""Convert LLaVA's records to MindSpeed-MM's: ``conversations`` and ``image`` become ``messages`` and ``images``.
 
-The trainer reads both; this is for those who want one form of their files.  Records are read and written one at a time.
+The trainer reads both; this is for users who want all files in one format.  Records are streamed one at a time.
 """
 
 import json
@@ -26,26 +26,26 @@ _MEDIA = {"images": ("image", "images"), "videos": ("video", "videos")}
 
 @dataclass(frozen=True)
 class Converted:
-    """How many records were read and written; those whose media are missing are left out."""
+    """The number of records read and written.  Records with missing media are left out."""
 
     num_records: int
     num_kept: int
 
 
 def convert_llava(source: Path, target: Path, folder: str) -> Converted:
-    """Write the records of ``source``, whose media lie in ``folder``, to ``target``: JSONL where its name says so, else
-    a JSON list.  Paths of media become ``folder/path``; pictures that stand in their record, as in Parquet files, are
-    written to ``NAME.pictures`` beside the target.
+    """Write the records of ``source``, whose media are in ``folder``, to ``target``: JSONL if it is named so, otherwise
+    a JSON list.  Media paths become ``folder/path``.  Embedded pictures, as in Parquet files, are written to
+    ``NAME.pictures`` beside the target.
 
-    Raises UserError, and leaves no ``target``, when it exists, when ``source`` cannot be read or holds other records,
-    and when none has its media.
+    Raises UserError, and leaves no ``target``, when it exists, when ``source`` is unreadable or has other records, and
+    when no record has its media.
     """
     pictures = target.with_name(f"{target.stem}.pictures")
     for path in (target, pictures):
         if path.exists():
-            raise UserError(f"{path} exists; rename or remove it, or give another output.")
+            raise UserError(f"{path} already exists; rename or remove it, or give another output.")
     file, is_lines, num_records, num_kept = open_records(str(source)), target.suffix == ".jsonl", 0, 0
-    # Half of a surrogate pair, which UTF-8 does not have, is written as JSON's escape.
+    # Lone surrogates, which UTF-8 cannot encode, are written as JSON escapes.
     with target.open("x", encoding="utf-8", errors="backslashreplace") as out:
         try:
             for raw in _records(file):
@@ -57,8 +57,8 @@ def convert_llava(source: Path, target: Path, folder: str) -> Converted:
                     num_kept += 1
             out.write("" if is_lines else "]" if num_kept else "[]")
             if num_records and not num_kept:
-                raise UserError(f"none of the {num_records} records has its picture or video in {folder}; name the "
-                                f"folder that holds them.")
+                raise UserError(f"none of the {num_records} records has its picture or video in {folder}; give the "
+                                f"folder that contains them.")
         except BaseException:
             target.unlink()
             shutil.rmtree(pictures, ignore_errors=True)
@@ -66,11 +66,11 @@ def convert_llava(source: Path, target: Path, folder: str) -> Converted:
     return Converted(num_records, num_kept)
 
 
-def told(done: Converted, target: Path, folder: str) -> str:
-    """What became of a conversion, for the screen."""
+def summary(done: Converted, target: Path, folder: str) -> str:
+    """The result of a conversion in one line."""
     num_missing = done.num_records - done.num_kept
     return f"{target}: {done.num_kept} records" + (
-        f"; {num_missing} are left out, because {folder} lacks their picture or video" * (num_missing > 0))
+        f"; {num_missing} left out, because their picture or video is not in {folder}" * (num_missing > 0))
 
 
 def _records(file: RecordFile) -> Iterator[Raw]:
@@ -81,7 +81,7 @@ def _records(file: RecordFile) -> Iterator[Raw]:
 
 
 def _converted(raw: Raw, folder: str, pictures: Path) -> dict[str, Any]:
-    """One record; a record without media is text only."""
+    """One record in the new format; a record without media is text only."""
     if raw.problem is not None:
         raise UserError(raw.problem)
     record = raw.value
@@ -106,10 +106,10 @@ def _converted(raw: Raw, folder: str, pictures: Path) -> dict[str, Any]:
 
 
 def _written(picture: Inline, folder: Path) -> str:
-    """The path of ``picture`` as a file of its own, named by its content."""
+    """Write ``picture`` to a file named by its hash, and return its path."""
     form = format_of(picture)
     if form is None:
-        raise UserError(f"{picture} is no picture that Pillow reads; replace or remove it.")
+        raise UserError(f"{picture} is not an image that Pillow can read; replace or remove it.")
     path = folder / f"{picture.digest[:32]}.{form.lower()}"
     if not path.exists():
         write_whole(path, picture.content)

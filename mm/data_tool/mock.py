@@ -1,4 +1,4 @@
-"""Made-up data of a wanted size, to try out memory and speed with before the real data are there."""
+"""Generated data of a given size, for trying out memory use and speed before the real data exist."""
 
 import json
 from dataclasses import dataclass
@@ -13,35 +13,35 @@ from mm.errors import refuse
 
 _WORDS = ("the", "a", "picture", "shows", "two", "red", "small", "house", "on", "green", "field", "and", "one", "old",
           "tree", "near", "water", "under", "open", "sky")  # fmt: skip
-"""Each with a space before it is one token of Qwen's tokenizer."""
+"""Each is one token of Qwen's tokenizer when preceded by a space."""
 
 
 @dataclass(frozen=True)
 class Mock:
-    """What a made-up dataset holds; every sample is alike in size, and no two are the same."""
+    """The size of a generated dataset.  All samples have the same size, and no two are equal."""
 
     num_samples: int = 100
     num_images: int = 1
-    """Pictures of each sample."""
+    """Pictures per sample."""
     width: int = 640
     height: int = 480
     text_length: int = 256
-    """The answer's length: in tokens if a tokenizer is given, else in words."""
+    """Length of the answer: in tokens if a tokenizer is given, otherwise in words."""
     num_pictures: int = 16
-    """Different picture files; the samples share them."""
+    """Number of different picture files, which samples share."""
     seed: int = 1234
 
     def write(self, directory: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:
-        """``data.jsonl`` and ``images/`` in ``directory``; returns the path of the former.
+        """Write ``data.jsonl`` and ``images/`` to ``directory``; returns the path of the former.
 
-        Raises UserError for a directory that holds one already, and for sizes that make no sample.
+        Raises UserError if the directory already has one, and for invalid sizes.
         """
         target = directory / "data.jsonl"
         least = dict.fromkeys(("num_samples", "width", "height", "text_length", "num_pictures"), 1) | dict.fromkeys(
             ("num_images", "seed"), 0)
         refuse([f"{name} is {getattr(self, name)}; expected at least {bound}" for name, bound in least.items()
                 if getattr(self, name) < bound])
-        refuse([f"{target} exists already; give another directory, or remove it"] if target.exists() else [])
+        refuse([f"{target} already exists; give another directory, or remove it"] if target.exists() else [])
         (directory / "images").mkdir(parents=True, exist_ok=True)
         random = np.random.default_rng(self.seed)
         names = [f"images/{number:05}.jpg" for number in range(self.num_pictures if self.num_images else 0)]
@@ -63,7 +63,7 @@ class Mock:
 
 
 def _text(length: int, random: np.random.Generator, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """Random words, cut at ``length``."""
+    """Random words, cut to ``length``."""
     words = [_WORDS[index] for index in random.integers(0, len(_WORDS), length)]
     if tokenizer is None:
         return " ".join(words)

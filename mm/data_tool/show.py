@@ -1,4 +1,4 @@
-"""One sample as the model sees it: its pictures after resizing, and its tokens with those that are learnt marked."""
+"""One sample as the model sees it: its pictures after resizing, and its tokens with the target tokens marked."""
 
 import base64
 import io
@@ -21,16 +21,16 @@ _GREEN, _BLUE, _DIM, _END = "\033[32m", "\033[34m", "\033[2m", "\033[0m"
 
 @dataclass(frozen=True)
 class Piece:
-    """Some tokens that follow each other and have the same meaning."""
+    """Consecutive tokens of the same kind."""
 
     text: str
     kind: str
-    """"learnt", "given" or "media"."""
+    """"target", "context" or "media"."""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A sample, ready to be looked at."""
+    """A sample, prepared for display."""
 
     source: str
     pieces: tuple[Piece, ...]
@@ -47,14 +47,14 @@ class Shown:
                    tuple(_frames(encoded, encoder)))
 
     def text(self, has_colours: bool) -> str:
-        """For the terminal: without colours, what is learnt stands between [[ and ]]."""
-        marks = {"learnt": (_GREEN, _END), "media": (_BLUE, _END), "given": (_DIM, _END)} if has_colours else {
-            "learnt": ("[[", "]]"), "media": ("", ""), "given": ("", "")}
+        """For the terminal; without colours, target tokens are between [[ and ]]."""
+        marks = {"target": (_GREEN, _END), "media": (_BLUE, _END), "context": (_DIM, _END)} if has_colours else {
+            "target": ("[[", "]]"), "media": ("", ""), "context": ("", "")}
         body = "".join(marks[piece.kind][0] + printable(piece.text) + marks[piece.kind][1] for piece in self.pieces)
         return f"{printable(self._headline)}\n\n{body}"
 
     def html(self) -> str:
-        """One page that needs nothing beside it."""
+        """A self-contained page."""
         spans = "".join(f'<span class="{piece.kind}">{escape(piece.text)}</span>' for piece in self.pieces)
         pictures = "".join(f'<img alt="{frame.shape[1]} x {frame.shape[0]} pixels" '
                            f'src="data:image/png;base64,{_png(frame)}">' for frame in self.frames)
@@ -63,17 +63,17 @@ class Shown:
 
     @property
     def _headline(self) -> str:
-        return (f"{self.source}: {self.num_tokens:,} tokens, {self.num_target_tokens:,} of them learnt, "
+        return (f"{self.source}: {self.num_tokens:,} tokens, {self.num_target_tokens:,} of them targets, "
                 f"{len(self.frames)} pictures or frames")
 
 
 def _pieces(encoded: Microbatch, encoder: SampleEncoder) -> Iterator[Piece]:
-    """Tokens of one kind together; the tokens of a picture or video as their number."""
+    """Runs of tokens of one kind; the tokens of a picture or video are replaced by their number."""
     media = encoder.chat.media_token_ids
     ids = encoded.token_ids.tolist()
-    is_learnt = [False, *(label != IGNORE_INDEX for label in encoded.labels.tolist()[:-1])]
-    kinds = ["media" if token in media else "learnt" if learnt else "given"
-             for token, learnt in zip(ids, is_learnt, strict=True)]
+    is_target = [False, *(label != IGNORE_INDEX for label in encoded.labels.tolist()[:-1])]
+    kinds = ["media" if token in media else "target" if is_one else "context"
+             for token, is_one in zip(ids, is_target, strict=True)]
     start = 0
     for stop in range(1, len(ids) + 1):
         if stop == len(ids) or kinds[stop] != kinds[start]:

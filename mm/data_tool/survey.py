@@ -1,7 +1,5 @@
-"""What there is to know of a dataset before training on it: what its samples hold, what is wrong, and how evenly and
-fully each sampler would use it.
-
-How it is shown is ``mm.report``'s.
+"""Facts about a dataset before training on it: statistics of its samples, their problems, and how evenly and fully each
+sampler would use it.  ``mm.report`` displays them.
 """
 
 import os
@@ -30,18 +28,18 @@ from mm.report import Histogram, Problem, Report, Table
 
 DP_SIZES = (8, 64)
 SAMPLES_OF_RANK = 32
-"""Samples of a global batch, if the dataset has so many."""
+"""Samples per rank in a global batch, if the dataset has enough."""
 _NUM_STEPS = 4
-"""Whose mean imbalance is told."""
+"""The imbalance is averaged over this many steps."""
 _NUM_AT_A_TIME = 64
-"""Samples that one process decodes before it tells of them."""
+"""Samples that one process decodes before it reports."""
 
 
 def survey(
     title: str, parts: Mapping[Part, Dataset], model: ModelConfig, seq_length: int, found: "Found"
 ) -> Report:
-    """A report on the samples of each part, which must have been measured; ``found`` is what a look at their media has
-    shown."""
+    """A report on the samples of each part, which must have been measured.  ``found`` is the result of checking their
+    media."""
     skipped = dict.fromkeys(bad for dataset in parts.values() for bad in dataset.skipped)  # parts may share files
     return Report(title, (), problems=(*map(_problem, skipped), *found.problems),
                   notes=(*notes_of(parts), *found.notes),
@@ -58,37 +56,38 @@ def _part(name: Part, dataset: Dataset, model: ModelConfig, seq_length: int) -> 
         "records in the files": f"{dataset.num_records:,}",
         "left out": _left_out(dataset),
         f"samples for {name}": _taken(dataset),
-        "tokens": f"{tokens.sum():,}, {tokens.mean():,.0f} a sample, {tokens.max():,} at most",
-        "of them learnt": f"{lengths.num_target_tokens.sum(dtype=np.int64) / tokens.sum():.1%}",
+        "tokens": f"{tokens.sum():,}, {tokens.mean():,.0f} per sample, {tokens.max():,} at most",
+        "target tokens": f"{lengths.num_target_tokens.sum(dtype=np.int64) / tokens.sum():.1%}",
         "pictures and videos": f"{lengths.num_media.sum(dtype=np.int64):,}",
-        "frames of videos": f"{dataset.column('num_frames').sum(dtype=np.int64):,}",
+        "video frames": f"{dataset.column('num_frames').sum(dtype=np.int64):,}",
         "patches": f"{sizes.num_patches.sum():,}",
-        "samples cut to --seq-length": f"{np.count_nonzero(dropped):,} ({np.mean(dropped > 0):.1%}); turns dropped: "
-                                       f"{turns:,}, tokens: {dropped.sum(dtype=np.int64):,}",
+        "samples truncated to --seq-length": f"{np.count_nonzero(dropped):,} ({np.mean(dropped > 0):.1%}); turns "
+                                             f"dropped: {turns:,}, tokens: {dropped.sum(dtype=np.int64):,}",
         "words like control tokens, read as text": f"{dataset.column('num_control_words').sum(dtype=np.int64):,}",
         "packs of --seq-length tokens": f"{len(packs):,}, {tokens.sum() / (len(packs) * seq_length):.1%} full",
     }
-    histograms = [Histogram.of("Tokens", "a sample", tokens), Histogram.of("Patches", "a sample", sizes.num_patches),
-                  Histogram.of("Pictures and videos", "a sample", lengths.num_media)]
+    histograms = [Histogram.of("Tokens", "per sample", tokens),
+                  Histogram.of("Patches", "per sample", sizes.num_patches),
+                  Histogram.of("Pictures and videos", "per sample", lengths.num_media)]
     return Report(f"{name.capitalize()} samples", tuple(facts.items()), tuple(_imbalance(sizes, seq_length)),
                   tuple(histograms))
 
 
 def _left_out(dataset: Dataset) -> str:
-    """How many records are no samples, and what share of all records is too long."""
+    """The number of bad records, and the number and share of those that are too long."""
     share = dataset.num_too_long / dataset.num_records
     return f"{dataset.num_bad:,}, and {dataset.num_too_long:,} too long ({share:.1%})"
 
 
 def _taken(dataset: Dataset) -> str:
-    """How many samples are taken; where it is another number than can be used, also that."""
+    """The number of samples in use, and of usable ones if that differs."""
     num_usable = dataset.num_records - dataset.num_bad - dataset.num_too_long
-    of_all = f", of {num_usable:,} that can be used (val_rate, rates in %, max_samples)"
+    of_all = f", of {num_usable:,} usable ones (val_rate, rates in %, max_samples)"
     return f"{len(dataset):,}{of_all if len(dataset) != num_usable else ''}"
 
 
 def _imbalance(sizes: Sizes, seq_length: int) -> Iterator[Table]:
-    """How much more than the mean the costliest rank has to do, for each sampler."""
+    """The cost of the costliest rank relative to the mean, for each sampler."""
     num_samples = len(sizes.costs)
     sizes_of_axis = [size for size in DP_SIZES if num_samples >= 2 * size] or [2] * (num_samples >= 4)
     if not sizes_of_axis:
@@ -96,7 +95,7 @@ def _imbalance(sizes: Sizes, seq_length: int) -> Iterator[Table]:
     rows: dict[str, list[str]] = {}
     for dp_size in sizes_of_axis:
         of_rank = min(SAMPLES_OF_RANK, num_samples // dp_size)
-        for name, sampler in SAMPLERS.items():  # one sample a microbatch, or packs
+        for name, sampler in SAMPLERS.items():  # one sample per microbatch, or packs
             stream, deal = sampler.order(sizes, Shares(dp_size, Budget(seq_length)), seed=0)
             rows.setdefault(name, []).append(f"{_of_steps(stream, deal, sizes, dp_size * of_rank):.3f}")
     yield Table("Work of the busiest data-parallel rank over the mean, by FLOPs",
@@ -115,14 +114,14 @@ def _of_steps(stream: Stream, deal: Deal, sizes: Sizes, global_batch_size: int) 
 
 @dataclass(frozen=True)
 class Found:
-    """What a look at the media of a dataset has shown."""
+    """The result of checking the media of a dataset."""
 
     problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
 
 
 def look(parts: Mapping[Part, Dataset], encoder: SampleEncoder, decodes: bool) -> Found:
-    """Headers of all pictures, and with ``decodes`` every sample as the trainer would read it, in all processes."""
+    """Read the headers of all pictures, and with ``decodes`` encode all samples as the trainer does, on all CPUs."""
     blocks: list[tuple[Part, range]] = [
         (name, range(start, min(start + _NUM_AT_A_TIME, len(dataset))))
         for name, dataset in parts.items() for start in range(0, len(dataset), _NUM_AT_A_TIME)]
@@ -143,24 +142,24 @@ def look(parts: Mapping[Part, Dataset], encoder: SampleEncoder, decodes: bool) -
                 media.add(one, source)
             progress.update(len(block))
     notes = [f"{count} pictures {remark}; the first is {first[remark]}" for remark, count in remarks.items()]
-    notes += [*ids.told("id"), *media.told("picture or video")]
+    notes += [*ids.message("id"), *media.message("picture or video")]
     return Found(tuple(problems), tuple(notes))
 
 
 class _Repeated:
-    """What stands in more than one record, which may be wanted or a file that was joined with itself."""
+    """Values found in more than one record, on purpose or because a file was appended to itself."""
 
     def __init__(self) -> None:
         self._first: dict[str, str] = {}
         self._others: dict[str, str] = {}
 
     def add(self, one: str, source: str) -> None:
-        """A rate above 100 takes a record again: it is the same one."""
+        """Add a value.  The same source may occur several times, because of a rate above 100 %."""
         if self._first.setdefault(one, source) != source:
             self._others.setdefault(one, source)
 
-    def told(self, what: str) -> Iterator[str]:
-        """A sentence, if there is anything."""
+    def message(self, what: str) -> Iterator[str]:
+        """A sentence, if any value is repeated."""
         for one, other in [*self._others.items()][:1]:
             yield (f"{len(self._others)} x the same {what} in more than one record; the first is {one}, in "
                    f"{self._first[one]} and {other}")
@@ -168,20 +167,20 @@ class _Repeated:
 
 @dataclass(frozen=True)
 class _Seen:
-    """In a block of samples."""
+    """The result for a block of samples."""
 
     problems: list[Problem] = field(default_factory=list[Problem])
     remarks: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
-    """And the picture that each is about."""
+    """With the picture that each is about."""
     ids: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
-    """And the record that calls itself so."""
+    """With the record that has this id."""
     media: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
-    """Paths, and the record."""
+    """Paths, each with its record."""
 
 
 @dataclass
 class _Look:
-    """Pickles into processes."""
+    """Checks a block of samples.  Pickles into processes."""
 
     parts: Mapping[Part, Dataset]
     encoder: SampleEncoder

@@ -34,7 +34,7 @@ class AnswerFile:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(self._file)
-            raise UserError(f"--output {path} is being written by another run; wait for its end, or give another "
+            raise UserError(f"--output {path} is being written by another run; wait for it to end, or give another "
                             f"file.") from error
         self._lines: dict[int, bytes] = {}
         try:
@@ -56,9 +56,9 @@ class AnswerFile:
                 answer = json.loads(line)
                 prompt, key = int(answer["number"]), answer["key"]
             except (ValueError, KeyError, TypeError) as error:
-                raise UserError(f"{where}is no answer of mm.generate; {_AGAIN}.") from error
+                raise UserError(f"{where}is not an answer of mm.generate; {_AGAIN}.") from error
             if keys.get(prompt) != key:
-                raise UserError(f"{where}is the answer to another prompt {prompt}, or was made with other weights or "
+                raise UserError(f"{where}answers a different prompt {prompt}, or was made with other weights or "
                                 f"settings; {_AGAIN}.")
             if prompt in self._lines:
                 raise UserError(f"{where}is a second answer to prompt {prompt}; {_AGAIN}.")

@@ -12,7 +12,7 @@ from typing import Any
 from mm.errors import AgreedError, UserError, printable
 from mm.generation.answers import AnswerFile
 from mm.generation.prompts import Prompt
-from mm.generation.session import Session, Told
+from mm.generation.session import Response, Session
 from mm.parallel.agreement import gather, on_first
 from mm.progress import Progress
 
@@ -53,7 +53,7 @@ def in_batches(
 
 
 def answer_batches(
-    session: Session, batches: Sequence[Sequence[Prompt]], keep: Callable[[Sequence[Told]], None]
+    session: Session, batches: Sequence[Sequence[Prompt]], keep: Callable[[Sequence[Response]], None]
 ) -> list[str]:
     """Deal ``batches`` to the replicas, one to each at a time; ``keep`` is given their answers on rank 0.
 
@@ -63,9 +63,9 @@ def answer_batches(
     problems: list[str] = []
     for first in range(0, len(batches), mesh.dp_size):
         number = first + mesh.dp_rank
-        told, found = session.respond(batches[number] if number < len(batches) else ())
-        everything = gather(mesh, (told, found if mesh.owns_data else ()))
-        on_first(mesh, lambda everything=everything: keep([one for told, _ in everything for one in told]))
+        responses, found = session.respond(batches[number] if number < len(batches) else ())
+        everything = gather(mesh, (responses, found if mesh.owns_data else ()))
+        on_first(mesh, lambda everything=everything: keep([one for responses, _ in everything for one in responses]))
         problems += [problem for _, some in everything for problem in some]
     return problems
 
@@ -96,26 +96,26 @@ class FileOfPrompts:
         self._progress = Progress("answering", len(prompts), "answers", len(done))
         left = [batch for batch in batches if any(prompt.number not in done for prompt in batch)]
         if done:
-            _say(f"{self._output} has {len(done)} answers already")
+            _say(f"{self._output} already has {len(done)} answers")
         if problems or more:
             num_ready = sum(map(len, batches))
-            _say(f"{len(prompts) - num_ready} prompts cannot be asked; the end of this run says why")
+            _say(f"{len(prompts) - num_ready} prompts cannot be asked; the reasons follow at the end of this run")
         return Plan(tuple(left), (*problems, *more))
 
-    def _write(self, told: Sequence[Told]) -> None:
-        assert self._answers is not None and self._progress is not None, "rank 0 has opened them"
-        self._answers.add(self._record(one) for one in told)
+    def _write(self, responses: Sequence[Response]) -> None:
+        assert self._answers is not None and self._progress is not None, "opened by rank 0"
+        self._answers.add(self._record(one) for one in responses)
         self._progress.update(len(self._answers.numbers) - self._progress.done)
 
-    def _record(self, told: Told) -> dict[str, Any]:
-        prompt = told.prompt
+    def _record(self, response: Response) -> dict[str, Any]:
+        prompt = response.prompt
         name = {} if prompt.name is None else {"id": prompt.name}
-        return {"number": prompt.number, **name, "question": prompt.question, "answer": told.text, "ended": told.ended,
-                "num_prompt_tokens": told.num_prompt_tokens, "num_answer_tokens": len(told.token_ids),
-                "key": self._session.key(prompt)}
+        return {"number": prompt.number, **name, "question": prompt.question, "answer": response.text,
+                "ended": response.ended, "num_prompt_tokens": response.num_prompt_tokens,
+                "num_answer_tokens": len(response.token_ids), "key": self._session.key(prompt)}
 
     def _close(self, problems: Sequence[str]) -> tuple[str, ...]:
-        assert self._answers is not None and self._progress is not None, "rank 0 has opened them"
+        assert self._answers is not None and self._progress is not None, "opened by rank 0"
         self._progress.close()
         _say(f"{len(self._answers.numbers)} answers are in {self._output}")
         self._answers.close()

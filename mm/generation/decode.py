@@ -129,7 +129,7 @@ class Answerer:
 
     def _send(self, spec: StageSpec, microbatch: Microbatch, x: Tensor | None) -> None:
         if message_shape(spec.sends, microbatch, self._stage.model, self._context) is not None:
-            assert x is not None, f"slot of stage {spec.stage} has nothing to hand on"
+            assert x is not None, f"slot of stage {spec.stage} has nothing to pass on"
             following = self._stages[(spec.stage + 1) % len(self._stages)]
             dist.send(x.contiguous(), dst=following, group=self._mesh.groups.pp)
 

@@ -24,8 +24,8 @@ def placed(
     if num_stages == own and (own > 1 or model.num_chunks == 1):
         return model, ()
     vision, language = even_lists(model, num_stages)
-    notes = (f"the pipeline_num_layers lists are for {own} stages; on {num_stages} the layers are {list(vision[0])} of "
-             f"the ViT and {list(language[0])} of the LLM",)
+    notes = (f"the pipeline_num_layers lists are for {own} stages; with {num_stages}, the layers are {list(vision[0])} "
+             f"of the ViT and {list(language[0])} of the LLM",)
     return replace(model, vision=replace(model.vision, pipeline_num_layers=vision),
                    language=replace(model.language, pipeline_num_layers=language)), notes if own > 1 else ()
 
@@ -35,8 +35,8 @@ def _problems(model: ModelConfig, tp_size: int, num_stages: int, world_size: int
         yield (f"--tensor-model-parallel-size is {tp_size}, which does not divide the heads and the vocabulary of this "
                f"model; it allows {', '.join(map(str, model.tp_sizes))}")
     if world_size % (tp_size * num_stages):
-        yield (f"{world_size} ranks are no multiple of tensor x pipeline parallel size = {tp_size} x {num_stages} = "
-               f"{tp_size * num_stages}; start so many with torchrun --nproc_per_node {tp_size * num_stages}, or "
+        yield (f"{world_size} ranks are not a multiple of tensor x pipeline parallel size = {tp_size} x {num_stages} = "
+               f"{tp_size * num_stages}; start that many with torchrun --nproc_per_node {tp_size * num_stages}, or "
                f"change --tensor-model-parallel-size or --pipeline-model-parallel-size")
 
 

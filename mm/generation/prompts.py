@@ -62,7 +62,7 @@ def read_prompts(path: str, media_roots: Sequence[str]) -> tuple[list[Prompt], l
             digest = hashlib.sha256(json.dumps(raw.value, sort_keys=True, default=_identity).encode()).hexdigest()
             prompts.append(Prompt(raw.index, sample, name_of(raw.value), digest))
     if unreadable or not num_records:
-        raise UserError(unreadable or f"{path}: holds no prompt; expected a JSON list of objects, or one a line.")
+        raise UserError(unreadable or f"{path}: has no prompts; expected a JSON list of objects, or one per line.")
     return prompts, problems
 
 
@@ -94,7 +94,7 @@ def question(text: str, images: Sequence[str], videos: Sequence[str], *, media_l
     naming each file that is not there, and when there are more or fewer places than files.
     """
     given: dict[type[Media], Sequence[str]] = {Image: images, Video: videos}
-    problems = [f"{cls.kind} {path!r} is no regular file; give the path of a file that is there"
+    problems = [f"{cls.kind} {path!r} is not a regular file; give the path of an existing file"
                 for cls, paths in given.items() for path in paths if not os.path.isfile(path)]
     placed = with_places(text, {cls.kind: len(paths) for cls, paths in given.items()})
     if media_last and placed.endswith(text):
@@ -103,8 +103,8 @@ def question(text: str, images: Sequence[str], videos: Sequence[str], *, media_l
     for cls, paths in given.items():
         places = sum(isinstance(part, cls) for part in parts)
         if places != len(paths):
-            problems.append(f"the question has {places} {cls.placeholder} but {len(paths)} {cls.kind}s; remove or add "
-                            f"some")
+            problems.append(f"the question has {places} {cls.placeholder} but {len(paths)} {cls.kind}s; the numbers "
+                            f"must be equal")
     if not text.strip() and not images and not videos:
         problems.append("the question is empty; give it text, a picture or a video")
     if problems:

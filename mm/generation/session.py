@@ -30,7 +30,7 @@ from mm.weights.trained import saved_among
 
 
 @dataclass(frozen=True)
-class Told:
+class Response:
     """An answer in words."""
 
     prompt: Prompt
@@ -120,7 +120,7 @@ class Session:
 
     def respond(
         self, prompts: Sequence[Prompt], listen: Listener | None = None
-    ) -> tuple[list[Told], tuple[str, ...]]:
+    ) -> tuple[list[Response], tuple[str, ...]]:
         """Answer ``prompts``, which the owner has, as one batch.
 
         Returns the answers, on the owner, shortest prompt first, and what is wrong with prompts that have none.
@@ -132,12 +132,12 @@ class Session:
         if not self.mesh.owns_data:
             return [], problems
         by_number = {prompt.number: prompt for prompt in prompts}
-        return [self._told(by_number[answer.prompt], answer, length)
+        return [self._response(by_number[answer.prompt], answer, length)
                 for answer, length in zip(answers, batch.segment_lengths, strict=True)], problems
 
-    def _told(self, prompt: Prompt, answer: Answer, length: int) -> Told:
+    def _response(self, prompt: Prompt, answer: Answer, length: int) -> Response:
         assert answer.ended is not None, "every answer has come to its end"
-        return Told(prompt, self.text(answer.token_ids), answer.ended, length, tuple(answer.token_ids))
+        return Response(prompt, self.text(answer.token_ids), answer.ended, length, tuple(answer.token_ids))
 
     def _shared(self, prompts: Sequence[Prompt]) -> tuple[Microbatch | None, list[int], tuple[str, ...]]:
         """The prompts as one microbatch on every rank of the replica, with pixels where they are needed; their numbers,

@@ -47,8 +47,8 @@ def find(asking: Asking) -> Found:
     args, stated = asking.args, asking.inference.model if asking.inference else None
     base, named_by = asking.directory, asking.directory_is_named_by
     if base is not None and not Path(base).is_dir():
-        raise UserError(f"{named_by} is {base!r}, which is no directory; give --model-name-or-path, the Hugging Face "
-                        f"directory with the tokenizer and processor of the model.")
+        raise UserError(f"{named_by} is {base!r}, which is not a directory; give --model-name-or-path, the Hugging "
+                        f"Face directory with the tokenizer and processor of the model.")
     order = QkvOrder(args.vit_qkv_order, base, "--vit-qkv-order")
     adapters = None
     if holds_adapters(args.load):
@@ -57,13 +57,13 @@ def find(asking: Asking) -> Found:
     else:
         source = weights.open(args.load, "--load", model=stated or _model_of(base, named_by), qkv=order)
     if source.is_vit_only:
-        raise UserError(f"--load {args.load} holds no LLM (it was made with save_vit_only); give a whole model.")
+        raise UserError(f"--load {args.load} has no LLM (it was made with save_vit_only); give a whole model.")
     if stated is not None:
         with naming("--load" if adapters is None else named_by):
             source.check_model(stated.base)
     if base is None and source.kind is not Kind.HUGGING_FACE:
         raise UserError(f"--load {args.load} is a {source.kind.value}, which has no tokenizer; give "
-                        f"--model-name-or-path, the Hugging Face directory that the model comes from.")
+                        f"--model-name-or-path, the Hugging Face directory of the original model.")
     directory = str(source.path) if base is None else base
     model, notes = placed(stated or source.model, args.tensor_model_parallel_size, args.pipeline_model_parallel_size,
                           asking.world_size)
@@ -80,8 +80,8 @@ def _beside_its_model(path: str, base: str | None, named_by: str, order: QkvOrde
     Raises UserError where they do not belong together.
     """
     if base is None:
-        raise UserError(f"--load {path} holds adapters (LoRA), not a whole model; give --model-name-or-path, the "
-                        f"Hugging Face directory of the model that they were trained beside.")
+        raise UserError(f"--load {path} has adapters (LoRA), not a whole model; give --model-name-or-path, the "
+                        f"Hugging Face directory of the model that they were trained for.")
     model = weights.open(base, named_by, qkv=order)
     adapters = open_beside(path, model.model)
     check_base(adapters, model)

@@ -11,13 +11,13 @@ from mm.data.sample import Sample, Turn
 from mm.errors import AgreedError, UserError, printable
 from mm.generation.decode import Answer
 from mm.generation.prompts import Prompt, question
-from mm.generation.session import Session, Told
+from mm.generation.session import Response, Session
 from mm.parallel.agreement import on_first
 
 HELP = """\
-Ask anything.  A line that begins with / is a command:
-  /image FILE   show a picture with the next question    /clear   begin a new talk
-  /video FILE   show a video with the next question      /exit    end, as at the end of the input
+Ask anything.  A line that starts with / is a command:
+  /image FILE   add a picture to the next question       /clear   start a new conversation
+  /video FILE   add a video to the next question         /exit    end, like the end of the input
 """
 
 
@@ -49,14 +49,14 @@ def ask_once(session: Session, make: Callable[[], Sample]) -> None:
         raise AgreedError(problems)
 
 
-def _shown_answer(session: Session, prompt: Prompt) -> tuple[list[Told], tuple[str, ...]]:
+def _shown_answer(session: Session, prompt: Prompt) -> tuple[list[Response], tuple[str, ...]]:
     is_first = session.mesh.rank == 0
     stream = TextStream(session.text, sys.stdout) if is_first else None
-    told, problems = session.respond((prompt,), stream.listen if stream else None)
+    responses, problems = session.respond((prompt,), stream.listen if stream else None)
     if is_first and not problems:
         sys.stdout.write("\n")
         sys.stdout.flush()
-    return told, problems
+    return responses, problems
 
 
 @dataclass
@@ -80,13 +80,13 @@ class Chat:
             prompt = outcome[0]
             if prompt is None:
                 return
-            told, problems = _shown_answer(session, prompt)
+            responses, problems = _shown_answer(session, prompt)
             if session.mesh.rank != 0:
                 continue
             if problems:
                 self._complain(problems)
             else:
-                self.turns += [prompt.sample.turns[-1], Turn("assistant", (told[0].text,))]
+                self.turns += [prompt.sample.turns[-1], Turn("assistant", (responses[0].text,))]
                 self.images, self.videos = [], []
 
     def _next(self) -> Prompt | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mm.batch import told_samples
+from mm.batch import samples_text
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -33,11 +33,11 @@ class Transfer:
     samples: tuple[int, ...]
     """The microbatch's samples."""
 
-    def told(self, dtype: torch.dtype) -> str:
+    def text(self, dtype: torch.dtype) -> str:
         """One line for a report."""
         verb, way = ("sends", "to") if self.is_sent else ("waits for", "from")
         return (f"{verb} {_name(self.is_gradient, self.microbatch, self.boundary)} {way} rank {self.peer} "
-                f"(stage {self.peer_stage}), {_shown(self.shape, dtype)}{told_samples(self.samples)}")
+                f"(stage {self.peer_stage}), {_shown(self.shape, dtype)}{samples_text(self.samples)}")
 
     def header(self, tensor: Tensor | None) -> list[int]:
         """What both sides must agree on; ``tensor`` is the one to send, or the buffer to receive into."""
@@ -50,7 +50,7 @@ def difference(transfer: Transfer, stage: int, expected: Sequence[int], found: S
     if list(expected) == list(found):
         return None
     return (f"--check-p2p: stage {stage} expected from stage {transfer.peer_stage} (rank {transfer.peer}) "
-            f"{_read(expected)}; found {_read(found)}: the two stages do not work on the same plan")
+            f"{_read(expected)}; found {_read(found)}: the two stages do not follow the same plan")
 
 
 def _read(header: Sequence[int]) -> str:

@@ -77,7 +77,7 @@ class Hub:
         self.token = secrets.token_hex(16)
         """Required to join, because the port is open to the network."""
         self.problems = allow_open_files(num_ranks)
-        self._lines, self._places = Lines(door), dict.fromkeys(range(num_ranks), "it has not said")
+        self._lines, self._places = Lines(door), dict.fromkeys(range(num_ranks), "unknown")
         self._joined: set[int] = set()
         self._ready: set[int] = set()
         self._left: set[int] = set()
@@ -96,7 +96,7 @@ class Hub:
             if cause is not None:
                 self._end(cause)
         except Exception:
-            _write("warning: the hub of rank 0 has failed, so no rank is watched any more.  If one dies or stalls, the "
+            _write("warning: the hub of rank 0 has failed, so ranks are no longer watched.  If one dies or stalls, the "
                    f"others wait until their messages time out.\n{traceback.format_exc()}")
             for rank in self._lines.ranks:
                 self._lines.send(rank, "unwatched")
@@ -132,7 +132,7 @@ class Hub:
                     case ["stalls", str(text)]:
                         return Cause(rank, text, is_riddle=True)
                     case _:
-                        _write(f"warning: the hub does not understand what rank {rank} says, and goes on: "
+                        _write(f"warning: the hub ignores a message of rank {rank} that it does not understand: "
                                f"{str(words)[:200]}\n")
             if suspect is not None and time.monotonic() > until:
                 return suspect
@@ -163,7 +163,7 @@ class Hub:
         """The cause when ranks were not ready in time."""
         missing = [rank for rank in range(self._num_ranks) if rank not in self._ready]
         reason = "" if self._lines.refusal is None else f" ({_no_way_in(self._lines.refusal)})"
-        return Cause(missing[0], f"{ranks_told(missing)} of {self._num_ranks} did not come within "
+        return Cause(missing[0], f"{ranks_text(missing)} of {self._num_ranks} did not connect within "
                                  f"{self._start_seconds / 60:g} minutes after rank 0{reason}; see the output of their "
                                  f"launchers, and --distributed-timeout-minutes")
 
@@ -173,17 +173,17 @@ class Hub:
             self._has_complained = True
             absent = self._num_ranks - len(self._lines.ranks) - len(self._left)
             _write(f"warning: {_no_way_in(self._lines.refusal)}; {absent} of {self._num_ranks} ranks are not watched "
-                   f"and wait to be let in\n")
+                   f"and wait for a connection\n")
         elif self._lines.refusal is None and self._has_complained:
             self._has_complained = False
-            _write("note: ranks can join the hub of rank 0 again\n")
+            _write("note: the hub of rank 0 accepts connections again\n")
 
     def _end(self, cause: Cause) -> None:
         if cause.text:
             _write(f"error: {cause.text}\n")  # first: a launcher that sees another rank exit soon ends this one
             stacks = self._ask()
             order = sorted(range(self._num_ranks), key=lambda rank: rank != cause.rank)
-            places = "".join(f"  rank {rank}{'' if rank in stacks else ', when last heard'}, {self._places[rank]}\n"
+            places = "".join(f"  rank {rank}{'' if rank in stacks else ', last known'}, {self._places[rank]}\n"
                              for rank in order)
             _write(f"Where the ranks were:\n{places}")
             if cause.is_riddle:
@@ -221,7 +221,7 @@ class Hub:
                     case None:
                         waiting.discard(rank)
         for rank in waiting:
-            self._places[rank] += " (and does not answer: it holds Python's lock, or its process is stopped)"
+            self._places[rank] += " (and does not answer: it holds Python's GIL, or its process is stopped)"
         return stacks
 
 
@@ -249,7 +249,7 @@ def allow_open_files(num_ranks: int) -> tuple[str, ...]:
     return ()
 
 
-def ranks_told(ranks: Sequence[int]) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
     """Ascending ranks as text, such as ``ranks 1, 4 to 7``."""
     spans: list[list[int]] = []
     for rank in ranks:
@@ -257,19 +257,19 @@ def ranks_told(ranks: Sequence[int]) -> str:
             spans[-1][1:] = [rank]
         else:
             spans.append([rank])
-    told = ", ".join(" to ".join(map(str, span)) for span in spans)
-    return f"rank{'s' if len(ranks) > 1 else ''} {told}"
+    text = ", ".join(" to ".join(map(str, span)) for span in spans)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 
 
 def death_of(rank: int) -> str:
     """The report for a connection that closed without ``leaves``."""
-    return (f"rank {rank} died without a word: it was killed (is there memory left?) or crashed; the launcher and the "
-            f"system's log show the signal")
+    return (f"rank {rank} died without an error message: it crashed or was killed (out of memory?); the launcher and "
+            f"the system log show the signal")
 
 
 def _no_way_in(error: OSError) -> str:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return f"the hub of rank 0 can let no rank in: {error.strerror} (ulimit -n is {soft})"
+    return f"the hub of rank 0 cannot accept connections: {error.strerror} (ulimit -n is {soft})"
 
 
 def _write(text: str) -> None:

@@ -82,7 +82,7 @@ class Meeting:
                 self.store.set(_ADDRESS, json.dumps((hub.port, hub.token)))
             return Joined(hub, call("localhost", hub.port, 0, "joins", hub.token, 0), self._own_store(hub.token))
         assert self.store is not None, "several ranks have a launcher"
-        until, problem = time.monotonic() + self.timeout.total_seconds(), "it has not come"
+        until, problem = time.monotonic() + self.timeout.total_seconds(), "it has not started"
         while time.monotonic() < until:
             try:
                 port, token = json.loads(self.store.get(_ADDRESS))  # an earlier attempt's while rank 0 is late

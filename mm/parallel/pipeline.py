@@ -278,9 +278,9 @@ class PipelineCommunicator:
                     work.wait()
         return arriving.tensor
 
-    def told(self) -> list[str]:
+    def latest_messages(self) -> list[str]:
         """The messages of the latest exchange, as text for a report."""
-        return [due.told(self._dtype) for due in self._latest if due.shape is not None]
+        return [due.text(self._dtype) for due in self._latest if due.shape is not None]
 
     def _due(self, call: str) -> Transfer:
         """The next message of one of the four kinds."""
@@ -309,7 +309,7 @@ class PipelineCommunicator:
 
         Boundaries that carry nothing have a header too; the two ends of the model have none.
         """
-        ends, headers, said = (0, self._num_stages * len(self._specs)), [], []
+        ends, headers, received = (0, self._num_stages * len(self._specs)), [], []
         for batch in batches:
             headers.append(Batch(batch.group))
             for due, tensor in batch.transfers:
@@ -319,12 +319,12 @@ class PipelineCommunicator:
                     if due.is_sent:
                         headers[-1].send(due, found)
                     else:
-                        said.append((headers[-1].receive(due, found), expected, found))
+                        received.append((headers[-1].receive(due, found), expected, found))
         self._run(*headers)
         stage = self._specs[0].stage
-        for arriving, *_ in said:
+        for arriving, *_ in received:
             self._wait_for(arriving)
-        problems = [difference(arriving.due, stage, expected, found.tolist()) for arriving, expected, found in said]
+        problems = [difference(arriving.due, stage, expected, found.tolist()) for arriving, expected, found in received]
         if found := [problem for problem in problems if problem]:
             raise MessageError("\n".join(found))
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from mm.batch import StepPlan, told_samples
+from mm.batch import StepPlan, samples_text
 from mm.device.platforms import PLATFORMS
 from mm.errors import AgreedError, InterruptedRun, ReportedError, UserError, printable, refuse
 from mm.parallel.activity import Journal, Work
@@ -156,7 +156,7 @@ class Watchdog:
             if isinstance(error, ConnectionError | dist.DistError) or (
                 isinstance(error, RuntimeError) and _LOST.search(str(error))
             ):
-                words = "loses", f"{name}\nNo rank says why it could not go on.\n{stack}"
+                words = "loses", f"{name}\nNo rank gives a reason for its failure.\n{stack}"
             else:
                 words = "fails", f"{name}\n{stack}", 1
             if self._fail(*words):
@@ -170,10 +170,10 @@ class Watchdog:
         return self._ordered.is_set()
 
     def _watch(self) -> None:
-        has_complained, said, rank = False, "", self._meeting.rank
+        has_complained, last_place, rank = False, "", self._meeting.rank
         while not (self._is_unwatched and self._is_leaving):
-            if (place := self._place()) != said:
-                self._lines.send(0, "is at", said := place)
+            if (place := self._place()) != last_place:
+                self._lines.send(0, "is at", last_place := place)
             for _, words in self._lines.receive(_BEAT_SECONDS):
                 match words:
                     case ["begins"]:
@@ -206,13 +206,13 @@ class Watchdog:
         end(status, self.at_end)
 
     def _own_place(self) -> str:
-        return f"Where rank {self._meeting.rank} was (without rank 0 no other can be asked):\n  {self._place()}\n"
+        return f"Where rank {self._meeting.rank} was (other ranks can only be asked by rank 0):\n  {self._place()}\n"
 
     def _place(self) -> str:
         """What this rank is doing."""
         mesh, journal, plan = self._mesh, self._journal, self.plan
         if mesh is None:
-            return "it makes its process groups" if self._begun.is_set() else "it prepares, or waits for other ranks"
+            return "creates its process groups" if self._begun.is_set() else "prepares, or waits for other ranks"
         context = f"context-parallel rank {mesh.cp_rank}, " if mesh.cp_size > 1 else ""
         where = f"stage {mesh.pp_rank}, tensor-parallel rank {mesh.tp_rank}, {context}data-parallel rank {mesh.dp_rank}"
         if not self._is_in_step or journal is None or self._communicator is None:
@@ -220,10 +220,10 @@ class Watchdog:
         now = journal.failed or journal.now
         what = "between two pieces of work" if now is None else str(now.work)
         if now is not None and now.work is Work.EXCHANGE:
-            what += f": {'; '.join(self._communicator.told())}"
+            what += f": {'; '.join(self._communicator.latest_messages())}"
         elif now is not None and now.microbatch is not None and plan is not None:
             samples = plan.microbatches[now.microbatch].samples
-            what += f" of microbatch {now.microbatch}, chunk {now.chunk}{told_samples(samples)}"
+            what += f" of microbatch {now.microbatch}, chunk {now.chunk}{samples_text(samples)}"
         return f"{where}: iteration {self._iteration}, {self._part and self._part + ', '}{what}"
 
 

@@ -65,8 +65,8 @@ class Item:
         """The prompt, with images extracted from the file to ``folder``, and a digest that does not depend on
         ``folder``."""
         parts = tuple(Image(part.write(folder)) if isinstance(part, Cell) else part for part in self.parts)
-        told = [_content(old, new) for old, new in zip(self.parts, parts, strict=True)]
-        digest = hashlib.sha256(json.dumps([str(self.earlier), told]).encode()).hexdigest()
+        contents = [_content(old, new) for old, new in zip(self.parts, parts, strict=True)]
+        digest = hashlib.sha256(json.dumps([str(self.earlier), contents]).encode()).hexdigest()
         return Sample((*self.earlier, Turn("user", parts)), self.where), digest
 
 
@@ -100,7 +100,7 @@ def read_benchmark(path: str, benchmark: Benchmark, custom_prompt: bool, media_r
     table = read_table(path, needed)
     if IMAGE not in table.columns and _PATHS not in table.columns:
         raise UserError(f"{path}:1: has neither a column {IMAGE!r} (pictures as base64) nor {_PATHS!r} (their paths); "
-                        f"{benchmark.title} asks about pictures.")
+                        f"{benchmark.title} has questions about pictures.")
     problems: list[str] = []
     items: list[Item] = []
     num_without, roots = 0, MediaRoots.beside(path, media_roots)
@@ -112,8 +112,8 @@ def read_benchmark(path: str, benchmark: Benchmark, custom_prompt: bool, media_r
                 items.append(_item(path, row, pictures, benchmark, custom_prompt))
     refuse(problems)
     if not items:
-        raise UserError(f"{path}: has no row with a picture; there is nothing to ask.")
-    notes = [f"{path}: {num_without} rows without a picture are left out, as VLMEvalKit leaves them out"]
+        raise UserError(f"{path}: has no rows with a picture; there is nothing to ask.")
+    notes = [f"{path}: {num_without} rows without a picture are left out, as in VLMEvalKit"]
     return Items(benchmark.rule, tuple(items), tuple(notes if num_without else ()), benchmark.headline_split)
 
 
@@ -141,16 +141,16 @@ def _problems(
 ) -> Iterator[str]:
     answer = row.texts.get("answer")
     if not question:
-        yield "column 'question' is empty; expected what is asked."
+        yield "column 'question' is empty; expected a question."
     if answer is None:
-        yield ("column 'answer' is empty, so nothing can be scored; take a split whose answers are published "
-               "(of DocVQA and MMMU the validation split).")
+        yield ("column 'answer' is empty, so it cannot be scored; use a split with published answers (of DocVQA and "
+               "MMMU the validation split).")
     elif benchmark.rule == "choice" and not is_open:
         if len(options) < 2:
-            yield f"has {len(options)} options; expected texts in the columns A, B and so on."
+            yield f"has {len(options)} options; expected texts in columns A, B and so on."
         elif answer not in options:
             yield f"column 'answer' is {answer!r}; expected the letter of an option: {', '.join(options)}."
     most = max_mark(" ".join((question, *options.values()))) if benchmark.form == "marked options" else 0
     if most > num_pictures:
-        yield f"names <image {most}>, but has {num_pictures} pictures; add the missing one to column {IMAGE!r}."
+        yield f"refers to <image {most}>, but has {num_pictures} pictures; add the missing ones to column {IMAGE!r}."
 

@@ -34,7 +34,7 @@ _SCORED = ("index", "id", "question", "options", "answer", "answers", *GROUPS)
 def read_own(path: str, rule: Rule, media_roots: tuple[str, ...]) -> Items:
     """Read a file of questions.  Raises UserError with everything in it that cannot be asked or scored."""
     if not Path(path).is_file():
-        raise UserError(f"{path}: is no file; expected JSON, JSONL or Parquet with questions and answers.")
+        raise UserError(f"{path}: is not a file; expected JSON, JSONL or Parquet with questions and answers.")
     media = KnownMedia(MediaRoots.beside(path, media_roots))
     problems: list[str] = []
     items: dict[str, Item] = {}
@@ -46,14 +46,14 @@ def read_own(path: str, rule: Rule, media_roots: tuple[str, ...]) -> Items:
                 raise UserError(raw.problem)
             item = _item(raw, where, rule, media)
             if item.index in items:
-                raise UserError(f"has the index {item.index!r} of {items[item.index].where}; expected indices that "
-                                f"differ.")
+                raise UserError(f"has the same index {item.index!r} as {items[item.index].where}; expected unique "
+                                f"indices.")
             items[item.index] = item
             for part in (*(part for turn in item.earlier for part in turn.parts), *item.parts):
                 if isinstance(part, Image):
                     image_size(part.path)
         if len(problems) >= MAX_PROBLEMS:
-            raise UserError([*problems, f"{path}: reading stopped here; more may be wrong below."])
+            raise UserError([*problems, f"{path}: reading stopped here; more problems may follow."])
     refuse(problems)
     if not items:
         raise UserError(f"{path}: has no records; there is nothing to ask.")
@@ -64,13 +64,13 @@ def _item(raw: Raw, where: str, rule: Rule, media: KnownMedia) -> Item:
     record = raw.value
     if not isinstance(record, dict):
         raise UserError(f"is a {type(record).__name__}; expected an object with 'question' and 'answer'.")
-    refuse(f"{name!r} holds half of a surrogate pair, which is no character; repair the text." for name in _SCORED
+    refuse(f"{name!r} contains half of a surrogate pair, which is not a character; repair the text." for name in _SCORED
            if HALF_CHARACTER.search(json.dumps(record.get(name), ensure_ascii=False, default=str)))
     if "question" in record:
         return _question(record, raw, where, rule, media)
     sample = read_sample(record, Attributes(), media, where)
     if rule == "choice":
-        raise UserError("has no 'question' and 'options', which the rule choice needs; write them, or take the rule "
+        raise UserError("has no 'question' and 'options', which the rule choice needs; add them, or use the rule "
                         "exact.")
     *earlier, asked, last = sample.turns
     return Item(_index(record, raw), where, asked.text, asked.parts, (last.text,), {}, _groups(record), tuple(earlier))
@@ -79,12 +79,12 @@ def _item(raw: Raw, where: str, rule: Rule, media: KnownMedia) -> Item:
 def _question(record: Mapping[str, Any], raw: Raw, where: str, rule: Rule, media: KnownMedia) -> Item:
     question = record["question"]
     if not isinstance(question, str) or not question.strip():
-        raise UserError(f"'question' is {shown(question)}; expected a text.")
+        raise UserError(f"'question' is {shown(question)}; expected a string.")
     options = _options(record.get("options"))
     if (rule == "choice") != bool(options):
         raise UserError("has no 'options', which the rule choice needs; give an object of letters and texts, or a list."
                         if rule == "choice" else f"has 'options', which the rule {rule} does not read; remove them, or "
-                        f"take the rule choice.")
+                        f"use the rule choice.")
     right = _right(record, options)
     text = "".join(map(str, prompt("options", False, question, "", options, 0))) if options else question
     as_sample = {
@@ -111,10 +111,10 @@ def _right(record: Mapping[str, Any], options: Mapping[str, str]) -> tuple[str, 
     given = [record[name] for name in ("answer", "answers") if record.get(name) is not None]
     if len(given) != 1:
         raise UserError(f"has {'no' if not given else 'both'} 'answer' {'nor' if not given else 'and'} 'answers'; "
-                        f"expected one of them: a text, a number, or a list of these, any of which counts.")
+                        f"expected one of them: a string, a number, or a list of these, any of which is accepted.")
     several = given[0] if isinstance(given[0], list) else given
     if not several or not all(isinstance(one, str | int | float) and not isinstance(one, bool) for one in several):
-        raise UserError(f"'answer' is {shown(given[0])}; expected a text, a number, or a list of these.")
+        raise UserError(f"'answer' is {shown(given[0])}; expected a string, a number, or a list of these.")
     right = tuple(map(str, several))
     if not options:
         return right
@@ -128,7 +128,7 @@ def _right(record: Mapping[str, Any], options: Mapping[str, str]) -> tuple[str, 
 def _index(record: Mapping[str, Any], raw: Raw) -> str:
     given = next((record[name] for name in ("index", "id") if name in record), raw.index)
     if not isinstance(given, str | int):
-        raise UserError(f"'index' is {shown(given)}; expected a text or a whole number.")
+        raise UserError(f"'index' is {shown(given)}; expected a string or an integer.")
     return str(given)
 
 

@@ -32,7 +32,7 @@ def results_page(scores: Mapping[str, Any], settings: Mapping[str, Any], found: 
     shown = "\n".join(map(_answer, worst))
     body = report(scores, settings).body()
     return page(f"{scores['benchmark']}: {scores['headline']['score_percent']:.2f} %",
-                f"{body}\n" + (f"<h2>{heading}</h2>\n{shown}" if worst else "<h2>Every answer is right</h2>"))
+                f"{body}\n" + (f"<h2>{heading}</h2>\n{shown}" if worst else "<h2>All answers are right</h2>"))
 
 
 def report(scores: Mapping[str, Any], settings: Mapping[str, Any] | None = None) -> Report:
@@ -42,7 +42,7 @@ def report(scores: Mapping[str, Any], settings: Mapping[str, Any] | None = None)
              ("questions", f"{overall['num_questions']:,}"), ("rule", f"{scores['rule']}: {scores['source']}"),
              ("cut answers", f"{scores['num_cut_answers']:,}"), ("empty answers", f"{scores['num_empty_answers']:,}")]
     if scores["rule"] == "choice":
-        facts.append(("answers that name no option", f"{scores['num_without_option']:,}"))
+        facts.append(("answers without an option", f"{scores['num_without_option']:,}"))
     if headline["split"]:
         facts.insert(1, ("all splits", _percent(overall)))
     tables = [Table(f"By {name.removeprefix('by_').replace('_', '-')}", ("group", "score", "questions"), tuple(
@@ -56,7 +56,7 @@ def report(scores: Mapping[str, Any], settings: Mapping[str, Any] | None = None)
 def _rows(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name, value in settings.items():
         if isinstance(value, dict):
-            yield from ((f"{name}.{inner}", told) for inner, told in _rows(value))
+            yield from ((f"{name}.{inner}", text) for inner, text in _rows(value))
         else:
             yield name, str(value)
 

@@ -67,8 +67,8 @@ def check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     if path.exists():
         refuse(_differences(path, settings))
     elif any((folder / name).exists() for name in (ANSWERS, PREDICTIONS)):
-        raise UserError(f"{folder}: holds answers of an evaluation, but not {SETTINGS}, which says of which; give "
-                        f"another --output, or move these files away.")
+        raise UserError(f"{folder}: has answers of an evaluation, but not {SETTINGS}, which describes it; give another "
+                        f"--output, or move these files away.")
     else:
         write_json(path, settings)
 
@@ -132,13 +132,13 @@ def _differences(path: Path, settings: Mapping[str, Any]) -> Iterator[str]:
     try:
         earlier = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{path}: is no JSON ({error}); give another --output, or remove this folder.") from error
+        raise UserError(f"{path}: is not JSON ({error}); give another --output, or remove this folder.") from error
     now = json.loads(json.dumps(settings))
     for key in dict.fromkeys((*now, *earlier)):
         if now.get(key) != earlier.get(key):
             yield (f"{path}: {key} was {json.dumps(earlier.get(key), ensure_ascii=False)} and is now "
                    f"{json.dumps(now.get(key), ensure_ascii=False)}; give another --output, or remove this folder to "
-                   f"begin anew.")
+                   f"start again.")
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -123,8 +123,8 @@ def chosen_option(answer: str, options: Mapping[str, str]) -> str | None:
         return stated[1].upper()
     if len(answer) > 2 * sum(map(len, options.values())):
         return None
-    told = [letter for letter, text in options.items() if text.lower() in answer.lower()]
-    return told[0] if len(told) == 1 else None
+    named = [letter for letter, text in options.items() if text.lower() in answer.lower()]
+    return named[0] if len(named) == 1 else None
 
 
 def answers_openly(answer: str, right: str) -> bool:

@@ -98,11 +98,11 @@ def read_table(path: str, needed: Sequence[str]) -> Table:
                 row = _row(path, columns, line, cells, data)
                 index = row.texts["index"]
                 if index in rows:
-                    raise UserError(f"{path}:{line}: has the index {index!r} of line {rows[index].line}; expected "
-                                    f"indices that differ.")
+                    raise UserError(f"{path}:{line}: has the same index {index!r} as line {rows[index].line}; expected "
+                                    f"unique indices.")
                 rows[index] = row
             if len(problems) >= MAX_PROBLEMS:
-                raise UserError([*problems, f"{path}: reading stopped at line {line}; more may be wrong below it."])
+                raise UserError([*problems, f"{path}: reading stopped at line {line}; more problems may follow."])
     refuse(problems)
     found = []
     for row in rows.values():
@@ -157,8 +157,8 @@ def _closing_quote(path: str, line: int, data: mmap.mmap, start: int) -> int:
     while True:
         position = data.find(b'"', position)
         if position < 0:
-            raise UserError(f"{path}:{line}: a cell begins with a quote here that is never closed; double the quotes "
-                            f"inside cells, and put one at the end.")
+            raise UserError(f"{path}:{line}: a cell starts with a quote here that is never closed; double the quotes "
+                            f"inside cells, and add one at the end.")
         if data[position + 1 : position + 2] != b'"':
             return position
         position += 2
@@ -178,9 +178,9 @@ def _unquoted(raw: bytes) -> bytes:
 
 
 def _columns(path: str, names: Sequence[str], needed: Sequence[str]) -> tuple[str, ...]:
-    refuse(f"{path}:1: names the column {name!r} twice; expected names that differ." for name in dict.fromkeys(names)
+    refuse(f"{path}:1: has the column {name!r} twice; expected unique names." for name in dict.fromkeys(names)
            if names.count(name) > 1)
-    advice = "; name the right one so, or give OpenCompass's file of this benchmark"
+    advice = "; rename the right column, or use OpenCompass's file of this benchmark"
     refuse(f"{path}:1: has no column {name!r}{near}; its columns are {', '.join(map(repr, names))}, separated by tabs"
            f"{'' if near else advice}." for name in needed if name not in names for near in [nearest(name, names)])
     return tuple(names)
@@ -189,15 +189,15 @@ def _columns(path: str, names: Sequence[str], needed: Sequence[str]) -> tuple[st
 def _row(path: str, columns: Sequence[str], line: int, cells: Sequence[Span], data: mmap.mmap) -> Row:
     """One record; an image cell that names another row is still a text."""
     if len(cells) != len(columns):
-        raise UserError(f"{path}:{line}: has {len(cells)} cells, but the first line names {len(columns)} columns; tabs "
-                        f"separate cells, and a cell with a tab or a line break in it needs quotes.")
+        raise UserError(f"{path}:{line}: has {len(cells)} cells, but the first line has {len(columns)} columns; tabs "
+                        f"separate cells, and a cell that contains a tab or a line break needs quotes.")
     spans = {name: span for name, span in zip(columns, cells, strict=True) if span[1] > span[0]}
     image = spans.get(IMAGE, (0, 0))
     holds_pictures = image[1] - image[0] > _LONGEST_INDEX
     texts = {name: _text(path, line, data, span) for name, span in spans.items()
              if not (name == IMAGE and holds_pictures)}
     if "index" not in texts:
-        raise UserError(f"{path}:{line}: has no index; give each row one of its own.")
+        raise UserError(f"{path}:{line}: has no index; give each row a unique one.")
     if not holds_pictures:
         return Row(line, texts)
     encoded = _pictures(data[image[0] : image[1]])
@@ -232,10 +232,10 @@ def _decoded(encoded: bytes, where: str) -> bytes:
     try:
         content = base64.b64decode(b"".join(encoded.split()), validate=True)
     except binascii.Error as error:
-        raise UserError(f"{where}: is no base64 ({error}), beginning with {encoded[:24]!r}; write the bytes of a "
-                        f"picture file as base64.") from error
+        raise UserError(f"{where}: is not base64 ({error}), starting with {encoded[:24]!r}; encode the bytes of an "
+                        f"image file as base64.") from error
     if not content:
-        raise UserError(f"{where}: is empty; write the bytes of a picture file as base64.")
+        raise UserError(f"{where}: is empty; encode the bytes of an image file as base64.")
     return content
 
 
@@ -245,9 +245,9 @@ def _with_pictures(path: str, row: Row, rows: Mapping[str, Row]) -> Row:
     while IMAGE in named.texts:
         index = named.texts[IMAGE]
         if index not in rows or index in seen:
-            what = "leads to no picture" if named is not row or index in rows else "is no index of this file"
-            raise UserError(f"{path}:{row.line}: column {IMAGE!r} is {row.texts[IMAGE]!r}, which {what}; expected "
-                            f"base64 of a picture file, or the index of another row with one.")
+            what = "leads to no picture" if named is not row or index in rows else "is not an index of this file"
+            raise UserError(f"{path}:{row.line}: column {IMAGE!r} is {row.texts[IMAGE]!r}, which {what}; expected the "
+                            f"base64 of an image file, or the index of another row with one.")
         seen.add(index)
         named = rows[index]
     return Row(row.line, {name: text for name, text in row.texts.items() if name != IMAGE}, named.pictures)

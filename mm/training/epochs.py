@@ -10,7 +10,7 @@ from fractions import Fraction
 from mm.config.run import Run
 from mm.data.index.contents import TrainedOn
 from mm.data.index.dataset import Dataset
-from mm.data.order.sampler import told_order
+from mm.data.order.sampler import order_description
 from mm.errors import collected
 from mm.formats.source import Source
 from mm.training.opened import Opened
@@ -58,5 +58,5 @@ def _progress(run: Run, source: Source | None, dataset: Dataset) -> tuple[int, i
     if data is None:
         return source.iteration, consumed, 0
     then = TrainedOn.from_json(data)
-    now = then.followed_by(dataset.contents(), told_order(run), consumed, run.args.allow_new_data)
+    now = then.followed_by(dataset.contents(), order_description(run), consumed, run.args.allow_new_data)
     return source.iteration, consumed, now.began_at

@@ -14,7 +14,7 @@ from mm.data.feed.quarantine import LEDGER, Quarantine
 from mm.data.feed.validation import ValidationPlan, ValidationReader, in_between
 from mm.data.index.contents import TrainedOn
 from mm.data.index.dataset import Dataset
-from mm.data.order.sampler import order_of, told_order
+from mm.data.order.sampler import order_description, order_of
 from mm.data.order.stream import Order, Step
 from mm.data.record_name import BadSample
 from mm.ending import print_notes
@@ -100,7 +100,7 @@ def _open(
     args, gauge, dataset = run.args, samples.gauge, samples.parts["training"]
     skips = args.bad_sample == "skip"
     quarantine = _quarantine(run, mesh, dataset, dataset.skipped) if skips else None
-    then, now, order = progress.data, dataset.contents(), told_order(run)
+    then, now, order = progress.data, dataset.contents(), order_description(run)
     consumed = progress.consumed_samples
     data = TrainedOn(now, order=order) if then is None else then.followed_by(now, order, consumed, args.allow_new_data)
     own_run = replace(run, notes=())  # notes do not pickle

@@ -24,7 +24,7 @@ from mm.data.index.contents import TrainedOn
 from mm.data.index.dataset import Dataset, datasets, notes_of
 from mm.data.index.gauge import Gauge
 from mm.data.index.sample_files import Part
-from mm.data.order.sampler import told_order
+from mm.data.order.sampler import order_description
 from mm.data.sample import Image
 from mm.errors import UserError, collected
 from mm.formats.hf import HFDirectory
@@ -193,7 +193,7 @@ def _bad_notes(run: Run, parts: Mapping[Part, Dataset], problems: list[str]) -> 
         problem = too_many_bad(num_bad, num_samples, run.args.max_bad_fraction)
         if problem is not None:
             problems.append(f"{name}: {problem}: mend or remove them, or allow more.  'mm-data check' lists them; the "
-                            f"first: {dataset.skipped[0].told()}")
+                            f"first: {dataset.skipped[0].message()}")
 
 
 def _open_questions(run: Run, found: Found) -> Questions | None:
@@ -236,9 +236,9 @@ def _data_notes(run: Run, dataset: Dataset, sources: Sources | None) -> list[str
     if data is None:
         return []
     then, now = TrainedOn.from_json(data), dataset.contents()
-    then.followed_by(now, told_order(run), 0, args.allow_new_data)
+    then.followed_by(now, order_description(run), 0, args.allow_new_data)
     return [f"--allow-new-data: {change}; training goes on with the first sample"
-            for change in then.changes(now, told_order(run))]
+            for change in then.changes(now, order_description(run))]
 
 
 def _picture_notes(run: Run, dataset: Dataset, gauge: Gauge) -> list[str]:

@@ -69,7 +69,7 @@ def group_problems(args: Arguments, model: ModelConfig) -> Iterator[str]:
         for pattern in patterns:
             found = [weight.name for weight in weights if matches(pattern, weight.name)]
             if not found and not lacks_names:
-                yield f"{flag} has {pattern!r}, which is in no name of a weight{nearest_names(pattern, weights)}"
+                yield f"{flag} has {pattern!r}, which matches no weight name{nearest_names(pattern, weights)}"
             elif found and trained and trained.isdisjoint(found):
-                yield (f"{flag} has {pattern!r}, which is in names of frozen weights only, such as {found[0]}; leave "
-                       f"it out, or train them")
+                yield (f"{flag} has {pattern!r}, which matches frozen weights only, such as {found[0]}; remove it, or "
+                       f"train them")

@@ -82,15 +82,15 @@ def adapter_problems(model: ModelConfig) -> Iterator[str]:
     for flag, pairs in (("--lora-rank-pattern", lora.rank_pattern), ("--lora-alpha-pattern", lora.alpha_pattern)):
         for pattern, _ in pairs if found else ():  # without any adapter, the targets are what is wrong
             if not any(is_target(pattern, layer_names(f"{one.layer}.weight", one.base)) for one in found):
-                yield (f"{flag} has {pattern!r}, which names no layer that has an adapter"
+                yield (f"{flag} has {pattern!r}, which matches no layer with an adapter"
                        f"{_nearest_layers(pattern, [one.base for one in found])}")
     layers = {one.base.name.removesuffix(".weight") for one in found}
     trained = [one.name for one in model_weights(model) if not one.is_adapter and not is_frozen(one, model)
                and one.name.rpartition(".")[0] in layers]
     if trained:
         yield (f"--trainable-modules {' '.join(model.trainable_modules)} trains {trained[0]}, whose layer has an "
-               f"adapter, which would not be a LoRA of PEFT any more; leave that layer out of --lora-target-modules, "
-               f"or narrow --trainable-modules")
+               f"adapter; PEFT cannot represent that as LoRA; exclude that layer from --lora-target-modules, or narrow "
+               f"--trainable-modules")
 
 
 def _target_problems(model: ModelConfig, pattern: str) -> Iterator[str]:
@@ -103,19 +103,19 @@ def _target_problems(model: ModelConfig, pattern: str) -> Iterator[str]:
              any(is_target(pattern, layer_names(name, weight)) for name in weight.hf_names)]
     if not named:
         linear = [weight for weight in model_weights(model.base) if is_linear(weight)]
-        yield f"{flag} has {pattern!r}, which names no linear layer{_nearest_layers(pattern, linear)}"
+        yield f"{flag} has {pattern!r}, which matches no linear layer{_nearest_layers(pattern, linear)}"
     elif not any(map(is_linear, named)):
-        yield (f"{flag} has {pattern!r}, which names {named[0].name}; adapters stand beside the linear layers of the "
-               f"ViT, the projector and the LLM, not beside word embedding and output layer")
+        yield (f"{flag} has {pattern!r}, which matches {named[0].name}; only the linear layers of the ViT, the "
+               f"projector and the LLM can have adapters, not the word embedding and the output layer")
     elif all(weight.part not in model.lora.parts for weight in named):
         words = ", ".join(model.lora.apply_modules)
-        yield (f"{flag} has {pattern!r}, which names layers only of parts that lora_apply_modules ({words}) leaves "
-               f"out, such as {named[0].name}, and lora_mixed_training trains in whole; add the part, or leave the "
-               f"pattern out")
+        yield (f"{flag} has {pattern!r}, which only matches layers, such as {named[0].name}, of parts that are not in "
+               f"lora_apply_modules ({words}) and that lora_mixed_training trains fully; add the part, or remove the "
+               f"pattern")
     else:
-        yield (f"{flag} has {pattern!r}, which names frozen layers only, such as {named[0].name}: a frozen part has no "
-               f"adapters, as in MindSpeed-MM; set freeze to false there (the layers themselves stay frozen beside "
-               f"adapters), shorten freeze_layers or --freeze-modules, or leave the pattern out")
+        yield (f"{flag} has {pattern!r}, which matches frozen layers only, such as {named[0].name}: frozen parts have "
+               f"no adapters, as in MindSpeed-MM; set freeze to false there (layers with adapters stay frozen), "
+               f"shorten freeze_layers or --freeze-modules, or remove the pattern")
 
 
 def _nearest_layers(pattern: str, weights: list[Weight]) -> str:

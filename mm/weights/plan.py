@@ -121,8 +121,8 @@ class Index:
                 if after.span.start < before.span.stop:
                     one, other = before.view.stored, after.view.stored
                     yield (
-                        f"{one.file}: {one.name} and {other.file}: {other.name} both hold index {after.span.start} of "
-                        f"{key}; expected each weight once. Were the files of two layouts mixed?"
+                        f"{one.file}: {one.name} and {other.file}: {other.name} both contain index {after.span.start} "
+                        f"of {key}; expected each weight once. Are the files of two layouts mixed?"
                     )
 
 
@@ -185,7 +185,7 @@ class _Planner:
                 reached = found.span.stop
             if span.key is not None and reached != span.stop:
                 self.problems.append(
-                    f"The source holds no index {reached} to {span.stop - 1} of {span.key}, needed for "
+                    f"The source does not have index {reached} to {span.stop - 1} of {span.key}, needed for "
                     f"{target.stored.name} in {target.stored.file}; give the complete source."
                 )
 
@@ -195,7 +195,7 @@ class _Planner:
             self.problems.append(
                 f"{source.stored.file}: {source.stored.name} is {dtype_name(source.stored.dtype)}, but "
                 f"{target.stored.name} in {target.stored.file} would be {dtype_name(target.stored.dtype)}; "
-                "a conversion changes no dtype. "
+                "a conversion does not change dtypes. "
                 "Give a source, or a Hugging Face directory, of the same dtype throughout."
             )
 
@@ -203,7 +203,7 @@ class _Planner:
         """Problems: sources that were not used completely."""
         for view in self._index.views:
             if self._used[view.stored] < sum(span.length for span in view.spans if span.key is not None):
-                yield f"{view.stored.file}: {view.stored.name} has no place in the target."
+                yield f"{view.stored.file}: {view.stored.name} has no counterpart in the target."
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -59,25 +59,25 @@ def freeze_problems(model: ModelConfig) -> Iterator[str]:
     A wrong pattern of adapters is reported by ``mm.weights.lora.adapter_problems``.
     """
     weights, has_wrong_name = model_weights(model.base), lacks_adapters(model)
-    placed, untold = replace(model, freeze_modules=()), replace(model, trainable_modules=())
-    by_place = {weight.name: is_held(weight, placed) for weight in weights}
-    frozen = {weight.name: is_frozen(weight, untold) for weight in weights}
+    without_freeze, without_train = replace(model, freeze_modules=()), replace(model, trainable_modules=())
+    by_place = {weight.name: is_held(weight, without_freeze) for weight in weights}
+    frozen = {weight.name: is_frozen(weight, without_train) for weight in weights}
     for flag, patterns in {"--freeze-modules": model.freeze_modules,
                            "--trainable-modules": model.trainable_modules}.items():
         for pattern in patterns:
             found = [weight.name for weight in weights if matches(pattern, weight.name)]
             if not found:
                 has_wrong_name |= flag == "--trainable-modules"
-                yield f"{flag} has {pattern!r}, which is in no name of a weight{nearest_names(pattern, weights)}"
+                yield f"{flag} has {pattern!r}, which matches no weight name{nearest_names(pattern, weights)}"
             elif flag == "--freeze-modules" and all(by_place[name] for name in found):
-                yield (f"{flag} has {pattern!r}, which is in names of weights only that are frozen already by freeze "
-                       f"or freeze_layers of the model JSON, such as {found[0]}; leave it out")
+                yield (f"{flag} has {pattern!r}, which only matches weights that freeze or freeze_layers of the model "
+                       f"JSON freezes already, such as {found[0]}; remove it")
             elif flag == "--trainable-modules" and not any(frozen[name] for name in found):
-                yield (f"{flag} has {pattern!r}, which is in names of weights only that nothing freezes, such as "
-                       f"{found[0]}; leave it out, or freeze what is not to be trained")
+                yield (f"{flag} has {pattern!r}, which only matches weights that are not frozen anyway, such as "
+                       f"{found[0]}; remove it, or freeze the weights that should not be trained")
     if not has_wrong_name and all(is_frozen(weight, model) for weight in model_weights(model)):
-        yield ("every weight is frozen, so nothing would be trained; set freeze to false in a part of the model JSON, "
-               "shorten freeze_layers or --freeze-modules, or name what is trained with --trainable-modules")
+        yield ("every weight is frozen, so there is nothing to train; set freeze to false in a part of the model JSON, "
+               "shorten freeze_layers or --freeze-modules, or select weights with --trainable-modules")
 
 
 def feature_cache_problems(model: ModelConfig) -> Iterator[str]:
@@ -88,10 +88,10 @@ def feature_cache_problems(model: ModelConfig) -> Iterator[str]:
     named = [pattern for pattern in model.trainable_modules
              if any(matches(pattern, stored_name(weight)) for weight in found)]
     how = [] if model.vision.freeze else ["set image_encoder.vision_encoder.freeze to true in the model JSON"]
-    how += [f"take {', '.join(map(repr, named))} out of --trainable-modules"] if named else []
-    yield (f"--vision-feature-cache keeps what the ViT makes of each picture, but {len(found)} of its weights are "
-           f"trained, such as {found[0].name}: {' and '.join(how)}, or leave the flag out (the projector may be "
-           f"trained)")
+    how += [f"remove {', '.join(map(repr, named))} from --trainable-modules"] if named else []
+    yield (f"--vision-feature-cache keeps the ViT's output for each picture, but {len(found)} of the ViT's weights are "
+           f"trained, such as {found[0].name}: {' and '.join(how)}, or remove the flag (training the projector is "
+           f"allowed)")
 
 
 def freeze_notes(model: ModelConfig) -> Iterator[str]:
@@ -104,7 +104,7 @@ def freeze_notes(model: ModelConfig) -> Iterator[str]:
         if getattr(path, tower) == -1 and not passes_anyway and all(is_frozen(weight, model) for weight in layer):
             name = next(weight.name for weight in model_weights(model) if weight.place is place)
             yield (f"the first layers are frozen, but {name} before them is trained, so gradients pass through all of "
-                   f"them; freeze it too, with --freeze-modules {name}, and they cost their forward pass only")
+                   f"them; freeze it too, with --freeze-modules {name}, and they cost only their forward pass")
 
 
 LAST = 2**30

@@ -1,4 +1,4 @@
-"""The settings of an evaluation: flags before the peer's JSON, published sizes, and every rule between them."""
+"""The settings of an evaluation: precedence of flags over the peer's JSON, published sizes, and all rules."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def load(folder: Path, *flags: str, **peer: Any) -> Evaluating:
-    """With the peer's JSON where there are any values for it."""
+    """With the peer's JSON if any values for it are given."""
     if peer:
         value = peer_json(str(folder / "AI2D_TEST.tsv"), str(folder / "results"), str(folder)) | peer
         (folder / "evaluate.json").write_text(json.dumps(value))
@@ -51,31 +51,31 @@ def test_flags_alone(folder):
     assert smaller.asking.args.image_min_pixels is None
 
 
-def test_the_peers_json_and_flags_before_it(folder):
+def test_flags_take_precedence_over_the_peers_json(folder):
     found = load(folder, evaluation_dataset="AI2D_TEST")
     assert (found.benchmark, found.custom_prompt, found.peer_model) == ("ai2d", True, "qwen2_vl_7b")
     assert (found.output, found.peer_dataset) == (str(folder / "results"), "ai2d_test")
     assert found.asking.args.image_min_pixels is None  # the JSON's own bounds count
-    assert found.asking.notes[-1].startswith("an option letter counts among the last four words")
+    assert found.asking.notes[-1].startswith("an option letter counts only in the last four words")
     assert not load(folder, use_custom_prompt=False).custom_prompt
     assert load(folder, "--benchmark", "mmmu", "--output", "elsewhere", evaluation_dataset="none").output == "elsewhere"
 
 
-def test_what_is_missing_or_wrong(folder):
+def test_missing_or_wrong_settings(folder):
     assert problems(folder) == (
-        "--benchmark or --rule is missing: say whose questions these are, or how answers to your own are scored",
+        "--benchmark or --rule is missing: name the benchmark of the questions, or the scoring rule for your own",
         "--questions is missing: the TSV file of the benchmark, or your own JSON file",
         "--output is missing: the directory of predictions and scores")
     assert problems(folder, "--benchmark", "mmmu", "--rule", "exact", "--questions", "none.tsv", "--output",
                     str(folder / "AI2D_TEST.tsv")) == (
         "--benchmark and --rule are both given; a benchmark has its own rule, so keep one",
-        "--questions is 'none.tsv', which is no file",
+        "--questions is 'none.tsv', which is not a file",
         f"--output is '{folder}/AI2D_TEST.tsv', which is a file; give a directory")
     assert problems(folder, evaluation_dataset="mmmu_val") == (
         f"{folder}/evaluate.json: evaluation_dataset is 'mmmu_val' (did you mean 'mmmu_dev_val'?); expected one of "
         "ai2d_test, chartqa_test, docvqa_val, mmmu_dev_val",)
     for name in ("../../../x", "a/b", "a\nb", "x" * 101):
-        expected = (f"is {name!r}, which cannot begin the names of files in --output; give printable text of at most "
+        expected = (f"is {name!r}, which cannot start file names in --output; give printable text of at most "
                     f"100 bytes without '/'")
         common = ("--rule", "exact", "--questions", str(folder / "AI2D_TEST.tsv"), "--output", str(folder / "out"))
         assert problems(folder, *common, "--evaluation-model", name) == (f"--evaluation-model {expected}",)

@@ -1,4 +1,4 @@
-"""The command line: what it takes, and how each mistake is told."""
+"""The command line: what it accepts, and how each error is reported."""
 
 import typing
 
@@ -76,29 +76,29 @@ def test_forms_of_values():
     (["--save", "a", "b"], "--save has 2 values (a b); expected one: directory of the training checkpoints"),
     (["--lr-scale-modules"], "--lr-scale-modules has an empty word; expected one or more words"),
     (["--lr-scale-modules", "a", " "], "--lr-scale-modules has an empty word; expected one or more words"),
-    (["--profile-ranks"], "--profile-ranks is ''; expected one or more whole numbers of at least 0"),
-    (["--profile-ranks", "1", "-1"], "--profile-ranks is '1 -1'; expected one or more whole numbers of at least 0"),
+    (["--profile-ranks"], "--profile-ranks is ''; expected one or more integers of at least 0"),
+    (["--profile-ranks", "1", "-1"], "--profile-ranks is '1 -1'; expected one or more integers of at least 0"),
     (["--vision-tower-lr", "0"], "--vision-tower-lr is 0; expected a number above 0"),
     (["--vision_tower_lr", "1"], "--vision_tower_lr is not a known flag (did you mean '--vision-tower-lr'?); see --help"
      ),
     (["--save", ""], "--save is empty; expected directory of the training checkpoints"),
     (["--seed", ""], "--seed is ''; expected an integer of at least 0"),
-    (["--bf16", ""], "--bf16 takes no value, but has ''; it is on when given, else off"),
-    (["--bf16", "yes"], "--bf16 takes no value, but has 'yes'; it is on when given, else off"),
-    (["--fp16=1"], "--fp16 takes no value, but has '1'; it is on when given, else off"),
+    (["--bf16", ""], "--bf16 takes no value, but has ''; give it alone, or not at all"),
+    (["--bf16", "yes"], "--bf16 takes no value, but has 'yes'; give it alone, or not at all"),
+    (["--fp16=1"], "--fp16 takes no value, but has '1'; give it alone, or not at all"),
     (["--device", "gpu"], "--device is 'gpu'; expected one of auto, npu, cuda, cpu"),
     (["--lora-r", "0"], "--lora-r is 0; expected an integer of at least 1"),
     (["--lora-target-parameters", "x"], "--lora-target-parameters is not available here: only linear layers can have "
-     "adapters: write --lora-target-modules"),
+     "adapters: use --lora-target-modules"),
     (["--optimizer", "muon"], "--optimizer is 'muon'; expected one of adam"),
 ])
 def test_each_mistake_is_one_sentence(argv, what):
     assert problems(*argv) == [what]
 
 
-def test_of_a_repeated_flag_the_last_one_counts_with_a_note():
+def test_the_last_of_repeated_flags_is_used_with_a_note():
     assert notes("--seed", "7", "--seed", "7") == ()
-    assert notes("--lr", "1e-5") == ("--lr is given more than once (1e-4, 1e-5); the last one counts",)
+    assert notes("--lr", "1e-5") == ("--lr is given more than once (1e-4, 1e-5); the last one is used",)
     assert parse([*REQUIRED, "--lr", "1e-5"]).lr == 1e-5
     assert parse([*REQUIRED, "--lr", "x", "--lr", "1e-6"]).lr == 1e-6
     assert problems("--lr", "x") == ["--lr is 'x'; expected a number of at least 0"]
@@ -107,8 +107,8 @@ def test_of_a_repeated_flag_the_last_one_counts_with_a_note():
 @pytest.mark.parametrize(("flag", "legal", "what"), [
     ("--optimizer", "adam", "--optimizer is 2; expected one of adam"),
     ("--ai-framework", "pytorch",
-     "--ai-framework is 2; the model is computed by PyTorch, not by MindSpore: leave the flag out and start the "
-     "script with torchrun in place of msrun; model JSON, data and Hugging Face weights stay as they are"),
+     "--ai-framework is 2; the model runs on PyTorch, not on MindSpore: remove the flag and start the "
+     "script with torchrun instead of msrun; model JSON, data and Hugging Face weights stay as they are"),
 ])
 def test_flags_with_one_legal_value(flag, legal, what):
     assert notes(flag, legal) == ()
@@ -116,7 +116,7 @@ def test_flags_with_one_legal_value(flag, legal, what):
     assert problems(flag)[0].startswith(f"{flag} is ''; ")
 
 
-def test_all_mistakes_are_told_at_once():
+def test_all_problems_are_reported_together():
     with pytest.raises(UserError) as caught:
         parse(["stray", "--lr", "x", "--bf16=1", "--sed", "3", "--dpo-beta", "1"])
     told = "\n".join(caught.value.problems)
@@ -148,10 +148,10 @@ def test_every_refused_flag_says_what_to_do_instead(flag):
 def test_every_word_for_deterministic_mode_turns_it_on(flag):
     assert not parse(REQUIRED).deterministic_mode and parse([*REQUIRED, flag]).deterministic_mode
     assert notes(flag) == ()
-    assert problems(flag, "1") == [f"{flag} takes no value, but has '1'; it is on when given, else off"]
+    assert problems(flag, "1") == [f"{flag} takes no value, but has '1'; give it alone, or not at all"]
 
 
-def test_a_word_of_others_stands_for_a_switch_of_ours():
+def test_foreign_values_map_to_our_switches():
     assert all(fields_of(Arguments)[row.flag.removeprefix("--").replace("-", "_")].annotation is bool
                for row in FLAGS.values() if isinstance(row, SameAs))
 
@@ -177,7 +177,7 @@ def test_no_flag_of_the_peer_is_unknown(flag):
     assert flag in FLAGS or flag.removeprefix("--").replace("-", "_") in fields_of(Arguments)
 
 
-def test_no_flag_has_an_effect_and_a_row_for_having_none():
+def test_no_flag_is_both_supported_and_inert():
     assert not {flag_name(name) for name in FIELDS} & FLAGS.keys()
 
 

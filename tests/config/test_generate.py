@@ -1,4 +1,4 @@
-"""The flags of ``mm.generate``, MindSpeed-MM's inference JSON, and which of them says how tokens are chosen."""
+"""The flags of ``mm.generate``, MindSpeed-MM's inference JSON, and which of them determine how tokens are selected."""
 
 import json
 from pathlib import Path
@@ -50,7 +50,7 @@ def test_a_broken_number_of_ranks_is_refused(tmp_path: Path, text: str, number: 
         load()
 
 
-def test_ranks_are_counted_for_a_rehearsal_and_launched_for_answers(tmp_path: Path):
+def test_ranks_are_given_for_a_check_and_launched_for_answers(tmp_path: Path):
     def load(*argv: str, **environment: str):
         return load_asking(["--load", str(tmp_path), "--prompt", "Hello", *argv], environment)
 
@@ -74,7 +74,7 @@ def test_every_inference_json_loads(size: str):
 
 
 def test_a_file_of_the_peer_loads(write):
-    """Its keys beside ours: no model_id, an encoder's word, the settings of every kind of search."""
+    """With its additional keys: no model_id, an encoder's name, the settings of all kinds of search."""
     changes = {f"generation_config.{key}": value for key, value in NEUTRAL.items()}
     path = write(**changes, **{
         "dtype": "bf16", "device": "npu", "text_decoder.tokenizer_type": "PretrainedFromHF",
@@ -90,7 +90,7 @@ def test_a_file_of_the_peer_loads(write):
 
 @pytest.mark.parametrize(("key", "value", "what"), [
     ("generation_config.num_beams", 4, "num_beams is 4; supported: null or 1"),
-    ("generation_config.stop_strings", ["x"], "give --stop-tokens"),
+    ("generation_config.stop_strings", ["x"], "use --stop-tokens"),
     ("generation_config.temperatur", 1, "did you mean 'temperature'"),
     ("generation_config.top_p", 1.5, "top_p is 1.5; expected above 0 and at most 1"),
     ("generation_config.eos_token_id", "x", 'eos_token_id is "x"; expected a token id'),
@@ -98,12 +98,12 @@ def test_a_file_of_the_peer_loads(write):
     ("min_pixels", 10**9, "min_pixels is 1000000000, above max_pixels = 12845056"),
     ("tokenizer", [], "expected an object"),
 ])
-def test_what_cannot_be_done_is_refused(write, key: str, value, what: str):
+def test_unsupported_settings_are_refused(write, key: str, value, what: str):
     with pytest.raises(UserError, match=what):
         read_inference(write(**{"max_pixels": 12845056, key: value}))
 
 
-def test_no_key_is_read_and_foreign_at_once():
+def test_no_key_is_both_supported_and_foreign():
     fields = {"do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "max_new_tokens", "eos_token_id"}
     assert not fields & GENERATION_KEYS.keys() and set(DEFAULT) == fields
 
@@ -119,7 +119,7 @@ def test_every_key_of_transformers_is_known(tmp_path: Path):
         do_sample=True, top_k=3, eos_token_id=(5,))
 
 
-def test_flags_win_over_the_json_and_that_over_the_checkpoint(write, tmp_path: Path):
+def test_flags_override_the_json_and_the_json_overrides_the_checkpoint(write, tmp_path: Path):
     checkpoint = GenerationSettings(temperature=0.7, top_k=9, repetition_penalty=1.2, eos_token_id=(4,))
     plain = asking(tmp_path, "--prompt", "A").decoding(checkpoint)
     assert (plain.temperature, plain.top_k, plain.repetition_penalty, plain.max_new_tokens) == (0.0, 9, 1.2, 512)
@@ -134,16 +134,16 @@ def test_flags_win_over_the_json_and_that_over_the_checkpoint(write, tmp_path: P
     ((), 0.0), (("--temperature", "0.5"), 0.5), (("--temperature", "0"), 0.0), (("--top-k", "5"), 0.7),
     (("--greedy", "--top-k", "5"), 0.0),
 ])
-def test_what_draws_tokens(tmp_path: Path, flags: tuple[str, ...], temperature: float):
+def test_settings_of_sampling(tmp_path: Path, flags: tuple[str, ...], temperature: float):
     found = asking(tmp_path, "--prompt", "A", *flags).decoding(GenerationSettings(do_sample=None, temperature=0.7))
     assert found.temperature == temperature
 
 
 @pytest.mark.parametrize(("flags", "what"), [
-    ((), "nothing is asked: give --prompt TEXT"),
+    ((), "no question is given: use --prompt TEXT"),
     (("--prompt", "A", "--chat"), "--prompt and --chat are given; keep one"),
     (("--prompts", "p.jsonl"), "--output is missing"),
-    (("--prompts", "none.jsonl", "--output", "o"), "'none.jsonl', which is no file"),
+    (("--prompts", "none.jsonl", "--output", "o"), "'none.jsonl', which is not a file"),
     (("--prompt", "A", "--output", "o"), "--prompts is missing"),
     (("--prompt", "A", "--greedy", "--temperature", "1"), "--greedy and --temperature 1 are both given"),
     (("--prompt", "A", "--top-p", "2"), "--top-p is 2; expected above 0 and at most 1"),
@@ -169,10 +169,10 @@ def test_flags_of_a_training_script_have_no_effect(tmp_path: Path):
         --variable-seq-lengths"""
     found = asking(tmp_path, "--prompt", "A", *text.split())
     assert found.args.bf16 and found.args.seed == 42
-    assert any("it concerns training" in note and "--micro-batch-size" in note for note in found.notes)
+    assert any("it affects training only" in note and "--micro-batch-size" in note for note in found.notes)
 
 
-def test_no_flag_is_ours_and_foreign_at_once():
+def test_no_flag_is_both_supported_and_foreign():
     assert not GENERATE.fields.keys() & GENERATE.foreign.keys()
 
 
@@ -184,7 +184,7 @@ def test_sizes_of_pictures(write, tmp_path: Path):
     theirs = asking(tmp_path, "--mm-model", write(min_pixels=1003520, max_pixels=2007040))
     media = theirs.media_config("hf")
     assert (media.image_min_pixels, media.image_max_pixels) == (1003520, 2007040)
-    assert any("MindSpeed-MM's pipeline takes those of the checkpoint" in note for note in theirs.notes)
+    assert any("MindSpeed-MM's pipeline uses the checkpoint's" in note for note in theirs.notes)
     data = str(EXAMPLES / "data_7b.json")
     trained = asking(tmp_path, "--prompt", "A", "--mm-data", data, "--video-maxlen", "7")
     assert (trained.media_config("hf").image_max_pixels, trained.media_config("hf").video_maxlen) == (262144, 7)

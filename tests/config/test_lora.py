@@ -1,4 +1,4 @@
-"""Settings of adapters: flags and the model JSON together, and what is wrong with them."""
+"""Settings of adapters: flags and the model JSON together, and their errors."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ def test_numbers_have_bounds(argv: list[str], what: str) -> None:
 
 
 @pytest.mark.parametrize(("flag", "word", "what"), [
-    ("--lora-rank-pattern", "q_proj=0", "a whole number of at least 1"),
+    ("--lora-rank-pattern", "q_proj=0", "an integer of at least 1"),
     ("--lora-alpha-pattern", "q_proj=-1", "a number above 0"),
 ])
 def test_numbers_of_patterns_have_bounds(flag: str, word: str, what: str) -> None:
@@ -57,7 +57,7 @@ def test_keys_of_the_model_json(tmp_path: Path) -> None:
     assert [lora.freezes(part) for part in ("vision", "projector", "language")] == [False, False, True]
 
 
-def test_wrong_keys_are_all_told_at_once(tmp_path: Path) -> None:
+def test_wrong_keys_are_reported_together(tmp_path: Path) -> None:
     keys = {"lora_r": 0, "lora_dropout": 1.5, "lora_apply_modules": ["decoder"], "lora_rank_pattern": {"q_proj": 0}}
     with pytest.raises(UserError) as caught:
         read_model(written(tmp_path, **keys))
@@ -65,23 +65,23 @@ def test_wrong_keys_are_all_told_at_once(tmp_path: Path) -> None:
     assert all(key in " ".join(caught.value.problems) for key in keys)
 
 
-def test_the_json_wins_where_the_flags_are_silent() -> None:
+def test_the_json_applies_where_flags_are_absent() -> None:
     stated, flags = LoraConfig(mixed_training=True, r=4), LoraConfig(("q_proj",), dropout=0.1)
     assert merged(stated, flags) == LoraConfig(("q_proj",), 4, dropout=0.1, mixed_training=True)
 
 
 @pytest.mark.parametrize(("stated", "given"), [(4, "16"), (8, "16"), (4, "8")])  # 8 is the default
-def test_the_json_and_a_flag_that_contradict_each_other_are_told(stated: int, given: str, tmp_path: Path) -> None:
+def test_contradictions_between_json_and_flags_are_reported(stated: int, given: str, tmp_path: Path) -> None:
     path = written(tmp_path, lora_r=stated)
     read, words = read_model(path), {"--lora-target-modules": ["q_proj"], "--lora-r": [given]}
     (problem,) = lora_problems(read.value.lora, LoraConfig(("q_proj",), int(given)), read.document, words)
     line = path.read_text().count("\n", 0, path.read_text().index('"lora_r"')) + 1
-    assert problem.startswith(f"--lora-r is {given}, but {path}:{line}: lora_r is {stated}; both say")
+    assert problem.startswith(f"--lora-r is {given}, but {path}:{line}: lora_r is {stated}; both set")
     assert not [*lora_problems(read.value.lora, LoraConfig(("q_proj",), stated), read.document, words)]
     assert not [*lora_problems(read.value.lora, LoraConfig(("q_proj",)), read.document, {})]
 
 
-def test_what_has_no_effect_is_told() -> None:
+def test_settings_without_effect_are_noted() -> None:
     (note,) = lora_notes(LoraConfig(), LoraConfig(r=4, dropout=0.5), "m.json")
     assert note == "--lora-r, --lora-dropout: no effect: without --lora-target-modules there are no adapters"
     (note,) = lora_notes(LoraConfig(apply_modules=("text_decoder",)), LoraConfig(("q_proj",)), "m.json")

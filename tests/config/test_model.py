@@ -1,4 +1,4 @@
-"""Model and data JSON: what loads, what is refused, and how it is said."""
+"""Model and data JSON: what loads, what is refused, and with which message."""
 
 import copy
 import json
@@ -16,7 +16,7 @@ ABSENT = object()
 
 
 def changed(name: str, changes: dict[str, object]) -> dict:
-    """An example file with the given key paths set, or removed where the value is ABSENT."""
+    """An example file with the given key paths set, or removed if the value is ABSENT."""
     root = copy.deepcopy(json.loads((EXAMPLES / name).read_text()))
     for key_path, value in changes.items():
         *parents, key = key_path.split(".")
@@ -98,13 +98,13 @@ def test_aliases_and_recompute(tmp_path):
     assert config.vision.recompute.granularity == "selective"
 
 
-def test_the_token_of_videos_in_place_of_that_of_pictures_is_what_mindspeed_mm_writes_for_video(tmp_path):
+def test_the_video_token_as_image_token_is_read_as_mindspeed_mm_writes_it(tmp_path):
     read = read_model(write(tmp_path, changed("model_7b.json", {"img_context_token_id": 151656})))
     assert read.value.visual_token_ids == (151655, 151656)
-    assert any("img_context_token_id is 151656, the token of videos" in note for note in read.notes)
+    assert any("img_context_token_id is 151656, which is the video token" in note for note in read.notes)
 
 
-def test_keys_without_effect_are_told_once_with_the_reason():
+def test_keys_without_effect_are_noted_once_with_the_reason():
     notes = "\n".join(read_model(EXAMPLES / "model_7b.json").notes)
     assert notes.count("text_decoder.seq_length") == 1
     assert "text_decoder.seq_length" in notes and ": no effect: --seq-length decides" in notes
@@ -130,7 +130,7 @@ def test_keys_without_effect_are_told_once_with_the_reason():
     ({"img_context_token_id": 151655, "video_token_id": 151655}, "and video_token_id are both 151655; expected the"),
     ({"video_token_id": 152064}, "video_token_id is 152064 and vision_start_token_id is 151652; expected all below"),
     ({f"{VISION}.fullatt_block_indexes": [7, 32]}, "fullatt_block_indexes has [32]; expected layers 0 to 31"),
-    ({f"{VISION}.fullatt_block_indexes": [7, 7]}, "names a layer twice"),
+    ({f"{VISION}.fullatt_block_indexes": [7, 7]}, "contains a layer twice"),
     ({f"{VISION}.window_attn_size": 100}, "expected a multiple of patch_size x spatial_merge_size = 28"),
     ({f"{VISION}.num_attention_heads": 17}, "expected a multiple of 4 x num_attention_heads = 68"),
     ({f"{PROJECTOR}.input_size": 1024}, "input_size is 1024; expected the ViT's hidden_size = 1280"),
@@ -139,18 +139,18 @@ def test_keys_without_effect_are_told_once_with_the_reason():
     ({f"{LANGUAGE}.num_query_groups": 5}, "num_query_groups is 5; expected a divisor of num_attention_heads = 28"),
     ({f"{LANGUAGE}.mrope_section": [16, 24, 20]}, "half of kv_channels = 64"),
     ({f"{LANGUAGE}.mrope_section": [64]}, "expected three numbers"),
-    ({f"{VISION}.layernorm_epsilon": 1e-5}, "vision_encoder.layernorm_epsilon is 1e-05; expected 1e-06, with which"),
+    ({f"{VISION}.layernorm_epsilon": 1e-5}, "vision_encoder.layernorm_epsilon is 1e-05; expected 1e-06, which"),
     ({f"{PROJECTOR}.layernorm_epsilon": 1e-5}, "vision_projector.layernorm_epsilon is 1e-05; expected 1e-06"),
     ({f"{LANGUAGE}.kv_channels": 64}, "expected num_attention_heads x kv_channels = 28 x 64"),
-    ({f"{LANGUAGE}.freeze_layers": "3-40"}, "freeze_layers is '3-40', which names layer 28; expected layers 0 to 27"),
+    ({f"{LANGUAGE}.freeze_layers": "3-40"}, "freeze_layers is '3-40', which contains layer 28; expected 0 to 27"),
     ({f"{VISION}.freeze_layers": "5-3"}, 'freeze_layers is "5-3"; expected layers and spans of them, such as "0-15'),
     ({f"{VISION}.freeze_layers": [1]}, 'freeze_layers is [1]; expected layers and spans of them'),
     ({"freeze_modules": "norm"}, 'freeze_modules is "norm"; expected one or more words'),
     ({f"{LANGUAGE}.recompute_granularity": "ful"}, 'granularity is "ful"; supported: "full" or "selective" (did you'),
     ({f"{LANGUAGE}.recompute_granularity": "full"}, "which also needs text_decoder.recompute_method"),
-    ({f"{LANGUAGE}.recompute_num_layers": 1}, "only go with text_decoder.recompute_granularity 'full'"),
+    ({f"{LANGUAGE}.recompute_num_layers": 1}, "need text_decoder.recompute_granularity 'full'"),
     ({f"{LANGUAGE}.recompute_granularity": "full"}, "and text_decoder.recompute_num_layers, for example"),
-    ({f"{LANGUAGE}.recompute_modules": ["mlp"]}, "recompute_modules only goes with text_decoder.recompute_granularity"),
+    ({f"{LANGUAGE}.recompute_modules": ["mlp"]}, "recompute_modules needs text_decoder.recompute_granularity"),
     ({f"{LANGUAGE}.recompute_modules": ["moe"]}, 'recompute_modules is ["moe"]; supported: "layernorm", "mlp_act"'),
 ])
 def test_refused_model(tmp_path, changes, what):
@@ -159,7 +159,7 @@ def test_refused_model(tmp_path, changes, what):
     assert all("file.json" in problem for problem in found)
 
 
-def test_one_mistake_is_one_problem_and_many_are_told_together(tmp_path):
+def test_one_mistake_is_one_problem_and_all_are_reported_together(tmp_path):
     assert len(problems(read_model, tmp_path, "model_7b.json", {"text_decoder": ABSENT})) == 1
     assert len(problems(read_model, tmp_path, "model_7b.json", {f"{VISION}.num_layers": "32"})) == 1
     assert len(problems(read_model, tmp_path, "model_7b.json", {f"{LANGUAGE}.hidden_size": 0})) == 1
@@ -209,7 +209,7 @@ def test_several_datasets_and_loader_settings(tmp_path):
 
 
 def test_words_of_the_peers_first_version(tmp_path):
-    """2.0.0 called the bound of pixels image_resolution, and the model qwen2vl; without windows it is another one."""
+    """2.0.0 named the pixel bound image_resolution, and the model qwen2vl; without windows it is a different model."""
     preprocess = "dataset_param.preprocess_parameters"
     root = changed("data_7b.json", {f"{preprocess}.image_max_pixels": ABSENT, f"{preprocess}.image_resolution": 12345})
     assert read_data(write(tmp_path, root)).value.image_max_pixels == 12345
@@ -236,7 +236,7 @@ def test_words_for_tools_are_taken(tmp_path):
     ({"dataset_param.attr.packing": 1}, "packing is 1; expected true or false or null"),
     ({"dataset_param.basic_parameters.packing_max_patches": 64}, "packing_max_patches is 64, but packing is not true"),
     ({"dataset_param.attr.packing": True, "dataloader_param.sampler_type": "BucketBatchSampler"},
-     'write "BalancedBatchSampler"'),
+     'set sampler_type to "BalancedBatchSampler"'),
     ({"dataset_param.attr.formatting": "alpca"}, 'supported: "sharegpt" or "alpaca" (did you mean \'alpaca\'?)'),
     ({"dataset_param.attr.audios": "audios"}, "not on audio"),
     ({"dataset_param.attr.tools": "tools"}, "not supported by this version"),

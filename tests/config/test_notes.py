@@ -1,15 +1,15 @@
-"""Notes at the start of a run: what changes results stands first, what has no effect is counted."""
+"""Notes at the start of a run: changes of results come first, settings without effect are counted."""
 
 from mm.config.notes import NoEffect, notes_at_start, sorted_notes
 
 IDLE = [NoEffect(["--a", "--b"], "the device decides"), NoEffect(["x.y"], "not read", "m.json")]
 
 
-def test_what_has_no_effect_begins_with_its_names():
+def test_notes_without_effect_start_with_the_settings():
     assert IDLE == ["--a, --b: no effect: the device decides", "x.y of m.json: no effect: not read"]
 
 
-def test_what_changes_results_stands_first_and_once():
+def test_notes_about_results_come_first_and_once():
     assert sorted_notes([IDLE[0], "the loss differs", IDLE[1], "random weights", "the loss differs"]) == [
         "the loss differs", "random weights", *IDLE]
 

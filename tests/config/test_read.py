@@ -67,7 +67,7 @@ def test_accepts_nothing_that_json_refuses(tmp_path_factory, text):
     ('{"a": 1} x', "1:10", "unexpected text after"),
     ("", "1:1", "the file ends"),
 ])
-def test_wrong_syntax_is_shown_where_it_stands(tmp_path, text, where, what):
+def test_syntax_errors_are_shown_with_their_place(tmp_path, text, where, what):
     message = refusal(tmp_path, text)
     assert f"file.json:{where}: " in message
     assert what in message
@@ -75,7 +75,7 @@ def test_wrong_syntax_is_shown_where_it_stands(tmp_path, text, where, what):
     assert f"\n    {line}\n    {' ' * (int(where.split(':')[1]) - 1)}^" in message
 
 
-def test_a_number_that_python_alone_reads_is_found_behind_strings_that_hold_it(tmp_path):
+def test_a_python_only_number_is_found_after_strings_that_contain_it(tmp_path):
     assert "file.json:3:8: NaN is not JSON" in refusal(tmp_path, '{"NaN": "NaN \\"NaN",\n "b": [1],\n  "c": NaN}')
 
 
@@ -100,7 +100,7 @@ def test_a_point_in_a_key_is_no_duplicate(tmp_path):
     assert read_json(write(tmp_path, '{"a.b": 1, "a": {"b": 2}}')).root == {"a.b": 1, "a": {"b": 2}}
 
 
-def test_wrong_syntax_behind_a_duplicate_key_is_told_first(tmp_path):
+def test_a_syntax_error_after_a_duplicate_key_is_reported_first(tmp_path):
     assert "file.json:1:19: unexpected text" in refusal(tmp_path, '{"a": 1, "a": 2}  ] : "\\x"')
 
 
@@ -115,12 +115,12 @@ def test_other_encodings_are_named(tmp_path):
     assert "GBK" in message
 
 
-def test_missing_file_and_directory_are_told(tmp_path):
+def test_a_missing_file_and_a_directory_are_reported(tmp_path):
     for path, reason in ((tmp_path / "none.json", "No such file"), (tmp_path, "Is a directory")):
         with pytest.raises(UserError, match=reason):
             read_json(path)
 
 
-def test_half_a_surrogate_pair_is_refused(tmp_path):
+def test_a_lone_surrogate_is_refused(tmp_path):
     assert "half of a surrogate pair" in refusal(tmp_path, '{"name": "\\ud800"}')
     assert read_json(write(tmp_path, '{"name": "\\ud83d\\ude00"}')).root == {"name": "\U0001f600"}

@@ -1,4 +1,4 @@
-"""One run from flags and files: derived numbers, rules across files, and all problems at once."""
+"""One run from flags and files: derived numbers, rules across files, and all problems together."""
 
 import dataclasses
 import json
@@ -43,12 +43,12 @@ def test_derived_numbers(tmp_path):
     assert (run.args.loss_unit, run.lr_decay_iters, run.lr_warmup_iters) == ("sample", 50, 3)
 
 
-def test_a_run_that_names_no_loss_hears_of_the_peers(tmp_path):
+def test_a_run_without_a_loss_flag_gets_a_note_about_the_peers_loss(tmp_path):
     def told(*flags: str) -> list[str]:
         return [note for note in load(tmp_path, *flags).notes if "--calculate-per-microbatch-loss" in note]
 
     (note,) = told()
-    assert "every target token of the global batch counts the same" in note and "--calculate-per-token-loss" in note
+    assert "every target token of the global batch has the same weight" in note and "--calculate-per-token-loss" in note
     for unit in ("token", "sample", "microbatch"):
         assert told(f"--calculate-per-{unit}-loss") == []
         assert load(tmp_path, f"--calculate-per-{unit}-loss").args.loss_unit == unit
@@ -65,16 +65,16 @@ BALANCED = {"dataloader_param.sampler_type": "BalancedBatchSampler"}
     (BALANCED, "1", None),
     ({"dataloader_param.sampler_type": "BucketBatchSampler"}, "2", None),
 ])
-def test_a_loss_by_microbatch_needs_microbatches_that_no_layout_changes(tmp_path, data, micro_batch_size, why):
+def test_a_loss_per_microbatch_needs_microbatches_independent_of_the_layout(tmp_path, data, micro_batch_size, why):
     flags = ("--micro-batch-size", micro_batch_size, "--global-batch-size", "16", "--calculate-per-microbatch-loss")
     if why is None:
         assert load(tmp_path, *flags, data=data).args.loss_unit == "microbatch"
     else:
         (found,) = problems(tmp_path, *flags, data=data)
         assert f"--calculate-per-microbatch-loss is given, but {why} in" in found
-        assert "write --calculate-per-sample-loss or --calculate-per-token-loss" in found
+        assert "use --calculate-per-sample-loss or --calculate-per-token-loss" in found
         notes = load(tmp_path, *flags[:-1], data=data).notes
-        (note,) = [note for note in notes if "MindSpeed-MM takes the mean" in note]
+        (note,) = [note for note in notes if "MindSpeed-MM averages" in note]
         assert "--calculate-per-microbatch-loss" not in note and f"with {why} that would depend" in note
     for unit in ("token", "sample"):
         assert load(tmp_path, *flags[:-1], f"--calculate-per-{unit}-loss", data=data).args.loss_unit == unit
@@ -103,7 +103,7 @@ def test_a_mode_of_another_sampler_is_a_note(tmp_path):
 
 def test_an_interval_without_a_directory_is_a_note(tmp_path):
     notes = load(tmp_path, "--save-interval", "5").notes
-    assert "--save is absent: no checkpoint will be written, in spite of --save-interval 5" in notes
+    assert "--save is absent: no checkpoint will be written, despite --save-interval 5" in notes
 
 
 def test_run_cannot_be_changed(tmp_path):
@@ -129,15 +129,14 @@ def test_sources_of_the_world_size(tmp_path):
     (["--pipeline-model-parallel-size", "4"], {}, "--pipeline-model-parallel-size is 4, but the"),
     (["--virtual-pipeline-model-parallel-size", "2"], {}, "have another number of virtual chunks, 1; change one"),
     (["--context-parallel-size", "3"], {"world_size": 6},
-     "with ulysses_cp_algo it must divide the 28 heads (and divide or be a multiple of the 4 groups of keys) that each "
-     "of 1 tensor-parallel ranks has of"),
+     "with ulysses_cp_algo it must divide the 28 heads per tensor-parallel rank of"),
     (["--context-parallel-size", "3"], {"world_size": 6}, "1, 2, 4, 28; --context-parallel-algo megatron"),
     (["--context-parallel-size", "4", "--tensor-model-parallel-size", "2"], {"world_size": 16}, "the 14 heads"),
     (["--context-parallel-size", "2"], {"world_size": 6},
      "not a multiple of tensor x context x pipeline parallel size = 1 x 2 x 2 = 4; nearest: 4 or 8 ranks"),
     (["--context-parallel-algo", "hybrid_cp_algo"], {},
      "--context-parallel-algo is 'hybrid_cp_algo'; expected one of ulysses_cp_algo, megatron_cp_algo"),
-    (["--dry-run-patches", "5000"], {}, "of a microbatch (--seq-length x --micro-batch-size) hold at most 4096"),
+    (["--dry-run-patches", "5000"], {}, "of a microbatch (--seq-length x --micro-batch-size) allow at most 4096"),
     ([], {"world_size": 7}, "The world size is 7, not a multiple of tensor x pipeline parallel size = 1 x 2 = 2; "
                             "nearest: 6 or 8 ranks"),
     ([], {"world_size": 1}, "nearest: 2 ranks"),
@@ -156,15 +155,15 @@ def test_sources_of_the_world_size(tmp_path):
     (["--profile-pipeline", "101"], {}, "--profile-pipeline is 101, but the last iteration is --train-iters = 100"),
     (["--profile", "--profile-step-start", "12"], {}, "--profile-step-start is 12; expected less than "
      "--profile-step-end = 12, before which the profiler stops"),
-    (["--profile", "--profile-step-start", "101", "--profile-step-end", "103"], {}, "start at one of 1 to 100"),
+    (["--profile", "--profile-step-start", "101", "--profile-step-end", "103"], {}, "give one from 1 to 100"),
     (["--profile", "--profile-ranks", "7", "8", "9"], {}, "--profile-ranks has 8, 9, but the world size is 8; expected "
-     "ranks of 0 to 7"),
+     "ranks from 0 to 7"),
     (["--recompute-granularity", "full"], {}, "which also needs --recompute-method"),
     (["--recompute-granularity", "selective", "--recompute-modules", "mlp", "layernrom"], {},
      "--recompute-modules has 'layernrom'; expected one or more of layernorm, mlp_act, mlp, core_attn (did you mean "
      "'layernorm'?)"),
-    (["--recompute-modules", "mlp"], {}, "--recompute-modules only goes with --recompute-granularity 'selective'"),
-    (["--freeze-modules", "norm"], {"model": {"freeze_modules": ["bias"]}}, 'freeze_modules is ["bias"]; both say'),
+    (["--recompute-modules", "mlp"], {}, "--recompute-modules needs --recompute-granularity 'selective'"),
+    (["--freeze-modules", "norm"], {"model": {"freeze_modules": ["bias"]}}, 'freeze_modules is ["bias"]; both set'),
     ([], {"model": {f"{LANGUAGE}.max_position_embeddings": 512}},
      "--seq-length is 1024; expected at most text_decoder.max_position_embeddings = 512"),
     ([], {"model": {f"{LANGUAGE}.vocab_size": 1000}}, "expected all below vocab_size = 1000"),
@@ -176,7 +175,7 @@ def test_sources_of_the_world_size(tmp_path):
      "--global-batch-size is 4; microbatches of a replica: 1, but virtual chunks need at least one for each of the 2 "
      "stages; nearest: 8"),
     ([], {"model": {f"{VISION}.pipeline_num_layers": [[32], [0]], f"{LANGUAGE}.pipeline_num_layers": [[4], [24]]}},
-     "have 2 virtual chunks on one stage, which needs none: give flat lists"),
+     "have 2 virtual chunks on one stage, which cannot have any: give flat lists"),
     ([], {"model": {f"{LANGUAGE}.bf16": False}}, "text_decoder.bf16 is false; change the flag or the file"),
     ([], {"model": {f"{VISION}.params_dtype": "fp32"}}, "--bf16 is given, which means bf16, but"),
     ([], {"model": {f"{VISION}.params_dtype": "float16"}}, 'vision_encoder.params_dtype is "float16"; change'),
@@ -185,7 +184,7 @@ def test_sources_of_the_world_size(tmp_path):
      "vision_lr is 2e-06; both are the learning rate of one part, so keep one"),
     (["--mm-projector-lr", "1e-6"], {"model": {f"{PROJECTOR}.projector_lr": 2e-6}}, "--mm-projector-lr is 1e-06, but"),
     (["--lr", "0"], {"model": {f"{LANGUAGE}.language_lr": 2e-6}}, "--lr is 0, but text_decoder.language_lr is not"),
-    (["--lr", "0", "--mm-projector-lr", "1e-6"], {"model": {f"{PROJECTOR}.freeze": False}}, "projector_lr is not, and"),
+    (["--lr", "0", "--mm-projector-lr", "1e-6"], {"model": {f"{PROJECTOR}.freeze": False}}, "projector_lr is not; all"),
     ([], {"data": {"dataset_param.preprocess_parameters.image_min_pixels": 300000}}, "above image_max_pixels = 262144"),
 ])
 def test_rules_across_files(tmp_path, flags, how, what):
@@ -203,13 +202,13 @@ def test_problems_of_flags_and_both_files_come_together(tmp_path):
     assert len(found) == 2
 
 
-def test_files_that_were_not_given_are_told_once():
+def test_missing_file_flags_are_reported_once():
     with pytest.raises(UserError) as caught:
         load_run(FLAGS, 1, {})
     assert len(caught.value.problems) == 2
 
 
-def test_recompute_flags_count_where_the_json_says_nothing(tmp_path):
+def test_recompute_flags_apply_where_the_json_has_none(tmp_path):
     run = load(tmp_path, "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers",
                "1", model={f"{LANGUAGE}.recompute_granularity": "selective"})
     assert run.model.vision.recompute.method == "uniform"
@@ -223,12 +222,12 @@ def test_what_is_frozen_comes_from_the_file_or_the_flags(tmp_path):
     assert (run.model.freeze_modules, run.model.trainable_modules) == (("norm",), ("layers.27",))
     told = load(tmp_path, model={f"{VISION}.freeze_layers": "1"}).notes
     assert any("vision_encoder.freeze_layers of" in one
-               and ": no effect: freeze is true beside it" in one for one in told)
+               and ": no effect: freeze is true for the whole part" in one for one in told)
 
 
-def test_layers_of_uniform_recompute_are_told_to_have_no_effect(tmp_path):
+def test_the_number_of_layers_for_uniform_recompute_has_no_effect(tmp_path):
     def told(*flags: str, **model: object) -> list[str]:
-        found = [note for note in load(tmp_path, *flags, model=model).notes if "each layer is recomputed alone" in note]
+        found = [note for note in load(tmp_path, *flags, model=model).notes if "layer is recomputed separately" in note]
         return [note.partition(" each")[0] for note in found]
 
     def file(method: str, num_layers: int) -> dict[str, object]:
@@ -253,7 +252,7 @@ def test_rates_of_parts_come_from_the_file_or_the_flags(tmp_path):
     assert not [note for note in run.notes if "freeze is true" in note]
 
 
-def test_rates_that_meet_nothing_are_noted(tmp_path):
+def test_rates_without_effect_are_noted(tmp_path):
     told = "\n".join(load(tmp_path, "--vision-tower-lr", "1e-6", "--lr-mult", "2",
                           model={f"{PROJECTOR}.projector_weight_decay": 0.5}).notes)
     for what in ("--vision-tower-lr: no effect: freeze is true", "--lr-mult: no effect: it needs",
@@ -361,7 +360,7 @@ def test_a_run_that_no_launcher_started_must_not_wait_for_its_other_ranks(tmp_pa
         assert all("which is not a" in problem for problem in told)
 
 
-def test_missing_paths_are_told_together_with_the_mistakes_of_a_file(tmp_path):
+def test_missing_paths_are_reported_together_with_problems_of_a_file(tmp_path):
     load(tmp_path)
     (tmp_path / "model_7b.json").write_text("{")
     argv = ["--mm-model", str(tmp_path / "model_7b.json"), "--mm-data", str(tmp_path / "data_7b.json"),

@@ -1,4 +1,4 @@
-"""From a JSON file to a dataclass: what is converted, and how each mistake is told."""
+"""From a JSON file to a dataclass: what is converted, and how each error is reported."""
 
 import json
 from collections.abc import Iterator
@@ -90,7 +90,7 @@ def test_all_problems_are_collected(tmp_path):
     ]
 
 
-def test_rules_are_asked_when_each_value_is_right(tmp_path):
+def test_rules_are_checked_when_all_values_are_valid(tmp_path):
     assert told(tmp_path, '{"num_layers": 1, "width": 13, "learning_rate": 13}') == [
         ": tower.width is 13", ": tower.learning_rate is 13"]
     assert len(told(tmp_path, '{"num_layers": 0, "width": 13}')) == 1
@@ -103,7 +103,7 @@ def test_two_names_of_one_setting(tmp_path):
     path.write_text('{"tower": {"num_layers": 1, "learning_rate": 2},\n"lr": 2}')
     assert read_settings(path, Tower, TABLES, rules).value.rate == 2.0
     path.write_text('{"tower": {"num_layers": 1, "learning_rate": 1},\n"lr": 2}')
-    with pytest.raises(UserError, match=r"json:2: lr is another value than tower\.learning_rate"):
+    with pytest.raises(UserError, match=r"json:2: lr differs from tower\.learning_rate"):
         read_settings(path, Tower, TABLES, rules)
 
 

@@ -1,4 +1,4 @@
-"""The shipped JSON files have no problem."""
+"""The shipped JSON files have no problems."""
 
 import pytest
 

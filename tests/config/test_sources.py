@@ -62,11 +62,11 @@ def test_a_registry_may_stand_elsewhere(folder):
 
 @pytest.mark.parametrize(("entry", "what"), [
     (3, "is 3; expected an object"),
-    ({}, "names no file; give file_name"),
-    ({"file_name": "no.json"}, "names 'data/no.json', which is not a file"),
+    ({}, "has no file_name; give"),
+    ({"file_name": "no.json"}, "has the file 'data/no.json', which does not exist"),
     ({"file_name": 3}, "x.file_name is 3; expected a path"),
-    ({"file_name": "c.json", "annotation_path": "c.json"}, "file_name and annotation_path, which say the same thing"),
-    ({"file_name": "c.json", "media_dir": "no"}, "has its media in 'data/no', which is not a directory"),
+    ({"file_name": "c.json", "annotation_path": "c.json"}, "file_name and annotation_path, which are names of"),
+    ({"file_name": "c.json", "media_dir": "no"}, "has the media folder 'data/no', which is not a directory"),
     ({"file_nam": "c.json"}, "did you mean 'file_name'"),
     ({"hf_hub_url": "a/b"}, "datasets are read from local files: download it"),
     ({"file_name": "c.json", "ranking": True}, "x.ranking is true, which this version does not support"),
@@ -84,7 +84,7 @@ def test_bad_entries(folder, entry, what):
     assert what in str(error.value) and "dataset_info.json: x" in str(error.value)
 
 
-def test_names_that_are_not_there_are_told_together(folder):
+def test_missing_names_are_reported_together(folder):
     with pytest.raises(UserError) as error:
         training_sources(config("no.json,a.json,none"))
     assert len(error.value.problems) == 2
@@ -93,5 +93,5 @@ def test_names_that_are_not_there_are_told_together(folder):
     with pytest.raises(UserError, match=r"'lava', which is not a file, and no name in .* .did you mean 'llava'"):
         training_sources(config("lava"))
     register(folder, [])
-    with pytest.raises(UserError, match="is no object"):
+    with pytest.raises(UserError, match="is not an object"):
         training_sources(config("llava"))

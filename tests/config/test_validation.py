@@ -1,4 +1,4 @@
-"""When a validation is due, when questions are asked, and what settings say that want either where there is none."""
+"""When validations and questions are due, and the problems of settings that need them where there are none."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def test_questions_are_asked_at_the_interval_and_after_the_last_step(tmp_path):
     run = load(tmp_path, *asked)
     assert [step for step in range(1, 101) if asks(run.args, step)] == [40, 80, 100]
     assert not any(asks(load(tmp_path).args, step) for step in range(1, 101))
-    assert "--eval-generate-questions is 'q.json', which is no file" in run.notes  # a problem without --dry-run
+    assert "--eval-generate-questions is 'q.json', which is not a file" in run.notes  # a problem without --dry-run
 
 
 def test_validation_needs_samples_and_may_be_switched_off(tmp_path):
@@ -31,7 +31,7 @@ def test_validation_needs_samples_and_may_be_switched_off(tmp_path):
         assert validates(run.args, run.data) is expected
 
 
-def test_the_peers_flags_without_samples_are_a_note(tmp_path):
+def test_the_peers_flags_without_samples_give_a_note(tmp_path):
     notes = load(tmp_path, "--eval-interval", "10000", "--eval-iters", "5000").notes
     (note,) = [note for note in notes if "validation" in note]
     assert note == (f"--eval-interval, --eval-iters: no effect: without val_dataset or val_rate in {tmp_path / DATA} "
@@ -39,7 +39,7 @@ def test_the_peers_flags_without_samples_are_a_note(tmp_path):
     assert not [note for note in load(tmp_path, "--eval-interval", "7", data=VAL_RATE).notes if "validation" in note]
 
 
-def test_names_without_a_project_are_a_note(tmp_path):
+def test_names_without_a_project_give_a_note(tmp_path):
     notes = load(tmp_path, "--wandb-exp-name", "a", "--wandb-save-dir", "b", "--swanlab-exp-name", "c").notes
     assert "--wandb-exp-name, --wandb-save-dir: no effect: they need --wandb-project" in notes
     assert "--swanlab-exp-name: no effect: they need --swanlab-project" in notes
@@ -48,28 +48,28 @@ def test_names_without_a_project_are_a_note(tmp_path):
 
 
 @pytest.mark.parametrize(("flags", "data", "expected"), [
-    (("--save", "s", "--save-best"), {}, "--save-best: there is no validation to go by: {data} has neither val_dataset "
+    (("--save", "s", "--save-best"), {}, "--save-best: there is no validation: {data} has neither val_dataset "
                                          "nor val_rate; add one of them to its basic_parameters"),
     (("--save", "s", "--save-best", "--early-stopping-patience", "2", "--eval-iters", "0"), VAL_RATE,
-     "--save-best and --early-stopping-patience: there is no validation to go by: --eval-iters is 0; raise it or leave "
-     "it out"),
-    (("--save-best",), VAL_RATE, "--save-best needs --save: the best checkpoint is kept in best below it"),
+     "--save-best and --early-stopping-patience: there is no validation: --eval-iters is 0; raise or "
+     "remove it"),
+    (("--save-best",), VAL_RATE, "--save-best needs --save: the best checkpoint is kept in its folder best"),
     (("--early-stopping-patience", "0"), VAL_RATE,
      "--early-stopping-patience is 0; expected an integer of at least 1"),
     (("--eval-interval", "0"), VAL_RATE, "--eval-interval is 0; expected an integer of at least 1"),
     (("--eval-generate-interval", "5"), {},
-     "--eval-generate-interval is 5, but --eval-generate-questions is missing: the file that mm.evaluate takes as "
-     "--questions; add it, or leave the interval out"),
+     "--eval-generate-interval is 5, but --eval-generate-questions is missing: the file for mm.evaluate's "
+     "--questions; add it, or remove the interval"),
     (("--eval-generate-questions", "q.json", "--eval-generate-rule", "exact"), {},
-     "--eval-generate-questions, --eval-generate-rule: nothing is asked without --eval-generate-interval; add it, the "
-     "number of steps between scorings, or leave the others out"),
+     "--eval-generate-questions, --eval-generate-rule: no questions are asked without --eval-generate-interval; add "
+     "it, the number of steps between scorings, or remove the others"),
     (("--eval-generate-interval", "5", "--eval-generate-questions", "q.json"), {},
-     "--eval-generate-questions needs --eval-generate-benchmark, whose questions these are, or --eval-generate-rule, "
-     "how answers to your own are scored"),
+     "--eval-generate-questions needs --eval-generate-benchmark if it is a benchmark's file, or "
+     "--eval-generate-rule to score your own questions"),
     (("--eval-generate-interval", "5", "--eval-generate-questions", "q.tsv", "--eval-generate-rule", "anls",
       "--eval-generate-benchmark", "docvqa"), {},
      "--eval-generate-rule and --eval-generate-benchmark are both given; a benchmark has its own rule, so keep one"),
     (("--eval-iters", "-1"), VAL_RATE, "--eval-iters is -1; expected an integer of at least 0"),
 ])
-def test_what_cannot_be(tmp_path, flags, data, expected):
+def test_impossible_settings_are_refused(tmp_path, flags, data, expected):
     assert problems(tmp_path, *flags, data=data) == [expected.format(data=tmp_path / DATA)]

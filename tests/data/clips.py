@@ -1,4 +1,4 @@
-"""Video files for tests, and how published programs choose frames of them and make numbers of these, written anew."""
+"""Video files for tests, and independent implementations of how published programs select and convert their frames."""
 
 import math
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ import torch
 from tests.data.oracle import PREPROCESSOR, photo
 
 TICK = Fraction(1, 600)
-"""Of the times of ``write_clip``."""
+"""Time base of ``write_clip``."""
 VFR = [0, 10, 20, 30, 40, 50, 60, 660, 1260, 1860, 1900, 1910]
-"""Ticks of a changing frame rate: seven frames at once, then long still pictures."""
+"""Ticks of a changing frame rate: seven frames at once, then long still frames."""
 
 
 def write_clip(
@@ -24,7 +24,7 @@ def write_clip(
 ) -> Path:
     """A clip whose frame ``i`` is shown from ``ticks[i]`` on; a bar moves with the number of the frame.
 
-    One thread encodes it: encoders write another file for another number of threads.
+    Encoded by one thread: the file depends on the number of threads.
     """
     container_options = {key: value for key, value in (options or {}).items() if key == "movflags"}
     with av.open(str(path), "w", options=container_options) as container:
@@ -46,7 +46,7 @@ def write_clip(
 
 
 def damage_frame(path: Path, number: int) -> None:
-    """Write zeros over the content of one frame; which it is, counted as it is stored."""
+    """Write zeros over the content of one frame; returns its number in storage order."""
     with av.open(str(path)) as container:
         entry = container.streams.video[0].index_entries[number]
     raw = bytearray(path.read_bytes())
@@ -69,12 +69,12 @@ def _background(seed: int, size: tuple[int, int]) -> np.ndarray:
 
 
 def even(num_frames: int, fps: int = 30) -> list[int]:
-    """Ticks of a clip at an even rate."""
+    """Ticks of a clip at a constant rate."""
     return [int(number / (fps * TICK)) for number in range(num_frames)]
 
 
 def all_frames(path: Path | str, turn: int = 0) -> tuple[list[np.ndarray], list[Fraction]]:
-    """Every frame, turned by quarters against the clock, and its time in seconds."""
+    """Every frame, rotated counterclockwise by multiples of 90 degrees, with its time in seconds."""
     with av.open(str(path)) as container:
         frames = list(container.decode(video=0))
         base = container.streams.video[0].time_base
@@ -85,9 +85,10 @@ def qwen_numbers(
     total: int, fps: float, wanted_fps: float = 2.0, nframes: int | None = None, min_frames: int = 4,
     max_frames: int = 768, start: float | None = None, end: float | None = None,
 ) -> tuple[list[int], float]:
-    """Numbers of the frames that qwen-vl-utils 0.0.14 takes of a video at an even rate, and frames of a second then.
+    """Numbers of the frames that qwen-vl-utils 0.0.14 takes of a constant-rate video, and the resulting frame rate.
 
-    Its ``calculate_video_frame_range`` and ``smart_nframes``; where it refuses a video of one frame, that frame.
+    Its ``calculate_video_frame_range`` and ``smart_nframes``; it refuses a video of one frame, which here gives that
+    frame.
     """
     first = 0 if start is None else math.ceil(max(0.0, min(start, total / fps)) * fps)
     last = total - 1 if end is None else min(math.floor(max(0.0, min(end, total / fps)) * fps), total - 1)
@@ -102,13 +103,13 @@ def qwen_numbers(
 
 
 def llama_factory_numbers(total: int, seconds: float, fps: float = 2.0, maxlen: int = 128) -> tuple[list[int], float]:
-    """The same of LLaMA-Factory: ``_get_video_sample_indices`` and ``_regularize_videos`` of its data/mm_plugin.py."""
+    """The same for LLaMA-Factory: ``_get_video_sample_indices`` and ``_regularize_videos`` of its data/mm_plugin.py."""
     count = min(total, maxlen, max(1, math.floor(seconds * fps)))
     return np.linspace(0, total - 1, count).astype(np.int32).tolist(), count / seconds
 
 
 def patches(frames: list[np.ndarray], grid: tuple[int, int, int]) -> torch.Tensor:
-    """Pixel values of frames that have their last size, one patch after another."""
+    """Pixel values of frames in their final size, one patch after another."""
     frames = frames + frames[-1:] * (len(frames) % 2)
     pixels = torch.tensor(np.stack(frames)).permute(0, 3, 1, 2).float()
     mean, std = (torch.tensor(PREPROCESSOR[name]).view(3, 1, 1) * 255 for name in ("image_mean", "image_std"))
@@ -125,7 +126,7 @@ def patches(frames: list[np.ndarray], grid: tuple[int, int, int]) -> torch.Tenso
 
 
 def bicubic(frame: np.ndarray, height: int, width: int) -> np.ndarray:
-    """A frame of another size, in floating point: cubic convolution (a = -0.5), wider where it shrinks."""
+    """A frame resized in floating point: cubic convolution (a = -0.5), with a wider filter for shrinking."""
     def weights(size: int, new: int) -> np.ndarray:
         scale = size / new
         stretch = max(scale, 1.0)

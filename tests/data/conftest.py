@@ -24,7 +24,7 @@ from tests.data.oracle import (
 
 @pytest.fixture(scope="session")
 def hf_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tokenizer, chat template and preprocessor config as a checkpoint has them."""
+    """Tokenizer, chat template and preprocessor config of a checkpoint."""
     directory = tmp_path_factory.mktemp("hf")
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -81,7 +81,7 @@ def write_dataset(tmp_path: Path, hf_directory: Path, media_directory: Path) -> 
 
 @pytest.fixture(scope="session")
 def model_config(tokenizer: Qwen2Tokenizer) -> ModelConfig:
-    """Only what the data side reads of it is true to the tokenizer; sizes are small."""
+    """Only the fields that the data side reads match the tokenizer; sizes are small."""
     return ModelConfig(
         vision=VisionConfig(
             num_layers=1,

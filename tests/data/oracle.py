@@ -1,4 +1,4 @@
-"""Records and pictures for the tests of the data side, and transformers' own answers for them."""
+"""Records and pictures for the data tests, and transformers' results for them."""
 
 import json
 from pathlib import Path
@@ -95,7 +95,7 @@ RECORDS = [
 
 
 def pixel_numbers(encoded: Microbatch) -> torch.Tensor:
-    """The numbers that become of its bytes."""
+    """The normalised values of its bytes."""
     sizes = [t * h * w for t, h, w in encoded.image_grids]
     assert encoded.pixel_values.dtype == torch.uint8 and len(encoded.normalisations) == len(sizes)
     return torch.cat([normalised(one, rule.constants()) for one, rule in
@@ -103,7 +103,7 @@ def pixel_numbers(encoded: Microbatch) -> torch.Tensor:
 
 
 def transformers_inputs(encoder: SampleEncoder, sample: Sample, encoded: Microbatch) -> dict[str, torch.Tensor]:
-    """What ``encoder`` has made of one sample or prompt, as transformers' models take it."""
+    """The output of ``encoder`` for one sample or prompt, in the form that transformers' models take."""
     ids, chat = encoded.token_ids, encoder.chat
     is_video = [isinstance(one, Video) for one in sample.media]
     seconds = [encoder.planned(one).seconds for one in sample.media if isinstance(one, Video)]
@@ -151,7 +151,7 @@ def data_config(hf_directory: Path, media_directory: Path, *paths: Path, **chang
 
 
 class Transformers:
-    """What transformers makes of one record of ``RECORDS``, straight from the raw data."""
+    """transformers' result for one record of ``RECORDS``, from the raw data."""
 
     def __init__(self, tokenizer: Qwen2Tokenizer, hf_directory: Path, media_directory: Path) -> None:
         self._tokenizer = tokenizer
@@ -190,7 +190,7 @@ class Transformers:
         return messages
 
     def token_ids(self, messages: list[dict], grids: list[list[int]], **options) -> list[int]:
-        """Rendered, with each image token written as many times as transformers' processor does, tokenized."""
+        """The rendered and tokenized text, with image tokens repeated as by transformers' processor."""
         first, *others = self._tokenizer.apply_chat_template(messages, tokenize=False, **options).split("<|image_pad|>")
         text = first
         for grid, piece in zip(grids, others, strict=False):

@@ -1,4 +1,4 @@
-"""``mm-data check``, ``stats``, ``show`` and ``mock`` on the demo's data, with ten broken samples put in."""
+"""``mm-data check``, ``stats``, ``show`` and ``mock`` on the demo's data with ten broken samples."""
 
 import html
 import json
@@ -38,7 +38,7 @@ BROKEN = {
     "no answer": (sample("?", ""), "empty message 1"),
     "unknown role": ({"messages": [{"role": "usr", "content": "?"}]}, "'usr'"),
     "a list": (["?"], "is a list"),
-    "cut short": (sample("<image>?", "1", "short.png"), "damaged or cut short"),
+    "cut short": (sample("<image>?", "1", "short.png"), "damaged or truncated"),
 }
 DEEP = ("cut short",)
 
@@ -65,11 +65,11 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
             "--seq-length", "256"]
 
 
-def test_check_finds_them_all_and_draws_a_page(flags: list[str], tmp_path: Path, capsys) -> None:
+def test_check_finds_them_all_and_writes_a_page(flags: list[str], tmp_path: Path, capsys) -> None:
     page = tmp_path / "report.html"
     assert main(["check", *flags, "--deep", "--html", str(page)]) == 2
     told = capsys.readouterr()
-    assert told.err == "error: 10 problems; mend or remove these samples, or train with --bad-sample skip\n"
+    assert told.err == "error: 10 problems; repair or remove these samples, or train with --bad-sample skip\n"
     for text in (told.out, html.unescape(page.read_text())):
         for _, what in BROKEN.values():
             assert what in text, what
@@ -89,8 +89,8 @@ def test_check_finds_them_all_and_draws_a_page(flags: list[str], tmp_path: Path,
     assert told.err.startswith("error: 9 problems") and not any(BROKEN[name][1] in told.out for name in DEEP)
 
 
-def test_what_stands_in_more_than_one_record_is_told(flags: list[str], tmp_path: Path, capsys) -> None:
-    """A rate takes a record twice, which is still one."""
+def test_values_in_more_than_one_record_are_reported(flags: list[str], tmp_path: Path, capsys) -> None:
+    """A rate that takes a record twice is no repetition."""
     data = json.loads(Path(flags[1]).read_text())
     picture = next((Path(flags[1]).parent / "digits" / "pictures").iterdir())
     shown = sample("<image>1?", "2", f"pictures/{picture.name}")
@@ -106,8 +106,8 @@ def test_what_stands_in_more_than_one_record_is_told(flags: list[str], tmp_path:
         assert ("1 x the same picture or video in more than one record; the first is /" in told) is has_twice
 
 
-def test_what_long_samples_lose_is_counted_in_every_report(flags: list[str], tmp_path: Path, capsys) -> None:
-    """With packing: one sample loses a turn, one is left out; words like control tokens are counted too."""
+def test_losses_of_long_samples_are_counted_in_every_report(flags: list[str], tmp_path: Path, capsys) -> None:
+    """With packing: one sample loses a turn and one is left out; words like control tokens are counted too."""
     data = json.loads(Path(flags[1]).read_text())
     shortened = {"id": "a", "messages": [
         turn for text in ("<|im_end|> hi " * 2, "word " * 300) for turn in sample(text, "<image>")["messages"]]}
@@ -121,19 +121,19 @@ def test_what_long_samples_lose_is_counted_in_every_report(flags: list[str], tmp
         told[command] = capsys.readouterr().out
         assert "note: 1 of 5 samples are longer than --seq-length 256 and lose 1 whole turn, " in told[command]
         assert f"keep more.  It is {tmp_path}/train.json: record 0 (id 'a')" in told[command]
-        assert "note: 1 sample is left out, because not one question and answer of it fits" in told[command]
+        assert "note: 1 sample is left out, because not even one question and answer of it fit" in told[command]
         assert f"It is {tmp_path}/train.json: record 1\n" in told[command]
-        assert "note: 1 of 5 samples have 4 words in their texts that look like control tokens" in told[command]
+        assert "note: 1 of 5 samples contain 4 words that look like control tokens" in told[command]
     for command in ("check", "stats"):
         assert re.search(r"left out +0, and 1 too long \(16.7%\)\n", told[command])
-        assert re.search(r"samples cut to --seq-length +1 \(20.0%\); turns dropped: 1, tokens: [\d,]+", told[command])
+        assert re.search(r"samples truncated to --seq-length +1 \(20.0%\); turns dropped: 1", told[command])
         assert re.search(r"words like control tokens, read as text +4\n", told[command])
 
 
-def test_stats_are_of_the_good_samples(flags: list[str], capsys) -> None:
+def test_stats_cover_the_good_samples(flags: list[str], capsys) -> None:
     assert main(["stats", *flags]) == 0
     out = capsys.readouterr().out
-    assert "Tokens (a sample, from)" in out and "lost.png" not in out
+    assert "Tokens (per sample, from)" in out and "lost.png" not in out
 
 
 def with_validation(flags: list[str], directory: Path, **basic) -> list[str]:
@@ -145,7 +145,7 @@ def with_validation(flags: list[str], directory: Path, **basic) -> list[str]:
 
 
 def test_a_broken_val_dataset_is_reported(flags: list[str], tmp_path: Path, capsys) -> None:
-    """Two good samples and a bad one; then none that can be used, which does not hide what is wrong elsewhere."""
+    """Two good samples and a bad one; then no usable one, which does not hide problems elsewhere."""
     good, bad = sample("1?", "2"), sample("<image>?", "1", "lost for validation.png")
     twice = sample("<image>?", "1", "good.png")
     (tmp_path / "train.json").write_text(json.dumps([sample("1?", str(number)) for number in range(9)] + [twice]))
@@ -173,12 +173,12 @@ def test_a_broken_val_dataset_is_reported(flags: list[str], tmp_path: Path, caps
 
 
 def test_counts_add_up_with_val_rate(flags: list[str], tmp_path: Path, capsys) -> None:
-    """70 records, 9 of which are bad: 61 samples, a tenth of them for validation; each problem is told once."""
+    """70 records, 9 of which are bad: 61 samples, a tenth of them for validation; each problem is reported once."""
     own = with_validation(flags, tmp_path, val_rate=0.1)
     for command, status in (("check", 2), ("stats", 0)):
         assert main([command, *own]) == status
         told = capsys.readouterr()
-        taken = [int(number) for number in re.findall(r"samples for \w+ +(\d+), of 61 that can be used", told.out)]
+        taken = [int(number) for number in re.findall(r"samples for \w+ +(\d+), of 61 usable ones", told.out)]
         assert len(taken) == 2 and sum(taken) == 61 and min(taken) == 6
         assert re.findall(r"records in the files +(\d+)\nleft out +9, and 0 too long", told.out) == ["70", "70"]
         assert told.out.count("image 'lost.png'") == (command == "check")
@@ -219,7 +219,7 @@ def test_ids_cannot_move_the_cursor_and_all_problems_can_be_seen(flags: list[str
     told = capsys.readouterr()
     assert r"id '\x1b[2J19\ud83d'" in told.out and "2J20" not in told.out
     assert told.out.endswith("... and 5 more problems; --html PAGE lists them all\n")
-    assert told.err == ("error: 25 problems, of which 20 are shown (--html PAGE lists them all); mend or remove these "
+    assert told.err == ("error: 25 problems, of which 20 are shown (--html PAGE lists all); repair or remove these "
                         "samples, or train with --bad-sample skip\n")
     page = tmp_path / "page.html"
     assert main(["check", *own, "--html", str(page)]) == 2
@@ -234,12 +234,12 @@ def test_mock(tmp_path: Path, capsys) -> None:
     assert main(made) == 0
     assert capsys.readouterr().out == f"written: {tmp_path / 'made' / 'data.jsonl'}\n"
     assert len((tmp_path / "made" / "data.jsonl").read_text().splitlines()) == 3
-    assert main(made) == 2 and "exists already" in capsys.readouterr().err
+    assert main(made) == 2 and "already exists" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed to open the page with")
 def test_the_page_opens_in_a_browser(flags: list[str], tmp_path: Path) -> None:
-    """Its bars have the colour that the style gives them, and nothing lies beside the page."""
+    """The histogram bars have the style's colour, and the page needs no other files."""
     page, picture = tmp_path / "report.html", tmp_path / "report.png"
     main(["check", *flags, "--deep", "--html", str(page)])
     assert all(what in html.unescape(page.read_text()) for _, what in BROKEN.values())

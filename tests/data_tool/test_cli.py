@@ -58,7 +58,7 @@ def test_index(inputs: Path, capsys):
     assert index(inputs, "--again") == 0 and rows.stat().st_mtime_ns > made
 
 
-def test_training_finds_the_index_that_was_made_beforehand(inputs: Path, monkeypatch):
+def test_training_uses_the_index_created_beforehand(inputs: Path, monkeypatch):
     (inputs / "llava.json").write_text(json.dumps(LLAVA[:1]))
     assert index(inputs) == 0
     run = load_run(["--mm-model", str(EXAMPLES / "model_tiny.json"), "--mm-data", str(inputs / "data.json"),
@@ -109,7 +109,7 @@ def test_convert(inputs: Path, capsys):
     assert convert(inputs, "out.json") == 2 and "out.json exists" in capsys.readouterr().err
 
 
-def test_half_of_a_surrogate_pair_stays_what_it_is(inputs: Path, capsys):
+def test_a_lone_surrogate_is_kept(inputs: Path, capsys):
     turns = [{"from": "human", "value": "\ud83d <猫>"}, {"from": "gpt", "value": "\u00e9"}]
     (inputs / "llava.json").write_text(json.dumps([{"conversations": turns}]))
     assert convert(inputs, "out.json") == 0

@@ -1,4 +1,4 @@
-"""Made-up data are read as any others, and have the wanted size."""
+"""Generated data are read like other data, and have the requested size."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from mm.errors import UserError
 from tests.data.oracle import data_config
 
 
-def test_every_sample_has_the_wanted_size(tmp_path, hf_directory, model_config, tokenizer) -> None:
+def test_every_sample_has_the_requested_size(tmp_path, hf_directory, model_config, tokenizer) -> None:
     mock = Mock(num_samples=5, num_images=2, width=56, height=84, text_length=40, num_pictures=3)
     path = mock.write(tmp_path / "made", tokenizer)
     config = data_config(hf_directory, tmp_path / "made", path)
@@ -32,9 +32,9 @@ def test_text_alone_needs_neither_pictures_nor_a_tokenizer(tmp_path, hf_director
     assert list((tmp_path / "images").iterdir()) == []
 
 
-def test_nothing_is_written_over_and_sizes_are_checked(tmp_path) -> None:
+def test_nothing_is_overwritten_and_sizes_are_checked(tmp_path) -> None:
     Mock(num_samples=1, num_images=0).write(tmp_path)
-    with pytest.raises(UserError, match=r"data.jsonl exists already"):
+    with pytest.raises(UserError, match=r"data.jsonl already exists"):
         Mock().write(tmp_path)
     with pytest.raises(UserError, match=r"num_samples is 0; expected at least 1\n.*width is 0.*\nseed is -1"):
         replace(Mock(), num_samples=0, width=0, seed=-1).write(tmp_path / "other")

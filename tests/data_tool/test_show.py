@@ -1,4 +1,4 @@
-"""A sample is shown as the encoder made it."""
+"""A sample is shown as encoded."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def test_a_sample_is_shown_whole(write_dataset, model_config, index) -> None:
     encoder, sample = SampleEncoder.from_config(data, model_config, 4096), Dataset(data)[index]
     encoded, shown = encoder.encode(sample), Shown.of(sample, encoder)
     learnt = [token for token in encoded.labels.tolist() if token != IGNORE_INDEX]
-    assert "".join(piece.text for piece in shown.pieces if piece.kind == "learnt") == (
+    assert "".join(piece.text for piece in shown.pieces if piece.kind == "target") == (
         encoder.chat.tokenizer.decode(learnt))
     assert (shown.num_tokens, shown.num_target_tokens) == (encoded.num_tokens, len(learnt))
     media = [piece.text for piece in shown.pieces if piece.kind == "media"]
@@ -43,5 +43,5 @@ def test_a_sample_is_shown_whole(write_dataset, model_config, index) -> None:
             assert np.array_equal(frame, np.asarray(image.convert("RGB").resize(size, Image.Resampling.BICUBIC)))
     assert "[[" in shown.text(has_colours=False) and "\033[32m" in shown.text(has_colours=True)
     page = shown.html()
-    assert page.count("<img ") == len(shown.frames) and page.count('class="learnt"') == sum(
-        piece.kind == "learnt" for piece in shown.pieces)
+    assert page.count("<img ") == len(shown.frames) and page.count('class="target"') == sum(
+        piece.kind == "target" for piece in shown.pieces)

@@ -36,7 +36,7 @@ def test_every_scan_is_a_picture_of_that_scan(dataset: digits.DigitsDataset):
 
 
 def scans_of(sample: dict) -> list[int]:
-    """``pictures/0012.png`` and ``pictures/0012_moved1.png`` are of scan 12, ``videos/0012_0034.mp4`` of two."""
+    """``pictures/0012.png`` and ``pictures/0012_moved1.png`` show scan 12, ``videos/0012_0034.mp4`` shows two."""
     pictures = [int(Path(name).stem[:4]) for name in sample["images"]]
     return pictures + [int(index) for name in sample["videos"] for index in Path(name).stem.split("_")]
 
@@ -70,7 +70,7 @@ def test_training_mixes_text_pictures_and_videos(dataset: digits.DigitsDataset):
     assert counts != sorted(counts)
 
 
-def test_held_out_videos_and_pictures_come_in_turn(dataset: digits.DigitsDataset):
+def test_held_out_videos_and_pictures_alternate(dataset: digits.DigitsDataset):
     kinds = [len(sample["videos"]) for sample in read(dataset.held_out)]
     num_videos = digits.NUM_HELD_OUT_VIDEOS
     assert kinds == [0, 1] * num_videos + [0] * (digits.NUM_HELD_OUT - num_videos)
@@ -90,8 +90,8 @@ def test_videos_show_one_scan_after_another(dataset: digits.DigitsDataset):
                        for y in away for x in away) > 0.95  # fmt: skip
 
 
-def test_frames_come_back_to_the_last_bit(tmp_path: Path):
-    """So the golden losses do not depend on who wrote the codec."""
+def test_frames_round_trip_exactly(tmp_path: Path):
+    """So the golden losses do not depend on the codec's implementation."""
     rng = np.random.default_rng(0)
     drawn = [Image.fromarray(rng.integers(0, 256, (84, 84), dtype=np.uint8)) for _ in range(4)]
     digits.write_video(tmp_path / "noise.mp4", drawn)

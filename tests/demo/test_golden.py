@@ -1,4 +1,4 @@
-"""A loss that differs from the committed one is reported with its step, both losses and what to do."""
+"""A loss that differs from the committed one is reported with its step, both losses and the fix."""
 
 import json
 import math
@@ -25,13 +25,13 @@ def test_the_first_difference_is_reported(tmp_path: Path):
     assert "python -m demo.run --quick --write-golden" in str(error.value)
 
 
-def test_a_loss_that_is_no_number_differs(tmp_path: Path):
+def test_a_nan_loss_differs(tmp_path: Path):
     golden.write([4.0], tmp_path / "golden.json")
     with pytest.raises(DemoError, match="step 1 has loss nan"):
         golden.check([math.nan], tmp_path / "golden.json")
 
 
-def test_the_committed_file_has_one_loss_a_step():
+def test_the_committed_file_has_one_loss_per_step():
     losses = json.loads(golden.PATH.read_text())
     assert len(losses) == golden.NUM_STEPS
     assert all(loss > 0 for loss in losses)

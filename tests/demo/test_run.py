@@ -1,4 +1,4 @@
-"""The demo over a few steps: every stage of it for real, without the bar on accuracy."""
+"""The demo over a few steps: all its stages, without the required accuracy."""
 
 import json
 import subprocess
@@ -27,7 +27,7 @@ from tests.launch import warm_python
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What ``python -m demo.run --quick`` leaves."""
+    """The files left by ``python -m demo.run --quick``."""
     path = tmp_path_factory.mktemp("runs") / "demo"
     command = [str(warm_python()), "-m", "demo.run", "--quick", "--directory", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
@@ -56,7 +56,7 @@ def test_summary_says_what_was_measured(directory: Path):
     assert set(summary["versions"]) == {"torch", "megatron-core", "transformers"}
 
 
-def test_the_second_layout_goes_on_where_the_first_stopped(directory: Path):
+def test_the_second_layout_resumes_where_the_first_stopped(directory: Path):
     records = metrics(directory)
     assert [record["iteration"] for record in records] == list(range(1, QUICK.train_iters + 1))
     # The warm-up is longer than this: the same rise at each step.  A schedule that started anew would fall back to 0.
@@ -117,7 +117,7 @@ def test_it_starts_over_only_in_its_own_directory(tmp_path: Path):
     command = [str(warm_python()), "-m", "demo.run", "--quick", "--directory", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 1
-    assert "holds files that no demo wrote" in done.stderr
+    assert "has files that the demo did not write" in done.stderr
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 

@@ -1,4 +1,4 @@
-"""The tiny checkpoint is a whole Qwen2.5-VL checkpoint that ``transformers`` loads."""
+"""The tiny checkpoint is a complete Qwen2.5-VL checkpoint that ``transformers`` loads."""
 
 import json
 from pathlib import Path

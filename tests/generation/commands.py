@@ -8,14 +8,14 @@ from tests.launch import warm_python
 
 
 def run_commands(commands: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What came of each command, which has the arguments of ``_run``: its ``status``, ``out`` and ``err``."""
+    """The result of each command, given the arguments of ``_run``: its ``status``, ``out`` and ``err``."""
     return [_run(**command) for command in commands]
 
 
 def _run(
     argv: list[str], program: str = "mm.generate", typed: str = "", kill_after: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """``typed`` goes to the standard input.  The program is killed when ``kill_after`` answers are on the disk."""
+    """``typed`` is the standard input.  The program is killed when ``kill_after`` answers are on disk."""
     modules = [program] if kill_after is None else ["tests.generation.killed_worker", program, str(kill_after)]
     process = subprocess.Popen([str(warm_python()), "-m", *modules, *argv], cwd=ROOT, text=True, stdin=subprocess.PIPE,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip

@@ -1,4 +1,4 @@
-"""``mm.generate`` on several ranks, of which the last one fails while the third token is chosen."""
+"""``mm.generate`` on several ranks; the last rank fails while the third token is chosen."""
 
 import os
 import sys

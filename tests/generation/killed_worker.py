@@ -1,6 +1,6 @@
-"""A program that is killed with SIGKILL as soon as so many answers are on the disk: PROGRAM NUM_ANSWERS ARGUMENT...
+"""A program that is killed with SIGKILL as soon as enough answers are on disk: PROGRAM NUM_ANSWERS ARGUMENT...
 
-A kill from another process may come too late on a busy machine, when all is answered.
+A kill from another process might come too late on a busy machine, after all answers.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Answers the same prompts on every layout, in one set of processes, and writes token ids and logits.
 
 Launched by tests/generation/test_layouts.py: ``layouts_worker DIRECTORY``, which ``write_questions`` has filled and
-where ``mm`` is a conversion and ``adapters`` what was trained beside ``hf``.
+where ``mm`` is a conversion and ``adapters`` were trained for ``hf``.
 """
 
 import json
@@ -32,12 +32,12 @@ from mm.training.step import Parts  # noqa: E402
 from tests.generation.questions import MAX_NEW_TOKENS, SAMPLING  # noqa: E402
 
 FEW = slice(0, 20)
-"""Prompts of every kind, for what one layout has shown with all."""
+"""Prompts of every kind, for layouts that do not answer all."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layout, and the directory that it is loaded from."""
+    """A layout, and the directory it is loaded from."""
 
     name: str
     load: str
@@ -45,7 +45,7 @@ class Case:
     language: tuple[tuple[int, ...], ...] = ((4,),)
     tp: int = 1
     has_all: bool = True
-    """Whether it answers all prompts, or a few."""
+    """Whether it answers all prompts, or only a few."""
 
     @property
     def world_size(self) -> int:
@@ -60,13 +60,13 @@ CASES = (
     Case("tp2", "saved", tp=2),
     Case("tp2pp2", "mm", ((6, 2),), ((0, 4),), 2),
 )
-"""``saved`` is a training checkpoint that the case ``pp2`` leaves."""
+"""``saved`` is a training checkpoint written by the case ``pp2``."""
 WITH_ADAPTERS = Case("adapters", "adapters", ((6, 2),), ((0, 4),), 2, has_all=False)
-"""``adapters`` is a directory of PEFT, which stands beside ``hf``."""
+"""``adapters`` is a PEFT directory for ``hf``."""
 
 
 class Recording(Answerer):
-    """Keeps the logits by which each token is chosen, on the ranks that choose."""
+    """Records the logits from which each token is chosen, on the ranks that choose."""
 
     def _chosen(self, logits, slots):
         if logits is not None:
@@ -93,9 +93,9 @@ def answers(session: Session, prompts: Sequence[Prompt], batch_size: int) -> dic
     lengths = [session.length(one) for one in prompts] if session.mesh.owns_data else [0] * len(prompts)
     found = {}
     for batch in by_length(lengths, batch_size):
-        told, problems = session.respond([prompts[number] for number in batch])
+        responses, problems = session.respond([prompts[number] for number in batch])
         assert not problems
-        found |= {one.prompt.number: one.token_ids for one in told}
+        found |= {one.prompt.number: one.token_ids for one in responses}
     return found
 
 

@@ -1,4 +1,4 @@
-"""A hundred prompts of every kind for the demo's model, and transformers' own answers to them."""
+"""A hundred prompts of every kind for the demo's model, and transformers' answers to them."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ def write_questions(directory: Path) -> Path:
 
 
 def encoder_of(root: Path, *flags: str) -> SampleEncoder:
-    """As ``mm.generate`` with ``flags`` makes it for the checkpoint and the tiny model in ``root``."""
+    """The encoder of ``mm.generate`` with ``flags``, for the checkpoint and the tiny model in ``root``."""
     media = load_asking(["--load", str(root / "hf"), "--prompt", "-", *flags]).media_config(str(root / "hf"))
     return SampleEncoder.from_config(media, read_model(root / "model_1.json").value, 4096)
 
@@ -51,7 +51,7 @@ class Reference:
         self._encoder = encoder
 
     def answer(self, prompt: Prompt, **settings) -> tuple[list[int], torch.Tensor]:
-        """Token ids, and the logits [num_tokens, vocabulary] that they were chosen by."""
+        """Token ids, and the logits [num_tokens, vocabulary] from which they were chosen."""
         inputs = transformers_inputs(self._encoder, prompt.sample, self._encoder.encode_prompt(prompt.sample))
         found = self._model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False, output_logits=True,
                                      return_dict_in_generate=True, **settings)

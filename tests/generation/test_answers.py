@@ -1,4 +1,4 @@
-"""The file of answers: whole lines only, no prompt twice, in order at the end."""
+"""The answers file: complete lines only, no prompt twice, sorted at the end."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def test_an_interruption_anywhere_changes_nothing(order, cut_after, torn, tmp_pa
     assert json_lines(path) == [answer(number) for number in range(10)]
 
 
-def test_half_a_character_is_kept_as_its_escape(tmp_path):
+def test_a_lone_surrogate_is_kept_as_an_escape(tmp_path):
     file = AnswerFile(tmp_path / "a.jsonl", KEYS)
     half = {**answer(1), "answer": "\ud83d, half of a surrogate pair"}
     file.add([half])
@@ -43,7 +43,7 @@ def test_half_a_character_is_kept_as_its_escape(tmp_path):
     assert json_lines(tmp_path / "a.jsonl") == [half]
 
 
-def test_a_second_run_waits_its_turn(tmp_path):
+def test_a_second_run_is_refused_while_the_first_writes(tmp_path):
     path = tmp_path / "a.jsonl"
     first = AnswerFile(path, KEYS)
     with pytest.raises(UserError, match="is being written by another run"):
@@ -53,13 +53,13 @@ def test_a_second_run_waits_its_turn(tmp_path):
 
 
 @pytest.mark.parametrize(("content", "what"), [
-    ('{"number": 1, "key": "key 1"}\nnonsense\n', ":2: is no answer of mm.generate"),
-    ('{"number": 1, "key": "other"}\n', ":1: is the answer to another prompt 1"),
-    ('{"number": 11, "key": "key 11"}\n', ":1: is the answer to another prompt 11"),
+    ('{"number": 1, "key": "key 1"}\nnonsense\n', ":2: is not an answer of mm.generate"),
+    ('{"number": 1, "key": "other"}\n', ":1: answers a different prompt 1"),
+    ('{"number": 11, "key": "key 11"}\n', ":1: answers a different prompt 11"),
     ('{"number": 1, "key": "key 1"}\n' * 2, ":2: is a second answer to prompt 1"),
-    ("[]\n", ":1: is no answer"),
+    ("[]\n", ":1: is not an answer"),
 ])
-def test_another_file_is_refused_and_stays_as_it_is(tmp_path, content, what):
+def test_another_file_is_refused_and_unchanged(tmp_path, content, what):
     path = tmp_path / "a.jsonl"
     path.write_text(content)
     with pytest.raises(UserError, match=what):
@@ -67,7 +67,7 @@ def test_another_file_is_refused_and_stays_as_it_is(tmp_path, content, what):
     assert path.read_text() == content
 
 
-def test_a_place_that_cannot_be_written(tmp_path):
+def test_an_unwritable_path_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         AnswerFile(tmp_path / "file" / "a.jsonl", KEYS)

@@ -26,7 +26,7 @@ def logits_of(seed: int, rows: int = 3) -> torch.Tensor:
 
 
 @given(seed=st.integers(0, 99), temperature=st.floats(0.1, 3), top_k=st.integers(0, 60), top_p=st.floats(0.01, 1))
-def test_probabilities_are_those_of_transformers(seed: int, temperature: float, top_k: int, top_p: float):
+def test_probabilities_equal_transformers(seed: int, temperature: float, top_k: int, top_p: float):
     logits, ids = logits_of(seed), torch.zeros(3, 1, dtype=torch.int64)
     expected = TemperatureLogitsWarper(temperature)(ids, logits)
     if top_k:
@@ -38,7 +38,7 @@ def test_probabilities_are_those_of_transformers(seed: int, temperature: float, 
 
 
 @given(seed=st.integers(0, 99), penalty=st.floats(0.5, 2))
-def test_the_penalty_is_that_of_transformers(seed: int, penalty: float):
+def test_the_penalty_equals_transformers(seed: int, penalty: float):
     logits = logits_of(seed)
     ids = torch.randint(0, VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(seed))
     was_there = torch.zeros(3, VOCABULARY, dtype=torch.bool).scatter_(1, ids, True)
@@ -50,7 +50,7 @@ def test_greedy_takes_the_likeliest():
     assert torch.equal(next_tokens(logits, decoding(temperature=0.0), [0, 1, 2], [0, 0, 0]), logits.argmax(1))
 
 
-def test_tokens_come_as_often_as_they_are_likely():
+def test_tokens_are_drawn_with_their_probabilities():
     logits = torch.tensor([[0.0, 1.0, float("-inf"), 2.0]])
     drawn = torch.cat([next_tokens(logits, decoding(), [prompt], [position])
                        for prompt in range(100) for position in range(100)])
@@ -60,7 +60,7 @@ def test_tokens_come_as_often_as_they_are_likely():
     assert shares[2] == 0
 
 
-def test_a_row_draws_the_same_beside_others():
+def test_a_row_draws_the_same_alone_and_in_a_batch():
     logits = logits_of(2, rows=5)
     together = next_tokens(logits, decoding(seed=3), [4, 0, 7, 2, 9], [1, 2, 3, 4, 5])
     for row, (prompt, position) in enumerate(zip([4, 0, 7, 2, 9], [1, 2, 3, 4, 5], strict=True)):
@@ -68,7 +68,7 @@ def test_a_row_draws_the_same_beside_others():
 
 
 @given(st.tuples(*[st.integers(0, 2**40)] * 3))
-def test_numbers_lie_in_the_half_open_interval(place: tuple[int, int, int]):
+def test_numbers_are_in_the_half_open_interval(place: tuple[int, int, int]):
     assert 0 <= drawn_number(*place) < 1
 
 

@@ -1,4 +1,4 @@
-"""``mm.generate`` as a user calls it: one question, a talk, a file that is killed and started again, and mistakes."""
+"""``mm.generate`` as a user calls it: one question, a conversation, a file that is killed and restarted, and errors."""
 
 import json
 import re
@@ -21,7 +21,7 @@ SHORT = ("--device", "cpu", "--max-new-tokens", str(NUM_TOKENS))
 
 
 def write_prompts(directory: Path) -> None:
-    """Two of them cannot be asked: a picture is not there, another one is cut off in the middle."""
+    """Two of them cannot be asked: one picture is missing, another is truncated."""
     photo(84, 56, seed=1).save(directory / "wide.png")
     photo(84, 84, seed=2).save(directory / "cut.png")
     content = (directory / "cut.png").read_bytes()
@@ -34,7 +34,7 @@ def write_prompts(directory: Path) -> None:
 
 
 def commands(root: Path, stop_word: str) -> dict[str, dict]:
-    """By name, in their order."""
+    """Results by name, in order."""
     load = ["--load", str(root / "hf"), *SHORT]
     wide, prompts = str(root / "wide.png"), ["--prompts", str(root / "prompts.jsonl"), "--batch-size", "2"]
     talk = f"/image {wide}\nWhat is this?\n\nAnd now?\n/image none.png\n/nothing\n/clear\nWhat is this?\n/exit\nno\n"
@@ -112,17 +112,17 @@ def test_one_question(done: dict):
     assert done["one"]["out"] != done["again"]["out"]
 
 
-def test_a_talk(done: dict):
-    """After /clear the picture is gone too."""
+def test_a_conversation(done: dict):
+    """/clear also removes the picture."""
     talk = done["talk"]
     assert talk["status"] == 0, talk
     assert talk["out"].startswith(done["one"]["out"])
-    assert talk["err"].count("error: ") == 1 and "image 'none.png' is no regular file" in talk["err"]
+    assert talk["err"].count("error: ") == 1 and "image 'none.png' is not a regular file" in talk["err"]
     assert "/image FILE" in talk["out"]
 
 
 def test_an_error_of_one_rank_ends_all(root: Path):
-    """In the middle of an answer on two stages: nobody waits for the other for ever."""
+    """In the middle of an answer on two stages: no rank waits forever."""
     with pytest.raises(AssertionError, match="rank 1 failed with RuntimeError: no third token"):
         run_ranks(2, "tests.generation.failing_worker", "--load", str(root / "hf"), "--prompt", "What?", *SHORT,
                   "--pipeline-model-parallel-size", "2", timeout_seconds=240)
@@ -136,11 +136,11 @@ def test_a_file_of_prompts(done: dict, root: Path):
     assert {answer["ended"] for answer in answers} <= {"stop", "length"}
     errors = [line for line in done["whole"]["err"].splitlines() if line.startswith("error: ")]
     assert len(errors) == 2
-    assert "prompts.jsonl:4: prompt 3 (counted from 0) image 'missing.png' is no regular file" in errors[0]
+    assert "prompts.jsonl:4: prompt 3 (counted from 0) image 'missing.png' is not a regular file" in errors[0]
     assert "prompts.jsonl:8" in errors[1] and "cut.png" in errors[1]
 
 
-def test_a_named_token_ends_answers(done: dict, root: Path, encoder: SampleEncoder, greedy: dict, stop_token: int):
+def test_a_stop_token_ends_answers(done: dict, root: Path, encoder: SampleEncoder, greedy: dict, stop_token: int):
     assert done["stopped"]["status"] == 2  # for the two that cannot be asked
     found = {one["number"]: one for one in json_lines(root / "stopped.jsonl")}
     assert found.keys() == greedy.keys()
@@ -154,10 +154,10 @@ def test_a_named_token_ends_answers(done: dict, root: Path, encoder: SampleEncod
 
 
 def test_killed_in_the_middle_and_started_again(done: dict, root: Path):
-    """The same bytes as of a run that nothing interrupted."""
+    """The same bytes as from an uninterrupted run."""
     assert done["killed"]["status"] == -9
     assert done["started again"]["status"] == 2
-    kept = re.search(r"b\.jsonl has (\d+) answers already", done["started again"]["err"])
+    kept = re.search(r"b\.jsonl already has (\d+) answers", done["started again"]["err"])
     assert kept and 4 <= int(kept[1]) < len(GOOD)
     assert (root / "b.jsonl").read_bytes() == (root / "whole.jsonl").read_bytes()
     assert done["nothing left"]["status"] == 2
@@ -169,14 +169,14 @@ def test_answers_by_other_settings_are_not_mixed(done: dict):
 
 
 @pytest.mark.parametrize(("name", "what"), [
-    ("no picture", "image 'none.png' is no regular file; give the path of a file that is there"),
+    ("no picture", "image 'none.png' is not a regular file; give the path of an existing file"),
     ("no token", "--stop-tokens has '<|im_ende|>' (did you mean '<|im_end|>'?)"),
-    ("two ranks", "1 ranks are no multiple of tensor x pipeline parallel size = 2 x 1"),
+    ("two ranks", "1 ranks are not a multiple of tensor x pipeline parallel size = 2 x 1"),
     ("no tokenizer", "has no tokenizer; give --model-name-or-path"),
     ("another model", "num_query_groups"),
     ("no setting", "num_beams is 4; supported: null or 1"),
 ])
-def test_mistakes_are_told(done: dict, name: str, what: str):
+def test_errors_are_reported(done: dict, name: str, what: str):
     assert done[name]["status"] == 2, done[name]
     assert what in done[name]["err"]
     assert "Traceback" not in done[name]["err"] and done[name]["out"] == ""

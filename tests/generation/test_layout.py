@@ -1,4 +1,4 @@
-"""On which stages a model is put to be asked."""
+"""The stages on which a model is placed for generation."""
 
 import math
 from dataclasses import replace
@@ -21,14 +21,14 @@ TWO = our_config(((3, 1),), ((0, 4),))
 @pytest.mark.parametrize(("num_stages", "world_size", "expected"), [
     (None, 1, ((4,), (4,))), (None, 2, ((3, 1), (0, 4))), (2, 2, ((3, 1), (0, 4))), (1, 2, ((4,), (4,))),
 ])
-def test_lists_count_where_ranks_suffice(num_stages, world_size, expected):
+def test_the_lists_are_used_if_there_are_enough_ranks(num_stages, world_size, expected):
     model, _ = placed(TWO, 1, num_stages, world_size)
     assert (model.vision.pipeline_num_layers[0], model.language.pipeline_num_layers[0]) == expected
 
 
-def test_another_number_of_stages_is_told():
+def test_another_number_of_stages_is_noted():
     model, notes = placed(TWO, 1, 4, 4)
-    assert model.num_stages == 4 and "are for 2 stages; on 4" in notes[0]
+    assert model.num_stages == 4 and "are for 2 stages; with 4" in notes[0]
     assert placed(TWO, 1, 2, 2)[1] == ()
 
 
@@ -50,9 +50,9 @@ def test_even_lists_are_legal_and_about_even(size: str, num_stages: int):
 
 
 @pytest.mark.parametrize(("tp_size", "num_stages", "world_size", "what"), [
-    (3, 1, 3, "--tensor-model-parallel-size is 3"), (2, 2, 2, "2 ranks are no multiple of tensor x pipeline"),
-    (1, 2, 3, "3 ranks are no multiple"),
+    (3, 1, 3, "--tensor-model-parallel-size is 3"), (2, 2, 2, "2 ranks are not a multiple of tensor x pipeline"),
+    (1, 2, 3, "3 ranks are not a multiple"),
 ])
-def test_what_does_not_divide_is_refused(tp_size, num_stages, world_size, what):
+def test_indivisible_sizes_are_refused(tp_size, num_stages, world_size, what):
     with pytest.raises(UserError, match=what):
         placed(replace(TWO), tp_size, num_stages, world_size)

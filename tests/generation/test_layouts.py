@@ -1,4 +1,4 @@
-"""Greedy answers are transformers', token for token, on any layout and from any directory; drawn ones repeat."""
+"""Greedy answers equal transformers', token for token, on any layout and from any directory; sampled ones repeat."""
 
 import json
 from pathlib import Path
@@ -64,7 +64,7 @@ def expected(reference: Reference, prompts: list) -> list[tuple[list[int], torch
 
 @pytest.mark.parametrize("case", LAYOUTS)
 @pytest.mark.parametrize("batch_size", ["8", "1"])
-def test_greedy_answers_are_those_of_transformers(case: str, batch_size: str, found: dict, expected: list):
+def test_greedy_answers_equal_transformers(case: str, batch_size: str, found: dict, expected: list):
     answers = found[case][batch_size]
     (has_all,) = (one.has_all for one in CASES if one.name == case)
     assert len(answers) == (NUM_PROMPTS if has_all else FEW.stop)
@@ -73,14 +73,14 @@ def test_greedy_answers_are_those_of_transformers(case: str, batch_size: str, fo
 
 
 def test_answers_differ_and_some_end_early(expected: list):
-    """Else equality would show little."""
+    """Otherwise equality would prove little."""
     answers = [tuple(ids) for ids, _ in expected]
     assert len(set(answers)) > NUM_PROMPTS // 2
     assert len({len(ids) for ids in answers}) > 1
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
-def test_logits_are_those_of_transformers(case: str, root: Path, expected: list):
+def test_logits_equal_transformers(case: str, root: Path, expected: list):
     logits = load_file(root / f"{case}.safetensors")
     assert set(logits) == {str(number) for number in range(5)}
     for name, ours in logits.items():
@@ -92,7 +92,7 @@ def test_logits_are_those_of_transformers(case: str, root: Path, expected: list)
 def test_adapters_trained_here_answer_as_in_peft(
     root: Path, found: dict, encoder: SampleEncoder, prompts: list, expected: list
 ):
-    """Token for token, and by the same logits, of texts, pictures and videos on two stages of two ranks each."""
+    """Token for token, with the same logits, for texts, pictures and videos on two stages of two ranks each."""
     peft = Reference(root / "hf", encoder, root / "adapters")
     theirs = [peft.answer(prompt) for prompt in prompts[FEW]]
     for batch_size in ("8", "1"):
@@ -104,7 +104,7 @@ def test_adapters_trained_here_answer_as_in_peft(
     assert max(errors) <= ADAPTED_TOLERANCE, errors
 
 
-def test_the_repetition_penalty_is_that_of_transformers(
+def test_the_repetition_penalty_equals_transformers(
     found: dict, expected: list, reference: Reference, prompts: list
 ):
     answers = found["one"]["penalty"]
@@ -118,7 +118,7 @@ def test_a_seed_draws_the_same_on_any_layout(case: str, found: dict):
     assert found[case]["drawn"] == found["one"]["drawn"]
 
 
-def test_what_is_drawn_depends_on_the_seed_alone(found: dict, expected: list):
+def test_sampled_answers_depend_on_the_seed_alone(found: dict, expected: list):
     drawn = found["one"]["drawn"]
     assert found["one"]["drawn alone"] == drawn
     assert sum(found["one"]["drawn by 8"][number] != drawn[number] for number in drawn) > len(drawn) // 2

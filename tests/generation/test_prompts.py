@@ -55,15 +55,15 @@ def test_every_form_is_read(folder: Path, name: str):
 
 
 @pytest.mark.parametrize(("record", "what"), [
-    ({"prompt": "A", "image": "none.png"}, "prompt 1 (counted from 0) image 'none.png' is no regular file"),
-    ({"prompt": "A", "image": "/etc/passwd"}, "to allow that folder, name it in --media-roots"),
+    ({"prompt": "A", "image": "none.png"}, "prompt 1 (counted from 0) image 'none.png' is not a regular file"),
+    ({"prompt": "A", "image": "/etc/passwd"}, "to allow that folder, add it to --media-roots"),
     ({"prompt": "A <image>"}, "has 1 <image> in its messages but 0 images"),
     ({"prompt": "  "}, "has an empty message 0"),
     ({"messages": [{"role": "assistant", "content": "A"}]}, "there is nothing to answer"),
     ({"question": "A"}, "has no 'conversations'"),
     ([1], "is a list; expected an object"),
 ])
-def test_a_bad_record_is_told_and_the_others_are_read(folder: Path, record, what: str):
+def test_a_bad_record_is_reported_and_the_others_are_read(folder: Path, record, what: str):
     prompts, problems = prompts_of(folder, [{"prompt": "Good"}, record, {"prompt": "Good too"}])
     assert [prompt.number for prompt in prompts] == [0, 2]
     assert len(problems) == 1 and what in problems[0]
@@ -76,7 +76,7 @@ def test_broken_lines_and_empty_files(folder: Path):
     assert [prompt.number for prompt in prompts] == [0, 2]
     assert "not valid JSON" in problems[0]
     (folder / "p.jsonl").write_text("")
-    with pytest.raises(UserError, match="holds no prompt"):
+    with pytest.raises(UserError, match="has no prompts"):
         read_prompts(str(folder / "p.jsonl"), ())
 
 
@@ -89,7 +89,7 @@ def test_a_question_of_the_user(folder: Path):
 
 
 @pytest.mark.parametrize(("text", "images", "what"), [
-    ("A", ["none.png"], "image 'none.png' is no regular file"),
+    ("A", ["none.png"], "image 'none.png' is not a regular file"),
     ("<image><image>", ["a.png"], "2 <image> but 1 images"),
     (" ", [], "the question is empty"),
 ])
@@ -99,5 +99,5 @@ def test_a_question_that_cannot_be_asked(folder: Path, monkeypatch, text: str, i
         question(text, images, [])
 
 
-def test_batches_are_of_like_length():
+def test_batches_have_similar_lengths():
     assert by_length([5, 9, 1, 9, 7], 2) == [[1, 3], [4, 0], [2]]

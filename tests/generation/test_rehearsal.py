@@ -1,4 +1,4 @@
-"""``--check`` of ``mm.generate`` and ``mm.evaluate``: all mistakes at once, without launcher, device and megatron."""
+"""``--check`` of ``mm.generate`` and ``mm.evaluate``: all errors together, without launcher, device and megatron."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ TWO_RANKS = ("--check", "--world-size", "2", "--tensor-model-parallel-size", "2"
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint, a picture, and files of prompts and questions that are in order, or have one bad record each."""
+    """A checkpoint, a picture, and files of prompts and questions, each good or with one bad record."""
     directory = tmp_path_factory.mktemp("rehearsal")
     build(directory / "hf", ["What is in it? Red.", "Two and three and four? They are of no use here."], seed=0)
     Image.new("RGB", (56, 56), "red").save(directory / "red.png")
@@ -42,7 +42,7 @@ def test_prompts_are_checked_without_weights(root: Path, capsys: pytest.CaptureF
     assert "red.png is a file; give a directory" in told and ALL_IN_ORDER not in told
     assert generate([*load, "--world-size", "3", "--prompt", "What?", "--image", str(root / "blue.png")]) == 2
     told = capsys.readouterr().err
-    assert "3 ranks are no multiple" in told and "blue.png" in told
+    assert "3 ranks are not a multiple" in told and "blue.png" in told
     assert not (root / "answers").exists()
 
 
@@ -56,7 +56,7 @@ def test_questions_are_checked_without_weights(root: Path, capsys: pytest.Captur
 
 
 def test_media_are_checked_up_to_their_headers(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What the help states: pixels behind a whole header are read where they are asked about, and for --image."""
+    """As the help states: pixels after a good header are only decoded when they are used, and for --image."""
     Image.effect_noise((112, 112), 50).save(root / "whole.png")
     content = (root / "whole.png").read_bytes()
     for name, kept in (("half.png", content[: len(content) // 2]), ("head.png", content[:20]), ("none.png", b""),

@@ -1,4 +1,4 @@
-"""What is asked, found beforehand: refusals say which flag or key named a directory."""
+"""Errors of the loaded directory name the flag or key that gave it."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ from mm.generation.source import find
 
 @pytest.fixture
 def other(tmp_path: Path) -> Path:
-    """Beside ``hf``, a copy whose config.json asks for another activation."""
+    """A copy of ``hf`` whose config.json has another activation."""
     build(tmp_path / "hf", ["One? 1", "Two and three and four? They are of no use here."], seed=0)
     shutil.copytree(tmp_path / "hf", tmp_path / "other")
     path = tmp_path / "other" / "config.json"
@@ -23,7 +23,7 @@ def other(tmp_path: Path) -> Path:
     return tmp_path / "other"
 
 
-def test_a_config_json_is_refused_by_the_name_of_who_gave_it(other: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refused_config_json_names_its_flag_or_key(other: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hf, wrong = str(other.parent / "hf"), f"{other / 'config.json'}: hidden_act is 'gelu'; expected 'silu'"
     with pytest.raises(UserError) as caught:
         find(load_asking(["--load", hf, "--model-name-or-path", str(other), "--prompt", "One?"], {}))

@@ -1,4 +1,4 @@
-"""An answer in the terminal is shown as it comes, and never half a character of it."""
+"""An answer is streamed to the terminal, without incomplete characters."""
 
 from io import StringIO
 
@@ -12,7 +12,7 @@ TEXT = "a\u00e9\u65e5\U0001f99c z"
 
 
 def text_of(token_ids: list[int]) -> str:
-    """Each byte is a token, and what is no whole character a replacement mark, as the tokenizer has it."""
+    """Each byte is a token; incomplete characters decode to a replacement character, as in real tokenizers."""
     return bytes(token_ids).decode(errors="replace")
 
 

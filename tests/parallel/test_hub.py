@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 
 from mm.parallel import hub as hubs
-from mm.parallel.hub import Hub, allow_open_files, ranks_told
+from mm.parallel.hub import Hub, allow_open_files, ranks_text
 from mm.parallel.lines import Lines, call
 from tests.files import ROOT
 
@@ -64,7 +64,7 @@ def test_a_line_that_is_no_message_is_told_and_the_hub_goes_on(line: bytes, capf
         assert next_words(first) == ["begins"]
         second.sendall(b'["leaves"]\n')
         leave(hub, first)
-    assert "the hub does not understand what rank 1 says, and goes on: " in capfd.readouterr().err
+    assert "the hub ignores a message of rank 1 that it does not understand: " in capfd.readouterr().err
 
 
 def test_strangers_come_and_go(capfd: pytest.CaptureFixture) -> None:
@@ -116,9 +116,9 @@ def test_without_a_free_file_the_hub_says_so_and_lets_ranks_in_later() -> None:
         process.stdin.write("\n")
         process.stdin.flush()
         rest, output = process.stderr.read(), process.stdout.read()
-    assert told.startswith("warning: the hub of rank 0 can let no rank in: Too many open files (ulimit -n is ")
-    assert told.endswith("; 3 of 3 ranks are not watched and wait to be let in\n")
-    assert rest == "note: ranks can join the hub of rank 0 again\n"
+    assert told.startswith("warning: the hub of rank 0 cannot accept connections: Too many open files (ulimit -n is ")
+    assert told.endswith("; 3 of 3 ranks are not watched and wait for a connection\n")
+    assert rest == "note: the hub of rank 0 accepts connections again\n"
     assert output == "all were watched\n"
 
 
@@ -134,7 +134,7 @@ def test_a_hub_that_fails_says_so_to_all(monkeypatch: pytest.MonkeyPatch, capfd:
         assert next_words(one) == ["unwatched"] and next_words(one) is None
     hub.join()
     told = capfd.readouterr().err
-    assert told.startswith("warning: the hub of rank 0 has failed, so no rank is watched any more.")
+    assert told.startswith("warning: the hub of rank 0 has failed, so ranks are no longer watched.")
     assert "ZeroDivisionError: nobody thought of it" in told
 
 
@@ -149,7 +149,7 @@ def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     first.close()
     fourth.close()
     assert [cause.rank for cause in ends] == [1]
-    assert ends[0].text.startswith("ranks 1 to 2, 4 to 5 of 6 did not come within 0 minutes after rank 0; see ")
+    assert ends[0].text.startswith("ranks 1 to 2, 4 to 5 of 6 did not connect within 0 minutes after rank 0; see ")
 
 
 def test_open_files_are_allowed_as_far_as_the_system_lets_them() -> None:
@@ -171,4 +171,4 @@ def test_open_files_are_allowed_as_far_as_the_system_lets_them() -> None:
 @pytest.mark.parametrize(("ranks", "told"), [
     ([3], "rank 3"), ([0, 1], "ranks 0 to 1"), ([1, 3, 4, 5, 8], "ranks 1, 3 to 5, 8")])
 def test_ranks_are_told_in_spans(ranks: list[int], told: str) -> None:
-    assert ranks_told(ranks) == told
+    assert ranks_text(ranks) == told

@@ -48,14 +48,14 @@ def test_all_ranks_end(fault, jobs: Path) -> None:
 
 def test_a_killed_rank_is_named_first(jobs: Path) -> None:
     report = said(jobs, "killed")
-    assert report.startswith("error: rank 1 died without a word: ")
-    assert "\n  rank 1, when last heard, stage 1, " in report and "\n  rank 0, stage 0, " in report
+    assert report.startswith("error: rank 1 died without an error message: ")
+    assert "\n  rank 1, last known, stage 1, " in report and "\n  rank 0, stage 0, " in report
     assert "Traceback" not in report, "the broken connections of the others"
 
 
 def test_the_hub_may_die_with_its_rank(jobs: Path) -> None:
     report = said(jobs, "killed with the hub")
-    assert report.startswith("error: rank 0 died without a word: ")
+    assert report.startswith("error: rank 0 died without an error message: ")
     assert "Traceback" not in report
 
 
@@ -79,7 +79,7 @@ def test_what_rank_0_refuses_before_the_start_is_said_once(jobs: Path) -> None:
 
 def test_a_rank_may_die_before_the_start(jobs: Path) -> None:
     report = said(jobs, "killed before the start")
-    assert report.startswith("error: rank 0 died without a word: ")
+    assert report.startswith("error: rank 0 died without an error message: ")
     assert "\n  it " in report and "Traceback" not in report
 
 
@@ -106,7 +106,7 @@ def test_a_message_of_another_shape_is_refused(jobs: Path) -> None:
     report = said(jobs, "wrong shape")
     name = r"the activation of microbatch \d between slots 0 and 1, \[(\d+), 64\] float32"
     found = re.match(f"error: rank 1 failed with MessageError: --check-p2p: stage 1 expected from stage 0 \\(rank 0\\) "
-                     f"{name}; found {name}: the two stages do not work on the same plan\nTraceback", report)
+                     f"{name}; found {name}: the two stages do not follow the same plan\nTraceback", report)
     assert found and int(found[1]) < int(found[2])
 
 

@@ -1,4 +1,4 @@
-"""Benchmark files for tests, as OpenCompass writes them, with real pictures inside, and the peer's JSON file."""
+"""Benchmark files for tests in OpenCompass's format, with real pictures, and the peer's JSON file."""
 
 import base64
 import csv
@@ -15,7 +15,7 @@ from tests.files import EXAMPLES
 
 
 def encoded(seed: int, kind: str = "PNG") -> str:
-    """A picture of noise as base64; each seed has another one."""
+    """A noise picture as base64, different for each seed."""
     pixels = np.random.default_rng(seed).integers(0, 256, (24, 32, 3), dtype=np.uint8)
     stream = io.BytesIO()
     Image.fromarray(pixels).save(stream, kind)
@@ -23,7 +23,7 @@ def encoded(seed: int, kind: str = "PNG") -> str:
 
 
 def write_table(path: Path, rows: Sequence[Mapping[str, str]]) -> str:
-    """Write rows as pandas does: with the columns of them all, and quotes where they are needed."""
+    """Write rows like pandas: with all columns, and quotes where needed."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     with path.open("w", encoding="utf-8", newline="") as stream:
         writer = csv.DictWriter(stream, columns, restval="", delimiter="\t", lineterminator="\n")

@@ -1,4 +1,4 @@
-"""Benchmark files as questions: the published words to the letter, pictures in their places, what cannot be asked."""
+"""Benchmark files as questions: the exact published prompts, placement of pictures, and rows that cannot be asked."""
 
 import pytest
 
@@ -71,7 +71,7 @@ def test_open_questions_of_mmmu(tmp_path):
     assert items.items[0].options == {} and items.items[0].right == ("2.5", "5/2")
 
 
-def test_marks_of_pictures():
+def test_picture_placeholders():
     assert placed("no mark", 2) == (0, 1, "no mark")
     assert placed("<image 1><image 1>end", 2) == (0, 0, "end")
     assert placed("<image 10> is no mark", 1) == (0, "<image 10> is no mark")
@@ -90,29 +90,29 @@ def test_pictures_by_path_lie_below_the_file(tmp_path):
         read(tmp_path / "in", "chartqa", [{**row, "image_path": "['a.png', 'c.png']"}, {
             **row, "index": "1", "image_path": str(outside)}])
     missing, other = caught.value.problems
-    assert missing.startswith(f"{tmp_path}/in/chartqa.tsv:2: image 'c.png' is no regular file, neither as")
-    assert other.startswith(f"{tmp_path}/in/chartqa.tsv:3: image {str(outside)!r} leads to")
+    assert missing.startswith(f"{tmp_path}/in/chartqa.tsv:2: image 'c.png' is not a regular file, neither as")
+    assert other.startswith(f"{tmp_path}/in/chartqa.tsv:3: image {str(outside)!r} resolves to")
 
 
-def test_rows_without_a_picture_are_left_out_and_told(tmp_path):
+def test_rows_without_a_picture_are_left_out_with_a_note(tmp_path):
     items = read(tmp_path, "chartqa", [WORDS, {**WORDS, "index": "1", "image": ""}])
     assert len(items.items) == 1
     table = tmp_path / "chartqa.tsv"
-    assert items.notes == (f"{table}: 1 rows without a picture are left out, as VLMEvalKit leaves them out",)
-    with pytest.raises(UserError, match="has no row with a picture; there is nothing to ask"):
+    assert items.notes == (f"{table}: 1 rows without a picture are left out, as in VLMEvalKit",)
+    with pytest.raises(UserError, match="has no rows with a picture; there is nothing to ask"):
         read(tmp_path, "chartqa", [{**WORDS, "image": ""}])
 
 
 @pytest.mark.parametrize(("name", "row", "expected"), [
     ("ai2d", {**AI2D, "answer": "C"}, "column 'answer' is 'C'; expected the letter of an option: A, B."),
     ("ai2d", {**AI2D, "answer": "moon"}, "column 'answer' is 'moon'; expected the letter of an option: A, B."),
-    ("ai2d", {**AI2D, "B": ""}, "has 1 options; expected texts in the columns A, B and so on."),
+    ("ai2d", {**AI2D, "B": ""}, "has 1 options; expected texts in columns A, B and so on."),
     ("docvqa", {**WORDS, "answer": ""},
-     "column 'answer' is empty, so nothing can be scored; take a split whose answers are published (of DocVQA and MMMU "
+     "column 'answer' is empty, so it cannot be scored; use a split with published answers (of DocVQA and MMMU "
      "the validation split)."),
-    ("docvqa", {**WORDS, "question": ""}, "column 'question' is empty; expected what is asked."),
+    ("docvqa", {**WORDS, "question": ""}, "column 'question' is empty; expected a question."),
     ("mmmu", {**MMMU, "image": encoded(1)},
-     "names <image 2>, but has 1 pictures; add the missing one to column 'image'."),
+     "refers to <image 2>, but has 1 pictures; add the missing ones to column 'image'."),
 ])  # fmt: skip
 def test_rows_that_cannot_be_asked(tmp_path, name, row, expected):
     with pytest.raises(UserError) as caught:

@@ -1,4 +1,4 @@
-"""``mm.evaluate`` as a user calls it: every benchmark, a run that is killed, other ranks, the peer's JSON, mistakes."""
+"""``mm.evaluate`` as a user calls it: all benchmarks, a killed run, other numbers of ranks, the peer's JSON, errors."""
 
 import base64
 import json
@@ -49,7 +49,7 @@ def evaluation(root: Path, questions: str, output: str, *flags: str) -> list[str
 
 
 def commands(root: Path) -> dict[str, dict[str, Any]]:
-    """By name, in their order."""
+    """Results by name, in order."""
     own = evaluation(root, "own.json", "own", "--rule", "exact")
     chartqa = evaluation(root, "chartqa.tsv", "killed", "--benchmark", "chartqa")
     unfinished = evaluation(root, "chartqa.tsv", "unfinished", "--benchmark", "chartqa")
@@ -109,7 +109,7 @@ def test_answers_are_those_of_mm_generate(root, done):
 
 def test_a_run_that_was_killed_ends_with_the_same_files(root, done):
     assert done["killed"]["status"] < 0 and done["started again"]["status"] == 0
-    kept = re.search(r"answers\.jsonl has (\d+) answers already", done["started again"]["err"])
+    kept = re.search(r"answers\.jsonl already has (\d+) answers", done["started again"]["err"])
     assert kept and 1 <= int(kept[1]) < len(ROWS["chartqa"])
     assert sorted(path.name for path in (root / "killed").iterdir()) == FILES
     for name in FILES:
@@ -118,7 +118,7 @@ def test_a_run_that_was_killed_ends_with_the_same_files(root, done):
 
 @pytest.mark.parametrize(("num_ranks", "output"), [(2, "two"), (3, "unfinished")])
 def test_any_number_of_ranks_writes_the_same_files(root, done, num_ranks, output):
-    """Two ranks answer three batches; three ranks end a run of one rank, of which at most two batches are left."""
+    """Two ranks answer three batches; three ranks finish a run of one rank that has at most two batches left."""
     assert done["chartqa"]["status"] == 0 and done["unfinished"]["status"] < 0
     kept = root / output / "answers.jsonl"
     before = kept.read_bytes() if kept.exists() else b""
@@ -147,7 +147,7 @@ def test_the_peers_json(root, done):
     assert "settings have no effect here; the same command with --check lists them" in found["err"]
 
 
-def test_bad_questions_are_told_and_results_stay(root, done):
+def test_bad_questions_are_reported_and_results_are_kept(root, done):
     assert done["docvqa"]["status"] == done["own"]["status"] == 0
     kept = {path: path.read_bytes() for name in ("docvqa", "own") for path in (root / name).iterdir()}
     argvs = {
@@ -159,22 +159,22 @@ def test_bad_questions_are_told_and_results_stay(root, done):
         {"program": "mm.evaluate", "argv": argv} for argv in argvs.values()]), strict=True))
     for name, expected in (
         ("no_columns.tsv", f"error: {root}/no_columns.tsv:1: has no column 'question'; its columns are 'index', "
-                           f"'image', 'text', 'answer', separated by tabs; name the right one so, or give "
+                           f"'image', 'text', 'answer', separated by tabs; rename the right column, or use "
                            f"OpenCompass's file of this benchmark.\n"),
-        ("no_picture.tsv", f"error: {root}/no_picture.tsv:3: picture 1 of column 'image': is no picture that Pillow "
-                           f"reads: it begins with b'ABCABCABCABCABCA'; give a JPEG or PNG file.\n"),
+        ("no_picture.tsv", f"error: {root}/no_picture.tsv:3: picture 1 of column 'image': is not an image that "
+                           f"Pillow can read: it starts with b'ABCABCABCABCABCA'; use a JPEG or PNG file.\n"),
         ("missing", f"error: {root}/missing.json:1: question 3 (counted from 0): image 'none.png' "
-                    f"is no regular file, neither as"),
-        ("no rule", "error: --benchmark or --rule is missing: say whose questions these are"),
+                    f"is not a regular file, neither as"),
+        ("no rule", "error: --benchmark or --rule is missing: name the benchmark of the questions"),
     ):
         assert bad[name]["status"] == 2 and bad[name]["err"].startswith(expected), (name, bad[name]["err"])
     assert {path: path.read_bytes() for name in ("docvqa", "own") for path in (root / name).iterdir()} == kept
     assert sorted(path.name for path in kept) == sorted(2 * FILES)
 
 
-def test_a_picture_that_is_cut_off_can_be_mended(root, done):
+def test_a_truncated_picture_can_be_replaced(root, done):
     found = done["cut"]
-    assert found["status"] == 2 and f"{root}/changing.tsv:3" in found["err"] and "damaged or cut short" in found["err"]
+    assert found["status"] == 2 and f"{root}/changing.tsv:3" in found["err"] and "damaged or truncated" in found["err"]
     assert [one["number"] for one in json_lines(root / "changing/answers.jsonl")] == [0]
     before = (root / "changing/answers.jsonl").read_bytes()
     (root / "changing.tsv").write_bytes((root / "mended.tsv").read_bytes())

@@ -1,4 +1,4 @@
-"""The user's own questions: both forms, every rule, and what cannot be asked."""
+"""The user's own questions: both formats, every rule, and records that cannot be asked."""
 
 import json
 
@@ -67,32 +67,32 @@ def test_samples_as_they_are_trained_on(folder):
 
 @pytest.mark.parametrize(("record", "rule", "expected"), [
     ([1], "exact", "is a list; expected an object with 'question' and 'answer'."),
-    ({"question": " ", "answer": "1"}, "exact", "'question' is ' '; expected a text."),
-    ({"question": "q"}, "exact", "has no 'answer' nor 'answers'; expected one of them: a text, a number, or a list of "
-                                 "these, any of which counts."),
+    ({"question": " ", "answer": "1"}, "exact", "'question' is ' '; expected a string."),
+    ({"question": "q"}, "exact", "has no 'answer' nor 'answers'; expected one of them: a string, a number, or a list "
+                                 "of these, any of which is accepted."),
     ({"question": "q", "answer": [True]}, "exact",
-     "'answer' is [True]; expected a text, a number, or a list of these."),
+     "'answer' is [True]; expected a string, a number, or a list of these."),
     ({"question": "q", "answer": "\ud83d"}, "exact",
-     "'answer' holds half of a surrogate pair, which is no character; repair the text."),
+     "'answer' contains half of a surrogate pair, which is not a character; repair the text."),
     ({"question": "q", "answer": "x", "options": ["x", "\udfff"]}, "choice",
-     "'options' holds half of a surrogate pair, which is no character; repair the text."),
+     "'options' contains half of a surrogate pair, which is not a character; repair the text."),
     ({"id": "\ud83d", "question": "q", "answer": "x"}, "exact",
-     "'id' holds half of a surrogate pair, which is no character; repair the text."),
+     "'id' contains half of a surrogate pair, which is not a character; repair the text."),
     ({"question": "q", "answer": "A"}, "choice", "has no 'options', which the rule choice needs; give an object of "
                                                  "letters and texts, or a list."),
     ({"question": "q", "answer": "A", "options": ["x", "y"]}, "anls",
-     "has 'options', which the rule anls does not read; remove them, or take the rule choice."),
+     "has 'options', which the rule anls does not read; remove them, or use the rule choice."),
     ({"question": "q", "answer": "A", "options": ["x"]}, "choice",
      "'options' is {'A': 'x'}; expected at least two texts, as a list or as an object with letters like "
      '{"A": "cat", "B": "dog"}.'),
     ({"question": "q", "answer": "C", "options": ["x", "y"]}, "choice",
      "'answer' is 'C'; expected the letter or the text of an option: A, B."),
     ({"question": "q", "answer": "1", "image": "words.png"}, "exact",
-     "{folder}/words.png: is no picture that Pillow reads: it is a web page; "
+     "{folder}/words.png: is not an image that Pillow can read: it is a web page; "
       "the download failed: fetch the file itself."),
     ({"conversations": [{"from": "human", "value": "<image>Who?"}, {"from": "gpt", "value": "Me."},
                         {"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}], "image": "words.png"},
-     "exact", "{folder}/words.png: is no picture that Pillow reads: it is a web page; "
+     "exact", "{folder}/words.png: is not an image that Pillow can read: it is a web page; "
       "the download failed: fetch the file itself."),
 ])  # fmt: skip
 def test_records_that_cannot_be_asked(folder, record, rule, expected):
@@ -111,11 +111,11 @@ def test_missing_pictures_double_indices_and_broken_lines(folder):
         read_own(str(folder / "own.jsonl"), "exact", ())
     missing, broken, double = caught.value.problems
     where = f"{folder}/own.jsonl"
-    assert missing.startswith(f"{where}:1: question 0 (counted from 0): image 'no.png' is no regular file")
+    assert missing.startswith(f"{where}:1: question 0 (counted from 0): image 'no.png' is not a regular file")
     assert broken.startswith(f"{where}:2:13: question 1 (counted from 0): not valid JSON")
-    assert double == (f"{where}:4: question 3 (counted from 0, id 5): has the index '5' of {where}:3: question 2 "
-                      f"(counted from 0, id 5); expected indices that differ.")
-    with pytest.raises(UserError, match="is no file; expected JSON"):
+    assert double == (f"{where}:4: question 3 (counted from 0, id 5): has the same index '5' as {where}:3: question 2 "
+                      f"(counted from 0, id 5); expected unique indices.")
+    with pytest.raises(UserError, match="is not a file; expected JSON"):
         read_own(str(folder / "none.json"), "exact", ())
     with pytest.raises(UserError, match="has no records; there is nothing to ask"):
         read(folder, [])

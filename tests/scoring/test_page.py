@@ -1,4 +1,4 @@
-"""The page: scores, the worst answers with their pictures inside, and nothing that a browser would fetch or run."""
+"""The page: scores, the worst answers with embedded pictures, and nothing that a browser would fetch or run."""
 
 import base64
 import io
@@ -33,6 +33,6 @@ def test_nothing_wrong_and_splits(tmp_path):
     items = items_of(tmp_path, "mmmu")
     found = [one for one in scored(items, answers_of("mmmu")) if one.score == 1]
     scores = summary(items, "MMMU", found)
-    assert "Every answer is right" in results_page(scores, {}, found)
+    assert "All answers are right" in results_page(scores, {}, found)
     text = report(scores).text()
     assert re.search(r"^score +100\.00 % of split validation$", text, flags=re.MULTILINE) and "By l2-category" in text

@@ -1,4 +1,4 @@
-"""MindSpeed-MM's result files: names, columns and scales, read by programs that others wrote."""
+"""MindSpeed-MM's result files: names, columns and scales, read by independent programs."""
 
 import csv
 import json

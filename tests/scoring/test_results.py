@@ -1,4 +1,4 @@
-"""Hand-computed scores of each benchmark, and folders of another evaluation."""
+"""Hand-computed scores of each benchmark, and folders of other evaluations."""
 
 import json
 
@@ -57,7 +57,7 @@ def answers_of(name: str) -> dict[int, Answer]:
 
 
 def finished(folder, items: Items, answers: dict[int, Answer]) -> dict:
-    """Scores of answers that lie there as mm.generation writes them."""
+    """Scores of answers in the format of mm.generation."""
     check_settings(folder, {"benchmark": "x"})
     lines = ({"number": number, "answer": one.text, "ended": "length" if one.is_cut else "stop", "key": ""}
              for number, one in answers.items())
@@ -90,15 +90,15 @@ def test_scores_by_category_and_split(tmp_path):
     assert scores["by_l2_category"] == {"Humanities": part(2, 100.0), "Science": part(2, 50.0)}
 
 
-def test_half_a_character_in_an_answer_loses_no_score(tmp_path):
-    """Half of a surrogate pair has no bytes in UTF-8; the files hold JSON's escape of it."""
+def test_a_lone_surrogate_in_an_answer_is_scored(tmp_path):
+    """Lone surrogates have no UTF-8 encoding; the files contain their JSON escapes."""
     answers = {**answers_of("ai2d"), 2: Answer("\ud83d A")}
     scores = finished(tmp_path / "out", items_of(tmp_path, "ai2d"), answers)
     assert scores["overall"]["score_percent"] == pytest.approx(200 / 3, abs=1e-4)
     assert json_lines(tmp_path / "out" / PREDICTIONS)[2]["prediction"] == "\ud83d A"
 
 
-def test_predictions_say_everything(tmp_path):
+def test_predictions_are_complete(tmp_path):
     finished(tmp_path / "out", items_of(tmp_path, "ai2d"), answers_of("ai2d"))
     lines = json_lines(tmp_path / "out" / PREDICTIONS)
     assert [line["index"] for line in lines] == ["0", "1", "2"]
@@ -114,10 +114,10 @@ def test_another_evaluation_is_refused_and_nothing_lost(tmp_path):
     before = {path: path.read_bytes() for path in out.iterdir()}
     with pytest.raises(UserError) as caught:
         check_settings(out, {"benchmark": "y", "load": "z"})
-    ends = "; give another --output, or remove this folder to begin anew."
+    ends = "; give another --output, or remove this folder to start again."
     assert caught.value.problems == (f'{out}/{SETTINGS}: benchmark was "x" and is now "y"{ends}',
                                      f'{out}/{SETTINGS}: load was null and is now "z"{ends}')
     assert {path: path.read_bytes() for path in out.iterdir()} == before
     (out / SETTINGS).unlink()
-    with pytest.raises(UserError, match=r"holds answers of an evaluation, but not settings\.json"):
+    with pytest.raises(UserError, match=r"has answers of an evaluation, but not settings\.json"):
         check_settings(out, {"benchmark": "x"})

@@ -1,4 +1,4 @@
-"""Scores computed by hand, with the answers that rules trip over."""
+"""Scores computed by hand, for answers that are hard for the rules."""
 
 from functools import cache
 
@@ -36,7 +36,7 @@ def test_several_options_may_be_right():
     assert score("choice", "C", ("A", "B"), OPTIONS) == 0
 
 
-def test_letters_that_are_no_options_are_words():
+def test_letters_that_are_not_options_are_words():
     assert chosen_option("The answer is C", {"A": "yes", "B": "no"}) is None
     assert chosen_option("no to C", {"A": "yes", "B": "no"}) == "B"
 
@@ -74,7 +74,7 @@ def test_relaxed_accuracy(answer, right, expected):
 
 
 def test_the_five_percent_are_of_the_right_answer():
-    """MindSpeed-MM takes them of the model's answer: 105.2 is within 5 % of itself from 100, but not the other way."""
+    """MindSpeed-MM uses 5 % of the model's answer: 105.2 is within 5 % of itself from 100, but not vice versa."""
     assert score("relaxed", "105.2", ("100",), {}) == 0 and abs(105.2 - 100) / 105.2 < 0.05
 
 

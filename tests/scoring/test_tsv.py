@@ -1,4 +1,4 @@
-"""Benchmark files: cells as Python's own reader has them, pictures from disk, and everything that may be wrong."""
+"""Benchmark files: cells equal Python's own reader, pictures are read from disk, and all errors are reported."""
 
 import base64
 import csv
@@ -48,8 +48,8 @@ def test_cells_with_several_texts(cell, expected):
     assert listed(cell) == expected
 
 
-def test_words_for_nothing_stay_words(tmp_path):
-    """pandas reads these as absent, and so an option "None" is never shown by programs that use it."""
+def test_words_for_missing_values_stay_words(tmp_path):
+    """pandas reads these as missing, so programs based on it never show an option "None"."""
     path = write_table(tmp_path / "table.tsv", [{"index": "0", "A": "None", "B": "NA", "C": ""}])
     assert read_table(path, ["index"]).rows[0].texts == {"index": "0", "A": "None", "B": "NA"}
 
@@ -81,29 +81,29 @@ def problems(path: Path, rows: list[dict[str, str]], needed: tuple[str, ...] = (
 def test_missing_columns(tmp_path):
     row = {"index": "0", "Answer": "A", "question": "What?"}
     assert problems(tmp_path / "t.tsv", [row], ("index", "image", "answer")) == (
-        "1: has no column 'image'; its columns are 'index', 'Answer', 'question', separated by tabs; name the "
-        "right one so, or give OpenCompass's file of this benchmark.",
+        "1: has no column 'image'; its columns are 'index', 'Answer', 'question', separated by tabs; rename "
+        "the right column, or use OpenCompass's file of this benchmark.",
         "1: has no column 'answer' (did you mean 'Answer'?); its columns are 'index', 'Answer', 'question', separated "
         "by tabs.")
 
 
-def test_pictures_that_are_none(tmp_path):
+def test_invalid_pictures(tmp_path):
     web_page = base64.b64encode(b"<!doctype html><title>404 not found</title>" * 3).decode()
     found = problems(tmp_path / "t.tsv", [
         {**ROW}, {**ROW, "index": "1", "image": "!" * 100}, {**ROW, "index": "2", "image": web_page},
         {**ROW, "index": "3", "image": f"['{encoded(0)}', '']"}, {**ROW, "index": "4", "image": "1x"}])
     where = tmp_path / "t.tsv"
     assert found == (
-        "3: picture 1 of column 'image': is no base64 (Only base64 data is allowed), beginning with "
-        "b'!!!!!!!!!!!!!!!!!!!!!!!!'; write the bytes of a picture file as base64.",
-        "4: picture 1 of column 'image': is no picture that Pillow reads: it is a web page; "
+        "3: picture 1 of column 'image': is not base64 (Only base64 data is allowed), starting with "
+        "b'!!!!!!!!!!!!!!!!!!!!!!!!'; encode the bytes of an image file as base64.",
+        "4: picture 1 of column 'image': is not an image that Pillow can read: it is a web page; "
          "the download failed: fetch the file itself.",
-        "5: picture 2 of column 'image': is empty; write the bytes of a picture file as base64.")
+        "5: picture 2 of column 'image': is empty; encode the bytes of an image file as base64.")
     good = [{**ROW}, {**ROW, "index": "4", "image": "1x"}, {**ROW, "index": "5", "image": "6"},
             {**ROW, "index": "6", "image": "5"}]
-    ends = "; expected base64 of a picture file, or the index of another row with one."
+    ends = "; expected the base64 of an image file, or the index of another row with one."
     assert problems(where, good) == (
-        f"3: column 'image' is '1x', which is no index of this file{ends}",
+        f"3: column 'image' is '1x', which is not an index of this file{ends}",
         f"4: column 'image' is '6', which leads to no picture{ends}",
         f"5: column 'image' is '5', which leads to no picture{ends}")
 
@@ -112,15 +112,15 @@ def test_broken_tables(tmp_path):
     path = tmp_path / "t.tsv"
     for content, expected in (
         (b"", f"{path}: is empty; expected a TSV file of OpenCompass."),
-        (b"index\tindex\n1\t2\n", f"{path}:1: names the column 'index' twice; expected names that differ."),
-        (b"index\tq\n1\tx\ty\n", f"{path}:2: has 3 cells, but the first line names 2 columns; tabs separate cells, "
-                                 f"and a cell with a tab or a line break in it needs quotes."),
-        (b"index\tq\n1\tx\n1\ty\n", f"{path}:3: has the index '1' of line 2; expected indices that differ."),
-        (b"index\tq\n\tx\n", f"{path}:2: has no index; give each row one of its own."),
+        (b"index\tindex\n1\t2\n", f"{path}:1: has the column 'index' twice; expected unique names."),
+        (b"index\tq\n1\tx\ty\n", f"{path}:2: has 3 cells, but the first line has 2 columns; tabs separate cells, "
+                                 f"and a cell that contains a tab or a line break needs quotes."),
+        (b"index\tq\n1\tx\n1\ty\n", f"{path}:3: has the same index '1' as line 2; expected unique indices."),
+        (b"index\tq\n\tx\n", f"{path}:2: has no index; give each row a unique one."),
         (b"index\tq\n1\t\xff\n", f"{path}:2: byte 0xff is not UTF-8; convert the file, for example with 'iconv -f GBK "
                                  f"-t UTF-8'."),
-        (b'index\tq\n1\t"x\n2\ty\n', f"{path}:2: a cell begins with a quote here that is never closed; double the "
-                                     f"quotes inside cells, and put one at the end."),
+        (b'index\tq\n1\t"x\n2\ty\n', f"{path}:2: a cell starts with a quote here that is never closed; double the "
+                                     f"quotes inside cells, and add one at the end."),
     ):
         path.write_bytes(content)
         with pytest.raises(UserError) as caught:
@@ -130,10 +130,10 @@ def test_broken_tables(tmp_path):
         read_table(str(tmp_path / "no_file.tsv"), ["index"])
 
 
-def test_thousands_of_wrong_rows_are_told_in_twenty(tmp_path):
+def test_at_most_twenty_of_thousands_of_wrong_rows_are_reported(tmp_path):
     path = tmp_path / "t.tsv"
     path.write_text("index\tq\n" + "1\n" * 5000)
     with pytest.raises(UserError) as caught:
         read_table(str(path), ["index"])
     assert len(caught.value.problems) == 21
-    assert caught.value.problems[-1] == f"{path}: reading stopped at line 21; more may be wrong below it."
+    assert caught.value.problems[-1] == f"{path}: reading stopped at line 21; more problems may follow."

@@ -51,8 +51,8 @@ def test_all_problems_are_reported_together(inputs: Path):
 
 def test_a_pattern_that_matches_no_weight_is_a_problem(inputs: Path):
     found = problems(inputs, "--lr-scale-modules", "mlp", "visoin", "--lr-mult", "0.5", "--freeze-modules", "embd")
-    assert found[0] == "--freeze-modules has 'embd', which is in no name of a weight (did you mean 'embedding'?)"
-    assert found[1].startswith("--lr-scale-modules has 'visoin', which is in no name of a weight; names begin with ")
+    assert found[0] == "--freeze-modules has 'embd', which matches no weight name (did you mean 'embedding'?)"
+    assert found[1].startswith("--lr-scale-modules has 'visoin', which matches no weight name; names start with ")
     assert len(found) == 2
 
 
@@ -64,20 +64,20 @@ def test_a_wrong_name_of_a_target_is_one_problem(inputs: Path, load, more):
     """Consequences, that nothing is left to train and that no rank fits, are not reported."""
     (problem,) = problems(inputs, *(str(inputs / one) if one == "hf" else one for one in load),
                           "--lora-target-modules", "q_prj", *more)
-    assert problem == "--lora-target-modules has 'q_prj', which names no linear layer (did you mean 'q_proj'?)"
+    assert problem == "--lora-target-modules has 'q_prj', which matches no linear layer (did you mean 'q_proj'?)"
 
 
 def test_a_wrong_name_of_a_trainable_module_is_one_problem(inputs: Path):
     """It is the only trained module, but that nothing is trained is not reported as well."""
     (problem,) = problems(inputs, "--freeze-modules", "*", "--trainable-modules", "finl", "--lr-scale-modules",
                           "layernorm", "--lr-mult", "2")
-    assert problem.startswith("--trainable-modules has 'finl', which is in no name of a weight; names begin with ")
+    assert problem.startswith("--trainable-modules has 'finl', which matches no weight name; names start with ")
 
 
 def test_features_are_cached_only_for_a_frozen_vit(inputs: Path):
     kept = ("--vision-feature-cache", str(inputs / "kept"))
     (problem,) = problems(inputs, *kept)
-    assert "--vision-feature-cache keeps what the ViT makes" in problem and "vision_encoder.freeze to true" in problem
+    assert "--vision-feature-cache keeps the ViT's output" in problem and "vision_encoder.freeze to true" in problem
     assert problems(inputs, *kept, "--freeze-modules", "image_encoder.encoder") == []
     (problem,) = problems(inputs, "--vision-feature-cache", str(inputs / "data.json"), "--freeze-modules",
                           "image_encoder.encoder")

@@ -80,7 +80,7 @@ def test_data_that_differs_from_the_checkpoints_is_found(inputs: Path):
     load = ("--load", saved(TrainedOn((other,)).to_json()))
     (problem,), _ = found(*load)
     what = f"other samples of {inputs}/samples.json are taken (2 then, 1 now)"
-    assert problem.startswith(f"the data are not those of the checkpoint: {what}") and "--allow-new-data" in problem
+    assert problem.startswith(f"the data differ from those of the checkpoint: {what}") and "--allow-new-data" in problem
     assert found(*load, "--finetune") == ([], [])
     (none, (note,)) = found(*load, "--allow-new-data")
     assert none == [] and note.startswith(f"--allow-new-data: {what}") and note.endswith("on with the first sample")
@@ -104,7 +104,7 @@ def test_a_rate_that_leaves_nothing_for_validation_is_found(inputs: Path):
     data = json.loads((inputs / "data.json").read_text())
     data["dataset_param"]["basic_parameters"]["val_rate"] = 0.1
     (inputs / "data.json").write_text(json.dumps(data))
-    assert problems(inputs) == ["val_rate = 0.1 leaves no sample for validation; change it."]
+    assert problems(inputs) == ["val_rate = 0.1 leaves no samples for validation; change it."]
 
 
 @pytest.mark.parametrize("bad_sample", ["error", "skip"])
@@ -141,10 +141,10 @@ def test_questions_for_the_model_in_training_are_fully_checked(inputs: Path):
     cut, long = found({"question": "What?", "image": "cut.png", "answer": "a"}, {"question": "x" * 9000, "answer": "a"})
     assert cut.startswith(f"{path}:1: question 2 (counted from 0): ") and "cut.png" in cut
     assert long.startswith(f"{path}:1: question 3 (counted from 0): has ")
-    assert "the model has positions for 4096, the answer included" in long
+    assert "the model has 4096 positions, including the answer" in long
     (missing,) = found({"question": "What?", "image": "whole.png"})
     assert missing.startswith(f"{path}:1: question 2 (counted from 0): has no 'answer' nor 'answers'")
-    with pytest.raises(UserError, match=r"--eval-generate-questions is 'none\.json', which is no file"):
+    with pytest.raises(UserError, match=r"--eval-generate-questions is 'none\.json', which is not a file"):
         load_run(flags(inputs, "--eval-generate-interval", "1", "--eval-generate-questions", "none.json",
                        "--eval-generate-rule", "exact"), environment={})
 

@@ -85,10 +85,10 @@ def test_every_trained_weight_is_in_one_group() -> None:
 
 
 @pytest.mark.parametrize(("words", "freeze", "what"), [
-    (["layernrom"], (), "has 'layernrom', which is in no name of a weight (did you mean 'layernorm'?)"),
-    (["vision"], (), "names begin with image_encoder.encoder, image_encoder.projector, text_decoder.embedding"),
-    (["mlp", "merger"], (), "names it stands for image_encoder.projector.layernorm.weight and others"),
-    (["linear", "projector"], ("projector",), "'projector', which is in names of frozen weights only, such as "),
+    (["layernrom"], (), "has 'layernrom', which matches no weight name (did you mean 'layernorm'?)"),
+    (["vision"], (), "names start with image_encoder.encoder, image_encoder.projector, text_decoder.embedding"),
+    (["mlp", "merger"], (), "names it matches image_encoder.projector.layernorm.weight and others"),
+    (["linear", "projector"], ("projector",), "'projector', which matches frozen weights only, such as "),
 ])  # fmt: skip
 @pytest.mark.parametrize("flag", ["--lr-scale-modules", "--weight-decay-exclude-modules"])
 def test_words_that_change_nothing_are_refused(flag: str, words: list[str], freeze: tuple[str, ...], what: str) -> None:

@@ -116,11 +116,11 @@ def test_gradients_go_back_to_the_first_adapter() -> None:
 
 
 PROBLEMS = {
-    "q_prj": "names no linear layer (did you mean 'q_proj'?)",
-    "layers.9.mlp.up_proj": "names no linear layer (did you mean",
-    "lm_head": "names text_decoder.output_layer.weight; adapters stand beside the linear layers",
-    "embed_tokens": "not beside word embedding and output layer",
-    "qkv": "names frozen layers only, such as image_encoder.encoder.blocks.layers.0.self_attention.linear_qkv.weight",
+    "q_prj": "matches no linear layer (did you mean 'q_proj'?)",
+    "layers.9.mlp.up_proj": "matches no linear layer (did you mean",
+    "lm_head": "matches text_decoder.output_layer.weight; only the linear layers",
+    "embed_tokens": "not the word embedding and the output layer",
+    "qkv": "matches frozen layers only, such as image_encoder.encoder.blocks.layers.0.self_attention.linear_qkv.weight",
 }
 
 
@@ -139,5 +139,5 @@ def test_all_problems_at_once() -> None:
     assert [next(word for word in text.split() if word.startswith("--")) for text in found] == [
         "--lora-target-modules", "--lora-rank-pattern", "--trainable-modules"]
     model = model_of("q_proj", mixed_training=True, apply_modules=("vision_encoder",))
-    assert "lora_apply_modules (vision_encoder) leaves out" in next(adapter_problems(model))
+    assert "of parts that are not in lora_apply_modules (vision_encoder)" in next(adapter_problems(model))
     assert not list(adapter_problems(model_of("all-linear")))

@@ -96,10 +96,10 @@ def small(name: str, start: int, length: int, dtype=torch.bfloat16) -> View:
 @pytest.mark.parametrize(
     ("sources", "targets", "message"),
     [
-        ([small("x", 0, 4)], [small("y", 0, 6)], "holds no index 4 to 5 of w, needed for y"),
-        ([small("x", 0, 4), small("z", 4, 2)], [small("y", 0, 4)], "z has no place"),
+        ([small("x", 0, 4)], [small("y", 0, 6)], "does not have index 4 to 5 of w, needed for y"),
+        ([small("x", 0, 4), small("z", 4, 2)], [small("y", 0, 4)], "z has no counterpart"),
         ([small("x", 0, 4)], [small("y", 0, 4, torch.float32)], "x is bfloat16, but y in a would be float32"),
-        ([small("x", 0, 4), small("z", 3, 3)], [small("y", 0, 6)], "both hold index 3 of w"),
+        ([small("x", 0, 4), small("z", 3, 3)], [small("y", 0, 6)], "both contain index 3 of w"),
     ],
 )
 def test_leftovers_are_errors(sources, targets, message):

@@ -101,15 +101,15 @@ def _places(model: ModelConfig) -> dict[tuple[Place, int | None], list[str]]:
 
 
 @pytest.mark.parametrize(("settings", "what"), [
-    ({"freeze_modules": ("layernrom",)}, "--freeze-modules has 'layernrom', which is in no name of a weight (did you "
+    ({"freeze_modules": ("layernrom",)}, "--freeze-modules has 'layernrom', which matches no weight name (did you "
                                          "mean 'layernorm'?)"),
-    ({"trainable_modules": ("merger",)}, "in Hugging Face's names it stands for image_encoder.projector"),
-    ({"freeze": ("vision",), "freeze_modules": ("blocks",)}, "of weights only that are frozen already"),
-    ({"language": "1", "freeze_modules": ("decoder.layers.1.",)}, "frozen already by freeze or freeze_layers"),
-    ({"trainable_modules": ("norm",)}, "of weights only that nothing freezes, such as image_encoder"),
+    ({"trainable_modules": ("merger",)}, "in Hugging Face's names it matches image_encoder.projector"),
+    ({"freeze": ("vision",), "freeze_modules": ("blocks",)}, "which only matches weights that freeze or"),
+    ({"language": "1", "freeze_modules": ("decoder.layers.1.",)}, "freeze_layers of the model JSON freezes already"),
+    ({"trainable_modules": ("norm",)}, "only matches weights that are not frozen anyway, such as image_encoder"),
     ({"freeze": ("vision", "projector"), "language": "0-3", "freeze_modules": ("embedding", "final", "output")},
-     "every weight is frozen, so nothing would be trained; set freeze to false"),
-    ({"freeze": PARTS}, "every weight is frozen, so nothing would be trained"),
+     "every weight is frozen, so there is nothing to train; set freeze to false"),
+    ({"freeze": PARTS}, "every weight is frozen, so there is nothing to train"),
 ])  # fmt: skip
 def test_words_that_change_nothing_are_refused(settings: dict, what: str) -> None:
     (problem,) = freeze_problems(model_of(*settings.pop("freeze", ()), **settings))
@@ -117,12 +117,13 @@ def test_words_that_change_nothing_are_refused(settings: dict, what: str) -> Non
 
 
 @pytest.mark.parametrize(("settings", "what"), [
-    ({}, "41 of its weights are trained, such as image_encoder.encoder.patch_embed.proj.weight: set "
-         "image_encoder.vision_encoder.freeze to true in the model JSON, or leave the flag out"),
-    ({"vision": "0-3"}, "1 of its weights are trained"),
-    ({"vision": "0-2", "freeze_modules": ("patch_embed",)}, "10 of its weights are trained, such as image_encoder."
+    ({}, "41 of the ViT's weights are trained, such as image_encoder.encoder.patch_embed.proj.weight: set "
+         "image_encoder.vision_encoder.freeze to true in the model JSON, or remove the flag"),
+    ({"vision": "0-3"}, "1 of the ViT's weights are trained"),
+    ({"vision": "0-2", "freeze_modules": ("patch_embed",)}, "10 of the ViT's weights are trained, such as image_encoder"
+                                                            "."
                                                             "encoder.blocks.layers.3."),
-    ({"freeze": PARTS[:1], "trainable_modules": ("3.mlp", "final")}, ": take '3.mlp' out of --trainable-modules, or"),
+    ({"freeze": PARTS[:1], "trainable_modules": ("3.mlp", "final")}, ": remove '3.mlp' from --trainable-modules, or"),
 ])  # fmt: skip
 def test_features_are_kept_of_a_vit_that_is_wholly_frozen(settings: dict, what: str) -> None:
     settings = dict(settings)

@@ -1,8 +1,8 @@
 """Conversations as token ids and labels.
 
-The text is the checkpoint's own chat template, tokenized once as a whole, so token ids equal those of transformers.
-What is learnt, as in LLaMA-Factory and MindSpeed-MM (template ``qwen2vl``): each answer, the ``<|im_end|>`` after it
-and the newline after that.
+The checkpoint's own chat template renders the text, which is tokenized once as a whole, so token ids equal those of
+transformers.  Targets are those of LLaMA-Factory and MindSpeed-MM (template ``qwen2vl``): each answer, the
+``<|im_end|>`` after it and the newline after that.
 """
 
 import re
@@ -26,35 +26,36 @@ from mm.errors import UserError, refuse
 IMAGE_TOKEN, VIDEO_TOKEN = "<|image_pad|>", "<|video_pad|>"
 VISION_START_TOKEN, VISION_END_TOKEN = "<|vision_start|>", "<|vision_end|>"
 _RENDERED_TURN = re.compile(r"<\|im_start\|>([^\n]*)\n(.*?)(<\|im_end\|>\n?)", re.DOTALL)
-"""Role, text, end.  Safe to look for: inside texts these tokens are masked."""
+"""Role, text, end.  A match is never part of a message's text, where these tokens are masked."""
 _CONTROL = re.compile(r"<\|(?:endoftext|im_start|im_end|vision_start|vision_end|vision_pad|image_pad|video_pad)\|>")
-"""What frames turns and media in a Qwen2.5-VL prompt.  Inside a text it is text, and never becomes a control token.
-Content tokens such as ``<|box_start|>`` stay what they are."""
+"""Tokens that delimit turns and media in a Qwen2.5-VL prompt.  Inside a message they are plain text and never become
+control tokens.  Content tokens such as ``<|box_start|>`` are left alone."""
 _MASKS = [chr(code) for code in range(0xE000, 0xF8FF)]
-"""Characters for private use; one that no text holds stands for control tokens in it while the template is rendered."""
+"""Private-use characters.  One that no message contains replaces control tokens while the template is rendered."""
 
 
 def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a Hugging Face directory, with its chat template.
 
-    The template is that of ``processor_config.json``, else ``chat_template.json``, else ``chat_template.jinja``, else
-    the tokenizer's own, which is the order of transformers' processor.  Raises UserError when the directory lacks a
+    The template comes from ``processor_config.json``, else ``chat_template.json``, else ``chat_template.jinja``, else
+    the tokenizer itself, which is the order of transformers' processor.  Raises UserError when the directory lacks a
     tokenizer, a template or Qwen's tokens.
     """
     path = Path(directory)
     if not path.is_dir():
-        raise UserError(f"model_name_or_path = {directory!r} is no directory; give a local Hugging Face checkpoint.")
+        raise UserError(f"model_name_or_path = {directory!r} is not a directory; give a local Hugging Face checkpoint.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except Exception as error:  # transformers raises errors of many types on broken files
-        raise UserError(f"{directory}: its tokenizer does not load: {error}") from error
-    # What stands first wins over the tokenizer's own and chat_template.jinja, which it has read already.
+    except Exception as error:  # transformers raises many error types on broken files
+        raise UserError(f"{directory}: cannot load its tokenizer: {error}") from error
+    # These take precedence over the tokenizer's own template and chat_template.jinja, which are loaded already.
     for name in ("processor_config.json", "chat_template.json"):
         document = read_json(path / name) if (path / name).is_file() else None
         if document is not None and (document.get("chat_template") is not None or name == "chat_template.json"):
             tokenizer.chat_template = document.get("chat_template")
             if not isinstance(tokenizer.chat_template, str):
-                raise UserError(f"{path / name}: has no text 'chat_template'; copy it from the published checkpoint.")
+                raise UserError(f"{path / name}: its 'chat_template' is not a string; copy it from the published "
+                                f"checkpoint.")
             break
     problems = []
     if not tokenizer.chat_template:
@@ -63,50 +64,51 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
         problems.append(f"{directory}: has no fast tokenizer; copy tokenizer.json from the published checkpoint.")
     vocabulary = tokenizer.get_vocab()
     tokens = (IMAGE_TOKEN, VIDEO_TOKEN, VISION_START_TOKEN, VISION_END_TOKEN, "<|im_start|>", "<|im_end|>")
-    problems += [f"{directory}: its tokenizer has no token {token}." for token in tokens if token not in vocabulary]
+    problems += [f"{directory}: its tokenizer has no token {token}; copy tokenizer.json from a Qwen2.5-VL checkpoint."
+                 for token in tokens if token not in vocabulary]
     refuse(problems)
     return tokenizer
 
 
 class TooLongError(UserError):
-    """A sample of which not one question with its answer fits."""
+    """A sample in which not even one question and its answer fit."""
 
     num_tokens = 0
-    """Of its system turn, that question and answer."""
+    """Tokens of its system turn and that question and answer."""
 
 
 @dataclass(frozen=True)
 class EncodedText:
-    """Token ids int64 [num_tokens], labels int64 [num_tokens], and which pictures and videos are still in it."""
+    """Token ids int64 [num_tokens], labels int64 [num_tokens], and which pictures and videos remain."""
 
     token_ids: Tensor
     labels: Tensor
     media: tuple[int, ...]
-    """Their numbers, counted from 0 in reading order."""
+    """Indices of the remaining ones, counted from 0 in reading order."""
     num_dropped_tokens: int
     num_dropped_turns: int
-    """Questions with their answers, of which nothing is left."""
+    """Turns (a question with its answer) of which nothing remains."""
     num_control_words: int
-    """Words in its texts that would frame turns and media elsewhere; they are plain text."""
+    """Control tokens that occur in messages, where they are plain text."""
 
 
 @dataclass(frozen=True)
 class ChatEncoder:
-    """Renders, tokenizes, labels and cuts conversations.
+    """Renders, tokenizes, labels and truncates conversations.
 
-    A sample without a system message gets what the template puts there; for Qwen2.5-VL its default system prompt.
+    A sample without a system message gets the template's default; for Qwen2.5-VL that is its default system prompt.
     """
 
     tokenizer: PreTrainedTokenizerBase
     seq_length: int
-    """The most tokens of a sample; longer ones are cut."""
+    """Longer samples are truncated to this many tokens."""
     spatial_merge_size: int
     train_on_prompt: bool = False
-    """Learn every token."""
+    """Compute the loss on all tokens."""
     mask_history: bool = False
-    """Learn the last answer only; in a long conversation, keep the last turns."""
+    """Compute the loss on the last answer only; in a long conversation, keep the last turns."""
     drops_turns: bool = False
-    """Shorten by whole turns, and not by LLaMA-Factory's rule."""
+    """Truncate by whole turns instead of by LLaMA-Factory's rule."""
 
     @cached_property
     def image_token_id(self) -> int:
@@ -114,7 +116,7 @@ class ChatEncoder:
 
     @property
     def media_token_ids(self) -> frozenset[int]:
-        """Of the tokens in whose places visual ones come."""
+        """Token ids of the placeholders for visual tokens."""
         return frozenset({self.image_token_id, self.video_token_id})
 
     @cached_property
@@ -128,10 +130,10 @@ class ChatEncoder:
     def encode(self, turns: Sequence[Turn], grids: Sequence[Grid]) -> EncodedText:
         """Encode a conversation whose pictures and videos have ``grids``, in reading order.
 
-        More than ``seq_length`` tokens are cut as ``kept_lengths`` says, or with ``drops_turns`` as ``kept_turns``.  A
-        cut never falls inside a picture or video: when it would, it is moved before its ``<|vision_start|>``, and it
-        and the later ones of the question are dropped.  Raises UserError when the chat template does not show every
-        answer, picture and video, and TooLongError when no turn would be left.
+        More than ``seq_length`` tokens are truncated by ``kept_lengths``, or with ``drops_turns`` by ``kept_turns``.  A
+        cut never falls inside a picture or video: it is moved to before its ``<|vision_start|>``, and that one and the
+        later ones of the question are dropped.  Raises UserError when the chat template does not render every answer,
+        picture and video, and TooLongError when no turn would remain.
         """
         turns, mask, masked = _masked(turns)
         text = self.render(turns)
@@ -158,12 +160,13 @@ class ChatEncoder:
             num_dropped_turns, len(masked) + _num_placeholders(turns))
 
     def encode_prompt(self, turns: Sequence[Turn], grids: Sequence[Grid]) -> EncodedText:
-        """Encode a conversation that ends with a question, up to where its answer begins; nothing is cut, nor learnt.
+        """Encode a conversation that ends with a question, up to the beginning of the answer.  Nothing is truncated,
+        and no token is a target.
 
-        Raises UserError when the chat template does not show every picture and video.
+        Raises UserError when the chat template does not render every picture and video.
         """
         turns, mask, masked = _masked(turns)
-        token_ids, _ = self._tokens(self.render(turns, asks=True), mask, masked)
+        token_ids, _ = self._tokens(self.render(turns, for_generation=True), mask, masked)
         token_ids = torch.from_numpy(np.repeat(token_ids, self._repeats(token_ids, turns, grids)[1]))
         return EncodedText(token_ids, torch.full_like(token_ids, IGNORE_INDEX), tuple(range(len(grids))), 0, 0,
                            len(masked) + _num_placeholders(turns))
@@ -171,7 +174,7 @@ class ChatEncoder:
     def _repeats(
         self, token_ids: np.ndarray, turns: Sequence[Turn], grids: Sequence[Grid]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Where pictures and videos stand, and how often each token is to be there, int64 [num_tokens].
+        """Positions of the picture and video tokens, and how often to repeat each token, int64 [num_tokens].
 
         The template writes one token per picture or video; the model reads one per merged patch.
         """
@@ -180,21 +183,21 @@ class ChatEncoder:
         return places, repeats
 
     def _media_places(self, token_ids: np.ndarray, turns: Sequence[Turn]) -> np.ndarray:
-        """Where the one token of each picture and video of ``turns`` stands."""
+        """Positions of the single tokens that stand for the pictures and videos of ``turns``."""
         expected = [self.image_token_id if isinstance(part, Image) else self.video_token_id
                     for turn in turns if turn.role == "user" for part in turn.media]
         places = np.flatnonzero(np.isin(token_ids, (self.image_token_id, self.video_token_id)))
         if token_ids[places].tolist() != expected or (token_ids[places - 1] != self.vision_start_token_id).any():
             raise UserError(
-                f"the chat template shows {len(places)} pictures and videos of {len(expected)}, or not in their order "
+                f"the chat template renders {len(places)} pictures and videos of {len(expected)}, or not in order "
                 f"after {VISION_START_TOKEN}; use Qwen2.5-VL's template."
             )
         return places
 
     def _tokens(self, text: str, mask: str, masked: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids int64 [num_tokens], and where each stands in ``text``, int64 [num_tokens, 2].
+        """Token ids int64 [num_tokens], and their spans in ``text``, int64 [num_tokens, 2].
 
-        Each ``mask`` in the text is read as the next of ``masked``, as plain characters.
+        Each ``mask`` in the text is replaced by the next string of ``masked``, tokenized as plain text.
         """
         ids, offsets, start = [], [], 0
         for number, piece in enumerate(text.split(mask)):
@@ -210,7 +213,7 @@ class ChatEncoder:
         return np.array(ids, dtype=np.int64), np.array(offsets, dtype=np.int64).reshape(-1, 2)
 
     def _kept_turns(self, num_system: int, answers: Sequence[range], num_tokens: int) -> tuple[np.ndarray, int]:
-        """Which tokens are kept, bool [num_tokens], and how many turns are dropped."""
+        """Which tokens are kept, bool [num_tokens], and the number of dropped turns."""
         starts = [num_system, *(answer.stop for answer in answers)]
         lengths = [answer.stop - start for start, answer in zip(starts, answers, strict=False)]
         turns = kept_turns(lengths, self.seq_length - num_system, self.mask_history)
@@ -221,7 +224,7 @@ class ChatEncoder:
         return is_kept, len(lengths) - len(turns)
 
     def _kept(self, answers: Sequence[range], media: Sequence[range], num_tokens: int) -> tuple[np.ndarray, int]:
-        """The same by LLaMA-Factory's rule."""
+        """The same with LLaMA-Factory's rule."""
         starts = [0, *(answer.stop for answer in answers)]
         lengths = [(answer.start - start, len(answer)) for start, answer in zip(starts, answers, strict=False)]
         is_kept = np.zeros(num_tokens, dtype=bool)
@@ -232,27 +235,27 @@ class ChatEncoder:
             is_kept[start:stop] = is_kept[answer.start : answer.start + num_answer] = True
         return is_kept, kept.count((0, 0))
 
-    def render(self, turns: Sequence[Turn], asks: bool = False) -> str:
-        """The conversation as the chat template writes it, with one token per picture and video.
+    def render(self, turns: Sequence[Turn], for_generation: bool = False) -> str:
+        """The conversation rendered by the chat template, with one token per picture and video.
 
-        ``asks``: it ends where an answer begins.
+        ``for_generation``: append the header of an answer.
         """
         messages = [
             {"role": turn.role, "content": _contents(turn) if turn.role == "user" else turn.text} for turn in turns
         ]
         try:
             return cast(str, self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=asks))
+                messages, tokenize=False, add_generation_prompt=for_generation))
         except TemplateError as error:
             raise UserError(f"the chat template cannot be used: {error}; use Qwen2.5-VL's template.") from error
 
     def _answer_spans(self, text: str, turns: Sequence[Turn]) -> list[tuple[int, int]]:
-        """Where in ``text`` the answers stand, with the end of their turn."""
+        """The spans of the answers in ``text``, each including the end of its turn."""
         rendered = [match for match in _RENDERED_TURN.finditer(text) if match[1] == "assistant"]
         answers = [turn.text for turn in turns if turn.role == "assistant"]
         if [match[2] for match in rendered] != answers:
             raise UserError(
-                "the chat template does not write each answer unchanged between '<|im_start|>assistant' and "
+                "the chat template does not render each answer unchanged between '<|im_start|>assistant' and "
                 "'<|im_end|>'; use Qwen2.5-VL's template."
             )
         return [(match.start(2), match.end()) for match in rendered]
@@ -260,14 +263,14 @@ class ChatEncoder:
 
 def _too_long(num_tokens: int, seq_length: int) -> TooLongError:
     error = TooLongError(
-        f"not one question and answer of it fit --seq-length {seq_length}: they take {num_tokens} tokens; raise "
-        f"--seq-length, show fewer or smaller images and videos (image_max_pixels), or shorten the sample.")
+        f"not even one question and answer fit in --seq-length {seq_length}: they take {num_tokens} tokens; raise "
+        f"--seq-length, use fewer or smaller images and videos (image_max_pixels), or shorten the sample.")
     error.num_tokens = num_tokens
     return error
 
 
 def _masked(turns: Sequence[Turn]) -> tuple[list[Turn], str, list[str]]:
-    """``turns`` with a mask in the place of each control token that a text holds, the mask, and these tokens."""
+    """``turns`` with control tokens in messages replaced by a mask character, that mask, and the replaced tokens."""
     whole = "".join(turn.text for turn in turns)
     mask = next(one for one in _MASKS if one not in whole)
     return [Turn(turn.role, tuple(_CONTROL.sub(mask, part) if isinstance(part, str) else part for part in turn.parts))
@@ -275,27 +278,27 @@ def _masked(turns: Sequence[Turn]) -> tuple[list[Turn], str, list[str]]:
 
 
 def _contents(turn: Turn) -> list[dict[str, str]]:
-    """A user's turn as transformers' chat templates take it."""
+    """A user turn in the form that transformers' chat templates take."""
     return [{"type": "text", "text": part} if isinstance(part, str) else {"type": part.kind} for part in turn.parts]
 
 
 def _num_placeholders(turns: Sequence[Turn]) -> int:
-    """Of media, in texts: these show none."""
+    """Media placeholders in message texts, which are plain text there."""
     texts = [part for turn in turns for part in turn.parts if isinstance(part, str)]
     return sum(text.count(one.placeholder) for text in texts for one in KINDS.values())
 
 
 def _num_system_tokens(text: str, offsets: np.ndarray) -> int:
-    """Tokens of the system turn that a rendered conversation begins with; 0 without one."""
+    """Number of tokens of the system turn at the beginning of a rendered conversation; 0 without one."""
     first = _RENDERED_TURN.match(text)
     stop = first.end() if first is not None and first[1] == "system" else 0
     return int(np.searchsorted(offsets[:, 1], stop, side="right"))
 
 
 def _covered(offsets: np.ndarray, ends: np.ndarray, span: tuple[int, int]) -> range:
-    """The expanded tokens that hold a character of ``span``; ``ends`` is where each token of ``offsets`` ends in them.
+    """The expanded tokens that overlap ``span``; ``ends`` has the end of each token of ``offsets`` after expansion.
 
-    A token that begins before the span counts too: an answer's first newline may be one token with the newline of
+    A token that starts before the span counts too: an answer's leading newline may share a token with the newline of
     its header.
     """
     inside = np.flatnonzero((offsets[:, 1] > span[0]) & (offsets[:, 0] < span[1]))
@@ -305,10 +308,12 @@ def _covered(offsets: np.ndarray, ends: np.ndarray, span: tuple[int, int]) -> ra
 def kept_lengths(
     lengths: Sequence[tuple[int, int]], limit: int, last_first: bool = False
 ) -> list[tuple[int, int]]:
-    """How many tokens of question and answer each turn keeps of its ``lengths``, ``limit`` in all.
+    """How many tokens of the question and answer of each turn to keep, given their ``lengths``; at most ``limit`` in
+    total.
 
-    LLaMA-Factory's rule (``infer_seqlen`` in its data/processor): turns take what they need, the first one or the last
-    one first.  In the turn that does not fit, the longer part is cut; both in proportion where each is over half.
+    LLaMA-Factory's rule (``infer_seqlen`` in its data/processor): turns take what they need, from the first one on or
+    from the last one back.  In the turn that does not fit, the longer part is cut; both are cut in proportion if each
+    takes more than half.
     """
     kept = [(0, 0)] * len(lengths)
     for turn in reversed(range(len(lengths))) if last_first else range(len(lengths)):
@@ -325,10 +330,10 @@ def kept_lengths(
 
 
 def kept_turns(lengths: Sequence[int], limit: int, last_first: bool = False) -> range:
-    """Which of some turns of ``lengths`` tokens are kept whole, so that they have ``limit`` tokens at most.
+    """Which turns, given their ``lengths`` in tokens, are kept whole so that they fit in ``limit`` tokens.
 
-    As many as fit from the first one on, or with ``last_first`` from the last one back; none where that one alone is
-    too long.
+    As many as fit from the first one on, or with ``last_first`` from the last one back; none if that one alone is too
+    long.
     """
     num_kept = int(np.searchsorted(np.cumsum(lengths[::-1] if last_first else lengths), limit, side="right"))
     return range(len(lengths) - num_kept, len(lengths)) if last_first else range(num_kept)

@@ -1,4 +1,4 @@
-"""Samples as tensors: each one a microbatch of one segment, ready to be joined with others."""
+"""Samples as tensors: each one a microbatch with one segment, ready to be packed with others."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from mm.model.positions import VideoTimes, mrope_positions
 
 
 def image_processor(data: DataConfig, rule: ResizeRule | None = None) -> ImageProcessor:
-    """What makes numbers of pictures as ``data`` says, or by another ``rule``; raises UserError as it does."""
+    """The image processor for ``data``, or with another ``rule``.  Raises UserError as ``from_directory`` does."""
     rule = rule or data.image_resize or "transformers"
     is_upright = rule == "transformers" if data.image_exif is None else data.image_exif
     return ImageProcessor.from_directory(
@@ -33,13 +33,13 @@ class SampleEncoder:
     images: ImageProcessor
     videos: VideoProcessor
     tokens_per_second: int
-    """Positions of a second of video, from the model JSON."""
+    """Positions per second of video, from the model JSON."""
 
     @classmethod
     def from_config(cls, data: DataConfig, model: ModelConfig, seq_length: int) -> "SampleEncoder":
-        """Read tokenizer, chat template and the constants of pictures and videos from ``data.model_name_or_path``.
+        """Read the tokenizer, the chat template and the image and video constants from ``data.model_name_or_path``.
 
-        Raises UserError when they do not fit the model JSON.
+        Raises UserError when they do not match the model JSON.
         """
         directory = data.model_name_or_path
         images = image_processor(data)
@@ -77,46 +77,45 @@ class SampleEncoder:
                 f"the tokenizer in {directory} has ids up to {largest}, but text_decoder.vocab_size is "
                 f"{model.language.vocab_size}: some tokens would have no embedding; give the tokenizer of this model."
             )
-        # A conversation of every kind of part finds a template of another model at once.
+        # Encoding a conversation with every kind of part detects another model's template early.
         conversation = [Turn("user", (Image(""), "question", Video(""))), Turn("assistant", ("answer",))]
         with naming(directory):
             chat.encode(conversation, [(1, chat.spatial_merge_size, chat.spatial_merge_size)] * 2)
         return cls(chat, images, videos, vision.tokens_per_second)
 
     def encode(self, sample: Sample) -> Microbatch:
-        """One sample as a microbatch of one segment; raises UserError as ``outline`` and ``filled`` do."""
+        """One sample as a microbatch with one segment; raises UserError as ``outline`` and ``filled`` do."""
         return self.filled(self.outline(sample))
 
     def filled(self, outline: "Outline") -> Microbatch:
-        """With pixels.  Raises UserError naming the sample and the picture or video that cannot be decoded."""
+        """Add the pixels.  Raises UserError naming the sample and the picture or video that cannot be decoded."""
         with naming(outline.source):
             pixels = [self._pixels(one) for one in outline.media]
         return replace(outline.microbatch, pixel_values=torch.cat(pixels) if pixels else None)
 
     def outline(self, sample: Sample) -> "Outline":
-        """One sample without its pixels, from headers of its media.
+        """One sample without its pixels, from the headers of its media.
 
-        Raises UserError naming the sample and, where it is one's fault, the picture or video; ``ChatEncoder.encode``
-        says when.
+        Raises UserError naming the sample and, if a picture or video causes it, that file; see ``ChatEncoder.encode``.
         """
         return self._outline(sample, self.chat.encode)
 
     def encode_prompt(self, prompt: Sample) -> Microbatch:
-        """As ``encode``, of a ``prompt``, whose last turn is a question: it is whole, and nothing is learnt."""
+        """Like ``encode``, for a ``prompt``, whose last turn is a question.  It is not truncated and has no targets."""
         return self.filled(self._prompt(prompt))
 
     def prompt_length(self, prompt: Sample) -> int:
-        """Tokens that a prompt has, by the headers of its pictures and videos.
+        """Number of tokens of a prompt, from the headers of its pictures and videos.
 
-        Raises UserError as ``encode`` does, and for one that leaves no position for an answer.
+        Raises UserError as ``encode`` does, and if no position remains for an answer.
         """
         return self._prompt(prompt).microbatch.num_tokens
 
     def _prompt(self, prompt: Sample) -> "Outline":
         outline, most = self._outline(prompt, self.chat.encode_prompt), self.chat.seq_length
         if (num_tokens := outline.microbatch.num_tokens) >= most:
-            raise UserError(f"{prompt.source}: has {num_tokens} tokens, but the model has positions for {most}, the "
-                            f"answer included; shorten it, or lower image_max_pixels (mm.generate: --image-max-pixels)")
+            raise UserError(f"{prompt.source}: has {num_tokens} tokens, but the model has {most} positions, including "
+                            f"the answer; shorten it, or lower image_max_pixels (mm.generate: --image-max-pixels)")
         return outline
 
     def _outline(self, sample: Sample, encode: Callable[[Sequence[Turn], Sequence[Grid]], EncodedText]) -> "Outline":
@@ -144,7 +143,7 @@ class SampleEncoder:
         return Outline(microbatch, kept, sample.source)
 
     def planned(self, media: Media) -> "ImagePlan | VideoPlan":
-        """What will be made of a picture or video, by its header.  Raises UserError naming its file."""
+        """How a picture or video will be read, from its header.  Raises UserError naming its file."""
         if isinstance(media, Video):
             return self.videos.plan(media)
         processor = self.images.within(media)
@@ -156,7 +155,8 @@ class SampleEncoder:
         patches, grid = planned.processor.patches(planned.path)
         if grid != planned.grid:
             raise UserError(
-                f"{planned.path}: header and pixels disagree on the size ({planned.grid} and {grid} patches).")
+                f"{planned.path}: its header and its pixels disagree on the size ({planned.grid} and {grid} patches); "
+                f"replace or remove the file.")
         return patches
 
 
@@ -174,8 +174,8 @@ class Outline:
     """A sample without its pixels."""
 
     microbatch: Microbatch
-    """Of one segment."""
+    """With one segment."""
     media: tuple[ImagePlan | VideoPlan, ...]
-    """One for each of its grids: what falls to the cut at ``seq_length`` is not among them, and not decoded."""
+    """One per grid.  Media cut off at ``seq_length`` are not included, and not decoded."""
     source: str
-    """As ``Sample.source``."""
+    """See ``Sample.source``."""

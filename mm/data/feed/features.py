@@ -1,9 +1,9 @@
-"""What a frozen ViT has made of pictures and videos, kept in a folder over epochs and runs.
+"""The cache of ViT outputs: with a frozen ViT, its features of pictures and videos are kept over epochs and runs.
 
-``KEY[:2]/KEY.vit`` holds one picture or video: a head of 64 bytes (``_HEAD``) and then the rows of its patches, in the
-processor's order, as the ViT's last layer gave them.  The key is of the content of the media file, of everything that
-decides which pixels are made of it, and of the ViT, so that another one is never taken.  The rank that reads the data
-looks things up here; who computes and writes them is not known here.
+``KEY[:2]/KEY.vit`` contains one picture or video: a header of 64 bytes (``_HEAD``), then the rows of its patches in the
+processor's order, as output by the ViT's last layer.  The key covers the content of the media file, everything that
+determines its pixels, and the ViT, so a stale file is never used.  The rank that reads the data looks features up here;
+``mm.data.feed.keeper`` writes them.
 """
 
 import hashlib
@@ -29,40 +29,40 @@ from mm.errors import UserError
 from mm.files import replace_file
 
 _FORM = 1
-"""Goes up when the same settings would make other pixels or features."""
+"""Increment when the same settings would produce different pixels or features."""
 _HEAD = struct.Struct("<8s16sIIQ24x")
-"""Little-endian: ``_MAGIC``, the key, crc32 of the rows, bytes of a row, number of rows, zeros."""
+"""Little-endian: ``_MAGIC``, key, CRC-32 of the rows, bytes per row, number of rows, zeros."""
 _MAGIC = b"MM-ViT 1"
 HEAD_BYTES = _HEAD.size
 _PACKAGES = {"image": ("pillow", "simplejpeg", "torch"), "pyav": ("av", "pillow", "torch"),
              "decord": ("decord", "pillow", "torch"), "torchcodec": ("torchcodec", "pillow", "torch")}  # fmt: skip
-"""What makes pixels of each kind of file: another version may round otherwise."""
+"""Packages that decode each kind of file; another version may round differently."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What the folder holds of the media of one microbatch."""
+    """Cached features for the media of one microbatch."""
 
     keys: tuple[str, ...]
-    """Of each picture or video; "" where it is there already.  () where all are there."""
+    """One per picture or video; "" if it is cached already.  () if all are cached."""
     features: tuple[Tensor, ...] | None
-    """uint8 [num_patches, row_bytes] of each, where all are there."""
+    """uint8 [num_patches, row_bytes] for each, if all are cached."""
     notes: list[str]
-    """What was wrong with files."""
+    """Warnings about damaged files."""
 
 
 @dataclass(frozen=True)
 class FeatureCache:
-    """The folder, as the reader of the data sees it.  Pickles into data workers."""
+    """The cache folder, for the reader of the data.  Pickles into data workers."""
 
     directory: str
     vision: str
-    """Fingerprint of the ViT: its weights, settings and dtype."""
+    """Fingerprint of the ViT: weights, settings and dtype."""
     row_bytes: int
     """Bytes of one patch's features."""
 
     def look_up(self, media: Sequence[ImagePlan | VideoPlan], videos: VideoProcessor) -> Found:
-        """What is there of ``media``.  A file that is damaged is told, deleted, and counts as absent.
+        """Look up ``media``.  A damaged file is deleted with a warning and counts as missing.
 
         Raises UserError when a media file can no longer be read.
         """
@@ -90,12 +90,12 @@ class FeatureCache:
         try:
             path_of(self.directory, key).unlink(missing_ok=True)
         except OSError as error:
-            return f"It cannot be deleted ({error.strerror}), so its picture or video is computed in every epoch."
-        return "It is deleted, and made again."
+            return f"It cannot be deleted ({error.strerror}), so its picture or video is recomputed in every epoch."
+        return "It was deleted and will be recomputed."
 
 
 def pixel_facts(media: ImagePlan | VideoPlan, videos: VideoProcessor) -> dict[str, Any]:
-    """Everything beside the content of the file that decides its pixels, as JSON values."""
+    """Everything that determines the pixels besides the content of the file, as JSON values."""
     if isinstance(media, ImagePlan):
         return {"image": asdict(media.processor), "grid": media.grid, "versions": _versions("image")}
     backend, wanted = videos.decoder.backend, asdict(media.wanted)
@@ -115,14 +115,14 @@ def path_of(directory: str, key: str) -> Path:
 
 
 def write_features(directory: str, key: str, rows: Tensor) -> None:
-    """Keep ``rows``, which are on the host, whole or not at all.  Raises OSError."""
+    """Write ``rows``, which are on the host, atomically.  Raises OSError."""
     content: Any = rows.contiguous().view(torch.uint8).numpy()
     head = _HEAD.pack(_MAGIC, bytes.fromhex(key), zlib.crc32(content), content.shape[1], len(content))
     replace_file(path_of(directory, key), lambda stream: (stream.write(head), stream.write(content)))
 
 
 def read_features(directory: str, key: str, num_rows: int, row_bytes: int) -> Tensor:
-    """uint8 [num_rows, row_bytes].  Raises UserError for a file that is not what was written under this key."""
+    """uint8 [num_rows, row_bytes].  Raises UserError if the file is damaged or was written under another key."""
     path, rows = path_of(directory, key), torch.empty(num_rows, row_bytes, dtype=torch.uint8)
     content: Any = rows.numpy()
     try:
@@ -130,25 +130,25 @@ def read_features(directory: str, key: str, num_rows: int, row_bytes: int) -> Te
             head, size = stream.read(_HEAD.size), os.fstat(stream.fileno()).st_size
             has_all = size == _HEAD.size + rows.nbytes and stream.readinto(content) == rows.nbytes
     except OSError as error:
-        raise UserError(f"{path}: what is kept of the ViT's work cannot be read: {error.strerror}.") from error
+        raise UserError(f"{path}: cannot read these cached ViT features: {error.strerror}.") from error
     if not has_all:
-        raise UserError(f"{path}: what is kept of the ViT's work has {size} bytes, not {_HEAD.size + rows.nbytes}.")
+        raise UserError(f"{path}: these cached ViT features have {size} bytes, not {_HEAD.size + rows.nbytes}.")
     if head != _HEAD.pack(_MAGIC, bytes.fromhex(key), zlib.crc32(content), row_bytes, num_rows):
-        raise UserError(f"{path}: what is kept of the ViT's work is damaged: its head does not fit its rows.")
+        raise UserError(f"{path}: these cached ViT features are damaged: the header does not match the rows.")
     return rows
 
 
 def used_bytes(directory: str) -> int:
-    """The size of everything that is kept in a folder, and of what a run has left half when it was killed."""
+    """Size of all files in the folder, including partial ones left by a killed run."""
     total = 0
     for path in Path(directory).glob("*/*"):
-        with suppress(FileNotFoundError):  # deleted meanwhile: it was damaged
+        with suppress(FileNotFoundError):  # a damaged file, deleted in the meantime
             total += path.stat().st_size
     return total
 
 
 def _content(path: str | Inline | tuple[str | Inline, ...]) -> str:
-    """Of the bytes of a media file, which a record may hold itself, or of the pictures that are a video's frames."""
+    """A hash of the content of a media file, of an embedded picture, or of the frames of a listed video."""
     if isinstance(path, tuple):
         return hashlib.sha256(",".join(map(_content, path)).encode()).hexdigest()
     if isinstance(path, Inline):
@@ -167,5 +167,5 @@ def _versions(kind: str) -> list[str | None]:
 def _version(package: str) -> str | None:
     try:
         return version(package)
-    except PackageNotFoundError:  # a build of one's own
+    except PackageNotFoundError:  # built from source without metadata
         return None

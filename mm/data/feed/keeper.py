@@ -1,6 +1,6 @@
-"""Writes what a frozen ViT has made of pictures and videos, beside the training: a step never waits for the disk.
+"""Writes the outputs of a frozen ViT to the cache in a background thread, so a step never waits for the disk.
 
-What the files look like, and who reads them, is ``mm.data.feed.features``'s.
+``mm.data.feed.features`` defines the files.
 """
 
 import sys
@@ -12,45 +12,44 @@ from mm.data.feed.features import HEAD_BYTES, path_of, used_bytes, write_feature
 from mm.model.stage import MadeFeatures
 
 MAX_WAITING_BYTES = 1 << 30
-"""On their way to the disk, of the steps before: while there are more, what a step makes is not kept, and computed once
-more in the next epoch."""
+"""Limit of data waiting to be written.  Above it, features are not kept but computed once more in the next epoch."""
 
 
 class FeatureKeeper:
-    """One rank's writer of features.  A picture or video that is there is not written again.
+    """One rank's writer of features.  Pictures and videos that are already cached are not written again.
 
-    When the folder takes no more (it is full, or ``max_bytes`` are reached), that is said once, and training goes on.
+    When the folder is full or has reached ``max_bytes``, one warning is printed and training continues.
     """
 
     def __init__(self, directory: str, rank: int, max_bytes: int | None, num_keepers: int) -> None:
-        """``max_bytes``: most that the folder may hold in all; ``num_keepers`` write into it, each as much."""
+        """``max_bytes`` limits the whole folder; each of the ``num_keepers`` writers may use an equal share."""
         self._directory, self._rank = directory, rank
         self._max_bytes, self._num_keepers = max_bytes, num_keepers
         self._room: float | None = None
-        """Bytes that this rank may still write; None before the folder was looked at."""
+        """Bytes that this rank may still write; None until the size of the folder is known."""
         self._waiting_bytes, self._lock = 0, Lock()
         self._has_ended = False
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self._failure: Exception | None = None
         self._made: Queue[MadeFeatures | None] = Queue()
         self._thread = Thread(target=self._run, name="features", daemon=True)
         self._thread.start()
 
     def keep(self, made: Sequence[MadeFeatures]) -> None:
-        """Take over what was made in a step; raises what went wrong before, if that was no matter of the disk."""
+        """Queue the features of a step.  Raises an earlier error of the writer thread, except disk errors."""
         if self._failure is not None:
             raise self._failure
         with self._lock:
             is_slow = self._waiting_bytes > MAX_WAITING_BYTES
             self._waiting_bytes += 0 if is_slow else sum(one.num_bytes for one in made)
         if is_slow and made:
-            self._say(f"the disk of {self._directory} is slower than the ViT: some features are not kept, and computed "
-                      f"again in the next epoch")
+            self._warn_once(f"the disk of {self._directory} is slower than the ViT: some features are not kept but "
+                            f"recomputed in the next epoch")
         for one in () if is_slow else made:
             self._made.put(one)
 
     def close(self) -> None:
-        """Wait until all is written."""
+        """Wait until everything is written."""
         self._made.put(None)
         self._thread.join()
         if self._failure is not None:
@@ -63,7 +62,7 @@ class FeatureKeeper:
                     self._write(made)
             except OSError as error:
                 self._end(f"{error.filename or self._directory}: {error.strerror}")
-            except Exception as error:  # raised again by the thread that trains
+            except Exception as error:  # raised again in the training thread
                 self._failure, self._has_ended = error, True
             with self._lock:
                 self._waiting_bytes -= made.num_bytes
@@ -77,18 +76,17 @@ class FeatureKeeper:
             if not key or path_of(self._directory, key).exists():
                 continue
             if HEAD_BYTES + rows.nbytes > self._room:
-                self._end(f"{self._directory} holds as much as --vision-feature-cache-gib allows")
+                self._end(f"{self._directory} has reached the limit of --vision-feature-cache-gib")
                 return
             write_features(self._directory, key, rows)
             self._room -= HEAD_BYTES + rows.nbytes
 
-    def _end(self, why: str) -> None:
+    def _end(self, reason: str) -> None:
         self._has_ended = True
-        self._say(f"no more features of the ViT are kept, and training goes on without: {why}")
+        self._warn_once(f"ViT features are no longer kept; training continues without: {reason}")
 
-    def _say(self, text: str) -> None:
-        """Once."""
-        if text not in self._said:
-            self._said.add(text)
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
             sys.stderr.write(f"warning: rank {self._rank}: {text}\n")
             sys.stderr.flush()

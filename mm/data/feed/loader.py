@@ -1,4 +1,4 @@
-"""Optimizer steps' worth of microbatches, prepared ahead by worker processes (``mm.data.workers``)."""
+"""The microbatches of each optimizer step, prepared ahead by worker processes (``mm.data.workers``)."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -25,52 +25,51 @@ class ReadStep:
 
     microbatches: list[Microbatch]
     bad: tuple[BadSample, ...] = ()
-    """Samples that could not be used: in the place of each there is one token from which nothing is learnt."""
+    """Samples that could not be used.  Each is replaced by one token that is no target."""
     notes: tuple[str, ...] = ()
-    """What the user should know besides."""
+    """Warnings for the user."""
     is_validation: bool = False
 
 
 class StepLoader(Iterator[ReadStep]):
-    """Iterator over optimizer steps, of one data-parallel rank.
+    """Iterator over the optimizer steps of one data-parallel rank.
 
-    What it yields depends on its arguments only, not on ``num_workers`` or timing.  Workers begin at once.
+    What it yields depends only on its arguments, not on ``num_workers`` or timing.  Workers start at once.
     """
 
     def __init__(
         self, dataset: Dataset, encoder: SampleEncoder, steps: Iterable[Step], num_workers: int = 2,
         prefetch_factor: int = 2, skips_bad: bool = False, features: FeatureCache | None = None,
     ) -> None:
-        """``steps`` says which samples each microbatch of each step holds, and may have no end.  In the place of a
-        microbatch without samples there is one token from which nothing is learnt.
+        """``steps`` gives the samples of each microbatch of each step, and may be endless.  A microbatch without
+        samples becomes one token that is no target.
 
-        It is asked as far ahead as workers prepare: ``prefetch_factor`` microbatches each.  Without workers the calling
-        thread encodes.  ``skips_bad``: a sample that cannot be used is left out, and told.
-        ``features``: what is kept of the ViT's work, which takes the place of pixels where a microbatch's is there
-        whole.
+        ``steps`` is consumed as far ahead as workers prepare: ``prefetch_factor`` microbatches each.  Without workers
+        the calling thread encodes.  ``skips_bad``: samples that cannot be used are left out and reported.
+        ``features``: the cache of ViT outputs, used instead of pixels if it has all media of a microbatch.
         """
         read = _ReadMicrobatch(dataset, encoder, skips_bad, features)
         self._microbatches = Prepared(read, _in_one_row(steps), num_workers, prefetch_factor)
 
     def __next__(self) -> ReadStep:
-        """The next step.  Raises UserError for a sample that cannot be used, naming it, unless it is left out."""
+        """The next step.  Raises UserError naming a sample that cannot be used, unless bad samples are left out."""
         step, bad, notes, is_last = [], [], [], False
         while not is_last:
-            item, found, told, is_last = next(self._microbatches)
+            item, found, warnings, is_last = next(self._microbatches)
             if isinstance(item, UserError):
                 raise item
             step.append(item)
             bad += found
-            notes += told
+            notes += warnings
         return ReadStep(step, tuple(bad), tuple(notes))
 
     def close(self) -> None:
-        """End the workers.  The loader yields nothing more."""
+        """End the workers.  The loader yields no more steps."""
         self._microbatches.close()
 
 
 def _in_one_row(steps: Iterable[Step]) -> Iterator[tuple[list[int], bool]]:
-    """The microbatches of all steps, and whether each is the last of its step: steps need not have equally many."""
+    """The microbatches of all steps, each with whether it is the last of its step: steps may differ in number."""
     for step in steps:
         assert step, "a step without microbatches would never end"
         for number, indices in enumerate(step):
@@ -79,9 +78,9 @@ def _in_one_row(steps: Iterable[Step]) -> Iterator[tuple[list[int], bool]]:
 
 @dataclass(frozen=True)
 class _ReadMicrobatch:
-    """Reads the microbatch of some samples, and tells with it what was bad, notes, and whether its step ends there.
+    """Reads one microbatch; returns it with bad samples, notes, and whether it is the last of its step.
 
-    A UserError is returned: raised in a worker, its sentences would be buried in a traceback.
+    A UserError is returned, not raised: raised in a worker, its message would be buried in a traceback.
     """
 
     dataset: Dataset
@@ -104,13 +103,13 @@ class _ReadMicrobatch:
         return Microbatch.join(samples or [_stand_in()]), bad, notes, is_last
 
     def _attempt(self, index: int, work: Callable[[], Outline], bad: list[BadSample]) -> Outline:
-        """``work``, or where it fails and that is allowed, what stands in the place of sample ``index``."""
+        """The result of ``work``, or a stand-in for sample ``index`` if it fails and bad samples are skipped."""
         try:
             return work()
         except UserError as error:
             if not self.skips_bad:
                 raise
-            bad.append(self.dataset.bad_sample(index, error))  # raises where the whole file is another one
+            bad.append(self.dataset.bad_sample(index, error))  # raises if the whole file has changed
             return Outline(_stand_in(index), (), "")
 
     def _outline(self, index: int) -> Outline:
@@ -120,7 +119,7 @@ class _ReadMicrobatch:
         return replace(outline, microbatch=replace(outline.microbatch, samples=(index,)))
 
     def _looked_up(self, outlines: list[Outline]) -> tuple[list[Outline], list[str]]:
-        """With what is kept of the ViT's work, if that is there for all, else with keys for what is not."""
+        """Add the cached ViT outputs if all are cached, otherwise the keys of the missing ones."""
         if self.features is None:
             return outlines, []
         found = self.features.look_up([one for outline in outlines for one in outline.media], self.encoder.videos)
@@ -134,7 +133,7 @@ class _ReadMicrobatch:
         return filled, found.notes
 
     def _filled(self, outline: Outline) -> Outline:
-        """With pixels, unless the ViT has nothing to do."""
+        """Add the pixels, unless cached features replace the ViT."""
         if outline.microbatch.skips_vision:
             return outline
         with _noting(outline.source):
@@ -143,7 +142,7 @@ class _ReadMicrobatch:
 
 @contextmanager
 def _noting(source: str) -> Iterator[None]:
-    """Of an error that is no user's, say at which sample it came."""
+    """Add a note with the sample to errors that are not the user's."""
     try:
         yield
     except Exception as error:
@@ -152,9 +151,9 @@ def _noting(source: str) -> Iterator[None]:
 
 
 def _stand_in(*samples: int) -> Microbatch:
-    """In the place of a sample that is left out: so no rank, and no plan of packs, is without its part.
+    """Replaces a sample that is left out, so that no rank and no pack becomes empty.
 
-    Token 0 is in every vocabulary.
+    Token 0 exists in every vocabulary.
     """
     nothing = torch.zeros(1, dtype=torch.int64)
     return Microbatch(nothing, nothing + IGNORE_INDEX, nothing.expand(3, 1), (1,), (), None, samples=samples)

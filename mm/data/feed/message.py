@@ -1,9 +1,7 @@
-"""One step, without its pixels, as a vector of int64 that a replica's owner sends to the other ranks.
+"""One step, without its pixels, as an int64 vector that a replica's owner sends to the other ranks.
 
     | failed | bad | totals ... | number of microbatches | counts, ids, labels, positions, ... of each microbatch |
     |<-------- Head ----------->|<---------- or, if an owner failed, its problems as JSON, one byte each ---------->|
-
-Who sends it, and when, is not known here.
 """
 
 import json
@@ -17,7 +15,7 @@ from torch import Tensor
 from mm.batch import BatchTotals, Microbatch, Normalisation
 
 _NO_KEY = "0" * 32
-"""Stands for "" among ``Microbatch.feature_keys``, on the way."""
+"""Encodes "" in ``Microbatch.feature_keys``."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +23,9 @@ class Head:
     """The state of a step.  Every number is a count, so the owners' vectors add up to the head of the whole step."""
 
     num_failed: int
-    """Owners that cannot go on."""
+    """Owners that failed."""
     num_bad: int
-    """Samples that they leave out."""
+    """Samples that they left out."""
     totals: BatchTotals
 
     def numbers(self) -> Tensor:
@@ -44,7 +42,7 @@ _HEAD_NUMBERS = 2 + len(fields(BatchTotals))
 
 
 def to_message(head: Head, problems: Sequence[str], microbatches: list[Microbatch]) -> Tensor:
-    """``problems``, if there are any, replace ``microbatches``."""
+    """``problems``, if any, replace ``microbatches``."""
     text = torch.tensor(list(json.dumps(problems).encode()))
     return torch.cat([head.numbers(), *([text] if problems else _to_numbers(microbatches))])
 
@@ -58,7 +56,7 @@ def from_message(message: Tensor) -> tuple[Head, list[str], list[Microbatch]]:
 
 
 def _to_numbers(microbatches: list[Microbatch]) -> list[Tensor]:
-    """The light part as int64 vectors: a count of microbatches, then for each its six counts and its contents."""
+    """Microbatches without pixels as int64 vectors: their number, then for each one six counts and its contents."""
     parts = [torch.tensor([len(microbatches)])]
     for m in microbatches:
         parts += [
@@ -107,7 +105,7 @@ def _from_numbers(payload: Tensor) -> list[Microbatch]:
 
 
 def _bits(normalisations: Sequence[Normalisation]) -> Tensor:
-    """Seven float64 of each, as int64 of the same bits."""
+    """Seven float64 per image, bit-cast to int64."""
     values = [(one.divisor, *one.mean, *one.std) for one in normalisations]
     return torch.tensor(values, dtype=torch.float64).view(torch.int64).flatten()
 
@@ -118,7 +116,7 @@ def _normalisations(bits: Tensor) -> tuple[Normalisation, ...]:
 
 
 def _key_numbers(keys: Sequence[str]) -> Tensor:
-    """Two int64 of each: its 16 bytes, which are zeros where there is none."""
+    """Two int64 per key: its 16 bytes, or zeros for no key."""
     numbers = np.frombuffer(bytes.fromhex("".join(key or _NO_KEY for key in keys)), dtype=np.int64)
     return torch.from_numpy(numbers.copy())
 

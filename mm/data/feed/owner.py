@@ -1,10 +1,10 @@
-"""Hands each step's data from the one rank that reads it to every rank of its replica, ahead of time.
+"""Sends each step's data from the one rank that reads it to all ranks of its replica, ahead of time.
 
-The owner (first stage, TP rank 0) decodes media once.  The light part of all microbatches of a step (token ids,
-labels, positions, segment lengths, image grids, numbers of the samples) goes to the whole replica in one CPU broadcast;
-pixels go only to the ranks that hold the patch embedding, as bytes, of which the device makes numbers.  What was kept
-of a frozen ViT's work goes in their place, to the ranks that hold the projector.  A thread does this for step n+1 while
-step n computes; it alone uses the mesh's replica, owners, pixel and feature groups.
+The owner (first stage, TP rank 0) decodes media once.  The light part of all microbatches of a step (token ids, labels,
+positions, segment lengths, image grids, sample numbers) goes to the whole replica in one CPU broadcast.  Pixels go only
+to the ranks with the patch embedding, as bytes, which the device normalises.  Cached outputs of a frozen ViT replace
+them, and go to the ranks with the projector.  A thread does this for step n+1 while step n computes; only that thread
+uses the mesh's replica, owners, pixel and feature groups.
 """
 
 import math
@@ -36,9 +36,9 @@ from mm.parallel.mesh import Mesh
 
 
 def planned_steps(mesh: Mesh, make_order: MakeOrder | None) -> PlannedSteps | None:
-    """The steps of this rank's replica on a rank that owns data, which gives ``make_order``; None elsewhere.
+    """The steps of this rank's replica, on ranks that own data and pass ``make_order``; None on others.
 
-    One process plans for all owners of a node.  Every rank must call it.  Raises AgreedError on all ranks when such a
+    One process plans for all owners of a node.  Every rank must call this.  Raises AgreedError on all ranks when such a
     process does not start.
     """
     own = None if make_order is None else Seat.here(mesh.rank)
@@ -56,11 +56,11 @@ def planned_steps(mesh: Mesh, make_order: MakeOrder | None) -> PlannedSteps | No
 class DataOwner(Iterator[StepPlan]):
     """Yields ``StepPlan``s for ``num_steps`` steps.
 
-    ``steps`` is the loader's iterator on the owning rank and None elsewhere, like both quarantines: of the training's
-    samples and of those for validation.
-    ``holds_patch_embedding`` says whether this rank needs pixels, ``holds_projector`` whether it needs what was kept of
-    the ViT's work; ``model`` says how wide pixels are and what a microbatch costs, and ``device`` is what both will be
-    copied to.  A sample that one owner cannot use raises the same AgreedError on every rank, at that step.
+    ``steps`` is the loader's iterator on the owning rank and None elsewhere; likewise both quarantines, for training
+    and for validation samples.  ``holds_patch_embedding`` says whether this rank needs pixels, ``holds_projector``
+    whether it needs cached ViT outputs.  ``model`` determines the width of pixels and the cost of a microbatch;
+    ``device`` is where both will be copied.  A sample that one owner cannot use raises the same AgreedError on every
+    rank, at that step.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class DataOwner(Iterator[StepPlan]):
         self._device = device
         self._shared: Queue[StepPlan | Exception] = Queue()
         self._wanted: SimpleQueue[bool] = SimpleQueue()
-        """True: another step.  The first at once, so that the coming one is made while the caller computes."""
+        """True requests another step.  The first is requested at once, so that steps are prepared one ahead."""
         self._wanted.put(True)
-        # A daemon, so that a rank that fails can leave while this waits for other ranks.
+        # A daemon thread, so that a failing rank can exit while the thread waits for other ranks.
         self._thread = Thread(target=self._share_steps, args=(num_steps,), name="data", daemon=True)
         self._thread.start()
 
@@ -100,9 +100,9 @@ class DataOwner(Iterator[StepPlan]):
         return shared
 
     def close(self) -> None:
-        """Wait for the thread, which ends after the step that it is at, if any are left.
+        """Wait for the thread, which ends after its current step if any are left.
 
-        Every rank must call it after the same step: the threads talk with each other in each.
+        Every rank must call this after the same step, because the threads communicate in each step.
         """
         self._num_left = 0
         self._wanted.put(False)
@@ -114,12 +114,12 @@ class DataOwner(Iterator[StepPlan]):
                 return
             try:
                 self._shared.put(self._share_step())
-            except Exception as error:  # raised again by the thread that takes it
+            except Exception as error:  # raised again in __next__
                 self._shared.put(error)
                 return
 
     def _share_step(self) -> StepPlan:
-        """Owners read and agree; each sends its replica a message (``mm.data.feed.message``), then the pixels."""
+        """Owners read and agree; each sends its replica a message (``mm.data.feed.message``), then pixels."""
         mesh, owned, message = self._mesh, None, None
         if self._steps is not None:
             owned, message = self._read(self._steps)
@@ -134,7 +134,7 @@ class DataOwner(Iterator[StepPlan]):
         return StepPlan(whole, head.totals)
 
     def _read(self, steps: Iterator[ReadStep]) -> tuple[list[Microbatch], Tensor]:
-        """On an owner: its microbatches of the next step, and their message, whose head counts all owners' data."""
+        """On an owner: its microbatches of the next step, and the message for them.  The head sums all owners' data."""
         mesh, (step, problems) = self._mesh, attempt(self._mesh, steps.__next__)
         for note in step.notes if step else ():
             sys.stderr.write(f"warning: rank {mesh.rank}: {printable(note)}\n")
@@ -156,17 +156,17 @@ class DataOwner(Iterator[StepPlan]):
     def _leave_out(
         self, bad: tuple[BadSample, ...], problems: tuple[str, ...], quarantine: Quarantine | None
     ) -> tuple[str, ...]:
-        """On every owner: tell the quarantine what any of them has found.  Returns the problems, one more perhaps."""
-        assert quarantine is not None, "bad samples are left out only where there is one"
+        """On every owner: add the bad samples of all owners to the quarantine.  Returns ``problems``, plus any new."""
+        assert quarantine is not None, "bad samples are left out only if there is a quarantine"
         group = self._mesh.owners_group if self._mesh.dp_size > 1 else None
         found = bad if group is None else all_of(bad, group)
         _, further = attempt(self._mesh, partial(quarantine.add, found))
         return problems + (further if group is None else all_of(further, group))
 
     def _share_media(self, light: Microbatch, owned: Microbatch | None) -> Microbatch:
-        """``light`` with pixels, or what was kept in their place, where this rank needs them, ready to be copied.
+        """Add pixels, or cached features in their place, to ``light`` where this rank needs them, in pinned memory.
 
-        ``owned``: the same with those of all images, on the owner.
+        ``owned``: on the owner, the microbatch with the rows of all images.
         """
         mesh, vision = self._mesh, self._model.vision
         if light.skips_vision:
@@ -182,9 +182,9 @@ class DataOwner(Iterator[StepPlan]):
         self, microbatch: Microbatch, owned: Tensor | None, width: int,
         groups: Sequence[dist.ProcessGroup | None],
     ) -> Tensor | None:
-        """The owner, which has the rows of all images, sends to each rank of the context axis what that holds.
+        """The owner, which has the rows of all images, sends each rank of the context axis the rows of its images.
 
-        ``groups``: for each of these ranks, the owner and whoever needs them.
+        ``groups``: for each rank of the context axis, the group of the owner and the ranks that need the rows.
         """
         mesh, kept = self._mesh, None
         for rank, group in enumerate(groups):
@@ -203,9 +203,9 @@ class DataOwner(Iterator[StepPlan]):
 
 
 def deal_images(microbatch: Microbatch, vision: VisionConfig, num_ranks: int) -> Microbatch:
-    """``microbatch`` with a rank of the context axis for each image, so that the ViT's work is even.
+    """Assign each image of ``microbatch`` to a rank of the context axis, evening out the ViT's work.
 
-    A function of the grids: every rank finds the same.
+    Depends only on the grids, so every rank gets the same result.
     """
     if num_ranks == 1:
         return microbatch
@@ -214,7 +214,7 @@ def deal_images(microbatch: Microbatch, vision: VisionConfig, num_ranks: int) ->
 
 
 def _rows_of(rows: Tensor, microbatch: Microbatch, images: Sequence[int]) -> Tensor:
-    """Those of some images, in their order."""
+    """The rows of ``images``, in their order."""
     parts = rows.split([math.prod(grid) for grid in microbatch.image_grids])
     return rows if len(images) == len(parts) else torch.cat([parts[image] for image in images])
 

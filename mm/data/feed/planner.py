@@ -1,13 +1,12 @@
-"""Plans which samples each step holds, in a process of its own, ahead of the training.
+"""Plans which samples each step contains, ahead of training, in a separate process.
 
-To plan a step takes time in proportion to the global batch: a second of Python for 100,000 samples, during which an
-owner of data could launch no work on its device.  So one process plans for all owners of a node, and sends each the
-share of its replica: 4 bytes a sample.  What takes memory in proportion to the dataset, the order of an epoch, is there
-once.  The process begins with the first owner of the node, through the fork server like data workers, and ends with
-that owner, or when all owners have closed their connections.
+Planning a step takes time in proportion to the global batch: a second of Python for 100,000 samples, during which a
+data owner could launch no work on its device.  So one process plans for all owners of a node and sends each the part
+for its replica, 4 bytes per sample.  The order of an epoch, whose memory is in proportion to the dataset, exists only
+once, in that process.  The first owner of the node starts the process through the fork server, like data workers.  It
+ends with that owner, or when all owners have closed their connections.
 
-What a sampler does, what a sample is, and which ranks there are, is not known here: the process that plans must not
-import megatron, which would look at its device.
+This module must not import megatron, which would initialise a device in the planning process.
 """
 
 import json
@@ -33,17 +32,17 @@ from mm.data.workers import end_with_parent, fork_server
 from mm.errors import UserError
 
 NUM_AHEAD = 2
-"""Steps that are planned before they are asked for.  Owners ask as far ahead as their workers prepare."""
+"""Steps planned before they are requested.  Owners request as far ahead as their workers prepare."""
 _STEP, _PROBLEMS = b"\0", b"\1"
-"""How a message begins: a step, or why there is none (JSON)."""
+"""First byte of a message: a step, or the reason why there is none (JSON)."""
 
 MakeOrder = Callable[[], Order]
-"""Called in the planning process, so it must pickle small; ``Order.dp_rank`` has no effect there."""
+"""Called in the planning process, so its pickle must be small; ``Order.dp_rank`` is ignored there."""
 
 
 @dataclass(frozen=True)
 class Seat:
-    """One owner of data on its node, and where the process that plans would listen if this owner started it."""
+    """A data owner on its node, with the address where the planner listens if this owner starts it."""
 
     node: str
     rank: int
@@ -52,13 +51,13 @@ class Seat:
 
     @classmethod
     def here(cls, rank: int) -> "Seat":
-        """``rank`` is that of this process in the world."""
-        # Linux' abstract sockets belong to the network namespace, and leave no file behind.
+        """``rank`` is this process's global rank."""
+        # Linux abstract sockets belong to the network namespace, and leave no file behind.
         return cls(_node(), rank, f"\0mm-plan-{secrets.token_hex(16)}", secrets.token_bytes(32))
 
 
 def _node() -> str:
-    """What processes share that can reach each other's abstract sockets; another for each process where unknown."""
+    """An id shared by processes that can reach each other's abstract sockets; unique per process if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/net')}"
@@ -67,15 +66,15 @@ def _node() -> str:
 
 
 def start_planner(make_order: MakeOrder, seat: Seat, num_owners: int) -> BaseProcess:
-    """Start the process that plans for ``num_owners`` owners, and wait until it listens; it ends with this process.
+    """Start the process that plans for ``num_owners`` owners, and wait until it listens.  It ends with this process.
 
     Raises UserError when it does not start.
     """
     context = fork_server()
-    ready, told = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(make_order, seat, num_owners, told), name="planner", daemon=True)
+    ready, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_run, args=(make_order, seat, num_owners, sender), name="planner", daemon=True)
     process.start()
-    told.close()
+    sender.close()
     with ready:
         try:
             ready.recv_bytes()
@@ -87,18 +86,18 @@ def start_planner(make_order: MakeOrder, seat: Seat, num_owners: int) -> BasePro
 
 
 class PlannedSteps(Iterator[Step]):
-    """The steps of one replica, without end."""
+    """The endless steps of one replica."""
 
     def __init__(self, seat: Seat, dp_rank: int) -> None:
-        """Connect to the process that listens at ``seat``.  Raises UserError when it has ended."""
-        with _naming_the_end():
+        """Connect to the process that listens at ``seat``.  Raises UserError if it has ended."""
+        with _explaining_the_end():
             self._connection = Client(seat.address, "AF_UNIX", authkey=seat.key)
             self._connection.send_bytes(str(dp_rank).encode())
 
     def __next__(self) -> Step:
-        """The next step.  Raises UserError when it could not be planned, or the process has ended."""
-        with _naming_the_end():
-            with suppress(OSError):  # where the process has ended, what it last said may still be there
+        """The next step.  Raises UserError if it could not be planned, or if the process has ended."""
+        with _explaining_the_end():
+            with suppress(OSError):  # if the process has ended, its last message may still be in the pipe
                 self._connection.send_bytes(b"")
             message = self._connection.recv_bytes()
         kind, content = message[:1], message[1:]
@@ -107,26 +106,26 @@ class PlannedSteps(Iterator[Step]):
         return from_bytes(content)
 
     def close(self) -> None:
-        """Ask for nothing more."""
+        """Request no more steps."""
         self._connection.close()
 
 
-class _naming_the_end:
-    """Turn a broken connection into what the user should know.  The same words for all owners of a node, so that they
-    are reported once."""
+class _explaining_the_end:
+    """Turns a broken connection into a UserError.  Its text is the same for all owners of a node, so it is reported
+    once."""
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, (EOFError, OSError)):
             raise UserError(
-                f"{socket.gethostname()}: the process that plans the samples of each step has ended, and so does the "
-                f"run.  If nothing above says why, something has killed it: look for 'Out of memory' in the kernel's "
-                f"log (dmesg), and start again; the run goes on from its last checkpoint.") from error
+                f"{socket.gethostname()}: the process that plans the samples of each step has ended, so the run ends "
+                f"too.  If no error is reported above, it was killed: look for 'Out of memory' in the kernel log "
+                f"(dmesg), and start the run again; it resumes from its last checkpoint.") from error
 
 
 def to_bytes(step: Step) -> bytes:
-    """4 bytes for each number: how many microbatches, the samples of each, and which samples these are."""
+    """4 bytes per number: the number of microbatches, the number of samples of each, and the sample numbers."""
     return np.array([len(step), *map(len, step), *chain.from_iterable(step)], dtype="<u4").tobytes()
 
 
@@ -142,8 +141,8 @@ def from_bytes(content: bytes) -> Step:
 
 
 def _run(make_order: MakeOrder, seat: Seat, num_owners: int, ready: Connection) -> None:
-    """The process that plans."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes of a terminal: owners say what it means
+    """Main function of the planning process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; owners handle it
     end_with_parent()
     with Listener(seat.address, "AF_UNIX", num_owners, authkey=seat.key) as listener:
         ready.send_bytes(b"")
@@ -155,12 +154,12 @@ def _run(make_order: MakeOrder, seat: Seat, num_owners: int, ready: Connection) 
     except Exception as error:
         message = _PROBLEMS + json.dumps(_problems(error)).encode()
         for connection in connections:
-            with suppress(OSError):  # of an owner that has gone
+            with suppress(OSError):  # the owner has gone
                 connection.send_bytes(message)
 
 
 def _problems(error: Exception) -> list[str]:
-    """In the same words on every node, so that they are reported once."""
+    """The same text on every node, so that problems are reported once."""
     if isinstance(error, UserError):
         return list(error.problems)
     trace = "".join(traceback.format_exception(error))
@@ -168,7 +167,7 @@ def _problems(error: Exception) -> list[str]:
 
 
 class _Share:
-    """What is planned for one owner and not yet sent."""
+    """The planned steps of one owner that are not sent yet."""
 
     def __init__(self, connection: Any, dp_rank: int) -> None:
         self.connection, self.dp_rank = connection, dp_rank
@@ -177,7 +176,7 @@ class _Share:
         self.has_closed = False
 
     def ask(self) -> None:
-        """Take what the owner has sent: that it waits for a step, or has closed."""
+        """Receive the owner's request for a step, or notice that it has closed."""
         try:
             self.connection.recv_bytes()
             self.is_waiting = True
@@ -185,7 +184,7 @@ class _Share:
             self.has_closed = True
 
     def send(self) -> None:
-        """Send a step where one is waited for and planned."""
+        """Send a step if one is requested and planned."""
         if not (self.is_waiting and self.steps):
             return
         self.is_waiting = False
@@ -198,8 +197,8 @@ class _Share:
 def _serve(order: Order, shares: list[_Share]) -> None:
     """Plan and send until all owners have closed.
 
-    A step is sent only to an owner that asks, and so reads: a full socket of one must not keep another from its step.
-    Replicas ask at their own pace, because workers prepare microbatches and a step may have any number of them.
+    A step is sent only to an owner that requests it, and so reads: a full socket of one owner must not block another.
+    Replicas request at their own pace, because workers prepare microbatches and steps differ in their number.
     """
     number = 0
     while shares:

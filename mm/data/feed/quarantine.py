@@ -1,7 +1,4 @@
-"""Samples that a run leaves out because they cannot be used: counted, listed in a file, and too many refused.
-
-Who finds them, and what stands in their place, is not known here.
-"""
+"""Bad samples that a run leaves out: counted, listed in a file, and refused if there are too many."""
 
 import json
 import os
@@ -14,35 +11,35 @@ from mm.errors import UserError, writing
 from mm.files import whole_lines
 
 LEDGER = "quarantine.jsonl"
-"""In ``--log-dir``: one line for each sample."""
+"""Name of the file in ``--log-dir``, with one line per bad sample."""
 
 
 def too_many_bad(num_bad: int, num_samples: int, max_fraction: float) -> str | None:
-    """Why a dataset is refused of whose ``num_samples`` so many cannot be used; None where it is not."""
+    """The reason to refuse a dataset with ``num_bad`` bad samples of ``num_samples``; None if they are few enough."""
     if num_bad <= max_fraction * num_samples:
         return None
     return (f"{num_bad} of {num_samples} samples cannot be used, more than --max-bad-fraction {max_fraction:g} allows")
 
 
 class Quarantine:
-    """The same on every rank that reads data, if all are given the same samples; one of them writes."""
+    """Has the same content on every rank that reads data, if all add the same samples.  One rank writes the file."""
 
     def __init__(self, num_samples: int, max_fraction: float, ledger: Path | None) -> None:
-        """``ledger`` is None on ranks that do not write; what an earlier run has left in it stays."""
+        """``ledger`` is None on ranks that do not write.  Lines of an earlier run are kept."""
         self._num_samples, self._max_fraction, self._ledger = num_samples, max_fraction, ledger
         self._known: set[tuple[str, int]] = set()
         self._written = set() if ledger is None else _places(ledger)
 
     def add(self, found: Iterable[BadSample]) -> None:
-        """Raises UserError when more of the dataset's samples are bad than may be; each counts once."""
+        """Raises UserError when more samples are bad than allowed; each counts once."""
         found = list(found)
         self._known |= {(one.dataset, one.index) for one in found}
         if self._ledger is not None:
             self._write(self._ledger, found)
         problem = too_many_bad(len(self._known), self._num_samples, self._max_fraction)
         if problem is not None:
-            raise UserError(f"{problem}; {LEDGER} in --log-dir lists them: mend or remove them, or allow more. "
-                            f"The last: {found[-1].told()}")
+            raise UserError(f"{problem}; {LEDGER} in --log-dir lists them: repair or remove them, or raise the limit. "
+                            f"The last one: {found[-1].message()}")
 
     def _write(self, ledger: Path, found: Iterable[BadSample]) -> None:
         new = {(one.dataset, one.index): one for one in found if (one.dataset, one.index) not in self._written}
@@ -56,7 +53,7 @@ class Quarantine:
 
 
 def _places(ledger: Path) -> set[tuple[str, int]]:
-    """Which samples an earlier run has listed; a last line that it did not finish is cut off."""
+    """The samples that an earlier run listed; an incomplete last line is cut off."""
     if not ledger.exists():
         return set()
     lines = whole_lines(ledger.read_bytes())
@@ -65,4 +62,4 @@ def _places(ledger: Path) -> set[tuple[str, int]]:
         rows = [json.loads(line) for line in lines]
         return {(row["dataset"], row["index"]) for row in rows}
     except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{ledger}: is no list of samples of an earlier run ({error}); move it away.") from error
+        raise UserError(f"{ledger}: is not a list of an earlier run's bad samples ({error}); move it away.") from error

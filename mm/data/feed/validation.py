@@ -1,7 +1,6 @@
-"""What validation reads: which samples, in which microbatches, and between which steps of the training.
+"""What validation reads: which samples, in which microbatches, and after which training steps.
 
-Microbatches are made of the samples alone, whatever ranks there are, so that every number of replicas computes the same
-sums.  What becomes of the losses is not known here.
+Microbatches depend on the samples alone, not on the layout, so any number of replicas computes the same sums.
 """
 
 import hashlib
@@ -26,18 +25,18 @@ from mm.parallel.context import deal
 
 @dataclass(frozen=True)
 class ValidationOrder:
-    """Who computes what in one validation."""
+    """Which replica computes which samples in one validation."""
 
     num_samples: int
     steps: list[list[Step]]
-    """By step and replica.  A microbatch without samples stands where a replica has too few for the schedule."""
+    """By step and replica.  If a replica has too few microbatches for the schedule, empty ones are added."""
 
 
 def validation_order(run: Run, lengths: HasLengths) -> ValidationOrder:
-    """Each sample once, or the same drawn ones each time where ``--eval-iters`` allows fewer than all.
+    """Each sample once, or the same random subset each time if ``--eval-iters`` allows fewer than all.
 
-    A step has about as many microbatches as one of the training, so that as much of it is in memory; the last has what
-    is left.  Within a step they are dealt to the replicas by cost.
+    A step has about as many microbatches as a training step, so it takes as much memory; the last one has the rest.
+    Within a step they are distributed over the replicas by cost.
     """
     samples = _taken(run, len(lengths))
     sizes = SampleSizes(run.model, lengths).of(np.arange(len(lengths)))
@@ -54,7 +53,7 @@ def validation_order(run: Run, lengths: HasLengths) -> ValidationOrder:
 
 
 def _taken(run: Run, num_samples: int) -> np.ndarray:
-    """int64, ascending: with fewer than all, drawn, because files may be sorted."""
+    """int64, ascending.  A subset is drawn at random, because files may be sorted."""
     num_batches = run.args.eval_iters
     if num_batches is None or num_batches * run.global_batch_size >= num_samples:
         return np.arange(num_samples)
@@ -63,7 +62,7 @@ def _taken(run: Run, num_samples: int) -> np.ndarray:
 
 
 def _microbatches(run: Run, samples: np.ndarray, sizes: Sizes) -> Step:
-    """Packs, or ``--micro-batch-size`` samples in the order of the files."""
+    """Packs, or ``--micro-batch-size`` samples in file order."""
     size = run.args.micro_batch_size
     if not run.data.packs:
         return [samples[first : first + size].tolist() for first in range(0, len(samples), size)]
@@ -74,19 +73,19 @@ def _microbatches(run: Run, samples: np.ndarray, sizes: Sizes) -> Step:
 
 @dataclass(frozen=True)
 class ValidationPlan:
-    """What every rank knows of each validation of a run."""
+    """The facts about a run's validations that every rank knows."""
 
     num_plans: int
     num_samples: int
     num_of_all: int
-    """Samples for validation; ``--eval-iters`` may allow fewer."""
+    """All validation samples; ``--eval-iters`` may allow fewer."""
     fingerprint: str
-    """A fingerprint of the samples that are taken."""
+    """Identifies the samples in use."""
 
 
 @dataclass(frozen=True)
 class ValidationReader:
-    """Reads the samples for validation on a rank that owns data, each time anew."""
+    """Reads the validation samples on a rank that owns data, again for each validation."""
 
     dataset: Dataset
     order: ValidationOrder
@@ -100,13 +99,13 @@ class ValidationReader:
         return cls(dataset, validation_order(run, dataset.columns), gauge, run, dp_rank)
 
     def plan(self) -> ValidationPlan:
-        """The same on every rank that owns data."""
+        """Equal on all ranks that own data."""
         facts = self.order.num_samples, [one.identity for one in self.dataset.contents()]
         fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
         return ValidationPlan(len(self.order.steps), self.order.num_samples, len(self.dataset), fingerprint)
 
     def loader(self) -> StepLoader:
-        """The loader of one validation."""
+        """A loader for one validation."""
         steps = [step[self.dp_rank] for step in self.order.steps]
         args, data = self.run.args, self.run.data
         num_workers = min(args.num_workers, sum(map(len, steps)))
@@ -117,9 +116,9 @@ class ValidationReader:
 def in_between(
     training: Iterator[ReadStep], is_due: Iterable[bool], open_loader: Callable[[], StepLoader]
 ) -> Iterator[ReadStep]:
-    """The training's steps, and after each for which ``is_due`` says so a whole validation.
+    """The training steps, with a whole validation after each step for which ``is_due`` is true.
 
-    Its workers live no longer than it.
+    Its workers end with it.
     """
     for due in is_due:
         yield next(training)

@@ -1,1 +1,1 @@
-"""What is known of a dataset before it is trained on?  Every record is checked and measured once, and that is kept."""
+"""What is known about a dataset before training?  Every record is checked and measured once; the result is cached."""

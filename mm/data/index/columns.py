@@ -1,7 +1,7 @@
-"""What is known of each sample of a dataset, column by column, from the indexes of its files.
+"""The measurements of all samples of a dataset, column by column, from the indexes of its files.
 
-Nothing is in memory but what was asked for, and it pickles as the paths of files: so the process that plans the steps
-takes it without the readers and encoders of the dataset.
+Only requested data are loaded into memory, and it pickles as file paths.  So the planning process can take it without
+the dataset's readers and encoders.
 """
 
 from collections.abc import Iterator
@@ -17,22 +17,22 @@ from mm.data.lengths import Lengths
 
 @dataclass(frozen=True)
 class Columns:
-    """Of the samples of some files."""
+    """The measurements of the samples of some files."""
 
     files: tuple[Rows, ...]
-    """The columns of ``mm.data.index.gauge.ROW`` of all their records."""
+    """For each file, the columns of ``mm.data.index.gauge.ROW`` of all its records."""
     taken: Rows | None
-    """``number``: of the record of each sample, counted over all files; None: each record once, in their order."""
+    """Column ``number``: the record of each sample, counted over all files.  None: each record once, in order."""
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if self.taken is None else len(self.taken)
 
     def of(self, numbers: np.ndarray) -> Lengths:
-        """What some samples hold, in the given order; in memory."""
+        """The lengths of these samples, in the given order, loaded into memory."""
         return Lengths(**{one.name: self.values(one.name, numbers) for one in fields(Lengths)})
 
     def values(self, name: str, numbers: np.ndarray) -> np.ndarray:
-        """One column of some samples, in the given order; in memory."""
+        """One column for these samples, in the given order, loaded into memory."""
         records = self.records(numbers)
         if len(self.files) == 1:
             return self.files[0].of(name, records)
@@ -43,23 +43,23 @@ class Columns:
         return found
 
     def nonzero(self, name: str) -> np.ndarray:
-        """Numbers of the samples that have another number than 0 in a column."""
+        """The numbers of the samples with a nonzero value in a column."""
         found = [np.empty(0, dtype=np.int64)]
         for numbers in self.chunks():
             found.append(numbers[self.values(name, numbers) != 0])
         return np.concatenate(found)
 
     def chunks(self) -> Iterator[np.ndarray]:
-        """The numbers of all samples, some at a time."""
+        """The numbers of all samples, in chunks."""
         for first in range(0, len(self), CHUNK_ROWS):
             yield np.arange(first, min(first + CHUNK_ROWS, len(self)))
 
     def records(self, numbers: np.ndarray) -> np.ndarray:
-        """int64: of the records of some samples, counted over all files."""
+        """int64: the records of these samples, counted over all files."""
         return numbers if self.taken is None else self.taken.of("number", numbers).astype(np.int64)
 
     def place(self, number: int) -> tuple[int, int]:
-        """The file of a sample, and its record there.  Raises IndexError."""
+        """The file of a sample, and its record in that file.  Raises IndexError."""
         if not 0 <= number < len(self):
             raise IndexError(number)
         record = number if self.taken is None else self.taken.at("number", number)
@@ -67,7 +67,7 @@ class Columns:
         return file, record - self._first(file)
 
     def by_file(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Records of all samples in their order, some at a time: a file, and numbers in it."""
+        """The records of all samples in order, in chunks: a file, and record numbers in it."""
         for numbers in self.chunks():
             records = self.records(numbers)
             files = self._files_of(records)

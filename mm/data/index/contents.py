@@ -1,6 +1,6 @@
-"""Which samples a run trains on, as a checkpoint keeps it: what has changed when a run goes on, dataset by dataset.
+"""Which samples a run trains on, as checkpoints record it: finds what has changed at a resume, dataset by dataset.
 
-Numbers of records and checksums only; files are not looked at here.
+Compares numbers of records and checksums only; files are not read here.
 """
 
 from collections import Counter
@@ -13,19 +13,19 @@ from mm.errors import UserError
 
 @dataclass(frozen=True)
 class Contents:
-    """One dataset."""
+    """The samples of one dataset."""
 
     dataset: str
-    """As the data JSON names it."""
+    """Its name in the data JSON."""
     file_sha256: str
     num_samples: int
-    """That are taken of it."""
+    """Number of samples in use."""
     samples_sha256: str
-    """Of their numbers in the file, int64, in the order in which they are taken."""
+    """Of their int64 numbers in the file, in order of use."""
 
     @property
     def identity(self) -> tuple[str, str]:
-        """What must be the same; the name need not be."""
+        """What must not change; the name may."""
         return self.file_sha256, self.samples_sha256
 
 
@@ -35,9 +35,9 @@ class TrainedOn:
 
     datasets: tuple[Contents, ...]
     began_at: int = 0
-    """Samples that the run had trained on before, of other data or in another order."""
+    """Samples that the run consumed before it switched to these data or this order."""
     order: str | None = None
-    """In which the samples come; None where an older version did not say."""
+    """A description of the sample order; None in checkpoints of older versions."""
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "TrainedOn":
@@ -45,15 +45,15 @@ class TrainedOn:
         return cls(tuple(Contents(**one) for one in content["datasets"]), content["began_at"], content.get("order"))
 
     def to_json(self) -> dict[str, Any]:
-        """As a manifest keeps it."""
+        """For the manifest."""
         return asdict(self)
 
     def followed_by(
         self, now: Sequence[Contents], order: str, consumed_samples: int, may_differ: bool
     ) -> "TrainedOn":
-        """What the run trains on when it goes on with the datasets ``now`` in this ``order``.
+        """The data of a run that resumes with the datasets ``now`` in this ``order``.
 
-        Other ones, and another order, begin at their first sample.  Raises UserError for these unless they
+        Changed data or a changed order start at the first sample.  Raises UserError for changes unless they
         ``may_differ``.
         """
         changes = self.changes(now, order)
@@ -61,25 +61,25 @@ class TrainedOn:
             return replace(self, order=order)
         if not may_differ:
             raise UserError(
-                f"the data are not those of the checkpoint: {'; '.join(changes)}.  So the order of the samples is "
-                f"another one, and which were trained on cannot be told: give the same data and --seed; or add "
-                f"--allow-new-data, which goes on with these from their first sample; or --finetune, which starts at "
-                f"step 0.")
+                f"the data differ from those of the checkpoint: {'; '.join(changes)}.  This changes the order of the "
+                f"samples, so it is unknown which were trained on: give the same data and --seed; or add "
+                f"--allow-new-data, which continues with the new data from their first sample; or --finetune, which "
+                f"starts at step 0.")
         return TrainedOn(tuple(now), consumed_samples, order)
 
     def changes(self, now: Sequence[Contents], order: str) -> list[str]:
-        """How the datasets ``now`` in this ``order`` differ, one sentence each."""
-        other = [] if self.order in (None, order) else [f"the samples were {self.order}, and are {order} now"]
+        """How the datasets ``now`` in this ``order`` differ, one sentence per difference."""
+        other = [] if self.order in (None, order) else [f"the samples were {self.order}, and are now {order}"]
         return [*changed(self.datasets, now), *other]
 
 
 def changed(then: Sequence[Contents], now: Sequence[Contents]) -> Iterator[str]:
-    """What is otherwise now, one sentence for each dataset; files that were only moved or renamed are the same."""
+    """The differences, one sentence per dataset.  Files that were only moved or renamed count as unchanged."""
     if [one.identity for one in then] == [one.identity for one in now]:
         return
     if Counter(one.identity for one in then) == Counter(one.identity for one in now):
         before, after = (", ".join(one.dataset for one in datasets) for datasets in (then, now))
-        yield f"the datasets stood in the order {before}, and now in {after}"
+        yield f"the datasets were in the order {before}, and are now in the order {after}"
         return
     gone, new = _beside(then, now), _beside(now, then)
     for one in gone:
@@ -87,11 +87,11 @@ def changed(then: Sequence[Contents], now: Sequence[Contents]) -> Iterator[str]:
         same_name = next((other for other in new if other.dataset == one.dataset), None)
         if same_file is not None:
             new.remove(same_file)
-            yield (f"other samples of {one.dataset} are taken ({one.num_samples} then, {same_file.num_samples} now), "
-                   f"by a rate (%), max_samples, val_rate, --seed or --seq-length, or because samples were mended")
+            yield (f"other samples of {one.dataset} are used ({one.num_samples} then, {same_file.num_samples} now), "
+                   f"because of a rate (%), max_samples, val_rate, --seed, --seq-length, or repaired samples")
         elif same_name is not None:
             new.remove(same_name)
-            yield f"{one.dataset} holds something else ({one.num_samples} samples then, {same_name.num_samples} now)"
+            yield f"{one.dataset} has changed ({one.num_samples} samples then, {same_name.num_samples} now)"
         else:
             yield f"{one.dataset} with {one.num_samples} samples is missing"
     for one in new:
@@ -99,7 +99,7 @@ def changed(then: Sequence[Contents], now: Sequence[Contents]) -> Iterator[str]:
 
 
 def _beside(some: Sequence[Contents], others: Sequence[Contents]) -> list[Contents]:
-    """Those of ``some`` that have no equal among ``others``."""
+    """Those of ``some`` without an equal in ``others``."""
     left, found = Counter(one.identity for one in others), []
     for one in some:
         if left[one.identity]:

@@ -1,8 +1,7 @@
-"""The samples of a data JSON, chosen from files that were checked before training begins, and read one at a time.
+"""The samples of a data JSON, selected from files that were checked before training, and read one at a time.
 
-Every record is checked, and with a ``Gauge`` measured, once per content of its file: ``mm.data.index.store`` keeps the
-result between runs.  So a bad sample stops the run before it starts and not at step 5000, and the next start takes
-seconds.
+Every record is checked, and with a ``Gauge`` measured, once per content of its file; ``mm.data.index.store`` caches the
+result.  So a bad sample stops the run before it starts instead of at step 5000, and the next start takes seconds.
 """
 
 import hashlib
@@ -29,47 +28,47 @@ from mm.data.sample import Sample
 from mm.errors import UserError, collected, printable
 
 _NUMBER = np.uint32
-"""Of a record in all files: 4,294,967,295 are more than any index would be made of."""
+"""Numbers a record over all files: up to 4,294,967,295, more than any realistic index."""
 
 
 class Dataset:
-    """The samples of ``config.dataset``, in file order, or those kept for validation.
+    """The samples of ``config.dataset`` in file order, or those set aside for validation.
 
-    Where each lies and what it holds is not in memory, but mapped from the index (``mm.data.index.rows``); which ones
-    are taken, where it is not all of them, is mapped from a file beside.  So all processes of a node share them.
-    Pickles small into data workers.  ``config.max_samples`` keeps that many of the first samples of all files together.
+    The positions and lengths of samples are not in memory but mapped from the index (``mm.data.index.rows``).  If not
+    all samples are used, the selection is mapped from a second file.  So all processes of a node share them.  Pickles
+    small into data workers.  ``config.max_samples`` limits the dataset to its first samples, over all files.
     """
 
     def __init__(
         self, config: DataConfig, skips_bad: bool = False, gauge: Gauge | None = None, seed: int = 0,
         part: Part = "training", files: SampleFiles | None = None,
     ) -> None:
-        """Check every sample, unless an index of the same content says what was found; of media, read headers.
+        """Check every sample, unless the index has the result for the same content; of media only headers are read.
 
-        Without ``gauge`` nothing is measured and no index is kept, and of media only that they are there is checked.
-        ``seed`` decides which samples a rate takes and which are for validation.  ``files`` are those of this
-        part, where they were opened before with the same settings; else they are opened here.
+        Without ``gauge`` nothing is measured, no index is kept, and media are only checked for existence.  ``seed``
+        determines the samples drawn by a rate and those for validation.  ``files`` are those of this part if they were
+        opened before with the same settings; otherwise they are opened here.
 
-        Raises UserError with up to 20 problems, each naming file, line and sample.  With ``skips_bad`` samples that
-        cannot be used are left out, and only a file that cannot be read, or no good sample at all, is an error.
-        Samples of which no turn fits ``--seq-length`` are left out in any case, and counted.
+        Raises UserError with up to 20 problems, each naming file, line and sample.  With ``skips_bad``, samples that
+        cannot be used are left out; only an unreadable file, or a dataset without any good sample, is an error.
+        Samples in which no turn fits ``--seq-length`` are always left out, and counted.
         """
         self._config = config
         self.files = files = files or SampleFiles.open(config, skips_bad, gauge, part)
-        """The files in which the samples lie."""
+        """The files that contain the samples."""
         self._files = files.files
         self.skipped = list(files.skipped)
-        """What was left out."""
+        """Samples that were left out."""
         rate = 0.0 if config.val_dataset else config.val_rate or 0.0
         takes_all = all(is_whole(source) and records.num_samples == len(records.index.rows)
                         for records, source in zip(files.files, files.sources, strict=False))
         taken = None if takes_all and not rate else self._chosen(files.sources, rate, seed, part)
         self._columns = Columns(tuple(records.index.rows for records in self._files), taken)
         if not len(self):
-            raise UserError(f"val_rate = {config.val_rate} leaves no sample for {part}; change it.")
+            raise UserError(f"val_rate = {config.val_rate} leaves no samples for {part}; change it.")
 
     def _chosen(self, sources: Sequence[Source], val_rate: float, seed: int, part: Part) -> Rows:
-        """Which records are taken, and with ``val_rate`` for this part."""
+        """The selected records; with ``val_rate``, of this part."""
         config, most = self._config, self._config.val_max_samples
 
         def choose() -> np.ndarray:
@@ -96,12 +95,12 @@ class Dataset:
 
     @cached_property
     def notes(self) -> list[str]:
-        """Where the index is kept, if not where it should be, what is strange in good samples, what long ones lost."""
+        """Where the index is kept, if not in its usual place; oddities of good samples; what long samples lost."""
         return [*self.files.notes, *self.files.too_long(), *self._length_remarks()]
 
     @property
     def num_too_long(self) -> int:
-        """Samples that are left out because no turn of them fits."""
+        """Number of samples left out because no turn fits."""
         return sum(records.index.num_too_long for records in self._files)
 
     def _length_remarks(self) -> Iterator[str]:
@@ -117,32 +116,32 @@ class Dataset:
 
     @property
     def num_records(self) -> int:
-        """In the files, whether or not a sample is made of each."""
+        """Records in all files, used or not."""
         return sum(len(records.index.rows) for records in self._files)
 
     @property
     def num_bad(self) -> int:
-        """Records that cannot be used, in the files."""
+        """Records in all files that cannot be used."""
         return sum(records.index.num_bad for records in self._files)
 
     def __getitem__(self, index: int) -> Sample:
-        """Sample ``index``.  Raises UserError when its file was changed after the check."""
+        """Sample ``index``.  Raises UserError when its file has changed since the check."""
         records, number = self._place(index)
         return records.reader.read(number, records.index.rows.row(number))
 
     def name(self, index: int) -> str | int | None:
-        """What the record of a sample calls itself."""
+        """The ``id`` of a sample's record, or None."""
         records, number = self._place(index)
         return records.name(number)
 
     def bad_sample(self, index: int, error: UserError) -> BadSample:
-        """What is told of sample ``index``, which cannot be used because of ``error``."""
+        """The entry for sample ``index``, which cannot be used because of ``error``, in the list of bad samples."""
         records, number = self._place(index)
         source = printable(f"{records.reader.source(number)}: ")
         return records.bad_sample(number, error.problems[0].removeprefix(source))
 
     def _place(self, index: int) -> tuple[IndexedFile, int]:
-        """The file of sample ``index``, and its number in it."""
+        """The file of sample ``index``, and its number in that file."""
         file, number = self._columns.place(index)
         return self._files[file], number
 
@@ -152,21 +151,21 @@ class Dataset:
 
     @property
     def columns(self) -> Columns:
-        """What is known of each sample; they must have been measured."""
+        """The measurements of all samples; they must have been measured."""
         assert self.files.limit is not None, "nothing was measured"
         return self._columns
 
     @cached_property
     def lengths(self) -> Lengths:
-        """What each sample holds, in the order of the dataset, in memory; a training asks ``columns`` for some."""
+        """The lengths of all samples, in memory; a run uses ``columns`` instead."""
         return self.columns.of(np.arange(len(self)))
 
     def column(self, name: str) -> np.ndarray:
-        """The column ``name`` of ``mm.data.index.gauge.ROW`` of every sample, in memory; it must have been measured."""
+        """The column ``name`` of ``mm.data.index.gauge.ROW`` for all samples, in memory; they must be measured."""
         return self.columns.values(name, np.arange(len(self)))
 
     def contents(self) -> tuple[Contents, ...]:
-        """Which samples of which files these are.  Raises UserError when a file can no longer be read."""
+        """Which samples of which files are used.  Raises UserError when a file can no longer be read."""
         counts, hashes = [0] * len(self._files), [hashlib.sha256() for _ in self._files]
         for file, numbers in self._columns.by_file():
             counts[file] += len(numbers)
@@ -180,7 +179,7 @@ def validation_dataset(
     config: DataConfig, skips_bad: bool = False, gauge: Gauge | None = None, seed: int = 0,
     training: Dataset | None = None,
 ) -> Dataset | None:
-    """The samples of ``val_dataset``, or those that ``val_rate`` keeps back; None without either.
+    """The samples of ``val_dataset``, or those set aside by ``val_rate``; None without either.
 
     ``training``: the samples for training with the same settings; what ``val_rate`` keeps back lies in their files,
     which are not opened again.  Raises UserError as ``Dataset`` does.
@@ -194,13 +193,13 @@ def validation_dataset(
 def datasets(
     config: DataConfig, problems: list[str], skips_bad: bool = False, gauge: Gauge | None = None, seed: int = 0
 ) -> Mapping[Part, Dataset]:
-    """The samples for training, and those for validation where there are any.  What cannot be opened is left out, and
-    adds to ``problems``: a fault of one part does not hide those of the other.
+    """The training samples, and the validation samples if there are any.  A part that cannot be opened is left out, and
+    its errors are added to ``problems``, so that all parts' errors are reported together.
     """
     found: dict[Part, Dataset] = {}
     with collected(problems):
         found["training"] = Dataset(config, skips_bad, gauge, seed)
-    # With val_rate both parts are in the same files, whose index has just been made.
+    # With val_rate both parts are in the same files, whose index has just been created.
     again = config.overwrite_cache and config.val_dataset is not None
     wrong: list[str] = []
     with collected(wrong):
@@ -213,7 +212,7 @@ def datasets(
 
 
 def notes_of(parts: Mapping[Part, Dataset]) -> list[str]:
-    """The notes of all parts, each once; those of the validation samples alone say so."""
+    """The notes of all parts without duplicates; those of the validation samples alone are marked."""
     found = dict.fromkeys(note for dataset in [*parts.values()][:1] for note in dataset.notes)
     for name, dataset in [*parts.items()][1:]:
         found |= dict.fromkeys(f"{name}: {note}" for note in dataset.notes if note not in found)

@@ -1,6 +1,6 @@
-"""What a sample will hold once it is encoded, from the headers of its media: nothing is decoded.
+"""Measures samples as they will be after encoding, from the headers of their media, without decoding.
 
-The numbers are the encoder's own: it renders, tokenizes and cuts the text here as it does in training.
+The encoder itself renders, tokenizes and truncates the text, as in training.
 """
 
 import hashlib
@@ -31,19 +31,19 @@ ROW = np.dtype([
     ("media_sizes_crc32", "<u4"), ("media_times_crc32", "<u4"), ("num_dropped_tokens", "<i4"),
     ("num_dropped_turns", "<i4"), ("num_control_words", "<i4"),
 ])  # fmt: skip
-"""What the index keeps for one record: its place (``mm.data.read.spans.Span``), its ``Lengths``, its number of video
-frames, the ``media_stamps`` of its files, and what ``EncodedText`` dropped.  ``num_tokens`` is 0 if nothing was
-measured, ``BAD`` if the record cannot be used, and ``TOO_LONG`` if nothing of it would be left; the dropped tokens are
-then those of ``TooLongError``."""
+"""The columns that the index has for each record: its position (``mm.data.read.spans.Span``), its ``Lengths``, its
+number of video frames, the ``media_stamps`` of its files, and what ``EncodedText`` dropped.  ``num_tokens`` is 0 if
+nothing was measured, ``BAD`` if the record cannot be used, and ``TOO_LONG`` if nothing of it would remain; in the last
+case the dropped tokens are ``TooLongError.num_tokens``."""
 COUNTED_FROM = {"end": "start"}
-"""A record's end is near its beginning, which takes fewer bytes (``mm.data.index.rows``)."""
+"""Stored relative to another column: a record's end is close to its start (``mm.data.index.rows``)."""
 BAD, TOO_LONG = -1, -2
 _BOX = re.compile(r"<\|box_start\|>([^<]*)<\|box_end\|>|\"(?:bbox_2d|point_2d)\"\s*:\s*\[([^\]]*)\]")
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?")
 
 
 def is_usable(num_tokens: np.ndarray) -> np.ndarray:
-    """Which records can be trained on, by ``ROW``'s ``num_tokens`` of each; bool."""
+    """bool: which records can be trained on, given ``ROW``'s ``num_tokens``."""
     return num_tokens >= 0
 
 
@@ -53,7 +53,7 @@ class Gauge:
 
     encoder: SampleEncoder
     window: int
-    """Patches along a side of a window of the ViT."""
+    """Patches along each side of an attention window of the ViT."""
 
     @classmethod
     def from_config(cls, data: DataConfig, model: ModelConfig, seq_length: int) -> "Gauge":
@@ -62,21 +62,21 @@ class Gauge:
         return cls(encoder, model.vision.window_attn_size // model.vision.patch_size)
 
     def fingerprint(self) -> str:
-        """Of everything that its numbers depend on, beside the samples."""
+        """A hash of everything that its results depend on besides the samples."""
         return hashlib.sha256(json.dumps(_facts(self)).encode()).hexdigest()
 
 
 def _facts(value: Any) -> Any:
-    """What a part of an encoder is, as JSON."""
+    """The facts about a part of the encoder that matter, as JSON values."""
     if isinstance(value, PreTrainedTokenizerBase):
-        backend: Any = value.backend_tokenizer  # of a fast one, as ``load_tokenizer`` insists on
+        backend: Any = value.backend_tokenizer  # ``load_tokenizer`` requires a fast tokenizer
         code = hashlib.sha256(backend.to_str().encode()).hexdigest()
         return [code, value.chat_template, transformers.__version__, tokenizers.__version__]
-    if isinstance(value, DataConfig):  # of videos, which are planned by it; the rest is in other parts
+    if isinstance(value, DataConfig):  # only the settings that plan videos; other parts cover the rest
         names = ("image_resize", *(field.name for field in fields(value) if field.name.startswith("video_")))
         return {name: getattr(value, name) for name in names if name not in ("video_backend", "video_timeout")}
     if isinstance(value, Decoder):
-        return None  # every one gives the same frames
+        return None  # all backends give the same frames
     if is_dataclass(value):
         return {field.name: _facts(getattr(value, field.name)) for field in fields(value)}
     return value
@@ -85,12 +85,12 @@ def _facts(value: Any) -> Any:
 def sample_lengths(gauge: Gauge, sample: Sample, known: dict[Media, Grid]) -> tuple[dict[str, int], tuple[Grid, ...]]:
     """The columns of ``ROW`` that depend on the encoder, and the grids of all media, in order.
 
-    ``known`` remembers grids for the next samples.  Raises UserError for media that cannot be read, and for a sample of
-    which nothing is left to learn; TooLongError where whole turns are dropped and not one would be left.
+    ``known`` caches grids across samples.  Raises UserError for media that cannot be read and for samples without any
+    target left, and TooLongError where whole turns are dropped and none would remain.
     """
     encoder = gauge.encoder
     for part in sample.media:
-        if part.files == part.contents and part not in known:  # pictures in records would fill the memory
+        if part.files == part.contents and part not in known:  # embedded pictures would fill the memory
             known[part] = encoder.planned(part).grid
     grids = tuple(known[part] if part in known else encoder.planned(part).grid for part in sample.media)
     text = encoder.chat.encode(sample.turns, grids)
@@ -113,33 +113,33 @@ def sample_lengths(gauge: Gauge, sample: Sample, known: dict[Media, Grid]) -> tu
 
 
 def _check(gauge: Gauge, sample: Sample, grids: tuple[Grid, ...], num_targets: int) -> None:
-    """Refuse a sample that cannot be shown whole media, or teaches nothing."""
+    """Refuse a sample whose media alone are too long, or without target tokens."""
     chat = gauge.encoder.chat
     limit, num_visual = chat.seq_length, sum(math.prod(grid) // chat.spatial_merge_size**2 for grid in grids)
     if num_visual > limit and not chat.drops_turns:
         raise UserError(
-            f"its {len(grids)} images and videos alone take {num_visual} tokens, more than --seq-length {limit} holds, "
-            f"and a picture is never cut (docs/data.md, \"Samples that are too long\"); show fewer or smaller ones "
+            f"its {len(grids)} images and videos alone take {num_visual} tokens, which exceeds --seq-length {limit}, "
+            f"and images are never cut (docs/data.md, \"Samples that are too long\"); use fewer or smaller ones "
             f"(image_max_pixels, video_max_pixels), or raise --seq-length above {num_visual}.")
     if num_targets == 0:
         raise UserError(
-            f"no token of its answers is left to learn after the cut at --seq-length {limit}; shorten the sample, or "
-            f"raise --seq-length.")
+            f"none of its answer tokens remain after truncation to --seq-length {limit}; shorten the sample, or raise "
+            f"--seq-length.")
 
 
 def media_stamps(sample: Sample) -> dict[str, int]:
-    """The columns of ``ROW`` by which a change of media files after they were measured is seen: a checksum of their
-    sizes in bytes, and one of their modification times in ns.  Neither looks at what the files hold.
+    """The columns of ``ROW`` that detect changes of media files after measuring: a checksum of their sizes in bytes,
+    and one of their modification times in ns.  The files' contents are not read.
 
-    They only say whether the numbers of the index may still be trusted (``mm.data.index.index``).  Whether data are
-    those of a checkpoint (``mm.data.index.contents``) and whether kept features are those of a picture
-    (``mm.data.feed.features``) does not depend on them.  Raises UserError when a file is gone.
+    They only decide whether the index is still valid (``mm.data.index.index``).  Comparing data with a checkpoint
+    (``mm.data.index.contents``) and cached features with a picture (``mm.data.feed.features``) does not use them.
+    Raises UserError when a file is gone.
     """
     try:
         found = [os.stat(one) if isinstance(one, str) else None for part in sample.media for one in part.contents]
     except OSError as error:
         raise UserError(f"{error.filename}: can no longer be read: {error.strerror}.") from error
-    # A picture that stands in its record has that file's content, which names the index.
+    # An embedded picture is part of the record file, whose content hash names the index.
     sizes = [one.st_size if one is not None else 0 for one in found]
     times = [one.st_mtime_ns if one is not None else 0 for one in found]
     return {"media_sizes_crc32": _crc32(sizes), "media_times_crc32": _crc32(times)}
@@ -150,8 +150,8 @@ def _crc32(numbers: list[int]) -> int:
 
 
 def has_boxes_outside(sample: Sample, grids: tuple[Grid, ...], patch_size: int) -> bool:
-    """Whether an answer names a place beyond every picture as the model sees it: places of the pictures' files were
-    kept though these are made smaller.  Qwen2.5-VL counts pixels of what it sees."""
+    """Whether an answer contains coordinates outside all pictures as the model sees them: a sign that coordinates of
+    the original files were kept although the pictures are resized.  Qwen2.5-VL uses pixels of the resized picture."""
     largest = max((max(grid[1:]) * patch_size for grid in grids), default=0)
     if not largest:
         return False

@@ -1,6 +1,6 @@
-"""Every record of one file, checked and measured once: where it lies, what it holds, or why it cannot be used.
+"""The index of one file: every record checked and measured once.  Says where it is, its lengths, or why it is bad.
 
-The check reads a file block by block in several processes.  ``mm.data.index.store`` keeps the result.
+The check reads a file block by block in several processes.  ``mm.data.index.store`` caches the result.
 """
 
 import tempfile
@@ -37,7 +37,7 @@ from mm.errors import UserError, naming
 from mm.progress import Progress
 
 _MAX_KNOWN = 100_000
-"""Pictures whose grid is remembered while a file is checked."""
+"""Number of media whose grids are cached while a file is checked."""
 
 
 @dataclass(frozen=True)
@@ -45,36 +45,36 @@ class Bad:
     """A record that cannot be used."""
 
     index: int
-    """From 0 within the file."""
+    """In the file, counted from 0."""
     line: int
-    """Of Parquet 0."""
+    """0 for Parquet."""
     place: str
     """``Raw.place``."""
     has_media: bool
-    """Whether files of media were looked for, which may be others tomorrow."""
+    """Whether media files were looked up; these can change without the record."""
     reason: str
     name: str | int | None = None
-    """What the record calls itself."""
+    """The record's ``id``."""
 
-    def told(self, path: str) -> str:
-        """``path`` is that of the file, which may be another one tomorrow."""
+    def message(self, path: str) -> str:
+        """``path`` is the current path of the file, which may have been moved since the check."""
         return f"{path}{self.place}: {record_problem(self.index, self.name, self.reason)}"
 
 
 @dataclass(frozen=True)
 class Index:
-    """The records of one file, in its order."""
+    """The records of one file, in file order."""
 
     rows: Rows
     """The columns of ``ROW``."""
     bad: tuple[Bad, ...]
     problems: tuple[str, ...] = ()
-    """Why the file could not be read to its end."""
+    """Why the file could not be read to the end."""
     boxes_outside: tuple[int, ...] = ()
-    """Records whose answers name places beyond their pictures."""
+    """Records whose answers contain coordinates outside their pictures."""
 
     def cut(self, num_good: int | None) -> "Index":
-        """The first records, with ``num_good`` that can be used; None: all."""
+        """The first records, up to ``num_good`` usable ones; None: all."""
         if num_good is None or self.num_usable <= num_good:
             return self
         end, left = 0, num_good
@@ -87,23 +87,23 @@ class Index:
                      tuple(one for one in self.boxes_outside if one < end))
 
     def usable(self) -> Iterator[np.ndarray]:
-        """Numbers of the records that can be trained on, some at a time."""
+        """The numbers of the records that can be trained on, in chunks."""
         for first, num_tokens in self.rows.chunks("num_tokens"):
             yield first + np.flatnonzero(is_usable(num_tokens))
 
     @cached_property
     def num_usable(self) -> int:
-        """Records that can be trained on."""
+        """Number of records that can be trained on."""
         return sum(int(np.count_nonzero(is_usable(num_tokens))) for _, num_tokens in self.rows.chunks("num_tokens"))
 
     @cached_property
     def num_bad(self) -> int:
-        """Records that cannot be used."""
+        """Number of records that cannot be used."""
         return self._count(BAD)
 
     @cached_property
     def num_too_long(self) -> int:
-        """Records of which no turn fits."""
+        """Number of records in which no turn fits."""
         return self._count(TOO_LONG)
 
     def _count(self, num_tokens: int) -> int:
@@ -112,7 +112,7 @@ class Index:
 
 @dataclass(frozen=True)
 class _Checked:
-    """One block: its rows and its bad records, or why it could not be read."""
+    """The result for one block: its rows and bad records, or why it could not be read."""
 
     rows: np.ndarray
     bad: list[Bad]
@@ -121,33 +121,33 @@ class _Checked:
 
 
 class Reader:
-    """Makes samples of the records of one file.  With the ``gauge`` that measured them it sees what changed since."""
+    """Turns the records of one file into samples.  With a ``gauge`` it detects changes since they were measured."""
 
     def __init__(self, file: RecordFile, attr: Attributes, roots: MediaRoots, gauge: Gauge | None = None) -> None:
         self.file, self.attr, self.roots, self.gauge = file, attr, roots, gauge
 
     def source(self, number: int) -> str:
-        """What messages call record ``number``."""
+        """How messages name record ``number``."""
         return record_place(self.file.path, number)
 
     def read(self, number: int, row: Row) -> Sample:
-        """Record ``number``, which was found good.  Raises UserError when its file or its media have changed."""
+        """Record ``number``, which was found good.  Raises UserError when its file or media have changed."""
         source = self.source(number)
         record = self.file.read((row["start"], row["end"]))
         with naming(source):
             sample = read_sample(record, self.attr, self.roots, source)
             if self.gauge is not None and row["num_tokens"] > 0 and _has_changed(self.gauge, sample, row):
                 paths = ", ".join(str(part.path) for part in sample.media)
-                raise UserError(f"an image or video of it was changed after it had been measured ({paths}); run "
+                raise UserError(f"an image or video of it has changed since it was measured ({paths}); run "
                                 f"'mm-data index --again', and start again.")
         return sample
 
 
 def _has_changed(gauge: Gauge, sample: Sample, row: Row) -> bool:
-    """Whether its media are no longer those that were measured.
+    """Whether the media differ from those that were measured.
 
-    Files of other sizes are.  Other times alone decide nothing: a copy of a dataset has times of its own.  Then the
-    sample is measured again from the headers of its media, and only other numbers count as a change.
+    A changed file size is a change.  A changed modification time alone is not: copying a dataset changes it.  In that
+    case the sample is measured again from the headers of its media, and only different results count as a change.
     """
     stamps = media_stamps(sample)
     if stamps["media_sizes_crc32"] != row["media_sizes_crc32"]:
@@ -160,7 +160,7 @@ def _has_changed(gauge: Gauge, sample: Sample, row: Row) -> bool:
 
 @dataclass
 class Checker:
-    """Checks blocks of one file; where its reader has no ``gauge``, nothing is measured.  Pickles into workers."""
+    """Checks blocks of one file; nothing is measured if its reader has no ``gauge``.  Pickles into workers."""
 
     reader: Reader
     _media: KnownMedia = field(init=False)
@@ -174,25 +174,25 @@ class Checker:
         try:
             for row, raw in zip(rows, self.reader.file.read_block(block), strict=True):
                 row["start"], row["end"] = raw.span
-                asked_before = self._media.num_asked
+                lookups_before = self._media.num_lookups
                 try:
                     if self._measure(raw, row):
                         boxes.append(raw.index)
                 except TooLongError as error:
                     row["num_tokens"], row["num_dropped_tokens"] = TOO_LONG, error.num_tokens
-                except VideoConstantsError:  # every other video would fail by the same fault, which is not its own
+                except VideoConstantsError:  # a fault of the checkpoint, which affects all videos
                     raise
                 except UserError as error:
                     row["num_tokens"] = BAD
-                    has_media = self._media.num_asked > asked_before
+                    has_media = self._media.num_lookups > lookups_before
                     bad += [Bad(raw.index, raw.line, raw.place, has_media, problem, name_of(raw.value))
                             for problem in error.problems]
-        except UserError as error:  # of the file as a whole; returned, for a worker would bury it in a traceback
+        except UserError as error:  # about the whole file; returned, because raising would bury it in a traceback
             return _Checked(rows, bad, boxes, error)
         return _Checked(rows, bad, boxes)
 
     def _measure(self, raw: Raw, row: np.void) -> bool:
-        """Fill in the row of one record; whether its answers name places outside its pictures."""
+        """Fill in the row of one record; returns whether its answers contain coordinates outside its pictures."""
         if raw.problem is not None:
             raise UserError(raw.problem)
         reader, gauge = self.reader, self.reader.gauge
@@ -214,8 +214,8 @@ def make_index(
 ) -> Index:
     """Check a file in ``num_processes`` processes, up to ``num_good`` good or ``most_bad`` bad records (None: all).
 
-    Rows go to a file without a name in ``folder`` (None: where the system keeps temporary files), so they take no
-    memory of this process.  Raises UserError when the file is changed meanwhile.
+    Rows are written to an unnamed file in ``folder`` (None: the system's folder for temporary files), so they take no
+    memory in this process.  Raises UserError when the file changes during the check.
     """
     file = checker.reader.file
     problems: list[str] = []
@@ -243,9 +243,9 @@ def make_index(
 
 
 def still_bad(index: Index, checker: Checker) -> bool:
-    """Whether the bad records of an index made earlier are still bad: missing pictures may have come since.
+    """Whether the bad records of a cached index are still bad: missing pictures may exist by now.
 
-    One that is bad without any media stays so: its file and the settings are those of the index.
+    Records that are bad regardless of media need no check: the file and the settings match the index.
     """
     return all(part.bad for part in map(checker, _bad_blocks(index)))
 

@@ -1,4 +1,4 @@
-"""One file of a dataset, checked, with what is known of its records: made once, by one process, and kept."""
+"""One file of a dataset with its index, which one process creates once and which is then cached."""
 
 import os
 from contextlib import suppress
@@ -14,36 +14,36 @@ from mm.data.record_name import BadSample, name_of, record_place
 from mm.errors import UserError, printable
 
 CACHE_DIR = ".mm-index"
-"""Below ``dataset_dir``, where the data JSON names no ``cache_dir``."""
+"""Folder in ``dataset_dir``, used if the data JSON does not set ``cache_dir``."""
 _MOST_CHARACTERS = 2000
 
 
 @dataclass
 class IndexedFile:
-    """One file, where its records lie, and how they are read.  Pickles without the rows where a file has them."""
+    """One file with its index and its reader.  Pickles without the rows if they are in a file."""
 
     reader: Reader
     index: Index
     identity: str | None = None
-    """Of the index, where it is kept."""
+    """Identifies the index, if it is cached."""
     file_sha256: str | None = None
-    """Where it is known."""
+    """If known."""
     entry: str = ""
-    """The dataset, as the data JSON names it."""
+    """The name of the dataset in the data JSON."""
     num_samples: int = 0
-    """That are taken of it, before some are kept for validation."""
+    """Number of samples in use, including those set aside for validation."""
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"index": replace(self.index, bad=(), boxes_outside=())}
 
     def bad_sample(self, number: int, reason: str, line: int | None = None) -> BadSample:
-        """What is told of record ``number``, which cannot be used; without its ``line`` the file is looked through.
+        """The entry of record ``number`` in the list of bad samples; without ``line``, the file is scanned for it.
 
-        Raises UserError when the file itself is no longer the one that was checked.
+        Raises UserError when the file has changed since the check.
         """
         file, row = self.reader.file, self.index.rows.row(number)
         paths = []
-        # What is told of a record that cannot be read is without these; it may also be nested too deeply.
+        # A record that cannot be read, or is nested too deeply, has no known paths.
         with suppress(UserError, ValueError, RecursionError):
             paths = [path for item in self.reader.read(number, row).media for path in item.contents]
         return BadSample(
@@ -53,24 +53,24 @@ class IndexedFile:
             _cut(reason))
 
     def name(self, number: int) -> str | int | None:
-        """What record ``number`` calls itself."""
+        """The ``id`` of record ``number``, or None."""
         row, record = self.index.rows.row(number), None
-        with suppress(UserError, ValueError, RecursionError):  # one that cannot be read has no name
+        with suppress(UserError, ValueError, RecursionError):  # a record that cannot be read has no id
             record = self.reader.file.read((row["start"], row["end"]))
         name = name_of(record)
         return _cut(name) if isinstance(name, str) else name
 
     def named(self, number: int) -> str:
-        """Record ``number`` in a sentence."""
+        """Record ``number`` as messages name it."""
         return record_place(self.reader.file.path, number, self.name(number))
 
     def named_of(self, numbers: np.ndarray, place: int) -> str:
-        """As ``named``, of the record ``numbers[place]``."""
+        """Like ``named``, for the record ``numbers[place]``."""
         return self.named(int(numbers[place]))
 
 
 def _cut(text: str) -> str:
-    """For a message: what stands in a record may be a whole book."""
+    """Shorten a text for messages: a record may contain a whole book."""
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
 
 
@@ -78,7 +78,7 @@ def open_indexed(
     checker: Checker, config: DataConfig, gauge_key: str | None, limit: int | None, most_bad: int | None,
     notes: list[str],
 ) -> IndexedFile:
-    """The records of one file, from the store where it has them."""
+    """One file with its index, from the store if it has one, otherwise checked now."""
     reader = checker.reader
     num_processes = config.preprocessing_num_workers or len(os.sched_getaffinity(0))
     if gauge_key is None:
@@ -101,10 +101,10 @@ def open_indexed(
         if (records := loaded()) is not None:
             return records
         if is_older:
-            notes.append(f"{reader.file.path}: an older version made its index, which is now made again")
+            notes.append(f"{reader.file.path}: its index is from an older version and is created again")
         index = make_index(checker, num_processes, limit, most_bad, store.folder)
         if index.problems or not len(index.rows) or (most_bad is not None and len(index.bad) >= most_bad):
-            return IndexedFile(reader, index)  # not to be used: the caller says why
+            return IndexedFile(reader, index)  # an error: the caller reports it
         note = store.save(keys[-1], index)
     if note is not None and note not in notes:
         notes.append(note)

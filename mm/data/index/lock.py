@@ -1,9 +1,10 @@
-"""Who makes a file that several processes need: one of them, on one node; the others wait.
+"""Decides which of several processes creates a file that they all need: one process on one node; the others wait.
 
-A lock is a file beside, made by whoever comes first, whose time of change goes on while its maker works.  It needs
-nothing of a shared file system but that one process can make a file of a name.  A lock whose maker has died is taken
-over: at once on its own node, and on others after ``_STALE_SECONDS``, by the waiting process' own clock.  Where it goes
-wrong (a maker that was stopped for so long goes on) the file is made twice, which costs time and nothing else.
+A lock is a file beside the target, created by the first process and touched regularly while that process works.  The
+only requirement on a shared file system is that exactly one process can create a file of a given name.  A lock whose
+owner has died is taken over: at once on its own node, and on others after ``_STALE_SECONDS`` by the waiting process's
+clock.  If that goes wrong (an owner continues after being suspended for so long), the file is created twice, which only
+costs time.
 """
 
 import json
@@ -23,15 +24,15 @@ import psutil
 _BEAT_SECONDS = 5.0
 _STALE_SECONDS = 60.0
 _POLL_SECONDS = 0.5
-_SAY_SECONDS = (10.0, 60.0, 300.0)
-"""After how long a process says that it waits; then every time after the last."""
+_NOTE_SECONDS = (10.0, 60.0, 300.0)
+"""When to print that a process is waiting; repeated at the last interval."""
 
 
 @contextmanager
 def making(path: Path, what: str) -> Iterator[None]:
-    """Hold the lock ``path`` while ``what`` is made.  Whoever holds it looks again: another may have made it meanwhile.
+    """Hold the lock ``path`` while ``what`` is created.  The holder must check whether another process already did.
 
-    Raises OSError where the folder cannot be written.
+    Raises OSError if the folder cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     own = json.dumps({"node": _node(), "pid": os.getpid(), "began": _began(os.getpid()),
@@ -46,12 +47,12 @@ def making(path: Path, what: str) -> Iterator[None]:
     finally:
         done.set()
         beat.join()
-        if _text(path) == own:  # else another process has taken it over
+        if _text(path) == own:  # otherwise another process has taken it over
             path.unlink(missing_ok=True)
 
 
 def _taken(path: Path, own: str) -> bool:
-    """Make the lock, unless it is there."""
+    """Create the lock, unless it exists."""
     try:
         with path.open("x") as stream:
             stream.write(own)
@@ -61,9 +62,9 @@ def _taken(path: Path, own: str) -> bool:
 
 
 def _wait(path: Path, what: str) -> None:
-    """Until the lock is gone, or its maker."""
+    """Wait until the lock or its owner is gone."""
     began = changed = time.monotonic()
-    said, last = 0, None
+    num_notes, last = 0, None
     while (content := _text(path)) is not None:
         seen = (content, _changed(path))
         if seen != last:
@@ -73,33 +74,34 @@ def _wait(path: Path, what: str) -> None:
             _take_away(path, content)
             return
         waited = time.monotonic() - began
-        step = _SAY_SECONDS[-1]
-        due = _SAY_SECONDS[said] if said < len(_SAY_SECONDS) else step * (said - len(_SAY_SECONDS) + 2)
+        step = _NOTE_SECONDS[-1]
+        num_intervals = len(_NOTE_SECONDS)
+        due = _NOTE_SECONDS[num_notes] if num_notes < num_intervals else step * (num_notes - num_intervals + 2)
         if waited > due:
-            said += 1
+            num_notes += 1
             maker = f"process {holder.get('pid')} on {holder.get('host')}"
-            sys.stderr.write(f"note: waiting for {maker}, which makes {what}: {waited:.0f} s so far\n")
+            sys.stderr.write(f"note: waiting for {maker}, which creates {what}: {waited:.0f} s so far\n")
         time.sleep(_POLL_SECONDS)
 
 
 def _take_away(path: Path, content: str) -> None:
-    """Remove the lock of a maker that has died; of several processes that see it, one."""
+    """Remove the lock of a dead owner; if several processes try, only one succeeds."""
     beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    with suppress(FileNotFoundError):  # another process was sooner
+    with suppress(FileNotFoundError):  # another process was faster
         path.rename(beside)
         found = _text(beside)
         beside.unlink()
-        if found is not None and found != content:  # that of a new maker, which came in between
+        if found is not None and found != content:  # the lock of a new owner, created in the meantime
             _taken(path, found)
 
 
 def _is_dead(holder: dict[str, Any]) -> bool:
-    """Whether the maker is known to have ended: a process of this node."""
+    """Whether the owner is known to have ended: only for processes of this node."""
     return holder.get("node") == _node() and _began(holder.get("pid", -1)) != holder.get("began")
 
 
 def _began(pid: int) -> float | None:
-    """When a process of this node began; None where there is none."""
+    """The start time of a process of this node; None if it does not exist."""
     try:
         process = psutil.Process(pid)
         return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
@@ -108,7 +110,7 @@ def _began(pid: int) -> float | None:
 
 
 def _node() -> str:
-    """What processes share that see each other's process numbers; another for each process where unknown."""
+    """An id shared by processes that see each other's process ids; unique per process if unknown."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:

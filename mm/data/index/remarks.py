@@ -1,6 +1,6 @@
-"""What is told of samples that are used otherwise than they stand in their files, or not at all, because they are long.
+"""Notes about samples that are changed or left out because of their length or their text.
 
-Each is a sentence with how many, the first few, and what to change.  Where the numbers come from is not known here.
+Each note is a sentence with a count, the first few samples, and what to change.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,48 +10,48 @@ import numpy as np
 
 _NUM_NAMED = 3
 Named = Callable[[int], str]
-"""What a sample is called, by its number in the dataset."""
+"""Gives the name of a sample for messages, by its number in the dataset."""
 
 
 class HasColumns(Protocol):
-    """Knows the numbers that ``mm.data.index.gauge.ROW`` has of each sample."""
+    """Gives the columns of ``mm.data.index.gauge.ROW`` for each sample."""
 
     def __len__(self) -> int: ...
 
     def nonzero(self, name: str) -> np.ndarray:
-        """Samples that have another number than 0."""
+        """The samples with a nonzero value."""
         ...
 
     def values(self, name: str, numbers: np.ndarray) -> np.ndarray:
-        """Of some samples."""
+        """The values for some samples."""
         ...
 
 
 def length_remarks(samples: HasColumns, seq_length: int, drops_turns: bool, named: Named) -> Iterator[str]:
-    """Of the samples of a dataset."""
+    """Notes about the samples of a dataset."""
     shortened = samples.nonzero("num_dropped_tokens")
     if len(shortened):
         dropped, tokens, turns = (samples.values(name, shortened).astype(np.int64) for name in (
             "num_dropped_tokens", "num_tokens", "num_dropped_turns"))
         num_turns = int(turns.sum())
         how = f"lose {num_turns} whole turn{'s' * (num_turns != 1)}" if drops_turns else (
-            "are cut by LLaMA-Factory's rule")
+            "are truncated by LLaMA-Factory's rule")
         yield (f"{len(shortened)} of {len(samples)} samples are longer than --seq-length {seq_length} and {how}, "
-               f"{dropped.sum()} tokens in all; the longest has {(tokens + dropped).max()}: raise --seq-length to keep "
-               f"more.  {_first(shortened, named)}")
+               f"{dropped.sum()} tokens in total; the longest has {(tokens + dropped).max()}: raise --seq-length to "
+               f"keep more.  {_first(shortened, named)}")
     with_words = samples.nonzero("num_control_words")
     if len(with_words):
         num_words = samples.values("num_control_words", with_words).sum(dtype=np.int64)
-        yield (f"{len(with_words)} of {len(samples)} samples have {num_words} words in their texts that look like "
-               f"control tokens or places of media (<|im_start|>, <image>); these are read as plain text.  "
+        yield (f"{len(with_words)} of {len(samples)} samples contain {num_words} words that look like control tokens "
+               f"or media placeholders (<|im_start|>, <image>); these are read as plain text.  "
                f"{_first(with_words, named)}")
 
 
 def too_long_remark(num_tokens: np.ndarray, seq_length: int, named: Named) -> str:
-    """Of samples of which not one question and answer fits, and how many tokens each needs for that."""
+    """A note about samples in which not even one question and answer fit, given the tokens that each would need."""
     count = len(num_tokens)
-    return (f"{count} sample{'s are' if count > 1 else ' is'} left out, because not one question and answer of "
-            f"{'each' if count > 1 else 'it'} fits --seq-length {seq_length}: raise it to {num_tokens.max()}, show "
+    return (f"{count} sample{'s are' if count > 1 else ' is'} left out, because not even one question and answer of "
+            f"{'each' if count > 1 else 'it'} fit in --seq-length {seq_length}: raise it to {num_tokens.max()}, use "
             f"fewer or smaller images and videos (image_max_pixels), or shorten {'them' if count > 1 else 'it'}.  "
             f"{_first(np.arange(count), named)}")
 

@@ -1,8 +1,8 @@
-"""The rows of an index, packed by column: few bytes each, in one piece that processes of a node map and share.
+"""The rows of an index, packed by column into a few bytes per number, in one file that the processes of a node map and
+share.
 
-A number is kept as what lies between it and the least of its column among ``_BLOCK_ROWS`` neighbours, in the fewest
-bytes that hold it anywhere in the column.  A column takes memory only where it is read.  What the numbers mean is not
-known here.
+A number is stored as its offset from the minimum of its column among ``_BLOCK_ROWS`` neighbours, in the fewest bytes
+that fit all offsets of the column.  A column takes memory only where it is read.
 """
 
 import math
@@ -18,15 +18,15 @@ from mm.errors import UserError
 
 _BLOCK_ROWS = 4096
 CHUNK_ROWS = 64 * _BLOCK_ROWS
-"""That are looked at together where all are: some MB."""
+"""Rows processed at a time when all are needed: a few MB."""
 _PAGE_BYTES = 4096
-"""A column of many rows begins with a page, and shares none with another."""
+"""In long tables, a column starts at a page boundary and shares no page with another."""
 _WIDTHS = (0, 1, 2, 3, 4, 8)
-"""Bytes of a number."""
+"""Allowed sizes of a number in bytes."""
 
 
 class Piece:
-    """Bytes in a file, mapped into memory.  Pickles as the path of the file, where it has one."""
+    """Bytes of a file, mapped into memory.  Pickles as the path of the file if it has one."""
 
     def __init__(self, content: np.ndarray, path: str | None = None) -> None:
         """``content``: uint8."""
@@ -34,12 +34,12 @@ class Piece:
 
     @classmethod
     def map(cls, file: IO[bytes], path: str | None = None) -> "Piece":
-        """The bytes of an open file, which may be closed afterwards; ``path`` is where others find it.
+        """Map an open file, which may be closed afterwards; ``path`` is its path for other processes.
 
         Raises OSError.
         """
         size = os.stat(file.fileno()).st_size
-        content = np.memmap(file, np.uint8, "r") if size else np.empty(0, np.uint8)  # nothing cannot be mapped
+        content = np.memmap(file, np.uint8, "r") if size else np.empty(0, np.uint8)  # an empty file cannot be mapped
         return cls(content, path)
 
     def __getstate__(self) -> tuple[np.ndarray | None, str | None]:
@@ -53,21 +53,21 @@ class Piece:
                 with open(self.path, "rb") as file:
                     content = Piece.map(file).content
             except OSError as error:
-                raise UserError(f"{self.path}: the index of the samples is gone; start again.") from error
+                raise UserError(f"{self.path}: this index of the samples was deleted; start again.") from error
         self.content = content
 
 
 @dataclass(frozen=True)
 class Column:
-    """How one is kept: the least of each block as int64, then ``width`` bytes a row, little-endian."""
+    """How a column is stored: the minimum of each block as int64, then ``width`` bytes per row, little-endian."""
 
     name: str
     dtype: str
-    """In which its numbers are given."""
+    """The dtype in which its numbers are returned."""
     of: str
-    """The column from which its numbers are counted; "" where that is 0."""
+    """The column that its numbers are relative to; "" for none."""
     unit: int
-    """What lies above the least of a block is a multiple of it."""
+    """All offsets from a block's minimum are multiples of this."""
     width: int
     lows_at: int
     at: int
@@ -75,12 +75,12 @@ class Column:
 
 @dataclass(frozen=True)
 class Rows:
-    """Some or all rows of a packed piece, from the first on."""
+    """All rows of a packed table, or the first ones."""
 
     piece: Piece
     columns: tuple[Column, ...]
     num_packed: int
-    """Rows in the piece."""
+    """Rows in the table."""
     num_rows: int
 
     def __len__(self) -> int:
@@ -91,7 +91,7 @@ class Rows:
         return Rows(self.piece, self.columns, self.num_packed, min(count, self.num_rows))
 
     def row(self, number: int) -> "Row":
-        """One of them."""
+        """One row; its numbers are read on access."""
         assert 0 <= number < self.num_rows
         return Row(self, number)
 
@@ -104,7 +104,7 @@ class Rows:
         return least + column.unit * above + (self.at(column.of, number) if column.of else 0)
 
     def of(self, name: str, numbers: np.ndarray) -> np.ndarray:
-        """One column of the rows ``numbers``, in their order; in memory."""
+        """One column of the rows ``numbers``, in their order, loaded into memory."""
         if len(numbers) > 1 and numbers[-1] - numbers[0] == len(numbers) - 1 and (np.diff(numbers) == 1).all():
             return self.between(name, int(numbers[0]), int(numbers[-1]) + 1)
         column = self._named(name)
@@ -117,7 +117,7 @@ class Rows:
         return values.astype(column.dtype)
 
     def between(self, name: str, first: int, last: int) -> np.ndarray:
-        """One column of the rows from ``first`` to ``last`` - 1, in memory; sooner than ``of``."""
+        """One column of the rows ``first`` to ``last`` - 1, loaded into memory; faster than ``of``."""
         column = self._named(name)
         assert 0 <= first <= last <= self.num_rows
         lows, packed = self._parts(column)
@@ -131,7 +131,7 @@ class Rows:
         return values.astype(column.dtype)
 
     def chunks(self, name: str) -> Iterator[tuple[int, np.ndarray]]:
-        """One column, a piece at a time: the number of the first row of each, and its numbers."""
+        """One column in chunks: the number of the first row of each chunk, and its values."""
         for first in range(0, self.num_rows, CHUNK_ROWS):
             yield first, self.between(name, first, min(first + CHUNK_ROWS, self.num_rows))
 
@@ -139,14 +139,14 @@ class Rows:
         return next(column for column in self.columns if column.name == name)
 
     def _parts(self, column: Column) -> tuple[np.ndarray, np.ndarray]:
-        """The least of each block, and what each row lies above it: uint8 [num_packed, width]."""
+        """The minimum of each block, and the offset of each row: uint8 [num_packed, width]."""
         content, end = self.piece.content, column.at + self.num_packed * column.width
         lows = content[column.lows_at : column.lows_at + 8 * -(-self.num_packed // _BLOCK_ROWS)]
         return lows.view("<i8"), content[column.at : end].reshape(self.num_packed, column.width)
 
 
 class Row:
-    """One row; a number is looked up when it is asked for, so a column that nobody reads takes no memory."""
+    """One row.  Numbers are read on access, so unused columns take no memory."""
 
     def __init__(self, rows: Rows, number: int) -> None:
         self._rows, self._number = rows, number
@@ -156,7 +156,7 @@ class Row:
 
 
 def _unpacked(packed: np.ndarray) -> np.ndarray:
-    """int64, of uint8 [num, width]."""
+    """int64 [num], from uint8 [num, width]."""
     width = packed.shape[1]
     if width == 3:
         wide = np.zeros((len(packed), 4), dtype=np.uint8)
@@ -166,14 +166,14 @@ def _unpacked(packed: np.ndarray) -> np.ndarray:
 
 
 def packed_numbers(numbers: np.ndarray, folder: str | None) -> Rows:
-    """Rows with the one column ``number``, in a file without a name in ``folder``."""
+    """Rows with the single column ``number``, in an unnamed file in ``folder``."""
     with tempfile.TemporaryFile(dir=folder) as source, tempfile.TemporaryFile(dir=folder) as target:
         numbers.tofile(source)
         return packed(source, np.dtype([("number", numbers.dtype.str)]), len(numbers), target)
 
 
 class _Packing:
-    """What is found of one column before it is written."""
+    """Statistics of one column, gathered before it is written."""
 
     def __init__(self, name: str, of: str, num_blocks: int) -> None:
         self.name, self.of, self.unit, self.largest = name, of, 0, 0
@@ -207,10 +207,10 @@ class _Packing:
 def packed(
     source: IO[bytes], dtype: np.dtype, num_rows: int, target: IO[bytes], counted_from: Mapping[str, str] | None = None
 ) -> Rows:
-    """Pack the ``num_rows`` rows of ``dtype`` (integers) that the file ``source`` holds into the empty file ``target``,
-    and map that.  Some MB are in memory at a time.
+    """Pack the ``num_rows`` rows of ``dtype`` (integers) in the file ``source`` into the empty file ``target``,
+    and map that.  Only a few MB are in memory at a time.
 
-    ``counted_from`` names for a column another that is near it, such as for the end of something its beginning.
+    ``counted_from`` maps a column to one with similar values, to which it is stored relative, such as end to start.
     """
     num_blocks = -(-num_rows // _BLOCK_ROWS)
     found = [_Packing(name, (counted_from or {}).get(name, ""), num_blocks) for name in dtype.names or ()]
@@ -234,7 +234,7 @@ def packed(
 
 
 def _next(place: int, align: int) -> int:
-    """The next multiple."""
+    """Round ``place`` up to a multiple of ``align``."""
     return -(-place // align) * align
 
 

@@ -1,6 +1,6 @@
-"""The files in which the samples of a data JSON lie, opened and checked.
+"""The files that contain the samples of a data JSON, opened and checked.
 
-Those for training and those that ``val_rate`` keeps back lie in the same files, so these stand apart from the choice of
+Training samples and those set aside by ``val_rate`` are in the same files, so opening files is separate from selecting
 samples (``mm.data.index.dataset``).
 """
 
@@ -25,7 +25,7 @@ from mm.errors import MAX_PROBLEMS, UserError, collected
 
 Part = Literal["training", "validation"]
 PARTS: tuple[Part, ...] = get_args(Part)
-_SKIP_HINT = " (--bad-sample skip leaves such samples out, and lists them in a file.)"
+_SKIP_HINT = " (--bad-sample skip leaves such samples out and lists them in a file.)"
 
 
 @dataclass(frozen=True)
@@ -33,20 +33,20 @@ class SampleFiles:
     """Files with at least one good sample.  Pickles small into data workers, as ``IndexedFile`` does."""
 
     sources: tuple[Source, ...]
-    """What the data JSON says of each file; there may be more of them than ``files`` with a limit on samples."""
+    """The entry of each file in the data JSON; with a limit on samples there may be more entries than ``files``."""
     files: tuple[IndexedFile, ...]
     skipped: tuple[BadSample, ...]
-    """Samples that cannot be used and are left out."""
+    """Samples that were left out because they cannot be used."""
     notes: tuple[str, ...]
-    """Where the index is kept, if not where it should be, and what is strange in good samples."""
+    """Where the index is kept, if not in its usual place, and oddities of good samples."""
     limit: tuple[int, bool] | None
-    """``seq_length``, and whether whole turns are dropped from longer samples; None where nothing was measured."""
+    """``seq_length``, and whether whole turns are dropped from longer samples; None if nothing was measured."""
 
     @classmethod
     def open(cls, config: DataConfig, skips_bad: bool, gauge: Gauge | None, part: Part) -> "SampleFiles":
-        """Check every record, unless an index of the same content says what was found; the arguments are those of
-        ``Dataset``, and UserError is raised as it says."""
-        has_files = part == "validation" and config.val_dataset  # else it is a share of those for training
+        """Check every record, unless the index has the result for the same content.  Arguments and UserErrors are
+        those of ``Dataset``."""
+        has_files = part == "validation" and config.val_dataset  # otherwise it is a share of the training files
         sources = validation_sources(config) if has_files else training_sources(config)
         most = config.val_max_samples if has_files else config.max_samples
         opening, files = _Opening(config, skips_bad, gauge), []
@@ -65,16 +65,16 @@ class SampleFiles:
         limit = gauge and (gauge.encoder.chat.seq_length, gauge.encoder.chat.drops_turns)
         found = cls(tuple(sources), tuple(files), tuple(opening.skipped), tuple(opening.notes), limit)
         if not problems and not sum(records.num_samples for records in files):
-            problems = [*(one.told() for one in found.skipped), *found.too_long()] or [
-                f"{', '.join(config.dataset)}: no sample is taken; raise the rates (%)."]
+            problems = [*(one.message() for one in found.skipped), *found.too_long()] or [
+                f"{', '.join(config.dataset)}: no samples are used; raise the rates (%)."]
         if problems:
-            more = ["More problems may follow: 'mm-data check' counts all, and its --html PAGE lists them."]
+            more = ["There may be more problems: 'mm-data check' counts all, and its --html PAGE lists them."]
             more *= len(problems) >= MAX_PROBLEMS
             raise UserError(problems[:MAX_PROBLEMS] + more)
         return found
 
     def too_long(self) -> Iterator[str]:
-        """Notes on the records of which no turn fits."""
+        """Notes about the records in which no turn fits."""
         for records in self.files:
             if self.limit is not None and records.index.num_too_long:
                 rows = records.index.rows
@@ -84,12 +84,12 @@ class SampleFiles:
                                       partial(records.named_of, numbers))
 
     def without_problems(self) -> "SampleFiles":
-        """What a data worker needs."""
+        """The part that data workers need."""
         return replace(self, skipped=(), notes=())
 
 
 class _Opening:
-    """Opens the files of one part in their order, and collects what is wrong or strange in them."""
+    """Opens the files of one part in order, and collects their problems and oddities."""
 
     def __init__(self, config: DataConfig, skips_bad: bool, gauge: Gauge | None) -> None:
         self._config, self._skips_bad, self._gauge = config, skips_bad, gauge
@@ -99,7 +99,7 @@ class _Opening:
         self.notes: list[str] = []
 
     def open(self, source: Source, limit: int | None) -> IndexedFile:
-        """Check one file, or find what was found before.  ``limit``: the first good samples are enough."""
+        """Check one file, or load its index.  ``limit``: stop after this many good samples."""
         config, file = self._config, open_records(source.path)
         roots = MediaRoots(source.media_root, (config.dataset_dir, *(config.media_roots or ())))
         checker = Checker(Reader(file, source.attr, roots, self._gauge))
@@ -108,9 +108,9 @@ class _Opening:
         index, records.entry = records.index, source.entry
         self.notes += file.remarks()
         if not len(index.rows) and not index.problems:
-            self.problems.append(f"{source.path}: holds no sample; expected a JSON list of objects, or one JSON object "
-                                 f"a line.")
-        found = [one.told(source.path) for one in index.bad]
+            self.problems.append(f"{source.path}: has no samples; expected a JSON list of objects, or one JSON object "
+                                 f"per line.")
+        found = [one.message(source.path) for one in index.bad]
         if self._skips_bad:
             self.skipped += [records.bad_sample(one.index, one.reason, one.line) for one in index.bad]
         elif found:
@@ -120,11 +120,12 @@ class _Opening:
         self.problems += index.problems
         if index.boxes_outside:
             self.notes.append(
-                f"{len(index.boxes_outside)} samples, the first is {records.named(index.boxes_outside[0])}, name "
-                f"places beyond their pictures as the model sees them; Qwen2.5-VL counts pixels of the resized picture")
+                f"{len(index.boxes_outside)} samples, the first is {records.named(index.boxes_outside[0])}, contain "
+                f"box or point coordinates outside their images as the model sees them; Qwen2.5-VL uses pixels of the "
+                f"resized image")
         return records
 
 
 def is_whole(source: Source) -> bool:
-    """Whether every sample of a file is taken once."""
+    """Whether every sample of a file is used once."""
     return source.rate_percent == 100 and source.num_samples is None

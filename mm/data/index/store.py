@@ -1,9 +1,9 @@
-"""Where indexes are kept between runs: a folder of arrays, each found by what it was made of.
+"""Caches indexes between runs: a folder of arrays whose names are hashes of all their inputs.
 
-An index is ``KEY.rows`` and ``KEY.json``, the latter written last.  Both are written beside and renamed, so a run that
-is killed leaves at most a temporary file.  A damaged one counts as absent.  Which records are taken of some files,
-where it is not all of them, is kept in the same way.  ``files/`` remembers the checksum of each file by its size and
-times, so that it is not read at every start.  Of the processes and nodes that need the same thing, one makes it.
+An index is ``KEY.rows`` and ``KEY.json``, written last.  Both are written to temporary files and renamed, so a run that
+is killed leaves at most a temporary file.  A damaged index counts as absent.  Selections of records, for datasets that
+do not use all, are kept in the same way.  ``files/`` has the checksum of each file by its size and
+times, so that it is not read at every start.  If several processes or nodes need the same file, one creates it.
 """
 
 import hashlib
@@ -27,33 +27,33 @@ from mm.data.read.records import RecordFile
 from mm.files import replace_file
 
 _FORM = 4
-"""Goes up when the same words would be read or measured otherwise."""
+"""Increment when the same data would be read or measured differently."""
 _SETTLED_SECONDS = 2.0
-"""A file that was changed later than this before it was read may be changed again within one tick of its clock."""
+"""A file modified less than this before it was read may change again without a new modification time."""
 _READ_BYTES = 1 << 24
-"""At a time."""
+"""Bytes read at a time."""
 
 
 def key_of(content_hash: str, *facts: Any) -> str:
-    """The name of an index of a file with this content, read and measured as ``facts`` (JSON values) say."""
+    """The name of the index for a file with this content, read and measured with these ``facts`` (JSON values)."""
     return hashlib.sha256(json.dumps([_FORM, ROW.descr, content_hash, *facts]).encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True)
 class Store:
-    """Folders of indexes: the first one that can be written is used, all are read."""
+    """Folders of indexes.  The first writable one is written, all are read."""
 
     folders: tuple[Path, ...]
 
     @classmethod
     def of(cls, folder: str) -> "Store":
-        """``folder``, and the user's own cache where that cannot be written."""
+        """``folder``, with the user's cache folder as the fallback if it cannot be written."""
         home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         return cls((Path(folder), Path(home) / "mm-data"))
 
     @property
     def folder(self) -> str | None:
-        """The first one that can be written; None: none can."""
+        """The first writable folder; None if there is none."""
         for folder in self.folders:
             with suppress(OSError):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -62,8 +62,8 @@ class Store:
         return None
 
     def content_hash(self, file: RecordFile) -> tuple[str, bool]:
-        """Of the bytes of ``file``, which are read only where its size or times are new; and whether an older version
-        of this program, whose indexes are not read, has made one of it.  Raises UserError when it cannot be read."""
+        """The hash of ``file``, which is read only if its size or times are new, and whether an older version
+        of this program, whose indexes are not used, has indexed it.  Raises UserError when it cannot be read."""
         real, status = os.path.realpath(file.path), os.stat(file.path)
         stamp = [real, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
         name = f"files/{hashlib.sha256(real.encode(errors='surrogateescape')).hexdigest()[:32]}"
@@ -90,9 +90,9 @@ class Store:
 
     @contextmanager
     def making(self, name: str, what: str) -> Iterator[None]:
-        """While this process alone makes the file ``name``.  It looks again: another may have made it meanwhile.
+        """Lets only this process create the file ``name``.  Check again inside: another process may have created it.
 
-        Where no folder can be written everyone makes his own.
+        If no folder can be written, every process creates its own.
         """
         with ExitStack() as stack:
             for folder in self.folders:
@@ -102,7 +102,7 @@ class Store:
             yield
 
     def load(self, key: str) -> "Kept | None":
-        """An index whose rows are mapped into memory; None where there is none."""
+        """An index with its rows mapped into memory; None if there is none."""
         rows, manifest = self._load_rows(key)
         if rows is None:
             return None
@@ -110,17 +110,17 @@ class Store:
         return Kept(Index(rows, bad, (), tuple(manifest["boxes_outside"])), f"{key} {manifest['crc32']}")
 
     def save(self, key: str, index: Index) -> str | None:
-        """Keep an index; returns what to say where that is not in the first folder, or nowhere."""
-        assert not index.problems, "a file that was not read to its end has no index"
+        """Save an index.  Returns a note if it is not kept in the first folder, or not at all."""
+        assert not index.problems, "a file that was not read to the end has no index"
         return self._save_rows(key, index.rows, {"bad": [asdict(one) for one in index.bad],
                                                  "boxes_outside": list(index.boxes_outside)})
 
     def numbers(self, facts: Any, choose: Callable[[], np.ndarray]) -> Rows:
-        """What ``choose`` gives, as the column ``number``; kept by the ``facts`` (JSON values) that decide it."""
+        """The result of ``choose`` as the column ``number``, cached under the ``facts`` (JSON values) it depends on."""
         key = hashlib.sha256(json.dumps([_FORM, facts]).encode()).hexdigest()[:32]
         if (rows := self._load_rows(key)[0]) is not None:
             return rows
-        with self.making(key, "the numbers of the samples that are taken"):
+        with self.making(key, "the selection of the samples"):
             if (rows := self._load_rows(key)[0]) is not None:
                 return rows
             rows = packed_numbers(choose(), self.folder)
@@ -128,14 +128,14 @@ class Store:
         return self._load_rows(key)[0] or rows
 
     def _load_rows(self, key: str) -> tuple[Rows | None, dict[str, Any]]:
-        """Rows and their manifest; a file that is not what the manifest says counts as absent."""
+        """Rows and their manifest.  A file that does not match the manifest counts as absent."""
         for folder in self.folders:
             manifest, path, crc32 = _json(folder / f"{key}.json"), folder / f"{key}.rows", 0
             if manifest is None:
                 continue
             with suppress(OSError):
                 with path.open("rb") as stream:
-                    while part := stream.read(_READ_BYTES):  # through a map it would count as memory of this process
+                    while part := stream.read(_READ_BYTES):  # a map would count as memory of this process
                         crc32 = zlib.crc32(part, crc32)
                     piece = Piece.map(stream, str(path)) if crc32 == manifest["crc32"] else None
                 if piece is not None:
@@ -144,7 +144,7 @@ class Store:
         return None, {}
 
     def _save_rows(self, key: str, rows: Rows, more: dict[str, Any]) -> str | None:
-        """Write rows, then their manifest; returns what to say of where they are kept."""
+        """Write rows, then their manifest.  Returns a note as ``_write`` does."""
         crc32, content = 0, rows.piece.content
         facts = {"columns": [asdict(one) for one in rows.columns], "num_packed": rows.num_packed, "num_rows": len(rows)}
 
@@ -156,13 +156,13 @@ class Store:
                 crc32 = zlib.crc32(part, crc32)
                 stream.write(part)
 
-        def describe(stream: IO[bytes]) -> None:  # after the rows, whose checksum it holds
+        def describe(stream: IO[bytes]) -> None:  # written after the rows, because it contains their checksum
             _text({"crc32": crc32, **facts, **more})(stream)
 
         return self._write({f"{key}.rows": write, f"{key}.json": describe})
 
     def _write(self, files: dict[str, Callable[[IO[bytes]], Any]]) -> str | None:
-        """Write files into the first folder that takes them; returns a note where that was not the first."""
+        """Write files into the first folder that accepts them.  Returns a note if that is not the first folder."""
         reasons: list[str] = []
         for folder in self.folders:
             try:
@@ -172,21 +172,21 @@ class Store:
                 reasons.append(f"{folder} cannot be written ({error.strerror})")
                 continue
             return f"the index of the samples is kept in {folder}, because {'; '.join(reasons)}" if reasons else None
-        return (f"the index of the samples is kept in memory, so every start makes it again: "
-                f"{'; '.join(reasons)}.  Name a folder that can be written as basic_parameters.cache_dir")
+        return (f"the index of the samples is kept in memory only, so every start creates it again: "
+                f"{'; '.join(reasons)}.  Set basic_parameters.cache_dir to a writable folder")
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What the store has."""
+    """A cached index."""
 
     index: Index
     identity: str
-    """Another index has another one."""
+    """Unique to this index."""
 
 
 def _json(path: Path) -> dict[str, Any] | None:
-    """What a file of ours holds; None where it is absent or damaged."""
+    """The content of a JSON file; None if it is missing or damaged."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,6 +1,6 @@
-"""Animated pictures (GIF, WebP, PNG) as videos: when each frame begins, and chosen ones.  Pillow reads them.
+"""Animated pictures (GIF, WebP, PNG) as videos: the time of each frame, and selected frames.  Pillow decodes them.
 
-A frame is shown on white, as FFmpeg shows a GIF.  Which frames are chosen is not known here.
+Frames are composited on white, as FFmpeg does for GIFs.
 """
 
 import os
@@ -20,22 +20,22 @@ MAX_FRAMES = 100_000
 _FORMATS = ("GIF", "WEBP", "PNG")
 _BASE = Fraction(1, 1000)
 _USUAL_MS = 100
-"""How long a frame is shown whose file gives no time, or, in a GIF, less than 20 ms: so do FFmpeg and browsers."""
+"""Duration of a frame without one, or of a GIF frame below 20 ms.  FFmpeg and browsers do the same."""
 _LEAST_GIF_MS = 20
 
 
 def is_animation(path: str) -> bool:
-    """Whether the first bytes are those of an animated picture; a GIF is one also with a single frame.
+    """Whether the file starts like an animated picture.  A GIF counts even with a single frame.
 
-    Only a regular file is opened: opening a pipe would wait for somebody to write to it.
+    Only regular files are opened: opening a pipe would block until someone writes to it.
     """
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
-            return False  # who opens it as a video says what it is
+            return False  # opening it as a video reports what it is
         with open(path, "rb") as file:
             start = file.read(1 << 16)
     except OSError:
-        return False  # who opens it as a video says why
+        return False  # opening it as a video reports the error
     if start[:4] == b"GIF8":
         return True
     if start[:4] == b"RIFF" and start[8:12] == b"WEBP":
@@ -44,10 +44,10 @@ def is_animation(path: str) -> bool:
 
 
 def animation_header(path: str) -> VideoHeader:
-    """Raises UserError naming ``path`` when it is cut short, damaged or too large."""
+    """Raises UserError naming ``path`` when it is truncated, damaged or too large."""
     with _opened(path) as image:
         if image.width * image.height > MAX_IMAGE_PIXELS:
-            raise UserError(f"{path}: {image.width} x {image.height} pixels a frame, more than {MAX_IMAGE_PIXELS}; "
+            raise UserError(f"{path}: has {image.width} x {image.height} pixels per frame, above {MAX_IMAGE_PIXELS}; "
                             f"make it smaller.")
         times, begin, shown = [], 0.0, 0.0
         for shown in _durations(path, image):
@@ -58,7 +58,7 @@ def animation_header(path: str) -> VideoHeader:
 
 
 def animation_frames(path: str, wanted: Wanted) -> Iterator[Pixels]:
-    """The wanted frames, one after another; raises UserError naming ``path`` for one that is damaged."""
+    """The wanted frames, in order.  Raises UserError naming ``path`` for a damaged frame."""
     with _opened(path) as image:
         first = _num_hidden(image)
         for number in wanted.numbers:
@@ -70,12 +70,12 @@ def _durations(path: str, image: Image.Image) -> Iterator[float]:
     """The duration of each frame in milliseconds."""
     first, num_frames = _num_hidden(image), getattr(image, "n_frames", 1)
     if num_frames - first > MAX_FRAMES:
-        raise UserError(f"{path}: has {num_frames} frames, more than {MAX_FRAMES}; cut it into parts.")
+        raise UserError(f"{path}: has {num_frames} frames, above the limit of {MAX_FRAMES}; split it.")
     if image.format == "GIF":
         with open(path, "rb") as file:
             file.seek(max(0, file.seek(0, 2) - 1024))
             if file.read().rstrip(b"\0\r\n ")[-1:] != b";":
-                raise UserError(f"{path}: is cut short: the GIF does not end with its trailer; replace, re-encode or "
+                raise UserError(f"{path}: is truncated: the GIF does not end with its trailer; replace, re-encode or "
                                 f"remove it.")
     of_webp = _webp_durations(path) if image.format == "WEBP" else None
     for number in range(first, num_frames):
@@ -86,20 +86,20 @@ def _durations(path: str, image: Image.Image) -> Iterator[float]:
 
 
 def _webp_durations(path: str) -> list[int]:
-    """The duration of each frame in milliseconds; Pillow would decode all frames to know them."""
+    """The duration of each frame in milliseconds.  Pillow would decode all frames to find them."""
     found: list[int] = []
     with open(path, "rb") as file:
-        file.seek(12)  # behind "RIFF", its size and "WEBP"
+        file.seek(12)  # after "RIFF", its size and "WEBP"
         while len(head := file.read(8)) == 8:
             start, num_bytes = file.tell(), int.from_bytes(head[4:], "little")
             if head[:4] == b"ANMF":
-                found.append(int.from_bytes(file.read(15)[12:], "little"))  # behind place and size of the frame
+                found.append(int.from_bytes(file.read(15)[12:], "little"))  # after position and size of the frame
             file.seek(start + num_bytes + num_bytes % 2)
     return found
 
 
 def _num_hidden(image: Image.Image) -> int:
-    """Frames before the first one: a PNG can have a picture for viewers that know no animations."""
+    """Hidden frames before the first: a PNG may contain a picture for viewers without animation support."""
     return 1 if image.info.get("default_image") else 0
 
 
@@ -110,6 +110,6 @@ def _opened(path: str) -> Iterator[Image.Image]:
             yield image
     except UserError:
         raise
-    except Exception as error:  # Pillow's decoders raise errors of many types on broken files
-        raise UserError(f"{path}: the animated picture is damaged or cut short ({error}); replace, re-encode or remove "
+    except Exception as error:  # Pillow's decoders raise many error types on broken files
+        raise UserError(f"{path}: the animated picture is damaged or truncated ({error}); replace, re-encode or remove "
                         f"it.") from error

@@ -1,8 +1,7 @@
-"""The process that reads video files for another one, and the handle that the other one has of it.
+"""A separate process that decodes video files, and the handle that controls it.
 
-A decoder works on files of strangers in code that nothing can interrupt: it may run for ever or end its process.  So it
-has one of its own, which the system ends when a video takes too long, and which is started again for the next video.
-What the pixels are for is not known here.
+Decoders run code on untrusted files that nothing can interrupt: it may hang or crash.  So decoding has its own process,
+which the system ends when a video takes too long, and which restarts for the next video.
 """
 
 import contextlib
@@ -27,29 +26,29 @@ from mm.errors import UserError, refuse
 
 _COMMAND = (sys.executable, "-P", "-c", "from mm.data.media.decoder import serve; serve()")
 _FRACTIONS = ("time_base", "stated_rate")
-"""Fields of a header that JSON has no numbers for."""
+"""Header fields that JSON numbers cannot represent."""
 _ARRAYS = ("times", "key_times", "key_seeks")
-"""Fields that travel behind it, as 8 bytes each number."""
+"""Header fields sent after the JSON, with 8 bytes per number."""
 _MAX_VIDEOS = 1000
-"""Then a new process reads: FFmpeg and Python lose some 6 kB with each video."""
+"""Restart the process after this many videos: FFmpeg and Python leak about 6 kB per video."""
 
 
 class Decoder:
-    """Reads videos in a process that starts with the first one and ends with this object.
+    """Reads videos in a process that starts with the first video and ends with this object.
 
-    Pickles without its process.  One thread at a time may use it.
+    Pickles without its process.  Not thread-safe.
     """
 
     def __init__(self, backend: str | None, limit_seconds: float) -> None:
-        """``backend``: "pyav", "decord" or "torchcodec"; None is PyAV.
+        """``backend``: "pyav", "decord" or "torchcodec"; None means PyAV.
 
-        A header that takes more than ``limit_seconds``, or wanted frames that together take more, end the reading of
-        their video.
+        Reading of a video is aborted when its header, or all its wanted frames together, take more than
+        ``limit_seconds``.
         """
         self.backend, self._limit_seconds = backend or "pyav", limit_seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._num_videos = 0
-        """That the process has read."""
+        """Videos read by the current process."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_process": None, "_num_videos": 0}
@@ -58,10 +57,10 @@ class Decoder:
         """Raises UserError when the backend cannot be used on this machine."""
         why = self._ask("check", "", backend=self.backend)["missing"]
         refuse([] if why is None else [
-            f"video_backend is {self.backend!r}, which does not load here ({why}); install it, or take \"pyav\"."])
+            f"video_backend is {self.backend!r}, which cannot be imported ({why}); install it, or use \"pyav\"."])
 
     def header(self, path: str, is_upright: bool) -> VideoHeader:
-        """What the file holds; raises UserError as ``read_header`` does, and for a file that takes too long."""
+        """The header of the file.  Raises UserError as ``read_header`` does, and for a file that takes too long."""
         if self._num_videos == _MAX_VIDEOS:
             self.close()
         self._num_videos += 1
@@ -72,16 +71,16 @@ class Decoder:
         return VideoHeader(**arrays, **fractions, **reply)
 
     def frames(self, path: str, wanted: Wanted) -> Iterator[Pixels]:
-        """The wanted frames, one after another; raises UserError as ``header`` does."""
+        """The wanted frames, in order.  Raises UserError as ``header`` does."""
         message = {**vars(wanted), "time_base": wanted.time_base.as_integer_ratio()}
         self._ask("frames", path, backend=self.backend, wanted=message)
         try:
             for _ in wanted.times:
                 shape = self._reply(path)["shape"]
                 yield np.frombuffer(self._read(path, int(np.prod(shape))), dtype=np.uint8).reshape(shape)
-        except UserError:  # the process waits for the next request, or has ended
+        except UserError:  # the process is ready for the next request, or has ended
             raise
-        except BaseException:  # not all was read: what is left must not answer the next request
+        except BaseException:  # unread frames must not be taken as the reply to the next request
             self.close()
             raise
 
@@ -106,7 +105,7 @@ class Decoder:
         return self._reply(path)
 
     def _reply(self, path: str) -> dict[str, Any]:
-        """The next line of the process; raises UserError with the problems that it tells."""
+        """The next line from the process.  Raises UserError with the problems that it reports."""
         pipe: Any = self._process and self._process.stdout
         line = pipe.readline()
         if not line:
@@ -127,13 +126,13 @@ class Decoder:
         return found
 
     def _ended(self, path: str) -> UserError:
-        """The process has ended by itself: why."""
+        """The error for a process that ended by itself."""
         process, self._process = self._process, None
         assert process is not None
         status = process.wait()
         _end(process)
         if status == -signal.SIGALRM:
-            return UserError(f"{path}: its decoder took more than {self._limit_seconds:g} s; re-encode or remove the "
+            return UserError(f"{path}: decoding took more than {self._limit_seconds:g} s; re-encode or remove the "
                              f"video, or raise video_timeout in the data JSON.")
         how = f"by signal {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
         return UserError(f"{path}: its decoder ended {how}; the video is damaged, or memory ran out: re-encode or "
@@ -144,29 +143,29 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     process.kill()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            with contextlib.suppress(BrokenPipeError):  # by what was not yet sent to a process that has ended
+            with contextlib.suppress(BrokenPipeError):  # buffered data for a process that has ended
                 pipe.close()
     process.wait()
 
 
 def serve() -> None:
-    """Answer requests on standard input until it ends.  The main program of the process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one who asks decides
+    """Answer requests from standard input until it closes.  The main function of the process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process decides
     requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no reply
+    os.dup2(2, 1)  # output that a library prints must not mix with replies
     gc.freeze()
-    with contextlib.suppress(BrokenPipeError):  # nobody reads any more
+    with contextlib.suppress(BrokenPipeError):  # the parent has closed the pipe
         for line in requests:
-            gc.collect()  # a frame that was asked how it is turned refers to itself, and is megabytes
+            gc.collect()  # a frame whose side data was read is in a reference cycle, and has megabytes
             try:
                 _answer(json.loads(line), replies)
             except UserError as error:
-                _tell(replies, {"problems": error.problems})
+                _send(replies, {"problems": error.problems})
             except BrokenPipeError:
                 raise
             except Exception:
-                _tell(replies, {"failure": traceback.format_exc()})
-    os._exit(0)  # without a last try to write
+                _send(replies, {"failure": traceback.format_exc()})
+    os._exit(0)  # without flushing, which could fail
 
 
 def _answer(request: dict[str, Any], replies: IO[bytes]) -> None:
@@ -174,7 +173,7 @@ def _answer(request: dict[str, Any], replies: IO[bytes]) -> None:
         case "check":
             with _Alarm(request["limit_seconds"]):
                 missing = missing_backend(request["backend"])
-            _tell(replies, {"missing": missing})
+            _send(replies, {"missing": missing})
         case "header":
             _send_header(request, replies)
         case "frames":
@@ -188,25 +187,25 @@ def _send_header(request: dict[str, Any], replies: IO[bytes]) -> None:
     arrays = {name: header.pop(name) for name in _ARRAYS}
     fractions = {name: header[name].as_integer_ratio() for name in _FRACTIONS}
     lengths = {name: len(array) for name, array in arrays.items()}
-    _tell(replies, {**header, **fractions, "lengths": lengths}, tuple(arrays.values()))
+    _send(replies, {**header, **fractions, "lengths": lengths}, tuple(arrays.values()))
 
 
 def _send_frames(request: dict[str, Any], replies: IO[bytes]) -> None:
-    """As many as are wanted, and nothing behind the last one, which would answer the next request."""
+    """Send exactly the wanted frames: anything after the last would be taken as the next reply."""
     wanted = request["wanted"]
     wanted = Wanted(**{**wanted, "time_base": Fraction(*wanted["time_base"])})
     path = request["path"]
     frames = animation_frames(path, wanted) if is_animation(path) else BACKENDS[request["backend"]](path, wanted)
-    _tell(replies, {})
+    _send(replies, {})
     alarm = _Alarm(request["limit_seconds"])
     for _ in wanted.times:
-        with alarm:  # not while the reader makes this process wait
+        with alarm:  # excludes the time in which this process waits for the reader
             frame = next(frames)
-        _tell(replies, {"shape": frame.shape}, (frame,))
+        _send(replies, {"shape": frame.shape}, (frame,))
 
 
 class _Alarm:
-    """The system ends this process, whatever it does, when what is inside takes too long, all its times together."""
+    """Ends this process, whatever it is doing, when the blocks it guards take more than ``seconds`` in total."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -215,11 +214,11 @@ class _Alarm:
         signal.setitimer(signal.ITIMER_REAL, self._seconds)
 
     def __exit__(self, *_: object) -> None:
-        self._seconds = signal.setitimer(signal.ITIMER_REAL, 0)[0]  # what is left for the next time
+        self._seconds = signal.setitimer(signal.ITIMER_REAL, 0)[0]  # the time left for the next block
 
 
-def _tell(replies: IO[bytes], message: dict[str, Any], contents: Sequence[np.ndarray] = ()) -> None:
+def _send(replies: IO[bytes], message: dict[str, Any], contents: Sequence[np.ndarray] = ()) -> None:
     parts = [json.dumps(message).encode() + b"\n", *(np.ascontiguousarray(one).data.cast("B") for one in contents)]
-    for part in parts:  # all could be made: half of a reply would leave its reader waiting
+    for part in parts:  # all are computed by now: half a reply would leave the reader waiting
         replies.write(part)
     replies.flush()

@@ -1,9 +1,9 @@
-"""Which frames of a video are shown to the model, and how large: arithmetic on times and sizes.
+"""Which frames of a video the model sees, and at what size: arithmetic on times and sizes.
 
-Two rules, as for pictures.  That of qwen-vl-utils, with which Qwen2.5-VL was published and which transformers leaves it
-to, and LLaMA-Factory's, which MindSpeed-MM has.  Both speak of frame numbers at an even rate; here a number stands for
-the time at which that frame would begin, so a video whose rate changes is sampled evenly in time.  Only LLaMA-Factory's
-rule counts frames, whatever their times, because its users want its frames.
+Two rules, as for pictures: that of qwen-vl-utils, which was published with Qwen2.5-VL and which transformers relies on,
+and LLaMA-Factory's, which MindSpeed-MM uses.  Both work with frame numbers at a constant rate.  Here a number stands
+for the time at which that frame would start, so a video with a variable frame rate is sampled evenly in time.  Only
+LLaMA-Factory's rule counts frames regardless of their times, because its users expect the frames that it takes.
 """
 
 import math
@@ -17,17 +17,17 @@ import torch
 from mm.data.media.video_file import VideoHeader, Wanted
 
 FRAME_FACTOR = 2
-"""qwen-vl-utils takes multiples of this many frames."""
+"""qwen-vl-utils takes a multiple of this many frames."""
 QWEN_FRAME_PIXELS = 768 * 28 * 28
-"""The most of a frame by qwen-vl-utils, which its users can only lower."""
+"""Upper limit of pixels per frame in qwen-vl-utils; users can only lower it."""
 
 
 @dataclass(frozen=True)
 class FrameRule:
-    """How many frames are taken, and from where; those of the data JSON, or of the video itself."""
+    """How many frames to take; from the data JSON, or from the video's own settings."""
 
     fps: float
-    """Frames of a second; without effect where ``num_frames`` is given."""
+    """Frames per second; ignored if ``num_frames`` is set."""
     num_frames: int | None
     min_frames: int
     max_frames: int
@@ -35,26 +35,26 @@ class FrameRule:
 
 @dataclass(frozen=True)
 class Clock:
-    """The span of a video that is looked at, and its frames as even steps.  Times are in units of ``time_base``."""
+    """The selected time range of a video, and its frames at even steps.  Times are in units of ``time_base``."""
 
     header: VideoHeader
     first: int
-    """Number of the first frame of the span; ``last`` likewise."""
+    """Index of the first frame in the range; ``last`` likewise."""
     last: int
     step: Fraction
-    """From one frame of the span to the next, on average."""
+    """Average time from one frame of the range to the next."""
 
     @classmethod
     def of(cls, header: VideoHeader, start_seconds: float | None, end_seconds: float | None) -> "Clock":
-        """Raises ValueError when no frame begins between ``start_seconds`` and ``end_seconds``."""
+        """Raises ValueError when no frame starts between ``start_seconds`` and ``end_seconds``."""
         times, base = header.times, header.time_base
         length = int(times[-1] - times[0])
         mean, after = _steps(header)
         first = _first_at(header, start_seconds, 0)
         last = _first_at(header, end_seconds, len(times), is_after=True) - 1
         if first > last:
-            raise ValueError(f"no frame begins between video_start = {start_seconds or 0:g} and video_end = "
-                             f"{'its end' if end_seconds is None else f'{end_seconds:g}'}: it lasts "
+            raise ValueError(f"no frame starts between video_start = {start_seconds or 0:g} and video_end = "
+                             f"{'its end' if end_seconds is None else f'{end_seconds:g}'}; its duration is "
                              f"{float((length + after) * base):.2f} s")
         is_whole = last - first + 1 == len(times)
         span = int(times[last] - times[first]) + (after if is_whole else mean)
@@ -66,36 +66,36 @@ class Clock:
 
     @property
     def seconds(self) -> Fraction:
-        """Length of the span, to the end of its last frame."""
+        """Duration of the range, to the end of its last frame."""
         return self.step * self.num_frames * self.header.time_base
 
     def shown(self, numbers: Sequence[int]) -> np.ndarray:
-        """For the numbers that frames would have at an even rate, those of the frames that are shown then."""
+        """The indices of the frames on screen at the times that ``numbers`` would have at a constant rate."""
         begin, slack = int(self.header.times[self.first]), _slack(self.step)
         times = [begin + math.floor(self.step * (number - self.first) + slack) for number in numbers]
         return np.searchsorted(self.header.times, np.array(times, dtype=np.int64), "right") - 1
 
 
 def _steps(header: VideoHeader) -> tuple[Fraction, Fraction]:
-    """From one frame to the next on average, and how long the last one is shown."""
+    """The average time from one frame to the next, and the duration of the last frame."""
     times, count, stated = header.times, len(header.times), Fraction(header.last_duration)
     mean = Fraction(int(times[-1] - times[0]), count - 1) if count > 1 else max(stated, Fraction(1))
-    # A stated rate is believed where all times agree with it: they are rounded, and it is not.
+    # The stated rate is used if all times agree with it: times are rounded, the rate is not.
     rates = (1 / (header.stated_rate * header.time_base), mean) if header.stated_rate else (mean,)
     for step in rates:
         if np.abs(times - times[0] - np.arange(count) * float(step)).max() <= 1:
             return step, step if count > 1 else mean
-    # What a file says of its last frame alone is often a guess.
+    # The stated duration of the last frame alone is often a guess.
     return mean, stated if mean <= 2 * stated <= 4 * mean else mean
 
 
 def _slack(step: Fraction) -> Fraction:
-    """How far a frame's time may be off: files round it to their time base."""
+    """How far a frame's time may be off, because files round times to their time base."""
     return min(Fraction(2), step / 4)
 
 
 def _first_at(header: VideoHeader, seconds: float | None, default: int, is_after: bool = False) -> int:
-    """Number of the first frame that begins at ``seconds`` from the first one or later; ``is_after``: only later."""
+    """Index of the first frame at or after ``seconds`` from the first one; ``is_after``: strictly after."""
     if seconds is None:
         return default
     times = header.times
@@ -105,16 +105,16 @@ def _first_at(header: VideoHeader, seconds: float | None, default: int, is_after
 
 
 def qwen_frames(clock: Clock, rule: FrameRule) -> np.ndarray:
-    """Numbers of the frames that qwen-vl-utils takes (``smart_nframes``), rising; the same may stand twice.
+    """Ascending indices of the frames that qwen-vl-utils takes (``smart_nframes``); may contain duplicates.
 
-    A video of fewer frames than it takes at least, which it refuses, gives those that it has.  Raises ValueError when
-    ``rule.num_frames`` is more than there are.
+    qwen-vl-utils refuses videos with fewer frames than its minimum; here such a video gives all its frames.  Raises
+    ValueError when ``rule.num_frames`` is more than the video has.
     """
     total, factor = clock.num_frames, FRAME_FACTOR
     if rule.num_frames is not None:
         count = round(rule.num_frames / factor) * factor
         if count > total:
-            raise ValueError(f"nframes = {rule.num_frames} of a video of {total} frames; ask for {total} at most")
+            raise ValueError(f"nframes = {rule.num_frames}, but the video has {total} frames; ask for {total} at most")
     else:
         least = math.ceil(rule.min_frames / factor) * factor
         most = math.floor(min(rule.max_frames, total) / factor) * factor
@@ -124,16 +124,16 @@ def qwen_frames(clock: Clock, rule: FrameRule) -> np.ndarray:
 
 
 def llama_factory_frames(clock: Clock, rule: FrameRule) -> np.ndarray:
-    """Numbers of the frames that LLaMA-Factory takes (``_get_video_sample_indices``), rising."""
+    """Ascending indices of the frames that LLaMA-Factory takes (``_get_video_sample_indices``)."""
     count = max(rule.min_frames, math.floor(float(llama_factory_seconds(clock)) * rule.fps))
     count = min(clock.num_frames, rule.max_frames, count) if rule.num_frames is None else max(rule.num_frames, 1)
     if count > clock.num_frames:
-        raise ValueError(f"nframes = {count} of a video of {clock.num_frames} frames; ask for as many at most")
+        raise ValueError(f"nframes = {count}, but the video has {clock.num_frames} frames; ask for as many at most")
     return np.linspace(clock.first, clock.last, count).astype(np.int32)
 
 
 def llama_factory_seconds(clock: Clock) -> Fraction:
-    """How long a video is for LLaMA-Factory: as the file says, where it does and the whole is looked at."""
+    """The duration that LLaMA-Factory uses: the file's stated one, if it has one and the whole video is selected."""
     header = clock.header
     is_whole = clock.num_frames == len(header.times)
     return header.stated_duration * header.time_base if is_whole and header.stated_duration else clock.seconds
@@ -159,9 +159,9 @@ def wanted_frames(clock: Clock, numbers: np.ndarray, is_upright: bool) -> Wanted
 
 
 def most_frame_pixels(max_pixels: int, min_pixels: int, total_pixels: int, num_frames: int) -> int:
-    """The most pixels of a frame by qwen-vl-utils' rule, for a video of ``num_frames`` (its ``fetch_video``).
+    """The most pixels per frame by qwen-vl-utils' rule, for a video of ``num_frames`` (its ``fetch_video``).
 
-    A share of ``total_pixels``, of which two frames count as one; but always 5 % above the least.
+    An even share of ``total_pixels``, where two frames count as one, but at least 5 % above ``min_pixels``.
     """
     share = max(min(QWEN_FRAME_PIXELS, total_pixels / num_frames * FRAME_FACTOR), int(min_pixels * 1.05))
     return min(max_pixels, int(share))

@@ -1,8 +1,8 @@
-"""Pictures as the bytes that the ViT reads, once they are normalised.
+"""Image files as the patches that the ViT reads, before normalisation.
 
-By default equal to the last bit to transformers' ``Qwen2VLImageProcessorPil``, which is slower; or, sooner still, by
-torch's way of resizing, which is that of transformers' processor on torchvision.  LLaMA-Factory, whose rule
-MindSpeed-MM has, makes another picture of it first.  What is in a file is ``picture.py``'s.
+The default is bit-identical to transformers' ``Qwen2VLImageProcessorPil``, and faster.  ``backend="torch"`` is faster
+still and resizes with torch, as transformers' torchvision-based processor does.  LLaMA-Factory, whose rule MindSpeed-MM
+uses, resizes the image once before that.  ``picture.py`` reads the files.
 """
 
 import json
@@ -34,14 +34,14 @@ _CONFIG_FILES = {
     "image": ("processor_config.json", "preprocessor_config.json"),
     "video": ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json"),
 }  # fmt: skip
-"""Where the settings of each may be, in transformers' order; the first has those of both."""
+"""Files that may hold the settings of each kind, in transformers' order.  The first one holds both kinds."""
 
 
 def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: float) -> tuple[int, int]:
-    """The size (height, width) to which an image is resized: multiples of ``factor``, the area within the bounds.
+    """The size (height, width) an image is resized to: multiples of ``factor``, with the area within the bounds.
 
     The same numbers as transformers' function of this name, whose module takes seconds to import.  The aspect ratio is
-    kept as far as the multiples allow.  Raises ValueError when one side is more than 200 times the other.
+    kept as closely as the multiples allow.  Raises ValueError when one side is more than 200 times the other.
     """
     if max(height, width) / min(height, width) > 200:
         raise ValueError(f"one side is more than 200 times the other: {width} x {height} pixels")
@@ -58,14 +58,14 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
 
 
 Step = tuple[tuple[int, int], Image.Resampling]
-"""A size (width, height) to which a picture is brought, and how."""
+"""A size (width, height) to resize to, and the filter to use."""
 
 
 def llama_factory_steps(width: int, height: int, min_pixels: int, max_pixels: int) -> list[Step]:
-    """How LLaMA-Factory resizes a picture before transformers' processor does (its ``_preprocess_image``).
+    """The resizing that LLaMA-Factory does before transformers' processor (its ``_preprocess_image``).
 
-    The area comes within the bounds, a side below 28 becomes 28, and a side ratio above 200 becomes 180.  Raises
-    ValueError when a side vanishes on the way.
+    The area is brought within the bounds, a side below 28 becomes 28, and an aspect ratio above 200 becomes 180.
+    Raises ValueError when a side would become 0.
     """
     steps: list[Step] = []
     for bound, is_outside in ((max_pixels, operator.gt), (min_pixels, operator.lt)):
@@ -73,7 +73,7 @@ def llama_factory_steps(width: int, height: int, min_pixels: int, max_pixels: in
             factor = math.sqrt(bound / (width * height))
             width, height = int(width * factor), int(height * factor)
             if 0 in (width, height):
-                raise ValueError(f"a side vanishes when {bound} pixels are made of it")
+                raise ValueError(f"resizing it to {bound} pixels leaves a side of 0 pixels")
             steps.append(((width, height), Image.Resampling.NEAREST))
     if min(width, height) < 28:
         width, height = max(width, 28), max(height, 28)
@@ -91,7 +91,7 @@ _PositivePerChannel = Annotated[tuple[_Positive, _Positive, _Positive], Field(ti
 
 @dataclass(frozen=True, config=ConfigDict(strict=True))
 class ImageProcessor:
-    """Sizes and constants of the image side, by their names in Hugging Face's files."""
+    """Sizes and constants for images, with their names in Hugging Face's files."""
 
     min_pixels: Count
     max_pixels: Count
@@ -101,23 +101,23 @@ class ImageProcessor:
     image_mean: _PerChannel
     image_std: _PositivePerChannel
     is_upright: bool = True
-    """Whether photographs are turned upright."""
+    """Whether to apply the EXIF orientation."""
     llama_factory: tuple[int, int] | None = None
-    """The least and most pixels of LLaMA-Factory's rule, where that is applied first."""
+    """Least and most pixels of LLaMA-Factory's rule; None: that rule is not used."""
     backend: ImageBackend = "pillow"
-    """What resizes."""
+    """The library that resizes."""
 
     @classmethod
     def from_directory(
         cls, directory: str, min_pixels: int = 0, max_pixels: int = 0, rule: ResizeRule = "transformers",
         is_upright: bool = True, backend: ImageBackend = "pillow", media: str = "image",
     ) -> "ImageProcessor":
-        """Read the constants of a Hugging Face directory, which the data JSON's pixel bounds may only tighten.
+        """Read the constants of a Hugging Face directory; the pixel bounds of the data JSON can only tighten them.
 
-        ``min_pixels`` and ``max_pixels`` are ``image_min_pixels`` and ``image_max_pixels``; 0 is no bound.  Of two
-        bounds on one side the tighter holds; in LLaMA-Factory's rule both do, one after the other.  Constants come from
-        ``processor_config.json`` (its ``image_processor``), else ``preprocessor_config.json``: transformers' order.
-        ``media`` "video" reads those of videos.
+        ``min_pixels`` and ``max_pixels`` are ``image_min_pixels`` and ``image_max_pixels``; 0 means no bound.  The
+        tighter of two bounds applies; in LLaMA-Factory's rule both apply, one after the other.  Constants come from
+        ``processor_config.json`` (its ``image_processor``), otherwise from ``preprocessor_config.json``: transformers'
+        order.  ``media="video"`` reads the constants for videos.
 
         Raises UserError for a missing file or field, and for settings that no Qwen2.5-VL checkpoint has.
         """
@@ -140,7 +140,7 @@ class ImageProcessor:
         return replace(found, min_pixels=lower, max_pixels=upper)
 
     def within(self, item: ImageItem) -> "ImageProcessor":
-        """For an image with bounds of its own."""
+        """The processor for ``item``, with the item's own bounds where it has some."""
         if item.min_pixels is None and item.max_pixels is None:
             return self
         lower, upper = self.llama_factory or (self.min_pixels, self.max_pixels)
@@ -152,7 +152,7 @@ class ImageProcessor:
         return replace(self, min_pixels=bounds[0], max_pixels=bounds[1])
 
     def _grid(self, width: int, height: int) -> Grid:
-        """Patches of an image of this size in pixels.  Raises ValueError when the rule does not take it."""
+        """Patches of an image of this size in pixels.  Raises ValueError for extreme aspect ratios."""
         width, height = [(width, height), *(size for size, _ in self._steps(width, height))][-1]
         factor = self.patch_size * self.merge_size
         new_height, new_width = smart_resize(height, width, factor, self.min_pixels, self.max_pixels)
@@ -162,7 +162,8 @@ class ImageProcessor:
         return [] if self.llama_factory is None else llama_factory_steps(width, height, *self.llama_factory)
 
     def image_grid(self, path: str | Inline) -> Grid:
-        """Patches of an image file, from its header alone.  Raises UserError as ``image_size`` does, and for strips."""
+        """Patches of an image file, read from its header alone.  Raises UserError as ``image_size`` does, and for
+        extreme aspect ratios."""
         size = image_size(path, self.is_upright)
         try:
             return self._grid(*size)
@@ -170,9 +171,9 @@ class ImageProcessor:
             raise UserError(f"{path}: {error}; crop or remove the image.") from error
 
     def patches(self, path: str | Inline) -> tuple[Tensor, Grid]:
-        """Decode, resize and cut an image file, uint8 [num_patches, channels x frames x patch_size x patch_size].
+        """Decode, resize and cut an image file: uint8 [num_patches, channels x frames x patch_size x patch_size].
 
-        A still image is repeated to fill ``temporal_patch_size`` frames.  Raises UserError as ``load_image`` does.
+        A still image is repeated ``temporal_patch_size`` times as frames.  Raises UserError as ``load_image`` does.
         """
         pixels = self._resized_by_torch(path) if self.backend == "torch" else self._resized_by_pillow(path)
         return self.cut(pixels[None].expand(self.temporal_patch_size, -1, -1, -1))
@@ -180,7 +181,7 @@ class ImageProcessor:
     def cut(self, frames: Tensor) -> tuple[Tensor, Grid]:
         """Frames, uint8 [num_frames, height, width, 3], as patches uint8 [num_patches, 3 x frames x side x side].
 
-        Patches that merge into one visual token lie together.
+        Patches that are merged into one visual token are contiguous.
         """
         count, height, width, _ = frames.shape
         side, merge, depth = self.patch_size, self.merge_size, self.temporal_patch_size
@@ -190,7 +191,7 @@ class ImageProcessor:
         return pixels.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(times * rows * columns, -1), grid
 
     def joined(self, patches: Tensor, grid: Grid) -> Tensor:
-        """The inverse of ``cut``: the frames."""
+        """The inverse of ``cut``: frames from patches."""
         (times, rows, columns), side, merge, depth = grid, self.patch_size, self.merge_size, self.temporal_patch_size
         pixels = patches.view(times, rows // merge, columns // merge, merge, merge, 3, depth, side, side)
         return pixels.permute(0, 6, 1, 3, 7, 2, 4, 8, 5).reshape(times * depth, rows * side, columns * side, 3)
@@ -209,13 +210,13 @@ class ImageProcessor:
         return torch.from_numpy(np.array(image.resize(size, resample=Image.Resampling.BICUBIC)))
 
     def _resized_by_torch(self, path: str | Inline) -> Tensor:
-        """uint8 [height, width, 3], by torch's arithmetic on bytes: coefficients of 16 bits, where Pillow has 22."""
+        """uint8 [height, width, 3], resized by torch: 16-bit filter coefficients, where Pillow uses 22 bits."""
         pixels = torch.from_numpy(load_pixels(path, self.is_upright))
         _, rows, columns = self._grid(pixels.shape[1], pixels.shape[0])
         size = rows * self.patch_size, columns * self.patch_size
         resized = pixels.permute(2, 0, 1)[None]
         lost_rows, lost_columns = pixels.shape[0] - size[0], pixels.shape[1] - size[1]
-        # The order of both sides shows after the rounding between them: Pillow's since version 13 (its Resample.c).
+        # Rounding between the passes makes their order visible.  This is Pillow's order since version 13 (Resample.c).
         sizes = [(size[0], pixels.shape[1]), size] if lost_rows > max(0, 2 * lost_columns) else [size]
         for one in sizes:
             resized = interpolate(resized, size=list(one), mode="bicubic", antialias=True)
@@ -223,7 +224,7 @@ class ImageProcessor:
 
 
 def _read_config(directory: Path, media: str) -> tuple[Path, dict[str, Any]]:
-    """The file that holds the settings of the image or video processor, and these."""
+    """The file that holds the settings of the image or video processor, and its settings."""
     for name in _CONFIG_FILES[media]:
         path = directory / name
         if not path.is_file():
@@ -232,20 +233,20 @@ def _read_config(directory: Path, media: str) -> tuple[Path, dict[str, Any]]:
         if name == "processor_config.json" and isinstance(values, dict):
             values = values.get(f"{media}_processor")
         if not isinstance(values, dict | None):
-            raise UserError(f"{path}: holds {str(values)[:40]!r}; expected an object with the processor's settings.")
+            raise UserError(f"{path}: is {str(values)[:40]!r}; expected an object with the processor's settings.")
         if values is not None:
             _check_settings(path, values)
             return path, values
     shared = directory / "processor_config.json"
     if shared.is_file():
         others = " or ".join(_CONFIG_FILES[media][1:])
-        raise UserError(f"{shared}: has no {media}_processor, and {directory} has no {others}, so nothing says how "
+        raise UserError(f"{shared}: has no {media}_processor, and {directory} has no {others}, so it is unknown how "
                         f"{media}s are resized; copy preprocessor_config.json from the published checkpoint.")
     raise UserError(f"{directory}: has no preprocessor_config.json; copy it from the published checkpoint.")
 
 
 def _check_settings(path: Path, values: dict[str, Any]) -> None:
-    """Refuse settings that would change the picture and that this code does not have."""
+    """Refuse settings that would change the pixels and that this code does not implement."""
     supported = {
         "do_resize": True,
         "do_rescale": True,
@@ -262,7 +263,7 @@ def _check_settings(path: Path, values: dict[str, Any]) -> None:
 
 
 def _checked(path: Path, values: dict[str, Any]) -> ImageProcessor:
-    """``values`` as the constants of a processor; null counts as absent."""
+    """``values`` as an ``ImageProcessor``; null counts as absent."""
     given = {key: value for key, value in values.items() if value is not None}
     try:
         return TypeAdapter(ImageProcessor).validate_json(json.dumps(given))

@@ -1,6 +1,6 @@
-"""The checksums that Matroska files may carry: one for each cluster, which FFmpeg writes and does not check.
+"""The checksums of Matroska files: an optional one per cluster, which FFmpeg writes but does not verify.
 
-Only the frame of the file is read here; what the clusters hold is not looked at.
+Only the element structure is parsed; the contents of clusters are not.
 """
 
 import bisect
@@ -10,22 +10,22 @@ from typing import IO
 
 _SEGMENT, _CLUSTER = 0x18538067, 0x1F43B675
 _CRC = b"\xbf\x84"
-"""How a checksum begins: its mark, and its size of 4 bytes.  It is the first thing in what it is for."""
+"""The header of a checksum element: its id, and its size of 4 bytes.  It is the first element in its parent."""
 _CRC_BYTES = 6
 
 
 class ClusterChecksums:
-    """Says whether the cluster at a place in a file is what was written there.  Reads each cluster at most once."""
+    """Tells whether the cluster at an offset matches its checksum.  Reads each cluster at most once."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         with open(path, "rb") as file:
             self._clusters = _clusters(file, os.path.getsize(path))
-        """Of those with a checksum: where each begins behind its size, and where it ends."""
+        """For those with a checksum: start of the content and its end, as offsets in the file."""
         self._is_damaged: dict[int, bool] = {}
 
     def is_damaged(self, place: int) -> bool:
-        """Whether the byte at ``place`` lies in a cluster that its checksum does not fit; False without a checksum."""
+        """Whether the byte at ``place`` is in a cluster whose checksum does not match; False without a checksum."""
         number = bisect.bisect_right(self._clusters, (place, 1 << 63)) - 1
         if number < 0 or place >= self._clusters[number][1]:
             return False
@@ -42,7 +42,7 @@ class ClusterChecksums:
 
 
 def _clusters(file: IO[bytes], num_bytes: int) -> list[tuple[int, int]]:
-    """Up to the first element that is broken or has no size, as live recordings have."""
+    """Clusters up to the first element that is broken or has no size, as in live recordings."""
     found: list[tuple[int, int]] = []
     place = 0
     while place < num_bytes:
@@ -50,7 +50,7 @@ def _clusters(file: IO[bytes], num_bytes: int) -> list[tuple[int, int]]:
         start = place + num_head_bytes
         if mark is None or (size is None and mark != _SEGMENT):
             break
-        if mark == _SEGMENT:  # its parts come next
+        if mark == _SEGMENT:  # its children follow
             place = start
             continue
         assert size is not None
@@ -61,7 +61,7 @@ def _clusters(file: IO[bytes], num_bytes: int) -> list[tuple[int, int]]:
 
 
 def _head(file: IO[bytes], place: int) -> tuple[int | None, int | None, int]:
-    """Mark and size of the element at ``place``, and how many bytes both take; None for what is broken or unknown."""
+    """Id and size of the element at ``place``, and the bytes that both take; None if broken or of unknown size."""
     file.seek(place)
     head = file.read(12)
     mark_bytes = _num_bytes(head[:1])
@@ -76,5 +76,5 @@ def _head(file: IO[bytes], place: int) -> tuple[int | None, int | None, int]:
 
 
 def _num_bytes(first: bytes) -> int:
-    """The length of a number that begins with the byte ``first``: one more than the zero bits in front of it."""
+    """The length of a number whose first byte is ``first``: the number of leading zero bits plus one."""
     return 9 - first[0].bit_length() if first else 0

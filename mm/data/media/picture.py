@@ -1,7 +1,6 @@
-"""Picture files: their size by their header, and their pixels as RGB.
+"""Image files: their size from the header, and their pixels as RGB.
 
-A photograph is turned upright, transparency becomes white, an animation gives its first frame.  What size a picture is
-brought to, and what becomes of its pixels, is not known here.
+Photographs are rotated upright, transparency becomes white, and animations give their first frame.
 """
 
 import io
@@ -18,25 +17,25 @@ from mm.data.sample import Inline
 from mm.errors import UserError
 
 MAX_IMAGE_PIXELS = 50_000_000
-"""Decoding more is refused: a file of a few kilobytes can claim gigabytes of pixels."""
+"""Larger images are refused: a file of a few kilobytes can claim gigabytes of pixels."""
 MAX_IMAGE_BYTES = 1 << 29
-"""Of a picture's file: what ``MAX_IMAGE_PIXELS`` take without compression, with 8 bytes each, is less."""
+"""Limit for image files: more than ``MAX_IMAGE_PIXELS`` take uncompressed, at 8 bytes each."""
 FORMATS = (
     "AVIF", "BLP", "BMP", "CUR", "DCX", "DDS", "DIB", "FITS", "FLI", "FTEX", "GBR", "GIF", "ICNS", "ICO", "IM", "IMT",
     "JPEG", "JPEG2000", "MCIDAS", "MSP", "PCD", "PCX", "PIXAR", "PNG", "PPM", "PSD", "QOI", "SGI", "SPIDER",
     "SUN", "TGA", "TIFF", "WEBP", "XBM", "XPM", "XVTHUMB",
 )  # fmt: skip
-"""What Pillow itself decodes.  For EPS it would start a PostScript interpreter; WMF it reads on Windows only; of other
-formats it knows the name."""
+"""Formats that Pillow decodes by itself.  Left out: EPS, for which it starts a PostScript interpreter; WMF, which it
+reads on Windows only; and formats that it can identify but not decode."""
 _AS_JPEG = "convert it to a JPEG or PNG file"
 _AGAIN = "fetch or copy it again, or remove it"
-_OTHERS = (
-    (b"ftyphei", "HEIC, which Pillow reads with a plugin only", _AS_JPEG),
-    (b"ftypmif1", "HEIF, which Pillow reads with a plugin only", _AS_JPEG),
-    (b"ftypavi", "AVIF, damaged or cut short", _AGAIN),
+_SIGNATURES_ANYWHERE = (
+    (b"ftyphei", "HEIC, which Pillow reads only with a plugin", _AS_JPEG),
+    (b"ftypmif1", "HEIF, which Pillow reads only with a plugin", _AS_JPEG),
+    (b"ftypavi", "AVIF, damaged or truncated", _AGAIN),
     (b"jxl \r\n\x87\n", "JPEG XL, which Pillow does not read", _AS_JPEG),
-    (b"ftyp", "a video (MP4 or MOV)", "show it as a video"),
-    (b"\x1aE\xdf\xa3", "a video (Matroska or WebM)", "show it as a video"),
+    (b"ftyp", "a video (MP4 or MOV)", "use it as a video"),
+    (b"\x1aE\xdf\xa3", "a video (Matroska or WebM)", "use it as a video"),
     (b"<svg", "a drawing (SVG)", _AS_JPEG),
     (b"%!PS", "PostScript", _AS_JPEG),
     (b"%PDF", "a PDF document", "convert its pages to JPEG or PNG files"),
@@ -44,38 +43,38 @@ _OTHERS = (
     (b"<!doctype html", "a web page", "the download failed: fetch the file itself"),
     (b"git-lfs", "a pointer of Git LFS", "fetch the file itself with 'git lfs pull'"),
 )
-"""What a file that is no picture holds in its first bytes (in small letters, but where only capitals can be), what it
-then is, and what mends it."""
-_BEGINNINGS = (
-    (b"\xff\xd8\xff", "JPEG, damaged or cut short", _AGAIN),
-    (b"\x89PNG", "PNG, damaged or cut short", _AGAIN),
-    (b"GIF8", "GIF, damaged or cut short", _AGAIN),
-    (b"RIFF", "WebP, damaged or cut short", _AGAIN),
-    (b"II*\0", "TIFF, damaged or cut short", _AGAIN),
-    (b"MM\0*", "TIFF, damaged or cut short", _AGAIN),
-    (b"BM", "BMP, damaged or cut short", _AGAIN),
-    (b"\0\0\x01\0", "ICO, damaged or cut short", _AGAIN),
+"""Content that is not an image, recognised in the first bytes: a mark anywhere in them (also matched in lower case),
+what the file is, and the fix."""
+_SIGNATURES_AT_START = (
+    (b"\xff\xd8\xff", "JPEG, damaged or truncated", _AGAIN),
+    (b"\x89PNG", "PNG, damaged or truncated", _AGAIN),
+    (b"GIF8", "GIF, damaged or truncated", _AGAIN),
+    (b"RIFF", "WebP, damaged or truncated", _AGAIN),
+    (b"II*\0", "TIFF, damaged or truncated", _AGAIN),
+    (b"MM\0*", "TIFF, damaged or truncated", _AGAIN),
+    (b"BM", "BMP, damaged or truncated", _AGAIN),
+    (b"\0\0\x01\0", "ICO, damaged or truncated", _AGAIN),
     (b"\xff\x0a", "JPEG XL, which Pillow does not read", _AS_JPEG),
-    (b"\x1f\x8b", "packed by gzip", "unpack it"),
+    (b"\x1f\x8b", "gzip-compressed", "unpack it"),
     (b"PK\x03\x04", "a ZIP archive", "unpack it"),
-    (b"\x93NUMPY", "an array of NumPy", _AS_JPEG),
+    (b"\x93NUMPY", "a NumPy array", _AS_JPEG),
     (b"{", "JSON, such as a server's error", "the download failed: fetch the file itself"),
     (b"<?xml", "XML, such as a server's error", "the download failed: fetch the file itself"),
-    (b"data:image", "base64 text", "write the bytes that it stands for to the file"),
-    (b"iVBORw0KGgo", "base64 text", "write the bytes that it stands for to the file"),
-    (b"/9j/", "base64 text", "write the bytes that it stands for to the file"),
-    (bytes(16), "zeros, as a lost write leaves them", _AGAIN),
+    (b"data:image", "base64 text", "decode it and write the bytes to the file"),
+    (b"iVBORw0KGgo", "base64 text", "decode it and write the bytes to the file"),
+    (b"/9j/", "base64 text", "decode it and write the bytes to the file"),
+    (bytes(16), "zeros, as left by a lost write", _AGAIN),
 )
-"""The same of what begins with these bytes."""
+"""The same for marks at the very beginning."""
 
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
     5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }  # fmt: skip
-"""EXIF orientation -> what turns the picture upright."""
+"""EXIF orientation -> the transpose that turns the picture upright."""
 _TURNED = (_TURNS[5], _TURNS[6], _TURNS[7], _TURNS[8])
-"""Those that exchange width and height."""
+"""Those that swap width and height."""
 
 
 def image_size(path: str | Inline, is_upright: bool = True) -> tuple[int, int]:
@@ -86,56 +85,56 @@ def image_size(path: str | Inline, is_upright: bool = True) -> tuple[int, int]:
 
 
 def format_of(path: str | Inline) -> str | None:
-    """How Pillow calls the kind of picture that a file is, as "PNG", or None for what is none."""
+    """Pillow's name for the format of an image file, such as "PNG"; None if it is not an image."""
     with suppress(UserError), _open(path) as image:
         return image.format
     return None
 
 
 def image_remarks(path: str | Inline) -> list[str]:
-    """What a user may want to know of a picture that is read all the same, from its header."""
+    """Notes about a picture that is usable but may surprise the user, from its header."""
     with _open(path) as image:
         try:
             num_frames = getattr(image, "n_frames", 1)
-        except Exception as error:  # Pillow looks for all frames
+        except Exception as error:  # Pillow scans all frames
             raise _damaged(path, error) from error
         remarks = {
-            "have more than 8 bits a channel, which are scaled": image.mode.split(";")[0] in ("I", "F"),
-            "have several frames, of which the first is read": num_frames > 1,
-            "have less than 28 pixels on a side, and are enlarged": min(image.size) < 28,
+            "have more than 8 bits per channel and are scaled to 8": image.mode.split(";")[0] in ("I", "F"),
+            "have several frames, of which only the first is used": num_frames > 1,
+            "have a side below 28 pixels and are enlarged": min(image.size) < 28,
         }
     return [remark for remark, is_so in remarks.items() if is_so]
 
 
 def load_image(path: str | Inline, is_upright: bool = True, on_white: bool = True) -> Image.Image:
-    """Decode ``path`` to RGB, turned upright; ``on_white``: transparency becomes white, else it is dropped.
+    """Decode ``path`` to RGB, rotated upright.  ``on_white``: composite transparency on white instead of dropping it.
 
-    16 bits a channel become 8 by their upper half, and numbers from 0 to 1 are scaled to 0 to 255; Pillow alone would
-    make both white or black.  Raises UserError naming ``path`` when it is no regular file, no image, cut short, of
-    other numbers or larger than ``MAX_IMAGE_PIXELS``.
+    Of 16-bit channels the upper 8 bits are kept, and floats from 0 to 1 are scaled to 0 to 255; Pillow alone would make
+    these images white or black.  Raises UserError naming ``path`` when it is not a regular file or not an image, is
+    truncated, has pixel values outside these ranges, or is larger than ``MAX_IMAGE_PIXELS``.
     """
     with _open(path) as image:
         turn = _turn(image) if is_upright else None
         try:
             image.load()
-        except Exception as error:  # Pillow's decoders raise errors of many types on broken files
+        except Exception as error:  # Pillow's decoders raise many error types on broken files
             raise _damaged(path, error) from error
         shallow = _in_8_bits(image, path)
         if shallow.mode == "RGB" and "transparency" not in shallow.info:
-            decoded = shallow  # as it is: a copy of a large picture takes milliseconds
+            decoded = shallow  # not copied: that takes milliseconds for a large picture
         else:
             decoded = to_rgb(shallow) if on_white else shallow.convert("RGB")
         return decoded if turn is None else decoded.transpose(turn)
 
 
 def load_pixels(path: str | Inline, is_upright: bool = True) -> np.ndarray:
-    """The same pixels as ``load_image`` on white, uint8 [height, width, 3], sooner: a JPEG file goes past Pillow."""
+    """The same pixels as ``load_image`` on white, uint8 [height, width, 3], but faster: JPEG files bypass Pillow."""
     with _open(path) as image:
         is_plain = image.format in ("JPEG", "MPO") and image.mode == "RGB"
         turn = _turn(image) if is_upright else None
     if not is_plain:
         return np.array(load_image(path, is_upright))
-    try:  # with the same library below it, and the same exact transforms
+    try:  # based on the same library, with the same exact transforms
         content = Path(path).read_bytes() if isinstance(path, str) else path.content
         pixels = simplejpeg.decode_jpeg(content, "RGB", fastdct=False, fastupsample=False)
     except ValueError as error:
@@ -144,7 +143,7 @@ def load_pixels(path: str | Inline, is_upright: bool = True) -> np.ndarray:
 
 
 def _damaged(path: str | Inline, error: Exception) -> UserError:
-    return UserError(f"{path}: the image is damaged or cut short ({error}); replace or remove it.")
+    return UserError(f"{path}: the image is damaged or truncated ({error}); replace or remove it.")
 
 
 def _turned(pixels: np.ndarray, turn: Image.Transpose) -> np.ndarray:
@@ -157,48 +156,49 @@ def _turned(pixels: np.ndarray, turn: Image.Transpose) -> np.ndarray:
 
 
 def _turn(image: Image.Image) -> Image.Transpose | None:
-    """What turns ``image`` upright, from its header.  A TIFF file has been turned by Pillow."""
+    """The transpose that turns ``image`` upright, from its EXIF data.  Pillow itself has already rotated TIFF files."""
     exif = Image.Exif()
     try:
         exif.load(image.info.get("exif", b""))
         return _TURNS.get(exif.get(ExifTags.Base.Orientation, 1))
-    except Exception:  # Pillow raises errors of many types; broken data turn nothing, as in every viewer
+    except Exception:  # Pillow raises many error types; broken EXIF data is ignored, as image viewers do
         return None
 
 
 def _open(path: str | Inline) -> Image.Image:
-    """A Pillow image whose pixels are not yet decoded."""
+    """A Pillow image whose pixels are not decoded yet."""
     try:
         if isinstance(path, str):
             _check_file(path, os.stat(path))
         image = Image.open(path if isinstance(path, str) else io.BytesIO(path.content), formats=FORMATS)
     except Image.UnidentifiedImageError as error:
-        raise UserError(f"{path}: is no picture that Pillow reads: {_beginning(path)}.") from error
+        raise UserError(f"{path}: is not an image that Pillow can read: {_beginning(path)}.") from error
     except Image.DecompressionBombError as error:
-        raise UserError(f"{path}: more than {MAX_IMAGE_PIXELS} pixels; make the image smaller.") from error
+        raise UserError(f"{path}: has more than {MAX_IMAGE_PIXELS} pixels; make the image smaller.") from error
     except OSError as error:
-        if error.errno is None:  # Pillow's own, of what the file holds
+        if error.errno is None:  # raised by Pillow about the content
             raise _damaged(path, error) from error
         raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
     except UserError:
         raise
-    except Exception as error:  # Pillow raises errors of many types on odd headers
-        raise UserError(f"{path}: Pillow does not read its header ({error}); save it anew, replace or remove it."
+    except Exception as error:  # Pillow raises many error types on unusual headers
+        raise UserError(f"{path}: Pillow cannot read its header ({error}); save it again, replace or remove it."
                         ) from error
     if image.width * image.height > MAX_IMAGE_PIXELS:
         image.close()
         raise UserError(
-            f"{path}: {image.width} x {image.height} pixels, more than {MAX_IMAGE_PIXELS}; make the image smaller.")
+            f"{path}: has {image.width} x {image.height} pixels, above the limit of {MAX_IMAGE_PIXELS}; make the image "
+            f"smaller.")
     return image
 
 
 def _check_file(path: str, found: os.stat_result) -> None:
-    """Before anything is read."""
+    """Checks before anything is read."""
     if not stat.S_ISREG(found.st_mode):
-        raise UserError(f"{path}: is no regular file; expected an image.")
+        raise UserError(f"{path}: is not a regular file; expected an image.")
     if found.st_size > MAX_IMAGE_BYTES:
-        raise UserError(f"{path}: has {found.st_size:,} bytes, more than the {MAX_IMAGE_BYTES:,} that the file of a "
-                        f"picture may have; save it smaller, as a JPEG or PNG file, or remove it.")
+        raise UserError(f"{path}: has {found.st_size:,} bytes, above the limit of {MAX_IMAGE_BYTES:,} for an image "
+                        f"file; make it smaller, as a JPEG or PNG file, or remove it.")
 
 
 def _beginning(path: str | Inline) -> str:
@@ -207,19 +207,19 @@ def _beginning(path: str | Inline) -> str:
     if not start:
         return f"it is empty; {_AGAIN}"
     known = known_content(start)
-    return f"it begins with {start[:16]!r}; give a JPEG or PNG file" if known is None else "it is {}; {}".format(*known)
+    return f"it starts with {start[:16]!r}; use a JPEG or PNG file" if known is None else "it is {}; {}".format(*known)
 
 
 def known_content(start: bytes) -> tuple[str, str] | None:
-    """What a file is that begins with ``start`` and cannot be shown as it is, and what mends it; None if unknown."""
-    for mark, what, cure in _OTHERS:
+    """What a file that starts with ``start`` is, if it is no usable image, and the fix; None if unknown."""
+    for mark, what, fix in _SIGNATURES_ANYWHERE:
         if mark in start or mark in start.lower():
-            return what, cure
-    return next(((what, cure) for mark, what, cure in _BEGINNINGS if start.lstrip().startswith(mark)), None)
+            return what, fix
+    return next(((what, fix) for mark, what, fix in _SIGNATURES_AT_START if start.lstrip().startswith(mark)), None)
 
 
 def _in_8_bits(image: Image.Image, path: str | Inline) -> Image.Image:
-    """``image``, if it has more than 8 bits a channel, in 8."""
+    """``image`` with 8 bits per channel."""
     mode = image.mode.split(";")[0]
     if mode not in ("I", "F"):
         return image
@@ -227,14 +227,14 @@ def _in_8_bits(image: Image.Image, path: str | Inline) -> Image.Image:
     low, high = values.min(), values.max()
     if mode == "I" and low >= 0 and high <= 0xFFFF:
         return Image.fromarray((values >> 8).astype(np.uint8))
-    if mode == "F" and low >= 0 and high <= 255:  # false for numbers that are not finite
+    if mode == "F" and low >= 0 and high <= 255:  # False for non-finite values
         return Image.fromarray((values * (255 if high <= 1 else 1)).round().astype(np.uint8))
     expected = "integers from 0 to 65535" if mode == "I" else "numbers from 0 to 1, or to 255"
-    raise UserError(f"{path}: its pixels go from {low} to {high}; expected {expected}: convert the image to 8 bits.")
+    raise UserError(f"{path}: has pixel values from {low} to {high}; expected {expected}: convert the image to 8 bits.")
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """As transformers' ``convert_to_rgb`` for Pillow images."""
+    """Same as transformers' ``convert_to_rgb`` for Pillow images."""
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))

@@ -1,6 +1,6 @@
-"""Video files as the numbers that the ViT reads: chosen frames, resized, in pairs.
+"""Video files as the patches that the ViT reads: selected frames, resized, in pairs.
 
-Equal to the last bit to transformers' ``Qwen2VLVideoProcessor``, which needs torchvision and all frames in memory.
+Bit-identical to transformers' ``Qwen2VLVideoProcessor``, which needs torchvision and keeps all frames in memory.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,50 +32,50 @@ from mm.data.sample import Inline, Video
 from mm.errors import UserError
 
 _Chosen = tuple[np.ndarray, Fraction, Wanted]
-"""Numbers of frames, the seconds that they stand for, and what a decoder needs to know of them."""
+"""Frame indices, the duration that they cover, and what a decoder needs to find them."""
 MAX_VIDEO_PIXELS = 1 << 28
-"""Of all resized frames of a video: they fill 768 MiB.  Decoded frames are in memory one at a time."""
+"""Limit for all resized frames of a video together: 768 MiB.  Decoded frames are in memory one at a time."""
 
 
 class VideoConstantsError(UserError):
-    """A video is to be read with a checkpoint that does not say how: a fault of the checkpoint, not of the sample."""
+    """A video cannot be read because the checkpoint lacks its settings: not the sample's fault."""
 
 
 @dataclass(frozen=True)
 class VideoPlan:
-    """What will be made of one video; nothing but its first frame is decoded yet."""
+    """How one video will be read; only its first frame has been decoded so far."""
 
     path: str | tuple[str | Inline, ...]
-    """As ``Video`` has it."""
+    """As in ``Video``."""
     grid: Grid
-    """Pairs of frames, and patches of a frame."""
+    """Pairs of frames, and the patches of one frame."""
     seconds: float
-    """From one pair of frames to the next."""
+    """Time from one pair of frames to the next."""
     wanted: Wanted
     repeats: tuple[int, ...]
-    """How often each wanted frame is shown, one after another."""
+    """How many times in a row each wanted frame is used."""
     steps: tuple[Step, ...]
-    """Sizes to which each frame is brought before its last one."""
+    """Sizes to which each frame is resized before its final size."""
 
 
 @dataclass(frozen=True)
 class VideoProcessor:
-    """Sizes, constants and settings of the video side.  Pickles into data workers, where each has its own decoder."""
+    """Sizes, constants and settings for videos.  Pickles into data workers; each of them has its own decoder."""
 
     constants: ImageProcessor
-    """As the checkpoint has them for videos."""
+    """The checkpoint's constants for videos."""
     data: DataConfig
     is_upright: bool
-    """Whether videos are turned as their files want it."""
+    """Whether to apply the rotation stored in the file."""
     decoder: Decoder
 
     @classmethod
     def from_config(cls, data: DataConfig, images: ImageProcessor) -> "VideoProcessor":
-        """Raises UserError when the backend is not there, or the checkpoint's constants leave no size within those of
-        ``data``.
+        """Raises UserError when the backend is not installed, or when the bounds of ``data`` contradict the
+        checkpoint's constants.
 
-        Where the checkpoint's constants for videos are missing or wrong, the first video raises VideoConstantsError:
-        data without videos do not need them.  ``images`` is what makes numbers of pictures.
+        If the checkpoint's constants for videos are missing or wrong, planning a video raises VideoConstantsError:
+        datasets without videos do not need them.  ``images`` is the image processor.
         """
         is_upright, decoder = images.is_upright, Decoder(data.video_backend, data.video_timeout)
         if data.video_backend not in (None, "pyav"):
@@ -92,7 +92,8 @@ class VideoProcessor:
         return cls(constants, data, is_upright, decoder)
 
     def plan(self, video: Video) -> VideoPlan:
-        """Choose frames and size.  Raises UserError naming the file, as ``Decoder.header`` does, and for strips."""
+        """Select frames and size.  Raises UserError naming the file, as ``Decoder.header`` does, and for extreme aspect
+        ratios."""
         name, is_listed = str(video.contents[0]), isinstance(video.path, tuple)
         first, choose = self._listed(video) if is_listed else self._filed(video, name)
         try:
@@ -105,12 +106,12 @@ class VideoProcessor:
         except ValueError as error:
             raise UserError(f"{name}: {error}; change its settings, crop or remove the video.") from error
         if num_frames * height * width > MAX_VIDEO_PIXELS:
-            raise UserError(f"{name}: {num_frames} frames of {width} x {height} pixels are more than "
-                            f"{MAX_VIDEO_PIXELS} pixels; lower video_max_pixels or "
+            raise UserError(f"{name}: {num_frames} frames of {width} x {height} pixels exceed the limit of "
+                            f"{MAX_VIDEO_PIXELS} pixels in total; lower video_max_pixels or "
                             f"{'list fewer frames' if is_listed else 'video_maxlen'}.")
         side = self.constants.patch_size
         repeats = np.unique(numbers, return_counts=True)[1]
-        repeats[-1] += num_frames - len(numbers)  # the last frame fills the last pair
+        repeats[-1] += num_frames - len(numbers)  # repeat the last frame to complete the last pair
         return VideoPlan(
             video.path,
             grid=(num_frames // pairing, height // side, width // side),
@@ -121,7 +122,7 @@ class VideoProcessor:
         )
 
     def _filed(self, video: Video, path: str) -> "tuple[tuple[int, int], Callable[[], _Chosen]]":
-        """Width and height of a video file, and what chooses its frames."""
+        """Width and height of a video file, and a function that selects its frames."""
         header = self.decoder.header(path, self.is_upright)
 
         def choose() -> _Chosen:
@@ -135,7 +136,7 @@ class VideoProcessor:
         return (header.width, header.height), choose
 
     def _listed(self, video: Video) -> "tuple[tuple[int, int], Callable[[], _Chosen]]":
-        """The same of a list of frames, of which each is taken.  Raises UserError for frames of several sizes."""
+        """The same for a list of frames, which are all used.  Raises UserError if their sizes differ."""
         sizes = [image_size(path, self.is_upright) for path in video.contents]
         for path, size in zip(video.contents, sizes, strict=True):
             if size != sizes[0]:
@@ -150,8 +151,8 @@ class VideoProcessor:
     def patches(self, plan: VideoPlan) -> Tensor:
         """Decode, resize and cut the frames of a plan.
 
-        Returns uint8 [num_patches, channels x frames x patch_size x patch_size]; patches that merge into one visual
-        token lie together.  Raises UserError naming the file.
+        Returns uint8 [num_patches, channels x frames x patch_size x patch_size]; patches that are merged into one
+        visual token are contiguous.  Raises UserError naming the file.
         """
         (pairs, rows, columns), pairing = plan.grid, self.constants.temporal_patch_size
         values = torch.empty(pairs, rows * columns, 3 * pairing * self.constants.patch_size**2, dtype=torch.uint8)
@@ -164,13 +165,13 @@ class VideoProcessor:
 
     @property
     def normalisation(self) -> Normalisation:
-        """As transformers rounds: one subtraction and one division, by 255 times what the checkpoint has."""
+        """Rounds like transformers: one subtraction and one division, by 255 times the checkpoint's constants."""
         mean, std = ((torch.tensor(one) * 255.0).tolist() for one in
                      (self.constants.image_mean, self.constants.image_std))
         return Normalisation(1.0, tuple(mean), tuple(std))
 
     def _resized(self, plan: VideoPlan) -> Iterator[Tensor]:
-        """The frames of a plan, uint8 [3, height, width], in their last size."""
+        """The frames of a plan in their final size, uint8 [3, height, width]."""
         size = [patches * self.constants.patch_size for patches in plan.grid[1:]]
         for frame, count in zip(self._decoded(plan), plan.repeats, strict=True):
             yield from [_resize(_stepped(frame, plan.steps), size)] * count
@@ -182,18 +183,18 @@ class VideoProcessor:
 
     def _rule(self, video: Video) -> FrameRule:
         if video.fps is not None and video.nframes is not None:
-            raise ValueError("it has both fps and nframes, of which one says how many frames are taken")
-        data, is_theirs = self.data, _is_llama_factory(self.data)
+            raise ValueError("it has both fps and nframes; keep one of them")
+        data, is_llama_factory = self.data, _is_llama_factory(self.data)
         most = video.max_frames or data.video_maxlen
         return FrameRule(
             fps=video.fps or data.video_fps,
             num_frames=video.nframes,
-            min_frames=video.min_frames or (1 if is_theirs else min(data.video_min_frames, most)),
+            min_frames=video.min_frames or (1 if is_llama_factory else min(data.video_min_frames, most)),
             max_frames=most,
         )
 
     def _bounds(self, video: Video) -> tuple[int, int]:
-        """The least and most pixels of a frame that the user wants."""
+        """The least and most pixels per frame in the user's settings."""
         least = self.data.video_min_pixels if video.min_pixels is None else video.min_pixels
         return least, video.max_pixels or self.data.video_max_pixels
 
@@ -201,7 +202,7 @@ class VideoProcessor:
         return llama_factory_steps(width, height, *self._bounds(video)) if _is_llama_factory(self.data) else []
 
     def _last_size(self, video: Video, height: int, width: int, num_frames: int) -> tuple[int, int]:
-        """Height and width in pixels.  Raises ValueError for strips, and where the bounds leave no size."""
+        """Height and width in pixels.  Raises ValueError for extreme aspect ratios and contradicting bounds."""
         constants = self.constants
         lower, upper = constants.min_pixels, constants.max_pixels
         if not _is_llama_factory(self.data):
@@ -210,13 +211,13 @@ class VideoProcessor:
             upper = min(upper, most_frame_pixels(
                 most, lower, video.total_pixels or self.data.video_total_pixels, num_frames))
         if lower > upper:
-            raise ValueError(f"its frames may have at most {upper} pixels and must have at least {lower}")
+            raise ValueError(f"the pixel bounds of its frames contradict: at most {upper}, at least {lower}")
         return smart_resize(height, width, constants.patch_size * constants.merge_size, lower, upper)
 
 
 @dataclass(frozen=True)
 class _NoVideoProcessor(VideoProcessor):
-    """Stands in where the checkpoint does not say how videos are resized; ``constants`` are those of pictures."""
+    """Used when the checkpoint does not say how to resize videos; ``constants`` are those of images."""
 
     problems: tuple[str, ...]
 
@@ -230,7 +231,7 @@ def _is_llama_factory(data: DataConfig) -> bool:
 
 
 def _stepped(frame: Pixels, steps: tuple[Step, ...]) -> Pixels:
-    """A frame after the resizing that LLaMA-Factory does with Pillow."""
+    """A frame after the resizing steps that LLaMA-Factory does with Pillow."""
     if not steps:
         return frame
     image = Image.fromarray(frame)
@@ -240,7 +241,7 @@ def _stepped(frame: Pixels, steps: tuple[Step, ...]) -> Pixels:
 
 
 def _resize(frame: Pixels, size: list[int]) -> Tensor:
-    """uint8 [3, height, width] of ``size`` (height, width), by torchvision's arithmetic, which is torch's own."""
+    """Resize to ``size`` (height, width): uint8 [3, height, width].  The same arithmetic as torchvision's."""
     pixels = torch.tensor(frame).permute(2, 0, 1)[None]
     if list(pixels.shape[2:]) == size:
         return pixels[0]

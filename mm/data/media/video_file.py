@@ -1,6 +1,6 @@
-"""Video files: what they hold, without decoding more than the first frame.  Runs in a process that can be killed.
+"""Reads the headers of video files, decoding at most the first frame.  Runs in a process that can be killed.
 
-Which frames are chosen, and what becomes of them, is not known here.  Nothing here loads torch.
+Does not import torch, so that the process starts quickly.
 """
 
 import contextlib
@@ -17,49 +17,49 @@ import numpy as np
 from av.error import FFmpegError
 
 from mm.data.media.picture import format_of, known_content
-from mm.data.media.video_damage import heard
+from mm.data.media.video_damage import logged_errors
 from mm.errors import UserError
 
 MAX_FRAME_PIXELS = 50_000_000
-"""Of one frame, as of a picture; 8K has 33 million."""
+"""Limit per frame, the same as for images; 8K has 33 million."""
 MAX_SCANNED_BYTES = 1 << 30
-"""The packets of a larger file are not all read, where its index says how many frames there are."""
+"""In larger files, packets are not all scanned if the file's index gives the number of frames."""
 MAX_FRAMES = 20_000_000
-"""A week at 30 a second, about."""
+"""About a week at 30 frames per second."""
 MAX_SECONDS = 30 * 24 * 3600
-"""Between the first frame and the last one; damaged times can be any number."""
+"""Limit between the first and the last frame; damaged timestamps can be any number."""
 _MPEG = ("mpegts", "mpeg")
-"""Formats without an index, in which a seek finds packets by the time at which they are decoded."""
+"""Formats without an index, where a seek finds packets by decoding time."""
 _DURATION = re.compile(r"(\d+):(\d+):(\d+(?:\.\d*)?)")
-"""How Matroska files say how long a stream is."""
+"""How Matroska files state the duration of a stream."""
 _FORMATS = ("mov", "mp4", "m4a", "3gp", "3g2", "mj2", "matroska", "webm", "avi", "mpegts", "mpeg", "flv", "asf", "ogg")
-"""Only formats that hold a video by themselves: a play list could name any other file or address."""
+"""Only formats that contain the video itself: a playlist could name any other file or URL."""
 _OPTIONS = {"format_whitelist": ",".join((*_FORMATS, "mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")),
             "protocol_whitelist": "file"}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class VideoHeader:
-    """What is known of a video before its frames are decoded.  Times are in units of ``time_base`` seconds."""
+    """What is known about a video before its frames are decoded.  Times are in units of ``time_base`` seconds."""
 
     width: int
-    """Upright, like ``height``, if ``is_upright`` was asked for."""
+    """After rotation, if ``is_upright`` was requested; ``height`` likewise."""
     height: int
     time_base: Fraction
     times: np.ndarray
-    """int64 [num_frames]: when each frame begins, in the order in which they are shown."""
+    """int64 [num_frames]: start of each frame, in display order."""
     key_times: np.ndarray
-    """int64: of the frames at which decoding can begin, in the same order."""
+    """int64: start of each frame at which decoding can begin, in display order."""
     key_seeks: np.ndarray
-    """int64: for each of them, the time with which a seek finds it.  MPEG streams are searched by decoding times."""
+    """int64: for each key frame, the time to seek to.  MPEG streams are searched by decoding time."""
     last_duration: int = 0
-    """Of the last frame, as the file says; 0 where it does not, like what follows."""
+    """Stated duration of the last frame; 0 if the file does not state it.  The next two fields likewise."""
     stated_duration: int = 0
-    """Of the whole video."""
+    """Duration of the whole video."""
     stated_rate: Fraction = Fraction(0)
-    """Frames of a second.  Often wrong, like the durations."""
+    """Frames per second.  Often wrong, like the durations."""
     is_exact: bool = True
-    """Else the file is too large to be scanned, and ``times`` are spread evenly over its length."""
+    """False: the file is too large to be scanned, so ``times`` are evenly spaced over its duration."""
 
 
 @dataclass(frozen=True)
@@ -67,43 +67,43 @@ class Wanted:
     """Frames to decode."""
 
     numbers: tuple[int, ...]
-    """In the order in which they are shown; rising, and none twice."""
+    """In display order: ascending and unique."""
     times: tuple[int, ...]
-    """When each begins."""
+    """Start of each frame."""
     starts: tuple[int, ...]
-    """The key frame at which decoding of each can begin."""
+    """For each frame, the key frame at which its decoding can begin."""
     seeks: tuple[int, ...]
-    """With which a seek finds that key frame."""
+    """For each frame, the time to seek to for that key frame."""
     earlier_seeks: tuple[int, ...]
-    """The same of the key frame before it."""
+    """The same for the key frame before it."""
     reach: int
-    """How much earlier the frame may begin that is found there."""
+    """How much earlier than wanted the found frame may start."""
     time_base: Fraction
     is_upright: bool
 
 
 Pixels = np.ndarray
-"""uint8 [height, width, 3], red, green and blue."""
+"""uint8 [height, width, 3], RGB."""
 
 
 @contextlib.contextmanager
 def opened(path: str) -> Iterator[tuple[Any, Any]]:
-    """Container and video stream of a file; errors of either become UserErrors that name it."""
+    """Container and video stream of a file.  FFmpeg's and I/O errors become UserErrors that name the file."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
-            raise UserError(f"{path}: is no regular file; expected a video.")
+            raise UserError(f"{path}: is not a regular file; expected a video.")
         with _container(path) as container:
             if not container.streams.video:
-                raise UserError(f"{path}: has no video stream, only {_held(container)}; remove the sample.")
+                raise UserError(f"{path}: has no video stream, only {_stream_types(container)}; remove the sample.")
             stream = container.streams.video[0]
             if stream.codec_context is None:
-                raise UserError(f"{path}: its video is of a kind that no decoder here knows; re-encode it, for example "
-                                f"as H.264 in MP4.")
-            stream.thread_count = 1  # there is a process for each data worker
+                raise UserError(f"{path}: no decoder here supports its video codec; re-encode it, for example as H.264 "
+                                f"in MP4.")
+            stream.thread_count = 1  # each data worker already has its own process
             _check_size(path, stream.width, stream.height)
             yield container, stream
     except FFmpegError as error:
-        raise UserError(f"{path}: is damaged or cut short ({error.strerror}); replace, re-encode or remove the video."
+        raise UserError(f"{path}: is damaged or truncated ({error.strerror}); replace, re-encode or remove the video."
                         ) from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from error
@@ -118,33 +118,33 @@ def _container(path: str) -> Any:
         if os.path.getsize(path) == 0:
             raise UserError(f"{path}: is empty; replace or remove the video.") from error
         if (picture := format_of(path)) is not None:
-            raise UserError(f"{path}: is no video of a known format, but a picture ({picture}); show it as an image, "
-                            f"or give the video as a list of its frames.") from error
+            raise UserError(f"{path}: is an image ({picture}), not a video of a known format; use it as an image, or "
+                            f"give the video as a list of its frames.") from error
         with open(path, "rb") as stream:
             known = known_content(stream.read(200))
         if known is not None and not known[0].startswith("a video"):
-            raise UserError(f"{path}: is no video of a known format: it is {known[0]}; {known[1]}.") from error
+            raise UserError(f"{path}: is not a video of a known format: it is {known[0]}; {known[1]}.") from error
         raise UserError(
-            f"{path}: is no video of a known format, or damaged or cut short ({error.strerror}); an MP4 file without "
-            f"its index ('moov') was not finished: replace, repair or remove it.") from error
+            f"{path}: is not a video of a known format, or is damaged or truncated ({error.strerror}); an MP4 file "
+            f"without its index ('moov') is unfinished: replace, repair or remove it.") from error
 
 
-def _held(container: Any) -> str:
+def _stream_types(container: Any) -> str:
     return " and ".join(sorted({stream.type for stream in container.streams})) or "nothing"
 
 
 def _check_size(path: str, width: int, height: int) -> None:
     if not width or not height:
-        raise UserError(f"{path}: its video has no size; it is damaged or cut short: replace or remove it.")
+        raise UserError(f"{path}: its video has no size; it is damaged or truncated: replace or remove it.")
     if width * height > MAX_FRAME_PIXELS:
-        raise UserError(f"{path}: {width} x {height} pixels a frame, more than {MAX_FRAME_PIXELS}; make it smaller.")
+        raise UserError(f"{path}: has {width} x {height} pixels per frame, above {MAX_FRAME_PIXELS}; make it smaller.")
 
 
 def read_header(path: str, is_upright: bool) -> VideoHeader:
-    """Read all packets without decoding them, and decode the first frame, whose size and rotation count.
+    """Read all packets without decoding them, and decode the first frame for its size and rotation.
 
-    Frames that a cut left without their key frame are not counted: no decoder shows them.  Raises UserError naming
-    ``path`` when it is no regular file, no video, cut short, or larger than ``MAX_FRAME_PIXELS`` a frame.
+    Frames whose key frame was cut off are not counted: no decoder shows them.  Raises UserError naming ``path`` when it
+    is not a regular file or not a video, is truncated, or has more than ``MAX_FRAME_PIXELS`` per frame.
     """
     with opened(path) as (container, stream):
         is_exact = not stream.frames or os.path.getsize(path) <= MAX_SCANNED_BYTES
@@ -165,19 +165,19 @@ def read_header(path: str, is_upright: bool) -> VideoHeader:
 
 
 def before_all(stream: Any) -> int:
-    """A time with which a seek finds the first packet, also where decoding begins before the first frame is shown."""
+    """A time before the first packet, even if decoding starts before the first displayed frame."""
     return (stream.start_time or 0) - int(10 / stream.time_base)
 
 
 @dataclass(frozen=True)
 class _Index:
-    """Frames of a stream, known without decoding them.  Fields as ``VideoHeader`` has them."""
+    """The frames of a stream, found without decoding.  Fields as in ``VideoHeader``."""
 
     times: np.ndarray
     key_times: np.ndarray
     key_seeks: np.ndarray
     first_key_time: int
-    """Of the first key frame of all, whether or not it is shown."""
+    """The very first key frame, displayed or not."""
     last_duration: int = 0
 
 
@@ -187,24 +187,24 @@ def _scan(path: str, container: Any, stream: Any) -> _Index:
     key_seeks: dict[int, int] = {}
     first_key_time, num_packets = None, 0
     is_mpeg = container.format.name in _MPEG
-    for packet in _heeded(path, container, stream):
+    for packet in _packets(path, container, stream):
         if packet.size == 0:
             continue
         num_packets += 1
         time = packet.dts if packet.pts is None else packet.pts
         if packet.is_corrupt or time is None:
-            what = "is cut short or damaged" if packet.is_corrupt else "has a frame without a time"
+            what = "is truncated or damaged" if packet.is_corrupt else "has a frame without a timestamp"
             raise UserError(f"{path}: {what}, at frame {num_packets - 1}; replace, re-encode or remove the video.")
         if packet.is_keyframe and first_key_time is None:
             first_key_time = time
-        if packet.is_discard:  # an edit list leaves it out
+        if packet.is_discard:  # excluded by an edit list
             continue
         times.append(time)
         durations[time] = packet.duration or 0
         if packet.is_keyframe:
             key_seeks[time] = packet.dts if is_mpeg and packet.dts is not None else time
     if not times:
-        raise UserError(f"{path}: its video stream has no frame; replace or remove the video.")
+        raise UserError(f"{path}: its video stream has no frames; replace or remove the video.")
     _check_whole(path, stream, num_packets, (max(times) - min(times)) * stream.time_base)
     ordered = np.unique(np.array(times, dtype=np.int64))
     begin = int(ordered[0])
@@ -213,17 +213,17 @@ def _scan(path: str, container: Any, stream: Any) -> _Index:
                   durations[int(ordered[-1])])
 
 
-def _heeded(path: str, container: Any, stream: Any) -> Iterator[Any]:
-    """All packets.  Raises UserError where a Matroska file is damaged between two: FFmpeg leaves out what it cannot
-    read there, and says so only in its log.
+def _packets(path: str, container: Any, stream: Any) -> Iterator[Any]:
+    """All packets.  Raises UserError where a Matroska file is damaged between two packets: FFmpeg skips what it cannot
+    read there and only logs it.
     """
     packets = container.demux(stream)
     while True:
-        with heard() as said:
+        with logged_errors() as errors:
             packet = next(packets, None)
-        lost = [one for one in said if "matroska" in container.format.name and "ended prematurely" not in one]
+        lost = [one for one in errors if "matroska" in container.format.name and "ended prematurely" not in one]
         if lost:
-            raise UserError(f"{path}: is damaged, and frames are lost ({lost[0]}); replace, re-encode or remove the "
+            raise UserError(f"{path}: is damaged and has lost frames ({lost[0]}); replace, re-encode or remove the "
                             f"video.")
         if packet is None:
             return
@@ -231,28 +231,28 @@ def _heeded(path: str, container: Any, stream: Any) -> Iterator[Any]:
 
 
 def _check_whole(path: str, stream: Any, num_packets: int, seconds: Fraction) -> None:
-    """Refuse a file that says that it holds more than it does."""
+    """Refuse a file that contains less than it states."""
     if num_packets < stream.frames:
-        raise UserError(f"{path}: is cut short: it should have {stream.frames} frames and has {num_packets}; replace "
-                        f"or remove the video.")
+        raise UserError(f"{path}: is truncated: it states {stream.frames} frames but has {num_packets}; replace or "
+                        f"remove the video.")
     if seconds > MAX_SECONDS:
-        raise UserError(f"{path}: its frames lie {float(seconds):.0f} s apart, more than {MAX_SECONDS}; its times are "
-                        f"damaged: re-encode or remove the video.")
+        raise UserError(f"{path}: its frames span {float(seconds):.0f} s, above the limit of {MAX_SECONDS} s; its "
+                        f"timestamps are damaged: re-encode or remove the video.")
     duration = _DURATION.fullmatch(stream.metadata.get("DURATION", ""))
     stated = sum(factor * float(one) for factor, one in zip((3600, 60, 1), duration.groups(), strict=True)) if (
         duration) else 0.0
     if seconds + 1 < 0.9 * stated:
-        raise UserError(f"{path}: is cut short: it should last {stated:.1f} s and ends after {float(seconds):.1f} s; "
-                        f"replace or remove the video.")
+        raise UserError(f"{path}: is truncated: it states a duration of {stated:.1f} s but ends after "
+                        f"{float(seconds):.1f} s; replace or remove the video.")
 
 
 def _spread(path: str, container: Any, stream: Any) -> _Index:
-    """The same of a large file, from its index and its last packets alone."""
+    """The same for a large file, from its index and its last packets only."""
     entries = stream.index_entries
     if stream.frames > MAX_FRAMES:
-        raise UserError(f"{path}: it should have {stream.frames} frames, more than {MAX_FRAMES}; cut it into parts.")
+        raise UserError(f"{path}: states {stream.frames} frames, above the limit of {MAX_FRAMES}; split it.")
     if len(entries) and entries[-1].pos + entries[-1].size > os.path.getsize(path):
-        raise UserError(f"{path}: is cut short: its index names frames after its end; replace or remove the video.")
+        raise UserError(f"{path}: is truncated: its index refers to data beyond its end; replace or remove the video.")
     first = stream.start_time or 0
     key_times = np.array([entry.timestamp for entry in entries if entry.is_keyframe] or [first], dtype=np.int64)
     container.seek(int(key_times.max()), stream=stream)
@@ -263,7 +263,7 @@ def _spread(path: str, container: Any, stream: Any) -> _Index:
 
 
 def _frames(container: Any, stream: Any) -> Iterator[Any]:
-    """Decoded frames with a time, from where the container stands."""
+    """Decoded frames with a timestamp, from the container's current position."""
     for frame in container.decode(stream):
         frame.pts = frame.dts if frame.pts is None else frame.pts
         if frame.pts is not None:
@@ -271,7 +271,7 @@ def _frames(container: Any, stream: Any) -> Iterator[Any]:
 
 
 Matrix = tuple[int, int, int, int]
-"""How a file wants its frames to be turned: (x, y) goes to (a x + c y, b x + d y), as (a, b, c, d)."""
+"""The rotation stored in a file: (x, y) goes to (a x + c y, b x + d y), as (a, b, c, d)."""
 UNTURNED = (1, 0, 0, 1)
 
 

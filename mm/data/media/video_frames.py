@@ -1,6 +1,6 @@
-"""Chosen frames of video files, by any of three libraries.  Runs in a process that can be killed.
+"""Decodes selected frames of video files with one of three libraries.  Runs in a process that can be killed.
 
-Which frames are chosen, and what becomes of them, is not known here.  Nothing here loads torch, but for torchcodec.
+Does not import torch, except for torchcodec.
 """
 
 import contextlib
@@ -16,10 +16,10 @@ from mm.errors import UserError
 
 
 def pyav_frames(path: str, wanted: Wanted) -> Iterator[Pixels]:
-    """The wanted frames by PyAV, one at a time; only they are converted to RGB.
+    """The wanted frames, decoded by PyAV, one at a time; only they are converted to RGB.
 
-    Between two that are far apart it goes on at a key frame.  Raises UserError naming the file and the second at which
-    a frame is missing or damaged.
+    Between frames that are far apart it seeks to a key frame.  Raises UserError naming the file and the time of a frame
+    that is missing or damaged.
     """
     with opened(path) as (container, stream):
         search = _Search(path, container, stream, wanted)
@@ -28,7 +28,7 @@ def pyav_frames(path: str, wanted: Wanted) -> Iterator[Pixels]:
 
 
 def _check_sound(path: str, wanted: Wanted) -> Iterator[None]:
-    """For each wanted frame, in turn, that PyAV finds it undamaged: other libraries do not say what was hidden.
+    """Check each wanted frame for damage with PyAV, one per iteration: other libraries do not report hidden damage.
 
     Raises UserError as ``pyav_frames`` does.
     """
@@ -40,30 +40,30 @@ def _check_sound(path: str, wanted: Wanted) -> Iterator[None]:
 
 
 class _Search:
-    """Finds wanted frames, one after another, and decodes no more than they need."""
+    """Finds wanted frames one after another, decoding no more than necessary."""
 
     def __init__(self, path: str, container: Any, stream: Any, wanted: Wanted) -> None:
         self._path, self._container, self._stream, self._wanted = path, container, stream, wanted
         self._watch = Watch(path, container, stream)
         self._frames: Iterator[Any] = iter(())
         self._begin = 0
-        """The time that was sought last; decoding goes on from there."""
+        """The time of the last seek; decoding continues from there."""
         self._current: tuple[Any, str | None] | None = None
-        """The last frame that begins in time, and why it is damaged; then the one after it."""
+        """The last frame that starts early enough, with its damage if any; ``_following`` is the frame after it."""
         self._following: tuple[Any, str | None] | None = None
         self._matrix: Matrix | None = None
 
     def pixels(self, number: int) -> Pixels:
-        """Those of the frame that ``find`` finds."""
+        """The pixels of the wanted frame ``number``; see ``find``."""
         frame = self.find(number)
         return _turned(frame.to_ndarray(format="rgb24"), self._matrix or UNTURNED)
 
     def find(self, number: int) -> Any:
-        """The wanted frame ``number``; they are asked for in rising order.
+        """The wanted frame ``number``; call it with ascending numbers.
 
-        A seek can land too late, and a frame can lack what it is made of where its key frame is none for those before
-        (an open group of pictures): then decoding begins one key frame earlier, and where it still comes too late, at
-        the beginning.  Raises UserError for a frame that is missing or damaged.
+        A seek can land too late.  And in an open group of pictures, a frame shown before its key frame depends on
+        earlier frames.  In both cases decoding restarts one key frame earlier, and if that is still too late, at the
+        beginning.  Raises UserError for a frame that is missing or damaged.
         """
         wanted, problem = self._wanted, "is missing"
         time, nearest, earlier = wanted.times[number], wanted.seeks[number], wanted.earlier_seeks[number]
@@ -84,28 +84,28 @@ class _Search:
             cause = damage or self._watch.latest_sign
             problem = "is missing" if cause is None else f"is damaged ({cause})"
             if self._begin < nearest:
-                break  # it was decoded with all that it needs
+                break  # it was decoded together with everything it depends on
         raise UserError(f"{self._path}: the frame at {float(time * wanted.time_base):.2f} s {problem}; replace, "
                         f"re-encode or remove the video.")
 
     def _is_near(self, start: int) -> bool:
-        """Whether a frame is found by going on, without passing a key frame at ``start`` that would be sooner."""
+        """Whether decoding on is faster than a seek, because no key frame at ``start`` comes in between."""
         if self._following is None:
-            return self._current is not None  # all was decoded
+            return self._current is not None  # everything is decoded
         return self._following[0].pts >= start
 
     def _seek(self, time: int) -> None:
         self._frames, self._begin = iter(()), time
-        with contextlib.suppress(PermissionError):  # AVI files have nothing before their first frame
+        with contextlib.suppress(PermissionError):  # AVI files cannot seek to before their first frame
             self._container.seek(time, stream=self._stream)
             self._frames = self._watch.frames()
         self._current, self._following = None, self._next()
-        # Asked of one frame only: PyAV keeps each one that was asked for what lies beside it.
+        # Only for one frame: PyAV never frees a frame whose side data was read.
         if self._matrix is None and self._following is not None:
             self._matrix = matrix_of(self._following[0]) if self._wanted.is_upright else UNTURNED
 
     def _advance(self, time: int) -> tuple[Any, str | None] | None:
-        """The last frame that begins at ``time`` or before; None where decoding began too late for it."""
+        """The last frame that starts at ``time`` or before; None if decoding started too late for it."""
         while self._following is not None and self._following[0].pts <= time:
             self._current, self._following = self._following, self._next()
         return self._current
@@ -116,7 +116,7 @@ class _Search:
 
 
 def _turned(pixels: Pixels, matrix: Matrix) -> Pixels:
-    """A frame turned by quarters of a circle and mirrored."""
+    """A frame rotated by multiples of 90 degrees and mirrored."""
     a, b, c, d = matrix
     if abs(b) > abs(a):
         pixels, a, d = pixels.transpose(1, 0, 2), c, b
@@ -124,11 +124,11 @@ def _turned(pixels: Pixels, matrix: Matrix) -> Pixels:
 
 
 def decord_frames(path: str, wanted: Wanted) -> Iterator[Pixels]:
-    """The wanted frames by decord.  A file that turns its frames by quarters is refused: their rows come damaged."""
+    """The wanted frames, decoded by decord.  Refuses files rotated by 90 degrees: decord garbles their rows."""
     decord: Any = import_module("decord")
     a, b, _, d = _first_matrix(path)
     if abs(b) > abs(a) or (not wanted.is_upright and (a < 0 or d < 0)):
-        raise UserError(f"{path}: is turned by its metadata, which decord gets wrong; set video_backend to \"pyav\".")
+        raise UserError(f"{path}: is rotated by its metadata, which decord gets wrong; set video_backend to \"pyav\".")
     try:
         reader = decord.VideoReader(path, num_threads=1)
         begins = reader.get_frame_timestamp(range(len(reader)))[:, 0]
@@ -142,10 +142,10 @@ def decord_frames(path: str, wanted: Wanted) -> Iterator[Pixels]:
 
 
 def torchcodec_frames(path: str, wanted: Wanted) -> Iterator[Pixels]:
-    """The wanted frames by torchcodec, which always turns them upright."""
+    """The wanted frames, decoded by torchcodec, which always rotates them upright."""
     decoders: Any = import_module("torchcodec.decoders")
     if not wanted.is_upright and _first_matrix(path) != UNTURNED:
-        raise UserError(f"{path}: is turned by its metadata, which torchcodec always obeys and \"image_resize\": "
+        raise UserError(f"{path}: is rotated by its metadata, which torchcodec always applies and \"image_resize\": "
                         f"\"llamafactory\" does not; set video_backend to \"pyav\", or image_exif to true.")
     try:
         decoder = decoders.VideoDecoder(path, dimension_order="NHWC", num_ffmpeg_threads=1, seek_mode="exact")
@@ -167,7 +167,7 @@ def _first_matrix(path: str) -> Matrix:
 
 
 def _check_time(path: str, seconds: float, time: int, wanted: Wanted) -> None:
-    """Refuse a frame that begins at ``seconds`` where another is wanted; decord has seconds in single precision."""
+    """Refuse a frame that starts at the wrong time.  decord stores seconds in single precision."""
     expected = float(time * wanted.time_base)
     if abs(seconds - expected) > 0.002 + float(wanted.reach * wanted.time_base):
         raise UserError(f"{path}: the frame at {expected:.2f} s is missing; replace, re-encode or remove the video.")
@@ -178,9 +178,9 @@ BACKENDS: dict[str, Callable[[str, Wanted], Iterator[Pixels]]] = {
 
 
 def missing_backend(name: str) -> str | None:
-    """Why a backend cannot be used here, or None."""
+    """Why a backend cannot be used on this machine, or None."""
     try:
         import_module({"pyav": "av", "decord": "decord", "torchcodec": "torchcodec.decoders"}[name])
-    except Exception as error:  # a library that does not find its own libraries raises many types
+    except Exception as error:  # missing shared libraries raise many error types
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return None

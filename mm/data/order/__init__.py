@@ -1,1 +1,1 @@
-"""Who trains on what, and when?  Pure functions of lengths, the seed and the settings: the same on every rank."""
+"""Which rank trains on which samples, and when?  Pure functions of lengths, seed and settings: equal on every rank."""

@@ -1,7 +1,7 @@
-"""Samples dealt to microbatches, and microbatches to data-parallel ranks, so that each costs the same.
+"""Distribute samples over microbatches, and microbatches over data-parallel ranks, so that each costs the same.
 
-First the greedy rule, the costliest first and each to where least is; then exchanges between a costly and a cheap group
-that halve what lies between them.  Pure functions of whole numbers: every rank finds the same on any machine.
+First greedily, the costliest first and each to the cheapest group; then by swaps between a costly and a cheap group
+that halve the difference between them.  Pure functions of integers: every rank gets the same result on any machine.
 """
 
 from collections.abc import Sequence
@@ -14,23 +14,23 @@ import numpy as np
 from mm.data.order.pack import Budget
 
 _NUM_ROUNDS = 10
-"""Of exchanges between packs.  Twice as many bring packs of two or three videos another hundredth closer, and take
+"""Rounds of swaps between packs.  Twice as many bring packs of two or three videos another 1 % closer, and take
 twice as long."""
 _NUM_RANK_ROUNDS = 40
-"""The most between ranks.  Most steps need fewer than ten; one sample that costs nearly a whole rank takes more."""
+"""Most rounds between ranks.  Most steps need fewer than ten; a sample that costs nearly a whole rank takes more."""
 _NUM_PARTNERS = 4
-"""Cheap packs or ranks among which a costly one looks for the best exchange."""
+"""Number of cheap packs or ranks in which a costly one looks for the best swap."""
 _MAX_WIDTH = 48
-"""Samples of a pack or a rank that may be exchanged: with more, about so many of them may."""
+"""Samples of a pack or rank that are candidates for swaps; of larger ones, about this many are."""
 _CLOSE = 512
-"""Exchanges end when the costliest group is less than one part in this above the mean, or one sample alone."""
+"""Swaps end when the costliest group exceeds the mean by less than 1 / 512, or consists of one sample."""
 
 Groups = list[list[int]]
 """Numbers, each in one group."""
 
 
 class HasSizes(Protocol):
-    """Knows what each sample of a dataset costs and takes up."""
+    """Gives the cost and size of each sample of a dataset."""
 
     def __len__(self) -> int: ...
 
@@ -39,13 +39,13 @@ class HasSizes(Protocol):
         ...
 
     def of(self, numbers: np.ndarray) -> "Sizes":
-        """The sizes of some of them, in the given order."""
+        """The sizes of these samples, in the given order."""
         ...
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What some samples cost and take up; int64, one number a sample."""
+    """Cost and size of some samples; int64, one entry per sample."""
 
     costs: np.ndarray
     num_tokens: np.ndarray
@@ -58,15 +58,15 @@ class Sizes:
         return self.costs
 
     def of(self, numbers: np.ndarray) -> "Sizes":
-        """The sizes of some of them, in the given order."""
+        """The sizes of these samples, in the given order."""
         return Sizes(self.costs[numbers], self.num_tokens[numbers], self.num_patches[numbers])
 
 
 def even_packs(sizes: Sizes, budget: Budget, num_ranks: int, unit: int = 1, wanted: int = 1) -> Groups:
-    """Few packs of even cost: the least multiple of ``num_ranks`` x ``unit`` that works, or one for each sample.
+    """Few packs of even cost: the smallest multiple of ``num_ranks`` x ``unit`` that fits, or one pack per sample.
 
-    Each rank gets ``wanted`` of them or more where there are as many samples.  There must be ``num_ranks`` x ``unit``
-    samples, and a multiple of it if ``unit`` is not 1.
+    Each rank gets at least ``wanted`` packs if there are enough samples.  There must be ``num_ranks`` x ``unit``
+    samples, or a multiple of that if ``unit`` is not 1.
     """
     num_samples = len(sizes.costs)
     assert num_samples >= num_ranks * unit and (unit == 1 or num_samples % (num_ranks * unit) == 0)
@@ -81,7 +81,7 @@ def even_packs(sizes: Sizes, budget: Budget, num_ranks: int, unit: int = 1, want
 
 
 def _fewest(sizes: Sizes, budget: Budget) -> int:
-    """A number of packs with less than which it cannot be done: by sums, and by samples of more than half a pack."""
+    """A lower bound on the number of packs: from sums, and from samples larger than half a pack."""
     amounts = [(sizes.num_tokens, budget.num_tokens)]
     if budget.num_patches is not None:
         amounts.append((np.minimum(sizes.num_patches, budget.num_patches), budget.num_patches))
@@ -93,19 +93,19 @@ def even_groups(costs: np.ndarray, size: int) -> Groups:
     nothing = np.zeros_like(costs)
     sizes, budget = Sizes(costs, nothing, nothing), Budget(num_tokens=0)
     groups = _level(sizes, len(costs) // size, budget, size)
-    assert groups is not None, "nothing but their number bounds these groups"
+    assert groups is not None, "these groups are limited only in their number of samples"
     return _exchanged(groups, sizes, budget, may_move=False)
 
 
 def dealt(costs: np.ndarray, num_ranks: int, least: int, most: int | None = None) -> Groups:
-    """Which microbatches, of these ``costs``, each rank takes: ``least`` to ``most`` of them, of even cost together."""
+    """Which microbatches (by their ``costs``) each rank takes: ``least`` to ``most`` each, with even total costs."""
     assert len(costs) >= least * num_ranks >= num_ranks
     ranks: Groups = [[] for _ in range(num_ranks)]
     heap, num_missing = [(0, rank) for rank in range(num_ranks)], least * num_ranks
     order, cost_of = _costliest_first(costs), costs.tolist()
     limit = len(costs) if most is None else most
     for number, one in enumerate(order):
-        if num_missing == len(order) - number and limit != least:  # from here on only who has too few
+        if num_missing == len(order) - number and limit != least:  # the rest goes to ranks with too few
             heap, limit = [entry for entry in heap if len(ranks[entry[1]]) < least], least
             heapify(heap)
         cost, rank = heappop(heap)
@@ -117,7 +117,7 @@ def dealt(costs: np.ndarray, num_ranks: int, least: int, most: int | None = None
 
 
 def spread(packs: Groups, ranks: Groups, sizes: Sizes, budget: Budget) -> list[Groups]:
-    """The packs of each rank, after exchanges of samples between the packs of ranks that still differ."""
+    """The packs of each rank, after swapping samples between the packs of ranks whose costs still differ."""
     slots = _Slots([[packs[number] for number in rank] for rank in ranks], sizes, budget, num_empty=0)
     slots.exchange_all(_NUM_RANK_ROUNDS)
     coming = iter(slots.packs)
@@ -129,9 +129,9 @@ def _costliest_first(costs: np.ndarray) -> list[int]:
 
 
 def _level(sizes: Sizes, num_groups: int, budget: Budget, most: int) -> Groups | None:
-    """Each sample, the costliest first, to the cheapest group that has room; None: one found none.
+    """Put each sample, costliest first, into the cheapest group with room; None if one does not fit anywhere.
 
-    Groups without room for the tokens of a sample wait aside, the roomiest first, until one comes that fits.
+    Groups without room for a sample's tokens are set aside, the roomiest first, until a smaller sample comes.
     """
     costs, tokens, patches = sizes.costs.tolist(), sizes.num_tokens.tolist(), sizes.num_patches.tolist()
     groups: Groups = [[] for _ in range(num_groups)]
@@ -164,30 +164,30 @@ def _level(sizes: Sizes, num_groups: int, budget: Budget, most: int) -> Groups |
 
 
 def _exchanged(groups: Groups, sizes: Sizes, budget: Budget, may_move: bool) -> Groups:
-    """``groups`` after exchanges between costly and cheap ones; ``may_move``: also of one sample for none."""
+    """``groups`` after swaps between costly and cheap ones; ``may_move``: a sample may also move without a swap."""
     slots = _Slots([[group] for group in groups], sizes, budget, int(may_move))
     slots.exchange_all(_NUM_ROUNDS)
     return slots.packs
 
 
 class _Slots:
-    """Owners (packs, or ranks with several packs) that exchange samples, so that they come to cost the same.
+    """Owners (packs, or ranks with several packs) that swap samples to even out their costs.
 
-    A table with a row for each owner and a column for each slot, which is a place for a sample in a pack.  An exchange
-    swaps two entries, of rows that cost much and little:
+    A table with a row per owner and a column per slot, which holds a sample of a pack.  An exchange
+    swaps an entry of a costly row with one of a cheap row:
 
                  slots               costs                                    costs
         owner 0  [ 8   5   nobody ]  13     -- 8 for 5 -->  [ 5   5   nobody ]  10
         owner 1  [ 5   2   nobody ]   7                     [ 8   2   nobody ]  10
 
-    That lowers the costlier of two owners by ``min(change, gap - change)``.  Here the gap is 13 - 7 and the change
-    8 - 5, half of it, which is best: beyond it the other owner becomes the costlier one.
+    It lowers the cost of the costlier owner by ``min(change, gap - change)``.  Here the gap is 13 - 7 and the change
+    is 8 - 5, half of it, which is optimal: a larger change makes the other owner the costlier one.
 
-    Slots stay where they are, so each pack keeps its number of samples, but for empty slots: a sample for nobody moves.
+    Slots do not move, so each pack keeps its number of samples, except that a sample can move into an empty slot.
     """
 
     def __init__(self, owned: Sequence[Groups], sizes: Sizes, budget: Budget, num_empty: int) -> None:
-        """``owned`` has the packs of each owner; each of these gets ``num_empty`` empty slots, in its first pack."""
+        """``owned`` has the packs of each owner.  Each owner gets ``num_empty`` empty slots in its first pack."""
         bounded = [(sizes.num_tokens, budget.num_tokens), (sizes.num_patches, budget.num_patches)]
         bounded = [(values, most) for values, most in bounded if most is not None and values.any()]
         self._values = [np.append(values, 0) for values in (sizes.costs, *(values for values, _ in bounded))]
@@ -206,7 +206,7 @@ class _Slots:
         width = int(columns.max()) + 1
         shape = (len(owned), width + num_empty)
         self._samples = np.full(shape, self._nobody)
-        self._packs = np.full(shape, len(self.packs))  # padding is in a pack that does not exist
+        self._packs = np.full(shape, len(self.packs))  # padding belongs to a pack that does not exist
         self._samples[rows, columns], self._packs[rows, columns] = samples[is_slot], packs[is_slot]
         self._packs[:, width:] = packs[starts][:, None]
         self._costs = np.add.reduceat(self._values[0][samples], starts)
@@ -214,7 +214,7 @@ class _Slots:
         self._sums = [np.append(np.add.reduceat(values[samples], first), 0) for values in self._values[1:]]
 
     def exchange_all(self, num_rounds: int) -> None:
-        """Until owners are close to even, or nothing helps."""
+        """Exchange until the owners' costs are nearly even, or no exchange helps."""
         before = self._samples.copy()
         for turn in range(num_rounds):
             mean = int(self._costs.sum()) // len(self._costs)
@@ -229,10 +229,10 @@ class _Slots:
                 self.packs[pack].append(new)
 
     def _exchange(self, turn: int) -> bool:
-        """One exchange for each of the costliest owners, with that of a few cheap ones that lowers it most.
+        """One exchange for each of the costliest owners, with whichever of a few cheap ones lowers its cost most.
 
-        The costliest and the cheapest find each other, then the next and the next; shifted by ``turn``, so that an
-        owner whom nothing helps does not keep the same partners.  False: nobody was helped.
+        The costliest is paired with the cheapest, then the next with the next, shifted by ``turn`` so that an
+        owner that no exchange helps changes its partners.  Returns False if no exchange helped.
         """
         order = np.argsort(self._costs, kind="stable")
         num_partners = min(_NUM_PARTNERS, len(order) - 1)
@@ -255,7 +255,7 @@ class _Slots:
         return len(helped) > 0
 
     def _swap(self, costly: np.ndarray, rows: np.ndarray, cheap: np.ndarray, columns: np.ndarray) -> None:
-        """The slots ``rows`` of the owners ``costly`` and ``columns`` of ``cheap``; no owner, and so no pack, twice."""
+        """Swap the slots ``rows`` of the owners ``costly`` with ``columns`` of ``cheap``.  No owner occurs twice."""
         samples, packs = self._samples, self._packs
         at_costly, at_cheap = (costly, rows), (cheap, columns)
         ends = [(costly, cheap)] + len(self._sums) * [(packs[at_costly], packs[at_cheap])]
@@ -266,7 +266,7 @@ class _Slots:
         samples[at_costly], samples[at_cheap] = samples[at_cheap], samples[at_costly]
 
     def _fits(self, given: np.ndarray, taken: np.ndarray, source: np.ndarray, target: np.ndarray) -> np.ndarray:
-        """Which exchanges leave both packs in the budget, or no further above it than they are."""
+        """Which exchanges keep both packs within the budget, or no further above it than before."""
         no_pack = len(self.packs)
         fits = (source != no_pack) & (target != no_pack)
         for values, sums, budget in zip(self._values[1:], self._sums, self._budgets, strict=True):

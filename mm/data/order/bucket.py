@@ -1,8 +1,8 @@
-"""Samples of like cost side by side: the two ways of MindSpeed-MM's BucketBatchSampler.
+"""Samples of similar cost side by side: the two modes of MindSpeed-MM's BucketBatchSampler.
 
-Like there, what one data-parallel rank computes is like what the others compute beside it.  Other than there, cost is
-that of the whole sample and not only of its pictures, nothing is dropped, the seed counts, and no rank tells another
-the order: each computes it.
+As in MindSpeed-MM, data-parallel ranks compute similar amounts at the same time.  Differences: cost covers the whole
+sample and not only its pictures, nothing is dropped, the seed has an effect, and every rank computes the order itself
+instead of receiving it.
 """
 
 import numpy as np
@@ -11,16 +11,16 @@ from mm.data.order.balance import HasSizes
 from mm.data.order.stream import Step, Stream, generator, in_turn
 
 NUM_BUCKETS = 16
-"""Of equally many samples.  MindSpeed-MM has 7, by patches, for pictures of 262,144 pixels."""
+"""Buckets have the same number of samples.  MindSpeed-MM has 7, by patches, for pictures of 262,144 pixels."""
 RUN_SAMPLES = 64
-"""Samples of one bucket that follow one another in the stream.  MindSpeed-MM takes what one microbatch of all ranks
-holds, which makes another stream of every layout; this is 8 nodes of 8 devices with one sample each."""
+"""Consecutive samples of one bucket in the stream.  MindSpeed-MM uses one microbatch of all ranks, which makes the
+stream depend on the layout.  64 corresponds to 8 nodes of 8 devices with one sample each."""
 
 
 def bucket_stream(costs: np.ndarray, seed: int, shuffle: bool) -> Stream:
-    """``data_bucketing_img``: runs of samples of one bucket, in random order.
+    """``data_bucketing_img``: runs of samples from one bucket, in random order.
 
-    What a bucket has left over after its last full run is mixed with what the others have.
+    What remains of each bucket after its last full run is mixed together.
     """
     num_samples = len(costs)
     num_buckets = max(1, min(NUM_BUCKETS, num_samples // RUN_SAMPLES))
@@ -42,16 +42,16 @@ def bucket_stream(costs: np.ndarray, seed: int, shuffle: bool) -> Stream:
         runs = whole_samples.reshape(num_whole, RUN_SAMPLES)
         if not len(rest):
             return runs[order].reshape(-1)
-        place = int(np.flatnonzero(order == num_whole)[0])  # of the run that is not whole
+        place = int(np.flatnonzero(order == num_whole)[0])  # position of the shorter run
         return np.concatenate([runs[order[:place]].reshape(-1), rest, runs[order[place + 1 :]].reshape(-1)])
 
     return Stream(num_samples, of_epoch)
 
 
 def sorted_in_turn(samples: np.ndarray, sizes: HasSizes, micro_batch_size: int, dp_size: int) -> list[Step]:
-    """``data_reordering_img``: the samples of a global batch are dealt by rising cost, so costly microbatches coincide.
+    """``data_reordering_img``: deal the samples of a global batch by ascending cost, so costly microbatches coincide.
 
-    Every second turn goes backwards through the ranks, or the last of them would always have the costliest.
+    Every second round runs backwards through the ranks; otherwise the last rank would always get the costliest.
     """
     ordered = samples[np.argsort(sizes.of(samples).costs, kind="stable")].reshape(-1, dp_size, micro_batch_size)
     ordered[1::2] = ordered[1::2, ::-1].copy()

@@ -1,8 +1,7 @@
-"""What each sample costs to train on, as whole numbers: the ground on which samples are dealt out evenly.
+"""The training cost of each sample as an integer: the basis for even distribution.
 
-Whole numbers, because every data-parallel rank computes the plan of a step alone, and all must find the same: sums of
-floating-point numbers may differ in the last bit between two kinds of processor.  Which ranks there are, and how
-samples are dealt, is not known here.
+Integers, because every data-parallel rank plans a step by itself and all must agree: floating-point sums may differ in
+the last bit between types of processor.
 """
 
 from collections.abc import Iterator
@@ -18,24 +17,24 @@ from mm.data.order.balance import Sizes
 from mm.model.flops import slot_flops
 
 _MAX_BITS = 40
-"""Of the largest cost: sums of 8 million such costs still fit 64 bits."""
+"""Bits of the largest cost: sums of 8 million such costs still fit 64 bits."""
 
 
 _CHUNK_SAMPLES = 1 << 20
-"""That are looked at together where all are: what is computed of them takes tens of MB."""
+"""Samples processed at a time when all are needed: temporary arrays take tens of MB."""
 _COUNTS = ("num_tokens", "num_target_tokens", "num_patches", "num_causal_pairs", "num_image_pairs", "num_window_pairs")
 
 
 class SampleSizes:
-    """What each sample costs and takes up, computed for those that are asked for.
+    """The cost and size of each sample, computed on demand.
 
-    Its cost is the FLOPs of training on it, ViT and LLM together, forward and backward, in units of a power of two, so
-    that the costliest sample of all has 40 bits; less than one unit is dropped.  A microbatch costs the sum of its
-    samples; where the LLM is frozen and the ViT is not, text beside pictures costs a little more than told.
+    The cost is the FLOPs of training on it, ViT and LLM together, forward and backward, in units of a power of two
+    chosen so that the costliest sample has 40 bits; fractions of a unit are dropped.  A microbatch costs the sum of its
+    samples.  If the LLM is frozen and the ViT is not, text packed with pictures costs slightly more than this estimate.
     """
 
     def __init__(self, model: ModelConfig, lengths: HasLengths) -> None:
-        """Looks at no sample before a cost is asked for."""
+        """Reads no lengths until a cost is requested."""
         self._model, self._lengths = model, lengths
 
     def __len__(self) -> int:
@@ -47,7 +46,7 @@ class SampleSizes:
 
     @cached_property
     def _num_dropped_bits(self) -> int:
-        """Looks at each sample once, for the costliest."""
+        """Reads the lengths of all samples once, to find the costliest."""
         largest = max((int(self._flops(self._lengths.of(numbers)).max()) for numbers in self._chunks()), default=0)
         return max(0, largest.bit_length() - _MAX_BITS)
 
@@ -58,7 +57,7 @@ class SampleSizes:
         return Sizes(costs, lengths.num_tokens.astype(np.int64), lengths.num_patches.astype(np.int64))
 
     def all_costs(self) -> np.ndarray:
-        """int64 [num_samples], which takes 8 bytes of each."""
+        """int64 [num_samples], 8 bytes each."""
         costs = np.empty(len(self._lengths), dtype=np.int64)
         for numbers in self._chunks():
             costs[numbers[0] : numbers[-1] + 1] = self.of(numbers).costs
@@ -69,7 +68,7 @@ class SampleSizes:
             yield np.arange(first, min(first + _CHUNK_SAMPLES, len(self)))
 
     def _flops(self, lengths: Lengths) -> np.ndarray:
-        """int64, of each sample."""
+        """int64, one per sample."""
         tokens = lengths.num_tokens.astype(np.int64)
         counts = (tokens, lengths.num_target_tokens, lengths.num_patches, tokens * (tokens + 1) // 2,
                   lengths.num_image_pairs, lengths.num_window_pairs)
@@ -79,14 +78,14 @@ class SampleSizes:
 
 
 def sample_costs(model: ModelConfig, lengths: HasLengths) -> np.ndarray:
-    """int64 [num_samples], as ``SampleSizes`` says."""
+    """int64 [num_samples]; see ``SampleSizes``."""
     return SampleSizes(model, lengths).all_costs()
 
 
 def _flops_of_one_each(model: ModelConfig, names: list[str], has_media: bool) -> list[int]:
-    """For each name of a count: FLOPs of a step that has 1 of it and 0 of all others.  They are linear in the counts.
+    """For each count in ``names``: the FLOPs of a step where it is 1 and all others are 0.  FLOPs are linear in counts.
 
-    That there are pictures is no count: it decides how far gradients go back.
+    Whether there are pictures is not a count: it decides how far back gradients flow.
     """
     counts = dict.fromkeys((field.name for field in fields(BatchTotals)), 0) | {"num_images": int(has_media)}
     steps = slot_flops(model, [BatchTotals(**counts | {name: 1}) for name in names])

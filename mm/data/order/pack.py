@@ -1,7 +1,4 @@
-"""Packs: whole samples laid into as few microbatches as a budget allows.
-
-A function of lengths alone.  What a sample costs, and who trains on which pack, is not known here.
-"""
+"""Packing: whole samples combined into as few microbatches as a budget allows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,20 +8,20 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Budget:
-    """How much one microbatch holds at most."""
+    """Upper limits for one microbatch."""
 
     num_tokens: int
-    """No sample has more."""
+    """No single sample has more."""
     num_patches: int | None = None
-    """A sample with more is the only one with pictures in its microbatch."""
+    """A sample with more shares its microbatch with text-only samples only."""
 
 
 def fullest_packs(num_tokens: np.ndarray, num_patches: np.ndarray, budget: Budget) -> list[list[int]]:
-    """Few, full packs: the samples' numbers, counted from 0; each sample once.
+    """Few, full packs: lists of sample numbers, counted from 0; each sample once.
 
-    Best fit, the longest samples first: each goes into the fullest pack that has room.  With a budget of patches, what
-    a sample takes up is the larger of its parts of the two budgets, and room is the smaller; text follows last, for
-    which only tokens count.
+    Best fit decreasing: the longest sample first, each into the fullest pack with room.  With a budget of patches, a
+    sample's size is the larger of its shares of the two budgets, and a pack's room is the smaller.  Text-only samples
+    follow last; for them only tokens count.
     """
     packs = _Packs(budget.num_tokens)
     tokens, patches = num_tokens.astype(np.int64), num_patches.astype(np.int64)
@@ -40,22 +37,22 @@ def fullest_packs(num_tokens: np.ndarray, num_patches: np.ndarray, budget: Budge
 
 
 class _Packs:
-    """Packs by how much room they have.
+    """Packs, indexed by free room.
 
-    A bit for each amount of room that some pack has finds the one to take, so time grows with the number of samples,
-    not with that of packs.
+    A bitmap of the amounts of room that exist finds the pack to use, so time grows with the number of samples, not with
+    the number of packs.
     """
 
     def __init__(self, size: int, members: Sequence[list[int]] = (), rooms: Sequence[int] = ()) -> None:
         self.members = list(members)
         self._size = size
         self._by_room: dict[int, list[int]] = {}
-        self._rooms = 0  # bit r: a pack in _by_room[r]
+        self._rooms = 0  # bit r: _by_room[r] has a pack
         for pack, room in enumerate(rooms):
             self._put(pack, room)
 
     def fill(self, needs: np.ndarray, numbers: np.ndarray) -> None:
-        """Put each of ``numbers`` into a pack: number n needs ``needs[n]``; with more than a pack's size, all of it."""
+        """Put ``numbers`` into packs; number n takes up ``needs[n]``, or a whole pack if that is more than its size."""
         for one in numbers[np.argsort(-needs[numbers], kind="stable")].tolist():
             needed = int(needs[one])
             candidates = self._rooms >> needed

@@ -1,8 +1,8 @@
-"""The order of samples that the settings of a run ask for: which sampler, and whether microbatches are packs.
+"""The order of samples that a run's settings select: which sampler, and whether microbatches are packs.
 
-``SAMPLERS`` is the one list of them, for a run, ``mm-data stats`` and the benchmark.  The global batch of a step
-holds the same samples under every layout, and with BalancedBatchSampler and packs the same as with a plain shuffle:
-only who takes which of them differs.
+``SAMPLERS`` lists them all, for runs, ``mm-data stats`` and the benchmark.  The global batch of a step contains the
+same samples under every layout, and with BalancedBatchSampler and packing the same as with a plain shuffle: only their
+distribution over the ranks differs.
 """
 
 from collections.abc import Mapping
@@ -22,10 +22,10 @@ from mm.data.order.pack import Budget, fullest_packs
 from mm.data.order.stream import Deal, Order, Step, Stream, in_turn, shuffled
 
 PACKS_OF_STAGE = 4
-"""Packs of even cost that each rank gets for each stage, if it has the samples.
+"""Packs of even cost that each rank gets per pipeline stage, if there are enough samples.
 
-A pipeline of p stages idles for (p - 1) / (m + p - 1) of its time with m equal microbatches: a fifth at most with four
-for each stage.  Twice as many would save up to a tenth more, and leave half the tokens in each.
+A pipeline of p stages idles for (p - 1) / (m + p - 1) of its time with m equal microbatches: at most a fifth with four
+per stage.  Twice as many would save up to another tenth, but halve the tokens in each.
 """
 
 
@@ -34,53 +34,53 @@ class Shares:
     """How a global batch is divided."""
 
     dp_size: int
-    """Data-parallel ranks."""
+    """Number of data-parallel ranks."""
     budget: Budget
-    """The most that one pack may hold."""
+    """Limits of one pack."""
     micro_batch_size: int = 1
-    """Samples in a microbatch without packing."""
+    """Samples per microbatch without packing."""
     unit: int = 1
-    """The number of a rank's packs is a multiple of this."""
+    """The number of packs per rank is a multiple of this."""
     num_stages: int = 1
-    """Stages of the pipeline."""
+    """Number of pipeline stages."""
 
 
 class DealBySizes(Protocol):
-    """From the samples of a global batch to what each rank takes."""
+    """Maps the samples of a global batch to what each rank takes."""
 
     def __call__(self, samples: np.ndarray, sizes: HasSizes, shares: Shares) -> list[Step]: ...
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """Orders all samples, and deals those of a global batch to the ranks."""
+    """Orders all samples, and distributes those of a global batch over the ranks."""
 
     deal: DealBySizes
     has_buckets: bool = False
     """Whether samples of similar cost follow one another; otherwise they are shuffled, or in file order."""
 
     def order(self, sizes: HasSizes, shares: Shares, seed: int, shuffle: bool = True) -> tuple[Stream, Deal]:
-        """The stream of all samples, and the function that deals a global batch of it."""
+        """The stream of all samples, and the function that distributes a global batch of it."""
         stream = bucket_stream(sizes.all_costs(), seed, shuffle) if self.has_buckets else (
             shuffled(len(sizes), seed, shuffle))
         return stream, partial(self.deal, sizes=sizes, shares=shares)
 
 
 def sampler_name(data: DataConfig) -> str:
-    """The key in ``SAMPLERS`` for a data JSON; all samplers that ignore costs share one."""
+    """The key in ``SAMPLERS`` for a data JSON.  All samplers that ignore costs share one key."""
     by_cost = {"BucketBatchSampler": f"BucketBatchSampler, {data.priority_mode}",
                "BalancedBatchSampler": "BalancedBatchSampler"}
     return by_cost.get(data.sampler_type, PLAIN) + PACKING * data.packs
 
 
-def told_order(run: Run) -> str:
-    """In which order the samples come, for people and for checkpoints: all of it that settings decide."""
+def order_description(run: Run) -> str:
+    """The order of the samples as far as settings determine it.  Checkpoints store and compare this text."""
     how = f"shuffled by --seed {run.args.seed}" if run.data.is_shuffled else "in the order of the files"
     return f"in buckets of like cost, {how}" if SAMPLERS[sampler_name(run.data)].has_buckets else how
 
 
 def order_of(run: Run, lengths: HasLengths, dp_rank: int, consumed_samples: int) -> Order:
-    """What replica ``dp_rank`` trains on; ``lengths`` are those of all samples."""
+    """What replica ``dp_rank`` trains on; ``lengths`` covers all samples."""
     data, args = run.data, run.args
     shares = Shares(run.dp_size, budget_of(run), args.micro_batch_size, run.microbatch_unit, run.num_stages)
     sizes = SampleSizes(run.model, lengths)
@@ -89,12 +89,12 @@ def order_of(run: Run, lengths: HasLengths, dp_rank: int, consumed_samples: int)
 
 
 def budget_of(run: Run) -> Budget:
-    """The most that one pack of ``run`` may hold."""
+    """The limits of one pack in ``run``."""
     return Budget(run.args.seq_length * run.args.micro_batch_size, run.data.packing_max_patches)
 
 
 def plain(samples: np.ndarray, sizes: HasSizes, shares: Shares) -> list[Step]:
-    """Deal in turn, whatever the samples cost."""
+    """Deal in turn, regardless of cost."""
     return in_turn(samples, shares.micro_batch_size, shares.dp_size)
 
 
@@ -104,7 +104,7 @@ def reordered(samples: np.ndarray, sizes: HasSizes, shares: Shares) -> list[Step
 
 
 def packed(samples: np.ndarray, sizes: HasSizes, shares: Shares) -> list[Step]:
-    """The fewest, fullest packs; ranks' tokens are about even."""
+    """The fewest, fullest packs; tokens are distributed roughly evenly over the ranks."""
     own, dp_size, unit = sizes.of(samples), shares.dp_size, shares.unit
     packs = fullest_packs(own.num_tokens, own.num_patches, shares.budget)
     if len(packs) < dp_size or (unit > 1 and len(packs) % (dp_size * unit)):
@@ -114,10 +114,10 @@ def packed(samples: np.ndarray, sizes: HasSizes, shares: Shares) -> list[Step]:
 
 
 def packed_evenly(samples: np.ndarray, sizes: HasSizes, shares: Shares) -> list[Step]:
-    """Packs of even cost; ranks cost the same.
+    """Packs of even cost; all ranks cost the same.
 
-    As few for each rank as the budget allows, but enough for the stages of the pipeline: nothing is padded, so a pack
-    that is half full costs half, while a pipeline without microbatches stands still.
+    As few packs per rank as the budget allows, but enough for the stages of the pipeline: nothing is padded, so a
+    half-full pack costs half, while a pipeline without enough microbatches idles.
     """
     own, wanted = sizes.of(samples), PACKS_OF_STAGE * shares.num_stages if shares.num_stages > 1 else 1
     packs = even_packs(own, shares.budget, shares.dp_size, shares.unit, wanted)
@@ -125,13 +125,13 @@ def packed_evenly(samples: np.ndarray, sizes: HasSizes, shares: Shares) -> list[
 
 
 def _dealt(costs: np.ndarray, shares: Shares) -> Groups:
-    """With a unit, each rank has the same number of packs; else only their cost counts, and each has one at least."""
+    """With a unit, each rank gets the same number of packs; otherwise only cost counts, with at least one pack each."""
     of_each = len(costs) // shares.dp_size
     return dealt(costs, shares.dp_size, *((of_each, of_each) if shares.unit > 1 else (1,)))
 
 
 def balanced(samples: np.ndarray, sizes: HasSizes, shares: Shares) -> list[Step]:
-    """Microbatches of even cost, the same number for each rank; ranks' are even."""
+    """Microbatches of even cost, the same number for each rank; total cost is even over the ranks."""
     own, nothing = sizes.of(samples).costs, np.zeros_like(samples)
     groups = even_groups(own, shares.micro_batch_size)
     of_each = len(groups) // shares.dp_size
@@ -158,4 +158,4 @@ SAMPLERS: Mapping[str, Sampler] = {
     "BalancedBatchSampler": Sampler(balanced),
     "BalancedBatchSampler" + PACKING: Sampler(packed_evenly),
 }
-"""By their settings in the data JSON.  Bucket samplers with packing are refused by mm/config."""
+"""By the data JSON's settings.  mm/config refuses bucket samplers with packing."""

@@ -1,6 +1,6 @@
-"""Which samples of a dataset are taken: rates, and the share that is kept for validation.
+"""Which samples of a dataset are used: rates, and the share set aside for validation.
 
-Pure functions of counts and the seed, so every rank and every start finds the same.
+Pure functions of counts and the seed, so every rank and every start gets the same result.
 """
 
 import zlib
@@ -13,10 +13,10 @@ _CHUNK = 1 << 20
 
 
 def chosen(num_samples: int, rate_percent: float, wanted: int | None, seed: int, name: str) -> np.ndarray:
-    """Numbers of the samples of the dataset ``name`` that are taken.
+    """The numbers of the samples of the dataset ``name`` that are used.
 
-    ``wanted`` samples in place of all, and of these ``rate_percent`` percent.  Whole hundreds take every sample once
-    each; what is left over is drawn without repeating, and stands in the dataset's order.
+    ``wanted`` replaces the dataset's size, and ``rate_percent`` percent of it are used.  Each full 100 % takes every
+    sample once; the rest is drawn without replacement, in dataset order.
     """
     whole, rest = divmod(num_chosen(num_samples, rate_percent, wanted), max(num_samples, 1))
     drawn = permutation(_random(seed, name), num_samples)[:rest]
@@ -24,14 +24,14 @@ def chosen(num_samples: int, rate_percent: float, wanted: int | None, seed: int,
 
 
 def num_chosen(num_samples: int, rate_percent: float, wanted: int | None) -> int:
-    """How many ``chosen`` takes."""
+    """How many samples ``chosen`` takes."""
     return round((num_samples if wanted is None else wanted) * rate_percent / 100) if num_samples else 0
 
 
 def split(samples: np.ndarray, rate: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """``samples`` for training and for validation; ``rate`` of the different ones are for the latter, each once.
+    """Split ``samples`` into training and validation.  ``rate`` of the distinct samples go to validation, each once.
 
-    A sample that is taken several times is wholly on one side.
+    A sample that occurs several times is entirely on one side.
     """
     is_trained = np.zeros(int(samples.max(initial=0)) + 1, dtype=bool)
     for some in _chunks(samples):
@@ -39,7 +39,7 @@ def split(samples: np.ndarray, rate: float, seed: int) -> tuple[np.ndarray, np.n
     different = np.concatenate([np.flatnonzero(some).astype(samples.dtype) + samples.dtype.type(number * _CHUNK)
                                 for number, some in enumerate(_chunks(is_trained))])
     num_kept = round(len(different) * rate)
-    _random(seed, "validation").shuffle(different)  # draws what ``permutation`` draws, without a copy
+    _random(seed, "validation").shuffle(different)  # same draws as ``permutation``, without a copy
     kept = np.sort(different[:num_kept])
     del different
     is_trained[kept] = False
@@ -47,7 +47,7 @@ def split(samples: np.ndarray, rate: float, seed: int) -> tuple[np.ndarray, np.n
 
 
 def _chunks(values: np.ndarray) -> list[np.ndarray]:
-    """Views, so that indices are widened to 64 bits for some values at a time."""
+    """Views, so that only some indices at a time are widened to 64 bits."""
     return [values[first : first + _CHUNK] for first in range(0, max(len(values), 1), _CHUNK)]
 
 

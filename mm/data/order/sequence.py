@@ -1,8 +1,8 @@
-"""In which order the microbatches of a step pass the pipeline: so that stages wait little where they differ.
+"""The order in which a step's microbatches enter the pipeline, chosen so that stages wait little.
 
 A step's gradient is a sum over its microbatches, so their order is free.  While one stage works on a long microbatch
-and its neighbour on a short one, the neighbour waits; in the order in which they happen to be read, lengths from a
-quarter to seven quarters of the mean cost two stages a fifth of their time.  A function of the model and of counts.
+and its neighbour on a short one, the neighbour waits.  In the order in which samples are read, lengths between 0.25 and
+1.75 of the mean cost two stages a fifth of their time.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from mm.parallel.simulation import SlotCost, step_cost
 
 
 def in_pipeline_order(model: ModelConfig, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
-    """``microbatches`` in the order that takes the least simulated time, by FLOPs; as given where none is better."""
+    """``microbatches`` in the order with the least simulated time, by FLOPs; unchanged if no order is better."""
     placement = model.placement()
     if placement.num_stages == 1:
         return list(microbatches)
@@ -23,10 +23,10 @@ def in_pipeline_order(model: ModelConfig, microbatches: Sequence[Microbatch]) ->
 
 
 def pipeline_order(costs: Sequence[Sequence[SlotCost]], num_stages: int) -> list[int]:
-    """Numbers of the microbatches, whose slots take ``costs``.
+    """The order of the microbatches, as numbers, given the ``costs`` of their slots.
 
-    Neighbours should be alike, and the short ones should stand at both ends, where the pipeline fills and empties.
-    Alike means in the whole cost, or in that of the stage with most work, where microbatches differ in their images.
+    Neighbours should be similar, and short ones belong at both ends, where the pipeline fills and drains.  Similarity
+    is judged by total cost and by the cost of the busiest stage, where microbatches differ in their images.
     """
     numbers = range(len(costs))
 

@@ -1,1 +1,1 @@
-"""What does a record say?  Files of records, in any format, become ``Sample``s."""
+"""What does a record contain?  Files of records, in any format, become ``Sample``s."""

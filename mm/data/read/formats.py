@@ -1,7 +1,7 @@
-"""One raw record of any format as a ``Sample``: ShareGPT's and MindSpeed-MM's, LLaVA's, OpenAI's, Qwen's and Alpaca's.
+"""One raw record of any format as a ``Sample``: ShareGPT, MindSpeed-MM, LLaVA, OpenAI, Qwen or Alpaca.
 
-Columns, roles and placeholders come from ``Attributes``; where a record has none of these, the usual names are looked
-for.  Where the record stood is not known here: messages say what is wrong with it, the caller says where.
+Columns, roles and placeholders come from ``Attributes``; a record without these is searched for the usual names.
+Messages here say what is wrong with a record; the caller adds its place.
 """
 
 import re
@@ -15,27 +15,27 @@ from mm.data.sample import KINDS, Image, Inline, Media, Sample, Turn
 from mm.errors import UserError, nearest
 
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
-"""Half of a surrogate pair, which JSON can escape and UTF-8 does not have."""
+"""A lone surrogate, which JSON can escape but UTF-8 cannot encode."""
 _MESSAGES = ("messages", "conversations")
-"""The usual names of the column of messages."""
+"""The usual names of the column with the conversation."""
 
 
 class Finder(Protocol):
-    """What says where a file of media is: ``mm.data.read.roots``."""
+    """Finds media files; implemented in ``mm.data.read.roots``."""
 
     def find(self, path: str, kind: str) -> str | Inline:
-        """Raises UserError for a file that may not be shown."""
+        """Raises UserError for a file that may not be used."""
         ...
 
 
 @dataclass(frozen=True)
 class _Tags:
-    """How messages say who speaks, and what."""
+    """The keys and role names of messages."""
 
     role: str
     content: str
     roles: dict[str, str]
-    """Their words -> "user", "assistant" or "system"."""
+    """Role name in the data -> "user", "assistant" or "system"."""
 
     @classmethod
     def of(cls, attr: Attributes) -> "_Tags":
@@ -44,7 +44,7 @@ class _Tags:
                    roles | {attr.system_tag: "system"})
 
     def word(self, role: str) -> str:
-        """The word for ``role``."""
+        """The data's name for ``role``."""
         return next((word for word, one in self.roles.items() if one == role), role)
 
 
@@ -55,34 +55,34 @@ _USUAL_TAGS = (
 
 
 def read_sample(record: Any, attr: Attributes, media: Finder, source: str, is_prompt: bool = False) -> Sample:
-    """``record`` as a sample that names itself ``source``.  Raises UserError for a record that is none.
+    """``record`` as a sample with this ``source``.  Raises UserError for an invalid record.
 
-    A prompt ends with a question: an answer after it is left out.
+    A prompt ends with a question: an answer after it is dropped.
     """
     if not isinstance(record, dict):
         raise UserError(f"is a {type(record).__name__}; expected an object with key {_expected_column(attr)!r}.")
     if record.get("audios"):
         raise UserError("has 'audios', which this version does not support; remove it or the sample.")
-    said, tags = _said(record, attr)
-    said = _with_system_column(said, record, attr)
-    if is_prompt and said[-1:] and said[-1][0] == "assistant":
-        said = said[:-1]
-    _check_order([role for role, _ in said], tags, is_prompt)
+    messages, tags = _read_messages(record, attr)
+    messages = _with_system_column(messages, record, attr)
+    if is_prompt and messages[-1:] and messages[-1][0] == "assistant":
+        messages = messages[:-1]
+    _check_order([role for role, _ in messages], tags, is_prompt)
     coming = {kind: _column(record, getattr(attr, f"{kind}s"), kind) for kind in KINDS}
-    _check_counts(said, coming)
+    _check_counts(messages, coming)
     left = {kind: iter(paths) for kind, paths in coming.items()}
-    return Sample(tuple(Turn(role, _filled(parts, left, media)) for role, parts in said), source)
+    return Sample(tuple(Turn(role, _filled(parts, left, media)) for role, parts in messages), source)
 
 
-Said = tuple[str, Parts]
-"""Role, and what is said; media of the record's columns have no path yet."""
+Message = tuple[str, Parts]
+"""Role and content; media from the record's columns have no path yet."""
 
 
 def _expected_column(attr: Attributes) -> str:
     return attr.prompt if attr.formatting == "alpaca" else attr.messages
 
 
-def _said(record: dict[str, Any], attr: Attributes) -> tuple[list[Said], _Tags]:
+def _read_messages(record: dict[str, Any], attr: Attributes) -> tuple[list[Message], _Tags]:
     columns = (attr.messages, *_MESSAGES) if attr.formatting == "sharegpt" else ()
     column = next((one for one in columns if one in record), None)
     if column is None:
@@ -91,18 +91,18 @@ def _said(record: dict[str, Any], attr: Attributes) -> tuple[list[Said], _Tags]:
             wanted = attr.response if wanted in record else wanted
             names = "attr.messages" if attr.formatting == "sharegpt" else "attr.prompt and attr.response"
             raise UserError(f"has no {wanted!r}{nearest(wanted, record)}; {names} in the data JSON "
-                            f"{'names that column' if names == 'attr.messages' else 'name the columns'}.")
+                             f"{'must name that column' if names == 'attr.messages' else 'must name the columns'}.")
         return _alpaca(record, attr), _USUAL_TAGS[0]
     messages = record[column]
     if not isinstance(messages, list) or not messages:
-        raise UserError(f"{column!r} is {shown(messages)}; expected a list of messages that is not empty.")
+        raise UserError(f"{column!r} is {shown(messages)}; expected a non-empty list of messages.")
     own, first = _Tags.of(attr), messages[0]
     tags = next((tags for tags in (own, *_USUAL_TAGS)
                  if isinstance(first, dict) and tags.role in first and tags.content in first), own)
     return [_message(message, number, tags) for number, message in enumerate(messages)], tags
 
 
-def _message(message: Any, number: int, tags: _Tags) -> Said:
+def _message(message: Any, number: int, tags: _Tags) -> Message:
     if not isinstance(message, dict) or tags.role not in message or tags.content not in message:
         raise UserError(
             f"message {number} is {shown(message)}; expected an object with {tags.role!r} and "
@@ -119,8 +119,8 @@ def _message(message: Any, number: int, tags: _Tags) -> Said:
                           f"message {number}", role)
 
 
-def _alpaca(record: dict[str, Any], attr: Attributes) -> list[Said]:
-    """Earlier pairs, the prompt with the query below it, and the response."""
+def _alpaca(record: dict[str, Any], attr: Attributes) -> list[Message]:
+    """The pairs of the history, then the prompt with the query appended, and the response."""
     history = [] if attr.history is None else record.get(attr.history) or []
     if not isinstance(history, list) or not all(
             isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
@@ -132,35 +132,35 @@ def _alpaca(record: dict[str, Any], attr: Attributes) -> list[Said]:
         if not isinstance(texts[column], str) and (texts[column] is not None or column == attr.response):
             raise UserError(f"{column!r} is {shown(texts[column])}; expected a string.")
     prompt = "\n".join(text for text in (texts[attr.prompt], texts[attr.query]) if text)
-    said: list[Said] = []
+    messages: list[Message] = []
     for number, (question, answer) in enumerate([*history, (prompt, texts[attr.response])]):
         is_last = number == len(history)
         for role, text, column in (("user", question, attr.prompt), ("assistant", answer, attr.response)):
             where = repr(column) if is_last else f"pair {number} of {attr.history!r}"
-            said.append((role, _checked(parts_of(text, role, where, column), where, role)))
-    return said
+            messages.append((role, _checked(parts_of(text, role, where, column), where, role)))
+    return messages
 
 
 def _checked(parts: Parts, where: str, role: str) -> Parts:
-    """``parts``, unless they say nothing or hold half characters."""
+    """Return ``parts`` unless they are empty or contain lone surrogates."""
     texts = [part for part in parts if isinstance(part, str)]
     if len(texts) == len(parts) and not "".join(texts).strip() and role != "system":
         raise UserError(f"has an empty {where} ({role}); give it text or remove the turn.")
     if any(HALF_CHARACTER.search(text) for text in texts):
-        raise UserError(f"{where} holds half of a surrogate pair, which is no character; repair the text.")
+        raise UserError(f"{where} contains half of a surrogate pair, which is not a character; repair the text.")
     return parts
 
 
-def _with_system_column(said: list[Said], record: dict[str, Any], attr: Attributes) -> list[Said]:
-    """Put the system column in front.  An empty system text counts as none: the chat template's default applies."""
+def _with_system_column(messages: list[Message], record: dict[str, Any], attr: Attributes) -> list[Message]:
+    """Put the system column first.  An empty system text counts as absent: the chat template's default applies."""
     system = record.get(attr.system) if attr.system is not None else None
     if system is not None and not isinstance(system, str):
         raise UserError(f"{attr.system!r} is {shown(system)}; expected a string or null.")
     if system:
-        if said[0][0] == "system":
+        if messages[0][0] == "system":
             raise UserError(f"has a system message and {attr.system!r} too; remove one of them.")
-        said = [("system", _checked((system,), repr(attr.system), "system")), *said]
-    return said[1:] if said[0] == ("system", ()) else said
+        messages = [("system", _checked((system,), repr(attr.system), "system")), *messages]
+    return messages[1:] if messages[0] == ("system", ()) else messages
 
 
 def _check_order(roles: list[str], tags: _Tags, is_prompt: bool) -> None:
@@ -170,22 +170,22 @@ def _check_order(roles: list[str], tags: _Tags, is_prompt: bool) -> None:
         expected = ("user", "assistant")[number % 2]
         if role != expected:
             raise UserError(
-                f"turn {number} is of {tags.word(role)!r}; expected {tags.word(expected)!r}: turns alternate, "
-                f"beginning with {tags.word('user')!r}, and only the first message may be the system's."
+                f"turn {number} is by {tags.word(role)!r}; expected {tags.word(expected)!r}: turns alternate, starting "
+                f"with {tags.word('user')!r}, and only the first message may be by the system."
             )
     if is_prompt:
         if len(roles) % 2 == 0:
-            raise UserError(f"has no turn of {tags.word('user')!r} at its end; there is nothing to answer.")
+            raise UserError(f"does not end with a turn by {tags.word('user')!r}; there is nothing to answer.")
     elif len(roles) % 2 or not roles:
-        raise UserError(f"ends without a turn of {tags.word('assistant')!r}; there is nothing to learn from it.")
+        raise UserError(f"does not end with a turn by {tags.word('assistant')!r}; there is nothing to learn from it.")
 
 
 Given = str | Inline | tuple[str, ...]
-"""The path of a file, a picture itself, or the paths of the frames of a video."""
+"""A file path, an embedded picture, or the paths of a video's frames."""
 
 
 def _column(record: dict[str, Any], named: str | None, kind: str) -> list[Given]:
-    """What the record's own column of images or videos holds; a list in the one of videos is the frames of one."""
+    """The record's column of images or videos.  A list inside the video column is the frames of one video."""
     known = [name for name in dict.fromkeys((named, f"{kind}s", kind)) if name is not None]
     given = [name for name in known if record.get(name) not in (None, [], "")]
     if len(given) > 1:
@@ -202,30 +202,30 @@ def _column(record: dict[str, Any], named: str | None, kind: str) -> list[Given]
 
 
 def num_media(record: Mapping[str, Any]) -> dict[str, int]:
-    """How many pictures and how many videos the usual columns of a record name."""
+    """The number of images and videos in the usual columns of a record."""
     given = {kind: record.get(f"{kind}s") or record.get(kind) or [] for kind in KINDS}
     return {kind: len(paths) if isinstance(paths, list) else 1 for kind, paths in given.items()}
 
 
-def _check_counts(said: list[Said], coming: Mapping[str, list[Given]]) -> None:
-    media = [part for _, parts in said for part in parts if not isinstance(part, str)]
+def _check_counts(messages: list[Message], coming: Mapping[str, list[Given]]) -> None:
+    media = [part for _, parts in messages for part in parts if not isinstance(part, str)]
     for kind, cls in KINDS.items():
         num_places = sum(isinstance(part, cls) and not part.path for part in media)
         if num_places != len(coming[kind]):
             raise UserError(f"has {num_places} {cls.placeholder} in its messages but {len(coming[kind])} {kind}s; "
-                            f"remove or add some.")
+                            f"the numbers must be equal.")
 
 
 def _filled(parts: Parts, coming: Mapping[str, Iterator[Given]], media: Finder) -> Parts:
-    """``parts`` with where their media are; those without a path take the ``coming`` one."""
+    """``parts`` with located media; those without a path take the next one of the record's columns."""
     filled: list[str | Media] = []
     for part in parts:
         if not isinstance(part, str):
             path = part.path or next(coming[part.kind])
             if isinstance(path, Inline):
                 if not isinstance(part, Image):
-                    raise UserError(f"{part.kind} {path} stands in the record itself, where only pictures may; write "
-                                    f"it to a file and give the path of that.")
+                    raise UserError(f"{part.kind} {path} is embedded in the record, which only images may be; write it "
+                                    f"to a file and give its path.")
                 found = path
             else:
                 found = (media.find(path, part.kind) if isinstance(path, str) else

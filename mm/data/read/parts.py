@@ -1,6 +1,6 @@
-"""What one message says, as parts: text with ``<image>`` and ``<video>`` in it, or OpenAI's and Qwen's content lists.
+"""The content of one message as parts: text with ``<image>`` and ``<video>``, or OpenAI's and Qwen's content lists.
 
-A picture or video without a path of its own takes the next one of the record's column: its path is empty here.
+A picture or video without its own path takes the next one of the record's column: its path is empty here.
 """
 
 import re
@@ -17,21 +17,21 @@ _MARKED = {one.placeholder: one for one in KINDS.values()}
 _PLACEHOLDERS = re.compile(f"({'|'.join(_MARKED)})")
 _TYPES = ("text", "image", "video", "image_url", "video_url")
 _WHOLE = ("nframes", "min_frames", "max_frames", "min_pixels", "max_pixels", "total_pixels")
-"""Settings that are whole numbers; ``fps`` and the seconds may have a fraction."""
+"""Integer settings; ``fps`` and times may be fractions."""
 _CHOOSING = ("nframes", "min_frames", "max_frames", "video_start", "video_end")
-"""Settings that choose frames of a file."""
+"""Settings that select frames of a video file."""
 _OF_LISTS = ("sample_fps", "raw_fps")
 _MOST = 1e15
-"""Of any setting.  No pixels or seconds are more, and whole numbers of a JSON file may be too large to reckon with."""
+"""Limit for all settings.  No real number of pixels or seconds is larger, and JSON integers can be arbitrarily long."""
 _MAY_BE_ZERO = ("min_pixels", "video_start")
 _IN_ORDER = (("min_pixels", "max_pixels"), ("min_frames", "max_frames"), ("video_start", "video_end"))
 
 
 def parts_of(content: Any, role: str, where: str, name: str) -> Parts:
-    """The parts of a message's ``content``, which stands under ``name`` in the message ``where``.
+    """The parts of a message's ``content``, found under the key ``name`` in the message ``where``.
 
-    Only a user shows media: in other texts a placeholder is text, and in their lists media are refused.  Neighbouring
-    texts become one.  OpenAI's ``detail`` of a picture has no effect.  Raises UserError for what cannot be read.
+    Only user turns contain media: in other roles, placeholders are text and media in lists are refused.  Adjacent
+    texts are merged.  OpenAI's ``detail`` of a picture is ignored.  Raises UserError for invalid content.
     """
     if isinstance(content, str):
         pieces: list[str | Media] = [content]
@@ -40,23 +40,23 @@ def parts_of(content: Any, role: str, where: str, name: str) -> Parts:
     elif isinstance(content, list):
         pieces = [_part(part, f"part {number} of {where}") for number, part in enumerate(content)]
         if role != "user" and not all(isinstance(piece, str) for piece in pieces):
-            raise UserError(f"{where} ({role}) shows an image or a video; only the user's turns may.")
+            raise UserError(f"{where} ({role}) contains an image or a video; only the user's turns may.")
     else:
         raise UserError(
-            f"{where} has {name!r} = {shown(content)}; expected a string, media being marked by {Image.placeholder} "
-            f"and {Video.placeholder} in it, or a list of parts like {{'type': 'text', 'text': ...}}."
+            f"{where} has {name!r} = {shown(content)}; expected a string with {Image.placeholder} and "
+            f"{Video.placeholder} for media, or a list of parts like {{'type': 'text', 'text': ...}}."
         )
     return _joined(pieces)
 
 
 def with_places(text: str, num_media: Mapping[str, int]) -> str:
-    """``text`` with a place for each picture and video: in front, unless it says itself where those of a kind stand."""
+    """``text`` with a placeholder per picture and video, added in front unless it already has some of that kind."""
     missing = (one for one in KINDS.values() if one.placeholder not in text)
     return "".join(one.placeholder * num_media[one.kind] for one in missing) + text
 
 
 def _joined(pieces: list[str | Media]) -> Parts:
-    """Without empty texts, and with neighbouring texts as one."""
+    """Drop empty texts, and merge adjacent texts."""
     parts: list[str | Media] = []
     for piece in pieces:
         if isinstance(piece, str) and parts and isinstance(parts[-1], str):
@@ -94,34 +94,34 @@ def _part(part: Any, where: str) -> str | Media:
     for key in settings:
         if key not in known:
             hint = ": give min_pixels and max_pixels instead" if key.startswith("resized_") else nearest(key, known)
-            raise UserError(f"{where} has {key!r}, which no {cls.kind} has as a setting{hint}; known: "
+            raise UserError(f"{where} has {key!r}, which is not a setting for {cls.kind}s{hint}; known: "
                             f"{', '.join(known)}.")
     path: Any = frames or value or ""
     return cls(path, **_checked(settings, where, frames is not None))
 
 
 def listed_frames(value: list[Any], what: str) -> tuple[str, ...]:
-    """The frames of a video that is given as a list of pictures; ``what`` begins a message.  Raises UserError."""
+    """The frames of a video given as a list of pictures.  Raises UserError; ``what`` begins its message."""
     if not value or not all(isinstance(path, str) and path for path in value):
-        raise UserError(f"{what} = {shown(value)}; expected the paths of its frames, each a picture.")
+        raise UserError(f"{what} = {shown(value)}; expected the paths of its frames, each an image.")
     return tuple(value)
 
 
 def _checked(settings: dict[str, Any], where: str, is_listed: bool) -> dict[str, Any]:
-    """Settings of a picture or video that have a sense; whole numbers as such."""
+    """Check the settings of a picture or video, and convert integer ones."""
     for key in settings:
         if is_listed and key in _CHOOSING:
-            raise UserError(f"{where} has {key!r}, but its video is a list of frames, and every one is taken; "
-                            f"list fewer, or give sample_fps, the listed frames of a second.")
+            raise UserError(f"{where} has {key!r}, but its video is a list of frames, which are all used; list fewer, "
+                            f"or give sample_fps, the number of listed frames per second.")
         if not is_listed and key in _OF_LISTS:
-            raise UserError(f"{where} has {key!r}, but its video is no list of frames; give fps, the frames to "
-                            f"take of a second.")
+            raise UserError(f"{where} has {key!r}, but its video is not a list of frames; give fps, the number of "
+                            f"frames to take per second.")
     for key, value in settings.items():
         is_whole = key in _WHOLE
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _MOST
         if not is_number or (value == 0 and key not in _MAY_BE_ZERO) or (is_whole and value != int(value)):
             what = f"a {'whole ' * is_whole}number {'of at least' if key in _MAY_BE_ZERO else 'above'} 0"
-            raise UserError(f"{where} has {key!r} = {shown(value)}; expected {what}, and {_MOST:g} at most.")
+            raise UserError(f"{where} has {key!r} = {shown(value)}; expected {what}, and at most {_MOST:g}.")
     if {"fps", "sample_fps"} <= settings.keys():
         raise UserError(f"{where} has both 'fps' and 'sample_fps', which mean the same for a list of frames; keep one.")
     if {"fps", "nframes"} <= settings.keys():
@@ -133,6 +133,6 @@ def _checked(settings: dict[str, Any], where: str, is_listed: bool) -> dict[str,
 
 
 def shown(value: Any) -> str:
-    """``value`` as a message has it, cut to fit."""
+    """``value`` for a message, shortened to fit."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

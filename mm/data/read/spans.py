@@ -1,7 +1,7 @@
-"""Where the records of a JSON list or a JSONL file lie, found in one pass that holds a part of the file at a time.
+"""The positions of the records of a JSON list or a JSONL file, found in one pass with part of the file in memory.
 
-Each character of the text stands for a byte: what JSON is built of is ASCII, and strings are not looked into.  Whether
-a record is UTF-8, and what it means, is not known here.
+Each character of the text stands for one byte: JSON's syntax is ASCII, and strings are not interpreted.  Whether a
+record is valid UTF-8 is checked later.
 """
 
 import json
@@ -13,29 +13,28 @@ from mm.data.record_name import numbered
 from mm.errors import UserError
 
 BLOCK_BYTES = 1 << 18
-"""About so much of a file is read and handed on at once: some hundred records, a fraction of a second of work."""
+"""About this much of a file is read and passed on at once: some hundred records, a fraction of a second of work."""
 MAX_RECORD_BYTES = 1 << 26
-"""A longer record is refused: a string without its end would be read to the end of the file."""
+"""Longer records are refused: an unterminated string would be read to the end of the file."""
 UTF8_MARK = b"\xef\xbb\xbf"
 _SPACE = re.compile(r"[ \t\r\n]*")
 _LONGEST_WORD = 16
-"""JSON's words, escapes and numbers that the end of a window may cut, and whose beginning alone is no JSON, are
-shorter."""
+"""Longer than JSON's words, escapes and numbers that the end of a window may cut into invalid JSON."""
 
 Span = tuple[int, int]
 """First byte and end of a record in its file."""
 Found = tuple[int, int, list[Span]]
-"""Line and column where the first of some neighbouring records begins, and where they lie."""
+"""Line and column of the first of several consecutive records, and the spans of all."""
 
 
 class _Window:
-    """The part of a file that is looked at."""
+    """The part of a file that is in memory."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
         self.text, self.offset, self.is_end = "", 0, False
         self._line, self._column = 1, 1
-        """Where the text begins in the file."""
+        """The position of the text in the file."""
         while len(self.text) < len(UTF8_MARK) and not self.is_end:
             self.grow()
         if self.text.startswith(UTF8_MARK.decode("latin-1")):
@@ -43,19 +42,19 @@ class _Window:
             self._column = 1
 
     def grow(self) -> None:
-        """Read on: as much again as is held, so that a long record is not looked at too often."""
+        """Read on, doubling the window, so that a long record is not scanned too often."""
         more = self._stream.read(max(BLOCK_BYTES, len(self.text)))
         self.is_end = not more
         self.text += more.decode("latin-1")
 
     def drop(self, position: int) -> None:
-        """Forget what lies before ``position``."""
+        """Discard everything before ``position``."""
         self._line, self._column = self.place(position)
         self.offset += position
         self.text = self.text[position:]
 
     def skip_space(self, position: int) -> bool:
-        """Forget what lies before ``position`` and the space after it; whether anything follows."""
+        """Discard everything before ``position`` and the whitespace after it; returns whether anything follows."""
         while (position := _skip(self.text, position)) == len(self.text) and not self.is_end:
             self.drop(position)
             self.grow()
@@ -64,7 +63,7 @@ class _Window:
         return bool(self.text)
 
     def place(self, position: int) -> tuple[int, int]:
-        """Line and column in the file, in characters from 1."""
+        """Line and column in the file, in characters, counted from 1."""
         newline = self.text.rfind("\n", 0, position)
         before = num_characters(self.text[newline + 1 : position].encode("latin-1"))
         return (self._line + self.text.count("\n", 0, position), before + (1 if newline >= 0 else self._column))
@@ -82,7 +81,7 @@ class _Window:
 
 
 def line_spans(stream: BinaryIO, path: str, problems: list[str]) -> Iterator[Found]:
-    """The lines that are not blank."""
+    """The non-blank lines."""
     window, num_found = _Window(stream), 0
     while window.text or not window.is_end:
         end = len(window.text) if window.is_end else window.text.rfind("\n") + 1
@@ -107,7 +106,7 @@ def line_spans(stream: BinaryIO, path: str, problems: list[str]) -> Iterator[Fou
 
 
 def list_spans(stream: BinaryIO, path: str, problems: list[str]) -> Iterator[Found]:
-    """The elements of a list, which are JSON but for repeated keys, ``NaN`` and strings that are not UTF-8."""
+    """The elements of a list.  Repeated keys, ``NaN`` and invalid UTF-8 are not detected here."""
     window, decoder, position = _Window(stream), json.JSONDecoder(), 0
     window.skip_space(0)
     window.skip_space(1)  # after the bracket
@@ -139,32 +138,32 @@ def list_spans(stream: BinaryIO, path: str, problems: list[str]) -> Iterator[Fou
 
 
 class _Element(NamedTuple):
-    """One of a list, by its characters in the window."""
+    """One element of a list, as positions in the window."""
 
     start: int
     end: int
     """After its last character."""
     next: int
-    """Where the next element stands, or the final bracket."""
+    """Position of the next element, or of the final bracket."""
     is_last: bool
-    """The bracket is next."""
+    """Whether the bracket is next."""
 
 
 def _element(
     window: _Window, decoder: json.JSONDecoder, position: int, path: str, number: int
 ) -> _Element | None:
-    """The element ``number``, which begins at ``position`` or after the space there.
+    """The element ``number``, which starts at ``position`` or after the whitespace there.
 
-    In ``{"a": 1} , {"b": 2}]`` the first one has ``start`` 0, ``end`` 8 and ``next`` 11, where the second begins: only
-    what follows an element shows that the window does not cut it.  None: the window ends before that is known, so it
-    has to grow.  Raises UserError for what is no list.
+    In ``{"a": 1} , {"b": 2}]`` the first element has ``start`` 0, ``end`` 8 and ``next`` 11, where the second starts.
+    Only the text after an element shows that the window does not cut it.  Returns None if the window ends before that
+    is known, so it must grow.  Raises UserError if this is not a list.
     """
     text, is_end = window.text, window.is_end
     start = _skip(text, position)
     if start == len(text):
         if is_end:
             raise UserError(f"{window.where(path, start)}: the list has no final ']' {_after(number)}; the file may "
-                            f"be cut short.")
+                            f"be truncated.")
         return None
     try:
         _, end = decoder.raw_decode(text, start)
@@ -177,7 +176,7 @@ def _element(
         return _Element(start, end, comma, is_last=True)
     following = _skip(text, comma + 1)
     is_cut = following >= len(text) or (not text.startswith(",", comma) and len(text) - end < _LONGEST_WORD)
-    if is_cut and not is_end:  # a number may go on: of 1e5 the window may hold 1e
+    if is_cut and not is_end:  # the number may continue: the window may contain 1e of 1e5
         return None
     if not text.startswith(",", comma) or text.startswith("]", following):
         raise UserError(_no_list(window, comma, path, number + 1))
@@ -185,7 +184,7 @@ def _element(
 
 
 def _may_go_on(error: Exception, length: int) -> bool:
-    """Whether text of this length may only have been cut."""
+    """Whether text of this length may just be cut."""
     return isinstance(error, json.JSONDecodeError) and (
         error.msg.startswith("Unterminated string") or error.pos >= length - _LONGEST_WORD)
 
@@ -202,7 +201,7 @@ def _after(num_found: int) -> str:
 
 
 def _syntax_problem(window: _Window, start: int, error: Exception, path: str, number: int) -> str:
-    """What is wrong with the element ``number``, which begins at ``start``."""
+    """The error in the element ``number``, which starts at ``start``."""
     which = numbered("record", number)
     if not isinstance(error, json.JSONDecodeError):
         why = "it is nested too deeply" if isinstance(error, RecursionError) else error  # a number of 4300 digits
@@ -211,27 +210,27 @@ def _syntax_problem(window: _Window, start: int, error: Exception, path: str, nu
     try:
         raw.decode()
     except UnicodeDecodeError as wrong:
-        if wrong.end < len(raw):  # else a character was cut
+        if wrong.end < len(raw):  # otherwise a character was cut
             return f"{window.where(path, start + wrong.start)}: {which}: {not_utf8(wrong)}"
     near = _shown(window.text[max(start, error.pos - 30) : error.pos + 10])
     is_cut = window.is_end and _may_go_on(error, len(window.text))
-    cut = "; the file ends within this record and may be cut short" if is_cut else ""
+    cut = "; the file ends within this record and may be truncated" if is_cut else ""
     return f"{window.where(path, error.pos)}: {which}: not valid JSON: {error.msg}, near {near!r}{cut}."
 
 
 def num_characters(raw: bytes) -> int:
-    """Of UTF-8; a byte that is none counts as one."""
+    """Number of UTF-8 characters; an invalid byte counts as one."""
     return len(raw.decode(errors="replace"))
 
 
 def not_utf8(error: UnicodeDecodeError) -> str:
-    """What to say of a text in another encoding."""
+    """The message for a text in another encoding."""
     return (f"byte {error.object[error.start]:#04x} is not UTF-8; convert the file, for example with 'iconv -f GBK -t "
             f"UTF-8'.")
 
 
 def _too_long(window: _Window, position: int, path: str, number: int) -> str:
-    return (f"{window.where(path, position)}: {numbered('record', number)} begins here and does not end within "
+    return (f"{window.where(path, position)}: {numbered('record', number)} starts here and does not end within "
             f"{MAX_RECORD_BYTES >> 20} MiB; is a string or an object not closed?")
 
 

@@ -44,8 +44,8 @@ def test_tokens_and_labels_equal_transformers(tokenizer, reference, write_datase
 
 
 @pytest.mark.parametrize("index", range(len(RECORDS)))
-def test_a_prompt_is_transformers_up_to_its_answer(tokenizer, reference, write_dataset, index):
-    """Every question of a conversation, with what comes before it; a cut length has no effect."""
+def test_a_prompt_equals_transformers_up_to_its_answer(tokenizer, reference, write_dataset, index):
+    """Every question of a conversation, with everything before it; ``seq_length`` has no effect."""
     record, turns = RECORDS[index], Dataset(write_dataset())[index].turns
     for end in (number for number, turn in enumerate(turns) if turn.role == "assistant"):
         grids = grids_of(record)[: sum(len(turn.media) for turn in turns[:end])]
@@ -65,7 +65,7 @@ def test_control_tokens_of_a_question_are_text(tokenizer):
 
 
 def targets(tokenizer, encoded):
-    """The text that is learnt."""
+    """The text of the target tokens."""
     return tokenizer.decode([label for label in encoded.labels.tolist() if label != IGNORE_INDEX])
 
 
@@ -77,18 +77,18 @@ def conversation(*turns):
 TWO_TURNS = conversation(("user", "One?"), ("assistant", "First."), ("user", "Two?"), ("assistant", "Second."))
 
 
-def test_what_is_learnt(tokenizer):
+def test_targets(tokenizer):
     assert targets(tokenizer, encoder(tokenizer).encode(TWO_TURNS, [])) == ("First.<|im_end|>\nSecond.<|im_end|>\n")
     assert targets(tokenizer, encoder(tokenizer, mask_history=True).encode(TWO_TURNS, [])) == "Second.<|im_end|>\n"
 
 
-def test_train_on_prompt_learns_every_token(tokenizer):
+def test_train_on_prompt_makes_every_token_a_target(tokenizer):
     encoded = encoder(tokenizer, train_on_prompt=True).encode(
         conversation(("user", "See <image>"), ("assistant", "Yes.")), [(1, 4, 4)])
     assert encoded.labels.tolist() == [*encoded.token_ids[1:].tolist(), IGNORE_INDEX]
 
 
-def test_default_system_prompt_is_the_templates(tokenizer):
+def test_default_system_prompt_comes_from_the_template(tokenizer):
     assert (
         encoder(tokenizer)
         .render(TWO_TURNS)
@@ -98,7 +98,7 @@ def test_default_system_prompt_is_the_templates(tokenizer):
     assert encoder(tokenizer).render(own).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")
 
 
-def test_a_token_that_begins_in_the_header_and_ends_in_the_answer_is_learnt(tokenizer):
+def test_a_token_across_header_and_answer_is_a_target(tokenizer):
     messages = conversation(("user", "Hi"), ("assistant", "\nHello"))
     encoded = encoder(tokenizer).encode(messages, [])
     newlines = tokenizer.convert_tokens_to_ids("\u010a\u010a")
@@ -142,8 +142,8 @@ CONVERSATIONS = {
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
 @pytest.mark.parametrize("how", [{}, {"mask_history": True}, {"train_on_prompt": True}], ids=str)
-def test_every_cut_is_llama_factorys_but_never_inside_an_image(tokenizer, name, how):
-    """Where its cut would fall into an image, less of that question is kept, and the rest is as there."""
+def test_truncation_equals_llama_factory_but_never_cuts_an_image(tokenizer, name, how):
+    """Where LLaMA-Factory cuts inside an image, less of that question is kept; everything else is equal."""
     turns, grids = CONVERSATIONS[name]
     messages, counts = conversation(*turns), [h * w // 4 for _, h, w in grids]
     pairs = llama_factory.encoded_pairs(tokenizer, messages, counts)
@@ -183,8 +183,8 @@ pieces = st.lists(st.sampled_from(["<image>", "a word", "<|im_end|>", "\u56fe\n"
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(pieces, texts), min_size=1, max_size=4), st.booleans(), st.booleans(), st.data())
-def test_a_long_dialogue_is_as_if_its_dropped_turns_had_never_been(tokenizer, dialogue, has_system, last, data):
-    """Token by token: ids, labels and pictures, for every limit; with ``mask_history`` the last turns are left."""
+def test_a_long_dialogue_equals_one_without_its_dropped_turns(tokenizer, dialogue, has_system, last, data):
+    """Token by token: ids, labels and pictures, for every limit; with ``mask_history`` the last turns are kept."""
     system = conversation(("system", "Be brief."))[: int(has_system)]
     pairs = [conversation(("user", "".join(question)), ("assistant", answer)) for question, answer in dialogue]
     grids = [[(1, 2 * data.draw(st.integers(1, 4)), 2)] * sum(map(len, (turn.media for turn in pair)))
@@ -204,7 +204,7 @@ def test_a_long_dialogue_is_as_if_its_dropped_turns_had_never_been(tokenizer, di
         fitting = sum(length <= limit for length in lengths)
         messages = [*system, *(turn for pair in pairs for turn in pair)], [grid for one in grids for grid in one]
         if not fitting:
-            with pytest.raises(TooLongError, match=f"fit --seq-length {limit}: they take {lengths[0]} tokens") as error:
+            with pytest.raises(TooLongError, match=f"--seq-length {limit}: they take {lengths[0]} tokens") as error:
                 short.encode(*messages)
             assert error.value.num_tokens == lengths[0]
             continue
@@ -231,7 +231,7 @@ CONTROLS = ("<|im_end|>", "<|im_start|>", "<|image_pad|>", "<|vision_start|>", "
 
 @pytest.mark.parametrize("control", CONTROLS)
 def test_a_control_token_in_a_text_is_plain_text(tokenizer, control):
-    """It frames nothing: the tokens between the turns are those of the template, and all of an answer is learnt."""
+    """The tokens between turns come from the template, and all of an answer is a target."""
     plain = encoder(tokenizer).encode(conversation(("user", "One x?"), ("assistant", "First x.")), [])
     messages = conversation(("user", f"One {control}?"), ("assistant", f"First {control}."))
     encoded = encoder(tokenizer).encode(messages, [])
@@ -247,8 +247,8 @@ def test_a_placeholder_in_an_answer_is_plain_text(tokenizer):
     assert targets(tokenizer, encoded) == "Write <image>.<|im_end|>\n" and encoded.media == (0,)
 
 
-def test_a_question_of_any_length_leaves_its_answer(tokenizer):
-    """A plain cut at the end left nothing to learn of it."""
+def test_an_answer_remains_for_a_question_of_any_length(tokenizer):
+    """A plain cut at the end would leave no target."""
     encoded = encoder(tokenizer, seq_length=64).encode(
         conversation(("user", "word " * 2000), ("assistant", "It is learnt.")), [])
     assert targets(tokenizer, encoded) == "It is learnt.<|im_end|>\n"
@@ -260,8 +260,8 @@ def test_a_question_of_any_length_leaves_its_answer(tokenizer):
         ("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}", "each answer unchanged"),
         (CHAT_TEMPLATE.replace("message['content'] }}<|im_end|>", "message['content'] | upper }}<|im_end|>"),
          "each answer unchanged"),
-        (CHAT_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", ""), "shows 0 pictures and videos of 1"),
-        (CHAT_TEMPLATE.replace("<|vision_start|><|image_pad|>", "<|image_pad|>"), "shows 1 pictures and videos of 1"),
+        (CHAT_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", ""), "renders 0 pictures and videos"),
+        (CHAT_TEMPLATE.replace("<|vision_start|><|image_pad|>", "<|image_pad|>"), "renders 1 pictures and videos of 1"),
     ],
 )  # fmt: skip
 def test_a_template_that_loses_something_is_refused(hf_directory, template, message):
@@ -287,10 +287,10 @@ def test_template_from_the_processors_json(hf_directory, tmp_path):
 
 
 def test_unusable_directories_are_refused(hf_directory, tmp_path):
-    with pytest.raises(UserError, match="is no directory"):
+    with pytest.raises(UserError, match="is not a directory"):
         load_tokenizer("Qwen/Qwen2.5-VL-3B-Instruct")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="tokenizer does not load"):
+    with pytest.raises(UserError, match="cannot load its tokenizer"):
         load_tokenizer(str(tmp_path / "empty"))
 
 
@@ -298,7 +298,7 @@ PLACES = ("processor_config.json", "chat_template.json", "chat_template.jinja", 
 
 
 @pytest.mark.parametrize("places", [both for size in (1, 2, 4) for both in itertools.combinations(PLACES, size)])
-def test_of_several_templates_transformers_own_choice_is_taken(tmp_path, hf_directory, places):
+def test_with_several_templates_the_one_transformers_uses_is_taken(tmp_path, hf_directory, places):
     directory = shutil.copytree(hf_directory, tmp_path / "hf")
     for name in PLACES[:3]:
         (directory / name).unlink(missing_ok=True)
@@ -315,8 +315,8 @@ def test_of_several_templates_transformers_own_choice_is_taken(tmp_path, hf_dire
 
 @pytest.mark.parametrize(("content", "message"), [
     ("{", "chat_template.json:1:2: the file ends before"),
-    ("[1]", "chat_template.json: has no text 'chat_template'"),
-    ('{"chat_template": 5}', "chat_template.json: has no text 'chat_template'"),
+    ("[1]", "chat_template.json: its 'chat_template' is not a string"),
+    ('{"chat_template": 5}', "chat_template.json: its 'chat_template' is not a string"),
 ])
 def test_a_broken_template_file_is_named(tmp_path, hf_directory, content, message):
     directory = shutil.copytree(hf_directory, tmp_path / "hf")
@@ -329,5 +329,5 @@ def test_a_broken_template_file_is_named(tmp_path, hf_directory, content, messag
 def test_a_broken_tokenizer_file_is_named(tmp_path, hf_directory):
     directory = shutil.copytree(hf_directory, tmp_path / "hf")
     (directory / "tokenizer_config.json").write_text("[1]")
-    with pytest.raises(UserError, match="its tokenizer does not load"):
+    with pytest.raises(UserError, match="cannot load its tokenizer"):
         load_tokenizer(str(directory))

@@ -31,7 +31,7 @@ def test_a_sample_equals_transformers_from_raw_json_to_pixels(write_dataset, mod
         assert encoded.pixel_values is None
 
 
-def test_images_behind_the_cut_are_dropped_with_their_pixels(write_dataset, model_config, reference):
+def test_images_after_the_cut_are_dropped_with_their_pixels(write_dataset, model_config, reference):
     data = write_dataset()
     sample = Dataset(data)[2]
     whole = SampleEncoder.from_config(data, model_config, 4096).encode(sample)
@@ -48,7 +48,7 @@ def test_images_behind_the_cut_are_dropped_with_their_pixels(write_dataset, mode
     assert torch.equal(cut.pixel_values, whole.pixel_values[:num_patches])
 
 
-def test_joining_lays_the_shortest_first_and_keeps_samples_whole(write_dataset, model_config):
+def test_joining_puts_the_shortest_first_and_keeps_samples_whole(write_dataset, model_config):
     data = write_dataset()
     encoder, dataset = SampleEncoder.from_config(data, model_config, 4096), Dataset(data)
     samples = [encoder.encode(dataset[index]) for index in (2, 0, 3, 1, 0)]

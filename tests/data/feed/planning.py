@@ -1,4 +1,4 @@
-"""A sampler that says which process has called it, and fails when it is told to; pickles into the planner."""
+"""A sampler that records which process called it, and fails on request; pickles into the planner."""
 
 import os
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from mm.data.order.stream import Order, Step, shuffled
 
 @dataclass(frozen=True)
 class Deal:
-    """Each of two replicas takes a microbatch that holds its number, the process and the first sample of the step."""
+    """Each of two replicas takes a microbatch with its number, the process id and the first sample of the step."""
 
     error: Exception | None = None
     failing_sample: int = -1

@@ -1,4 +1,4 @@
-"""What is kept of a frozen ViT's work is found by what it was made of, and never taken for anything else."""
+"""Cached ViT outputs are found by all their inputs, and never confused."""
 
 import json
 import math
@@ -91,7 +91,7 @@ def test_data_workers_find_the_same(read, cache: FeatureCache) -> None:
     assert torch.equal(found.features.view(torch.float32), torch.cat(made))
 
 
-def test_where_one_is_missing_all_are_computed_and_that_one_is_wanted(read, cache: FeatureCache) -> None:
+def test_if_one_is_missing_all_are_computed_and_only_that_one_is_written(read, cache: FeatureCache) -> None:
     first, _ = read(cache)
     keep(cache, first)
     path_of(cache.directory, first.feature_keys[0]).unlink()
@@ -125,7 +125,7 @@ def broken_files() -> dict:
 
 
 @pytest.mark.parametrize("name", broken_files())
-def test_a_damaged_file_is_told_deleted_and_made_again(read, cache: FeatureCache, name: str) -> None:
+def test_a_damaged_file_is_reported_deleted_and_recomputed(read, cache: FeatureCache, name: str) -> None:
     first, _ = read(cache)
     keep(cache, first)
     broken = path_of(cache.directory, first.feature_keys[0])
@@ -134,8 +134,8 @@ def test_a_damaged_file_is_told_deleted_and_made_again(read, cache: FeatureCache
     assert not second.skips_vision and torch.equal(second.pixel_values, first.pixel_values)
     assert second.feature_keys == tuple(key if key == first.feature_keys[0] else "" for key in first.feature_keys)
     (note,) = notes
-    assert note.startswith(f"{broken}: what is kept of the ViT's work ")
-    assert note.endswith("It is deleted, and made again.") and not broken.exists()
+    assert note.startswith(f"{broken}: these cached ViT features ")
+    assert note.endswith("It was deleted and will be recomputed.") and not broken.exists()
     keep(cache, second)
     assert read(cache)[0].skips_vision
 
@@ -149,11 +149,11 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert content[:8] == b"MM-ViT 1" and content[8:24].hex() == key and len(content) == 64 + rows.nbytes
     with pytest.raises(UserError, match=r"has 144 bytes, not 128"):
         read_features(str(tmp_path), key, 4, 16)
-    with pytest.raises(UserError, match="cannot be read: No such file"):
+    with pytest.raises(UserError, match="cannot read these cached ViT features: No such file"):
         read_features(str(tmp_path), "f" * 32, 4, 16)
 
 
-def test_everything_that_changes_a_pictures_pixels_is_in_its_key(write_dataset, model_config, pictures: Path) -> None:
+def test_every_setting_that_changes_pixels_changes_the_key(write_dataset, model_config, pictures: Path) -> None:
     path = str(pictures / "one.png")
 
     def facts(*bounds: int | None, **changes) -> str:
@@ -170,8 +170,8 @@ def test_everything_that_changes_a_pictures_pixels_is_in_its_key(write_dataset, 
     assert len(set(found)) == len(found)
 
 
-def test_every_field_that_makes_pixels_is_in_a_plans_key(write_dataset, model_config, pictures: Path) -> None:
-    """Each field of both kinds of plan, changed alone; a picture's path and a video's seconds make no pixels."""
+def test_every_plan_field_that_affects_pixels_changes_the_key(write_dataset, model_config, pictures: Path) -> None:
+    """Each field of both kinds of plan, changed alone; a picture's path and a video's seconds do not affect pixels."""
     clip = write_clip(pictures / "clip.mp4", even(60))
     encoder = SampleEncoder.from_config(write_dataset(), model_config, 4096)
     image, video = encoder.planned(Image(str(pictures / "one.png"))), encoder.planned(Video(str(clip)))
@@ -196,7 +196,7 @@ def test_every_field_that_makes_pixels_is_in_a_plans_key(write_dataset, model_co
     assert pixel_facts(other.planned(Video(str(clip))), other.videos) != pixel_facts(video, encoder.videos)
 
 
-def test_a_picture_in_its_record_is_known_by_its_bytes(write_dataset, model_config, pictures: Path, cache) -> None:
+def test_an_embedded_picture_is_identified_by_its_bytes(write_dataset, model_config, pictures: Path, cache) -> None:
     encoder = SampleEncoder.from_config(write_dataset(), model_config, 4096)
     content = (pictures / "one.png").read_bytes()
     items = Image(str(pictures / "one.png")), Image(Inline("data:image", content)), Image(Inline("x", content + b"."))
@@ -204,7 +204,7 @@ def test_a_picture_in_its_record_is_known_by_its_bytes(write_dataset, model_conf
     assert keys[0] == keys[1] != keys[2]
 
 
-def test_what_skips_the_vit_costs_it_nothing(read, cache: FeatureCache, model_config) -> None:
+def test_microbatches_with_cached_features_cost_the_vit_nothing(read, cache: FeatureCache, model_config) -> None:
     first, _ = read(cache)
     keep(cache, first)
     second, _ = read(cache)

@@ -1,4 +1,4 @@
-"""What the ViT has made reaches the disk whole, once, within bounds; a disk that takes no more stops nothing."""
+"""ViT outputs are written completely, once, within limits; a full disk does not stop the run."""
 
 import resource
 import subprocess
@@ -33,7 +33,7 @@ def test_each_image_is_kept_once_and_none_without_a_key(tmp_path: Path) -> None:
     assert len(list((tmp_path / "new").glob("*/*"))) == 3
 
 
-def test_the_rows_of_an_image_are_its_own(tmp_path: Path) -> None:
+def test_each_image_keeps_its_own_rows(tmp_path: Path) -> None:
     rows = torch.arange(10.0)[:, None].expand(10, 8).contiguous()
     keeper = FeatureKeeper(str(tmp_path), 0, None, 1)
     keeper.keep([MadeFeatures(((KEYS[0], 2), ("", 3), (KEYS[1], 5)), lambda: rows, rows.nbytes)])
@@ -42,8 +42,8 @@ def test_the_rows_of_an_image_are_its_own(tmp_path: Path) -> None:
     assert torch.equal(read_features(str(tmp_path), KEYS[1], 5, 32).view(torch.float32), rows[5:])
 
 
-def test_the_bound_counts_what_is_there_and_who_else_writes(tmp_path: Path, capfd) -> None:
-    """Two write, 4 files are allowed and one is there: this one may write one more."""
+def test_the_limit_counts_existing_files_and_other_writers(tmp_path: Path, capfd) -> None:
+    """Two writers, a limit of 4 files, one of which exists: this writer may add one."""
     keeper = FeatureKeeper(str(tmp_path), 0, None, 1)
     keeper.keep([made(KEYS[0])])
     keeper.close()
@@ -52,8 +52,8 @@ def test_the_bound_counts_what_is_there_and_who_else_writes(tmp_path: Path, capf
     bounded.keep([made(*KEYS), made(KEYS[3])])
     bounded.close()
     assert [path_of(str(tmp_path), key).exists() for key in KEYS] == [True, True, False, False]
-    assert capfd.readouterr().err == (f"warning: rank 3: no more features of the ViT are kept, and training goes on "
-                                      f"without: {tmp_path} holds as much as --vision-feature-cache-gib allows\n")
+    assert capfd.readouterr().err == (f"warning: rank 3: ViT features are no longer kept; training continues "
+                                      f"without: {tmp_path} has reached the limit of --vision-feature-cache-gib\n")
 
 
 FULL_DISK = """
@@ -68,19 +68,19 @@ print("went on")
 """
 
 
-def test_a_disk_that_takes_no_more_is_told_once_and_leaves_nothing_half(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_once_and_leaves_no_partial_file(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], cwd=ROOT, capture_output=True, text=True,
                           timeout=200, check=True)
     assert done.stdout == "went on\n"
     told = [line for line in done.stderr.splitlines() if line.startswith("warning")]
-    assert told == [f"warning: rank 2: no more features of the ViT are kept, and training goes on without: "
+    assert told == [f"warning: rank 2: ViT features are no longer kept; training continues without: "
                     f"{tmp_path}: File too large"]
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 100
 
 
-def test_a_slow_disk_makes_no_queue_without_end(tmp_path: Path, monkeypatch, capfd) -> None:
-    """The first step's are taken whole, the second's not while the disk is busy with them."""
+def test_a_slow_disk_does_not_grow_the_queue_without_limit(tmp_path: Path, monkeypatch, capfd) -> None:
+    """All features of the first step are kept, none of the second while the disk is busy."""
     monkeypatch.setattr(module, "MAX_WAITING_BYTES", 2 * 128)
     keeper, is_fast, rows = FeatureKeeper(str(tmp_path), 0, None, 1), Event(), torch.ones(12, 8)
 
@@ -96,7 +96,7 @@ def test_a_slow_disk_makes_no_queue_without_end(tmp_path: Path, monkeypatch, cap
     assert "is slower than the ViT: some features are not kept" in capfd.readouterr().err
 
 
-def test_a_bug_surfaces_in_the_thread_that_trains(tmp_path: Path) -> None:
+def test_a_bug_is_raised_in_the_training_thread(tmp_path: Path) -> None:
     def fail() -> torch.Tensor:
         raise IndexError("a bug")
 

@@ -21,7 +21,7 @@ from tests.data.oracle import photo
 
 @pytest.fixture
 def make_loader(write_dataset, model_config):
-    """Builds loaders with defaults for what a test does not speak of, and closes them."""
+    """Builds loaders with defaults, and closes them."""
     loaders, usual = [], write_dataset()
 
     def make(records=None, **changes):
@@ -81,7 +81,7 @@ def test_steps_hold_the_samplers_samples(make_loader, write_dataset, model_confi
             for step in range(3) for microbatch in range(2)]
 
 
-def test_resume_goes_on_where_the_run_stopped(make_loader):
+def test_resume_continues_where_the_run_stopped(make_loader):
     loader = make_loader()
     before = take(loader, 2)
     after = take(loader, 2)
@@ -89,7 +89,7 @@ def test_resume_goes_on_where_the_run_stopped(make_loader):
     assert not torch.equal(before[0][0].token_ids, after[0][0].token_ids)
 
 
-def test_workers_change_nothing_beside_threads_and_torch_distributed(make_loader, one_rank):
+def test_workers_are_safe_with_threads_and_torch_distributed(make_loader, one_rank):
     expected = take(make_loader(), 4)
     lock, stop = threading.Lock(), threading.Event()
 
@@ -119,12 +119,12 @@ def assert_end(pids):
     assert not any(map(psutil.pid_exists, pids))
 
 
-def test_workers_leave_the_trainers_random_numbers_alone_and_end_on_close(make_loader):
+def test_workers_keep_the_trainers_random_state_and_end_on_close(make_loader):
     random_state = torch.get_rng_state()
     loader = make_loader(num_workers=2)
     next(loader)
     assert torch.equal(torch.get_rng_state(), random_state)
-    pids = [worker.pid for worker in loader._microbatches._made._workers]
+    pids = [worker.pid for worker in loader._microbatches._results._workers]
     assert len(pids) == 2 and all(map(psutil.pid_exists, pids))
     loader.close()
     assert_end(pids)
@@ -135,7 +135,7 @@ def test_workers_leave_the_trainers_random_numbers_alone_and_end_on_close(make_l
 def start_and_die(dataset, encoder, pids):
     loader = StepLoader(dataset, encoder, ([[index % len(dataset)]] for index in count()), num_workers=2)
     next(loader)
-    pids.send([worker.pid for worker in loader._microbatches._made._workers])
+    pids.send([worker.pid for worker in loader._microbatches._results._workers])
     pids.close()
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -155,7 +155,7 @@ def test_workers_end_with_a_trainer_that_is_killed(write_dataset, model_config):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_an_unusable_sample_surfaces_as_a_plain_sentence(make_loader, tmp_path, num_workers):
+def test_an_unusable_sample_is_raised_as_a_user_error(make_loader, tmp_path, num_workers):
     path = tmp_path / "short.png"
     photo(300, 300).save(path)
     path.write_bytes(path.read_bytes()[:3000])
@@ -171,7 +171,7 @@ def test_an_unusable_sample_surfaces_as_a_plain_sentence(make_loader, tmp_path, 
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_defect_surfaces_with_the_sample(make_loader, write_dataset, model_config, num_workers):
+def test_a_bug_is_raised_with_the_sample(make_loader, write_dataset, model_config, num_workers):
     encoder = SampleEncoder.from_config(write_dataset(), model_config, 4096)
     broken = replace(encoder, images=None)
     loader = make_loader(encoder=broken, shuffle=False, num_workers=num_workers)

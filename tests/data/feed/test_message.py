@@ -1,4 +1,4 @@
-"""A step as one vector: every number comes back, problems stand in the place of microbatches, and heads add up."""
+"""A step as one vector: every number round-trips, problems replace microbatches, and heads add up."""
 
 from dataclasses import replace
 
@@ -18,8 +18,8 @@ def head_of(microbatches: list[Microbatch], num_failed: int = 0, num_bad: int = 
 
 
 @pytest.mark.parametrize("number", range(len(STEPS)))
-def test_all_but_the_media_comes_back(number: int) -> None:
-    """Token ids, grids, bits of normalisations and keys of features, of steps of every kind."""
+def test_everything_except_media_round_trips(number: int) -> None:
+    """Token ids, grids, normalisation bits and feature keys, for all kinds of steps."""
     for dp_rank in range(2):
         step = batches(dp_rank)[number]
         head = head_of(step, num_bad=3)
@@ -29,13 +29,13 @@ def test_all_but_the_media_comes_back(number: int) -> None:
             fingerprint(replace(one, pixel_values=None, features=None)) for one in step]
 
 
-def test_problems_come_in_the_place_of_microbatches() -> None:
+def test_problems_replace_microbatches() -> None:
     told = ("a.jsonl:3: no record", "b.json: 猫 \ud800")
     head = head_of([], num_failed=1)
     assert from_message(to_message(head, told, batches(0)[0])) == (head, list(told), [])
 
 
-def test_the_sum_of_the_owners_heads_is_that_of_all() -> None:
+def test_heads_of_owners_add_up() -> None:
     replicas = [batches(dp_rank)[0] for dp_rank in range(2)]
     heads = [head_of(one, num_bad=1 + rank) for rank, one in enumerate(replicas)]
     summed = Head.of(torch.stack([one.numbers() for one in heads]).sum(0))

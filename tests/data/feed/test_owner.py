@@ -1,5 +1,5 @@
-"""Each rank of a replica receives exactly its owner's steps, pixels only where they are embedded, and what was kept of
-the ViT's work only where the projector is."""
+"""Each rank of a replica receives exactly its owner's steps, with pixels only where they are embedded and cached ViT
+outputs only on ranks with the projector."""
 
 import json
 import math
@@ -30,14 +30,14 @@ RANKS = range(4)
 
 @pytest.fixture(scope="module")
 def received(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    """By rank: what the worker wrote."""
+    """The workers' results by rank."""
     directory = tmp_path_factory.mktemp("owner")
     run_ranks(4, "tests.parallel.owner_worker", str(directory), timeout_seconds=180)
     return [json.loads((directory / f"{rank}.json").read_text()) for rank in RANKS]
 
 
 def expected_totals(layout: Layout, step: int) -> dict[str, int]:
-    """Each count summed over the replicas, one by one."""
+    """Each count summed over the replicas."""
     vision = layout.config.vision
     parts = [vars(BatchTotals.of(batches(dp)[step], vision)) for dp in range(layout.dp)]
     return {name: reduce(operator.add, [part[name] for part in parts]) for name in parts[0]}
@@ -55,7 +55,7 @@ def with_media_of(microbatch: Microbatch, rank: int) -> Microbatch:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_every_rank_has_its_replicas_batches(received: list[dict], layout: Layout) -> None:
+def test_every_rank_gets_its_replicas_batches(received: list[dict], layout: Layout) -> None:
     placement = layout.config.placement()
     for rank in RANKS:
         mine = received[rank][layout.name]
@@ -91,8 +91,8 @@ def test_only_the_owner_reads_and_reads_each_step_once(received: list[dict], lay
         assert mine["num_asked"] == (len(STEPS) if is_first else None)
 
 
-def test_the_ranks_hold_different_places(received: list[dict]) -> None:
-    """So that the tests above have seen every place of every layout."""
+def test_the_ranks_cover_all_places(received: list[dict]) -> None:
+    """So the tests above cover every place of every layout."""
     for layout in LAYOUTS:
         places = {tuple(sorted(received[rank][layout.name]["place"].items())) for rank in RANKS}
         assert len(places) == len(RANKS)
@@ -100,15 +100,15 @@ def test_the_ranks_hold_different_places(received: list[dict]) -> None:
 
 
 def test_the_steps_differ_and_some_have_images_on_one_replica_only() -> None:
-    """So that a swap of steps, microbatches or replicas would show."""
+    """So that swapped steps, microbatches or replicas would be detected."""
     seen = [json.dumps(fingerprint(m)) for dp in (0, 1) for step in batches(dp) for m in step]
     assert len(set(seen)) == len(seen)
     with_images = [[any(m.image_grids for m in batches(dp)[step]) for dp in (0, 1)] for step in range(len(STEPS))]
     assert [True, False] in with_images and [False, True] in with_images and [False, False] in with_images
 
 
-def test_some_have_keys_and_some_have_features() -> None:
-    """Or the tests above would have seen neither."""
+def test_some_steps_have_keys_and_some_have_features() -> None:
+    """So the tests above cover both."""
     keys = [key for dp in (0, 1) for m in batches(dp)[WITH_KEYS] for key in m.feature_keys]
     assert "" in keys and any(len(key) == 32 for key in keys)
     assert all(m.skips_vision for dp in (0, 1) for m in batches(dp)[WITH_FEATURES] if m.image_grids)
@@ -122,8 +122,8 @@ def test_some_have_keys_and_some_have_features() -> None:
         ("broken picture", "AgreedError: rank 1: picture 17 cannot be read"),
     ],
 )
-def test_what_one_owner_cannot_read_is_the_same_error_on_every_rank(received, case: str, expected: str) -> None:
-    """After the steps that were whole; on the ranks of the other replica too."""
+def test_an_unreadable_sample_raises_the_same_error_on_every_rank(received, case: str, expected: str) -> None:
+    """After the complete steps; on the ranks of the other replica too."""
     for rank in RANKS:
         assert received[rank][case]["error"] == expected
         assert len(received[rank][case]["steps"]) == FAILING_STEP
@@ -142,8 +142,8 @@ def test_one_planner_serves_the_owners_of_a_node_and_its_death_is_one_error_on_e
         assert "the process that plans the samples of each step has ended" in problem
 
 
-def test_a_bug_in_a_loader_surfaces_where_it_is(received: list[dict]) -> None:
-    """The owner has its own error at once; the others learn of it when its process ends, and go on with nothing."""
+def test_a_bug_in_a_loader_is_raised_on_its_rank(received: list[dict]) -> None:
+    """The owner raises its own error at once; the others notice the end of its process, and stop."""
     for rank in RANKS:
         mine = received[rank]["bug"]
         assert len(mine["steps"]) == FAILING_STEP

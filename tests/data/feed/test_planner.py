@@ -1,4 +1,4 @@
-"""Steps that another process plans are those of the sampler; each owner gets its own share, and learns of its end."""
+"""Steps planned by another process equal the sampler's; each owner gets its own share, and notices its end."""
 
 import multiprocessing
 import os
@@ -42,14 +42,14 @@ def planned():
 
 
 @given(st.lists(st.lists(st.integers(0, 2**32 - 1)), min_size=1))
-def test_a_step_is_the_same_after_the_way(step: Step) -> None:
+def test_a_step_round_trips(step: Step) -> None:
     assert from_bytes(to_bytes(step)) == step
     assert len(to_bytes(step)) == 4 * (1 + len(step) + sum(map(len, step)))
 
 
 @pytest.mark.parametrize("kind", ["random", "packed evenly", "bucketing"])
-def test_steps_are_the_samplers(run_of, planned, kind) -> None:
-    """Of replicas that ask at their own pace, when a run goes on in the middle of an epoch, and over its end."""
+def test_steps_equal_the_samplers(run_of, planned, kind) -> None:
+    """For replicas at different paces, resuming mid-epoch, and across its end."""
     run = replace(run_of(kind, 3), notes=())
     (first, last), _ = planned(partial(order_of, run, lengths(), 0, 72), (0, 2))
     found = [next(last) for _ in range(7)]
@@ -73,7 +73,7 @@ def evenly(dp_size: int) -> Order:
 
 
 def test_an_owner_is_sent_its_own_share(planned, monkeypatch) -> None:
-    """24 samples in microbatches of 4, whatever the global batch is."""
+    """24 samples in microbatches of 4, independent of the global batch size."""
     received, receive = [], Connection.recv_bytes
 
     def noted(connection, *arguments):
@@ -104,7 +104,7 @@ def failing() -> Order:
     raise UserError("there is no order.")
 
 
-def test_an_order_that_cannot_be_made_is_told(planned) -> None:
+def test_an_order_that_fails_is_reported(planned) -> None:
     owners, _ = planned(failing, (0, 1))
     for one in owners:
         with pytest.raises(UserError, match="there is no order"):

@@ -1,4 +1,4 @@
-"""Bad samples are listed once, over runs too, and too many of them end the run."""
+"""Bad samples are listed once, also over several runs, and too many of them end the run."""
 
 from dataclasses import asdict
 
@@ -24,7 +24,7 @@ def test_each_sample_has_one_row_over_epochs_and_runs(tmp_path) -> None:
     assert json_lines(ledger) == [asdict(one) for one in BAD[:3]]
 
 
-def test_too_many_are_refused_and_listed_all_the_same(tmp_path) -> None:
+def test_too_many_are_refused_but_still_listed(tmp_path) -> None:
     quarantine = Quarantine(20, 0.1, tmp_path / LEDGER)
     quarantine.add(BAD[:2])
     quarantine.add(BAD[:2])
@@ -33,8 +33,8 @@ def test_too_many_are_refused_and_listed_all_the_same(tmp_path) -> None:
     assert len(json_lines(tmp_path / LEDGER)) == 3
 
 
-def test_what_a_killed_run_left_is_read(tmp_path) -> None:
-    """Half a line is cut off; ids may hold any character."""
+def test_the_file_of_a_killed_run_is_read(tmp_path) -> None:
+    """An incomplete line is cut off; ids may contain any character."""
     ledger, odd = tmp_path / LEDGER, BadSample("a.json", 1, 0, "\ud83d \u2028", None, "x")
     Quarantine(100, 0.1, ledger).add([odd, BAD[1]])
     with open(ledger, "a") as stream:
@@ -42,7 +42,7 @@ def test_what_a_killed_run_left_is_read(tmp_path) -> None:
     Quarantine(100, 0.1, ledger).add([odd, BAD[2]])
     assert json_lines(ledger) == [asdict(odd), asdict(BAD[1]), asdict(BAD[2])]
     ledger.write_text("something\n")
-    with pytest.raises(UserError, match=r"quarantine.jsonl: is no list of samples"):
+    with pytest.raises(UserError, match=r"quarantine.jsonl: is not a list of an earlier run's bad samples"):
         Quarantine(100, 0.1, ledger)
 
 

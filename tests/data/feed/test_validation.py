@@ -1,4 +1,4 @@
-"""Who reads what in a validation: each sample once, in the same microbatches whatever ranks there are."""
+"""The samples of a validation: each once, in the same microbatches for any number of ranks."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -55,7 +55,7 @@ def test_chunks_have_a_microbatch_for_each_stage(run_of: Callable[..., Run]) -> 
     assert [len(rank) for rank in step] == [2, 2]
 
 
-def test_fewer_batches_are_drawn_and_the_same_each_time(run_of: Callable[..., Run]) -> None:
+def test_fewer_batches_are_the_same_random_subset_each_time(run_of: Callable[..., Run]) -> None:
     run = with_iters(run_of("random"), 2)
     taken = [one for m in microbatches_of(run, 100) for one in m]
     assert len(taken) == len(set(taken)) == 48 and sorted(taken) == taken != list(range(48))
@@ -66,7 +66,7 @@ def test_fewer_batches_are_drawn_and_the_same_each_time(run_of: Callable[..., Ru
 
 
 class Loader(Iterator[ReadStep]):
-    """Steps without content, that say whose they are."""
+    """Empty steps, labelled by their origin."""
 
     def __init__(self, name: str, num_steps: int) -> None:
         self.name, self.left, self.is_open = name, num_steps, True
@@ -82,7 +82,7 @@ class Loader(Iterator[ReadStep]):
         self.is_open = False
 
 
-def test_validations_stand_between_the_steps_and_are_closed() -> None:
+def test_validations_run_between_steps_and_are_closed() -> None:
     opened: list[Loader] = []
 
     def open_loader() -> Any:

@@ -38,7 +38,7 @@ SEQ_LENGTH = 300
 
 @pytest.fixture
 def opened(tmp_path, hf_directory, model_config):
-    """The samples of a file with this content, which lies beside ``a.png`` (20 visual tokens)."""
+    """The samples of a file with this content, in the folder of ``a.png`` (20 visual tokens)."""
     photo(140, 112).save(tmp_path / "a.png")
 
     def dataset(content, name="data.json", skips_bad=False, seq_length=SEQ_LENGTH, **changes) -> Dataset:
@@ -58,7 +58,7 @@ def lines(*records) -> str:
 @pytest.mark.parametrize("name", ["data.json", "data.jsonl"])
 def test_18_a_file_without_samples(opened, name, content):
     for skips_bad in (False, True):
-        with pytest.raises(UserError, match="holds no sample"):
+        with pytest.raises(UserError, match="has no samples"):
             opened(content, name, skips_bad)
 
 
@@ -66,7 +66,7 @@ def test_18_a_file_without_samples(opened, name, content):
     ("a list.jsonl", json.dumps([GOOD, GOOD], indent=1)), ("lines.json", lines(GOOD, "", GOOD)),
     ("list.txt", json.dumps([GOOD, GOOD])), ("lines", lines(GOOD, GOOD) + "\n\n"),
 ])
-def test_18_what_a_file_holds_is_seen_in_it(opened, name, content):
+def test_18_the_format_is_detected_from_the_content(opened, name, content):
     assert len(opened(content, name)) == 2
 
 
@@ -88,8 +88,8 @@ BAD_RECORDS = {
     "19 a key twice": (lines(GOOD, '{"messages": 1, "messages": 2}', GOOD), 2, "'messages' stands twice"),
     "19 a record nested too deeply": (lines(GOOD, "[" * 200_000 + "]" * 200_000, GOOD), 2, "is nested too deeply"),
     "20 no messages": (lines(GOOD, {"message": []}, GOOD), 2, "has no 'messages'"),
-    "20 null messages": (lines(GOOD, {"messages": None}, GOOD), 2, "expected a list of messages"),
-    "20 messages as a text": (lines(GOOD, {"messages": "Hi"}, GOOD), 2, "expected a list of messages"),
+    "20 null messages": (lines(GOOD, {"messages": None}, GOOD), 2, "expected a non-empty list of messages"),
+    "20 messages as a text": (lines(GOOD, {"messages": "Hi"}, GOOD), 2, "expected a non-empty list of messages"),
     "20 images of another type": (lines(GOOD, record("<image>", "x", images=3), GOOD), 2, "expected a list of paths"),
     "21 too few pictures": (lines(GOOD, record("<image><image>", "x", images=["a.png"]), GOOD), 2,
                             "has 2 <image> in its messages but 1 images"),
@@ -97,24 +97,24 @@ BAD_RECORDS = {
                              "has 1 <image> in its messages but 2 images"),
     "21 a place in an answer": (lines(GOOD, record("Hi", "<image>", images=["a.png"]), GOOD), 2,
                                 "has 0 <image> in its messages but 1 images"),
-    "22 two questions": (lines(GOOD, {"messages": GOOD["messages"][:1] * 2}, GOOD), 2, "turn 1 is of 'user'"),
-    "22 ends with a question": (lines(GOOD, record("a", "b", "c"), GOOD), 2, "ends without a turn of 'assistant'"),
+    "22 two questions": (lines(GOOD, {"messages": GOOD["messages"][:1] * 2}, GOOD), 2, "turn 1 is by 'user'"),
+    "22 ends with a question": (lines(GOOD, record("a", "b", "c"), GOOD), 2, "does not end with a turn by 'assistant'"),
     "22 unknown role": (lines(GOOD, {"messages": [{"role": "usr", "content": "a"}]}, GOOD), 2, "unknown role 'usr'"),
     "22 empty": (lines(GOOD, record("a", "  "), GOOD), 2, "has an empty message 1"),
     "30 200 pictures": (lines(GOOD, record("<image>" * 200, "x", images=["a.png"] * 200), GOOD), 2,
-                        "its 200 images and videos alone take 4000 tokens, more than --seq-length 300"),
-    "31 a missing picture": (lines(GOOD, record("<image>", "x", images=["no.png"]), GOOD), 2, "is no regular file"),
+                        "its 200 images and videos alone take 4000 tokens, which exceeds --seq-length 300"),
+    "31 a missing picture": (lines(GOOD, record("<image>", "x", images=["no.png"]), GOOD), 2, "is not a regular file"),
     "41 http": (lines(GOOD, record("<image>", "x", images=["https://x/a.png"]), GOOD), 2, "is not a local path"),
     "41 broken base64": (lines(GOOD, record("<image>", "x", images=["data:image/png;base64,AA"]), GOOD), 2,
-                         "'data:image/png;base64,AA...' holds broken base64"),
+                         "'data:image/png;base64,AA...' contains broken base64"),
     "41 data of another type": (lines(GOOD, record("<image>", "x", images=["data:text/html;base64,AAAA"]), GOOD), 2,
-                                "'data:text/html;base64,AAAA...' is no data:image/png"),
+                                "'data:text/html;base64,AAAA...' is not a data:image/png"),
     "41 data that is no picture": (lines(GOOD, record("<image>", "x", images=["data:image/png;base64,AAAA"]), GOOD), 2,
-                                   "data:image/png;base64,AAAA...: is no picture"),
+                                   "data:image/png;base64,AAAA...: is not an image"),
     "41 too large a picture": (lines(GOOD, record("<image>", "x", images=["data:image/png;base64," + "A" * 23_000_000]),
-                                     GOOD), 2, "has 17,250,000 bytes, more than the 16,777,216"),
+                                     GOOD), 2, "has 17,250,000 bytes, above the limit of 16,777,216"),
     "41 a video": (lines(GOOD, record("<video>", "x", videos=["data:video/mp4;base64,AAAA"]), GOOD), 2,
-                   "only pictures may stand in a record"),
+                   "only images may be embedded in a record"),
     "41 s3": (lines(GOOD, record("<image>", "x", images=["s3://b/a.png"]), GOOD), 2, "download it"),
 }
 
@@ -129,29 +129,29 @@ def test_one_bad_record(opened, tmp_path, name):
         assert problem.startswith(f"{tmp_path}/data.json:{line}:") and "--bad-sample skip" in problem
         dataset = opened(content, skips_bad=True)
         assert len(dataset) == 2 and all(dataset[number].turns[1].text == "Hello" for number in range(2))
-        (skipped,) = (one.told() for one in dataset.skipped)
+        (skipped,) = (one.message() for one in dataset.skipped)
         assert skipped.startswith(f"{tmp_path}/data.json:{line}:") and "--bad-sample" not in skipped
         assert dataset.skipped[0].reason[0] != ":", "the place is told once"
         assert len(json.dumps(asdict(dataset.skipped[0]))) < 1000  # so small is a row of the ledger
 
 
 @pytest.mark.parametrize("images", ["a.png", ["a.png"]])
-def test_20_one_path_is_a_list_and_null_is_none(opened, tmp_path, images):
+def test_20_a_single_path_is_a_list_and_null_is_empty(opened, tmp_path, images):
     dataset = opened(lines(record("<image>", "x", images=images), record("a", "b", images=None)))
     assert [sample.media for sample in (dataset[0], dataset[1])] == [(Image(f"{tmp_path}/a.png"),), ()]
 
 
-def test_23_nothing_left_to_learn(opened):
-    """The question is so much longer that in proportion nothing of the answer is left."""
+def test_23_no_target_left(opened):
+    """The question is so long that proportional truncation leaves nothing of the answer."""
     content = lines(GOOD, record("word " * 400, "x x x x x x"))
     assert len(opened(content)) == 2
-    with pytest.raises(UserError, match=r"data.json:2: record 1 .* no token of its answers is left to learn"):
+    with pytest.raises(UserError, match=r"data.json:2: record 1 .* none of its answer tokens remain"):
         opened(content, seq_length=8)
     assert len(opened(content, seq_length=8, skips_bad=True)) == 1
 
 
-def test_24_a_long_sample_is_cut_beside_its_picture(opened):
-    """As it was: never within it."""
+def test_24_a_long_sample_is_truncated_next_to_its_picture(opened):
+    """Never inside it."""
     dataset = opened(lines(record("<image>" + "word " * 400, "x " * 400, images=["a.png"])))
     lengths = dataset.lengths
     assert (lengths.num_tokens[0], lengths.num_media[0], lengths.num_patches[0]) == (SEQ_LENGTH, 1, 80)
@@ -161,7 +161,7 @@ def test_24_a_long_sample_is_cut_beside_its_picture(opened):
 
 
 def test_24_with_packing_it_loses_whole_turns_and_both_are_counted(opened, tmp_path):
-    """One loses its last two turns and their picture, one is left out under either policy, and the run says so."""
+    """One loses its last two turns with their picture, one is left out; both are reported."""
     several = record("word " * 60, "short", "<image>" + "word " * 80, "x", "c", "d", images="a.png", id="several")
     alone = record("<image>" * 200, "x", images=["a.png"] * 200, id=7)
     content = lines(GOOD, several, alone, GOOD)
@@ -173,10 +173,11 @@ def test_24_with_packing_it_loses_whole_turns_and_both_are_counted(opened, tmp_p
         assert dataset.lengths.num_media.tolist() == [0, 0, 0] and dataset.lengths.num_tokens[1] <= SEQ_LENGTH
         too_long, shortened = dataset.notes
         assert re.fullmatch(
-            r"1 sample is left out, because not one question and answer of it fits --seq-length 300: raise it to "
+            r"1 sample is left out, because not even one question and answer of it fit in --seq-length 300: raise it "
+            r"to "
             rf"4\d\d\d, .* or shorten it.  It is {tmp_path}/data.json: record 2 \(id 7\)", too_long)
         assert re.fullmatch(
-            r"1 of 3 samples are longer than --seq-length 300 and lose 2 whole turns, \d+ tokens in all; the longest "
+            r"1 of 3 samples are longer than --seq-length 300 and lose 2 whole turns, \d+ tokens in total; the longest "
             rf"has \d+: raise --seq-length to keep more.  It is {tmp_path}/data.json: record 1 \(id 'several'\)",
             shortened)
     with pytest.raises(UserError, match=r"200 images and videos alone take 4000 tokens"):  # as without packing
@@ -188,8 +189,8 @@ def test_24_with_packing_it_loses_whole_turns_and_both_are_counted(opened, tmp_p
 @pytest.mark.parametrize("form", ["column", "OpenAI", "Parquet"])
 @pytest.mark.parametrize("backend", ["pillow", "torch"])
 @pytest.mark.parametrize("suffix", ["png", "jpg"])
-def test_41_a_picture_in_the_record_is_that_of_a_file(opened, tmp_path, model_config, form, backend, suffix):
-    """Grid by its header, patches bit for bit."""
+def test_41_an_embedded_picture_equals_one_in_a_file(opened, tmp_path, model_config, form, backend, suffix):
+    """The grid from its header, and the patches bit for bit."""
     path = tmp_path / f"b.{suffix}"
     photo(150, 97, seed=4).save(path)
     address = f"data:image/{suffix};base64,{base64.b64encode(path.read_bytes()).decode()}"
@@ -218,12 +219,12 @@ def test_25_control_tokens_in_texts_are_text(opened, model_config):
     assert dataset.lengths.num_media[0] == 1 and dataset.lengths.num_patches[0] == 80
     (note,) = dataset.notes
     assert dataset.column("num_control_words").tolist() == [3]
-    assert note.startswith("1 of 1 samples have 3 words in their texts that look like control tokens") and (
+    assert note.startswith("1 of 1 samples contain 3 words that look like control tokens") and (
         note.endswith(f"these are read as plain text.  It is {dataset[0].source}"))
 
 
 def test_42_damaged_videos_are_listed_once_each_and_the_others_are_trained_on(opened, tmp_path, model_config):
-    """One is an MP4 file that was not finished, which the check finds; of the other only decoding shows it."""
+    """One is an unfinished MP4 file, which the check finds; the other is only found by decoding."""
     for name in ("good", "unfinished", "damaged"):
         write_clip(tmp_path / f"{name}.mp4", even(60), size=(160, 128), gop=1)
     whole = (tmp_path / "unfinished.mp4").read_bytes()
@@ -261,11 +262,11 @@ def test_27_the_same_record_many_times_and_one_alone(opened):
     assert len(opened(lines(GOOD))) == 1
 
 
-def test_28_an_edited_file_is_other_data(opened, tmp_path):
+def test_28_an_edited_file_counts_as_changed_data(opened, tmp_path):
     first = opened(lines(GOOD, GOOD))
     second = opened(lines(GOOD, record("Hi", "HELLO")))
     assert list(changed(first.contents(), second.contents())) == [
-        f"{tmp_path}/data.json holds something else (2 samples then, 2 now)"]
+        f"{tmp_path}/data.json has changed (2 samples then, 2 now)"]
     with pytest.raises(UserError, match="was changed after this run had checked it"):
         first[0]
     assert second[1].turns[1].text == "HELLO"
@@ -276,7 +277,7 @@ def test_28_an_edited_file_is_other_data(opened, tmp_path):
     ('[{"bbox_2d": [1, 2, 3, 400.5], "label": "cat"}]', True), ('{"point_2d": [1, 2]}', False),
     ("It costs 900.", False),
 ])
-def test_29_places_beyond_the_picture_are_noted(opened, answer, is_outside):
+def test_29_coordinates_outside_the_picture_are_noted(opened, answer, is_outside):
     notes = opened(lines(GOOD, record("<image>", answer, images=["a.png"]))).notes
-    told = "data.json: record 1, name places"
+    told = "data.json: record 1, contain box or point coordinates"
     assert [("1 samples, the first is " in note and told in note) for note in notes] == [True] * is_outside

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its data, and what is said when they are other ones."""
+"""What a checkpoint records about its data, and how changes are reported."""
 
 import json
 from dataclasses import replace
@@ -17,12 +17,13 @@ ORDER = "shuffled by --seed 3"
 CHANGES = {
     "nothing": ((A, B), (A, B), []),
     "another name": ((A, B), (replace(A, dataset="moved/a.json"), B), []),
-    "order": ((A, B), (B, A), ["the datasets stood in the order a.json, b.json, and now in b.json, a.json"]),
+    "order": ((A, B), (B, A),
+              ["the datasets were in the order a.json, b.json, and are now in the order b.json, a.json"]),
     "content": ((A, B), (A, replace(B, file_sha256="x", num_samples=11)),
-                ["b.json holds something else (10 samples then, 11 now)"]),
+                ["b.json has changed (10 samples then, 11 now)"]),
     "rate": ((A, B), (replace(A, num_samples=5, samples_sha256="x"), B),
-             ["other samples of a.json are taken (10 then, 5 now), by a rate (%), max_samples, val_rate, --seed or "
-              "--seq-length, or because samples were mended"]),
+             ["other samples of a.json are used (10 then, 5 now), because of a rate (%), max_samples, val_rate, "
+              "--seed, --seq-length, or repaired samples"]),
     "one more": ((A,), (A, B), ["b.json with 10 samples is new"]),
     "one less": ((A, B), (B,), ["a.json with 10 samples is missing"]),
     "once less": ((A, A, B), (A, B), ["a.json with 10 samples is missing"]),
@@ -37,30 +38,30 @@ def test_each_change_is_named(name):
     assert list(changed(then, now)) == expected
 
 
-def test_other_data_are_refused_or_begin_anew():
-    """The same go on where they were, whatever is allowed; so a job that is started again goes on."""
+def test_changed_data_are_refused_or_start_at_the_first_sample():
+    """Unchanged data continue in either case, so a restarted job continues."""
     before = TrainedOn((A, B), began_at=40)
     assert TrainedOn.from_json(json.loads(json.dumps(before.to_json()))) == before
     for allowed in (False, True):
         assert before.followed_by((A, B), ORDER, 100, allowed) == replace(before, order=ORDER)  # did not say
-    with pytest.raises(UserError, match=r"not those of the checkpoint: b.json .* missing; c.json .* is new.  So the "
-                                        r"order .* --allow-new-data, .*; or --finetune"):
+    with pytest.raises(UserError, match=r"the data differ from those of the checkpoint: b.json .*; c.json .* new"
+                                        r".*  This changes the order .* --allow-new-data, .*; or --finetune"):
         before.followed_by((A, C), ORDER, 100, False)
     after = before.followed_by((A, C), ORDER, 100, True)
     assert after == TrainedOn((A, C), 100, ORDER) and after.followed_by((A, C), ORDER, 160, True) == after
 
 
-def test_another_order_is_refused_or_begins_anew():
+def test_a_changed_order_is_refused_or_starts_at_the_first_sample():
     before = TrainedOn((A, B), 40, ORDER)
     other = "shuffled by --seed 5"
-    with pytest.raises(UserError, match=r"the samples were shuffled by --seed 3, and are shuffled by --seed 5 now.  So "
-                                        r".* give the same data and --seed; or add --allow-new-data"):
+    with pytest.raises(UserError, match=r"the samples were shuffled by --seed 3, and are now shuffled by --seed 5.  "
+                                        r"This .* give the same data and --seed; or add --allow-new-data"):
         before.followed_by((A, B), other, 100, False)
     assert before.followed_by((A, B), other, 100, True) == TrainedOn((A, B), 100, other)
 
 
 def test_contents_of_a_dataset(write_dataset, model_config, tmp_path):
-    """They depend on what is in the files and on which samples are taken; not on their names or on other settings."""
+    """Depends on the content of the files and the selected samples, not on file names or other settings."""
     records = [{"messages": [("user", f"{number}"), ("assistant", "x")]} for number in range(20)]
     data = write_dataset(records, cache_dir=str(tmp_path / "cache"))
     (path,) = data.dataset

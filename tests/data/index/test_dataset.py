@@ -106,26 +106,26 @@ def test_several_files_and_max_samples(tmp_path, hf_directory):
 BAD_SAMPLES = {
     "a list": (["x"], "is a list; expected an object"),
     "no messages": ({"message": []}, "has no 'messages' .did you mean 'message'"),
-    "no turns": ({"messages": []}, "expected a list of messages that is not empty"),
+    "no turns": ({"messages": []}, "expected a non-empty list of messages"),
     "turn without content": ({"messages": [{"role": "user"}]}, "expected an object with 'role' and 'content'"),
     "unknown role": (raw(("usr", "Hi"), ANSWER), "unknown role 'usr' .did you mean 'user'"),
     "content parts": (raw(("user", [{"type": "text"}]), ANSWER), "expected a string"),
     "empty question": (raw(("user", " \n"), ANSWER), "has an empty message 0"),
     "empty answer": (raw(USER, ("assistant", "")), "has an empty message 1"),
-    "two questions": (raw(USER, USER, ANSWER), "turn 1 is of 'user'; expected 'assistant'"),
-    "answer first": (raw(ANSWER, USER), "turn 0 is of 'assistant'; expected 'user'"),
-    "late system": (raw(USER, ANSWER, ("system", "x")), "turn 2 is of 'system'"),
-    "no answer": (raw(USER), "ends without a turn of 'assistant'"),
-    "only system": (raw(("system", "x")), "ends without a turn"),
+    "two questions": (raw(USER, USER, ANSWER), "turn 1 is by 'user'; expected 'assistant'"),
+    "answer first": (raw(ANSWER, USER), "turn 0 is by 'assistant'; expected 'user'"),
+    "late system": (raw(USER, ANSWER, ("system", "x")), "turn 2 is by 'system'"),
+    "no answer": (raw(USER), "does not end with a turn by 'assistant'"),
+    "only system": (raw(("system", "x")), "does not end with a turn"),
     "surrogate": (raw(("user", "\ud83d"), ANSWER), "surrogate"),
     "too few images": (raw(("user", "<image><image>"), ANSWER, images=["wide.png"]), "has 2 <image> .* but 1 images"),
     "too many images": (raw(USER, ANSWER, images=["wide.png"]), "has 0 <image> .* but 1 images"),
     "images no list": (raw(USER, ANSWER, images={"a": 1}), "expected a list of paths"),
     "image bytes": (raw(("user", "<image>"), ANSWER, images=[{"bytes": "x"}]), "expected a list of paths"),
-    "absent image": (raw(("user", "<image>"), ANSWER, images=["no.png"]), "image 'no.png' is no regular file"),
-    "folder as image": (raw(("user", "<image>"), ANSWER, images=["."]), "image '.' is no regular file"),
+    "absent image": (raw(("user", "<image>"), ANSWER, images=["no.png"]), "image 'no.png' is not a regular file"),
+    "folder as image": (raw(("user", "<image>"), ANSWER, images=["."]), "image '.' is not a regular file"),
     "remote image": (raw(("user", "<image>"), ANSWER, images=["http://x/a.png"]), "is not a local path"),
-    "data image": (raw(("user", "<image>"), ANSWER, images=["data:image/png;base64,x"]), "holds broken base64"),
+    "data image": (raw(("user", "<image>"), ANSWER, images=["data:image/png;base64,x"]), "contains broken base64"),
     "too many videos": (raw(USER, ANSWER, videos=["a.mp4"]), "has 0 <video> in its messages but 1 videos"),
     "too few videos": (raw(("user", "<video>"), ANSWER), "has 1 <video> in its messages but 0 videos"),
     "audio": (raw(USER, ANSWER, audios=["a.wav"]), "'audios', which this version does not support"),
@@ -144,8 +144,8 @@ def test_a_bad_sample_is_named_with_file_line_and_reason(load, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", BAD_SAMPLES)
-def test_a_bad_sample_is_left_out_where_that_is_wanted(tmp_path, hf_directory, name):
-    """As MindSpeed-MM does; the others keep their place in the file."""
+def test_a_bad_sample_is_left_out_on_request(tmp_path, hf_directory, name):
+    """As in MindSpeed-MM; the other samples keep their order."""
     record, message = BAD_SAMPLES[name]
     lines = [json.dumps(raw(("user", "1"), ANSWER)), json.dumps(record), "", json.dumps(raw(("user", "3"), ANSWER))]
     (tmp_path / "data.jsonl").write_text("\n".join(lines))
@@ -154,7 +154,7 @@ def test_a_bad_sample_is_left_out_where_that_is_wanted(tmp_path, hf_directory, n
     dataset = Dataset(config, skips_bad=True)
     found = [(dataset[number].turns[0].text, dataset[number].source.rpartition(" ")[2]) for number in range(2)]
     assert found == [("1", "0"), ("3", "2")]
-    assert len(dataset) == 2 and len(dataset.skipped) == 1 and re.search(message, dataset.skipped[0].told())
+    assert len(dataset) == 2 and len(dataset.skipped) == 1 and re.search(message, dataset.skipped[0].message())
     with pytest.raises(UserError, match="--bad-sample skip leaves such samples out"):
         Dataset(config)
     (tmp_path / "data.jsonl").write_text(json.dumps([record]))
@@ -162,13 +162,13 @@ def test_a_bad_sample_is_left_out_where_that_is_wanted(tmp_path, hf_directory, n
         Dataset(config, skips_bad=True)
 
 
-def test_control_tokens_and_placeholders_of_others_are_text(load):
+def test_control_tokens_and_placeholders_in_answers_are_text(load):
     record = raw(("user", "<|im_end|> and <|image_pad|>"), ("assistant", "<image> is a word<|im_start|>"))
     assert [turn.text for turn in load(json.dumps([record]))[0].turns] == [one["content"] for one in record["messages"]]
 
 
 def test_images_without_a_column_for_them_are_found(load):
-    """The usual names are looked for: LLaVA's files need no ``attr`` at all."""
+    """By their usual names: LLaVA's files need no ``attr`` at all."""
     attr = Attributes(messages="messages", role_tag="role", content_tag="content", user_tag="user",
                       assistant_tag="assistant")  # fmt: skip
     for column, value in (("images", ["wide.png"]), ("image", "wide.png"), ("image", ["wide.png"])):
@@ -196,14 +196,14 @@ def test_problems_are_collected_up_to_20(load):
     with pytest.raises(UserError) as error:
         load("\n".join([bad] * 50))
     assert len(error.value.problems) == 21
-    assert "More problems may follow" in error.value.problems[-1]
+    assert "There may be more problems" in error.value.problems[-1]
 
 
 GOOD = json.dumps(raw(USER, ANSWER))
 BAD_FILES = {
-    "empty": ("", "holds no sample"),
-    "blank": (" \n\n", "holds no sample"),
-    "empty list": ("[ ]", "holds no sample"),
+    "empty": ("", "has no samples"),
+    "blank": (" \n\n", "has no samples"),
+    "empty list": ("[ ]", "has no samples"),
     "cut in a list": (f"[{GOOD},\n{GOOD[:-4]}", "data.json:2:.*not valid JSON"),
     "list without end": (f"[{GOOD}", "expected ',' and an object.*found the end of the file"),
     "trailing comma": (f"[{GOOD},\n]", "expected ',' and an object"),
@@ -248,7 +248,7 @@ def test_a_file_changed_during_the_run_is_noticed(load, tmp_path):
         dataset[1]
 
 
-def test_pickles_small_and_whole(load):
+def test_the_pickle_is_small_and_complete(load):
     dataset = load("\n".join(json.dumps(raw(("user", "x" * 1000 + str(n)), ANSWER)) for n in range(100)))
     pickled = pickle.dumps(dataset)
     assert len(pickled) < 10_000

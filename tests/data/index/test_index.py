@@ -1,4 +1,4 @@
-"""The index: its numbers are the encoder's, and it is made once for each content and setting."""
+"""The index: its lengths equal the encoder's, and it is created once per content and setting."""
 
 import json
 import multiprocessing
@@ -24,7 +24,7 @@ from tests.data.oracle import RECORDS, data_config, photo
 
 @pytest.fixture
 def made(monkeypatch):
-    """The files that were checked whole, in order."""
+    """The files that were fully checked, in order."""
     found, make = [], indexed.make_index
 
     def counted(checker, *arguments):
@@ -37,7 +37,7 @@ def made(monkeypatch):
 
 @pytest.fixture
 def cached(write_dataset, tmp_path):
-    """``write_dataset`` with a cache of its own."""
+    """``write_dataset`` with its own cache folder."""
     return lambda *records, **changes: write_dataset(*records, **{"cache_dir": str(tmp_path / "cache"), **changes})
 
 
@@ -45,7 +45,7 @@ def cached(write_dataset, tmp_path):
                                      {"image_resize": "llamafactory"}, {"image_max_pixels": 60_000},
                                      {"packing": True}, {"truncation": "turns", "mask_history": True}])
 @pytest.mark.parametrize("seq_length", [4096, 90, 60, 45])
-def test_the_numbers_are_the_encoders(cached, model_config, seq_length, changes):
+def test_the_lengths_equal_the_encoders(cached, model_config, seq_length, changes):
     data = cached([*RECORDS, {"messages": [("system", "a"), ("user", "b"), ("assistant", "c")]}], **changes)
     gauge = Gauge.from_config(data, model_config, seq_length)
     dataset = Dataset(data, skips_bad=True, gauge=gauge)
@@ -66,8 +66,8 @@ def test_the_numbers_are_the_encoders(cached, model_config, seq_length, changes)
     assert [str(values.dtype) for values in vars(dataset.lengths).values()] == ["int32"] * 4 + ["int64"] * 2
 
 
-def test_the_numbers_of_a_video_are_the_encoders(cached, model_config, tmp_path):
-    """2.5 seconds at 2 frames a second, beside a picture and behind a plain text."""
+def test_the_lengths_of_a_video_equal_the_encoders(cached, model_config, tmp_path):
+    """2.5 seconds at 2 frames per second, next to a picture and after plain text."""
     write_clip(tmp_path / "clip.mp4", even(75))
     shown = {"messages": [("user", "<video> or <image>?"), ("assistant", "A bar.")], "images": ["wide.png"],
              "videos": [str(tmp_path / "clip.mp4")]}
@@ -88,20 +88,20 @@ def test_the_numbers_of_a_video_are_the_encoders(cached, model_config, tmp_path)
         assert dataset.column("num_frames").tolist() == [0, 2 * pairs] == [0, 4]
 
 
-def test_many_records_in_processes_are_those_of_one(cached, model_config, monkeypatch, tmp_path):
+def test_several_processes_give_the_same_index_as_one(cached, model_config, monkeypatch, tmp_path):
     data = cached([*RECORDS, {"messages": [("user", "no answer")]}] * 120, preprocessing_num_workers=1)
     monkeypatch.setattr("mm.data.read.spans.BLOCK_BYTES", 4096)
     gauge = Gauge.from_config(data, model_config, 4096)
     alone = Dataset(data, True, gauge)
     together = Dataset(replace(data, preprocessing_num_workers=2, overwrite_cache=True), True, gauge)
     assert len(alone) == len(together) == 120 * len(RECORDS) and together.skipped == alone.skipped
-    assert len(alone.skipped) == 120 and alone.skipped[-1].told().startswith(f"{tmp_path}/data.json:")
+    assert len(alone.skipped) == 120 and alone.skipped[-1].message().startswith(f"{tmp_path}/data.json:")
     for name, values in vars(alone.lengths).items():
         assert (values == vars(together.lengths)[name]).all()
     assert together[500] == alone[500]
 
 
-def test_the_second_start_finds_the_first_ones(cached, model_config, made):
+def test_the_second_start_uses_the_index_of_the_first(cached, model_config, made):
     data = cached()
     gauge = Gauge.from_config(data, model_config, 4096)
     first = Dataset(data, gauge=gauge)
@@ -113,7 +113,7 @@ def test_the_second_start_finds_the_first_ones(cached, model_config, made):
     assert len(made) == 2
 
 
-def test_what_the_numbers_depend_on_makes_a_new_index(cached, model_config, made, tmp_path, hf_directory):
+def test_changed_inputs_create_a_new_index(cached, model_config, made, tmp_path, hf_directory):
     data = cached()
 
     def opened(data, seq_length=4096, model=model_config):
@@ -153,15 +153,15 @@ def test_the_same_bytes_under_another_name_are_not_checked_again(cached, model_c
     (tmp_path / "moved.json").write_bytes(Path(data.dataset[0]).read_bytes())
     moved = Dataset(replace(data, dataset=(str(tmp_path / "moved.json"),)), True, gauge)
     assert made == ["data.json"]
-    assert moved.skipped[0].told().startswith(f"{tmp_path}/moved.json:")
+    assert moved.skipped[0].message().startswith(f"{tmp_path}/moved.json:")
     assert moved[0].source == f"{tmp_path}/moved.json: record 0"
 
 
-def test_mended_pictures_are_found(cached, model_config, made, tmp_path):
+def test_repaired_pictures_are_found(cached, model_config, made, tmp_path):
     data = cached([*RECORDS, {"messages": [("user", "<image>"), ("assistant", "x")], "images": [f"{tmp_path}/a.png"]}])
     gauge = Gauge.from_config(data, model_config, 4096)
     for _ in range(2):
-        with pytest.raises(UserError, match=r"record 5 .*a.png' is no regular file"):
+        with pytest.raises(UserError, match=r"record 5 .*a.png' is not a regular file"):
             Dataset(data, gauge=gauge)
         assert len(Dataset(data, True, gauge)) == len(RECORDS)
     assert len(made) == 1
@@ -170,7 +170,7 @@ def test_mended_pictures_are_found(cached, model_config, made, tmp_path):
     assert len(made) == 2
 
 
-def test_bad_records_without_media_are_not_looked_at_again(cached, model_config, tmp_path, monkeypatch):
+def test_bad_records_without_media_are_not_checked_again(cached, model_config, tmp_path, monkeypatch):
     picture = {"messages": [("user", "<image>"), ("assistant", "x")], "images": [f"{tmp_path}/a.png"]}
     data = cached([*RECORDS, picture, {"messages": [("user", ""), ("assistant", "x")]}])
     gauge = Gauge.from_config(data, model_config, 4096)
@@ -195,17 +195,17 @@ def test_a_picture_that_changes_later_is_noticed_when_it_is_read(cached, model_c
     os.utime(tmp_path / "a.png", (1, 1))  # as in a copy: other times alone are no change
     assert dataset[0].media
     photo(90, 60).save(tmp_path / "a.png")
-    with pytest.raises(UserError, match=r"record 0: an image or video of it was changed .*mm-data index --again"):
+    with pytest.raises(UserError, match=r"record 0: an image or video of it has changed .*mm-data index --again"):
         Dataset(data, gauge=gauge)[0]
     assert Dataset(replace(data, overwrite_cache=True), gauge=gauge)[0].media
     (tmp_path / "a.png").unlink()
-    with pytest.raises(UserError, match=r"data.json: record 0: .*a.png' is no regular file"):
+    with pytest.raises(UserError, match=r"data.json: record 0: .*a.png' is not a regular file"):
         Dataset(data, gauge=gauge)[0]
     assert len(made) == 2
 
 
 def test_a_picture_of_the_same_size_that_changes_later_is_noticed_when_it_is_read(cached, model_config, tmp_path, made):
-    """A BMP file of 90 x 60 pixels has the bytes of one of 60 x 90; one of other colours measures the same."""
+    """A BMP file of 90 x 60 pixels has as many bytes as one of 60 x 90; other colours give the same lengths."""
     path = tmp_path / "a.bmp"
     photo(88, 60).save(path)
     size = path.stat().st_size
@@ -222,7 +222,7 @@ def test_a_picture_of_the_same_size_that_changes_later_is_noticed_when_it_is_rea
     dataset = changed(88, 60, seed=1)
     assert dataset[0].media and dataset.contents() == first  # what a checkpoint keeps does not look at times
     dataset = changed(30 * 4, 44, seed=2)
-    with pytest.raises(UserError, match=r"record 0: an image or video of it was changed .*mm-data index --again"):
+    with pytest.raises(UserError, match=r"record 0: an image or video of it has changed .*mm-data index --again"):
         dataset[0]
     assert pickle.loads(pickle.dumps(dataset)).contents() == first
     with pytest.raises(UserError, match="was changed"):  # in a worker, too
@@ -230,7 +230,7 @@ def test_a_picture_of_the_same_size_that_changes_later_is_noticed_when_it_is_rea
     assert Dataset(replace(data, overwrite_cache=True), gauge=gauge)[0].media and len(made) == 2
 
 
-def test_an_index_of_an_older_version_is_made_again_with_a_note(cached, model_config, tmp_path, made):
+def test_an_index_of_an_older_version_is_recreated_with_a_note(cached, model_config, tmp_path, made):
     data = cached()
     path = Path(data.dataset[0])
     os.utime(path, (1, 1))  # long enough ago for its checksum to be remembered
@@ -242,7 +242,7 @@ def test_an_index_of_an_older_version_is_made_again_with_a_note(cached, model_co
     memory.write_text(json.dumps(remembered))
     for rows in (tmp_path / "cache").glob("*.rows"):
         rows.rename(rows.with_name(f"{'0' * 32}.rows"))
-    for expected in (["an older version made its index, which is now made again"], []):
+    for expected in (["its index is from an older version and is created again"], []):
         assert [note.removeprefix(f"{path}: ") for note in Dataset(data, gauge=gauge).notes] == expected
     assert len(made) == 2
 
@@ -251,7 +251,7 @@ def test_an_index_of_an_older_version_is_made_again_with_a_note(cached, model_co
                                     lambda path: path.write_bytes(path.read_bytes()[:-8]),
                                     lambda path: path.write_bytes(path.read_bytes()[:-8] + b"\1" * 8)])
 @pytest.mark.parametrize("kind", ["*.rows", "*.json"])
-def test_a_damaged_index_is_made_again(cached, model_config, made, tmp_path, kind, damage):
+def test_a_damaged_index_is_recreated(cached, model_config, made, tmp_path, kind, damage):
     data = cached()
     gauge = Gauge.from_config(data, model_config, 4096)
     expected = Dataset(data, gauge=gauge).lengths.num_tokens.tolist()
@@ -271,8 +271,8 @@ def test_no_pickle_is_read(cached, model_config, made, tmp_path):
     assert len(Dataset(data, gauge=gauge)) == len(RECORDS) and len(made) == 2
 
 
-def test_where_it_is_kept(cached, model_config, made, tmp_path, monkeypatch):
-    """A file stands where the folder should be, because root may write everywhere."""
+def test_the_folder_of_the_index(cached, model_config, made, tmp_path, monkeypatch):
+    """A file blocks the folder, because root can write everywhere."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     (tmp_path / "cache").write_text("")
     data = cached()
@@ -283,7 +283,7 @@ def test_where_it_is_kept(cached, model_config, made, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     dataset = Dataset(data, gauge=gauge)
     (note,) = dataset.notes
-    assert "kept in memory, so every start makes it again" in note and "basic_parameters.cache_dir" in note
+    assert "kept in memory only, so every start creates it again" in note and "basic_parameters.cache_dir" in note
     assert pickle.loads(pickle.dumps(dataset)).lengths.num_tokens.tolist() == dataset.lengths.num_tokens.tolist()
 
 
@@ -293,7 +293,7 @@ def test_without_cache_dir_it_lies_below_dataset_dir(cached, model_config, tmp_p
     assert len(list((tmp_path / ".mm-index").glob("*.rows"))) == 1
 
 
-def test_few_bytes_a_sample(cached, model_config):
+def test_few_bytes_per_sample(cached, model_config):
     data = cached(RECORDS * 400)
     dataset = Dataset(data, gauge=Gauge.from_config(data, model_config, 4096))
     gauge = dataset.files.files[0].reader.gauge  # workers get its encoder in any case, and once
@@ -334,9 +334,9 @@ def test_selections_follow_the_seed_and_share_one_index(cached, model_config, ma
     both = replace(data, val_dataset=(str(tmp_path / "val.json"),), val_rate=0.5)
     assert numbers(validation_dataset(both, gauge=gauge)) == [7]
     assert numbers(Dataset(both, gauge=gauge)) == list(range(40))  # val_dataset wins
-    with pytest.raises(UserError, match="no sample is taken; raise the rates"):
+    with pytest.raises(UserError, match="no samples are used; raise the rates"):
         of(dataset=(f"{path}%0",))
-    with pytest.raises(UserError, match=r"val_rate = 0.01 leaves no sample for validation"):
+    with pytest.raises(UserError, match=r"val_rate = 0.01 leaves no samples for validation"):
         validation_dataset(replace(data, val_rate=0.01), gauge=gauge)
 
 
@@ -352,14 +352,14 @@ def test_max_samples_reads_no_more_than_it_needs(cached, model_config, made, mon
 
 
 def test_processes_end_with_the_iterator():
-    """As when enough bad samples were found."""
+    """As after enough bad samples."""
     numbers = workers.in_processes(abs, iter(range(-(10**9), 0)), 2)
     assert next(numbers) == 10**9
     numbers.close()
     assert multiprocessing.active_children() == []
 
 
-def test_of_parquet(model_config, hf_directory, media_directory, tmp_path):
+def test_parquet(model_config, hf_directory, media_directory, tmp_path):
     raw = [{**record, "images": [record["images"]] if isinstance(record.get("images"), str) else record.get("images"),
             "messages": [{"role": role, "content": text} for role, text in record["messages"]]} for record in RECORDS]
     path = tmp_path / "data.json"  # what it is, is seen in it

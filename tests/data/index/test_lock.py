@@ -1,4 +1,4 @@
-"""One process makes a thing while the others wait, whatever becomes of it."""
+"""One process creates a file while the others wait, even if it fails or dies."""
 
 import json
 import multiprocessing
@@ -18,7 +18,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def make(path: Path, answers: Connection) -> None:
-    """Say how it begins, wait to be let go, and say that it ends."""
+    """Reports its start, waits for permission, and reports its end."""
     answers.send("begins")
     with making(path, "a thing"):
         answers.send("makes")
@@ -35,7 +35,7 @@ def begin(path: Path) -> tuple[multiprocessing.process.BaseProcess, Connection]:
     return process, here
 
 
-def test_others_wait_for_the_maker_and_take_over_from_one_that_was_killed(tmp_path: Path) -> None:
+def test_others_wait_for_the_owner_and_take_over_if_it_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "lock"
     first, of_first = begin(path)
     assert of_first.recv() == "makes"
@@ -61,8 +61,8 @@ def elsewhere(path: Path) -> str:
     return content
 
 
-def test_a_lock_of_another_node_counts_while_it_changes(tmp_path: Path, monkeypatch, capsys) -> None:
-    """And is taken over when it has not for a while, whatever that node's clock says."""
+def test_a_lock_of_another_node_is_valid_while_it_changes(tmp_path: Path, monkeypatch, capsys) -> None:
+    """It is taken over after it has not changed for a while, regardless of that node's clock."""
     monkeypatch.setattr(lock, "_STALE_SECONDS", 1.0)
     monkeypatch.setattr(lock, "_SAY_SECONDS", (0.5,))
     path, seen = tmp_path / "lock", []
@@ -84,8 +84,8 @@ def test_a_lock_of_another_node_counts_while_it_changes(tmp_path: Path, monkeypa
     assert f"note: waiting for process {os.getpid()} on far, which makes the index of records.json: " in said
 
 
-def test_a_new_lock_is_not_taken_away_for_an_old_one(tmp_path: Path) -> None:
-    """The maker had ended, and another begun, between a look at the lock and its removal."""
+def test_a_new_lock_is_not_removed_instead_of_an_old_one(tmp_path: Path) -> None:
+    """The owner ends, and another one starts, between reading the lock and removing it."""
     path = tmp_path / "lock"
     content = elsewhere(path)
     lock._take_away(path, "what stood there before")

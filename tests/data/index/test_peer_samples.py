@@ -1,4 +1,4 @@
-"""Samples of many kinds: under the peer's settings equal to LLaMA-Factory's rules, under ours to transformers."""
+"""Samples of many kinds: with the peer's settings equal to LLaMA-Factory, with ours equal to transformers."""
 
 import json
 
@@ -83,7 +83,7 @@ def same_pictures(encoded, values, grids) -> bool:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_under_the_peers_settings(made, tokenizer, model_config, name):
+def test_with_the_peers_settings(made, tokenizer, model_config, name):
     sample, config, seq_length = made(name, image_resize="llamafactory")
     encoded = SampleEncoder.from_config(config, model_config, seq_length).encode(sample)
     opened = [llama_factory.preprocessed(Image.open(one.path), *BOUNDS) for one in sample.media]
@@ -100,8 +100,8 @@ FITTING = [name for name, row in ROWS.items() if row[3] == 4096 and not STRIPS &
 
 
 @pytest.mark.parametrize("name", FITTING)
-def test_under_ours(made, reference, model_config, name):
-    """Strips, which transformers refuses, and cuts, which it does not know, are left out."""
+def test_with_our_settings(made, reference, model_config, name):
+    """Without extreme aspect ratios, which transformers refuses, and truncation, which it does not have."""
     sample, config, seq_length = made(name)
     encoded = SampleEncoder.from_config(config, model_config, seq_length).encode(sample)
     values, grids = pixels([Image.open(one.path) for one in sample.media], max_pixels=BOUNDS[1])

@@ -1,4 +1,4 @@
-"""Packed rows hold exactly what was put in, in few bytes, and are shared through their file."""
+"""Packed rows contain exactly the given numbers, in few bytes, and are shared through their file."""
 
 import pickle
 import tempfile
@@ -42,7 +42,7 @@ def columns(draw) -> np.ndarray:
 
 @settings(max_examples=60)
 @given(columns(), st.data())
-def test_every_number_comes_back(array, data) -> None:
+def test_every_number_round_trips(array, data) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows_module, "_BLOCK_ROWS", 8)
         patch.setattr(rows_module, "CHUNK_ROWS", 16)
@@ -62,7 +62,7 @@ def test_every_number_comes_back(array, data) -> None:
 
 
 def test_the_rows_of_pictures_take_few_bytes() -> None:
-    """Records of about a kilobyte with one picture each, cut at 8,192 tokens; 72 bytes a row before they are packed.
+    """Records of about a kilobyte with one picture each, truncated to 8,192 tokens; 72 bytes per row before packing.
 
     Checksums of files take 8 of them.
     """
@@ -101,12 +101,12 @@ def test_rows_are_shared_by_their_file(tmp_path: Path) -> None:
     assert len(pickled) < 1000
     assert (pickle.loads(pickled).of("number", np.arange(len(rows))) == numbers).all()
     path.unlink()
-    with pytest.raises(UserError, match=r"rows: the index of the samples is gone; start again"):
+    with pytest.raises(UserError, match=r"rows: this index of the samples was deleted; start again"):
         pickle.loads(pickled)
 
 
 def test_packing_holds_a_few_chunks_whatever_the_number_of_rows(monkeypatch) -> None:
-    """Bytes that are held at the most, beside the least number of each block; all of them as int64 are 1.6 MB."""
+    """Peak memory besides the minimum of each block; all numbers as int64 take 1.6 MB."""
     monkeypatch.setattr(rows_module, "_BLOCK_ROWS", 64)
     monkeypatch.setattr(rows_module, "CHUNK_ROWS", 256)
     numbers = np.random.default_rng(0).integers(0, 2**32, 200_000, dtype=np.uint32)

@@ -1,4 +1,4 @@
-"""The folder of indexes: of the processes and nodes that share it, one makes what all need."""
+"""The folder of indexes: one of the processes and nodes that share it creates what all need."""
 
 import multiprocessing
 import os
@@ -11,7 +11,7 @@ from tests.data.oracle import RECORDS
 
 
 def _open(data, model, start, answers, dies):
-    """As an owner on another node would; tells when it makes the index, and may die while it does."""
+    """Acts like an owner on another node; reports when it creates the index, and may die meanwhile."""
     make = indexed.make_index
 
     def told(*arguments):
@@ -26,7 +26,7 @@ def _open(data, model, start, answers, dies):
     answers.put([len(dataset), dataset.columns.files[0].piece.path])
 
 
-def test_of_several_processes_one_makes_it_and_another_where_that_one_dies(write_dataset, model_config, tmp_path):
+def test_one_of_several_processes_creates_it_and_another_takes_over_if_it_dies(write_dataset, model_config, tmp_path):
     data = write_dataset(RECORDS * 20, cache_dir=str(tmp_path / "cache"))
     context = multiprocessing.get_context("forkserver")
     start, answers = context.Event(), context.SimpleQueue()

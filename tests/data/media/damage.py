@@ -1,4 +1,4 @@
-"""How much damage in the middle of a video is found, for each codec.
+"""How much damage in the middle of a video is detected, per codec.
 
 ``python -m tests.data.media.damage`` prints the table.
 
@@ -59,7 +59,7 @@ DAMAGES: dict[str, Callable[[bytearray, int, np.random.Generator], None]] = {
 
 
 def tried(directory: Path, codec: str, damage: str, num_tries: int) -> Counter[str]:
-    """How many tries were "refused", "harmless" (the same pixels) and "accepted" with other pixels."""
+    """How many attempts were "refused", "harmless" (equal pixels) and "accepted" with different pixels."""
     file, settings = CLIPS[codec]
     path = directory / file
     if not path.exists():
@@ -82,7 +82,7 @@ def tried(directory: Path, codec: str, damage: str, num_tries: int) -> Counter[s
 
 
 def _packets(path: Path) -> tuple[int, int]:
-    """Places in the file of packets near its beginning and near its end."""
+    """Offsets of packets near the beginning and near the end of the file."""
     with av.open(str(path)) as container:
         places = [packet.pos for packet in container.demux(video=0) if packet.size]
     return places[len(places) // 10], places[-len(places) // 10]

@@ -1,4 +1,4 @@
-"""Videos that are pictures: animations in one file, and lists of frames."""
+"""Videos made of pictures: animations in one file, and lists of frames."""
 
 import json
 import os
@@ -30,7 +30,7 @@ MILLISECONDS = [500, 500, 250, 250, 1000, 20]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Animations of six frames of four kinds of colours, and the same frames as files."""
+    """Animations of six frames with four colour modes, and the same frames as files."""
     folder = tmp_path_factory.mktemp("animations")
     frames = [photo(*SIZE, seed=seed) for seed in range(6)]
     for number, frame in enumerate(frames):
@@ -86,7 +86,7 @@ def test_transparent_parts_of_a_gif_are_white_and_frames_without_a_time_last_a_t
 
 
 def test_an_animation_and_the_list_of_its_frames_are_the_same_sample(folder, encoder):
-    """Half a second a frame: two a second, and so both take every one."""
+    """Half a second per frame, so at two frames per second both take all frames."""
     frames = tuple(str(folder / f"{number}.png") for number in range(6))
     listed, whole = (encoder.encode(sample_of(Video(path, fps=2.0))) for path in (frames, str(folder / "even.png")))
     assert listed.image_grids == whole.image_grids == ((3, 2, 4),)
@@ -103,12 +103,12 @@ def test_an_animation_and_the_list_of_its_frames_are_the_same_sample(folder, enc
 @pytest.mark.parametrize(("settings", "seconds"), [({}, 1.0), ({"sample_fps": 4.0}, 0.5), ({"fps": 0.5}, 4.0),
                                                    ({"sample_fps": 1.0, "raw_fps": 24.0}, 2.0)])
 def test_every_listed_frame_is_taken_at_its_rate(folder, encoder, settings, seconds):
-    """Of an odd number the last one fills its pair, as by qwen-vl-utils and LLaMA-Factory."""
+    """The last frame completes an odd number, as in qwen-vl-utils and LLaMA-Factory."""
     plan = encoder.planned(Video(tuple(str(folder / f"{number}.png") for number in range(5)), **settings))
     assert (plan.grid[0], plan.repeats, plan.seconds) == (3, (1, 1, 1, 1, 2), seconds)
 
 
-def test_frames_of_several_sizes_and_absent_ones_are_told(folder, encoder):
+def test_frames_of_different_sizes_and_missing_frames_are_reported(folder, encoder):
     first, other, absent = (str(folder / name) for name in ("0.png", "other.png", "9.png"))
     with pytest.raises(UserError, match=r"other.png: has 84 x 112 pixels, but the first frame of its video, "):
         encoder.planned(Video((first, other)))
@@ -148,16 +148,16 @@ def test_listed_frames_and_animations_pass_through_index_and_quarantine(folder, 
     assert (several.index, still.index) == (2, 3)
     assert (several.path, still.path) == (str(folder / "other.png"), str(folder / "0.png"))
     assert "has 84 x 112 pixels, but the first frame of its video" in several.reason
-    assert "is no video of a known format, but a picture (PNG); show it as an image" in still.reason
+    assert "is an image (PNG), not a video of a known format; use it as an image" in still.reason
 
 
 @pytest.mark.parametrize("name", ["moving.gif", "moving.webp", "moving.png"])
 @pytest.mark.parametrize("share", [0.95, 0.5, 0.05])
-def test_an_animation_that_is_cut_short_is_refused(folder, tmp_path, name, share):
+def test_a_truncated_animation_is_refused(folder, tmp_path, name, share):
     raw = (folder / name).read_bytes()
     path = tmp_path / name
     path.write_bytes(raw[: int(len(raw) * share)])
-    with pytest.raises(UserError, match=rf"{name}: .*(cut short|is no video)"):
+    with pytest.raises(UserError, match=rf"{name}: .*(truncated|is not a video)"):
         header = animation_header(str(path))
         list(animation_frames(str(path), wanted_frames(Clock.of(header, None, None), np.arange(6), True)))
 
@@ -165,10 +165,10 @@ def test_an_animation_that_is_cut_short_is_refused(folder, tmp_path, name, share
 @pytest.mark.parametrize(("content", "what"), [
     (b"<html>gone</html>", "it is a web page; the download failed: fetch the file itself"),
     (b"version https://git-lfs.github.com/spec/v1\noid", "it is a pointer of Git LFS; fetch the file itself"),
-    (b'{"error": "not found"}', "it is JSON, such as a server's error"), (bytes(9000), "it is zeros, as a lost write"),
+    (b'{"error": "not found"}', "it is JSON"), (bytes(9000), "it is zeros, as left by a lost write"),
     (b"PK\3\4" + bytes(30), "it is a ZIP archive; unpack it"),
 ])  # fmt: skip
-def test_a_video_that_is_another_thing_is_named_as_that(tmp_path, content, what):
+def test_a_file_that_is_not_a_video_is_named_by_its_content(tmp_path, content, what):
     (tmp_path / "clip.mp4").write_bytes(content)
-    with pytest.raises(UserError, match=f"clip.mp4: is no video of a known format: {what}"):
+    with pytest.raises(UserError, match=f"clip.mp4: is not a video of a known format: {what}"):
         read_header(str(tmp_path / "clip.mp4"), True)

@@ -1,4 +1,4 @@
-"""Which frames of a video are taken: against qwen-vl-utils' and LLaMA-Factory's rules, written anew."""
+"""Which frames of a video are taken, compared with independent versions of qwen-vl-utils' and LLaMA-Factory's rules."""
 
 from fractions import Fraction
 
@@ -20,7 +20,7 @@ def header(times, base=Fraction(1, 90_000), keys=(0,), last=0):
 
 
 def even(num_frames, rate, base, first=0):
-    """A clip at an even rate, its times rounded as files round them."""
+    """A clip at a constant rate, with rounded times as in files."""
     times = [first + round(number / rate / base) for number in range(num_frames + 1)]
     return header(times[:-1], base, last=times[-1] - times[-2])
 
@@ -48,7 +48,7 @@ def test_a_video_at_an_even_rate_gives_the_frames_of_qwen_vl_utils(clip, fps, mi
 def test_a_number_of_frames_gives_those_of_qwen_vl_utils(clip, nframes):
     clock = Clock.of(even(*clip), None, None)
     if round(nframes / 2) * 2 > clip[0]:
-        with pytest.raises(ValueError, match=f"nframes = {nframes} of a video of {clip[0]} frames"):
+        with pytest.raises(ValueError, match=f"nframes = {nframes}, but the video has {clip[0]} frames"):
             qwen_frames(clock, rule(num_frames=nframes))
         return
     assert qwen_frames(clock, rule(num_frames=nframes)).tolist() == qwen_numbers(clip[0], 30.0, nframes=nframes)[0]
@@ -71,12 +71,12 @@ def test_a_span_gives_the_frames_of_qwen_vl_utils(num_frames, rate, data):
 
 @pytest.mark.parametrize(("start", "end"), [(5.0, None), (2.0, 1.0), (None, -1.0), (0.51, 0.59)])
 def test_a_span_without_a_frame_is_refused(start, end):
-    with pytest.raises(ValueError, match=r"no frame begins between video_start = .* it lasts 3.00 s"):
+    with pytest.raises(ValueError, match=r"no frame starts between video_start = .* its duration is 3.00 s"):
         Clock.of(even(30, Fraction(10), Fraction(1, 1000)), start, end)
 
 
 def test_a_changing_rate_is_sampled_evenly_in_time():
-    """Ten frames in the first second, then one a second: frames by number would all but skip the end."""
+    """Ten frames in the first second, then one per second: sampling by number would nearly skip the end."""
     times = [number * 100 for number in range(10)] + [1000 * second for second in range(1, 11)]
     clock = Clock.of(header(times, Fraction(1, 1000), last=1000), None, None)
     numbers = qwen_frames(clock, rule(fps=1.0))
@@ -105,7 +105,7 @@ def test_one_frame_is_enough(choose):
 
 
 @pytest.mark.parametrize("last", [0, 1, 100_000])
-def test_a_wrong_duration_of_the_last_frame_does_not_count(last):
+def test_a_wrong_duration_of_the_last_frame_is_ignored(last):
     clock = Clock.of(header([0, 3000, 6000, 9000], last=last), None, None)
     assert clock.seconds == Fraction(12_000, 90_000)
 

@@ -85,7 +85,7 @@ def test_patches_equal_transformers_for_every_mode(tmp_path, hf_directory, mode,
     assert_equals_reference(path, hf_directory)
 
 
-def test_palette_transparency_lies_on_white(tmp_path, hf_directory):
+def test_palette_transparency_becomes_white(tmp_path, hf_directory):
     path = tmp_path / "palette.png"
     photo(64, 64).quantize(16).save(path, transparency=3)
     assert_equals_reference(path, hf_directory)
@@ -122,7 +122,7 @@ MODES = [("L", "png"), ("1", "png"), ("P", "png"), ("RGBA", "png"), ("CMYK", "jp
 
 @pytest.mark.parametrize(("mode", "suffix"), MODES)
 def test_llama_factorys_rule_in_every_mode(tmp_path, hf_directory, mode, suffix):
-    """It drops transparency, which here lies on white."""
+    """It drops transparency, which otherwise becomes white."""
     image = photo(90, 70, mode="RGB" if mode == "RGBA" else mode)
     if mode == "RGBA":
         image.putalpha(photo(90, 70, seed=5, mode="L"))
@@ -132,28 +132,28 @@ def test_llama_factorys_rule_in_every_mode(tmp_path, hf_directory, mode, suffix)
     assert_equal(path, processor, reference_patches(path, lambda image: llama_factory.preprocessed(image, 0, 3000)))
 
 
-def test_the_two_rules_differ_as_the_documents_say(hf_directory):
+def test_the_two_rules_differ_as_documented(hf_directory):
     """640 x 480 with the shipped bound of 262,144 pixels: 336 tokens there, 315 here."""
     tokens = [math.prod(ImageProcessor.from_directory(str(hf_directory), 0, 262144, rule=rule)._grid(640, 480)) // 4
               for rule in ("llamafactory", "transformers")]
     assert tokens == [336, 315]
 
 
-def test_a_side_that_vanishes_is_refused_by_name(tmp_path, hf_directory):
+def test_a_side_that_becomes_0_is_refused(tmp_path, hf_directory):
     photo(9000, 1).save(tmp_path / "line.png")
     processor = ImageProcessor.from_directory(str(hf_directory), 0, 3000, rule="llamafactory")
-    with pytest.raises(UserError, match=r"line.png: a side vanishes when 3000 pixels are made of it"):
+    with pytest.raises(UserError, match=r"line.png: resizing it to 3000 pixels leaves a side of 0 pixels"):
         processor.image_grid(str(tmp_path / "line.png"))
 
 
-def test_a_strip_is_refused_by_name(tmp_path, hf_directory):
+def test_an_extreme_aspect_ratio_is_refused(tmp_path, hf_directory):
     photo(1001, 5).save(tmp_path / "strip.png")
     processor = ImageProcessor.from_directory(str(hf_directory))
     with pytest.raises(UserError, match=r"strip.png: one side is more than 200 times"):
         processor.image_grid(str(tmp_path / "strip.png"))
 
 
-def test_the_tighter_pixel_bound_holds_and_0_is_none(hf_directory):
+def test_the_tighter_pixel_bound_applies_and_0_means_none(hf_directory):
     def bounds(min_pixels, max_pixels):
         processor = ImageProcessor.from_directory(str(hf_directory), min_pixels, max_pixels)
         return processor.min_pixels, processor.max_pixels
@@ -165,12 +165,12 @@ def test_the_tighter_pixel_bound_holds_and_0_is_none(hf_directory):
         bounds(0, 1000)
 
 
-def test_a_file_that_is_no_picture_is_named_once(tmp_path, hf_directory):
+def test_a_file_that_is_not_an_image_is_named_once(tmp_path, hf_directory):
     path = tmp_path / "page.jpg"
     path.write_text("<html>")
     with pytest.raises(UserError) as error:
         ImageProcessor.from_directory(str(hf_directory)).image_grid(str(path))
-    assert str(error.value) == f"{path}: is no picture that Pillow reads: it is a web page; the download "\
+    assert str(error.value) == f"{path}: is not an image that Pillow can read: it is a web page; the download "\
         "failed: fetch the file itself."
 
 
@@ -197,8 +197,8 @@ FAST_SIZES = [(640, 480), (644, 480), (33, 700), (28, 28), (5, 3), (901, 1203), 
 
 @pytest.mark.parametrize("size", FAST_SIZES, ids=str)
 @pytest.mark.parametrize("suffix", ["png", "jpg"])
-def test_torch_resizes_almost_as_pillow(tmp_path, hf_directory, size, suffix):
-    """Within 2 of 255, on under 1 % of values: 0.7 % at most of 80 sizes drawn from 20 to 1500."""
+def test_torch_resizes_almost_like_pillow(tmp_path, hf_directory, size, suffix):
+    """Within 2 of 255, and different in under 1 % of values: at most 0.7 % for 80 sizes drawn from 20 to 1500."""
     path = str(tmp_path / f"photo.{suffix}")
     photo(*size, seed=sum(size)).save(path)
     exact, fast = (ImageProcessor.from_directory(str(hf_directory), 0, 300_000, backend=backend)
@@ -237,14 +237,14 @@ def test_a_directory_without_settings_is_refused(tmp_path):
         ImageProcessor.from_directory(str(tmp_path))
 
 
-def test_a_file_without_the_settings_of_videos_is_refused_in_true_words(tmp_path):
+def test_a_file_without_the_settings_of_videos_is_refused(tmp_path):
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": PREPROCESSOR}))
     assert ImageProcessor.from_directory(str(tmp_path)).max_pixels == 12845056
     with pytest.raises(UserError) as caught:
         ImageProcessor.from_directory(str(tmp_path), media="video")
     assert str(caught.value) == (
         f"{tmp_path / 'processor_config.json'}: has no video_processor, and {tmp_path} has no "
-        f"video_preprocessor_config.json or preprocessor_config.json, so nothing says how videos are resized; copy "
+        f"video_preprocessor_config.json or preprocessor_config.json, so it is unknown how videos are resized; copy "
         f"preprocessor_config.json from the published checkpoint.")
 
 
@@ -256,13 +256,13 @@ def test_a_file_without_the_settings_of_videos_is_refused_in_true_words(tmp_path
     ({"min_pixels": "5"}, "min_pixels is '5'"),
     ({"size": "big", "min_pixels": None, "max_pixels": None}, "has no min_pixels, max_pixels"),
 ])
-def test_settings_that_are_no_numbers_are_refused(tmp_path, change, message):
+def test_settings_that_are_not_numbers_are_refused(tmp_path, change, message):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR | change))
     with pytest.raises(UserError, match=message):
         ImageProcessor.from_directory(str(tmp_path))
 
 
-def test_settings_that_are_no_object_are_refused(tmp_path):
+def test_settings_that_are_not_an_object_are_refused(tmp_path):
     (tmp_path / "preprocessor_config.json").write_text("[1]")
     with pytest.raises(UserError, match="expected an object with the processor's settings"):
         ImageProcessor.from_directory(str(tmp_path))

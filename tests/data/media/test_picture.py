@@ -1,4 +1,4 @@
-"""Picture files of every kind: what is in them, and what is said of those that are none."""
+"""Picture files of every kind: their content, and the errors for other files."""
 
 import os
 import warnings
@@ -34,7 +34,7 @@ def test_every_format_that_pillow_writes_is_read(tmp_path, suffix):
     assert image_size(str(path)) == expected.shape[1::-1]
 
 
-def test_what_is_left_out_starts_programs_or_has_no_decoder():
+def test_excluded_formats_start_programs_or_have_no_decoder():
     Image.init()
     assert set(FORMATS) <= set(Image.OPEN)
     assert set(Image.OPEN) - set(FORMATS) == {"BUFR", "EPS", "GRIB", "HDF5", "IPTC", "MPEG", "WMF"}
@@ -69,7 +69,7 @@ def test_numbers_from_0_to_1_are_scaled(tmp_path):
     assert np.array_equal(np.asarray(load_image(path))[..., 0], (values * 200).round())
     for wrong, shown in ((values * 300, r"from 0.0 to 300.0"), (values - 1, r"from -1.0 to"), (values * np.nan, "nan")):
         Image.fromarray(wrong).save(path)
-        with pytest.raises(UserError, match=f"float.tiff: its pixels go {shown}|nan.*expected numbers from 0 to 1"):
+        with pytest.raises(UserError, match=f"float.tiff: has pixel values {shown}|nan.*expected numbers from 0 to 1"):
             load_image(path)
 
 
@@ -90,14 +90,14 @@ def test_pixels_are_turned_as_images_are(tmp_path, suffix, orientation):
 @pytest.mark.parametrize("options", [{"quality": 30}, {"progressive": True}, {"subsampling": 0}, {"subsampling": 2}],
                          ids=str)
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK", "YCbCr"])
-def test_a_jpeg_that_goes_past_pillow_has_the_same_pixels(tmp_path, mode, options):
+def test_a_jpeg_decoded_without_pillow_has_the_same_pixels(tmp_path, mode, options):
     path = str(tmp_path / "photo.jpg")
     photo(101, 67, mode=mode).save(path, **options)
     assert np.array_equal(load_pixels(path), np.asarray(load_image(path)))
 
 
 def write_huge_png(path: Path) -> None:
-    """A header that claims 10000 x 10000 pixels, and nothing behind it."""
+    """A header that claims 10000 x 10000 pixels, without data."""
     photo(4, 4).save(path)
     data = bytearray(path.read_bytes())
     data[16:24] = (10_000).to_bytes(4, "big") * 2
@@ -105,7 +105,7 @@ def write_huge_png(path: Path) -> None:
     path.write_bytes(bytes(data))
 
 
-def test_broken_exif_turns_nothing(tmp_path):
+def test_broken_exif_is_ignored(tmp_path):
     path = str(tmp_path / "photo.jpg")
     photo(40, 30).save(path, exif=b"Exif\0\0garbage!!")
     assert image_size(path) == (40, 30) and load_image(path).size == (40, 30) and load_pixels(path).shape == (30, 40, 3)
@@ -139,11 +139,11 @@ def test_unusable_files_are_refused_by_name(tmp_path, load):
     notes.add_text("Comment", "x" * (PngImagePlugin.MAX_TEXT_CHUNK + 1), zip=True)
     photo(8, 8).save(tmp_path / "wordy.png", pnginfo=notes)
     expected = {
-        "short.jpg": "damaged or cut short", "short.png": "damaged or cut short", "huge.png": "10000 x 10000 pixels",
+        "short.jpg": "damaged or truncated", "short.png": "damaged or truncated", "huge.png": "10000 x 10000 pixels",
         "script.eps": "it is PostScript", "page.jpg": "it is a web page", "phone.jpg": "it is HEIC.*with a plugin",
-        "drawing.png": "a drawing", "pointer.png": "Git LFS.*git lfs pull", "noise.png": "begins with b'no picture",
-        "wordy.png": "does not read its header .Decompressed data too large", "empty.png": "is empty",
-        "folder.png": "no regular file", "absent.png": "No such file",
+        "drawing.png": "a drawing", "pointer.png": "Git LFS.*git lfs pull", "noise.png": "starts with b'no picture",
+        "wordy.png": "cannot read its header .Decompressed data too large", "empty.png": "is empty",
+        "folder.png": "not a regular file", "absent.png": "No such file",
     }  # fmt: skip
     with warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning):
         for name, message in expected.items():
@@ -154,38 +154,38 @@ def test_unusable_files_are_refused_by_name(tmp_path, load):
 
 @pytest.mark.parametrize("kind", ["png", "jpg", "webp", "tiff", "avif", "gif", "bmp", "jp2", "ico"])
 @pytest.mark.parametrize("share", [0.9, 0.5, 0.02])
-def test_a_picture_that_is_cut_short_is_called_that(tmp_path, kind, share):
-    """Whichever part of Pillow notices it: the header, or the pixels."""
+def test_a_truncated_picture_is_reported_as_truncated(tmp_path, kind, share):
+    """Whichever part of Pillow detects it: the header, or the pixels."""
     path = tmp_path / f"short.{kind}"
     photo(120, 90).save(path, **({"compression": "tiff_lzw"} if kind == "tiff" else {}))
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
     with warnings.catch_warnings(action="ignore"), pytest.raises(
-            UserError, match=rf"short.{kind}: .*damaged or cut short.*(replace|fetch or copy it again)"):
+            UserError, match=rf"short.{kind}: .*damaged or truncated.*(replace|fetch or copy it again)"):
         load_image(str(path))
 
 
 @pytest.mark.parametrize(("content", "what"), [
-    (b"\0\0\0\x20ftypisom" + bytes(40), r"it is a video \(MP4 or MOV\); show it as a video"),
-    (b"\x1aE\xdf\xa3" + bytes(40), r"it is a video \(Matroska or WebM\); show it as a video"),
+    (b"\0\0\0\x20ftypisom" + bytes(40), r"it is a video \(MP4 or MOV\); use it as a video"),
+    (b"\x1aE\xdf\xa3" + bytes(40), r"it is a video \(Matroska or WebM\); use it as a video"),
     (b'{"error": "not found"}', "JSON, such as a server's error; the download failed"),
     (b"<?xml version='1.0'?><Error/>", "XML, such as a server's error; the download failed"),
-    (b"iVBORw0KGgoAAAANSUhEUgAA", "base64 text; write the bytes that it stands for"),
-    (b"\x1f\x8b\x08" + bytes(40), "packed by gzip; unpack it"), (bytes(500), "zeros, as a lost write leaves them"),
+    (b"iVBORw0KGgoAAAANSUhEUgAA", "base64 text; decode it and write the bytes to the file"),
+    (b"\x1f\x8b\x08" + bytes(40), "gzip-compressed; unpack it"), (bytes(500), "zeros, as left by a lost write"),
     (b"\0\0\0\x0cJXL \r\n\x87\n" + bytes(9), "JPEG XL, which Pillow does not read; convert it"), (b"", "is empty; f"),
 ])  # fmt: skip
-def test_what_is_no_picture_is_named_with_what_mends_it(tmp_path, content, what):
+def test_other_content_is_named_with_the_fix(tmp_path, content, what):
     (tmp_path / "a.png").write_bytes(content)
-    with pytest.raises(UserError, match=f"a.png: is no picture that Pillow reads: .*{what}"):
+    with pytest.raises(UserError, match=f"a.png: is not an image that Pillow can read: .*{what}"):
         image_size(str(tmp_path / "a.png"))
 
 
 @pytest.mark.parametrize("read", [image_size, image_remarks, load_image, load_pixels])
 def test_a_file_of_too_many_bytes_is_refused_before_it_is_read(tmp_path, read):
-    """A good picture with a hole behind it, which takes no space on the disk."""
+    """A good picture followed by a hole, which takes no space on the disk."""
     path = tmp_path / "large.png"
     photo(40, 40).save(path)
     os.truncate(path, MAX_IMAGE_BYTES)
     read(str(path))
     os.truncate(path, MAX_IMAGE_BYTES + 1)
-    with pytest.raises(UserError, match=r"large.png: has 536,870,913 bytes, more than the 536,870,912 .* smaller"):
+    with pytest.raises(UserError, match=r"large.png: has 536,870,913 bytes, above the limit of 536,870,912 .* smaller"):
         read(str(path))

@@ -1,4 +1,4 @@
-"""Samples with videos, from files to tensors, against transformers and the published rules of frames."""
+"""Samples with videos, from files to tensors, compared with transformers and the published frame rules."""
 
 import os
 import pickle
@@ -54,13 +54,13 @@ def clips(tmp_path_factory):
 
 @dataclass(frozen=True)
 class Clip:
-    """A video of a case, and what is expected of it."""
+    """The video of a case, and its expected result."""
 
     name: str
     rate: float
     settings: dict
     numbers: tuple[int, ...] = ()
-    """Of its frames, where the published rule does not say them."""
+    """Frame times, if the published rule does not give them."""
     turn: int = 0
 
 
@@ -168,7 +168,7 @@ def messages_of(case):
 
 
 def expanded(tokenizer, messages, num_tokens, **options):
-    """Token ids of the rendered conversation, each medium's token as often as transformers' processor writes it."""
+    """Token ids of the rendered conversation, with media tokens repeated as by transformers' processor."""
     text, counts = tokenizer.apply_chat_template(messages, tokenize=False, **options), iter(num_tokens)
     for name in ("image", "video"):
         text = text.replace(f"<|{name}_pad|>", f"<|{name}|>")
@@ -229,7 +229,7 @@ def hf_positions(reference, model_config, token_ids, grids, seconds):
 
 @pytest.mark.parametrize("name", ["plain.mp4", "odd.mp4", "large.mp4", "one.mp4"])
 def test_llama_factorys_rule(name, clips, encoder_of):
-    """It counts frames, resizes them with Pillow to its own bounds, and repeats the last one where they are odd."""
+    """It counts frames, resizes them with Pillow to its own bounds, and repeats the last one of an odd number."""
     import av
 
     encoder = encoder_of(image_resize="llamafactory", video_min_pixels=2000, video_maxlen=5, video_fps=3.0)
@@ -251,7 +251,7 @@ def test_llama_factorys_rule(name, clips, encoder_of):
 
 
 def test_llama_factorys_length_of_a_video_is_what_the_file_says(clips, encoder_of):
-    """3.47 s if the last frame lasts as long as the mean; the file's header says less."""
+    """3.47 s if the last frame has the mean duration; the file's header states less."""
     import av
 
     encoder, path = encoder_of(image_resize="llamafactory"), str(clips / "changing.mp4")
@@ -279,7 +279,7 @@ def test_frames_are_resized_by_cubic_convolution(size):
 
 
 def test_pixels_equal_transformers_video_processor(clips, encoder, tmp_path):
-    """Through torchvision, in a process of its own, because transformers behaves otherwise where it finds that."""
+    """Through torchvision in a separate process, because transformers behaves differently when it is installed."""
     folder = Path(sys.prefix) / "torchvision"
     assert folder.is_dir(), "make puts torchvision beside the packages: remove .venv/.ready, and run make again"
     for name in ("large.mp4", "odd.mp4"):
@@ -337,18 +337,18 @@ def test_a_video_of_too_many_pixels_is_refused_before_it_is_decoded(clips, encod
     video = Video(str(clips / "plain.mp4"), nframes=74, min_pixels=500_000, max_pixels=8_000_000)
     assert encoder.videos.plan(replace(video, nframes=8)).grid[0] == 4
     many = write_clip(clips / "many.mp4", even(900, 100), size=(32, 32), gop=300)
-    with pytest.raises(UserError, match=r"many.mp4: 900 frames of \d+ x \d+ pixels are more than 268435456 pixels"):
+    with pytest.raises(UserError, match=r"many.mp4: 900 frames of \d+ x \d+ pixels exceed the limit of 268435456"):
         encoder.videos.plan(replace(video, path=str(many), nframes=900))
 
 
-def test_settings_that_leave_no_size_are_refused(clips, encoder_of, encoder):
-    with pytest.raises(UserError, match=r"plain.mp4: its frames may have at most 4000 pixels and must have at"):
+def test_contradicting_settings_are_refused(clips, encoder_of, encoder):
+    with pytest.raises(UserError, match=r"plain.mp4: the pixel bounds of its frames contradict: at most 4000"):
         encoder.videos.plan(Video(str(clips / "plain.mp4"), min_pixels=5000, max_pixels=4000))
-    with pytest.raises(UserError, match=r"plain.mp4: nframes = 100 of a video of 75 frames; ask for 75 at most"):
+    with pytest.raises(UserError, match=r"plain.mp4: nframes = 100, but the video has 75 frames; ask for 75 at most"):
         encoder.videos.plan(Video(str(clips / "plain.mp4"), nframes=100))
     with pytest.raises(UserError, match=r"plain.mp4: it has both fps and nframes"):
         encoder.videos.plan(Video(str(clips / "plain.mp4"), nframes=2, fps=2.0))
-    with pytest.raises(UserError, match=r"plain.mp4: no frame begins between video_start = 9 and video_end = its end"):
+    with pytest.raises(UserError, match=r"plain.mp4: no frame starts between video_start = 9 and video_end = its end"):
         encoder.videos.plan(Video(str(clips / "plain.mp4"), video_start=9.0))
 
 

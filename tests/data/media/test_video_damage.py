@@ -1,4 +1,4 @@
-"""Damage in the middle of videos is found, and good files of every structure are read."""
+"""Damage in the middle of videos is detected, and good files of every structure are read."""
 
 import platform
 import re
@@ -38,10 +38,10 @@ def noisy(path, **settings):
 @pytest.mark.parametrize(("codec", "num_accepted"), [
     ("H.264", 2), ("MPEG-4", 4), ("MPEG-2", 4), ("MJPEG", 3), ("AV1", 4), ("HEVC", 8), ("VP9", 8), ("VP8", 8),
     ("HEVC in Matroska", 0), ("VP9 in Matroska", 0), ("VP8 in Matroska", 0)])  # fmt: skip
-def test_damage_in_the_middle_is_found_as_far_as_the_codec_tells(tmp_path, codec, num_accepted):
-    """What is accepted at most is random damage that leaves no trace in these codecs; zeros are always found.
+def test_damage_in_the_middle_is_found_as_far_as_the_codec_allows(tmp_path, codec, num_accepted):
+    """At most random damage that leaves no trace in these codecs is accepted; zeros are always detected.
 
-    One bit of H.264 in 20 leaves none.  Encoders write other files on other processors, so the limits have room.
+    One bit of H.264 in 20 leaves none.  Encoders write different files on other processors, so the limits have margin.
     """
     found = {damage: tried(tmp_path, codec, damage, 4) for damage in DAMAGES}
     assert sum(one["accepted"] for one in found.values()) <= num_accepted
@@ -50,7 +50,7 @@ def test_damage_in_the_middle_is_found_as_far_as_the_codec_tells(tmp_path, codec
 
 
 def test_damage_lasts_until_the_next_key_frame(decoder, tmp_path):
-    """Each frame alone is that of the whole file, or refused; those of other groups of pictures are read."""
+    """Each frame alone equals that of the whole file, or is refused; frames of other groups of pictures are read."""
     path = noisy(tmp_path / "damaged.mp4")
     whole, _ = all_frames(path)
     damage_frame(path, 33)
@@ -76,14 +76,14 @@ def test_checksums_of_pictures_in_the_stream_are_compared(decoder, tmp_path):
         read(decoder, path)
 
 
-def test_frames_that_a_container_lost_are_told(decoder, tmp_path):
+def test_frames_lost_by_the_container_are_reported(decoder, tmp_path):
     path = noisy(tmp_path / "lost.webm", codec="libvpx")
     with av.open(str(path)) as container:
         place = [packet.pos for packet in container.demux(video=0)][30]
     raw = bytearray(path.read_bytes())
     raw[place - 8 : place + 8] = bytes(16)  # how the container says where the frame ends
     path.write_bytes(raw)
-    with pytest.raises(UserError, match=r"lost.webm: is damaged, and frames are lost \(.*\); replace, re-encode or"):
+    with pytest.raises(UserError, match=r"lost.webm: is damaged and has lost frames \(.*\); replace, re-encode or"):
         decoder.header(str(path), True)
 
 
@@ -106,7 +106,7 @@ GOOD = {
 
 @pytest.mark.parametrize("name", GOOD)
 def test_good_files_of_every_structure_are_read_from_any_frame(tmp_path, name):
-    """Groups of pictures that are open, hidden frames, gradual refresh; and none is searched from the beginning."""
+    """Open groups of pictures, hidden frames, gradual refresh; and none is searched from the beginning."""
     settings = GOOD[name]
     path = str(write_clip(tmp_path / name, range(40) if "time_base" in settings else even(40), **settings))
     frames, times = all_frames(path)
@@ -120,7 +120,7 @@ def test_good_files_of_every_structure_are_read_from_any_frame(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["old.ts", "open.ts", "open.mp4", "open-hevc.mkv"])
 def test_only_the_frames_that_a_wanted_one_needs_are_decoded(tmp_path, monkeypatch, name):
-    """Two groups of pictures of eight at most, and what follows until the decoder gives the wanted one."""
+    """At most two groups of pictures of eight frames, and the frames until the decoder outputs the wanted one."""
     settings, decoded = GOOD[name], []
     path = str(write_clip(tmp_path / name, range(160) if "time_base" in settings else even(160), **settings))
     frames_of = video_damage.Watch.frames
@@ -133,7 +133,7 @@ def test_only_the_frames_that_a_wanted_one_needs_are_decoded(tmp_path, monkeypat
 
 
 def test_a_stream_that_was_cut_between_key_frames_begins_with_the_first_one(decoder, tmp_path):
-    """As recordings of broadcasts do: the frames before it cannot be decoded, and are not counted."""
+    """As in recorded broadcasts: the frames before it cannot be decoded, and are not counted."""
     path = write_clip(tmp_path / "cut.ts", even(60), gop=12, options={"x264-params": "scenecut=0"})
     whole, times = all_frames(path)
     with av.open(str(path)) as container:
@@ -144,8 +144,8 @@ def test_a_stream_that_was_cut_between_key_frames_begins_with_the_first_one(deco
     assert all(map(np.array_equal, read(decoder, path), whole[12:]))
 
 
-def test_a_part_that_an_edit_list_shows_is_read(decoder, tmp_path):
-    """It begins between two key frames of what is stored."""
+def test_the_part_selected_by_an_edit_list_is_read(decoder, tmp_path):
+    """It begins between two key frames."""
     source, path = write_clip(tmp_path / "whole.mp4", even(40), gop=12), tmp_path / "part.mp4"
     with av.open(str(source)) as original, av.open(str(path), "w") as container:
         stream = container.add_stream_from_template(original.streams.video[0])

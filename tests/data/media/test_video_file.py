@@ -1,4 +1,4 @@
-"""Video files good and bad, each a real one, and the process that reads them."""
+"""Good and bad video files, all real, and the process that reads them."""
 
 import importlib.util
 import os
@@ -72,8 +72,8 @@ def test_frames_are_turned_upright(decoder, tmp_path, rotation, turn):
     assert all(map(np.array_equal, read(decoder, path, is_upright=False), all_frames(path)[0]))
 
 
-def test_a_portrait_of_a_telephone_stands_upright(decoder, tmp_path):
-    """Its file asks for a quarter turn with the clock by the matrix (0, 1, -1, 0); what was left is on top then."""
+def test_a_portrait_video_of_a_phone_is_upright(decoder, tmp_path):
+    """Its matrix (0, 1, -1, 0) asks for a clockwise quarter turn, which moves the left side to the top."""
     path = write_clip(tmp_path / "portrait.mp4", even(2))
     raw, unturned = path.read_bytes(), b"".join(n.to_bytes(4, "big") for n in (65536, 0, 0, 0, 65536, 0))
     turned = b"".join(n.to_bytes(4, "big", signed=True) for n in (0, 65536, 0, -65536, 0, 0))
@@ -89,7 +89,7 @@ def test_a_portrait_of_a_telephone_stands_upright(decoder, tmp_path):
 
 
 def test_a_few_frames_of_a_long_video_are_found_by_its_key_frames(decoder, tmp_path):
-    """Four hours: were it decoded from the beginning, damage between the chosen frames would be met."""
+    """Four hours: decoding from the beginning would encounter damage between the selected frames."""
     path = write_clip(tmp_path / "long.mp4", [600 * 8 * n for n in range(1800)], size=(32, 32), gop=6)
     header = decoder.header(str(path), True)
     assert float(Clock.of(header, None, None).seconds) == 4 * 3600
@@ -107,7 +107,7 @@ def test_a_few_frames_of_a_long_video_are_found_by_its_key_frames(decoder, tmp_p
 
 def test_frames_beyond_the_cap_are_refused_before_they_are_decoded(decoder, tmp_path):
     path = write_clip(tmp_path / "large.avi", [0], size=(7200, 7200), codec="mjpeg", time_base=Fraction(1, 30))
-    with pytest.raises(UserError, match=r"large.avi: 7200 x 7200 pixels a frame, more than 50000000; make it smaller"):
+    with pytest.raises(UserError, match=r"large.avi: has 7200 x 7200 pixels per frame, above 50000000; make it"):
         decoder.header(str(path), True)
 
 
@@ -141,7 +141,7 @@ def noisy(path, **settings):
 
 def test_a_file_without_its_index_is_refused(decoder, tmp_path):
     path = cut(noisy(tmp_path / "unfinished.mp4"), 0.6)
-    with pytest.raises(UserError, match=r"unfinished.mp4: .*an MP4 file without its index \('moov'\) was not finished"):
+    with pytest.raises(UserError, match=r"unfinished.mp4: .*an MP4 file without its index \('moov'\) is unfinished"):
         decoder.header(str(path), True)
 
 
@@ -149,19 +149,19 @@ def test_a_file_without_its_index_is_refused(decoder, tmp_path):
     ("short.mp4", {"options": {"movflags": "faststart"}}),
     ("short.mkv", {}), ("short.webm", {"codec": "libvpx-vp9"}), ("short.avi", {"codec": "mpeg4"}),
 ])  # fmt: skip
-def test_a_file_that_is_cut_short_is_refused(decoder, tmp_path, name, settings):
+def test_a_truncated_file_is_refused(decoder, tmp_path, name, settings):
     if name == "short.avi":
         path = write_clip(tmp_path / name, range(60), time_base=Fraction(1, 30), **settings)
     else:
         path = write_clip(tmp_path / name, even(60, 10), **settings)
     read(decoder, path)
     cut(path, 0.5)
-    with pytest.raises(UserError, match=f"{name}: .*cut short"):
+    with pytest.raises(UserError, match=f"{name}: .*truncated"):
         decoder.header(str(path), True)
 
 
 @pytest.mark.parametrize("name", ["clip.mp4", "clip.mkv", "clip.avi", "clip.ts"])
-def test_any_damage_is_told_or_does_no_harm(decoder, tmp_path, name):
+def test_damage_is_reported_or_harmless(decoder, tmp_path, name):
     settings = {**KINDS[name]}
     path = write_clip(tmp_path / name, range(12) if "time_base" in settings else even(12), **settings)
     whole, random = path.read_bytes(), np.random.default_rng(5)
@@ -195,33 +195,33 @@ def test_a_damaged_frame_is_refused_and_the_others_are_read(decoder, tmp_path):
 
 @pytest.mark.parametrize(("name", "contents", "what"), [
     ("empty.mp4", b"", "is empty; replace or remove the video"),
-    ("page.mp4", b"<html>404</html>" * 100, "is no video of a known format"),
-    ("noise.mp4", bytes(range(256)) * 40, "is no video of a known format"),
-    ("list.mp4", b"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nclip.ts\n#EXT-X-ENDLIST\n", "is no video of a known"),
-    ("list.txt", b"ffconcat version 1.0\nfile clip.ts\n", "is no video of a known format"),
+    ("page.mp4", b"<html>404</html>" * 100, "is not a video of a known format"),
+    ("noise.mp4", bytes(range(256)) * 40, "is not a video of a known format"),
+    ("list.mp4", b"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nclip.ts\n#EXT-X-ENDLIST\n", "is not a video of a"),
+    ("list.txt", b"ffconcat version 1.0\nfile clip.ts\n", "is not a video of a known format"),
 ])  # fmt: skip
-def test_what_is_no_video_is_refused(decoder, tmp_path, name, contents, what):
+def test_other_content_is_refused(decoder, tmp_path, name, contents, what):
     write_clip(tmp_path / "clip.ts", even(9))
     (tmp_path / name).write_bytes(contents)
     with pytest.raises(UserError, match=f"{name}: {what}"):
         decoder.header(str(tmp_path / name), True)
 
 
-def test_a_picture_is_no_video(decoder, media_directory):
-    with pytest.raises(UserError, match=r"wide.png: is no video of a known format"):
+def test_an_image_is_not_a_video(decoder, media_directory):
+    with pytest.raises(UserError, match=r"wide.png: is an image \(PNG\), not a video of a known format"):
         decoder.header(str(media_directory / "wide.png"), True)
 
 
 def test_only_regular_files_are_opened(decoder, tmp_path):
     os.mkfifo(tmp_path / "pipe.mp4")
     for path in (tmp_path / "pipe.mp4", tmp_path, Path("/dev/zero")):
-        with pytest.raises(UserError, match=f"{path}: is no regular file; expected a video"):
+        with pytest.raises(UserError, match=f"{path}: is not a regular file; expected a video"):
             decoder.header(str(path), True)
     with pytest.raises(UserError, match=r"absent.mp4: cannot be read: No such file"):
         decoder.header(str(tmp_path / "absent.mp4"), True)
 
 
-def test_sound_alone_is_no_video(decoder, tmp_path):
+def test_audio_alone_is_not_a_video(decoder, tmp_path):
     """Row 43."""
     path = tmp_path / "sound.mp4"
     with av.open(str(path), "w") as container:
@@ -236,7 +236,7 @@ def test_sound_alone_is_no_video(decoder, tmp_path):
 
 
 def test_a_file_whose_rate_is_wrong_is_read_by_its_times(decoder, tmp_path):
-    """Row 45: its header says 30 frames a second, and its frames are half a second apart."""
+    """Row 45: its header states 30 frames per second, but its frames are half a second apart."""
     path = write_clip(tmp_path / "wrong.mkv", [300 * n for n in range(10)])
     header = decoder.header(str(path), True)
     assert Clock.of(header, None, None).seconds == 5
@@ -245,20 +245,20 @@ def test_a_file_whose_rate_is_wrong_is_read_by_its_times(decoder, tmp_path):
 # Row 46: the process
 
 
-def test_a_decoder_that_takes_too_long_is_ended_and_the_next_video_is_read(decoder, tmp_path):
+def test_a_slow_decoder_is_killed_and_the_next_video_is_read(decoder, tmp_path):
     slow = write_clip(tmp_path / "slow.mp4", even(150), size=(480, 320), gop=1000)
     header = decoder.header(str(slow), True)
     clock = Clock.of(header, None, None)
     hasty = Decoder(None, 0.004)  # to reach its last frame, all 150 must be decoded
-    with pytest.raises(UserError, match=r"slow.mp4: its decoder took more than 0.004 s; .* raise video_timeout"):
+    with pytest.raises(UserError, match=r"slow.mp4: decoding took more than 0.004 s; .* raise video_timeout"):
         list(hasty.frames(str(slow), wanted_frames(clock, np.array([149]), True)))
     hasty._limit_seconds = 60.0
     assert len(read(hasty, slow, [0, 1])) == 2
     hasty.close()
 
 
-def test_the_time_is_for_all_frames_together(decoder, tmp_path):
-    """A quarter of the processor time that they take on this machine: more than enough for any one."""
+def test_the_time_limit_is_for_all_frames_together(decoder, tmp_path):
+    """A quarter of the CPU time that they take on this machine: more than enough for any single frame."""
     slow = write_clip(tmp_path / "slow.mp4", even(150), size=(480, 320))
     clock = Clock.of(decoder.header(str(slow), True), None, None)
     wanted = wanted_frames(clock, np.arange(150), True)
@@ -266,13 +266,13 @@ def test_the_time_is_for_all_frames_together(decoder, tmp_path):
     before = sum(process.cpu_times()[:2])
     list(decoder.frames(str(slow), wanted))
     hasty = Decoder(None, (sum(process.cpu_times()[:2]) - before) / 4)
-    with pytest.raises(UserError, match=r"slow.mp4: its decoder took more than 0.\d+ s; "):
+    with pytest.raises(UserError, match=r"slow.mp4: decoding took more than 0.\d+ s; "):
         list(hasty.frames(str(slow), wanted))
     hasty.close()
 
 
-def test_a_reader_that_takes_its_time_is_not_the_decoders(tmp_path):
-    """A frame fills the pipe, so that the decoder waits; longer than it may take by itself."""
+def test_the_time_of_a_slow_reader_does_not_count(tmp_path):
+    """A frame fills the pipe, so the decoder waits longer than its time limit."""
     path = write_clip(tmp_path / "clip.mp4", even(4), size=(480, 320))
     patient = Decoder(None, 60.0)
     header = patient.header(str(path), True)
@@ -284,7 +284,7 @@ def test_a_reader_that_takes_its_time_is_not_the_decoders(tmp_path):
     patient.close()
 
 
-def test_a_decoder_that_is_killed_is_told_and_started_again(decoder, tmp_path):
+def test_a_killed_decoder_is_reported_and_restarted(decoder, tmp_path):
     path = write_clip(tmp_path / "clip.mp4", even(5))
     decoder.header(str(path), True)
     process = decoder._process
@@ -295,7 +295,7 @@ def test_a_decoder_that_is_killed_is_told_and_started_again(decoder, tmp_path):
     assert len(read(decoder, path)) == 5
 
 
-def test_frames_that_nobody_wants_any_more_do_not_answer_the_next_request(decoder, tmp_path):
+def test_unread_frames_do_not_answer_the_next_request(decoder, tmp_path):
     path = write_clip(tmp_path / "clip.mp4", even(20))
     header = decoder.header(str(path), True)
     frames = decoder.frames(str(path), wanted_frames(Clock.of(header, None, None), np.arange(20), True))
@@ -304,8 +304,8 @@ def test_frames_that_nobody_wants_any_more_do_not_answer_the_next_request(decode
     assert np.array_equal(read(decoder, path, [3])[0], all_frames(path)[0][3])
 
 
-def test_a_decoder_ends_with_the_one_who_asks(tmp_path):
-    """However that ends: a data worker is killed with its trainer."""
+def test_a_decoder_ends_with_its_parent(tmp_path):
+    """However the parent ends: a data worker is killed with its trainer."""
     path = write_clip(tmp_path / "clip.mp4", even(3))
     code = (f"from mm.data.media.decoder import Decoder; import os; "
             f"one = Decoder(None, 60.0); one.header({str(path)!r}, 1); "
@@ -321,14 +321,14 @@ def held_bytes(decoder):
 
 
 def is_running(number):
-    """Whether a process has not ended, be it that nobody has asked for its status."""
+    """Whether a process has not ended; zombies count as ended."""
     try:
         return psutil.Process(number).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
 
-def test_files_are_closed_and_memory_is_given_back(decoder, tmp_path):
+def test_files_are_closed_and_memory_is_freed(decoder, tmp_path):
     good, bad = write_clip(tmp_path / "clip.mp4", even(9)), tmp_path / "bad.mp4"
     bad.write_bytes(b"nothing")
     read(decoder, good)
@@ -377,19 +377,19 @@ def test_every_backend_gives_the_frames_of_pyav(decoder, tmp_path, backend, name
     other.close()
 
 
-def test_a_backend_that_does_not_load_is_told(tmp_path, monkeypatch):
+def test_a_backend_that_cannot_be_imported_is_reported(tmp_path, monkeypatch):
     """The decoder's process finds modules where this one does."""
     (tmp_path / "torchcodec.py").write_text("raise ModuleNotFoundError('no torchcodec here')")
     monkeypatch.syspath_prepend(tmp_path)
     absent = Decoder("torchcodec", 60.0)
-    with pytest.raises(UserError, match=r"video_backend is 'torchcodec', which does not load here \(ModuleNotFoundErr"):
+    with pytest.raises(UserError, match=r"video_backend is 'torchcodec', which cannot be imported \(ModuleNotFoundErr"):
         absent.check()
     absent.close()
 
 
 @no_decord
-def test_decord_does_not_get_files_that_it_turns_wrongly(tmp_path):
+def test_files_that_decord_rotates_wrongly_are_refused(tmp_path):
     path, other = write_clip(tmp_path / "turned.mp4", even(5), rotation=90), Decoder("decord", 60.0)
-    with pytest.raises(UserError, match=r"turned.mp4: is turned by its metadata, which decord gets wrong; set video_b"):
+    with pytest.raises(UserError, match=r"turned.mp4: is rotated by its metadata, which decord gets wrong; set video"):
         read(other, path)
     other.close()

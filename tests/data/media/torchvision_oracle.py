@@ -1,6 +1,6 @@
-"""What transformers' video processor makes of frames: ``torchvision_oracle IN.pt OUT.pt``, for a process of its own.
+"""The output of transformers' video processor for given frames: ``torchvision_oracle IN.pt OUT.pt``, run separately.
 
-It needs torchvision, whose published build is for CUDA: without two operators that are declared here it does not load.
+It needs torchvision, whose published build is for CUDA and only loads with the two operators declared here.
 """
 
 import sys

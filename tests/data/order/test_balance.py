@@ -1,4 +1,4 @@
-"""Groups of even cost: each number once, budgets kept, and never worse than the greedy rule's bound."""
+"""Groups of even cost: each number once, within budgets, and never worse than the greedy rule's bound."""
 
 import math
 
@@ -38,8 +38,8 @@ def test_packs_hold_each_sample_once_within_both_budgets(drawn, num_ranks, unit,
 
 
 @given(samples, st.integers(1, 6))
-def test_packs_with_room_are_as_even_as_the_greedy_rule_promises(drawn, num_ranks):
-    """Graham's bound for the costliest first: 4 / 3 of the best, which is no less than the mean and than one sample."""
+def test_packs_with_room_meet_the_bound_of_the_greedy_rule(drawn, num_ranks):
+    """Graham's bound for costliest first: 4 / 3 of the optimum, which is at least the mean and the largest sample."""
     drawn = (drawn * num_ranks)[: max(len(drawn), num_ranks)]
     sizes = sizes_of(drawn)
     packs = even_packs(sizes, Budget(TOKENS * len(drawn)), num_ranks)
@@ -70,7 +70,7 @@ def test_every_rank_has_its_number_of_microbatches(data):
 
 
 def rank_costs(seed: int, num_ranks: int, sigma: float) -> tuple[np.ndarray, np.ndarray]:
-    """Of 32 samples for each rank, from nearly equal to a tail of many times the mean: samples' costs, and ranks'."""
+    """For 32 samples per rank, from nearly equal to a tail of many times the mean: costs of samples and of ranks."""
     values = (np.random.default_rng(seed).lognormal(0, sigma, 32 * num_ranks) * 1e9).astype(np.int64)
     tokens = np.ones_like(values)
     sizes, budget = Sizes(values, tokens, tokens), Budget(20)
@@ -83,14 +83,14 @@ def rank_costs(seed: int, num_ranks: int, sigma: float) -> tuple[np.ndarray, np.
 
 
 @given(st.integers(0, 2**32), st.sampled_from((2, 8, 16)), st.floats(0.2, 1.2))
-def test_not_worse_than_plain(seed, num_ranks, sigma):
+def test_balance_is_not_worse_than_plain(seed, num_ranks, sigma):
     values, ranks = rank_costs(seed, num_ranks, sigma)
     plain = values.reshape(num_ranks, -1).sum(axis=1)
     assert ranks.max() <= max(plain.max(), ranks.mean() * 513 / 512 + 1)  # closer is close enough
 
 
-def test_close_to_even():
-    """The same draws always: among any there is one in thousands, with two samples of half a rank each, that is not."""
+def test_balance_is_nearly_even():
+    """Fixed draws: one in thousands, with two samples of half a rank each, cannot be balanced."""
     drawn = [rank_costs(seed, (2, 8, 16)[seed % 3], 0.2 + seed % 101 / 100) for seed in range(300)]
     drawn.append(rank_costs(32938, 8, 0.90625))  # one sample is nearly all that a rank may cost
     worst = max(ranks.max() / max(ranks.mean(), values.max()) for values, ranks in drawn)
@@ -104,8 +104,8 @@ def test_costs_beyond_32_bits_are_added_exactly():
     assert math.prod(map(len, groups)) == 8**8
 
 
-def test_the_exchange_that_halves_the_gap_is_taken():
-    """The picture of ``_Slots``: two ranks of 13 and 7 swap 8 for 5."""
+def test_the_swap_that_halves_the_gap_is_chosen():
+    """The example in ``_Slots``: two ranks of 13 and 7 swap 8 for 5."""
     costs = np.array([8, 5, 5, 2])
     sizes = Sizes(costs, np.zeros_like(costs), np.zeros_like(costs))
     found = spread([[0], [1], [2], [3]], [[0, 1], [2, 3]], sizes, Budget(num_tokens=0))

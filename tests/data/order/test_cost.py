@@ -1,4 +1,4 @@
-"""What a sample costs is what mm.model.flops says of a step with it alone."""
+"""The cost of a sample equals mm.model.flops for a step with that sample alone."""
 
 from dataclasses import replace
 
@@ -58,7 +58,7 @@ def test_costs_are_the_flops_of_each_sample_alone(frozen, drawn):
     assert np.abs(costs * unit - expected).max() <= unit  # what is less than one unit is dropped
 
 
-def test_costs_of_the_largest_fit_40_bits():
+def test_the_largest_costs_fit_40_bits():
     many = np.array([10**6], dtype=np.int32)
     lengths = Lengths(many, many, many, many, np.array([10**12]), np.array([10**10]))
     (cost,) = sample_costs(SMALL, lengths)

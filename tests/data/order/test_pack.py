@@ -1,4 +1,4 @@
-"""Packs hold each sample once, keep both budgets, and are few and full."""
+"""Packs contain each sample once, keep both budgets, and are few and full."""
 
 import math
 
@@ -31,7 +31,7 @@ def test_each_sample_is_in_one_pack_and_no_pack_is_over_budget(drawn, num_patche
 
 @given(samples)
 def test_packs_are_few(drawn):
-    """Best fit, the longest first, needs at most 11 / 9 of the fewest and 4 / 3 more (Johnson 1973)."""
+    """Best fit decreasing needs at most 11 / 9 of the minimum and 4 / 3 more (Johnson 1973)."""
     least = math.ceil(sum(tokens for tokens, _ in drawn) / BUDGET)
     least = max(least, sum(tokens > BUDGET / 2 for tokens, _ in drawn))
     assert len(pack(drawn)) <= 11 / 9 * least * 1.5 + 4 / 3  # the bound is on the fewest that are possible, not on ours

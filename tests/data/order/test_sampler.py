@@ -1,4 +1,4 @@
-"""Every sampler: each epoch holds each sample once, the same global batches for every layout, and an exact resume."""
+"""Every sampler: each epoch contains each sample once, with equal global batches for all layouts and exact resume."""
 
 import dataclasses
 import itertools
@@ -52,7 +52,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def run_of(tmp_path_factory):
-    """Settings of a kind of sampler; the model is a small one."""
+    """Settings that select a sampler; the model is small."""
     directory = tmp_path_factory.mktemp("runs")
 
     @cache
@@ -103,14 +103,14 @@ def test_the_table_has_a_sampler_for_every_setting_and_no_other(run_of):
 
 
 class Unread(Lengths):
-    """Lengths that nobody may ask for."""
+    """Lengths that raise when they are read."""
 
     def of(self, numbers: np.ndarray) -> Lengths:
         raise AssertionError("a plain order asks for lengths")
 
 
 @pytest.mark.parametrize("kind", ["random", "stateful", "sequential"])
-def test_a_plain_order_looks_at_no_sample(run_of, kind):
+def test_a_plain_order_reads_no_lengths(run_of, kind):
     unread = Unread(**vars(lengths()))
     assert order_of(run_of(kind, 4), unread, 1, 24).step(3) == order_of(run_of(kind, 4), lengths(), 1, 24).step(3)
     with pytest.raises(AssertionError, match="asks for lengths"):
@@ -119,7 +119,7 @@ def test_a_plain_order_looks_at_no_sample(run_of, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_epoch_holds_each_sample_once(run_of, kind):
-    """100 samples and batches of 24: most global batches of an epoch's end span two."""
+    """100 samples and batches of 24: most global batches at the end of an epoch span two."""
     found = Counter()
     for step in steps(run_of(kind), range(25)):  # six epochs
         found.update(samples_in(step))
@@ -140,7 +140,7 @@ def test_global_batches_are_the_same_for_every_layout(run_of, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_goes_on_in_the_middle_of_an_epoch_with_other_ranks(run_of, kind):
+def test_a_run_resumes_mid_epoch_under_another_layout(run_of, kind):
     whole = [samples_in(step) for step in steps(run_of(kind, 4), range(6))]
     resumed = [samples_in(step) for step in steps(run_of(kind, 2), range(3), consumed=72)]
     assert resumed == whole[3:]
@@ -149,13 +149,13 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch_with_other_ranks(run_of, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_seed_counts(run_of, kind):
+def test_the_seed_changes_the_order(run_of, kind):
     found = {tuple(map(tuple, steps(run_of(kind, seed=seed), [0])[0][0])) for seed in (5, 6)}
     assert len(found) == (1 if kind == "sequential" else 2)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("bucketing", "sequential")])
-def test_the_global_batch_is_that_of_a_plain_shuffle(run_of, kind):
+def test_the_global_batch_equals_a_plain_shuffles(run_of, kind):
     plain = shuffled(100, 5)
     for number, step in enumerate(steps(run_of(kind, 2), range(6))):
         assert samples_in(step) == sorted(plain.samples(24 * number, 24).tolist())
@@ -173,7 +173,7 @@ def test_packs_keep_the_budgets(run_of, kind):
 
 @pytest.mark.parametrize(("kind", "most"), [("balanced", 1.01), ("packed evenly", 1.01)])
 def test_balanced_ranks_cost_the_same(run_of, kind, most):
-    """32 samples for each of 4 ranks; plain ones differ by more."""
+    """32 samples for each of 4 ranks; plain sampling differs by more."""
     costs, excess = sample_costs(MODEL, lengths(1000)), {}
     for one in ("random", kind):
         found = steps(run_of(one, 4, batch=128), range(7), num_samples=1000)
@@ -182,7 +182,7 @@ def test_balanced_ranks_cost_the_same(run_of, kind, most):
     assert max(excess[kind]) <= most < min(excess["random"])  # measured: 1.0019, and 1.0910 of plain
 
 
-def test_reordering_lets_costly_microbatches_coincide(run_of):
+def test_reordering_makes_costly_microbatches_coincide(run_of):
     costs = sample_costs(MODEL, lengths())
     (step,) = steps(run_of("reordering", 4, 1), [0])
     of_turns = np.array([[costs[one].sum() for one in rank] for rank in step]).T
@@ -210,7 +210,7 @@ def test_no_bucket_drops_a_sample(num_samples, shuffle, epoch):
 
 
 def test_virtual_chunks_get_a_microbatch_for_each_stage(run_of):
-    """And a multiple of that number: others would let a chunk hold more in some steps."""
+    """And a multiple of that number: otherwise a chunk would have more in flight in some steps."""
     chunks = our_config(((2, 1), (1, 0)), ((0, 0), (2, 2)))
     for kind in ("packed", "packed evenly"):
         for micro_batch_size in (1, 8):  # many packs and few

@@ -21,7 +21,7 @@ def test_rates(num, rate, wanted, seed):
     assert (found == chosen(num, rate, wanted, seed, "a")).all()
 
 
-def test_a_rate_of_100_is_the_file_as_it_is_and_others_are_drawn():
+def test_a_rate_of_100_takes_the_file_unchanged_and_others_are_drawn():
     assert chosen(5, 100, None, 1, "a").tolist() == [0, 1, 2, 3, 4]
     half = chosen(1000, 50, None, 1, "a")
     assert (np.diff(half) > 0).all()
@@ -41,8 +41,8 @@ def test_no_sample_is_on_both_sides(samples, rate, seed):
 
 
 @given(st.integers(0, 2000), st.integers(1, 4), st.floats(0, 1), st.integers(0, 9))
-def test_the_samples_for_validation_are_those_of_a_permutation(count: int, step: int, rate: float, seed: int) -> None:
-    """With several chunks and repeats too: runs that go on must find the samples that they were begun with."""
+def test_the_validation_samples_come_from_a_permutation(count: int, step: int, rate: float, seed: int) -> None:
+    """With several chunks and repeats too: resumed runs must find the same samples."""
     samples = np.concatenate([np.arange(0, count, step, dtype=np.uint32), np.arange(count, dtype=np.uint32)])
     different = np.unique(samples)
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""The order of a step's microbatches: whole, never slower than as given, and close to what lengths allow."""
+"""The order of a step's microbatches: complete, never slower than as given, and close to what lengths allow."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def test_all_microbatches_in_no_more_time_than_as_given(data, num_stages, num_ch
 
 @pytest.mark.parametrize("num_stages", [2, 4, 8])
 def test_changing_lengths_take_the_time_of_equal_ones(num_stages: int) -> None:
-    """Within 3 %; as they are read they take a fifth longer and more."""
+    """Within 3 %; in the order they are read they take at least a fifth longer."""
     lengths = [SPREAD[5 * number % 8] for number in range(16)]
     changing, equal = costs_of(lengths, num_stages), step_cost(costs_of([1.0] * 16, num_stages), num_stages)
     ordered = [changing[number] for number in pipeline_order(changing, num_stages)]
@@ -39,12 +39,12 @@ def test_changing_lengths_take_the_time_of_equal_ones(num_stages: int) -> None:
     assert step_cost(ordered, num_stages) < 1.03 * equal
 
 
-def test_equal_microbatches_stay_as_they_are() -> None:
+def test_equal_microbatches_keep_their_order() -> None:
     assert pipeline_order(costs_of([1.0] * 7, 3), 3) == list(range(7))
 
 
-def test_microbatches_go_by_what_they_cost_and_one_stage_leaves_them() -> None:
-    """Images count too: the shortest text may be the dearest."""
+def test_microbatches_are_ordered_by_cost_and_unchanged_on_one_stage() -> None:
+    """Images count too: the shortest text may be the costliest sample."""
     generator = torch.Generator().manual_seed(0)
     grids = ((), ((1, 16, 16),), (), ((1, 8, 8),))
     batch = [replace(microbatch([random_sample(generator, images, length)]), samples=(number,))

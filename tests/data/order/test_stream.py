@@ -26,7 +26,7 @@ def test_a_stream_does_not_depend_on_the_pieces_it_is_read_in(num_samples, seed,
     assert one + (stream(num_samples, seed, first + count, more) if more else []) == whole
 
 
-def test_order_is_the_files_without_shuffle():
+def test_without_shuffle_the_order_is_the_files():
     assert stream(3, 7, 0, 7, shuffle=False) == [0, 1, 2, 0, 1, 2, 0]
 
 
@@ -36,7 +36,7 @@ def test_order_differs_between_epochs_and_between_seeds():
 
 
 def test_the_order_of_a_seed_is_that_of_earlier_versions():
-    """Or a run that goes on with a new version would see some samples twice and some never."""
+    """Otherwise a run resumed with a new version would repeat some samples and skip others."""
     for epoch in (0, 3):
         expected = np.random.default_rng(np.random.SeedSequence([5, epoch])).permutation(20).tolist()
         assert stream(20, 5, epoch * 20, 20) == expected
@@ -62,7 +62,7 @@ def test_global_batch_is_the_same_for_every_layout(num_samples, seed, step, cons
 
 
 @given(sizes, seeds, st.integers(0, 5))
-def test_resume_from_consumed_samples_goes_on_with_the_same_stream(num_samples, seed, steps_done):
+def test_resume_from_consumed_samples_continues_the_same_stream(num_samples, seed, steps_done):
     uninterrupted = [global_batch(step, 2, 2, num_samples, seed, 8) for step in range(steps_done + 3)]
     resumed = [global_batch(step, 2, 2, num_samples, seed, 8, consumed_samples=steps_done * 8) for step in range(3)]
     assert resumed == uninterrupted[steps_done:]
@@ -80,6 +80,6 @@ def test_resume_with_another_global_batch_size_skips_and_repeats_nothing(global_
     assert sorted(before + after) == list(range(28))
 
 
-def test_steps_go_on_without_end():
+def test_steps_are_endless():
     order = Order.plain(5, 1, True, 4, 2, 1, 2, consumed_samples=8)
     assert [step for step, _ in zip(order.steps(), range(9), strict=False)] == [order.step(n) for n in range(9)]

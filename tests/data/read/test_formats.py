@@ -74,7 +74,7 @@ def test_settings_of_one_picture_or_video(read, folder):
     ({"type": "imag", "imag": "a.png"}, "did you mean 'image'"),
     ({"type": "text"}, "expected a string"),
     ({"type": "image", "image": "a.png", "max_pixel": 5}, "did you mean 'max_pixels'"),
-    ({"type": "image", "image": "a.png", "fps": 5}, "'fps', which no image has as a setting"),
+    ({"type": "image", "image": "a.png", "fps": 5}, "'fps', which is not a setting for images"),
     ({"type": "image", "image": "a.png", "resized_height": 5}, "give min_pixels and max_pixels instead"),
     ({"type": "image", "image": "a.png", "max_pixels": "5"}, "expected a whole number above 0"),
     ({"type": "image", "image": "a.png", "max_pixels": 1.5}, "expected a whole number above 0"),
@@ -85,12 +85,12 @@ def test_settings_of_one_picture_or_video(read, folder):
     ({"type": "image", "image": "a.png", "max_pixels": 10**400}, "expected a whole number above 0"),
     ({"type": "video", "video": "c.mp4", "fps": 1, "nframes": 4}, "both 'fps' and 'nframes'"),
     ({"type": "video", "video": "c.mp4", "video_start": 3, "video_end": 2}, "'video_start' = 3 above 'video_end' = 2"),
-    ({"type": "video", "video": ["a.png", 3]}, "expected the paths of its frames, each a picture"),
-    ({"type": "video", "video": ["a.png"], "nframes": 4}, "a list of frames, and every one is taken; list fewer"),
+    ({"type": "video", "video": ["a.png", 3]}, "expected the paths of its frames, each an image"),
+    ({"type": "video", "video": ["a.png"], "nframes": 4}, "a list of frames, which are all used; list fewer"),
     ({"type": "video", "video": ["a.png"], "fps": 1, "sample_fps": 1}, "which mean the same for a list of frames"),
-    ({"type": "video", "video": "a.mp4", "sample_fps": 1}, "no list of frames; give fps, the frames to take of a sec"),
+    ({"type": "video", "video": "a.mp4", "sample_fps": 1}, "not a list of frames; give fps, the number of frames to"),
     ({"type": "image_url", "image_url": {}}, "has no 'url'"),
-    ({"type": "image_url", "image_url": {"url": "https://x/a.png"}}, "nothing is fetched while training; download it"),
+    ({"type": "image_url", "image_url": {"url": "https://x/a.png"}}, "nothing is downloaded during training; download"),
     ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}, "broken base64"),
     ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}, "write it to a file"),
     ({"type": "image_url", "image_url": {"url": "file://elsewhere/a.png"}}, "on the machine 'elsewhere'"),
@@ -104,13 +104,13 @@ def test_bad_parts(read, part, what):
     assert what in str(error.value)
 
 
-def test_only_the_user_shows_media(read):
+def test_only_user_turns_contain_media(read):
     shown = [{"type": "image", "image": "a.png"}]
     for role in ("assistant", "system"):
         messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "x"}]
         messages = [{"role": "system", "content": shown}, *messages] if role == "system" else [
             messages[0], {"role": role, "content": shown}]
-        with pytest.raises(UserError, match=f"{role}. shows an image or a video"):
+        with pytest.raises(UserError, match=f"{role}. contains an image or a video"):
             read({"messages": messages})
 
 
@@ -151,7 +151,7 @@ def test_bad_alpaca(read, record, what):
     assert what in str(error.value)
 
 
-def test_the_words_of_attr_win_over_the_usual_ones(read):
+def test_the_names_in_attr_take_precedence_over_the_usual_ones(read):
     attr = Attributes(messages="messages", role_tag="from", content_tag="value", user_tag="gpt", assistant_tag="human")
     said = [{"from": "gpt", "value": "Q"}, {"from": "human", "value": "A"}]
     assert [turn.role for turn in read({"messages": said}, attr).turns] == ["user", "assistant"]
@@ -160,7 +160,7 @@ def test_the_words_of_attr_win_over_the_usual_ones(read):
 
 
 def test_a_record_can_be_written_as_json(read):
-    """Strings of paths and texts with any character come through a file as they are."""
+    """Paths and texts with any character round-trip through a file."""
     record = {"messages": [{"role": "user", "content": "é 猫 \U0001f600 \u2028 <video>"},
                            {"role": "assistant", "content": "\u0000"}], "videos": ["d e.mp4"]}
     assert read(json.loads(json.dumps(record))) == read(record)

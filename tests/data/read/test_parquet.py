@@ -50,7 +50,7 @@ def write(path: Path, rows: list[dict], column: str, kind: arrow.DataType, featu
 
 @pytest.fixture
 def many(tmp_path: Path) -> Path:
-    """Ten rows of no, one and two pictures in groups of four; one of them names a file beside instead."""
+    """Ten rows with no, one and two pictures in groups of four; one names a file instead."""
     (tmp_path / "beside.png").write_bytes(png(99))
     rows = []
     for number in range(10):
@@ -61,8 +61,8 @@ def many(tmp_path: Path) -> Path:
     return write(tmp_path / "many.parquet", rows, "images", arrow.list_(IMAGE), [{"_type": "Image"}])
 
 
-def test_lists_of_pictures_are_those_of_files(many, tmp_path, hf_directory, model_config):
-    """Grids and patches to the bit, read in any order, and again from the index."""
+def test_lists_of_embedded_pictures_equal_files(many, tmp_path, hf_directory, model_config):
+    """Equal grids and patches, read in any order, and again from the index."""
     expected = []
     for number in range(10):
         paths = []
@@ -96,7 +96,7 @@ def test_lists_of_pictures_are_those_of_files(many, tmp_path, hf_directory, mode
 
 
 def test_only_a_few_rows_are_in_memory(tmp_path, monkeypatch):
-    """Records are read without any picture, and pictures a batch at a time."""
+    """Records are read without pictures, and pictures one batch at a time."""
     rows = [{"id": str(number), "image": {"bytes": png(number), "path": None}, "messages": messages(1)}
             for number in range(40)]
     path = write(tmp_path / "one.parquet", rows, "image", IMAGE, {"_type": "Image"}, group=40)
@@ -126,7 +126,7 @@ def test_only_a_few_rows_are_in_memory(tmp_path, monkeypatch):
         _ = fresh.content
 
 
-def test_bad_pictures_large_groups_and_videos_are_told(tmp_path, hf_directory, model_config, monkeypatch):
+def test_bad_pictures_large_groups_and_videos_are_reported(tmp_path, hf_directory, model_config, monkeypatch):
     rows = [{"id": f"n{number}", "image": {"bytes": content, "path": "cat.png"}, "messages": messages(1)}
             for number, content in enumerate([png(0), b"no picture", png(2)])]
     path = write(tmp_path / "bad.parquet", rows, "image", IMAGE, {"_type": "Image"})
@@ -135,13 +135,13 @@ def test_bad_pictures_large_groups_and_videos_are_told(tmp_path, hf_directory, m
     dataset = Dataset(data, True, Gauge.from_config(data, model_config, 512))
     (bad,) = dataset.skipped
     assert (len(dataset), bad.index, bad.id, bad.line) == (2, 1, "n1", None)
-    assert bad.path == "cat.png (inside the record)" and "is no picture that Pillow reads" in bad.reason
+    assert bad.path == "cat.png (inside the record)" and "is not an image that Pillow can read" in bad.reason
     assert "in column 'image', and to reach a picture all before it in its group" in dataset.notes[0]
     rows = [{"id": "0", "videos": [{"bytes": b"0", "path": "a.mp4"}], "messages": [
         {"role": "user", "content": "<video>"}, messages(0)[1]]}]
     path = write(tmp_path / "video.parquet", rows, "videos", arrow.list_(IMAGE), {"feature": {"_type": "Video"}})
     data = data_config(hf_directory, tmp_path, path)
-    with pytest.raises(UserError, match="stands in the record itself, where only pictures may"):
+    with pytest.raises(UserError, match="is embedded in the record, which only images may be"):
         Dataset(data, gauge=Gauge.from_config(data, model_config, 512))
 
 
@@ -180,7 +180,7 @@ def test_prompts_have_a_digest_of_their_pictures(many):
 
 
 def test_pictures_in_lists_of_parts(tmp_path, hf_directory, model_config):
-    """As OpenAI's form has them: read with their record, bytes or path."""
+    """In OpenAI's format: read with their record, as bytes or path."""
     (tmp_path / "b.png").write_bytes(png(2))
     parts = [{"type": "image", "image": {"bytes": png(1), "path": "a.png"}, "text": None},
              {"type": "image", "image": {"bytes": None, "path": "b.png"}, "text": None},

@@ -1,4 +1,4 @@
-"""Nothing outside the media roots is shown, however its path is written."""
+"""Nothing outside the media roots is used, however its path is written."""
 
 import base64
 import os
@@ -16,7 +16,7 @@ from tests.data.oracle import photo
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """``media`` with a picture, links and things that are none; ``other`` and ``media_evil`` beside it."""
+    """``media`` with a picture, links and other things; ``other`` and ``media_evil`` beside it."""
     for name in ("media/in/a.png", "other/b.png", "media_evil/c.png", "media/in/d e.png"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
@@ -30,7 +30,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("path", ["in/a.png", "./in/../in/a.png", "inside.png", "{root}/media/in/a.png",
                                   "file://{root}/media/in/a.png", "file://localhost{root}/media/in/d%20e.png"])
-def test_what_lies_below_the_root_is_found(root, path):
+def test_files_below_the_root_are_found(root, path):
     found = MediaRoots(str(root / "media")).find(path.format(root=root), "image")
     assert Path(found).resolve().is_relative_to(root / "media/in")
 
@@ -38,7 +38,7 @@ def test_what_lies_below_the_root_is_found(root, path):
 @pytest.mark.parametrize("path", ["../other/b.png", "in/../../other/b.png", "{root}/other/b.png", "out.png",
                                   "out/b.png", "{root}/media/../other/b.png", "file://{root}/other/b.png",
                                   "../media_evil/c.png", "file://{root}/media/..%2Fother/b.png", "/etc/passwd"])
-def test_what_leads_out_is_refused_with_the_key_to_set(root, path):
+def test_paths_out_of_the_root_are_refused_with_the_setting_to_change(root, path):
     with pytest.raises(UserError, match=r"which is not below .*media'; .* basic_parameters.media_roots"):
         MediaRoots(str(root / "media")).find(path.format(root=root), "image")
 
@@ -50,38 +50,39 @@ def test_other_roots_are_named(root, path):
 
 @pytest.mark.parametrize(("path", "what"), [
     ("in", "is a directory"), (".", "is a directory"), ("pipe.png", "is a pipe"), ("/dev/null", "is a device"),
-    ("no.png", "no regular file, neither as"), ("loop.png", "no regular file, neither as"),
-    ("a\0b.png", "no regular file, neither as"), ("\ud800.png", "no regular file, neither as"),
-    ("http://x/a.png", "nothing is fetched"), ("https:\\\\x", "no regular file"), ("s3://bucket/a.png", "is fetched"),
+    ("no.png", "not a regular file, neither as"), ("loop.png", "not a regular file, neither as"),
+    ("a\0b.png", "not a regular file, neither as"), ("\ud800.png", "not a regular file, neither as"),
+    ("http://x/a.png", "nothing is downloaded"),
+    ("https:\\\\x", "not a regular file"), ("s3://bucket/a.png", "is downloaded"),
     ("file://[host/a.png", "on the machine '[host'"),
-    ("file://host/a.png", "on the machine 'host'"), ("A" * 300, "if it is the image itself in base64, write data:"),
+    ("file://host/a.png", "on the machine 'host'"), ("A" * 300, "if this is the image itself in base64, put data:"),
     ("data:image/png;base64,AAA", "broken base64 (Incorrect padding"), ("data:image/png;base64,A-_=", "broken base64"),
-    ("data:image/png;base64,\xe4AAA", "broken base64"), ("data:image/png;base64", "is no data:image/png;base64,"),
-    ("data:image/png,AAAA", "is not in base64"), ("data:text/html;base64,AAAA", "is no data:image/png;base64,"),
-    ("data:,AAAA", "is no data:image/png;base64,"), ("data:image/png;base64,=" + "A" * 10**6, "broken base64"),
-    ("data:image/png;base64," + "A" * (4 * MAX_INLINE_BYTES // 3 + 4), "16,777,218 bytes, more than the 16,777,216"),
+    ("data:image/png;base64,\xe4AAA", "broken base64"), ("data:image/png;base64", "is not a data:image/png;base64,"),
+    ("data:image/png,AAAA", "is not in base64"), ("data:text/html;base64,AAAA", "is not a data:image/png;base64,"),
+    ("data:,AAAA", "is not a data:image/png;base64,"), ("data:image/png;base64,=" + "A" * 10**6, "broken base64"),
+    ("data:image/png;base64," + "A" * (4 * MAX_INLINE_BYTES // 3 + 4), "16,777,218 bytes, above the limit of 16,777"),
 ], ids=lambda text: text[:40])
-def test_what_is_no_file_is_refused(root, path, what):
+def test_other_paths_are_refused(root, path, what):
     with pytest.raises(UserError) as error:
         MediaRoots(str(root / "media")).find(path, "image")
     assert what in str(error.value) and len(str(error.value)) < 1000
 
 
 @pytest.mark.parametrize("start", ["data:image/png;base64,", "DATA:image/jpeg;name=a;base64,", "data:IMAGE/x;BASE64,"])
-def test_a_picture_in_the_record_needs_no_file(root, start):
+def test_an_embedded_picture_needs_no_file(root, start):
     content = bytes(range(256)) * 3
     encoded = base64.b64encode(content).decode()
     media = KnownMedia(MediaRoots(str(root / "media")))
     for text in (encoded, "\n".join(encoded[place : place + 76] for place in range(0, len(encoded), 76)) + "\r\n"):
         found = media.find(start + text, "image")
         assert found.content == content and str(found) == f"{(start + text)[:40]}..." and "\\x00" not in repr(found)
-        with pytest.raises(UserError, match="only pictures may stand in a record"):
+        with pytest.raises(UserError, match="only images may be embedded in a record"):
             media.find(start + text, "video")
     largest = media.find("data:image/png;base64," + base64.b64encode(bytes(MAX_INLINE_BYTES)).decode(), "image")
     assert largest.content == bytes(MAX_INLINE_BYTES)
 
 
-def test_a_relative_path_may_begin_at_the_working_directory(root, monkeypatch):
+def test_a_path_may_be_relative_to_the_working_directory(root, monkeypatch):
     """As the example's converter writes them."""
     monkeypatch.chdir(root)
     assert MediaRoots("media").find("./media/in/a.png", "image") == "./media/in/a.png"
@@ -96,7 +97,7 @@ def test_the_root_may_be_a_link(root):
         MediaRoots(str(root / "link")).find("out.png", "image")
 
 
-def test_what_was_found_is_remembered_and_what_was_not_is_not(root):
+def test_found_paths_are_cached_and_missing_ones_are_not(root):
     media = KnownMedia(MediaRoots(str(root / "media")))
     with pytest.raises(UserError):
         media.find("new.png", "image")
@@ -104,8 +105,8 @@ def test_what_was_found_is_remembered_and_what_was_not_is_not(root):
     assert media.find("new.png", "image") == media.find("new.png", "image") == str(root / "media/new.png")
 
 
-def test_a_folder_or_picture_that_may_not_be_read_is_told_as_such():
-    """Row 31.  Root may read everything, so it becomes nobody meanwhile."""
+def test_missing_permissions_are_reported():
+    """Row 31.  Root can read everything, so the test switches to the user nobody."""
     folder = Path(tempfile.mkdtemp())
     (folder / "closed").mkdir()
     (folder / "closed" / "a.png").touch()

@@ -1,4 +1,4 @@
-"""Where records lie, for any file and any place at which a block ends."""
+"""The positions of records, for any file and any block boundary."""
 
 import io
 import json
@@ -19,7 +19,7 @@ spaces = st.text(" \t\r\n", max_size=4)
 
 
 def found(find, content: bytes) -> tuple[list[tuple[bytes, int]], list[str]]:
-    """The bytes of each record with the line of the first one of its block, else 0, and what is wrong."""
+    """The bytes of each record with the line of its block's first record, otherwise 0, and the problems."""
     problems: list[str] = []
     records = [(content[start:end], line * (not number)) for line, _, block in find(io.BytesIO(content), "f", problems)
                for number, (start, end) in enumerate(block)]
@@ -28,7 +28,7 @@ def found(find, content: bytes) -> tuple[list[tuple[bytes, int]], list[str]]:
 
 @pytest.fixture(params=[1, 7, 64, 1 << 18], autouse=True)
 def block_bytes(request, monkeypatch):
-    """Blocks of one byte end at every place at which a block can."""
+    """Blocks of one byte, so that blocks end at every possible position."""
     monkeypatch.setattr(spans, "BLOCK_BYTES", request.param)
 
 
@@ -62,7 +62,7 @@ def test_the_lines_of_a_file(records, escaped, mark, data):
 
 
 @given(st.lists(values, min_size=1, max_size=3), st.data())
-def test_a_list_that_is_cut_anywhere_is_noticed(records, data):
+def test_a_list_truncated_anywhere_is_detected(records, data):
     content = json.dumps(records).encode()
     _, problems = found(list_spans, content[: data.draw(st.integers(1, len(content) - 1))])
     assert len(problems) == 1
@@ -70,7 +70,7 @@ def test_a_list_that_is_cut_anywhere_is_noticed(records, data):
 
 @pytest.mark.parametrize("content", [b"[1] 2", b"[1]]", b"[] x", b"[1,]", b"[,1]", b"[1 2]", b"[1,,2]", b"[1}",
                                      b"[tru]", b"['a']"])
-def test_what_is_no_list_is_noticed(content):
+def test_other_content_is_detected(content):
     assert len(found(list_spans, content)[1]) == 1
 
 
@@ -80,17 +80,17 @@ def test_an_empty_list(content):
 
 
 @pytest.mark.parametrize(("find", "content"), [(list_spans, b'["'), (line_spans, b'"')])
-def test_a_record_without_end_is_not_read_to_the_end_of_the_file(monkeypatch, find, content):
+def test_an_unterminated_record_is_not_read_to_the_end_of_the_file(monkeypatch, find, content):
     monkeypatch.setattr(spans, "MAX_RECORD_BYTES", 1 << 10)
     stream, problems = io.BytesIO(content + b"x" * 5_000_000), []
     assert list(find(stream, "f", problems)) == []
     place = f"f:1:{1 + (find is list_spans)}"
-    assert problems[0].startswith(f"{place}: record 0 (counted from 0) begins here and does not end")
+    assert problems[0].startswith(f"{place}: record 0 (counted from 0) starts here and does not end")
     assert stream.tell() <= max(4 << 10, 2 * spans.BLOCK_BYTES)
 
 
-def test_a_list_in_one_line_that_is_cut_names_column_and_record():
-    """Whatever block the end is in: in characters, some of which are several bytes."""
+def test_a_truncated_list_in_one_line_names_column_and_record():
+    """For any block boundary; counted in characters, some of which have several bytes."""
     records = [{"n": number, "text": "猫é" * 5} for number in range(30)]
     whole = json.dumps(records, ensure_ascii=False)
     start = whole.index('{"n": 20')
