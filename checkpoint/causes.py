@@ -17,7 +17,7 @@ from mm.formats.source import Kind, Source
 from mm.formats.storage import Structure, stored_weights
 from mm.weights.cut import Span, cut_dim, shard_spans
 from mm.weights.plan import dtype_name
-from mm.weights.table import HF_EMBEDDING_NAME, HF_OUTPUT_LAYER_NAME, Fusion, Weight
+from mm.weights.table import Fusion, Weight
 from mm.weights.views import Misfit, View, shard_view, whole_view
 
 PADDING = -1
@@ -256,11 +256,12 @@ def _other_tensor(case: _Case) -> str | None:
     """Try confused tensors: the output layer and the embedding, or the same weight of another layer."""
     one, right, found = case.unequal.part, case.right, case.found
     twins: list[tuple[str, Source, Weight]] = []
-    if one.hf_names == (HF_OUTPUT_LAYER_NAME,):
-        twins = [("tied head: the output layer is the embedding", found, _renamed(one, HF_EMBEDDING_NAME))]
-    elif one.hf_names == (HF_EMBEDDING_NAME,):
+    names = right.model.family.weights
+    if one.hf_names == (names.output_layer_weight,):
+        twins = [("tied head: the output layer is the embedding", found, _renamed(one, names.embedding_weight))]
+    elif one.hf_names == (names.embedding_weight,):
         twins = [(f"tied head: the embedding is the output layer of {right.path}", right,
-                  _renamed(one, HF_OUTPUT_LAYER_NAME))]
+                  _renamed(one, names.output_layer_weight))]
     elif one.layer is not None:
         others = [(other.layer - one.layer, other) for weight in case.weights for other in hf_parts(weight)
                   if other.layer is not None
@@ -273,9 +274,10 @@ def _other_tensor(case: _Case) -> str | None:
 
 def missing_head_cause(side: Source, weight: Weight) -> str | None:
     """Guess why the other directory lacks ``weight``, which ``side`` has; only for the output layer, else None."""
-    if weight.hf_names != (HF_OUTPUT_LAYER_NAME,):
+    names = side.model.family.weights
+    if weight.hf_names != (names.output_layer_weight,):
         return None
-    is_copy = _are_twins((0, 0), (side, weight), (side, _renamed(weight, HF_EMBEDDING_NAME)))
+    is_copy = _are_twins((0, 0), (side, weight), (side, _renamed(weight, names.embedding_weight)))
     what = "it equals the embedding" if is_copy else "it is not a copy of the embedding"
     return f"tied head: {what}; the directory without an output layer ties it to the embedding"
 

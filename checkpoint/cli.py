@@ -1,6 +1,6 @@
 """``mm-convert``: a command line compatible with MindSpeed-MM's.
 
-    mm-convert Qwen2_5_VLConverter hf_to_mm --cfg.mm_dir DIR --cfg.hf_config.hf_dir DIR \\
+    mm-convert CONVERTER hf_to_mm --cfg.mm_dir DIR --cfg.hf_config.hf_dir DIR \\
         --cfg.parallel_config.llm_pp_layers [[12,16]] --cfg.parallel_config.vit_pp_layers [[32,0]]
 
 The commands are in ``checkpoint.commands``, which is imported inside ``run_command``: Ctrl-C while torch loads then

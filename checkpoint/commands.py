@@ -23,10 +23,11 @@ from checkpoint.verify import show_directory, verify_directory
 from mm.conversion import convert
 from mm.ending import refused
 from mm.errors import UserError, printable
+from mm.families.known import FAMILIES
 from mm.formats.storage import Format, Storage, Structure
 from mm.version import version_line
 
-_CONVERTER = "Qwen2_5_VLConverter"
+_CONVERTERS = {family.mindspeed.converter: family.title for family in FAMILIES}
 _NOT_HERE = {
     "hf_to_mm_dcp": "torch's distributed checkpoints are not supported; the trainer's --load reads the Hugging Face "
                     "directory itself, on any layout",
@@ -113,7 +114,10 @@ def run(words: Sequence[str]) -> int:
     set_parsing_settings(docstring_parse_attribute_docstrings=True)  # --help shows the docstrings of the fields
     converting = (hf_to_mm, mm_to_hf, resplit, lora_hf_to_mm, lora_mm_to_hf, merge_lora)
     commands = {command.__name__: command for command in (*converting, verify, diff, show)}
-    components: Any = {_CONVERTER: {"_help": "Qwen2.5-VL, all sizes.  --version prints the version.", **commands}}
+    components: Any = {
+        converter: {"_help": f"{title}, all sizes.  --version prints the version.", **commands}
+        for converter, title in _CONVERTERS.items()
+    }
     try:
         _refuse_others(words)
         status = auto_cli(components, as_positional=False, args=list(words))
@@ -129,8 +133,8 @@ def _refuse_others(words: Sequence[str]) -> None:
         raise UserError(f"{converter} is for checkpoints of MindSpeed-MM's FSDP2 trainer, which are not supported "
                         f"here.  Instead of hf_to_dcp, give --load the Hugging Face directory itself.  Export a model "
                         f"trained with FSDP2 with MindSpeed-MM's own dcp_to_hf, and --load that directory.")
-    if converter.endswith("Converter") and converter != _CONVERTER:
-        raise UserError(f"{converter} is for a model that is not supported here; the converter of Qwen2.5-VL is "
-                        f"{_CONVERTER}.")
+    if converter.endswith("Converter") and converter not in _CONVERTERS:
+        ours = "; ".join(f"the converter of {title} is {name}" for name, title in _CONVERTERS.items())
+        raise UserError(f"{converter} is for a model that is not supported here; {ours}.")
     if command in _NOT_HERE:
         raise UserError(f"{command} is not available here: {_NOT_HERE[command]}.")

@@ -21,7 +21,7 @@ from mm.formats.safetensors import dtype_name
 from mm.formats.source import Kind, Source, find_kind
 from mm.formats.source import open as open_source
 from mm.weights.cut import Span
-from mm.weights.table import HF_EMBEDDING_NAME, Weight, model_weights
+from mm.weights.table import Weight, model_weights
 from mm.weights.views import Misfit, Stored
 
 NUM_SHOWN = 10
@@ -141,7 +141,8 @@ def _finding_lines(finding: Finding, source: Source, target: Source, weights: Se
         yield f"{names}: copies within {side.path} that should be equal"
         yield from (f"    {_where(side, stored)}" for stored in copies)
         yield "    likely cause: " + (
-            "tied head: the output layer is a stale copy of the embedding" if HF_EMBEDDING_NAME in names
+            "tied head: the output layer is a stale copy of the embedding"
+            if source.model.family.weights.embedding_weight in finding.weight.hf_names
             else "one of the files is damaged or of another model"
         ) + ", or tie_word_embeddings is wrong" * (side.kind is Kind.HUGGING_FACE)
     for stored, side in finding.padding.items():

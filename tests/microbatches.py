@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mm.batch import IGNORE_INDEX, Grid, Microbatch, Normalisation, normalised
 from mm.config.model import ModelConfig
-from mm.model.positions import VideoTimes, mrope_positions
+from mm.model.qwen2_5_vl.positions import VideoTimes, mrope_positions
 from tests.workload import Sample
 
 NORMALISATION = Normalisation(255.0, (0.5, 0.45, 0.4), (0.27, 0.26, 0.28))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mm.batch import IGNORE_INDEX, BatchTotals, Microbatch, Normalisation, normalised, targets_per_segment
-from mm.model.positions import plan_vision
+from mm.model.qwen2_5_vl.positions import plan_vision
 from tests.tiny import our_config
 
 fast = settings(max_examples=40, deadline=None)

@@ -19,6 +19,7 @@ from mm.config.generate import Asking, ModelArguments, other_flags, read_asking
 from mm.config.inference import GenerationSettings, InferenceConfig, read_model_and_more
 from mm.config.schema import STRICT, Count, Read
 from mm.errors import nearest, refuse
+from mm.families.known import TITLES
 
 PEER_NAMES: Mapping[str, BenchmarkName] = {
     "ai2d_test": "ai2d", "chartqa_test": "chartqa", "docvqa_val": "docvqa", "mmmu_dev_val": "mmmu"}
@@ -46,14 +47,14 @@ class EvaluateArguments(ModelArguments):
         "directory of predictions, scores and report; an interrupted evaluation there is resumed"))
     max_questions: Count | None = Field(None, description="number of questions to ask, from the start; absent = all")
     use_custom_prompt: bool = Field(False, description=(
-        "use VLMEvalKit's prompts for Qwen2-VL, as MindSpeed-MM does, instead of its default prompts, with which "
-        "Qwen2.5-VL is evaluated"))
+        f"use VLMEvalKit's prompts for Qwen2-VL, as MindSpeed-MM does, instead of its default prompts, with which "
+        f"{TITLES} is evaluated"))
     evaluation_model: str | None = Field(None, description=(
         "also write MindSpeed-MM's result files, under this name: NAME_DATASET.xlsx and so on"))
 
 
 EVALUATE = CommandLine(
-    "mm.evaluate", "Score Qwen2.5-VL on a benchmark or on your own questions.",
+    "mm.evaluate", f"Score {TITLES} on a benchmark or on your own questions.",
     "--load DIR --questions FILE --benchmark NAME | --rule NAME  --output DIR  [flags]", EvaluateArguments,
     other_flags(EvaluateArguments))
 

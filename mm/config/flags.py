@@ -27,6 +27,7 @@ from mm.config.schema import (
     Patterns,
     Positive,
 )
+from mm.families.known import TITLES
 
 Numbers = Annotated[tuple[NaturalNumber, ...], Field(title=NUMBERS)]
 LossUnit = Literal["token", "sample", "microbatch"]
@@ -289,7 +290,7 @@ def is_same_directory(one: str | None, other: str | None) -> bool:
 
 
 TRAIN = CommandLine(
-    "mm.train", "Train Qwen2.5-VL with tensor, context, pipeline and data parallelism.",
+    "mm.train", f"Train {TITLES} with tensor, context, pipeline and data parallelism.",
     "--mm-model JSON --mm-data JSON --micro-batch-size N --seq-length N (--train-iters N | --num-train-epochs X) "
     "--lr X [flags]", Arguments, FLAGS)
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mm.families.known import TITLES, names_of
+
 
 @dataclass(frozen=True)
 class Fixed:
@@ -153,7 +155,7 @@ _TOWER: dict[str, Row] = {
 
 MODEL_KEYS: Mapping[str, Mapping[str, Row]] = {
     "": {
-        "model_id": Fixed(("qwen2_5vl", "qwen2vl"), "this trainer is for Qwen2.5-VL"),
+        "model_id": Fixed(names_of(lambda family: family.mindspeed.model_ids), f"this trainer is for {TITLES}"),
         **rows(_NULL, "text_encoder video_encoder audio_encoder"),
     },
     "image_encoder": {},
@@ -166,7 +168,7 @@ MODEL_KEYS: Mapping[str, Mapping[str, Row]] = {
     },
     "image_encoder.vision_encoder": {
         **_TOWER,
-        "model_id": Fixed(("qwen2vit", "qwen2_5_vit"), "the ViT of Qwen2.5-VL"),
+        "model_id": Fixed(names_of(lambda family: family.mindspeed.vision_ids), f"the ViT of {TITLES}"),
         "activation_func": Fixed(("silu",)),
         **rows(Fixed((True,)), "gated_linear_unit add_bias_linear"),
         "post_layer_norm": Fixed((False,)),
@@ -178,7 +180,7 @@ MODEL_KEYS: Mapping[str, Mapping[str, Row]] = {
     },
     "image_encoder.vision_projector": {
         **_TOWER,
-        "model_id": Fixed(("lnmlp",), "RMSNorm and two linear layers"),
+        "model_id": Fixed(names_of(lambda family: family.mindspeed.projector_ids), "RMSNorm and two linear layers"),
         "num_layers": Fixed((1,)),
         "activation_func": Fixed(("gelu",)),
         "gated_linear_unit": Fixed((False,)),
@@ -188,7 +190,7 @@ MODEL_KEYS: Mapping[str, Mapping[str, Row]] = {
     },
     "text_decoder": {
         **_TOWER,
-        "model_id": Fixed(("qwen2_5_lm",), "the LLM of Qwen2.5-VL"),
+        "model_id": Fixed(names_of(lambda family: family.mindspeed.language_ids), f"the LLM of {TITLES}"),
         "position_embedding_type": Fixed(("mrope",)),
         "rope_scaling": _NULL,
         "activation_func": Fixed(("silu",)),
@@ -199,7 +201,7 @@ MODEL_KEYS: Mapping[str, Mapping[str, Row]] = {
         "use_remove_padding": Inert("samples are always packed, without padding"),
         "seq_length": Inert("--seq-length decides"),
         "disable_bias_linear": _UNUSED,
-        **rows(Fixed((None, 0, False), "mixtures of experts are not part of Qwen2.5-VL"),
+        **rows(Fixed((None, 0, False), f"mixtures of experts are not part of {TITLES}"),
                "num_moe_experts moe_router_topk"),
     },
 }
@@ -218,8 +220,8 @@ DATA_KEYS: Mapping[str, Mapping[str, Row]] = {
         "trust_remote_code": Fixed((None, False), _NO_TRUST),
     },
     "dataset_param.basic_parameters": {
-        "template": Fixed(("qwen2vl",), "the chat template of Qwen2.5-VL"),
-        "enable_thinking": Inert("Qwen2.5-VL has no thinking mode"),
+        "template": Fixed(names_of(lambda family: family.mindspeed.templates), f"the chat template of {TITLES}"),
+        "enable_thinking": Inert(f"{TITLES} has no thinking mode"),
         **rows(Inert("samples are prepared on the fly; only their lengths are cached, in cache_dir"),
                "preprocessing_batch_size preprocess_on_fly async_preprocess async_preprocess_buffer_size"),
         "cutoff_len": Fixed((None,), "--seq-length is the longest sample"),
@@ -246,7 +248,7 @@ DATA_KEYS: Mapping[str, Mapping[str, Row]] = {
             "remove it: all replicas share one shuffle of all samples, and each reads only its own")),
     },
     "dataloader_param.collate_param": {
-        "model_name": Fixed(("qwen2vl",), "the collator of Qwen2.5-VL"),
+        "model_name": Fixed(names_of(lambda family: family.mindspeed.collators), f"the collator of {TITLES}"),
         "ignore_pad_token_for_loss": Inert("nothing is padded"),
     },
 }

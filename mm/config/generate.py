@@ -21,6 +21,7 @@ from mm.config.inference import GenerationSettings, InferenceConfig, read_infere
 from mm.config.launcher import launched_ranks, world_problems
 from mm.config.schema import STRICT, Count, NaturalNumber, NotNegative, Patterns, Positive, Read, fields_of
 from mm.errors import UserError, collected, refuse
+from mm.families.known import TITLES
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -113,7 +114,7 @@ def other_flags(cls: type[ModelArguments]) -> Mapping[str, FlagRow]:
 
 
 GENERATE = CommandLine(
-    "mm.generate", "Generate answers with Qwen2.5-VL, using the trainer's forward pass, on any layout.",
+    "mm.generate", f"Generate answers with {TITLES}, using the trainer's forward pass, on any layout.",
     "--load DIR --prompt TEXT [--image FILE ...] | --chat | --prompts FILE --output FILE  [flags]", GenerateArguments,
     other_flags(GenerateArguments))
 

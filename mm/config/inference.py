@@ -14,6 +14,7 @@ from mm.config.foreign import MODEL_KEYS, NOT_HERE, Fixed, Inert, Row, rows
 from mm.config.model import ModelConfig, model_problems, with_picture_token
 from mm.config.read import read_json
 from mm.config.schema import STRICT, Count, Int, Key, NaturalNumber, NotNegative, Positive, Read, read_settings
+from mm.families.known import TITLES, names_of
 
 
 def _one_or_more(value: Any) -> Any:
@@ -94,12 +95,14 @@ GENERATION_KEYS: Mapping[str, Row] = {
 """Keys of transformers 4 and 5 that are no fields of ``GenerationSettings``."""
 
 _PRECISION = ("bf16", "fp16", "fp32", "bfloat16", "float16", "float32", None)
+_MODELS = names_of(lambda family: family.mindspeed.model_ids)
+_PIPELINES = names_of(lambda family: family.mindspeed.pipelines)
 INFERENCE_KEYS: Mapping[str, Mapping[str, Row]] = {
     **MODEL_KEYS,
     "": {
         **MODEL_KEYS[""],
-        "model_id": Fixed(("qwen2_5vl", "qwen2vl", "Qwen2VlPipeline"), "this program is for Qwen2.5-VL"),
-        "pipeline_class": Fixed(("Qwen2VlPipeline",), "the pipeline of Qwen2.5-VL"),
+        "model_id": Fixed(_MODELS + _PIPELINES, f"this program is for {TITLES}"),
+        "pipeline_class": Fixed(_PIPELINES, f"the pipeline of {TITLES}"),
         "dtype": Fixed(_PRECISION, "it must match --bf16 or --fp16"),
         "device": Inert("--device decides"),
     },

@@ -29,6 +29,8 @@ from mm.config.schema import (
     Read,
     read_settings,
 )
+from mm.families.family import Family
+from mm.families.qwen2_5_vl.family import QWEN2_5_VL
 from mm.placement import Placement, layout_problems
 
 
@@ -198,8 +200,8 @@ class LanguageConfig:
         return not self.untie_embeddings_and_output_weights
 
 
-_IMAGE_TOKEN_ID, _VIDEO_TOKEN_ID = 151655, 151656
-"""The same in every published Qwen2.5-VL."""
+Tower = VisionConfig | LanguageConfig
+"""Both have the settings that a layer reads, under the same names."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -209,15 +211,20 @@ class ModelConfig:
     vision: Annotated[VisionConfig, Key("image_encoder.vision_encoder.")]
     projector: Annotated[ProjectorConfig, Key("image_encoder.vision_projector.")]
     language: Annotated[LanguageConfig, Key("text_decoder.")]
-    image_token_id: Annotated[Int, Key("img_context_token_id", "image_token_id")] = _IMAGE_TOKEN_ID
-    video_token_id: Int = _VIDEO_TOKEN_ID
-    vision_start_token_id: Int = 151652
+    image_token_id: Annotated[Int, Key("img_context_token_id", "image_token_id")] = QWEN2_5_VL.tokens.image_id
+    video_token_id: Int = QWEN2_5_VL.tokens.video_id
+    vision_start_token_id: Int = QWEN2_5_VL.tokens.vision_start_id
     freeze_modules: Annotated[Patterns, OrDefault] = ()
     """Weights that are not trained besides the frozen parts and layers."""
     trainable_modules: Annotated[Patterns, OrDefault] = ()
     """Weights that are trained whatever freezes them; ``mm.weights.trained`` has the whole rule."""
     lora: Annotated[LoraConfig, Key("lora_")] = LoraConfig()
     """Adapters, which are weights of the model too; off by default."""
+
+    @property
+    def family(self) -> Family:
+        """What it belongs to.  There is one family so far; a second one makes ``model_id`` of the file a field."""
+        return QWEN2_5_VL
 
     @property
     def base(self) -> "ModelConfig":
@@ -275,8 +282,8 @@ def with_picture_token(model: ModelConfig, path: str | Path) -> tuple[ModelConfi
     if model.image_token_id != model.video_token_id:
         return model, ()
     note = (f"{path}: img_context_token_id is {model.video_token_id}, which is the video token; videos use "
-            f"video_token_id, and images use {_IMAGE_TOKEN_ID}")
-    return replace(model, image_token_id=_IMAGE_TOKEN_ID), (note,)
+            f"video_token_id, and images use {model.family.tokens.image_id}")
+    return replace(model, image_token_id=model.family.tokens.image_id), (note,)
 
 
 def recompute_problems(recompute: RecomputeConfig, prefix: str, count: str) -> Iterator[str]:
@@ -308,13 +315,14 @@ def _recompute_notes_of(model: ModelConfig, path: str | Path) -> Iterator[str]:
         yield from recompute_notes(tower.recompute, f"{key}.recompute_", f"{key}.recompute_num_layers", path)
 
 
-def _towers(model: ModelConfig) -> "tuple[tuple[str, VisionConfig | LanguageConfig], ...]":
+def _towers(model: ModelConfig) -> tuple[tuple[str, Tower], ...]:
     """By their keys in the model JSON."""
     return ("image_encoder.vision_encoder", model.vision), ("text_decoder", model.language)
 
 
 def model_problems(model: ModelConfig) -> Iterator[str]:
     """Rules between the fields of one model JSON."""
+    family = model.family
     for key, tower in _towers(model):
         yield from recompute_problems(tower.recompute, f"{key}.recompute_", f"{key}.recompute_num_layers")
         if outside := sorted(layer for layer in layers_in(tower.freeze_layers) if layer >= tower.num_layers):
@@ -322,9 +330,10 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
                    f"to {tower.num_layers - 1}")
     yield from _vision_problems(model.vision)
     for name, part in (("encoder", model.vision), ("projector", model.projector)):
-        if not math.isclose(part.layernorm_epsilon, 1e-6):
-            yield (f"image_encoder.vision_{name}.layernorm_epsilon is {part.layernorm_epsilon:g}; expected 1e-06, "
-                   f"which transformers uses for every Qwen2.5-VL ViT regardless of config.json")
+        if not math.isclose(part.layernorm_epsilon, family.vision_epsilon):
+            yield (f"image_encoder.vision_{name}.layernorm_epsilon is {part.layernorm_epsilon:g}; expected "
+                   f"{family.vision_epsilon:g}, which transformers uses for every {family.title} ViT regardless of "
+                   f"config.json")
     projector_sizes = (
         ("input_size", "the ViT's hidden_size", model.vision.hidden_size),
         ("ffn_hidden_size", "input_size x spatial_merge_size^2",
@@ -337,9 +346,9 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
     yield from _language_problems(model.language)
     yield from layout_problems(model.vision.pipeline_num_layers, model.language.pipeline_num_layers,
                                model.vision.num_layers, model.language.num_layers)
-    if model.image_token_id == model.video_token_id != _VIDEO_TOKEN_ID:
+    if model.image_token_id == model.video_token_id != family.tokens.video_id:
         yield (f"img_context_token_id and video_token_id are both {model.image_token_id}; expected the image and video "
-               f"tokens, which are {_IMAGE_TOKEN_ID} and {_VIDEO_TOKEN_ID} in every Qwen2.5-VL")
+               f"tokens, which are {family.tokens.image_id} and {family.tokens.video_id} in every {family.title}")
     if max(*model.visual_token_ids, model.vision_start_token_id) >= model.language.vocab_size:
         yield (f"img_context_token_id is {model.image_token_id}, video_token_id is {model.video_token_id} and "
                f"vision_start_token_id is {model.vision_start_token_id}; expected all below vocab_size = "

@@ -65,7 +65,7 @@ class Video(_MediaSource):
     sample_fps: float | None = None
     """For listed frames: frames per second of video time."""
     raw_fps: float | None = None
-    """For listed frames: frame rate of the original video.  Accepted but unused: Qwen2.5-VL has no use for it."""
+    """For listed frames: frame rate of the original video.  Accepted but unused: the model has no use for it."""
     nframes: int | None = None
     min_frames: int | None = None
     max_frames: int | None = None

@@ -13,11 +13,12 @@ from typing import Any
 
 from mm.config.model import ModelConfig
 from mm.errors import UserError, refuse
-from mm.formats.hf_config import LANGUAGE_KEYS, MODEL_TYPE, hf_problems, model_from_hf
+from mm.families.known import FAMILIES, TITLES, family_of
+from mm.formats.hf_config import hf_problems, language_keys, model_from_hf
 from mm.formats.layout import Layout
 from mm.formats.safetensors import FLOAT_DTYPES, read_header, refuse_lfs_pointer
-from mm.weights.names import published_name
-from mm.weights.table import HF_EMBEDDING_NAME, HF_OUTPUT_LAYER_NAME, model_weights
+from mm.weights.names import LIVE_STARTS, published_name
+from mm.weights.table import model_weights
 from mm.weights.views import Misfit, Stored, View, whole_view, whole_views
 
 SINGLE_FILE = "model.safetensors"
@@ -26,11 +27,14 @@ INDEX_FILE = "model.safetensors.index.json"
 
 def are_module_names(names: Iterable[str]) -> bool:
     """Whether Hugging Face names are spelled as in the live module; raises UserError if both spellings occur."""
-    examples = {published_name(name) != name: name for name in names if name.startswith(("visual.", "model."))}
+    examples = {published_name(name) != name: name for name in names
+                if name.startswith(tuple(LIVE_STARTS.values()))}
     if len(examples) > 1:
+        published, live = (" with ".join(f"'{start}*'" for start in starts)
+                           for starts in (LIVE_STARTS.values(), LIVE_STARTS))
         raise UserError(
             f"The weights mix two naming schemes, for example {examples[False]!r} and {examples[True]!r}; expected "
-            f"either 'visual.*' with 'model.*' or 'model.visual.*' with 'model.language_model.*'. Export them again."
+            f"either {published} or {live}. Export them again."
         )
     return True in examples
 
@@ -106,8 +110,9 @@ class HFDirectory:
     def views(self, model: ModelConfig) -> tuple[list[View], list[Misfit]]:
         """Views of all weights of ``model``, and tensors that do not fit.
 
-        A tied model may have an ``lm_head.weight``, which is then a copy of the embedding.
+        A tied model may have an output layer, which is then a copy of the embedding.
         """
+        names = model.family.weights
         views, misfits, left_over = whole_views(
             model_weights(model), self.tensors,
             lambda name, shape: f"{self.path} lacks the tensor {name} of shape {list(shape)}{output_layer_hint(name)}.",
@@ -115,11 +120,11 @@ class HFDirectory:
                 f"{self.path / stored.file}: {stored.name} has shape {list(stored.shape)}; the model needs "
                 f"{list(shape)}. Give weights that match the model JSON."))
         for name in left_over:
-            stored, embedding = self.tensors[name], self.tensors.get(HF_EMBEDDING_NAME)
-            is_copy = model.language.tied and name == HF_OUTPUT_LAYER_NAME
+            stored, embedding = self.tensors[name], self.tensors.get(names.embedding_weight)
+            is_copy = model.language.tied and name == names.output_layer_weight
             if is_copy and embedding and (stored.shape, stored.dtype) == (embedding.shape, embedding.dtype):
-                weight = next(view.weight for view in views if view.weight.hf_names == (HF_EMBEDDING_NAME,))
-                views.append(whole_view(stored, HF_EMBEDDING_NAME, weight))
+                weight = next(view.weight for view in views if view.weight.hf_names == (names.embedding_weight,))
+                views.append(whole_view(stored, names.embedding_weight, weight))
             else:
                 text = (f"{self.path / stored.file} holds {stored.name}, which is not a weight of the model"
                         f"{output_layer_hint(name)}.")
@@ -129,16 +134,17 @@ class HFDirectory:
 
 def output_layer_hint(name: str) -> str:
     """A hint on why an output layer may be missing or left over; empty for other names."""
-    if published_name(name) != HF_OUTPUT_LAYER_NAME:
-        return ""
-    return (
-        f" (the model JSON's text_decoder.untie_embeddings_and_output_weights must be true exactly when the model "
-        f"has an output layer that differs from {HF_EMBEDDING_NAME})"
-    )
+    for names in (family.weights for family in FAMILIES):
+        if published_name(name) == names.output_layer_weight:
+            return (
+                f" (the model JSON's text_decoder.untie_embeddings_and_output_weights must be true exactly when the "
+                f"model has an output layer that differs from {names.embedding_weight})"
+            )
+    return ""
 
 
 def language_views(path: str | Path, config: Mapping[str, Any], model: ModelConfig) -> tuple[list[View], list[Path]]:
-    """Views and files of the LLM in ``path``, a text-only Qwen2.5 or a Qwen2.5-VL; paths are absolute.
+    """Views and files of the LLM in ``path``, which may be a text-only model or a whole one; paths are absolute.
 
     ``config`` is the config.json of the whole ``model``.  Raises UserError with each setting that differs, or each
     tensor that is missing or has another shape.
@@ -150,7 +156,8 @@ def language_views(path: str | Path, config: Mapping[str, Any], model: ModelConf
     found = _parsed(directory / "config.json", config_bytes)
     expected, actual = (one.get("text_config") or one for one in (config, found))
     refuse(f"{directory / 'config.json'}: {key} is {actual.get(key)}, but the whole model has {expected.get(key)}; "
-           f"give an LLM of the same size." for key in LANGUAGE_KEYS if actual.get(key) != expected.get(key))
+           f"give an LLM of the same size." for key in language_keys(model.family)
+           if actual.get(key) != expected.get(key))
     tensors, index = _read_tensors(directory)
     located = {name: replace(stored, file=str(directory / stored.file)) for name, stored in tensors.items()}
     language = HFDirectory(directory, found, located, index, config_bytes)
@@ -163,7 +170,7 @@ def language_views(path: str | Path, config: Mapping[str, Any], model: ModelConf
 
 
 def _read_config(directory: Path) -> tuple[dict[str, Any], bytes]:
-    """``config.json`` of a Qwen2.5-VL directory, parsed and as bytes; UserError when it is absent, broken or of another
+    """``config.json`` of a directory, parsed and as bytes; UserError when it is absent, broken or of another
     model."""
     path = directory / "config.json"
     if not path.is_file():
@@ -171,9 +178,10 @@ def _read_config(directory: Path) -> tuple[dict[str, Any], bytes]:
     config_bytes = path.read_bytes()
     config = _parsed(path, config_bytes)
     model_type = config.get("model_type") if isinstance(config, dict) else None
-    if model_type != MODEL_TYPE:
+    if not isinstance(config, dict) or family_of(config) is None:
+        expected = " or ".join(repr(family.config_json.model_type) for family in FAMILIES)
         raise UserError(
-            f"{path} has model_type {model_type!r}; expected {MODEL_TYPE!r}. Give the directory of a Qwen2.5-VL model."
+            f"{path} has model_type {model_type!r}; expected {expected}. Give the directory of a {TITLES} model."
         )
     if "quantization_config" in config:
         raise UserError(

@@ -6,7 +6,7 @@ Also what a config must say for either version to read that model from it.
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
 from operator import attrgetter, getitem
@@ -19,11 +19,9 @@ from mm.config.model import ModelConfig
 from mm.config.read import parse_json, read_json
 from mm.config.schema import expected, settings_of, shown
 from mm.errors import UserError, refuse
-from mm.formats.hf_fixed import fixed_problems
+from mm.families.family import Family, Section
+from mm.families.known import FAMILIES, family_of
 
-Section = Mapping[str, Any]
-
-MODEL_TYPE = "qwen2_5_vl"
 FREE_ON_RESUME = ("pipeline_num_layers", "freeze", "freeze_layers", "freeze_modules", "trainable_modules", "lora",
                   "rates", "recompute", "init_method_std")  # fmt: skip
 """Fields of a model that may differ between save and load: they do not change what a stored tensor means.  Adapters,
@@ -31,40 +29,11 @@ which are other tensors, are compared in ``mm.conversion.adapters``."""
 FREE_FIELDS = (*FREE_ON_RESUME, "max_position_embeddings")
 """The same for a model from a config.json, whose length of positions changes nothing here."""
 
-KEYS: Mapping[str, tuple[str, str, Any]] = {
-    "language.num_layers": ("text", "num_hidden_layers", None),
-    "language.hidden_size": ("text", "hidden_size", None),
-    "language.ffn_hidden_size": ("text", "intermediate_size", None),
-    "language.num_attention_heads": ("text", "num_attention_heads", None),
-    "language.num_query_groups": ("text", "num_key_value_heads", None),
-    "language.vocab_size": ("text", "vocab_size", None),
-    "language.max_position_embeddings": ("text", "max_position_embeddings", None),
-    "language.layernorm_epsilon": ("text", "rms_norm_eps", 1e-5),
-    "language.rope_theta": ("rope", "rope_theta", 1_000_000.0),
-    "language.mrope_section": ("rope", "mrope_section", None),
-    "vision.num_layers": ("vision", "depth", None),
-    "vision.hidden_size": ("vision", "hidden_size", None),
-    "vision.ffn_hidden_size": ("vision", "intermediate_size", None),
-    "vision.num_attention_heads": ("vision", "num_heads", None),
-    "vision.in_channels": ("vision", "in_channels in_chans", 3),
-    "vision.patch_size": ("vision", "patch_size", 14),
-    "vision.temporal_patch_size": ("vision", "temporal_patch_size", 2),
-    "vision.spatial_merge_size": ("vision", "spatial_merge_size", 2),
-    "vision.window_attn_size": ("vision", "window_size", 112),
-    "vision.fullatt_block_indexes": ("vision", "fullatt_block_indexes", (7, 15, 23, 31)),
-    "vision.tokens_per_second": ("vision", "tokens_per_second", 4),
-    "projector.hidden_size": ("vision", "out_hidden_size", None),
-    "image_token_id": ("top", "image_token_id", 151655),
-    "video_token_id": ("top", "video_token_id", 151656),
-    "vision_start_token_id": ("top", "vision_start_token_id", 151652),
-}
-"""Field of ours ("language.num_layers", or "image_token_id" at the top) -> section of config.json that holds it (see
-``_sections``), its names there, of which the first that is there counts, and the default of ``Qwen2_5_VLTextConfig`` or
-``Qwen2_5_VLVisionConfig``; None for what a config must state."""
 
-LANGUAGE_KEYS = tuple(theirs for ours, (section, theirs, _) in KEYS.items()
-                      if section == "text" and ours.rpartition(".")[2] not in FREE_FIELDS)
-"""What must be equal for the LLM of another directory to take the place of a model's own."""
+def language_keys(family: Family) -> tuple[str, ...]:
+    """What must be equal for the LLM of another directory to take the place of a model's own."""
+    return tuple(theirs for ours, (section, theirs, _) in family.config_json.keys.items()
+                 if section == "text" and ours.rpartition(".")[2] not in FREE_FIELDS)
 
 
 def model_from_hf(
@@ -75,18 +44,20 @@ def model_from_hf(
     Absent keys take the value of ``otherwise``, or without it transformers' defaults.  Raises UserError for a size that
     is missing, values that no model can have, and a rotary embedding that is not computed here.
     """
-    sections, found = _sections(config, file), {"vision": {}, "projector": {}, "language": {}}
+    # A directory of another model is refused where it is opened.
+    family = otherwise.family if otherwise is not None else family_of(config) or FAMILIES[0]
+    sections, found = _sections(config, family, file), {"vision": {}, "projector": {}, "language": {}}
     if otherwise is not None:
         found = dataclasses.asdict(otherwise)
     elif not sections["vision"]:
-        raise UserError(f"{file} lacks 'vision_config'; expected a complete config of Qwen2.5-VL.")
-    for ours, (section, theirs, default) in KEYS.items():
+        raise UserError(f"{file} lacks 'vision_config'; expected a complete config of {family.title}.")
+    for ours, (section, theirs, default) in family.config_json.keys.items():
         part, _, name = ours.rpartition(".")
         values = found[part] if part else found
         stated = (sections[section].get(one) for one in theirs.split())
         value = next((one for one in stated if one is not None), values.get(name, default))
         if value is None:
-            raise UserError(f"{file} lacks {theirs!r}; expected a complete config of Qwen2.5-VL.")
+            raise UserError(f"{file} lacks {theirs!r}; expected a complete config of {family.title}.")
         values[name] = value
     vision, language, tied = found["vision"], found["language"], is_tied(config)
     vision.setdefault("pipeline_num_layers", [[vision["num_layers"]]])
@@ -100,26 +71,27 @@ def model_from_hf(
     try:
         return TypeAdapter(ModelConfig).validate_json(json.dumps(found), strict=True)
     except ValidationError as error:
-        raise UserError(_value_problems(error, found, file)) from error
+        raise UserError(_value_problems(error, found, family, file)) from error
 
 
-def _value_problems(error: ValidationError, found: Section, file: object) -> Iterator[str]:
+def _value_problems(error: ValidationError, found: Section, family: Family, file: object) -> Iterator[str]:
     """What is wrong with the values of ``file``; nothing of what only follows from them."""
     wrong = {".".join(part for part in one["loc"] if isinstance(part, str)) for one in error.errors()}
+    keys = family.config_json.keys
     for name, _, field in settings_of(ModelConfig):
-        if name in wrong and name in KEYS:
-            theirs, value = KEYS[name][1].split()[0], reduce(getitem, name.split("."), found)
+        if name in wrong and name in keys:
+            theirs, value = keys[name][1].split()[0], reduce(getitem, name.split("."), found)
             yield f"{file}: {theirs} is {shown(value)}; expected {expected(field)}."
 
 
-def _sections(config: Section, file: object) -> dict[str, Section]:
+def _sections(config: Section, family: Family, file: object) -> dict[str, Section]:
     text = config.get("text_config") or config
     rope_keys = ("rope_parameters", "rope_scaling") if isinstance(text, dict) else ()
     sections = {"text_config": text, "vision_config": config.get("vision_config")} | {k: text.get(k) for k in rope_keys}
     refuse(f"{file}: {key} is {value!r}; expected an object {{...}}" for key, value in sections.items()
            if not isinstance(value, dict | None))
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    refuse(fixed_problems(config, file))
+    refuse(family.config_json.fixed_problems(config, file))
     theta = {"rope_theta": text.get("rope_theta")}
     return {"top": config, "text": text, "vision": config.get("vision_config") or {}, "rope": {**theta, **rope}}
 
@@ -170,8 +142,8 @@ def hf_problems(
     try:
         config = (read_json(path) if config_bytes is None else parse_json(path, config_bytes)).root
         model_type = config.get("model_type") if isinstance(config, dict) else None
-        if model_type != MODEL_TYPE:
-            return [f"{path}: model_type is {model_type!r}; expected {MODEL_TYPE!r}"]
+        if model_type != (expected_type := model.family.config_json.model_type):
+            return [f"{path}: model_type is {model_type!r}; expected {expected_type!r}"]
         found = differences(model, model_from_hf(config, model, path))
     except UserError as error:
         return list(error.problems)

@@ -12,7 +12,7 @@ from mm.formats.hf import INDEX_FILE, SINGLE_FILE, HFDirectory, is_model_weights
 from mm.formats.hf_config import for_both_versions, stated_dtype, with_dtype
 from mm.formats.safetensors import safetensors_file, safetensors_file_like
 from mm.weights.plan import TargetFile
-from mm.weights.table import HF_EMBEDDING_NAME, HF_OUTPUT_LAYER_NAME, model_weights
+from mm.weights.table import model_weights
 from mm.weights.views import View, whole_view
 
 _SHARD_BYTES = 5_000_000_000
@@ -46,10 +46,11 @@ def _shards(base: HFDirectory, model: ModelConfig, dtypes: Dtypes) -> Iterator[t
     """Each file with its tensor names, and the published name of the weight that each holds."""
     if base.tensors:
         shards: dict[str, dict[str, str]] = {}
+        names = model.family.weights
         for name, stored in base.tensors.items():
-            # A tied model's redundant lm_head.weight is kept; it is the embedding.
-            is_copy = model.language.tied and name == HF_OUTPUT_LAYER_NAME
-            shards.setdefault(stored.file, {})[stored.name] = HF_EMBEDDING_NAME if is_copy else name
+            # A tied model's redundant output layer is kept; it is the embedding.
+            is_copy = model.language.tied and name == names.output_layer_weight
+            shards.setdefault(stored.file, {})[stored.name] = names.embedding_weight if is_copy else name
         yield from shards.items()
         return
     parts, free_bytes = [{}], _SHARD_BYTES

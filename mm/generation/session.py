@@ -66,7 +66,7 @@ def with_stop_tokens(
         assert encoder is not None, "rank 0 owns data"
         vocabulary = encoder.chat.tokenizer.get_vocab()
         named = named_tokens(words, vocabulary, language.vocab_size)
-        return named or decoding.stop_token_ids or (vocabulary["<|im_end|>"],)
+        return named or decoding.stop_token_ids or (vocabulary[encoder.chat.family.tokens.turn_end],)
 
     return replace(decoding, stop_token_ids=on_first(mesh, find))
 

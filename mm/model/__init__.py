@@ -1,1 +1,1 @@
-"""Qwen2.5-VL, one pipeline stage at a time."""
+"""One pipeline stage of a model: what any family needs, and a folder for each family."""

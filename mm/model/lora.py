@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mm.device.accumulate import Accumulate
 from mm.model.cut_rows import CutRows, reduce_rows
 from mm.model.dropout import Dropout, seed_of
-from mm.model.layers import LayerContext
+from mm.model.layer_context import LayerContext
 from mm.model.linear import linear
 from mm.parallel.gradients import gradient_from, take_buffer
 from mm.weights.lora import layer_weight, matrix_pairs

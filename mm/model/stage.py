@@ -1,4 +1,4 @@
-"""One pipeline stage of Qwen2.5-VL: its chunks, each of which owns what its ``StageSpec`` says.
+"""One pipeline stage of a model: its chunks, each of which owns what its ``StageSpec`` says.
 
 A chunk maps a message to a message.  What crosses the boundaries, and when, is decided in ``mm.placement``; this module
 only computes.
@@ -19,13 +19,15 @@ from mm.config.flags import LossUnit
 from mm.config.model import ModelConfig
 from mm.device.device import Device
 from mm.device.side import SideQueue
+from mm.model.attention import AttentionInputs
 from mm.model.cut_rows import gather_rows
 from mm.model.dropout import patch_keys, token_keys
-from mm.model.language import EmbeddingInputs, LanguageModel, embedding_inputs, language_inputs
-from mm.model.layers import AttentionInputs, LayerContext
+from mm.model.embedding import EmbeddingInputs, embedding_inputs
+from mm.model.families import towers_of
+from mm.model.layer_context import LayerContext
 from mm.model.lora import attach
 from mm.model.loss import LossInputs, loss_inputs
-from mm.model.vision import Projector, VisionEncoder, VisionInputs, features_of, last_output, vision_inputs
+from mm.model.towers import Towers, VisionInputs
 from mm.parallel.activity import Journal, Work
 from mm.parallel.context import Context
 from mm.parallel.megatron import mark_parameters, parallel_config
@@ -80,14 +82,16 @@ class Chunk(nn.Module):
         self.cut_group = mesh.groups.tp if settings.sequence_parallel else None
         self.context = mesh.context
         self.visual_gradients = GradientPath.of(model).leads_to_images
+        self.towers: Towers = towers_of(model)
+        towers = self.towers
         context = LayerContext(self.config, mesh.groups.tp, device)
         if spec.vision_layers:
-            self.image_encoder = nn.ModuleDict({"encoder": VisionEncoder(model.vision, spec, context)})
+            self.image_encoder = nn.ModuleDict({"encoder": towers.vision_encoder(model.vision, spec, context)})
             if spec.has_projector:
                 merge_factor = model.vision.spatial_merge_size**2
-                self.image_encoder["projector"] = Projector(model.projector, merge_factor, context)
+                self.image_encoder["projector"] = towers.projector(model.projector, merge_factor, context)
         if spec.language_layers:
-            self.text_decoder = LanguageModel(model.language, spec, context)
+            self.text_decoder = towers.language_model(model.language, spec, context)
         self.weights = stage_weights(model, spec)
         attach(self, self.weights, model.lora.dropout, context)
         parameters = dict(self.named_parameters())
@@ -128,14 +132,14 @@ class Chunk(nn.Module):
                 device.copy(microbatch.features).view(self.config.params_dtype))
             keys = None if dropout_seed is None else patch_keys(
                 microbatch, context.images(microbatch), model.visual_token_ids, dropout_seed)
-            vision = vision_inputs(grids, pixels, features, model.vision, device, cut_group, keys)
+            vision = self.towers.vision_inputs(grids, pixels, features, model.vision, device, cut_group, keys)
             to_keep = self._images_to_keep(microbatch, context)
         if spec.has_embedding:
             embedding = embedding_inputs(
                 microbatch, model.visual_token_ids, device, cut_group, share, self.visual_gradients)
         if spec.language_layers:
             keys = None if dropout_seed is None else token_keys(microbatch, dropout_seed)
-            language = language_inputs(
+            language = self.towers.language_inputs(
                 microbatch, model.language, self.config.params_dtype, device, cut_group, share, keys)
         if spec.has_head and totals is not None:
             loss = loss_inputs(microbatch, totals, None if sums else self.loss_unit, device, share)
@@ -196,13 +200,13 @@ class Chunk(nn.Module):
         """ViT layers and projector, as far as they are here; what they gave once takes the place of the layers."""
         spec = self.spec
         if vision.features is not None:
-            seen: Tensor = last_output(vision.features, vision)
+            seen: Tensor = self.towers.last_output(vision.features, vision)
         else:
             x = vision.pixel_values if spec.has_patch_embedding else x
             assert x is not None, "a microbatch with images came without their pixels or patches"
             seen = self.image_encoder["encoder"](x, vision)
             if inputs.to_keep:
-                self._give(features_of(seen, vision), inputs.to_keep)
+                self._give(self.towers.features_of(seen, vision), inputs.to_keep)
         return self.image_encoder["projector"](seen, vision) if spec.has_projector else seen
 
     def _give(self, features: Tensor, images: tuple[tuple[str, int], ...]) -> None:

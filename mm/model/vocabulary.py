@@ -16,7 +16,7 @@ from mm.config.model import LanguageConfig
 from mm.device.accumulate import Accumulate
 from mm.device.kernels import EAGER_LOGITS, LogitKernels
 from mm.model.cut_rows import CutRows, reduce_rows
-from mm.model.layers import LayerContext, never_initialize
+from mm.model.layer_context import LayerContext, never_initialize
 from mm.model.loss import MAX_LOGIT_ROWS, LossInputs, max_logit_rows
 from mm.parallel.gradients import gradient_buffer, gradient_from, take_buffer
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import mul
 
-from mm.config.model import LanguageConfig, ModelConfig, RecomputeConfig, VisionConfig
+from mm.config.model import ModelConfig, RecomputeConfig, Tower, VisionConfig
 from mm.model.loss import MAX_LOGIT_ROWS, max_logit_rows
 from mm.parallel.order import in_flight, max_sent_ahead
 from mm.placement import Message, Placement, StageSpec
@@ -137,7 +137,7 @@ class LayerBytes:
 
 
 def layer_bytes(
-    tower: VisionConfig | LanguageConfig, local_ffn: int, tp_size: int, width: int, num_pieces: int = 1,
+    tower: Tower, local_ffn: int, tp_size: int, width: int, num_pieces: int = 1,
     ulysses_size: int = 1,
 ) -> LayerBytes:
     """``local_ffn``: columns of one rank's SwiGLU output.  ``num_pieces``, ``ulysses_size``: see ``ChunkMemory``."""
@@ -246,7 +246,7 @@ class ChunkMemory:
         return [weight for weight in self._weights if (weight.place, weight.layer) == (place, layer)]
 
     def _layers(self, part: str) -> Iterator[tuple[LayerBytes, Keeps]]:
-        tower: VisionConfig | LanguageConfig = getattr(self.model, part)
+        tower: Tower = getattr(self.model, part)
         place = Place.VISION_LAYER if part == "vision" else Place.LANGUAGE_LAYER
         layers: range = getattr(self.spec, place.value)
         for layer in layers:

@@ -6,19 +6,20 @@ from fnmatch import fnmatchcase, translate
 from functools import cache
 from typing import TypeVar
 
+from mm.families.known import FAMILIES
+
 Value = TypeVar("Value")
 
 ALL_LINEAR = "all-linear"
 """PEFT's word for every linear layer of a model but the output layer."""
 
-_LIVE_STARTS = {"model.visual.": "visual.", "model.language_model.": "model."}
-"""How names begin in the live module since transformers 4.52, and in files saved from its state dict -> as published:
-on the hub, and by ``save_pretrained``."""
+LIVE_STARTS = {live: published for family in FAMILIES for live, published in family.weights.live_starts.items()}
+"""See ``WeightNames``; of all families, as files come without a word on theirs."""
 
 
 def published_name(name: str) -> str:
     """The published form of a Hugging Face name in either spelling; an unknown name is returned unchanged."""
-    for live, published in _LIVE_STARTS.items():
+    for live, published in LIVE_STARTS.items():
         if name.startswith(live):
             return published + name.removeprefix(live)
     return name
@@ -26,7 +27,7 @@ def published_name(name: str) -> str:
 
 def live_name(name: str) -> str:
     """The name in transformers' live module of a published name; an unknown name is returned unchanged."""
-    for live, published in _LIVE_STARTS.items():
+    for live, published in LIVE_STARTS.items():
         if name.startswith(published):
             return live + name.removeprefix(published)
     return name

@@ -4,7 +4,7 @@ Conversion both ways, resharding, loading, the keys a stage must hold and verifi
 spells a weight name or fuses weights.  Pure shapes and tensor algebra.
 
 Our names and fused layouts are MindSpeed-MM's, except that layer numbers are global (``stage_local_name`` gives its
-local ones).  Hugging Face names are the published ones (``visual.*``, ``model.layers.*``, ``lm_head.weight``).
+local ones).  Hugging Face names are the published ones; the model's family has them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,8 +15,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig, layers_in
+from mm.config.model import LanguageConfig, ModelConfig, Tower, layers_in
 from mm.errors import UserError
+from mm.families.family import LayerNames
 from mm.placement import StageSpec
 from mm.weights.names import ALL_LINEAR, chosen, is_target, live_name, matches
 
@@ -25,8 +26,6 @@ Shapes = tuple[tuple[int, ...], ...]
 
 EMBEDDING_NAME = "text_decoder.embedding.word_embeddings.weight"
 OUTPUT_LAYER_NAME = "text_decoder.output_layer.weight"
-HF_EMBEDDING_NAME = "model.embed_tokens.weight"
-HF_OUTPUT_LAYER_NAME = "lm_head.weight"
 
 
 class Fusion(Enum):
@@ -84,6 +83,9 @@ class Weight(Cut):
     scale: float | None = None
     """For a matrix A or B of an adapter: the factor on their product; None for the model's own weights."""
 
+    is_tied_copy: bool = False
+    """Whether it is the output layer of a tied model on a stage without the embedding, whose values it has."""
+
     @property
     def is_adapter(self) -> bool:
         return self.scale is not None
@@ -102,14 +104,17 @@ def model_weights(model: ModelConfig) -> tuple[Weight, ...]:
 
 
 def _own_weights(model: ModelConfig) -> tuple[Weight, ...]:
-    weights = [*_patch_embedding(model.vision)]
-    for layer in range(model.vision.num_layers):
-        weights += _vision_layer(model.vision, layer)
-    weights += _projector(model.projector, model.vision.spatial_merge_size**2)
-    weights.append(_vocabulary(model.language, Place.EMBEDDING, EMBEDDING_NAME, HF_EMBEDDING_NAME))
-    for layer in range(model.language.num_layers):
-        weights += _language_layer(model.language, layer)
-    weights += _head(model.language)
+    vision, language, names = model.vision, model.language, model.family.weights
+    weights = [*_patch_embedding(model)]
+    for layer in range(vision.num_layers):
+        weights += _Section("vision", Place.VISION_LAYER, layer).transformer(
+            f"image_encoder.encoder.blocks.layers.{layer}", names.vision_layer, vision)
+    weights += _projector(model)
+    weights.append(_vocabulary(language, Place.EMBEDDING, EMBEDDING_NAME, names.embedding_weight))
+    for layer in range(language.num_layers):
+        weights += _Section("language", Place.LANGUAGE_LAYER, layer).transformer(
+            f"text_decoder.decoder.layers.{layer}", names.language_layer, language)
+    weights += _head(model)
     return tuple(weights)
 
 
@@ -121,7 +126,8 @@ def stage_weights(model: ModelConfig, spec: StageSpec) -> tuple[Weight, ...]:
     """
     owned = [weight for weight in model_weights(model) if owns(spec, weight.place, weight.layer)]
     if spec.has_head and model.language.tied and not spec.has_embedding:
-        owned.append(_vocabulary(model.language, Place.HEAD, OUTPUT_LAYER_NAME, HF_EMBEDDING_NAME))
+        copy = _vocabulary(model.language, Place.HEAD, OUTPUT_LAYER_NAME, model.family.weights.embedding_weight)
+        owned.append(replace(copy, is_tied_copy=True))
     return tuple(owned)
 
 
@@ -135,8 +141,7 @@ def stage_local_name(weight: Weight, spec: StageSpec) -> str:
 
 def stored_name(weight: Weight) -> str:
     """The name under which a checkpoint keeps the state of ``weight``: a tied output layer's is the embedding's."""
-    is_copy = weight.name == OUTPUT_LAYER_NAME and weight.hf_names == (HF_EMBEDDING_NAME,)
-    return EMBEDDING_NAME if is_copy else weight.name
+    return EMBEDDING_NAME if weight.is_tied_copy else weight.name
 
 
 def fuse(weight: Weight, hf_tensors: Sequence[Tensor]) -> Tensor:
@@ -296,7 +301,7 @@ class _Section:
         yield self.weight(f"{name}.weight", (f"{hf_name}.weight",), ((size,),))
 
     def linear(
-        self, name: str, hf_names: Names, outputs: tuple[int, ...], inputs: int, cut: Cut, bias: bool = True
+        self, name: str, hf_names: Sequence[str], outputs: tuple[int, ...], inputs: int, cut: Cut, bias: bool = True
     ) -> Iterator[Weight]:
         """A linear layer: its outputs (rows of its weight) are cut, or its inputs; then its bias is replicated."""
         names = tuple(f"{hf_name}.weight" for hf_name in hf_names)
@@ -305,60 +310,51 @@ class _Section:
             names = tuple(f"{hf_name}.bias" for hf_name in hf_names)
             yield self.weight(f"{name}.bias", names, tuple((size,) for size in outputs), Cut() if cut.tp_dim else cut)
 
-    def swiglu(self, name: str, hf_name: str, hidden: int, ffn: int, bias: bool) -> Iterator[Weight]:
-        hf_names, gate_up = (f"{hf_name}.gate_proj", f"{hf_name}.up_proj"), Cut(0, ffn, Fusion.GATE_UP, pads=True)
-        yield from self.linear(f"{name}.linear_fc1", hf_names, (ffn, ffn), hidden, gate_up, bias)
-        yield from self.linear(
-            f"{name}.linear_fc2", (f"{hf_name}.down_proj",), (hidden,), ffn, Cut(1, ffn, pads=True), bias)
+    def transformer(self, name: str, names: LayerNames, tower: Tower) -> Iterator[Weight]:
+        """A whole layer: norm, attention, norm, MLP with a gate."""
+        hf, hidden, ffn = f"{names.layers}.{self.layer}", tower.hidden_size, tower.ffn_hidden_size
+        num_groups, has_bias = tower.num_query_groups, names.has_bias
+        query, key = tower.num_attention_heads * tower.head_dim, num_groups * tower.head_dim
+        if len(names.qkv) == 1:
+            fusion, outputs = Fusion.PER_HEAD_QKV, (query + 2 * key,)
+        else:
+            fusion, outputs = Fusion.GROUPED_QKV, (query, key, key)
+        qkv, gate_up = Cut(0, num_groups, fusion, head_dim=tower.head_dim), Cut(0, ffn, Fusion.GATE_UP, pads=True)
+        qkv_names, gate_up_names = ([f"{hf}.{one}" for one in some] for some in (names.qkv, (names.gate, names.up)))
+        yield from self.norm(f"{name}.input_layernorm", f"{hf}.{names.first_norm}", hidden)
+        yield from self.linear(f"{name}.self_attention.linear_qkv", qkv_names, outputs, hidden, qkv)
+        yield from self.linear(f"{name}.self_attention.linear_proj", [f"{hf}.{names.projection}"], (hidden,), query,
+                               Cut(1, num_groups), has_bias)
+        yield from self.norm(f"{name}.pre_mlp_layernorm", f"{hf}.{names.second_norm}", hidden)
+        yield from self.linear(f"{name}.mlp.linear_fc1", gate_up_names, (ffn, ffn), hidden, gate_up, has_bias)
+        yield from self.linear(f"{name}.mlp.linear_fc2", [f"{hf}.{names.down}"], (hidden,), ffn,
+                               Cut(1, ffn, pads=True), has_bias)
 
 
-def _patch_embedding(vision: VisionConfig) -> Iterator[Weight]:
+def _patch_embedding(model: ModelConfig) -> Iterator[Weight]:
+    vision = model.vision
     shape = (vision.hidden_size, vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
-    section = _Section("vision", Place.PATCH_EMBEDDING)
-    yield section.weight("image_encoder.encoder.patch_embed.proj.weight", ("visual.patch_embed.proj.weight",), (shape,))
+    yield _Section("vision", Place.PATCH_EMBEDDING).weight(
+        "image_encoder.encoder.patch_embed.proj.weight", (f"{model.family.weights.patch_embedding}.weight",), (shape,))
 
 
-def _vision_layer(vision: VisionConfig, layer: int) -> Iterator[Weight]:
-    section = _Section("vision", Place.VISION_LAYER, layer)
-    ours, hf = f"image_encoder.encoder.blocks.layers.{layer}", f"visual.blocks.{layer}"
-    hidden, num_heads, attention = vision.hidden_size, vision.num_attention_heads, f"{ours}.self_attention"
-    qkv = Cut(0, num_heads, Fusion.PER_HEAD_QKV, head_dim=vision.head_dim)
-    yield from section.norm(f"{ours}.input_layernorm", f"{hf}.norm1", hidden)
-    yield from section.linear(f"{attention}.linear_qkv", (f"{hf}.attn.qkv",), (3 * hidden,), hidden, qkv)
-    yield from section.linear(f"{attention}.linear_proj", (f"{hf}.attn.proj",), (hidden,), hidden, Cut(1, num_heads))
-    yield from section.norm(f"{ours}.pre_mlp_layernorm", f"{hf}.norm2", hidden)
-    yield from section.swiglu(f"{ours}.mlp", f"{hf}.mlp", hidden, vision.ffn_hidden_size, bias=True)
-
-
-def _projector(projector: ProjectorConfig, num_merged_patches: int) -> Iterator[Weight]:
-    section = _Section("projector", Place.PROJECTOR)
-    ours, hf, hidden = "image_encoder.projector", "visual.merger", projector.hidden_size
-    merged, ffn = projector.input_size * num_merged_patches, projector.ffn_hidden_size
+def _projector(model: ModelConfig) -> Iterator[Weight]:
+    section, ours, names, projector = (
+        _Section("projector", Place.PROJECTOR), "image_encoder.projector", model.family.weights, model.projector)
+    merged, ffn = projector.input_size * model.vision.spatial_merge_size**2, projector.ffn_hidden_size
+    first, second = ([one] for one in names.projector_linears)
     one, two = Cut(0, ffn, pads=True), Cut(1, ffn, pads=True)
-    yield from section.norm(f"{ours}.layernorm", f"{hf}.ln_q", projector.input_size)
-    yield from section.linear(f"{ours}.encoder.linear_fc1", (f"{hf}.mlp.0",), (ffn,), merged, one)
-    yield from section.linear(f"{ours}.encoder.linear_fc2", (f"{hf}.mlp.2",), (hidden,), ffn, two)
+    yield from section.norm(f"{ours}.layernorm", names.projector_norm, projector.input_size)
+    yield from section.linear(f"{ours}.encoder.linear_fc1", first, (ffn,), merged, one)
+    yield from section.linear(f"{ours}.encoder.linear_fc2", second, (projector.hidden_size,), ffn, two)
 
 
-def _language_layer(language: LanguageConfig, layer: int) -> Iterator[Weight]:
-    section = _Section("language", Place.LANGUAGE_LAYER, layer)
-    ours, hf = f"text_decoder.decoder.layers.{layer}", f"model.layers.{layer}"
-    hidden, num_groups, attention = language.hidden_size, language.num_query_groups, f"{ours}.self_attention"
-    query, key = language.num_attention_heads * language.kv_channels, num_groups * language.kv_channels
-    heads, qkv = Cut(1, num_groups), Cut(0, num_groups, Fusion.GROUPED_QKV, head_dim=language.kv_channels)
-    qkv_names = tuple(f"{hf}.self_attn.{kind}_proj" for kind in "qkv")
-    yield from section.norm(f"{ours}.input_layernorm", f"{hf}.input_layernorm", hidden)
-    yield from section.linear(f"{attention}.linear_qkv", qkv_names, (query, key, key), hidden, qkv)
-    yield from section.linear(f"{attention}.linear_proj", (f"{hf}.self_attn.o_proj",), (hidden,), query, heads, False)
-    yield from section.norm(f"{ours}.pre_mlp_layernorm", f"{hf}.post_attention_layernorm", hidden)
-    yield from section.swiglu(f"{ours}.mlp", f"{hf}.mlp", hidden, language.ffn_hidden_size, bias=False)
-
-
-def _head(language: LanguageConfig) -> Iterator[Weight]:
-    section = _Section("language", Place.HEAD)
-    yield from section.norm("text_decoder.decoder.final_layernorm", "model.norm", language.hidden_size)
+def _head(model: ModelConfig) -> Iterator[Weight]:
+    language, names = model.language, model.family.weights
+    yield from _Section("language", Place.HEAD).norm(
+        "text_decoder.decoder.final_layernorm", names.final_norm, language.hidden_size)
     if not language.tied:
-        yield _vocabulary(language, Place.HEAD, OUTPUT_LAYER_NAME, HF_OUTPUT_LAYER_NAME)
+        yield _vocabulary(language, Place.HEAD, OUTPUT_LAYER_NAME, names.output_layer_weight)
 
 
 def _vocabulary(language: LanguageConfig, place: Place, name: str, hf_name: str) -> Weight:

@@ -10,7 +10,8 @@ import pytest
 
 from checkpoint.cli import main
 from mm.config.model import ModelConfig
-from mm.formats.known_models import published_config, published_model
+from mm.families.qwen2_5_vl.config_json import published_config
+from mm.formats.hf_config import model_from_hf
 from mm.formats.layout import Layout
 from mm.formats.storage import Format, Storage, Structure
 from tests.checkpoint.models import write_sparse_hf, write_sparse_mm
@@ -31,7 +32,7 @@ def run(text: str) -> int:
 
 
 def place(size: str, vision: tuple, language: tuple, tp_size: int) -> ModelConfig:
-    return Layout((vision,), (language,), tp_size).place(published_model(size))
+    return Layout((vision,), (language,), tp_size).place(model_from_hf(published_config(size)))
 
 
 def planned_bytes(capsys: pytest.CaptureFixture) -> int:

@@ -20,7 +20,6 @@ from mm.formats.layout import Layout
 from mm.formats.source import open as open_source
 from mm.formats.source import open_to_train
 from mm.weights.table import (
-    HF_EMBEDDING_NAME,
     OUTPUT_LAYER_NAME,
     Weight,
     model_weights,
@@ -186,7 +185,7 @@ def test_a_tied_model_may_only_have_an_equal_output_layer(copy, tmp_path):
             hf = HFDirectory.open(copy)
             hf.check(hf.model_config())
         return
-    tensors["lm_head.weight"] = tensors[HF_EMBEDDING_NAME].clone()
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, copy / "model.safetensors")
     rewritten(copy, copy, tmp_path / "out")
     written = load_file(tmp_path / "out" / "model.safetensors")
@@ -265,8 +264,8 @@ def test_a_rank_reads_only_its_part(saved, monkeypatch):
         original(self, stored, start, into)
 
     monkeypatch.setattr(Files, "read", counted)
-    for hf_name in (HF_EMBEDDING_NAME, "model.layers.0.self_attn.q_proj.weight", "visual.blocks.0.attn.qkv.weight",
-                    "visual.blocks.0.mlp.down_proj.weight"):  # fmt: skip
+    for hf_name in ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight",
+                    "visual.blocks.0.attn.qkv.weight", "visual.blocks.0.mlp.down_proj.weight"):  # fmt: skip
         weight = weight_of(source.model, hf_name)
         sizes.clear()
         source.read(weight, 2, 1, torch.bfloat16)

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from mm.config.model import ModelConfig, read_model
-from mm.formats.known_models import published_model, recognize
+from mm.families.qwen2_5_vl.config_json import published_config
+from mm.formats.hf_config import model_from_hf
+from mm.formats.known_models import recognize
 from mm.formats.mindspeed import MindSpeedDirectory
 from mm.formats.storage import Storage
 from mm.weights.table import model_weights
@@ -25,7 +27,7 @@ def directory_of(model: ModelConfig, tp_size: int, root: Path) -> MindSpeedDirec
 @pytest.mark.parametrize("size", SIZES)
 def test_sizes_are_those_of_the_examples(size):
     """In everything that shapes and heads depend on."""
-    example, known = read_model(EXAMPLES / f"model_{size}.json").value, published_model(size.upper())
+    example, known = read_model(EXAMPLES / f"model_{size}.json").value, model_from_hf(published_config(size.upper()))
     assert model_weights(known) == model_weights(example)
     placed = dataclasses.replace(known.language, pipeline_num_layers=example.language.pipeline_num_layers,
                                  max_position_embeddings=example.language.max_position_embeddings,
@@ -38,13 +40,13 @@ def test_sizes_are_those_of_the_examples(size):
 def test_a_published_model_is_recognized(size, tp_size, tmp_path):
     model = read_model(EXAMPLES / f"model_{size}.json").value
     directory = directory_of(model, tp_size, tmp_path)
-    assert recognize(directory) == published_model(size.upper())
+    assert recognize(directory) == model_from_hf(published_config(size.upper()))
     assert directory.layout.vision == model.vision.pipeline_num_layers
     assert directory.layout.language == model.language.pipeline_num_layers
     assert directory.layout.tp_size == tp_size
 
 
 def test_another_vocabulary_is_not(tmp_path):
-    model = published_model("7B")
+    model = model_from_hf(published_config("7B"))
     other = dataclasses.replace(model, language=dataclasses.replace(model.language, vocab_size=151660))
     assert recognize(directory_of(other, 1, tmp_path)) is None

@@ -18,9 +18,9 @@ from mm.config.model import ModelConfig, read_model
 from mm.conversion import convert
 from mm.conversion.convert import Options
 from mm.errors import UserError
+from mm.families.qwen2_5_vl.config_json import published_config
 from mm.formats.files import Files
 from mm.formats.hf_config import model_from_hf, stored_problems
-from mm.formats.known_models import published_model
 from mm.formats.layout import Layout
 from mm.formats.mindspeed import MindSpeedDirectory
 from mm.formats.source import open as open_source
@@ -343,7 +343,7 @@ def test_a_dtype_that_differs_from_the_manifest(made, tmp_path):
 @pytest.mark.parametrize("size", ["3b", "7b", "32b", "72b"])
 def test_the_shipped_model_files_match_conversions_of_the_published_models(size):
     shipped = read_model(EXAMPLES / f"model_{size}.json").value
-    assert stored_problems(Path("converted"), published_model(size.upper()), shipped) == []
+    assert stored_problems(Path("converted"), model_from_hf(published_config(size.upper())), shipped) == []
 
 
 def resident_bytes(name: str) -> int:

@@ -157,7 +157,7 @@ def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> T
         "--lr", "1e-5", "--train-iters", "1", "--clip-grad", "1.0", "--weight-decay", "0.01", "--seq-length", "1",
         "--micro-batch-size", "1", "--mm-model", "-", "--mm-data", "-", "--use-distributed-optimizer", "--bf16",
     ])  # fmt: skip
-    batch = [deal_images(random_microbatch(model, [SAMPLE] * case.num_samples, seed), model.vision, case.cp_size)
+    batch = [deal_images(random_microbatch(model, [SAMPLE] * case.num_samples, seed), model, case.cp_size)
              for seed in range(case.num_microbatches)]
     totals = BatchTotals.of(batch, model.vision)
     with recorder:

@@ -23,7 +23,7 @@ INPUT, OUTPUT, ROWS = 6, 10, 5
 def context(one_rank: Any):
     """How layers are built in a process group of one."""
     device = Device.pick("cpu")
-    from mm.model.layers import LayerContext
+    from mm.model.layer_context import LayerContext
     from mm.parallel.megatron import parallel_config
 
     settings = parallel_config(our_config(((4,),), ((4,),)), one_rank, "fp32")

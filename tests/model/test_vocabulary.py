@@ -20,13 +20,10 @@ from mm.device.cuda import cuda_accumulate
 from mm.device.device import Device
 from mm.device.kernels import EAGER_LOGITS, LogitKernels
 from tests.devices import kernels_of
-from tests.tiny import IMAGE, VIDEO, microbatch, random_sample
-from tests.tiny import VOCAB as TINY_VOCAB
 
 Device.pick("cpu")  # importing megatron needs it
 
 from mm.model import vocabulary  # noqa: E402
-from mm.model.language import embedding_inputs  # noqa: E402
 from mm.model.loss import MAX_LOGIT_ROWS, max_logit_rows  # noqa: E402
 from mm.model.vocabulary import rows_here, weighted_cross_entropy  # noqa: E402
 
@@ -120,18 +117,11 @@ def test_the_embeddings_gradient_is_added_to_megatrons_buffer_in_fp32() -> None:
 
 
 def test_gradients_that_count_for_nothing_do_not_meet_on_one_row() -> None:
-    """Those of other ranks' tokens, and of the tokens that pictures overwrite."""
+    """Those of other ranks' tokens; of the tokens that pictures overwrite: ``test_embedding.py``."""
     for rank in range(3):
         rows, is_here = rows_here(torch.arange(VOCAB), rank * 8, 8)
         assert rows.bincount().tolist() == [3] * 8
         assert is_here.nonzero().flatten().tolist() == list(range(rank * 8, rank * 8 + 8))
-    packed = microbatch([random_sample(torch.Generator(), ((1, 24, 24),), 12)])
-    found = embedding_inputs(packed, (IMAGE, VIDEO), Device.pick("cpu"))
-    is_visual = packed.token_ids == IMAGE
-    assert found.visual is not None and len(found.visual.index) == 144
-    assert torch.equal(found.visual.index, is_visual.nonzero().squeeze(1))
-    assert found.token_ids[is_visual].bincount().max() == 1 and found.token_ids.max() < TINY_VOCAB
-    assert torch.equal(found.token_ids[~is_visual], packed.token_ids[~is_visual])
 
 
 def test_a_frozen_embedding_makes_no_graph() -> None:

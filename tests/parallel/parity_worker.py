@@ -192,7 +192,7 @@ def build(case: Case, before: dict[str, Tensor], config: ModelConfig | None = No
         batches.append([replace(microbatch(pair), samples=tuple(itertools.islice(numbers, len(pair))))
                         for pair in rank])
     totals = BatchTotals.of([one for rank in batches for one in rank], config.vision)
-    mine = (deal_images(one, config.vision, case.cp) for one in batches[mesh.dp_rank])
+    mine = (deal_images(one, config, case.cp) for one in batches[mesh.dp_rank])
     plan = StepPlan(tuple(own_pixels(one, mesh.context) for one in mine), totals)
     return Engine(case, config, placement, Parts.build(stage, mesh, args), weights, plan)
 

@@ -1,8 +1,8 @@
 """Conversations as token ids and labels.
 
 The checkpoint's own chat template renders the text, which is tokenized once as a whole, so token ids equal those of
-transformers.  Targets are those of LLaMA-Factory and MindSpeed-MM (template ``qwen2vl``): each answer, the
-``<|im_end|>`` after it and the newline after that.
+transformers.  Targets are those of LLaMA-Factory and MindSpeed-MM: each answer, the token after it that ends the turn,
+and the newline after that.
 """
 
 import re
@@ -22,24 +22,19 @@ from mm.batch import IGNORE_INDEX, Grid
 from mm.config.read import read_json
 from mm.data.sample import KINDS, Image, Turn
 from mm.errors import UserError, refuse
+from mm.families.family import Family
+from mm.families.known import FAMILIES
 
-IMAGE_TOKEN, VIDEO_TOKEN = "<|image_pad|>", "<|video_pad|>"
-VISION_START_TOKEN, VISION_END_TOKEN = "<|vision_start|>", "<|vision_end|>"
-_RENDERED_TURN = re.compile(r"<\|im_start\|>([^\n]*)\n(.*?)(<\|im_end\|>\n?)", re.DOTALL)
-"""Role, text, end.  A match is never part of a message's text, where these tokens are masked."""
-_CONTROL = re.compile(r"<\|(?:endoftext|im_start|im_end|vision_start|vision_end|vision_pad|image_pad|video_pad)\|>")
-"""Tokens that delimit turns and media in a Qwen2.5-VL prompt.  Inside a message they are plain text and never become
-control tokens.  Content tokens such as ``<|box_start|>`` are left alone."""
 _MASKS = [chr(code) for code in range(0xE000, 0xF8FF)]
 """Private-use characters.  One that no message contains replaces control tokens while the template is rendered."""
 
 
-def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(directory: str, families: Sequence[Family] = FAMILIES) -> PreTrainedTokenizerBase:
     """The tokenizer of a Hugging Face directory, with its chat template.
 
     The template comes from ``processor_config.json``, else ``chat_template.json``, else ``chat_template.jinja``, else
     the tokenizer itself, which is the order of transformers' processor.  Raises UserError when the directory lacks a
-    tokenizer, a template or Qwen's tokens.
+    tokenizer, a template or the control tokens of each of ``families``.
     """
     path = Path(directory)
     if not path.is_dir():
@@ -63,9 +58,10 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
     if not tokenizer.is_fast:
         problems.append(f"{directory}: has no fast tokenizer; copy tokenizer.json from the published checkpoint.")
     vocabulary = tokenizer.get_vocab()
-    tokens = (IMAGE_TOKEN, VIDEO_TOKEN, VISION_START_TOKEN, VISION_END_TOKEN, "<|im_start|>", "<|im_end|>")
-    problems += [f"{directory}: its tokenizer has no token {token}; copy tokenizer.json from a Qwen2.5-VL checkpoint."
-                 for token in tokens if token not in vocabulary]
+    lacking = [(family, [token for token in family.tokens.needed if token not in vocabulary]) for family in families]
+    family, tokens = min(lacking, key=lambda found: len(found[1]))
+    problems += [f"{directory}: its tokenizer has no token {token}; copy tokenizer.json from a {family.title} "
+                 f"checkpoint." for token in tokens]
     refuse(problems)
     return tokenizer
 
@@ -96,13 +92,14 @@ class EncodedText:
 class ChatEncoder:
     """Renders, tokenizes, labels and truncates conversations.
 
-    A sample without a system message gets the template's default; for Qwen2.5-VL that is its default system prompt.
+    A sample without a system message gets the template's default, such as a default system prompt.
     """
 
     tokenizer: PreTrainedTokenizerBase
     seq_length: int
     """Longer samples are truncated to this many tokens."""
     spatial_merge_size: int
+    family: Family
     train_on_prompt: bool = False
     """Compute the loss on all tokens."""
     mask_history: bool = False
@@ -111,8 +108,20 @@ class ChatEncoder:
     """Truncate by whole turns instead of by LLaMA-Factory's rule."""
 
     @cached_property
+    def _turn(self) -> re.Pattern[str]:
+        """A rendered turn: role, text, end.  Safe to look for: inside texts these tokens are masked."""
+        tokens = self.family.tokens
+        return re.compile(rf"{re.escape(tokens.turn_start)}([^\n]*)\n(.*?)({re.escape(tokens.turn_end)}\n?)", re.DOTALL)
+
+    @cached_property
+    def _control(self) -> re.Pattern[str]:
+        """What frames turns and media in a prompt.  Inside a text it is text, and never becomes a control token.
+        Content tokens such as the frame of a box stay what they are."""
+        return re.compile("|".join(map(re.escape, (*self.family.tokens.needed, *self.family.tokens.others))))
+
+    @cached_property
     def image_token_id(self) -> int:
-        return self.tokenizer.get_vocab()[IMAGE_TOKEN]
+        return self.tokenizer.get_vocab()[self.family.tokens.image]
 
     @property
     def media_token_ids(self) -> frozenset[int]:
@@ -121,21 +130,21 @@ class ChatEncoder:
 
     @cached_property
     def video_token_id(self) -> int:
-        return self.tokenizer.get_vocab()[VIDEO_TOKEN]
+        return self.tokenizer.get_vocab()[self.family.tokens.video]
 
     @cached_property
     def vision_start_token_id(self) -> int:
-        return self.tokenizer.get_vocab()[VISION_START_TOKEN]
+        return self.tokenizer.get_vocab()[self.family.tokens.vision_start]
 
     def encode(self, turns: Sequence[Turn], grids: Sequence[Grid]) -> EncodedText:
         """Encode a conversation whose pictures and videos have ``grids``, in reading order.
 
         More than ``seq_length`` tokens are truncated by ``kept_lengths``, or with ``drops_turns`` by ``kept_turns``.  A
-        cut never falls inside a picture or video: it is moved to before its ``<|vision_start|>``, and that one and the
+        cut never falls inside a picture or video: it is moved to before the token that starts it, and that one and the
         later ones of the question are dropped.  Raises UserError when the chat template does not render every answer,
         picture and video, and TooLongError when no turn would remain.
         """
-        turns, mask, masked = _masked(turns)
+        turns, mask, masked = _masked(turns, self._control)
         text = self.render(turns)
         spans = self._answer_spans(text, turns)
         token_ids, offsets = self._tokens(text, mask, masked)
@@ -145,7 +154,8 @@ class ChatEncoder:
         answers = [_covered(offsets, ends, span) for span in spans]
 
         if self.drops_turns:
-            is_kept, num_dropped_turns = self._kept_turns(_num_system_tokens(text, offsets), answers, len(token_ids))
+            num_system = _num_system_tokens(self._turn.match(text), offsets)
+            is_kept, num_dropped_turns = self._kept_turns(num_system, answers, len(token_ids))
         else:
             is_kept, num_dropped_turns = self._kept(answers, media, len(token_ids))
         is_target = np.full(len(token_ids), self.train_on_prompt)
@@ -165,7 +175,7 @@ class ChatEncoder:
 
         Raises UserError when the chat template does not render every picture and video.
         """
-        turns, mask, masked = _masked(turns)
+        turns, mask, masked = _masked(turns, self._control)
         token_ids, _ = self._tokens(self.render(turns, for_generation=True), mask, masked)
         token_ids = torch.from_numpy(np.repeat(token_ids, self._repeats(token_ids, turns, grids)[1]))
         return EncodedText(token_ids, torch.full_like(token_ids, IGNORE_INDEX), tuple(range(len(grids))), 0, 0,
@@ -190,7 +200,7 @@ class ChatEncoder:
         if token_ids[places].tolist() != expected or (token_ids[places - 1] != self.vision_start_token_id).any():
             raise UserError(
                 f"the chat template renders {len(places)} pictures and videos of {len(expected)}, or not in order "
-                f"after {VISION_START_TOKEN}; use Qwen2.5-VL's template."
+                f"after {self.family.tokens.vision_start}; use {self.family.title}'s template."
             )
         return places
 
@@ -247,16 +257,18 @@ class ChatEncoder:
             return cast(str, self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=for_generation))
         except TemplateError as error:
-            raise UserError(f"the chat template cannot be used: {error}; use Qwen2.5-VL's template.") from error
+            raise UserError(
+                f"the chat template cannot be used: {error}; use {self.family.title}'s template.") from error
 
     def _answer_spans(self, text: str, turns: Sequence[Turn]) -> list[tuple[int, int]]:
         """The spans of the answers in ``text``, each including the end of its turn."""
-        rendered = [match for match in _RENDERED_TURN.finditer(text) if match[1] == "assistant"]
+        tokens = self.family.tokens
+        rendered = [match for match in self._turn.finditer(text) if match[1] == "assistant"]
         answers = [turn.text for turn in turns if turn.role == "assistant"]
         if [match[2] for match in rendered] != answers:
             raise UserError(
-                "the chat template does not render each answer unchanged between '<|im_start|>assistant' and "
-                "'<|im_end|>'; use Qwen2.5-VL's template."
+                f"the chat template does not render each answer unchanged between '{tokens.turn_start}assistant' and "
+                f"'{tokens.turn_end}'; use {self.family.title}'s template."
             )
         return [(match.start(2), match.end()) for match in rendered]
 
@@ -269,12 +281,12 @@ def _too_long(num_tokens: int, seq_length: int) -> TooLongError:
     return error
 
 
-def _masked(turns: Sequence[Turn]) -> tuple[list[Turn], str, list[str]]:
+def _masked(turns: Sequence[Turn], control: re.Pattern[str]) -> tuple[list[Turn], str, list[str]]:
     """``turns`` with control tokens in messages replaced by a mask character, that mask, and the replaced tokens."""
     whole = "".join(turn.text for turn in turns)
     mask = next(one for one in _MASKS if one not in whole)
-    return [Turn(turn.role, tuple(_CONTROL.sub(mask, part) if isinstance(part, str) else part for part in turn.parts))
-            for turn in turns], mask, _CONTROL.findall(whole)
+    return [Turn(turn.role, tuple(control.sub(mask, part) if isinstance(part, str) else part for part in turn.parts))
+            for turn in turns], mask, control.findall(whole)
 
 
 def _contents(turn: Turn) -> list[dict[str, str]]:
@@ -288,9 +300,8 @@ def _num_placeholders(turns: Sequence[Turn]) -> int:
     return sum(text.count(one.placeholder) for text in texts for one in KINDS.values())
 
 
-def _num_system_tokens(text: str, offsets: np.ndarray) -> int:
-    """Number of tokens of the system turn at the beginning of a rendered conversation; 0 without one."""
-    first = _RENDERED_TURN.match(text)
+def _num_system_tokens(first: re.Match[str] | None, offsets: np.ndarray) -> int:
+    """Number of tokens of a rendered conversation's ``first`` turn if it is a system turn; else 0."""
     stop = first.end() if first is not None and first[1] == "system" else 0
     return int(np.searchsorted(offsets[:, 1], stop, side="right"))
 

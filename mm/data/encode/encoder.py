@@ -9,12 +9,13 @@ from torch import Tensor
 from mm.batch import Grid, Microbatch
 from mm.config.data import DataConfig, ResizeRule
 from mm.config.model import ModelConfig
-from mm.data.encode.chat import IMAGE_TOKEN, VIDEO_TOKEN, VISION_START_TOKEN, ChatEncoder, EncodedText, load_tokenizer
+from mm.data.encode.chat import ChatEncoder, EncodedText, load_tokenizer
 from mm.data.media.image import ImageProcessor
 from mm.data.media.video import VideoPlan, VideoProcessor
 from mm.data.sample import Image, Inline, Media, Sample, Turn, Video
 from mm.errors import UserError, naming, refuse
-from mm.model.positions import VideoTimes, mrope_positions
+from mm.model.arithmetic import Arithmetic, VideoTimes
+from mm.model.families import arithmetic_of
 
 
 def image_processor(data: DataConfig, rule: ResizeRule | None = None) -> ImageProcessor:
@@ -34,6 +35,8 @@ class SampleEncoder:
     videos: VideoProcessor
     tokens_per_second: int
     """Positions per second of video, from the model JSON."""
+    arithmetic: Arithmetic
+    """The family's."""
 
     @classmethod
     def from_config(cls, data: DataConfig, model: ModelConfig, seq_length: int) -> "SampleEncoder":
@@ -45,18 +48,19 @@ class SampleEncoder:
         images = image_processor(data)
         videos = VideoProcessor.from_config(data, images)
         chat = ChatEncoder(
-            load_tokenizer(directory),
+            load_tokenizer(directory, [model.family]),
             seq_length=seq_length,
             spatial_merge_size=model.vision.spatial_merge_size,
+            family=model.family,
             train_on_prompt=data.train_on_prompt,
             mask_history=data.mask_history,
             drops_turns=data.drops_turns,
         )
-        vision = model.vision
+        vision, tokens = model.vision, model.family.tokens
         pairs = [
-            (f"the id of {IMAGE_TOKEN}", chat.image_token_id, "img_context_token_id", model.image_token_id),
-            (f"the id of {VIDEO_TOKEN}", chat.video_token_id, "video_token_id", model.video_token_id),
-            (f"the id of {VISION_START_TOKEN}", chat.vision_start_token_id,
+            (f"the id of {tokens.image}", chat.image_token_id, "img_context_token_id", model.image_token_id),
+            (f"the id of {tokens.video}", chat.video_token_id, "video_token_id", model.video_token_id),
+            (f"the id of {tokens.vision_start}", chat.vision_start_token_id,
              "vision_start_token_id", model.vision_start_token_id),
         ]
         sizes = (("patch_size", "patch_size"), ("temporal_patch_size", "temporal_patch_size"),
@@ -81,7 +85,7 @@ class SampleEncoder:
         conversation = [Turn("user", (Image(""), "question", Video(""))), Turn("assistant", ("answer",))]
         with naming(directory):
             chat.encode(conversation, [(1, chat.spatial_merge_size, chat.spatial_merge_size)] * 2)
-        return cls(chat, images, videos, vision.tokens_per_second)
+        return cls(chat, images, videos, vision.tokens_per_second, arithmetic_of(model))
 
     def encode(self, sample: Sample) -> Microbatch:
         """One sample as a microbatch with one segment; raises UserError as ``outline`` and ``filled`` do."""
@@ -125,7 +129,7 @@ class SampleEncoder:
         kept = tuple(planned[number] for number in text.media)
         grids = tuple(one.grid for one in kept)
         seconds = tuple(one.seconds if isinstance(one, VideoPlan) else None for one in kept)
-        positions = mrope_positions(
+        positions = self.arithmetic.positions(
             text.token_ids, grids, self.chat.image_token_id, self.chat.vision_start_token_id, self.images.merge_size,
             VideoTimes(self.chat.video_token_id, self.tokens_per_second, seconds),
         )

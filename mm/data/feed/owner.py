@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mm.batch import BatchTotals, Microbatch, StepPlan
-from mm.config.model import ModelConfig, VisionConfig
+from mm.config.model import ModelConfig
 from mm.data.feed.loader import ReadStep
 from mm.data.feed.message import Head, from_message, to_message
 from mm.data.feed.planner import MakeOrder, PlannedSteps, Seat, start_planner
@@ -129,7 +129,7 @@ class DataOwner(Iterator[StepPlan]):
         head, problems, light = from_message(message)
         if head.num_failed:
             raise AgreedError(problems)
-        light = [deal_images(one, self._model.vision, mesh.cp_size) for one in light]
+        light = [deal_images(one, self._model, mesh.cp_size) for one in light]
         whole = tuple(self._share_media(*pair) for pair in zip(light, owned or [None] * len(light), strict=True))
         return StepPlan(whole, head.totals)
 
@@ -202,14 +202,14 @@ class DataOwner(Iterator[StepPlan]):
         return kept
 
 
-def deal_images(microbatch: Microbatch, vision: VisionConfig, num_ranks: int) -> Microbatch:
+def deal_images(microbatch: Microbatch, model: ModelConfig, num_ranks: int) -> Microbatch:
     """Assign each image of ``microbatch`` to a rank of the context axis, evening out the ViT's work.
 
     Depends only on the grids, so every rank gets the same result.
     """
     if num_ranks == 1:
         return microbatch
-    costs = [image_flops(vision, grid) for grid in microbatch.image_grids]
+    costs = [image_flops(model, grid) for grid in microbatch.image_grids]
     return replace(microbatch, image_ranks=deal(costs, num_ranks))
 
 

@@ -24,6 +24,9 @@ from mm.data.encode.encoder import SampleEncoder
 from mm.data.media.decoder import Decoder
 from mm.data.sample import Media, Sample, Video
 from mm.errors import UserError
+from mm.families.family import Family
+from mm.families.known import FAMILIES
+from mm.model.arithmetic import Arithmetic
 
 ROW = np.dtype([
     ("start", "<i8"), ("end", "<i8"), ("num_image_pairs", "<i8"), ("num_window_pairs", "<i8"), ("num_tokens", "<i4"),
@@ -38,7 +41,9 @@ case the dropped tokens are ``TooLongError.num_tokens``."""
 COUNTED_FROM = {"end": "start"}
 """Stored relative to another column: a record's end is close to its start (``mm.data.index.rows``)."""
 BAD, TOO_LONG = -1, -2
-_BOX = re.compile(r"<\|box_start\|>([^<]*)<\|box_end\|>|\"(?:bbox_2d|point_2d)\"\s*:\s*\[([^\]]*)\]")
+_BOX = re.compile("|".join((
+    *(rf"{re.escape(family.tokens.box_start)}([^<]*){re.escape(family.tokens.box_end)}" for family in FAMILIES),
+    r"\"(?:bbox_2d|point_2d)\"\s*:\s*\[([^\]]*)\]")))
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?")
 
 
@@ -78,7 +83,9 @@ def _facts(value: Any) -> Any:
     if isinstance(value, Decoder):
         return None  # all backends give the same frames
     if is_dataclass(value):
-        return {field.name: _facts(getattr(value, field.name)) for field in fields(value)}
+        parts = {field.name: getattr(value, field.name) for field in fields(value)}
+        # What a family fixes follows from the tokenizer, and its positions change no length.
+        return {name: _facts(part) for name, part in parts.items() if not isinstance(part, Family | Arithmetic)}
     return value
 
 
@@ -151,12 +158,12 @@ def _crc32(numbers: list[int]) -> int:
 
 def has_boxes_outside(sample: Sample, grids: tuple[Grid, ...], patch_size: int) -> bool:
     """Whether an answer contains coordinates outside all pictures as the model sees them: a sign that coordinates of
-    the original files were kept although the pictures are resized.  Qwen2.5-VL uses pixels of the resized picture."""
+    the original files were kept although the pictures are resized.  The model uses pixels of the resized picture."""
     largest = max((max(grid[1:]) * patch_size for grid in grids), default=0)
     if not largest:
         return False
     answers = (turn.text for turn in sample.turns if turn.role == "assistant")
-    places = (box[1] or box[2] for answer in answers for box in _BOX.finditer(answer))
+    places = (box[box.lastindex or 0] for answer in answers for box in _BOX.finditer(answer))
     return any(float(number) > largest for place in places for number in _NUMBER.findall(place))
 
 

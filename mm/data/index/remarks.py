@@ -8,7 +8,10 @@ from typing import Protocol
 
 import numpy as np
 
+from mm.families.known import names_of
+
 _NUM_NAMED = 3
+_TURN_STARTS = ", ".join(names_of(lambda family: [family.tokens.turn_start]))
 Named = Callable[[int], str]
 """Gives the name of a sample for messages, by its number in the dataset."""
 
@@ -43,7 +46,7 @@ def length_remarks(samples: HasColumns, seq_length: int, drops_turns: bool, name
     if len(with_words):
         num_words = samples.values("num_control_words", with_words).sum(dtype=np.int64)
         yield (f"{len(with_words)} of {len(samples)} samples contain {num_words} words that look like control tokens "
-               f"or media placeholders (<|im_start|>, <image>); these are read as plain text.  "
+               f"or media placeholders ({_TURN_STARTS}, <image>); these are read as plain text.  "
                f"{_first(with_words, named)}")
 
 

@@ -22,6 +22,7 @@ from mm.data.read.open_records import open_records
 from mm.data.read.roots import MediaRoots
 from mm.data.record_name import BadSample
 from mm.errors import MAX_PROBLEMS, UserError, collected
+from mm.families.known import TITLES
 
 Part = Literal["training", "validation"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -121,7 +122,7 @@ class _Opening:
         if index.boxes_outside:
             self.notes.append(
                 f"{len(index.boxes_outside)} samples, the first is {records.named(index.boxes_outside[0])}, contain "
-                f"box or point coordinates outside their images as the model sees them; Qwen2.5-VL uses pixels of the "
+                f"box or point coordinates outside their images as the model sees them; {TITLES} uses pixels of the "
                 f"resized image")
         return records
 

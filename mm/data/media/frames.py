@@ -18,7 +18,7 @@ from mm.data.media.video_file import VideoHeader, Wanted
 
 FRAME_FACTOR = 2
 """qwen-vl-utils takes a multiple of this many frames."""
-QWEN_FRAME_PIXELS = 768 * 28 * 28
+VL_UTILS_FRAME_PIXELS = 768 * 28 * 28
 """Upper limit of pixels per frame in qwen-vl-utils; users can only lower it."""
 
 
@@ -104,7 +104,7 @@ def _first_at(header: VideoHeader, seconds: float | None, default: int, is_after
     return int(np.searchsorted(times - times[0], float(ticks), "right" if is_after else "left"))
 
 
-def qwen_frames(clock: Clock, rule: FrameRule) -> np.ndarray:
+def vl_utils_frames(clock: Clock, rule: FrameRule) -> np.ndarray:
     """Ascending indices of the frames that qwen-vl-utils takes (``smart_nframes``); may contain duplicates.
 
     qwen-vl-utils refuses videos with fewer frames than its minimum; here such a video gives all its frames.  Raises
@@ -163,5 +163,5 @@ def most_frame_pixels(max_pixels: int, min_pixels: int, total_pixels: int, num_f
 
     An even share of ``total_pixels``, where two frames count as one, but at least 5 % above ``min_pixels``.
     """
-    share = max(min(QWEN_FRAME_PIXELS, total_pixels / num_frames * FRAME_FACTOR), int(min_pixels * 1.05))
+    share = max(min(VL_UTILS_FRAME_PIXELS, total_pixels / num_frames * FRAME_FACTOR), int(min_pixels * 1.05))
     return min(max_pixels, int(share))

@@ -22,7 +22,7 @@ from mm.data.media.frames import (
     llama_factory_frames,
     llama_factory_seconds,
     most_frame_pixels,
-    qwen_frames,
+    vl_utils_frames,
     wanted_frames,
 )
 from mm.data.media.image import ImageProcessor, Step, llama_factory_steps, smart_resize
@@ -130,7 +130,7 @@ class VideoProcessor:
             if _is_llama_factory(self.data):
                 numbers, length = llama_factory_frames(clock, self._rule(video)), llama_factory_seconds(clock)
             else:
-                numbers, length = qwen_frames(clock, self._rule(video)), clock.seconds
+                numbers, length = vl_utils_frames(clock, self._rule(video)), clock.seconds
             return numbers, length, wanted_frames(clock, numbers, self.is_upright)
 
         return (header.width, header.height), choose

@@ -13,6 +13,7 @@ from mm.data.encode.chat import ChatEncoder, TooLongError, kept_turns, load_toke
 from mm.data.index.dataset import Dataset
 from mm.data.sample import Image, Turn
 from mm.errors import UserError
+from mm.families.qwen2_5_vl.family import QWEN2_5_VL
 from tests import llama_factory
 from tests.data.oracle import CHAT_TEMPLATE, RECORDS
 
@@ -20,7 +21,7 @@ GRIDS = {"wide.png": (1, 4, 6), "tall.jpg": (1, 8, 2)}
 
 
 def encoder(tokenizer, seq_length=10_000, **options):
-    return ChatEncoder(tokenizer, seq_length=seq_length, spatial_merge_size=2, **options)
+    return ChatEncoder(tokenizer, seq_length=seq_length, spatial_merge_size=2, family=QWEN2_5_VL, **options)
 
 
 def grids_of(record):

@@ -63,7 +63,7 @@ def test_every_rank_gets_its_replicas_batches(received: list[dict], layout: Layo
         assert len(mine["steps"]) == len(STEPS)
         for step, (given, owned) in enumerate(zip(mine["steps"], batches(mine["place"]["dp"]), strict=True)):
             ordered = in_pipeline_order(layout.config, owned)
-            dealt = [deal_images(microbatch, layout.config.vision, layout.cp) for microbatch in ordered]
+            dealt = [deal_images(microbatch, layout.config, layout.cp) for microbatch in ordered]
             expected = [fingerprint(with_media_of(microbatch, mine["place"]["cp"])) for microbatch in dealt]
             if not spec.has_patch_embedding:
                 expected = [microbatch | {"pixels": None} for microbatch in expected]

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mm.data.media.frames import Clock, FrameRule, llama_factory_frames, most_frame_pixels, qwen_frames, wanted_frames
+from mm.data.media.frames import (
+    Clock,
+    FrameRule,
+    llama_factory_frames,
+    most_frame_pixels,
+    vl_utils_frames,
+    wanted_frames,
+)
 from mm.data.media.video_file import VideoHeader
 from tests.data.clips import llama_factory_numbers, qwen_numbers
 
@@ -39,7 +46,7 @@ def test_a_video_at_an_even_rate_gives_the_frames_of_qwen_vl_utils(clip, fps, mi
     # of the rate that the rounded times say, as of any file
     rate = float(1 / (clock.step * clock.header.time_base))
     expected, sampled = qwen_numbers(clip[0], rate, fps, None, min_frames, max_frames)
-    numbers = qwen_frames(clock, rule(fps, None, min_frames, max_frames))
+    numbers = vl_utils_frames(clock, rule(fps, None, min_frames, max_frames))
     assert numbers.tolist() == expected
     assert len(numbers) / float(clock.seconds) == pytest.approx(sampled, rel=1e-9)
 
@@ -49,9 +56,9 @@ def test_a_number_of_frames_gives_those_of_qwen_vl_utils(clip, nframes):
     clock = Clock.of(even(*clip), None, None)
     if round(nframes / 2) * 2 > clip[0]:
         with pytest.raises(ValueError, match=f"nframes = {nframes}, but the video has {clip[0]} frames"):
-            qwen_frames(clock, rule(num_frames=nframes))
+            vl_utils_frames(clock, rule(num_frames=nframes))
         return
-    assert qwen_frames(clock, rule(num_frames=nframes)).tolist() == qwen_numbers(clip[0], 30.0, nframes=nframes)[0]
+    assert vl_utils_frames(clock, rule(num_frames=nframes)).tolist() == qwen_numbers(clip[0], 30.0, nframes=nframes)[0]
 
 
 @given(st.integers(2, 900), st.sampled_from((10, 25, 30)), st.data())
@@ -65,7 +72,7 @@ def test_a_span_gives_the_frames_of_qwen_vl_utils(num_frames, rate, data):
     total, first = clock.num_frames, round(start * rate)
     assert (clock.first, clock.last) == (first, min(round(end * rate), num_frames - 1))
     expected = [first + number for number in qwen_numbers(total, rate, 2.0)[0]]
-    assert qwen_frames(clock, rule()).tolist() == expected
+    assert vl_utils_frames(clock, rule()).tolist() == expected
     assert clock.seconds == Fraction(total, rate)
 
 
@@ -79,7 +86,7 @@ def test_a_changing_rate_is_sampled_evenly_in_time():
     """Ten frames in the first second, then one per second: sampling by number would nearly skip the end."""
     times = [number * 100 for number in range(10)] + [1000 * second for second in range(1, 11)]
     clock = Clock.of(header(times, Fraction(1, 1000), last=1000), None, None)
-    numbers = qwen_frames(clock, rule(fps=1.0))
+    numbers = vl_utils_frames(clock, rule(fps=1.0))
     # 20 frames in 11 s are a step of 0.55 s; 10 of the numbers 0 to 19, evenly
     even_numbers = [0, 2, 4, 6, 8, 11, 13, 15, 17, 19]
     expected = [max(n for n, time in enumerate(times) if time <= 550 * number) for number in even_numbers]
@@ -96,7 +103,7 @@ def test_llama_factorys_frames(clip, fps, maxlen):
     assert len(numbers) / float(clock.seconds) == pytest.approx(sampled)
 
 
-@pytest.mark.parametrize("choose", [qwen_frames, llama_factory_frames])
+@pytest.mark.parametrize("choose", [vl_utils_frames, llama_factory_frames])
 def test_one_frame_is_enough(choose):
     clock = Clock.of(header([4711], last=0), None, None)
     assert choose(clock, rule()).tolist() == [0]

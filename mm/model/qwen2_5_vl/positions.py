@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mm.batch import Grid
+from mm.model.arithmetic import VideoTimes
 from mm.model.rows import Order
 
 
@@ -41,17 +42,6 @@ def merge_units(grids: Sequence[Grid], spatial_merge_size: int) -> MergeUnits:
     _, rows, columns = sizes[image].unbind(1)
     line = index // columns
     return MergeUnits(image, line // rows, line % rows, index % columns, sizes)
-
-
-@dataclass(frozen=True)
-class VideoTimes:
-    """How the videos of one sample lie on the time axis."""
-
-    video_token_id: int
-    tokens_per_second: int
-    """Positions of a second, from the model JSON."""
-    seconds: tuple[float | None, ...]
-    """For each grid of the sample, in reading order: from one temporal patch to the next; None for a picture."""
 
 
 def mrope_positions(

@@ -1,13 +1,13 @@
 """Keys of config.json with which transformers would compute another model than ours.
 
-A key that transformers reads is understood (``KEYS`` of ``hf_config.py``), changes nothing in a training, or is held to
-the one way in which the model is computed here; a test walks all of them.
+A key that transformers reads is understood (``KEYS`` of ``config_json.py``), changes nothing in a training, or is held
+to the one way in which the model is computed here; a test walks all of them.
 """
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-Section = Mapping[str, Any]
+from mm.families.family import Section
 
 FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "text": {

@@ -1,7 +1,7 @@
 """The ViT and the projector, as far as a stage owns them.
 
-Rows are patches in window order (see ``mm.model.positions``) from the patch embedding to the projector, which puts the
-visual tokens back in reading order.
+Rows are patches in window order (see ``mm.model.qwen2_5_vl.positions``) from the patch embedding to the projector,
+which puts the visual tokens back in reading order.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,15 @@ from mm.config.model import ProjectorConfig, VisionConfig
 from mm.device.attention import Segments
 from mm.device.device import Device
 from mm.device.pointwise import biased
+from mm.model.attention import AttentionInputs
 from mm.model.cut_rows import CutRows
 from mm.model.dropout import NO_KEYS, RowKeys
-from mm.model.layers import AttentionInputs, LayerContext, LayerStack
+from mm.model.layer_context import LayerContext
 from mm.model.linear import linear
 from mm.model.norm import Residual
-from mm.model.positions import VisionPlan, plan_vision
-from mm.model.rope import vision_cos_sin
+from mm.model.qwen2_5_vl.layers import LayerStack
+from mm.model.qwen2_5_vl.positions import VisionPlan, plan_vision
+from mm.model.qwen2_5_vl.rope import vision_cos_sin
 from mm.model.rows import Order
 from mm.parallel.pieces import Pieces
 from mm.placement import StageSpec

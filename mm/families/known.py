@@ -1,0 +1,20 @@
+"""The families that this program trains, for those who ask before they have a model; others ask ``model.family``."""
+
+from collections.abc import Callable, Iterable
+
+from mm.families.family import Family, Section
+from mm.families.qwen2_5_vl.family import QWEN2_5_VL
+
+FAMILIES: tuple[Family, ...] = (QWEN2_5_VL,)
+TITLES = " or ".join(family.title for family in FAMILIES)
+"""For messages."""
+
+
+def names_of(get: Callable[[Family], Iterable[str]]) -> tuple[str, ...]:
+    """The names that ``get`` finds in each family, each once."""
+    return tuple(dict.fromkeys(name for family in FAMILIES for name in get(family)))
+
+
+def family_of(config: Section) -> Family | None:
+    """The family whose ``config.json`` this is, by its ``model_type``; None for another model's."""
+    return next((family for family in FAMILIES if family.config_json.model_type == config.get("model_type")), None)

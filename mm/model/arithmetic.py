@@ -1,0 +1,46 @@
+"""What data and reports ask a family of models about a batch, by arithmetic alone: where tokens lie, what they cost.
+
+It needs neither megatron nor a device, so processes that only prepare data ask it too.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mm.batch import BatchTotals, Grid
+from mm.config.model import ModelConfig, VisionConfig
+from mm.weights.table import Place
+
+
+@dataclass(frozen=True)
+class VideoTimes:
+    """How the videos of one sample lie on the time axis."""
+
+    video_token_id: int
+    tokens_per_second: int
+    """Positions of a second, from the model JSON."""
+    seconds: tuple[float | None, ...]
+    """For each grid of the sample, in reading order: from one temporal patch to the next; None for a picture."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A piece of the model and its forward FLOPs: an embedding, a layer, the projector or the head."""
+
+    place: Place
+    layer: int | None
+    forward: float
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """The functions of one family."""
+
+    positions: Callable[[Tensor, Sequence[Grid], int, int, int, VideoTimes], Tensor]
+    """Positions of the tokens of one sample, int64 [axes, num_tokens], from its token ids and grids, the ids of the
+    image token and of the token before each image, the side of a merge unit in patches, and the times of its videos."""
+    blocks: Callable[[ModelConfig, BatchTotals], list[Block]]
+    """All that has matrix products, in the order of the forward pass."""
+    image_flops: Callable[[VisionConfig, Grid], float]
+    """Forward FLOPs of one image in the ViT."""

@@ -1,0 +1,63 @@
+"""What every layer is built with, and how it makes its parts."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+
+from mm.device.device import Device
+from mm.model.linear import ColumnLinear, RowLinear
+from mm.model.norm import RMSNorm
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """What every layer is built with: megatron's parallel settings, the tensor-parallel group and the device."""
+
+    parallel: TransformerConfig
+    tp_group: dist.ProcessGroup
+    device: Device
+
+    @property
+    def tp_size(self) -> int:
+        return self.tp_group.size()
+
+    def column(self, input_size: int, output_size: int, bias: bool) -> ColumnLinear:
+        """A linear layer whose outputs are cut over tensor parallelism."""
+        return ColumnLinear(
+            input_size,
+            output_size,
+            self.device.kernels.accumulate,
+            config=self.parallel,
+            init_method=never_initialize,
+            bias=bias,
+            gather_output=False,
+            tp_group=self.tp_group,
+        )
+
+    def row(self, input_size: int, output_size: int, bias: bool) -> RowLinear:
+        """A linear layer whose inputs are cut over tensor parallelism; its output is whole on every rank."""
+        return RowLinear(
+            input_size,
+            output_size,
+            self.device.kernels.accumulate,
+            config=self.parallel,
+            init_method=never_initialize,
+            bias=bias,
+            input_is_parallel=True,
+            skip_bias_add=False,
+            tp_group=self.tp_group,
+        )
+
+    def norm(self, hidden_size: int, epsilon: float) -> RMSNorm:
+        return RMSNorm(self.empty(hidden_size), epsilon, self.device.kernels)
+
+    def empty(self, *shape: int) -> nn.Parameter:
+        """A parameter of the shape that this rank holds; its values come from ``mm.model.load``."""
+        return nn.Parameter(torch.empty(shape, dtype=self.parallel.params_dtype, device=self.device.torch_device))
+
+
+def never_initialize(_: Tensor) -> None:
+    raise AssertionError("weights are loaded or drawn by mm.model.load, never initialised by a layer")

@@ -1,0 +1,90 @@
+"""The LLM, as far as a stage owns it: word embedding, layers with M-RoPE, norm and output layer."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mm.batch import Microbatch
+from mm.config.model import LanguageConfig
+from mm.device.attention import Segments
+from mm.device.device import Device
+from mm.model.attention import AttentionInputs
+from mm.model.cut_rows import CutRows
+from mm.model.dropout import RowKeys
+from mm.model.embedding import WordEmbedding
+from mm.model.exchange import Ulysses
+from mm.model.layer_context import LayerContext
+from mm.model.loss import LossInputs
+from mm.model.norm import Residual
+from mm.model.qwen2_5_vl.layers import LayerStack
+from mm.model.qwen2_5_vl.rope import mrope_cos_sin
+from mm.model.ring import Ring
+from mm.model.vocabulary import OutputLayer
+from mm.parallel.context import Share
+from mm.parallel.pieces import Pieces
+from mm.placement import StageSpec
+
+
+def language_inputs(
+    microbatch: Microbatch, config: LanguageConfig, dtype: torch.dtype, device: Device,
+    cut_group: dist.ProcessGroup | None = None, share: Share | None = None, keys: Tensor | None = None,
+) -> AttentionInputs:
+    """Rope tables and segments of the packed row.  Transformers casts the LLM's rope tables to the model's dtype.
+
+    ``share``: what context-parallel ranks hold of the row; ``cut_group``: the ranks that cut this rank's rows;
+    ``keys``: of the whole row, for dropout.
+    """
+    positions, across = microbatch.positions, None
+    if share is not None:
+        positions, group = positions[:, share.here], share.context.group
+        if share.context.is_ring:
+            partial = device.kernels.partial_attention
+            across = Ring.of(microbatch.segment_lengths, share.num_rows, group, partial, device.copy)
+        else:
+            across = Ulysses(group, share.num_rows)
+    cos, sin = mrope_cos_sin(device.copy(positions), config.kv_channels, config.rope_theta, config.mrope_section)
+    segments = Segments.build(microbatch.segment_lengths, device.copy)
+    cut = None if cut_group is None else CutRows(Pieces(positions.shape[1], cut_group))
+    inputs = AttentionInputs(cos.to(dtype), sin.to(dtype), segments, True, cut, across)
+    if keys is None:
+        return inputs
+    whole = device.copy(keys if share is None else keys[share.here])
+    return replace(inputs, keys=RowKeys(whole if cut is None else whole[cut.pieces.here], whole, whole))
+
+
+class LanguageModel(nn.Module):
+    """The LLM parts of one stage."""
+
+    def __init__(self, config: LanguageConfig, spec: StageSpec, context: LayerContext) -> None:
+        super().__init__()
+        if spec.has_embedding:
+            self.embedding = WordEmbedding(config, context)
+        self.decoder = LayerStack(spec.language_layers, config, context, bias=False)
+        if spec.has_head:
+            self.decoder.final_layernorm = context.norm(config.hidden_size, config.layernorm_epsilon)
+            self.shares_embedding = config.tied and spec.has_embedding
+            self.output_layer = OutputLayer(config, context, has_weight=not self.shares_embedding)
+
+    def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
+        residual = Residual(x)
+        for layer in self.decoder.layers:
+            residual = self.decoder.run(layer, residual, inputs)
+        return residual.total()
+
+    def loss(self, x: Tensor, inputs: LossInputs) -> Tensor:
+        """The rows [num_targets, hidden] that have a target -> the sum of their weighted losses."""
+        return self.output_layer(self.decoder.final_layernorm(Residual(x))[1], inputs, self._shared_weight())
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, vocabulary / TP]: the columns of this tensor-parallel rank; not for training."""
+        shared = self._shared_weight()
+        weight: Any = self.output_layer.weight if shared is None else shared
+        return F.linear(self.decoder.final_layernorm(Residual(x))[1], weight)
+
+    def _shared_weight(self) -> Tensor | None:
+        """The word embedding's, where it is the output layer's too and on this stage."""
+        return self.embedding.word_embeddings.weight if self.shares_embedding else None

@@ -1,0 +1,99 @@
+"""The transformer layer that both towers are made of, over megatron-core's tensor-parallel linear layers.
+
+Rows are packed tokens or patches, [rows, hidden]; there is no batch dimension.  Module names are MindSpeed-MM's.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+from torch import Tensor, nn
+
+from mm.config.model import Tower
+from mm.device.pointwise import biased
+from mm.model.attention import AttentionInputs
+from mm.model.cut_rows import CutRows
+from mm.model.dropout import RowKeys
+from mm.model.layer_context import LayerContext
+from mm.model.mlp import GatedMLP
+from mm.model.norm import Residual, RMSNorm
+from mm.model.recompute import LinearInput, Remade, apply_linear, recomputing
+
+
+class SelfAttention(nn.Module):
+    """Fused qkv per query group [q ... q, k, v], rope, attention within segments, output projection."""
+
+    def __init__(self, tower: Tower, context: LayerContext, bias: bool) -> None:
+        super().__init__()
+        self.head_dim = tower.head_dim
+        num_heads, num_groups = tower.num_attention_heads, tower.num_query_groups
+        self.num_groups, self.heads_per_group = num_groups // context.tp_size, num_heads // num_groups
+        self.attention, self.rope = context.device.kernels.attention, context.device.kernels.rope
+        qkv_size = (num_heads + 2 * num_groups) * self.head_dim
+        self.linear_qkv = context.column(tower.hidden_size, qkv_size, bias=True)
+        self.linear_proj = context.row(num_heads * self.head_dim, tower.hidden_size, bias)
+
+    def forward(self, x: LinearInput, inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
+        """What is added to the residual stream, as ``RowLinear`` gives it."""
+        qkv, bias = apply_linear(self.linear_qkv, x, inputs.cut, inputs.keys.piece)
+        qkv = qkv.view(-1, self.num_groups, self.heads_per_group + 2, self.head_dim)
+        q, k, v = self.rope(qkv, inputs.cos, inputs.sin, bias)
+        attention = self.attention if inputs.across is None else partial(inputs.across.attend, self.attention)
+        out = attention(q, k, v, inputs.segments, inputs.causal)
+        return self.linear_proj(out.flatten(1), inputs.cut, inputs.keys.ordered)
+
+
+class TransformerLayer(nn.Module):
+    """Pre-norm attention and MLP, each with a residual connection."""
+
+    def __init__(self, tower: Tower, context: LayerContext, bias: bool) -> None:
+        super().__init__()
+        self.input_layernorm = context.norm(tower.hidden_size, tower.layernorm_epsilon)
+        self.self_attention = SelfAttention(tower, context, bias)
+        self.pre_mlp_layernorm = context.norm(tower.hidden_size, tower.layernorm_epsilon)
+        self.mlp = GatedMLP(tower, context, bias)
+        self.recomputes_norms = tower.recompute.recomputes("layernorm")
+        self.recomputes_mlp = tower.recompute.recomputes("mlp")
+
+    def forward(self, x: Residual, inputs: AttentionInputs) -> Residual:
+        """Each sublayer's output is added by the norm that follows; the MLP's by the next layer's first norm."""
+        rows, normed = self._normed(self.input_layernorm, x, self.self_attention.linear_proj.bias)
+        x = Residual(rows, *self.self_attention(normed, inputs))
+        cut = None if inputs.cut is None else inputs.cut.unordered
+        if self.recomputes_mlp:
+            rows = x.total()
+            added = recomputing((self.pre_mlp_layernorm, self.mlp), self._mlp, rows, cut, inputs.keys)
+            return Residual(biased(rows, self.mlp.linear_fc2.bias), *added)
+        rows, normed = self._normed(self.pre_mlp_layernorm, x, self.mlp.linear_fc2.bias)
+        return Residual(rows, *self.mlp(normed, cut, inputs.keys))
+
+    def _mlp(self, x: Tensor, cut: CutRows | None, keys: RowKeys) -> tuple[Tensor, Tensor | None]:
+        return self.mlp(self.pre_mlp_layernorm(Residual(x))[1], cut, keys)
+
+    def _normed(self, norm: RMSNorm, x: Residual, next_bias: Tensor | None) -> tuple[Tensor, LinearInput]:
+        total, normed = norm(x, next_bias)
+        return total, Remade(normed, partial(norm.again, total)) if self.recomputes_norms else normed
+
+
+class LayerStack(nn.Module):
+    """Consecutive layers under their global numbers, some of them recomputed in the backward pass.
+
+    ``RecomputeConfig`` says which.  A layer through which no gradient flows is computed only once.
+    """
+
+    final_layernorm: RMSNorm
+    """After the LLM's last layer; on the stage that has the head."""
+
+    def __init__(self, layers: range, tower: Tower, context: LayerContext, bias: bool) -> None:
+        """``bias``: of every linear layer but qkv, which always has one."""
+        super().__init__()
+        self.layers = nn.ModuleDict({str(layer): TransformerLayer(tower, context, bias) for layer in layers})
+        self.recomputed = frozenset(map(str, tower.recompute.whole_layers(layers)))
+
+    def run(self, layer: str, x: Residual, inputs: AttentionInputs) -> Residual:
+        """Apply the layer with this global number."""
+        module = self.layers[layer]
+        if inputs.caches is not None:
+            inputs = replace(inputs, across=inputs.caches[layer])
+        if layer not in self.recomputed:
+            return module(x, inputs)
+        return Residual(recomputing((module,), lambda rows: module(Residual(rows), inputs).total(), x.total()))

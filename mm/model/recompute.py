@@ -1,0 +1,55 @@
+"""Activations that are computed again in the backward pass instead of being kept."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mm.model.cut_rows import CutRows
+
+
+@dataclass(frozen=True)
+class Remade:
+    """The input of a linear layer that is recomputed for the weight's gradient instead of being kept."""
+
+    made: Tensor
+    again: Callable[[], Tensor]
+
+
+LinearInput = Tensor | Remade
+
+
+def apply_linear(
+    linear: nn.Module, x: LinearInput, cut: CutRows | None = None, keys: Tensor | None = None
+) -> Any:
+    """Apply ``linear`` to ``x``; if ``x`` is ``Remade``, autograd keeps the function ``again`` instead of the tensor.
+
+    Saved tensors are matched by address and shape.  A saved view of ``made`` with that shape but other strides or dtype
+    would match too, and backward would get the wrong tensor.  A saved copy would not match, and would stay in memory.
+    Our linear layers save neither.
+    """
+    if isinstance(x, Tensor):
+        return linear(x, cut, keys)
+    made, again = x.made, x.again
+    address = made.data_ptr(), made.shape
+
+    def forget(kept: Tensor) -> Tensor | Callable[[], Tensor]:
+        """Other saved tensors are kept as they are: adapters save their few hidden numbers per row."""
+        return again if (kept.data_ptr(), kept.shape) == address else kept
+
+    with torch.autograd.graph.saved_tensors_hooks(forget, lambda kept: kept if isinstance(kept, Tensor) else kept()):
+        return linear(made, cut, keys)
+
+
+def recomputing(modules: Iterable[nn.Module], function: Callable[..., Any], x: Tensor, *others: Any) -> Any:
+    """``function(x, *others)``, keeping only its arguments and calling it again in the backward pass.
+
+    ``modules``: those that it uses.  If neither they nor ``x`` need a gradient, nothing is kept and it is just called.
+    """
+    is_trained = any(parameter.requires_grad for module in modules for parameter in module.parameters())
+    if torch.is_grad_enabled() and (x.requires_grad or is_trained):
+        return checkpoint(function, x, *others, use_reentrant=False, preserve_rng_state=False)
+    return function(x, *others)

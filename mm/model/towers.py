@@ -1,0 +1,58 @@
+"""What a stage asks a family of models: the modules of its towers, and what they need of a microbatch."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mm.batch import Grid, Microbatch
+from mm.config.model import LanguageConfig, ProjectorConfig, VisionConfig
+from mm.device.device import Device
+from mm.model.attention import AttentionInputs
+from mm.model.layer_context import LayerContext
+from mm.parallel.context import Share
+from mm.placement import StageSpec
+
+
+class VisionInputs(Protocol):
+    """A microbatch's images, on the device; what else the ViT needs of them is the family's own."""
+
+    @property
+    def pixel_values(self) -> Tensor | None:
+        """In the model's dtype; None without the patch embedding."""
+        ...
+
+    @property
+    def features(self) -> Tensor | None:
+        """[num_patches, hidden], in the processor's order: stored output of the last ViT layer; None if not stored."""
+        ...
+
+
+@dataclass(frozen=True)
+class Towers:
+    """The modules and functions of one family.  Modules hold what their ``StageSpec`` says, under the table's names."""
+
+    vision_encoder: Callable[[VisionConfig, StageSpec, LayerContext], nn.Module]
+    """Patch embedding and ViT layers.  (rows, ``VisionInputs``) -> rows; pixels take the place of rows at the patch
+    embedding."""
+    projector: Callable[[ProjectorConfig, int, LayerContext], nn.Module]
+    """Built with the number of patches that become one visual token.  (rows, ``VisionInputs``) -> visual tokens."""
+    language_model: Callable[[LanguageConfig, StageSpec, LayerContext], Any]
+    """Layers, with ``embedding`` and ``loss`` and ``logits`` where the stage has them.  (rows, ``AttentionInputs``) ->
+    rows."""
+    vision_inputs: Callable[
+        [Sequence[Grid], Tensor | None, Tensor | None, VisionConfig, Device, dist.ProcessGroup | None, Tensor | None],
+        VisionInputs]
+    """From the grids of a microbatch's images, their pixels or features on the device, the group that cuts rows, and
+    the patches' keys for dropout."""
+    language_inputs: Callable[
+        [Microbatch, LanguageConfig, torch.dtype, Device, dist.ProcessGroup | None, Share | None, Tensor | None],
+        AttentionInputs]
+    """With the group that cuts rows, what context-parallel ranks hold of the row, and the tokens' keys for dropout."""
+    features_of: Callable[[Tensor, Any], Tensor]
+    """The last ViT layer's output, gathered if it is cut, in the form of ``VisionInputs.features``; detached."""
+    last_output: Callable[[Tensor, Any], Tensor]
+    """Its inverse: what the projector takes, or this rank's piece of it."""
