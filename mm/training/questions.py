@@ -13,7 +13,7 @@ from mm.config.validation import asks
 from mm.errors import refuse
 from mm.generation.batches import answer_batches, in_batches
 from mm.generation.prompts import Prompt, in_order
-from mm.generation.session import Session, Told, read_encoder, with_stop_tokens
+from mm.generation.session import Session, Response, read_encoder, with_stop_tokens
 from mm.generation.source import settings_in
 from mm.parallel.agreement import on_first, together
 from mm.parallel.mesh import for_prompts
@@ -82,7 +82,7 @@ class QuestionSet:
         prompts = in_order(self._items.as_prompts(folder / PICTURES))
         return in_batches(self._session, prompts, self._asked.asking.args.batch_size)
 
-    def _keep(self, answered: Sequence[Told]) -> None:
+    def _keep(self, answered: Sequence[Response]) -> None:
         self._answers |= {one.prompt.number: Answer.of(one.text, one.ended) for one in answered}
 
     def _finish(self, folder: Path, problems: Sequence[str]) -> dict[str, Any]:
