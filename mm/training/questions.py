@@ -13,7 +13,7 @@ from mm.config.validation import asks
 from mm.errors import refuse
 from mm.generation.batches import answer_batches, in_batches
 from mm.generation.prompts import Prompt, in_order
-from mm.generation.session import Session, Response, read_encoder, with_stop_tokens
+from mm.generation.session import Response, Session, read_encoder, with_stop_tokens
 from mm.generation.source import settings_in
 from mm.parallel.agreement import on_first, together
 from mm.parallel.mesh import for_prompts
