@@ -187,7 +187,7 @@ def test_another_seed_and_another_schedule_are_refused_or_chosen(inputs: Path) -
         run(inputs, "smaller", 1, *load, "--seed", "5", "--lr", "2e-3")
     said = str(failure.value)
     for what in ("--lr was 0.001 and is 0.002 now", "(6 steps x --global-batch-size 4) and ends after 12 now (6 x 2)",
-                 "the samples were shuffled by --seed 3, and are shuffled by --seed 5 now"):
+                 "the samples were shuffled by --seed 3, and are now shuffled by --seed 5"):
         assert said.count(what) == 1
     said = run(inputs, "smaller", 1, *load, "--use-checkpoint-opt_param-scheduler", "--exit-interval", "5")
     assert "note: --use-checkpoint-opt_param-scheduler continues with the checkpoint's settings: the decay" in said

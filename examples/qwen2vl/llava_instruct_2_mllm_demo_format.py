@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, it does not see mm
 
-from mm.data_tool.llava import convert_llava, told
+from mm.data_tool.llava import convert_llava, summary
 from mm.errors import UserError
 
 LLAVA_JSON_PATH = "./data/llava_instruct_150k.json"
@@ -32,7 +32,7 @@ def main() -> int:
     flags = parser.parse_args()
     source, target, folder = Path(flags.llava_json_path), Path(flags.output_json_path), f"{flags.coco_path}/{PICTURES}"
     try:
-        print(told(convert_llava(source, target, folder), target, folder))
+        print(summary(convert_llava(source, target, folder), target, folder))
     except (OSError, UserError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2

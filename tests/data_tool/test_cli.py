@@ -100,7 +100,7 @@ def test_index_of_a_validation_set_too(inputs: Path, capsys):
 
 def test_convert(inputs: Path, capsys):
     assert convert(inputs, "out.json") == convert(inputs, "out.jsonl") == 0
-    assert "2 records; 1 are left out" in capsys.readouterr().out
+    assert "2 records; 1 left out" in capsys.readouterr().out
     records = json.loads((inputs / "out.json").read_text())
     assert records == json_lines(inputs / "out.jsonl")
     assert records[0] == {"images": [f"{inputs}/media/1.png"], "messages": [

@@ -19,7 +19,7 @@ def test_equal_losses_pass_and_the_largest_difference_is_returned(tmp_path: Path
 
 def test_the_first_difference_is_reported(tmp_path: Path):
     golden.write([4.0, 2.0, 1.0], tmp_path / "golden.json")
-    text = "step 2 has loss 2.001; golden.json states 2.0, a relative difference of 5.0e-04"
+    text = "step 2 has loss 2.001; golden.json has 2.0, a relative difference of 5.0e-04"
     with pytest.raises(DemoError, match=re.escape(text)) as error:
         golden.check([4.0, 2.001, 1.5], tmp_path / "golden.json")
     assert "python -m demo.run --quick --write-golden" in str(error.value)

@@ -14,6 +14,7 @@ import torch
 
 from mm.batch import BatchTotals
 from mm.data.feed.owner import deal_images
+from mm.device.cpu import CPU, HostRuntime
 from mm.device.device import Device
 from mm.parallel.context import even_rows
 from mm.parallel.pieces import piece_of
@@ -235,6 +236,17 @@ def test_stopped_groups_leave_no_threads(found: list[dict]):
     assert [rank["num_more_threads"] < 10 for rank in found] == [True] * 4, [rank["num_more_threads"] for rank in found]
 
 
+class MetaRuntime(HostRuntime):
+    """A host whose device is the meta device."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device("meta")
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to("meta")
+
+
 @pytest.fixture(scope="module")
 def whole_model(one_rank: Any):
     """The whole small model on the meta device: tensors without contents, of which reading any raises an error."""
@@ -242,7 +254,7 @@ def whole_model(one_rank: Any):
     from mm.model.stage import Stage
 
     (chunk,) = Stage(our_config(((4,),), ((4,),)), one_rank, "fp32", device).chunks
-    chunk.device = dataclasses.replace(device, kind="meta")
+    chunk.device = dataclasses.replace(device, platform=dataclasses.replace(CPU, name="meta", runtime=MetaRuntime))
     return chunk.to("meta")
 
 

@@ -80,7 +80,7 @@ def test_what_rank_0_refuses_before_the_start_is_said_once(jobs: Path) -> None:
 def test_a_rank_may_die_before_the_start(jobs: Path) -> None:
     report = said(jobs, "killed before the start")
     assert report.startswith("error: rank 0 died without an error message: ")
-    assert "\n  it " in report and "Traceback" not in report
+    assert "\n  prepares" in report and "Traceback" not in report
 
 
 @pytest.mark.parametrize("name", ["interrupted", "interrupted alone"])

@@ -79,7 +79,7 @@ def test_data_that_differs_from_the_checkpoints_is_found(inputs: Path):
     other = dataclasses.replace(contents, samples_sha256="other", num_samples=2)
     load = ("--load", saved(TrainedOn((other,)).to_json()))
     (problem,), _ = found(*load)
-    what = f"other samples of {inputs}/samples.json are taken (2 then, 1 now)"
+    what = f"other samples of {inputs}/samples.json are used (2 then, 1 now)"
     assert problem.startswith(f"the data differ from those of the checkpoint: {what}") and "--allow-new-data" in problem
     assert found(*load, "--finetune") == ([], [])
     (none, (note,)) = found(*load, "--allow-new-data")

@@ -147,7 +147,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("*/*")] == [f"{key}.vit"]
     content = path_of(str(tmp_path), key).read_bytes()
     assert content[:8] == b"MM-ViT 1" and content[8:24].hex() == key and len(content) == 64 + rows.nbytes
-    with pytest.raises(UserError, match=r"has 144 bytes, not 128"):
+    with pytest.raises(UserError, match=r"have 144 bytes, not 128"):
         read_features(str(tmp_path), key, 4, 16)
     with pytest.raises(UserError, match="cannot read these cached ViT features: No such file"):
         read_features(str(tmp_path), "f" * 32, 4, 16)

@@ -225,7 +225,7 @@ def test_a_picture_of_the_same_size_that_changes_later_is_noticed_when_it_is_rea
     with pytest.raises(UserError, match=r"record 0: an image or video of it has changed .*mm-data index --again"):
         dataset[0]
     assert pickle.loads(pickle.dumps(dataset)).contents() == first
-    with pytest.raises(UserError, match="was changed"):  # in a worker, too
+    with pytest.raises(UserError, match="has changed since it was measured"):  # in a worker, too
         pickle.loads(pickle.dumps(dataset))[0]
     assert Dataset(replace(data, overwrite_cache=True), gauge=gauge)[0].media and len(made) == 2
 

@@ -64,7 +64,7 @@ def elsewhere(path: Path) -> str:
 def test_a_lock_of_another_node_is_valid_while_it_changes(tmp_path: Path, monkeypatch, capsys) -> None:
     """It is taken over after it has not changed for a while, regardless of that node's clock."""
     monkeypatch.setattr(lock, "_STALE_SECONDS", 1.0)
-    monkeypatch.setattr(lock, "_SAY_SECONDS", (0.5,))
+    monkeypatch.setattr(lock, "_NOTE_SECONDS", (0.5,))
     path, seen = tmp_path / "lock", []
     elsewhere(path)
 
