@@ -302,7 +302,7 @@ def test_llava_records_as_the_peer_converts_them(tmp_path: Path) -> None:
     done = run([sys.executable, str(CONVERTER)], cwd=tmp_path)
     target = tmp_path / "data" / "mllm_format_llava_instruct_data.json"
     assert done.returncode == 0, done.stderr
-    assert "2 records; 1 are left out" in done.stdout
+    assert "2 records; 1 left out" in done.stdout
     assert json.loads(target.read_text()) == [
         {"images": ["./data/COCO2017/train2017/1.jpg"],
          "messages": [{"role": "user", "content": "<image>\nWhat is it?"}, {"role": "assistant",

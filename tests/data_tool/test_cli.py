@@ -106,7 +106,7 @@ def test_convert(inputs: Path, capsys):
     assert records[0] == {"images": [f"{inputs}/media/1.png"], "messages": [
         {"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "猫"}]}
     assert (records[1]["images"], records[1]["videos"]) == ([], [f"{inputs}/media/v.mp4"])
-    assert convert(inputs, "out.json") == 2 and "out.json exists" in capsys.readouterr().err
+    assert convert(inputs, "out.json") == 2 and "out.json already exists" in capsys.readouterr().err
 
 
 def test_a_lone_surrogate_is_kept(inputs: Path, capsys):

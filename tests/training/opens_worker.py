@@ -8,6 +8,7 @@ FLAGS...``.
 import json
 import os
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -23,7 +24,10 @@ from mm.training import run  # noqa: E402
 
 
 class Opens:
-    """Counts the calls of ``open`` by file; ``os.open``, by which weights are read tensor by tensor, is left out."""
+    """Counts the main thread's calls of ``open`` by file.
+
+    ``os.open``, by which weights are read tensor by tensor, is left out.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -33,6 +37,8 @@ class Opens:
     def _see(self, event: str, arguments: tuple) -> None:
         if event != "open" or self.counted is None or arguments[1] is None:
             return
+        if threading.current_thread() is not threading.main_thread():
+            return  # the data thread reads samples ahead, as many as it has time for
         path = os.path.abspath(os.fsdecode(arguments[0])) if not isinstance(arguments[0], int) else ""
         if path.startswith(f"{self._directory}/"):
             self.counted[os.path.relpath(path, self._directory)] += 1

@@ -81,7 +81,7 @@ def test_a_lock_of_another_node_is_valid_while_it_changes(tmp_path: Path, monkey
     waiting.join()
     assert seen == ["makes"] and not path.exists()
     said = capsys.readouterr().err
-    assert f"note: waiting for process {os.getpid()} on far, which makes the index of records.json: " in said
+    assert f"note: waiting for process {os.getpid()} on far, which creates the index of records.json: " in said
 
 
 def test_a_new_lock_is_not_removed_instead_of_an_old_one(tmp_path: Path) -> None:
