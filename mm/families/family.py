@@ -16,13 +16,13 @@ class MindSpeedNames:
     """What MindSpeed-MM calls the family in its JSON files and in its converter."""
 
     model_ids: tuple[str, ...]
-    """Of the whole model; so are the words of pipelines."""
+    """Names of the whole model, as are ``pipelines``."""
     pipelines: tuple[str, ...]
     vision_ids: tuple[str, ...]
     projector_ids: tuple[str, ...]
     language_ids: tuple[str, ...]
     templates: tuple[str, ...]
-    """Of conversations."""
+    """Chat templates."""
     collators: tuple[str, ...]
     converter: str
 

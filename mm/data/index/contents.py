@@ -21,7 +21,7 @@ class Contents:
     num_samples: int
     """Number of samples in use."""
     samples_sha256: str
-    """Of their int64 numbers in the file, in order of use."""
+    """SHA-256 of the samples' int64 numbers in the file, in order of use."""
 
     @property
     def identity(self) -> tuple[str, str]:

@@ -40,7 +40,7 @@ class _Pictures:
     leaf: str
     """The dotted name of its ``bytes`` in the file."""
     number: int
-    """Of this leaf."""
+    """The column number of this leaf in a row group."""
     kind: str
     """What ``datasets`` calls its values: Image, Video, Audio ..."""
 
