@@ -1,22 +1,21 @@
-"""What computes a model: the functions and modules of its family.
+"""What computes the models of each family.
 
-There is one family so far.  Another one is told apart here by ``model.family``.
+Towers need megatron, so they are imported only when a stage asks for them; data workers ask for arithmetic alone.
 """
 
-from typing import Any
-
 from mm.config.model import ModelConfig
+from mm.families.qwen2_5_vl.family import QWEN2_5_VL
 from mm.model.arithmetic import Arithmetic
 from mm.model.qwen2_5_vl.arithmetic import ARITHMETIC
 
 
-def arithmetic_of(_: ModelConfig) -> Arithmetic:
-    """What the family of a model says of its batches."""
-    return ARITHMETIC
+def arithmetic_of(model: ModelConfig) -> Arithmetic:
+    """The arithmetic of the model's family."""
+    return {QWEN2_5_VL.title: ARITHMETIC}[model.family.title]
 
 
-def towers_of(_: ModelConfig) -> Any:
-    """What a stage of a model is made of: ``mm.model.towers.Towers``."""
-    from mm.model.qwen2_5_vl.towers import TOWERS  # imports megatron, which data workers do without
+def towers_of(model: ModelConfig):  # type checkers infer Towers, whose import would load megatron here
+    """The ``mm.model.towers.Towers`` of the model's family."""
+    from mm.model.qwen2_5_vl.towers import TOWERS
 
-    return TOWERS
+    return {QWEN2_5_VL.title: TOWERS}[model.family.title]

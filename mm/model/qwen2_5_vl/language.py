@@ -1,4 +1,4 @@
-"""The LLM, as far as a stage owns it: word embedding, layers with M-RoPE, norm and output layer."""
+"""The parts of the LLM that a stage owns: word embedding, layers with M-RoPE, norm and output layer."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,6 +12,7 @@ from mm.batch import Microbatch
 from mm.config.model import LanguageConfig
 from mm.device.attention import Segments
 from mm.device.device import Device
+from mm.families.qwen2_5_vl.family import QWEN2_5_VL
 from mm.model.attention import AttentionInputs
 from mm.model.cut_rows import CutRows
 from mm.model.dropout import RowKeys
@@ -63,7 +64,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         if spec.has_embedding:
             self.embedding = WordEmbedding(config, context)
-        self.decoder = LayerStack(spec.language_layers, config, context, bias=False)
+        self.decoder = LayerStack(spec.language_layers, config, context, QWEN2_5_VL.weights.language_layer.has_bias)
         if spec.has_head:
             self.decoder.final_layernorm = context.norm(config.hidden_size, config.layernorm_epsilon)
             self.shares_embedding = config.tied and spec.has_embedding

@@ -1,4 +1,4 @@
-"""The ViT and the projector, as far as a stage owns them.
+"""The parts of the ViT and the projector that a stage owns.
 
 Rows are patches in window order (see ``mm.model.qwen2_5_vl.positions``) from the patch embedding to the projector,
 which puts the visual tokens back in reading order.
@@ -17,6 +17,7 @@ from mm.config.model import ProjectorConfig, VisionConfig
 from mm.device.attention import Segments
 from mm.device.device import Device
 from mm.device.pointwise import biased
+from mm.families.qwen2_5_vl.family import QWEN2_5_VL
 from mm.model.attention import AttentionInputs
 from mm.model.cut_rows import CutRows
 from mm.model.dropout import NO_KEYS, RowKeys
@@ -136,7 +137,7 @@ class VisionEncoder(nn.Module):
         self.has_patch_embedding = spec.has_patch_embedding
         if spec.has_patch_embedding:
             self.patch_embed = nn.ModuleDict({"proj": PatchProjection(config, context)})
-        self.blocks = LayerStack(spec.vision_layers, config, context, bias=True)
+        self.blocks = LayerStack(spec.vision_layers, config, context, QWEN2_5_VL.weights.vision_layer.has_bias)
 
     def forward(self, x: Tensor, inputs: VisionInputs) -> Tensor:
         """``x``: pixel values where the stage has the patch embedding, else [num_patches, hidden] in window order.
