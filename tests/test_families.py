@@ -21,11 +21,11 @@ FOLDERS = sorted(set(re.findall(r"`(mm/\w+/qwen2_5_vl/)`", SECTION[1]))) if SECT
 OTHER_PROJECTS = re.compile(r"qwen-vl-utils|Qwen2-VL\b")
 """A library, and an older model for which VLMEvalKit has prompts."""
 OUR_OWN_NAME = "qwen2_5_vl-3d"
-"""Of this project, in ``pyproject.toml``."""
+"""The name of this project in ``pyproject.toml``."""
 
 
 def names_of(family: Family) -> set[str]:
-    """How the family, its control tokens and its weights are called; keys of ``config.json`` are words of many."""
+    """Names of the family, its control tokens and its weights; not keys of ``config.json``, which are common words."""
     return {family.config_json.model_type, *strings_in(dataclasses.replace(family, config_json=None))}
 
 
@@ -33,7 +33,7 @@ def strings_in(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
-        yield from strings_in(tuple(value))  # of live_starts; "model." alone is a word of many
+        yield from strings_in(tuple(value))  # the keys of live_starts; their values, such as "model.", are common words
     elif isinstance(value, tuple):
         for one in value:
             yield from strings_in(one)
@@ -42,7 +42,7 @@ def strings_in(value: object) -> Iterator[str]:
 
 
 def code_of(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and text of every identifier, module and string in a file; docstrings, which may state a source, are not."""
+    """Line and text of every identifier, module and string in a file, without docstrings, which may cite a source."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
@@ -80,5 +80,3 @@ def test_no_other_file_names_a_family(family: Family):
 def test_a_name_in_another_file_would_be_found():
     assert "<|im_end|>" in names_of(FAMILIES[0]) and "visual.merger.ln_q" in names_of(FAMILIES[0])
     assert any("QWEN2_5_VL" in text for _, text in code_of(ROOT / "mm/config/model.py"))
-
-

@@ -66,7 +66,7 @@ class Attributes:
 
 @dataclass(frozen=True, config=STRICT)
 class DataConfig:
-    """The whole of ``--mm-data``, as far as it has an effect."""
+    """The settings of ``--mm-data`` that have an effect."""
 
     model_name_or_path: Annotated[str, Key(_PREPROCESS + "model_name_or_path")]
     """Hugging Face directory that holds tokenizer, chat template and preprocessor config."""

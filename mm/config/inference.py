@@ -30,7 +30,7 @@ class GenerationSettings:
     """One file's sampling settings; None for those that it lacks."""
 
     do_sample: bool | None = None
-    """Draw tokens; else the likeliest is taken, whatever temperature, top_k and top_p say."""
+    """Sample tokens; if false, take the likeliest regardless of temperature, top_k and top_p."""
     temperature: NotNegative | None = None
     top_k: NaturalNumber | None = None
     """The likeliest tokens to draw from; 0 is all."""

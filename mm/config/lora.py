@@ -124,7 +124,7 @@ def merged(stated: LoraConfig, flags: LoraConfig) -> LoraConfig:
 
 
 def lora_problems(stated: LoraConfig, flags: LoraConfig, document: Document, given: Container[str]) -> Iterator[str]:
-    """Where the model JSON, the ``document``, contradicts the ``given`` flags, be it with a default."""
+    """Where the model JSON, the ``document``, contradicts the ``given`` flags, even if a flag has its default value."""
     for name in fields_of(LoraConfig):
         one, other, key = getattr(stated, name), getattr(flags, name), f"lora_{name}"
         if flag_name(key) in given and document.get(key) is not None and one != other:

@@ -128,7 +128,7 @@ class VisionConfig:
     patch_size: Count = 14
     temporal_patch_size: Count = 2
     spatial_merge_size: Count = 2
-    layernorm_epsilon: NotNegative = 1e-6
+    layernorm_epsilon: NotNegative = QWEN2_5_VL.vision_epsilon
     tokens_per_second: Count = 2
     freeze: bool = True
     freeze_layers: Annotated[LayerSpans, OrDefault] = ""
@@ -142,7 +142,7 @@ class VisionConfig:
 
     @property
     def num_query_groups(self) -> int:
-        """Every head has keys and values of its own."""
+        """Every head has its own keys and values."""
         return self.num_attention_heads
 
     @property
@@ -158,7 +158,7 @@ class ProjectorConfig:
     input_size: Count
     ffn_hidden_size: Count
     hidden_size: Count
-    layernorm_epsilon: NotNegative = 1e-6
+    layernorm_epsilon: NotNegative = QWEN2_5_VL.vision_epsilon
     freeze: bool = False
     rates: Annotated[Rates, Key("projector_")] = Rates()
 
@@ -217,13 +217,13 @@ class ModelConfig:
     freeze_modules: Annotated[Patterns, OrDefault] = ()
     """Weights that are not trained besides the frozen parts and layers."""
     trainable_modules: Annotated[Patterns, OrDefault] = ()
-    """Weights that are trained whatever freezes them; ``mm.weights.trained`` has the whole rule."""
+    """Weights that are trained regardless of what freezes them; ``mm.weights.trained`` has the whole rule."""
     lora: Annotated[LoraConfig, Key("lora_")] = LoraConfig()
     """Adapters, which are weights of the model too; off by default."""
 
     @property
     def family(self) -> Family:
-        """What it belongs to.  There is one family so far; a second one makes ``model_id`` of the file a field."""
+        """The family of the model: Qwen2.5-VL, the only one yet, so ``model_id`` of the model JSON is not a field."""
         return QWEN2_5_VL
 
     @property

@@ -38,7 +38,7 @@ class Document:
         return found
 
     def has(self, key_path: str) -> bool:
-        """Whether the key is there, be it null."""
+        """Whether the key is present, even with the value null."""
         return tuple(key_path.split(".")) in self.lines or not key_path
 
 

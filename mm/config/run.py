@@ -38,7 +38,7 @@ _PRECISION_KEYS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 
 _RATE_KEYS = {"vision": "image_encoder.vision_encoder.vision", "projector": "image_encoder.vision_projector.projector",
               "language": "text_decoder.language"}
-"""Part -> how the keys of its own rates start in the model JSON."""
+"""Part -> prefix of the keys of its rates in the model JSON."""
 _RATE_FLAGS = {"vision": "vision_tower_lr", "projector": "mm_projector_lr"}
 """Part -> the flag for its learning rate."""
 _PATTERNS = ("freeze_modules", "trainable_modules")
@@ -164,7 +164,7 @@ def load_run(argv: Sequence[str], world_size: int | None = None, environment: Ma
 
 
 def resolved(run: Run) -> dict[str, Any]:
-    """The whole run as JSON values, derived numbers included; to be written beside the logs."""
+    """The whole run as JSON values, including derived numbers, to be written next to the logs."""
     return to_jsonable_python({
         "arguments": run.args, "model": run.model, "data": run.data, "world_size": run.world_size,
         "pipeline_model_parallel_size": run.num_stages,
@@ -301,7 +301,7 @@ def _model_problems(run: Run, document: Document) -> Iterator[str]:
     most_patches = args.seq_length * args.micro_batch_size * run.model.vision.spatial_merge_size**2
     if args.dry_run_patches is not None and args.dry_run_patches > most_patches:
         yield (f"--dry-run-patches is {args.dry_run_patches}, but the {args.seq_length} x {args.micro_batch_size} "
-                   f"tokens of a microbatch (--seq-length x --micro-batch-size) allow at most {most_patches}")
+               f"tokens of a microbatch (--seq-length x --micro-batch-size) allow at most {most_patches}")
     if args.seq_length > limit:
         yield (f"--seq-length is {args.seq_length}; expected at most text_decoder.max_position_embeddings = {limit} of "
                f"{args.mm_model}")

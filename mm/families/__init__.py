@@ -1,1 +1,1 @@
-"""What each family of models is called, and what is fixed in it; what it computes is in ``mm.model``."""
+"""The names and constants of each family of models; what it computes is in ``mm.model``."""

@@ -1,6 +1,6 @@
-"""The record of a family: the names and constants that configuration, weights, file formats and data ask.
+"""The record of a family: the names and constants that configuration, weights, file formats and data look up.
 
-Plain values and functions of plain values, so that every floor may ask: no torch, no settings of ours.
+Plain values and functions of plain values, without torch or our settings, so that every floor can use it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,11 +16,12 @@ class MindSpeedNames:
     """What MindSpeed-MM calls the family in its JSON files and in its converter."""
 
     model_ids: tuple[str, ...]
-    """Names of the whole model, as are ``pipelines``."""
-    pipelines: tuple[str, ...]
+    """Values of ``model_id`` for the whole model; the three below are those for its parts."""
     vision_ids: tuple[str, ...]
     projector_ids: tuple[str, ...]
     language_ids: tuple[str, ...]
+    pipelines: tuple[str, ...]
+    """Values of ``pipeline_class``, which an inference JSON may have as ``model_id`` too."""
     templates: tuple[str, ...]
     """Chat templates."""
     collators: tuple[str, ...]
@@ -29,48 +30,48 @@ class MindSpeedNames:
 
 @dataclass(frozen=True)
 class ChatTokens:
-    """Control tokens of a conversation, as text, with the ids that a model JSON leaves out."""
+    """Control tokens of a conversation, as text, and default ids for the three that a model JSON may omit."""
 
     image: str
-    """Stands where the visual tokens of a picture go; ``video`` for those of a video."""
+    """Placeholder of a picture's visual tokens, as ``video`` is of a video's."""
     video: str
     vision_start: str
-    """Right before a picture's or video's tokens, with ``vision_end`` right after them."""
+    """Directly before the tokens of a picture or video; ``vision_end`` is directly after them."""
     vision_end: str
     turn_start: str
-    """Before the role, which a newline ends; then the text, and ``turn_end``."""
+    """Starts a turn: the role, a newline and the text follow, then ``turn_end``."""
     turn_end: str
     box_start: str
-    """Before the numbers of a place in a picture, with ``box_end`` after them; both may stand in a text."""
+    """Before the coordinates of a box in a picture; ``box_end`` follows them.  Both may occur in a text."""
     box_end: str
     others: tuple[str, ...]
-    """The rest of those that frame turns and media."""
+    """Further control tokens of turns and media, which a tokenizer may lack."""
     image_id: int
     video_id: int
     vision_start_id: int
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """Those that a tokenizer must have."""
+        """The tokens that a tokenizer must have."""
         return self.image, self.video, self.vision_start, self.vision_end, self.turn_start, self.turn_end
 
 
 @dataclass(frozen=True)
 class LayerNames:
-    """Hugging Face's names of the modules of a tower's layers, within a layer."""
+    """Hugging Face's names of the modules in a tower's layers."""
 
     layers: str
-    """Before the number of a layer."""
+    """What precedes a layer's number; the other names follow it."""
     first_norm: str
     qkv: tuple[str, ...]
-    """One module that holds [Q; K; V], or those of q, k and v."""
+    """One module that holds [Q; K; V], or one each for q, k and v."""
     projection: str
     second_norm: str
     gate: str
     up: str
     down: str
     has_bias: bool
-    """Whether every linear layer has a bias; qkv always has one."""
+    """Whether the linear layers besides qkv have a bias; qkv always has one."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,8 @@ class WeightNames:
     final_norm: str
     output_layer: str
     live_starts: Mapping[str, str]
-    """How names begin in transformers' live module, and in files saved from its state dict -> as published: on the hub,
-    and by ``save_pretrained``."""
+    """Prefix of names in transformers' live module, and in files saved from its state dict -> published prefix: on the
+    hub, and in files of ``save_pretrained``."""
 
     @property
     def embedding_weight(self) -> str:
@@ -100,17 +101,18 @@ class WeightNames:
 
 @dataclass(frozen=True)
 class ConfigJson:
-    """What stands in ``config.json``."""
+    """The family's ``config.json``."""
 
     model_type: str
     keys: Mapping[str, tuple[str, str, Any]]
-    """Field of ours ("language.num_layers", or "image_token_id" at the top) -> section that holds it: "top", "text",
-    "vision" or "rope" (rotary embedding), its names there, of which the first that is there counts, and the default of
-    transformers; None for what a config must state."""
+    """Our field ("language.num_layers", or "image_token_id" at the top) -> (section, names, default).
+
+    The section is "top", "text", "vision" or "rope" (rotary embedding).  Of the names, separated by spaces, the first
+    one present is used.  The default is transformers'; None if a config must state the value."""
     fixed_problems: Callable[[Section, object], Iterator[str]]
-    """What in a config, read from the file that the second argument names, asks for a model not computed here."""
+    """Settings in a parsed config that ask for a model not computed here; the second argument is the file's name."""
     published: Mapping[str, Section]
-    """Published sizes by name, each as its ``config.json`` has it, as far as it concerns the weights."""
+    """Name of each published size -> the part of its ``config.json`` that determines the weights."""
 
 
 @dataclass(frozen=True)
@@ -118,10 +120,10 @@ class Family:
     """One family of models: a ViT, a projector and an LLM."""
 
     title: str
-    """For messages."""
+    """Its name, also in messages."""
     mindspeed: MindSpeedNames
     tokens: ChatTokens
     weights: WeightNames
     config_json: ConfigJson
     vision_epsilon: float
-    """With which transformers computes the norms of ViT and projector, whatever ``config.json`` says."""
+    """Epsilon of the norms in ViT and projector; transformers uses it regardless of ``config.json``."""

@@ -1,4 +1,4 @@
-"""The families that this program trains, for those who ask before they have a model; others ask ``model.family``."""
+"""The families that this program trains, for code that has no model yet; code that has one uses ``model.family``."""
 
 from collections.abc import Callable, Iterable
 
@@ -7,11 +7,11 @@ from mm.families.qwen2_5_vl.family import QWEN2_5_VL
 
 FAMILIES: tuple[Family, ...] = (QWEN2_5_VL,)
 TITLES = " or ".join(family.title for family in FAMILIES)
-"""For messages."""
+"""Their names, for messages."""
 
 
 def names_of(get: Callable[[Family], Iterable[str]]) -> tuple[str, ...]:
-    """The names that ``get`` finds in each family, each once."""
+    """The names that ``get`` returns for all families, without duplicates."""
     return tuple(dict.fromkeys(name for family in FAMILIES for name in get(family)))
 
 

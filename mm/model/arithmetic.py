@@ -1,6 +1,6 @@
-"""What data and reports ask a family of models about a batch, by arithmetic alone: where tokens lie, what they cost.
+"""What data and reports need to know from a family about a batch: token positions and FLOPs.
 
-It needs neither megatron nor a device, so processes that only prepare data ask it too.
+It needs neither megatron nor a device, so processes that only prepare data can use it too.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,6 +41,6 @@ class Arithmetic:
     """Positions of the tokens of one sample, int64 [axes, num_tokens], from its token ids and grids, the ids of the
     image token and of the token before each image, the side of a merge unit in patches, and the times of its videos."""
     blocks: Callable[[ModelConfig, BatchTotals], list[Block]]
-    """All that has matrix products, in the order of the forward pass."""
+    """Every block with matrix products, in the order of the forward pass."""
     image_flops: Callable[[VisionConfig, Grid], float]
     """Forward FLOPs of one image in the ViT."""

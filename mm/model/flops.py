@@ -42,7 +42,7 @@ def image_flops(model: ModelConfig, grid: Grid) -> float:
 
 
 def blocks(model: ModelConfig, totals: BatchTotals) -> list[Block]:
-    """All that has matrix products, in the order of the forward pass."""
+    """Every block with matrix products, in the order of the forward pass."""
     return arithmetic_of(model).blocks(model, totals)
 
 

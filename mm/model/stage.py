@@ -197,7 +197,7 @@ class Chunk(nn.Module):
         return x
 
     def _vision(self, x: Tensor | None, inputs: ChunkInputs, vision: VisionInputs) -> Tensor:
-        """ViT layers and projector, as far as they are here; what they gave once takes the place of the layers."""
+        """Apply the ViT layers and projector of this chunk; stored features replace the layers' output."""
         spec = self.spec
         if vision.features is not None:
             seen: Tensor = self.towers.last_output(vision.features, vision)

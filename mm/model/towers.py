@@ -1,4 +1,4 @@
-"""What a stage asks a family of models: the modules of its towers, and what they need of a microbatch."""
+"""What a stage needs from a family: the modules of its towers, and the functions that prepare their inputs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from mm.placement import StageSpec
 
 
 class VisionInputs(Protocol):
-    """A microbatch's images, on the device; what else the ViT needs of them is the family's own."""
+    """A microbatch's images, on the device; each family adds what its ViT needs."""
 
     @property
     def pixel_values(self) -> Tensor | None:
@@ -33,7 +33,7 @@ class VisionInputs(Protocol):
 
 @dataclass(frozen=True)
 class Towers:
-    """The modules and functions of one family.  Modules hold what their ``StageSpec`` says, under the table's names."""
+    """The modules and functions of one family.  Modules own what their ``StageSpec`` lists, under the table's names."""
 
     vision_encoder: Callable[[VisionConfig, StageSpec, LayerContext], nn.Module]
     """Patch embedding and ViT layers.  (rows, ``VisionInputs``) -> rows; pixels take the place of rows at the patch

@@ -72,7 +72,7 @@ def num_adapter_params(model: ModelConfig) -> int:
 
 
 def adapter_problems(model: ModelConfig) -> Iterator[str]:
-    """Patterns that name no layer, or only such as can have no adapter, and weights that are trained beside one."""
+    """Patterns that match no layer, or only layers without a possible adapter; trained weights of adapted layers."""
     lora = model.lora
     if not lora.is_on:
         return

@@ -14,7 +14,7 @@ ALL_LINEAR = "all-linear"
 """PEFT's word for every linear layer of a model but the output layer."""
 
 LIVE_STARTS = {live: published for family in FAMILIES for live, published in family.weights.live_starts.items()}
-"""See ``WeightNames``; of all families, as files come without a word on theirs."""
+"""``WeightNames.live_starts`` of all families, because a weights file does not state its family."""
 
 
 def published_name(name: str) -> str:

@@ -4,7 +4,7 @@ Conversion both ways, resharding, loading, the keys a stage must hold and verifi
 spells a weight name or fuses weights.  Pure shapes and tensor algebra.
 
 Our names and fused layouts are MindSpeed-MM's, except that layer numbers are global (``stage_local_name`` gives its
-local ones).  Hugging Face names are the published ones; the model's family has them.
+local ones).  Hugging Face names are the published ones, from the model's family.
 """
 
 from collections.abc import Iterator, Sequence
@@ -84,7 +84,7 @@ class Weight(Cut):
     """For a matrix A or B of an adapter: the factor on their product; None for the model's own weights."""
 
     is_tied_copy: bool = False
-    """Whether it is the output layer of a tied model on a stage without the embedding, whose values it has."""
+    """Whether it is a tied model's output layer on a stage without the embedding: a copy of the embedding."""
 
     @property
     def is_adapter(self) -> bool:

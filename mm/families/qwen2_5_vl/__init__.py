@@ -1,1 +1,1 @@
-"""Qwen2.5-VL: its names and constants.  What it computes is in ``mm.model.qwen2_5_vl``."""
+"""The names and constants of Qwen2.5-VL; what it computes is in ``mm.model.qwen2_5_vl``."""

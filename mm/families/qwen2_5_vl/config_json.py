@@ -34,7 +34,7 @@ KEYS: Mapping[str, tuple[str, str, Any]] = {
     "video_token_id": ("top", "video_token_id", TOKENS.video_id),
     "vision_start_token_id": ("top", "vision_start_token_id", TOKENS.vision_start_id),
 }
-"""As ``ConfigJson`` has them; the defaults are those of ``Qwen2_5_VLTextConfig`` and ``Qwen2_5_VLVisionConfig``."""
+"""See ``ConfigJson.keys``; the defaults are those of ``Qwen2_5_VLTextConfig`` and ``Qwen2_5_VLVisionConfig``."""
 
 _SIZES = {
     # hidden size, LLM layers, ffn, heads, key/value heads, vocabulary, tied, ffn of the ViT
@@ -47,7 +47,7 @@ _SIZES = {
 
 
 def published_config(size: str) -> dict[str, Any]:
-    """``config.json`` of this size, as far as it concerns the weights."""
+    """The part of this size's ``config.json`` that determines the weights."""
     hidden, num_layers, ffn, heads, groups, vocab, tied, vision_ffn = _SIZES[size]
     return {
         "model_type": MODEL_TYPE, "torch_dtype": "bfloat16",

@@ -1,7 +1,7 @@
-"""Keys of config.json with which transformers would compute another model than ours.
+"""Keys of config.json with which transformers would compute a different model than we do.
 
-A key that transformers reads is understood (``KEYS`` of ``config_json.py``), changes nothing in a training, or is held
-to the one way in which the model is computed here; a test walks all of them.
+Every key that transformers reads is used (``KEYS`` of ``config_json.py``), does not affect training, or must have the
+value that is implemented here; a test goes through all of them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,16 +19,16 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     },
     "vision": {"hidden_act": ("silu",), "chunk_size_feed_forward": (0,), "is_encoder_decoder": (False,)},
 }
-"""The values that a key may have, where it is there and not null."""
+"""Section -> key -> the values that it may have, if it is present and not null."""
 _ROPE_KEYS = ("rope_parameters", "rope_scaling")
 _ROPE_TYPES = {"text": ("default", "mrope"), "vision": ("default", "axial")}
 _ROPE_FIXED = {"text": {"partial_rotary_factor": (1,), "mrope_interleaved": (False,)},
                "vision": {"partial_rotary_factor": (1,), "rope_theta": (10000,)}}  # fmt: skip
-"""The ViT's rotary embedding is that of Qwen2-VL: base 10000 over rows and columns."""
+"""The same inside the rotary embedding.  The ViT's is Qwen2-VL's: base 10000 over rows and columns."""
 
 
 def fixed_problems(config: Section, file: object = "config.json") -> Iterator[str]:
-    """What in a parsed ``config.json``, read from ``file``, asks for a model that is not computed here."""
+    """Settings in a parsed ``config.json``, read from ``file``, that ask for a model not computed here."""
     text, vision = (config.get(f"{part}_config") for part in FIXED)
     for part, sections in (("text", (config, text)), ("vision", (vision,))):
         for section in (one for one in sections if isinstance(one, dict)):

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL for data and reports."""
+"""The arithmetic of Qwen2.5-VL, for data and reports."""
 
 from mm.model.arithmetic import Arithmetic
 from mm.model.qwen2_5_vl.flops import blocks, image_flops

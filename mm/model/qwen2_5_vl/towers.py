@@ -1,4 +1,4 @@
-"""Qwen2.5-VL for a stage."""
+"""The towers of Qwen2.5-VL, for a stage."""
 
 from mm.model.qwen2_5_vl.language import LanguageModel, language_inputs
 from mm.model.qwen2_5_vl.vision import Projector, VisionEncoder, features_of, last_output, vision_inputs
