@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Answer and return the exit status: 0, 2 after reporting every mistake that the user can mend, or 130 after
+    """Answer and return the exit status: 0, 2 after reporting every mistake that the user can fix, or 130 after
     Ctrl-C."""
     words = sys.argv[1:] if argv is None else argv
     return run_command(lambda: _run(words), lambda: _kept(words), is_rank=True)
@@ -32,7 +32,7 @@ def _kept(words: Sequence[str]) -> str:
 
     output = GENERATE.split(words).last("--output")
     return "no answer is kept, because there is no --output" if output is None else (
-        f"answers so far are kept in {output}; the same command goes on from them")
+        f"answers so far are kept in {output}; the same command continues from them")
 
 
 def _run(words: Sequence[str]) -> int:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run and return the exit status: 0, 2 after reporting every mistake that the user can mend, or 130 after
+    """Run and return the exit status: 0, 2 after reporting every mistake that the user can fix, or 130 after
     Ctrl-C."""
     words = sys.argv[1:] if argv is None else argv
     return run_command(lambda: _run(words), lambda: _kept(words), is_rank=True)
@@ -38,7 +38,7 @@ def _kept(words: Sequence[str]) -> str:
         return "nothing is kept, because there is no --save"
     with collected([]):
         folder, _ = find_checkpoint(save)
-        return f"{folder} is the latest checkpoint; go on from it with --load {save}"
+        return f"{folder} is the latest checkpoint; continue from it with --load {save}"
     return f"{save} has no checkpoint yet"
 
 
@@ -68,9 +68,9 @@ def _run(words: Sequence[str]) -> int:
 def check_files(run: Run) -> "tuple[Run, Claim, Opened]":
     """Check everything that needs no device, and print the notes; raises UserError with all problems.
 
-    Returns the run with the number of its steps, and what the check has opened, for the start.  It builds the index of
-    the samples, which the reading ranks open later; a node that cannot see it builds its own.  It claims the
-    directories that the run writes, unless this is a rehearsal.
+    Returns the run with the number of its steps, its claim of the directories that it writes (empty in a rehearsal),
+    and what the check has opened, for the start.  It builds the index of the samples, which other ranks that read data
+    open later; a node that cannot see it builds its own.
     """
     from mm.training.preflight import check  # imports transformers, which the ranks that do not check may not need
     from mm.weights.trained import freeze_notes
@@ -129,7 +129,7 @@ def train(run: Run) -> int:
             watchdog.place(mesh)
             run = with_agreed_steps(run, mesh)
             trainer = Trainer(run, device, mesh, watchdog, claim, opened)
-            del opened  # the trainer has what it needs of it
+            del opened  # frees the headers of the weights; the trainer keeps the samples and questions
             trainer.run_steps()
             trainer.export()
             trainer.close()

@@ -184,7 +184,7 @@ def test_a_brought_script_runs_to_its_figures(tmp_path: Path) -> None:
     done = run_script(SCRIPT, tmp_path, Path(sys.executable).parent)
     log = (tmp_path / "logs" / "train_brought.log").read_text()
     assert log.count("elapsed time per iteration (ms):") == 2, done.stdout + done.stderr
-    assert "iteration 2\n" in log and "MindSpeed-MM trained it: optimizer state and random states begin anew" in log
+    assert "iteration 2\n" in log and "MindSpeed-MM trained it: optimizer state and random states start fresh" in log
     assert re.search(r"iteration +3/ +4 \| consumed samples: +10 \|", log)
     assert "note: loss: every target token of the global batch has the same weight" in log
     assert "settings have no effect here; the same command with --check lists them" in log

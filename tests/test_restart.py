@@ -72,7 +72,8 @@ def test_ctrl_c_ends_a_script_with_status_130_and_no_traceback(tmp_path: Path) -
     assert script.returncode == 130 and "Traceback" not in said, said
     (log,) = (inputs / "ended" / "logs").glob("train_*.log")
     for text in (said, log.read_text()):
-        assert len(re.findall(r"Interrupted: \S+ is the latest checkpoint; go on from it with --load", text)) == 1, text
+        found = re.findall(r"Interrupted: \S+ is the latest checkpoint; continue from it with --load", text)
+        assert len(found) == 1, text
     assert "Elapsed Time Per iteration" in said
 
 

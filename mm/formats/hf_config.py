@@ -1,6 +1,6 @@
-"""Hugging Face's ``config.json``, flat (transformers 4) or nested (5), as our ModelConfig, and models compared.
+"""Converts Hugging Face's ``config.json``, flat (transformers 4) or nested (5), to a ModelConfig, and compares models.
 
-Also what a config must say for either version to read that model from it.
+Also adds the keys that either version needs to read the same model from it.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ FREE_FIELDS = (*FREE_ON_RESUME, "max_position_embeddings")
 
 
 def language_keys(family: Family) -> tuple[str, ...]:
-    """What must be equal for the LLM of another directory to take the place of a model's own."""
+    """Keys of config.json that must be equal for the LLM of another directory to replace a model's own."""
     return tuple(theirs for ours, (section, theirs, _) in family.config_json.keys.items()
                  if section == "text" and ours.rpartition(".")[2] not in FREE_FIELDS)
 
@@ -75,7 +75,7 @@ def model_from_hf(
 
 
 def _value_problems(error: ValidationError, found: Section, family: Family, file: object) -> Iterator[str]:
-    """What is wrong with the values of ``file``; nothing of what only follows from them."""
+    """Problems with values that ``file`` states, without those of fields derived from them."""
     wrong = {".".join(part for part in one["loc"] if isinstance(part, str)) for one in error.errors()}
     keys = family.config_json.keys
     for name, _, field in settings_of(ModelConfig):
@@ -133,8 +133,8 @@ def hf_problems(
     """Say how ``model``, read from ``model_path``, differs from the model in ``directory``.
 
     One problem with a table of all differing fields; empty when they agree or ``directory`` has no ``config.json``.
-    A field that the Hugging Face file leaves out is not compared.  ``config_bytes``: what ``config.json`` holds, where
-    it has been read already.
+    A field that the Hugging Face file leaves out is not compared.  ``config_bytes``: the content of ``config.json``,
+    if it has already been read.
     """
     path = Path(directory) / "config.json"
     if config_bytes is None and not path.is_file():
@@ -166,24 +166,24 @@ def stored_problems(
     ]
 
 
-# What config.json says besides
+# Other facts in config.json
 
 
 def is_tied(config: Section) -> bool | None:
-    """Whether the output layer is the word embedding, by either of the places that say so; None when neither does.
+    """Whether the output layer is the word embedding, by the top level or the text config; None if neither says.
 
-    transformers 5.23 takes either too.  4.57 asks the text config only, 5.8 the top level only.
+    transformers 5.23 accepts either place too; 4.57 reads the text config only, 5.8 the top level only.
     """
-    said = [section.get("tie_word_embeddings") for section in (config, config.get("text_config") or {})]
-    return None if said == [None, None] else any(said)
+    stated = [section.get("tie_word_embeddings") for section in (config, config.get("text_config") or {})]
+    return None if stated == [None, None] else any(stated)
 
 
 def for_both_versions(config: Section) -> dict[str, Any]:
-    """The config with what transformers 4.57 or 5 would miss in it; equal to ``config`` when both read it as it is.
+    """The config with the keys that transformers 4.57 or 5 would miss; equal to ``config`` if both can read it.
 
     Both read the published flat form.  Version 5 saves the rotary embedding as ``rope_parameters``, which 4.57 does not
-    know: it takes its own ``rope_theta`` and fails without ``rope_scaling``.  Each version saves
-    ``tie_word_embeddings`` only where it reads it itself; another version then draws a random output layer for a tied
+    know: it uses its default ``rope_theta`` and fails without ``rope_scaling``.  Each version saves
+    ``tie_word_embeddings`` only where it reads it itself; the other then initializes a random output layer for a tied
     model (see ``is_tied``).  Both read ``dtype`` as well as ``torch_dtype``.
     """
     nested = config.get("text_config")

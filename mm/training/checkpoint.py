@@ -176,10 +176,11 @@ def load(
 ) -> Progress:
     """Restore ``source``, a training checkpoint of this or any other layout; returns where training goes on.
 
-    Every rank has opened the same checkpoint, and found it to be of this model.  Under the same layout training
-    continues bit for bit.  ``finetune`` takes the weights only and starts at step 0.  Random states are restored under
-    the same layout only.  Raises UserError on every rank when something in it is missing or damaged, or it has no
-    optimizer state for a parameter that is now trained.  The frozen weights beside adapters must be there already.
+    Every rank must have opened the same checkpoint, and checked that it is of this model.  Under the same layout
+    training continues bit for bit.  ``finetune`` takes the weights only and starts at step 0.  Random states are
+    restored under the same layout only.  Raises UserError on every rank when something in it is missing or damaged, or
+    it has no optimizer state for a parameter that is now trained.  The frozen base model of adapters must already be
+    loaded.
     """
     mesh, stage, stored = parts.mesh, parts.stage, source.directory
     assert isinstance(stored, TrainingDirectory), "nothing else holds the state of a training"

@@ -14,12 +14,13 @@ from mm.data.order.sampler import order_description
 from mm.errors import collected
 from mm.formats.source import Source
 from mm.training.opened import Opened
+from mm.training.sources import consumed_by
 
 
 def with_steps(run: Run, opened: Opened, notes: list[str]) -> Run:
     """``run`` with the number of steps that its epochs take, and a note on it; ``run`` itself without epochs.
 
-    Where samples or checkpoint could not be opened, which is reported as another problem, the number stays 0.
+    The number stays 0 if samples or checkpoint could not be opened, which is reported separately.
     """
     epochs = run.args.num_train_epochs
     if epochs is None or opened.samples is None or (opened.sources is None and not run.args.finetune):
@@ -52,8 +53,7 @@ def _progress(run: Run, source: Source | None, dataset: Dataset) -> tuple[int, i
     """Iteration and consumed samples at the start of the run, and samples consumed before it began with this data."""
     if source is None or source.iteration is None:
         return 0, 0, 0
-    consumed = source.consumed_samples
-    consumed = source.iteration * run.global_batch_size if consumed is None else consumed
+    consumed = consumed_by(source, run)
     data = source.manifest and source.manifest.data
     if data is None:
         return source.iteration, consumed, 0

@@ -1,7 +1,7 @@
-"""What a process has opened of the files that its run reads.
+"""Files of a run that a process has already opened.
 
-The check before a run, which one rank makes, opens most of what the start needs.  It hands that over in an ``Opened``,
-and the start opens only what is missing there: on the rank that checked, nothing is opened twice.
+The check before a run, on one rank, opens most of what the start needs.  It hands that over in an ``Opened``, so that
+the start on that rank opens only what is missing.
 """
 
 from collections.abc import Mapping
@@ -18,17 +18,17 @@ from mm.training.sources import Sources
 
 @dataclass(frozen=True)
 class Samples:
-    """The samples of a run, and what measures and encodes them."""
+    """The samples of a run, and the gauge with their encoder."""
 
     gauge: Gauge
     parts: Mapping[Part, Dataset]
 
     @classmethod
     def open(cls, run: Run, with_validation: bool) -> "Samples":
-        """Open the samples for training, and those for validation where they are wanted and there are any.
+        """Open the training samples, and with ``with_validation`` the validation samples if there are any.
 
-        Their index must be there: a rank that does not check leaves ``overwrite_cache`` to the one that does.  Raises
-        UserError as ``Dataset`` does.
+        An existing index is used even with ``overwrite_cache``, because the rank that checks has just rebuilt it.
+        Raises UserError as ``Gauge.from_config`` and ``Dataset`` do.
         """
         data, skips_bad, seed = replace(run.data, overwrite_cache=False), run.args.bad_sample == "skip", run.args.seed
         gauge = Gauge.from_config(data, run.model, run.args.seq_length)
@@ -39,7 +39,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Questions:
-    """The questions that the model in training answers, and what encodes them."""
+    """The questions that the model answers during training, and their encoder."""
 
     items: Items
     encoder: SampleEncoder
@@ -47,7 +47,7 @@ class Questions:
 
 @dataclass(frozen=True)
 class Opened:
-    """What this process has opened so far; the start opens what it needs beside that."""
+    """What this process has opened so far; the start opens the rest."""
 
     sources: Sources | None = None
     samples: Samples | None = None

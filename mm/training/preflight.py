@@ -1,7 +1,7 @@
-"""The check of a run's files and directories, before any device or process group is touched.
+"""Checks a run's files and directories before any device or process group is touched.
 
-``mm.config.run`` has checked the flags and JSON files themselves before, and which files are missing.  One rank checks,
-or none; what it has opened goes on to the start.
+``mm.config.run`` has already checked the flags and JSON files, and that what they name exists; in a dry run, missing
+files are only notes.  One rank checks, and hands what it has opened to the start.
 """
 
 import math
@@ -43,12 +43,12 @@ from mm.weights.lora import adapter_problems
 from mm.weights.trained import feature_cache_problems, freeze_problems, lacks_adapters
 
 _NUM_COMPARED = 100
-"""Samples whose pictures are looked at for the note on sizes."""
+"""Number of samples whose picture sizes are compared for the note."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What is wrong, and what is strange, in some of a run's files."""
+    """Problems of some of a run's files, and notes on them."""
 
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -56,18 +56,18 @@ class Found:
 
 @dataclass(frozen=True)
 class Checked:
-    """What the check of a run's files has opened and found."""
+    """What the check has opened and found."""
 
     run: Run
-    """The run with the number of steps of its epochs."""
+    """The run, with the number of steps that its epochs take."""
     opened: Opened
-    """For the start.  Where there are problems, some of it is missing."""
+    """Passed to the start; incomplete if there are problems."""
     files: Found
-    """In weights and patterns of their names, tokenizer, processor and output directories."""
+    """On weights, patterns of weight names, tokenizer, processor and output directories."""
     samples: Found
-    """In the samples, those for validation too, and in what they are compared with."""
+    """On the training and validation samples, and how they differ from those of the checkpoint."""
     questions: Found
-    """In the questions for the model in training."""
+    """On the questions that the model answers during training."""
 
     @property
     def problems(self) -> list[str]:
@@ -81,50 +81,54 @@ class Checked:
 
 
 def check(run: Run) -> Checked:
-    """Open what the run reads, each thing once, and look for everything that stops the run.
+    """Open what the run reads, and find everything that would stop the run.
 
-    It reads headers of weights only, and of a model beside adapters what its checksum is made of.  It makes the index
-    of the samples, which takes minutes for a million of them; where the index is there, it takes seconds.  It reads
-    the headers of pictures, but the whole pictures of questions: one that fails later would end the training.
+    Of weights it reads headers only, and of the base model of adapters also the tensors for its checksum.  It builds
+    the index of the samples, which takes minutes for a million of them, or seconds if the index exists.  Of pictures it
+    reads headers, but those of questions completely, because one that fails later would end the training.
     """
     files, samples, questions = Found(), Found(), Found()
-    of_start: list[str] = []
-    of_encoder: list[str] = []
+    start_problems: list[str] = []
+    encoder_problems: list[str] = []
     sources = gauge = None
-    with collected(of_start):
-        if _may_start(run):
+    with collected(start_problems):
+        if _can_open_start(run):
             sources = open_start(run)
-    with collected(of_encoder):
+    with collected(encoder_problems):
         if Path(run.data.model_name_or_path).is_dir():
             gauge = Gauge.from_config(run.data, run.model, run.args.seq_length)
     parts = _sample_parts(run, gauge, sources, samples)
     opened = Opened(sources, Samples(gauge, parts) if gauge is not None and "training" in parts else None)
     run = with_steps(run, opened, samples.notes)
-    if run.args.num_train_epochs and run.args.train_iters:
+    if run.args.num_train_epochs and run.args.train_iters:  # --train-iters itself is checked with the flags
         samples.problems.extend(step_problems(run.args))
-    _check_files(run, opened, of_start, of_encoder, files)
+    _check_files(run, sources, start_problems, encoder_problems, files)
     return Checked(run, replace(opened, questions=_open_questions(run, questions)), files, samples, questions)
 
 
-def _may_start(run: Run) -> bool:
-    """Whether the directories are there, and the model has adapters where ``--load`` does: those fit no model whose own
-    targets are wrong.  Both are told as other problems."""
+def _can_open_start(run: Run) -> bool:
+    """Whether ``open_start`` makes sense.  It does not if a directory is missing, or if ``--load`` holds adapters and
+    the targets of this run match no layer; both are reported elsewhere."""
     args = run.args
     return all(path is None or Path(path).is_dir() for path in (args.load, args.load_base_model)) and not (
         lacks_adapters(run.model) and args.load is not None and holds_adapters(args.load))
 
 
-def _check_files(run: Run, opened: Opened, of_start: list[str], of_encoder: list[str], found: Found) -> None:
-    """Look at weights, tokenizer, processor and output directories; ``of_start`` and ``of_encoder`` are the problems in
-    opening them."""
-    args, base, problems, sources = run.args, run.data.model_name_or_path, found.problems, opened.sources
+def _check_files(
+    run: Run, sources: Sources | None, start_problems: list[str], encoder_problems: list[str], found: Found
+) -> None:
+    """Check weights, tokenizer, processor and output directories.
+
+    ``start_problems`` and ``encoder_problems`` were found while opening the weights, and tokenizer and processor.
+    """
+    args, base, problems = run.args, run.data.model_name_or_path, found.problems
     problems += _other_models(run, sources)
-    if not problems:  # nothing fits another model
-        problems += of_start
+    if not problems:  # with another model, everything else would fail as well
+        problems += start_problems
         with collected(problems):
             if sources is not None:
                 _check_start(run, sources, found)
-        problems += of_encoder
+        problems += encoder_problems
         for flag in ("export_hf", "export_merged_hf"):
             if (target := getattr(args, flag)) is not None and Path(base).is_dir():
                 problems += _export_problems(run, Path(base), Path(target).resolve(), flag_name(flag))
@@ -136,36 +140,38 @@ def _check_files(run: Run, opened: Opened, of_start: list[str], of_encoder: list
 
 
 def _other_models(run: Run, sources: Sources | None) -> Iterator[str]:
-    """How the Hugging Face directories that are named differ from the model JSON."""
-    args, named_by = run.args, dict[str | None, str]()
+    """How the given Hugging Face directories differ from the model JSON."""
+    args, names_by_path = run.args, dict[str, list[str]]()
     for name, path in ((f"{args.mm_data}: model_name_or_path", run.data.model_name_or_path), ("--load", args.load),
                        ("--load-base-model", args.load_base_model)):
-        named_by[path] = f"{named_by[path]} and {name}" if path in named_by else name
-    compared = [] if sources is None else [
-        one.path for one in (sources.model, sources.adapters) if one is not None and one.kind is Kind.HUGGING_FACE]
-    for path, names in named_by.items():
-        if path is not None and Path(path) not in compared:
-            yield from (f"{names}: {problem}" for problem in hf_problems(run.model, path, args.mm_model))
+        if path is not None:
+            names_by_path.setdefault(path, []).append(name)
+    model = sources and sources.model
+    compared = model.path if model and model.kind is Kind.HUGGING_FACE else None  # ``open_start`` has compared it
+    for path, names in names_by_path.items():
+        if Path(path) != compared:
+            yield from (f"{' and '.join(names)}: {problem}" for problem in hf_problems(run.model, path, args.mm_model))
 
 
 def _check_start(run: Run, sources: Sources, found: Found) -> None:
-    """Compare what the run starts from with the settings.  Raises UserError with the first mistake of some kinds."""
+    """Compare what the run starts from with the settings.
+
+    Adds problems and notes to ``found``, but raises UserError for another base model or learning-rate schedule.
+    """
     if sources.adapters is not None and sources.model is not None:
         found.notes.extend(base_notes(sources.adapters, sources.model))
         if sources.adapters.base_crc32 is not None:
             check_base(sources.adapters, sources.model)
     found.problems.extend(save_problems(run, sources))
-    if run.args.train_iters:  # else nothing says yet how long the schedule is, because of another problem
+    if run.args.train_iters:  # 0 if the steps of the epochs could not be counted
         scheduled(run, sources)
 
 
-def _sample_parts(
-    run: Run, gauge: Gauge | None, sources: Sources | None, found: Found
-) -> Mapping[Part, Dataset]:
-    """Open and check the samples for training and for validation.
+def _sample_parts(run: Run, gauge: Gauge | None, sources: Sources | None, found: Found) -> Mapping[Part, Dataset]:
+    """Open and check the samples for training and validation.
 
-    It is a problem, too, if they are not those of the checkpoint from which training goes on.  Without ``gauge``, where
-    tokenizer or processor cannot be read, only the form of the records is checked.
+    A resumed run must have the samples of its checkpoint.  Without ``gauge``, because tokenizer or processor cannot be
+    read, only the form of the records is checked.
     """
     if not _has_samples(run):
         return {}
@@ -192,7 +198,7 @@ def _bad_notes(run: Run, parts: Mapping[Part, Dataset], problems: list[str]) -> 
         yield f"{num_bad} of {num_samples} samples for {name} cannot be used and are left out (--bad-sample skip)"
         problem = too_many_bad(num_bad, num_samples, run.args.max_bad_fraction)
         if problem is not None:
-            problems.append(f"{name}: {problem}: mend or remove them, or allow more.  'mm-data check' lists them; the "
+            problems.append(f"{name}: {problem}: fix or remove them, or allow more.  'mm-data check' lists them; the "
                             f"first: {dataset.skipped[0].message()}")
 
 
@@ -200,7 +206,7 @@ def _open_questions(run: Run, found: Found) -> Questions | None:
     """Open and encode the questions for the model in training, with their pictures."""
     path, num_positions = run.args.eval_generate_questions, run.model.language.max_position_embeddings
     if path is None or not Path(path).is_file() or not Path(run.data.model_name_or_path).is_dir():
-        return None  # what is not there is another problem
+        return None
     asked = evaluating_in_training(run.args, run.data, run.world_size)
     with collected(found.problems), TemporaryDirectory() as folder:
         items = read_items(asked)
@@ -215,7 +221,7 @@ def _open_questions(run: Run, found: Found) -> Questions | None:
 
 
 def _has_samples(run: Run) -> bool:
-    """Whether the files are there; where they are not, that is another problem."""
+    """Whether all files and directories that the samples need exist."""
     missing: list[str] = []
     with collected(missing):
         training_sources(run.data)
@@ -224,11 +230,12 @@ def _has_samples(run: Run) -> bool:
 
 
 def _data_notes(run: Run, dataset: Dataset, sources: Sources | None) -> list[str]:
-    """What has changed since the checkpoint ``--load``.  Raises UserError unless it may."""
+    """Notes on how the data have changed since the checkpoint in ``--load``.  Raises UserError unless
+    ``--allow-new-data`` is given."""
     args, data = run.args, None
-    with collected([]):  # what is wrong with the checkpoint is another problem
+    with collected([]):  # problems of the checkpoint are reported with the files
         if args.load is not None and not args.finetune:
-            # Of a checkpoint whose weights cannot be used, the data are compared all the same.
+            # If its weights cannot be used, only its manifest is read.
             opened = sources and (sources.adapters or sources.model)
             manifest = opened.manifest if opened else (
                 Manifest.read(find_checkpoint(args.load)[0]) if find_kind(args.load) is Kind.TRAINING else None)
@@ -242,24 +249,24 @@ def _data_notes(run: Run, dataset: Dataset, sources: Sources | None) -> list[str
 
 
 def _picture_notes(run: Run, dataset: Dataset, gauge: Gauge) -> list[str]:
-    """The first picture of the first samples that LLaMA-Factory, and so MindSpeed-MM, makes another size of."""
+    """A note on the first picture that LLaMA-Factory, and so MindSpeed-MM, would resize to another size."""
     if run.data.image_resize is not None:
         return []
-    ours, theirs = gauge.encoder.images, image_processor(run.data, "llamafactory")
+    processors = gauge.encoder.images, image_processor(run.data, "llamafactory")
     for index in range(min(len(dataset), _NUM_COMPARED)):
         for path in (part.path for part in dataset[index].media if isinstance(part, Image)):
-            sizes = [math.prod(images.image_grid(path)) // images.merge_size**2 for images in (ours, theirs)]
-            if sizes[0] != sizes[1]:
+            here, there = (math.prod(images.image_grid(path)) // images.merge_size**2 for images in processors)
+            if here != there:
                 return [
-                    f"{path} becomes {sizes[0]} tokens, as in transformers.  LLaMA-Factory and MindSpeed-MM first "
-                    f"bring it within image_max_pixels, which makes {sizes[1]}: add \"image_resize\": \"llamafactory\" "
+                    f"{path} becomes {here} tokens, as in transformers.  LLaMA-Factory and MindSpeed-MM first "
+                    f"bring it within image_max_pixels, which makes {there}: add \"image_resize\": \"llamafactory\" "
                     f"to the preprocess_parameters of {run.args.mm_data} for that, or \"transformers\" to keep this"
                 ]
     return []
 
 
 def _export_problems(run: Run, base: Path, target: Path, flag: str) -> list[str]:
-    """Problems of the base of the export, unless ``--load`` gives it too, and of the target, which ``flag`` gives."""
+    """Problems with the base of the export, unless ``--load`` is the same directory, and with ``target``."""
     problems: list[str] = []
     resolved = base.resolve()
     if run.args.load is None or Path(run.args.load).resolve() != resolved:
@@ -285,5 +292,5 @@ def _output_problems(run: Run) -> Iterator[str]:
             yield from folder_problems(flag, path)
     if args.save is not None and any(Path(args.save).glob("*/mp_rank_*")):
         yield (f"--save is {args.save!r}, which holds weights in MindSpeed-MM's layout; a checkpoint beside them would "
-               f"take the place of what {LATEST_FILE} names: give another directory")
+               f"replace them in {LATEST_FILE}: give another directory")
     yield from tracker_problems(args)

@@ -12,7 +12,7 @@ from typing import Any
 from mm.config.model import Rates
 from mm.config.run import Run
 from mm.errors import UserError
-from mm.training.sources import Sources
+from mm.training.sources import Sources, consumed_by
 
 _PARTS = {"vision": "the ViT", "projector": "the projector", "language": "the LLM"}
 _MODULES = ("lr_scale_modules", "lr_mult", "weight_decay_exclude_modules")
@@ -111,9 +111,7 @@ def scheduled(run: Run, sources: Sources) -> tuple[Run, Schedule, tuple[str, ...
     if trained is None or trained.iteration is None or args.finetune:
         return run, now, ()
     if args.no_load_optim:
-        consumed = trained.consumed_samples
-        began_at = trained.iteration * run.global_batch_size if consumed is None else consumed
-        return run, replace(now, began_at=began_at), (
+        return run, replace(now, began_at=consumed_by(trained, run)), (
             f"--no-load-optim: the learning-rate schedule restarts after iteration {trained.iteration}, as in "
             f"Megatron",)
     content = None if trained.manifest is None else trained.manifest.schedule

@@ -86,9 +86,15 @@ class Sources:
         return replace(self, **{name: replace(getattr(self, name), notes=checkpoint.notes)})
 
 
+def consumed_by(source: Source, run: Run) -> int:
+    """Samples consumed by the training that wrote ``source``; if unknown, those of as many steps of ``run``."""
+    assert source.iteration is not None, "a training wrote it"
+    return source.iteration * run.global_batch_size if source.consumed_samples is None else source.consumed_samples
+
+
 @dataclass(frozen=True)
 class Checkpoint:
-    """A training checkpoint that ``--load`` gives."""
+    """A training checkpoint in ``--load``."""
 
     path: Path
     notes: tuple[str, ...]
@@ -96,9 +102,9 @@ class Checkpoint:
 
 
 def checkpoint_of(run: Run) -> Checkpoint | None:
-    """The training checkpoint that ``--load`` gives; None if it gives none.  Raises UserError as ``open_start`` does.
+    """The training checkpoint in ``--load``, found by file names only; None if there is none.
 
-    Only names are looked at.
+    Raises UserError as ``open_start`` does.
     """
     load = run.args.load
     if load is None or is_peft_directory(load) or find_kind(load) is not Kind.TRAINING:
@@ -107,9 +113,9 @@ def checkpoint_of(run: Run) -> Checkpoint | None:
 
 
 def open_start(run: Run, checkpoint: Checkpoint | None = None) -> Sources:
-    """What ``--load`` and ``--load-base-model`` give; raises UserError with all that is wrong with them.
+    """Open ``--load`` and ``--load-base-model``; raises UserError with all their problems.
 
-    ``checkpoint``: the one that is taken where ``--load`` holds several.
+    ``checkpoint``: the one to open if ``--load`` holds several.
     """
     args, model, order = run.args, run.model, qkv_order(run)
     if checkpoint is not None:

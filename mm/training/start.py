@@ -1,4 +1,4 @@
-"""Where a run starts: from random weights, from a directory of any kind, or from adapters beside a model."""
+"""Where a run starts: from random weights, from a directory of any kind, or from adapters and their base model."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from mm.parallel.mesh import Mesh
 from mm.training import checkpoint as state
 from mm.training.saves import continued, new_run_id, tidy_up
 from mm.training.schedule import Schedule, scheduled
-from mm.training.sources import Sources, checkpoint_of, open_start
+from mm.training.sources import Sources, checkpoint_of, consumed_by, open_start
 from mm.training.step import Parts
 from mm.weights.trained import saved_among
 
@@ -33,23 +33,23 @@ class Start:
     checkpoint: Path | None = None
     """The training checkpoint that holds them."""
     base: Mapping[str, Any] | None = None
-    """Path and checksum of the model that adapters stand beside; None if it is random or there are no adapters."""
+    """Path and checksum of the base model of adapters; None if it is random or there are no adapters."""
 
 
 def settle(
     run: Run, mesh: Mesh, say: Callable[[str], None], opened: Sources | None = None
 ) -> tuple[Run, Sources, Schedule]:
-    """Open what the run starts from, and settle with which schedule of the learning rate; ``say`` reports to the user.
+    """Open what the run starts from, and settle its learning-rate schedule; ``say`` reports to the user.
 
-    ``opened`` is what the check before the run has opened on this rank.  Rank 0 chooses the checkpoint in ``--load``:
-    where files come to nodes late, others may not see the newest one named yet.  Every rank calls it together; a
+    ``opened`` is what the check before the run has opened on this rank.  Rank 0 chooses the checkpoint in ``--load``,
+    because on a slow shared disk other ranks may not see yet which one is the newest.  Every rank calls it together; a
     mistake on one raises the same UserError on all.
     """
     for note in on_first(mesh, lambda: tidy_up(run)):
         say(f"note: {note}")
 
     def find() -> tuple[Run, Sources, Schedule, tuple[str, ...]]:
-        # Between the check and here, another run may have saved in ``--load``.
+        # Another run may have saved in ``--load`` since the check.
         sources = opened and opened.at(checkpoint)
         sources = sources or open_start(run, checkpoint).at(checkpoint)
         assert sources is not None, "they were opened from this checkpoint"
@@ -68,7 +68,7 @@ def settle(
 
 
 def with_agreed_steps(run: Run, mesh: Mesh) -> Run:
-    """``run`` with the number of steps of its epochs, which only the first rank has counted."""
+    """``run`` with the number of steps that its epochs take, which only rank 0 has counted."""
     if run.args.num_train_epochs is None:
         return run
     (num_steps,) = all_of((run.args.train_iters,) if mesh.rank == 0 else (), mesh.control_group)
@@ -79,9 +79,10 @@ def with_agreed_steps(run: Run, mesh: Mesh) -> Run:
 def start(
     run: Run, sources: Sources, schedule: Schedule, stage: Stage, mesh: Mesh, say: Callable[[str], None]
 ) -> Start:
-    """Fill ``stage`` and build what is around it, and go on from a training checkpoint, after ``settle``.
+    """Fill ``stage``, build optimizer and communication around it, and restore a training checkpoint.
 
-    Every rank calls it together; a mistake on one raises the same UserError on all.
+    ``run``, ``sources`` and ``schedule`` come from ``settle``.  Every rank calls it together; a mistake on one raises
+    the same UserError on all.
     """
     args = run.args
     adapters = [weight for weight in stage.weights if weight.is_adapter]
@@ -119,7 +120,7 @@ def start(
 
 
 def _progress(run: Run, parts: Parts, sources: Sources) -> Start:
-    """Go on from a training checkpoint, with its optimizer and random states if the flags ask for them."""
+    """Continue from a training checkpoint, with its optimizer and random states if the flags ask for them."""
     args, resumed = run.args, sources.trained(run)
     if args.load is None or resumed is None:
         return Start(parts, state.Progress(0, 0))
@@ -129,9 +130,7 @@ def _progress(run: Run, parts: Parts, sources: Sources) -> Start:
         return Start(parts, progress, resumed.path)
     if resumed.iteration is None or args.finetune:
         return Start(parts, state.Progress(0, 0))
-    consumed = resumed.consumed_samples
     return Start(parts, state.Progress(
-        resumed.iteration,
-        resumed.iteration * run.global_batch_size if consumed is None else consumed,
-        notes=("MindSpeed-MM trained it: optimizer state and random states begin anew",),
+        resumed.iteration, consumed_by(resumed, run),
+        notes=("MindSpeed-MM trained it: optimizer state and random states start fresh",),
     ))

@@ -1,8 +1,9 @@
 """Runs the program on one rank and writes how often each file was opened before its first step: ``opens_worker DIR
 FLAGS...``.
 
-``DIR/opens_RANK.json`` has the files below DIR that the rank itself has opened, in "run"; and in "encoder" those of one
-``SampleEncoder``, for what transformers opens again and again.  Launched by tests/training/test_opened.py.
+``DIR/opens_RANK.json`` has the files below DIR that the rank itself has opened, in "run"; and in "encoder" those that
+one ``SampleEncoder`` opens, because transformers opens some files several times.  Launched by
+tests/training/test_opened.py.
 """
 
 import json
@@ -26,7 +27,7 @@ from mm.training import run  # noqa: E402
 class Opens:
     """Counts the main thread's calls of ``open`` by file.
 
-    ``os.open``, by which weights are read tensor by tensor, is left out.
+    Calls of ``os.open``, which reads weights tensor by tensor, are not counted.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -38,14 +39,14 @@ class Opens:
         if event != "open" or self.counted is None or arguments[1] is None:
             return
         if threading.current_thread() is not threading.main_thread():
-            return  # the data thread reads samples ahead, as many as it has time for
+            return  # the data thread prefetches a varying number of samples
         path = os.path.abspath(os.fsdecode(arguments[0])) if not isinstance(arguments[0], int) else ""
         if path.startswith(f"{self._directory}/"):
             self.counted[os.path.relpath(path, self._directory)] += 1
 
 
 class CountedTrainer(run.Trainer):
-    """Counts no more once the first step has begun."""
+    """Stops counting when the first step begins."""
 
     opens: Opens
 

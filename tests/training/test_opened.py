@@ -18,7 +18,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = write_inputs(tmp_path_factory.mktemp("opened"))
     data = json.loads((directory / "data.json").read_text())
     data["dataset_param"]["basic_parameters"]["val_rate"] = 0.3
-    # without a rule, the check looks at sizes by the other one
+    # without a stated rule, the check also computes picture sizes with the other rule
     data["dataset_param"]["preprocess_parameters"]["image_resize"] = "transformers"
     (directory / "data.json").write_text(json.dumps(data))
     # the index keeps no checksum of a file that was modified in the last seconds, and would read it again
