@@ -87,10 +87,10 @@ def write(directory: Path, seed: int, *, num_held_out_samples: int | None = None
     rng.shuffle(samples)
 
     dataset = DigitsDataset(directory, directory / "train.json", directory / "held_out.json")
-    _write_json(dataset.train, samples)
+    write_samples(dataset.train, samples)
     pictures = [_one_picture(names[index], digits[index]) for index in held_out]
     in_turn = [sample for both in zip_longest(pictures, videos[NUM_VIDEOS:]) for sample in both if sample is not None]
-    _write_json(dataset.held_out, in_turn[:num_held_out_samples])
+    write_samples(dataset.held_out, in_turn[:num_held_out_samples])
     return dataset
 
 
@@ -156,5 +156,6 @@ def sample(question: str, answer: str, *, images: Sequence[str] = (), videos: Se
     return {"messages": messages, "images": images, "videos": videos}
 
 
-def _write_json(path: Path, content: list) -> None:
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+def write_samples(path: Path, samples: Sequence[dict]) -> None:
+    """Write a dataset file."""
+    path.write_text(json.dumps(samples, indent=1) + "\n", encoding="utf-8")

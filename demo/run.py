@@ -269,7 +269,8 @@ def max_abs_diff(transformers_file: Path, trainer_file: Path) -> float:
     differing = [name for name in expected if name.startswith("token_ids") and not expected[name].equal(found[name])]
     if differing:
         name = differing[0]
-        raise DemoError(f"{name} is {expected[name].tolist()} by transformers and {found[name].tolist()} by us")
+        raise DemoError(f"{name} is {expected[name].tolist()} in transformers and {found[name].tolist()} in the "
+                        f"trainer")
     return max(float((expected[name] - found[name]).abs().max()) for name in expected if name.startswith("logits"))
 
 

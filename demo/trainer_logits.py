@@ -1,7 +1,8 @@
 """The trainer's logits for a checkpoint in Hugging Face format, with the whole model in one process.
 
 Writes the same output as ``demo.evaluate``, but with the trainer's data path, model and kernels.
-    python -m demo.trainer_logits --model DIR --mm-model JSON --mm-data JSON --logits FILE [--num-samples N]
+
+    python -m demo.trainer_logits --model DIR --mm-model JSON --mm-data JSON --dataset JSON --logits FILE
 """
 
 import argparse

@@ -87,7 +87,7 @@ def _index(flags: argparse.Namespace) -> None:
 
 def _add_convert(commands: Any) -> None:
     formats = commands.add_parser("convert", help="convert records to another format").add_subparsers(
-        required=True, metavar="FORM")
+        required=True, metavar="FORMAT")
     parser = formats.add_parser("llava", help="LLaVA's conversations to MindSpeed-MM's messages",
                                 description="Optional: the trainer also reads LLaVA's files directly.")
     parser.add_argument("--input", required=True, type=Path, help="LLaVA's records, as JSON or JSONL")

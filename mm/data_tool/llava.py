@@ -21,7 +21,7 @@ from mm.progress import Progress
 
 _ROLES = {"human": "user", "gpt": "assistant"}
 _MEDIA = {"images": ("image", "images"), "videos": ("video", "videos")}
-"""Our column -> LLaVA's."""
+"""MindSpeed-MM's column -> LLaVA's names for it."""
 
 
 @dataclass(frozen=True)

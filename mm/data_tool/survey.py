@@ -89,21 +89,22 @@ def _taken(dataset: Dataset) -> str:
 def _imbalance(sizes: Sizes, seq_length: int) -> Iterator[Table]:
     """The cost of the costliest rank relative to the mean, for each sampler."""
     num_samples = len(sizes.costs)
-    sizes_of_axis = [size for size in DP_SIZES if num_samples >= 2 * size] or [2] * (num_samples >= 4)
-    if not sizes_of_axis:
+    dp_sizes = [size for size in DP_SIZES if num_samples >= 2 * size] or [2] * (num_samples >= 4)
+    if not dp_sizes:
         return
     rows: dict[str, list[str]] = {}
-    for dp_size in sizes_of_axis:
-        of_rank = min(SAMPLES_OF_RANK, num_samples // dp_size)
+    for dp_size in dp_sizes:
+        global_batch_size = dp_size * min(SAMPLES_OF_RANK, num_samples // dp_size)
         for name, sampler in SAMPLERS.items():  # one sample per microbatch, or packs
             stream, deal = sampler.order(sizes, Shares(dp_size, Budget(seq_length)), seed=0)
-            rows.setdefault(name, []).append(f"{_of_steps(stream, deal, sizes, dp_size * of_rank):.3f}")
+            rows.setdefault(name, []).append(f"{_mean_imbalance(stream, deal, sizes, global_batch_size):.3f}")
     yield Table("Work of the busiest data-parallel rank over the mean, by FLOPs",
-                ("sampler_type", *(f"{size} ranks" for size in sizes_of_axis)),
+                ("sampler_type", *(f"{size} ranks" for size in dp_sizes)),
                 tuple((name, *values) for name, values in rows.items()))
 
 
-def _of_steps(stream: Stream, deal: Deal, sizes: Sizes, global_batch_size: int) -> float:
+def _mean_imbalance(stream: Stream, deal: Deal, sizes: Sizes, global_batch_size: int) -> float:
+    """The cost of the costliest rank over the mean, averaged over the first steps."""
     found: list[float] = []
     for step in range(_NUM_STEPS):
         ranks = deal(stream.samples(step * global_batch_size, global_batch_size))

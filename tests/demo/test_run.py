@@ -131,5 +131,5 @@ def test_logits_of_other_tokens_are_not_compared(tmp_path: Path):
     same = write_logits(tmp_path / "b", tensor([[0.25, 1.0]]), tensor([3]))
     other = write_logits(tmp_path / "c", tensor([[0.0, 1.0]]), tensor([4]))
     assert max_abs_diff(same, ours) == 0.25
-    with pytest.raises(DemoError, match=r"token_ids.0 is \[4\] by transformers and \[3\] by us"):
+    with pytest.raises(DemoError, match=r"token_ids.0 is \[4\] in transformers and \[3\] in the trainer"):
         max_abs_diff(other, ours)

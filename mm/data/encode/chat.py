@@ -109,14 +109,14 @@ class ChatEncoder:
 
     @cached_property
     def _turn(self) -> re.Pattern[str]:
-        """A rendered turn: role, text, end.  Safe to look for: inside texts these tokens are masked."""
+        """Matches a rendered turn: role, text, end.  Matches nothing inside texts, where these tokens are masked."""
         tokens = self.family.tokens
         return re.compile(rf"{re.escape(tokens.turn_start)}([^\n]*)\n(.*?)({re.escape(tokens.turn_end)}\n?)", re.DOTALL)
 
     @cached_property
     def _control(self) -> re.Pattern[str]:
-        """What frames turns and media in a prompt.  Inside a text it is text, and never becomes a control token.
-        Content tokens such as the frame of a box stay what they are."""
+        """Matches the tokens that delimit turns and media.  Inside a message they are plain text.  Content tokens, such
+        as those around a box, are not included."""
         return re.compile("|".join(map(re.escape, (*self.family.tokens.needed, *self.family.tokens.others))))
 
     @cached_property

@@ -36,7 +36,7 @@ class SampleEncoder:
     tokens_per_second: int
     """Positions per second of video, from the model JSON."""
     arithmetic: Arithmetic
-    """The family's."""
+    """Computes the positions of tokens, as the model's family does."""
 
     @classmethod
     def from_config(cls, data: DataConfig, model: ModelConfig, seq_length: int) -> "SampleEncoder":

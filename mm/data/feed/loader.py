@@ -25,7 +25,7 @@ class ReadStep:
 
     microbatches: list[Microbatch]
     bad: tuple[BadSample, ...] = ()
-    """Samples that could not be used.  Each is replaced by one token that is no target."""
+    """Samples that could not be used.  Each is replaced by one token that is not a target."""
     notes: tuple[str, ...] = ()
     """Warnings for the user."""
     is_validation: bool = False
@@ -42,7 +42,7 @@ class StepLoader(Iterator[ReadStep]):
         prefetch_factor: int = 2, skips_bad: bool = False, features: FeatureCache | None = None,
     ) -> None:
         """``steps`` gives the samples of each microbatch of each step, and may be endless.  A microbatch without
-        samples becomes one token that is no target.
+        samples becomes one token that is not a target.
 
         ``steps`` is consumed as far ahead as workers prepare: ``prefetch_factor`` microbatches each.  Without workers
         the calling thread encodes.  ``skips_bad``: samples that cannot be used are left out and reported.
@@ -69,7 +69,7 @@ class StepLoader(Iterator[ReadStep]):
 
 
 def _in_one_row(steps: Iterable[Step]) -> Iterator[tuple[list[int], bool]]:
-    """The microbatches of all steps, each with whether it is the last of its step: steps may differ in number."""
+    """Each microbatch of all steps, with whether it is the last of its step: steps differ in their numbers of them."""
     for step in steps:
         assert step, "a step without microbatches would never end"
         for number, indices in enumerate(step):

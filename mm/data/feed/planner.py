@@ -17,7 +17,7 @@ import socket
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from multiprocessing.connection import Client, Connection, Listener, wait
@@ -110,18 +110,17 @@ class PlannedSteps(Iterator[Step]):
         self._connection.close()
 
 
-class _explaining_the_end:
-    """Turns a broken connection into a UserError.  Its text is the same for all owners of a node, so it is reported
+@contextmanager
+def _explaining_the_end() -> Iterator[None]:
+    """Turn a broken connection into a UserError.  Its text is the same for all owners of a node, so it is reported
     once."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, (EOFError, OSError)):
-            raise UserError(
-                f"{socket.gethostname()}: the process that plans the samples of each step has ended, so the run ends "
-                f"too.  If no error is reported above, it was killed: look for 'Out of memory' in the kernel log "
-                f"(dmesg), and start the run again; it resumes from its last checkpoint.") from error
+    try:
+        yield
+    except (EOFError, OSError) as error:
+        raise UserError(
+            f"{socket.gethostname()}: the process that plans the samples of each step has ended, so the run ends too.  "
+            f"If no error is reported above, it was killed: look for 'Out of memory' in the kernel log (dmesg), and "
+            f"start the run again; it resumes from its last checkpoint.") from error
 
 
 def to_bytes(step: Step) -> bytes:

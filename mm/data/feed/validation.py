@@ -99,7 +99,7 @@ class ValidationReader:
         return cls(dataset, validation_order(run, dataset.columns), gauge, run, dp_rank)
 
     def plan(self) -> ValidationPlan:
-        """Equal on all ranks that own data."""
+        """The facts that this reader's rank sends to all ranks; the same on every rank that owns data."""
         facts = self.order.num_samples, [one.identity for one in self.dataset.contents()]
         fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
         return ValidationPlan(len(self.order.steps), self.order.num_samples, len(self.dataset), fingerprint)

@@ -56,9 +56,6 @@ class Dataset:
         self._config = config
         self.files = files = files or SampleFiles.open(config, skips_bad, gauge, part)
         """The files that contain the samples."""
-        self._files = files.files
-        self.skipped = list(files.skipped)
-        """Samples that were left out."""
         rate = 0.0 if config.val_dataset else config.val_rate or 0.0
         takes_all = all(is_whole(source) and records.num_samples == len(records.index.rows)
                         for records, source in zip(files.files, files.sources, strict=False))
@@ -92,6 +89,15 @@ class Dataset:
         if any(records.identity is None for records in self._files):
             return packed_numbers(choose(), None)
         return store_of(config).numbers([facts, seed, *([val_rate, part, most] if val_rate else [])], choose)
+
+    @property
+    def _files(self) -> tuple[IndexedFile, ...]:
+        return self.files.files
+
+    @property
+    def skipped(self) -> tuple[BadSample, ...]:
+        """Samples that were left out because they cannot be used; empty in data workers."""
+        return self.files.skipped
 
     @cached_property
     def notes(self) -> list[str]:
@@ -146,8 +152,8 @@ class Dataset:
         return self._files[file], number
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {name: value for name, value in self.__dict__.items() if name != "lengths"}
-        return state | {"skipped": [], "notes": [], "files": self.files.without_problems()}
+        state = {name: value for name, value in self.__dict__.items() if name not in ("lengths", "notes")}
+        return state | {"files": self.files.without_problems()}
 
     @property
     def columns(self) -> Columns:
@@ -181,7 +187,7 @@ def validation_dataset(
 ) -> Dataset | None:
     """The samples of ``val_dataset``, or those set aside by ``val_rate``; None without either.
 
-    ``training``: the samples for training with the same settings; what ``val_rate`` keeps back lies in their files,
+    ``training``: the training samples with the same settings.  With ``val_rate`` both parts are in the same files,
     which are not opened again.  Raises UserError as ``Dataset`` does.
     """
     if not config.has_validation:

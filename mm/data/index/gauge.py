@@ -103,7 +103,7 @@ def sample_lengths(gauge: Gauge, sample: Sample, known: dict[Media, Grid]) -> tu
     text = encoder.chat.encode(sample.turns, grids)
     num_tokens, num_targets = len(text.token_ids), int((text.labels != IGNORE_INDEX).sum())
     kept = [grids[number] for number in text.media]
-    _check(gauge, sample, grids, num_targets)
+    _check(gauge, grids, num_targets)
     return {
         "num_tokens": num_tokens,
         "num_target_tokens": num_targets,
@@ -119,8 +119,8 @@ def sample_lengths(gauge: Gauge, sample: Sample, known: dict[Media, Grid]) -> tu
     }, grids
 
 
-def _check(gauge: Gauge, sample: Sample, grids: tuple[Grid, ...], num_targets: int) -> None:
-    """Refuse a sample whose media alone are too long, or without target tokens."""
+def _check(gauge: Gauge, grids: tuple[Grid, ...], num_targets: int) -> None:
+    """Refuse a sample whose media alone are too long, or that has no target tokens left."""
     chat = gauge.encoder.chat
     limit, num_visual = chat.seq_length, sum(math.prod(grid) // chat.spatial_merge_size**2 for grid in grids)
     if num_visual > limit and not chat.drops_turns:

@@ -1,4 +1,4 @@
-"""The index of one file: every record checked and measured once.  Says where it is, its lengths, or why it is bad.
+"""The index of one file, from checking and measuring every record once: its position and lengths, or why it is bad.
 
 The check reads a file block by block in several processes.  ``mm.data.index.store`` caches the result.
 """

@@ -5,8 +5,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from mm.config.data import DataConfig
 from mm.data.index.index import Checker, Index, Reader, make_index, still_bad
 from mm.data.index.store import Store, key_of
@@ -63,10 +61,6 @@ class IndexedFile:
     def named(self, number: int) -> str:
         """Record ``number`` as messages name it."""
         return record_place(self.reader.file.path, number, self.name(number))
-
-    def named_of(self, numbers: np.ndarray, place: int) -> str:
-        """Like ``named``, for the record ``numbers[place]``."""
-        return self.named(int(numbers[place]))
 
 
 def _cut(text: str) -> str:

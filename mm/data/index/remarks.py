@@ -4,33 +4,19 @@ Each note is a sentence with a count, the first few samples, and what to change.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 import numpy as np
 
+from mm.data.index.columns import Columns
 from mm.families.known import names_of
 
 _NUM_NAMED = 3
 _TURN_STARTS = ", ".join(names_of(lambda family: [family.tokens.turn_start]))
 Named = Callable[[int], str]
-"""Gives the name of a sample for messages, by its number in the dataset."""
+"""Gives the name of a sample or record for messages, by its number."""
 
 
-class HasColumns(Protocol):
-    """Gives the columns of ``mm.data.index.gauge.ROW`` for each sample."""
-
-    def __len__(self) -> int: ...
-
-    def nonzero(self, name: str) -> np.ndarray:
-        """The samples with a nonzero value."""
-        ...
-
-    def values(self, name: str, numbers: np.ndarray) -> np.ndarray:
-        """The values for some samples."""
-        ...
-
-
-def length_remarks(samples: HasColumns, seq_length: int, drops_turns: bool, named: Named) -> Iterator[str]:
+def length_remarks(samples: Columns, seq_length: int, drops_turns: bool, named: Named) -> Iterator[str]:
     """Notes about the samples of a dataset."""
     shortened = samples.nonzero("num_dropped_tokens")
     if len(shortened):
@@ -50,13 +36,16 @@ def length_remarks(samples: HasColumns, seq_length: int, drops_turns: bool, name
                f"{_first(with_words, named)}")
 
 
-def too_long_remark(num_tokens: np.ndarray, seq_length: int, named: Named) -> str:
-    """A note about samples in which not even one question and answer fit, given the tokens that each would need."""
-    count = len(num_tokens)
+def too_long_remark(numbers: np.ndarray, num_tokens: np.ndarray, seq_length: int, named: Named) -> str:
+    """A note about the records ``numbers``, in which not even one question and answer fit.
+
+    ``num_tokens``: what one question and answer of each would need.
+    """
+    count = len(numbers)
     return (f"{count} sample{'s are' if count > 1 else ' is'} left out, because not even one question and answer of "
             f"{'each' if count > 1 else 'it'} fit in --seq-length {seq_length}: raise it to {num_tokens.max()}, use "
             f"fewer or smaller images and videos (image_max_pixels), or shorten {'them' if count > 1 else 'it'}.  "
-            f"{_first(np.arange(count), named)}")
+            f"{_first(numbers, named)}")
 
 
 def _first(numbers: np.ndarray, named: Named) -> str:

@@ -6,7 +6,6 @@ samples (``mm.data.index.dataset``).
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal, get_args
 
 import numpy as np
@@ -81,8 +80,7 @@ class SampleFiles:
                 rows = records.index.rows
                 numbers = np.concatenate([first + np.flatnonzero(num_tokens == TOO_LONG)
                                           for first, num_tokens in rows.chunks("num_tokens")])
-                yield too_long_remark(rows.of("num_dropped_tokens", numbers), self.limit[0],
-                                      partial(records.named_of, numbers))
+                yield too_long_remark(numbers, rows.of("num_dropped_tokens", numbers), self.limit[0], records.named)
 
     def without_problems(self) -> "SampleFiles":
         """The part that data workers need."""

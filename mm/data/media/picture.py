@@ -211,7 +211,7 @@ def _beginning(path: str | Inline) -> str:
 
 
 def known_content(start: bytes) -> tuple[str, str] | None:
-    """What a file that starts with ``start`` is, if it is no usable image, and the fix; None if unknown."""
+    """What a file that starts with ``start`` is, if it is not a usable image, and the fix; None if unknown."""
     for mark, what, fix in _SIGNATURES_ANYWHERE:
         if mark in start or mark in start.lower():
             return what, fix

@@ -18,8 +18,6 @@ from mm.model.flops import slot_flops
 
 _MAX_BITS = 40
 """Bits of the largest cost: sums of 8 million such costs still fit 64 bits."""
-
-
 _CHUNK_SAMPLES = 1 << 20
 """Samples processed at a time when all are needed: temporary arrays take tens of MB."""
 _COUNTS = ("num_tokens", "num_target_tokens", "num_patches", "num_causal_pairs", "num_image_pairs", "num_window_pairs")
@@ -75,11 +73,6 @@ class SampleSizes:
         of_text, of_media = (sum(count.astype(np.int64) * rate for count, rate in zip(counts, rates, strict=True))
                              for rates in self._rates)
         return np.where(lengths.num_media > 0, of_media, of_text)
-
-
-def sample_costs(model: ModelConfig, lengths: HasLengths) -> np.ndarray:
-    """int64 [num_samples]; see ``SampleSizes``."""
-    return SampleSizes(model, lengths).all_costs()
 
 
 def _flops_of_one_each(model: ModelConfig, names: list[str], has_media: bool) -> list[int]:

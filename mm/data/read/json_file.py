@@ -1,6 +1,6 @@
-"""Records as JSON text: the elements of one list, or JSON Lines.
+"""Records in a JSON file: the elements of one list, or JSON Lines.
 
-The two differ only in how records are found.
+The two kinds differ only in how the positions of records are found.
 """
 
 import json
@@ -14,21 +14,21 @@ from mm.data.read.records import Block, Raw, RecordFile, Version, opened
 from mm.data.read.spans import Found, Span, not_utf8, num_characters
 
 _LINES_AT_A_TIME_BYTES = 1 << 24
-"""How much of a file is looked through at a time for the number of a line."""
+"""Bytes read at a time to count lines."""
 
 
 @dataclass(frozen=True)
 class JsonFile(RecordFile):
-    """A list or JSON Lines.  A span is the first byte of a record and its end."""
+    """A JSON list or JSON Lines.  A span is the first byte of a record and its end."""
 
     path: str
     version: Version
     find: Callable[[BinaryIO, str, list[str]], Iterator[Found]]
-    """Finds the records: ``list_spans`` or ``line_spans``."""
+    """Finds the positions of the records: ``list_spans`` or ``line_spans``."""
     spans_are_bytes: ClassVar[bool] = True
 
     def blocks(self, problems: list[str]) -> Iterator[Block]:
-        """All records in their order, as ``RecordFile`` says."""
+        """See ``RecordFile``."""
         first = 0
         with opened(self.path, self.version) as stream:
             for line, column, spans in self.find(stream, self.path, problems):
@@ -36,7 +36,7 @@ class JsonFile(RecordFile):
                 first += len(spans)
 
     def read_block(self, block: Block) -> Iterator[Raw]:
-        """The values of a block, or why one has none."""
+        """See ``RecordFile``."""
         spans = [(int(start), int(end)) for start, end in block.spans]
         first = spans[0][0]
         raw = self._bytes(first, spans[-1][1])
@@ -54,17 +54,17 @@ class JsonFile(RecordFile):
             yield Raw(block.first_index + number, line, (start, end), value, problem, place)
 
     def read(self, span: Span) -> Any:
-        """The value of one record that was found good."""
+        """See ``RecordFile``."""
         return json.loads(self._bytes(*span))
 
     def line(self, span: Span) -> int:
-        """The line in which a record begins, from 1."""
+        """See ``RecordFile``; counts the lines before the record."""
         size = _LINES_AT_A_TIME_BYTES
         parts = (self._bytes(start, min(start + size, span[0])) for start in range(0, span[0], size))
         return 1 + sum(part.count(b"\n") for part in parts)
 
     def remarks(self) -> list[str]:
-        """Nothing: any record of a text is reached at once."""
+        """None: every record can be read directly."""
         return []
 
     def _bytes(self, start: int, end: int) -> bytes:
@@ -74,11 +74,11 @@ class JsonFile(RecordFile):
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, refusing the repeated keys that ``json`` would drop without a word."""
+    """Build a JSON object.  Raises ValueError for a repeated key, where ``json`` silently keeps the last value."""
     value = dict(pairs)
     if len(value) != len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in one object")
+        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice in one object")
     return value
 
 
@@ -90,12 +90,12 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_refuse_co
 
 
 def _decoded(raw: bytes) -> Any:
-    """The value; raises ValueError and RecursionError, which ``_explained`` puts into a sentence."""
+    """The value.  Raises ValueError and RecursionError; ``_explained`` turns them into messages."""
     return _DECODER.decode(raw.decode())
 
 
 def _explained(error: Exception, line: int, column: int) -> tuple[str, str]:
-    """The place of a problem in a record that begins at this line and column, and what it is."""
+    """The place and the message of an error in a record that begins at this line and column."""
     match error:
         case UnicodeDecodeError():
             num_before = error.object.count(b"\n", 0, error.start)

@@ -1,4 +1,4 @@
-"""Opens a file of records, of whichever kind it is.  Its first bytes say the kind, not its name."""
+"""Opens a file of records as JSON, JSON Lines or Parquet, recognized by its first bytes, not by its name."""
 
 import os
 
@@ -17,10 +17,11 @@ _OTHER_BEGINNINGS = {
 
 
 def open_records(path: str) -> RecordFile:
-    """Look at the beginning of a file.  Raises UserError when ``path`` is no readable regular file, or of no kind that
-    can be read here."""
+    """Open ``path``.  Raises UserError when it is not a readable regular file, or is compressed, in UTF-16 or a damaged
+    Parquet file."""
     if not os.path.isfile(path):
-        raise UserError(f"{path}: is no regular file; name JSON, JSONL or Parquet files in basic_parameters.dataset.")
+        raise UserError(f"{path}: is not a regular file; name JSON, JSONL or Parquet files in "
+                        f"basic_parameters.dataset.")
     try:
         with open(path, "rb") as stream:
             version, start = version_of(os.fstat(stream.fileno())), stream.read(BLOCK_BYTES)

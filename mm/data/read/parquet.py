@@ -1,13 +1,12 @@
-"""Records of a Parquet file: a row is one record, null counts as absent.
+"""Records of a Parquet file: each row is one record, and null counts as absent.
 
-Pictures as ``datasets`` of Hugging Face writes them, ``{bytes, path}`` structs in a column of one or of lists, are not
-read with their record: it holds an ``Embedded`` for each, which reads its bytes when they are asked for, a few rows at
-a time.  Those deeper in a record, as in a message's list of parts, are read with it.
+Hugging Face ``datasets`` writes pictures as ``{bytes, path}`` structs, in a column of these or of lists of these.  They
+are not read with their record, which has an ``Embedded`` for each instead; that reads its bytes on demand, a few rows
+at a time.  Pictures deeper in a record, as in a message's list of parts, are read with the record.
 
 pyarrow is an extra (``[parquet]``) and is imported only where such a file is read.
 """
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,13 +21,14 @@ from mm.data.sample import Inline
 from mm.errors import UserError
 
 BEGINNING = b"PAR1"
-"""How every such file begins."""
+"""The first bytes of every Parquet file."""
 _BLOCK_ROWS = 512
 _STREAM_ROWS = 16
-"""Whose pictures are in memory at once, for each column that is read."""
+"""Rows whose pictures are in memory at the same time, per column."""
 _BUFFER_BYTES = 1 << 20
 _MAX_GROUP_BYTES = 1 << 28
-"""Pictures of a row group, uncompressed: to reach one, all before it in its group are read."""
+"""Uncompressed pictures of a row group above which a note warns: reaching one means reading all before it in its group.
+"""
 _FIELDS = {"bytes", "path"}
 
 
@@ -36,13 +36,10 @@ _FIELDS = {"bytes", "path"}
 class _Pictures:
     """A column of ``{bytes, path}``, or of lists of these."""
 
-    is_list: bool
     leaf: str
-    """The dotted name of its ``bytes`` in the file."""
+    """The dotted name of its ``bytes`` leaf in the file."""
     number: int
     """The column number of this leaf in a row group."""
-    kind: str
-    """What ``datasets`` calls its values: Image, Video, Audio ..."""
 
 
 @dataclass(frozen=True)
@@ -51,18 +48,18 @@ class _Columns:
 
     pictures: Mapping[str, _Pictures]
     others: tuple[str, ...]
-    """Dotted names of all leaves but the bytes of pictures."""
+    """Dotted names of all leaves except the bytes of pictures."""
 
 
 class Embedded(Inline):
-    """A file of media inside a row.  Equal to another one if it stands in the same place of the same file, so that
-    caches know it without reading it; pickles without its bytes."""
+    """A picture embedded in a row.  Two are equal if they have the same place in the same file, so caches can compare
+    them without reading them.  Pickles without its bytes."""
 
     _key: tuple[str, Version, int, int, str, int | None]
 
     def __init__(self, name: str, file: str, version: Version, group: int, row: int, column: str,
                  place: int | None) -> None:
-        """``place``: in the row's list; None where the column holds one."""
+        """``place``: the index in the row's list; None if the column has single pictures."""
         key = file, version, group, row, column, place
         self.__dict__.update(name=name, _key=key)  # the base is frozen
 
@@ -85,7 +82,7 @@ class Embedded(Inline):
 
 
 def check(path: str) -> None:
-    """Raise UserError when ``path`` cannot be read here."""
+    """Raises UserError when ``path`` is damaged, or pyarrow is not installed."""
     try:
         import pyarrow.parquet
     except ModuleNotFoundError as error:
@@ -94,11 +91,11 @@ def check(path: str) -> None:
     try:
         pyarrow.parquet.ParquetFile(path).close()
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path}: is no whole Parquet file: {error}.") from error
+        raise UserError(f"{path}: is not a complete Parquet file: {error}.") from error
 
 
 def blocks(path: str) -> Iterator[np.ndarray]:
-    """Row group and row of neighbouring records; int64 [num_records, 2]."""
+    """Blocks of neighbouring records: the row group and row of each, int64 [num_records, 2]."""
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path) as file:
@@ -110,7 +107,7 @@ def blocks(path: str) -> Iterator[np.ndarray]:
 
 
 def remarks(path: str, version: Version) -> Iterator[str]:
-    """What makes reading slow."""
+    """A note if reading is slow because row groups are large."""
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path) as file:
@@ -124,8 +121,10 @@ def remarks(path: str, version: Version) -> Iterator[str]:
 
 
 def read(path: str, version: Version, spans: Sequence[tuple[int, int]]) -> list[Any]:
-    """Records by row group and row; ``version`` is that of the file.  Decodes the whole row group but the bytes of
-    pictures, and keeps it for the next call: files whose rows are read in any order should have small ones.
+    """The records at these row groups and rows of this ``version`` of the file.
+
+    Decodes the whole row group, except the bytes of pictures, and caches it for the next call.  So files whose rows are
+    read in random order should have small row groups.
 
     Raises UserError when a row group cannot be read.
     """
@@ -144,7 +143,7 @@ def _record(path: str, version: Version, group: int, row: int) -> Any:
 
 def _media(value: Any, path: str, version: Version, group: int, row: int, column: str, place: int | None,
            pictures: _Pictures) -> "str | Embedded | None":
-    """What one ``{path}`` stands for: the bytes beside it, or without these the file that it names."""
+    """One picture of a record: an ``Embedded`` if it has bytes, otherwise the path of its file."""
     if value is None:
         return None
     name = value["path"]
@@ -166,7 +165,6 @@ def _columns(path: str, version: Version) -> _Columns:
 
     with pyarrow.parquet.ParquetFile(path) as file:
         schema, leaves = file.schema_arrow, [file.schema.column(number).path for number in range(len(file.schema))]
-    features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features", {})
     pictures: dict[str, _Pictures] = {}
     for field in schema:
         is_list = arrow.types.is_list(field.type) or arrow.types.is_large_list(field.type) or (
@@ -179,23 +177,14 @@ def _columns(path: str, version: Version) -> _Columns:
             continue
         number = next(number for number, leaf in enumerate(leaves)
                       if leaf.partition(".")[0] == field.name and leaf.endswith(".bytes"))
-        pictures[field.name] = _Pictures(is_list, leaves[number], number, _feature(features.get(field.name)))
+        pictures[field.name] = _Pictures(leaves[number], number)
     skipped = {one.number for one in pictures.values()}
     return _Columns(pictures, tuple(leaf for number, leaf in enumerate(leaves) if number not in skipped))
 
 
-def _feature(described: Any) -> str:
-    """The ``_type`` of a column in the schema of ``datasets``, also within a list; Image where it says nothing."""
-    while isinstance(described, list) and described:
-        described = described[0]
-    while isinstance(described, dict) and isinstance(described.get("feature"), dict):
-        described = described["feature"]
-    return described.get("_type", "Image") if isinstance(described, dict) else "Image"
-
-
 @lru_cache(maxsize=64)
 def _nulls(path: str, version: Version, group: int, leaf: int) -> tuple[int | None, int]:
-    """How many values of a leaf are null, where the file says so, and how many there are."""
+    """The number of nulls of a leaf, None if the file does not state it; and its number of values."""
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path) as file:
@@ -206,7 +195,7 @@ def _nulls(path: str, version: Version, group: int, leaf: int) -> tuple[int | No
 
 @lru_cache(maxsize=2)
 def _row_group(path: str, version: Version, group: int) -> Any:
-    """The table of a row group without the bytes of pictures; another version of the file has other ones."""
+    """The table of a row group without the bytes of pictures.  ``version`` is part of the cache key."""
     import pyarrow.parquet
 
     try:
@@ -217,8 +206,8 @@ def _row_group(path: str, version: Version, group: int) -> Any:
 
 
 class _Stream:
-    """The pictures of one column of a row group, a few rows at a time: the next ones at once, earlier ones from the
-    beginning of the group."""
+    """The pictures of one column of a row group, a few rows at a time.  Later rows are reached by reading on, earlier
+    ones by reading again from the beginning of the group."""
 
     def __init__(self, path: str, version: Version, group: int, column: str) -> None:
         self._path, self._version, self._group = path, version, group
@@ -242,7 +231,7 @@ class _Stream:
             except (pyarrow.ArrowException, OSError) as error:
                 self._rows = None
                 raise UserError(f"{self._path}: row group {self._group} cannot be read: {error}.") from error
-            assert self._rows is not None, "it was begun"
+            assert self._rows is not None, "the loop has read the batch of this row"
             return self._rows[row - self._first].as_py()
 
     def _begin(self) -> None:
@@ -261,7 +250,7 @@ def _stream(path: str, version: Version, group: int, column: str) -> _Stream:
 
 
 def _without_nulls(value: Any) -> Any:
-    """``value`` without nulls: all structs of a column have the same fields, whether they were given or not."""
+    """``value`` without nulls: Parquet gives all structs of a column the same fields, with nulls for absent ones."""
     match value:
         case {"bytes": bytes(content), "path": path} if len(value) == len(_FIELDS):
             return Inline(f"{path} (inside the record)" if path else "the picture inside the record", content)

@@ -1,4 +1,4 @@
-"""Records of a Parquet file, a row each; ``parquet`` reads them."""
+"""A Parquet file as a ``RecordFile``: each row is a record.  ``parquet`` reads the rows."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,36 +11,36 @@ from mm.data.read.spans import Span
 
 @dataclass(frozen=True)
 class ParquetFile(RecordFile):
-    """A Parquet file.  A span is the row group of a record and its row there."""
+    """A Parquet file.  A span is a record's row group and its row in that group."""
 
     path: str
     version: Version
     spans_are_bytes: ClassVar[bool] = False
 
     def blocks(self, problems: list[str]) -> Iterator[Block]:
-        """All records in their order; ``open_records`` has found the file whole."""
+        """See ``RecordFile``.  Adds no problems, because ``open_records`` has refused incomplete files."""
         first = 0
         for rows in parquet.blocks(self.path):
             yield Block(first, 0, 0, rows)
             first += len(rows)
 
     def read_block(self, block: Block) -> Iterator[Raw]:
-        """The values of a block."""
+        """See ``RecordFile``."""
         spans = [(int(group), int(row)) for group, row in block.spans]
         for number, value in enumerate(parquet.read(self.path, self.version, spans)):
             yield Raw(block.first_index + number, 0, spans[number], value)
 
     def read(self, span: Span) -> Any:
-        """The value of one record that was found good."""
+        """See ``RecordFile``."""
         self._check_version()
         return parquet.read(self.path, self.version, [span])[0]
 
     def line(self, span: Span) -> None:
-        """None: a Parquet file has no lines."""
+        """None: a Parquet file has no lines.  Raises UserError when the file has changed."""
         self._check_version()
 
     def remarks(self) -> list[str]:
-        """What makes reading it slow."""
+        """See ``RecordFile``."""
         return list(parquet.remarks(self.path, self.version))
 
     def _check_version(self) -> None:

@@ -1,7 +1,7 @@
-"""What every file of records is, whichever kind it is of: one version of a file, read a block or a record at a time.
+"""The interface of record files: one version of a file, read a block or a record at a time.
 
-The kinds are ``json_file`` and ``parquet_file``; ``open_records`` finds which of them a file is.  What a value means is
-not known here.
+``json_file`` and ``parquet_file`` implement it; ``open_records`` picks the one for a file.  ``formats`` interprets the
+records.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from mm.data.record_name import record_place
 from mm.errors import UserError
 
 Version = tuple[int, int]
-"""Size in bytes and time of the last change in ns: another version has other contents."""
+"""Size in bytes and modification time in ns.  A file with another version may have other contents."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Block:
     """Neighbouring records."""
 
     first_index: int
-    """Index of the first one, from 0 within the file."""
+    """Index of the first one in the file, counted from 0."""
     first_line: int
     """Line in which the first one begins, from 1; 0 in Parquet."""
     first_column: int
@@ -37,7 +37,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Raw:
-    """One record of a block: its value, or why it has none."""
+    """One record of a block: its value, or why it cannot be read."""
 
     index: int
     line: int
@@ -46,62 +46,63 @@ class Raw:
     value: Any = None
     problem: str | None = None
     place: str = ""
-    """What follows the name of the file: ``:line`` where it begins, or ``:line:column`` of the problem; in
-    Parquet nothing."""
+    """What messages append to the file's path: ``:line`` where it begins, or ``:line:column`` of the problem; empty in
+    Parquet."""
 
 
 class RecordFile(Protocol):
-    """A file of records in one version.  Pickles into data workers, because it holds no open file."""
+    """One version of a file of records.  Keeps no file open, so it pickles into data workers."""
 
     path: str
     version: Version
     spans_are_bytes: ClassVar[bool]
-    """Whether spans are places in the file, so that they say how much of it has been read."""
+    """Whether spans are offsets in bytes, which show how much of the file has been read."""
 
     def blocks(self, problems: list[str]) -> Iterator[Block]:
-        """All records in their order; a file that cannot be read to its end adds to ``problems``, with the line.
+        """All records in file order.  If the file cannot be read to its end, the reason is added to ``problems``, with
+        the line.
 
-        Raises UserError when the file is no longer this version.
+        Raises UserError when the file has changed.
         """
         ...
 
     def read_block(self, block: Block) -> Iterator[Raw]:
-        """The values of a block.  Raises UserError when the file is no longer this version."""
+        """The records of a block.  Raises UserError when the file has changed."""
         ...
 
     def read(self, span: Span) -> Any:
-        """The value of one record that was found good.  Raises UserError when the file is no longer this version."""
+        """The value of a record that was read without a problem before.  Raises UserError when the file has changed."""
         ...
 
     def line(self, span: Span) -> int | None:
-        """The line in which a record begins, from 1; None in a file without lines.
+        """The line in which a record begins, counted from 1; None in a file without lines.
 
-        Raises UserError when the file is no longer this version.
+        Raises UserError when the file has changed.
         """
         ...
 
     def remarks(self) -> list[str]:
-        """What makes reading it slow."""
+        """Notes about anything that makes the file slow to read."""
         ...
 
     def records(self, problems: list[str]) -> Iterator[Raw]:
-        """Every record in its order; ``problems`` and errors are those of ``blocks``."""
+        """All records in file order; ``problems`` and errors as in ``blocks``."""
         for block in self.blocks(problems):
             yield from self.read_block(block)
 
     def where(self, raw: Raw) -> str:
-        """``file:line``; in Parquet, which has no lines, ``file: record N``."""
+        """The place of a record for messages: ``file:line``, or ``file: record N`` in Parquet, which has no lines."""
         return f"{self.path}{raw.place}" if raw.place else record_place(self.path, raw.index)
 
     def content_hash(self) -> str:
-        """SHA-256 of all its bytes."""
+        """SHA-256 of all its bytes, as hexadecimal digits."""
         with opened(self.path, self.version) as stream:
             return hashlib.file_digest(cast(Any, stream), "sha256").hexdigest()
 
 
 @contextmanager
 def opened(path: str, version: Version) -> Iterator[BinaryIO]:
-    """The file at ``path``.  Raises UserError when it cannot be read, or is no longer this ``version``."""
+    """Open ``path`` for reading.  Raises UserError when it cannot be read, or no longer has this ``version``."""
     try:
         with open(path, "rb") as stream:
             if version_of(os.fstat(stream.fileno())) != version:
@@ -112,11 +113,11 @@ def opened(path: str, version: Version) -> Iterator[BinaryIO]:
 
 
 def version_of(status: os.stat_result) -> Version:
-    """The version of a file by its status."""
+    """The version of a file with this status."""
     return status.st_size, status.st_mtime_ns
 
 
 def was_changed(path: str) -> UserError:
-    """What to raise for a file that is no longer the version that was checked."""
-    return UserError(f"{path}: was changed after this run had checked it; start the run again, and write changed data "
-                     f"to a new file.")
+    """The error for a file that changed after it was checked."""
+    return UserError(f"{path}: has changed since this run checked it; start the run again, and write changed data to a "
+                     f"new file.")

@@ -44,7 +44,7 @@ def expected_totals(layout: Layout, step: int) -> dict[str, int]:
 
 
 def with_media_of(microbatch: Microbatch, rank: int) -> Microbatch:
-    """Of the images of one rank of the context axis."""
+    """The microbatch with the pixels or features of this context rank's images only."""
     for name in ("pixel_values", "features"):
         rows = getattr(microbatch, name)
         if rows is not None and microbatch.image_ranks:

@@ -85,7 +85,7 @@ BAD_RECORDS = {
     "19 one bad line": (lines(GOOD, "{'a': 1}", GOOD), 2, "not valid JSON"),
     "19 another encoding in one line": (
         lines(GOOD).encode() + b'\n{"messages": "\xd6\xd0"}\n' + lines(GOOD).encode(), 2, "is not UTF-8"),
-    "19 a key twice": (lines(GOOD, '{"messages": 1, "messages": 2}', GOOD), 2, "'messages' stands twice"),
+    "19 a key twice": (lines(GOOD, '{"messages": 1, "messages": 2}', GOOD), 2, "'messages' occurs twice"),
     "19 a record nested too deeply": (lines(GOOD, "[" * 200_000 + "]" * 200_000, GOOD), 2, "is nested too deeply"),
     "20 no messages": (lines(GOOD, {"message": []}, GOOD), 2, "has no 'messages'"),
     "20 null messages": (lines(GOOD, {"messages": None}, GOOD), 2, "expected a non-empty list of messages"),
@@ -131,7 +131,7 @@ def test_one_bad_record(opened, tmp_path, name):
         assert len(dataset) == 2 and all(dataset[number].turns[1].text == "Hello" for number in range(2))
         (skipped,) = (one.message() for one in dataset.skipped)
         assert skipped.startswith(f"{tmp_path}/data.json:{line}:") and "--bad-sample" not in skipped
-        assert dataset.skipped[0].reason[0] != ":", "the place is told once"
+        assert dataset.skipped[0].reason[0] != ":", "the message names the place once"
         assert len(json.dumps(asdict(dataset.skipped[0]))) < 1000  # so small is a row of the ledger
 
 
@@ -168,7 +168,7 @@ def test_24_with_packing_it_loses_whole_turns_and_both_are_counted(opened, tmp_p
     for skips_bad in (False, True, False):  # the last two times from the index
         dataset = opened(content, skips_bad=skips_bad, packing=True)
         assert [dataset[number].source.rpartition(" ")[2] for number in range(len(dataset))] == ["0", "1", "3"]
-        assert dataset.skipped == [] and dataset.num_too_long == 1
+        assert dataset.skipped == () and dataset.num_too_long == 1
         assert dataset.column("num_dropped_turns").tolist() == [0, 2, 0]
         assert dataset.lengths.num_media.tolist() == [0, 0, 0] and dataset.lengths.num_tokens[1] <= SEQ_LENGTH
         too_long, shortened = dataset.notes
@@ -267,7 +267,7 @@ def test_28_an_edited_file_counts_as_changed_data(opened, tmp_path):
     second = opened(lines(GOOD, record("Hi", "HELLO")))
     assert list(changed(first.contents(), second.contents())) == [
         f"{tmp_path}/data.json has changed (2 samples then, 2 now)"]
-    with pytest.raises(UserError, match="was changed after this run had checked it"):
+    with pytest.raises(UserError, match="has changed since this run checked it"):
         first[0]
     assert second[1].turns[1].text == "HELLO"
 

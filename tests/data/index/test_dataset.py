@@ -212,7 +212,7 @@ BAD_FILES = {
     "missing comma": (f"[{GOOD} {GOOD}]", "expected ',' and an object"),
     "bad line": (f"{GOOD}\n{{'a': 1}}\n{GOOD}", r"data.json:2:2: record 1 \(counted from 0\): not valid JSON"),
     "cut last line": (f"{GOOD}\n{GOOD[:30]}", "data.json:2:.*not valid JSON"),
-    "repeated key": (f'{GOOD}\n{{"messages": [], "messages": []}}', "data.json:2.*'messages' stands twice"),
+    "repeated key": (f'{GOOD}\n{{"messages": [], "messages": []}}', "data.json:2.*'messages' occurs twice"),
     "not a number": ('{"messages": NaN}', "NaN is not JSON"),
     "deep": ("[" * 200_000, "nested too deeply"),
     "long number in a list": (f"[{'9' * 5000}]", "not valid JSON: Exceeds the limit"),
@@ -241,7 +241,7 @@ def test_absent_file(tmp_path, hf_directory):
 def test_a_file_changed_during_the_run_is_noticed(load, tmp_path):
     dataset = load(f"{GOOD}\n{GOOD}")
     (tmp_path / "data.json").write_text(f"{GOOD}\n{GOOD}".replace("Hello", "HELLO", 1))
-    with pytest.raises(UserError, match="was changed after this run had checked it"):
+    with pytest.raises(UserError, match="has changed since this run checked it"):
         dataset[0]
     (tmp_path / "data.json").unlink()
     with pytest.raises(UserError, match="can no longer be read"):

@@ -376,5 +376,5 @@ def test_parquet(model_config, hf_directory, media_directory, tmp_path):
     with pytest.raises(UserError, match=r"data.json: record 5 .counted from 0.: has no 'messages'|is \[\]"):
         Dataset(data)
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(UserError, match="is no whole Parquet file"):
+    with pytest.raises(UserError, match="is not a complete Parquet file"):
         Dataset(data)

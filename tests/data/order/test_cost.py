@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mm.batch import BatchTotals, image_pairs, window_pairs
 from mm.config.model import ModelConfig
 from mm.data.lengths import Lengths
-from mm.data.order.cost import sample_costs
+from mm.data.order.cost import SampleSizes
 from mm.model.flops import training_flops
 from tests.tiny import our_config
 
@@ -51,7 +51,7 @@ FROZEN = {
 def test_costs_are_the_flops_of_each_sample_alone(frozen, drawn):
     model = FROZEN[frozen]
     lengths = lengths_of(drawn, model.vision.window_attn_size // model.vision.patch_size)
-    costs = sample_costs(model, lengths)
+    costs = SampleSizes(model, lengths).all_costs()
     expected = np.array([flops_alone(model, lengths, number) for number in range(len(drawn))])
     unit = 2 ** max(0, int(expected.max()).bit_length() - 40)
     assert costs.dtype == np.int64
@@ -61,5 +61,5 @@ def test_costs_are_the_flops_of_each_sample_alone(frozen, drawn):
 def test_the_largest_costs_fit_40_bits():
     many = np.array([10**6], dtype=np.int32)
     lengths = Lengths(many, many, many, many, np.array([10**12]), np.array([10**10]))
-    (cost,) = sample_costs(SMALL, lengths)
+    (cost,) = SampleSizes(SMALL, lengths).all_costs()
     assert int(cost).bit_length() == 40

@@ -34,7 +34,7 @@ def test_packs_are_few(drawn):
     """Best fit decreasing needs at most 11 / 9 of the minimum and 4 / 3 more (Johnson 1973)."""
     least = math.ceil(sum(tokens for tokens, _ in drawn) / BUDGET)
     least = max(least, sum(tokens > BUDGET / 2 for tokens, _ in drawn))
-    assert len(pack(drawn)) <= 11 / 9 * least * 1.5 + 4 / 3  # the bound is on the fewest that are possible, not on ours
+    assert len(pack(drawn)) <= 11 / 9 * least * 1.5 + 4 / 3  # the bound is for the optimum; ``least`` is lower
     open_packs = [sum(drawn[one][0] for one in members) for members in pack(drawn)]
     assert sum(2 * total <= BUDGET for total in open_packs) <= 1  # two half empty ones would have been one
 

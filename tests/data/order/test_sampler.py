@@ -20,7 +20,7 @@ from mm.data.index.dataset import Dataset
 from mm.data.index.gauge import Gauge
 from mm.data.lengths import Lengths
 from mm.data.order.bucket import NUM_BUCKETS, RUN_SAMPLES, bucket_stream
-from mm.data.order.cost import sample_costs
+from mm.data.order.cost import SampleSizes
 from mm.data.order.sampler import SAMPLERS, order_of, sampler_name
 from mm.data.order.stream import shuffled
 from tests.config.test_model import changed
@@ -82,7 +82,7 @@ def lengths(num_samples: int = 100) -> Lengths:
 
 
 def steps(run: Run, numbers, consumed: int = 0, num_samples: int = 100):
-    """Of all ranks, by step."""
+    """What each rank takes in each of these steps."""
     orders = [order_of(run, lengths(num_samples), rank, consumed) for rank in range(run.dp_size)]
     return [[order.step(number) for order in orders] for number in numbers]
 
@@ -174,7 +174,7 @@ def test_packs_keep_the_budgets(run_of, kind):
 @pytest.mark.parametrize(("kind", "most"), [("balanced", 1.01), ("packed evenly", 1.01)])
 def test_balanced_ranks_cost_the_same(run_of, kind, most):
     """32 samples for each of 4 ranks; plain sampling differs by more."""
-    costs, excess = sample_costs(MODEL, lengths(1000)), {}
+    costs, excess = SampleSizes(MODEL, lengths(1000)).all_costs(), {}
     for one in ("random", kind):
         found = steps(run_of(one, 4, batch=128), range(7), num_samples=1000)
         of_ranks = [[sum(costs[pack].sum() for pack in rank) for rank in step] for step in found]
@@ -183,7 +183,7 @@ def test_balanced_ranks_cost_the_same(run_of, kind, most):
 
 
 def test_reordering_makes_costly_microbatches_coincide(run_of):
-    costs = sample_costs(MODEL, lengths())
+    costs = SampleSizes(MODEL, lengths()).all_costs()
     (step,) = steps(run_of("reordering", 4, 1), [0])
     of_turns = np.array([[costs[one].sum() for one in rank] for rank in step]).T
     assert (of_turns.max(axis=1)[:-1] <= of_turns.min(axis=1)[1:]).all()

@@ -1,4 +1,4 @@
-"""A file of records is opened by what stands in it, and every kind is read by the same methods."""
+"""The content of a file, not its name, decides how it is opened, and every kind is read by the same methods."""
 
 import gzip
 import json
@@ -35,7 +35,7 @@ def write_parquet(path: Path) -> None:
 
 LINES: dict[Callable[[Path], None], list[int | None]] = {
     write_list: [3, 7, 11], write_lines: [1, 2, 3], write_parquet: [None, None, None]}
-"""By what writes a kind: the lines in which its records begin."""
+"""For the writer of each kind of file: the lines in which its records begin."""
 
 
 @pytest.fixture(params=LINES, ids=["list", "lines", "parquet"])
@@ -43,7 +43,7 @@ def write(request: pytest.FixtureRequest) -> Callable[[Path], None]:
     return request.param
 
 
-def test_the_first_bytes_say_the_kind(tmp_path: Path) -> None:
+def test_the_first_bytes_determine_the_kind(tmp_path: Path) -> None:
     path = tmp_path / "records.txt"
     kinds = []
     for write in LINES:
@@ -73,7 +73,7 @@ def test_a_file_that_changes_after_it_was_opened_is_refused(tmp_path: Path, writ
     span, before = next(file.records([])).span, file.content_hash()
     os.utime(path, ns=(0, 0))
     for use in (lambda: file.read(span), lambda: file.line(span), file.content_hash):
-        with pytest.raises(UserError, match="records: was changed after this run had checked it; start the run again"):
+        with pytest.raises(UserError, match="records: has changed since this run checked it; start the run again"):
             use()
     assert open_records(str(path)).content_hash() == before
     path.unlink()
@@ -81,11 +81,12 @@ def test_a_file_that_changes_after_it_was_opened_is_refused(tmp_path: Path, writ
         file.read(span)
 
 
-def test_what_is_no_file_of_records_is_refused(tmp_path: Path) -> None:
+def test_other_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "packed").write_bytes(gzip.compress(b"{}"))
     (tmp_path / "wide").write_text("{}", encoding="utf-16")
     (tmp_path / "cut").write_bytes(b"PAR1 and nothing more")
     for name, problem in (("packed", r"is compressed \(gzip\)"), ("wide", "is in UTF-16; save it as UTF-8"),
-                          ("cut", "is no whole Parquet file"), ("absent", "is no regular file"), ("", "is no regular")):
+                          ("cut", "is not a complete Parquet file"), ("absent", "is not a regular file"),
+                          ("", "is not a regular file")):
         with pytest.raises(UserError, match=problem):
             open_records(str(tmp_path / name))

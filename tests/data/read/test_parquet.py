@@ -122,7 +122,7 @@ def test_only_a_few_rows_are_in_memory(tmp_path, monkeypatch):
     path.write_bytes(path.read_bytes() + b"x")
     fresh = pickle.loads(pickle.dumps(records[1]["image"]))
     ours._stream.cache_clear()
-    with pytest.raises(UserError, match="was changed after this run had checked it"):
+    with pytest.raises(UserError, match="has changed since this run checked it"):
         _ = fresh.content
 
 
