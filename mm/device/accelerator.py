@@ -1,4 +1,4 @@
-"""The runtime of a device with memory and streams of its own, by torch's module for it: torch.cuda or torch.npu."""
+"""The runtime of a device with its own memory and streams, through torch's module for it: torch.cuda or torch.npu."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -16,8 +16,12 @@ class AcceleratorRuntime:
     """A ``mm.device.platform.Runtime``.  Work is queued; the host waits for it only where it reads a result."""
 
     kind: str
-    """The name of torch's module."""
+    """"cuda" or "npu": the device type, and the name of torch's module for it."""
     index: int
+
+    @property
+    def _module(self) -> Any:
+        return getattr(torch, self.kind)
 
     @property
     def torch_device(self) -> torch.device:
@@ -25,18 +29,18 @@ class AcceleratorRuntime:
 
     @property
     def name(self) -> str:
-        return getattr(torch, self.kind).get_device_name(self.index)
+        return self._module.get_device_name(self.index)
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Through pinned memory, which torch keeps until it is copied.
+        """Copy through pinned memory, which torch keeps alive until the copy is done.
 
-        A copy from ordinary memory makes the host wait for the work queued on the device; this one does not.  What is
-        pinned already is not pinned again.
+        A copy from ordinary memory makes the host wait for the work queued on the device; this one does not.  A tensor
+        that is already pinned is not pinned again.
         """
         return tensor.pin_memory().to(self.torch_device, non_blocking=True)
 
     def pin(self, tensor: Tensor) -> Tensor:
-        getattr(torch, self.kind).set_device(self.index)  # a new thread is on device 0, whose memory is not ours
+        self._module.set_device(self.index)  # a new thread is on device 0, whose memory is not ours
         return tensor.pin_memory()
 
     def host_buffer(self, num_bytes: int) -> Tensor | None:
@@ -45,11 +49,11 @@ class AcceleratorRuntime:
     def start_copying_back(self, tensor: Tensor, into: Tensor | None) -> Callable[[], Tensor]:
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) if into is None else into
         copy.copy_(tensor, non_blocking=True)
-        copied = getattr(torch, self.kind).Event()
+        copied = self._module.Event()
         copied.record()
 
         def on_host() -> Tensor:
-            getattr(torch, self.kind).set_device(self.index)  # a new thread is on no device, or on device 0
+            self._module.set_device(self.index)  # a new thread is on no device, or on device 0
             copied.synchronize()
             return copy
 
@@ -59,7 +63,7 @@ class AcceleratorRuntime:
         return SideQueue(self.kind)
 
     def mark(self) -> Any:
-        event = getattr(torch, self.kind).Event(enable_timing=True)
+        event = self._module.Event(enable_timing=True)
         event.record()
         return event
 
@@ -70,13 +74,13 @@ class AcceleratorRuntime:
         return [now - mark.elapsed_time(last) / 1000 for mark in marks]
 
     def synchronize(self) -> None:
-        getattr(torch, self.kind).synchronize()
+        self._module.synchronize()
 
     def max_memory_bytes(self) -> int:
-        return getattr(torch, self.kind).max_memory_allocated()
+        return self._module.max_memory_allocated()
 
     def random_state(self) -> Tensor | None:
-        return getattr(torch, self.kind).get_rng_state()
+        return self._module.get_rng_state()
 
     def set_random_state(self, state: Tensor) -> None:
-        getattr(torch, self.kind).set_rng_state(state)
+        self._module.set_rng_state(state)

@@ -1,8 +1,8 @@
-"""The gradient of a weight, added to its buffer by the matrix product itself.
+"""Adding the gradient of a weight to its buffer in the matrix product itself.
 
-Into an fp32 buffer, the product of bf16 or fp16 rows is summed in fp32 and never rounded to their dtype, made, kept and
-added.  A buffer in the dtype of the rows (``--grad-reduce-in-bf16``) is rounded once a product.  Here is the form that
-needs no product of two dtypes; the others are in the files of their devices.
+The product of bf16 or fp16 rows is summed into an fp32 buffer in fp32: it is never rounded to their dtype or stored on
+its own.  A buffer in the dtype of the rows (``--grad-reduce-in-bf16``) is rounded once per product.  This module has
+the form without mixed dtypes; the others are in the files of their devices.
 """
 
 from collections.abc import Callable
@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 Accumulate = Callable[[Tensor, Tensor, Tensor, bool], None]
-"""``accumulate(buffer, gradient, x, overwrites)``: buffer += gradient^T x, the sum in fp32 whatever the dtypes are.
-Where it overwrites, buffer = gradient^T x, whatever was there.
+"""``accumulate(buffer, gradient, x, overwrites)``: buffer += gradient^T x, summed in fp32 for all dtypes.
+If it overwrites: buffer = gradient^T x.
 
 Gradient [rows, output] and x [rows, input] share one dtype: bf16, fp16 or fp32; ``buffer`` [output, input] is fp32 or
 of that dtype."""
 
 
 def plain_accumulate(buffer: Tensor, gradient: Tensor, x: Tensor, overwrites: bool = False) -> None:
-    """An ``Accumulate``: the rows in the dtype of the buffer, so the product is of one dtype, as the CPU needs it."""
+    """An ``Accumulate`` that casts the rows to the dtype of the buffer: the CPU multiplies only equal dtypes."""
     gradient, x = gradient.to(buffer.dtype), x.to(buffer.dtype)
     if overwrites:
         torch.mm(gradient.t(), x, out=buffer)

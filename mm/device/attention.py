@@ -1,11 +1,11 @@
-"""Attention over packed segments: what the kernels of all devices take, and what several of them are made of.
+"""Attention over packed segments: the arguments of every device's kernel, and the parts that several share.
 
 Pure functions on packed tensors: queries [num_tokens, num_heads, head_dim], keys and values [num_tokens,
 num_kv_heads, head_dim], segments one after another, every token attending only within its own segment.  The softmax
 scale is 1 / sqrt(head_dim).  A device's kernel is in its own file.
 
-Two ways of calling a fused kernel recur.  *By stretch*: segments of equal length that lie together are viewed as a
-batch, one call per stretch; no copy, no mask, no lengths on the device.  *Variable length*: one call over all segments.
+A fused kernel can be called in two ways.  *By stretch*: consecutive segments of equal length are viewed as a batch, one
+call per stretch; no copy, no mask, no lengths on the device.  *Variable length*: one call over all segments.
 """
 
 import itertools
@@ -32,9 +32,9 @@ class Segments:
 
     @classmethod
     def build(cls, lengths: Iterable[int], copy: Callable[[Tensor], Tensor]) -> "Segments":
-        """Describe segments of ``lengths`` tokens; empty ones hold no token and are left out.
+        """Describe segments of ``lengths`` tokens, without the empty ones.
 
-        ``copy`` takes a host tensor to the device (``Device.copy``).
+        ``copy`` copies a host tensor to the device (``Device.copy``).
         """
         kept = tuple(length for length in lengths if length)
         starts = torch.tensor((0, *itertools.accumulate(kept)), dtype=torch.int32)
@@ -46,11 +46,11 @@ class Segments:
         )
 
     def prefers_stretches(self, max_segments: int | None = None) -> bool:
-        """Whether to call by stretch where a variable-length call takes up to ``max_segments`` (None: any number).
+        """Whether to call by stretch, if a variable-length call takes up to ``max_segments`` (None: any number).
 
-        The way with fewer calls wins.  A single stretch (one sequence, equal lengths) is one call either way: then the
-        batch wins, which needs no lengths.  Windows of mixed sizes have up to nine stretches, hence nine launches a
-        layer, so they take one variable-length call.  This reasons by launches; a measurement may change the rule here.
+        The way with fewer calls wins.  A single stretch (one sequence, equal lengths) is one call either way; then the
+        batch wins, because it needs no lengths.  Windows of mixed sizes have up to nine stretches, so nine launches per
+        layer; they take one variable-length call.  The rule counts launches; measurements may change it.
         """
         num_calls = 1 if max_segments is None else -(-len(self.lengths) // max_segments)
         return len(self.stretches) <= num_calls
@@ -92,6 +92,6 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 
 def check_cover(q: Tensor, segments: Segments) -> None:
-    """Raise ValueError where the segments hold more or fewer tokens than there are queries."""
+    """Raise ValueError if the segments do not have exactly one token per query."""
     if sum(segments.lengths) != q.shape[0]:
-        raise ValueError(f"segments hold {sum(segments.lengths)} tokens, but the queries are {q.shape[0]}")
+        raise ValueError(f"the segments have {sum(segments.lengths)} tokens, but there are {q.shape[0]} queries")

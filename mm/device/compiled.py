@@ -80,10 +80,9 @@ def compiled(leaf: Leaf) -> Leaf:
 
 
 def compile_fault(device: torch.device) -> str | None:
-    """Why leaves cannot be compiled for ``device``; None when they can.
+    """Why leaves cannot be compiled for ``device``; None if they can.
 
-    A compiler, Python's headers or Triton may be missing, so it is tried: one leaf on a few numbers, as
-    ``accumulate.py`` tries its operator.
+    A compiler, Python's headers or Triton may be missing, so one leaf is tried on a few numbers.
     """
     x = torch.linspace(-1, 1, 64, device=device).view(4, 16)
     try:
@@ -91,7 +90,9 @@ def compile_fault(device: torch.device) -> str | None:
     except Exception as error:  # whatever is missing, the user reads it
         return f"{type(error).__name__}: {error}"
     expected = pointwise.swiglu(x)
-    return None if torch.allclose(found, expected, atol=1e-5) else f"SwiGLU of {x.tolist()} was {found.tolist()}"
+    if torch.allclose(found, expected, atol=1e-5):
+        return None
+    return f"the compiled SwiGLU of {x.tolist()} is {found.tolist()}"
 
 
 def _inductor() -> Callable[..., Any]:
@@ -99,7 +100,7 @@ def _inductor() -> Callable[..., Any]:
 
 
 def _options(leaf: Leaf) -> dict[str, Any]:
-    """What Inductor must be told to make one kernel of ``leaf``, and of its sums of columns a second one."""
+    """Inductor's options to compile ``leaf`` to one kernel, and its column sums to a second one."""
     from torch._inductor import config
 
     options: dict[str, Any] = {
@@ -107,8 +108,8 @@ def _options(leaf: Leaf) -> dict[str, Any]:
         "force_pointwise_cat": leaf in (pointwise.rope_fusable, pointwise.rope_gradient_fusable)
     }
     if leaf is pointwise.add_norm_gradient_fusable:
-        # Its own rule sums columns beside the work on rows for many rows only, and guards them; and it makes four times
-        # as many partial sums.
+        # By default it sums columns together with the work on rows only if there are many rows, which it guards; and it
+        # makes four times as many partial sums.
         wanted = {"mix_order_reduction_non_strict_mode": True, "mix_order_reduction_split_size": SUMMED_ROWS}
         options |= {f"triton.{name}": value for name, value in wanted.items() if hasattr(config.triton, name)}
     if leaf is pointwise.logit_sums_fusable:

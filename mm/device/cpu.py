@@ -1,4 +1,4 @@
-"""The CPU: everything runs at once, on the host, by torch's own operators.  For demos, tests and CI."""
+"""The CPU: torch's own operators, run synchronously on the host.  For demos, tests and CI."""
 
 import resource
 import time
@@ -33,7 +33,7 @@ def _kernels(_: Fuse | None) -> Kernels:
 
 
 class HostRuntime:
-    """A ``mm.device.platform.Runtime``: tensors are on the host already, and work is done when a call returns."""
+    """A ``mm.device.platform.Runtime``: tensors are already on the host, and work is done when a call returns."""
 
     def __init__(self, _: int) -> None:
         """The CPU has no index."""
@@ -95,7 +95,7 @@ def _on_cpu(factory: Callable[..., Tensor], *args: object, device: object = None
 
 
 class _NoStream:
-    """A CUDA stream that is not there: the CPU runs everything in order."""
+    """Stands in for a CUDA stream: the CPU runs everything in order."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
@@ -119,7 +119,7 @@ def _type_as_on_cuda(tensor: Tensor, *args: Any, **options: Any) -> object:
 
 
 def _nothing(*_: object, **__: object) -> None:
-    """Each name gets a ``partial`` of its own: torch.compile keeps rules by function and refuses one with two names."""
+    """Each name gets its own ``partial``: torch.compile keeps rules by function and refuses one with two names."""
 
 
 _FACTORIES = "asks for device='cuda' in a tensor factory"
@@ -127,7 +127,7 @@ _STREAMS = "megatron orders work on CUDA streams; the CPU has none"
 
 CPU_SHIMS: tuple[Shim, ...] = (
     *ADAM_SHIMS,
-    Shim("torch.cuda:current_device", lambda: torch.device("cpu"), "used as the device of buffers and weights"),
+    Shim("torch.cuda:current_device", lambda: torch.device("cpu"), "megatron makes buffers and weights on it"),
     Shim("torch.cuda:set_device", partial(_nothing), _STREAMS),
     Shim("torch.cuda:synchronize", partial(_nothing), _STREAMS),
     Shim("torch.cuda:empty_cache", partial(_nothing), "the CPU allocator has no cache to empty"),

@@ -21,25 +21,28 @@ from mm.device.shims import ADAM_SHIMS
 from mm.errors import UserError
 
 MAX_MESSAGE_CTAS = 4
-"""Each moves some 20 GB/s over NVLink, as is generally reported: 20 MB, the hidden states of 2,756 tokens of 7B, take
-0.25 ms of the 25 ms and more that a stage computes.  Chosen, not measured."""
+"""Each is generally reported to move some 20 GB/s over NVLink: 20 MB, the hidden states of 2,756 tokens of 7B, take
+0.25 ms, and a stage computes for 25 ms or more.  Chosen, not measured."""
 MIN_DRIVERS = {"12": 525, "13": 580}
-"""CUDA release of torch -> oldest major version of NVIDIA's driver that runs it (CUDA's release notes, table 2)."""
+"""CUDA major version of torch -> oldest major version of NVIDIA's driver for it (CUDA's release notes, table 2)."""
 _DRIVER = "nvidia-driver"
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _SM80 = (8, 0)
-"""Compute capability of A100: the first with bf16 products and with the kernel behind ``varlen_attn``."""
+"""Compute capability of the A100: the first with bf16 products and with the kernel behind ``varlen_attn``."""
 _HALVES = (torch.float16, torch.bfloat16)
-"""What the flash kernels take."""
+"""Dtypes of the flash kernels."""
 
 
 # Attention
 
 
 def cuda_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
-    """A ``Kernel``.  float16 and bfloat16: SDPA by stretch where the segments prefer it, else one call of torch's
-    ``varlen_attn``.  Other dtypes, which ``varlen_attn`` does not take: SDPA by stretch, keys and values repeated for
-    grouped queries (of SDPA's kernels only the quadratic one takes fewer of them in float32)."""
+    """A ``Kernel``.
+
+    In float16 and bfloat16: SDPA by stretch if the segments prefer it, otherwise one call of torch's ``varlen_attn``,
+    which takes no other dtypes.  In other dtypes: SDPA by stretch, with keys and values repeated for grouped queries
+    (in float32 only SDPA's quadratic kernel takes fewer of them).
+    """
     if q.dtype not in _HALVES:
         return by_stretch(q, *_repeat_heads(q, k, v), segments, functools.partial(sdpa, causal=causal))
     if segments.prefers_stretches():
@@ -48,7 +51,7 @@ def cuda_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: 
 
 
 def _sdpa_kv_heads(dtype: torch.dtype, num_heads: int, num_kv_heads: int) -> int:
-    """As ``cuda_attention`` repeats them."""
+    """Number of key/value heads after ``cuda_attention`` has repeated them."""
     return num_kv_heads if dtype in _HALVES else num_heads
 
 
@@ -93,7 +96,7 @@ def _partial_backward(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: 
     if q.dtype not in _HALVES:
         return PLAIN.backward(gradient, q, k, v, whole, pairs)
     starts = pairs.queries.cu_seqlens, pairs.keys.cu_seqlens, pairs.queries.max_length, pairs.keys.max_length
-    random = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which there is not
+    random = torch.zeros(2, dtype=torch.uint64, device=q.device)  # dropout's, which is off
     return torch.ops.aten._flash_attention_backward(
         gradient.contiguous(), q, k, v, whole[0], whole[1].t().contiguous(), *starts, 0.0, pairs.causal, random,
         random, scale=q.shape[-1] ** -0.5)
@@ -122,12 +125,12 @@ def _kernels(fuse: Fuse | None) -> Kernels:
                    cuda_accumulate)
 
 
-# What is here, and what is set before the first work
+# Checks of the machine, and settings before the first work on the device
 
 
 def _fault() -> str | None:
     return None if torch.cuda.is_available() else (
-        "torch sees no CUDA device; check nvidia-smi and that torch is a CUDA build")
+        "torch finds no CUDA device; check nvidia-smi, and that torch is a CUDA build")
 
 
 def _versions() -> dict[str, str]:
@@ -143,15 +146,15 @@ def _version_findings(versions: Mapping[str, str]) -> Iterator[Finding]:
     cuda, driver = versions.get("cuda", ""), versions.get(_DRIVER)
     oldest = MIN_DRIVERS.get(cuda.partition(".")[0])
     if oldest is not None and driver is not None and int(driver.partition(".")[0]) < oldest:
-        yield False, (f"NVIDIA's driver is {driver}, and torch is built for CUDA {cuda}, which wants {oldest} or "
-                      f"later: update the driver (`nvidia-smi` shows it), or install torch for an older CUDA")
+        yield False, (f"NVIDIA's driver is {driver}, but torch is built for CUDA {cuda}, which needs {oldest} or "
+                      f"later: update the driver (`nvidia-smi` shows it), or install a torch for an older CUDA")
 
 
 def _prepare(index: int) -> None:
-    """Choose the device, and take cuDNN's attention away from SDPA.
+    """Choose the device, and stop SDPA from using cuDNN's attention.
 
-    torch prefers it on Hopper and Blackwell, and it plans for each exact shape: 23 to 37 ms of the host for every new
-    length of a sample, with plans that are never dropped.  Flash attention takes any length.
+    torch prefers it on Hopper and Blackwell, but it makes a plan for each exact shape: 23 to 37 ms of the host for
+    every new sample length, and plans are never freed.  Flash attention takes any length.
     """
     torch.cuda.set_device(index)
     refuse_old_cuda(torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index))
@@ -163,17 +166,17 @@ def _switches() -> dict[str, bool]:
 
 
 def refuse_old_cuda(name: str, capability: tuple[int, int]) -> None:
-    """Raise UserError for a CUDA device older than A100: it has neither bf16 nor attention over packed samples."""
+    """Raise UserError for a CUDA device older than the A100: it has neither bf16 nor attention over packed samples."""
     if capability < _SM80:
         major, minor = capability
         raise UserError(
-            f"{name} has compute capability {major}.{minor} (sm{major}{minor}), and 8.0 is needed (A100, RTX 30 and "
-            f"later): older devices have no bf16 products and no kernel for attention over packed samples. Use another "
-            f"device, or --device cpu for a small model"
+            f"{name} has compute capability {major}.{minor} (sm{major}{minor}), but 8.0 or later is needed (A100, "
+            f"RTX 30 and later): older devices have no bf16 products and no kernel for attention over packed samples. "
+            f"Use another device, or --device cpu for a small model"
         )
 
 
-# The types
+# Known types
 
 
 def _known(label: str, names: str, tflops: float, memory_mib: int | None, source: str) -> KnownDevice:
@@ -210,7 +213,7 @@ _KNOWN_DEVICES = (
     _known("RTX 4090", r"GeForce RTX 4090", 165.2, 24564, "NVIDIA Ada whitepaper: bf16 with fp32 sums"),
     _known("RTX 5090", r"GeForce RTX 5090", 209.5, 32607, "NVIDIA RTX Blackwell whitepaper: bf16 with fp32 sums"),
 )
-"""Each number as published; one with sparsity is halved, and one for a whole system divided by its devices."""
+"""Peaks as published; those with sparsity are halved, and those of a whole system divided by its number of devices."""
 
 
 CUDA = Platform(
@@ -237,7 +240,7 @@ CUDA = Platform(
     # An NCCL message occupies GPU multiprocessors from its start until the other side joins: for most of a stage's
     # computing time, to gain 0.1 to 0.3 % of a step (docs/performance.md).
     starts_messages_ahead=False,
-    # What a frozen prefix of stages sends waits for the next stage whether that asks ahead or not.  NCCL would take up
-    # to 32 of the 132 processors of an H100 (its default of ``max_ctas``).
+    # Messages of a frozen prefix of stages wait for the next stage even if receives are not posted early.  By default
+    # (``max_ctas``) NCCL would occupy up to 32 of the 132 multiprocessors of an H100.
     max_message_ctas=MAX_MESSAGE_CTAS,
 )

@@ -1,7 +1,7 @@
 """Deterministic mode: the same run on the same machines gives the same bits.
 
-Without it sums may be added in another order each time: by attention's backward on CUDA (atomic additions), by
-libraries that pick an algorithm as they go, and by collectives that reduce inside of the network.
+Without it the order of sums may change from run to run: in attention's backward pass on CUDA (atomic additions), in
+libraries that pick an algorithm at run time, and in collectives that reduce inside the network.
 """
 
 import os
@@ -18,18 +18,18 @@ class Variable:
     """An environment variable that a library reads when it starts on the device."""
 
     default: str
-    """What it is set to."""
+    """The value it is set to."""
     others: tuple[str, ...] | None
-    """What else a user may have set, upper or lower case; None: whatever is there is replaced."""
+    """Other values that a user may have set, in any case; None: any value is replaced."""
     source: str
 
 
 def make_deterministic(
     variables: Mapping[str, Variable], environment: MutableMapping[str, str] = os.environ
 ) -> None:
-    """Set torch and, by their ``variables``, the libraries below it; before the first work on the device.
+    """Make torch and, through ``variables``, the libraries below it deterministic, before the first work on the device.
 
-    Operators without a deterministic form raise RuntimeError from here on.  Raises UserError for a variable whose
+    From then on, operators without a deterministic form raise RuntimeError.  Raises UserError for a variable whose
     value lets results differ.
     """
     refuse(_contrary(variables, environment))
@@ -47,5 +47,5 @@ def _contrary(variables: Mapping[str, Variable], environment: Mapping[str, str])
             continue
         legal = (variable.default, *variable.others)
         if environment[name].lower() not in [value.lower() for value in legal]:
-            yield (f"--deterministic-mode, but the environment variable {name} is {environment[name]!r}, with which "
-                   f"results may differ from run to run; unset it, or set one of {', '.join(legal)}")
+            yield (f"--deterministic-mode is set, but the environment variable {name} is {environment[name]!r}, which "
+                   f"lets results differ from run to run; unset it, or set it to one of {', '.join(legal)}")

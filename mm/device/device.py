@@ -1,4 +1,4 @@
-"""The device of this process: choosing it, copies to it, its memory, its peak, its random numbers.
+"""The device of this process: how it is chosen, copies to and from it, its memory, peak and random numbers.
 
 ``Device.pick`` must run before megatron is imported: some of its modules query the device at import.
 """
@@ -27,7 +27,7 @@ from mm.errors import UserError
 
 _ADAPTOR = "mindspeed.megatron_adaptor"
 _EAGER_NOTE = (
-    "SwiGLU, rope, norms and the loss's logits run eagerly, in several kernels each, because torch.compile does not "
+    "SwiGLU, rope, norms and the loss's logits run eagerly, as several kernels each, because torch.compile does not "
     "work here: {}. It needs a C compiler, Python's headers (Python.h) and Triton: install gcc and python3-dev, then "
     "start again"
 )
@@ -37,29 +37,28 @@ _EAGER_NOTE = (
 class Device:
     """One accelerator (or the CPU), as this process uses it.
 
-    What differs between kinds of device it takes from its ``platform``, and asks no other way which kind it is.
+    Everything that depends on the kind of device comes from its ``platform``.
     """
 
     platform: Platform
     index: int
-    """Which of the node's devices; the CPU has no number and takes no notice of it."""
+    """Index among the node's devices; the CPU ignores it."""
     kernels: Kernels
     notes: tuple[str, ...] = field(default=(), kw_only=True)
     """Notes for the user about the device: one sentence each, for the start of the log."""
 
     @classmethod
     def pick(cls, wanted: str = "auto", deterministic: bool = False) -> "Device":
-        """Choose npu, cuda or cpu (in this order when ``wanted`` is "auto") and prepare torch and megatron for it.
+        """Choose npu, cuda or cpu (in this order if ``wanted`` is "auto") and prepare torch and megatron for it.
 
-        Raises ``UserError`` when the wanted device is not usable here or too old, the environment is not
-        ``deterministic``, or MindSpeed has patched megatron.
+        Raises ``UserError`` if the wanted device cannot be used here or is too old, if environment variables contradict
+        ``deterministic``, or if MindSpeed has patched megatron.
         """
         if _ADAPTOR in sys.modules:
             raise UserError(
-                f"{_ADAPTOR} is loaded in this process: it reads our command line as its own, and replaces "
-                f"Tensor.view, megatron's gradient buffers and its optimizer, so that nothing here would compute what "
-                f"was tested. Take its import out of the script; an installed MindSpeed may stay, nothing of it is "
-                f"needed"
+                f"{_ADAPTOR} is loaded in this process: it parses this program's command line as its own, and "
+                f"replaces Tensor.view and megatron's gradient buffers and optimizer, so the tested code would not "
+                f"run. Remove its import from the script; MindSpeed may stay installed, but is not needed"
             )
         platform = usable_platform(wanted)
         if deterministic:
@@ -99,7 +98,7 @@ class Device:
 
     @property
     def peak_flops(self) -> float | None:
-        """Dense bf16 FLOP/s that its maker publishes; None where no number is known."""
+        """Dense bf16 FLOP/s published by its maker; None if unknown."""
         return peak_flops(self.name)
 
     @property
@@ -122,7 +121,7 @@ class Device:
         return self._runtime.copy(tensor)
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """A host tensor in pinned memory, or the tensor itself on the CPU; for other threads than the main one."""
+        """Copy a host tensor to pinned memory, in any thread; on the CPU the result is the tensor itself."""
         return self._runtime.pin(tensor)
 
     def side_queue(self) -> SideQueue:
@@ -132,28 +131,28 @@ class Device:
     def start_reading(self, tensor: Tensor) -> Callable[[], list[float]]:
         """Start copying a small fp32 vector to the host; calling the result waits for it and returns its numbers.
 
-        That waits for the work queued before, not for what is queued between the two calls.
+        The wait is for work queued before this call, not for work queued between the two calls.
         """
         on_host = self.start_copying_back(tensor)
         return lambda: on_host().tolist()
 
     def host_buffer(self, num_bytes: int) -> Tensor | None:
-        """Pinned memory to copy back into, as bytes; None on the CPU, whose tensors are on the host."""
+        """Pinned memory for ``start_copying_back``, as bytes; None on the CPU, whose tensors are on the host."""
         return self._runtime.host_buffer(num_bytes)
 
     def start_copying_back(self, tensor: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
         """Start copying a tensor to the host; calling the result, in any thread, waits for the copy and returns it.
 
-        ``into``: pinned memory for it; without, it gets its own.  On the CPU the result is the tensor itself.
+        ``into``: pinned memory for the copy; None allocates it.  On the CPU the result is the tensor itself.
         """
         return self._runtime.start_copying_back(tensor, into)
 
     def mark(self) -> Any:
-        """This moment; on an accelerator, the one when all work of the current stream so far will be done."""
+        """Mark this moment; on an accelerator, the moment when all work queued on the current stream so far is done."""
         return self._runtime.mark()
 
     def seconds_of(self, marks: Sequence[Any]) -> list[float]:
-        """The times of ``mark``s by this process's ``time.perf_counter``; waits until the device has passed them."""
+        """Times of ``mark``s on this process's ``time.perf_counter``; waits until the device has passed them."""
         return self._runtime.seconds_of(marks)
 
     def profiler(self, directory: str, name: str) -> Any:
@@ -169,9 +168,9 @@ class Device:
         self._runtime.synchronize()
 
     def random_states(self) -> dict[str, Tensor]:
-        """The states of all random number generators of this process: Python, numpy, torch and torch on the device."""
+        """States of all random number generators of this process: Python, numpy, torch and torch on the device."""
         _, words, _ = random.getstate()
-        numpy_state: Any = np.random.get_state(legacy=False)  # its type is that of the old form too
+        numpy_state: Any = np.random.get_state(legacy=False)  # typed as if it could be the old tuple
         key, position = numpy_state["state"]["key"].tolist(), numpy_state["state"]["pos"]
         states = {
             "python": torch.tensor(words, dtype=torch.int64),

@@ -12,13 +12,13 @@ from mm.device.partial_attention import PartialAttention
 from mm.device.platforms import PLATFORMS
 
 _PACKAGES = ("torch", "megatron-core", "transformer_engine", "apex", "flash-attn")
-"""Beside those that a platform names."""
+"""Packages besides those that a platform reports."""
 
 
 def device_facts(device: Device, adam: object) -> dict[str, Any]:
-    """JSON values: device, versions of what is installed, and which kernels and forms the training uses.
+    """Device, versions of installed packages, and the kernels and optimizer that the training uses, as JSON values.
 
-    ``adam`` is the optimizer inside of megatron's, None on a rank that trains nothing.
+    ``adam`` is the torch optimizer inside megatron's; None on a rank that trains nothing.
     """
     return {
         "device": device.name,
@@ -34,9 +34,9 @@ def device_facts(device: Device, adam: object) -> dict[str, Any]:
 def sdpa_backend(
     device: Device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, causal: bool
 ) -> str | None:
-    """Which of torch's kernels SDPA takes for such heads; None where attention is not torch's.
+    """The kernel that torch's SDPA chooses for such heads; None if attention does not use SDPA.
 
-    The order in which SDPA tries them differs between releases of torch.
+    Releases of torch differ in the order in which SDPA tries its kernels.
     """
     given = device.platform.sdpa_kv_heads(dtype, num_heads, num_kv_heads)
     if given is None:
@@ -62,9 +62,8 @@ def _versions() -> dict[str, str]:
 
 
 def _name(kernel: Any) -> str | bool | None:
-    """``module.name`` of a function or class: of the class if it is one's method, as autograd's ``apply`` is, and of
-    the forward function if there is a pair (``sums`` of ``LogitKernels``).  None, a kernel that the device does
-    without, and a switch stay so."""
+    """``module.name`` of a kernel: of the class for a class method such as autograd's ``apply``, and of the forward
+    function (``sums`` of ``LogitKernels``) for a pair.  None and booleans are returned as they are."""
     if kernel is None or isinstance(kernel, bool):
         return kernel
     kernel = kernel.forward if isinstance(kernel, PartialAttention | AddNorm) else kernel

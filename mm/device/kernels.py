@@ -1,7 +1,7 @@
 """The operators that differ between kinds of device, as plain functions: attention, norm, SwiGLU, rope, gradients.
 
-Here are their types, and the forms that any device can take, in plain torch.  A device's own forms, and which of all
-these it takes, are in its file.
+This module has their types, and the forms in plain torch that any device can use.  A device's own forms, and its choice
+among all of them, are in its file.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from mm.device.pointwise import Heads, Leaf
 SwiGLU = Callable[..., Tensor]
 Rope = Callable[..., Heads]
 Fuse = Callable[[Leaf], Leaf]
-"""Makes one kernel of a leaf, as ``mm.device.compiled.compiled`` does; a count of kernels has a function of its own."""
+"""Makes one kernel of a leaf, as ``mm.device.compiled.compiled`` does; tests pass functions that run or count leaves."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class Kernels:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     """(x [..., n], weight [n], epsilon): statistics in fp32."""
     add_norm: AddNorm | None
-    """None: a sum and its norm are operators of their own."""
+    """None: a sum and its norm are separate operators."""
     logits: LogitKernels
     swiglu: SwiGLU
-    """(x [..., 2n] = [gate; up], bias) -> silu(gate) * up [..., n].  The bias, if any, is a part of x already, and its
-    gradient is summed here; so is that of rope's."""
+    """(x [..., 2n] = [gate; up], bias) -> silu(gate) * up [..., n].  The bias, if any, is already added to x, and its
+    gradient is summed here; the same holds for rope."""
     rope: Rope
     """(qkv, cos, sin, bias) -> rotated queries, rotated keys, values; shapes and dtypes as in ``mm.device.pointwise``.
     """

@@ -1,4 +1,4 @@
-"""Ascend's NPUs: the operators of torch_npu, ATB's product that accumulates, and messages by HCCL."""
+"""Ascend's NPUs: torch_npu's operators, ATB's accumulating matrix product, and messages by HCCL."""
 
 import contextlib
 import functools
@@ -29,18 +29,18 @@ from mm.device.shims import ADAM_SHIMS, Shim
 from mm.errors import UserError
 
 MAX_SEGMENTS = 1024
-"""Longest list of lengths that ``npu_fusion_attention`` takes in one variable-length call (its documentation)."""
+"""Most segments that one variable-length call of ``npu_fusion_attention`` takes (its documentation)."""
 CAUSAL_MASK_SIDE = 2048
-"""Side of the compressed mask that its ``sparse_mode`` 3 wants, whatever the lengths (its documentation)."""
+"""Side of the compressed mask for its ``sparse_mode`` 3, for any lengths (its documentation)."""
 _CANN_VERSION_FILES = "*-linux/ascend_toolkit_install.info"
-"""In the directory that Ascend's set_env.sh names; has a line ``version=...`` (its installation guide)."""
+"""Files with a line ``version=...``, in the directory that Ascend's set_env.sh names (its installation guide)."""
 _WITHOUT_BF16 = re.compile(r"Ascend310.*|Ascend910(A|B|ProA|ProB|PremiumA)?")
-"""Ascend's devices for inference, and the first 910 (torch_npu's list of SoC versions): "Ascend910B" alone is one of
-those, "Ascend910B1" to "Ascend910B4" are A2."""
+"""Ascend's inference devices and the first 910 (torch_npu's list of SoC versions): plain "Ascend910B" is a first 910,
+"Ascend910B1" to "Ascend910B4" are A2."""
 
 
 def torch_npu() -> Any:
-    """Ascend's package, which has no types and is there only beside an NPU."""
+    """Ascend's package, which has no types and is installed only on machines with an NPU."""
     return importlib.import_module("torch_npu")
 
 
@@ -48,8 +48,8 @@ def torch_npu() -> Any:
 
 
 def npu_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
-    """A ``Kernel``: ``torch_npu.npu_fusion_attention``, layout BSND by stretch where full attention's segments prefer
-    it (a batch escapes the limit on lists of lengths), TND otherwise."""
+    """A ``Kernel``: ``torch_npu.npu_fusion_attention``, for full attention with layout BSND by stretch if the segments
+    prefer it (a batch is not limited to ``MAX_SEGMENTS``), otherwise with layout TND."""
     if not segments.lengths or (segments.prefers_stretches(MAX_SEGMENTS) and not causal):
         return by_stretch(q, k, v, segments, _full)
     return _varlen(q, k, v, segments, causal)
@@ -116,7 +116,7 @@ def _partial_backward(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: 
 
 
 def _calls(pairs: Pairs) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
-    """Rows of queries and of keys of each call, which takes so many lengths only."""
+    """Rows of queries, rows of keys, and arguments for lengths, for each call of at most ``MAX_SEGMENTS`` segments."""
     q_start = k_start = 0
     for first in range(0, len(pairs.queries.lengths), MAX_SEGMENTS):
         chunk = slice(first, first + MAX_SEGMENTS)
@@ -126,9 +126,8 @@ def _calls(pairs: Pairs) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
         q_start, k_start = q_start + q_ends[-1], k_start + k_ends[-1]
 
 
-# Other operators.  What Ascend's documentation says of tensors without rows: ``npu_swiglu`` and
-# ``npu_fusion_attention`` refuse them, of the others nothing.  A context-parallel rank may hold none, so no operator of
-# theirs is called for one.
+# Other operators.  According to Ascend's documentation ``npu_swiglu`` and ``npu_fusion_attention`` refuse tensors
+# without rows; it says nothing about the others.  A context-parallel rank may hold no rows; then it calls none of them.
 
 
 def npu_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -145,7 +144,7 @@ def npu_swiglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def npu_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """A ``Rotation`` by ``npu_rotary_mul``: layout BSND with tables 1S1D, all three in the dtype of the tables.
+    """A ``Rotation`` by ``npu_rotary_mul``: layout BSND with tables 1S1D, all in the dtype of the tables.
 
     Its own gradient would keep x for the backward pass (its documentation), so it is only called without autograd.
     """
@@ -156,7 +155,7 @@ def npu_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def npu_rope(qkv: Tensor, cos: Tensor, sin: Tensor) -> Heads:
-    """A leaf like ``mm.device.pointwise.rope``, with values of their own, so that ``qkv`` need not live on."""
+    """A leaf like ``mm.device.pointwise.rope``, but the values are copied, so ``qkv`` can be freed."""
     q, k, v = pointwise.split_and_rotate(qkv, cos, sin, npu_rotate)
     return q, k, v.clone()
 
@@ -168,9 +167,9 @@ def npu_rope_gradient(
 
 
 def npu_accumulate(buffer: Tensor, gradient: Tensor, x: Tensor, overwrites: bool = False) -> None:
-    """An ``Accumulate``: ATB's product with accumulation, which takes bf16 and fp16 rows and none of them empty.
+    """An ``Accumulate``: ATB's accumulating product, which takes non-empty bf16 or fp16 rows.
 
-    Where ``_matmul_add_fault`` finds that it does not work here, the product is rounded to the rows' dtype and added.
+    If it does not work here (``_matmul_add_fault``), the product is rounded to the rows' dtype before it is added.
     """
     if overwrites:
         buffer.zero_()
@@ -186,10 +185,10 @@ def npu_accumulate(buffer: Tensor, gradient: Tensor, x: Tensor, overwrites: bool
 
 @functools.cache
 def _matmul_add_fault(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why ``_npu_matmul_add_fp32`` cannot be used for rows of ``dtype``, told once per process; None when it can.
+    """Why ``_npu_matmul_add_fp32`` cannot be used for rows of ``dtype``; None if it can.  Warns once per process.
 
-    It wants the ATB library (CANN's nnal package) and an Atlas A2 or A3, and ATB's documentation excludes float16
-    while torch_npu's own test uses it, so it is tried: once, on a small product whose result is looked at.
+    It needs the ATB library (CANN's nnal package) and an Atlas A2 or A3, and ATB's documentation excludes float16 while
+    torch_npu's own test uses it.  So it is tried once, on a small product whose result is checked.
     """
     ones = torch.ones(16, 16, dtype=dtype, device=device)
     buffer = torch.ones(16, 16, device=device)
@@ -203,7 +202,7 @@ def _matmul_add_fault(dtype: torch.dtype, device: torch.device) -> str | None:
         warnings.warn(
             f"torch_npu's _npu_matmul_add_fp32 does not work here for {dtype}, so weight gradients are rounded to "
             f"{dtype} before they are added in fp32, and steps are slower. Install CANN's nnal package and source its "
-            f"atb/set_env.sh. What it said: {fault}",
+            f"atb/set_env.sh. The error was: {fault}",
             stacklevel=2,
         )
     return fault
@@ -216,14 +215,14 @@ def _kernels(_: Fuse | None) -> Kernels:
                    overwrites=False)
 
 
-# What is here, and what is set before the first work
+# Checks of the machine, and settings before the first work on the device
 
 
 def _fault() -> str | None:
     if importlib.util.find_spec("torch_npu") is None:
-        return "torch_npu is not installed; install the torch_npu of your torch version"
+        return "torch_npu is not installed; install the release that matches your torch"
     if not torch_npu().npu.is_available():
-        return "torch_npu sees no NPU; source Ascend's set_env.sh and check npu-smi info"
+        return "torch_npu finds no NPU; source Ascend's set_env.sh, and check npu-smi info"
     return None
 
 
@@ -247,10 +246,10 @@ def _version_findings(versions: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _prepare(index: int) -> None:
-    """Load what redirects CUDA's names, choose the device, and run operators from CANN's binaries.
+    """Redirect CUDA's names to the NPU, choose the device, and use CANN's prebuilt operators.
 
-    With ``jit_compile`` on, CANN would compile operators for every new shape, and ``npu_rotary_mul`` would take no head
-    size but 128, while the ViT's is 80.
+    With ``jit_compile`` on, CANN would compile operators for every new shape, and ``npu_rotary_mul`` would only take a
+    head size of 128; the ViT's is 80.
     """
     importlib.import_module("torch_npu.contrib.transfer_to_npu")
     torch_npu().npu.set_device(index)
@@ -264,12 +263,12 @@ def _switches() -> dict[str, bool]:
 
 
 def refuse_old_npu(name: str) -> None:
-    """Raise UserError for an NPU without bf16, on which the operators of A2 and A3 do not run."""
+    """Raise UserError for an NPU without bf16, which does not run the operators of A2 and A3."""
     if _WITHOUT_BF16.fullmatch(name):
         raise UserError(
-            f"{name} has no bf16, and npu_fusion_attention does not run on it; an Atlas A2 or A3 is needed, which "
-            f"torch_npu calls Ascend910B1 to Ascend910B4 and Ascend910_93xx. Use another device, or --device cpu for a "
-            f"small model"
+            f"{name} has no bf16 and cannot run npu_fusion_attention; an Atlas A2 or A3 is needed (in torch_npu's "
+            f"names Ascend910B1 to Ascend910B4, or Ascend910_93xx). Use another device, or --device cpu for a small "
+            f"model"
         )
 
 
@@ -285,7 +284,7 @@ NPU_SHIMS: tuple[Shim, ...] = (
     *ADAM_SHIMS,
     Shim("torch:Tensor.type", _type_as_on_cuda, "the optimizers accept torch.cuda.* type names only"),
 )
-"""What megatron-core 0.16 needs on an NPU beside ``transfer_to_npu``, which leaves ``Tensor.type`` alone."""
+"""Replacements for megatron-core 0.16 besides those of ``transfer_to_npu``, which does not change ``Tensor.type``."""
 
 
 # Its runtime
@@ -297,11 +296,12 @@ def _profiler(directory: str, name: str) -> Any:
 
 
 def hccl_buffer_mb(num_groups: int, num_with_messages: int, buffsize_mb: int = 200, p2p_buffsize_mb: int = 20) -> int:
-    """What HCCL allocates on an NPU: twice HCCL_BUFFSIZE for each group, and twice P2P_HCCL_BUFFSIZE for messages."""
+    """MB that HCCL allocates on an NPU: twice HCCL_BUFFSIZE per group, and twice P2P_HCCL_BUFFSIZE per group with
+    messages."""
     return 2 * buffsize_mb * num_groups + 2 * p2p_buffsize_mb * num_with_messages
 
 
-# The types
+# Known types
 
 
 def _known(label: str, names: str, tflops: float | None, memory_gib: int, source: str) -> KnownDevice:
@@ -311,17 +311,17 @@ def _known(label: str, names: str, tflops: float | None, memory_gib: int, source
 _CANN = "CANN's platform_config: cube cores x 8,192 FLOP x cube frequency"
 _MSMODELING = "Huawei's msmodeling, device profile"
 _KNOWN_DEVICES = (
-    # Huawei's data sheets give fp16, which is 6 to 14 % more: 376, 313 and 280 TFLOP/s of A2, 752 of both dies of A3.
-    # A die of 910C (A3) is a device of its own; its memory is half of the chip's 128 GB.
+    # Huawei's data sheets give fp16, which is 6 to 14 % more: 376, 313 and 280 TFLOP/s for A2, 752 for both dies of A3.
+    # Each die of a 910C (A3) is a separate device, with half of the chip's 128 GB.
     _known("Ascend910B1", r"Ascend910B1", 363.7, 64, f"{_CANN} (24, 1.85 GHz)"),
     _known("Ascend910B2", r"Ascend910B2", 353.9, 64, f"{_MSMODELING} ATLAS_800_A2_376T_64G (24, 1.8 GHz)"),
     _known("Ascend910B3", r"Ascend910B3", 294.9, 64, f"{_MSMODELING} ATLAS_800_A2_313T_64G (20, 1.8 GHz)"),
     _known("Ascend910B4", r"Ascend910B4", 245.8, 32, f"{_MSMODELING} ATLAS_800_A2_280T_32G (20, 1.5 GHz)"),
     _known("Ascend910B4-1", r"Ascend910B4-1", 245.8, 64, f"{_MSMODELING} ATLAS_800_A2_280T_64G (20, 1.5 GHz)"),
     _known("Ascend910_9391", r"Ascend910_9391", 363.7, 64, f"{_CANN} (24, 1.85 GHz)"),
-    _known("other Ascend910_93", r"Ascend910_93(62|72|81|82|92)", None, 64, "not found for each of these types"),
+    _known("other Ascend910_93", r"Ascend910_93(62|72|81|82|92)", None, 64, "no number found for these types"),
 )
-"""Each number as published: those of the cube cores in bf16."""
+"""Peaks of the cube cores in bf16, as published."""
 
 
 NPU = Platform(
@@ -342,7 +342,7 @@ NPU = Platform(
     compiles_leaves=False,
     kernels=_kernels,
     sdpa_kv_heads=lambda *_: None,
-    adam_obeys_scale=False,  # torch_npu's takes both and looks at neither
+    adam_obeys_scale=False,  # torch_npu's accepts both arguments and ignores them
     runtime=functools.partial(AcceleratorRuntime, "npu"),
     profiler=_profiler,
     starts_messages_ahead=True,  # HCCL waits in its own engines (SDMA)

@@ -1,9 +1,9 @@
-"""Attention to a part of the keys, for ring attention: a pair of functions, and the pair without a fused kernel.
+"""Attention to a part of the keys, for ring attention: its interface, and the form without a fused kernel.
 
-``forward`` returns the output as if there were no other keys, and each query's log-sum-exp, by which the outputs of
+``forward`` returns the output as if there were no other keys, and each query's log-sum-exp, with which the outputs of
 several parts are combined.  ``backward`` takes the combined output and log-sum-exp, and returns the gradients of this
 part.  Tensors are as in ``mm.device.attention``; queries and keys have segments of their own, pair by pair, and
-``causal`` is for pairs of equal lengths.  The pairs of functions with a fused kernel are in the files of their devices.
+``causal`` is for pairs of equal lengths.  Forms with a fused kernel are in the files of their devices.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 """Gradients of q, k and v."""
 
 MAX_SCORE_ROWS = 1024
-"""Queries of a segment whose scores are computed at once without a fused kernel."""
+"""Queries of a segment whose scores are computed together without a fused kernel."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class PartialAttention:
-    """The two functions of a device."""
+    """The two functions."""
 
     forward: Callable[[Tensor, Tensor, Tensor, Pairs], Part]
     """(q, k, v, pairs)"""
@@ -98,7 +98,7 @@ def _by_head(x: Tensor, group: int) -> Tensor:
 
 
 def _by_row(x: Tensor) -> Tensor:
-    """The way back."""
+    """The inverse of ``_by_head``."""
     return x.permute(2, 0, 1, 3).flatten(1, 2)
 
 

@@ -1,7 +1,8 @@
-"""What the trainer must know of a kind of device: the interface that ``cpu.py``, ``cuda.py`` and ``npu.py`` fill in.
+"""Everything the trainer must know about a kind of device: the interface that ``cpu.py``, ``cuda.py`` and ``npu.py``
+implement.
 
-Nothing outside of these three files asks which device it runs on: it asks the platform for a fact, or calls a function
-of it.  A new device is a file beside them with a ``Platform`` of its own, and its place in ``platforms.py``.
+Code outside these three files never asks which device it runs on: it reads a fact of the platform or calls one of its
+functions.  A new device is another such file with its own ``Platform``, and an entry in ``platforms.py``.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from mm.device.shims import Shim
 from mm.device.side import SideQueue
 
 Finding = tuple[bool, str]
-"""Whether a run would certainly end, and what the user reads."""
+"""(whether a run would certainly fail, message for the user)"""
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,13 @@ class KnownDevice:
     """One type of accelerator."""
 
     label: str
-    """What reports call it."""
+    """Its name in reports."""
     names: str
-    """A regular expression of the whole name, without the maker's "NVIDIA "."""
+    """A regular expression for the whole name that its driver reports, without "NVIDIA " in front."""
     peak_flops: float | None
-    """Dense bf16 FLOP/s with sums in fp32.  None: no published number was found."""
+    """Dense bf16 FLOP/s with fp32 sums.  None: no published number was found."""
     memory_bytes: int | None
-    """The whole memory: of NVIDIA's as nvidia-smi shows it, of others as the maker names it.  None: not found."""
+    """The whole memory: for NVIDIA's as nvidia-smi shows it, for others as the maker states it.  None: not found."""
     source: str
     """Where the peak is published."""
 
@@ -67,7 +68,7 @@ class Runtime(Protocol):
     def max_memory_bytes(self) -> int: ...
 
     def random_state(self) -> Tensor | None:
-        """The state of the device's own random number generator; None where torch's on the host is the only one."""
+        """State of the device's random number generator; None if torch's on the host is the only one."""
         ...
 
     def set_random_state(self, state: Tensor) -> None: ...
@@ -78,57 +79,57 @@ class Platform:
     """A kind of device.  No member has a default, so that a new device states each of them."""
 
     name: str
-    """As torch names its devices, and as ``--device`` does."""
+    """Its name in ``torch.device`` and in ``--device``."""
     backend: str
     """torch.distributed's backend for tensors on the device."""
 
-    # What is here, and what a run may meet
+    # Checks of the machine
 
     fault: Callable[[], str | None]
-    """Why this process can use no such device, and what to do about it; None: it can."""
+    """Why this process cannot use such a device, and what to do about it; None if it can."""
     versions: Callable[[], dict[str, str]]
-    """Versions of the device's own libraries that are installed here, whether or not the device is used."""
+    """Installed versions of the device's libraries, whether or not the device is used."""
     version_findings: Callable[[Mapping[str, str]], Iterator[Finding]]
-    """Which of these versions of packages and libraries do not go together."""
+    """Findings about versions of packages and libraries that do not work together."""
     known_devices: tuple[KnownDevice, ...]
-    """Its types with peak and memory; empty where no peak is published, as for CPUs."""
+    """Its types with peak and memory; empty if no peaks are published, as for CPUs."""
 
     # Before the first work on it
 
     prepare: Callable[[int], None]
-    """Choose the device of this index for the process, and set what its libraries need.  Raises UserError for a device
-    that is too old."""
+    """Choose the device of this index for the process, and configure its libraries.  Raises UserError for a device that
+    is too old."""
     shims: tuple[Shim, ...]
-    """What megatron needs replaced."""
+    """Names to replace for megatron."""
     deterministic_variables: Mapping[str, Variable]
-    """What ``--deterministic-mode`` sets for its libraries."""
+    """Environment variables that ``--deterministic-mode`` sets for its libraries."""
     switches: Callable[[], dict[str, bool]]
-    """What ``prepare`` has turned off, read where the libraries keep it."""
+    """Settings that ``prepare`` turns off, as the libraries report them."""
 
     # Operators
 
     compiles_leaves: bool
     """Whether torch.compile makes one kernel of each leaf."""
     kernels: Callable[[Fuse | None], Kernels]
-    """``fuse`` makes one kernel of a leaf, where leaves are compiled.  None: they run eagerly."""
+    """Its operators, from ``fuse``, which makes one kernel of a leaf; with None leaves run eagerly."""
     sdpa_kv_heads: Callable[[torch.dtype, int, int], int | None]
-    """(dtype, query heads, key/value heads): how many of the latter attention gives to torch's SDPA; None where
-    attention is not torch's."""
+    """(dtype, query heads, key/value heads) -> number of key/value heads that attention passes to torch's SDPA; None if
+    it does not use SDPA."""
     adam_obeys_scale: bool
     """Whether torch's fused AdamW obeys ``grad_scale`` and ``found_inf`` here."""
 
-    # How it works beside the host and other ranks
+    # Work together with the host and other ranks
 
     runtime: Callable[[int], Runtime]
-    """For the device of this index."""
+    """Makes the runtime of the device of this index."""
     profiler: Callable[[str, str], Any]
     """(directory, name of the trace): a profiler of host and device with ``start`` and ``stop``."""
     starts_messages_ahead: bool
     """Whether stages post receives early by default; the command line can override it."""
     max_message_ctas: int | None
-    """Multiprocessors that a group for pipeline messages may occupy; None: the backend's default."""
+    """Most multiprocessors that a group for pipeline messages may occupy; None: the backend's default."""
 
 
 def torch_profiler(directory: str, name: str) -> Any:
-    """A ``Platform.profiler``: torch's."""
+    """A ``Platform.profiler`` by torch."""
     return torch.profiler.profile(on_trace_ready=torch.profiler.tensorboard_trace_handler(directory, name))

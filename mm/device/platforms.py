@@ -1,4 +1,4 @@
-"""All platforms, and which of them a process uses: the only module beside a device's own file that names it."""
+"""All platforms, and the choice among them: the only module that imports the devices' files."""
 
 from mm.device.cpu import CPU
 from mm.device.cuda import CUDA
@@ -7,13 +7,13 @@ from mm.device.platform import Platform
 from mm.errors import UserError
 
 PLATFORMS: tuple[Platform, ...] = (NPU, CUDA, CPU)
-"""In the order in which ``--device auto`` prefers them.  The last can be used everywhere."""
+"""In the order in which ``--device auto`` prefers them.  The last one works everywhere."""
 
 
 def usable_platform(wanted: str) -> Platform:
     """The platform of this name, or for "auto" the first that can be used here.
 
-    Raises UserError where there is none of this name, or it cannot be used here.
+    Raises UserError if there is none of this name, or it cannot be used here.
     """
     if wanted == "auto":
         return next(platform for platform in PLATFORMS if platform.fault() is None)

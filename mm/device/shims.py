@@ -1,7 +1,8 @@
-"""What makes CUDA-shaped code run elsewhere: the replaced names that a platform declares.  The only file that patches.
+"""Replaces names in torch and megatron as a platform declares, so that code for CUDA runs elsewhere.
 
-megatron-core is written for CUDA.  On NPU ``torch_npu``'s own ``transfer_to_npu`` redirects it and the table of
-``npu.py`` adds what that leaves out; on CPU the table of ``cpu.py`` does all.  ``ADAM_SHIMS`` are part of every table.
+This is the only file that patches.  megatron-core is written for CUDA.  On NPUs ``torch_npu``'s own ``transfer_to_npu``
+redirects it, and the table of ``npu.py`` adds the rest; on the CPU the table of ``cpu.py`` does everything.
+``ADAM_SHIMS`` are part of every table.
 """
 
 import importlib
@@ -27,11 +28,11 @@ ADAM_SHIMS: tuple[Shim, ...] = (
     Shim("megatron.core.optimizer:USING_PYTORCH_OPTIMIZER", True, "goes with the line above"),
     Shim("megatron.core.optimizer.distrib_optimizer:HAVE_APEX_OR_TE", False, "goes with the lines above"),
 )
-"""Torch's fused AdamW on every machine, whatever is installed beside it: the same arithmetic and the same states."""
+"""torch's fused AdamW on every machine, whatever else is installed: the same arithmetic and the same states."""
 
 
 def apply_shims(shims: Sequence[Shim]) -> None:
-    """Patch what megatron needs, in this order; before megatron is imported."""
+    """Apply ``shims`` in order.  Call it before anything else imports megatron."""
     _import_megatron()
     for shim in shims:
         module_name, attribute = shim.target.split(":")
@@ -44,10 +45,10 @@ def apply_shims(shims: Sequence[Shim]) -> None:
 
 
 def _import_megatron() -> None:
-    """Without torch.compile, with which megatron decorates functions that our kernels replace.
+    """Import megatron without torch.compile, with which it decorates functions that our kernels replace.
 
-    It would build code for every new shape.  megatron's own switch is too late for what the import of the package
-    decorates, and torch.compile alone loads 2.4 s of compiler.
+    torch.compile would build code for every new shape.  megatron's own switch comes too late for functions decorated at
+    the package's import, and torch.compile alone takes 2.4 s to load its compiler.
     """
     torch_compile = torch.compile
     torch.compile = lambda function: function

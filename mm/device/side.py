@@ -1,4 +1,4 @@
-"""A second stream of the device, for small work besides the main one: copying the next microbatch's inputs."""
+"""A second stream of the device, for small work besides the main stream: copying the next microbatch's inputs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ import torch
 
 
 class SideQueue:
-    """A stream beside the computing one; on a device without streams, such as the CPU, everything runs at once.
+    """A stream next to the computing one; on a device without streams, such as the CPU, all work runs immediately.
 
     ::
 

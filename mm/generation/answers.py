@@ -14,17 +14,17 @@ _AGAIN = "give another --output, or remove the file to ask everything again"
 
 
 class AnswerFile:
-    """The answers of one file, which one process at a time may add to.
+    """The answers in one file, to which one process at a time may add.
 
-    Every line has the prompt's ``number``, and the ``key`` of what it answers: content of the prompt, weights and
-    settings.  Other keys are the caller's.
+    Every line has the prompt's ``number``, and a ``key`` made from the prompt's content, the weights and the settings.
+    Other keys are the caller's.
     """
 
     def __init__(self, path: str | Path, keys: Mapping[int, str]) -> None:
-        """Open or begin the file, and cut off half a line that an interruption has left.
+        """Open or create the file, and cut off a partial line that an interruption has left.
 
-        ``keys``: of every prompt, by number.  Raises UserError when the file cannot be written, another process adds to
-        it, or it holds anything else than answers to these prompts.
+        ``keys``: the key of every prompt, by number.  Raises UserError if the file cannot be written, another process
+        is adding to it, or it has anything other than answers to these prompts.
         """
         self.path = Path(path)
         with writing(self.path, "--output"):
@@ -66,7 +66,7 @@ class AnswerFile:
         os.ftruncate(self._file, sum(map(len, lines)))
 
     def add(self, answers: Iterable[Mapping[str, Any]]) -> None:
-        """Add answers that are not there yet, in one write, and put them on the disk."""
+        """Add the answers that are not in the file yet, in one write, and sync it to disk."""
         new = {int(one["number"]): _line(one) for one in answers if one["number"] not in self._lines}
         left = b"".join(new.values())
         with writing(self.path, "--output"):
@@ -76,7 +76,7 @@ class AnswerFile:
         self._lines |= new
 
     def close(self) -> None:
-        """Put the lines in the order of the prompts: the file appears so at once, or stays as it was."""
+        """Sort the lines by prompt, atomically, and close the file."""
         lines = b"".join(self._lines[number] for number in sorted(self._lines))
         if self.path.read_bytes() != lines:
             with writing(self.path, "--output"):

@@ -1,7 +1,7 @@
-"""A file of prompts answered into a file of answers: batch by batch, over all replicas, and again after interruptions.
+"""Answers a file of prompts, batch by batch over all replicas, into a file of answers; resumes after interruptions.
 
-The batches are a function of the prompts alone, so that a run that was killed and started again makes each answer in
-the company in which it would have been made.
+The batches depend on the prompts alone, so a run that was killed and started again answers each prompt in the same
+batch as an uninterrupted run.
 """
 
 import sys
@@ -17,7 +17,7 @@ from mm.parallel.agreement import gather, on_first
 from mm.progress import Progress
 
 Read = Callable[[], tuple[list[Prompt], list[str]]]
-"""Prompts, and what is wrong with others."""
+"""Reads the valid prompts, and the problems of the others."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Plan:
     """The prompts to answer."""
 
     batches: tuple[tuple[Prompt, ...], ...]
-    """Those that are not all answered yet; the longest prompts first, so that too little memory is noticed at once."""
+    """Batches with unanswered prompts; the longest prompts first, so that a lack of memory shows at once."""
     problems: tuple[str, ...]
     """Problems of prompts that cannot be asked."""
 
 
 def by_length(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
-    """Numbers of the prompts of each batch: prompts of like ``lengths`` together, the longest first."""
+    """Indices of the prompts of each batch: prompts of similar ``lengths`` together, the longest first."""
     order = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
     return [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
 
@@ -39,7 +39,7 @@ def by_length(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
 def in_batches(
     session: Session, prompts: Sequence[Prompt], batch_size: int
 ) -> tuple[list[tuple[Prompt, ...]], list[str]]:
-    """Those that can be asked, and what is wrong with the others; on rank 0."""
+    """Batches of the prompts that can be asked, and the problems of the others; called on rank 0."""
     lengths: list[int] = []
     ready: list[Prompt] = []
     problems: list[str] = []
@@ -57,7 +57,7 @@ def answer_batches(
 ) -> list[str]:
     """Deal ``batches`` to the replicas, one to each at a time; ``keep`` is given their answers on rank 0.
 
-    Every rank calls it.  Returns what is wrong with prompts that have no answer, on rank 0.
+    Every rank calls it.  Returns, on rank 0, the problems of prompts that have no answer.
     """
     mesh = session.mesh
     problems: list[str] = []
@@ -71,7 +71,7 @@ def answer_batches(
 
 
 class FileOfPrompts:
-    """Prompts that are known beforehand, and the file of their answers, which rank 0 alone opens."""
+    """Prompts from a file, and the file of their answers, which only rank 0 opens."""
 
     def __init__(self, session: Session, read: Read, output: str, batch_size: int) -> None:
         """``read`` is called on rank 0."""
@@ -80,7 +80,10 @@ class FileOfPrompts:
         self._progress: Progress | None = None
 
     def answer(self) -> None:
-        """Every rank calls it.  Raises AgreedError at the end with what is wrong with prompts that have no answer."""
+        """Answer all prompts.  Every rank calls it.
+
+        Raises AgreedError at the end with the problems of prompts that have no answer.
+        """
         mesh = self._session.mesh
         plan = on_first(mesh, self._plan)
         problems = [*plan.problems, *answer_batches(self._session, plan.batches, self._write)]

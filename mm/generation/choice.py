@@ -1,4 +1,4 @@
-"""Which token comes next: pure functions of logits, of the tokens before, and of numbers that a seed gives.
+"""The choice of the next token: pure functions of logits, earlier tokens, and random numbers from a seed.
 
 The rules and their order are transformers': the repetition penalty, then temperature, top-k and top-p.
 """
@@ -13,21 +13,21 @@ from mm.config.generate import Decoding
 
 
 def drawn_number(seed: int, prompt: int, position: int) -> float:
-    """A number of [0, 1) for token ``position`` of the answer to prompt ``prompt``.
+    """The random number in [0, 1) for token ``position`` of the answer to prompt ``prompt``.
 
-    It depends on nothing else: neither on the layout, nor on the prompts that are answered beside.
+    It depends on nothing else: neither the layout nor the other prompts of the batch.
     """
     digest = hashlib.blake2b(f"{seed} {prompt} {position}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") / 2**32
 
 
 def penalized(logits: Tensor, was_there: Tensor, penalty: float) -> Tensor:
-    """Make tokens that were there, bool [rows, vocabulary], less likely (Keskar et al., arXiv:1909.05858)."""
+    """Make earlier tokens, ``was_there`` bool [rows, vocabulary], less likely (Keskar et al., arXiv:1909.05858)."""
     return torch.where(was_there, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
 def probabilities(logits: Tensor, decoding: Decoding) -> Tensor:
-    """float32 [rows, vocabulary]: of each token, 0 for those that are never drawn."""
+    """Probability of each token, float32 [rows, vocabulary]; 0 for tokens that are never drawn."""
     logits = logits / decoding.temperature
     if 0 < decoding.top_k < logits.shape[1]:
         least = logits.topk(decoding.top_k, dim=1).values[:, -1:]
@@ -41,10 +41,11 @@ def probabilities(logits: Tensor, decoding: Decoding) -> Tensor:
 
 
 def next_tokens(logits: Tensor, decoding: Decoding, prompts: Sequence[int], positions: Sequence[int]) -> Tensor:
-    """int64 [rows], on the device of the logits float32 [rows, vocabulary], which may be penalized.
+    """Token ids, int64 [rows], on the device of ``logits``, float32 [rows, vocabulary], which may be penalized.
 
-    Row i is token ``positions[i]`` of the answer to prompt ``prompts[i]``.  What is drawn is where the number falls
-    among the probabilities, one after another by token id: summed on the host in float64, which not every device has.
+    Row i is token ``positions[i]`` of the answer to prompt ``prompts[i]``.  A random number picks the first token
+    at which the cumulative sum of the probabilities exceeds it.  The sum is taken on the host in float64, which some
+    devices do not have.
     """
     if decoding.temperature == 0.0:
         return logits.argmax(dim=1)

@@ -1,4 +1,4 @@
-"""Answers token by token: the trainer's forward pass over the stages of a replica, with keys and values kept.
+"""Answers token by token: the trainer's forward pass over the stages of a replica, with a cache of keys and values.
 
 All ranks of a replica call this together with the same prompts.  The stage with the output layer chooses each token and
 broadcasts it.
@@ -23,14 +23,14 @@ from mm.placement import StageSpec
 
 @dataclass
 class Answer:
-    """The answer to one prompt, as far as it is there."""
+    """The answer to one prompt so far."""
 
     prompt: int
-    """The prompt's own number, which its random numbers depend on."""
+    """The prompt's number; the random numbers depend on it."""
     token_ids: list[int] = field(default_factory=list)
-    """With the token that ended it."""
+    """Includes the token that ended it."""
     ended: str | None = None
-    """"stop" by a token that ends answers, "length" by their longest length; None: it goes on."""
+    """"stop": a stop token ended it; "length": it reached the longest length; None: it is not complete."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class _Sequence:
 
 
 Listener = Callable[[Answer], None]
-"""Hears of each token; called on every rank."""
+"""Called after each token, on every rank, with each answer of the batch."""
 
 
 class Answerer:
@@ -59,13 +59,13 @@ class Answerer:
         self._like = torch.empty(0, dtype=stage.config.params_dtype, device=self._device)
         self._stages = dist.get_process_group_ranks(mesh.groups.pp)
         self._caches: dict[int, KeyValueCache] = {}
-        """By chunk, of those with LLM layers."""
+        """Caches by chunk, for the chunks with LLM layers."""
         self._was_there: Tensor | None = None
-        """bool [slots, vocabulary] on the stage that chooses, where tokens that were there become less likely."""
+        """Earlier tokens, bool [slots, vocabulary], on the stage that chooses; None without a repetition penalty."""
 
     @torch.no_grad()
     def answer(self, prompts: Microbatch, numbers: Sequence[int], listen: Listener | None = None) -> list[Answer]:
-        """Answer prompts, one a segment, which ``numbers`` tell apart; answers are in their order."""
+        """Answer prompts, one per segment, with these ``numbers``; returns the answers in the same order."""
         slots = _sequences(prompts, numbers)
         answers = [slot.answer for slot in slots]
         language = self._stage.model.language
@@ -90,8 +90,11 @@ class Answerer:
             logits = self._forward(_new_tokens(slots), Places.of_new_tokens(lengths, self._device))
 
     def _forward(self, microbatch: Microbatch, places: Places) -> Tensor | None:
-        """One pass through all slots of the pipeline: float32 [segments, vocabulary], of the last row of each segment,
-        on the ranks that have the output layer; None elsewhere."""
+        """One pass through all slots of the pipeline.
+
+        Returns the logits of the last row of each segment, float32 [segments, vocabulary], on the ranks that have the
+        output layer; None elsewhere.
+        """
         logits = None
         for spec in self._placement.slots:
             if spec.stage != self._mesh.pp_rank:
@@ -111,7 +114,7 @@ class Answerer:
         return logits
 
     def _whole(self, part: Tensor) -> Tensor:
-        """The logits of the whole vocabulary, of which each tensor-parallel rank makes some columns."""
+        """Logits of the whole vocabulary, gathered from the columns of each tensor-parallel rank."""
         group = self._mesh.groups.tp
         if group.size() == 1:
             return part
@@ -149,7 +152,7 @@ class Answerer:
         return chosen.tolist()
 
     def _take(self, slots: Sequence[_Sequence], token_ids: Sequence[int]) -> None:
-        """Add a token to each answer that goes on, and end those that are complete."""
+        """Add a token to each unfinished answer, and end those that are complete."""
         decoding, most = self._decoding, self._stage.model.language.max_position_embeddings
         for slot, token_id in zip(slots, token_ids, strict=True):
             slot.num_tokens += 1
@@ -161,7 +164,7 @@ class Answerer:
                     slot.answer.ended = "length"
 
     def _remember(self, prompts: Microbatch, logits: Tensor | None) -> None:
-        """Which tokens were there, those of the prompt included, as in transformers."""
+        """Record the tokens of the prompts for the repetition penalty, as transformers does."""
         self._was_there = None
         if logits is not None and self._decoding.repetition_penalty != 1.0:
             self._was_there = torch.zeros_like(logits, dtype=torch.bool)
@@ -176,14 +179,14 @@ class Answerer:
 
 
 def _sequences(prompts: Microbatch, numbers: Sequence[int]) -> list[_Sequence]:
-    """After a prompt, positions go on from the largest of its three axes (transformers' ``rope_deltas``)."""
+    """After a prompt, positions continue from the largest on its three axes (transformers' ``rope_deltas``)."""
     positions = prompts.positions.split(prompts.segment_lengths, dim=1)
     return [_Sequence(Answer(number), length, int(one.max()) + 1) for number, length, one in
             zip(numbers, prompts.segment_lengths, positions, strict=True)]
 
 
 def _new_tokens(slots: Sequence[_Sequence]) -> Microbatch:
-    """The newest token of each slot as a segment of its own; moves the positions on.
+    """The newest token of each slot as its own segment; advances the positions.
 
     A slot that has ended repeats its last token, and the result is ignored.
     """

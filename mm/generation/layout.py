@@ -1,4 +1,4 @@
-"""On which pipeline stages a model is put to be asked.  Answers do not depend on it; memory does."""
+"""Placement of a model on pipeline stages for generation.  It affects memory, not answers."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,11 +11,11 @@ from mm.placement import PipelineLayout
 def placed(
     model: ModelConfig, tp_size: int, num_stages: int | None, world_size: int
 ) -> tuple[ModelConfig, tuple[str, ...]]:
-    """``model`` on the requested number of stages, and the notes on that.
+    """Place ``model`` on the requested number of stages; returns it with notes for the user.
 
-    Its own lists count where they have that many stages.  Without ``num_stages`` they do where the ranks suffice for
-    them; else all layers are on one stage.  On another number the weights are spread evenly.  Raises UserError where
-    ranks, heads or the vocabulary do not divide.
+    The model's pipeline_num_layers lists are used if they have that many stages; otherwise the weights are spread
+    evenly.  Without ``num_stages`` the lists are used if the number of ranks allows it; otherwise there is one stage.
+    Raises UserError if ranks, heads or the vocabulary do not divide evenly.
     """
     own = model.num_stages
     if num_stages is None:
@@ -41,7 +41,7 @@ def _problems(model: ModelConfig, tp_size: int, num_stages: int, world_size: int
 
 
 def even_lists(model: ModelConfig, num_stages: int) -> tuple[PipelineLayout, PipelineLayout]:
-    """ViT and LLM layers of each stage, so that their weights are about even; one chunk."""
+    """Numbers of ViT and LLM layers per stage, for about equal weights per stage; one chunk."""
     vision, language = model.vision, model.language
     sizes = [4 * vision.hidden_size**2 + 3 * vision.hidden_size * vision.ffn_hidden_size] * vision.num_layers
     attention = 2 * (language.num_attention_heads + language.num_query_groups) * language.head_dim
@@ -53,7 +53,7 @@ def even_lists(model: ModelConfig, num_stages: int) -> tuple[PipelineLayout, Pip
     sizes += layers
     counts = [[0] * num_stages, [0] * num_stages]
     before, total = 0, sum(sizes)
-    for number, size in enumerate(sizes):  # to the stage in whose share the layer's middle lies
+    for number, size in enumerate(sizes):  # to the stage whose share contains the layer's middle
         stage = int((before + size / 2) * num_stages / total)
         counts[number >= vision.num_layers][stage] += 1
         before += size

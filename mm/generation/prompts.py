@@ -1,6 +1,6 @@
-"""Prompts: out of a file, off the command line, or typed.
+"""Prompts from a file, the command line or the terminal.
 
-A record of a file is a conversation in any form that the trainer reads, up to a question, or simply
+A record of a file is a conversation in any form that the trainer reads, ending with a question, or simply
 ``{"prompt": TEXT, "images": [...], "videos": [...], "system": TEXT}``.
 """
 
@@ -22,12 +22,12 @@ from mm.data.sample import Image, Inline, Media, Sample, Turn, Video
 from mm.errors import UserError, collected
 
 _ATTRIBUTES = Attributes(system="system")
-"""The usual names of columns and roles are found beside these."""
+"""The usual names of columns and roles are recognized too."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question with what comes before it."""
+    """One question and the turns before it."""
 
     number: int
     """Counted from 0: the index of its record in the file."""
@@ -43,9 +43,9 @@ class Prompt:
 
 
 def read_prompts(path: str, media_roots: Sequence[str]) -> tuple[list[Prompt], list[str]]:
-    """The prompts of a file, and what is wrong with records of it: each problem names file and line.
+    """The valid prompts of a file, and the problems of other records, each with file and line.
 
-    Raises UserError when the file cannot be read to its end, or holds no record.
+    Raises UserError if the file cannot be read to its end, or has no records.
     """
     media = KnownMedia(MediaRoots.beside(os.path.abspath(path), tuple(media_roots)))
     prompts: list[Prompt] = []
@@ -67,31 +67,31 @@ def read_prompts(path: str, media_roots: Sequence[str]) -> tuple[list[Prompt], l
 
 
 def _identity(value: Any) -> str:
-    """In a record's digest, the stand-in for values that JSON cannot hold: an embedded image's own digest, or repr."""
+    """Replaces values that JSON cannot hold in a record's digest: an embedded image by its digest, others by repr."""
     return value.digest if isinstance(value, Inline) else repr(value)
 
 
 def in_order(asked: Iterable[tuple[str, Sample, str]]) -> list[Prompt]:
-    """Prompts out of name, content and digest of each."""
+    """Prompts, numbered in order, from the name, content and digest of each."""
     return [Prompt(number, sample, name, digest) for number, (name, sample, digest) in enumerate(asked)]
 
 
 def _conversation(record: Any) -> Any:
-    """A record that only has a prompt as one of messages; others as they are."""
+    """Turn a record with only a prompt into one with messages; others are returned unchanged."""
     if not isinstance(record, dict):
         return record
     if "instruction" in record and "output" not in record:
-        return {**record, "output": "-"}  # which is left out as an answer
+        return {**record, "output": "-"}  # dropped, as the answer
     if not isinstance(text := record.get("prompt"), str) or {"messages", "conversations"} & record.keys():
         return record
     return {**record, "messages": [{"role": "user", "content": with_places(text, num_media(record))}]}
 
 
 def question(text: str, images: Sequence[str], videos: Sequence[str], *, media_last: bool = False) -> Turn:
-    """A question to which the user gives files by name, anywhere on this machine.
+    """A question with files that the user names, anywhere on this machine.
 
-    ``media_last``: without places in the text they come after it, as in MindSpeed-MM's pipeline.  Raises UserError
-    naming each file that is not there, and when there are more or fewer places than files.
+    ``media_last``: if the text has no placeholders, media come after it, as in MindSpeed-MM's pipeline.  Raises
+    UserError for each missing file, and if the numbers of placeholders and files differ.
     """
     given: dict[type[Media], Sequence[str]] = {Image: images, Video: videos}
     problems = [f"{cls.kind} {path!r} is not a regular file; give the path of an existing file"
@@ -115,16 +115,16 @@ def question(text: str, images: Sequence[str], videos: Sequence[str], *, media_l
 
 
 def prompt_of(asking: Asking) -> Sample:
-    """What flags ask, or else the inference JSON: its text counts without ``--prompt``, its media without any flag.
+    """The prompt of the flags; without ``--prompt`` the text of the inference JSON, and its media without media flags.
 
     Raises UserError as ``question`` does.
     """
     args, inference = asking.args, asking.inference
     text, images, videos = args.prompt or "", args.image, args.video
-    is_theirs = False
+    media_last = False
     if args.prompt is None and inference is not None and inference.prompts is not None:
-        text, is_theirs = inference.prompts, True
+        text, media_last = inference.prompts, True
         if not images and not videos:
             images, videos = ((path,) if path else () for path in (inference.image_path, inference.video_path))
-    asked = question(text, images, videos, media_last=is_theirs)
+    asked = question(text, images, videos, media_last=media_last)
     return Sample((asked,) if args.system is None else (Turn("system", (args.system,)), asked), "the question")

@@ -1,4 +1,4 @@
-"""A rehearsal of asking: everything that can be checked without a device, without other ranks and without weights.
+"""``--check`` before generation: everything that can be checked without a device, other ranks or reading weights.
 
 Neither megatron nor torch.distributed is needed.
 """
@@ -19,10 +19,10 @@ Read = Callable[[], tuple[Iterable[Sample], list[str]]]
 
 
 def rehearse(asking: Asking, read: Read, output: str | None, decodes: bool = False) -> Found:
-    """Find weights and layout, read what is asked, and encode it; returns what was found.
+    """Find weights and layout, read the prompts, and encode them; returns what was found.
 
     Pictures and videos are measured by their headers, as the training's check does; ``decodes`` reads their pixels too.
-    ``output`` is the directory that ``--output`` needs.  Raises UserError with all that is wrong.
+    ``output`` is the directory that ``--output`` needs.  Raises UserError with all problems.
     """
     problems: list[str] = []
     samples: Iterable[Sample] = ()

@@ -1,6 +1,6 @@
-"""A model that is ready to be asked, on the ranks of its layout: prompts in, answers with their text out.
+"""A model that is ready to answer, on the ranks of its layout: prompts in, answers with their text out.
 
-Every rank calls the same methods together; what prompts are is known to the owner of each replica alone.
+All ranks call the same methods together; only the owner of each replica has the prompts.
 """
 
 import hashlib
@@ -31,14 +31,14 @@ from mm.weights.trained import saved_among
 
 @dataclass(frozen=True)
 class Response:
-    """An answer in words."""
+    """An answer as text."""
 
     prompt: Prompt
     text: str
     ended: str
     num_prompt_tokens: int
     token_ids: tuple[int, ...]
-    """With the one that ended it."""
+    """Includes the token that ended it."""
 
 
 def read_encoder(
@@ -59,8 +59,11 @@ def read_encoder(
 def with_stop_tokens(
     decoding: Decoding, words: Sequence[str], encoder: SampleEncoder | None, language: LanguageConfig, mesh: Mesh
 ) -> Decoding:
-    """With the ids of ``words``, which are tokens or ids, in place of its own ones; without any, the token that ends
-    turns.  Raises UserError, the same on every rank."""
+    """``decoding`` with the stop tokens ``words``, which are tokens or ids.
+
+    Without ``words`` it keeps its own, or else gets the token that ends turns.  Raises UserError, the same on every
+    rank.
+    """
 
     def find() -> tuple[int, ...]:
         assert encoder is not None, "rank 0 owns data"
@@ -72,15 +75,15 @@ def with_stop_tokens(
 
 
 class Session:
-    """The model, its tokenizer, and how tokens are chosen."""
+    """The model, its tokenizer, and the rules by which tokens are chosen."""
 
     def __init__(
         self, stage: Stage, mesh: Mesh, encoder: SampleEncoder | None, media: DataConfig, decoding: Decoding,
         weights: str = "", precision: str = "",
     ) -> None:
-        """``stage`` has its weights.  ``encoder``: of ``read_encoder``; ``decoding``: of ``with_stop_tokens``.
+        """``stage`` has its weights; ``encoder`` comes from ``read_encoder``, ``decoding`` from ``with_stop_tokens``.
 
-        ``weights``, their fingerprint, and their ``precision`` are for ``key``.
+        ``weights``, which is their fingerprint, and ``precision`` are for ``key``.
         """
         self.stage, self.mesh, self._encoder = stage, mesh, encoder
         self.media, self.decoding, self._weights, self._precision = media, decoding, weights, precision
@@ -100,21 +103,21 @@ class Session:
 
     @property
     def encoder(self) -> SampleEncoder:
-        """On the owner of a replica."""
+        """The encoder, on the owner of a replica."""
         assert self._encoder is not None, "only the owner of a replica reads prompts"
         return self._encoder
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Without control tokens."""
+        """The text of ``token_ids``, without control tokens."""
         decode: Callable[..., Any] = self.encoder.chat.tokenizer.decode
         return decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def length(self, prompt: Prompt) -> int:
-        """Tokens of a prompt, on the owner.  Raises UserError for one that cannot be asked."""
+        """Number of tokens of a prompt, on the owner.  Raises UserError for a prompt that cannot be asked."""
         return self.encoder.prompt_length(prompt.sample)
 
     def key(self, prompt: Prompt) -> str:
-        """Another one where the prompt, the weights or the settings are other ones."""
+        """A key that changes with the prompt, the weights and the settings."""
         facts = [prompt.digest, self._weights, asdict(self.decoding), asdict(self.media), self._precision]
         return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]
 
@@ -123,7 +126,7 @@ class Session:
     ) -> tuple[list[Response], tuple[str, ...]]:
         """Answer ``prompts``, which the owner has, as one batch.
 
-        Returns the answers, on the owner, shortest prompt first, and what is wrong with prompts that have none.
+        Returns the answers, on the owner, shortest prompt first, and the problems of prompts without answer.
         """
         batch, numbers, problems = self._shared(prompts)
         if batch is None:
@@ -140,8 +143,10 @@ class Session:
         return Response(prompt, self.text(answer.token_ids), answer.ended, length, tuple(answer.token_ids))
 
     def _shared(self, prompts: Sequence[Prompt]) -> tuple[Microbatch | None, list[int], tuple[str, ...]]:
-        """The prompts as one microbatch on every rank of the replica, with pixels where they are needed; their numbers,
-        in its order, and what is wrong with others.  None when there is none to ask."""
+        """Share the prompts as one microbatch with every rank of the replica, with pixels where they are needed.
+
+        Returns it (None without valid prompts), its prompts' numbers in order, and the problems of the other prompts.
+        """
         mesh, whole, pixels = self.mesh, None, None
         numbers: list[int] = []
         problems: list[str] = []

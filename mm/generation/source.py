@@ -1,4 +1,4 @@
-"""Find weights, model, tokenizer's directory and settings before any device or process group is touched.
+"""Find weights, model, tokenizer directory and settings before any device or process group is used.
 
 Only headers and JSON files are read.  Every rank does it, and finds the same.
 """
@@ -29,11 +29,11 @@ class Found:
     adapters: Source | None
     """The trained adapters, if ``--load`` holds those."""
     model: ModelConfig
-    """On the stages of this call, with its adapters."""
+    """Placed on the stages of this call, with its adapters."""
     directory: str
-    """Hugging Face directory of tokenizer, chat template and processor."""
+    """Hugging Face directory with tokenizer, chat template and processor."""
     decoding: Decoding
-    """``stop_token_ids`` are the files'."""
+    """Its ``stop_token_ids`` come from the model's files, not yet from ``--stop-tokens``."""
     notes: tuple[str, ...]
 
     @property
@@ -43,7 +43,7 @@ class Found:
 
 
 def find(asking: Asking) -> Found:
-    """Open the weights, and put the model on its stages; raises UserError with what is wrong."""
+    """Open the weights, and place the model on its stages.  Raises UserError with the problems."""
     args, stated = asking.args, asking.inference.model if asking.inference else None
     base, named_by = asking.directory, asking.directory_is_named_by
     if base is not None and not Path(base).is_dir():
@@ -77,7 +77,7 @@ def find(asking: Asking) -> Found:
 def _beside_its_model(path: str, base: str | None, named_by: str, order: QkvOrder) -> tuple[Source, Source]:
     """The model in ``base``, which ``named_by`` gives, and the adapters in ``path``.
 
-    Raises UserError where they do not belong together.
+    Raises UserError if they do not belong together.
     """
     if base is None:
         raise UserError(f"--load {path} has adapters (LoRA), not a whole model; give --model-name-or-path, the "
@@ -98,7 +98,7 @@ def _model_of(directory: str | None, named_by: str) -> ModelConfig | None:
 
 
 def settings_in(*folders: Path) -> GenerationSettings:
-    """What ``generation_config.json`` says in the first of ``folders`` that has one."""
+    """The settings of ``generation_config.json`` in the first of ``folders`` that has one."""
     for folder in folders:
         if (folder / "generation_config.json").is_file():
             return read_generation(folder / "generation_config.json")

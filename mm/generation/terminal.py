@@ -1,4 +1,4 @@
-"""One question, or a talk in the terminal: the answer is shown while it comes about."""
+"""One question, or a conversation in the terminal; answers are shown while they are generated."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ Ask anything.  A line that starts with / is a command:
 
 
 class TextStream:
-    """Writes an answer as far as its characters are complete: some need several tokens."""
+    """Writes an answer as it grows, without incomplete characters: some need several tokens."""
 
     def __init__(self, text_of: Callable[[Sequence[int]], str], stream: TextIO) -> None:
         self._text_of, self._stream, self._shown = text_of, stream, ""
@@ -39,9 +39,9 @@ class TextStream:
 
 
 def ask_once(session: Session, make: Callable[[], Sample]) -> None:
-    """Answer the prompt that ``make`` gives on rank 0, on its standard output.  Every rank calls it.
+    """Answer the prompt that ``make`` returns on rank 0, on its standard output.  Every rank calls it.
 
-    Raises AgreedError when it cannot be asked.
+    Raises AgreedError if it cannot be asked.
     """
     prompt = Prompt(0, on_first(session.mesh, make))
     _, problems = _shown_answer(session, prompt)
@@ -61,14 +61,14 @@ def _shown_answer(session: Session, prompt: Prompt) -> tuple[list[Response], tup
 
 @dataclass
 class Chat:
-    """A talk: what was said so far, and what is shown with the next question."""
+    """A conversation: its turns so far, and the media for the next question."""
 
     system: str | None
     images: list[str] = field(default_factory=list)
     videos: list[str] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     number: int = 0
-    """Number of the next question; random numbers depend on it."""
+    """Number of the next question; the random numbers depend on it."""
 
     def run(self, session: Session) -> None:
         """Ask and answer until the input of rank 0 ends.  Every rank calls it."""
@@ -133,7 +133,7 @@ class Chat:
         (self.images if kind == "image" else self.videos).append(path)
 
     def _complain(self, problems: Sequence[str]) -> None:
-        """The talk goes on without the question and what was to be shown with it."""
+        """Report problems; the conversation continues without the question and its media."""
         self.images, self.videos = [], []
         sys.stderr.write("".join(f"error: {problem}\n" for problem in problems))
         sys.stderr.flush()

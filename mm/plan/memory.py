@@ -137,8 +137,7 @@ class LayerBytes:
 
 
 def layer_bytes(
-    tower: Tower, local_ffn: int, tp_size: int, width: int, num_pieces: int = 1,
-    ulysses_size: int = 1,
+    tower: Tower, local_ffn: int, tp_size: int, width: int, num_pieces: int = 1, ulysses_size: int = 1
 ) -> LayerBytes:
     """``local_ffn``: columns of one rank's SwiGLU output.  ``num_pieces``, ``ulysses_size``: see ``ChunkMemory``."""
     whole = tower.hidden_size * width
@@ -255,7 +254,7 @@ class ChunkMemory:
             if keeps != NOTHING and layer in tower.recompute.whole_layers(layers):
                 keeps = INPUT
             fused = next(weight for weight in weights if weight.fusion is Fusion.GATE_UP)
-            local_ffn = _held_shape(fused, self.tp_size)[0] // 2
+            local_ffn = memory_shape(fused, self.tp_size)[0] // 2
             ulysses_size = self.ulysses_size if part == "language" else 1
             yield layer_bytes(tower, local_ffn, self.tp_size, self.width, self.num_pieces, ulysses_size), keeps
 
@@ -279,7 +278,7 @@ class ChunkMemory:
         trained, (first, second), ranks = trained_layers(weights, self.model)
         passes = self._path.needs_input_gradient(Place.PROJECTOR)
         fc1 = next(weight for weight in weights if len(weight.shape) > 1)
-        gelu = _held_shape(fc1, self.tp_size)[0] * self.width
+        gelu = memory_shape(fc1, self.tp_size)[0] * self.width
         kept = (passes or any(trained[:first])) * (hidden + FP32 // self.num_pieces) + trained[first] * hidden
         merged = ((passes or any(trained[:second])) + trained[second]) * gelu + (passes or any(trained)) * INT64
         merged += sum(ranks) * self.width // self.num_pieces
@@ -354,8 +353,3 @@ class StageMemory:
 def _vision_table_bytes(vision: VisionConfig) -> int:
     """Bytes per patch of the cos and sin tables in both row orders, and of the indices between the orders."""
     return 2 * 2 * vision.head_dim * FP32 + 2 * INT64
-
-
-def _held_shape(weight: Weight, tp_size: int) -> tuple[int, ...]:
-    """Shape of one rank's shard in memory."""
-    return memory_shape(weight, tp_size)

@@ -1,4 +1,4 @@
-"""The benchmarks that are known by name, and their TSV files as items."""
+"""The benchmarks known by name, and their TSV files as items."""
 
 import hashlib
 import json
@@ -17,21 +17,21 @@ from mm.scoring.prompts import Form, max_mark, prompt
 from mm.scoring.tsv import IMAGE, Cell, Row, Table, listed, read_table
 
 GROUPS = ("split", "l2-category", "category")
-"""Columns by which scores are given apart, as VLMEvalKit does."""
+"""Columns by which scores are also broken down, as in VLMEvalKit."""
 _PATHS = "image_path"
-"""The column with paths of pictures, in a file without the other one."""
+"""The column with paths of pictures, used in a file without the column ``IMAGE``."""
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A published benchmark.  ``mm.scoring.rules`` and ``mm.scoring.prompts`` say how it is asked and scored."""
+    """A published benchmark.  ``mm.scoring.prompts`` and ``mm.scoring.rules`` define how it is asked and scored."""
 
     name: BenchmarkName
     title: str
     rule: Rule
     form: Form
     headline_split: str | None = None
-    """The split that is reported elsewhere; None: all of the file."""
+    """The split that publications report; None: the whole file."""
 
 
 BENCHMARKS: Mapping[BenchmarkName, Benchmark] = {one.name: one for one in (
@@ -41,23 +41,24 @@ BENCHMARKS: Mapping[BenchmarkName, Benchmark] = {one.name: one for one in (
     Benchmark("mmmu", "MMMU", "choice", "marked options", "validation"),
 )}  # fmt: skip
 
+
 @dataclass(frozen=True)
 class Item:
-    """One question of a file, ready to be asked, and what its answer is measured by."""
+    """One question of a file, ready to be asked, and its right answers."""
 
     index: str
     """Unique in its file."""
     where: str
-    """``file:line``; of the user's own questions also the number of this one."""
+    """``file:line``; for the user's own questions also the question's number."""
     question: str
     """The question's text in the file, for people."""
     parts: tuple[str | Media | Cell, ...]
     """The last turn of the prompt."""
     right: tuple[str, ...]
-    """Any of these answers counts; letters where there are options."""
+    """Each of these answers is right; letters if there are options."""
     options: Mapping[str, str]
     groups: Mapping[str, str]
-    """Its value in each of ``GROUPS`` that it has."""
+    """Its values in the columns ``GROUPS``, where it has any."""
     earlier: tuple[Turn, ...] = ()
     """Earlier turns."""
 
@@ -71,7 +72,7 @@ class Item:
 
 
 def _content(old: str | Media | Cell, new: str | Media) -> str:
-    """What tells one part of a prompt from another, wherever the files are."""
+    """Identifies a part of a prompt by its content, independently of where files are."""
     if isinstance(old, Cell) and not isinstance(new, str):
         return os.path.basename(str(new.path))
     if isinstance(new, Image) and isinstance(new.path, Inline):
@@ -89,7 +90,7 @@ class Items:
     headline_split: str | None = None
 
     def as_prompts(self, folder: Path) -> Iterator[tuple[str, Sample, str]]:
-        """Index, and what ``Item.as_prompt`` gives, of each."""
+        """For each item its index and the result of ``Item.as_prompt``."""
         for item in self.items:
             yield item.index, *item.as_prompt(folder)
 
@@ -153,4 +154,3 @@ def _problems(
     most = max_mark(" ".join((question, *options.values()))) if benchmark.form == "marked options" else 0
     if most > num_pictures:
         yield f"refers to <image {most}>, but has {num_pictures} pictures; add the missing ones to column {IMAGE!r}."
-

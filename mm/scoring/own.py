@@ -3,8 +3,8 @@
     {"question": "How many cats are there?", "image": "cats.jpg", "answer": ["2", "two"], "category": "counting"}
     {"question": "Which is it?", "images": ["a.jpg"], "options": {"A": "cat", "B": "dog"}, "answer": "A"}
 
-Of a sample in one of the trainer's forms, the last answer is the right one, and what comes before is asked.  Nothing
-but the options is added to a user's words.
+In a sample in one of the trainer's forms, the last answer is the right one, and the turns before it are the prompt.
+Only the options are added to the user's words.
 """
 
 import json
@@ -28,7 +28,7 @@ from mm.scoring.benchmarks import GROUPS, Item, Items
 from mm.scoring.prompts import prompt
 
 _SCORED = ("index", "id", "question", "options", "answer", "answers", *GROUPS)
-"""What a record holds beside its samples' columns, whose texts ``read_sample`` checks."""
+"""Keys of a record besides those of a sample, whose texts ``read_sample`` checks."""
 
 
 def read_own(path: str, rule: Rule, media_roots: tuple[str, ...]) -> Items:
@@ -107,7 +107,7 @@ def _options(given: Any) -> dict[str, str]:
 
 
 def _right(record: Mapping[str, Any], options: Mapping[str, str]) -> tuple[str, ...]:
-    """The right answers; of options their letters, where the record may give their texts."""
+    """The right answers; with options their letters, although the record may give the options' texts."""
     given = [record[name] for name in ("answer", "answers") if record.get(name) is not None]
     if len(given) != 1:
         raise UserError(f"has {'no' if not given else 'both'} 'answer' {'nor' if not given else 'and'} 'answers'; "

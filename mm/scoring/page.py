@@ -1,4 +1,4 @@
-"""The page of an evaluation: scores, and the worst answers beside their pictures, in one HTML file.
+"""The page of an evaluation: scores, and the worst answers with their pictures, in one HTML file.
 
 It is self-contained: images are embedded, scaled down.
 """
@@ -22,7 +22,7 @@ _NUM_WORST = 50
 _MOST_PIXELS = 480
 """Longest side of an image on the page, in pixels."""
 _NUM_TOGETHER = 4
-"""Pictures of one question that are shown at most."""
+"""Most pictures shown for one question."""
 
 
 def results_page(scores: Mapping[str, Any], settings: Mapping[str, Any], found: Sequence[Scored]) -> str:

@@ -1,4 +1,4 @@
-"""The result files of MindSpeed-MM beside ours, for scripts that read them.
+"""MindSpeed-MM's result files, written besides ours for scripts that read them.
 
     MODEL_DATASET.xlsx         every row with its prediction; with options also hit and log
     MODEL_DATASET_acc.xlsx     scores: of options as shares from 0 to 1, of other benchmarks in percent
@@ -25,11 +25,11 @@ from mm.scoring.benchmarks import GROUPS
 from mm.scoring.results import Scored
 
 Cells = Sequence[Sequence[str | float]]
-"""Rows; the first one has the names of the columns."""
+"""Rows; the first one has the column names."""
 
 _NOT_IN_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 _LONGEST_CELL = 32_767
-"""Characters; Excel refuses a file with a longer one."""
+"""Characters; Excel refuses a file with a longer cell."""
 _MAIN = "http://schemas.openxmlformats.org/spreadsheetml/2006/main"
 _OFFICE = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
 _PACKAGE = "http://schemas.openxmlformats.org/package/2006"
@@ -56,7 +56,7 @@ _FRAME = {
 
 
 def write_peer_files(folder: Path, model: str, dataset: str, rule: Rule, found: Sequence[Scored]) -> None:
-    """Write all of them; ``model`` and ``dataset`` are its ``evaluation_model`` and ``evaluation_dataset``."""
+    """Write all files; ``model`` and ``dataset`` are MindSpeed-MM's ``evaluation_model`` and ``evaluation_dataset``."""
     acc = choice_scores(found) if rule == "choice" else word_scores(found)
     files = {".xlsx": workbook(_predictions(rule, found)), "_acc.xlsx": workbook(acc),
              "_acc.csv": _csv(acc).encode(errors="backslashreplace")}
@@ -84,7 +84,7 @@ def _log(one: Scored) -> str:
 
 
 def choice_scores(found: Sequence[Scored]) -> Cells:
-    """One row for each split: its share of right answers, overall and by category."""
+    """One row per split: its share of right answers, overall and by category."""
     splits = sorted({one.item.groups.get("split", "none") for one in found})
     header: list[str] = ["split", "Overall"]
     columns: list[Mapping[str, Any]] = [{split: _share(found, split, {}) for split in splits}]
@@ -96,14 +96,14 @@ def choice_scores(found: Sequence[Scored]) -> Cells:
 
 
 def _share(found: Sequence[Scored], split: str, groups: Mapping[str, str]) -> float | str:
-    """Share of right answers; empty if there is no question."""
+    """Share of right answers; empty if there are no questions."""
     scores = [one.score for one in found if one.item.groups.get("split", "none") == split
               and all(one.item.groups.get(name) == group for name, group in groups.items())]
     return fmean(scores) if scores else ""
 
 
 def word_scores(found: Sequence[Scored]) -> Cells:
-    """One row of percents: each split and all, or all and each category."""
+    """One row of percentages: each split and all, or all and each category."""
     by = "split" if any("split" in one.item.groups for one in found) else "category"
     groups = sorted({one.item.groups[by] for one in found if by in one.item.groups})
     percents = {group: 100 * fmean(one.score for one in found if one.item.groups.get(by) == group) for group in groups}
@@ -126,7 +126,7 @@ def workbook(rows: Cells) -> bytes:
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w") as file:
         for name, text in parts.items():
-            info = zipfile.ZipInfo(name)  # of 1980, as it is for everybody
+            info = zipfile.ZipInfo(name)  # dated 1980, so that the bytes are always the same
             info.compress_type = zipfile.ZIP_DEFLATED
             file.writestr(info, _HEAD + text)
     return stream.getvalue()

@@ -1,8 +1,8 @@
-"""How a question of a benchmark is put to the model: functions of its words, options and number of pictures.
+"""The prompt for a question of a benchmark: functions of its words, options and number of pictures.
 
-The words are VLMEvalKit's at commit e8e78f0 of August 2026, because figures can only be compared for the same words.
-It has two sets: its own, with which Qwen2.5-VL is measured there (pull request 786), and one that was written for
-Qwen2-VL, which MindSpeed-MM uses as ``use_custom_prompt``.
+The words are VLMEvalKit's at commit e8e78f0 of August 2026, because scores can only be compared for the same prompts.
+It has two sets: its default, with which Qwen2.5-VL is measured there (pull request 786), and one written for Qwen2-VL,
+which MindSpeed-MM uses as ``use_custom_prompt``.
 """
 
 import re
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 Form = Literal["options", "marked options", "few words"]
-"""A question with options, one with options and ``<image 1>`` in its text, and one that is answered in few words."""
+"""A question with options, one with options and ``<image 1>`` in its text, and one answered in a few words."""
 
 _SELECT = "Please select the correct answer from the options above."
 _SELECT_CHINESE = "请直接回答选项字母。"
@@ -20,11 +20,11 @@ _SHORT_WORDS = "\nPlease try to answer the question with short words or phrases 
 _MARK = re.compile("<image ([1-9])>")
 
 Prompt = tuple[str | int, ...]
-"""Texts, and the numbers of pictures between them, from 0."""
+"""Texts, and between them the indices of pictures."""
 
 
 def prompt(form: Form, custom: bool, question: str, hint: str, options: Mapping[str, str], num_pictures: int) -> Prompt:
-    """The prompt of a question; with ``custom`` in the words for Qwen2-VL."""
+    """The prompt of a question; with ``custom`` in the words written for Qwen2-VL."""
     pictures = tuple(range(num_pictures))
     match form, custom:
         case "few words", _:
@@ -48,9 +48,9 @@ def _listed(question: str, hint: str, options: Mapping[str, str]) -> str:
 def placed(text: str, num_pictures: int) -> Prompt:
     """``text`` with the pictures where ``<image 1>`` and so on stand; without such a mark all pictures come first.
 
-    A picture stands as often as it is named; one that is not named is left out.
+    A picture appears as often as it is named; one that is not named is left out.
     """
-    assert max_mark(text) <= num_pictures, "whoever reads the file has seen to it"
+    assert max_mark(text) <= num_pictures, "checked when the file was read"
     pieces = _MARK.split(text)
     if len(pieces) == 1:
         return *range(num_pictures), text

@@ -1,4 +1,4 @@
-"""The questions of one evaluation, from whichever kind of file it names."""
+"""The questions of one evaluation, from either kind of file."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +9,7 @@ from mm.scoring.own import read_own
 
 
 def read_items(evaluating: Evaluating) -> Items:
-    """Raises UserError with everything in the file that cannot be asked or scored."""
+    """Read the questions.  Raises UserError with everything in the file that cannot be asked or scored."""
     path, args = evaluating.questions, evaluating.asking.args
     if evaluating.benchmark is None:
         assert evaluating.rule is not None, "one of the two is given"

@@ -1,7 +1,7 @@
-"""The files of one evaluation: what was asked, and at the end predictions and scores.
+"""The files of one evaluation: its settings, and at the end predictions and scores.
 
-    settings.json        what is asked, of which weights, and how; another evaluation does not go on here
-    answers.jsonl        the answers as they come (mm.generation.answers); a run that was ended goes on with the others
+    settings.json        questions, weights and settings; an evaluation with others is refused in this folder
+    answers.jsonl        the answers as they come (mm.generation.answers); an interrupted run resumes from them
     predictions.jsonl    every question with its answer and score, in the order of its file
     scores.json          in percent: all, and by split and category
 """
@@ -20,7 +20,7 @@ from mm.scoring.rules import SOURCES, chosen_option, score
 
 SETTINGS, ANSWERS, PREDICTIONS, SCORES = "settings.json", "answers.jsonl", "predictions.jsonl", "scores.json"
 PICTURES = "pictures"
-"""The folder of picture files out of a TSV file, while questions are asked."""
+"""Folder for pictures extracted from a TSV file, while questions are answered."""
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,17 @@ class Answer:
 
     text: str
     is_cut: bool = False
-    """It ended because it became too long."""
+    """Whether it was cut off at the longest length."""
 
     @classmethod
     def of(cls, text: str, ended: str) -> "Answer":
-        """``ended``: as ``mm.generation.decode.Answer`` says it."""
+        """``ended``: see ``mm.generation.decode.Answer``."""
         return cls(text, ended == "length")
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A question with its answer and what that is worth, from 0 to 1."""
+    """A question with its answer and the answer's score, from 0 to 1."""
 
     item: Item
     answer: Answer
@@ -47,7 +47,7 @@ class Scored:
 
     @property
     def chosen(self) -> str | None:
-        """The option that the answer names, if it has any."""
+        """The option that the answer names, if any."""
         return chosen_option(self.answer.text, self.item.options)
 
     def line(self) -> dict[str, Any]:
@@ -59,9 +59,9 @@ class Scored:
 
 
 def check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Begin an evaluation in ``folder``, or go on with one.
+    """Begin an evaluation in ``folder``, or resume it.
 
-    Raises UserError when the folder holds another one; its files stay as they are.
+    Raises UserError if the folder has a different evaluation, whose files are not changed.
     """
     path = folder / SETTINGS
     if path.exists():
@@ -76,7 +76,7 @@ def check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
 def write_results(
     folder: Path, items: Items, title: str, answers: Mapping[int, Answer]
 ) -> tuple[list[Scored], dict[str, Any]]:
-    """Score ``answers``, of which there is one to every item; write predictions and scores, and return both."""
+    """Score ``answers``, one for every item; write predictions and scores, and return both."""
     found = scored(items, answers)
     scores = summary(items, title, found)
     write_text(folder / PREDICTIONS, "".join(_line(one.line()) for one in found))
@@ -91,7 +91,7 @@ def read_answers(path: Path) -> dict[int, Answer]:
 
 
 def scored(items: Items, answers: Mapping[int, Answer]) -> list[Scored]:
-    """Every item with its answer, by its number, of which there must be one."""
+    """Score every item; ``answers`` has one for each, by number."""
     return [Scored(item, answers[number], score(items.rule, answers[number].text, item.right, item.options))
             for number, item in enumerate(items.items)]
 
@@ -109,7 +109,7 @@ def summary(items: Items, title: str, found: Sequence[Scored]) -> dict[str, Any]
 
 
 def _by(found: Sequence[Scored], names: Sequence[str]) -> dict[str, Any]:
-    """``by_NAME`` -> group -> its score, and within a split that of its categories."""
+    """``by_NAME`` -> group -> its score; for a split also the scores of its categories."""
     groups: dict[str, Any] = {}
     for name in names:
         parts: dict[str, list[Scored]] = {}
@@ -147,9 +147,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """In UTF-8; half of a surrogate pair, which UTF-8 does not have, becomes JSON's escape of it.
+    """Write ``text`` in UTF-8; a lone surrogate, which UTF-8 cannot encode, becomes its JSON escape.
 
-    Raises UserError naming a file that cannot be written.
+    Raises UserError if the file cannot be written.
     """
     with writing(path):
         write_whole(path, text.encode(errors="backslashreplace"))

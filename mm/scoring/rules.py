@@ -1,7 +1,7 @@
-"""How an answer is scored: functions of texts alone, each after a published rule that it names.
+"""Scores of answers: functions of texts alone, each after a published rule that it names.
 
 VLMEvalKit is open-compass/VLMEvalKit at commit e8e78f0 of August 2026, without a judge model (its ``exact_matching``).
-``mm.scoring.benchmarks`` says which benchmark uses which rule.
+``mm.scoring.benchmarks`` has the rule of each benchmark.
 """
 
 import math
@@ -17,18 +17,18 @@ SOURCES: Mapping[Rule, str] = {
     "anls": "average normalised Levenshtein similarity, 0 below 0.5 (arXiv:1905.13648; computed as VLMEvalKit does)",
     "relaxed": "numbers within 5 %, other texts equal but for case (arXiv:2203.10244, section 5.1; as in pix2struct)",
 }
-"""Rule -> what it is, and where it is published."""
+"""Description of each rule, and where it is published."""
 
 _ANLS_THRESHOLD = 0.5
 _RELATIVE_CHANGE = 0.05
 _LAST_WORDS = 4
-"""A letter counts as the chosen option only among so many words at the end: elsewhere it may be the article "a"."""
+"""A letter counts as the chosen option only among this many last words: elsewhere it may be the article "A"."""
 _MARKS = str.maketrans(dict.fromkeys(".()[],:;!*#{}", " "))
 _REFUSALS = (
     "Sorry, I can't help with images of people yet.", "I can't process this file.",
     "I'm sorry, but without the image provided", "Cannot determine the answer",
 )  # fmt: skip
-"""Sentences of the models that VLMEvalKit was written for; each means that no option was chosen."""
+"""VLMEvalKit's list of sentences that mean that no option was chosen."""
 _ANSWER_IS = re.compile(r"answer\s+is\s+\**([ABCD])", re.IGNORECASE)
 OTHER_ANSWERS = "Other Answers"
 """The second option that VLMEvalKit gives to an open question of MMMU; the first one is the right answer."""
@@ -37,7 +37,7 @@ OTHER_ANSWERS = "Other Answers"
 def score(rule: Rule, answer: str, right: Sequence[str], options: Mapping[str, str]) -> float:
     """Score of ``answer``, from 0 to 1; any of the ``right`` answers counts.
 
-    ``options`` are of the rule "choice", and ``right`` their letters; without any the question is open.
+    ``options`` are for the rule "choice", with their letters in ``right``; without options the question is open.
     """
     match rule:
         case "choice" if options:
@@ -53,10 +53,10 @@ def score(rule: Rule, answer: str, right: Sequence[str], options: Mapping[str, s
 
 
 def is_about(answer: str, right: str) -> bool:
-    """Relaxed accuracy: a number within 5 % of the right one, or the same text but for case.
+    """Relaxed accuracy: a number within 5 % of the right one, or the same text ignoring case.
 
-    ``25%`` is the number 0.25.  Units and thousands separators make a text of a number, and 0 is compared as text, as
-    the published code has it.
+    ``25%`` is the number 0.25.  A number with a unit or thousands separators is a text, and 0 is compared as text, as
+    in the published code.
     """
     answer, right = answer.strip(), right.strip()
     found, wanted = _number(answer), _number(right)
@@ -74,10 +74,10 @@ def _number(text: str) -> float | None:
 
 
 def anls(answer: str, right: Sequence[str]) -> float:
-    """The similarity to the nearest right answer, from 0 to 1, and 0 below the threshold.
+    """The similarity to the most similar right answer, from 0 to 1, or 0 below the threshold.
 
-    Case and the number of spaces do not count in the distance.  It is divided by the length of the longer text as it
-    stands but in capitals, as VLMEvalKit's ``anls_compute`` does it: "ß" counts as the two letters "SS".
+    The distance ignores case and repeated spaces.  As in VLMEvalKit's ``anls_compute``, it is divided by the length of
+    the longer original text in capitals: "ß" counts as the two letters "SS".
     """
     best = 1 - min(_distance_share(answer, one) for one in right)
     return best if best >= _ANLS_THRESHOLD else 0.0
@@ -93,7 +93,7 @@ def _plain(text: str) -> str:
 
 
 def edit_distance(one: str, other: str) -> int:
-    """Levenshtein's: how many characters must at least be put in, left out or exchanged."""
+    """Levenshtein distance: the fewest characters to insert, delete or replace."""
     if len(one) > len(other):
         one, other = other, one
     row = list(range(len(one) + 1))
@@ -105,10 +105,11 @@ def edit_distance(one: str, other: str) -> int:
 
 
 def chosen_option(answer: str, options: Mapping[str, str]) -> str | None:
-    """The letter of the one option that ``answer`` names, by its letter or by its text; None where there is none.
+    """The letter of the one option that ``answer`` names, by its letter or by its text; None if there is none.
 
-    The letter must be the only one that stands alone, among the last four words; or follow "answer is".  Otherwise the
-    one option counts whose text is in the answer, unless the answer is twice as long as all options together.
+    The letter must be the only one that stands alone and be among the last four words, or it must follow "answer is".
+    Otherwise the only option whose text is in the answer counts, unless the answer is more than twice as long as all
+    options together.
     """
     if any(sentence in answer for sentence in _REFUSALS):
         return None

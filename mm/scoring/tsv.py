@@ -1,7 +1,7 @@
-"""OpenCompass's benchmark files: tables with tabs between cells and pictures as base64 inside, which stay on disk.
+"""OpenCompass's benchmark files: tab-separated tables with pictures as base64, which stay on disk.
 
-The files go up to gigabytes, nearly all of it pictures; so a pass over the file finds where each cell lies, keeps the
-texts, and reads a picture when it is asked for.
+The files can have gigabytes, nearly all of it pictures.  So one pass over the file locates each cell and keeps the
+texts; a picture is read when it is needed.
 """
 
 import ast
@@ -23,13 +23,13 @@ from mm.files import write_whole
 IMAGE = "image"
 """The column with pictures."""
 _LONGEST_INDEX = 64
-"""Characters: an image cell with no more names another row, whose pictures are meant.  VLMEvalKit's bound."""
+"""Characters: an image cell up to this length is the index of another row, whose pictures are used (VLMEvalKit)."""
 _QUOTED = re.compile(rb'"([^"]*(?:""[^"]*)*)"(.*)', re.DOTALL)
 _ADDRESS = re.compile(rb"data:image/[a-z+.-]+;base64,")
 """What browsers write before base64."""
 
 Span = tuple[int, int]
-"""First byte and end of a cell, quotes included."""
+"""First byte and end of a cell, including quotes."""
 
 
 @dataclass(frozen=True)
@@ -40,21 +40,21 @@ class Cell:
     line: int
     span: Span
     number: int
-    """From 0, among the pictures of the cell."""
+    """Index among the pictures of the cell."""
 
     @property
     def where(self) -> str:
         return f"{self.path}:{self.line}: picture {self.number + 1} of column {IMAGE!r}"
 
     def content(self) -> bytes:
-        """The picture file.  Raises UserError when the cell is no longer base64."""
+        """The bytes of the picture file.  Raises UserError if the cell is no longer base64."""
         with open(self.path, "rb") as stream:
             stream.seek(self.span[0])
             pictures = _pictures(stream.read(self.span[1] - self.span[0]))
         return _decoded(pictures[self.number] if self.number < len(pictures) else b"", self.where)
 
     def write(self, folder: Path) -> str:
-        """Put the picture file into ``folder``, once for all cells with it; returns its path, which its bytes name."""
+        """Write the picture file to ``folder``, unless it is there.  Returns its path, named after its bytes."""
         content = self.content()
         path = folder / f"{zlib.crc32(content):08x}-{len(content)}"
         if not path.exists():
@@ -64,7 +64,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """One record: its texts by column, without the empty ones, and its pictures."""
+    """One record: its non-empty texts by column, and its pictures."""
 
     line: int
     texts: Mapping[str, str]
@@ -80,11 +80,11 @@ class Table:
 
 
 def read_table(path: str, needed: Sequence[str]) -> Table:
-    """Read a file with the columns ``needed`` (and others), each row with an index of its own.
+    """Read a file with the columns ``needed`` (and others) and a unique index in each row.
 
-    An empty cell is no cell; all others are taken as they are written.  Raises UserError with what is wrong in any
-    row: another number of cells than columns, a text that is not UTF-8, pictures of a row that there is not, and base64
-    that is no picture by its header.
+    Empty cells are left out; all others are taken literally.  Raises UserError with the problems of all rows: a number
+    of cells that differs from the columns, text that is not UTF-8, a reference to the pictures of a missing row, or
+    base64 whose header is not that of an image.
     """
     problems: list[str] = []
     columns: tuple[str, ...] = ()
@@ -123,7 +123,7 @@ def _mapped(path: str) -> mmap.mmap:
 
 
 def _records(path: str, data: mmap.mmap) -> Iterator[tuple[int, list[Span]]]:
-    """The line where each record begins, and its cells; empty lines are none."""
+    """For each record the line where it begins, and its cells; empty lines are skipped."""
     size = len(data)
     position, line = len(UTF8_MARK) if data[: len(UTF8_MARK)] == UTF8_MARK else 0, 1
     newline = -1  # the first at or after ``position``, if it is not before it
@@ -152,7 +152,7 @@ def _records(path: str, data: mmap.mmap) -> Iterator[tuple[int, list[Span]]]:
 
 
 def _closing_quote(path: str, line: int, data: mmap.mmap, start: int) -> int:
-    """Where the quote that ends a cell is; two quotes stand for one inside the cell."""
+    """Position of the quote that ends a cell; two quotes stand for one inside the cell."""
     position = start + 1
     while True:
         position = data.find(b'"', position)
@@ -172,7 +172,7 @@ def _text(path: str, line: int, data: mmap.mmap, span: Span) -> str:
 
 
 def _unquoted(raw: bytes) -> bytes:
-    """The content of a cell; what follows its closing quote belongs to it, as pandas reads it."""
+    """The content of a cell; text after its closing quote belongs to it, as in pandas."""
     match = _QUOTED.fullmatch(raw)
     return match[1].replace(b'""', b'"') + match[2] if match else raw
 
@@ -187,7 +187,7 @@ def _columns(path: str, names: Sequence[str], needed: Sequence[str]) -> tuple[st
 
 
 def _row(path: str, columns: Sequence[str], line: int, cells: Sequence[Span], data: mmap.mmap) -> Row:
-    """One record; an image cell that names another row is still a text."""
+    """One record; an image cell that refers to another row is still a text."""
     if len(cells) != len(columns):
         raise UserError(f"{path}:{line}: has {len(cells)} cells, but the first line has {len(columns)} columns; tabs "
                         f"separate cells, and a cell that contains a tab or a line break needs quotes.")
@@ -208,12 +208,12 @@ def _row(path: str, columns: Sequence[str], line: int, cells: Sequence[Span], da
 
 
 def listed(cell: str) -> tuple[str, ...]:
-    """The texts in one cell, such as several right answers: a list as Python writes it, or a single text."""
+    """The texts in one cell, such as several right answers: a Python list, or a single text."""
     text = cell.strip()
     if text.startswith("[") and text.endswith("]"):
         try:
             found = ast.literal_eval(text)
-        except (ValueError, SyntaxError, RecursionError):  # a text that stands in brackets
+        except (ValueError, SyntaxError, RecursionError):  # a text in brackets
             return (cell,)
         if isinstance(found, list) and found:
             return tuple(str(one) for one in found)
@@ -221,7 +221,7 @@ def listed(cell: str) -> tuple[str, ...]:
 
 
 def _pictures(raw: bytes) -> list[bytes]:
-    """The base64 texts in an image cell: a list as Python writes it, or a single one."""
+    """The base64 texts in an image cell: a Python list, or a single one."""
     raw = _ADDRESS.sub(b"", _unquoted(raw)).strip()
     if raw[:1] + raw[-1:] != b"[]":
         return [raw]
@@ -240,7 +240,7 @@ def _decoded(encoded: bytes, where: str) -> bytes:
 
 
 def _with_pictures(path: str, row: Row, rows: Mapping[str, Row]) -> Row:
-    """``row`` with the pictures of the row that its image cell names, or that this one names, and so on."""
+    """``row`` with its own pictures, or those of the row that its image cell refers to, directly or through others."""
     named, seen = row, {row.texts["index"]}
     while IMAGE in named.texts:
         index = named.texts[IMAGE]

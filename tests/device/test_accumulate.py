@@ -193,7 +193,7 @@ def does_nothing(x: Tensor, weight: Tensor, C: Tensor) -> None: ...
     ("operator", "said"),
     [(without_library, "OSError: libatb.so"), (does_nothing, r"1 \+ 16 was \[1.0\]"), (None, "AttributeError")],
 )
-def test_where_the_npus_operator_does_not_work_it_is_said_once_and_products_are_rounded(
+def test_where_the_npus_operator_does_not_work_one_warning_is_given_and_products_are_rounded(
     npu, monkeypatch, operator, said: str
 ) -> None:
     if operator is None:
@@ -202,7 +202,7 @@ def test_where_the_npus_operator_does_not_work_it_is_said_once_and_products_are_
         monkeypatch.setattr(npu, "_npu_matmul_add_fp32", operator)
     gradient, x = rows(torch.bfloat16)
     buffer, expected = torch.ones(OUTPUT, INPUT), torch.ones(OUTPUT, INPUT) + gradient.t() @ x
-    with pytest.warns(UserWarning, match=f"source its atb/set_env.sh. What it said: .*{said}"):
+    with pytest.warns(UserWarning, match=f"source its atb/set_env.sh. The error was: .*{said}"):
         npu_accumulate(buffer, gradient, x)
     assert torch.equal(buffer, expected)
     with warnings.catch_warnings(action="error"):

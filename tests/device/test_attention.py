@@ -116,7 +116,7 @@ def test_cpu_windows_of_two_images(causal):
 
 @pytest.mark.parametrize("kernel", [cpu_attention, cuda_attention, npu_attention])
 def test_segments_that_do_not_cover_the_row_are_refused(kernel, torch_npu):
-    with pytest.raises(ValueError, match="segments hold 5 tokens, but the queries are 6"):
+    with pytest.raises(ValueError, match="segments have 5 tokens, but there are 6 queries"):
         kernel(*inputs(6, 2, 2), segments_of([2, 3]), True)
 
 

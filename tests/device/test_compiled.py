@@ -189,7 +189,7 @@ def test_the_shapes_that_are_remembered_have_a_bound(monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(leaf(x), pointwise.swiglu(x), atol=1e-6, rtol=1e-6)
 
 
-def test_a_missing_compiler_is_a_fault_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compiled.compile_fault(torch.device("cpu")) is None
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/c++",))
     with fresh_cache():

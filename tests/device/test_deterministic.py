@@ -48,10 +48,10 @@ def test_variables_that_let_results_differ_are_refused_together() -> None:
     with pytest.raises(UserError) as caught:
         make_deterministic(CUDA.deterministic_variables, environment)
     assert caught.value.problems == (
-        "--deterministic-mode, but the environment variable CUBLAS_WORKSPACE_CONFIG is ':0:0', with which results may "
-        "differ from run to run; unset it, or set one of :4096:8, :16:8",
-        "--deterministic-mode, but the environment variable NCCL_ALGO is 'NVLS', with which results may differ from "
-        "run to run; unset it, or set one of Ring, Tree, CollnetDirect, CollnetChain, ^NVLS",
+        "--deterministic-mode is set, but the environment variable CUBLAS_WORKSPACE_CONFIG is ':0:0', which lets "
+        "results differ from run to run; unset it, or set it to one of :4096:8, :16:8",
+        "--deterministic-mode is set, but the environment variable NCCL_ALGO is 'NVLS', which lets results differ from "
+        "run to run; unset it, or set it to one of Ring, Tree, CollnetDirect, CollnetChain, ^NVLS",
     )
     assert environment == given and not torch.are_deterministic_algorithms_enabled()
 

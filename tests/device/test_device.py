@@ -58,7 +58,7 @@ def test_how_a_kind_of_device_exchanges_messages(kind: str, starts_ahead: bool, 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_a_device_that_is_not_there_is_refused() -> None:
-    with pytest.raises(UserError, match="torch sees no CUDA device"):
+    with pytest.raises(UserError, match="torch finds no CUDA device"):
         Device.pick("cuda")
     with pytest.raises(UserError, match="expected auto, npu, cuda or cpu"):
         Device.pick("tpu")
@@ -181,7 +181,7 @@ def test_an_apex_without_kernels_is_never_megatrons_choice(tmp_path: Path) -> No
 
 def test_mindspeeds_adaptor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mindspeed.megatron_adaptor", ModuleType("mindspeed.megatron_adaptor"))
-    with pytest.raises(UserError, match=r"mindspeed\.megatron_adaptor is loaded.*Take its import out of the script"):
+    with pytest.raises(UserError, match=r"mindspeed\.megatron_adaptor is loaded.*Remove its import from the script"):
         Device.pick("cpu")
 
 

@@ -40,7 +40,8 @@ def test_what_is_not_known_has_no_peak(name: str) -> None:
 
 
 def test_a_training_without_a_known_peak_says_that_mfu_is_left_out() -> None:
-    assert peak_notes(NPU, "Ascend910_9362") == ("no published peak is known of Ascend910_9362, so MFU is left out",)
+    assert peak_notes(NPU, "Ascend910_9362") == (
+        "no published peak FLOP/s is known for Ascend910_9362, so MFU is not reported",)
     assert peak_notes(CUDA, "NVIDIA B200") == peak_notes(CPU, "cpu") == ()
 
 
@@ -57,7 +58,7 @@ def test_a_peak_of_an_npu_is_that_of_its_cube_cores() -> None:
 
 
 def test_devices_without_bf16_are_refused_by_name() -> None:
-    with pytest.raises(UserError, match=r"Tesla T4 has compute capability 7\.5 \(sm75\), and 8\.0 is needed"):
+    with pytest.raises(UserError, match=r"Tesla T4 has compute capability 7\.5 \(sm75\), but 8\.0 or later is needed"):
         refuse_old_cuda("Tesla T4", (7, 5))
     refuse_old_cuda("NVIDIA A100-SXM4-80GB", (8, 0))
     refuse_old_cuda("NVIDIA B200", (10, 0))
