@@ -29,7 +29,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.measure import command, median_ratio, num_cores, shipped_model, table, tell
+from benchmarks.measure import command, median_ratio, num_cores, report, shipped_model, table
 
 MAX_RATIO = {"warm": 1.4, "cold": 1.7}
 MAX_MEMORY_BYTES = 512 << 20
@@ -269,7 +269,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=flags.folder) as folder:
         results = measure(flags.size, flags.rounds, Path(folder), flags.caches)
     machine = {"cpu": platform.processor() or platform.machine(), "cores": num_cores()}
-    tell({"size": flags.size, "rounds": flags.rounds, **machine, **results}, flags.output)
+    report({"size": flags.size, "rounds": flags.rounds, **machine, **results}, flags.output)
     missed = [
         name for kind in results for name, one in results[kind].items()
         if name != "copy" and (one["ratio"]["median"] > MAX_RATIO[kind] or one["memory_mib"] << 20 > MAX_MEMORY_BYTES)

@@ -1,4 +1,4 @@
-"""How all benchmarks measure and tell: clocks, medians and ratios, memory, ranks, tables, and the JSON at the end."""
+"""Shared by all benchmarks: clocks, medians and ratios, memory, ranks, tables, and the JSON at the end."""
 
 import argparse
 import importlib.metadata
@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
+from mm.config.flags import DeviceName
 from mm.config.model import ModelConfig, read_model
 from tests.files import EXAMPLES
 from tests.launch import free_port
@@ -25,13 +26,13 @@ if TYPE_CHECKING:
     from mm.device.device import Device
 
 SIZES = ("tiny", "3b", "7b", "32b", "72b")
-DEVICES = ("auto", "npu", "cuda", "cpu")
+DEVICES = get_args(DeviceName)
 MIN_REPEATS, MAX_REPEATS = 3, 50
 CACHE_BYTES = 256 << 20
 """Written between two repeats on an accelerator: more than any device's last cache, so that inputs come from memory."""
 
 
-# The command and its answer
+# The command line and its result
 
 
 def command(doc: str | None) -> argparse.ArgumentParser:
@@ -41,7 +42,7 @@ def command(doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def tell(found: Any, output: Path | None, *, prints: bool = True) -> None:
+def report(found: Any, output: Path | None, *, prints: bool = True) -> None:
     """Print ``found`` as JSON, and write it to ``output`` where that is given."""
     text = json.dumps(found, indent=1)
     if prints:
@@ -98,7 +99,7 @@ def run_ranks(num_ranks: int, module: str, arguments: Sequence[str], num_threads
 
 
 def seconds_of(work: Callable[[], object], count: int = 1) -> float:
-    """Seconds that one call of ``work`` takes, over ``count`` calls."""
+    """Mean seconds of one call of ``work``, over ``count`` calls."""
     began = time.perf_counter()
     for _ in range(count):
         work()
@@ -106,7 +107,7 @@ def seconds_of(work: Callable[[], object], count: int = 1) -> float:
 
 
 def median_ratio(above: Sequence[float], below: Sequence[float]) -> dict[str, float]:
-    """The median of the ratios of each round, the least and the largest."""
+    """Median, least and largest of the ratios of each round."""
     ratios = [one / other for one, other in zip(above, below, strict=True)]
     return {"median": statistics.median(ratios), "least": min(ratios), "largest": max(ratios)}
 
@@ -129,13 +130,18 @@ class Timing:
 # Times and memory on a device
 
 
+def _torch_module(device: "Device") -> Any | None:
+    """``torch.cuda`` or ``torch.npu``; None on a CPU."""
+    return None if device.kind == "cpu" else getattr(torch, device.kind)
+
+
 class Clock:
     """Times work by events on the device's own queue, or by the host's clock on a CPU."""
 
     def __init__(self, device: "Device", num_warmup: int = 3, seconds: float = 0.3) -> None:
         """``seconds``: about how long one piece of work is repeated."""
         self.device, self._num_warmup, self._seconds = device, num_warmup, seconds
-        self._module = None if device.kind == "cpu" else getattr(torch, device.kind)
+        self._module = _torch_module(device)
 
     def mark(self) -> Any:
         """A point in time, in the order of the work that was given to the device."""
@@ -195,20 +201,20 @@ class Memory:
     """Peak memory of this process in bytes."""
 
     allocated_bytes: int
-    """Of tensors; on a CPU all that the process holds."""
+    """Memory of tensors; on a CPU, of the whole process."""
     reserved_bytes: int | None
     """What the allocator took from the device, gaps included; None on a CPU."""
 
     @classmethod
     def peak(cls, device: "Device") -> "Memory":
-        reserved = None if device.kind == "cpu" else getattr(torch, device.kind).max_memory_reserved()
-        return cls(device.max_memory_bytes(), reserved)
+        module = _torch_module(device)
+        return cls(device.max_memory_bytes(), None if module is None else module.max_memory_reserved())
 
 
 def reset_peak_memory(device: "Device") -> None:
-    """So that the peak reported is that of what follows (on a CPU it is the process's)."""
-    if device.kind != "cpu":
-        getattr(torch, device.kind).reset_peak_memory_stats()
+    """Start measuring peak memory anew; without effect on a CPU, whose peak is that of the whole process."""
+    if (module := _torch_module(device)) is not None:
+        module.reset_peak_memory_stats()
 
 
 @contextmanager

@@ -1,6 +1,6 @@
-"""The records of benchmarks on a device: a file of JSON lines, and what it says of each command.
+"""The records of benchmarks on a device: a file of JSON lines, and the results of each command.
 
-Of each command only its latest run counts.
+Only the latest run of a command counts.
 """
 
 import json
@@ -14,6 +14,8 @@ from benchmarks.measure import versions
 from mm.device.known import peak_flops
 
 OURS, PEER = "ours", "transformers"
+LOSS, NORM = "loss_error", "grad_norm_error"
+"""Keys of relative errors against transformers."""
 
 
 class Records:

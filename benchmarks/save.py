@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.measure import DEVICES, command, median_ratio, num_cores, tell, versions
+from benchmarks.measure import DEVICES, command, median_ratio, num_cores, report, versions
 from mm.device.device import Device
 from mm.formats.atomic import MEGATRON_MODES, new_file
 from mm.formats.blocks import BLOCK_BYTES, Values, write_tensors
@@ -48,7 +48,7 @@ def layers(num_bytes: int, device: torch.device) -> list[tuple[str, Tensor]]:
 
 
 def one_after_another(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> dict[str, int]:
-    """As until 2026-11-23."""
+    """Save as this trainer did until 2026-11-23."""
     crc32s = {}
     with new_file(path, MEGATRON_MODES.file) as opened:
         for name, tensor in tensors:
@@ -64,7 +64,7 @@ def in_blocks(path: Path, tensors: Sequence[tuple[str, Tensor]], device: Device,
 
 
 def read_twice(path: Path, tensors: Sequence[Stored]) -> None:
-    """As until 2026-11-23."""
+    """Read as this trainer did until 2026-11-23."""
     with Files(path.parent) as files:
         for stored in tensors:
             files.check(stored, "")
@@ -131,7 +131,7 @@ def main(argv: list[str]) -> None:
     with tempfile.TemporaryDirectory(dir=flags.folder) as folder:
         sizes = [int(size * 2**20) for size in flags.block_mib]
         found = measure(device, int(flags.mib * 2**20), flags.rounds, sizes, Path(folder))
-    tell({"device": device.name, "cores": num_cores(), "mib": flags.mib, "rounds": flags.rounds,
+    report({"device": device.name, "cores": num_cores(), "mib": flags.mib, "rounds": flags.rounds,
           "versions": versions(), **found}, flags.output)
 
 

@@ -148,7 +148,7 @@ class Ours:
         return result.loss, result.grad_norm
 
     def report_phases(self, begin: Callable[[str], None]) -> None:
-        """From now on tell ``begin`` when a step comes to "forward", "backward" and "optimizer".
+        """From now on call ``begin`` when a step reaches "forward", "backward" and "optimizer".
 
         Two hooks of torch and megatron's own setting for what ends a backward pass; the step itself stays as it is.
         """

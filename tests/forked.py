@@ -111,7 +111,7 @@ def _reap(*_: object) -> None:
 
 
 def _answer(connection: socket.socket) -> None:
-    """In a fork that begins a group: a fork of it runs what is asked, and its status is told."""
+    """In a fork that begins a group: a fork of it runs what is asked, and its status is sent back."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     asked, files, _, _ = socket.recv_fds(connection, 2**20, 3)

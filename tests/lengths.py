@@ -1,4 +1,4 @@
-"""Three sets of samples by what they hold, drawn at random: in shape like published sets, whose figures each names.
+"""Lengths of three sets of samples, drawn at random in the shape of published sets; each function cites its figures.
 
 No file is read: only the arrays that samplers see are made.  Pictures and frames get the sizes that ``smart_resize``
 gives them for 14-pixel patches merged 2 x 2; a sample beyond ``SEQ_LENGTH`` tokens is cut, pictures whole.
@@ -17,7 +17,7 @@ SEQ_LENGTH = 8192
 WINDOW = 8
 """Patches along a window's side."""
 _MIN_TEXT = 50
-"""Tokens that are kept free of pictures: the system's message, the template around two turns, and a few words."""
+"""Number of tokens reserved for text: the system's message, the template around two turns, and a few words."""
 
 
 def llava(num_samples: int, seed: int = 0) -> Lengths:

@@ -30,7 +30,7 @@ def test_balance_is_even_and_shortens_the_step(output: tuple[dict, str]) -> None
     assert found["planning"]["full"] >= 0.97
 
 
-def test_every_goal_is_told(output: tuple[dict, str]) -> None:
+def test_every_goal_is_shown(output: tuple[dict, str]) -> None:
     found, text = output
     assert found["goals"] and all(what in text for what, *_ in found["goals"])
     assert text.count("reached") + text.count("**missed**") == len(found["goals"])

@@ -319,7 +319,7 @@ def test_llava_records_as_the_peer_converts_them(tmp_path: Path) -> None:
     ("{", [], "Expecting property name"),
     ([], ["--llava_json_path", "none.json"], "none.json"),
 ])
-def test_llava_mistakes_are_told(tmp_path: Path, records: object, flags: list[str], what: str) -> None:
+def test_llava_mistakes_are_reported(tmp_path: Path, records: object, flags: list[str], what: str) -> None:
     (tmp_path / "in.json").write_text(records if isinstance(records, str) else json.dumps(records))
     done = run([str(warm_python()), str(CONVERTER), "--llava_json_path", "in.json", "--coco_path", "coco",
                 "--output_json_path", "out.json", *flags], cwd=tmp_path)

@@ -78,7 +78,7 @@ def test_the_comparison_finds_differences(model, results):
     assert len(results[model]["without loading"]) > 50
 
 
-def test_a_copy_that_differs_is_told_by_every_rank(results):
+def test_every_rank_reports_a_copy_that_differs(results):
     for (problem,) in results["damaged"]:
         assert "mp_rank_01_002/model_optim_rng.pt" in problem
         assert "final_layernorm.weight differs from the one in" in problem

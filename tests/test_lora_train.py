@@ -103,7 +103,7 @@ def refused(inputs: Path, capsys: pytest.CaptureFixture, *flags: str) -> list[st
     return capsys.readouterr().err.splitlines()
 
 
-def test_mistakes_are_told_at_once(inputs: Path, trained: Path, capsys: pytest.CaptureFixture) -> None:
+def test_mistakes_are_reported_at_once(inputs: Path, trained: Path, capsys: pytest.CaptureFixture) -> None:
     flags = ["--lora-target-modules", "q_prj", "v_proj", "--lora-rank-pattern", "k_proj=2"]
     found = refused(inputs, capsys, "--load", str(inputs / "hf"), *flags)
     assert len(found) == 2 and "(did you mean 'q_proj'?)" in found[0] and "'k_proj'" in found[1]
@@ -122,7 +122,7 @@ def test_mistakes_are_told_at_once(inputs: Path, trained: Path, capsys: pytest.C
     assert "is a whole model, but --load-base-model names another" in found
 
 
-def test_adapters_that_name_another_base_are_told(
+def test_adapters_that_name_another_base_are_reported(
     inputs: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """Without a checksum, as PEFT saves them, by the check of a run and before an answer."""
@@ -168,7 +168,7 @@ def test_adapters_of_another_base_are_refused_before_the_run(
 def test_adapters_that_mindspeed_trained_go_on(inputs: Path, trained: Path, capsys: pytest.CaptureFixture) -> None:
     """At their iteration, with a new optimizer, which must be asked for; all six steps are done, so nothing changes.
 
-    Beside a model that a converter of MindSpeed-MM left in another order, which is told.
+    The base model comes from a converter of MindSpeed-MM in another order, which a note reports.
     """
     directory, base, layout = inputs / "mindspeed", inputs / "mindspeed_base", Layout(((8,),), ((4,),), 1)
     lora_hf_to_mm(trained / "adapter", directory, layout, Format.TORCH, str(inputs / "hf")).run(Options(num_workers=1))

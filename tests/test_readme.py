@@ -67,23 +67,23 @@ def test_command_runs(command: str):
 def test_the_tiny_model_does_what_the_text_says(tmp_path: Path):
     """All commands on the tiny model, one after the other; converted weights come back bit for bit."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    told = {}
+    output = {}
     for command in TINY:
         done = run(runnable(command, warm()), tmp_path, str(warm_python()))
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
         program = re.search(r"Converter (\w+)|tiny_checkpoint|mm-data \w+|bash|head|mm\.\w+", command)
         assert program is not None, command
-        told[program[1] or program[0]] = done.stdout
-    assert list(told) == [
+        output[program[1] or program[0]] = done.stdout
+    assert list(output) == [
         "mm-data mock", "tiny_checkpoint", "mm-data check", "hf_to_mm", "resplit", "mm_to_hf", "verify", "diff", "show",
         "bash", "mm.generate", "head", "mm.evaluate"]
-    assert len(re.findall("validation loss at iteration", told["bash"])) == 2
+    assert len(re.findall("validation loss at iteration", output["bash"])) == 2
     assert {path.name for path in (tmp_path / "runs/tiny/adapter").iterdir()} >= {
         "adapter_config.json", "adapter_model.safetensors"}
     assert {"scores.json", "predictions.jsonl", "report.html"} <= {
         path.name for path in (tmp_path / "runs/tiny/scores").iterdir()}
-    assert "tensors match those of runs/tiny/hf" in told["verify"]
-    assert "vit_pp_layers [[8, 0, 0]], llm_pp_layers [[0, 2, 2]], tp_size 1" in told["show"]
+    assert "tensors match those of runs/tiny/hf" in output["verify"]
+    assert "vit_pp_layers [[8, 0, 0]], llm_pp_layers [[0, 2, 2]], tp_size 1" in output["show"]
     there, back = ({path.name: path.read_bytes() for path in (tmp_path / "runs/tiny" / name).iterdir()}
                    for name in ("hf", "back"))
     assert there.keys() == back.keys() and "model.safetensors" in there

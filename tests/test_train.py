@@ -46,8 +46,8 @@ def test_a_mistake_before_the_start_is_reported_by_one_rank_at_once(inputs: Path
     done = torchrun(2, "mm.train", "--mm-model", str(inputs / "model_1.json"), "--mm-data", str(inputs / "data.json"),
                     "--micro-batch-size", "2", "--seq-length", "512", "--lr", "x")  # fmt: skip
     assert time.monotonic() - started < ending._LAUNCHER_SECONDS
-    told = [line for line in done.stderr.splitlines() if "error: --" in line]
-    assert told == ["error: --lr is 'x'; expected a number of at least 0",
+    errors = [line for line in done.stderr.splitlines() if "error: --" in line]
+    assert errors == ["error: --lr is 'x'; expected a number of at least 0",
                     "error: --train-iters is missing: total number of optimizer steps; or give --num-train-epochs"]
     assert done.returncode != 0
     # torchrun's own report names the mistake and our status, and the only traceback is torchrun's of its own failure

@@ -13,14 +13,14 @@ SAMPLE_TOKENS = 315 + 2 + 372
 TINY_SAMPLE: Sample = (((1, 16, 12),), 30)
 
 NUM_PICTURES = (0, 1, 1, 1, 2)
-"""Of a mixed sample, drawn with equal chances."""
+"""Numbers of pictures in a mixed sample, each entry equally likely."""
 SIDE_TOKENS = (8, 22)
 """Visual tokens along one side of a picture, least and most: 224 to 616 pixels."""
 MAX_PICTURE_TOKENS = 334
-"""As the example's ``image_max_pixels`` of 262144 allows."""
+"""Most visual tokens of a picture by the example's ``image_max_pixels`` of 262144."""
 TEXT_TOKENS = (40, 700)
 MIN_TEXT_TOKENS = 16
-"""Of the text-only sample that fills what is left."""
+"""Least number of tokens in the text-only sample that fills what is left."""
 
 
 def num_tokens(sample: Sample) -> int:
@@ -33,7 +33,7 @@ def num_patches(sample: Sample) -> int:
 
 
 def equal_samples(tokens: int) -> list[Sample]:
-    """So many of ``SAMPLE`` that they come nearest to ``tokens``."""
+    """As many of ``SAMPLE`` as come nearest to ``tokens``, at least one."""
     return [SAMPLE] * max(1, round(tokens / SAMPLE_TOKENS))
 
 

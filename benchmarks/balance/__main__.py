@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.balance.lists import with_lists
-from benchmarks.measure import command, shipped_model, table, tell, versions
+from benchmarks.measure import command, report, shipped_model, table, versions
 from mm.config.model import ModelConfig
 from mm.data.lengths import Lengths
 from mm.data.order.cost import SampleSizes
@@ -29,8 +29,8 @@ from mm.model.flops import slot_flops
 from mm.parallel.simulation import step_cost
 from tests.lengths import SEQ_LENGTH, SETS, llava, totals_of
 
-SAMPLES_OF_RANK = 32
-"""Of a global batch."""
+SAMPLES_PER_RANK = 32
+"""Number of samples per data-parallel rank in a global batch."""
 BATCHES = (32, 35, 64, 128, 256)
 """Samples of a rank in a global batch, for how full packs are."""
 FEW_SAMPLES = 65_536
@@ -51,8 +51,8 @@ class Samples:
         self.model, self.lengths = model, lengths
         self.sizes = SampleSizes(model, lengths).of(np.arange(len(lengths)))
 
-    def samplers(self, dp_size: int, of_rank: int = SAMPLES_OF_RANK, num_stages: int = 1) -> dict[str, Planned]:
-        """As ``mm.data.order.sampler`` names them.  A microbatch is one sample, or a pack where the name says so."""
+    def samplers(self, dp_size: int, of_rank: int = SAMPLES_PER_RANK, num_stages: int = 1) -> dict[str, Planned]:
+        """Plans by name in ``mm.data.order.sampler``.  A microbatch is one sample, or a pack where the name says so."""
         shares = Shares(dp_size, BUDGET, num_stages=num_stages)
         orders = {name: sampler.order(self.sizes, shares, SEED) for name, sampler in SAMPLERS.items()}
         return {name: partial(_planned, stream, deal, dp_size * of_rank) for name, (stream, deal) in orders.items()}
@@ -75,9 +75,9 @@ class Samples:
         }  # fmt: skip
 
     def limits(self, dp_size: int, num_steps: int) -> dict[str, float]:
-        """What no packs surpass of which each rank has the same number: how full they are, and by how much the
-        costliest is above the mean, as it costs no less than the costliest sample."""
-        stream, batch = shuffled(len(self.lengths), SEED), dp_size * SAMPLES_OF_RANK
+        """Bounds for packs of which each rank has the same number: how full they are at most, and the least ratio of
+        the costliest pack to the mean one, because it costs no less than the costliest sample."""
+        stream, batch = shuffled(len(self.lengths), SEED), dp_size * SAMPLES_PER_RANK
         full, above = [], []
         for number in range(num_steps):
             own = self.sizes.of(stream.samples(number * batch, batch))
@@ -104,7 +104,7 @@ def _planned(stream: Stream, deal: Callable[[np.ndarray], list[Step]], batch: in
 
 
 def _turns(step: list[list[int]]) -> float:
-    """Mean over turns of the costliest rank's microbatch over the mean one, as far as all ranks have one."""
+    """Mean over turns of the costliest rank's microbatch over the mean one, for the turns that all ranks have."""
     common = min(map(len, step))
     table = np.array([rank[:common] for rank in step])
     return float((table.max(axis=0) / table.mean(axis=0)).mean())
@@ -113,7 +113,7 @@ def _turns(step: list[list[int]]) -> float:
 def planning(model: ModelConfig, num_samples: int) -> dict[str, float]:
     """Seconds of processor time, on one core: all steps of an epoch for 64 ranks, and packing all of it at once."""
     samples = Samples(model, llava(num_samples))
-    seconds = step_seconds(samples, num_samples // (64 * SAMPLES_OF_RANK))
+    seconds = step_seconds(samples, num_samples // (64 * SAMPLES_PER_RANK))
     started = time.process_time()
     packs = fullest_packs(samples.sizes.num_tokens, samples.sizes.num_patches, BUDGET)
     ended = time.process_time()
@@ -124,7 +124,7 @@ def planning(model: ModelConfig, num_samples: int) -> dict[str, float]:
 
 
 def step_seconds(samples: Samples, num_steps: int) -> list[float]:
-    """Of processor time, to plan steps of 2,048 samples for 64 ranks with all that a run does for them."""
+    """Processor time to plan each of ``num_steps`` steps of 2,048 samples for 64 ranks, as a run plans them."""
     plan, seconds = samples.samplers(64)[BALANCED_PACKS], []
     plan(0)  # draws the epoch's order
     for number in range(num_steps):
@@ -170,7 +170,7 @@ def measure(is_quick: bool) -> dict[str, Any]:
 
 
 class Goal(NamedTuple):
-    """What was aimed at."""
+    """A goal, and whether it was reached."""
 
     what: str
     bound: str
@@ -241,7 +241,7 @@ def main(argv: list[str]) -> None:
     found = measure(flags.quick)
     found["goals"] = goals(found)
     print(shown(found))
-    tell(found, flags.output, prints=False)
+    report(found, flags.output, prints=False)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measure import command, shipped_model, table, tell
+from benchmarks.measure import command, report, shipped_model, table
 from mm.batch import BatchTotals
 from mm.config.model import ModelConfig
 from mm.data.order.sequence import pipeline_order
@@ -162,7 +162,7 @@ def main(argv: list[str]) -> None:
     lists = (tuple(flags.vision_layers), tuple(flags.language_layers)) if any(given) else None
     rows = [measure(size, flags.steps, lists, flags.search) for size in flags.sizes]
     print("\n".join(table(HEAD, map(_shown, rows))))
-    tell(rows, flags.output, prints=False)
+    report(rows, flags.output, prints=False)
 
 
 def _shown(row: dict[str, Any]) -> tuple[str, ...]:

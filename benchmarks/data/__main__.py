@@ -22,7 +22,7 @@ import torch
 from PIL import Image
 from transformers import Qwen2VLImageProcessorPil
 
-from benchmarks.measure import command, median_ratio, seconds_of, tell
+from benchmarks.measure import command, median_ratio, report, seconds_of
 from mm.batch import normalised
 from mm.config.data import DataConfig
 from mm.data.media.decoder import Decoder
@@ -124,7 +124,7 @@ def main() -> None:
         found = {"pictures": pictures(directory, 1 if flags.quick else flags.rounds),
                  "headers": headers(directory, 50 if flags.quick else 5000),
                  "memory": memory(directory, 20 if flags.quick else 5000)}  # fmt: skip
-    tell(found, flags.output, prints=False)
+    report(found, flags.output, prints=False)
 
 
 if __name__ == "__main__":

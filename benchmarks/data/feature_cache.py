@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from benchmarks.measure import command, tell
+from benchmarks.measure import command, report
 from demo.tiny_checkpoint import build
 from mm.data_tool.mock import Mock
 from tests.files import EXAMPLES, ROOT
@@ -61,7 +61,7 @@ def main() -> None:
     seconds = [median(row["step_seconds"] for row in some) for some in (computed, kept)]
     flops = [median(row["model_flops_per_second_per_device"] * row["step_seconds"] for row in some)
              for some in (computed, kept)]
-    tell({"steps_computed": len(computed), "steps_read": len(kept), "median_seconds": seconds,
+    report({"steps_computed": len(computed), "steps_read": len(kept), "median_seconds": seconds,
           "ratio": seconds[1] / seconds[0], "ratio_of_flops": flops[1] / flops[0]}, flags.output)
 
 

@@ -52,7 +52,7 @@ from tests.tiny_inputs import write_data
 SEQ_LENGTH = 4096
 SIZES = Sizes(num_merges=1500, vocab_size=1800)
 NUM_WORDS = (12, 60, 10, 40)
-"""Of question, answer, question, answer: LLaVA-Instruct's usual conversation."""
+"""Number of words in question, answer, question, answer: LLaVA-Instruct's usual conversation."""
 NUM_TEXTS = 20_000
 """Different turns of each kind; records take one at random."""
 DP_SIZE, GLOBAL_BATCH_SIZE = 4096, 98_304

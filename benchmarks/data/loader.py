@@ -27,7 +27,7 @@ from tests.tiny_inputs import write_data
 
 MAX_TOKENS = 4096
 NUM_WORDS = 112
-"""Of an answer."""
+"""Number of words in an answer."""
 
 
 def write_samples(directory: Path, count: int) -> DataConfig:

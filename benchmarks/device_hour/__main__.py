@@ -42,7 +42,7 @@ ENVIRONMENT = {
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
 }
-"""Of every command, unless the caller's environment says otherwise."""
+"""Environment of every command; variables that the caller has set take precedence."""
 
 
 @dataclass(frozen=True)

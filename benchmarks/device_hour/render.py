@@ -13,8 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.device_hour.goals import goals
-from benchmarks.measure import table, tell
-from benchmarks.records import OURS, PEER, Results, read_records
+from benchmarks.measure import report, table
+from benchmarks.records import LOSS, NORM, OURS, PEER, Results, read_records
 from tests.files import ROOT
 
 KEPT = Path(__file__).with_name("records.jsonl")
@@ -72,7 +72,7 @@ def _titled(title: str, head: Iterable[str], rows: Iterable[Iterable[object]]) -
 
 
 def _number(value: float | None) -> str:
-    """Three digits that count."""
+    """Three significant digits, and no fraction from 100 on."""
     if value is None:
         return ""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
@@ -110,8 +110,6 @@ def _step_rows(results: Results) -> Iterator[tuple[str, ...]]:
                _number(step["tokens_per_second"]), percent(step["mfu"]), percent(step["share_of_measured_ceiling"]),
                _number(step["max_memory_gib"]), _number(step["max_reserved_gib"]),
                _number(sum(step["expected_memory_gib"].values())) if side == OURS else "")  # fmt: skip
-
-
     for one in results.of("comparison"):
         for side in (OURS, PEER):
             if error := one.get(side, {}).get("error"):
@@ -138,7 +136,7 @@ PARITY_HEAD = ("model, precision", "loss", "gradient norm", "worst gradient", "t
 def _parity_rows(results: Results) -> Iterator[tuple[str, ...]]:
     for one in results.of("parity"):
         for name, case in one["cases"].items():
-            ours = [case["ours"][key] for key in ("loss_error", "grad_norm_error", "gradient_error_max")]
+            ours = [case["ours"][key] for key in (LOSS, NORM, "gradient_error_max")]
             yield (name, *map(_number, ours), _number(case["transformers"]["gradient_error_max"]),
                    "passed" if case["passed"] else "**missed**")  # fmt: skip
 
@@ -155,7 +153,7 @@ def _loader_rows(results: Results) -> Iterator[tuple[object, ...]]:
 
 
 def _kernel_tables(results: Results) -> Iterator[list[str]]:
-    """Of every group of kernels; attention's forward alone stays in the records."""
+    """A table for each group of kernels, without attention's forward pass alone: that is in the records."""
     products = results.of("kernel", group="gemm")
     passes = list(dict.fromkeys(one["name"] for one in products))
     cases = {case: {one["name"]: one for one in products if one["case"] == case}
@@ -176,7 +174,7 @@ def _operators(kernel: dict) -> str:
 
 def _command_rows(results: Results) -> Iterator[tuple[object, ...]]:
     for one in results.of("command"):
-        yield one["label"], {0: "well"}.get(one["status"], f"**{one['status']}**"), one["seconds"]
+        yield one["label"], {0: "done"}.get(one["status"], f"**{one['status']}**"), one["seconds"]
 
 
 def put(document: str, text: str) -> str:
@@ -199,7 +197,7 @@ def main(argv: list[str]) -> None:
     flags.document.write_text(text, encoding="utf-8")
     if flags.goals:
         judged = [{**asdict(goal), "is_reached": goal.is_reached} for goal in goals(Results.latest(records))]
-        tell(judged, flags.goals, prints=False)
+        report(judged, flags.goals, prints=False)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,11 @@
     python -m benchmarks.kernels ceilings gemm attention pointwise optimizer towers [--size 3b] [--records FILE]
 
 ``ceilings`` measures what the device can do at best: a large matrix product and a large copy.  The other groups time
-the shapes of one 3B step of 12 samples of 689 tokens (or of one) in every form that is at hand, so that choices between
-them are made by measurement; ``towers`` times the whole ViT and the whole LLM against transformers'.  "ours" is what
+the shapes of one 3B step of 12 samples of 689 tokens (or of one) in every available form, so that choices between them
+are made by measurement; ``towers`` times the whole ViT and the whole LLM against transformers'.  "ours" is what
 ``mm.device`` picks for this device.  Each result is one JSON line, printed and appended to ``--records`` at once, with
 the median time and the relative difference of what the form computes from what the first form of its case does.  A form
-that this device or torch lacks gets an "error" in place of times; the exit status is 1 when that befalls one of ours.
+that this device or torch lacks gets an "error" in place of times; the exit status is 1 when one of ours does.
 """
 
 import argparse
@@ -33,6 +33,7 @@ CEILING_SIDE, CEILING_COPY_BYTES = 8192, 4 << 30
 TINY_CEILING_SIDE, TINY_CEILING_COPY_BYTES = 256, 4 << 20
 FFN_SIZES, TP_SIZES = (3420, 3424, 3456), (1, 2, 4)
 """The ViT's ffn of 3B and 7B, with rows that are a multiple of 16 bytes, and as in 32B and 72B."""
+
 
 def ceilings(bench: Bench) -> None:
     """What the device can do at best, with random numbers."""
@@ -93,10 +94,8 @@ def weight_gradients(bench: Bench, case: str, rows: int, inputs: int, outputs: i
     forms: dict[str, Form] = {
         "product, then add_": lambda: buffer.add_(gradient.t() @ x),
         "addmm into fp32": lambda: torch.addmm(buffer, gradient.t(), x, out_dtype=torch.float32, out=buffer),
+        OURS: lambda: (bench.device.kernels.accumulate(buffer, gradient, x), buffer)[1],
     }
-    accumulate = getattr(bench.device.kernels, "accumulate", None)
-    if accumulate is not None:
-        forms[OURS] = lambda: (accumulate(buffer, gradient, x), buffer)[1]
     bench.compare("weight gradient", f"{case}, {rows} rows", forms, flops=2 * rows * inputs * outputs,
                   reset=buffer.zero_, shapes=[rows, inputs, outputs])  # fmt: skip
 

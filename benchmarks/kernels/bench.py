@@ -1,4 +1,4 @@
-"""What every group of benchmarks.kernels needs: the device, a clock, the shapes, and where results go."""
+"""Shared by all groups of benchmarks.kernels: the device, a clock, the shapes, and where results go."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -13,7 +13,7 @@ from mm.device.device import Device
 from tests.workload import SAMPLE, TINY_SAMPLE, Sample
 
 NUM_SAMPLES = 12
-"""Of the large case; the small one is a single sample."""
+"""Number of samples in the large case; the small one has a single sample."""
 
 Form = Callable[[], Any]
 """Computes a tensor, a tuple of tensors, or works in place and returns None."""
@@ -45,7 +45,7 @@ class Bench:
     ) -> None:  # fmt: skip
         """Time each form and record it.
 
-        ``reset`` goes before a form whose result depends on what was before; ``ran`` names the operators of each form.
+        ``reset`` undoes what forms change, before each of them; ``ran`` names the operators of each form.
         """
         reference = None
         facts |= {"group": group, "case": case, "dtype": str(self.dtype).removeprefix("torch.")}

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import command, run_ranks, tell
+from benchmarks.measure import command, report, run_ranks
 from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from mm.parallel.activity import Work
 from mm.parallel.simulation import SlotCost, step_cost
@@ -30,10 +30,11 @@ from mm.weights.trained import GradientPath
 
 NUM_MICROBATCHES = 16
 SLEEP_FORWARD, SLEEP_BACKWARD = 0.03, 0.06
-"""Seconds of one stage."""
+"""Seconds that a stage sleeps in one pass over a microbatch, all its chunks together."""
 IMAGE = (1, 32, 32)
 TOKENS = 256
-"""Of a microbatch."""
+"""Mean number of text tokens in a microbatch."""
+FROZEN = ("vision", "projector")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,11 +59,10 @@ class Case:
 SLEEP_CASES = {
     "1F1B": Case(((4, 0, 0, 0),), ((2, 2, 2, 2),), sleeps=True),
     "2 virtual chunks": Case(((4, 0, 0, 0), (0,) * 4), ((1, 1, 1, 1), (1, 1, 1, 1)), sleeps=True),
-    "frozen ViT on 2 of 4 stages": Case(((2, 2, 0, 0),), ((0, 0, 4, 4),), ("vision", "projector"), has_images=True,
+    "frozen ViT on 2 of 4 stages": Case(((2, 2, 0, 0),), ((0, 0, 4, 4),), FROZEN, has_images=True,
                                         sleeps=True),
 }
 ONE = Case(((4,),), ((8,),))
-FROZEN = ("vision", "projector")
 COMPUTE_CASES = {
     # name: what is measured, and what it is compared with
     "PP 2 over PP 1": (Case(((4, 0),), ((4, 4),)), ONE),
@@ -147,13 +147,13 @@ class Measured:
     """Medians over the steps of a round."""
 
     seconds: float
-    """Of a step."""
+    """Duration of a step."""
     works: dict[str, float]
-    """Of the first rank's work in it."""
+    """Seconds of the first rank's work in a step, by its kind."""
 
 
 def measure(case: Case, num_steps: int) -> Measured:
-    """In processes of their own."""
+    """Run ``case`` in processes of its own."""
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / "seconds.json"
         request = json.dumps({"case": dataclasses.asdict(case), "num_steps": num_steps})
@@ -174,7 +174,7 @@ def measure_beside_another(case: Case, num_steps: int) -> Measured:
 
 
 def sleep_ideal(case: Case) -> float:
-    """A slot without gradient going on to it sleeps forward only."""
+    """Seconds of the simulated step: a slot that no gradient reaches sleeps in forward passes only."""
     model, num_chunks = model_of(case), len(case.vision)
     path = GradientPath.of(model)
     flows = [path.comes_back(slot, case.has_images) or slot.has_head for slot in model.placement().slots]
@@ -233,12 +233,12 @@ def main() -> None:
         fields = {name: _tuples(value) for name, value in request["case"].items()}
         measured = worker(Case(**fields), request["num_steps"])
         if os.environ["RANK"] == "0":
-            tell(measured, flags.output)
+            report(measured, flags.output)
         return
     found: dict[str, Any] = {"num_microbatches": NUM_MICROBATCHES, "rounds": flags.rounds, "steps": flags.steps}
     found["sleep"] = sleep_part(flags.only, flags.rounds, flags.steps)
     found["compute"] = compute_part(flags.only, flags.rounds, flags.steps, flags.quick)
-    tell(found, flags.output, prints=False)
+    report(found, flags.output, prints=False)
 
 
 def _tuples(value: Any) -> Any:

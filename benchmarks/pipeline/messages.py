@@ -1,13 +1,12 @@
 """For how long NCCL's kernels occupy a device while a stage computes, and what posting messages early gains.
 
-    python -m benchmarks.pipeline.messages
+    python -m benchmarks.pipeline.messages [--output F]
 
 What every stage starts and waits for is that of a run (``tests.parallel.messages``), replayed under NCCL's rules
 (``tests.parallel.replay``).
 """
 
-import sys
-
+from benchmarks.measure import command, report, table
 from tests.parallel.messages import VISION, Layout, Mode, Seconds, programs_of
 from tests.parallel.replay import replay
 
@@ -23,9 +22,12 @@ CASES = {
 }
 
 
+HEAD = ("layout", "messages", "time of a step", "share of compute time with a message kernel running, by stage")
+
+
 def main() -> None:
-    print("| layout | messages | time of a step | computing with a message kernel beside it, by stage |")
-    print("| --- | --- | --- | --- |")
+    flags = command(__doc__).parse_args()
+    rows = []
     for name, (layout, seconds) in CASES.items():
         modes = Mode(starts_ahead=True), Mode(starts_ahead=False)
         programs = programs_of(layout, modes, seconds)
@@ -33,8 +35,10 @@ def main() -> None:
         assert not any(result.stuck for result in results)
         for result, what in zip(results, ("ahead", "when wanted"), strict=True):
             shares = ", ".join(f"{share:.0%}" for share in result.occupied)
-            print(f"| {name} | {what} | {result.seconds / results[-1].seconds:.4f} | {shares} |")
+            rows.append((name, what, f"{result.seconds / results[-1].seconds:.4f}", shares))
+    print("\n".join(table(HEAD, rows)))
+    report([dict(zip(HEAD, row, strict=True)) for row in rows], flags.output, prints=False)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

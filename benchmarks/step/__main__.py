@@ -4,8 +4,8 @@
     python -m benchmarks.step speed --size 3b --mix --phases --rounds 2 [--freeze vision projector]
     python -m benchmarks.step cpu [--rounds 9] [--micro-batch-size 1] [--num-microbatches 8]
 
-``parity`` trains two small random models on a mixed batch, in fp32 and bf16, against transformers in fp32 on the CPU;
-beside our bf16 errors stand those of transformers' own bf16.
+``parity`` trains two small random models on a mixed batch, in fp32 and bf16, against transformers in fp32 on the CPU.
+It also reports the errors of transformers' own bf16.
 
 ``speed`` times whole steps (schedule, gradient clipping, Adam) of the real sizes with random weights on one device, and
 the same through transformers, each in a process of its own, in turn for ``--rounds`` rounds.  Samples are equal, of 689
@@ -24,7 +24,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.measure import DEVICES, SIZES, run_ranks, tell
+from benchmarks.measure import DEVICES, SIZES, report, run_ranks
 from benchmarks.records import OURS, PEER, Records, append
 from benchmarks.step.speed import NUM_TIMED, NUM_WARMUP, speed, time_side
 from mm.device.device import Device
@@ -37,7 +37,7 @@ def parity(flags: argparse.Namespace, _: list[str]) -> bool:
     result, passed = errors_of(device, [flags.precision] if flags.precision else ["fp32", "bf16"])
     leave_process_group()
     keep(flags, "parity", device.name, "small", {"passed": passed, **result})
-    tell(result, flags.output)
+    report(result, flags.output)
     return passed
 
 
@@ -53,7 +53,7 @@ def timed(flags: argparse.Namespace, own_arguments: list[str]) -> bool:
         (result, passed), kind = speed(flags, own_arguments), "comparison"
         name = result[OURS].get("device")
     keep(flags, kind, name, flags.size, {"side": flags.side, "passed": passed, **result})
-    tell(result, flags.output)
+    report(result, flags.output)
     return passed
 
 
@@ -66,7 +66,7 @@ def cpu(flags: argparse.Namespace, own_arguments: list[str]) -> bool:
         found = measure(device, flags.rounds, flags.micro_batch_size, flags.num_microbatches, flags.quick)
         leave_process_group()
         if found is not None:
-            tell(found, flags.output)
+            report(found, flags.output)
         return True
     results = []
     for num_stages in (1, 2):
@@ -75,8 +75,8 @@ def cpu(flags: argparse.Namespace, own_arguments: list[str]) -> bool:
             words = ["cpu", *own_arguments, "--is-rank", "--output", str(output)]
             run_ranks(num_stages, "benchmarks.step", words, num_threads=num_stages)
             results.append(json.loads(output.read_text()))
-        tell(results[-1], None)
-    tell(results, flags.output, prints=False)
+        report(results[-1], None)
+    report(results, flags.output, prints=False)
     return True
 
 
@@ -106,7 +106,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         one.add_argument("--label", default="step", help="names this command in the records")
         one.add_argument("--precision", choices=("fp32", "bf16"),
                          help="default: parity both; speed bf16, on a CPU fp32")  # fmt: skip
-    _add_flags_of_speed(parsers["speed"])
+    _add_speed_flags(parsers["speed"])
     one = parsers["cpu"]
     one.add_argument("--rounds", type=int, default=9)
     one.add_argument("--micro-batch-size", type=int, default=1)
@@ -116,7 +116,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _add_flags_of_speed(parser: argparse.ArgumentParser) -> None:
+def _add_speed_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", default="3b", choices=SIZES)
     parser.add_argument("--tokens", type=int,
                         help="tokens of a microbatch (equal samples: rounded to whole ones); default 8192, of 7b 4096")

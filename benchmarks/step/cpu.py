@@ -24,7 +24,7 @@ from tests.workload import Sample
 
 NUM_WARMUP = 3
 NUM_TEXT_TOKENS = 150
-"""Of a sample: a question and an answer of a few sentences, and the template around them."""
+"""Number of text tokens in a sample: a question, an answer of a few sentences, and the template around them."""
 LAYOUTS = {1: ((8,), (8,)), 2: ((8, 0), (0, 8))}
 """Layers of the ViT and of the LLM, by the number of stages."""
 

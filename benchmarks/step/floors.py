@@ -11,7 +11,7 @@ from mm.weights.table import Place, model_weights
 from mm.weights.trained import GradientPath, is_frozen
 
 OPTIMIZER_BYTES_PER_PARAM = 30
-"""Of one update: fp32 weight and both moments read and written, gradient read, bf16 weight written."""
+"""Memory traffic of one update: fp32 weight and both moments read and written, gradient read, bf16 weight written."""
 FROZEN_BYTES_PER_PARAM = WIDTHS["bf16"]
 STATE_BYTES_PER_PARAM = FROZEN_BYTES_PER_PARAM + 4 * FP32
 """bf16 weight, and in fp32 gradient, weight and two moments."""
@@ -32,7 +32,7 @@ class Params:
 
 @dataclass(frozen=True)
 class ExpectedMemory:
-    """Bytes on one device at the peak of a bf16 step without parallelism, as a dry run tells them."""
+    """Bytes on one device at the peak of a bf16 step without parallelism, as a dry run shows them."""
 
     states: int
     activations: int
@@ -51,8 +51,7 @@ class ExpectedMemory:
 
 
 def hardware_flops(model: ModelConfig, totals: BatchTotals) -> float:
-    """FLOPs of one step with those of full recomputation; of frozen layers that no gradient passes nothing is
-    recomputed."""
+    """FLOPs of one step including full recomputation; frozen layers that no gradient passes are not recomputed."""
     path, flops = GradientPath.of(model), training_flops(model, totals)
     trained = {(weight.place, weight.layer) for weight in model_weights(model) if not is_frozen(weight, model)}
     recomputes = {Place.VISION_LAYER: model.vision.recompute.granularity == "full",

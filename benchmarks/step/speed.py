@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import Clock, Memory, Phases, profiled, reset_peak_memory, versions
-from benchmarks.records import OURS, PEER, Results, together
+from benchmarks.records import LOSS, NORM, OURS, PEER, Results, together
 from benchmarks.step.floors import ExpectedMemory, Params, hardware_flops
 from mm.batch import BatchTotals, Microbatch
 from mm.config.model import ModelConfig
@@ -23,8 +23,8 @@ from tests.workload import equal_samples, mixed_samples
 
 NUM_WARMUP, NUM_TIMED = 3, 7
 DEFAULT_TOKENS = {"7b": 4096}
-"""Of a microbatch; 8192 of other sizes.  On 141 GB 7B needs ``--freeze vision projector --recompute`` besides."""
-LOSS, NORM = "loss_error", "grad_norm_error"
+"""Number of tokens in a microbatch by model size; 8192 for others.  On 141 GB, 7B also needs ``--freeze vision
+projector --recompute``."""
 SPEED_TOLERANCES = {"fp32": {LOSS: 1e-4, NORM: 1e-3}, "bf16": {LOSS: 1e-2, NORM: 5e-2}}
 GIB = 2**30
 
@@ -92,12 +92,12 @@ def time_side(flags: argparse.Namespace, device: Device) -> dict:
 
 
 def profile_path(flags: argparse.Namespace) -> Path:
-    """Ours as asked for, transformers' beside it."""
+    """Path of this side's profile: ``--profile`` for ours, a file beside it for transformers'."""
     return flags.profile if flags.side == OURS else flags.profile.with_stem(f"{flags.profile.stem}_{PEER}")
 
 
 def expectations(model: ModelConfig, batch: list[Microbatch]) -> dict:
-    """What the formulas say of the step: its FLOPs, weights and memory."""
+    """FLOPs, weights and memory of the step by the formulas."""
     totals = BatchTotals.of(batch, model.vision)
     largest = BatchTotals.of([max(batch, key=lambda m: m.num_tokens)], model.vision)
     memory = ExpectedMemory.of(model, largest)
@@ -120,10 +120,7 @@ def speed(flags: argparse.Namespace, own_arguments: list[str]) -> tuple[dict, bo
     for side in sides:
         runs = [one[side] for one in rounds]
         broken = [run for run in runs if "error" in run]
-        if broken:
-            found[side] = broken[0]
-            continue
-        found[side] = together(runs, ceiling_tflops)
+        found[side] = broken[0] if broken else together(runs, ceiling_tflops)
     result = {
         "size": flags.size, "frozen": flags.freeze, "recompute": flags.recompute, "mix": flags.mix,
         "num_microbatches": flags.num_microbatches, "rounds": flags.rounds, "versions": versions(), **found,

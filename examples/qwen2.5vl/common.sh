@@ -13,14 +13,14 @@
 #
 # The same command resumes: where SAVE_PATH holds a checkpoint, training goes on from it with its optimizer, schedule,
 # random states and data; else it starts from the weights in LOAD_PATH.  The trainer decides at each start, so ranks
-# that torchrun starts again (MAX_RESTARTS, default 0: how often, after a rank has failed) lose no saved step.  Every SAVE_INTERVAL steps a checkpoint is saved,
-# and the last KEEP_CHECKPOINTS are kept; with the optimizer's state each takes 2 bytes for each weight and 12 more for
-# each that is trained.  MindSpeed-MM's scripts save weights alone, and only at the end: add --no-save-optim
-# --no-save-rng and set SAVE_INTERVAL to TRAIN_ITERS for that.
+# that torchrun starts again (MAX_RESTARTS, default 0: how often, after a rank has failed) lose no saved step.  Every
+# SAVE_INTERVAL steps a checkpoint is saved, and the last KEEP_CHECKPOINTS are kept; with the optimizer's state each
+# takes 2 bytes for each weight and 12 more for each that is trained.  MindSpeed-MM's scripts save weights alone, and only
+# at the end: add --no-save-optim --no-save-rng and set SAVE_INTERVAL to TRAIN_ITERS for that.
 #
 # Flags after the script's name are passed on; with --dry-run (of a training) or --check nothing is launched.  Else one
-# process checks everything before several are launched, so that a mistake is told once and ends the script with status 2.
-# All paths are relative to the repository root.
+# process checks everything before several are launched, so that a mistake is reported once and ends the script with
+# status 2.  All paths are relative to the repository root.
 #
 # From the environment: MASTER_ADDR MASTER_PORT NODE_RANK, MAX_RESTARTS, GBS, OVERLAP, SAVE_PATH, LOG_DIR, PYTHON,
 # CANN_ENV, ATB_ENV.
@@ -140,7 +140,7 @@ derive_sizes() {
     esac
 }
 
-# training_args: GPT_ARGS, MM_ARGS and OUTPUT_ARGS with what every training has, from the variables of the script.
+# training_args: fill GPT_ARGS, MM_ARGS and OUTPUT_ARGS with the flags of every training, from the script's variables.
 training_args() {
     GPT_ARGS=(
         --tensor-model-parallel-size "$TP"
@@ -172,7 +172,7 @@ training_args() {
     )
 }
 
-# published_args: what MindSpeed-MM's scripts of the published sizes have besides, on devices in bf16.
+# published_args: add the other flags of MindSpeed-MM's scripts for the published sizes, which train in bf16.
 published_args() {
     GPT_ARGS+=(
         --use-mcore-models

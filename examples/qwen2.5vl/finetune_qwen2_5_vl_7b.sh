@@ -27,7 +27,7 @@ KEEP_CHECKPOINTS=${KEEP_CHECKPOINTS:-2}
 LR=${LR:-1.0e-5}
 derive_sizes
 
-# The sizes of the model stand in model_7b.json; how to train it stands in common.sh, and here what differs.
+# model_7b.json has the sizes of the model, common.sh the flags of every training; the others are here.
 training_args
 published_args
 GPT_ARGS+=(

@@ -24,7 +24,7 @@ KEEP_CHECKPOINTS=${KEEP_CHECKPOINTS:-2}
 LR=${LR:-2.0e-3}
 derive_sizes
 
-# The sizes of the model stand in model_tiny.json; how to train it stands in common.sh, and here what differs.
+# model_tiny.json has the sizes of the model, common.sh the flags of every training; the others are here.
 training_args
 GPT_ARGS+=(
     --device "${DEVICE:-cpu}"

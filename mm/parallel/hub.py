@@ -183,7 +183,7 @@ class Hub:
             _write(f"error: {cause.text}\n")  # first: a launcher that sees another rank exit soon ends this one
             stacks = self._ask()
             order = sorted(range(self._num_ranks), key=lambda rank: rank != cause.rank)
-            places = "".join(f"  rank {rank}{'' if rank in stacks else ', last known'}, {self._places[rank]}\n"
+            places = "".join(f"  rank {rank}, {'' if rank in stacks else 'last known: '}{self._places[rank]}\n"
                              for rank in order)
             _write(f"Where the ranks were:\n{places}")
             if cause.is_riddle:

@@ -262,7 +262,7 @@ def _my_group(
 
 
 def stop_mesh() -> None:
-    """Destroy the groups of ``build_mesh``, keeping the process group itself.  Every rank must.
+    """Destroy the groups of ``build_mesh``, keeping the process group itself.  Every rank must call this.
 
     A gloo group is a thread that wakes a hundred times a second, and sockets: torch keeps both until the group is
     destroyed, even if nobody refers to it any more.

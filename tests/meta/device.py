@@ -69,7 +69,7 @@ _new_subgroups = dist.new_subgroups_by_enumeration
 def fake_subgroups(
     ranks: list[list[int]], timeout: object, _: object, pg_options: object = None, group_desc: str | None = None
 ) -> tuple:
-    """In place of torch's function of that name, whatever backend is asked for."""
+    """Replaces ``new_subgroups_by_enumeration`` of torch, and ignores which backend is asked for."""
     return _new_subgroups(ranks, timeout, group_desc=group_desc)
 
 
@@ -127,7 +127,7 @@ _NO_KERNEL = frozenset({
     "_reshape_alias", "detach", "alias", "lift_fresh", "set_", "resize_",
 })  # fmt: skip
 _WRITE_ONLY = frozenset({"copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_zero_"})
-"""Of the operators in place, those that do not read what they overwrite."""
+"""In-place operators that do not read what they overwrite."""
 _UNSCALED = "grads"
 """The gradients of a fused optimizer, which it writes only when it also takes a loss scale."""
 _READ_ROWS = frozenset({"index", "index_select", "embedding", "gather"})
@@ -292,9 +292,10 @@ def _size(tensor: Tensor) -> int:
 
 
 def _flops(func: Any, args: Sequence) -> float:
-    """Of matrix products, whose last two tensors are the factors, and of our own operators, which are told.
+    """FLOPs of a matrix product, whose factors are the last two tensors, or of our own operators, which have them as an
+    argument; 0 for all others.
 
-    torch's table of formulas fails at a product that is given its ``out_dtype``.
+    torch's table of formulas fails for a product with ``out_dtype``.
     """
     if func._schema.name.partition("::")[2].rstrip("_") in ("mm", "addmm", "bmm", "baddbmm"):
         *_, left, right = _tensors(args)

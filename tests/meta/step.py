@@ -38,14 +38,14 @@ class Case:
 
     size: str = "3b"
     num_samples: int = 12
-    """Of a microbatch, 689 tokens each."""
+    """Number of samples in a microbatch, each of 689 tokens."""
     num_microbatches: int = 1
     freeze: tuple[str, ...] = ()
     freeze_layers: tuple[str, str] = ("", "")
-    """Of the ViT and of the LLM, as a model JSON has them."""
+    """Frozen layers of the ViT and the LLM, in the syntax of the model JSON."""
     freeze_modules: tuple[str, ...] = ()
     recompute: str = "none"
-    """A key of ``RECOMPUTE``, of both towers."""
+    """A key of ``RECOMPUTE``, for both towers."""
     tp_size: int = 1
     layers: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     """Layers of the ViT and of the LLM on each pipeline stage; None: all of the model on one."""
@@ -57,7 +57,7 @@ class Case:
     cp_size: int = 1
     is_ring: bool = False
     lora_rank: int = 0
-    """Of adapters beside all linear layers of trained parts; 0: none."""
+    """Rank of the adapters on all linear layers of trained parts; 0: no adapters."""
     forward_only: bool = False
     """A validation in place of a step."""
 
@@ -87,11 +87,13 @@ class Trace:
     """What a step did."""
 
     num_tokens: int
-    """Of one microbatch, as far as this rank holds it; so are the two below."""
+    """Number of tokens of one microbatch that this rank holds."""
     num_patches: int
+    """Number of patches of one microbatch that this rank holds."""
     num_targets: int
+    """Number of target tokens of one microbatch that this rank holds."""
     model_flops: float
-    """Of all microbatches, as ``mm.model.flops`` counts for MFU."""
+    """FLOPs of all microbatches, as ``mm.model.flops`` counts them for MFU."""
     operators: dict[str, dict[str, Tally]]
     """By phase and operator."""
     host_reads: dict[str, int]
@@ -143,15 +145,15 @@ def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> T
     from mm.training.step import Parts, step
     from tests.microbatches import own_pixels, random_microbatch
 
-    def tell(chunk: Chunk, phase: str) -> None:
-        """``chunk`` tells the recorder when it is in ``phase``."""
+    def record_phase(chunk: Chunk, phase: str) -> None:
+        """Let the recorder know when ``chunk`` is in ``phase``."""
         work = getattr(chunk, phase)
 
-        def told(*args: object) -> object:
+        def recorded(*args: object) -> object:
             with recorder.doing(phase):
                 return work(*args)
 
-        setattr(chunk, phase, told)
+        setattr(chunk, phase, recorded)
 
     args = flags.parse([
         "--lr", "1e-5", "--train-iters", "1", "--clip-grad", "1.0", "--weight-decay", "0.01", "--seq-length", "1",
@@ -163,8 +165,8 @@ def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> T
     with recorder:
         stage = Stage(model, mesh, "bf16", MetaDevice.of(recorder), sequence_parallel=case.sequence_parallel)
         for chunk in stage.chunks:
-            tell(chunk, "prepare")
-            tell(chunk, "forward")
+            record_phase(chunk, "prepare")
+            record_phase(chunk, "forward")
         parts = Parts.build(stage, mesh, args)
         parts.optimizer.prepare_grads()
         parts.optimizer.step_with_ready_grads()  # makes Adam's moments, which only the first step of a run does

@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo, Store
 os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 _LIMIT = timedelta(minutes=2)
 ADDRESS_BYTES = 154
-"""That each rank leaves in the store."""
+"""Size of the address that each rank leaves in the store."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Cost:
 
     store_calls: int
     store_bytes: int
-    """Read from it."""
+    """Bytes read from the store."""
     open_files: int
 
 
@@ -95,11 +95,11 @@ def _barrier(group: ProcessGroupGloo, rank: int) -> None:
 COLLECTIVES: dict[str, Callable[[ProcessGroupGloo, int], None]] = {
     "broadcast": _broadcast, "all-reduce": _all_reduce, "all-gather": _all_gather, "gather": _gather,
     "barrier": _barrier}
-"""All that a run does on its gloo groups."""
+"""All collectives that a run uses on its gloo groups."""
 
 
 def measured(num_ranks: int, name: str) -> tuple[Cost, Cost]:
-    """A group that is made, and the same after its first collective of this kind."""
+    """Costs of a new group, and of the same group after its first collective ``name``."""
     store, before = CountingStore(), _num_open_files()
     groups: list[ProcessGroupGloo | None] = [None] * num_ranks
 
@@ -119,7 +119,7 @@ def measured(num_ranks: int, name: str) -> tuple[Cost, Cost]:
 
 
 def computed(num_ranks: int, name: str) -> Cost:
-    """After the first collective of this kind in a group that connects when ranks talk.
+    """Cost after the first collective ``name``, in a group whose ranks connect when they first communicate.
 
     A connection is an open file on both ranks and two calls of each of them, which read the other's address once.
     """

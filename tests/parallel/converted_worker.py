@@ -75,7 +75,7 @@ def compare(directory: Path, tied: bool) -> dict:
 
 
 def damaged(directory: Path) -> list[list[str]]:
-    """A copy that differs is found by one rank and told by all."""
+    """One rank finds a copy that differs, and all report it."""
     run = random_run(False, seed=2)
     return problems_of(lambda: start_from(run, directory))
 

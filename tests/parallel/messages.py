@@ -1,8 +1,8 @@
 """What each pipeline stage starts and waits for in a step, without devices.
 
-The schedule, the communicator and every message are those of a run; chunks compute nothing, and say that they do.  One
-process takes the place of all stages in turn, with torch's fake process group.  What would come of it under NCCL's
-rules is replayed by ``tests.parallel.replay``.
+The schedule, the communicator and every message are those of a run; chunks compute nothing and only note their passes.
+One process takes the place of all stages in turn, with torch's fake process group.  ``tests.parallel.replay`` shows
+what would come of it under NCCL's rules.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -145,9 +145,9 @@ def stand_in(chunk: Any, work: Callable[[bool], object]) -> None:
 def programs_of(
     layout: Layout, modes: Sequence[Mode], seconds: Sequence[Seconds] | None = None
 ) -> dict[Mode, list[Program]]:
-    """What every stage does in a step of each mode.  ``seconds``: of each stage; None: 1 forward, 2 backward.
+    """What every stage does in a step of each mode.  ``seconds`` are by stage; None: 1 forward, 2 backward.
 
-    For a process of its own that is in no process group.
+    Call it in a process of its own that is in no process group.
     """
     found: dict[Mode, list[Program]] = {mode: [] for mode in modes}
     for stage in range(layout.num_stages):

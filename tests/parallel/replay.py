@@ -27,7 +27,7 @@ class Message:
     peer: int
     """The other stage."""
     content: tuple
-    """What both halves must say of it."""
+    """What must be equal in both halves."""
 
 
 @dataclass(frozen=True)
@@ -61,18 +61,18 @@ Program = Sequence[Event]
 
 @dataclass(frozen=True)
 class Replay:
-    """What became of the programs."""
+    """Outcome of the programs."""
 
     stuck: tuple[str, ...]
-    """Every stage that never ends, with what it stands at; () is as it should be."""
+    """Every stage that never ends, with the event at which it is stuck; empty if all stages end."""
     seconds: float
-    """Until the last stage has ended."""
+    """Time until the last stage has ended."""
     occupied: tuple[float, ...]
     """For each stage: the share of its computing time during which at least one batch occupied the device."""
 
 
 def replay(programs: Sequence[Program], message_seconds: float = 0.0) -> Replay:
-    """Run the programs of all stages.  ``message_seconds``: of a batch whose other halves are there.
+    """Run the programs of all stages.  ``message_seconds``: duration of a batch once the other halves have begun.
 
     Raises ValueError where the halves that meet are of different messages, or one has no other half.
     """
@@ -107,7 +107,7 @@ class _Run:
         self._computing: list[list[tuple[float, float]]] = [[] for _ in programs]
 
     def advance(self) -> bool:
-        """Whatever can happen now; returns whether anything did."""
+        """Do whatever can happen now; returns whether anything did."""
         stages = range(len(self._programs))
         hosts = [self._advance_host(stage) for stage in stages]
         devices = [self._advance_device(stage) for stage in stages]

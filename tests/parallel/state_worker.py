@@ -209,7 +209,7 @@ def refusals(directory: Path) -> dict[str, list[list[str]]]:
 
 
 def without_optimizer(directory: Path) -> dict:
-    """--no-load-optim goes on with new state, --finetune starts anew; both take the weights, in bf16 too."""
+    """--no-load-optim continues with new optimizer state, --finetune starts over; both take the weights, bf16 too."""
     saved = Run(Layout(freeze=("vision",), precision="bf16"))
     saved.train(2)
     saved.save(directory)

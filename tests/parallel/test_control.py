@@ -1,4 +1,4 @@
-"""Groups for control cost as much as ranks, not as pairs of ranks; larger numbers are computed by the same law."""
+"""The cost of control groups grows with the number of ranks, not of pairs; for more ranks the same law computes it."""
 
 import json
 import math

@@ -54,7 +54,7 @@ def test_all_begin_once_all_are_ready() -> None:
 @pytest.mark.parametrize("line", [
     b"no JSON at all", b"\xff\xfe\x00", b"[" * 5000, b"{}", b"7", b"[]", b'["fails"]', b'["fails", "text", "status"]',
     b'["is at"]', b'["never heard of it", 1]', b'["joins", "token", 0]'], ids=repr)
-def test_a_line_that_is_no_message_is_told_and_the_hub_goes_on(line: bytes, capfd: pytest.CaptureFixture) -> None:
+def test_a_line_that_is_no_message_is_reported_and_the_hub_goes_on(line: bytes, capfd: pytest.CaptureFixture) -> None:
     hub = Hub(2, 60.0)
     first = join(hub, 0)
     with raw(hub, json.dumps(["joins", hub.token, 1]).encode() + b"\n") as second:
@@ -112,12 +112,12 @@ def test_without_a_free_file_the_hub_says_so_and_lets_ranks_in_later() -> None:
     with subprocess.Popen([sys.executable, "-c", EXHAUST], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                           stderr=subprocess.PIPE, text=True) as process:
         assert process.stdin and process.stdout and process.stderr
-        told = process.stderr.readline()
+        text = process.stderr.readline()
         process.stdin.write("\n")
         process.stdin.flush()
         rest, output = process.stderr.read(), process.stdout.read()
-    assert told.startswith("warning: the hub of rank 0 cannot accept connections: Too many open files (ulimit -n is ")
-    assert told.endswith("; 3 of 3 ranks are not watched and wait for a connection\n")
+    assert text.startswith("warning: the hub of rank 0 cannot accept connections: Too many open files (ulimit -n is ")
+    assert text.endswith("; 3 of 3 ranks are not watched and wait for a connection\n")
     assert rest == "note: the hub of rank 0 accepts connections again\n"
     assert output == "all were watched\n"
 
@@ -133,9 +133,9 @@ def test_a_hub_that_fails_says_so_to_all(monkeypatch: pytest.MonkeyPatch, capfd:
     for one in ranks:
         assert next_words(one) == ["unwatched"] and next_words(one) is None
     hub.join()
-    told = capfd.readouterr().err
-    assert told.startswith("warning: the hub of rank 0 has failed, so ranks are no longer watched.")
-    assert "ZeroDivisionError: nobody thought of it" in told
+    text = capfd.readouterr().err
+    assert text.startswith("warning: the hub of rank 0 has failed, so ranks are no longer watched.")
+    assert "ZeroDivisionError: nobody thought of it" in text
 
 
 def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ def test_open_files_are_allowed_as_far_as_the_system_lets_them() -> None:
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 0
 
 
-@pytest.mark.parametrize(("ranks", "told"), [
+@pytest.mark.parametrize(("ranks", "text"), [
     ([3], "rank 3"), ([0, 1], "ranks 0 to 1"), ([1, 3, 4, 5, 8], "ranks 1, 3 to 5, 8")])
-def test_ranks_are_told_in_spans(ranks: list[int], told: str) -> None:
-    assert ranks_text(ranks) == told
+def test_ranks_are_listed_in_spans(ranks: list[int], text: str) -> None:
+    assert ranks_text(ranks) == text

@@ -232,7 +232,7 @@ def test_the_loop_reads_nothing_back(case: Case, found: list[dict]) -> None:
 
 
 def test_stopped_groups_leave_no_threads(found: list[dict]):
-    """Each mesh has about sixty of gloo's: of all cases together there were thousands, which left no time for work."""
+    """Each mesh has about sixty gloo threads: if they stayed, all cases together would have thousands."""
     assert [rank["num_more_threads"] < 10 for rank in found] == [True] * 4, [rank["num_more_threads"] for rank in found]
 
 

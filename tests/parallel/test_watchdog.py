@@ -49,7 +49,7 @@ def test_all_ranks_end(fault, jobs: Path) -> None:
 def test_a_killed_rank_is_named_first(jobs: Path) -> None:
     report = said(jobs, "killed")
     assert report.startswith("error: rank 1 died without an error message: ")
-    assert "\n  rank 1, last known, stage 1, " in report and "\n  rank 0, stage 0, " in report
+    assert "\n  rank 1, last known: stage 1, " in report and "\n  rank 0, stage 0, " in report
     assert "Traceback" not in report, "the broken connections of the others"
 
 
@@ -73,8 +73,8 @@ def test_a_mistake_of_the_user_keeps_its_words(jobs: Path) -> None:
 
 
 def test_what_rank_0_refuses_before_the_start_is_said_once(jobs: Path) -> None:
-    told = said(jobs, "refused before the start")
-    assert told.startswith("error: --freeze-modules has 'no_such_word'") and told.count("\n") == 1
+    report = said(jobs, "refused before the start")
+    assert report.startswith("error: --freeze-modules has 'no_such_word'") and report.count("\n") == 1
 
 
 def test_a_rank_may_die_before_the_start(jobs: Path) -> None:
