@@ -19,7 +19,7 @@ from mm.device.pointwise import Heads, Leaf
 SwiGLU = Callable[..., Tensor]
 Rope = Callable[..., Heads]
 Fuse = Callable[[Leaf], Leaf]
-"""Makes one kernel of a leaf, as ``mm.device.compiled.compiled`` does; tests pass functions that run or count leaves."""
+"""Makes one kernel of a leaf, as ``mm.device.compiled.compiled`` does; tests pass functions that count leaves."""
 
 
 @dataclass(frozen=True)
