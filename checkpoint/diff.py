@@ -28,7 +28,7 @@ NUM_SHOWN = 10
 
 
 @dataclass(frozen=True)
-class Difference:
+class DiffReport:
     """The result of ``diff``."""
 
     lines: tuple[str, ...]
@@ -39,7 +39,7 @@ class Difference:
 
 def diff_directories(
     source_dir: str | Path, target_dir: str | Path, hf_dir: str | Path | None, num_workers: int
-) -> Difference:
+) -> DiffReport:
     """Compare every tensor of the model, its copies and its padding; ``source_dir`` is assumed to be right.
 
     ``hf_dir`` describes the model if neither directory does and it is not one of the published sizes; 0 workers means
@@ -68,7 +68,7 @@ def diff_directories(
         lines += _finding_lines(finding, source, target, compared)
     if len(wrong) > NUM_SHOWN:
         lines.append(f"{len(wrong) - NUM_SHOWN} more weights differ in the model after these.")
-    return Difference(tuple(lines), not (general or wrong))
+    return DiffReport(tuple(lines), not (general or wrong))
 
 
 # Opening

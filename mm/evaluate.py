@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mm.data.sample import Sample
     from mm.generation.prompts import Prompt
     from mm.generation.session import Session
-    from mm.generation.source import Found
+    from mm.generation.source import ModelFiles
     from mm.scoring.benchmarks import Items
 
 PAGE = "report.html"
@@ -113,7 +113,7 @@ def evaluate(evaluating: Evaluating) -> int:
     return 0
 
 
-def _settings(evaluating: Evaluating, session: "Session", found: "Found") -> dict[str, Any]:
+def _settings(evaluating: Evaluating, session: "Session", found: "ModelFiles") -> dict[str, Any]:
     """Everything that the scores depend on besides the questions."""
     args = evaluating.asking.args
     media = asdict(session.media)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import pytest
 
-from mm.plan.memory import Rows, StageMemory
+from mm.plan.memory import MicrobatchSizes, StageMemory
 from mm.weights.memory import memory_shape
 from mm.weights.table import model_weights
 from tests.meta.device import PHASES
@@ -170,8 +170,8 @@ def formulas(case: Case) -> StageMemory:
                           case.tp_size if case.sequence_parallel else 1, 1 if case.is_ring else case.cp_size)
 
 
-def rows_of(step: Trace) -> Rows:
-    return Rows(step.num_tokens, step.num_patches, step.num_targets)
+def rows_of(step: Trace) -> MicrobatchSizes:
+    return MicrobatchSizes(step.num_tokens, step.num_patches, step.num_targets)
 
 
 @pytest.mark.parametrize("name", MEMORY_CASES)

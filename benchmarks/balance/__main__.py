@@ -22,7 +22,7 @@ from mm.config.model import ModelConfig
 from mm.data.lengths import Lengths
 from mm.data.order.cost import SampleSizes
 from mm.data.order.pack import Budget, fullest_packs
-from mm.data.order.sampler import SAMPLERS, Shares
+from mm.data.order.sampler import SAMPLERS, BatchShares
 from mm.data.order.sequence import pipeline_order
 from mm.data.order.stream import Step, Stream, shuffled
 from mm.model.flops import slot_flops
@@ -53,7 +53,7 @@ class Samples:
 
     def samplers(self, dp_size: int, of_rank: int = SAMPLES_PER_RANK, num_stages: int = 1) -> dict[str, Planned]:
         """Plans by name in ``mm.data.order.sampler``.  A microbatch is one sample, or a pack where the name says so."""
-        shares = Shares(dp_size, BUDGET, num_stages=num_stages)
+        shares = BatchShares(dp_size, BUDGET, num_stages=num_stages)
         orders = {name: sampler.order(self.sizes, shares, SEED) for name, sampler in SAMPLERS.items()}
         return {name: partial(_planned, stream, deal, dp_size * of_rank) for name, (stream, deal) in orders.items()}
 

@@ -38,13 +38,13 @@ from mm.data.feed.planner import PlannedSteps, Seat, start_planner
 from mm.data.index.columns import Columns
 from mm.data.index.dataset import Dataset
 from mm.data.index.gauge import COUNTED_FROM, ROW, Gauge
-from mm.data.index.index import Checker, Index, Reader
+from mm.data.index.index import Checker, Reader, RecordIndex
 from mm.data.index.rows import CHUNK_ROWS, packed
 from mm.data.index.store import Store
 from mm.data.order.cost import SampleSizes
 from mm.data.order.pack import Budget
-from mm.data.order.sampler import SAMPLERS, Shares
-from mm.data.order.stream import Order
+from mm.data.order.sampler import SAMPLERS, BatchShares
+from mm.data.order.stream import SampleOrder
 from mm.data.read.open_records import open_records
 from mm.data.read.roots import MediaRoots
 from tests.tiny_inputs import write_data
@@ -154,7 +154,7 @@ def packing(folder: Path, num_rows: int) -> dict[str, float]:
         rows = packed(source, ROW, num_rows, target, COUNTED_FROM)
         ended = time.perf_counter()
     peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    Store((folder,)).save(KEY, Index(rows, ()))
+    Store((folder,)).save(KEY, RecordIndex(rows, ()))
     return {"made_up_seconds": made - began, "packing_seconds": ended - made, "bytes_a_row_before": ROW.itemsize,
             "bytes_a_row": len(rows.piece.content) / num_rows, "packing_megabytes": (peak - before) / 1e6}
 
@@ -175,15 +175,15 @@ def _write_rows(stream: IO[bytes], rng: np.random.Generator, count: int, end: in
     return int(rows["end"][-1])
 
 
-def large_order(folder: str) -> Order:
+def large_order(folder: str) -> SampleOrder:
     """Packs of even cost for 4096 replicas, of the rows in ``folder``."""
     kept = Store((Path(folder),)).load(KEY)
     assert kept is not None, "it has just been made"
     rows = kept.index.rows
     sizes = SampleSizes(shipped_model("7b"), Columns((rows,), None))
     stream, deal = SAMPLERS["BalancedBatchSampler with packing"].order(
-        sizes, Shares(DP_SIZE, Budget(8192), num_stages=2), seed=1)
-    return Order(stream, deal, GLOBAL_BATCH_SIZE, 0)
+        sizes, BatchShares(DP_SIZE, Budget(8192), num_stages=2), seed=1)
+    return SampleOrder(stream, deal, GLOBAL_BATCH_SIZE, 0)
 
 
 def planning(folder: Path, in_planner: bool) -> dict[str, float]:

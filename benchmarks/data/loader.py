@@ -21,7 +21,7 @@ from mm.config.data import DataConfig, read_data
 from mm.data.encode.encoder import SampleEncoder
 from mm.data.feed.loader import StepLoader
 from mm.data.index.dataset import Dataset
-from mm.data.order.stream import Order
+from mm.data.order.stream import SampleOrder
 from mm.data_tool.mock import Mock
 from tests.tiny_inputs import write_data
 
@@ -43,7 +43,8 @@ def measure(data: DataConfig, flags: argparse.Namespace, num_workers: int, step_
     dataset = Dataset(data)
     encoder = SampleEncoder.from_config(data, shipped_model("tiny"), MAX_TOKENS)
     batch = flags.samples_per_step
-    order = Order.plain(len(dataset), 0, True, global_batch_size=batch, micro_batch_size=batch, dp_rank=0, dp_size=1)
+    order = SampleOrder.plain(
+        len(dataset), 0, True, global_batch_size=batch, micro_batch_size=batch, dp_rank=0, dp_size=1)
     start = time.perf_counter()
     loader = StepLoader(dataset, encoder, order.steps(), num_workers, data.prefetch_factor)
     try:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from mm.batch import BatchTotals
 from mm.config.model import ModelConfig
 from mm.model.flops import blocks, training_flops
-from mm.plan.memory import FP32, WIDTHS, Rows, StageMemory
+from mm.plan.memory import FP32, WIDTHS, MicrobatchSizes, StageMemory
 from mm.weights.table import Place, model_weights
 from mm.weights.trained import GradientPath, is_frozen
 
@@ -44,7 +44,7 @@ class ExpectedMemory:
         """``largest``: the counts of the largest microbatch."""
         params, placement = Params.of(model), model.placement()
         memory = StageMemory.of(model, placement, 0, tp_size=1, precision="bf16")
-        rows = Rows(largest.num_tokens, largest.num_patches, largest.num_target_tokens)
+        rows = MicrobatchSizes(largest.num_tokens, largest.num_patches, largest.num_target_tokens)
         states = STATE_BYTES_PER_PARAM * params.trained + FROZEN_BYTES_PER_PARAM * params.frozen
         kept = memory.kept_bytes(rows, num_microbatches=1)
         return cls(states, kept, memory.peak_bytes(rows, num_microbatches=1, state_bytes=0) - kept)

@@ -33,7 +33,7 @@ _FOREIGN_TAGS = ("observation_tag", "function_tag")
 
 
 @dataclass(frozen=True)
-class Source:
+class DatasetFile:
     """One file of samples, and how it is read."""
 
     entry: str
@@ -48,26 +48,26 @@ class Source:
     """Use this many samples instead of all, before the rate applies."""
 
 
-def training_sources(data: DataConfig) -> list[Source]:
+def training_sources(data: DataConfig) -> list[DatasetFile]:
     """The files of ``dataset``.  Raises UserError for an entry that is neither a file nor a name of the registry."""
     return _sources(data, data.dataset, "dataset")
 
 
-def validation_sources(data: DataConfig) -> list[Source]:
+def validation_sources(data: DataConfig) -> list[DatasetFile]:
     """The same of ``val_dataset``; empty without one."""
     return _sources(data, data.val_dataset or (), "val_dataset")
 
 
-def _sources(data: DataConfig, entries: Sequence[str], key: str) -> list[Source]:
+def _sources(data: DataConfig, entries: Sequence[str], key: str) -> list[DatasetFile]:
     problems: list[str] = []
-    found: list[Source] = []
+    found: list[DatasetFile] = []
     registry: dict[str, Any] | None = None
     for entry in entries:
         match = None if Path(entry).is_file() else _RATE.fullmatch(entry)
         name, rate = (match["name"], float(match["rate"])) if match else (entry, 100.0)
         with collected(problems):
             if Path(name).is_file():
-                found.append(Source(name, name, data.attr, data.dataset_dir, rate))
+                found.append(DatasetFile(name, name, data.attr, data.dataset_dir, rate))
                 continue
             registry = _registry(data) if registry is None else registry
             if name not in registry:
@@ -95,7 +95,7 @@ def _registry(data: DataConfig) -> dict[str, Any]:
     return cast(dict[str, Any], root)
 
 
-def _registered(data: DataConfig, name: str, value: Any, rate: float) -> Source:
+def _registered(data: DataConfig, name: str, value: Any, rate: float) -> DatasetFile:
     """One entry of the registry.  Its paths begin at the registry's folder."""
     path, where = _registry_path(data), f"{_registry_path(data)}: {name}"
     if not isinstance(value, dict):
@@ -120,7 +120,7 @@ def _registered(data: DataConfig, name: str, value: Any, rate: float) -> Source:
         problems.append(f"{where} has the media folder {str(path.parent / media)!r}, which is not a directory")
     refuse(problems)
     root = data.dataset_dir if media is None else str(path.parent / media)
-    return Source(name, str(path.parent / str(file)), attr, root, rate, num_samples)
+    return DatasetFile(name, str(path.parent / str(file)), attr, root, rate, num_samples)
 
 
 def _one_of(entry: dict[str, Any], keys: Sequence[str], where: str, problems: list[str]) -> str | None:

@@ -24,7 +24,7 @@ from mm.formats.qkv_order import QkvOrder
 from mm.formats.source import Kind, Source, find_kind, open_adapter, open_to_train, open_training
 from mm.formats.training_reader import TrainingDirectory
 from mm.progress import Progress
-from mm.weights.lora import Adapter, model_adapters
+from mm.weights.lora import AdapterWeights, model_adapters
 from mm.weights.plan import TargetFile, make_plan
 from mm.weights.table import Place, Weight, model_weights
 from mm.weights.trained import saved_weights
@@ -246,7 +246,7 @@ class Merge:
 
         return values
 
-    def _product(self, adapter: Adapter) -> Tensor:
+    def _product(self, adapter: AdapterWeights) -> Tensor:
         """scale x B A, in fp32."""
         a, b = (self.adapters.read_hf(one, 0).float().flatten(1) for one in (adapter.a, adapter.b))
         return (b @ a) * adapter.scale

@@ -15,7 +15,7 @@ from mm.formats.source import Source
 from mm.formats.storage import Structure, stored_weights
 from mm.progress import Progress
 from mm.weights.cut import cut_dim
-from mm.weights.plan import Index, Stretch
+from mm.weights.plan import Stretch, ViewIndex
 from mm.weights.table import Weight
 from mm.weights.views import Misfit, Stored, View
 
@@ -172,7 +172,7 @@ def sample(source: Source, part: Weight, indices: range, places: range) -> Tenso
 
 def is_right(view: View, found: Source, expected: Source) -> bool:
     """Whether dtype and every bit of a stored tensor, including padding, match ``expected``."""
-    alone = Index((view,))
+    alone = ViewIndex((view,))
     with Files(found.path) as files, Files(expected.path) as others:
         return all(map(files.is_zero, alone.padding)) and all(
             same(files.block(alone, span.key, rows, indices), others.block(expected.index, span.key, rows, indices))

@@ -32,14 +32,14 @@ from mm.formats.hf import HFDirectory
 from mm.formats.hf_target import hf_targets, is_hf_target, write_other_files
 from mm.formats.layout import Layout, check_layout
 from mm.formats.manifest import MANIFEST_FILE
-from mm.formats.mindspeed import TOOL, Manifest
+from mm.formats.mindspeed import TOOL, ConvertedManifest
 from mm.formats.qkv_order import QkvOrder
 from mm.formats.source import Source, open_hf
 from mm.formats.source import open as open_source
 from mm.formats.storage import RELEASE, Format, Storage, Structure, mindspeed_targets
 from mm.formats.training import LATEST_FILE
 from mm.progress import Progress
-from mm.weights.plan import Plan, TargetFile, make_plan
+from mm.weights.plan import CopyPlan, TargetFile, make_plan
 from mm.weights.views import View
 
 SOURCE_LAYOUT, TARGET_LAYOUT = "--cfg.source_parallel_config", "--cfg.target_parallel_config"
@@ -68,7 +68,7 @@ class Conversion:
     target: Path
     views: Sequence[View]
     """Which part of the model each tensor of the target holds."""
-    plan: Plan
+    plan: CopyPlan
     write_others: Callable[[Path, Mapping[str, Crc32s]], None]
     """Writes the small files into the finished directory, given the checksums by file and tensor."""
     is_ours: Callable[[Path], bool]
@@ -224,7 +224,7 @@ def to_mindspeed(source: Source, target: Path, layout: Layout, storage: Storage)
             replace(tensor, crc32=crc32s[file.name][tensor.name]) for file in files for tensor in file.tensors
         )
         origin = {"kind": source.kind.name.lower(), "fingerprint": source.fingerprint}
-        manifest = Manifest(TOOL, model, layout.tp_size, storage, origin, tensors)
+        manifest = ConvertedManifest(TOOL, model, layout.tp_size, storage, origin, tensors)
         (folder / MANIFEST_FILE).write_text(manifest.text(), encoding="utf-8")
         (folder / LATEST_FILE).write_text(RELEASE, encoding="utf-8")
 

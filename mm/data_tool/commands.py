@@ -22,7 +22,7 @@ from mm.data.index.sample_files import PARTS, Part
 from mm.data_tool.llava import convert_llava, summary
 from mm.data_tool.mock import Mock
 from mm.data_tool.show import Shown
-from mm.data_tool.survey import Found, look, survey
+from mm.data_tool.survey import MediaFindings, look, survey
 from mm.ending import print_notes, refused
 from mm.errors import MAX_PROBLEMS, UserError, printable, refuse
 from mm.files import write_whole
@@ -139,7 +139,7 @@ def _stats(flags: argparse.Namespace) -> None:
     problems: list[str] = []
     parts, _, model = _measured(flags, problems)
     if parts:
-        report = survey(flags.mm_data, parts, model, flags.seq_length, Found())
+        report = survey(flags.mm_data, parts, model, flags.seq_length, MediaFindings())
         print(dataclasses.replace(report, problems=()).text())
     refuse(problems)
 

@@ -20,7 +20,7 @@ _GREEN, _BLUE, _DIM, _END = "\033[32m", "\033[34m", "\033[2m", "\033[0m"
 
 
 @dataclass(frozen=True)
-class Piece:
+class TokenGroup:
     """Consecutive tokens of the same kind."""
 
     text: str
@@ -33,7 +33,7 @@ class Shown:
     """A sample, prepared for display."""
 
     source: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TokenGroup, ...]
     num_tokens: int
     num_target_tokens: int
     frames: tuple[np.ndarray, ...]
@@ -67,7 +67,7 @@ class Shown:
                 f"{len(self.frames)} pictures or frames")
 
 
-def _pieces(encoded: Microbatch, encoder: SampleEncoder) -> Iterator[Piece]:
+def _pieces(encoded: Microbatch, encoder: SampleEncoder) -> Iterator[TokenGroup]:
     """Runs of tokens of one kind; the tokens of a picture or video are replaced by their number."""
     media = encoder.chat.media_token_ids
     ids = encoded.token_ids.tolist()
@@ -79,7 +79,7 @@ def _pieces(encoded: Microbatch, encoder: SampleEncoder) -> Iterator[Piece]:
         if stop == len(ids) or kinds[stop] != kinds[start]:
             some = ids[start:stop]
             words = str(encoder.chat.tokenizer.decode(some))
-            yield Piece(f"[{len(some)} visual tokens]" if kinds[start] == "media" else words, kinds[start])
+            yield TokenGroup(f"[{len(some)} visual tokens]" if kinds[start] == "media" else words, kinds[start])
             start = stop
 
 

@@ -17,7 +17,7 @@ from mm.data.media.picture import image_remarks
 from mm.data.order.balance import Sizes
 from mm.data.order.cost import SampleSizes
 from mm.data.order.pack import Budget, fullest_packs
-from mm.data.order.sampler import SAMPLERS, Shares
+from mm.data.order.sampler import SAMPLERS, BatchShares
 from mm.data.order.stream import Deal, Stream
 from mm.data.record_name import BadSample
 from mm.data.sample import Image
@@ -36,7 +36,7 @@ _NUM_AT_A_TIME = 64
 
 
 def survey(
-    title: str, parts: Mapping[Part, Dataset], model: ModelConfig, seq_length: int, found: "Found"
+    title: str, parts: Mapping[Part, Dataset], model: ModelConfig, seq_length: int, found: "MediaFindings"
 ) -> Report:
     """A report on the samples of each part, which must have been measured.  ``found`` is the result of checking their
     media."""
@@ -96,7 +96,7 @@ def _imbalance(sizes: Sizes, seq_length: int) -> Iterator[Table]:
     for dp_size in dp_sizes:
         global_batch_size = dp_size * min(SAMPLES_OF_RANK, num_samples // dp_size)
         for name, sampler in SAMPLERS.items():  # one sample per microbatch, or packs
-            stream, deal = sampler.order(sizes, Shares(dp_size, Budget(seq_length)), seed=0)
+            stream, deal = sampler.order(sizes, BatchShares(dp_size, Budget(seq_length)), seed=0)
             rows.setdefault(name, []).append(f"{_mean_imbalance(stream, deal, sizes, global_batch_size):.3f}")
     yield Table("Work of the busiest data-parallel rank over the mean, by FLOPs",
                 ("sampler_type", *(f"{size} ranks" for size in dp_sizes)),
@@ -114,14 +114,14 @@ def _mean_imbalance(stream: Stream, deal: Deal, sizes: Sizes, global_batch_size:
 
 
 @dataclass(frozen=True)
-class Found:
+class MediaFindings:
     """The result of checking the media of a dataset."""
 
     problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
 
 
-def look(parts: Mapping[Part, Dataset], encoder: SampleEncoder, decodes: bool) -> Found:
+def look(parts: Mapping[Part, Dataset], encoder: SampleEncoder, decodes: bool) -> MediaFindings:
     """Read the headers of all pictures, and with ``decodes`` encode all samples as the trainer does, on all CPUs."""
     blocks: list[tuple[Part, range]] = [
         (name, range(start, min(start + _NUM_AT_A_TIME, len(dataset))))
@@ -144,7 +144,7 @@ def look(parts: Mapping[Part, Dataset], encoder: SampleEncoder, decodes: bool) -
             progress.update(len(block))
     notes = [f"{count} pictures {remark}; the first is {first[remark]}" for remark, count in remarks.items()]
     notes += [*ids.message("id"), *media.message("picture or video")]
-    return Found(tuple(problems), tuple(notes))
+    return MediaFindings(tuple(problems), tuple(notes))
 
 
 class _Repeated:

@@ -18,13 +18,13 @@ from mm.errors import refuse
 from mm.formats.atomic import Output
 from mm.formats.files import BUFFER_BYTES, Files
 from mm.formats.hf import output_layer_hint
-from mm.weights.plan import Index, Job, Plan
+from mm.weights.plan import CopyPlan, Job, ViewIndex
 from mm.weights.views import Stored
 
 Advance = Callable[[int], object]
 
 
-def check_copies_and_padding(index: Index, root: Path) -> None:
+def check_copies_and_padding(index: ViewIndex, root: Path) -> None:
     """Check that copies of a tensor are equal, and that padding, which is otherwise not read, is zero.
 
     Raises UserError naming each pair that differs, and each tensor with padding that is not zero.
@@ -48,7 +48,7 @@ def check_copies_and_padding(index: Index, root: Path) -> None:
     refuse(problems)
 
 
-def execute(plan: Plan, source: Path, output: Output, num_workers: int, progress: Advance) -> None:
+def execute(plan: CopyPlan, source: Path, output: Output, num_workers: int, progress: Advance) -> None:
     """Write all files of ``plan`` that ``output`` has not finished.
 
     ``progress`` is called with numbers of bytes, from any thread.  Raises UserError if a source file is too short, and
@@ -90,7 +90,7 @@ def _run_workers(work: Callable[[Iterator[Job]], None], jobs: Sequence[Job], num
 class _Todo:
     """Tracks unfinished files, and finishes each after its last tensor."""
 
-    def __init__(self, plan: Plan, output: Output) -> None:
+    def __init__(self, plan: CopyPlan, output: Output) -> None:
         self._output = output
         self._files = {file.name: file for file in plan.files if file.name not in output.finished}
         self._left = {name: len(file.tensors) for name, file in self._files.items()}

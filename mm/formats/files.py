@@ -12,7 +12,7 @@ from torch import Tensor
 from mm.errors import UserError
 from mm.formats.manifest import MANIFEST_FILE
 from mm.weights.cut import Span
-from mm.weights.plan import Index, Stretch
+from mm.weights.plan import Stretch, ViewIndex
 from mm.weights.views import Stored, View
 
 BUFFER_BYTES = 1 << 18
@@ -65,7 +65,7 @@ class Files:
         content = self.read_columns(view, rows, indices)
         return torch.frombuffer(content, dtype=view.stored.dtype).view(len(rows), len(indices), -1)
 
-    def block(self, index: Index, key: str, rows: range, indices: range) -> Tensor:
+    def block(self, index: ViewIndex, key: str, rows: range, indices: range) -> Tensor:
         """[row, index, place] of the Hugging Face tensor ``key`` as stored, without verifying checksums.
 
         ``indices`` are along the cut dimension, ``rows`` along the dimensions before it, places along those after it.

@@ -100,7 +100,7 @@ def _sections(config: Section, family: Family, file: object) -> dict[str, Sectio
 
 
 @dataclass(frozen=True)
-class Difference:
+class FieldDifference:
     """A field in which two models differ; lists, as JSON has them, in the place of tuples."""
 
     field: str
@@ -111,13 +111,13 @@ class Difference:
     other: Any
 
 
-def differences(one: ModelConfig, other: ModelConfig, but: tuple[str, ...] = FREE_FIELDS) -> list[Difference]:
+def differences(one: ModelConfig, other: ModelConfig, but: tuple[str, ...] = FREE_FIELDS) -> list[FieldDifference]:
     """Every field in which two models differ, except those named in ``but``."""
     found = []
     for name, key_paths, _ in settings_of(ModelConfig):
         values = [attrgetter(name)(model) for model in (one, other)]
         if set(but).isdisjoint(name.split(".")) and not _equal(*values):
-            found.append(Difference(name, key_paths[0], *(list(v) if isinstance(v, tuple) else v for v in values)))
+            found.append(FieldDifference(name, key_paths[0], *(list(v) if isinstance(v, tuple) else v for v in values)))
     return found
 
 

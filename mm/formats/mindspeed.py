@@ -54,7 +54,7 @@ _NO_WEIGHTS = re.compile(r"distrib_optim\.pt|optim\.pt|rng.*\.pt|param_state.*\.
 
 
 @dataclass(frozen=True)
-class Manifest:
+class ConvertedManifest:
     """Metadata of a converted directory."""
 
     tool: str
@@ -72,7 +72,7 @@ class Manifest:
         return Layout.of(self.model, self.tp_size)
 
     @classmethod
-    def read(cls, directory: Path) -> "Manifest | None":
+    def read(cls, directory: Path) -> "ConvertedManifest | None":
         """The manifest of ``directory``, or None.
 
         Raises UserError if it is damaged or of another format or version.
@@ -112,7 +112,7 @@ class MindSpeedDirectory:
     path: Path
     folder: str
     """The subdirectory of ``path`` with the ranks: ``release`` or ``iter_0000010``."""
-    manifest: Manifest | None
+    manifest: ConvertedManifest | None
     storage: Storage
     num_chunks: int
     """Virtual chunks per stage."""
@@ -130,7 +130,7 @@ class MindSpeedDirectory:
         path = Path(path)
         if not path.is_dir():
             raise UserError(f"{path} is not a directory; expected a directory that hf_to_mm wrote.")
-        folder, manifest = _folder(path), Manifest.read(path)
+        folder, manifest = _folder(path), ConvertedManifest.read(path)
         contents, chunk_keys, problems = {}, set(), []
         for file in (f"{folder}/{file}" for file in _weight_files(path / folder)):
             with collected(problems):

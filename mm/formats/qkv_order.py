@@ -17,7 +17,7 @@ from mm.formats.hf import HFDirectory
 from mm.formats.mindspeed import MindSpeedDirectory
 from mm.formats.storage import Structure
 from mm.weights.cut import Span
-from mm.weights.plan import Index
+from mm.weights.plan import ViewIndex
 from mm.weights.table import Fusion, Weight, model_weights
 from mm.weights.views import View
 
@@ -76,7 +76,7 @@ def _shown(directory: MindSpeedDirectory, model: ModelConfig, tp_size: int, base
 
 def _rows(root: Path, views: Sequence[View], weight: Weight) -> Tensor | None:
     """The whole Hugging Face tensor of ``weight`` in fp32; None if ``views`` lack part of it."""
-    index, rows = Index(views), Span(weight.hf_names[0], 0, weight.hf_shapes[0][0])
+    index, rows = ViewIndex(views), Span(weight.hf_names[0], 0, weight.hf_shapes[0][0])
     if sum(one.span.length for one in index.find(rows)) != rows.length:
         return None
     with Files(root) as files:

@@ -29,10 +29,10 @@ from mm.formats.manifest import MANIFEST_FILE
 from mm.formats.mindspeed import MindSpeedDirectory
 from mm.formats.qkv_order import QkvOrder, in_qkv_order
 from mm.formats.storage import Storage
-from mm.formats.training import LATEST_FILE, USE_ANOTHER, Manifest, find_checkpoint
+from mm.formats.training import LATEST_FILE, USE_ANOTHER, CheckpointManifest, find_checkpoint
 from mm.formats.training_reader import TrainingDirectory
 from mm.weights.cut import cut_dim, shard_spans
-from mm.weights.plan import Index
+from mm.weights.plan import ViewIndex
 from mm.weights.table import Weight, local_shape
 from mm.weights.views import Misfit, View
 
@@ -86,7 +86,7 @@ class Source:
     """Directory of that model, or its name on the hub, if PEFT's adapters state it."""
 
     @property
-    def manifest(self) -> Manifest | None:
+    def manifest(self) -> CheckpointManifest | None:
         """The manifest of a training checkpoint; None of anything else."""
         return self.directory.manifest if isinstance(self.directory, TrainingDirectory) else None
 
@@ -121,9 +121,9 @@ class Source:
         return digest.hexdigest()
 
     @cached_property
-    def index(self) -> Index:
+    def index(self) -> ViewIndex:
         """Which tensor holds which range of the model, which must be equal, and which must be zero."""
-        return Index(self.views)
+        return ViewIndex(self.views)
 
     def check(self) -> None:
         """Check that copies are equal and padding is zero, which ``read`` does not check.

@@ -49,7 +49,7 @@ _LEFTOVER_NAME = re.compile(r"iter_\d{7,}\.(tmp|old)-\w+")
 
 
 @dataclass(frozen=True)
-class Piece:
+class CheckpointTensor:
     """A stored tensor: a weight of one tensor-parallel rank, or a flat range of a state of the same size."""
 
     name: str
@@ -65,7 +65,7 @@ class Piece:
     @classmethod
     def of(
         cls, dtype: torch.dtype, shape: Sequence[int], file: str, name: str, part: str, tp_rank: int = 0, start: int = 0
-    ) -> "Piece":
+    ) -> "CheckpointTensor":
         """A piece to be written; its checksum is computed then."""
         return cls(name, part, tp_rank, start, Stored(file, _key(name, part), dtype, tuple(shape), 0))
 
@@ -74,7 +74,7 @@ class Piece:
         return self.start + math.prod(self.stored.shape)
 
     @classmethod
-    def from_json(cls, entry: Mapping[str, Any]) -> "Piece":
+    def from_json(cls, entry: Mapping[str, Any]) -> "CheckpointTensor":
         stored = tensor_from_json({**entry, "name": _key(entry["name"], entry["part"])})
         return cls(entry["name"], entry["part"], entry["tp_rank"], entry["start"], stored)
 
@@ -86,7 +86,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CheckpointManifest:
     """The content of a checkpoint.  ``facts`` are for people and never read back."""
 
     iteration: int
@@ -99,7 +99,7 @@ class Manifest:
     optimizer: Mapping[str, Any] | None
     """"step" and "grad_scaler" (or None); None if no optimizer state was saved."""
     facts: Mapping[str, Any]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[CheckpointTensor, ...]
     data: Mapping[str, Any] | None = None
     """The samples it was trained on; None if an older version saved it."""
     base: Mapping[str, Any] | None = None
@@ -112,10 +112,10 @@ class Manifest:
     """The schedule of learning rates and weight decay; None if an older version saved it."""
 
     @classmethod
-    def read(cls, folder: Path) -> "Manifest":
+    def read(cls, folder: Path) -> "CheckpointManifest":
         """Read the manifest; raises UserError if it is missing, damaged or of another version."""
         content = read_manifest(folder, FORMAT, VERSION, USE_ANOTHER)
-        pieces = tuple(Piece.from_json(piece) for piece in content["pieces"])
+        pieces = tuple(CheckpointTensor.from_json(piece) for piece in content["pieces"])
         outside = next((one.stored.file for one in pieces if Path(one.stored.file).name != one.stored.file), None)
         if outside is not None:
             raise UserError(
@@ -153,8 +153,8 @@ def begin(directory: Path, iteration: int, num_bytes: int) -> Path:
 
 
 def write_pieces(
-    folder: Path, file: str, pieces: Sequence[tuple[Piece, Values]], host: Host = ON_HOST
-) -> list[Piece]:
+    folder: Path, file: str, pieces: Sequence[tuple[CheckpointTensor, Values]], host: Host = ON_HOST
+) -> list[CheckpointTensor]:
     """Write one safetensors file, flush it to disk, and return its pieces with their checksums.
 
     A block is copied to the host while others are checksummed and written.  Raises UserError if the file cannot be
@@ -170,7 +170,7 @@ def write_pieces(
             for stored in planned.tensors]
 
 
-def commit(temporary: Path, manifest: Manifest) -> Path:
+def commit(temporary: Path, manifest: CheckpointManifest) -> Path:
     """Make a written checkpoint the newest: manifest, rename, then ``latest``.  Replaces one of the same iteration."""
     with _new_file(temporary / MANIFEST_FILE) as opened:
         opened.write(manifest.text().encode())
@@ -267,12 +267,12 @@ def complete_iterations(directory: Path) -> list[int]:
 
 
 def run_ids(directory: Path) -> dict[int, str | None]:
-    """``Manifest.run_id`` of each complete checkpoint, or ``UNREADABLE``, by ascending iteration."""
+    """``CheckpointManifest.run_id`` of each complete checkpoint, or ``UNREADABLE``, by ascending iteration."""
     return {iteration: run_id_of(directory / iteration_name(iteration)) for iteration in complete_iterations(directory)}
 
 
 def run_id_of(folder: Path) -> str | None:
-    """``Manifest.run_id`` of one checkpoint, or ``UNREADABLE``."""
+    """``CheckpointManifest.run_id`` of one checkpoint, or ``UNREADABLE``."""
     try:
         return stated(folder).get("run_id")
     except UserError:

@@ -15,7 +15,7 @@ from mm.formats.files import Files
 from mm.formats.layout import Layout
 from mm.formats.manifest import MANIFEST_FILE
 from mm.formats.safetensors import read_header
-from mm.formats.training import USE_ANOTHER, Manifest, Piece, find_checkpoint
+from mm.formats.training import USE_ANOTHER, CheckpointManifest, CheckpointTensor, find_checkpoint
 from mm.weights.cut import share_numbers
 from mm.weights.table import Weight, local_shape, shard, stored_name, unshard
 from mm.weights.trained import saved_weights
@@ -27,7 +27,7 @@ class TrainingDirectory:
     """One complete checkpoint, read for any layout; every byte that is read is verified."""
 
     path: Path
-    manifest: Manifest
+    manifest: CheckpointManifest
     notes: tuple[str, ...] = ()
     """Notes for the user on leftovers of an interrupted save."""
 
@@ -35,7 +35,7 @@ class TrainingDirectory:
     def open(cls, path: str | Path) -> "TrainingDirectory":
         """Open the checkpoint of ``find_checkpoint``; raises UserError if there is none or its manifest is damaged."""
         folder, notes = find_checkpoint(path)
-        return cls(folder, Manifest.read(folder), notes)
+        return cls(folder, CheckpointManifest.read(folder), notes)
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -103,8 +103,8 @@ class TrainingDirectory:
         return self._tensor(pieces[0]) if pieces else None
 
     @cached_property
-    def _pieces(self) -> Mapping[tuple[str, str, int], Sequence[Piece]]:
-        found: dict[tuple[str, str, int], list[Piece]] = {}
+    def _pieces(self) -> Mapping[tuple[str, str, int], Sequence[CheckpointTensor]]:
+        found: dict[tuple[str, str, int], list[CheckpointTensor]] = {}
         for piece in sorted(self.manifest.pieces, key=lambda piece: piece.start):
             found.setdefault((piece.name, piece.part, piece.tp_rank), []).append(piece)
         return found
@@ -114,7 +114,7 @@ class TrainingDirectory:
         """The tensors of a file.  Headers are read when first needed, because a rank reads few of the files."""
         return cache(lambda file: read_header(self.path / file))
 
-    def _located(self, piece: Piece) -> Stored:
+    def _located(self, piece: CheckpointTensor) -> Stored:
         """The piece's entry in its file, with the manifest's checksum."""
         stated, path = piece.stored, self.path / piece.stored.file
         try:
@@ -139,7 +139,7 @@ class TrainingDirectory:
             )
         return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0)
 
-    def _tensor(self, piece: Piece) -> Tensor:
+    def _tensor(self, piece: CheckpointTensor) -> Tensor:
         """All elements of a piece, flat."""
         stored = self._located(piece)
         with Files(self.path) as files:

@@ -21,7 +21,7 @@ Read = Callable[[], tuple[list[Prompt], list[str]]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class PromptBatches:
     """The prompts to answer."""
 
     batches: tuple[tuple[Prompt, ...], ...]
@@ -91,7 +91,7 @@ class FileOfPrompts:
         if found:
             raise AgreedError(found)
 
-    def _plan(self) -> Plan:
+    def _plan(self) -> PromptBatches:
         prompts, problems = self._read()
         batches, more = in_batches(self._session, prompts, self._batch_size)
         self._answers = AnswerFile(self._output, {one.number: self._session.key(one) for one in prompts})
@@ -103,7 +103,7 @@ class FileOfPrompts:
         if problems or more:
             num_ready = sum(map(len, batches))
             _say(f"{len(prompts) - num_ready} prompts cannot be asked; the reasons follow at the end of this run")
-        return Plan(tuple(left), (*problems, *more))
+        return PromptBatches(tuple(left), (*problems, *more))
 
     def _write(self, responses: Sequence[Response]) -> None:
         assert self._answers is not None and self._progress is not None, "opened by rank 0"

@@ -10,7 +10,7 @@ from mm.config.outputs import folder_problems
 from mm.data.encode.encoder import SampleEncoder
 from mm.data.sample import Sample
 from mm.errors import collected, refuse
-from mm.generation.source import Found, find, named_tokens
+from mm.generation.source import ModelFiles, find, named_tokens
 
 ALL_IN_ORDER = "Everything that can be checked beforehand is in order."
 
@@ -18,7 +18,7 @@ Read = Callable[[], tuple[Iterable[Sample], list[str]]]
 """Reads the valid samples, and the problems of the rest."""
 
 
-def rehearse(asking: Asking, read: Read, output: str | None, decodes: bool = False) -> Found:
+def rehearse(asking: Asking, read: Read, output: str | None, decodes: bool = False) -> ModelFiles:
     """Find weights and layout, read the prompts, and encode them; returns what was found.
 
     Pictures and videos are measured by their headers, as the training's check does; ``decodes`` reads their pixels too.

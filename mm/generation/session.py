@@ -21,7 +21,7 @@ from mm.device.device import Device
 from mm.errors import UserError
 from mm.generation.decode import Answer, Answerer, Listener
 from mm.generation.prompts import Prompt
-from mm.generation.source import Found, named_tokens
+from mm.generation.source import ModelFiles, named_tokens
 from mm.model import load
 from mm.model.stage import Stage
 from mm.parallel.agreement import on_first, together
@@ -90,7 +90,7 @@ class Session:
         self._answerer = Answerer(stage, mesh, decoding)
 
     @classmethod
-    def open(cls, asking: Asking, found: Found, device: Device, mesh: Mesh) -> "Session":
+    def open(cls, asking: Asking, found: ModelFiles, device: Device, mesh: Mesh) -> "Session":
         """Build this rank's part and read its weights.  Raises UserError, the same on every rank."""
         args, model, media = asking.args, found.model, asking.media_config(found.directory)
         encoder = read_encoder(media, model, mesh)

@@ -21,7 +21,7 @@ from mm.generation.layout import placed
 
 
 @dataclass(frozen=True)
-class Found:
+class ModelFiles:
     """The weights and everything that belongs to them."""
 
     source: Source
@@ -42,7 +42,7 @@ class Found:
         return self.source.fingerprint + (self.adapters.fingerprint if self.adapters is not None else "")
 
 
-def find(asking: Asking) -> Found:
+def find(asking: Asking) -> ModelFiles:
     """Open the weights, and place the model on its stages.  Raises UserError with the problems."""
     args, stated = asking.args, asking.inference.model if asking.inference else None
     base, named_by = asking.directory, asking.directory_is_named_by
@@ -71,7 +71,7 @@ def find(asking: Asking) -> Found:
         refuse(hf_problems(model.base, directory, args.mm_model or args.load))
     decoding = asking.decoding(settings_in(source.path, Path(directory)))
     beside = (*adapters.notes, *base_notes(adapters, source)) if adapters is not None else ()
-    return Found(source, adapters, model, directory, decoding, (*source.notes, *beside, *notes))
+    return ModelFiles(source, adapters, model, directory, decoding, (*source.notes, *beside, *notes))
 
 
 def _beside_its_model(path: str, base: str | None, named_by: str, order: QkvOrder) -> tuple[Source, Source]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mm.model.rows import Order
+from mm.model.rows import Permutation
 from mm.parallel.pieces import Pieces
 
 
@@ -20,7 +20,7 @@ class CutRows:
     """Rows of which each tensor-parallel rank holds a piece, and the order in which a layer needs all of them."""
 
     pieces: Pieces
-    order: Order | None = None
+    order: Permutation | None = None
     """None: the order of the pieces."""
 
     @property

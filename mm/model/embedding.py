@@ -13,7 +13,7 @@ from mm.device.device import Device
 from mm.model.cut_rows import CutRows, gather_rows
 from mm.model.exchange import Exchange
 from mm.model.layer_context import LayerContext
-from mm.model.rows import Order, replace_rows
+from mm.model.rows import Permutation, replace_rows
 from mm.model.vocabulary import VocabularyEmbedding
 from mm.parallel.context import Share
 from mm.parallel.pieces import Pieces
@@ -105,10 +105,10 @@ def _visual_exchange(microbatch: Microbatch, index: Tensor, share: Share) -> Exc
 
     return Exchange(
         context.group,
-        send=Order.of(sent.argsort(stable=True)),
+        send=Permutation.of(sent.argsort(stable=True)),
         sent=counts(sent),
         received=counts(received),
-        receive=Order.of(received.argsort(stable=True)).reversed(),
+        receive=Permutation.of(received.argsort(stable=True)).reversed(),
     )
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mm.device.attention import Kernel, Segments
-from mm.model.rows import Order
+from mm.model.rows import Permutation
 from mm.parallel.context import all_to_all
 
 Move = Callable[[Tensor], Tensor]
@@ -23,13 +23,13 @@ class Exchange:
     """Every row of each rank goes to one rank of ``group``, which may be itself."""
 
     group: dist.ProcessGroup
-    send: Order
+    send: Permutation
     """Rows here in the order of the ranks that they go to."""
     sent: tuple[int, ...]
     """Rows for each rank."""
     received: tuple[int, ...]
     """Rows from each rank."""
-    receive: Order
+    receive: Permutation
     """Received rows, in rank order, to the order wanted here."""
 
     def reversed(self) -> "Exchange":

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from mm.device.kernels import AddNorm, Kernels
 from mm.device.pointwise import biased
-from mm.model.rows import Order
+from mm.model.rows import Permutation
 from mm.parallel.gradients import gradient_buffer, gradient_from
 
 
@@ -20,7 +20,7 @@ class Residual(NamedTuple):
     bias: Tensor | None = None
     """[hidden], which is part of ``added`` and not in it yet; without a gradient, which is summed by the norm before
     the sublayer (``RMSNorm``)."""
-    order: Order | None = None
+    order: Permutation | None = None
     """New order of the sum's rows; None: unchanged."""
 
     def total(self) -> Tensor:
@@ -29,7 +29,7 @@ class Residual(NamedTuple):
             total = total + (self.added if self.bias is None else self.added + self.bias)
         return total if self.order is None else self.order(total)
 
-    def ordered(self, order: Order) -> "Residual":
+    def ordered(self, order: Permutation) -> "Residual":
         """The same rows in another order."""
         return self._replace(order=order) if self.order is None else Residual(self.total(), order=order)
 
@@ -72,7 +72,7 @@ class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, added: Tensor | None, bias: Tensor | None, weight: Tensor, next_bias: Tensor | None,
-        epsilon: float, fused: AddNorm, order: Order | None,
+        epsilon: float, fused: AddNorm, order: Permutation | None,
     ) -> tuple[Tensor, Tensor]:
         total, normed, factors = fused.forward(
             x, added, None if bias is None else bias[None], weight[None], epsilon,

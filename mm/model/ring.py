@@ -19,7 +19,7 @@ from mm.parallel.context import Passing, zigzag_lengths
 
 
 @dataclass(frozen=True)
-class Turn:
+class RingStep:
     """Which of this rank's queries attend to which of one rank's keys."""
 
     queries: Tensor | None
@@ -30,7 +30,7 @@ class Turn:
     @classmethod
     def of(
         cls, segment_lengths: Sequence[int], rank: int, source: int, num_ranks: int, copy: Callable[[Tensor], Tensor]
-    ) -> "Turn | None":
+    ) -> "RingStep | None":
         """Queries of ``rank`` and keys of ``source``; None if no query sees any key.
 
         Each rank holds an early and a late chunk of a segment; with three ranks, 0 1 2 2 1 0.  Seen from rank 1::
@@ -72,7 +72,7 @@ class Ring:
     group: dist.ProcessGroup
     num_rows: tuple[int, ...]
     """Tokens of each rank."""
-    turns: tuple[Turn | None, ...]
+    turns: tuple[RingStep | None, ...]
     partial: PartialAttention
 
     @classmethod
@@ -83,7 +83,7 @@ class Ring:
         """``copy`` takes a host tensor to the device (``Device.copy``)."""
         rank, size = group.rank(), group.size()
         sources = [(rank - number) % size for number in range(size)]
-        turns = tuple(Turn.of(segment_lengths, rank, source, size, copy) for source in sources)
+        turns = tuple(RingStep.of(segment_lengths, rank, source, size, copy) for source in sources)
         return cls(group, num_rows, turns, partial)
 
     def attend(self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Order:
+class Permutation:
     """A permutation of rows, with its inverse for the way back."""
 
     index: Tensor
@@ -22,18 +22,18 @@ class Order:
     inverse: Tensor
 
     @classmethod
-    def of(cls, index: Tensor) -> "Order":
+    def of(cls, index: Tensor) -> "Permutation":
         """From host indices."""
         inverse = torch.empty_like(index)
         inverse[index] = torch.arange(index.numel())
         return cls(index, inverse)
 
-    def reversed(self) -> "Order":
-        return Order(self.inverse, self.index)
+    def reversed(self) -> "Permutation":
+        return Permutation(self.inverse, self.index)
 
-    def to_device(self, copy: Callable[[Tensor], Tensor]) -> "Order":
+    def to_device(self, copy: Callable[[Tensor], Tensor]) -> "Permutation":
         """``copy`` takes a host tensor to the device (``Device.copy``)."""
-        return Order(copy(self.index), copy(self.inverse))
+        return Permutation(copy(self.index), copy(self.inverse))
 
     def __call__(self, rows: Tensor) -> Tensor:
         return _Permutation.apply(rows, self.index, self.inverse)

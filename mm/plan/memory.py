@@ -24,7 +24,7 @@ FP32, INT64 = 4, 8
 
 
 @dataclass(frozen=True)
-class Rows:
+class MicrobatchSizes:
     """Sizes of one microbatch."""
 
     num_tokens: int
@@ -178,12 +178,12 @@ class ChunkMemory:
     def width(self) -> int:
         return WIDTHS[self.precision]
 
-    def kept_bytes(self, rows: Rows) -> int:
+    def kept_bytes(self, rows: MicrobatchSizes) -> int:
         """Bytes that one microbatch keeps from its forward to its backward pass, without logits."""
         vision = self._vision_per_patch() * rows.num_patches
         return vision + self._language_per_token() * rows.num_tokens + self._head_per_target() * rows.num_targets
 
-    def coming_bytes(self, rows: Rows) -> int:
+    def coming_bytes(self, rows: MicrobatchSizes) -> int:
         """Bytes already allocated for the next microbatch: its inputs and the buffer for its message."""
         spec, vision, language = self.spec, self.model.vision, self.model.language
         per_patch = _vision_table_bytes(vision) if spec.vision_layers else 0
@@ -195,18 +195,18 @@ class ChunkMemory:
         media = max(rows.num_patches * pixels + message, rows.num_patches * features)
         return rows.num_patches * per_patch + rows.num_tokens * per_token + media
 
-    def ahead_bytes(self, rows: Rows) -> int:
+    def ahead_bytes(self, rows: MicrobatchSizes) -> int:
         """Bytes of a microbatch's message to the next stage, or 0 if the slot waits for a gradient in return."""
         waits = self._path.comes_back(self.spec, rows.num_patches > 0)
         return 0 if waits else self._message_bytes(self.spec.sends, rows)
 
-    def kept_logit_bytes(self, rows: Rows) -> int:
+    def kept_logit_bytes(self, rows: MicrobatchSizes) -> int:
         """Bytes of logits that one microbatch also keeps: those of its last chunk, as CUDA's kernels do."""
         if not rows.num_targets:
             return 0
         return self._logits((rows.num_targets - 1) % max_logit_rows(self.width, is_fused=True) + 1) * self.width
 
-    def logit_bytes(self, rows: Rows) -> int:
+    def logit_bytes(self, rows: MicrobatchSizes) -> int:
         """Peak bytes of logits: in 16-bit precision one chunk in fp32 and one in 16 bits, as on NPUs.
 
         CUDA's kernels need less for few rows, and as much for many (``max_logit_rows``).
@@ -215,13 +215,13 @@ class ChunkMemory:
             return self._logits(min(rows.num_targets, max_logit_rows(FP32, is_fused=True))) * 2 * FP32
         return self._logits(min(rows.num_targets, MAX_LOGIT_ROWS)) * (FP32 + self.width)
 
-    def working_bytes(self, rows: Rows) -> int:
+    def working_bytes(self, rows: MicrobatchSizes) -> int:
         """Bytes that the largest layer needs while it runs, besides what is kept."""
         vision = [layer.working(keeps) for layer, keeps in self._layers("vision")]
         language = [layer.working(keeps) for layer, keeps in self._layers("language")]
         return max(max(vision, default=0) * rows.num_patches, max(language, default=0) * rows.num_tokens)
 
-    def _message_bytes(self, message: Message, rows: Rows) -> int:
+    def _message_bytes(self, message: Message, rows: MicrobatchSizes) -> int:
         vision, language = self.model.vision, self.model.language
         return {
             Message.NOTHING: 0,
@@ -317,33 +317,33 @@ class StageMemory:
             ChunkMemory(model, placement, spec, tp_size, precision, num_pieces, ulysses_size, keeps_features)
             for spec in specs))
 
-    def in_flight(self, rows: Rows, num_microbatches: int) -> tuple[int, ...]:
+    def in_flight(self, rows: MicrobatchSizes, num_microbatches: int) -> tuple[int, ...]:
         """Number of microbatches, by chunk, whose activations are kept at the schedule's peak."""
         kept, placement = [chunk.kept_bytes(rows) for chunk in self.chunks], self.chunks[0].placement
         moments = in_flight(num_microbatches, self.chunks[0].spec.stage, placement.num_stages, placement.num_chunks)
         return max(moments, key=lambda counts: (sum(map(mul, counts, kept)), sum(counts)))
 
-    def kept_bytes(self, rows: Rows, num_microbatches: int) -> int:
+    def kept_bytes(self, rows: MicrobatchSizes, num_microbatches: int) -> int:
         """Bytes of activations at the schedule's peak, and of what is already allocated for the next microbatch."""
         kept, counts = (chunk.kept_bytes(rows) for chunk in self.chunks), self.in_flight(rows, num_microbatches)
         is_last = sum(counts) == num_microbatches * len(self.chunks)
         coming = 0 if is_last else max(chunk.coming_bytes(rows) for chunk in self.chunks)
         return sum(map(mul, counts, kept)) + coming
 
-    def logit_bytes(self, rows: Rows) -> int:
+    def logit_bytes(self, rows: MicrobatchSizes) -> int:
         return max(chunk.logit_bytes(rows) for chunk in self.chunks)
 
-    def working_bytes(self, rows: Rows) -> int:
+    def working_bytes(self, rows: MicrobatchSizes) -> int:
         return max(chunk.working_bytes(rows) for chunk in self.chunks)
 
-    def ahead_bytes(self, rows: Rows, num_microbatches: int) -> int:
+    def ahead_bytes(self, rows: MicrobatchSizes, num_microbatches: int) -> int:
         """Bytes of messages that a slow next stage has not received: the most that may be in flight, and the next."""
         placement = self.chunks[0].placement
         most = max_sent_ahead(placement.num_stages, placement.num_chunks) + 1
         messages = [one for chunk in self.chunks for one in [chunk.ahead_bytes(rows)] * min(num_microbatches, most)]
         return sum(sorted(messages)[-most:])
 
-    def peak_bytes(self, rows: Rows, num_microbatches: int, state_bytes: int) -> int:
+    def peak_bytes(self, rows: MicrobatchSizes, num_microbatches: int, state_bytes: int) -> int:
         """Peak: states, all microbatches in flight, messages sent ahead, and either logits or a running layer."""
         working = max(self.logit_bytes(rows), self.working_bytes(rows))
         held = self.kept_bytes(rows, num_microbatches) + self.ahead_bytes(rows, num_microbatches)

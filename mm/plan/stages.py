@@ -14,7 +14,7 @@ from mm.config.notes import sorted_notes
 from mm.config.run import Run
 from mm.device.known import KNOWN_DEVICES
 from mm.placement import Message, Placement, StageSpec
-from mm.plan.memory import FP32, WIDTHS, Rows, StageMemory
+from mm.plan.memory import FP32, WIDTHS, MicrobatchSizes, StageMemory
 from mm.weights.groups import Group, optimizer_groups
 from mm.weights.lora import describe, model_adapters, num_adapter_params
 from mm.weights.memory import memory_shape
@@ -218,7 +218,7 @@ def _total_lines(run: Run, sizes: list[StageSize]) -> list[str]:
 TEXT, VISUAL, STATED = "text", "visual", "stated"
 
 
-def longest_microbatches(run: Run) -> dict[str, Rows]:
+def longest_microbatches(run: Run) -> dict[str, MicrobatchSizes]:
     """One rank's rows of the longest microbatch, in its two extremes.
 
     One is all text, every token a target.  The other is all visual tokens, which are never targets.  A mixture needs
@@ -233,10 +233,10 @@ def longest_microbatches(run: Run) -> dict[str, Rows]:
         num_pairs = -(-data.video_maxlen // run.model.vision.temporal_patch_size)
         largest_image = max(largest_image, num_pairs * data.video_max_pixels // patch_pixels)
 
-    def rows(num_patches: int) -> Rows:
+    def rows(num_patches: int) -> MicrobatchSizes:
         num_text = num_tokens - num_patches // per_token
         share = -(-num_patches // run.cp_size) + largest_image
-        return Rows(-(-num_tokens // run.cp_size), min(num_patches, share), -(-num_text // run.cp_size))
+        return MicrobatchSizes(-(-num_tokens // run.cp_size), min(num_patches, share), -(-num_text // run.cp_size))
 
     if run.args.dry_run_patches is not None:
         return {STATED: rows(run.args.dry_run_patches)}
@@ -254,7 +254,7 @@ def peaks(run: Run, placement: Placement, sizes: list[StageSize]) -> dict[str, i
     }
 
 
-def _peak_bytes(memory: StageMemory, rows: Rows, run: Run, size: StageSize) -> int:
+def _peak_bytes(memory: StageMemory, rows: MicrobatchSizes, run: Run, size: StageSize) -> int:
     """Peak bytes of a stage: while it computes or in the update, whichever is more."""
     return max(memory.peak_bytes(rows, run.held_microbatches, size.total_bytes), size.total_bytes + size.update_bytes)
 
@@ -289,7 +289,7 @@ def _memory_table(run: Run, placement: Placement, sizes: list[StageSize]) -> lis
     ]
 
 
-def _microbatch_lines(run: Run, kinds: dict[str, Rows]) -> list[str]:
+def _microbatch_lines(run: Run, kinds: dict[str, MicrobatchSizes]) -> list[str]:
     """The microbatches that the memory is computed for."""
     num_tokens = run.args.seq_length * run.args.micro_batch_size
     start = f"Each microbatch in flight is assumed to have {num_tokens:,} tokens (--seq-length x --micro-batch-size):"

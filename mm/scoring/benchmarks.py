@@ -14,7 +14,7 @@ from mm.data.read.roots import MediaRoots
 from mm.data.sample import Image, Inline, Media, Sample, Turn
 from mm.errors import UserError, collected, refuse
 from mm.scoring.prompts import Form, max_mark, prompt
-from mm.scoring.tsv import IMAGE, Cell, Row, Table, listed, read_table
+from mm.scoring.tsv import IMAGE, Cell, TsvRow, TsvTable, listed, read_table
 
 GROUPS = ("split", "l2-category", "category")
 """Columns by which scores are also broken down, as in VLMEvalKit."""
@@ -118,13 +118,13 @@ def read_benchmark(path: str, benchmark: Benchmark, custom_prompt: bool, media_r
     return Items(benchmark.rule, tuple(items), tuple(notes if num_without else ()), benchmark.headline_split)
 
 
-def _pictures(table: Table, row: Row, roots: MediaRoots) -> tuple[Image | Cell, ...]:
+def _pictures(table: TsvTable, row: TsvRow, roots: MediaRoots) -> tuple[Image | Cell, ...]:
     if IMAGE in table.columns or _PATHS not in row.texts:
         return row.pictures
     return tuple(Image(roots.find(one, Image.kind)) for one in listed(row.texts[_PATHS]))
 
 
-def _item(path: str, row: Row, pictures: tuple[Image | Cell, ...], benchmark: Benchmark, custom: bool) -> Item:
+def _item(path: str, row: TsvRow, pictures: tuple[Image | Cell, ...], benchmark: Benchmark, custom: bool) -> Item:
     options = {letter: row.texts[letter] for letter in string.ascii_uppercase if letter in row.texts}
     question, is_open = row.texts.get("question", ""), benchmark.form == "marked options" and "A" not in options
     refuse(_problems(row, question, options, is_open, benchmark, len(pictures)))
@@ -138,7 +138,7 @@ def _item(path: str, row: Row, pictures: tuple[Image | Cell, ...], benchmark: Be
 
 
 def _problems(
-    row: Row, question: str, options: Mapping[str, str], is_open: bool, benchmark: Benchmark, num_pictures: int,
+    row: TsvRow, question: str, options: Mapping[str, str], is_open: bool, benchmark: Benchmark, num_pictures: int,
 ) -> Iterator[str]:
     answer = row.texts.get("answer")
     if not question:

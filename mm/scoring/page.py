@@ -15,7 +15,7 @@ from PIL import Image as Pillow
 from mm.data.media.picture import load_image
 from mm.data.sample import Image, Inline, Media
 from mm.report import Report, Table, page
-from mm.scoring.results import Scored
+from mm.scoring.results import ScoredItem
 from mm.scoring.tsv import Cell
 
 _NUM_WORST = 50
@@ -25,7 +25,7 @@ _NUM_TOGETHER = 4
 """Most pictures shown for one question."""
 
 
-def results_page(scores: Mapping[str, Any], settings: Mapping[str, Any], found: Sequence[Scored]) -> str:
+def results_page(scores: Mapping[str, Any], settings: Mapping[str, Any], found: Sequence[ScoredItem]) -> str:
     """The whole page."""
     worst = sorted((one for one in found if one.score < 1), key=lambda one: one.score)[:_NUM_WORST]  # else as in file
     heading = f"The {len(worst)} worst answers" if len(worst) > 1 else "The worst answer"
@@ -65,7 +65,7 @@ def _percent(value: Mapping[str, Any]) -> str:
     return f"{value['score_percent']:.2f} %"
 
 
-def _answer(one: Scored) -> str:
+def _answer(one: ScoredItem) -> str:
     pictures = [part for part in one.item.parts if not isinstance(part, str)]
     more = len(pictures) - _NUM_TOGETHER
     shown = "".join(map(_picture, pictures[:_NUM_TOGETHER]))

@@ -22,7 +22,7 @@ from xml.sax.saxutils import escape
 from mm.config.evaluate import Rule
 from mm.files import write_whole
 from mm.scoring.benchmarks import GROUPS
-from mm.scoring.results import Scored
+from mm.scoring.results import ScoredItem
 
 Cells = Sequence[Sequence[str | float]]
 """Rows; the first one has the column names."""
@@ -55,7 +55,7 @@ _FRAME = {
 """The parts of a workbook around its sheet."""
 
 
-def write_peer_files(folder: Path, model: str, dataset: str, rule: Rule, found: Sequence[Scored]) -> None:
+def write_peer_files(folder: Path, model: str, dataset: str, rule: Rule, found: Sequence[ScoredItem]) -> None:
     """Write all files; ``model`` and ``dataset`` are MindSpeed-MM's ``evaluation_model`` and ``evaluation_dataset``."""
     acc = choice_scores(found) if rule == "choice" else word_scores(found)
     files = {".xlsx": workbook(_predictions(rule, found)), "_acc.xlsx": workbook(acc),
@@ -67,7 +67,7 @@ def write_peer_files(folder: Path, model: str, dataset: str, rule: Rule, found: 
         write_whole(folder / f"{model}_{dataset}{end}", content)
 
 
-def _predictions(rule: Rule, found: Sequence[Scored]) -> Cells:
+def _predictions(rule: Rule, found: Sequence[ScoredItem]) -> Cells:
     letters = sorted({letter for one in found for letter in one.item.options})
     groups = [name for name in GROUPS if any(name in one.item.groups for one in found)]
     has_hits = rule == "choice"
@@ -79,11 +79,11 @@ def _predictions(rule: Rule, found: Sequence[Scored]) -> Cells:
         *((one.score, _log(one)) if has_hits else ())] for one in found)]
 
 
-def _log(one: Scored) -> str:
+def _log(one: ScoredItem) -> str:
     return f"Match Log: {one.answer.text}. "
 
 
-def choice_scores(found: Sequence[Scored]) -> Cells:
+def choice_scores(found: Sequence[ScoredItem]) -> Cells:
     """One row per split: its share of right answers, overall and by category."""
     splits = sorted({one.item.groups.get("split", "none") for one in found})
     header: list[str] = ["split", "Overall"]
@@ -95,14 +95,14 @@ def choice_scores(found: Sequence[Scored]) -> Cells:
     return [header, *([split, *(column[split] for column in columns)] for split in splits)]
 
 
-def _share(found: Sequence[Scored], split: str, groups: Mapping[str, str]) -> float | str:
+def _share(found: Sequence[ScoredItem], split: str, groups: Mapping[str, str]) -> float | str:
     """Share of right answers; empty if there are no questions."""
     scores = [one.score for one in found if one.item.groups.get("split", "none") == split
               and all(one.item.groups.get(name) == group for name, group in groups.items())]
     return fmean(scores) if scores else ""
 
 
-def word_scores(found: Sequence[Scored]) -> Cells:
+def word_scores(found: Sequence[ScoredItem]) -> Cells:
     """One row of percentages: each split and all, or all and each category."""
     by = "split" if any("split" in one.item.groups for one in found) else "category"
     groups = sorted({one.item.groups[by] for one in found if by in one.item.groups})

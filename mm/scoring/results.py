@@ -24,7 +24,7 @@ PICTURES = "pictures"
 
 
 @dataclass(frozen=True)
-class Answer:
+class Prediction:
     """The model's answer to one question."""
 
     text: str
@@ -32,17 +32,17 @@ class Answer:
     """Whether it was cut off at the longest length."""
 
     @classmethod
-    def of(cls, text: str, ended: str) -> "Answer":
+    def of(cls, text: str, ended: str) -> "Prediction":
         """``ended``: see ``mm.generation.decode.Answer``."""
         return cls(text, ended == "length")
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredItem:
     """A question with its answer and the answer's score, from 0 to 1."""
 
     item: Item
-    answer: Answer
+    answer: Prediction
     score: float
 
     @property
@@ -74,8 +74,8 @@ def check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def write_results(
-    folder: Path, items: Items, title: str, answers: Mapping[int, Answer]
-) -> tuple[list[Scored], dict[str, Any]]:
+    folder: Path, items: Items, title: str, answers: Mapping[int, Prediction]
+) -> tuple[list[ScoredItem], dict[str, Any]]:
     """Score ``answers``, one for every item; write predictions and scores, and return both."""
     found = scored(items, answers)
     scores = summary(items, title, found)
@@ -84,19 +84,19 @@ def write_results(
     return found, scores
 
 
-def read_answers(path: Path) -> dict[int, Answer]:
+def read_answers(path: Path) -> dict[int, Prediction]:
     """Read the file that ``mm.generation.answers`` writes, by the number of the question."""
     lines = map(json.loads, path.read_bytes().splitlines())
-    return {line["number"]: Answer.of(line["answer"], line["ended"]) for line in lines}
+    return {line["number"]: Prediction.of(line["answer"], line["ended"]) for line in lines}
 
 
-def scored(items: Items, answers: Mapping[int, Answer]) -> list[Scored]:
+def scored(items: Items, answers: Mapping[int, Prediction]) -> list[ScoredItem]:
     """Score every item; ``answers`` has one for each, by number."""
-    return [Scored(item, answers[number], score(items.rule, answers[number].text, item.right, item.options))
+    return [ScoredItem(item, answers[number], score(items.rule, answers[number].text, item.right, item.options))
             for number, item in enumerate(items.items)]
 
 
-def summary(items: Items, title: str, found: Sequence[Scored]) -> dict[str, Any]:
+def summary(items: Items, title: str, found: Sequence[ScoredItem]) -> dict[str, Any]:
     """The content of ``scores.json``."""
     headline = [one for one in found if one.item.groups.get("split") == items.headline_split]
     named = items.headline_split if items.headline_split and headline else None
@@ -108,11 +108,11 @@ def summary(items: Items, title: str, found: Sequence[Scored]) -> dict[str, Any]
             "num_without_option": sum(bool(one.item.options) and one.chosen is None for one in found)}
 
 
-def _by(found: Sequence[Scored], names: Sequence[str]) -> dict[str, Any]:
+def _by(found: Sequence[ScoredItem], names: Sequence[str]) -> dict[str, Any]:
     """``by_NAME`` -> group -> its score; for a split also the scores of its categories."""
     groups: dict[str, Any] = {}
     for name in names:
-        parts: dict[str, list[Scored]] = {}
+        parts: dict[str, list[ScoredItem]] = {}
         for one in found:
             if name in one.item.groups:
                 parts.setdefault(one.item.groups[name], []).append(one)
@@ -123,7 +123,7 @@ def _by(found: Sequence[Scored], names: Sequence[str]) -> dict[str, Any]:
     return groups
 
 
-def _mean(found: Sequence[Scored]) -> dict[str, Any]:
+def _mean(found: Sequence[ScoredItem]) -> dict[str, Any]:
     return {"num_questions": len(found), "score_percent": round(100 * fmean(one.score for one in found), 4)}
 
 

@@ -63,7 +63,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Row:
+class TsvRow:
     """One record: its non-empty texts by column, and its pictures."""
 
     line: int
@@ -72,14 +72,14 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Table:
+class TsvTable:
     """A whole file."""
 
     columns: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[TsvRow, ...]
 
 
-def read_table(path: str, needed: Sequence[str]) -> Table:
+def read_table(path: str, needed: Sequence[str]) -> TsvTable:
     """Read a file with the columns ``needed`` (and others) and a unique index in each row.
 
     Empty cells are left out; all others are taken literally.  Raises UserError with the problems of all rows: a number
@@ -88,7 +88,7 @@ def read_table(path: str, needed: Sequence[str]) -> Table:
     """
     problems: list[str] = []
     columns: tuple[str, ...] = ()
-    rows: dict[str, Row] = {}
+    rows: dict[str, TsvRow] = {}
     with _mapped(path) as data:
         for line, cells in _records(path, data):
             if not columns:
@@ -109,7 +109,7 @@ def read_table(path: str, needed: Sequence[str]) -> Table:
         with collected(problems):
             found.append(_with_pictures(path, row, rows))
     refuse(problems[:MAX_PROBLEMS])
-    return Table(columns, tuple(found))
+    return TsvTable(columns, tuple(found))
 
 
 def _mapped(path: str) -> mmap.mmap:
@@ -186,7 +186,7 @@ def _columns(path: str, names: Sequence[str], needed: Sequence[str]) -> tuple[st
     return tuple(names)
 
 
-def _row(path: str, columns: Sequence[str], line: int, cells: Sequence[Span], data: mmap.mmap) -> Row:
+def _row(path: str, columns: Sequence[str], line: int, cells: Sequence[Span], data: mmap.mmap) -> TsvRow:
     """One record; an image cell that refers to another row is still a text."""
     if len(cells) != len(columns):
         raise UserError(f"{path}:{line}: has {len(cells)} cells, but the first line has {len(columns)} columns; tabs "
@@ -199,12 +199,12 @@ def _row(path: str, columns: Sequence[str], line: int, cells: Sequence[Span], da
     if "index" not in texts:
         raise UserError(f"{path}:{line}: has no index; give each row a unique one.")
     if not holds_pictures:
-        return Row(line, texts)
+        return TsvRow(line, texts)
     encoded = _pictures(data[image[0] : image[1]])
     pictures = tuple(Cell(path, line, image, number) for number in range(len(encoded)))
     for picture, one in zip(pictures, encoded, strict=True):
         image_size(Inline(picture.where, _decoded(one, picture.where)))
-    return Row(line, texts, pictures)
+    return TsvRow(line, texts, pictures)
 
 
 def listed(cell: str) -> tuple[str, ...]:
@@ -239,7 +239,7 @@ def _decoded(encoded: bytes, where: str) -> bytes:
     return content
 
 
-def _with_pictures(path: str, row: Row, rows: Mapping[str, Row]) -> Row:
+def _with_pictures(path: str, row: TsvRow, rows: Mapping[str, TsvRow]) -> TsvRow:
     """``row`` with its own pictures, or those of the row that its image cell refers to, directly or through others."""
     named, seen = row, {row.texts["index"]}
     while IMAGE in named.texts:
@@ -250,4 +250,4 @@ def _with_pictures(path: str, row: Row, rows: Mapping[str, Row]) -> Row:
                             f"base64 of an image file, or the index of another row with one.")
         seen.add(index)
         named = rows[index]
-    return Row(row.line, {name: text for name, text in row.texts.items() if name != IMAGE}, named.pictures)
+    return TsvRow(row.line, {name: text for name, text in row.texts.items() if name != IMAGE}, named.pictures)

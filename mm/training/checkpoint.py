@@ -23,7 +23,7 @@ from mm.errors import UserError
 from mm.formats import training as files
 from mm.formats.blocks import Values
 from mm.formats.source import Source
-from mm.formats.training import Manifest, Piece
+from mm.formats.training import CheckpointManifest, CheckpointTensor
 from mm.formats.training_reader import TrainingDirectory
 from mm.model.load import fill, read_once
 from mm.parallel.agreement import gather, on_first, together
@@ -39,7 +39,7 @@ from mm.weights.trained import saved_among, saved_weights
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingProgress:
     """Progress of the training, which determines the learning rate and the order of the data."""
 
     iteration: int
@@ -61,7 +61,7 @@ class Progress:
 
 def save(
     directory: str | Path,
-    progress: Progress,
+    progress: TrainingProgress,
     parts: Parts,
     run_facts: Mapping[str, Any],
     *,
@@ -74,8 +74,8 @@ def save(
 
     It appears complete or not at all, even if it replaces one of the same iteration; until then the older ones are
     unchanged.  ``run_facts`` is for people and must be JSON-serializable.  With ``keep_last``, older checkpoints of the
-    same run beyond that number are deleted; a failure to do so is only a warning.  ``base``: see ``Manifest``.  Raises
-    UserError on every rank if any rank cannot write.
+    same run beyond that number are deleted; a failure to do so is only a warning.  ``base``: see
+    ``CheckpointManifest``.  Raises UserError on every rank if any rank cannot write.
     """
     directory, mesh = Path(directory), parts.mesh
     for model in parts.models:
@@ -92,7 +92,7 @@ def save(
             for piece in files.write_pieces(temporary, file, list(pieces), parts.stage.device)
         ])
         gathered = gather(mesh, (written, owned[0].step if owned else None, scaler_state(parts.optimizer)))
-        manifest = Manifest(
+        manifest = CheckpointManifest(
             iteration=progress.iteration,
             consumed_samples=progress.consumed_samples,
             world_size=mesh.world_size,
@@ -119,7 +119,7 @@ def save(
     return final
 
 
-def _planned(parts: Parts, owned: Sequence[OwnedState], save_rng: bool) -> list[tuple[Piece, Values]]:
+def _planned(parts: Parts, owned: Sequence[OwnedState], save_rng: bool) -> list[tuple[CheckpointTensor, Values]]:
     """What this rank writes, file by file.  Tensors are the live ones; their padding is removed during writing.
 
     Everything is written once: by one replica, one copy of a tied embedding, and one TP rank for replicated weights.
@@ -129,12 +129,12 @@ def _planned(parts: Parts, owned: Sequence[OwnedState], save_rng: bool) -> list[
     rank = f"tp{mesh.tp_rank:02d}_pp{mesh.pp_rank:02d}"
     stored = {weight.name: MemoryLayout.of(weight, mesh.tp_size) for weight in parts.stage.weights
               if weight.name in saved and (weight.tp_dim is not None or mesh.tp_rank == 0)}
-    planned: list[tuple[Piece, Values]] = []
+    planned: list[tuple[CheckpointTensor, Values]] = []
     if mesh.copy_rank == 0:
         file = f"weights_{rank}.safetensors"
         for name, memory in stored.items():
             parameter = parts.stage.get_parameter(name)
-            piece = Piece.of(parameter.dtype, memory.file_shape, file, name, "weight", mesh.tp_rank)
+            piece = CheckpointTensor.of(parameter.dtype, memory.file_shape, file, name, "weight", mesh.tp_rank)
             planned.append((piece, Values(parameter, memory)))
     if mesh.copy_rank == 0 or is_split(parts.optimizer):
         file = f"optimizer_{rank}_dp{mesh.copy_rank:02d}.safetensors"
@@ -144,12 +144,12 @@ def _planned(parts: Parts, owned: Sequence[OwnedState], save_rng: bool) -> list[
             if start == stop:
                 continue  # only padding
             for part, tensor in state.tensors().items():
-                piece = Piece.of(tensor.dtype, (stop - start,), file, state.name, part, mesh.tp_rank, start)
+                piece = CheckpointTensor.of(tensor.dtype, (stop - start,), file, state.name, part, mesh.tp_rank, start)
                 planned.append((piece, Values(tensor, memory, state.start)))
     if save_rng:
         file = f"random_{mesh.rank:05d}.safetensors"
         for name, state in parts.stage.device.random_states().items():
-            piece = Piece.of(state.dtype, state.shape, file, f"{name}.{mesh.rank}", "random")
+            piece = CheckpointTensor.of(state.dtype, state.shape, file, f"{name}.{mesh.rank}", "random")
             planned.append((piece, Values(state)))
     return planned
 
@@ -173,7 +173,7 @@ def load(
     load_optim: bool = True,
     load_rng: bool = True,
     finetune: bool = False,
-) -> Progress:
+) -> TrainingProgress:
     """Restore ``source``, a training checkpoint of this or any other layout; returns where training goes on.
 
     Every rank must have opened the same checkpoint, and checked that it is of this model.  Under the same layout
@@ -205,10 +205,10 @@ def load(
     _broadcast(shared, mesh)
     manifest = stored.manifest
     if finetune:
-        return Progress(0, 0, notes=(*source.notes, *more_notes))
+        return TrainingProgress(0, 0, notes=(*source.notes, *more_notes))
     data = TrainedOn.from_json(manifest.data) if manifest.data is not None else None
     best = BestSoFar(**manifest.best or {})
-    return Progress(manifest.iteration, manifest.consumed_samples, data, (*source.notes, *more_notes), best,
+    return TrainingProgress(manifest.iteration, manifest.consumed_samples, data, (*source.notes, *more_notes), best,
                     manifest.run_id)
 
 

@@ -15,13 +15,13 @@ from mm.data.feed.validation import ValidationPlan, ValidationReader, in_between
 from mm.data.index.contents import TrainedOn
 from mm.data.index.dataset import Dataset
 from mm.data.order.sampler import order_description, order_of
-from mm.data.order.stream import Order, Step
+from mm.data.order.stream import SampleOrder, Step
 from mm.data.record_name import BadSample
 from mm.ending import print_notes
 from mm.model.stage import Stage
 from mm.parallel.agreement import all_of, together
 from mm.parallel.mesh import Mesh
-from mm.training.checkpoint import Progress
+from mm.training.checkpoint import TrainingProgress
 from mm.training.opened import Samples
 
 
@@ -52,14 +52,14 @@ class _Opened:
     open_loader: Callable[[Iterable[Step]], StepLoader]
     data: TrainedOn
     num_samples: int
-    make_order: Callable[[], Order]
+    make_order: Callable[[], SampleOrder]
     validation: ValidationReader | None
     quarantine: Quarantine | None
     validation_quarantine: Quarantine | None
 
 
 def open_feed(
-    run: Run, mesh: Mesh, stage: Stage, progress: Progress, num_steps: int, fingerprint: str | None,
+    run: Run, mesh: Mesh, stage: Stage, progress: TrainingProgress, num_steps: int, fingerprint: str | None,
     samples: Samples | None = None,
 ) -> Feed:  # fmt: skip
     """The next ``num_steps`` steps' plans, read on the owning rank and shared within the replica.
@@ -93,7 +93,7 @@ def open_feed(
 
 
 def _open(
-    run: Run, mesh: Mesh, stage: Stage, progress: Progress, samples: Samples, validates_now: bool,
+    run: Run, mesh: Mesh, stage: Stage, progress: TrainingProgress, samples: Samples, validates_now: bool,
     fingerprint: str | None,
 ) -> _Opened:  # fmt: skip
     """What a rank that owns data reads its steps from."""

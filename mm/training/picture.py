@@ -12,7 +12,7 @@ from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from mm.parallel.activity import Work
-from mm.training.timeline import RankRecord, Span, count_chunks, extent, label, numeral, shares
+from mm.training.timeline import ActivitySpan, RankRecord, count_chunks, extent, label, numeral, shares
 
 
 class _Ink(NamedTuple):
@@ -85,7 +85,7 @@ def _summary(rows: Sequence[RankRecord], num_ranks: int, iteration: int) -> str:
             f"Each row is the first rank of its stage; pipeline_step_{iteration}.json has every rank ({num_ranks}).")
 
 
-def _kinds(spans: Sequence[Span]) -> Iterator[tuple[str, Span]]:
+def _kinds(spans: Sequence[ActivitySpan]) -> Iterator[tuple[str, ActivitySpan]]:
     """Each span with its kind of box; a backward pass is named after the towers of its forward pass."""
     forward: Mapping[tuple[int | None, int | None], list[str]] = defaultdict(list)
     for span in spans:
@@ -97,7 +97,7 @@ def _kinds(spans: Sequence[Span]) -> Iterator[tuple[str, Span]]:
         yield (f"{' and '.join(towers)} backward".strip() if is_backward else label(activity.work)), span
 
 
-def _box(kind: str, span: Span, number: str, zero: float, x: float, y: float, width: float) -> Iterator[str]:
+def _box(kind: str, span: ActivitySpan, number: str, zero: float, x: float, y: float, width: float) -> Iterator[str]:
     title = f"{kind} {number}".strip()
     when = f"{1000 * (span.start - zero):.2f} to {1000 * (span.end - zero):.2f} ms"
     edge = ' stroke="#ffffff" stroke-width="0.7"' if width > 3 else ""

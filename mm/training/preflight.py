@@ -30,7 +30,7 @@ from mm.errors import UserError, collected
 from mm.formats.hf import HFDirectory
 from mm.formats.hf_config import hf_problems
 from mm.formats.source import Kind, find_kind
-from mm.formats.training import LATEST_FILE, Manifest, find_checkpoint
+from mm.formats.training import LATEST_FILE, CheckpointManifest, find_checkpoint
 from mm.scoring.questions import read_items
 from mm.training.epochs import with_steps
 from mm.training.opened import Opened, Questions, Samples
@@ -47,7 +47,7 @@ _NUM_COMPARED = 100
 
 
 @dataclass(frozen=True)
-class Found:
+class Findings:
     """Problems of some of a run's files, and notes on them."""
 
     problems: list[str] = field(default_factory=list)
@@ -62,11 +62,11 @@ class Checked:
     """The run, with the number of steps that its epochs take."""
     opened: Opened
     """Passed to the start; incomplete if there are problems."""
-    files: Found
+    files: Findings
     """On weights, patterns of weight names, tokenizer, processor and output directories."""
-    samples: Found
+    samples: Findings
     """On the training and validation samples, and how they differ from those of the checkpoint."""
-    questions: Found
+    questions: Findings
     """On the questions that the model answers during training."""
 
     @property
@@ -87,7 +87,7 @@ def check(run: Run) -> Checked:
     the index of the samples, which takes minutes for a million of them, or seconds if the index exists.  Of pictures it
     reads headers, but those of questions completely, because one that fails later would end the training.
     """
-    files, samples, questions = Found(), Found(), Found()
+    files, samples, questions = Findings(), Findings(), Findings()
     start_problems: list[str] = []
     encoder_problems: list[str] = []
     sources = gauge = None
@@ -115,7 +115,7 @@ def _can_open_start(run: Run) -> bool:
 
 
 def _check_files(
-    run: Run, sources: Sources | None, start_problems: list[str], encoder_problems: list[str], found: Found
+    run: Run, sources: Sources | None, start_problems: list[str], encoder_problems: list[str], found: Findings
 ) -> None:
     """Check weights, tokenizer, processor and output directories.
 
@@ -153,7 +153,7 @@ def _other_models(run: Run, sources: Sources | None) -> Iterator[str]:
             yield from (f"{' and '.join(names)}: {problem}" for problem in hf_problems(run.model, path, args.mm_model))
 
 
-def _check_start(run: Run, sources: Sources, found: Found) -> None:
+def _check_start(run: Run, sources: Sources, found: Findings) -> None:
     """Compare what the run starts from with the settings.
 
     Adds problems and notes to ``found``, but raises UserError for another base model or learning-rate schedule.
@@ -167,7 +167,7 @@ def _check_start(run: Run, sources: Sources, found: Found) -> None:
         scheduled(run, sources)
 
 
-def _sample_parts(run: Run, gauge: Gauge | None, sources: Sources | None, found: Found) -> Mapping[Part, Dataset]:
+def _sample_parts(run: Run, gauge: Gauge | None, sources: Sources | None, found: Findings) -> Mapping[Part, Dataset]:
     """Open and check the samples for training and validation.
 
     A resumed run must have the samples of its checkpoint.  Without ``gauge``, because tokenizer or processor cannot be
@@ -202,7 +202,7 @@ def _bad_notes(run: Run, parts: Mapping[Part, Dataset], problems: list[str]) -> 
                             f"first: {dataset.skipped[0].message()}")
 
 
-def _open_questions(run: Run, found: Found) -> Questions | None:
+def _open_questions(run: Run, found: Findings) -> Questions | None:
     """Open and encode the questions for the model in training, with their pictures."""
     path, num_positions = run.args.eval_generate_questions, run.model.language.max_position_embeddings
     if path is None or not Path(path).is_file() or not Path(run.data.model_name_or_path).is_dir():
@@ -235,11 +235,14 @@ def _data_notes(run: Run, dataset: Dataset, sources: Sources | None) -> list[str
     args, data = run.args, None
     with collected([]):  # problems of the checkpoint are reported with the files
         if args.load is not None and not args.finetune:
-            # If its weights cannot be used, only its manifest is read.
-            opened = sources and (sources.adapters or sources.model)
-            manifest = opened.manifest if opened else (
-                Manifest.read(find_checkpoint(args.load)[0]) if find_kind(args.load) is Kind.TRAINING else None)
-            data = manifest and manifest.data
+            opened, manifest = sources and (sources.adapters or sources.model), None
+            if opened is not None:
+                manifest = opened.manifest
+            elif find_kind(args.load) is Kind.TRAINING:  # its weights cannot be used, but its manifest may be readable
+                manifest = CheckpointManifest.read(find_checkpoint(args.load)[0])
+            # The base model of new adapters was trained by another run, whose data are not continued.
+            if manifest is not None and manifest.model.lora.is_on == run.model.lora.is_on:
+                data = manifest.data
     if data is None:
         return []
     then, now = TrainedOn.from_json(data), dataset.contents()

@@ -18,14 +18,14 @@ from mm.generation.source import settings_in
 from mm.parallel.agreement import on_first, together
 from mm.parallel.mesh import for_prompts
 from mm.scoring.questions import read_items, title_of
-from mm.scoring.results import PICTURES, Answer, write_results
+from mm.scoring.results import PICTURES, Prediction, write_results
 from mm.training.opened import Questions
 from mm.training.step import Parts
 from mm.training.validation import evaluating
 
 
 @dataclass(frozen=True)
-class Scored:
+class QuestionScores:
     """The scores of the model's answers."""
 
     scores: Mapping[str, Any]
@@ -52,13 +52,13 @@ class QuestionSet:
         stated = asked.asking.decoding(settings_in(Path(directory)))
         decoding = with_stop_tokens(stated, (), encoder, model.language, mesh)
         self._session = Session(parts.stage, mesh, encoder, media, decoding)
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, Prediction] = {}
 
     def is_due(self, iteration: int) -> bool:
         """Whether the model answers the questions after this step."""
         return asks(self._run.args, iteration)
 
-    def ask(self, iteration: int) -> Scored:
+    def ask(self, iteration: int) -> QuestionScores:
         """Ask all questions, write predictions and scores to a folder of this iteration, and return the scores.
 
         Called on every rank; does not change the training.  Raises AgreedError with the problems of questions that can
@@ -70,7 +70,7 @@ class QuestionSet:
         with evaluating(self._parts):
             problems += answer_batches(session, batches, self._keep)
         scores = on_first(session.mesh, lambda: self._finish(folder, problems))
-        return Scored(scores, time.perf_counter() - started)
+        return QuestionScores(scores, time.perf_counter() - started)
 
     def _prepared(self, folder: Path) -> tuple[list[tuple[Prompt, ...]], list[str]]:
         """On rank 0: the questions in batches, with their pictures as files.  An earlier run's folder is deleted."""
@@ -83,7 +83,7 @@ class QuestionSet:
         return in_batches(self._session, prompts, self._asked.asking.args.batch_size)
 
     def _keep(self, answered: Sequence[Response]) -> None:
-        self._answers |= {one.prompt.number: Answer.of(one.text, one.ended) for one in answered}
+        self._answers |= {one.prompt.number: Prediction.of(one.text, one.ended) for one in answered}
 
     def _finish(self, folder: Path, problems: Sequence[str]) -> dict[str, Any]:
         assert self._items is not None, "rank 0 has read them"

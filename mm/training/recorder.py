@@ -23,10 +23,10 @@ from mm.parallel.mesh import Mesh
 from mm.training.picture import draw
 from mm.training.timeline import (
     TIMED,
+    ActivitySpan,
     Meetings,
     Moment,
     RankRecord,
-    Span,
     aligned,
     flat_spans,
     seconds_key,
@@ -51,7 +51,7 @@ class Recorder:
     def end(self, activity: Activity) -> None:
         self._marks.append((self._device.mark(), None))
 
-    def spans(self) -> tuple[Span, ...]:
+    def spans(self) -> tuple[ActivitySpan, ...]:
         """Wait for the device, return the recorded spans and clear them."""
         seconds = self._device.seconds_of([mark for mark, _ in self._marks])
         moments = [Moment(when, activity) for when, (_, activity) in zip(seconds, self._marks, strict=True)]
@@ -70,7 +70,7 @@ class StepObserver:
         self._began = 0.0
         """Start of the step on the host's clock, shifted by the time it was paused."""
         self._recorder = Recorder(stage.device)
-        self._spans: tuple[Span, ...] = ()
+        self._spans: tuple[ActivitySpan, ...] = ()
         self._profiler: Any = None
         window = range(max(first, args.profile_step_start), min(last + 1, args.profile_step_end))
         self._window = window if args.profile else range(0)

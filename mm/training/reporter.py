@@ -10,9 +10,9 @@ from mm.device.facts import device_facts, sdpa_backend
 from mm.errors import printable
 from mm.model import flops
 from mm.parallel.mesh import Mesh
-from mm.training.checkpoint import Progress
+from mm.training.checkpoint import TrainingProgress
 from mm.training.metrics import MetricsWriter, ScoreMetrics, StepMetrics, ValidationMetrics
-from mm.training.questions import Scored
+from mm.training.questions import QuestionScores
 from mm.training.schedule import Schedule
 from mm.training.step import Parts
 from mm.training.update import StepResult, clips_in_adam
@@ -47,7 +47,7 @@ class Reporter:
             self._writer = MetricsWriter(run.args, facts, first_iteration)
 
     def report_step(
-        self, progress: Progress, plan: StepPlan, result: StepResult, seconds: float,
+        self, progress: TrainingProgress, plan: StepPlan, result: StepResult, seconds: float,
         timers: Mapping[str, float] | None, epoch: float,
     ) -> None:  # fmt: skip
         """Report a step that took ``seconds``; ``epoch`` is the number of epochs so far."""
@@ -82,7 +82,7 @@ class Reporter:
             **asdict(result),
         ))
 
-    def report_validation(self, progress: Progress, found: ValidationLoss) -> None:
+    def report_validation(self, progress: TrainingProgress, found: ValidationLoss) -> None:
         """Report a validation; ``progress.best`` already includes its loss."""
         if found.loss is None:
             self._say(f"note: the validation after iteration {progress.iteration} has no loss: " + (
@@ -99,7 +99,7 @@ class Reporter:
                 best_iteration=progress.best.iteration,
             ))
 
-    def report_scores(self, progress: Progress, found: Scored) -> None:
+    def report_scores(self, progress: TrainingProgress, found: QuestionScores) -> None:
         """Report the scores of the model's answers."""
         scores = found.scores
         if self._writer is not None:

@@ -11,7 +11,7 @@ from mm.formats.training import remove
 from mm.parallel.activity import Work
 from mm.parallel.agreement import on_first, together
 from mm.training import checkpoint as state
-from mm.training.checkpoint import Progress
+from mm.training.checkpoint import TrainingProgress
 from mm.training.claim import Claim
 from mm.training.reporter import Say
 from mm.training.saves import BEST
@@ -29,7 +29,7 @@ class Saver:
 
         - ``claim``: this rank's locks on the directories that the run writes
         - ``checkpoint``: the training checkpoint that the run starts from, or None
-        - ``base``: the base model of adapters, as in ``Manifest``
+        - ``base``: the base model of adapters, as in ``CheckpointManifest``
         """
         self._run, self._parts, self._claim, self._say, self._base = run, parts, claim, say, base
         self._checkpoint = checkpoint
@@ -40,16 +40,16 @@ class Saver:
         return args.save is not None and (
             is_last or (args.save_interval is not None and iteration % args.save_interval == 0))
 
-    def is_best(self, progress: Progress) -> bool:
+    def is_best(self, progress: TrainingProgress) -> bool:
         """Whether the validation after this step had the lowest loss so far, and ``--save-best`` is given."""
         return self._run.args.save_best and progress.best.iteration == progress.iteration
 
-    def save(self, progress: Progress) -> None:
+    def save(self, progress: TrainingProgress) -> None:
         """Save everything that training needs to continue."""
         assert self._run.args.save is not None, "a save is due only with --save"
         self._save(self._run.args.save, progress, keep_last=self._run.args.keep_last_checkpoints)
 
-    def save_best(self, progress: Progress) -> None:
+    def save_best(self, progress: TrainingProgress) -> None:
         """Save to the directory of the best checkpoint, and delete the previous best."""
         assert self._run.args.save is not None, "checked with the settings"
         self._save(str(Path(self._run.args.save) / BEST), progress, keep_last=1)
@@ -58,7 +58,7 @@ class Saver:
         """Record that a step begins: no checkpoint holds the current weights any more."""
         self._checkpoint = None
 
-    def export(self, progress: Progress, has_ended: bool) -> None:
+    def export(self, progress: TrainingProgress, has_ended: bool) -> None:
         """Write the model in Hugging Face format if requested and the run is finished.
 
         For adapters: a PEFT directory, the merged model, or both.
@@ -88,7 +88,7 @@ class Saver:
                 remove(temporary)
 
     def _save(
-        self, directory: str, progress: Progress, *, weights_only: bool = False, keep_last: int | None = None
+        self, directory: str, progress: TrainingProgress, *, weights_only: bool = False, keep_last: int | None = None
     ) -> Path:
         args, parts = self._run.args, self._parts
         with parts.stage.journal.during(Work.SAVE):

@@ -29,7 +29,7 @@ class Start:
     """A rank's parts with the weights that training starts from."""
 
     parts: Parts
-    progress: state.Progress
+    progress: state.TrainingProgress
     checkpoint: Path | None = None
     """The training checkpoint that holds them."""
     base: Mapping[str, Any] | None = None
@@ -123,14 +123,14 @@ def _progress(run: Run, parts: Parts, sources: Sources) -> Start:
     """Continue from a training checkpoint, with its optimizer and random states if the flags ask for them."""
     args, resumed = run.args, sources.trained(run)
     if args.load is None or resumed is None:
-        return Start(parts, state.Progress(0, 0))
+        return Start(parts, state.TrainingProgress(0, 0))
     if resumed.kind is Kind.TRAINING:
         progress = state.load(resumed, parts, load_optim=not args.no_load_optim, load_rng=not args.no_load_rng,
                               finetune=args.finetune)
         return Start(parts, progress, resumed.path)
     if resumed.iteration is None or args.finetune:
-        return Start(parts, state.Progress(0, 0))
-    return Start(parts, state.Progress(
+        return Start(parts, state.TrainingProgress(0, 0))
+    return Start(parts, state.TrainingProgress(
         resumed.iteration, consumed_by(resumed, run),
         notes=("MindSpeed-MM trained it: optimizer state and random states start fresh",),
     ))

@@ -30,7 +30,7 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Span:
+class ActivitySpan:
     """One activity of a rank from ``start`` to ``end``, in seconds."""
 
     activity: Activity
@@ -53,12 +53,12 @@ class RankRecord:
     holds: str
     """Description of its stage's content."""
     meetings: Meetings
-    spans: tuple[Span, ...]
+    spans: tuple[ActivitySpan, ...]
     """In order of time."""
 
 
 @dataclass(frozen=True)
-class Shares:
+class TimeShares:
     """How one rank spent a step.  The first four are fractions of the step and sum to 1."""
 
     busy: float
@@ -83,13 +83,13 @@ def seconds_key(work: Work) -> str:
     return f"{work.name.lower()}_seconds"
 
 
-def flat_spans(moments: Sequence[Moment]) -> tuple[Span, ...]:
+def flat_spans(moments: Sequence[Moment]) -> tuple[ActivitySpan, ...]:
     """Spans of the innermost running activities.
 
     Two adjacent parts of an inner activity (layers of the LLM, and its loss) are merged, dropping the outer activity's
     instant between them.
     """
-    spans: list[Span] = []
+    spans: list[ActivitySpan] = []
     running: list[Activity] = []
     for now, then in pairwise(moments):
         if now.begins is None:
@@ -98,7 +98,7 @@ def flat_spans(moments: Sequence[Moment]) -> tuple[Span, ...]:
             running.append(now.begins)
         if not running:
             continue
-        span = Span(running[-1], now.seconds, max(now.seconds, then.seconds))
+        span = ActivitySpan(running[-1], now.seconds, max(now.seconds, then.seconds))
         last = spans[-2:]
         if len(running) > 1 and [one.activity for one in last] == [running[-1], running[-2]] and (
                 last[0].end == last[1].start):
@@ -108,7 +108,7 @@ def flat_spans(moments: Sequence[Moment]) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def seconds_of(spans: Iterable[Span], works: Iterable[Work]) -> float:
+def seconds_of(spans: Iterable[ActivitySpan], works: Iterable[Work]) -> float:
     """Time spent at these kinds of work."""
     return sum(span.seconds for span in spans if span.activity.work in works)
 
@@ -134,7 +134,7 @@ def aligned(records: Sequence[RankRecord]) -> list[RankRecord]:
             for record, offset in zip(records, offsets, strict=True)]
 
 
-def _moved(spans: Iterable[Span], seconds: float) -> Iterator[Span]:
+def _moved(spans: Iterable[ActivitySpan], seconds: float) -> Iterator[ActivitySpan]:
     return (replace(span, start=span.start + seconds, end=span.end + seconds) for span in spans)
 
 
@@ -144,7 +144,7 @@ def extent(records: Iterable[RankRecord], works: Iterable[Work] = tuple(Work)) -
     return min((span.start for span in spans), default=0.0), max((span.end for span in spans), default=0.0)
 
 
-def shares(record: RankRecord, records: Iterable[RankRecord]) -> Shares:
+def shares(record: RankRecord, records: Iterable[RankRecord]) -> TimeShares:
     """The shares of one rank; ``records`` are all ranks of the step."""
     records = list(records)
     (start, end), (first, last) = extent(records), extent(records, COMPUTING)
@@ -153,7 +153,7 @@ def shares(record: RankRecord, records: Iterable[RankRecord]) -> Shares:
     waits = seconds_of(record.spans, {Work.EXCHANGE, Work.DATA, Work.REDUCTION})
     update = seconds_of(record.spans, {Work.UPDATE})
     idle = max(step - computing - waits - update, 0.0)  # rounding
-    return Shares(computing / step, waits / step, update / step, idle / step, 1 - computing / pipeline)
+    return TimeShares(computing / step, waits / step, update / step, idle / step, 1 - computing / pipeline)
 
 
 def numeral(activity: Activity, num_chunks: int) -> str:

@@ -16,7 +16,7 @@ from mm.weights.trained import is_frozen
 
 
 @dataclass(frozen=True)
-class Adapter:
+class AdapterWeights:
     """One linear layer of Hugging Face's model and the two matrices beside it."""
 
     layer: str
@@ -37,13 +37,13 @@ class Adapter:
         return self.a.scale
 
 
-def model_adapters(model: ModelConfig) -> tuple[Adapter, ...]:
+def model_adapters(model: ModelConfig) -> tuple[AdapterWeights, ...]:
     """Every adapter of the model, in model order."""
-    found: list[Adapter] = []
+    found: list[AdapterWeights] = []
     for base, a, b in matrix_pairs(model_weights(model)):
         hf_name = layer_weight(a)
         alpha = chosen(model.lora.alpha_pattern, layer_names(hf_name, base), model.lora.alpha)
-        found.append(Adapter(hf_name.removesuffix(".weight"), base, a, b, alpha))
+        found.append(AdapterWeights(hf_name.removesuffix(".weight"), base, a, b, alpha))
     return tuple(found)
 
 

@@ -1,6 +1,6 @@
 """The index of who holds which range of the model, and the byte plan of a conversion, from headers alone.
 
-Pure: opens no file.  Conversions, loading and comparisons find what they need by the same ``Index``.
+Pure: opens no file.  Conversions, loading and comparisons find what they need by the same ``ViewIndex``.
 """
 
 import itertools
@@ -69,7 +69,7 @@ class Stretch:
         return self.start + self.span.length
 
 
-class Index:
+class ViewIndex:
     """Finds which view holds a range of a tensor of the model.
 
     Several views may hold the same spans (replicas on tensor-parallel ranks, the copy of a tied embedding): the first
@@ -127,7 +127,7 @@ class Index:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CopyPlan:
     """Everything that a conversion copies."""
 
     files: tuple[TargetFile, ...]
@@ -140,7 +140,7 @@ class Plan:
         return sum(file.num_bytes for file in self.files)
 
 
-def make_plan(sources: Index, targets: Sequence[View], files: Sequence[TargetFile]) -> Plan:
+def make_plan(sources: ViewIndex, targets: Sequence[View], files: Sequence[TargetFile]) -> CopyPlan:
     """Cover every byte of ``targets`` from ``sources``, and use every byte of the sources.
 
     ``files`` hold the targets.  Raises UserError naming each tensor that has no source, no place, or another dtype.
@@ -155,13 +155,13 @@ def make_plan(sources: Index, targets: Sequence[View], files: Sequence[TargetFil
         groups.setdefault(group, []).append(view)
     jobs = tuple(planner.job(views) for views in groups.values())
     refuse((*sources.overlaps(), *planner.problems, *planner.unused()))
-    return Plan(tuple(files), jobs)
+    return CopyPlan(tuple(files), jobs)
 
 
 class _Planner:
     """Makes jobs, and records which parts of each source were used."""
 
-    def __init__(self, index: Index) -> None:
+    def __init__(self, index: ViewIndex) -> None:
         self._index = index
         self._used = dict.fromkeys((view.stored for view in index.views), 0)
         self.problems: list[str] = []

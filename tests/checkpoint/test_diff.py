@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoint.diff import Difference, diff_directories
+from checkpoint.diff import DiffReport, diff_directories
 from mm.conversion import convert
 from mm.conversion.convert import Options
 from mm.errors import UserError
@@ -35,7 +35,7 @@ SMALL = SmallModel(2)
 KINDS = [Storage(format, structure) for format in Format for structure in Structure]
 
 
-def diff(source: Path, target: Path, hf: Path | None = None) -> Difference:
+def diff(source: Path, target: Path, hf: Path | None = None) -> DiffReport:
     return diff_directories(source, target, hf, 1)
 
 
@@ -44,12 +44,12 @@ def to_mm(hf: Path, target: Path, layout: Layout, kind: Storage | None = None) -
     return target
 
 
-def named(found: Difference) -> list[str]:
+def named(found: DiffReport) -> list[str]:
     """The model's tensors named in all entries."""
     return [line for line in found.lines[3:] if not line.startswith(" ")]
 
 
-def causes(found: Difference) -> list[str]:
+def causes(found: DiffReport) -> list[str]:
     return [line.partition("likely cause: ")[2] for line in found.lines if "likely cause: " in line]
 
 
@@ -63,10 +63,10 @@ def save_training(small: SmallModel, tensors: dict[str, Tensor], directory: Path
                 whole = fuse(weight, [tensors[name] for name in weight.hf_names])
                 part = shard(weight, whole, tp_size, rank).contiguous()
                 file = f"rank{rank}.safetensors"
-                piece = checkpoint_files.Piece.of(part.dtype, part.shape, file, weight.name, "weight", rank)
+                piece = checkpoint_files.CheckpointTensor.of(part.dtype, part.shape, file, weight.name, "weight", rank)
                 parts.append((piece, Values(part)))
         pieces += checkpoint_files.write_pieces(temporary, f"rank{rank}.safetensors", parts)
-    manifest = checkpoint_files.Manifest(10, 0, tp_size, tp_size, 1, small.model, None, {}, tuple(pieces))
+    manifest = checkpoint_files.CheckpointManifest(10, 0, tp_size, tp_size, 1, small.model, None, {}, tuple(pieces))
     checkpoint_files.commit(temporary, manifest)
     return directory
 
@@ -148,7 +148,7 @@ def test_the_whole_report(hf, tmp_path):
     found = diff(hf, mm)
     key = "model.layers.2.self_attn.q_proj.bias"
     (hf_file,) = [file for file in hf.glob("*.safetensors") if key in load_file(file)]
-    assert found == Difference((
+    assert found == DiffReport((
         f"{hf}: Hugging Face directory",
         f"{mm}: MindSpeed-MM's layout, vit_pp_layers [[1, 1, 0]], llm_pp_layers [[0, 1, 2]], tp_size 2",
         "68 of 69 tensors of the model are bit-equal; 1 differ.",

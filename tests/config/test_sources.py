@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from mm.config.data import Attributes, DataConfig
-from mm.config.sources import Source, training_sources, validation_sources
+from mm.config.sources import DatasetFile, training_sources, validation_sources
 from mm.errors import UserError
 
 ATTR = Attributes(messages="messages", images="images")
@@ -29,12 +29,12 @@ def register(folder: Path, entries: object, name: str = "data/dataset_info.json"
 
 def test_files_with_rates(folder):
     assert training_sources(config("a.json, b.jsonl%50,odd%50,odd%50%12.5,a.json%250")) == [
-        Source("a.json", "a.json", ATTR, "data"), Source("b.jsonl", "b.jsonl", ATTR, "data", 50.0),
-        Source("odd%50", "odd%50", ATTR, "data"), Source("odd%50", "odd%50", ATTR, "data", 12.5),
-        Source("a.json", "a.json", ATTR, "data", 250.0)]
+        DatasetFile("a.json", "a.json", ATTR, "data"), DatasetFile("b.jsonl", "b.jsonl", ATTR, "data", 50.0),
+        DatasetFile("odd%50", "odd%50", ATTR, "data"), DatasetFile("odd%50", "odd%50", ATTR, "data", 12.5),
+        DatasetFile("a.json", "a.json", ATTR, "data", 250.0)]
     assert validation_sources(config("a.json")) == []
     assert validation_sources(config("a.json", val_dataset="b.jsonl%10")) == [
-        Source("b.jsonl", "b.jsonl", ATTR, "data", 10.0)]
+        DatasetFile("b.jsonl", "b.jsonl", ATTR, "data", 10.0)]
 
 
 def test_names_of_llama_factorys_registry_and_of_qwens(folder):
@@ -46,10 +46,11 @@ def test_names_of_llama_factorys_registry_and_of_qwens(folder):
         "qwen": {"annotation_path": "c.json", "data_path": "media"},
     })
     assert training_sources(config("chat%50,plain,qwen,a.json")) == [
-        Source("chat", "data/c.json", Attributes(messages="msgs", images="pics", role_tag="role", content_tag="content",
-                                                 user_tag="u", assistant_tag="a", system_tag=None), "data", 50.0, 7),
-        Source("plain", "data/deep/d.json", Attributes(formatting="alpaca", prompt="q"), "data"),
-        Source("qwen", "data/c.json", Attributes(), "data/media"), Source("a.json", "a.json", ATTR, "data")]
+        DatasetFile("chat", "data/c.json", Attributes(
+            messages="msgs", images="pics", role_tag="role", content_tag="content", user_tag="u", assistant_tag="a",
+            system_tag=None), "data", 50.0, 7),
+        DatasetFile("plain", "data/deep/d.json", Attributes(formatting="alpaca", prompt="q"), "data"),
+        DatasetFile("qwen", "data/c.json", Attributes(), "data/media"), DatasetFile("a.json", "a.json", ATTR, "data")]
 
 
 def test_a_registry_may_stand_elsewhere(folder):

@@ -15,8 +15,8 @@ from tests.checkpoint.models import SmallModel
 from tests.killed import run_killed
 
 
-def manifest(iteration: int, pieces: list[files.Piece], run_id: str | None) -> files.Manifest:
-    return files.Manifest(iteration, 0, 1, 1, 1, SmallModel(2).model, None, {}, tuple(pieces), run_id=run_id)
+def manifest(iteration: int, pieces: list[files.CheckpointTensor], run_id: str | None) -> files.CheckpointManifest:
+    return files.CheckpointManifest(iteration, 0, 1, 1, 1, SmallModel(2).model, None, {}, tuple(pieces), run_id=run_id)
 
 
 def write_small(directory: Path, iteration: int, value: float = 0.0, run_id: str | None = None) -> None:
@@ -25,7 +25,7 @@ def write_small(directory: Path, iteration: int, value: float = 0.0, run_id: str
     pieces = []
     for name in ("a", "b"):
         tensor = torch.full((3,), value)
-        piece = files.Piece.of(tensor.dtype, tensor.shape, f"{name}.safetensors", name, "random")
+        piece = files.CheckpointTensor.of(tensor.dtype, tensor.shape, f"{name}.safetensors", name, "random")
         pieces += files.write_pieces(temporary, piece.stored.file, [(piece, Values(tensor))])
     files.commit(temporary, manifest(iteration, pieces, run_id))
 

@@ -112,7 +112,7 @@ def run_case(root: Path, case: Case, prompts: list[Prompt]) -> dict:
         args = flags.parse(["--lr", "0", "--train-iters", "1", "--micro-batch-size", "1", "--seq-length", "512",
                             "--mm-model", "m.json", "--mm-data", "d.json"])
         parts = Parts.build(session.stage, session.mesh, args)
-        checkpoint.save(root / "saved", checkpoint.Progress(3, 12), parts, {}, save_optim=False, save_rng=False)
+        checkpoint.save(root / "saved", checkpoint.TrainingProgress(3, 12), parts, {}, save_optim=False, save_rng=False)
     parallel.stop_mesh()
     ways = (("drawn", SAMPLING, 8), ("drawn alone", SAMPLING, 3), ("drawn by 8", (*SAMPLING, "--seed", "8"), 8),
             ("penalty", ("--repetition-penalty", "1.3"), 8))

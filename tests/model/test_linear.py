@@ -228,7 +228,7 @@ def test_sequence_parallel_backward_communicates_beside_its_products(
     """Nothing is read before it has arrived, and the gradients are the same to the bit."""
     from mm.model.cut_rows import CutRows
     from mm.model.linear import linear
-    from mm.model.rows import Order
+    from mm.model.rows import Permutation
     from mm.parallel.pieces import Pieces
 
     log: list[str] = []
@@ -245,7 +245,7 @@ def test_sequence_parallel_backward_communicates_beside_its_products(
 
         return begin
 
-    order = Order.of(torch.randperm(ROWS)) if ordered else None
+    order = Permutation.of(torch.randperm(ROWS)) if ordered else None
     cut = CutRows(Pieces(ROWS, one_rank.groups.tp), order)
     weight = torch.randn(OUTPUT, INPUT, requires_grad=is_trained)
     x, upstream = rows().detach().requires_grad_(has_input_gradient), torch.randn(ROWS, OUTPUT)

@@ -22,7 +22,7 @@ def results(kind: str, dtype: torch.dtype, adds: str, uses_total: bool = True, f
     """Both results, the gradients of all summands, and what megatron's buffer of the weight holds then."""
     Device.pick("cpu")
     from mm.model.norm import Residual, RMSNorm
-    from mm.model.rows import Order
+    from mm.model.rows import Permutation
 
     generator = torch.Generator().manual_seed(3)
 
@@ -36,7 +36,7 @@ def results(kind: str, dtype: torch.dtype, adds: str, uses_total: bool = True, f
         summands = [random(ROWS, WIDTH), random(ROWS, WIDTH), random(WIDTH)][: 1 + len(adds.split())]
         for summand in summands[:2]:  # a bias has its gradient by another norm
             summand.requires_grad_()
-        order = Order.of(torch.randperm(ROWS, generator=generator)) if orders else None
+        order = Permutation.of(torch.randperm(ROWS, generator=generator)) if orders else None
         total, normed = norm(Residual(*summands)._replace(order=order))
         upstream = [random(ROWS, WIDTH), random(ROWS, WIDTH)]
         (normed * upstream[0] + (total * upstream[1] if uses_total else 0.0)).sum().backward()
@@ -93,9 +93,10 @@ def test_the_bias_of_a_sublayer_has_the_gradient_of_the_sum_as_it_is_added_to(
 def test_two_orders_are_one_after_the_other() -> None:
     Device.pick("cpu")
     from mm.model.norm import Residual
-    from mm.model.rows import Order
+    from mm.model.rows import Permutation
 
-    rows, added, (one, two) = torch.randn(9, 2), torch.randn(9, 2), (Order.of(torch.randperm(9)) for _ in range(2))
+    rows, added = torch.randn(9, 2), torch.randn(9, 2)
+    one, two = (Permutation.of(torch.randperm(9)) for _ in range(2))
     found = Residual(rows, added).ordered(one).ordered(two).total()
     assert torch.equal(found, (rows + added)[one.index][two.index])
     assert torch.equal(Residual(rows, added).ordered(one).ordered(one.reversed()).total(), rows + added)

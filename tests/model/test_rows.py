@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mm.model.rows import Order, replace_rows
+from mm.model.rows import Permutation, replace_rows
 
 SLOW = {"aten.index_put", "aten.index_put_", "aten.index_fill", "aten.index_fill_", "aten.index", "aten.nonzero",
         "aten._index_put_impl_", "aten.masked_fill", "aten.masked_fill_"}  # fmt: skip
@@ -44,7 +44,7 @@ def assert_same(make, expected, *leaves: torch.Tensor) -> None:
 def test_an_order_and_its_way_back(index) -> None:
     index = torch.tensor(index)
     x = torch.randn(9, 3, requires_grad=True)
-    order = Order.of(index)
+    order = Permutation.of(index)
     assert_same(order, lambda x: x[index], x)
     assert torch.equal(order.reversed()(order(x)), x)
 

@@ -159,7 +159,7 @@ def run_files(name: str, directory: Path) -> dict:
 
     engine = start(case, expected["before"])
     steps(engine, 1)
-    folder = state.save(directory / "save", state.Progress(1, 12), engine.parts, {}, base=base)
+    folder = state.save(directory / "save", state.TrainingProgress(1, 12), engine.parts, {}, base=base)
     our_loss, straight, after = engine.loss(), steps(engine, 2), weights(engine)
     parallel.stop_mesh()
     zeros = {name: one if ".lora_" not in name and "merger" not in name else torch.zeros_like(one)

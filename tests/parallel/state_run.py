@@ -92,7 +92,7 @@ class Run:
         )
         self.parts = Parts.build(stage, self.mesh, args)
         self.stage, self.optimizer = stage, self.parts.optimizer
-        self.progress = state.Progress(0, 0)
+        self.progress = state.TrainingProgress(0, 0)
 
     def plan(self) -> StepPlan:
         """This replica's part of the next step; the data depends on how far training has come."""
@@ -109,7 +109,7 @@ class Run:
         losses = []
         for _ in range(num_steps):
             losses.append(step(self.parts, self.plan(), LR).loss)
-            self.progress = state.Progress(self.progress.iteration + 1, self.progress.consumed_samples + 4)
+            self.progress = state.TrainingProgress(self.progress.iteration + 1, self.progress.consumed_samples + 4)
         return losses
 
     def gradients(self) -> list[Tensor]:

@@ -121,7 +121,7 @@ def optimizer_reads(directory: Path) -> dict[str, float]:
     ):
         run = Run(before)
         run.train(1)
-        manifest = files.Manifest.read(run.save(directory / name))
+        manifest = files.CheckpointManifest.read(run.save(directory / name))
         with counted("optimizer_") as sizes:
             Run(after, seed=2).load(directory / name)
         counts: list = [None] * dist.get_world_size()
@@ -261,7 +261,7 @@ def retention(directory: Path) -> list[str]:
     """Four saves, one of them twice, with two kept."""
     run = Run(DP2)
     for iteration in (1, 2, 3, 4, 4):
-        run.progress = state.Progress(iteration, 0)
+        run.progress = state.TrainingProgress(iteration, 0)
         run.save(directory, keep_last=2)
     return sorted(path.name for path in directory.iterdir())
 
@@ -306,11 +306,11 @@ def write_by_hand(directory: Path, tp_size: int, hf: Path) -> dict[str, Tensor]:
                     (0, held.reshape(-1)[:middle]), (middle, held.reshape(-1)[middle:])]
                 for start, values in ranges:
                     file = f"{weight.name}.{part}.{rank}.{start}.safetensors"
-                    piece = files.Piece.of(values.dtype, values.shape, file, weight.name, part, rank, start)
+                    piece = files.CheckpointTensor.of(values.dtype, values.shape, file, weight.name, part, rank, start)
                     if values.numel():
                         pieces += files.write_pieces(temporary, file, [(piece, Values(values))])
     optimizer = {"step": 2, "grad_scaler": None}
-    files.commit(temporary, files.Manifest(2, 8, 2, tp_size, 1, model, optimizer, {}, tuple(pieces)))
+    files.commit(temporary, files.CheckpointManifest(2, 8, 2, tp_size, 1, model, optimizer, {}, tuple(pieces)))
     return whole
 
 

@@ -9,11 +9,11 @@ import pytest
 
 from mm.config.model import ModelConfig, RecomputeConfig, read_model
 from mm.model.loss import MAX_LOGIT_ROWS
-from mm.plan.memory import ALL, INPUT, NOTHING, ChunkMemory, Keeps, Rows, StageMemory, layer_bytes
+from mm.plan.memory import ALL, INPUT, NOTHING, ChunkMemory, Keeps, MicrobatchSizes, StageMemory, layer_bytes
 from tests.plan.test_stages import EXAMPLES, run_of
 
-TOKENS = Rows(num_tokens=100, num_patches=0, num_targets=0)
-PATCHES = Rows(num_tokens=0, num_patches=100, num_targets=0)
+TOKENS = MicrobatchSizes(num_tokens=100, num_patches=0, num_targets=0)
+PATCHES = MicrobatchSizes(num_tokens=0, num_patches=100, num_targets=0)
 FULL = RecomputeConfig("full", "uniform", 1)
 NO_OUTPUTS = Keeps(False, 2, 0, True, True, False)
 """Everything except outputs of norms and SwiGLU: selective recompute, or a frozen layer that a gradient passes."""
@@ -107,16 +107,16 @@ def test_microbatches_in_flight_under_1f1b() -> None:
 
 def test_logits_of_one_chunk() -> None:
     first, last = stages([32, 0], [18, 18], tp_size=2)
-    rows, logits = Rows(4000, 0, 2 * 1536 + 52), 151936 // 2
+    rows, logits = MicrobatchSizes(4000, 0, 2 * 1536 + 52), 151936 // 2
     assert last.logit_bytes(rows) == MAX_LOGIT_ROWS * logits * (4 + 2)
     assert last.kept_logit_bytes(rows) == 52 * logits * 2
-    assert last.logit_bytes(Rows(4000, 0, 100)) == 100 * logits * (4 + 2)
+    assert last.logit_bytes(MicrobatchSizes(4000, 0, 100)) == 100 * logits * (4 + 2)
     assert first.logit_bytes(rows) == first.kept_logit_bytes(rows) == last.kept_logit_bytes(TOKENS) == 0
 
 
 def test_the_peak_includes_logits_or_a_running_layer() -> None:
     (stage,) = stages([32], [36])
-    few, many = Rows(1000, 0, 1), Rows(1000, 0, 1000)
+    few, many = MicrobatchSizes(1000, 0, 1), MicrobatchSizes(1000, 0, 1000)
     assert stage.working_bytes(few) > stage.logit_bytes(few) and stage.working_bytes(many) < stage.logit_bytes(many)
     whole = StageMemory((stage,))
     assert whole.peak_bytes(few, 1, 7) == 7 + stage.kept_bytes(few) + stage.working_bytes(few)
@@ -139,7 +139,7 @@ def test_cached_vit_features_arrive_in_whole_rows() -> None:
     them."""
     first, second = (dataclasses.replace(chunk, tp_size=2, num_pieces=2) for chunk in stages([16, 16], [0, 36]))
     (alone,) = stages([32], [36])
-    rows = Rows(100, 400, 0)
+    rows = MicrobatchSizes(100, 400, 0)
 
     def more(chunk: ChunkMemory) -> int:
         return dataclasses.replace(chunk, keeps_features=True).coming_bytes(rows) - chunk.coming_bytes(rows)
@@ -151,7 +151,7 @@ def test_cached_vit_features_arrive_in_whole_rows() -> None:
 
 def test_messages_that_a_frozen_prefix_sends_ahead_count() -> None:
     """Up to 4 x stages + 1 messages, at most one per microbatch; none if a gradient comes back."""
-    lists, rows, patches = ([16, 16, 0], [0, 0, 36]), Rows(100, 400, 0), 400 * 1280 * 2
+    lists, rows, patches = ([16, 16, 0], [0, 0, 36]), MicrobatchSizes(100, 400, 0), 400 * 1280 * 2
     first, second, last = (StageMemory((chunk,)) for chunk in stages(*lists, freeze="vp"))
     assert [first.ahead_bytes(rows, count) for count in (2, 13, 99)] == [2 * patches, 13 * patches, 13 * patches]
     assert second.ahead_bytes(rows, 5) == 5 * 100 * 2048 * 2 and last.ahead_bytes(rows, 5) == 0
@@ -166,7 +166,7 @@ def test_messages_that_a_frozen_prefix_sends_ahead_count() -> None:
 def test_the_next_microbatch_is_already_allocated() -> None:
     """Its pixels, indices and tables, and its message; there is none after the last microbatch."""
     first, second, last = (StageMemory((chunk,)) for chunk in stages([16, 16, 0], [0, 0, 36]))
-    tables, rows = 2 * 2 * 80 * 4 + 2 * 8, Rows(100, 400, 0)
+    tables, rows = 2 * 2 * 80 * 4 + 2 * 8, MicrobatchSizes(100, 400, 0)
     kept = [one.chunks[0].kept_bytes(rows) for one in (first, second, last)]
     assert first.kept_bytes(rows, 4) == 3 * kept[0] + 400 * (1176 * 2 + tables)
     assert second.kept_bytes(rows, 4) == 2 * kept[1] + 400 * (tables + 1280 * 2)

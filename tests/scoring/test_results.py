@@ -7,7 +7,7 @@ import pytest
 from mm.errors import UserError
 from mm.scoring.benchmarks import BENCHMARKS, Items, read_benchmark
 from mm.scoring.results import ANSWERS as ANSWERS_FILE
-from mm.scoring.results import PREDICTIONS, SCORES, SETTINGS, Answer, check_settings, read_answers, write_results
+from mm.scoring.results import PREDICTIONS, SCORES, SETTINGS, Prediction, check_settings, read_answers, write_results
 from tests.files import json_lines
 from tests.scoring.tables import encoded, write_table
 
@@ -52,11 +52,11 @@ def items_of(tmp_path, name: str) -> Items:
     return read_benchmark(write_table(tmp_path / f"{name}.tsv", rows), BENCHMARKS[name], False)
 
 
-def answers_of(name: str) -> dict[int, Answer]:
-    return {number: Answer(text, number == 2) for number, text in enumerate(ANSWERS[name])}
+def answers_of(name: str) -> dict[int, Prediction]:
+    return {number: Prediction(text, number == 2) for number, text in enumerate(ANSWERS[name])}
 
 
-def finished(folder, items: Items, answers: dict[int, Answer]) -> dict:
+def finished(folder, items: Items, answers: dict[int, Prediction]) -> dict:
     """Scores of answers in the format of mm.generation."""
     check_settings(folder, {"benchmark": "x"})
     lines = ({"number": number, "answer": one.text, "ended": "length" if one.is_cut else "stop", "key": ""}
@@ -92,7 +92,7 @@ def test_scores_by_category_and_split(tmp_path):
 
 def test_a_lone_surrogate_in_an_answer_is_scored(tmp_path):
     """Lone surrogates have no UTF-8 encoding; the files contain their JSON escapes."""
-    answers = {**answers_of("ai2d"), 2: Answer("\ud83d A")}
+    answers = {**answers_of("ai2d"), 2: Prediction("\ud83d A")}
     scores = finished(tmp_path / "out", items_of(tmp_path, "ai2d"), answers)
     assert scores["overall"]["score_percent"] == pytest.approx(200 / 3, abs=1e-4)
     assert json_lines(tmp_path / "out" / PREDICTIONS)[2]["prediction"] == "\ud83d A"

@@ -24,7 +24,7 @@ from mm.training.metrics import (
     log_line,
 )
 from mm.training.recorder import write_timeline
-from mm.training.timeline import TIMED, RankRecord, Span, seconds_key
+from mm.training.timeline import TIMED, ActivitySpan, RankRecord, seconds_key
 from tests.files import json_lines
 from tests.killed import run_killed
 
@@ -148,7 +148,7 @@ def test_a_full_log_dir_is_reported_with_the_file_name(tmp_path: Path) -> None:
     os.close(full)
     reports(lambda: writer.write(STEP), "metrics.jsonl")
     reports(writer.close, "metrics.jsonl")
-    spans = (Span(Activity(Work.LANGUAGE_FORWARD, 0, 0), 0.0, 1.0),)
+    spans = (ActivitySpan(Activity(Work.LANGUAGE_FORWARD, 0, 0), 0.0, 1.0),)
     fill("pipeline_step_3.svg")
     reports(lambda: write_timeline(tmp_path / "pipeline_step_3", [RankRecord(0, 0, 0, 0, "1 ViT", (), spans)], 3),
          "pipeline_step_3.svg")

@@ -67,7 +67,7 @@ def test_data_that_differs_from_the_checkpoints_is_found(inputs: Path):
 
     def saved(data: dict | None) -> str:
         folder = files.begin(inputs / "save", 1, 0)
-        files.commit(folder, files.Manifest(1, 4, 1, 1, 1, run.model, None, {}, (), data=data))
+        files.commit(folder, files.CheckpointManifest(1, 4, 1, 1, 1, run.model, None, {}, (), data=data))
         return str(inputs / "save")
 
     def found(*more: str) -> tuple[list[str], list[str]]:
@@ -82,6 +82,8 @@ def test_data_that_differs_from_the_checkpoints_is_found(inputs: Path):
     what = f"other samples of {inputs}/samples.json are used (2 then, 1 now)"
     assert problem.startswith(f"the data differ from those of the checkpoint: {what}") and "--allow-new-data" in problem
     assert found(*load, "--finetune") == ([], [])
+    # the base of adapters has not trained on this run's data: its samples are not continued
+    assert found(*load, "--lora-target-modules", "q_proj") == ([], [])
     (none, (note,)) = found(*load, "--allow-new-data")
     assert none == [] and note.startswith(f"--allow-new-data: {what}") and note.endswith("on with the first sample")
     (inputs / "nothing").mkdir()

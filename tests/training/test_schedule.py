@@ -71,7 +71,7 @@ def checkpoint(folder: Path, run: Run, iteration: int = 3, schedule: Schedule | 
     kept = (schedule or Schedule.of(run)).to_json()
     temporary = files.begin(folder / "save", iteration, 0)
     consumed = iteration * run.global_batch_size
-    path = files.commit(temporary, files.Manifest(
+    path = files.commit(temporary, files.CheckpointManifest(
         iteration, consumed, 2, 1, 2, run.model, None, {}, (), schedule=kept))
     return opened(path, run)
 
@@ -180,7 +180,7 @@ def test_without_the_optimizer_the_schedule_restarts(load: LoadRun, tmp_path: Pa
 def test_an_older_versions_checkpoint_has_no_schedule(load: LoadRun, tmp_path: Path) -> None:
     run = load()
     folder = files.begin(tmp_path / "save", 3, 0)
-    path = files.commit(folder, files.Manifest(3, 24, 2, 1, 2, run.model, None, {}, ()))
+    path = files.commit(folder, files.CheckpointManifest(3, 24, 2, 1, 2, run.model, None, {}, ()))
     _, schedule, (note,) = scheduled(run, opened(path, run))
     assert schedule == Schedule.of(run) and "which an older version saved" in note
 

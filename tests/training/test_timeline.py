@@ -11,9 +11,9 @@ from mm.parallel.activity import Activity, Work
 from mm.training.picture import draw
 from mm.training.timeline import (
     TIMED,
+    ActivitySpan,
     Moment,
     RankRecord,
-    Span,
     aligned,
     clock_offset,
     extent,
@@ -67,8 +67,8 @@ def test_the_innermost_activity_counts() -> None:
     moments = [Moment(0, forward), Moment(1, vision), Moment(4, None), Moment(5, language), Moment(7, None),
                Moment(8, language), Moment(9, None), Moment(10, None), Moment(12, update), Moment(15, None)]
     assert flat_spans(moments) == (
-        Span(forward, 0, 1), Span(vision, 1, 4), Span(forward, 4, 5), Span(language, 5, 9), Span(forward, 9, 10),
-        Span(update, 12, 15))
+        ActivitySpan(forward, 0, 1), ActivitySpan(vision, 1, 4), ActivitySpan(forward, 4, 5),
+        ActivitySpan(language, 5, 9), ActivitySpan(forward, 9, 10), ActivitySpan(update, 12, 15))
 
 
 @given(steps())

@@ -11,7 +11,7 @@ from mm.errors import UserError
 from mm.formats.storage import Storage, mindspeed_targets
 from mm.placement import layout_problems
 from mm.weights.cut import Span, shard_spans
-from mm.weights.plan import Index, Plan, make_plan
+from mm.weights.plan import CopyPlan, ViewIndex, make_plan
 from mm.weights.table import local_shape, model_weights
 from mm.weights.views import Stored, View, whole_view
 from tests.files import EXAMPLES
@@ -31,11 +31,11 @@ def hf_views(model: ModelConfig) -> list[View]:
     return views
 
 
-def plan_of(model: ModelConfig, tp_size: int) -> tuple[Plan, list[View], list[View]]:
+def plan_of(model: ModelConfig, tp_size: int) -> tuple[CopyPlan, list[View], list[View]]:
     sources = hf_views(model)
     dtypes = {view.stored.name: torch.bfloat16 for view in sources}
     targets, files = mindspeed_targets(model, tp_size, Storage(), dtypes)
-    return make_plan(Index(sources), targets, files), sources, targets
+    return make_plan(ViewIndex(sources), targets, files), sources, targets
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 8])
@@ -104,4 +104,4 @@ def small(name: str, start: int, length: int, dtype=torch.bfloat16) -> View:
 )
 def test_leftovers_are_errors(sources, targets, message):
     with pytest.raises(UserError, match=message):
-        make_plan(Index(sources), targets, ())
+        make_plan(ViewIndex(sources), targets, ())

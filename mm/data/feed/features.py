@@ -40,7 +40,7 @@ _PACKAGES = {"image": ("pillow", "simplejpeg", "torch"), "pyav": ("av", "pillow"
 
 
 @dataclass(frozen=True)
-class Found:
+class CachedFeatures:
     """Cached features for the media of one microbatch."""
 
     keys: tuple[str, ...]
@@ -61,7 +61,7 @@ class FeatureCache:
     row_bytes: int
     """Bytes of one patch's features."""
 
-    def look_up(self, media: Sequence[ImagePlan | VideoPlan], videos: VideoProcessor) -> Found:
+    def look_up(self, media: Sequence[ImagePlan | VideoPlan], videos: VideoProcessor) -> CachedFeatures:
         """Look up ``media``.  A damaged file is deleted with a warning and counts as missing.
 
         Raises UserError when a media file can no longer be read.
@@ -78,8 +78,8 @@ class FeatureCache:
                 missing.add(key)
                 notes += [f"{problem} {self._delete(key)}" for problem in error.problems]
         if missing:
-            return Found(tuple(key if key in missing else "" for key in keys), None, notes)
-        return Found((), tuple(features[key] for key in keys), notes)
+            return CachedFeatures(tuple(key if key in missing else "" for key in keys), None, notes)
+        return CachedFeatures((), tuple(features[key] for key in keys), notes)
 
     def key(self, media: ImagePlan | VideoPlan, videos: VideoProcessor) -> str:
         """32 hexadecimal digits."""

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from mm.data.order.stream import Order, Step
+from mm.data.order.stream import SampleOrder, Step
 from mm.data.workers import end_with_parent, fork_server
 from mm.errors import UserError
 
@@ -36,8 +36,8 @@ NUM_AHEAD = 2
 _STEP, _PROBLEMS = b"\0", b"\1"
 """First byte of a message: a step, or the reason why there is none (JSON)."""
 
-MakeOrder = Callable[[], Order]
-"""Called in the planning process, so its pickle must be small; ``Order.dp_rank`` is ignored there."""
+MakeOrder = Callable[[], SampleOrder]
+"""Called in the planning process, so its pickle must be small; ``SampleOrder.dp_rank`` is ignored there."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class _Share:
             self.has_closed = True
 
 
-def _serve(order: Order, shares: list[_Share]) -> None:
+def _serve(order: SampleOrder, shares: list[_Share]) -> None:
     """Plan and send until all owners have closed.
 
     A step is sent only to an owner that requests it, and so reads: a full socket of one owner must not block another.

@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from mm.data.index.gauge import ROW
-from mm.data.index.rows import CHUNK_ROWS, Rows
+from mm.data.index.rows import CHUNK_ROWS, IndexRows
 from mm.data.lengths import Lengths
 
 
@@ -19,9 +19,9 @@ from mm.data.lengths import Lengths
 class Columns:
     """The measurements of the samples of some files."""
 
-    files: tuple[Rows, ...]
+    files: tuple[IndexRows, ...]
     """For each file, the columns of ``mm.data.index.gauge.ROW`` of all its records."""
-    taken: Rows | None
+    taken: IndexRows | None
     """Column ``number``: the record of each sample, counted over all files.  None: each record once, in order."""
 
     def __len__(self) -> int:

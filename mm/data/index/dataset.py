@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from mm.config.data import DataConfig
-from mm.config.sources import Source
+from mm.config.sources import DatasetFile
 from mm.data.index.columns import Columns
 from mm.data.index.contents import Contents
 from mm.data.index.gauge import Gauge
 from mm.data.index.indexed_file import IndexedFile, store_of
 from mm.data.index.remarks import length_remarks
-from mm.data.index.rows import Rows, packed_numbers
+from mm.data.index.rows import IndexRows, packed_numbers
 from mm.data.index.sample_files import Part, SampleFiles, is_whole
 from mm.data.lengths import Lengths
 from mm.data.order.selection import chosen, split
@@ -64,7 +64,7 @@ class Dataset:
         if not len(self):
             raise UserError(f"val_rate = {config.val_rate} leaves no samples for {part}; change it.")
 
-    def _chosen(self, sources: Sequence[Source], val_rate: float, seed: int, part: Part) -> Rows:
+    def _chosen(self, sources: Sequence[DatasetFile], val_rate: float, seed: int, part: Part) -> IndexRows:
         """The selected records; with ``val_rate``, of this part."""
         config, most = self._config, self._config.val_max_samples
 

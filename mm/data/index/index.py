@@ -25,10 +25,10 @@ from mm.data.index.gauge import (
     media_stamps,
     sample_lengths,
 )
-from mm.data.index.rows import Row, Rows, packed
+from mm.data.index.rows import IndexRow, IndexRows, packed
 from mm.data.media.video import VideoConstantsError
 from mm.data.read.formats import read_sample
-from mm.data.read.records import Block, Raw, RecordFile
+from mm.data.read.records import Raw, RecordBlock, RecordFile
 from mm.data.read.roots import KnownMedia, MediaRoots
 from mm.data.record_name import name_of, record_place, record_problem
 from mm.data.sample import Media, Sample
@@ -62,10 +62,10 @@ class Bad:
 
 
 @dataclass(frozen=True)
-class Index:
+class RecordIndex:
     """The records of one file, in file order."""
 
-    rows: Rows
+    rows: IndexRows
     """The columns of ``ROW``."""
     bad: tuple[Bad, ...]
     problems: tuple[str, ...] = ()
@@ -73,7 +73,7 @@ class Index:
     boxes_outside: tuple[int, ...] = ()
     """Records whose answers contain coordinates outside their pictures."""
 
-    def cut(self, num_good: int | None) -> "Index":
+    def cut(self, num_good: int | None) -> "RecordIndex":
         """The first records, up to ``num_good`` usable ones; None: all."""
         if num_good is None or self.num_usable <= num_good:
             return self
@@ -83,7 +83,7 @@ class Index:
                 end = int(usable[left - 1]) + 1 if left else end
                 break
             left -= len(usable)
-        return Index(self.rows.first(end), tuple(one for one in self.bad if one.index < end), (),
+        return RecordIndex(self.rows.first(end), tuple(one for one in self.bad if one.index < end), (),
                      tuple(one for one in self.boxes_outside if one < end))
 
     def usable(self) -> Iterator[np.ndarray]:
@@ -130,7 +130,7 @@ class Reader:
         """How messages name record ``number``."""
         return record_place(self.file.path, number)
 
-    def read(self, number: int, row: Row) -> Sample:
+    def read(self, number: int, row: IndexRow) -> Sample:
         """Record ``number``, which was found good.  Raises UserError when its file or media have changed."""
         source = self.source(number)
         record = self.file.read((row["start"], row["end"]))
@@ -143,7 +143,7 @@ class Reader:
         return sample
 
 
-def _has_changed(gauge: Gauge, sample: Sample, row: Row) -> bool:
+def _has_changed(gauge: Gauge, sample: Sample, row: IndexRow) -> bool:
     """Whether the media differ from those that were measured.
 
     A changed file size is a change.  A changed modification time alone is not: copying a dataset changes it.  In that
@@ -169,7 +169,7 @@ class Checker:
     def __post_init__(self) -> None:
         self._media = KnownMedia(self.reader.roots)
 
-    def __call__(self, block: Block) -> _Checked:
+    def __call__(self, block: RecordBlock) -> _Checked:
         rows, bad, boxes = np.zeros(len(block.spans), ROW), [], []
         try:
             for row, raw in zip(rows, self.reader.file.read_block(block), strict=True):
@@ -211,11 +211,11 @@ class Checker:
 def make_index(
     checker: Checker, num_processes: int, num_good: int | None = None, most_bad: int | None = None,
     folder: str | None = None,
-) -> Index:
+) -> RecordIndex:
     """Check a file in ``num_processes`` processes, up to ``num_good`` good or ``most_bad`` bad records (None: all).
 
-    Rows are written to an unnamed file in ``folder`` (None: the system's folder for temporary files), so they take no
-    memory in this process.  Raises UserError when the file changes during the check.
+    Its rows are written to an unnamed file in ``folder`` (None: the system's folder for temporary files), so they take
+    no memory in this process.  Raises UserError when the file changes during the check.
     """
     file = checker.reader.file
     problems: list[str] = []
@@ -239,10 +239,10 @@ def make_index(
                 break
         with tempfile.TemporaryFile(dir=folder) as kept:
             whole = packed(rows, ROW, num_rows, kept, COUNTED_FROM)
-    return Index(whole, tuple(bad), tuple(problems), tuple(boxes)).cut(num_good)
+    return RecordIndex(whole, tuple(bad), tuple(problems), tuple(boxes)).cut(num_good)
 
 
-def still_bad(index: Index, checker: Checker) -> bool:
+def still_bad(index: RecordIndex, checker: Checker) -> bool:
     """Whether the bad records of a cached index are still bad: missing pictures may exist by now.
 
     Records that are bad regardless of media need no check: the file and the settings match the index.
@@ -250,7 +250,7 @@ def still_bad(index: Index, checker: Checker) -> bool:
     return all(part.bad for part in map(checker, _bad_blocks(index)))
 
 
-def _bad_blocks(index: Index) -> Iterator[Block]:
+def _bad_blocks(index: RecordIndex) -> Iterator[RecordBlock]:
     for one in {bad.index: bad for bad in index.bad if bad.has_media}.values():
         row = index.rows.row(one.index)
-        yield Block(one.index, one.line, 1, np.array([[row["start"], row["end"]]], dtype=np.int64))
+        yield RecordBlock(one.index, one.line, 1, np.array([[row["start"], row["end"]]], dtype=np.int64))

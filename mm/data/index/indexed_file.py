@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mm.config.data import DataConfig
-from mm.data.index.index import Checker, Index, Reader, make_index, still_bad
+from mm.data.index.index import Checker, Reader, RecordIndex, make_index, still_bad
 from mm.data.index.store import Store, key_of
 from mm.data.record_name import BadSample, name_of, record_place
 from mm.errors import UserError, printable
@@ -21,7 +21,7 @@ class IndexedFile:
     """One file with its index and its reader.  Pickles without the rows if they are in a file."""
 
     reader: Reader
-    index: Index
+    index: RecordIndex
     identity: str | None = None
     """Identifies the index, if it is cached."""
     file_sha256: str | None = None

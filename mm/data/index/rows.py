@@ -25,7 +25,7 @@ _WIDTHS = (0, 1, 2, 3, 4, 8)
 """Allowed sizes of a number in bytes."""
 
 
-class Piece:
+class MappedBytes:
     """Bytes of a file, mapped into memory.  Pickles as the path of the file if it has one."""
 
     def __init__(self, content: np.ndarray, path: str | None = None) -> None:
@@ -33,7 +33,7 @@ class Piece:
         self.content, self.path = content, path
 
     @classmethod
-    def map(cls, file: IO[bytes], path: str | None = None) -> "Piece":
+    def map(cls, file: IO[bytes], path: str | None = None) -> "MappedBytes":
         """Map an open file, which may be closed afterwards; ``path`` is its path for other processes.
 
         Raises OSError.
@@ -51,7 +51,7 @@ class Piece:
             assert self.path is not None
             try:
                 with open(self.path, "rb") as file:
-                    content = Piece.map(file).content
+                    content = MappedBytes.map(file).content
             except OSError as error:
                 raise UserError(f"{self.path}: this index of the samples was deleted; start again.") from error
         self.content = content
@@ -74,10 +74,10 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Rows:
+class IndexRows:
     """All rows of a packed table, or the first ones."""
 
-    piece: Piece
+    piece: MappedBytes
     columns: tuple[Column, ...]
     num_packed: int
     """Rows in the table."""
@@ -86,14 +86,14 @@ class Rows:
     def __len__(self) -> int:
         return self.num_rows
 
-    def first(self, count: int) -> "Rows":
+    def first(self, count: int) -> "IndexRows":
         """The first ``count`` rows."""
-        return Rows(self.piece, self.columns, self.num_packed, min(count, self.num_rows))
+        return IndexRows(self.piece, self.columns, self.num_packed, min(count, self.num_rows))
 
-    def row(self, number: int) -> "Row":
+    def row(self, number: int) -> "IndexRow":
         """One row; its numbers are read on access."""
         assert 0 <= number < self.num_rows
-        return Row(self, number)
+        return IndexRow(self, number)
 
     def at(self, name: str, number: int) -> int:
         """One number."""
@@ -145,10 +145,10 @@ class Rows:
         return lows.view("<i8"), content[column.at : end].reshape(self.num_packed, column.width)
 
 
-class Row:
+class IndexRow:
     """One row.  Numbers are read on access, so unused columns take no memory."""
 
-    def __init__(self, rows: Rows, number: int) -> None:
+    def __init__(self, rows: IndexRows, number: int) -> None:
         self._rows, self._number = rows, number
 
     def __getitem__(self, name: str) -> int:
@@ -165,7 +165,7 @@ def _unpacked(packed: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(packed).view(f"<u{width}").reshape(-1).astype(np.int64)
 
 
-def packed_numbers(numbers: np.ndarray, folder: str | None) -> Rows:
+def packed_numbers(numbers: np.ndarray, folder: str | None) -> IndexRows:
     """Rows with the single column ``number``, in an unnamed file in ``folder``."""
     with tempfile.TemporaryFile(dir=folder) as source, tempfile.TemporaryFile(dir=folder) as target:
         numbers.tofile(source)
@@ -206,7 +206,7 @@ class _Packing:
 
 def packed(
     source: IO[bytes], dtype: np.dtype, num_rows: int, target: IO[bytes], counted_from: Mapping[str, str] | None = None
-) -> Rows:
+) -> IndexRows:
     """Pack the ``num_rows`` rows of ``dtype`` (integers) in the file ``source`` into the empty file ``target``,
     and map that.  Only a few MB are in memory at a time.
 
@@ -230,7 +230,7 @@ def packed(
             target.seek(column.at + first * column.width)
             target.write(one.bytes_of(column, first, rows) if column.width else b"")
     target.flush()
-    return Rows(Piece.map(target), tuple(columns), num_rows, num_rows)
+    return IndexRows(MappedBytes.map(target), tuple(columns), num_rows, num_rows)
 
 
 def _next(place: int, align: int) -> int:

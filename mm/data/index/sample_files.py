@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from mm.config.data import DataConfig
-from mm.config.sources import Source, training_sources, validation_sources
+from mm.config.sources import DatasetFile, training_sources, validation_sources
 from mm.data.index.gauge import TOO_LONG, Gauge
 from mm.data.index.index import Checker, Reader
 from mm.data.index.indexed_file import IndexedFile, open_indexed
@@ -32,7 +32,7 @@ _SKIP_HINT = " (--bad-sample skip leaves such samples out and lists them in a fi
 class SampleFiles:
     """Files with at least one good sample.  Pickles small into data workers, as ``IndexedFile`` does."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[DatasetFile, ...]
     """The entry of each file in the data JSON; with a limit on samples there may be more entries than ``files``."""
     files: tuple[IndexedFile, ...]
     skipped: tuple[BadSample, ...]
@@ -97,7 +97,7 @@ class _Opening:
         self.skipped: list[BadSample] = []
         self.notes: list[str] = []
 
-    def open(self, source: Source, limit: int | None) -> IndexedFile:
+    def open(self, source: DatasetFile, limit: int | None) -> IndexedFile:
         """Check one file, or load its index.  ``limit``: stop after this many good samples."""
         config, file = self._config, open_records(source.path)
         roots = MediaRoots(source.media_root, (config.dataset_dir, *(config.media_roots or ())))
@@ -125,6 +125,6 @@ class _Opening:
         return records
 
 
-def is_whole(source: Source) -> bool:
+def is_whole(source: DatasetFile) -> bool:
     """Whether every sample of a file is used once."""
     return source.rate_percent == 100 and source.num_samples is None

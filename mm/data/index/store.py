@@ -21,8 +21,8 @@ import numpy as np
 
 from mm.data.index import lock
 from mm.data.index.gauge import ROW
-from mm.data.index.index import Bad, Index
-from mm.data.index.rows import Column, Piece, Rows, packed_numbers
+from mm.data.index.index import Bad, RecordIndex
+from mm.data.index.rows import Column, IndexRows, MappedBytes, packed_numbers
 from mm.data.read.records import RecordFile
 from mm.files import replace_file
 
@@ -107,15 +107,15 @@ class Store:
         if rows is None:
             return None
         bad = tuple(Bad(**one) for one in manifest["bad"])
-        return Kept(Index(rows, bad, (), tuple(manifest["boxes_outside"])), f"{key} {manifest['crc32']}")
+        return Kept(RecordIndex(rows, bad, (), tuple(manifest["boxes_outside"])), f"{key} {manifest['crc32']}")
 
-    def save(self, key: str, index: Index) -> str | None:
+    def save(self, key: str, index: RecordIndex) -> str | None:
         """Save an index.  Returns a note if it is not kept in the first folder, or not at all."""
         assert not index.problems, "a file that was not read to the end has no index"
         return self._save_rows(key, index.rows, {"bad": [asdict(one) for one in index.bad],
                                                  "boxes_outside": list(index.boxes_outside)})
 
-    def numbers(self, facts: Any, choose: Callable[[], np.ndarray]) -> Rows:
+    def numbers(self, facts: Any, choose: Callable[[], np.ndarray]) -> IndexRows:
         """The result of ``choose`` as the column ``number``, cached under the ``facts`` (JSON values) it depends on."""
         key = hashlib.sha256(json.dumps([_FORM, facts]).encode()).hexdigest()[:32]
         if (rows := self._load_rows(key)[0]) is not None:
@@ -127,7 +127,7 @@ class Store:
             self._save_rows(key, rows, {})
         return self._load_rows(key)[0] or rows
 
-    def _load_rows(self, key: str) -> tuple[Rows | None, dict[str, Any]]:
+    def _load_rows(self, key: str) -> tuple[IndexRows | None, dict[str, Any]]:
         """Rows and their manifest.  A file that does not match the manifest counts as absent."""
         for folder in self.folders:
             manifest, path, crc32 = _json(folder / f"{key}.json"), folder / f"{key}.rows", 0
@@ -137,13 +137,13 @@ class Store:
                 with path.open("rb") as stream:
                     while part := stream.read(_READ_BYTES):  # a map would count as memory of this process
                         crc32 = zlib.crc32(part, crc32)
-                    piece = Piece.map(stream, str(path)) if crc32 == manifest["crc32"] else None
+                    piece = MappedBytes.map(stream, str(path)) if crc32 == manifest["crc32"] else None
                 if piece is not None:
                     columns = tuple(Column(**one) for one in manifest["columns"])
-                    return Rows(piece, columns, manifest["num_packed"], manifest["num_rows"]), manifest
+                    return IndexRows(piece, columns, manifest["num_packed"], manifest["num_rows"]), manifest
         return None, {}
 
-    def _save_rows(self, key: str, rows: Rows, more: dict[str, Any]) -> str | None:
+    def _save_rows(self, key: str, rows: IndexRows, more: dict[str, Any]) -> str | None:
         """Write rows, then their manifest.  Returns a note as ``_write`` does."""
         crc32, content = 0, rows.piece.content
         facts = {"columns": [asdict(one) for one in rows.columns], "num_packed": rows.num_packed, "num_rows": len(rows)}
@@ -180,7 +180,7 @@ class Store:
 class Kept:
     """A cached index."""
 
-    index: Index
+    index: RecordIndex
     identity: str
     """Unique to this index."""
 

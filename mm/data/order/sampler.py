@@ -19,7 +19,7 @@ from mm.data.order.balance import Groups, HasSizes, Sizes, dealt, even_groups, e
 from mm.data.order.bucket import bucket_stream, sorted_in_turn
 from mm.data.order.cost import SampleSizes
 from mm.data.order.pack import Budget, fullest_packs
-from mm.data.order.stream import Deal, Order, Step, Stream, in_turn, shuffled
+from mm.data.order.stream import Deal, SampleOrder, Step, Stream, in_turn, shuffled
 
 PACKS_OF_STAGE = 4
 """Packs of even cost that each rank gets per pipeline stage, if there are enough samples.
@@ -30,7 +30,7 @@ per stage.  Twice as many would save up to another tenth, but halve the tokens i
 
 
 @dataclass(frozen=True)
-class Shares:
+class BatchShares:
     """How a global batch is divided."""
 
     dp_size: int
@@ -48,7 +48,7 @@ class Shares:
 class DealBySizes(Protocol):
     """Maps the samples of a global batch to what each rank takes."""
 
-    def __call__(self, samples: np.ndarray, sizes: HasSizes, shares: Shares) -> list[Step]: ...
+    def __call__(self, samples: np.ndarray, sizes: HasSizes, shares: BatchShares) -> list[Step]: ...
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Sampler:
     has_buckets: bool = False
     """Whether samples of similar cost follow one another; otherwise they are shuffled, or in file order."""
 
-    def order(self, sizes: HasSizes, shares: Shares, seed: int, shuffle: bool = True) -> tuple[Stream, Deal]:
+    def order(self, sizes: HasSizes, shares: BatchShares, seed: int, shuffle: bool = True) -> tuple[Stream, Deal]:
         """The stream of all samples, and the function that distributes a global batch of it."""
         stream = bucket_stream(sizes.all_costs(), seed, shuffle) if self.has_buckets else (
             shuffled(len(sizes), seed, shuffle))
@@ -79,13 +79,13 @@ def order_description(run: Run) -> str:
     return f"in buckets of like cost, {how}" if SAMPLERS[sampler_name(run.data)].has_buckets else how
 
 
-def order_of(run: Run, lengths: HasLengths, dp_rank: int, consumed_samples: int) -> Order:
+def order_of(run: Run, lengths: HasLengths, dp_rank: int, consumed_samples: int) -> SampleOrder:
     """What replica ``dp_rank`` trains on; ``lengths`` covers all samples."""
     data, args = run.data, run.args
-    shares = Shares(run.dp_size, budget_of(run), args.micro_batch_size, run.microbatch_unit, run.num_stages)
+    shares = BatchShares(run.dp_size, budget_of(run), args.micro_batch_size, run.microbatch_unit, run.num_stages)
     sizes = SampleSizes(run.model, lengths)
     stream, deal = SAMPLERS[sampler_name(data)].order(sizes, shares, args.seed, data.is_shuffled)
-    return Order(stream, deal, run.global_batch_size, dp_rank, consumed_samples)
+    return SampleOrder(stream, deal, run.global_batch_size, dp_rank, consumed_samples)
 
 
 def budget_of(run: Run) -> Budget:
@@ -93,17 +93,17 @@ def budget_of(run: Run) -> Budget:
     return Budget(run.args.seq_length * run.args.micro_batch_size, run.data.packing_max_patches)
 
 
-def plain(samples: np.ndarray, sizes: HasSizes, shares: Shares) -> list[Step]:
+def plain(samples: np.ndarray, sizes: HasSizes, shares: BatchShares) -> list[Step]:
     """Deal in turn, regardless of cost."""
     return in_turn(samples, shares.micro_batch_size, shares.dp_size)
 
 
-def reordered(samples: np.ndarray, sizes: HasSizes, shares: Shares) -> list[Step]:
+def reordered(samples: np.ndarray, sizes: HasSizes, shares: BatchShares) -> list[Step]:
     """Deal in turn, in order of cost."""
     return sorted_in_turn(samples, sizes, shares.micro_batch_size, shares.dp_size)
 
 
-def packed(samples: np.ndarray, sizes: HasSizes, shares: Shares) -> list[Step]:
+def packed(samples: np.ndarray, sizes: HasSizes, shares: BatchShares) -> list[Step]:
     """The fewest, fullest packs; tokens are distributed roughly evenly over the ranks."""
     own, dp_size, unit = sizes.of(samples), shares.dp_size, shares.unit
     packs = fullest_packs(own.num_tokens, own.num_patches, shares.budget)
@@ -113,7 +113,7 @@ def packed(samples: np.ndarray, sizes: HasSizes, shares: Shares) -> list[Step]:
     return _steps(samples, [[packs[number] for number in rank] for rank in ranks])
 
 
-def packed_evenly(samples: np.ndarray, sizes: HasSizes, shares: Shares) -> list[Step]:
+def packed_evenly(samples: np.ndarray, sizes: HasSizes, shares: BatchShares) -> list[Step]:
     """Packs of even cost; all ranks cost the same.
 
     As few packs per rank as the budget allows, but enough for the stages of the pipeline: nothing is padded, so a
@@ -124,13 +124,13 @@ def packed_evenly(samples: np.ndarray, sizes: HasSizes, shares: Shares) -> list[
     return _steps(samples, spread(packs, _dealt(_sums(own.costs, packs), shares), own, shares.budget))
 
 
-def _dealt(costs: np.ndarray, shares: Shares) -> Groups:
+def _dealt(costs: np.ndarray, shares: BatchShares) -> Groups:
     """With a unit, each rank gets the same number of packs; otherwise only cost counts, with at least one pack each."""
     of_each = len(costs) // shares.dp_size
     return dealt(costs, shares.dp_size, *((of_each, of_each) if shares.unit > 1 else (1,)))
 
 
-def balanced(samples: np.ndarray, sizes: HasSizes, shares: Shares) -> list[Step]:
+def balanced(samples: np.ndarray, sizes: HasSizes, shares: BatchShares) -> list[Step]:
     """Microbatches of even cost, the same number for each rank; total cost is even over the ranks."""
     own, nothing = sizes.of(samples).costs, np.zeros_like(samples)
     groups = even_groups(own, shares.micro_batch_size)

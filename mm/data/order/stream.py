@@ -77,7 +77,7 @@ def in_turn(samples: np.ndarray, micro_batch_size: int, dp_size: int) -> list[St
 
 
 @dataclass(frozen=True)
-class Order:
+class SampleOrder:
     """The samples of one data-parallel rank in every step."""
 
     stream: Stream
@@ -92,7 +92,7 @@ class Order:
     def plain(
         cls, num_samples: int, seed: int, shuffle: bool, global_batch_size: int, micro_batch_size: int, dp_rank: int,
         dp_size: int, consumed_samples: int = 0,
-    ) -> "Order":
+    ) -> "SampleOrder":
         """Microbatches of ``micro_batch_size`` samples, dealt in turn.  ``global_batch_size`` must be a multiple of
         ``micro_batch_size * dp_size``."""
         deal = partial(in_turn, micro_batch_size=micro_batch_size, dp_size=dp_size)

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 
-from mm.data.read.records import Block, Raw, RecordFile, Version, opened
+from mm.data.read.records import Raw, RecordBlock, RecordFile, Version, opened
 from mm.data.read.spans import Found, Span, not_utf8, num_characters
 
 _LINES_AT_A_TIME_BYTES = 1 << 24
@@ -27,15 +27,15 @@ class JsonFile(RecordFile):
     """Finds the positions of the records: ``list_spans`` or ``line_spans``."""
     spans_are_bytes: ClassVar[bool] = True
 
-    def blocks(self, problems: list[str]) -> Iterator[Block]:
+    def blocks(self, problems: list[str]) -> Iterator[RecordBlock]:
         """See ``RecordFile``."""
         first = 0
         with opened(self.path, self.version) as stream:
             for line, column, spans in self.find(stream, self.path, problems):
-                yield Block(first, line, column, np.array(spans, dtype=np.int64))
+                yield RecordBlock(first, line, column, np.array(spans, dtype=np.int64))
                 first += len(spans)
 
-    def read_block(self, block: Block) -> Iterator[Raw]:
+    def read_block(self, block: RecordBlock) -> Iterator[Raw]:
         """See ``RecordFile``."""
         spans = [(int(start), int(end)) for start, end in block.spans]
         first = spans[0][0]

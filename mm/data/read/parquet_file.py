@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mm.data.read import parquet
-from mm.data.read.records import Block, Raw, RecordFile, Version, opened
+from mm.data.read.records import Raw, RecordBlock, RecordFile, Version, opened
 from mm.data.read.spans import Span
 
 
@@ -17,14 +17,14 @@ class ParquetFile(RecordFile):
     version: Version
     spans_are_bytes: ClassVar[bool] = False
 
-    def blocks(self, problems: list[str]) -> Iterator[Block]:
+    def blocks(self, problems: list[str]) -> Iterator[RecordBlock]:
         """See ``RecordFile``.  Adds no problems, because ``open_records`` has refused incomplete files."""
         first = 0
         for rows in parquet.blocks(self.path):
-            yield Block(first, 0, 0, rows)
+            yield RecordBlock(first, 0, 0, rows)
             first += len(rows)
 
-    def read_block(self, block: Block) -> Iterator[Raw]:
+    def read_block(self, block: RecordBlock) -> Iterator[Raw]:
         """See ``RecordFile``."""
         spans = [(int(group), int(row)) for group, row in block.spans]
         for number, value in enumerate(parquet.read(self.path, self.version, spans)):

@@ -22,7 +22,7 @@ Version = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Block:
+class RecordBlock:
     """Neighbouring records."""
 
     first_index: int
@@ -58,7 +58,7 @@ class RecordFile(Protocol):
     spans_are_bytes: ClassVar[bool]
     """Whether spans are offsets in bytes, which show how much of the file has been read."""
 
-    def blocks(self, problems: list[str]) -> Iterator[Block]:
+    def blocks(self, problems: list[str]) -> Iterator[RecordBlock]:
         """All records in file order.  If the file cannot be read to its end, the reason is added to ``problems``, with
         the line.
 
@@ -66,7 +66,7 @@ class RecordFile(Protocol):
         """
         ...
 
-    def read_block(self, block: Block) -> Iterator[Raw]:
+    def read_block(self, block: RecordBlock) -> Iterator[Raw]:
         """The records of a block.  Raises UserError when the file has changed."""
         ...
 

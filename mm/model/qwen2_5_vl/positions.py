@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mm.batch import Grid
 from mm.model.arithmetic import VideoTimes
-from mm.model.rows import Order
+from mm.model.rows import Permutation
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,15 +111,15 @@ class VisionPlan:
     grids alone.
     """
 
-    patch_order: Order
+    patch_order: Permutation
     """[num_patches]: from the processor's order to window order."""
-    token_restore: Order
+    token_restore: Permutation
     """[num_visual_tokens]: from the order of the projector's output back to reading order."""
     window_lengths: tuple[int, ...]
     """Patches of each window, in window order; never increasing."""
     image_lengths: tuple[int, ...]
     """Patches of each frame of each image, in reading order: the segments of full attention."""
-    image_order: Order | None
+    image_order: Permutation | None
     """[num_patches]: from window order to frame by frame, for the full-attention layers (the order inside a frame is
     free); None when they already lie so."""
     positions: Tensor
@@ -147,17 +147,17 @@ def plan_vision(grids: Sequence[Grid], patch_size: int, spatial_merge_size: int,
         + units.column // side
     )
     lengths, window_order = torch.bincount(window_of_unit).sort(descending=True, stable=True)
-    unit_order = Order.of(window_order).inverse[window_of_unit].argsort(stable=True)
+    unit_order = Permutation.of(window_order).inverse[window_of_unit].argsort(stable=True)
     patch_order = _patches(unit_order, patches_per_unit)
 
     by_frame = frame_of_unit[unit_order].argsort(stable=True)
     is_identity = torch.equal(by_frame, torch.arange(by_frame.numel()))
     return VisionPlan(
-        patch_order=Order.of(patch_order),
-        token_restore=Order.of(unit_order).reversed(),
+        patch_order=Permutation.of(patch_order),
+        token_restore=Permutation.of(unit_order).reversed(),
         window_lengths=tuple((lengths * patches_per_unit).tolist()),
         image_lengths=tuple(height * width for time, height, width in grids for _ in range(time)),
-        image_order=None if is_identity else Order.of(_patches(by_frame, patches_per_unit)),
+        image_order=None if is_identity else Permutation.of(_patches(by_frame, patches_per_unit)),
         positions=vision_positions(grids, spatial_merge_size)[patch_order],
     )
 

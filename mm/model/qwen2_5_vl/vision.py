@@ -27,14 +27,14 @@ from mm.model.norm import Residual
 from mm.model.qwen2_5_vl.layers import LayerStack
 from mm.model.qwen2_5_vl.positions import VisionPlan, plan_vision
 from mm.model.qwen2_5_vl.rope import vision_cos_sin
-from mm.model.rows import Order
+from mm.model.rows import Permutation
 from mm.parallel.pieces import Pieces
 from mm.placement import StageSpec
 from mm.weights.memory import memory_ffn
 
 
 @dataclass(frozen=True)
-class VisionInputs:
+class WindowedVisionInputs:
     """One microbatch's images as the ViT needs them, on the device."""
 
     pixel_values: Tensor | None
@@ -57,7 +57,7 @@ class VisionInputs:
 def vision_inputs(
     grids: Sequence[Grid], pixels: Tensor | None, features: Tensor | None, config: VisionConfig, device: Device,
     cut_group: dist.ProcessGroup | None = None, keys: Tensor | None = None,
-) -> VisionInputs:
+) -> WindowedVisionInputs:
     """Plan the attention of images of ``grids``.  Host work only, then one copy per tensor to ``device``.
 
     ``pixels``, as numbers, or ``features`` are there already.
@@ -65,7 +65,8 @@ def vision_inputs(
     ``cut_group``: the ranks that cut rows among them.  ``keys``: of the patches in reading order, for dropout.
     """
     plan = plan_vision(grids, config.patch_size, config.spatial_merge_size, config.window_attn_size)
-    orders = {name: value.to_device(device.copy) for name, value in vars(plan).items() if isinstance(value, Order)}
+    orders = {name: order.to_device(device.copy) for name, order in vars(plan).items()
+              if isinstance(order, Permutation)}
     num_patches, plan = len(plan.positions), replace(plan, positions=device.copy(plan.positions), **orders)
     # Transformers computes the ViT's rope in fp32 whatever the weights' dtype (apply_rotary_pos_emb_vision).
     cos, sin = vision_cos_sin(plan.positions, config.head_dim)
@@ -76,7 +77,7 @@ def vision_inputs(
         window_cut = CutRows(Pieces(num_patches, cut_group, unit))
         image_cut = replace(window_cut, order=plan.image_order)
         token_cut = CutRows(Pieces(num_patches // unit, cut_group), plan.token_restore.reversed())
-    inputs = VisionInputs(
+    inputs = WindowedVisionInputs(
         pixel_values=pixels,
         features=features,
         plan=plan,
@@ -87,7 +88,7 @@ def vision_inputs(
     return inputs if keys is None else _with_keys(inputs, device.copy(keys), config.spatial_merge_size**2)
 
 
-def _with_keys(inputs: VisionInputs, keys: Tensor, merged: int) -> VisionInputs:
+def _with_keys(inputs: WindowedVisionInputs, keys: Tensor, merged: int) -> WindowedVisionInputs:
     """``inputs`` with keys of rows; ``keys`` are those of the patches in reading order."""
     plan, cut, tokens = inputs.plan, inputs.window.cut, inputs.token_cut
     window = keys.index_select(0, plan.patch_order.index)
@@ -139,7 +140,7 @@ class VisionEncoder(nn.Module):
             self.patch_embed = nn.ModuleDict({"proj": PatchProjection(config, context)})
         self.blocks = LayerStack(spec.vision_layers, config, context, QWEN2_5_VL.weights.vision_layer.has_bias)
 
-    def forward(self, x: Tensor, inputs: VisionInputs) -> Tensor:
+    def forward(self, x: Tensor, inputs: WindowedVisionInputs) -> Tensor:
         """``x``: pixel values where the stage has the patch embedding, else [num_patches, hidden] in window order.
 
         Where rows are cut, ``x`` (but not pixel values) and the result are a piece of them.
@@ -161,13 +162,13 @@ class VisionEncoder(nn.Module):
         return residual.total()
 
 
-def features_of(x: Tensor, inputs: VisionInputs) -> Tensor:
-    """The last layer's output, gathered if it is cut, in the form of ``VisionInputs.features``; detached."""
+def features_of(x: Tensor, inputs: WindowedVisionInputs) -> Tensor:
+    """The last layer's output, gathered if it is cut, in the form of ``WindowedVisionInputs.features``; detached."""
     cut, x = inputs.window.cut, x.detach()
     return (x if cut is None else cut.gather(x)).index_select(0, inputs.plan.patch_order.inverse)
 
 
-def last_output(features: Tensor, inputs: VisionInputs) -> Tensor:
+def last_output(features: Tensor, inputs: WindowedVisionInputs) -> Tensor:
     """The inverse of ``features_of``: in window order, or this rank's piece of it."""
     cut, order = inputs.window.cut, inputs.plan.patch_order.index
     return features.index_select(0, order if cut is None else order[cut.pieces.here])
@@ -186,7 +187,7 @@ class Projector(nn.Module):
             "linear_fc2": context.row(ffn, config.hidden_size, bias=True),
         })
 
-    def forward(self, x: Tensor, inputs: VisionInputs) -> Tensor:
+    def forward(self, x: Tensor, inputs: WindowedVisionInputs) -> Tensor:
         """[num_patches, ViT hidden] in window order -> [num_visual_tokens, LLM hidden] in reading order."""
         _, normed = self.layernorm(Residual(x))
         x, cut, keys = normed.view(-1, self.merged_size), inputs.token_cut, inputs.token_keys

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mm.data.order.stream import Order, Step, shuffled
+from mm.data.order.stream import SampleOrder, Step, shuffled
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,6 @@ class Deal:
         return [[[dp_rank, os.getpid(), int(samples[0])], []] for dp_rank in range(2)]
 
 
-def order(deal: Deal | None = None) -> Order:
+def order(deal: Deal | None = None) -> SampleOrder:
     """Steps of four samples."""
-    return Order(shuffled(100, 5, shuffle=False), deal or Deal(), 4, 0)
+    return SampleOrder(shuffled(100, 5, shuffle=False), deal or Deal(), 4, 0)

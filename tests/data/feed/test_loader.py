@@ -14,7 +14,7 @@ from mm.batch import Microbatch
 from mm.data.encode.encoder import SampleEncoder
 from mm.data.feed.loader import StepLoader
 from mm.data.index.dataset import Dataset
-from mm.data.order.stream import Order, shuffled
+from mm.data.order.stream import SampleOrder, shuffled
 from mm.errors import UserError
 from tests.data.oracle import photo
 
@@ -36,7 +36,7 @@ def make_loader(write_dataset, model_config):
         }
         encoder = changes.pop("encoder", None) or SampleEncoder.from_config(data, model_config, 4096)
         num_workers, dataset = changes.pop("num_workers", 0), Dataset(data)
-        steps = Order.plain(len(dataset), **{**values, **changes}).steps()
+        steps = SampleOrder.plain(len(dataset), **{**values, **changes}).steps()
         loaders.append(StepLoader(dataset, encoder, steps, num_workers))
         return loaders[-1]
 

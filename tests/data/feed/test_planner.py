@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mm.data.feed.planner import NUM_AHEAD, PlannedSteps, Seat, from_bytes, start_planner, to_bytes
 from mm.data.order.sampler import order_of
-from mm.data.order.stream import Order, Step, in_turn, shuffled
+from mm.data.order.stream import SampleOrder, Step, in_turn, shuffled
 from mm.errors import UserError
 from tests.data.feed.planning import Deal, order
 from tests.data.order import test_sampler
@@ -68,8 +68,8 @@ def test_one_other_process_plans_for_all_owners_and_only_what_is_needed_soon(pla
     assert used.cpu_times() == before, f"it waits when {NUM_AHEAD} steps are planned"
 
 
-def evenly(dp_size: int) -> Order:
-    return Order(shuffled(10**5, 5), partial(in_turn, micro_batch_size=4, dp_size=dp_size), 24 * dp_size, 0)
+def evenly(dp_size: int) -> SampleOrder:
+    return SampleOrder(shuffled(10**5, 5), partial(in_turn, micro_batch_size=4, dp_size=dp_size), 24 * dp_size, 0)
 
 
 def test_an_owner_is_sent_its_own_share(planned, monkeypatch) -> None:
@@ -100,7 +100,7 @@ def test_every_owner_sees_why_a_step_cannot_be_planned(planned, error, told) -> 
     assert process.exitcode == 0
 
 
-def failing() -> Order:
+def failing() -> SampleOrder:
     raise UserError("there is no order.")
 
 

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from mm.data.index import rows as rows_module
 from mm.data.index.gauge import COUNTED_FROM, ROW
-from mm.data.index.rows import Piece, Rows, packed, packed_numbers
+from mm.data.index.rows import IndexRows, MappedBytes, packed, packed_numbers
 from mm.errors import UserError
 
 NUMBERS = {"<i8": st.integers(-(2**62), 2**62 - 1), "<i4": st.integers(-(2**31), 2**31 - 1),
            "<u4": st.integers(0, 2**32 - 1)}
 
 
-def pack(array: np.ndarray, counted_from: dict[str, str] | None = None) -> Rows:
+def pack(array: np.ndarray, counted_from: dict[str, str] | None = None) -> IndexRows:
     with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as target:
         array.tofile(source)
         return packed(source, array.dtype, len(array), target, counted_from)
@@ -95,8 +95,8 @@ def test_rows_are_shared_by_their_file(tmp_path: Path) -> None:
     path = tmp_path / "rows"
     path.write_bytes(rows.piece.content)
     with path.open("rb") as stream:
-        piece = Piece.map(stream, str(path))
-    named = Rows(piece, rows.columns, rows.num_packed, len(rows))
+        piece = MappedBytes.map(stream, str(path))
+    named = IndexRows(piece, rows.columns, rows.num_packed, len(rows))
     pickled = pickle.dumps(named)
     assert len(pickled) < 1000
     assert (pickle.loads(pickled).of("number", np.arange(len(rows))) == numbers).all()
