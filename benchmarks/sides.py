@@ -24,7 +24,7 @@ from mm.model.load import set_weight
 from mm.model.stage import Stage
 from mm.parallel import mesh as parallel
 from mm.parallel.megatron import DTYPES
-from mm.training.step import Parts, forward_backward, step
+from mm.training.step import Setup, forward_backward, step
 from mm.weights.memory import MemoryLayout
 from mm.weights.names import published_name
 from mm.weights.table import fuse, model_weights
@@ -129,22 +129,22 @@ class Ours:
         stage = Stage(model, mesh, precision, device)
         for weight in stage.weights:
             set_weight(stage, weight, fuse(weight, [tensors[name] for name in weight.hf_names]), mesh)
-        self.parts = Parts.build(stage, mesh, args)
+        self.setup = Setup.build(stage, mesh, args)
 
     def batches(self, microbatches: list[Microbatch]) -> list[Microbatch]:
         """As the trainer's data thread would hand them on: in memory that the device can copy from by itself."""
-        if self.parts.stage.device.kind == "cpu":
+        if self.setup.stage.device.kind == "cpu":
             return microbatches
         return [m if m.pixel_values is None else dataclasses.replace(m, pixel_values=m.pixel_values.pin_memory())
                 for m in microbatches]  # fmt: skip
 
     def pass_over(self, microbatches: list[Microbatch]) -> float:
         """Forward and backward; the loss."""
-        return float(forward_backward(self.parts, self._plan(microbatches)))
+        return float(forward_backward(self.setup, self._plan(microbatches)))
 
     def step(self, microbatches: list[Microbatch]) -> tuple[float, float]:
         """One optimizer step; loss and gradient norm."""
-        result = step(self.parts, self._plan(microbatches), LR)
+        result = step(self.setup, self._plan(microbatches), LR)
         return result.loss, result.grad_norm
 
     def report_phases(self, begin: Callable[[str], None]) -> None:
@@ -152,10 +152,10 @@ class Ours:
 
         Two hooks of torch and megatron's own setting for what ends a backward pass; the step itself stays as it is.
         """
-        (model,) = self.parts.models
+        (model,) = self.setup.models
         model.register_forward_pre_hook(lambda *_: begin("forward"))
         model.register_forward_hook(lambda *_: begin("backward"))
-        settings: Any = self.parts.stage.config
+        settings: Any = self.setup.stage.config
         reduce_gradients = settings.finalize_model_grads_func
 
         def finalize(*args: Any, **options: Any) -> None:
@@ -165,14 +165,14 @@ class Ours:
         settings.finalize_model_grads_func = finalize
 
     def _plan(self, microbatches: list[Microbatch]) -> StepPlan:
-        return StepPlan(tuple(microbatches), BatchTotals.of(microbatches, self.parts.stage.model.vision))
+        return StepPlan(tuple(microbatches), BatchTotals.of(microbatches, self.setup.stage.model.vision))
 
     def gradients(self) -> dict[str, Tensor]:
         """By our names, in fp32 on the CPU, without padding."""
-        trained = {name: p.main_grad for name, p in self.parts.stage.named_parameters() if p.requires_grad}
+        trained = {name: p.main_grad for name, p in self.setup.stage.named_parameters() if p.requires_grad}
         return {
             weight.name: MemoryLayout.of(weight, tp_size=1).cut_whole(trained[weight.name].float().cpu())
-            for weight in self.parts.stage.weights
+            for weight in self.setup.stage.weights
             if weight.name in trained
         }
 

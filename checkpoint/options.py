@@ -17,7 +17,7 @@ from mm.formats.layout import Layout
 from mm.formats.storage import Structure
 from mm.placement import PipelineLayout
 
-Layers = int | list[int] | list[list[int]] | str
+LayerLists = int | list[int] | list[list[int]] | str
 """Layers per stage: 28, [12,16], 12,16, or one list for every virtual chunk, [[6,8],[6,8]]."""
 
 _ABSENT = {
@@ -40,9 +40,9 @@ class HFConfig:
 class ParallelConfig:
     """Placement of the layers."""
 
-    llm_pp_layers: Layers
+    llm_pp_layers: LayerLists
     """LLM layers per stage: [12,16], 12,16, or one list for every virtual chunk, [[6,8],[6,8]]."""
-    vit_pp_layers: Layers
+    vit_pp_layers: LayerLists
     """ViT layers per stage, likewise."""
     tp_size: int = 1
     """Tensor parallel size."""
@@ -50,7 +50,7 @@ class ParallelConfig:
     """0 or tp_size: both towers are cut the same way."""
     ep_size: int = 1
     """1: the model has no experts."""
-    audio_pp_layers: Layers | None = None
+    audio_pp_layers: LayerLists | None = None
     """Without effect; zeros only: the model has no audio encoder."""
     audio_tp_size: int = 0
     """Without effect: the model has no audio encoder."""
@@ -285,10 +285,10 @@ class ShowConfig:
     """A Hugging Face directory, one in MindSpeed-MM's layout, or a training checkpoint."""
 
 
-def read_lists(given: Layers, key: str) -> PipelineLayout:
+def read_lists(given: LayerLists, key: str) -> PipelineLayout:
     """Layers per ``[chunk][stage]``; ``key`` is the name used in messages.
 
-    Raises UserError if they do not have one of the forms of ``Layers``.
+    Raises UserError if they do not have one of these forms.
     """
     try:
         # jsonargparse has already parsed lists; remaining text is 12,16 or a mistake.

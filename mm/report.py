@@ -59,12 +59,12 @@ class Report:
     histograms: tuple[Histogram, ...] = ()
     problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
-    parts: tuple["Report", ...] = ()
-    """Reports on the parts of a dataset, such as training and validation, each under its title."""
+    sections: tuple["Report", ...] = ()
+    """Reports on the splits of a dataset, such as training and validation, each under its title."""
 
     def text(self) -> str:
         """Text for the terminal, with at most ``MAX_PROBLEMS`` problems."""
-        blocks = [*self._blocks(), *(block for part in self.parts for block in part._blocks())]
+        blocks = [*self._blocks(), *(block for section in self.sections for block in section._blocks())]
         blocks.append([f"note: {note}" for note in self.notes])
         shown = [f"{problem.where}: {problem.what}" for problem in self.problems[:MAX_PROBLEMS]]
         if len(self.problems) > len(shown):
@@ -92,7 +92,7 @@ class Report:
         blocks += map(_html_table, self.tables)
         if self.histograms:
             blocks.append(f'<div class="histograms">{"".join(map(_svg, self.histograms))}</div>')
-        blocks += [f"<h2>{escape(part.title)}</h2>\n{part.body()}" for part in self.parts]
+        blocks += [f"<h2>{escape(section.title)}</h2>\n{section.body()}" for section in self.sections]
         return "\n".join([*blocks, *(f"<p>{escape(note)}</p>" for note in self.notes)])
 
 

@@ -24,7 +24,7 @@ from mm.data.order.cost import SampleSizes
 from mm.data.order.pack import Budget, fullest_packs
 from mm.data.order.sampler import SAMPLERS, BatchShares
 from mm.data.order.sequence import pipeline_order
-from mm.data.order.stream import Step, Stream, shuffled
+from mm.data.order.stream import StepSamples, Stream, shuffled
 from mm.model.flops import slot_flops
 from mm.parallel.simulation import step_cost
 from tests.lengths import SEQ_LENGTH, SETS, llava, totals_of
@@ -40,7 +40,7 @@ STAGES = ((32, 0, 0, 0), (6, 8, 8, 6))
 BUDGET = Budget(SEQ_LENGTH)
 FULLEST_PACKS, BALANCED_PACKS = "BaseRandomBatchSampler with packing", "BalancedBatchSampler with packing"
 
-Planned = Callable[[int], list[Step]]
+Planned = Callable[[int], list[StepSamples]]
 """From the number of a step to what each rank takes."""
 
 
@@ -99,7 +99,9 @@ class Samples:
         return float(np.mean(found))
 
 
-def _planned(stream: Stream, deal: Callable[[np.ndarray], list[Step]], batch: int, number: int) -> list[Step]:
+def _planned(
+    stream: Stream, deal: Callable[[np.ndarray], list[StepSamples]], batch: int, number: int
+) -> list[StepSamples]:
     return deal(stream.samples(number * batch, batch))
 
 

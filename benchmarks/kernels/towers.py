@@ -65,7 +65,7 @@ Work = Callable[[], Tensor]
 
 def _vision(ours: Ours, peer: Peer, microbatch: Microbatch) -> dict[str, Work]:
     """Pixels to visual tokens, projector included, and back."""
-    (stage,), (ddp,), visual = ours.parts.stage.chunks, ours.parts.models, peer.model.model.visual
+    (stage,), (ddp,), visual = ours.setup.stage.chunks, ours.setup.models, peer.model.model.visual
     batch = peer.batches([microbatch])[0]
 
     def our_tower() -> Tensor:

@@ -115,7 +115,7 @@ def worker(case: Case, num_steps: int) -> dict[str, Any]:
     from mm.model.stage import Stage
     from mm.parallel import mesh as parallel
     from mm.training.recorder import Recorder
-    from mm.training.step import Parts, forward_backward
+    from mm.training.step import Setup, forward_backward
     from mm.training.timeline import seconds_of
     from tests.parallel.messages import stand_in
 
@@ -128,12 +128,12 @@ def worker(case: Case, num_steps: int) -> dict[str, Any]:
         stand_in(chunk, partial(sleep, num_chunks=len(stage.chunks)))
     args = arguments.parse(["--lr", "1e-4", "--train-iters", "1", "--micro-batch-size", "1", "--seq-length", "4096",
                             "--mm-model", "-", "--mm-data", "-"])  # fmt: skip
-    parts, plan, seconds, works = Parts.build(stage, mesh, args), plan_of(case, model), [], []
+    setup, plan, seconds, works = Setup.build(stage, mesh, args), plan_of(case, model), [], []
     stage.journal.listener = recorder = Recorder(device)
     for _ in range(num_steps + 1):
         dist.barrier(group=mesh.control_group)
         started = time.perf_counter()
-        forward_backward(parts, plan)
+        forward_backward(setup, plan)
         taken = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
         dist.all_reduce(taken, dist.ReduceOp.MAX, group=mesh.control_group)
         seconds.append(float(taken))

@@ -12,7 +12,17 @@ from pydantic import BeforeValidator, Field, Strict, StringConstraints
 from pydantic.dataclasses import dataclass
 
 from mm.config.foreign import DATA_KEYS
-from mm.config.schema import STRICT, Count, Fraction, Key, NaturalNumber, OrDefault, Positive, Read, read_settings
+from mm.config.schema import (
+    STRICT,
+    Count,
+    Fraction,
+    Key,
+    NaturalNumber,
+    OrDefault,
+    Positive,
+    ReadSettings,
+    read_settings,
+)
 
 _PREPROCESS, _BASIC = "dataset_param.preprocess_parameters.", "dataset_param.basic_parameters."
 
@@ -30,8 +40,8 @@ ResizeRule = Literal["transformers", "llamafactory"]
 Formatting = Literal["sharegpt", "alpaca"]
 ImageBackend = Literal["pillow", "torch"]
 VideoBackend = Literal["pyav", "decord", "torchcodec"]
-Sampler = Literal["BaseRandomBatchSampler", "stateful_distributed_sampler", "SequentialSampler", "BucketBatchSampler",
-                  "BalancedBatchSampler"]
+SamplerType = Literal["BaseRandomBatchSampler", "stateful_distributed_sampler", "SequentialSampler",
+                      "BucketBatchSampler", "BalancedBatchSampler"]
 Truncation = Literal["turns", "tokens"]
 PriorityMode = Literal["data_bucketing_img", "data_reordering_img"]
 
@@ -131,7 +141,7 @@ class DataConfig:
     priority_mode: Annotated[PriorityMode, OrDefault, Key("dataloader_param.priority_mode")] = "data_bucketing_img"
     """Setting of the BucketBatchSampler."""
     prefetch_factor: Annotated[Count, OrDefault, Key("dataloader_param.prefetch_factor")] = 2
-    sampler_type: Annotated[Sampler, Key("dataloader_param.sampler_type")] = "stateful_distributed_sampler"
+    sampler_type: Annotated[SamplerType, Key("dataloader_param.sampler_type")] = "stateful_distributed_sampler"
 
     @property
     def is_shuffled(self) -> bool:
@@ -159,7 +169,7 @@ class DataConfig:
         return self.sampler_type == "BalancedBatchSampler"
 
 
-def read_data(path: str | Path) -> Read[DataConfig]:
+def read_data(path: str | Path) -> ReadSettings[DataConfig]:
     """Read ``--mm-data``; raises UserError with every problem in the file."""
     return read_settings(path, DataConfig, DATA_KEYS, _problems)
 

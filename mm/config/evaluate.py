@@ -17,7 +17,7 @@ from mm.config.data import DataConfig
 from mm.config.flags import Arguments, BenchmarkName, Rule
 from mm.config.generate import Asking, ModelArguments, other_flags, read_asking
 from mm.config.inference import GenerationSettings, InferenceConfig, read_model_and_more
-from mm.config.schema import STRICT, Count, Read
+from mm.config.schema import STRICT, Count, ReadSettings
 from mm.errors import nearest, refuse
 from mm.families.known import TITLES
 
@@ -92,7 +92,7 @@ class Evaluating:
         return next(names, Path(self.questions).stem)
 
 
-def read_evaluation(path: str | Path) -> Read[EvaluationConfig]:
+def read_evaluation(path: str | Path) -> ReadSettings[EvaluationConfig]:
     """Read a model JSON or MindSpeed-MM's ``evaluate_*.json``; raises UserError with every problem in the file."""
     return read_model_and_more(path, EvaluationConfig)
 

@@ -19,7 +19,7 @@ from mm.config.flags import Arguments, DeviceName, VitQkvOrder
 from mm.config.foreign import FLAGS, Fixed, FlagRow, Inert
 from mm.config.inference import GenerationSettings, InferenceConfig, read_inference, settings_problems
 from mm.config.launcher import launched_ranks, world_problems
-from mm.config.schema import STRICT, Count, NaturalNumber, NotNegative, Patterns, Positive, Read, fields_of
+from mm.config.schema import STRICT, Count, NaturalNumber, NotNegative, Patterns, Positive, ReadSettings, fields_of
 from mm.errors import UserError, collected, refuse
 from mm.families.known import TITLES
 
@@ -226,7 +226,7 @@ def load_asking(argv: Sequence[str], environment: Mapping[str, str] = os.environ
 
 
 def read_asking(
-    line: CommandLine[Said], argv: Sequence[str], read_model_json: Callable[[str], Read[Any]],
+    line: CommandLine[Said], argv: Sequence[str], read_model_json: Callable[[str], ReadSettings[Any]],
     environment: Mapping[str, str],
 ) -> tuple[Asking[Said], list[str]]:
     """The flags of ``line`` and the JSON files that they name, and what is wrong with them and with the rules between

@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 from mm.config.foreign import MODEL_KEYS, NOT_HERE, Fixed, Inert, Row, rows
 from mm.config.model import ModelConfig, model_problems, with_picture_token
 from mm.config.read import read_json
-from mm.config.schema import STRICT, Count, Int, Key, NaturalNumber, NotNegative, Positive, Read, read_settings
+from mm.config.schema import STRICT, Count, Int, Key, NaturalNumber, NotNegative, Positive, ReadSettings, read_settings
 from mm.families.known import TITLES, names_of
 
 
@@ -123,12 +123,12 @@ _OPTIONAL = ("tokenizer", "generation_config")
 """Objects that a model JSON of the trainer does not have."""
 
 
-def read_inference(path: str | Path) -> Read[InferenceConfig]:
+def read_inference(path: str | Path) -> ReadSettings[InferenceConfig]:
     """Read a model JSON or MindSpeed-MM's ``inference_*.json``; raises UserError with every problem in the file."""
     return read_model_and_more(path, InferenceConfig)
 
 
-def read_model_and_more(path: str | Path, cls: type[Config]) -> Read[Config]:
+def read_model_and_more(path: str | Path, cls: type[Config]) -> ReadSettings[Config]:
     """The same with the fields of ``cls``."""
     document = read_json(path)
     tables = {key: rows for key, rows in INFERENCE_KEYS.items() if key not in _OPTIONAL or document.has(key)}

@@ -26,7 +26,7 @@ from mm.config.schema import (
     OrDefault,
     Patterns,
     Positive,
-    Read,
+    ReadSettings,
     read_settings,
 )
 from mm.families.family import Family
@@ -266,7 +266,7 @@ class ModelConfig:
         return Placement.of(self.vision.pipeline_num_layers, self.language.pipeline_num_layers)
 
 
-def read_model(path: str | Path) -> Read[ModelConfig]:
+def read_model(path: str | Path) -> ReadSettings[ModelConfig]:
     """Read ``--mm-model``; raises UserError with every problem in the file.
 
     MindSpeed-MM's files for video name the video token as ``img_context_token_id``, because it fills one kind of token

@@ -64,7 +64,7 @@ OrDefault = "null means the default"
 
 
 @dataclass(frozen=True)
-class Read(Generic[Built]):
+class ReadSettings(Generic[Built]):
     """The settings in a file without problems."""
 
     value: Built
@@ -76,7 +76,7 @@ class Read(Generic[Built]):
 def read_settings(
     path: str | Path, cls: type[Built], tables: Mapping[str, Mapping[str, Row]],
     rules: Callable[[Built], Iterator[str]],
-) -> Read[Built]:
+) -> ReadSettings[Built]:
     """Read a JSON file as the dataclass ``cls``; raises UserError with every problem in the file.
 
     ``tables`` has every object of the file, with its keys that are no fields of ``cls``.  ``rules`` yields what is
@@ -90,7 +90,7 @@ def read_settings(
     built = TypeAdapter(cls).validate_python(values)
     refuse(f"{path}: {problem}" for problem in rules(built))
     notes = (NoEffect(keys, why, path) for why, keys in found.inert.items())
-    return Read(built, tuple(notes), found.document)
+    return ReadSettings(built, tuple(notes), found.document)
 
 
 def fields_of(cls: type) -> Mapping[str, FieldInfo]:

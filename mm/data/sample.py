@@ -88,17 +88,17 @@ class Turn:
     """One message.  ``role`` is "system", "user" or "assistant"; only user turns contain pictures and videos."""
 
     role: str
-    parts: tuple[str | Media, ...]
+    content: tuple[str | Media, ...]
 
     @property
     def text(self) -> str:
         """Its text, with a placeholder for each picture and video."""
-        return "".join(part if isinstance(part, str) else part.placeholder for part in self.parts)
+        return "".join(item if isinstance(item, str) else item.placeholder for item in self.content)
 
     @property
     def media(self) -> tuple[Media, ...]:
         """In reading order."""
-        return tuple(part for part in self.parts if not isinstance(part, str))
+        return tuple(item for item in self.content if not isinstance(item, str))
 
 
 @dataclass(frozen=True)
@@ -112,4 +112,4 @@ class Sample:
     @property
     def media(self) -> tuple[Media, ...]:
         """In reading order."""
-        return tuple(part for turn in self.turns for part in turn.media)
+        return tuple(item for turn in self.turns for item in turn.media)

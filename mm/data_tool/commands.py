@@ -18,7 +18,7 @@ from mm.config.model import ModelConfig, read_model
 from mm.data.encode.chat import load_tokenizer
 from mm.data.index.dataset import Dataset, datasets, notes_of
 from mm.data.index.gauge import Gauge
-from mm.data.index.sample_files import PARTS, Part
+from mm.data.index.sample_files import SPLITS, Split
 from mm.data_tool.llava import convert_llava, summary
 from mm.data_tool.mock import Mock
 from mm.data_tool.show import Shown
@@ -74,15 +74,15 @@ def _index(flags: argparse.Namespace) -> None:
         preprocessing_num_workers=flags.num_workers or data.preprocessing_num_workers)
     gauge, skips_bad = Gauge.from_config(data, model, flags.seq_length), flags.bad_sample == "skip"
     problems: list[str] = []
-    parts = datasets(data, problems, skips_bad, gauge, flags.seed)
+    splits = datasets(data, problems, skips_bad, gauge, flags.seed)
     refuse(problems)
-    for name, dataset in parts.items():
+    for name, dataset in splits.items():
         lengths = dataset.lengths
         print(f"{name}: {len(dataset)} samples, {lengths.num_tokens.sum(dtype='int64')} tokens (at most "
               f"{lengths.num_tokens.max()} in one), {lengths.num_media.sum(dtype='int64')} images and videos of "
               f"{lengths.num_patches.sum(dtype='int64')} patches")
-    left_out = (f"left out: {one.message()}" for dataset in parts.values() for one in dataset.skipped)
-    print_notes(dict.fromkeys((*notes_of(parts), *left_out)))
+    left_out = (f"left out: {one.message()}" for dataset in splits.values() for one in dataset.skipped)
+    print_notes(dict.fromkeys((*notes_of(splits), *left_out)))
 
 
 def _add_convert(commands: Any) -> None:
@@ -122,9 +122,9 @@ def _add_stats(commands: Any) -> None:
 def _check(flags: argparse.Namespace) -> None:
     _check_page(flags.html)
     problems: list[str] = []
-    parts, gauge, model = _measured(flags, problems)
-    if parts:
-        report = survey(flags.mm_data, parts, model, flags.seq_length, look(parts, gauge.encoder, flags.deep))
+    splits, gauge, model = _measured(flags, problems)
+    if splits:
+        report = survey(flags.mm_data, splits, model, flags.seq_length, look(splits, gauge.encoder, flags.deep))
         print(report.text())
         _write_page(flags.html, report)
         if count := len(report.problems):
@@ -137,17 +137,17 @@ def _check(flags: argparse.Namespace) -> None:
 
 def _stats(flags: argparse.Namespace) -> None:
     problems: list[str] = []
-    parts, _, model = _measured(flags, problems)
-    if parts:
-        report = survey(flags.mm_data, parts, model, flags.seq_length, MediaFindings())
+    splits, _, model = _measured(flags, problems)
+    if splits:
+        report = survey(flags.mm_data, splits, model, flags.seq_length, MediaFindings())
         print(dataclasses.replace(report, problems=()).text())
     refuse(problems)
 
 
-def _measured(flags: argparse.Namespace, problems: list[str]) -> tuple[Mapping[Part, Dataset], Gauge, ModelConfig]:
+def _measured(flags: argparse.Namespace, problems: list[str]) -> tuple[Mapping[Split, Dataset], Gauge, ModelConfig]:
     """The usable training and validation samples; unusable ones are listed in the datasets.
 
-    A part without usable samples is left out, and its errors are added to ``problems``.
+    A split without usable samples is left out, and its errors are added to ``problems``.
     """
     data, model = read_data(flags.mm_data).value, read_model(flags.mm_model).value
     gauge = Gauge.from_config(data, model, flags.seq_length)
@@ -159,9 +159,10 @@ def _add_show(commands: Any) -> None:
         "show", help="show a sample as the model sees it",
         description="Its tokens, with the target tokens marked; --html also shows its pictures after resizing.")
     _add_settings(parser)
-    parser.add_argument("--part", choices=PARTS, default="training", help="which samples (default: %(default)s)")
+    parser.add_argument("--split", "--part", choices=SPLITS, default="training",
+                        help="which samples; earlier versions called it --part (default: %(default)s)")
     parser.add_argument("--sample", type=int, default=0,
-                        help="index of the sample in that part, counted from 0 (default: %(default)s)")
+                        help="index of the sample in that split, counted from 0 (default: %(default)s)")
     parser.add_argument("--html", type=Path, help="HTML file to write, with pictures and frames")
     parser.set_defaults(run=_show)
 
@@ -169,12 +170,13 @@ def _add_show(commands: Any) -> None:
 def _show(flags: argparse.Namespace) -> None:
     _check_page(flags.html)
     problems: list[str] = []
-    parts, gauge, _ = _measured(flags, problems)
-    dataset = parts.get(flags.part)
+    splits, gauge, _ = _measured(flags, problems)
+    dataset = splits.get(flags.split)
     if dataset is None:
-        raise UserError(problems or f"--part is {flags.part}, but {flags.mm_data} has neither val_dataset nor val_rate")
+        raise UserError(
+            problems or f"--split is {flags.split}, but {flags.mm_data} has neither val_dataset nor val_rate")
     refuse([] if 0 <= flags.sample < len(dataset) else [
-        f"--sample is {flags.sample}; there are {len(dataset)} samples for {flags.part}, counted from 0"])
+        f"--sample is {flags.sample}; there are {len(dataset)} samples for {flags.split}, counted from 0"])
     shown = Shown.of(dataset[flags.sample], gauge.encoder)
     print(shown.text(sys.stdout.isatty()))
     _write_page(flags.html, shown)

@@ -12,7 +12,7 @@ import numpy as np
 from mm.config.model import ModelConfig
 from mm.data.encode.encoder import SampleEncoder
 from mm.data.index.dataset import Dataset, notes_of
-from mm.data.index.sample_files import Part
+from mm.data.index.sample_files import Split
 from mm.data.media.picture import image_remarks
 from mm.data.order.balance import Sizes
 from mm.data.order.cost import SampleSizes
@@ -36,17 +36,17 @@ _NUM_AT_A_TIME = 64
 
 
 def survey(
-    title: str, parts: Mapping[Part, Dataset], model: ModelConfig, seq_length: int, found: "MediaFindings"
+    title: str, splits: Mapping[Split, Dataset], model: ModelConfig, seq_length: int, found: "MediaFindings"
 ) -> Report:
-    """A report on the samples of each part, which must have been measured.  ``found`` is the result of checking their
+    """A report on the samples of each split, which must have been measured.  ``found`` is the result of checking their
     media."""
-    skipped = dict.fromkeys(bad for dataset in parts.values() for bad in dataset.skipped)  # parts may share files
+    skipped = dict.fromkeys(bad for dataset in splits.values() for bad in dataset.skipped)  # splits may share files
     return Report(title, (), problems=(*map(_problem, skipped), *found.problems),
-                  notes=(*notes_of(parts), *found.notes),
-                  parts=tuple(_part(name, dataset, model, seq_length) for name, dataset in parts.items()))
+                  notes=(*notes_of(splits), *found.notes),
+                  sections=tuple(_section(name, dataset, model, seq_length) for name, dataset in splits.items()))
 
 
-def _part(name: Part, dataset: Dataset, model: ModelConfig, seq_length: int) -> Report:
+def _section(name: Split, dataset: Dataset, model: ModelConfig, seq_length: int) -> Report:
     lengths = dataset.lengths
     sizes = SampleSizes(model, lengths).of(np.arange(len(dataset)))
     tokens = sizes.num_tokens
@@ -121,16 +121,16 @@ class MediaFindings:
     notes: tuple[str, ...] = ()
 
 
-def look(parts: Mapping[Part, Dataset], encoder: SampleEncoder, decodes: bool) -> MediaFindings:
+def look(splits: Mapping[Split, Dataset], encoder: SampleEncoder, decodes: bool) -> MediaFindings:
     """Read the headers of all pictures, and with ``decodes`` encode all samples as the trainer does, on all CPUs."""
-    blocks: list[tuple[Part, range]] = [
+    blocks: list[tuple[Split, range]] = [
         (name, range(start, min(start + _NUM_AT_A_TIME, len(dataset))))
-        for name, dataset in parts.items() for start in range(0, len(dataset), _NUM_AT_A_TIME)]
+        for name, dataset in splits.items() for start in range(0, len(dataset), _NUM_AT_A_TIME)]
     problems, remarks, first = [], Counter[str](), {}
     ids, media = _Repeated(), _Repeated()
-    work: Callable[[tuple[Part, range]], _Seen] = _Look(parts, encoder, decodes)
+    work: Callable[[tuple[Split, range]], _Seen] = _Look(splits, encoder, decodes)
     found = in_processes(work, blocks, len(os.sched_getaffinity(0)))
-    num_samples = sum(map(len, parts.values()))
+    num_samples = sum(map(len, splits.values()))
     with Progress("looking at media", num_samples, "samples") as progress:
         for (_, block), seen in zip(blocks, found, strict=True):
             problems += seen.problems
@@ -183,12 +183,12 @@ class _Seen:
 class _Look:
     """Checks a block of samples.  Pickles into processes."""
 
-    parts: Mapping[Part, Dataset]
+    splits: Mapping[Split, Dataset]
     encoder: SampleEncoder
     decodes: bool
 
-    def __call__(self, block: tuple[Part, range]) -> _Seen:
-        seen, dataset = _Seen(), self.parts[block[0]]
+    def __call__(self, block: tuple[Split, range]) -> _Seen:
+        seen, dataset = _Seen(), self.splits[block[0]]
         for index in block[1]:
             try:
                 sample = dataset[index]

@@ -15,8 +15,8 @@ from mm.device.accumulate import plain_accumulate
 from mm.device.attention import Segments, by_stretch, check_cover, sdpa
 from mm.device.deterministic import Variable
 from mm.device.kernels import Fuse, Kernels, eager_leaves, fused_leaves, rms_norm
-from mm.device.partial_attention import PLAIN, Gradients, Pairs, Part, PartialAttention
-from mm.device.platform import Finding, KnownDevice, Platform, torch_profiler
+from mm.device.partial_attention import PLAIN, Gradients, Pairs, PartialAttention, PartialOutput
+from mm.device.platform import KnownDevice, MachineFinding, Platform, torch_profiler
 from mm.device.shims import ADAM_SHIMS
 from mm.errors import UserError
 
@@ -83,7 +83,7 @@ def _repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
 
 
-def _partial_forward(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs) -> Part:
+def _partial_forward(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs) -> PartialOutput:
     if q.dtype not in _HALVES:
         return PLAIN.forward(q, k, v, pairs)
     starts = pairs.queries.cu_seqlens, pairs.keys.cu_seqlens, pairs.queries.max_length, pairs.keys.max_length
@@ -92,7 +92,9 @@ def _partial_forward(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs) -> Part:
     return out, logarithms.t()
 
 
-def _partial_backward(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Part, pairs: Pairs) -> Gradients:
+def _partial_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: PartialOutput, pairs: Pairs
+) -> Gradients:
     if q.dtype not in _HALVES:
         return PLAIN.backward(gradient, q, k, v, whole, pairs)
     starts = pairs.queries.cu_seqlens, pairs.keys.cu_seqlens, pairs.queries.max_length, pairs.keys.max_length
@@ -142,7 +144,7 @@ def _versions() -> dict[str, str]:
     return found if driver is None else {**found, _DRIVER: driver[1]}
 
 
-def _version_findings(versions: Mapping[str, str]) -> Iterator[Finding]:
+def _version_findings(versions: Mapping[str, str]) -> Iterator[MachineFinding]:
     cuda, driver = versions.get("cuda", ""), versions.get(_DRIVER)
     oldest = MIN_DRIVERS.get(cuda.partition(".")[0])
     if oldest is not None and driver is not None and int(driver.partition(".")[0]) < oldest:

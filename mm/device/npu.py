@@ -22,8 +22,8 @@ from mm.device.accelerator import AcceleratorRuntime
 from mm.device.attention import Segments, by_stretch, check_cover, pieces
 from mm.device.deterministic import Variable
 from mm.device.kernels import EAGER_LOGITS, Fuse, Kernels
-from mm.device.partial_attention import Gradients, Pairs, Part, PartialAttention
-from mm.device.platform import Finding, KnownDevice, Platform
+from mm.device.partial_attention import Gradients, Pairs, PartialAttention, PartialOutput
+from mm.device.platform import KnownDevice, MachineFinding, Platform
 from mm.device.pointwise import Heads
 from mm.device.shims import ADAM_SHIMS, Shim
 from mm.errors import UserError
@@ -92,7 +92,7 @@ def _causal_mask(device: torch.device) -> Tensor:
     return torch.ones(CAUSAL_MASK_SIDE, CAUSAL_MASK_SIDE, dtype=torch.bool, device=device).triu(1)
 
 
-def _partial_forward(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs) -> Part:
+def _partial_forward(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs) -> PartialOutput:
     outputs, logarithms = [], []
     for rows, keys, lengths in _calls(pairs):
         out, row_max, total, *_ = torch_npu().npu_fusion_attention(
@@ -103,7 +103,9 @@ def _partial_forward(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs) -> Part:
     return torch.cat(outputs), torch.cat(logarithms)
 
 
-def _partial_backward(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Part, pairs: Pairs) -> Gradients:
+def _partial_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: PartialOutput, pairs: Pairs
+) -> Gradients:
     found = []
     for rows, keys, lengths in _calls(pairs):
         row_max = whole[1][rows].unsqueeze(-1).repeat(1, 1, 8)
@@ -237,7 +239,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _version_findings(versions: Mapping[str, str]) -> Iterator[Finding]:
+def _version_findings(versions: Mapping[str, str]) -> Iterator[MachineFinding]:
     ours, needed = versions.get("torch"), versions.get("torch_npu")
     if ours and needed and Version(ours).release[:2] != Version(needed).release[:2]:
         release = ".".join(map(str, Version(needed).release[:2]))

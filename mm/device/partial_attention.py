@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mm.device.attention import Segments
 
-Part = tuple[Tensor, Tensor]
+PartialOutput = tuple[Tensor, Tensor]
 """Output [num_queries, num_heads, head_dim] in the dtype of q, and logarithms, fp32 [num_queries, num_heads]."""
 Gradients = tuple[Tensor, Tensor, Tensor]
 """Gradients of q, k and v."""
@@ -37,16 +37,16 @@ class Pairs:
 class PartialAttention:
     """The two functions."""
 
-    forward: Callable[[Tensor, Tensor, Tensor, Pairs], Part]
+    forward: Callable[[Tensor, Tensor, Tensor, Pairs], PartialOutput]
     """(q, k, v, pairs)"""
-    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Part, Pairs], Gradients]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, PartialOutput, Pairs], Gradients]
     """(gradient of the output, q, k, v, whole output and logarithms, pairs)"""
 
 
 # Without a fused kernel: CPU, and CUDA in fp32
 
 
-def _plain_forward(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs) -> Part:
+def _plain_forward(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs) -> PartialOutput:
     outputs, logarithms = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
     for rows, keys, hidden in _blocks(pairs, q.device):
         scores = _scores(q[rows], k[keys], hidden)
@@ -56,7 +56,7 @@ def _plain_forward(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs) -> Part:
     return outputs, logarithms
 
 
-def _plain_backward(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Part, pairs: Pairs) -> Gradients:
+def _plain_backward(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: PartialOutput, pairs: Pairs) -> Gradients:
     out, logarithms = whole
     group = q.shape[1] // k.shape[1]
     q_gradient = torch.empty_like(q)

@@ -17,7 +17,7 @@ from mm.device.kernels import Fuse, Kernels
 from mm.device.shims import Shim
 from mm.device.side import SideQueue
 
-Finding = tuple[bool, str]
+MachineFinding = tuple[bool, str]
 """(whether a run would certainly fail, message for the user)"""
 
 
@@ -89,7 +89,7 @@ class Platform:
     """Why this process cannot use such a device, and what to do about it; None if it can."""
     versions: Callable[[], dict[str, str]]
     """Installed versions of the device's libraries, whether or not the device is used."""
-    version_findings: Callable[[Mapping[str, str]], Iterator[Finding]]
+    version_findings: Callable[[Mapping[str, str]], Iterator[MachineFinding]]
     """Findings about versions of packages and libraries that do not work together."""
     known_devices: tuple[KnownDevice, ...]
     """Its types with peak and memory; empty if no peaks are published, as for CPUs."""

@@ -16,7 +16,7 @@ from mm.generation.session import Response, Session
 from mm.parallel.agreement import gather, on_first
 from mm.progress import Progress
 
-Read = Callable[[], tuple[list[Prompt], list[str]]]
+ReadPrompts = Callable[[], tuple[list[Prompt], list[str]]]
 """Reads the valid prompts, and the problems of the others."""
 
 
@@ -73,7 +73,7 @@ def answer_batches(
 class FileOfPrompts:
     """Prompts from a file, and the file of their answers, which only rank 0 opens."""
 
-    def __init__(self, session: Session, read: Read, output: str, batch_size: int) -> None:
+    def __init__(self, session: Session, read: ReadPrompts, output: str, batch_size: int) -> None:
         """``read`` is called on rank 0."""
         self._session, self._read, self._output, self._batch_size = session, read, output, batch_size
         self._answers: AnswerFile | None = None

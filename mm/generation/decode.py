@@ -44,7 +44,7 @@ class _Sequence:
     """Position of the next token, the same on all three axes."""
 
 
-Listener = Callable[[Answer], None]
+TokenListener = Callable[[Answer], None]
 """Called after each token, on every rank, with each answer of the batch."""
 
 
@@ -64,7 +64,7 @@ class Answerer:
         """Earlier tokens, bool [slots, vocabulary], on the stage that chooses; None without a repetition penalty."""
 
     @torch.no_grad()
-    def answer(self, prompts: Microbatch, numbers: Sequence[int], listen: Listener | None = None) -> list[Answer]:
+    def answer(self, prompts: Microbatch, numbers: Sequence[int], listen: TokenListener | None = None) -> list[Answer]:
         """Answer prompts, one per segment, with these ``numbers``; returns the answers in the same order."""
         slots = _sequences(prompts, numbers)
         answers = [slot.answer for slot in slots]

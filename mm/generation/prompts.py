@@ -13,9 +13,9 @@ from typing import Any
 
 from mm.config.data import Attributes
 from mm.config.generate import Asking
+from mm.data.read.content import content_of, with_places
 from mm.data.read.formats import num_media, read_sample
 from mm.data.read.open_records import open_records
-from mm.data.read.parts import parts_of, with_places
 from mm.data.read.roots import KnownMedia, MediaRoots
 from mm.data.record_name import name_of, numbered
 from mm.data.sample import Image, Inline, Media, Sample, Turn, Video
@@ -99,9 +99,9 @@ def question(text: str, images: Sequence[str], videos: Sequence[str], *, media_l
     placed = with_places(text, {cls.kind: len(paths) for cls, paths in given.items()})
     if media_last and placed.endswith(text):
         placed = text + placed.removesuffix(text)
-    parts = parts_of(placed, "user", "the question", "prompt")
+    content = content_of(placed, "user", "the question", "prompt")
     for cls, paths in given.items():
-        places = sum(isinstance(part, cls) for part in parts)
+        places = sum(isinstance(item, cls) for item in content)
         if places != len(paths):
             problems.append(f"the question has {places} {cls.placeholder} but {len(paths)} {cls.kind}s; the numbers "
                             f"must be equal")
@@ -110,8 +110,8 @@ def question(text: str, images: Sequence[str], videos: Sequence[str], *, media_l
     if problems:
         raise UserError(problems)
     coming = {cls: iter(paths) for cls, paths in given.items()}
-    return Turn("user", tuple(part if isinstance(part, str) else replace(part, path=next(coming[type(part)]))
-                              for part in parts))
+    return Turn("user", tuple(item if isinstance(item, str) else replace(item, path=next(coming[type(item)]))
+                              for item in content))
 
 
 def prompt_of(asking: Asking) -> Sample:

@@ -14,11 +14,11 @@ from mm.generation.source import ModelFiles, find, named_tokens
 
 ALL_IN_ORDER = "Everything that can be checked beforehand is in order."
 
-Read = Callable[[], tuple[Iterable[Sample], list[str]]]
+ReadSamples = Callable[[], tuple[Iterable[Sample], list[str]]]
 """Reads the valid samples, and the problems of the rest."""
 
 
-def rehearse(asking: Asking, read: Read, output: str | None, decodes: bool = False) -> ModelFiles:
+def rehearse(asking: Asking, read: ReadSamples, output: str | None, decodes: bool = False) -> ModelFiles:
     """Find weights and layout, read the prompts, and encode them; returns what was found.
 
     Pictures and videos are measured by their headers, as the training's check does; ``decodes`` reads their pixels too.

@@ -19,7 +19,7 @@ from mm.config.model import LanguageConfig, ModelConfig
 from mm.data.encode.encoder import SampleEncoder
 from mm.device.device import Device
 from mm.errors import UserError
-from mm.generation.decode import Answer, Answerer, Listener
+from mm.generation.decode import Answer, Answerer, TokenListener
 from mm.generation.prompts import Prompt
 from mm.generation.source import ModelFiles, named_tokens
 from mm.model import load
@@ -122,7 +122,7 @@ class Session:
         return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]
 
     def respond(
-        self, prompts: Sequence[Prompt], listen: Listener | None = None
+        self, prompts: Sequence[Prompt], listen: TokenListener | None = None
     ) -> tuple[list[Response], tuple[str, ...]]:
         """Answer ``prompts``, which the owner has, as one batch.
 

@@ -15,7 +15,7 @@ from mm.device.attention import Kernel, Segments
 from mm.model.rows import Permutation
 from mm.parallel.context import all_to_all
 
-Move = Callable[[Tensor], Tensor]
+Exchanged = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +85,7 @@ class _Moved(torch.autograd.Function):
     """Elements that move between ranks by ``there``; their gradients go ``back``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Move, back: Move) -> Tensor:
+    def forward(ctx: Any, x: Tensor, there: Exchanged, back: Exchanged) -> Tensor:
         ctx.back = back
         return there(x)
 

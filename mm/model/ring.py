@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mm.device.attention import Kernel, Segments
-from mm.device.partial_attention import Pairs, Part, PartialAttention
+from mm.device.partial_attention import Pairs, PartialAttention, PartialOutput
 from mm.parallel.context import Passing, zigzag_lengths
 
 
@@ -154,7 +154,7 @@ def _add(total: Tensor, rows: Tensor, index: Tensor | None) -> None:
         total.index_add_(0, index, rows.to(total.dtype))
 
 
-def _join(out: Tensor, logarithms: Tensor, part: Part, index: Tensor | None) -> None:
+def _join(out: Tensor, logarithms: Tensor, part: PartialOutput, index: Tensor | None) -> None:
     """Add a partial result in place: both outputs are weighted by their share of the sum of exponentials."""
     before = _rows(logarithms, index)
     joint = torch.logaddexp(before, part[1])

@@ -6,7 +6,7 @@ megatron's own tables.
 
 from collections.abc import Iterator, Sequence
 
-Turn = tuple[int, int]
+ChunkPass = tuple[int, int]
 """Microbatch and chunk."""
 
 
@@ -20,7 +20,7 @@ def group_size(num_microbatches: int, num_stages: int) -> int:
     return next(size for size in sizes if num_microbatches % size == 0 or num_microbatches % size >= num_stages)
 
 
-def forward_order(num_microbatches: int, num_stages: int, num_chunks: int) -> list[Turn]:
+def forward_order(num_microbatches: int, num_stages: int, num_chunks: int) -> list[ChunkPass]:
     """The order in which every stage runs its forward steps: group by group, each through all chunks."""
     size = group_size(num_microbatches, num_stages) if num_chunks > 1 else num_microbatches
     return [
@@ -31,7 +31,7 @@ def forward_order(num_microbatches: int, num_stages: int, num_chunks: int) -> li
     ]
 
 
-def backward_order(forward: Sequence[Turn]) -> list[Turn]:
+def backward_order(forward: Sequence[ChunkPass]) -> list[ChunkPass]:
     """The order of the backward steps: the same, with the chunks from last to first."""
     last = max(chunk for _, chunk in forward)
     return [(microbatch, last - chunk) for microbatch, chunk in forward]
@@ -45,7 +45,7 @@ def num_warmup_steps(num_microbatches: int, stage: int, num_stages: int, num_chu
     return min(num_behind, num_microbatches * num_chunks)
 
 
-def stage_steps(num_microbatches: int, stage: int, num_stages: int, num_chunks: int) -> list[tuple[bool, Turn]]:
+def stage_steps(num_microbatches: int, stage: int, num_stages: int, num_chunks: int) -> list[tuple[bool, ChunkPass]]:
     """Forward (True) and backward steps of a stage, in their order."""
     forward = forward_order(num_microbatches, num_stages, num_chunks)
     backward = backward_order(forward)

@@ -19,7 +19,7 @@ from mm.parallel.activity import Journal, Work
 from mm.parallel.checked import MessageError, Transfer, difference
 from mm.parallel.context import Context
 from mm.parallel.mesh import Mesh
-from mm.parallel.order import Turn, backward_order, forward_order, max_sent_ahead
+from mm.parallel.order import ChunkPass, backward_order, forward_order, max_sent_ahead
 from mm.parallel.pieces import piece_of
 from mm.parallel.transport import Arriving, Batch, Handle
 from mm.placement import Message, StageSpec
@@ -92,13 +92,13 @@ class PipelineCommunicator:
         self._is_first, self._is_last = mesh.pp_rank == 0, mesh.pp_rank == mesh.pp_size - 1
         ranks = dist.get_process_group_ranks(self.pp_group)  # the last stage's next is the first, with the next chunk
         self._previous, self._next = ranks[mesh.pp_rank - 1], ranks[(mesh.pp_rank + 1) % mesh.pp_size]
-        self._inbox: dict[Turn, Arriving] = {}
+        self._inbox: dict[ChunkPass, Arriving] = {}
         self._activations: deque[Tensor | None] = deque()
         """What the schedule gets for each receive: the tensor if it needs a gradient, else None."""
         self._gradients: deque[Arriving] = deque()
         self._in_flight: deque[tuple[dist.Work, Tensor]] = deque()
         self._microbatches: tuple[Microbatch, ...] = ()
-        self._expected: dict[str, deque[Turn]] = {}
+        self._expected: dict[str, deque[ChunkPass]] = {}
         self._has_turned = False
         self._most_in_flight = 0
         self._latest: tuple[Transfer, ...] = ()
@@ -328,7 +328,7 @@ class PipelineCommunicator:
         if found := [problem for problem in problems if problem]:
             raise MessageError("\n".join(found))
 
-    def _at(self, turn: Turn) -> tuple[StageSpec, Microbatch]:
+    def _at(self, turn: ChunkPass) -> tuple[StageSpec, Microbatch]:
         microbatch, chunk = turn
         return self._specs[chunk], self._microbatches[microbatch]
 

@@ -23,7 +23,7 @@ from mm.parallel import gradients
 from mm.parallel.activity import Journal, Work
 from mm.parallel.megatron import settings_of_schedule
 from mm.parallel.mesh import Mesh
-from mm.parallel.order import Turn, forward_order, group_size
+from mm.parallel.order import ChunkPass, forward_order, group_size
 from mm.parallel.pipeline import PipelineCommunicator
 
 
@@ -114,11 +114,11 @@ def _run(
 class _Inputs:
     """The inputs of a rank's forward steps, besides messages: prepared while the device runs the step before."""
 
-    def __init__(self, chunks: Sequence[Any], plan: StepPlan, turns: Sequence[Turn], sums: bool) -> None:
+    def __init__(self, chunks: Sequence[Any], plan: StepPlan, turns: Sequence[ChunkPass], sums: bool) -> None:
         """``sums``: as ``mm.model.stage.Chunk.prepare`` has it."""
         self._chunks, self._plan, self._side, self._sums = chunks, plan, chunks[0].side, sums
         self._turns = deque(turns)
-        self._prepared: deque[tuple[Turn, Any]] = deque()
+        self._prepared: deque[tuple[ChunkPass, Any]] = deque()
 
     def take(self, microbatch: int, chunk: int) -> Any:
         """The inputs of the next forward step, ready on the device."""

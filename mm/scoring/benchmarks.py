@@ -52,7 +52,7 @@ class Item:
     """``file:line``; for the user's own questions also the question's number."""
     question: str
     """The question's text in the file, for people."""
-    parts: tuple[str | Media | Cell, ...]
+    content: tuple[str | Media | Cell, ...]
     """The last turn of the prompt."""
     right: tuple[str, ...]
     """Each of these answers is right; letters if there are options."""
@@ -65,14 +65,14 @@ class Item:
     def as_prompt(self, folder: Path) -> tuple[Sample, str]:
         """The prompt, with images extracted from the file to ``folder``, and a digest that does not depend on
         ``folder``."""
-        parts = tuple(Image(part.write(folder)) if isinstance(part, Cell) else part for part in self.parts)
-        contents = [_content(old, new) for old, new in zip(self.parts, parts, strict=True)]
+        content = tuple(Image(item.write(folder)) if isinstance(item, Cell) else item for item in self.content)
+        contents = [_content(old, new) for old, new in zip(self.content, content, strict=True)]
         digest = hashlib.sha256(json.dumps([str(self.earlier), contents]).encode()).hexdigest()
-        return Sample((*self.earlier, Turn("user", parts)), self.where), digest
+        return Sample((*self.earlier, Turn("user", content)), self.where), digest
 
 
 def _content(old: str | Media | Cell, new: str | Media) -> str:
-    """Identifies a part of a prompt by its content, independently of where files are."""
+    """Identifies an item of a prompt by its content, independently of where files are."""
     if isinstance(old, Cell) and not isinstance(new, str):
         return os.path.basename(str(new.path))
     if isinstance(new, Image) and isinstance(new.path, Inline):
@@ -132,7 +132,7 @@ def _item(path: str, row: TsvRow, pictures: tuple[Image | Cell, ...], benchmark:
     asked = prompt(benchmark.form, custom, question, row.texts.get("hint", ""), options, len(pictures))
     return Item(
         row.texts["index"], f"{path}:{row.line}", question,
-        tuple(part if isinstance(part, str) else pictures[part] for part in asked), right,
+        tuple(item if isinstance(item, str) else pictures[item] for item in asked), right,
         {} if is_open or benchmark.rule != "choice" else options,
         {name: row.texts[name] for name in GROUPS if name in row.texts})
 

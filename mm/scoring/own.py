@@ -16,9 +16,9 @@ from typing import Any
 from mm.config.data import Attributes
 from mm.config.evaluate import Rule
 from mm.data.media.picture import image_size
+from mm.data.read.content import shown, with_places
 from mm.data.read.formats import HALF_CHARACTER, num_media, read_sample
 from mm.data.read.open_records import open_records
-from mm.data.read.parts import shown, with_places
 from mm.data.read.records import Raw
 from mm.data.read.roots import KnownMedia, MediaRoots
 from mm.data.record_name import name_of, numbered
@@ -49,9 +49,9 @@ def read_own(path: str, rule: Rule, media_roots: tuple[str, ...]) -> Items:
                 raise UserError(f"has the same index {item.index!r} as {items[item.index].where}; expected unique "
                                 f"indices.")
             items[item.index] = item
-            for part in (*(part for turn in item.earlier for part in turn.parts), *item.parts):
-                if isinstance(part, Image):
-                    image_size(part.path)
+            for found in (*(found for turn in item.earlier for found in turn.content), *item.content):
+                if isinstance(found, Image):
+                    image_size(found.path)
         if len(problems) >= MAX_PROBLEMS:
             raise UserError([*problems, f"{path}: reading stopped here; more problems may follow."])
     refuse(problems)
@@ -73,7 +73,8 @@ def _item(raw: Raw, where: str, rule: Rule, media: KnownMedia) -> Item:
         raise UserError("has no 'question' and 'options', which the rule choice needs; add them, or use the rule "
                         "exact.")
     *earlier, asked, last = sample.turns
-    return Item(_index(record, raw), where, asked.text, asked.parts, (last.text,), {}, _groups(record), tuple(earlier))
+    return Item(
+        _index(record, raw), where, asked.text, asked.content, (last.text,), {}, _groups(record), tuple(earlier))
 
 
 def _question(record: Mapping[str, Any], raw: Raw, where: str, rule: Rule, media: KnownMedia) -> Item:
@@ -91,7 +92,7 @@ def _question(record: Mapping[str, Any], raw: Raw, where: str, rule: Rule, media
         "messages": [{"role": "user", "content": with_places(text, num_media(record))}],
         **{name: record[name] for name in ("image", "images", "video", "videos") if name in record}}
     (asked,) = read_sample(as_sample, Attributes(), media, where, is_prompt=True).turns
-    return Item(_index(record, raw), where, question, asked.parts, right, options, _groups(record))
+    return Item(_index(record, raw), where, question, asked.content, right, options, _groups(record))
 
 
 def _options(given: Any) -> dict[str, str]:

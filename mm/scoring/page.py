@@ -66,7 +66,7 @@ def _percent(value: Mapping[str, Any]) -> str:
 
 
 def _answer(one: ScoredItem) -> str:
-    pictures = [part for part in one.item.parts if not isinstance(part, str)]
+    pictures = [item for item in one.item.content if not isinstance(item, str)]
     more = len(pictures) - _NUM_TOGETHER
     shown = "".join(map(_picture, pictures[:_NUM_TOGETHER]))
     options = "".join(f"\n{letter}. {text}" for letter, text in one.item.options.items())
@@ -79,12 +79,12 @@ def _answer(one: ScoredItem) -> str:
             f"<table>{cells}</table><p></p>")
 
 
-def _picture(part: Media | Cell) -> str:
-    if not isinstance(part, Image | Cell):
-        first, *others = map(str, part.contents)
+def _picture(item: Media | Cell) -> str:
+    if not isinstance(item, Image | Cell):
+        first, *others = map(str, item.contents)
         more = f" and {len(others)} more frames" if others else ""
         return f"<p>[video {html.escape(Path(first).name)}{more}]</p>"
-    image = load_image(part.path if isinstance(part, Image) else Inline(part.where, part.content()))
+    image = load_image(item.path if isinstance(item, Image) else Inline(item.where, item.content()))
     image.thumbnail((_MOST_PIXELS, _MOST_PIXELS), Pillow.Resampling.LANCZOS)
     stream = io.BytesIO()
     image.save(stream, "JPEG", quality=85)

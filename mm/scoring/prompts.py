@@ -19,11 +19,13 @@ _SINGLE_WORD = "\nAnswer the question using a single word or phrase."
 _SHORT_WORDS = "\nPlease try to answer the question with short words or phrases if possible."
 _MARK = re.compile("<image ([1-9])>")
 
-Prompt = tuple[str | int, ...]
+QuestionText = tuple[str | int, ...]
 """Texts, and between them the indices of pictures."""
 
 
-def prompt(form: Form, custom: bool, question: str, hint: str, options: Mapping[str, str], num_pictures: int) -> Prompt:
+def prompt(
+    form: Form, custom: bool, question: str, hint: str, options: Mapping[str, str], num_pictures: int
+) -> QuestionText:
     """The prompt of a question; with ``custom`` in the words written for Qwen2-VL."""
     pictures = tuple(range(num_pictures))
     match form, custom:
@@ -45,7 +47,7 @@ def _listed(question: str, hint: str, options: Mapping[str, str]) -> str:
     return "".join(f"{line}\n" for line in (*lines, *(f"{letter}. {text}" for letter, text in options.items())))
 
 
-def placed(text: str, num_pictures: int) -> Prompt:
+def placed(text: str, num_pictures: int) -> QuestionText:
     """``text`` with the pictures where ``<image 1>`` and so on stand; without such a mark all pictures come first.
 
     A picture appears as often as it is named; one that is not named is left out.
@@ -54,8 +56,8 @@ def placed(text: str, num_pictures: int) -> Prompt:
     pieces = _MARK.split(text)
     if len(pieces) == 1:
         return *range(num_pictures), text
-    parts = [int(piece) - 1 if number % 2 else piece for number, piece in enumerate(pieces)]
-    return tuple(part for part in parts if part != "")
+    items = [int(piece) - 1 if number % 2 else piece for number, piece in enumerate(pieces)]
+    return tuple(item for item in items if item != "")
 
 
 def max_mark(text: str) -> int:

@@ -110,17 +110,17 @@ def summary(items: Items, title: str, found: Sequence[ScoredItem]) -> dict[str, 
 
 def _by(found: Sequence[ScoredItem], names: Sequence[str]) -> dict[str, Any]:
     """``by_NAME`` -> group -> its score; for a split also the scores of its categories."""
-    groups: dict[str, Any] = {}
+    scores: dict[str, Any] = {}
     for name in names:
-        parts: dict[str, list[ScoredItem]] = {}
+        by_group: dict[str, list[ScoredItem]] = {}
         for one in found:
             if name in one.item.groups:
-                parts.setdefault(one.item.groups[name], []).append(one)
-        if parts:
-            groups[f"by_{name.replace('-', '_')}"] = {
-                part: {**_mean(parts[part]), **(_by(parts[part], names[1:]) if name == "split" else {})}
-                for part in sorted(parts)}
-    return groups
+                by_group.setdefault(one.item.groups[name], []).append(one)
+        if by_group:
+            scores[f"by_{name.replace('-', '_')}"] = {
+                group: {**_mean(by_group[group]), **(_by(by_group[group], names[1:]) if name == "split" else {})}
+                for group in sorted(by_group)}
+    return scores
 
 
 def _mean(found: Sequence[ScoredItem]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ _QUOTED = re.compile(rb'"([^"]*(?:""[^"]*)*)"(.*)', re.DOTALL)
 _ADDRESS = re.compile(rb"data:image/[a-z+.-]+;base64,")
 """What browsers write before base64."""
 
-Span = tuple[int, int]
+CellSpan = tuple[int, int]
 """First byte and end of a cell, including quotes."""
 
 
@@ -38,7 +38,7 @@ class Cell:
 
     path: str
     line: int
-    span: Span
+    span: CellSpan
     number: int
     """Index among the pictures of the cell."""
 
@@ -122,13 +122,13 @@ def _mapped(path: str) -> mmap.mmap:
         raise UserError(f"{path}: is empty; expected a TSV file of OpenCompass.") from error
 
 
-def _records(path: str, data: mmap.mmap) -> Iterator[tuple[int, list[Span]]]:
+def _records(path: str, data: mmap.mmap) -> Iterator[tuple[int, list[CellSpan]]]:
     """For each record the line where it begins, and its cells; empty lines are skipped."""
     size = len(data)
     position, line = len(UTF8_MARK) if data[: len(UTF8_MARK)] == UTF8_MARK else 0, 1
     newline = -1  # the first at or after ``position``, if it is not before it
     while position < size:
-        first_line, cells = line, list[Span]()
+        first_line, cells = line, list[CellSpan]()
         while True:
             start, end = position, position
             if data[start : start + 1] == b'"':
@@ -164,7 +164,7 @@ def _closing_quote(path: str, line: int, data: mmap.mmap, start: int) -> int:
         position += 2
 
 
-def _text(path: str, line: int, data: mmap.mmap, span: Span) -> str:
+def _text(path: str, line: int, data: mmap.mmap, span: CellSpan) -> str:
     try:
         return _unquoted(data[span[0] : span[1]]).decode()
     except UnicodeDecodeError as error:
@@ -186,7 +186,7 @@ def _columns(path: str, names: Sequence[str], needed: Sequence[str]) -> tuple[st
     return tuple(names)
 
 
-def _row(path: str, columns: Sequence[str], line: int, cells: Sequence[Span], data: mmap.mmap) -> TsvRow:
+def _row(path: str, columns: Sequence[str], line: int, cells: Sequence[CellSpan], data: mmap.mmap) -> TsvRow:
     """One record; an image cell that refers to another row is still a text."""
     if len(cells) != len(columns):
         raise UserError(f"{path}:{line}: has {len(cells)} cells, but the first line has {len(columns)} columns; tabs "

@@ -30,7 +30,7 @@ from mm.parallel.agreement import gather, on_first, together
 from mm.parallel.mesh import Mesh
 from mm.training.optimizer_state import MOMENTS, OwnedState, is_split, owned_states, restore_scaler, scaler_state
 from mm.training.schedule import Schedule
-from mm.training.step import Parts
+from mm.training.step import Setup
 from mm.training.validation import BestSoFar
 from mm.weights.memory import MemoryLayout
 from mm.weights.readers import readers
@@ -62,7 +62,7 @@ class TrainingProgress:
 def save(
     directory: str | Path,
     progress: TrainingProgress,
-    parts: Parts,
+    setup: Setup,
     run_facts: Mapping[str, Any],
     *,
     save_optim: bool = True,
@@ -77,28 +77,28 @@ def save(
     same run beyond that number are deleted; a failure to do so is only a warning.  ``base``: see
     ``CheckpointManifest``.  Raises UserError on every rank if any rank cannot write.
     """
-    directory, mesh = Path(directory), parts.mesh
-    for model in parts.models:
+    directory, mesh = Path(directory), setup.mesh
+    for model in setup.models:
         if model.ddp_config.overlap_param_gather:
             model.start_param_sync(force_sync=True)  # the last updates of other ranks may not have arrived yet
-    owned = owned_states(parts.optimizer, parts.models) if save_optim else []
-    planned = _planned(parts, owned, save_rng)
+    owned = owned_states(setup.optimizer, setup.models) if save_optim else []
+    planned = _planned(setup, owned, save_rng)
     num_bytes = torch.tensor(sum(piece.stored.num_bytes for piece, _ in planned))
     dist.all_reduce(num_bytes, group=mesh.control_group)
     temporary = on_first(mesh, lambda: files.begin(directory, progress.iteration, int(num_bytes)))
     try:
         written = together(mesh, lambda: [
             piece for file, pieces in groupby(planned, lambda one: one[0].stored.file)
-            for piece in files.write_pieces(temporary, file, list(pieces), parts.stage.device)
+            for piece in files.write_pieces(temporary, file, list(pieces), setup.stage.device)
         ])
-        gathered = gather(mesh, (written, owned[0].step if owned else None, scaler_state(parts.optimizer)))
+        gathered = gather(mesh, (written, owned[0].step if owned else None, scaler_state(setup.optimizer)))
         manifest = CheckpointManifest(
             iteration=progress.iteration,
             consumed_samples=progress.consumed_samples,
             world_size=mesh.world_size,
             tp_size=mesh.tp_size,
             pp_size=mesh.pp_size,
-            model=parts.stage.model,
+            model=setup.stage.model,
             optimizer=_optimizer_facts(gathered) if save_optim else None,
             facts=run_facts,
             data=progress.data.to_json() if progress.data is not None else None,
@@ -119,24 +119,24 @@ def save(
     return final
 
 
-def _planned(parts: Parts, owned: Sequence[OwnedState], save_rng: bool) -> list[tuple[CheckpointTensor, Values]]:
+def _planned(setup: Setup, owned: Sequence[OwnedState], save_rng: bool) -> list[tuple[CheckpointTensor, Values]]:
     """What this rank writes, file by file.  Tensors are the live ones; their padding is removed during writing.
 
     Everything is written once: by one replica, one copy of a tied embedding, and one TP rank for replicated weights.
     The frozen base model of adapters is not written.
     """
-    mesh, saved = parts.mesh, {weight.name for weight in saved_weights(parts.stage.model)}
+    mesh, saved = setup.mesh, {weight.name for weight in saved_weights(setup.stage.model)}
     rank = f"tp{mesh.tp_rank:02d}_pp{mesh.pp_rank:02d}"
-    stored = {weight.name: MemoryLayout.of(weight, mesh.tp_size) for weight in parts.stage.weights
+    stored = {weight.name: MemoryLayout.of(weight, mesh.tp_size) for weight in setup.stage.weights
               if weight.name in saved and (weight.tp_dim is not None or mesh.tp_rank == 0)}
     planned: list[tuple[CheckpointTensor, Values]] = []
     if mesh.copy_rank == 0:
         file = f"weights_{rank}.safetensors"
         for name, memory in stored.items():
-            parameter = parts.stage.get_parameter(name)
+            parameter = setup.stage.get_parameter(name)
             piece = CheckpointTensor.of(parameter.dtype, memory.file_shape, file, name, "weight", mesh.tp_rank)
             planned.append((piece, Values(parameter, memory)))
-    if mesh.copy_rank == 0 or is_split(parts.optimizer):
+    if mesh.copy_rank == 0 or is_split(setup.optimizer):
         file = f"optimizer_{rank}_dp{mesh.copy_rank:02d}.safetensors"
         for state in (state for state in owned if state.name in stored):
             memory = stored[state.name]
@@ -148,7 +148,7 @@ def _planned(parts: Parts, owned: Sequence[OwnedState], save_rng: bool) -> list[
                 planned.append((piece, Values(tensor, memory, state.start)))
     if save_rng:
         file = f"random_{mesh.rank:05d}.safetensors"
-        for name, state in parts.stage.device.random_states().items():
+        for name, state in setup.stage.device.random_states().items():
             piece = CheckpointTensor.of(state.dtype, state.shape, file, f"{name}.{mesh.rank}", "random")
             planned.append((piece, Values(state)))
     return planned
@@ -168,7 +168,7 @@ def _optimizer_facts(gathered: Sequence[tuple[object, int | None, dict[str, floa
 
 def load(
     source: Source,
-    parts: Parts,
+    setup: Setup,
     *,
     load_optim: bool = True,
     load_rng: bool = True,
@@ -182,7 +182,7 @@ def load(
     it has no optimizer state for a parameter that is now trained.  The frozen base model of adapters must already be
     loaded.
     """
-    mesh, stage, stored = parts.mesh, parts.stage, source.directory
+    mesh, stage, stored = setup.mesh, setup.stage, source.directory
     assert isinstance(stored, TrainingDirectory), "nothing else holds the state of a training"
     # a run in fp32 continues from the fp32 copies of a bf16 run
     from_master = [weight for weight in stage.weights if stored.has(weight, "master")
@@ -197,9 +197,9 @@ def load(
     read_once(stage, from_master, read_master, mesh)
 
     def restore() -> tuple[Sequence[tuple[OwnedState, int]], tuple[str, ...]]:
-        parts.optimizer.reload_model_params()  # initialize fp32 copies from the weights; saved copies replace them
-        shared = _load_optimizer(stored, source, parts) if load_optim and not finetune else ()
-        return shared, _load_random(stored, parts) if load_rng and not finetune else ()
+        setup.optimizer.reload_model_params()  # initialize fp32 copies from the weights; saved copies replace them
+        shared = _load_optimizer(stored, source, setup) if load_optim and not finetune else ()
+        return shared, _load_random(stored, setup) if load_rng and not finetune else ()
 
     shared, more_notes = together(mesh, restore)
     _broadcast(shared, mesh)
@@ -212,7 +212,7 @@ def load(
                     manifest.run_id)
 
 
-def _load_optimizer(stored: TrainingDirectory, source: Source, parts: Parts) -> Sequence[tuple[OwnedState, int]]:
+def _load_optimizer(stored: TrainingDirectory, source: Source, setup: Setup) -> Sequence[tuple[OwnedState, int]]:
     """Restore this rank's optimizer state.
 
     If replicas hold the same state, each reads a share of it.  The result lists all states with the replica that read
@@ -224,8 +224,8 @@ def _load_optimizer(stored: TrainingDirectory, source: Source, parts: Parts) -> 
             f"{stored.path} was saved without optimizer state (--no-save-optim); add --no-load-optim to continue with "
             f"new optimizer state, or --finetune to start at step 0 from its weights."
         )
-    by_name = {weight.name: weight for weight in parts.stage.weights}
-    owned, step = owned_states(parts.optimizer, parts.models), facts["step"]
+    by_name = {weight.name: weight for weight in setup.stage.weights}
+    owned, step = owned_states(setup.optimizer, setup.models), facts["step"]
     untrained = [state.name for state in owned if step and not stored.has(by_name[state.name], MOMENTS[0])]
     if untrained:
         more = f" and {len(untrained) - 1} others" if len(untrained) > 1 else ""
@@ -234,16 +234,16 @@ def _load_optimizer(stored: TrainingDirectory, source: Source, parts: Parts) -> 
             f"trained now; freeze the same weights as before, add --no-load-optim to continue with new optimizer "
             f"state, or --finetune to start at step 0 from the weights."
         )
-    copies = parts.mesh.groups.dp_cp
-    is_shared = not is_split(parts.optimizer) and copies.size() > 1
+    copies = setup.mesh.groups.dp_cp
+    is_shared = not is_split(setup.optimizer) and copies.size() > 1
     chosen = readers([state.main.nbytes for state in owned], copies.size() if is_shared else 1)
     for state, reader in zip(owned, chosen, strict=True):
         if is_shared and reader != copies.rank():
             if step:
                 state.restore_moments(step, None)
             continue
-        weight, place = by_name[state.name], (parts.mesh.tp_size, parts.mesh.tp_rank)
-        memory = MemoryLayout.of(weight, parts.mesh.tp_size)
+        weight, place = by_name[state.name], (setup.mesh.tp_size, setup.mesh.tp_rank)
+        memory = MemoryLayout.of(weight, setup.mesh.tp_size)
         start, stop = memory.real_range(state.start, state.stop)
         if state.is_copy:
             values = (stored.read_state(weight, "master", *place, start, stop) if stored.has(weight, "master") else
@@ -255,7 +255,7 @@ def _load_optimizer(stored: TrainingDirectory, source: Source, parts: Parts) -> 
                 for moment in MOMENTS
             })
     if facts["grad_scaler"] is not None:
-        restore_scaler(parts.optimizer, facts["grad_scaler"])
+        restore_scaler(setup.optimizer, facts["grad_scaler"])
     return list(zip(owned, chosen, strict=True)) if is_shared else ()
 
 
@@ -267,9 +267,9 @@ def _broadcast(shared: Sequence[tuple[OwnedState, int]], mesh: Mesh) -> None:
             dist.broadcast(tensor, dist.get_global_rank(group, reader), group)
 
 
-def _load_random(stored: TrainingDirectory, parts: Parts) -> tuple[str, ...]:
+def _load_random(stored: TrainingDirectory, setup: Setup) -> tuple[str, ...]:
     """Restore random states; return notes for the user."""
-    manifest, mesh, device = stored.manifest, parts.mesh, parts.stage.device
+    manifest, mesh, device = stored.manifest, setup.mesh, setup.stage.device
     if (manifest.world_size, manifest.tp_size, manifest.pp_size) != (mesh.world_size, mesh.tp_size, mesh.pp_size):
         return ("the checkpoint was saved under another layout, so random states are not restored",)
     names = device.random_states().keys()

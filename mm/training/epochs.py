@@ -26,7 +26,7 @@ def with_steps(run: Run, opened: Opened, notes: list[str]) -> Run:
     if epochs is None or opened.samples is None or (opened.sources is None and not run.args.finetune):
         return run
     with collected([]):
-        dataset = opened.samples.parts["training"]
+        dataset = opened.samples.splits["training"]
         source = None if opened.sources is None or run.args.finetune else opened.sources.trained(run)
         iteration, consumed, began_at = _progress(run, source, dataset)
         num_steps = num_steps_of(epochs, len(dataset), run.global_batch_size, iteration, consumed, began_at)

@@ -15,7 +15,7 @@ from mm.data.feed.validation import ValidationPlan, ValidationReader, in_between
 from mm.data.index.contents import TrainedOn
 from mm.data.index.dataset import Dataset
 from mm.data.order.sampler import order_description, order_of
-from mm.data.order.stream import SampleOrder, Step
+from mm.data.order.stream import SampleOrder, StepSamples
 from mm.data.record_name import BadSample
 from mm.ending import print_notes
 from mm.model.stage import Stage
@@ -49,7 +49,7 @@ class Feed:
 class _Opened:
     """What a rank that owns data has opened."""
 
-    open_loader: Callable[[Iterable[Step]], StepLoader]
+    open_loader: Callable[[Iterable[StepSamples]], StepLoader]
     data: TrainedOn
     num_samples: int
     make_order: Callable[[], SampleOrder]
@@ -97,7 +97,7 @@ def _open(
     fingerprint: str | None,
 ) -> _Opened:  # fmt: skip
     """What a rank that owns data reads its steps from."""
-    args, gauge, dataset = run.args, samples.gauge, samples.parts["training"]
+    args, gauge, dataset = run.args, samples.gauge, samples.splits["training"]
     skips = args.bad_sample == "skip"
     quarantine = _quarantine(run, mesh, dataset, dataset.skipped) if skips else None
     then, now, order = progress.data, dataset.contents(), order_description(run)
@@ -105,7 +105,7 @@ def _open(
     data = TrainedOn(now, order=order) if then is None else then.followed_by(now, order, consumed, args.allow_new_data)
     own_run = replace(run, notes=())  # notes do not pickle
     make_order = partial(order_of, own_run, dataset.columns, mesh.dp_rank, consumed - data.began_at)
-    reader = ValidationReader.of(run, samples.parts["validation"], gauge, mesh.dp_rank) if validates_now else None
+    reader = ValidationReader.of(run, samples.splits["validation"], gauge, mesh.dp_rank) if validates_now else None
     validation_quarantine = None if reader is None or not skips else (
         _quarantine(run, mesh, reader.dataset, reader.dataset.skipped if run.data.val_dataset else []))
     open_loader = partial(StepLoader, dataset, gauge.encoder, num_workers=args.num_workers, skips_bad=skips,

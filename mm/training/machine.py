@@ -17,7 +17,7 @@ import psutil
 from packaging.requirements import Requirement
 
 from mm.config.run import Run
-from mm.device.platform import Finding
+from mm.device.platform import MachineFinding
 from mm.device.platforms import PLATFORMS
 
 DISTRIBUTION = "qwen2_5_vl-3d"
@@ -93,7 +93,7 @@ def gloo_connections(run: Run, rank: int) -> int:
     return sum((size.bit_length() if is_lazy else size - 1) + FILES_OF_A_GROUP for size in sizes if size > 1)
 
 
-def _open_files(run: Run, node: Node) -> Iterator[Finding]:
+def _open_files(run: Run, node: Node) -> Iterator[MachineFinding]:
     if run.world_size == 1:
         return
     ranks = range(node.first_rank, node.first_rank + node.num_ranks)
@@ -122,7 +122,7 @@ def _num_owners(run: Run, node: Node) -> int:
     return sum(rank % step == 0 and rank < step * run.dp_size for rank in ranks)
 
 
-def _shared_memory(run: Run, node: Node) -> Iterator[Finding]:
+def _shared_memory(run: Run, node: Node) -> Iterator[MachineFinding]:
     owners, workers = _num_owners(run, node), run.args.num_workers
     if not owners or not workers or node.shared_bytes is None:
         return
@@ -138,7 +138,7 @@ def _shared_memory(run: Run, node: Node) -> Iterator[Finding]:
             f"remount,size={size} {_SHARED_MEMORY}`, or fewer --num-workers (0 needs none)")
 
 
-def _host_memory(run: Run, node: Node) -> Iterator[Finding]:
+def _host_memory(run: Run, node: Node) -> Iterator[MachineFinding]:
     owners, one = _num_owners(run, node), microbatch_pixel_bytes(run)
     least = RANK_BYTES * node.num_ranks
     # the current step, the next one, which is prepared meanwhile, and microbatches in flight from workers
@@ -152,7 +152,7 @@ def _host_memory(run: Run, node: Node) -> Iterator[Finding]:
             f"(`ps aux --sort=-rss | head`), or lower --num-workers, prefetch_factor or --global-batch-size")
 
 
-def _versions(node: Node) -> Iterator[Finding]:
+def _versions(node: Node) -> Iterator[MachineFinding]:
     for requirement in _requirements():
         version = node.versions.get(requirement.name)
         if version is not None and not requirement.specifier.contains(version, prereleases=True):

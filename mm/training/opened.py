@@ -11,7 +11,7 @@ from mm.config.run import Run
 from mm.data.encode.encoder import SampleEncoder
 from mm.data.index.dataset import Dataset, validation_dataset
 from mm.data.index.gauge import Gauge
-from mm.data.index.sample_files import Part
+from mm.data.index.sample_files import Split
 from mm.scoring.benchmarks import Items
 from mm.training.sources import Sources
 
@@ -21,7 +21,7 @@ class Samples:
     """The samples of a run, and the gauge with their encoder."""
 
     gauge: Gauge
-    parts: Mapping[Part, Dataset]
+    splits: Mapping[Split, Dataset]
 
     @classmethod
     def open(cls, run: Run, with_validation: bool) -> "Samples":
@@ -32,9 +32,9 @@ class Samples:
         """
         data, skips_bad, seed = replace(run.data, overwrite_cache=False), run.args.bad_sample == "skip", run.args.seed
         gauge = Gauge.from_config(data, run.model, run.args.seq_length)
-        parts: dict[Part, Dataset] = {"training": Dataset(data, skips_bad, gauge, seed)}
-        validation = validation_dataset(data, skips_bad, gauge, seed, parts["training"]) if with_validation else None
-        return cls(gauge, parts if validation is None else {**parts, "validation": validation})
+        splits: dict[Split, Dataset] = {"training": Dataset(data, skips_bad, gauge, seed)}
+        validation = validation_dataset(data, skips_bad, gauge, seed, splits["training"]) if with_validation else None
+        return cls(gauge, splits if validation is None else {**splits, "validation": validation})
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from mm.data.feed.quarantine import too_many_bad
 from mm.data.index.contents import TrainedOn
 from mm.data.index.dataset import Dataset, datasets, notes_of
 from mm.data.index.gauge import Gauge
-from mm.data.index.sample_files import Part
+from mm.data.index.sample_files import Split
 from mm.data.order.sampler import order_description
 from mm.data.sample import Image
 from mm.errors import UserError, collected
@@ -97,8 +97,8 @@ def check(run: Run) -> Checked:
     with collected(encoder_problems):
         if Path(run.data.model_name_or_path).is_dir():
             gauge = Gauge.from_config(run.data, run.model, run.args.seq_length)
-    parts = _sample_parts(run, gauge, sources, samples)
-    opened = Opened(sources, Samples(gauge, parts) if gauge is not None and "training" in parts else None)
+    splits = _sample_splits(run, gauge, sources, samples)
+    opened = Opened(sources, Samples(gauge, splits) if gauge is not None and "training" in splits else None)
     run = with_steps(run, opened, samples.notes)
     if run.args.num_train_epochs and run.args.train_iters:  # --train-iters itself is checked with the flags
         samples.problems.extend(step_problems(run.args))
@@ -167,7 +167,7 @@ def _check_start(run: Run, sources: Sources, found: Findings) -> None:
         scheduled(run, sources)
 
 
-def _sample_parts(run: Run, gauge: Gauge | None, sources: Sources | None, found: Findings) -> Mapping[Part, Dataset]:
+def _sample_splits(run: Run, gauge: Gauge | None, sources: Sources | None, found: Findings) -> Mapping[Split, Dataset]:
     """Open and check the samples for training and validation.
 
     A resumed run must have the samples of its checkpoint.  Without ``gauge``, because tokenizer or processor cannot be
@@ -176,22 +176,22 @@ def _sample_parts(run: Run, gauge: Gauge | None, sources: Sources | None, found:
     if not _has_samples(run):
         return {}
     problems, notes = found.problems, found.notes
-    parts = datasets(run.data, problems, run.args.bad_sample == "skip", gauge, run.args.seed)
-    notes += [*notes_of(parts), *_bad_notes(run, parts, problems)]
-    if (dataset := parts.get("training")) is None:
-        return parts
+    splits = datasets(run.data, problems, run.args.bad_sample == "skip", gauge, run.args.seed)
+    notes += [*notes_of(splits), *_bad_notes(run, splits, problems)]
+    if (dataset := splits.get("training")) is None:
+        return splits
     with collected(problems):
         if len(dataset) < run.global_batch_size:
             notes.append(f"{len(dataset)} samples are fewer than the {run.global_batch_size} of one step: each step "
                          f"repeats some")
         if gauge is not None:
             notes += [*_picture_notes(run, dataset, gauge), *_data_notes(run, dataset, sources)]
-    return parts
+    return splits
 
 
-def _bad_notes(run: Run, parts: Mapping[Part, Dataset], problems: list[str]) -> Iterator[str]:
+def _bad_notes(run: Run, splits: Mapping[Split, Dataset], problems: list[str]) -> Iterator[str]:
     """How many samples ``--bad-sample skip`` leaves out; adds to ``problems`` where training would refuse so many."""
-    for name, dataset in parts.items():
+    for name, dataset in splits.items():
         num_bad, num_samples = len(dataset.skipped), len(dataset) + len(dataset.skipped)
         if not num_bad or (name == "validation" and run.data.val_dataset is None):  # else counted with the training's
             continue
@@ -257,7 +257,7 @@ def _picture_notes(run: Run, dataset: Dataset, gauge: Gauge) -> list[str]:
         return []
     processors = gauge.encoder.images, image_processor(run.data, "llamafactory")
     for index in range(min(len(dataset), _NUM_COMPARED)):
-        for path in (part.path for part in dataset[index].media if isinstance(part, Image)):
+        for path in (item.path for item in dataset[index].media if isinstance(item, Image)):
             here, there = (math.prod(images.image_grid(path)) // images.merge_size**2 for images in processors)
             if here != there:
                 return [

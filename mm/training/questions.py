@@ -20,7 +20,7 @@ from mm.parallel.mesh import for_prompts
 from mm.scoring.questions import read_items, title_of
 from mm.scoring.results import PICTURES, Prediction, write_results
 from mm.training.opened import Questions
-from mm.training.step import Parts
+from mm.training.step import Setup
 from mm.training.validation import evaluating
 
 
@@ -36,22 +36,22 @@ class QuestionScores:
 class QuestionSet:
     """The questions, on rank 0, and the model in training."""
 
-    def __init__(self, run: Run, parts: Parts, opened: Questions | None = None) -> None:
+    def __init__(self, run: Run, setup: Setup, opened: Questions | None = None) -> None:
         """``opened`` is what the check before the run has opened on this rank.
 
         Raises UserError, the same on every rank.
         """
-        self._run, self._parts = run, parts
+        self._run, self._setup = run, setup
         self._asked = asked = evaluating_in_training(run.args, run.data, run.world_size)
         args, model, directory = run.args, run.model, run.data.model_name_or_path
-        mesh = for_prompts(parts.mesh, parts.stage.has_patch_embedding, args.distributed_timeout_minutes)
+        mesh = for_prompts(setup.mesh, setup.stage.has_patch_embedding, args.distributed_timeout_minutes)
         items = opened and opened.items
         self._items = together(mesh, lambda: items or read_items(asked) if mesh.rank == 0 else None)
         media = asked.asking.media_config(directory)
         encoder = read_encoder(media, model, mesh, opened and opened.encoder)
         stated = asked.asking.decoding(settings_in(Path(directory)))
         decoding = with_stop_tokens(stated, (), encoder, model.language, mesh)
-        self._session = Session(parts.stage, mesh, encoder, media, decoding)
+        self._session = Session(setup.stage, mesh, encoder, media, decoding)
         self._answers: dict[int, Prediction] = {}
 
     def is_due(self, iteration: int) -> bool:
@@ -67,7 +67,7 @@ class QuestionSet:
         started, session = time.perf_counter(), self._session
         folder = Path(self._asked.output) / f"iter_{iteration:07d}"
         batches, problems = on_first(session.mesh, lambda: self._prepared(folder))
-        with evaluating(self._parts):
+        with evaluating(self._setup):
             problems += answer_batches(session, batches, self._keep)
         scores = on_first(session.mesh, lambda: self._finish(folder, problems))
         return QuestionScores(scores, time.perf_counter() - started)

@@ -14,7 +14,7 @@ from mm.training.checkpoint import TrainingProgress
 from mm.training.metrics import MetricsWriter, ScoreMetrics, StepMetrics, ValidationMetrics
 from mm.training.questions import QuestionScores
 from mm.training.schedule import Schedule
-from mm.training.step import Parts
+from mm.training.step import Setup
 from mm.training.update import StepResult, clips_in_adam
 from mm.training.validation import ValidationLoss
 from mm.weights.groups import group_facts
@@ -36,13 +36,13 @@ def say_on_last_rank(mesh: Mesh) -> Say:
 class Reporter:
     """Writes the run's file, metrics and log lines on the last rank; on the others, nothing."""
 
-    def __init__(self, run: Run, parts: Parts, schedule: Schedule, first_iteration: int, say: Say) -> None:
+    def __init__(self, run: Run, setup: Setup, schedule: Schedule, first_iteration: int, say: Say) -> None:
         """``first_iteration``: the iteration that the run continues from; rows of later ones are dropped."""
-        self._run, self._parts, self._say = run, parts, say
+        self._run, self._setup, self._say = run, setup, say
         self._writer = None
-        mesh = parts.mesh
+        mesh = setup.mesh
         if mesh.rank == mesh.world_size - 1:
-            facts = {**resolved(run), "schedule": schedule.to_json(), "ran_on": _ran_on(run, parts),
+            facts = {**resolved(run), "schedule": schedule.to_json(), "ran_on": _ran_on(run, setup),
                      "optimizer_groups": group_facts(run.args, run.model)}
             self._writer = MetricsWriter(run.args, facts, first_iteration)
 
@@ -51,7 +51,7 @@ class Reporter:
         timers: Mapping[str, float] | None, epoch: float,
     ) -> None:  # fmt: skip
         """Report a step that took ``seconds``; ``epoch`` is the number of epochs so far."""
-        run, totals, mesh, device = self._run, plan.totals, self._parts.mesh, self._parts.stage.device
+        run, totals, mesh, device = self._run, plan.totals, self._setup.mesh, self._setup.stage.device
         if totals.num_target_tokens == 0:
             self._say(f"note: iteration {progress.iteration} has no target token: its loss is 0. Check the roles of "
                       f"the samples, and whether --seq-length {run.args.seq_length} cuts answers off")
@@ -118,13 +118,13 @@ class Reporter:
             self._writer.close()
 
 
-def _ran_on(run: Run, parts: Parts) -> dict[str, Any]:
+def _ran_on(run: Run, setup: Setup) -> dict[str, Any]:
     """Device, versions and kernels of this rank, for the run's file."""
     vision, language, tp_size = run.model.vision, run.model.language, run.tp_size
     towers = {"vision": (vision.num_attention_heads, vision.num_attention_heads, vision.head_dim, False),
               "language": (language.num_attention_heads, language.num_query_groups, language.kv_channels, True)}
-    device, dtype = parts.stage.device, parts.stage.config.params_dtype
+    device, dtype = setup.stage.device, setup.stage.config.params_dtype
     sdpa = {name: sdpa_backend(device, dtype, heads // tp_size, kv_heads // tp_size, head_dim, causal)
             for name, (heads, kv_heads, head_dim, causal) in towers.items()}
-    adam = next((one.optimizer for one in parts.optimizer.chained_optimizers), None)
-    return {**device_facts(device, adam), "sdpa": sdpa, "clips_in_adam": clips_in_adam(parts.optimizer, device)}
+    adam = next((one.optimizer for one in setup.optimizer.chained_optimizers), None)
+    return {**device_facts(device, adam), "sdpa": sdpa, "clips_in_adam": clips_in_adam(setup.optimizer, device)}

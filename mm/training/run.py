@@ -44,11 +44,11 @@ class Trainer:
         run, args = self.run, self.run.args
         stage = Stage(run.model, mesh, args.precision, device, args.loss_unit, run.num_pieces > 1)
         started = start(run, sources, self._schedule, stage, mesh, self._say)
-        self.parts, self.progress = started.parts, started.progress
-        watchdog.follow(stage.journal, self.parts.communicator)
+        self.setup, self.progress = started.setup, started.progress
+        watchdog.follow(stage.journal, self.setup.communicator)
         self.fingerprint = None if args.vision_feature_cache is None else vision_fingerprint(stage, mesh)
-        self.reporter = Reporter(run, self.parts, self._schedule, self.progress.iteration, self._say)
-        self.saver = Saver(run, self.parts, claim or Claim(), self._say, started.checkpoint, started.base)
+        self.reporter = Reporter(run, self.setup, self._schedule, self.progress.iteration, self._say)
+        self.saver = Saver(run, self.setup, claim or Claim(), self._say, started.checkpoint, started.base)
         self._ended_early = False
 
     def run_steps(self) -> None:
@@ -59,7 +59,7 @@ class Trainer:
         if first > last:
             self._say(f"the checkpoint is at iteration {last} of {self.run.args.train_iters}: nothing to train")
             return
-        observer = StepObserver(self.run.args, self.parts.stage, self.mesh, first, last, self._say)
+        observer = StepObserver(self.run.args, self.setup.stage, self.mesh, first, last, self._say)
         questions = self._questions(first, last)
         feed, keeper = self.feed(last - first + 1), self._keeper()
         validator = self._validator(feed)
@@ -94,7 +94,7 @@ class Trainer:
     def feed(self, num_steps: int) -> Feed:
         """Open the data for the next ``num_steps`` steps."""
         return open_feed(
-            self.run, self.mesh, self.parts.stage, self.progress, num_steps, self.fingerprint, self._samples)
+            self.run, self.mesh, self.setup.stage, self.progress, num_steps, self.fingerprint, self._samples)
 
     # Parts of the loop
 
@@ -108,19 +108,19 @@ class Trainer:
     def _questions(self, first: int, last: int) -> QuestionSet | None:
         """None if no step in this range asks questions."""
         is_asked = any(asks(self.run.args, iteration) for iteration in range(first, last + 1))
-        return QuestionSet(self.run, self.parts, self._opened_questions) if is_asked else None
+        return QuestionSet(self.run, self.setup, self._opened_questions) if is_asked else None
 
     def _keeper(self) -> FeatureKeeper | None:
         """The writer of the ViT feature cache, on ranks that have ViT features; else None."""
         args, mesh = self.run.args, self.mesh
-        if args.vision_feature_cache is None or not self.parts.stage.gives_features:
+        if args.vision_feature_cache is None or not self.setup.stage.gives_features:
             return None
         gib = args.vision_feature_cache_gib
         max_bytes = None if gib is None else int(gib * 2**30)
         return FeatureKeeper(args.vision_feature_cache, mesh.rank, max_bytes, mesh.dp_size * mesh.cp_size)
 
     def _validator(self, feed: Feed) -> Validator:
-        validator = Validator(self.run.args, self.parts, self._watchdog, feed.validation, self._say)
+        validator = Validator(self.run.args, self.setup, self._watchdog, feed.validation, self._say)
         self.progress = replace(self.progress, data=feed.trained_on, best=validator.begin(self.progress.best))
         self._ended_early = validator.ends(self.progress.best)
         return validator
@@ -129,18 +129,18 @@ class Trainer:
         """Train one step, and advance ``progress`` to ``iteration``."""
         self.saver.weights_change()
         with self._watchdog.step(iteration):
-            with self.parts.stage.journal.during(Work.DATA):
+            with self.setup.stage.journal.during(Work.DATA):
                 self._watchdog.plan = plan = next(feed.plans)
             if self.run.model.lora.dropout:
                 plan = replace(plan, dropout_seed=seed_of(self.run.args.seed, iteration))
             try:
-                result = step(self.parts, plan, self._schedule.at(self.progress.consumed_samples))
+                result = step(self.setup, plan, self._schedule.at(self.progress.consumed_samples))
             except AgreedError as error:
                 raise AgreedError(f"iteration {iteration}: {problem}" for problem in error.problems) from error
             consumed = self.progress.consumed_samples + self.run.global_batch_size
             self.progress = replace(self.progress, iteration=iteration, consumed_samples=consumed)
             if keeper is not None:
-                keeper.keep(self.parts.stage.take_features())
+                keeper.keep(self.setup.stage.take_features())
         return plan, result
 
     def _validate(self, validator: Validator, feed: Feed) -> None:

@@ -16,14 +16,14 @@ from mm.training.claim import Claim
 from mm.training.reporter import Say
 from mm.training.saves import BEST
 from mm.training.sources import qkv_order
-from mm.training.step import Parts
+from mm.training.step import Setup
 
 
 class Saver:
     """Saves and exports; tracks which checkpoint holds the current weights."""
 
     def __init__(
-        self, run: Run, parts: Parts, claim: Claim, say: Say, checkpoint: Path | None, base: Mapping[str, Any] | None
+        self, run: Run, setup: Setup, claim: Claim, say: Say, checkpoint: Path | None, base: Mapping[str, Any] | None
     ) -> None:
         """Arguments:
 
@@ -31,7 +31,7 @@ class Saver:
         - ``checkpoint``: the training checkpoint that the run starts from, or None
         - ``base``: the base model of adapters, as in ``CheckpointManifest``
         """
-        self._run, self._parts, self._claim, self._say, self._base = run, parts, claim, say, base
+        self._run, self._setup, self._claim, self._say, self._base = run, setup, claim, say, base
         self._checkpoint = checkpoint
 
     def is_due(self, iteration: int, is_last: bool) -> bool:
@@ -82,21 +82,21 @@ class Saver:
         try:
             source = self._checkpoint or self._save(temporary, progress, weights_only=True)
             self._say(f"exporting {source} to {' and '.join(targets.values())}")
-            on_first(self._parts.mesh, lambda: write(source))
+            on_first(self._setup.mesh, lambda: write(source))
         finally:
-            if not is_saved and self._parts.mesh.rank == 0 and Path(temporary).is_dir():
+            if not is_saved and self._setup.mesh.rank == 0 and Path(temporary).is_dir():
                 remove(temporary)
 
     def _save(
         self, directory: str, progress: TrainingProgress, *, weights_only: bool = False, keep_last: int | None = None
     ) -> Path:
-        args, parts = self._run.args, self._parts
-        with parts.stage.journal.during(Work.SAVE):
-            together(parts.mesh, self._claim.check)
+        args, setup = self._run.args, self._setup
+        with setup.stage.journal.during(Work.SAVE):
+            together(setup.mesh, self._claim.check)
             saved = state.save(
                 directory,
                 progress,
-                parts,
+                setup,
                 resolved(self._run),
                 save_optim=not (args.no_save_optim or weights_only),
                 save_rng=not (args.no_save_rng or weights_only),

@@ -17,7 +17,7 @@ from mm.training import checkpoint as state
 from mm.training.saves import continued, new_run_id, tidy_up
 from mm.training.schedule import Schedule, scheduled
 from mm.training.sources import Sources, checkpoint_of, consumed_by, open_start
-from mm.training.step import Parts
+from mm.training.step import Setup
 from mm.weights.trained import saved_among
 
 _NAMES = {Kind.HUGGING_FACE: "Hugging Face", Kind.MINDSPEED: "converted", Kind.TRAINING: "training",
@@ -26,9 +26,9 @@ _NAMES = {Kind.HUGGING_FACE: "Hugging Face", Kind.MINDSPEED: "converted", Kind.T
 
 @dataclass(frozen=True)
 class Start:
-    """A rank's parts with the weights that training starts from."""
+    """A rank's setup with the weights that training starts from."""
 
-    parts: Parts
+    setup: Setup
     progress: state.TrainingProgress
     checkpoint: Path | None = None
     """The training checkpoint that holds them."""
@@ -100,8 +100,8 @@ def start(
         load.initialize(stage, adapters, mesh, args.seed, run.model.language.init_method_std)
     elif sources.adapters.kind is not Kind.TRAINING:
         load.fill(stage, saved_among(stage.weights, run.model), sources.adapters, mesh)
-    parts = Parts.build(stage, mesh, args)
-    started = _progress(run, parts, sources)
+    setup = Setup.build(stage, mesh, args)
+    started = _progress(run, setup, sources)
     loaded = sources.adapters or whole
     for note in whole.notes if whole is not None and fills_whole else ():
         say(f"note: {note}")
@@ -119,18 +119,18 @@ def start(
     return replace(started, base=base, progress=replace(started.progress, run_id=run_id, schedule=schedule))
 
 
-def _progress(run: Run, parts: Parts, sources: Sources) -> Start:
+def _progress(run: Run, setup: Setup, sources: Sources) -> Start:
     """Continue from a training checkpoint, with its optimizer and random states if the flags ask for them."""
     args, resumed = run.args, sources.trained(run)
     if args.load is None or resumed is None:
-        return Start(parts, state.TrainingProgress(0, 0))
+        return Start(setup, state.TrainingProgress(0, 0))
     if resumed.kind is Kind.TRAINING:
-        progress = state.load(resumed, parts, load_optim=not args.no_load_optim, load_rng=not args.no_load_rng,
+        progress = state.load(resumed, setup, load_optim=not args.no_load_optim, load_rng=not args.no_load_rng,
                               finetune=args.finetune)
-        return Start(parts, progress, resumed.path)
+        return Start(setup, progress, resumed.path)
     if resumed.iteration is None or args.finetune:
-        return Start(parts, state.TrainingProgress(0, 0))
-    return Start(parts, state.TrainingProgress(
+        return Start(setup, state.TrainingProgress(0, 0))
+    return Start(setup, state.TrainingProgress(
         resumed.iteration, consumed_by(resumed, run),
         notes=("MindSpeed-MM trained it: optimizer state and random states start fresh",),
     ))

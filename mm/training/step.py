@@ -24,7 +24,7 @@ from mm.weights.trained import is_frozen
 
 
 @dataclass(frozen=True)
-class Parts:
+class Setup:
     """Everything one rank trains with, except data."""
 
     mesh: Mesh
@@ -35,7 +35,7 @@ class Parts:
     communicator: PipelineCommunicator
 
     @classmethod
-    def build(cls, stage: Stage, mesh: Mesh, args: Arguments) -> "Parts":
+    def build(cls, stage: Stage, mesh: Mesh, args: Arguments) -> "Setup":
         """Build everything around ``stage``, whose weights must already be filled, because the optimizer copies
         them."""
         settings = stage.config
@@ -54,21 +54,21 @@ def starts_ahead(args: Arguments, device: Device) -> bool:
     return args.overlap_p2p_communication or (device.starts_messages_ahead and not args.no_overlap_p2p_communication)
 
 
-def step(parts: Parts, plan: StepPlan, lr: float) -> StepResult:
+def step(setup: Setup, plan: StepPlan, lr: float) -> StepResult:
     """Train one step with learning rate ``lr``.
 
     Raises AgreedError on all ranks, with no weight changed, if the loss or a gradient is not finite.
     """
-    loss = forward_backward(parts, plan)
-    with parts.stage.journal.during(Work.UPDATE):
-        return update(parts.optimizer, loss, lr, parts.mesh, parts.stage.device)
+    loss = forward_backward(setup, plan)
+    with setup.stage.journal.during(Work.UPDATE):
+        return update(setup.optimizer, loss, lr, setup.mesh, setup.stage.device)
 
 
-def forward_backward(parts: Parts, plan: StepPlan) -> Tensor:
+def forward_backward(setup: Setup, plan: StepPlan) -> Tensor:
     """Compute the reduced gradients of the global batch into the parameters' buffers; return this rank's loss share.
 
     ``update`` sums the shares in one collective with the gradient norm.
     """
-    gradients.begin(parts.models, parts.stage.device.kernels.overwrites)
-    parts.optimizer.zero_grad()
-    return run_schedule(parts.models, plan, parts.communicator, parts.mesh)
+    gradients.begin(setup.models, setup.stage.device.kernels.overwrites)
+    setup.optimizer.zero_grad()
+    return run_schedule(setup.models, plan, setup.communicator, setup.mesh)

@@ -18,7 +18,7 @@ from mm.parallel.activity import Work
 from mm.parallel.agreement import all_of
 from mm.parallel.schedule import run_forward
 from mm.parallel.watchdog import Watchdog
-from mm.training.step import Parts
+from mm.training.step import Setup
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,10 @@ class Validator:
     """The validations of a run, which may end it early."""
 
     def __init__(
-        self, args: Arguments, parts: Parts, watchdog: Watchdog, plan: ValidationPlan | None, say: Callable[[str], None]
+        self, args: Arguments, setup: Setup, watchdog: Watchdog, plan: ValidationPlan | None, say: Callable[[str], None]
     ) -> None:
         """``plan`` is None without validation; ``say`` reports to the user."""
-        self._args, self._parts, self._watchdog, self._plan, self._say = args, parts, watchdog, plan, say
+        self._args, self._setup, self._watchdog, self._plan, self._say = args, setup, watchdog, plan, say
 
     def begin(self, best: BestSoFar) -> BestSoFar:
         """The lowest loss before the run's first step, reset if the samples changed."""
@@ -84,7 +84,7 @@ class Validator:
     def validate(self, plans: Iterator[StepPlan], iteration: int) -> ValidationLoss:
         """The loss of the current weights; takes one validation's plans from ``plans``."""
         assert self._plan is not None, "it is due only with a plan"
-        return validate(self._parts, plans, self._plan.num_plans, self._watchdog, iteration)
+        return validate(self._setup, plans, self._plan.num_plans, self._watchdog, iteration)
 
     def ends(self, best: BestSoFar) -> bool:
         """Whether the run ends because of ``--early-stopping-patience``; the same on every rank, because losses are."""
@@ -93,7 +93,7 @@ class Validator:
 
 
 def validate(
-    parts: Parts, data: Iterator[StepPlan], num_plans: int, watchdog: Watchdog, iteration: int
+    setup: Setup, data: Iterator[StepPlan], num_plans: int, watchdog: Watchdog, iteration: int
 ) -> ValidationLoss:
     """The loss of the current weights over the next ``num_plans`` plans of ``data``.
 
@@ -102,17 +102,17 @@ def validate(
     started = time.perf_counter()
     total: Fraction | None = Fraction(0)
     num_samples = num_target_tokens = 0
-    counts = parts.mesh.tp_rank == 0 and any(chunk.spec.has_head for chunk in parts.stage.chunks)
-    with evaluating(parts):
+    counts = setup.mesh.tp_rank == 0 and any(chunk.spec.has_head for chunk in setup.stage.chunks)
+    with evaluating(setup):
         for _ in range(num_plans):
             with watchdog.step(iteration, "validation"):
-                with parts.stage.journal.during(Work.DATA):
+                with setup.stage.journal.during(Work.DATA):
                     watchdog.plan = plan = next(data)
-                losses = run_forward(parts.models, plan, parts.communicator, parts.mesh).tolist()  # waits for the plan
+                losses = run_forward(setup.models, plan, setup.communicator, setup.mesh).tolist()  # waits for the plan
             num_samples += plan.totals.num_target_samples
             num_target_tokens += plan.totals.num_target_tokens
             total = _added(total, losses if counts else [])
-    sums = [value for _, value in all_of(((parts.mesh.rank, total),), parts.mesh.control_group)]
+    sums = [value for _, value in all_of(((setup.mesh.rank, total),), setup.mesh.control_group)]
     is_known = num_target_tokens > 0 and None not in sums
     loss = float(sum(value for value in sums if value is not None) / num_target_tokens) if is_known else None
     return ValidationLoss(loss, num_samples, num_target_tokens, time.perf_counter() - started)
@@ -126,14 +126,14 @@ def _added(total: Fraction | None, values: list[float]) -> Fraction | None:
 
 
 @contextmanager
-def evaluating(parts: Parts) -> Iterator[None]:
+def evaluating(setup: Setup) -> Iterator[None]:
     """Switch the modules to evaluation mode, with the gathered weights of the last update."""
-    for model in parts.models:
+    for model in setup.models:
         if model.ddp_config.overlap_param_gather:
             model.start_param_sync(force_sync=True)
         model.eval()
     try:
         yield
     finally:
-        for model in parts.models:
+        for model in setup.models:
             model.train()

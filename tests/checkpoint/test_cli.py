@@ -12,7 +12,7 @@ from jsonargparse import ArgumentParser
 from safetensors.torch import load_file, save_file
 
 from checkpoint.cli import main
-from checkpoint.options import Layers, read_lists
+from checkpoint.options import LayerLists, read_lists
 from mm.errors import UserError
 from tests.checkpoint.models import SmallModel, files, run, weights
 
@@ -103,9 +103,9 @@ def test_as_a_program(hf, tmp_path):
     assert "legal sizes are 1, 2." in done.stderr
 
 
-def parse_layers(text: str) -> Layers:
+def parse_layers(text: str) -> LayerLists:
     parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--layers", type=Layers)
+    parser.add_argument("--layers", type=LayerLists)
     return parser.parse_args([f"--layers={text}"]).layers
 
 

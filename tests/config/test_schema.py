@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 from mm.config.data import Paths
 from mm.config.foreign import Fixed, Inert
 from mm.config.model import Layers
-from mm.config.schema import STRICT, Count, Int, Key, Number, OrDefault, Read, read_settings
+from mm.config.schema import STRICT, Count, Int, Key, Number, OrDefault, ReadSettings, read_settings
 from mm.errors import UserError
 
 
@@ -57,7 +57,7 @@ def write(tmp_path, text: str) -> Path:
     return path
 
 
-def built(tmp_path, tower: str) -> Read[Tower]:
+def built(tmp_path, tower: str) -> ReadSettings[Tower]:
     return read_settings(write(tmp_path, '{\n"tower": ' + tower + "\n}"), Tower, TABLES, rules)
 
 

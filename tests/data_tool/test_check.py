@@ -162,9 +162,9 @@ def test_a_broken_val_dataset_is_reported(flags: list[str], tmp_path: Path, caps
         block = told.out.split(f"{part.capitalize()} samples\n")[1]
         found = re.search(rf"records in the files +(\d+)\nleft out +(\d+), .*\nsamples for {part} +(\d+)\n", block)
         assert found and tuple(map(int, found.groups())) == counts
-    assert main(["show", *own, "--part", "validation", "--sample", "1"]) == 0
+    assert main(["show", *own, "--split", "validation", "--sample", "1"]) == 0
     assert capsys.readouterr().out.startswith(f"{tmp_path}/val.json")
-    assert main(["show", *own, "--part", "validation", "--sample", "2"]) == 2
+    assert main(["show", *own, "--split", "validation", "--sample", "2"]) == 2
     assert "there are 2 samples for validation" in capsys.readouterr().err
     (tmp_path / "val.json").write_text(json.dumps([bad]))
     assert main(["check", *own]) == 2
@@ -185,7 +185,7 @@ def test_counts_add_up_with_val_rate(flags: list[str], tmp_path: Path, capsys) -
     assert told.err == ""  # of stats
     drawn = set()
     for seed in ("1", "2"):  # as --seed of the training draws them
-        assert main(["show", *own, "--part", "validation", "--seed", seed]) == 0
+        assert main(["show", *own, "--split", "validation", "--seed", seed]) == 0
         drawn.add(capsys.readouterr().out)
     assert len(drawn) == 2
     assert main(["show", *flags, "--part", "validation"]) == 2

@@ -89,7 +89,7 @@ def train(kernels: Kernels, mesh: Any, freeze: tuple[str, ...] = ()) -> tuple[fl
     from mm.config import flags as arguments
     from mm.model.load import set_weight
     from mm.model.stage import Stage
-    from mm.training.step import Parts, forward_backward
+    from mm.training.step import Setup, forward_backward
     from mm.training.update import update
 
     config = our_config(((4,),), ((4,),), freeze=freeze)
@@ -102,15 +102,15 @@ def train(kernels: Kernels, mesh: Any, freeze: tuple[str, ...] = ()) -> tuple[fl
     tensors = hf_tensors(hf_model())
     for weight in stage.weights:
         set_weight(stage, weight, whole(weight, tensors), mesh)
-    parts = Parts.build(stage, mesh, args)
+    setup = Setup.build(stage, mesh, args)
     generator = torch.Generator().manual_seed(3)
     samples = [random_sample(generator, grids, 10 + 4 * index) for index, grids in enumerate(GRIDS)]
     batches = tuple(microbatch(samples[start : start + 2]) for start in range(0, len(samples), 2))
     plan = StepPlan(batches, BatchTotals.of(list(batches), config.vision))
-    loss = forward_backward(parts, plan)
+    loss = forward_backward(setup, plan)
     trained = {name: p for name, p in stage.named_parameters() if p.requires_grad}
     gradients = {name: p.main_grad.clone() for name, p in trained.items()}
-    result = update(parts.optimizer, loss, 1e-3, mesh, device)
+    result = update(setup.optimizer, loss, 1e-3, mesh, device)
     return result.loss, gradients, {name: p.detach().clone() for name, p in trained.items()}
 
 

@@ -57,7 +57,7 @@ class Case:
     cp_size: int = 1
     is_ring: bool = False
     lora_rank: int = 0
-    """Rank of the adapters on all linear layers of trained parts; 0: no adapters."""
+    """Rank of the adapters on all linear layers of trained setup; 0: no adapters."""
     forward_only: bool = False
     """A validation in place of a step."""
 
@@ -66,7 +66,7 @@ class Case:
         vision, language = self.layers or ((model.vision.num_layers,), (model.language.num_layers,))
         recompute = RECOMPUTE[self.recompute]
         full = model.vision.fullatt_block_indexes if self.full_attention is None else self.full_attention
-        parts = {
+        setup = {
             "vision": dataclasses.replace(
                 model.vision, num_layers=sum(vision), pipeline_num_layers=(vision,), recompute=recompute,
                 fullatt_block_indexes=tuple(layer for layer in full if layer < sum(vision)),
@@ -79,7 +79,7 @@ class Case:
             "projector": dataclasses.replace(model.projector, freeze="projector" in self.freeze),
         }  # fmt: skip
         lora = LoraConfig(("all-linear",), r=self.lora_rank) if self.lora_rank else LoraConfig()
-        return dataclasses.replace(model, **parts, freeze_modules=self.freeze_modules, lora=lora)
+        return dataclasses.replace(model, **setup, freeze_modules=self.freeze_modules, lora=lora)
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> T
     from mm.model.flops import training_flops
     from mm.model.stage import Chunk, Stage
     from mm.parallel.schedule import run_forward
-    from mm.training.step import Parts, step
+    from mm.training.step import Setup, step
     from tests.microbatches import own_pixels, random_microbatch
 
     def record_phase(chunk: Chunk, phase: str) -> None:
@@ -167,15 +167,15 @@ def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> T
         for chunk in stage.chunks:
             record_phase(chunk, "prepare")
             record_phase(chunk, "forward")
-        parts = Parts.build(stage, mesh, args)
-        parts.optimizer.prepare_grads()
-        parts.optimizer.step_with_ready_grads()  # makes Adam's moments, which only the first step of a run does
+        setup = Setup.build(stage, mesh, args)
+        setup.optimizer.prepare_grads()
+        setup.optimizer.step_with_ready_grads()  # makes Adam's moments, which only the first step of a run does
         plan = StepPlan(tuple(own_pixels(one, mesh.context) for one in batch), totals)
         recorder.start()
         if case.forward_only:
-            run_forward(parts.models, plan, parts.communicator, mesh)
+            run_forward(setup.models, plan, setup.communicator, mesh)
         else:
-            step(parts, plan, lr=1e-5)
+            step(setup, plan, lr=1e-5)
     operators: dict[str, dict[str, Tally]] = {phase: {} for phase in PHASES}
     for (phase, name), tally in recorder.tallies.items():
         operators[phase][name] = tally

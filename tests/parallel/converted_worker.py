@@ -48,7 +48,7 @@ def random_run(tied: bool, seed: int) -> Run:
 
 def start_from(run: Run, directory: Path) -> None:
     """What ``--load`` does."""
-    fill(run.parts.stage, run.parts.stage.weights, open_to_train(directory, run.config), run.mesh)
+    fill(run.setup.stage, run.setup.stage.weights, open_to_train(directory, run.config), run.mesh)
 
 
 def trained(run: Run) -> dict:

@@ -87,21 +87,21 @@ def run_case(case: LoraCase) -> dict:
     expected = reference(case.without_layout)
     engine = start(case, expected["before"])
     if case.layout.overlap:  # the first pass only learns which gradients to wait for
-        forward_backward(engine.parts, engine.plan)
+        forward_backward(engine.setup, engine.plan)
     losses = []
     for step in range(NUM_STEPS):
-        loss = forward_backward(engine.parts, engine.plan)
+        loss = forward_backward(engine.setup, engine.plan)
         if step == 0:
             by_gradient, uncovered = gradient_errors(engine, expected["gradients"])
         losses.append(engine.update(loss).loss)
     engine.loss()  # with overlapped gathering the updated weights arrive in this pass
     by_weight = {name: relative_error([(parameter.detach(), engine.cut(expected["after"], name))], None)
-                 for name, parameter in engine.parts.stage.named_parameters()}
-    buffers = sum(one.numel() for model in engine.parts.models for buffer in model.buffers for one in buffer.params)
-    trained = sum(one.numel() for _, one in engine.parts.stage.named_parameters() if one.requires_grad)
-    owned = owned_states(engine.parts.optimizer, engine.parts.models)
+                 for name, parameter in engine.setup.stage.named_parameters()}
+    buffers = sum(one.numel() for model in engine.setup.models for buffer in model.buffers for one in buffer.params)
+    trained = sum(one.numel() for _, one in engine.setup.stage.named_parameters() if one.requires_grad)
+    owned = owned_states(engine.setup.optimizer, engine.setup.models)
     moments = sum(one.tensors()[moment].numel() for one in owned for moment in MOMENTS)
-    weights = sum(one.numel() for _, one in engine.parts.stage.named_parameters())
+    weights = sum(one.numel() for _, one in engine.setup.stage.named_parameters())
     counts = (buffers, trained, moments, sum(one.is_copy for one in owned), weights)
     gathered: list = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (by_gradient, by_weight, uncovered, counts))
@@ -132,7 +132,7 @@ def run_dropped(case: LoraCase) -> dict:
         engine.plan = replace(engine.plan, dropout_seed=seed)
         found.append(engine.loss())
     engine.plan = replace(engine.plan, dropout_seed=DROPOUT_SEED)
-    result = engine.update(forward_backward(engine.parts, engine.plan))
+    result = engine.update(forward_backward(engine.setup, engine.plan))
     parallel.stop_mesh()
     return {"losses": found, "grad_norm": result.grad_norm}
 
@@ -152,32 +152,32 @@ def run_files(name: str, directory: Path) -> dict:
     base = {"path": str(hf), "crc32": model_crc32(open_base(hf, model_of(case)))}
 
     def steps(engine: Engine, num_steps: int) -> list[float]:
-        return [engine.update(forward_backward(engine.parts, engine.plan)).loss for _ in range(num_steps)]
+        return [engine.update(forward_backward(engine.setup, engine.plan)).loss for _ in range(num_steps)]
 
     def weights(engine: Engine) -> dict[str, Tensor]:
-        return {name: one.detach().clone() for name, one in engine.parts.stage.named_parameters()}
+        return {name: one.detach().clone() for name, one in engine.setup.stage.named_parameters()}
 
     engine = start(case, expected["before"])
     steps(engine, 1)
-    folder = state.save(directory / "save", state.TrainingProgress(1, 12), engine.parts, {}, base=base)
+    folder = state.save(directory / "save", state.TrainingProgress(1, 12), engine.setup, {}, base=base)
     our_loss, straight, after = engine.loss(), steps(engine, 2), weights(engine)
     parallel.stop_mesh()
     zeros = {name: one if ".lora_" not in name and "merger" not in name else torch.zeros_like(one)
              for name, one in expected["before"].items()}
     engine = start(case, zeros)
-    state.load(open_adapters(directory / "save", engine.parts.stage.model), engine.parts)
+    state.load(open_adapters(directory / "save", engine.setup.stage.model), engine.setup)
     resumed = steps(engine, 2)
     different = [name for name, one in weights(engine).items() if not torch.equal(one, after[name])]
     parallel.stop_mesh()
     engine = start(LoraCase(other, MIXED), zeros)
-    state.load(open_adapters(directory / "save", engine.parts.stage.model), engine.parts)
+    state.load(open_adapters(directory / "save", engine.setup.stage.model), engine.setup)
     other_layout = steps(engine, 2)
     parallel.stop_mesh()
     found = _exported(case, folder, hf, directory) if dist.get_rank() == 0 else {}
     dist.barrier()
     engine = start(case, zeros)
     adapters = open_adapters(directory / "peft", model_of(case))
-    fill(engine.parts.stage, saved_among(engine.parts.stage.weights, model_of(case)), adapters, engine.parts.mesh)
+    fill(engine.setup.stage, saved_among(engine.setup.stage.weights, model_of(case)), adapters, engine.setup.mesh)
     loaded = engine.loss()
     parallel.stop_mesh()
     return {"straight": straight, "resumed": resumed, "other_layout": other_layout, "different_weights": different,

@@ -34,7 +34,7 @@ from mm.model.stage import Stage  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.placement import Placement  # noqa: E402
 from mm.training.optimizer_state import owned_states  # noqa: E402
-from mm.training.step import Parts, forward_backward  # noqa: E402
+from mm.training.step import Setup, forward_backward  # noqa: E402
 from mm.training.update import StepResult, update  # noqa: E402
 from mm.weights.memory import MemoryLayout  # noqa: E402
 from mm.weights.names import published_name  # noqa: E402
@@ -126,24 +126,24 @@ class Engine:
     case: Case
     config: ModelConfig
     placement: Placement
-    parts: Parts
+    setup: Setup
     weights: dict[str, Weight]
     plan: StepPlan
 
     def cut(self, tensors: dict[str, Tensor], name: str) -> Tensor:
         """This rank's part of weight ``name`` made from Hugging Face tensors, padded with zeros as in memory."""
-        weight, mesh = self.weights[name], self.parts.mesh
+        weight, mesh = self.weights[name], self.setup.mesh
         part = shard(weight, whole(weight, tensors), mesh.tp_size, mesh.tp_rank)
         return MemoryLayout.of(weight, mesh.tp_size).pad_whole(part)
 
     def update(self, loss: Tensor) -> StepResult:
-        return update(self.parts.optimizer, loss, LR, self.parts.mesh, self.parts.stage.device)
+        return update(self.setup.optimizer, loss, LR, self.setup.mesh, self.setup.stage.device)
 
     def loss(self) -> float:
         """The loss of the global batch, from a forward and backward pass; the shares of a head's ranks count once."""
-        loss = forward_backward(self.parts, self.plan)
-        dist.all_reduce(loss, group=self.parts.mesh.groups.dp_cp)
-        dist.all_reduce(loss, group=self.parts.mesh.groups.pp)
+        loss = forward_backward(self.setup, self.plan)
+        dist.all_reduce(loss, group=self.setup.mesh.groups.dp_cp)
+        dist.all_reduce(loss, group=self.setup.mesh.groups.pp)
         return float(loss)
 
 
@@ -194,7 +194,7 @@ def build(case: Case, before: dict[str, Tensor], config: ModelConfig | None = No
     totals = BatchTotals.of([one for rank in batches for one in rank], config.vision)
     mine = (deal_images(one, config, case.cp) for one in batches[mesh.dp_rank])
     plan = StepPlan(tuple(own_pixels(one, mesh.context) for one in mine), totals)
-    return Engine(case, config, placement, Parts.build(stage, mesh, args), weights, plan)
+    return Engine(case, config, placement, Setup.build(stage, mesh, args), weights, plan)
 
 
 def _fused(device: Device) -> Device:
@@ -206,37 +206,37 @@ def _fused(device: Device) -> Device:
 
 def gradient_errors(engine: Engine, expected: dict[str, Tensor]) -> tuple[dict[str, float], list[str]]:
     """Relative error of each reduced gradient, over all replicas; and parameters whose cuts do not cover them."""
-    ranges = {one.name: (one.start, one.stop) for one in owned_states(engine.parts.optimizer, engine.parts.models)}
+    ranges = {one.name: (one.start, one.stop) for one in owned_states(engine.setup.optimizer, engine.setup.models)}
     copies = 1 if engine.case.distributed_optimizer else engine.case.dp * engine.case.cp
     errors, uncovered = {}, []
-    for name, parameter in engine.parts.stage.named_parameters():
+    for name, parameter in engine.setup.stage.named_parameters():
         if not parameter.requires_grad:
             continue
         start, end = ranges.get(name, (0, 0))
         covered = torch.tensor(end - start)
-        dist.all_reduce(covered, group=engine.parts.mesh.groups.dp_cp)
+        dist.all_reduce(covered, group=engine.setup.mesh.groups.dp_cp)
         if int(covered) != parameter.numel() * copies:
             uncovered.append(name)
         pair = (parameter.main_grad.flatten()[start:end], engine.cut(expected, name).flatten()[start:end])
-        errors[name] = relative_error([pair], engine.parts.mesh.groups.dp_cp)
+        errors[name] = relative_error([pair], engine.setup.mesh.groups.dp_cp)
     return errors, uncovered
 
 
 def refuses_a_gradient_that_is_not_finite(case: Case) -> bool:
     """Whether one NaN on the last rank makes every rank refuse the update, with all weights as they were."""
     engine = build(case, hf_tensors(hf_model(case.tied)))
-    loss = forward_backward(engine.parts, engine.plan)
-    before = {name: one.detach().clone() for name, one in engine.parts.stage.named_parameters()}
-    ranges = {one.name: (one.start, one.stop) for one in owned_states(engine.parts.optimizer, engine.parts.models)}
+    loss = forward_backward(engine.setup, engine.plan)
+    before = {name: one.detach().clone() for name, one in engine.setup.stage.named_parameters()}
+    ranges = {one.name: (one.start, one.stop) for one in owned_states(engine.setup.optimizer, engine.setup.models)}
     name, (start, _) = next(item for item in ranges.items() if item[0].endswith("linear_qkv.weight"))
-    if engine.parts.mesh.rank == engine.parts.mesh.world_size - 1:
-        engine.parts.stage.get_parameter(name).main_grad.view(-1)[start] = float("nan")
+    if engine.setup.mesh.rank == engine.setup.mesh.world_size - 1:
+        engine.setup.stage.get_parameter(name).main_grad.view(-1)[start] = float("nan")
     try:
         engine.update(loss)
         refused = False
     except AgreedError:
-        refused = all(torch.equal(before[name], one) for name, one in engine.parts.stage.named_parameters())
-    gathered: list = [None] * engine.parts.mesh.world_size
+        refused = all(torch.equal(before[name], one) for name, one in engine.setup.stage.named_parameters())
+    gathered: list = [None] * engine.setup.mesh.world_size
     dist.all_gather_object(gathered, refused)
     parallel.stop_mesh()
     return all(gathered)
@@ -246,15 +246,15 @@ def run_case(case: Case) -> dict:
     expected = reference(case.without_layout)
     engine = build(case, expected["before"])
     # With overlapped reduction the first pass only learns which gradients to wait for.
-    forward_backward(engine.parts, engine.plan)
-    loss = forward_backward(engine.parts, engine.plan)
+    forward_backward(engine.setup, engine.plan)
+    loss = forward_backward(engine.setup, engine.plan)
     by_gradient, uncovered = gradient_errors(engine, expected["gradients"])
     result = engine.update(loss)
     # With overlapped gathering the updated weights arrive in this pass.
     loss_after = engine.loss()
     by_weight = {
         name: relative_error([(parameter.detach(), engine.cut(expected["after"], name))], None)
-        for name, parameter in engine.parts.stage.named_parameters()
+        for name, parameter in engine.setup.stage.named_parameters()
     }
     gathered: list = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (by_gradient, by_weight, uncovered))

@@ -80,19 +80,19 @@ def run_case(case: Case) -> dict:
     from tests.tiny import hf_model, hf_tensors
 
     engine = parity_worker.build(case, hf_tensors(hf_model(case.tied)))
-    forward_backward(engine.parts, engine.plan)
-    parts, trace, events = engine.parts, Trace([]), []
-    trace.num_trained_chunks = sum(any(one.requires_grad for one in chunk.parameters()) for chunk in parts.stage.chunks)
-    for model in parts.models:
+    forward_backward(engine.setup, engine.plan)
+    setup, trace, events = engine.setup, Trace([]), []
+    trace.num_trained_chunks = sum(any(one.requires_grad for one in chunk.parameters()) for chunk in setup.stage.chunks)
+    for model in setup.models:
         model.zero_grad_buffer()
-    parts.stage.journal.listener = Coming(trace, parts.communicator)
-    with counting(trace, parts.stage), recording(events):
-        run_schedule(parts.models, engine.plan, parts.communicator, parts.mesh)
+    setup.stage.journal.listener = Coming(trace, setup.communicator)
+    with counting(trace, setup.stage), recording(events):
+        run_schedule(setup.models, engine.plan, setup.communicator, setup.mesh)
     found = {
         **{name: value for name, value in vars(trace).items() if name != "in_host_work"},
         "messages": [[type(event).__name__, *dataclasses.astuple(event)] for event in events],
-        "num_in_flight": len(parts.communicator._in_flight),
-        "refuses_leftovers": _refuses_leftovers(engine) if parts.mesh.pp_rank == 0 else None,
+        "num_in_flight": len(setup.communicator._in_flight),
+        "refuses_leftovers": _refuses_leftovers(engine) if setup.mesh.pp_rank == 0 else None,
     }
     parallel.stop_mesh()
     return found
@@ -114,7 +114,7 @@ def step_with_a_late_last_stage(
     from tests.tiny import hf_model, hf_tensors
 
     engine = parity_worker.build(case, hf_tensors(hf_model(case.tied)))
-    communicator, mesh = engine.parts.communicator, engine.parts.mesh
+    communicator, mesh = engine.setup.communicator, engine.setup.mesh
     store, key = dist.distributed_c10d._get_default_store(), f"the last stage may begin: {case.name} {mesh.dp_rank}"
     take, end = communicator.take, communicator.end
 
@@ -134,7 +134,7 @@ def step_with_a_late_last_stage(
         watch_first(communicator, let_begin)
     elif mesh.pp_rank == mesh.pp_size - 1:
         communicator.take = take_late
-    forward_backward(engine.parts, engine.plan)
+    forward_backward(engine.setup, engine.plan)
     parallel.stop_mesh()
     return engine
 
@@ -142,7 +142,7 @@ def step_with_a_late_last_stage(
 def runs_ahead(case: Case) -> bool:
     """A step that would never end if the first stage had to wait for the last before it has done its part."""
     engine = step_with_a_late_last_stage(case, lambda *_: None)
-    return len(engine.plan.microbatches) > engine.parts.mesh.pp_size
+    return len(engine.plan.microbatches) > engine.setup.mesh.pp_size
 
 
 def runs_to_its_limit(case: Case) -> dict | None:
@@ -164,13 +164,13 @@ def runs_to_its_limit(case: Case) -> dict | None:
 
         communicator._run = run_and_count
 
-    parts = step_with_a_late_last_stage(case, count).parts
-    return {"limit": parts.communicator._most_in_flight, "most": most} if parts.mesh.pp_rank == 0 else None
+    setup = step_with_a_late_last_stage(case, count).setup
+    return {"limit": setup.communicator._most_in_flight, "most": most} if setup.mesh.pp_rank == 0 else None
 
 
 def _refuses_leftovers(engine: "Engine") -> bool:  # noqa: F821
     """Whether a step that ends before all of its messages were exchanged is refused."""
-    communicator = engine.parts.communicator
+    communicator = engine.setup.communicator
     communicator.begin(engine.plan)
     try:
         communicator.end()

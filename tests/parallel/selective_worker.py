@@ -42,7 +42,7 @@ def measure(tp: int, recompute: str | None) -> tuple[dict, dict[str, Tensor]]:
     spies = {"rms_norm": Spy(kernels.rms_norm), "swiglu": Spy(kernels.swiglu)}
     parity_worker.DEVICE = dataclasses.replace(DEVICE, kernels=dataclasses.replace(kernels, **spies))
     engine = build(Case("any", tp=tp, recompute=recompute), hf_tensors(hf_model(False)))
-    (stage,), plan = engine.parts.stage.chunks, engine.plan
+    (stage,), plan = engine.setup.stage.chunks, engine.plan
     microbatch = next(one for one in plan.microbatches if one.image_grids)
     loss = stage(stage.prepare(microbatch, plan.totals), None)
     kept = {name: (spy.num_alive, len(spy.outputs)) for name, spy in spies.items()}

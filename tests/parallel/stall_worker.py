@@ -66,12 +66,12 @@ def train(name: str, num_steps: int, directory: Path) -> int:
     run = Run(LAYOUTS[name])
     with Watchdog(Meeting.of_launcher(10), STEP_SECONDS) as watchdog:
         watchdog.place(run.mesh)
-        watchdog.follow(run.stage.journal, run.parts.communicator)
+        watchdog.follow(run.stage.journal, run.setup.communicator)
         for iteration in range(num_steps):
             plan = plan_of(iteration, run)
             lengths += [(one.num_tokens, one.num_patches) for one in plan.microbatches]
             with watchdog.step(iteration):
-                losses.append(step(run.parts, plan, LR).loss)
+                losses.append(step(run.setup, plan, LR).loss)
     if run.mesh.rank == 0:
         seconds = time.monotonic() - started
         num_changes = sum(one != other for one, other in pairwise(lengths))

@@ -24,7 +24,7 @@ from mm.parallel import mesh as parallel  # noqa: E402
 from mm.parallel.agreement import on_first, together  # noqa: E402
 from mm.training import checkpoint as state  # noqa: E402
 from mm.training.optimizer_state import owned_states, scaler_state  # noqa: E402
-from mm.training.step import Parts, forward_backward, step  # noqa: E402
+from mm.training.step import Setup, forward_backward, step  # noqa: E402
 from mm.weights.memory import memory_shape  # noqa: E402
 from mm.weights.table import model_weights, unshard  # noqa: E402
 from tests.parallel.cases import Lists, nested  # noqa: E402
@@ -90,8 +90,8 @@ class Run:
             + ["--seq-length", "64", "--mm-model", "m", "--mm-data", "d", *layout.flags]
             + ([] if layout.precision == "fp32" else [f"--{layout.precision}"])
         )
-        self.parts = Parts.build(stage, self.mesh, args)
-        self.stage, self.optimizer = stage, self.parts.optimizer
+        self.setup = Setup.build(stage, self.mesh, args)
+        self.stage, self.optimizer = stage, self.setup.optimizer
         self.progress = state.TrainingProgress(0, 0)
 
     def plan(self) -> StepPlan:
@@ -108,36 +108,36 @@ class Run:
         """Losses of that many steps."""
         losses = []
         for _ in range(num_steps):
-            losses.append(step(self.parts, self.plan(), LR).loss)
+            losses.append(step(self.setup, self.plan(), LR).loss)
             self.progress = state.TrainingProgress(self.progress.iteration + 1, self.progress.consumed_samples + 4)
         return losses
 
     def gradients(self) -> list[Tensor]:
         """Gradients of the next step, reduced, in fp32, as this rank's optimizer gets them."""
-        forward_backward(self.parts, self.plan())
+        forward_backward(self.setup, self.plan())
         assert not self.optimizer.prepare_grads()
         return [gradient for one in self.optimizer.chained_optimizers
                 for gradient in one.get_main_grads_for_grad_norm()]
 
     def save(self, directory: Path, **options: object) -> Path:
         return state.save(
-            directory, self.progress, self.parts, {"seed": 1}, **options
+            directory, self.progress, self.setup, {"seed": 1}, **options
         )
 
     def load(self, directory: Path, **options: object) -> "Run":
-        mesh = self.parts.mesh
+        mesh = self.setup.mesh
         folder, _ = on_first(mesh, lambda: find_checkpoint(directory))
         source = together(mesh, lambda: open_to_train(folder, self.stage.model))
-        self.progress = state.load(source, self.parts, **options)
+        self.progress = state.load(source, self.setup, **options)
         return self
 
     def local(self) -> dict[str, Tensor]:
         """Every number on this rank that training goes on from."""
-        for model in self.parts.models:
+        for model in self.setup.models:
             if model.ddp_config.overlap_param_gather:
                 model.start_param_sync(force_sync=True)
         found = {name: parameter.detach().clone() for name, parameter in self.stage.named_parameters()}
-        for owned in owned_states(self.optimizer, self.parts.models):
+        for owned in owned_states(self.optimizer, self.setup.models):
             found |= {f"{owned.name}:{part}": tensor.clone() for part, tensor in owned.tensors().items()}
             found[f"{owned.name}:step"] = torch.tensor(owned.step)
         found |= {f"scaler:{key}": torch.tensor(value) for key, value in (scaler_state(self.optimizer) or {}).items()}
@@ -150,7 +150,7 @@ class Run:
             ((name, "weight"), 0, parameter.detach().reshape(-1)) for name, parameter in self.stage.named_parameters()
         ] + [
             ((owned.name, part), owned.start, tensor)
-            for owned in owned_states(self.optimizer, self.parts.models)
+            for owned in owned_states(self.optimizer, self.setup.models)
             for part, tensor in owned.tensors().items()
         ]
         gathered: list = [None] * mesh.world_size

@@ -273,7 +273,7 @@ def from_hf(directory: Path) -> None:
             layout = dataclasses.replace(layout, tied=tied)
             run = Run(layout, model=converted_model(layout))
             source = directory / ("hf-tied" if tied else "hf")
-            fill(run.parts.stage, run.parts.stage.weights, open_to_train(source, run.config), run.mesh)
+            fill(run.setup.stage, run.setup.stage.weights, open_to_train(source, run.config), run.mesh)
             run.save(directory / f"{name}{'-tied' if tied else ''}")
 
 

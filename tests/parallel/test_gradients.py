@@ -24,7 +24,7 @@ def two_steps(mesh: Any, grids: tuple, overwrites: bool, rank: int = 0, **config
     from mm.config import flags as arguments
     from mm.model.load import set_weight
     from mm.model.stage import Stage
-    from mm.training.step import Parts, forward_backward
+    from mm.training.step import Setup, forward_backward
 
     model = our_config(((4,),), ((4,),), **config)
     model = replace(model, lora=LoraConfig(("all-linear",), r=rank)) if rank else model
@@ -40,7 +40,7 @@ def two_steps(mesh: Any, grids: tuple, overwrites: bool, rank: int = 0, **config
             stage.get_parameter(weight.name).data.normal_(generator=generator)
             continue
         set_weight(stage, weight, whole(weight, tensors), mesh)
-    parts = Parts.build(stage, mesh, args)
+    setup = Setup.build(stage, mesh, args)
     batches = tuple(microbatch([random_sample(generator, one, 12)]) for one in grids)
     plan = StepPlan(batches, BatchTotals.of(list(batches), model.vision))
     trained: dict[str, Any] = {name: p for name, p in stage.named_parameters() if p.requires_grad}
@@ -48,7 +48,7 @@ def two_steps(mesh: Any, grids: tuple, overwrites: bool, rank: int = 0, **config
     for _ in range(2):
         for parameter in trained.values():
             parameter.main_grad.fill_(torch.nan)
-        forward_backward(parts, plan)
+        forward_backward(setup, plan)
         found.append({name: p.main_grad.clone() for name, p in trained.items()})
     return found
 

@@ -43,7 +43,7 @@ class FaultyTrainer(run.Trainer):
 
     def run_steps(self) -> None:
         if self.mesh.rank == self.fault.rank or self.fault.kind == "interrupted":
-            self.parts.stage.journal.listener = self
+            self.setup.stage.journal.listener = self
         super().run_steps()
 
     def begin(self, activity: Activity) -> None:

@@ -25,7 +25,7 @@ def read(tmp_path, name: str, rows: list[dict[str, str]], custom: bool = False) 
 def asked(items: Items) -> list[list[str]]:
     """The texts and picture numbers of each item."""
     return [[part if isinstance(part, str) else str(part.number) if isinstance(part, Cell) else part.path
-             for part in item.parts] for item in items.items]
+             for part in item.content] for item in items.items]
 
 
 @pytest.mark.parametrize("custom", [False, True])
@@ -35,7 +35,7 @@ def test_ai2d(tmp_path, custom):
     assert asked(items)[0] == ["0", text]
     first, second = items.items
     assert (first.right, first.options, first.groups) == (("B",), {"A": "sun", "B": "moon"}, {"category": "sky"})
-    assert first.where == f"{tmp_path / 'ai2d.tsv'}:2" and second.parts[0] == first.parts[0]
+    assert first.where == f"{tmp_path / 'ai2d.tsv'}:2" and second.content[0] == first.content[0]
 
 
 def test_hints_come_first_and_chinese_is_answered_by_a_letter(tmp_path):

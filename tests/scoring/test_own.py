@@ -30,7 +30,7 @@ def test_questions(folder):
         {"question": "How many?", "image": "a.png", "answer": 2, "category": "counting"},
         {"id": "x", "question": "<image> or <image>?", "images": ["a.png", "b.png"], "answers": ["one", "1"]},
         {"index": 7, "question": "1 + 1?", "answer": ""}]).items
-    assert [item.parts for item in items] == [(a, "How many?"), (a, " or ", b, "?"), ("1 + 1?",)]
+    assert [item.content for item in items] == [(a, "How many?"), (a, " or ", b, "?"), ("1 + 1?",)]
     assert [item.right for item in items] == [("2",), ("one", "1"), ("",)]
     assert [item.index for item in items] == ["0", "x", "7"] and items[0].groups == {"category": "counting"}
     assert items[1].where == f"{folder}/own.json:1: question 1 (counted from 0, id 'x')"
@@ -39,7 +39,7 @@ def test_questions(folder):
 def test_videos(folder):
     (folder / "clip.mp4").write_bytes(b"a video, at some time")
     asked = {"question": "Who?", "video": "clip.mp4", "answer": "me"}
-    shown = [item.parts for item in read(folder, [asked, {**asked, "image": "a.png"}]).items]
+    shown = [item.content for item in read(folder, [asked, {**asked, "image": "a.png"}]).items]
     video = Video(str(folder / "clip.mp4"))
     assert shown == [(video, "Who?"), (Image(str(folder / "a.png")), video, "Who?")]
 
@@ -49,7 +49,7 @@ def test_options(folder):
     items = read(folder, [{**asked, "options": {"A": "sun", "B": "moon"}, "answer": "moon"},
                           {**asked, "options": ["sun", "moon", "both"], "answer": ["A", "both"]}], "choice").items
     text = "Question: Which?\nOptions:\nA. sun\nB. moon\nPlease select the correct answer from the options above. \n"
-    assert items[0].parts == (Image(str(folder / "a.png")), text)
+    assert items[0].content == (Image(str(folder / "a.png")), text)
     assert [item.right for item in items] == [("B",), ("A", "C")]
 
 
@@ -62,7 +62,7 @@ def test_samples_as_they_are_trained_on(folder):
         turn("assistant", "So.")], "images": ["a.png"]}]).items
     assert [(one.role, one.text) for one in item.earlier] == [
         ("system", "Be short."), ("user", "<image>Who?"), ("assistant", "Me.")]
-    assert item.parts == ("Why?",) and item.right == ("So.",)
+    assert item.content == ("Why?",) and item.right == ("So.",)
 
 
 @pytest.mark.parametrize(("record", "rule", "expected"), [

@@ -67,7 +67,7 @@ def train(directory: Path, name: str, *flags: str) -> Result:
         result = Result(trainer.fingerprint)
         for _ in range(NUM_EPOCHS):
             trace = Trace(operations=[])
-            with (layers_counted(trace, trainer.parts.stage), watch(trace),
+            with (layers_counted(trace, trainer.setup.stage), watch(trace),
                   reads_counted(trace, lambda: current_thread() is main_thread())):
                 trainer.run_steps()
             sends = [one for one in trace.operations if one["name"] == "send"]
@@ -75,7 +75,7 @@ def train(directory: Path, name: str, *flags: str) -> Result:
         trainer.reporter.close()
         if mesh.rank == mesh.world_size - 1:
             result.metrics = json_lines(Path(run.args.log_dir) / "metrics.jsonl")
-        result.weights = {one: parameter.detach().clone() for one, parameter in trainer.parts.stage.named_parameters()}
+        result.weights = {one: parameter.detach().clone() for one, parameter in trainer.setup.stage.named_parameters()}
         if trainer.fingerprint is not None:
             result.fingerprint_of_others += [
                 changed(trainer, "text_decoder", "image_encoder.projector"), changed(trainer, "blocks.layers.7.mlp")]
@@ -86,10 +86,10 @@ def train(directory: Path, name: str, *flags: str) -> Result:
 def changed(trainer: Trainer, *names: str) -> str:
     """The fingerprint after a small change to one element of every weight whose name contains one of ``names``."""
     with torch.no_grad():
-        for name, parameter in trainer.parts.stage.named_parameters():
+        for name, parameter in trainer.setup.stage.named_parameters():
             if any(part in name for part in names):
                 parameter.view(-1)[0] += 1e-3
-    return vision_fingerprint(trainer.parts.stage, trainer.mesh)
+    return vision_fingerprint(trainer.setup.stage, trainer.mesh)
 
 
 def compare(directory: Path, name: str) -> dict:

@@ -41,7 +41,7 @@ def parts(one_rank: Any, request: pytest.FixtureRequest):
     from mm.config import flags as arguments
     from mm.model.load import set_weight
     from mm.model.stage import Stage
-    from mm.training.step import Parts
+    from mm.training.step import Setup
 
     config, tensors = our_config(((4,),), ((4,),)), hf_tensors(hf_model())
     config = dataclasses.replace(
@@ -55,7 +55,7 @@ def parts(one_rank: Any, request: pytest.FixtureRequest):
         "1", "--seq-length", "64", "--mm-model", "m", "--mm-data", "d", "--lr-scale-modules", "Linear_QKV",
         "--lr-mult", "0.5", "--weight-decay-exclude-modules", "word_embeddings", *request.param,
     ])  # fmt: skip
-    return Parts.build(stage, one_rank, args)
+    return Setup.build(stage, one_rank, args)
 
 
 def test_each_trained_parameter_is_only_in_its_group(parts) -> None:

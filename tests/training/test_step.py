@@ -22,7 +22,7 @@ def parts(one_rank: Any, request: pytest.FixtureRequest):
     from mm.config import flags as arguments
     from mm.model.load import set_weight
     from mm.model.stage import Stage
-    from mm.training.step import Parts
+    from mm.training.step import Setup
 
     config, tensors = our_config(((4,),), ((4,),)), hf_tensors(hf_model())
     flags = getattr(request, "param", ())
@@ -33,7 +33,7 @@ def parts(one_rank: Any, request: pytest.FixtureRequest):
         "--lr", str(LR), "--train-iters", "1", "--micro-batch-size", "1", "--seq-length", "64", "--mm-model", "m",
         "--mm-data", "d", *flags,
     ])  # fmt: skip
-    return Parts.build(stage, one_rank, args)
+    return Setup.build(stage, one_rank, args)
 
 
 @pytest.fixture

@@ -48,37 +48,37 @@ SPLITS = pytest.mark.parametrize("split", [(), ("--use-distributed-optimizer",)]
 class Engine:
     """The small model with transformers' random weights, one step's data, and megatron's step for comparison."""
 
-    parts: "Parts"  # noqa: F821
+    setup: "Setup"  # noqa: F821
     plan: StepPlan
 
     def step(self, lr: float = LR) -> "StepResult":  # noqa: F821
         from mm.training.step import step
 
-        return step(self.parts, self.plan, lr)
+        return step(self.setup, self.plan, lr)
 
     def megatrons_step(self) -> float:
         """The gradient norm."""
         from mm.training.step import forward_backward
 
-        forward_backward(self.parts, self.plan)
-        for one in self.parts.optimizer.param_groups:
+        forward_backward(self.setup, self.plan)
+        for one in self.setup.optimizer.param_groups:
             one["lr"] = LR
-        return self.parts.optimizer.step()[1]
+        return self.setup.optimizer.step()[1]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything that a step changes: weights, their fp32 copies, moments and step counts."""
         from mm.training.optimizer_state import owned_states
 
-        found = {name: parameter.detach().clone() for name, parameter in self.parts.stage.named_parameters()}
-        for state in owned_states(self.parts.optimizer, self.parts.models):
+        found = {name: parameter.detach().clone() for name, parameter in self.setup.stage.named_parameters()}
+        for state in owned_states(self.setup.optimizer, self.setup.models):
             found |= {f"{state.name}.{part}": tensor.clone() for part, tensor in state.tensors().items()}
             found[f"{state.name}.step"] = torch.tensor(state.step)
         return found
 
     def spoil(self, value: float) -> None:
         """Make the gradient of one weight not finite in the next steps."""
-        weight = self.parts.stage.get_parameter("text_decoder.decoder.layers.1.mlp.linear_fc2.weight")
-        (model,) = self.parts.models
+        weight = self.setup.stage.get_parameter("text_decoder.decoder.layers.1.mlp.linear_fc2.weight")
+        (model,) = self.setup.models
         reduce = model.finish_grad_sync
 
         def then_spoil(*args, **options):
@@ -100,7 +100,7 @@ def build(one_rank: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engin
     from mm.config import flags as arguments
     from mm.model.load import set_weight
     from mm.model.stage import Stage
-    from mm.training.step import Parts
+    from mm.training.step import Setup
 
     # needed by megatron's own step on a CPU, in addition to this project's shims
     monkeypatch.setattr(clip_grads, "torch", _TorchOnCpu("torch"))
@@ -117,7 +117,7 @@ def build(one_rank: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engin
         ])  # fmt: skip
         generator = torch.Generator().manual_seed(0)
         batch = [microbatch([random_sample(generator, grids, 12)]) for grids in (((1, 4, 6),), ())]
-        return Engine(Parts.build(stage, one_rank, args), StepPlan(tuple(batch), BatchTotals.of(batch, config.vision)))
+        return Engine(Setup.build(stage, one_rank, args), StepPlan(tuple(batch), BatchTotals.of(batch, config.vision)))
 
     return engine
 
@@ -130,7 +130,7 @@ def test_the_host_reads_once_per_step(build, device_type: type, precision: str, 
     engine = build(device_type, precision, "--initial-loss-scale", "1024", *split)
     for _ in range(2):
         trace = Trace([])
-        with counting(trace, engine.parts.stage):
+        with counting(trace, engine.setup.stage):
             assert engine.step().updated
         assert trace.num_read_back == num_reads
         reduced = [one["bytes"] for one in trace.operations if one["bytes"] <= 16]
@@ -184,10 +184,10 @@ def test_a_loss_that_is_not_finite_changes_nothing(build, device_type: type) -> 
 
     engine = build(device_type, "bf16")
     engine.step()
-    before, parts = engine.tensors(), engine.parts
-    loss = forward_backward(parts, engine.plan) + math.inf
+    before, setup = engine.tensors(), engine.setup
+    loss = forward_backward(setup, engine.plan) + math.inf
     with pytest.raises(AgreedError, match="the loss is inf, so no weight was changed"):
-        update(parts.optimizer, loss, LR, parts.mesh, parts.stage.device)
+        update(setup.optimizer, loss, LR, setup.mesh, setup.stage.device)
     assert all(torch.equal(before[name], tensor) for name, tensor in engine.tensors().items())
 
 
@@ -201,12 +201,12 @@ def test_a_gradient_that_overflows_under_loss_scaling_skips_the_step(build, devi
     skipped = engine.step()
     assert (skipped.updated, skipped.loss_scale, skipped.grad_norm) == (False, 1024.0, 0.0) and skipped.loss > 0
     assert all(torch.equal(before[name], tensor) for name, tensor in engine.tensors().items())
-    assert float(engine.parts.optimizer.get_loss_scale()) == 512.0
+    assert float(engine.setup.optimizer.get_loss_scale()) == 512.0
 
 
 def test_an_error_in_adam_leaves_no_switch_behind(build, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = build(Device, "fp32")
-    (adam,) = {one.optimizer for one in engine.parts.optimizer.chained_optimizers}
+    (adam,) = {one.optimizer for one in engine.setup.optimizer.chained_optimizers}
     seen: list[set[str]] = []
 
     def fails(*_: object) -> None:
@@ -222,11 +222,11 @@ def test_an_error_in_adam_leaves_no_switch_behind(build, monkeypatch: pytest.Mon
 def test_an_error_in_a_validation_leaves_the_model_in_training(build) -> None:
     from mm.training.validation import evaluating
 
-    parts = build(Device, "fp32").parts
-    with pytest.raises(KeyError), evaluating(parts):
-        assert not any(model.training for model in parts.models)
+    setup = build(Device, "fp32").setup
+    with pytest.raises(KeyError), evaluating(setup):
+        assert not any(model.training for model in setup.models)
         raise KeyError("a sample")
-    assert all(model.training for model in parts.models)
+    assert all(model.training for model in setup.models)
 
 
 def test_only_torchs_fused_adam_clips_in_its_kernel() -> None:

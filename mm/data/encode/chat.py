@@ -194,8 +194,8 @@ class ChatEncoder:
 
     def _media_places(self, token_ids: np.ndarray, turns: Sequence[Turn]) -> np.ndarray:
         """Positions of the single tokens that stand for the pictures and videos of ``turns``."""
-        expected = [self.image_token_id if isinstance(part, Image) else self.video_token_id
-                    for turn in turns if turn.role == "user" for part in turn.media]
+        expected = [self.image_token_id if isinstance(item, Image) else self.video_token_id
+                    for turn in turns if turn.role == "user" for item in turn.media]
         places = np.flatnonzero(np.isin(token_ids, (self.image_token_id, self.video_token_id)))
         if token_ids[places].tolist() != expected or (token_ids[places - 1] != self.vision_start_token_id).any():
             raise UserError(
@@ -285,18 +285,18 @@ def _masked(turns: Sequence[Turn], control: re.Pattern[str]) -> tuple[list[Turn]
     """``turns`` with control tokens in messages replaced by a mask character, that mask, and the replaced tokens."""
     whole = "".join(turn.text for turn in turns)
     mask = next(one for one in _MASKS if one not in whole)
-    return [Turn(turn.role, tuple(control.sub(mask, part) if isinstance(part, str) else part for part in turn.parts))
+    return [Turn(turn.role, tuple(control.sub(mask, item) if isinstance(item, str) else item for item in turn.content))
             for turn in turns], mask, control.findall(whole)
 
 
 def _contents(turn: Turn) -> list[dict[str, str]]:
     """A user turn in the form that transformers' chat templates take."""
-    return [{"type": "text", "text": part} if isinstance(part, str) else {"type": part.kind} for part in turn.parts]
+    return [{"type": "text", "text": item} if isinstance(item, str) else {"type": item.kind} for item in turn.content]
 
 
 def _num_placeholders(turns: Sequence[Turn]) -> int:
     """Media placeholders in message texts, which are plain text there."""
-    texts = [part for turn in turns for part in turn.parts if isinstance(part, str)]
+    texts = [item for turn in turns for item in turn.content if isinstance(item, str)]
     return sum(text.count(one.placeholder) for text in texts for one in KINDS.values())
 
 

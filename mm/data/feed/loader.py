@@ -13,7 +13,7 @@ from mm.batch import IGNORE_INDEX, Microbatch
 from mm.data.encode.encoder import Outline, SampleEncoder
 from mm.data.feed.features import FeatureCache
 from mm.data.index.dataset import Dataset
-from mm.data.order.stream import Step
+from mm.data.order.stream import StepSamples
 from mm.data.record_name import BadSample
 from mm.data.workers import Prepared
 from mm.errors import UserError
@@ -38,7 +38,7 @@ class StepLoader(Iterator[ReadStep]):
     """
 
     def __init__(
-        self, dataset: Dataset, encoder: SampleEncoder, steps: Iterable[Step], num_workers: int = 2,
+        self, dataset: Dataset, encoder: SampleEncoder, steps: Iterable[StepSamples], num_workers: int = 2,
         prefetch_factor: int = 2, skips_bad: bool = False, features: FeatureCache | None = None,
     ) -> None:
         """``steps`` gives the samples of each microbatch of each step, and may be endless.  A microbatch without
@@ -68,7 +68,7 @@ class StepLoader(Iterator[ReadStep]):
         self._microbatches.close()
 
 
-def _in_one_row(steps: Iterable[Step]) -> Iterator[tuple[list[int], bool]]:
+def _in_one_row(steps: Iterable[StepSamples]) -> Iterator[tuple[list[int], bool]]:
     """Each microbatch of all steps, with whether it is the last of its step: steps differ in their numbers of them."""
     for step in steps:
         assert step, "a step without microbatches would never end"

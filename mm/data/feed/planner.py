@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from mm.data.order.stream import SampleOrder, Step
+from mm.data.order.stream import SampleOrder, StepSamples
 from mm.data.workers import end_with_parent, fork_server
 from mm.errors import UserError
 
@@ -85,7 +85,7 @@ def start_planner(make_order: MakeOrder, seat: Seat, num_owners: int) -> BasePro
     return process
 
 
-class PlannedSteps(Iterator[Step]):
+class PlannedSteps(Iterator[StepSamples]):
     """The endless steps of one replica."""
 
     def __init__(self, seat: Seat, dp_rank: int) -> None:
@@ -94,7 +94,7 @@ class PlannedSteps(Iterator[Step]):
             self._connection = Client(seat.address, "AF_UNIX", authkey=seat.key)
             self._connection.send_bytes(str(dp_rank).encode())
 
-    def __next__(self) -> Step:
+    def __next__(self) -> StepSamples:
         """The next step.  Raises UserError if it could not be planned, or if the process has ended."""
         with _explaining_the_end():
             with suppress(OSError):  # if the process has ended, its last message may still be in the pipe
@@ -123,12 +123,12 @@ def _explaining_the_end() -> Iterator[None]:
             f"start the run again; it resumes from its last checkpoint.") from error
 
 
-def to_bytes(step: Step) -> bytes:
+def to_bytes(step: StepSamples) -> bytes:
     """4 bytes per number: the number of microbatches, the number of samples of each, and the sample numbers."""
     return np.array([len(step), *map(len, step), *chain.from_iterable(step)], dtype="<u4").tobytes()
 
 
-def from_bytes(content: bytes) -> Step:
+def from_bytes(content: bytes) -> StepSamples:
     """The inverse of ``to_bytes``."""
     numbers: list[int] = np.frombuffer(content, "<u4").tolist()
     first, step = 1 + numbers[0], []

@@ -19,7 +19,7 @@ from mm.data.order.balance import Sizes
 from mm.data.order.cost import SampleSizes
 from mm.data.order.pack import fullest_packs
 from mm.data.order.sampler import budget_of
-from mm.data.order.stream import Step
+from mm.data.order.stream import StepSamples
 from mm.parallel.context import deal
 
 
@@ -28,7 +28,7 @@ class ValidationOrder:
     """Which replica computes which samples in one validation."""
 
     num_samples: int
-    steps: list[list[Step]]
+    steps: list[list[StepSamples]]
     """By step and replica.  If a replica has too few microbatches for the schedule, empty ones are added."""
 
 
@@ -45,7 +45,7 @@ def validation_order(run: Run, lengths: HasLengths) -> ValidationOrder:
     steps = []
     for first in range(0, len(microbatches), size):
         some = microbatches[first : first + size]
-        own: list[Step] = [[] for _ in range(run.dp_size)]
+        own: list[StepSamples] = [[] for _ in range(run.dp_size)]
         for one, replica in zip(some, deal([int(sizes.costs[one].sum()) for one in some], run.dp_size), strict=True):
             own[replica].append(one)
         steps.append([step + [[]] * (least - len(step)) for step in own])
@@ -61,7 +61,7 @@ def _taken(run: Run, num_samples: int) -> np.ndarray:
     return np.sort(drawn[: num_batches * run.global_batch_size])
 
 
-def _microbatches(run: Run, samples: np.ndarray, sizes: Sizes) -> Step:
+def _microbatches(run: Run, samples: np.ndarray, sizes: Sizes) -> StepSamples:
     """Packs, or ``--micro-batch-size`` samples in file order."""
     size = run.args.micro_batch_size
     if not run.data.packs:

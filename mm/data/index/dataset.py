@@ -20,9 +20,9 @@ from mm.data.index.gauge import Gauge
 from mm.data.index.indexed_file import IndexedFile, store_of
 from mm.data.index.remarks import length_remarks
 from mm.data.index.rows import IndexRows, packed_numbers
-from mm.data.index.sample_files import Part, SampleFiles, is_whole
+from mm.data.index.sample_files import SampleFiles, Split, is_whole
 from mm.data.lengths import Lengths
-from mm.data.order.selection import chosen, split
+from mm.data.order.selection import chosen, split_off
 from mm.data.record_name import BadSample
 from mm.data.sample import Sample
 from mm.errors import UserError, collected, printable
@@ -41,12 +41,12 @@ class Dataset:
 
     def __init__(
         self, config: DataConfig, skips_bad: bool = False, gauge: Gauge | None = None, seed: int = 0,
-        part: Part = "training", files: SampleFiles | None = None,
+        split: Split = "training", files: SampleFiles | None = None,
     ) -> None:
         """Check every sample, unless the index has the result for the same content; of media only headers are read.
 
         Without ``gauge`` nothing is measured, no index is kept, and media are only checked for existence.  ``seed``
-        determines the samples drawn by a rate and those for validation.  ``files`` are those of this part if they were
+        determines the samples drawn by a rate and those for validation.  ``files`` are those of this split if they were
         opened before with the same settings; otherwise they are opened here.
 
         Raises UserError with up to 20 problems, each naming file, line and sample.  With ``skips_bad``, samples that
@@ -54,18 +54,18 @@ class Dataset:
         Samples in which no turn fits ``--seq-length`` are always left out, and counted.
         """
         self._config = config
-        self.files = files = files or SampleFiles.open(config, skips_bad, gauge, part)
+        self.files = files = files or SampleFiles.open(config, skips_bad, gauge, split)
         """The files that contain the samples."""
         rate = 0.0 if config.val_dataset else config.val_rate or 0.0
         takes_all = all(is_whole(source) and records.num_samples == len(records.index.rows)
                         for records, source in zip(files.files, files.sources, strict=False))
-        taken = None if takes_all and not rate else self._chosen(files.sources, rate, seed, part)
+        taken = None if takes_all and not rate else self._chosen(files.sources, rate, seed, split)
         self._columns = Columns(tuple(records.index.rows for records in self._files), taken)
         if not len(self):
-            raise UserError(f"val_rate = {config.val_rate} leaves no samples for {part}; change it.")
+            raise UserError(f"val_rate = {config.val_rate} leaves no samples for {split}; change it.")
 
-    def _chosen(self, sources: Sequence[DatasetFile], val_rate: float, seed: int, part: Part) -> IndexRows:
-        """The selected records; with ``val_rate``, of this part."""
+    def _chosen(self, sources: Sequence[DatasetFile], val_rate: float, seed: int, split: Split) -> IndexRows:
+        """The selected records; with ``val_rate``, of this split."""
         config, most = self._config, self._config.val_max_samples
 
         def choose() -> np.ndarray:
@@ -81,14 +81,14 @@ class Dataset:
                 first += len(records.index.rows)
             if not val_rate:
                 return taken
-            training, validation = split(taken, val_rate, seed)
-            return training if part == "training" else validation[:most]
+            training, validation = split_off(taken, val_rate, seed)
+            return training if split == "training" else validation[:most]
 
         facts = [[records.identity, len(records.index.rows), records.num_samples, source.rate_percent,
                   source.num_samples, source.entry] for records, source in zip(self._files, sources, strict=False)]
         if any(records.identity is None for records in self._files):
             return packed_numbers(choose(), None)
-        return store_of(config).numbers([facts, seed, *([val_rate, part, most] if val_rate else [])], choose)
+        return store_of(config).numbers([facts, seed, *([val_rate, split, most] if val_rate else [])], choose)
 
     @property
     def _files(self) -> tuple[IndexedFile, ...]:
@@ -187,7 +187,7 @@ def validation_dataset(
 ) -> Dataset | None:
     """The samples of ``val_dataset``, or those set aside by ``val_rate``; None without either.
 
-    ``training``: the training samples with the same settings.  With ``val_rate`` both parts are in the same files,
+    ``training``: the training samples with the same settings.  With ``val_rate`` both splits are in the same files,
     which are not opened again.  Raises UserError as ``Dataset`` does.
     """
     if not config.has_validation:
@@ -198,14 +198,14 @@ def validation_dataset(
 
 def datasets(
     config: DataConfig, problems: list[str], skips_bad: bool = False, gauge: Gauge | None = None, seed: int = 0
-) -> Mapping[Part, Dataset]:
-    """The training samples, and the validation samples if there are any.  A part that cannot be opened is left out, and
-    its errors are added to ``problems``, so that all parts' errors are reported together.
+) -> Mapping[Split, Dataset]:
+    """The training samples, and the validation samples if there are any.  A split that cannot be opened is left out,
+    and its errors are added to ``problems``, so that all splits' errors are reported together.
     """
-    found: dict[Part, Dataset] = {}
+    found: dict[Split, Dataset] = {}
     with collected(problems):
         found["training"] = Dataset(config, skips_bad, gauge, seed)
-    # With val_rate both parts are in the same files, whose index has just been created.
+    # With val_rate both splits are in the same files, whose index has just been created.
     again = config.overwrite_cache and config.val_dataset is not None
     wrong: list[str] = []
     with collected(wrong):
@@ -217,9 +217,9 @@ def datasets(
     return found
 
 
-def notes_of(parts: Mapping[Part, Dataset]) -> list[str]:
-    """The notes of all parts without duplicates; those of the validation samples alone are marked."""
-    found = dict.fromkeys(note for dataset in [*parts.values()][:1] for note in dataset.notes)
-    for name, dataset in [*parts.items()][1:]:
+def notes_of(splits: Mapping[Split, Dataset]) -> list[str]:
+    """The notes of all splits without duplicates; those of the validation samples alone are marked."""
+    found = dict.fromkeys(note for dataset in [*splits.values()][:1] for note in dataset.notes)
+    for name, dataset in [*splits.items()][1:]:
         found |= dict.fromkeys(f"{name}: {note}" for note in dataset.notes if note not in found)
     return list(found)

@@ -34,7 +34,7 @@ ROW = np.dtype([
     ("media_sizes_crc32", "<u4"), ("media_times_crc32", "<u4"), ("num_dropped_tokens", "<i4"),
     ("num_dropped_turns", "<i4"), ("num_control_words", "<i4"),
 ])  # fmt: skip
-"""The columns that the index has for each record: its position (``mm.data.read.spans.Span``), its ``Lengths``, its
+"""The columns that the index has for each record: its position (``mm.data.read.spans.ByteSpan``), its ``Lengths``, its
 number of video frames, the ``media_stamps`` of its files, and what ``EncodedText`` dropped.  ``num_tokens`` is 0 if
 nothing was measured, ``BAD`` if the record cannot be used, and ``TOO_LONG`` if nothing of it would remain; in the last
 case the dropped tokens are ``TooLongError.num_tokens``."""
@@ -83,9 +83,9 @@ def _facts(value: Any) -> Any:
     if isinstance(value, Decoder):
         return None  # all backends give the same frames
     if is_dataclass(value):
-        parts = {field.name: getattr(value, field.name) for field in fields(value)}
+        values = {field.name: getattr(value, field.name) for field in fields(value)}
         # What a family fixes follows from the tokenizer, and its positions change no length.
-        return {name: _facts(part) for name, part in parts.items() if not isinstance(part, Family | Arithmetic)}
+        return {name: _facts(item) for name, item in values.items() if not isinstance(item, Family | Arithmetic)}
     return value
 
 
@@ -96,10 +96,10 @@ def sample_lengths(gauge: Gauge, sample: Sample, known: dict[Media, Grid]) -> tu
     target left, and TooLongError where whole turns are dropped and none would remain.
     """
     encoder = gauge.encoder
-    for part in sample.media:
-        if part.files == part.contents and part not in known:  # embedded pictures would fill the memory
-            known[part] = encoder.planned(part).grid
-    grids = tuple(known[part] if part in known else encoder.planned(part).grid for part in sample.media)
+    for item in sample.media:
+        if item.files == item.contents and item not in known:  # embedded pictures would fill the memory
+            known[item] = encoder.planned(item).grid
+    grids = tuple(known[item] if item in known else encoder.planned(item).grid for item in sample.media)
     text = encoder.chat.encode(sample.turns, grids)
     num_tokens, num_targets = len(text.token_ids), int((text.labels != IGNORE_INDEX).sum())
     kept = [grids[number] for number in text.media]
@@ -109,7 +109,7 @@ def sample_lengths(gauge: Gauge, sample: Sample, known: dict[Media, Grid]) -> tu
         "num_target_tokens": num_targets,
         "num_media": len(kept),
         "num_frames": encoder.images.temporal_patch_size * sum(
-            grid[0] for grid, part in zip(grids, sample.media, strict=True) if isinstance(part, Video)),
+            grid[0] for grid, item in zip(grids, sample.media, strict=True) if isinstance(item, Video)),
         "num_patches": sum(map(math.prod, kept)),
         "num_image_pairs": sum(map(image_pairs, kept)),
         "num_window_pairs": sum(window_pairs(grid, gauge.window) for grid in kept),
@@ -143,7 +143,7 @@ def media_stamps(sample: Sample) -> dict[str, int]:
     Raises UserError when a file is gone.
     """
     try:
-        found = [os.stat(one) if isinstance(one, str) else None for part in sample.media for one in part.contents]
+        found = [os.stat(one) if isinstance(one, str) else None for item in sample.media for one in item.contents]
     except OSError as error:
         raise UserError(f"{error.filename}: can no longer be read: {error.strerror}.") from error
     # An embedded picture is part of the record file, whose content hash names the index.

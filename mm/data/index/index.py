@@ -137,7 +137,7 @@ class Reader:
         with naming(source):
             sample = read_sample(record, self.attr, self.roots, source)
             if self.gauge is not None and row["num_tokens"] > 0 and _has_changed(self.gauge, sample, row):
-                paths = ", ".join(str(part.path) for part in sample.media)
+                paths = ", ".join(str(item.path) for item in sample.media)
                 raise UserError(f"an image or video of it has changed since it was measured ({paths}); run "
                                 f"'mm-data index --again', and start again.")
         return sample
@@ -226,15 +226,15 @@ def make_index(
     with (tempfile.TemporaryFile(dir=folder) as rows,
           closing(in_processes(checker, file.blocks(problems), num_processes)) as checked,
           Progress(f"checking {file.path}", total, unit) as progress):
-        for part in checked:
-            if part.error is not None:
-                raise part.error
-            rows.write(part.rows.tobytes())
-            num_rows += len(part.rows)
-            bad += part.bad
-            boxes += part.boxes_outside
-            found += int(is_usable(part.rows["num_tokens"]).sum())
-            progress.update(len(part.rows) if total is None else int(part.rows["end"][-1]) - progress.done)
+        for block in checked:
+            if block.error is not None:
+                raise block.error
+            rows.write(block.rows.tobytes())
+            num_rows += len(block.rows)
+            bad += block.bad
+            boxes += block.boxes_outside
+            found += int(is_usable(block.rows["num_tokens"]).sum())
+            progress.update(len(block.rows) if total is None else int(block.rows["end"][-1]) - progress.done)
             if (num_good is not None and found >= num_good) or (most_bad is not None and len(bad) >= most_bad):
                 break
         with tempfile.TemporaryFile(dir=folder) as kept:
@@ -247,7 +247,7 @@ def still_bad(index: RecordIndex, checker: Checker) -> bool:
 
     Records that are bad regardless of media need no check: the file and the settings match the index.
     """
-    return all(part.bad for part in map(checker, _bad_blocks(index)))
+    return all(block.bad for block in map(checker, _bad_blocks(index)))
 
 
 def _bad_blocks(index: RecordIndex) -> Iterator[RecordBlock]:

@@ -23,8 +23,8 @@ from mm.data.record_name import BadSample
 from mm.errors import MAX_PROBLEMS, UserError, collected
 from mm.families.known import TITLES
 
-Part = Literal["training", "validation"]
-PARTS: tuple[Part, ...] = get_args(Part)
+Split = Literal["training", "validation"]
+SPLITS: tuple[Split, ...] = get_args(Split)
 _SKIP_HINT = " (--bad-sample skip leaves such samples out and lists them in a file.)"
 
 
@@ -43,10 +43,10 @@ class SampleFiles:
     """``seq_length``, and whether whole turns are dropped from longer samples; None if nothing was measured."""
 
     @classmethod
-    def open(cls, config: DataConfig, skips_bad: bool, gauge: Gauge | None, part: Part) -> "SampleFiles":
+    def open(cls, config: DataConfig, skips_bad: bool, gauge: Gauge | None, split: Split) -> "SampleFiles":
         """Check every record, unless the index has the result for the same content.  Arguments and UserErrors are
         those of ``Dataset``."""
-        has_files = part == "validation" and config.val_dataset  # otherwise it is a share of the training files
+        has_files = split == "validation" and config.val_dataset  # otherwise it is a share of the training files
         sources = validation_sources(config) if has_files else training_sources(config)
         most = config.val_max_samples if has_files else config.max_samples
         opening, files = _Opening(config, skips_bad, gauge), []
@@ -83,12 +83,12 @@ class SampleFiles:
                 yield too_long_remark(numbers, rows.of("num_dropped_tokens", numbers), self.limit[0], records.named)
 
     def without_problems(self) -> "SampleFiles":
-        """The part that data workers need."""
+        """The split that data workers need."""
         return replace(self, skipped=(), notes=())
 
 
 class _Opening:
-    """Opens the files of one part in order, and collects their problems and oddities."""
+    """Opens the files of one split in order, and collects their problems and oddities."""
 
     def __init__(self, config: DataConfig, skips_bad: bool, gauge: Gauge | None) -> None:
         self._config, self._skips_bad, self._gauge = config, skips_bad, gauge

@@ -57,17 +57,17 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
     return new_height, new_width
 
 
-Step = tuple[tuple[int, int], Image.Resampling]
+ResizeStep = tuple[tuple[int, int], Image.Resampling]
 """A size (width, height) to resize to, and the filter to use."""
 
 
-def llama_factory_steps(width: int, height: int, min_pixels: int, max_pixels: int) -> list[Step]:
+def llama_factory_steps(width: int, height: int, min_pixels: int, max_pixels: int) -> list[ResizeStep]:
     """The resizing that LLaMA-Factory does before transformers' processor (its ``_preprocess_image``).
 
     The area is brought within the bounds, a side below 28 becomes 28, and an aspect ratio above 200 becomes 180.
     Raises ValueError when a side would become 0.
     """
-    steps: list[Step] = []
+    steps: list[ResizeStep] = []
     for bound, is_outside in ((max_pixels, operator.gt), (min_pixels, operator.lt)):
         if is_outside(width * height, bound):
             factor = math.sqrt(bound / (width * height))
@@ -158,7 +158,7 @@ class ImageProcessor:
         new_height, new_width = smart_resize(height, width, factor, self.min_pixels, self.max_pixels)
         return 1, new_height // self.patch_size, new_width // self.patch_size
 
-    def _steps(self, width: int, height: int) -> list[Step]:
+    def _steps(self, width: int, height: int) -> list[ResizeStep]:
         return [] if self.llama_factory is None else llama_factory_steps(width, height, *self.llama_factory)
 
     def image_grid(self, path: str | Inline) -> Grid:

@@ -25,7 +25,7 @@ from mm.data.media.frames import (
     vl_utils_frames,
     wanted_frames,
 )
-from mm.data.media.image import ImageProcessor, Step, llama_factory_steps, smart_resize
+from mm.data.media.image import ImageProcessor, ResizeStep, llama_factory_steps, smart_resize
 from mm.data.media.picture import image_size, load_image
 from mm.data.media.video_file import Pixels, Wanted
 from mm.data.sample import Inline, Video
@@ -54,7 +54,7 @@ class VideoPlan:
     wanted: Wanted
     repeats: tuple[int, ...]
     """How many times in a row each wanted frame is used."""
-    steps: tuple[Step, ...]
+    steps: tuple[ResizeStep, ...]
     """Sizes to which each frame is resized before its final size."""
 
 
@@ -198,7 +198,7 @@ class VideoProcessor:
         least = self.data.video_min_pixels if video.min_pixels is None else video.min_pixels
         return least, video.max_pixels or self.data.video_max_pixels
 
-    def _steps(self, video: Video, width: int, height: int) -> list[Step]:
+    def _steps(self, video: Video, width: int, height: int) -> list[ResizeStep]:
         return llama_factory_steps(width, height, *self._bounds(video)) if _is_llama_factory(self.data) else []
 
     def _last_size(self, video: Video, height: int, width: int, num_frames: int) -> tuple[int, int]:
@@ -230,7 +230,7 @@ def _is_llama_factory(data: DataConfig) -> bool:
     return data.image_resize == "llamafactory"
 
 
-def _stepped(frame: Pixels, steps: tuple[Step, ...]) -> Pixels:
+def _stepped(frame: Pixels, steps: tuple[ResizeStep, ...]) -> Pixels:
     """A frame after the resizing steps that LLaMA-Factory does with Pillow."""
     if not steps:
         return frame

@@ -270,12 +270,12 @@ def _frames(container: Any, stream: Any) -> Iterator[Any]:
             yield frame
 
 
-Matrix = tuple[int, int, int, int]
+DisplayMatrix = tuple[int, int, int, int]
 """The rotation stored in a file: (x, y) goes to (a x + c y, b x + d y), as (a, b, c, d)."""
 UNTURNED = (1, 0, 0, 1)
 
 
-def matrix_of(frame: Any) -> Matrix:
+def matrix_of(frame: Any) -> DisplayMatrix:
     found = frame.side_data.get("DISPLAYMATRIX")
     if found is None:
         return UNTURNED

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mm.data.media.video_damage import Watch
-from mm.data.media.video_file import UNTURNED, Matrix, Pixels, Wanted, before_all, matrix_of, opened
+from mm.data.media.video_file import UNTURNED, DisplayMatrix, Pixels, Wanted, before_all, matrix_of, opened
 from mm.errors import UserError
 
 
@@ -51,7 +51,7 @@ class _Search:
         self._current: tuple[Any, str | None] | None = None
         """The last frame that starts early enough, with its damage if any; ``_following`` is the frame after it."""
         self._following: tuple[Any, str | None] | None = None
-        self._matrix: Matrix | None = None
+        self._matrix: DisplayMatrix | None = None
 
     def pixels(self, number: int) -> Pixels:
         """The pixels of the wanted frame ``number``; see ``find``."""
@@ -115,7 +115,7 @@ class _Search:
         return None if frame is None else (frame, self._watch.damage)
 
 
-def _turned(pixels: Pixels, matrix: Matrix) -> Pixels:
+def _turned(pixels: Pixels, matrix: DisplayMatrix) -> Pixels:
     """A frame rotated by multiples of 90 degrees and mirrored."""
     a, b, c, d = matrix
     if abs(b) > abs(a):
@@ -160,7 +160,7 @@ def torchcodec_frames(path: str, wanted: Wanted) -> Iterator[Pixels]:
                         f"video.") from error
 
 
-def _first_matrix(path: str) -> Matrix:
+def _first_matrix(path: str) -> DisplayMatrix:
     with opened(path) as (container, stream):
         frame = next(container.decode(stream), None)
         return UNTURNED if frame is None else matrix_of(frame)

@@ -8,7 +8,7 @@ instead of receiving it.
 import numpy as np
 
 from mm.data.order.balance import HasSizes
-from mm.data.order.stream import Step, Stream, generator, in_turn
+from mm.data.order.stream import StepSamples, Stream, generator, in_turn
 
 NUM_BUCKETS = 16
 """Buckets have the same number of samples.  MindSpeed-MM has 7, by patches, for pictures of 262,144 pixels."""
@@ -48,7 +48,7 @@ def bucket_stream(costs: np.ndarray, seed: int, shuffle: bool) -> Stream:
     return Stream(num_samples, of_epoch)
 
 
-def sorted_in_turn(samples: np.ndarray, sizes: HasSizes, micro_batch_size: int, dp_size: int) -> list[Step]:
+def sorted_in_turn(samples: np.ndarray, sizes: HasSizes, micro_batch_size: int, dp_size: int) -> list[StepSamples]:
     """``data_reordering_img``: deal the samples of a global batch by ascending cost, so costly microbatches coincide.
 
     Every second round runs backwards through the ranks; otherwise the last rank would always get the costliest.

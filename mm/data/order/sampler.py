@@ -19,7 +19,7 @@ from mm.data.order.balance import Groups, HasSizes, Sizes, dealt, even_groups, e
 from mm.data.order.bucket import bucket_stream, sorted_in_turn
 from mm.data.order.cost import SampleSizes
 from mm.data.order.pack import Budget, fullest_packs
-from mm.data.order.stream import Deal, SampleOrder, Step, Stream, in_turn, shuffled
+from mm.data.order.stream import Deal, SampleOrder, StepSamples, Stream, in_turn, shuffled
 
 PACKS_OF_STAGE = 4
 """Packs of even cost that each rank gets per pipeline stage, if there are enough samples.
@@ -48,7 +48,7 @@ class BatchShares:
 class DealBySizes(Protocol):
     """Maps the samples of a global batch to what each rank takes."""
 
-    def __call__(self, samples: np.ndarray, sizes: HasSizes, shares: BatchShares) -> list[Step]: ...
+    def __call__(self, samples: np.ndarray, sizes: HasSizes, shares: BatchShares) -> list[StepSamples]: ...
 
 
 @dataclass(frozen=True)
@@ -93,17 +93,17 @@ def budget_of(run: Run) -> Budget:
     return Budget(run.args.seq_length * run.args.micro_batch_size, run.data.packing_max_patches)
 
 
-def plain(samples: np.ndarray, sizes: HasSizes, shares: BatchShares) -> list[Step]:
+def plain(samples: np.ndarray, sizes: HasSizes, shares: BatchShares) -> list[StepSamples]:
     """Deal in turn, regardless of cost."""
     return in_turn(samples, shares.micro_batch_size, shares.dp_size)
 
 
-def reordered(samples: np.ndarray, sizes: HasSizes, shares: BatchShares) -> list[Step]:
+def reordered(samples: np.ndarray, sizes: HasSizes, shares: BatchShares) -> list[StepSamples]:
     """Deal in turn, in order of cost."""
     return sorted_in_turn(samples, sizes, shares.micro_batch_size, shares.dp_size)
 
 
-def packed(samples: np.ndarray, sizes: HasSizes, shares: BatchShares) -> list[Step]:
+def packed(samples: np.ndarray, sizes: HasSizes, shares: BatchShares) -> list[StepSamples]:
     """The fewest, fullest packs; tokens are distributed roughly evenly over the ranks."""
     own, dp_size, unit = sizes.of(samples), shares.dp_size, shares.unit
     packs = fullest_packs(own.num_tokens, own.num_patches, shares.budget)
@@ -113,7 +113,7 @@ def packed(samples: np.ndarray, sizes: HasSizes, shares: BatchShares) -> list[St
     return _steps(samples, [[packs[number] for number in rank] for rank in ranks])
 
 
-def packed_evenly(samples: np.ndarray, sizes: HasSizes, shares: BatchShares) -> list[Step]:
+def packed_evenly(samples: np.ndarray, sizes: HasSizes, shares: BatchShares) -> list[StepSamples]:
     """Packs of even cost; all ranks cost the same.
 
     As few packs per rank as the budget allows, but enough for the stages of the pipeline: nothing is padded, so a
@@ -130,7 +130,7 @@ def _dealt(costs: np.ndarray, shares: BatchShares) -> Groups:
     return dealt(costs, shares.dp_size, *((of_each, of_each) if shares.unit > 1 else (1,)))
 
 
-def balanced(samples: np.ndarray, sizes: HasSizes, shares: BatchShares) -> list[Step]:
+def balanced(samples: np.ndarray, sizes: HasSizes, shares: BatchShares) -> list[StepSamples]:
     """Microbatches of even cost, the same number for each rank; total cost is even over the ranks."""
     own, nothing = sizes.of(samples).costs, np.zeros_like(samples)
     groups = even_groups(own, shares.micro_batch_size)
@@ -144,7 +144,7 @@ def _sums(values: np.ndarray, groups: Groups) -> np.ndarray:
     return np.add.reduceat(values[[one for group in groups for one in group]], np.cumsum(sizes) - sizes)
 
 
-def _steps(samples: np.ndarray, ranks: list[Groups]) -> list[Step]:
+def _steps(samples: np.ndarray, ranks: list[Groups]) -> list[StepSamples]:
     numbers = samples.tolist()
     return [[[numbers[one] for one in group] for group in groups] for groups in ranks]
 

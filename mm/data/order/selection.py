@@ -28,7 +28,7 @@ def num_chosen(num_samples: int, rate_percent: float, wanted: int | None) -> int
     return round((num_samples if wanted is None else wanted) * rate_percent / 100) if num_samples else 0
 
 
-def split(samples: np.ndarray, rate: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def split_off(samples: np.ndarray, rate: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Split ``samples`` into training and validation.  ``rate`` of the distinct samples go to validation, each once.
 
     A sample that occurs several times is entirely on one side.

@@ -10,9 +10,9 @@ from functools import partial
 
 import numpy as np
 
-Step = list[list[int]]
+StepSamples = list[list[int]]
 """The sample numbers in each microbatch of one rank."""
-Deal = Callable[[np.ndarray], list[Step]]
+Deal = Callable[[np.ndarray], list[StepSamples]]
 """Maps the samples of a global batch to what each rank takes; each sample once.  The same on every rank."""
 
 
@@ -70,7 +70,7 @@ def generator(seed: int, epoch: int) -> np.random.Generator:
     return np.random.default_rng(np.random.SeedSequence([seed, epoch]))
 
 
-def in_turn(samples: np.ndarray, micro_batch_size: int, dp_size: int) -> list[Step]:
+def in_turn(samples: np.ndarray, micro_batch_size: int, dp_size: int) -> list[StepSamples]:
     """Microbatch m of rank d takes ``micro_batch_size`` samples from ``(m * dp_size + d) * micro_batch_size`` on."""
     of_all = samples.reshape(-1, dp_size, micro_batch_size)
     return [of_all[:, rank].tolist() for rank in range(dp_size)]
@@ -98,16 +98,16 @@ class SampleOrder:
         deal = partial(in_turn, micro_batch_size=micro_batch_size, dp_size=dp_size)
         return cls(shuffled(num_samples, seed, shuffle), deal, global_batch_size, dp_rank, consumed_samples)
 
-    def of_ranks(self, number: int) -> list[Step]:
+    def of_ranks(self, number: int) -> list[StepSamples]:
         """What each rank takes, ``number`` optimizer steps after ``consumed_samples``."""
         first = self.consumed_samples + number * self.global_batch_size
         return self.deal(self.stream.samples(first, self.global_batch_size))
 
-    def step(self, number: int) -> Step:
+    def step(self, number: int) -> StepSamples:
         """The same for this rank."""
         return self.of_ranks(number)[self.dp_rank]
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[StepSamples]:
         """All steps of this rank after ``consumed_samples``, endless."""
         number = 0
         while True:

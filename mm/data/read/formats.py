@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from mm.config.data import Attributes
-from mm.data.read.parts import Parts, listed_frames, parts_of, shown
+from mm.data.read.content import Content, content_of, listed_frames, shown
 from mm.data.sample import KINDS, Image, Inline, Media, Sample, Turn
 from mm.errors import UserError, nearest
 
@@ -71,10 +71,10 @@ def read_sample(record: Any, attr: Attributes, media: Finder, source: str, is_pr
     coming = {kind: _column(record, getattr(attr, f"{kind}s"), kind) for kind in KINDS}
     _check_counts(messages, coming)
     left = {kind: iter(paths) for kind, paths in coming.items()}
-    return Sample(tuple(Turn(role, _filled(parts, left, media)) for role, parts in messages), source)
+    return Sample(tuple(Turn(role, _filled(content, left, media)) for role, content in messages), source)
 
 
-Message = tuple[str, Parts]
+ChatMessage = tuple[str, Content]
 """Role and content; media from the record's columns have no path yet."""
 
 
@@ -82,7 +82,7 @@ def _expected_column(attr: Attributes) -> str:
     return attr.prompt if attr.formatting == "alpaca" else attr.messages
 
 
-def _read_messages(record: dict[str, Any], attr: Attributes) -> tuple[list[Message], _Tags]:
+def _read_messages(record: dict[str, Any], attr: Attributes) -> tuple[list[ChatMessage], _Tags]:
     columns = (attr.messages, *_MESSAGES) if attr.formatting == "sharegpt" else ()
     column = next((one for one in columns if one in record), None)
     if column is None:
@@ -102,7 +102,7 @@ def _read_messages(record: dict[str, Any], attr: Attributes) -> tuple[list[Messa
     return [_message(message, number, tags) for number, message in enumerate(messages)], tags
 
 
-def _message(message: Any, number: int, tags: _Tags) -> Message:
+def _message(message: Any, number: int, tags: _Tags) -> ChatMessage:
     if not isinstance(message, dict) or tags.role not in message or tags.content not in message:
         raise UserError(
             f"message {number} is {shown(message)}; expected an object with {tags.role!r} and "
@@ -115,11 +115,11 @@ def _message(message: Any, number: int, tags: _Tags) -> Message:
             f"{', '.join(map(repr, tags.roles))}."
         )
     role = tags.roles[role]
-    return role, _checked(parts_of(message[tags.content], role, f"message {number}", tags.content),
+    return role, _checked(content_of(message[tags.content], role, f"message {number}", tags.content),
                           f"message {number}", role)
 
 
-def _alpaca(record: dict[str, Any], attr: Attributes) -> list[Message]:
+def _alpaca(record: dict[str, Any], attr: Attributes) -> list[ChatMessage]:
     """The pairs of the history, then the prompt with the query appended, and the response."""
     history = [] if attr.history is None else record.get(attr.history) or []
     if not isinstance(history, list) or not all(
@@ -132,26 +132,26 @@ def _alpaca(record: dict[str, Any], attr: Attributes) -> list[Message]:
         if not isinstance(texts[column], str) and (texts[column] is not None or column == attr.response):
             raise UserError(f"{column!r} is {shown(texts[column])}; expected a string.")
     prompt = "\n".join(text for text in (texts[attr.prompt], texts[attr.query]) if text)
-    messages: list[Message] = []
+    messages: list[ChatMessage] = []
     for number, (question, answer) in enumerate([*history, (prompt, texts[attr.response])]):
         is_last = number == len(history)
         for role, text, column in (("user", question, attr.prompt), ("assistant", answer, attr.response)):
             where = repr(column) if is_last else f"pair {number} of {attr.history!r}"
-            messages.append((role, _checked(parts_of(text, role, where, column), where, role)))
+            messages.append((role, _checked(content_of(text, role, where, column), where, role)))
     return messages
 
 
-def _checked(parts: Parts, where: str, role: str) -> Parts:
-    """Return ``parts`` unless they are empty or contain lone surrogates."""
-    texts = [part for part in parts if isinstance(part, str)]
-    if len(texts) == len(parts) and not "".join(texts).strip() and role != "system":
+def _checked(content: Content, where: str, role: str) -> Content:
+    """Return ``content`` unless they are empty or contain lone surrogates."""
+    texts = [item for item in content if isinstance(item, str)]
+    if len(texts) == len(content) and not "".join(texts).strip() and role != "system":
         raise UserError(f"has an empty {where} ({role}); give it text or remove the turn.")
     if any(HALF_CHARACTER.search(text) for text in texts):
         raise UserError(f"{where} contains half of a surrogate pair, which is not a character; repair the text.")
-    return parts
+    return content
 
 
-def _with_system_column(messages: list[Message], record: dict[str, Any], attr: Attributes) -> list[Message]:
+def _with_system_column(messages: list[ChatMessage], record: dict[str, Any], attr: Attributes) -> list[ChatMessage]:
     """Put the system column first.  An empty system text counts as absent: the chat template's default applies."""
     system = record.get(attr.system) if attr.system is not None else None
     if system is not None and not isinstance(system, str):
@@ -180,11 +180,11 @@ def _check_order(roles: list[str], tags: _Tags, is_prompt: bool) -> None:
         raise UserError(f"does not end with a turn by {tags.word('assistant')!r}; there is nothing to learn from it.")
 
 
-Given = str | Inline | tuple[str, ...]
+MediaField = str | Inline | tuple[str, ...]
 """A file path, an embedded picture, or the paths of a video's frames."""
 
 
-def _column(record: dict[str, Any], named: str | None, kind: str) -> list[Given]:
+def _column(record: dict[str, Any], named: str | None, kind: str) -> list[MediaField]:
     """The record's column of images or videos.  A list inside the video column is the frames of one video."""
     known = [name for name in dict.fromkeys((named, f"{kind}s", kind)) if name is not None]
     given = [name for name in known if record.get(name) not in (None, [], "")]
@@ -207,29 +207,29 @@ def num_media(record: Mapping[str, Any]) -> dict[str, int]:
     return {kind: len(paths) if isinstance(paths, list) else 1 for kind, paths in given.items()}
 
 
-def _check_counts(messages: list[Message], coming: Mapping[str, list[Given]]) -> None:
-    media = [part for _, parts in messages for part in parts if not isinstance(part, str)]
+def _check_counts(messages: list[ChatMessage], coming: Mapping[str, list[MediaField]]) -> None:
+    media = [item for _, content in messages for item in content if not isinstance(item, str)]
     for kind, cls in KINDS.items():
-        num_places = sum(isinstance(part, cls) and not part.path for part in media)
+        num_places = sum(isinstance(item, cls) and not item.path for item in media)
         if num_places != len(coming[kind]):
             raise UserError(f"has {num_places} {cls.placeholder} in its messages but {len(coming[kind])} {kind}s; "
                             f"the numbers must be equal.")
 
 
-def _filled(parts: Parts, coming: Mapping[str, Iterator[Given]], media: Finder) -> Parts:
-    """``parts`` with located media; those without a path take the next one of the record's columns."""
+def _filled(content: Content, coming: Mapping[str, Iterator[MediaField]], media: Finder) -> Content:
+    """``content`` with located media; those without a path take the next one of the record's columns."""
     filled: list[str | Media] = []
-    for part in parts:
-        if not isinstance(part, str):
-            path = part.path or next(coming[part.kind])
+    for item in content:
+        if not isinstance(item, str):
+            path = item.path or next(coming[item.kind])
             if isinstance(path, Inline):
-                if not isinstance(part, Image):
-                    raise UserError(f"{part.kind} {path} is embedded in the record, which only images may be; write it "
+                if not isinstance(item, Image):
+                    raise UserError(f"{item.kind} {path} is embedded in the record, which only images may be; write it "
                                     f"to a file and give its path.")
                 found = path
             else:
-                found = (media.find(path, part.kind) if isinstance(path, str) else
+                found = (media.find(path, item.kind) if isinstance(path, str) else
                          tuple(media.find(str(one), "image") for one in path))
-            part = replace(part, path=found)
-        filled.append(part)
+            item = replace(item, path=found)
+        filled.append(item)
     return tuple(filled)

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, ClassVar
 import numpy as np
 
 from mm.data.read.records import Raw, RecordBlock, RecordFile, Version, opened
-from mm.data.read.spans import Found, Span, not_utf8, num_characters
+from mm.data.read.spans import ByteSpan, FoundRecords, not_utf8, num_characters
 
 _LINES_AT_A_TIME_BYTES = 1 << 24
 """Bytes read at a time to count lines."""
@@ -23,7 +23,7 @@ class JsonFile(RecordFile):
 
     path: str
     version: Version
-    find: Callable[[BinaryIO, str, list[str]], Iterator[Found]]
+    find: Callable[[BinaryIO, str, list[str]], Iterator[FoundRecords]]
     """Finds the positions of the records: ``list_spans`` or ``line_spans``."""
     spans_are_bytes: ClassVar[bool] = True
 
@@ -53,11 +53,11 @@ class JsonFile(RecordFile):
                 place, problem = _explained(error, line, column)
             yield Raw(block.first_index + number, line, (start, end), value, problem, place)
 
-    def read(self, span: Span) -> Any:
+    def read(self, span: ByteSpan) -> Any:
         """See ``RecordFile``."""
         return json.loads(self._bytes(*span))
 
-    def line(self, span: Span) -> int:
+    def line(self, span: ByteSpan) -> int:
         """See ``RecordFile``; counts the lines before the record."""
         size = _LINES_AT_A_TIME_BYTES
         parts = (self._bytes(start, min(start + size, span[0])) for start in range(0, span[0], size))

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from mm.data.read import parquet
 from mm.data.read.records import Raw, RecordBlock, RecordFile, Version, opened
-from mm.data.read.spans import Span
+from mm.data.read.spans import ByteSpan
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class ParquetFile(RecordFile):
         for number, value in enumerate(parquet.read(self.path, self.version, spans)):
             yield Raw(block.first_index + number, 0, spans[number], value)
 
-    def read(self, span: Span) -> Any:
+    def read(self, span: ByteSpan) -> Any:
         """See ``RecordFile``."""
         self._check_version()
         return parquet.read(self.path, self.version, [span])[0]
 
-    def line(self, span: Span) -> None:
+    def line(self, span: ByteSpan) -> None:
         """None: a Parquet file has no lines.  Raises UserError when the file has changed."""
         self._check_version()
 

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, ClassVar, Protocol, cast
 
 import numpy as np
 
-from mm.data.read.spans import Span
+from mm.data.read.spans import ByteSpan
 from mm.data.record_name import record_place
 from mm.errors import UserError
 
@@ -42,7 +42,7 @@ class Raw:
     index: int
     line: int
     """Line in which it begins, from 1; 0 in Parquet."""
-    span: Span
+    span: ByteSpan
     value: Any = None
     problem: str | None = None
     place: str = ""
@@ -70,11 +70,11 @@ class RecordFile(Protocol):
         """The records of a block.  Raises UserError when the file has changed."""
         ...
 
-    def read(self, span: Span) -> Any:
+    def read(self, span: ByteSpan) -> Any:
         """The value of a record that was read without a problem before.  Raises UserError when the file has changed."""
         ...
 
-    def line(self, span: Span) -> int | None:
+    def line(self, span: ByteSpan) -> int | None:
         """The line in which a record begins, counted from 1; None in a file without lines.
 
         Raises UserError when the file has changed.

@@ -21,9 +21,9 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 _LONGEST_WORD = 16
 """Longer than JSON's words, escapes and numbers that the end of a window may cut into invalid JSON."""
 
-Span = tuple[int, int]
+ByteSpan = tuple[int, int]
 """First byte and end of a record in its file."""
-Found = tuple[int, int, list[Span]]
+FoundRecords = tuple[int, int, list[ByteSpan]]
 """Line and column of the first of several consecutive records, and the spans of all."""
 
 
@@ -73,14 +73,14 @@ class _Window:
         line, column = self.place(position)
         return f"{path}:{line}:{column}"
 
-    def span(self, start: int, end: int) -> Span:
+    def span(self, start: int, end: int) -> ByteSpan:
         return self.offset + start, self.offset + end
 
     def is_too_long(self) -> bool:
         return len(self.text) > MAX_RECORD_BYTES
 
 
-def line_spans(stream: BinaryIO, path: str, problems: list[str]) -> Iterator[Found]:
+def line_spans(stream: BinaryIO, path: str, problems: list[str]) -> Iterator[FoundRecords]:
     """The non-blank lines."""
     window, num_found = _Window(stream), 0
     while window.text or not window.is_end:
@@ -105,7 +105,7 @@ def line_spans(stream: BinaryIO, path: str, problems: list[str]) -> Iterator[Fou
         window.grow()
 
 
-def list_spans(stream: BinaryIO, path: str, problems: list[str]) -> Iterator[Found]:
+def list_spans(stream: BinaryIO, path: str, problems: list[str]) -> Iterator[FoundRecords]:
     """The elements of a list.  Repeated keys, ``NaN`` and invalid UTF-8 are not detected here."""
     window, decoder, position = _Window(stream), json.JSONDecoder(), 0
     window.skip_space(0)

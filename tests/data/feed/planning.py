@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mm.data.order.stream import SampleOrder, Step, shuffled
+from mm.data.order.stream import SampleOrder, StepSamples, shuffled
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Deal:
     error: Exception | None = None
     failing_sample: int = -1
 
-    def __call__(self, samples: np.ndarray) -> list[Step]:
+    def __call__(self, samples: np.ndarray) -> list[StepSamples]:
         if self.error is not None and self.failing_sample in samples:
             raise self.error
         return [[[dp_rank, os.getpid(), int(samples[0])], []] for dp_rank in range(2)]

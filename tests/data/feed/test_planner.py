@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mm.data.feed.planner import NUM_AHEAD, PlannedSteps, Seat, from_bytes, start_planner, to_bytes
 from mm.data.order.sampler import order_of
-from mm.data.order.stream import SampleOrder, Step, in_turn, shuffled
+from mm.data.order.stream import SampleOrder, StepSamples, in_turn, shuffled
 from mm.errors import UserError
 from tests.data.feed.planning import Deal, order
 from tests.data.order import test_sampler
@@ -42,7 +42,7 @@ def planned():
 
 
 @given(st.lists(st.lists(st.integers(0, 2**32 - 1)), min_size=1))
-def test_a_step_round_trips(step: Step) -> None:
+def test_a_step_round_trips(step: StepSamples) -> None:
     assert from_bytes(to_bytes(step)) == step
     assert len(to_bytes(step)) == 4 * (1 + len(step) + sum(map(len, step)))
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mm.batch import BatchTotals
 from mm.config.data import PriorityMode
-from mm.config.data import Sampler as SamplerType
+from mm.config.data import SamplerType as SamplerType
 from mm.config.run import Run, load_run
 from mm.data.index.dataset import Dataset
 from mm.data.index.gauge import Gauge

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mm.data.order import selection
-from mm.data.order.selection import chosen, split
+from mm.data.order.selection import chosen, split_off
 
 counts, seeds = st.integers(0, 200), st.integers(0, 2**31)
 
@@ -32,11 +32,11 @@ def test_a_rate_of_100_takes_the_file_unchanged_and_others_are_drawn():
 @given(st.lists(st.integers(0, 50), min_size=1), st.floats(0, 0.99), seeds)
 def test_no_sample_is_on_both_sides(samples, rate, seed):
     samples = np.array(samples, dtype=np.int64)
-    training, validation = split(samples, rate, seed)
+    training, validation = split_off(samples, rate, seed)
     assert not np.isin(training, validation).any()
     assert len(np.unique(validation)) == len(validation) == round(len(np.unique(samples)) * rate)
     assert sorted([*training, *samples[np.isin(samples, validation)]]) == sorted(samples)
-    again = split(samples, rate, seed)
+    again = split_off(samples, rate, seed)
     assert (again[0] == training).all() and (again[1] == validation).all()
 
 
@@ -47,7 +47,7 @@ def test_the_validation_samples_come_from_a_permutation(count: int, step: int, r
     different = np.unique(samples)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selection, "_CHUNK", 256)
-        training, validation = split(samples, rate, seed)
+        training, validation = split_off(samples, rate, seed)
     expected = np.sort(selection._random(seed, "validation").permutation(different)[: round(len(different) * rate)])
     assert np.array_equal(validation, expected) and validation.dtype == np.uint32
     assert np.array_equal(training, samples[~np.isin(samples, expected)]) and training.dtype == np.uint32

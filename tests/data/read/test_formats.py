@@ -67,7 +67,7 @@ def test_settings_of_one_picture_or_video(read, folder):
     c = str(folder / "c.mp4")
     assert sample.media == (Image(str(folder / "a.png"), 0, 1000), Video(
         c, fps=2.0, total_pixels=9000, video_start=0.0, video_end=1.5, min_frames=4, max_frames=8), Video(c, nframes=6))
-    assert sample.turns[1].parts == ("AB",)
+    assert sample.turns[1].content == ("AB",)
 
 
 @pytest.mark.parametrize(("part", "what"), [
@@ -117,7 +117,7 @@ def test_only_user_turns_contain_media(read):
 def test_placeholders_in_the_texts_of_lists_are_text(read):
     sample = read({"messages": [{"role": "user", "content": [{"type": "text", "text": "What is <image>?"}]},
                                 {"role": "assistant", "content": "A word."}]})
-    assert sample.turns[0].parts == ("What is <image>?",) and sample.media == ()
+    assert sample.turns[0].content == ("What is <image>?",) and sample.media == ()
 
 
 ALPACA = Attributes(formatting="alpaca", history="history", system="system")
@@ -128,8 +128,8 @@ def test_alpaca(read, folder):
     assert read(record, ALPACA).turns == (
         Turn("system", ("Be.",)), Turn("user", ("Hi",)), Turn("assistant", ("Hello",)),
         Turn("user", ("Add.\n1 and 2",)), Turn("assistant", ("3",)))
-    assert read({"instruction": "Add.", "input": "", "output": "3"}, ALPACA).turns[0].parts == ("Add.",)
-    assert read({"instruction": "Add.", "output": "3", "history": None}, ALPACA).turns[0].parts == ("Add.",)
+    assert read({"instruction": "Add.", "input": "", "output": "3"}, ALPACA).turns[0].content == ("Add.",)
+    assert read({"instruction": "Add.", "output": "3", "history": None}, ALPACA).turns[0].content == ("Add.",)
     attr = Attributes(formatting="alpaca", prompt="q", response="a")
     assert read({"q": "<image>", "a": "b", "images": "a.png"}, attr).media == (Image(str(folder / "a.png")),)
 

@@ -1,4 +1,4 @@
-"""The content of one message as parts: text with ``<image>`` and ``<video>``, or OpenAI's and Qwen's content lists.
+"""The content of one message as items: text with ``<image>`` and ``<video>``, or OpenAI's and Qwen's content lists.
 
 A picture or video without its own path takes the next one of the record's column: its path is empty here.
 """
@@ -11,7 +11,7 @@ from typing import Any
 from mm.data.sample import KINDS, Image, Inline, Media, Video
 from mm.errors import UserError, nearest
 
-Parts = tuple[str | Media, ...]
+Content = tuple[str | Media, ...]
 
 _MARKED = {one.placeholder: one for one in KINDS.values()}
 _PLACEHOLDERS = re.compile(f"({'|'.join(_MARKED)})")
@@ -27,8 +27,8 @@ _MAY_BE_ZERO = ("min_pixels", "video_start")
 _IN_ORDER = (("min_pixels", "max_pixels"), ("min_frames", "max_frames"), ("video_start", "video_end"))
 
 
-def parts_of(content: Any, role: str, where: str, name: str) -> Parts:
-    """The parts of a message's ``content``, found under the key ``name`` in the message ``where``.
+def content_of(content: Any, role: str, where: str, name: str) -> Content:
+    """The items of a message's ``content``, found under the key ``name`` in the message ``where``.
 
     Only user turns contain media: in other roles, placeholders are text and media in lists are refused.  Adjacent
     texts are merged.  OpenAI's ``detail`` of a picture is ignored.  Raises UserError for invalid content.
@@ -38,13 +38,13 @@ def parts_of(content: Any, role: str, where: str, name: str) -> Parts:
         if role == "user":
             pieces = [_MARKED[piece]("") if piece in _MARKED else piece for piece in _PLACEHOLDERS.split(content)]
     elif isinstance(content, list):
-        pieces = [_part(part, f"part {number} of {where}") for number, part in enumerate(content)]
+        pieces = [_item(item, f"item {number} of {where}") for number, item in enumerate(content)]
         if role != "user" and not all(isinstance(piece, str) for piece in pieces):
             raise UserError(f"{where} ({role}) contains an image or a video; only the user's turns may.")
     else:
         raise UserError(
             f"{where} has {name!r} = {shown(content)}; expected a string with {Image.placeholder} and "
-            f"{Video.placeholder} for media, or a list of parts like {{'type': 'text', 'text': ...}}."
+            f"{Video.placeholder} for media, or a list of items like {{'type': 'text', 'text': ...}}."
         )
     return _joined(pieces)
 
@@ -55,27 +55,27 @@ def with_places(text: str, num_media: Mapping[str, int]) -> str:
     return "".join(one.placeholder * num_media[one.kind] for one in missing) + text
 
 
-def _joined(pieces: list[str | Media]) -> Parts:
+def _joined(pieces: list[str | Media]) -> Content:
     """Drop empty texts, and merge adjacent texts."""
-    parts: list[str | Media] = []
+    items: list[str | Media] = []
     for piece in pieces:
-        if isinstance(piece, str) and parts and isinstance(parts[-1], str):
-            parts[-1] += piece
+        if isinstance(piece, str) and items and isinstance(items[-1], str):
+            items[-1] += piece
         elif piece != "":
-            parts.append(piece)
-    return tuple(parts)
+            items.append(piece)
+    return tuple(items)
 
 
-def _part(part: Any, where: str) -> str | Media:
-    if isinstance(part, str):
-        return part
-    if not isinstance(part, dict):
-        raise UserError(f"{where} is {shown(part)}; expected an object like {{'type': 'text', 'text': ...}}.")
-    kind = part.get("type", next((one for one in _TYPES if one in part), None))
+def _item(item: Any, where: str) -> str | Media:
+    if isinstance(item, str):
+        return item
+    if not isinstance(item, dict):
+        raise UserError(f"{where} is {shown(item)}; expected an object like {{'type': 'text', 'text': ...}}.")
+    kind = item.get("type", next((one for one in _TYPES if one in item), None))
     if kind not in _TYPES:
         raise UserError(f"{where} has the type {shown(kind)}{nearest(str(kind), _TYPES)}; expected one of "
                         f"{', '.join(map(repr, _TYPES))}.")
-    value = part.get(kind)
+    value = item.get(kind)
     if kind == "text":
         if not isinstance(value, str):
             raise UserError(f"{where} has 'text' = {shown(value)}; expected a string.")
@@ -90,7 +90,7 @@ def _part(part: Any, where: str) -> str | Media:
                         f"{', or a list of the paths of its frames' if kind == 'video' else ''}.")
     cls = KINDS[kind.removesuffix("_url")]
     known = [field.name for field in fields(cls) if field.name != "path"]
-    settings = {key: one for key, one in part.items() if key not in ("type", kind) and one is not None}
+    settings = {key: one for key, one in item.items() if key not in ("type", kind) and one is not None}
     for key in settings:
         if key not in known:
             hint = ": give min_pixels and max_pixels instead" if key.startswith("resized_") else nearest(key, known)
