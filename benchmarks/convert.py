@@ -92,8 +92,8 @@ def make_checkpoint(directory: Path, size: str) -> None:
         file = safetensors_file(f"model-{number:05d}-of-{len(shards):05d}.safetensors", described)
         weight_map |= {tensor.name: file.name for tensor in file.tensors}
         with (directory / file.name).open("wb") as opened:
-            opened.write(file.parts[0][1])
-            left = file.num_bytes - len(file.parts[0][1])
+            opened.write(file.pieces[0][1])
+            left = file.num_bytes - len(file.pieces[0][1])
             while left:
                 left -= opened.write(os.urandom(min(CHUNK_BYTES, left)))
             os.fsync(opened.fileno())

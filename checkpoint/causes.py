@@ -12,7 +12,7 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
-from mm.conversion.compare import Unequal, bits, coarser, held_dtype, hf_parts, same, sample
+from mm.conversion.compare import Unequal, bits, coarser, held_dtype, hf_weights, same, sample
 from mm.formats.source import Kind, Source
 from mm.formats.storage import Structure, stored_weights
 from mm.weights.cut import Span, cut_dim, shard_spans
@@ -60,7 +60,7 @@ def guess(weight: Weight, unequal: Sequence[Unequal], source: Source, target: So
         for cause, case in ((find_cause(case), case) for find_cause in _CAUSES for case in cases):
             if cause is not None:
                 return f"{cause} (in {case.found.path})"
-    if num_different < sum(math.prod(one.part.shape) for one in different) / 100:
+    if num_different < sum(math.prod(one.hf_weight.shape) for one in different) / 100:
         return "a few values differ, as in a damaged copy or after very little training"
     return "values differ, as after training"
 
@@ -68,13 +68,13 @@ def guess(weight: Weight, unequal: Sequence[Unequal], source: Source, target: So
 def _samples(
     weight: Weight, near: Unequal, source: Source, target: Source
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    dim, shape, left, right = cut_dim(weight), near.part.shape, {}, {}
+    dim, shape, left, right = cut_dim(weight), near.hf_weight.shape, {}, {}
     width = max(1, _SAMPLE_ELEMENTS // weight.shape[dim])
     places = _around(near.at[1], math.prod(shape) // shape[dim], width)
-    for part in hf_parts(weight):
-        if held_dtype(source, part) and held_dtype(target, part):
-            key, rows = part.hf_names[0], range(part.shape[dim])
-            left[key], right[key] = _as_coarser(*(sample(side, part, rows, places) for side in (source, target)))
+    for hf_weight in hf_weights(weight):
+        if held_dtype(source, hf_weight) and held_dtype(target, hf_weight):
+            key, rows = hf_weight.hf_names[0], range(hf_weight.shape[dim])
+            left[key], right[key] = _as_coarser(*(sample(side, hf_weight, rows, places) for side in (source, target)))
     return left, right
 
 
@@ -131,19 +131,19 @@ def _rows_in_files(weight: Weight, found: Source, tp_size: int) -> Tensor:
     structure = Structure.CANONICAL if found.kind is Kind.HUGGING_FACE else Structure.FUSED
     if found.storage is not None:
         structure = found.storage.structure
-    sizes = [part.shape[cut_dim(part)] for part in hf_parts(weight)]
+    sizes = [one.shape[cut_dim(one)] for one in hf_weights(weight)]
     rows = dict(zip(weight.hf_names, torch.arange(sum(sizes)).split(sizes), strict=True))
     return torch.cat([
         torch.full((span.length,), PADDING) if span.key is None else rows[span.key][span.start : span.stop]
         for rank in range(tp_size)
-        for part in stored_weights(weight, structure)
-        for span in shard_spans(part, tp_size, rank)
+        for stored in stored_weights(weight, structure)
+        for span in shard_spans(stored, tp_size, rank)
     ])
 
 
 def _has_early_padding(weight: Weight, expected: Tensor, content: Tensor, tp_size: int) -> bool:
     """Whether ``content`` is ``expected`` with zero rows inserted before its end, as if padded too early."""
-    sizes = [part.shape[cut_dim(part)] for part in hf_parts(weight)]
+    sizes = [one.shape[cut_dim(one)] for one in hf_weights(weight)]
     for right, found in zip(expected.split(sizes), content.split(sizes), strict=True):
         is_zero = ~found.bool().any(dim=1)
         moved = right[(~is_zero).cumsum(0) - 1]
@@ -154,11 +154,11 @@ def _has_early_padding(weight: Weight, expected: Tensor, content: Tensor, tp_siz
 
 def _wrong_orders(weight: Weight, tp_size: int) -> Iterator[tuple[str, Tensor]]:
     """Known mistakes, each with the row numbers in the file order that it produces."""
-    # The second argument of _interleaved: 1 concatenates whole parts, tp_size alternates them within each rank, the
+    # The second argument of _interleaved: 1 concatenates whole tensors, tp_size alternates them within each rank, the
     # number of heads or groups within each head or group, and the number of rows row by row.
     if weight.fusion is Fusion.GATE_UP:
         numbers, num_padding = torch.arange(weight.shape[0]), -weight.hf_shapes[0][0] % tp_size
-        gate, up = (_padded(part, num_padding) for part in numbers.chunk(2))
+        gate, up = (_padded(half, num_padding) for half in numbers.chunk(2))
         yield "gate/up order: [up; gate] instead of [gate; up]", _interleaved((up, gate), tp_size)
         yield "gate/up order: gate and up row by row", _interleaved((gate, up), len(gate))
         yield ("gate/up order: [gate; up] is cut over the ranks as a whole, instead of gate and up each"
@@ -166,23 +166,23 @@ def _wrong_orders(weight: Weight, tp_size: int) -> Iterator[tuple[str, Tensor]]:
     if weight.fusion in (Fusion.PER_HEAD_QKV, Fusion.GROUPED_QKV):
         is_vision = weight.fusion is Fusion.PER_HEAD_QKV
         sizes = [weight.shape[0] // 3] * 3 if is_vision else [shape[0] for shape in weight.hf_shapes]
-        parts, num_units = dict(zip("qkv", torch.arange(sum(sizes)).split(sizes), strict=True)), weight.num_units
+        rows_of, num_units = dict(zip("qkv", torch.arange(sum(sizes)).split(sizes), strict=True)), weight.num_units
         # Release 2.1.0 and those from 26.0.0 on write the ViT's qkv per head, as their runtime reads it.
         known = ", as MindSpeed-MM 2.2.0 and 2.3.0 leave the ViT's; convert again with mm-convert hf_to_mm"
         scope = " as a whole, and then cut" * (tp_size > 1) + known * is_vision
-        yield f"qkv order: [Q; K; V] one after the other{scope}", torch.cat([*parts.values()])
+        yield f"qkv order: [Q; K; V] one after the other{scope}", torch.cat([*rows_of.values()])
         for letters in permutations("qkv"):
-            ordered = [parts[letter] for letter in letters]
+            ordered = [rows_of[letter] for letter in letters]
             yield f"qkv order: [{'; '.join(letters).upper()}] one after the other", _interleaved(ordered, tp_size)
             yield (f"qkv order: per {'head' if is_vision else 'group'} [{', '.join(letters)}]",
                    _interleaved(ordered, num_units))
         if sizes[0] == sizes[1]:
-            yield "qkv order: q, k, v row by row", _interleaved([*parts.values()], sizes[0])
+            yield "qkv order: q, k, v row by row", _interleaved([*rows_of.values()], sizes[0])
 
 
-def _interleaved(parts: Sequence[Tensor], num_pieces: int) -> Tensor:
-    """Cut each of ``parts`` into ``num_pieces`` and take a piece of each in turn."""
-    return torch.cat([part.reshape(num_pieces, -1) for part in parts], dim=1).flatten()
+def _interleaved(tensors: Sequence[Tensor], num_pieces: int) -> Tensor:
+    """Cut each of ``tensors`` into ``num_pieces`` and take a piece of each in turn."""
+    return torch.cat([one.reshape(num_pieces, -1) for one in tensors], dim=1).flatten()
 
 
 def _padded(numbers: Tensor, num_padding: int) -> Tensor:
@@ -215,7 +215,7 @@ def misfit_cause(misfit: Misfit, side: Source, other: Source) -> str | None:
     if misfit.kind != "shape" or weight is None or stored is None:
         return None
     if misfit.hf_name is not None:
-        (weight,) = (part for part in hf_parts(weight) if part.hf_names == (misfit.hf_name,))
+        (weight,) = (one for one in hf_weights(weight) if one.hf_names == (misfit.hf_name,))
     cause = _cut_cause(shard_view(stored, weight, side.tp_size, misfit.tp_rank), misfit.tp_rank, other, side)
     return cause and f"{cause} (in {side.path})"
 
@@ -223,7 +223,7 @@ def misfit_cause(misfit: Misfit, side: Source, other: Source) -> str | None:
 def _cut_cause(view: View, tp_rank: int, right: Source, found: Source) -> str | None:
     """What a matrix holds instead of the spans of ``view``; only for spans of a single Hugging Face tensor."""
     stored, dim, key = view.stored, view.dim, view.spans[0].key
-    weight = next((part for part in hf_parts(view.weight) if part.hf_names[0] == key), None)
+    weight = next((one for one in hf_weights(view.weight) if one.hf_names[0] == key), None)
     if weight is None or key is None or {span.key for span in view.spans} - {key, None}:
         return None
     if len(stored.shape) != 2 or len(weight.shape) != 2 or held_dtype(right, weight) is None:
@@ -232,10 +232,10 @@ def _cut_cause(view: View, tp_rank: int, right: Source, found: Source) -> str | 
     tries = [("the matrix is transposed", dim, view.spans, True)]
     if weight.tp_dim is not None and found.tp_size > 1:
         width = weight.shape[1 - dim] // found.tp_size
-        part = (Span(key, tp_rank * width, width),)
+        of_rank = (Span(key, tp_rank * width, width),)
         tries += [("every rank holds the whole matrix, uncut", dim, (Span(key, 0, weight.shape[dim]),), False),
-                  (f"it is cut along dimension {1 - dim} instead of {dim}", 1 - dim, part, False),
-                  ("the matrix was transposed and then cut", 1 - dim, part, True)]
+                  (f"it is cut along dimension {1 - dim} instead of {dim}", 1 - dim, of_rank, False),
+                  ("the matrix was transposed and then cut", 1 - dim, of_rank, True)]
     plain = replace(weight, tp_dim=None)
     as_it_stands = replace(found, views=(whole_view(stored, key, plain),))
     for cause, cut, spans, is_turned in tries:
@@ -254,7 +254,7 @@ def _cut_cause(view: View, tp_rank: int, right: Source, found: Source) -> str | 
 
 def _other_tensor(case: _Case) -> str | None:
     """Try confused tensors: the output layer and the embedding, or the same weight of another layer."""
-    one, right, found = case.unequal.part, case.right, case.found
+    one, right, found = case.unequal.hf_weight, case.right, case.found
     twins: list[tuple[str, Source, Weight]] = []
     names = right.model.family.weights
     if one.hf_names == (names.output_layer_weight,):
@@ -263,7 +263,7 @@ def _other_tensor(case: _Case) -> str | None:
         twins = [(f"tied head: the embedding is the output layer of {right.path}", right,
                   _renamed(one, names.output_layer_weight))]
     elif one.layer is not None:
-        others = [(other.layer - one.layer, other) for weight in case.weights for other in hf_parts(weight)
+        others = [(other.layer - one.layer, other) for weight in case.weights for other in hf_weights(weight)
                   if other.layer is not None
                   and other.name == one.name.replace(f".layers.{one.layer}.", f".layers.{other.layer}.")]
         twins = [(f"another layer: these are the weights of layer {other.layer} ({distance:+d}) of {right.path}",
@@ -288,12 +288,12 @@ def _renamed(weight: Weight, hf_name: str) -> Weight:
 
 def _are_twins(at: tuple[int, int], one: tuple[Source, Weight], other: tuple[Source, Weight]) -> bool:
     """Whether two tensors of the same shape are equal in a block around the index and the place ``at``."""
-    if any(held_dtype(side, part) is None for side, part in (one, other)):
+    if any(held_dtype(side, weight) is None for side, weight in (one, other)):
         return False
     shape, dim = one[1].shape, cut_dim(one[1])
     block = [_around(number, size, _BLOCK_SIZE)
              for number, size in zip(at, (shape[dim], math.prod(shape) // shape[dim]), strict=True)]
-    return _proves_equal(*(sample(side, part, *block) for side, part in (one, other)))
+    return _proves_equal(*(sample(side, weight, *block) for side, weight in (one, other)))
 
 
 def _other_values(case: _Case) -> str | None:

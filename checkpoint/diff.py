@@ -130,7 +130,8 @@ def _count(findings: Sequence[Finding]) -> str:
 def _finding_lines(finding: Finding, source: Source, target: Source, weights: Sequence[Weight]) -> Iterator[str]:
     names = ", ".join(finding.weight.hf_names)
     if finding.lacking or finding.misfits:
-        yield f"{', '.join(part.hf_names[0] for part in finding.lacking) or names}: not complete in both directories"
+        lacking = ", ".join(hf_weight.hf_names[0] for hf_weight in finding.lacking)
+        yield f"{lacking or names}: not complete in both directories"
         yield from _lacking_lines(finding, source, target)
     if finding.unequal:
         yield ", ".join(one.key for one in finding.unequal)
@@ -157,18 +158,18 @@ def _lacking_lines(finding: Finding, source: Source, target: Source) -> Iterator
     for side, misfit in finding.misfits:
         yield f"    {misfit.text}"
         causes.append(misfit_cause(misfit, side, target if side is source else source))
-    for part in finding.lacking:
-        (key,) = part.hf_names
+    for hf_weight in finding.lacking:
+        (key,) = hf_weight.hf_names
         for side, other in ((source, target), (target, source)):
             held = [stretch.view.stored for stretch in side.index.stretches(key)]
             names = sorted({dtype_name(stored.dtype) for stored in held})
-            if held_dtype(side, part) is not None:
+            if held_dtype(side, hf_weight) is not None:
                 yield f"    {_where(side, held[0])}"
-                causes.append(None if other.index.stretches(key) else missing_head_cause(side, part))
+                causes.append(None if other.index.stretches(key) else missing_head_cause(side, hf_weight))
             elif len(names) > 1:
                 yield f"    {side.path} holds {key} as {' and '.join(names)}"
             elif not any(side is one for one, _ in finding.misfits):
-                yield f"    {side.path} has no {key}" + (f" of shape {list(part.shape)}" if held else "")
+                yield f"    {side.path} has no {key}" + (f" of shape {list(hf_weight.shape)}" if held else "")
     yield from (f"    likely cause: {cause}" for cause in dict.fromkeys(causes) if cause is not None)
 
 
@@ -177,8 +178,8 @@ def _unequal_lines(one: Unequal, source: Source, target: Source, name: str) -> I
         yield f"    {name}{' and '.join(map(dtype_name, one.dtypes))}"
     if one.num_different:
         amount = f"by at most {one.largest:.6g}" if math.isfinite(one.largest) else "some infinite or NaN"
-        yield (f"    {name}{one.num_different:,} of {math.prod(one.part.shape):,} elements differ, {amount}; the first "
-               f"is {list(one.index)}")
+        yield (f"    {name}{one.num_different:,} of {math.prod(one.hf_weight.shape):,} elements differ, {amount}; the "
+               f"first is {list(one.index)}")
     for side in (source, target):
         yield f"    {_where(side, next(side.index.find(Span(one.key, one.at[0], 1))).view.stored)}"
 

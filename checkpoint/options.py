@@ -292,9 +292,9 @@ def read_lists(given: LayerLists, key: str) -> PipelineLayout:
     """
     try:
         # jsonargparse has already parsed lists; remaining text is 12,16 or a mistake.
-        counts: Any = [int(part) for part in given.split(",")] if isinstance(given, str) else given
+        counts: Any = [int(one) for one in given.split(",")] if isinstance(given, str) else given
         counts = [counts] if isinstance(counts, int) else counts
-        chunks = counts if all(isinstance(part, list) for part in counts) else [counts]
+        chunks = counts if all(isinstance(one, list) for one in counts) else [counts]
         if counts and all(type(count) is int for chunk in chunks for count in chunk):
             return tuple(tuple(chunk) for chunk in chunks)
     except ValueError:

@@ -72,7 +72,7 @@ class Microbatch:
     pixel_values: Tensor | None
     """uint8 [num_patches, channels x frames x height x width]: in a ``StepPlan`` of the images that ``image_ranks``
     gives this rank; None without any, and on every rank that does not hold the patch embedding."""
-    num_cut_images: int = 0
+    num_omitted_images: int = 0
     """Images that are left out, because ``--seq-length`` would have cut them; known to the reader of the data only."""
     image_ranks: tuple[int, ...] = ()
     """The rank of the context axis that holds each image, with its pixels, in a ``StepPlan``; () without that axis."""
@@ -106,7 +106,7 @@ class Microbatch:
             segment_lengths=tuple(length for one in ordered for length in one.segment_lengths),
             image_grids=tuple(grid for one in ordered for grid in one.image_grids),
             pixel_values=torch.cat(pixels) if pixels else None,
-            num_cut_images=sum(one.num_cut_images for one in ordered),
+            num_omitted_images=sum(one.num_omitted_images for one in ordered),
             samples=tuple(number for one in ordered for number in one.samples),
             normalisations=tuple(rule for one in ordered for rule in one.normalisations),
             feature_bytes=max(one.feature_bytes for one in ordered),
@@ -139,7 +139,7 @@ class BatchTotals:
     num_tokens: int
     num_patches: int
     num_images: int
-    num_cut_images: int
+    num_omitted_images: int
     """Images that are left out, because ``--seq-length`` would have cut them."""
     num_target_tokens: int
     num_target_samples: int
@@ -164,7 +164,7 @@ class BatchTotals:
             num_tokens=sum(m.num_tokens for m in microbatches),
             num_patches=sum(m.num_patches for m in microbatches),
             num_images=sum(len(m.image_grids) for m in microbatches),
-            num_cut_images=sum(m.num_cut_images for m in microbatches),
+            num_omitted_images=sum(m.num_omitted_images for m in microbatches),
             num_target_tokens=sum(m.num_target_tokens for m in microbatches),
             num_target_samples=sum(int((targets_per_segment(m) > 0).sum()) for m in microbatches),
             num_microbatches=len(microbatches),

@@ -96,14 +96,15 @@ def writing(path: str | Path, flag: str = "") -> Iterator[None]:
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return `` (did you mean 'x'?)`` for the known word closest to ``word``, or an empty string.
 
-    Each part of ``word`` (between ``-``, ``_`` and ``.``) must be close to a part of the known word as well: a flag of
-    another program often shares most letters with an unrelated one.
+    Each piece of ``word`` (between ``-``, ``_`` and ``.``) must be close to a piece of the known word as well: a flag
+    of another program often shares most letters with an unrelated one.
     """
     close = difflib.get_close_matches(word, list(known), n=5, cutoff=_CUTOFF)
     match = next((one for one in close if all(
-        part.isdigit() or difflib.get_close_matches(part, _parts(one), cutoff=_CUTOFF) for part in _parts(word))), None)
+        piece.isdigit() or difflib.get_close_matches(piece, _pieces(one), cutoff=_CUTOFF)
+        for piece in _pieces(word))), None)
     return f" (did you mean {match!r}?)" if match else ""
 
 
-def _parts(word: str) -> list[str]:
-    return [part for part in re.split(r"[-_.]", word.lower()) if part]
+def _pieces(word: str) -> list[str]:
+    return [piece for piece in re.split(r"[-_.]", word.lower()) if piece]

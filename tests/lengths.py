@@ -89,7 +89,7 @@ def totals_of(lengths: Lengths, samples: Sequence[int] | np.ndarray, seq_length:
     tokens = np.minimum(lengths.num_tokens[samples], seq_length).astype(np.int64)
     return BatchTotals(
         num_tokens=int(tokens.sum()), num_patches=int(lengths.num_patches[samples].sum()),
-        num_images=int(lengths.num_media[samples].sum()), num_cut_images=0,
+        num_images=int(lengths.num_media[samples].sum()), num_omitted_images=0,
         num_target_tokens=int(lengths.num_target_tokens[samples].sum()), num_target_samples=len(samples),
         num_microbatches=1, num_causal_pairs=int((tokens * (tokens + 1) // 2).sum()),
         num_image_pairs=int(lengths.num_image_pairs[samples].sum()),

@@ -48,7 +48,7 @@ def test_counts(drawn) -> None:
         num_tokens=sum(1 for sample in samples for _ in sample),
         num_patches=sum(1 for t, h, w in images for _ in range(t * h * w)),
         num_images=len(images),
-        num_cut_images=0,
+        num_omitted_images=0,
         num_target_tokens=sum(1 for sample in samples for target in sample if target),
         num_target_samples=sum(1 for sample in samples if any(sample)),
         num_microbatches=len(drawn),

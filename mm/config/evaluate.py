@@ -153,8 +153,8 @@ def _problems(
     elif not benchmark and not args.rule and not is_named:
         yield "--benchmark or --rule is missing: name the benchmark of the questions, or the scoring rule for your own"
     if name and (len(os.fsencode(name)) > _LONGEST_NAME_BYTES or Path(name).name != name or not name.isprintable()):
-        source = "--evaluation-model" if args.evaluation_model is not None else f"{args.mm_model}: evaluation_model"
-        yield (f"{source} is {name!r}, which cannot start file names in --output; give printable text of at most "
+        where = "--evaluation-model" if args.evaluation_model is not None else f"{args.mm_model}: evaluation_model"
+        yield (f"{where} is {name!r}, which cannot start file names in --output; give printable text of at most "
                f"{_LONGEST_NAME_BYTES} bytes without '/'")
     if questions is None:
         yield "--questions is missing: the TSV file of the benchmark, or your own JSON file"

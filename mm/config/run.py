@@ -14,6 +14,7 @@ from pydantic_core import to_jsonable_python
 
 from mm.config.command_line import Words, flag_name
 from mm.config.data import DataConfig, read_data
+from mm.config.dataset_files import training_files, validation_files
 from mm.config.flags import TRAIN, Arguments, flag_problems, is_same_directory, length_problems
 from mm.config.launcher import launched_ranks, world_problems
 from mm.config.lora import lora_notes, lora_problems, merged
@@ -22,7 +23,6 @@ from mm.config.notes import NoEffect
 from mm.config.read import Document
 from mm.config.sampling import loss_problems, sampling_notes
 from mm.config.schema import changed, shown
-from mm.config.sources import training_sources, validation_sources
 from mm.config.validation import question_flag_problems, validation_notes, validation_problems
 from mm.errors import UserError, collected, refuse
 
@@ -217,9 +217,9 @@ def _missing_paths(words: Words, data: DataConfig | None) -> Iterator[str]:
     problems: list[str] = []
     if data:
         with collected(problems, f"{data_path}: "):
-            training_sources(data)
+            training_files(data)
         with collected(problems, f"{data_path}: "):
-            validation_sources(data)
+            validation_files(data)
     yield from dict.fromkeys(problems)
 
 

@@ -211,8 +211,8 @@ def expected(field: FieldInfo) -> str:
 
 def choices(field: FieldInfo) -> tuple[str, ...]:
     """The words that the field takes, if it is one of a few."""
-    parts = (field.annotation, *typing.get_args(field.annotation))
-    return next((typing.get_args(one) for one in parts if typing.get_origin(one) is typing.Literal), ())
+    annotations = (field.annotation, *typing.get_args(field.annotation))
+    return next((typing.get_args(one) for one in annotations if typing.get_origin(one) is typing.Literal), ())
 
 
 def _in_words(kind: Any, metadata: Sequence[Any]) -> str:

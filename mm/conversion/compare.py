@@ -28,8 +28,8 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Unequal:
     """How one Hugging Face tensor differs."""
 
-    part: Weight
-    """The tensor, as one of ``hf_parts``."""
+    hf_weight: Weight
+    """The tensor, as one of ``hf_weights``."""
     dtypes: tuple[torch.dtype, torch.dtype]
     """In the source and the target."""
     num_different: int
@@ -43,15 +43,15 @@ class Unequal:
 
     @property
     def key(self) -> str:
-        return self.part.hf_names[0]
+        return self.hf_weight.hf_names[0]
 
     @property
     def index(self) -> tuple[int, ...]:
         """``at`` as an index into the tensor."""
         index, place = self.at
-        if cut_dim(self.part):
+        if cut_dim(self.hf_weight):
             return place, index
-        return index, *map(int, np.unravel_index(place, self.part.shape[1:]))
+        return index, *map(int, np.unravel_index(place, self.hf_weight.shape[1:]))
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Finding:
     weight: Weight
     unequal: list[Unequal] = field(default_factory=list)
     lacking: list[Weight] = field(default_factory=list)
-    """The ``hf_parts`` that cannot be compared."""
+    """The ``hf_weights`` that cannot be compared."""
     copies: list[tuple[Source, Stored, Stored]] = field(default_factory=list)
     """Tensors of one directory that should be equal, but are not."""
     padding: dict[Stored, Source] = field(default_factory=dict)
@@ -81,7 +81,7 @@ def compare(weights: Sequence[Weight], source: Source, target: Source, num_worke
         return list(pool.map(lambda weight: _compare_weight(weight, sides, bar.update), weights))
 
 
-def hf_parts(weight: Weight) -> tuple[Weight, ...]:
+def hf_weights(weight: Weight) -> tuple[Weight, ...]:
     """The Hugging Face tensors of ``weight``, each as a separate weight with one name and shape."""
     return stored_weights(weight, Structure.CANONICAL)
 
@@ -102,9 +102,9 @@ def _checks(source: Source) -> _Checks:
     return found
 
 
-def held_dtype(source: Source, part: Weight) -> torch.dtype | None:
-    """The dtype in which ``source`` holds one of ``hf_parts``; None if incomplete, or held in two dtypes."""
-    stretches, dim, shape = source.index.stretches(part.hf_names[0]), cut_dim(part), part.shape
+def held_dtype(source: Source, hf_weight: Weight) -> torch.dtype | None:
+    """The dtype in which ``source`` holds one of ``hf_weights``; None if incomplete, or held in two dtypes."""
+    stretches, dim, shape = source.index.stretches(hf_weight.hf_names[0]), cut_dim(hf_weight), hf_weight.shape
     dtypes = {one.view.stored.dtype for one in stretches}
     fits = all(one.view.stored.shape[:dim] + one.view.stored.shape[dim + 1 :] == shape[:dim] + shape[dim + 1 :]
                for one in stretches)
@@ -115,12 +115,12 @@ def held_dtype(source: Source, part: Weight) -> torch.dtype | None:
 def _compare_weight(weight: Weight, sides: Sequence[tuple[Source, _Checks]], progress: Advance) -> Finding:
     finding, (source, target) = Finding(weight), (side for side, _ in sides)
     with Files(source.path) as left, Files(target.path) as right:
-        for part in hf_parts(weight):
-            one, other = held_dtype(source, part), held_dtype(target, part)
+        for hf_weight in hf_weights(weight):
+            one, other = held_dtype(source, hf_weight), held_dtype(target, hf_weight)
             if one is None or other is None:
-                finding.lacking.append(part)
+                finding.lacking.append(hf_weight)
                 continue
-            unequal = _compare_tensor(part, (one, other), ((source, left), (target, right)), progress)
+            unequal = _compare_tensor(hf_weight, (one, other), ((source, left), (target, right)), progress)
             if unequal.num_different or one != other:
                 finding.unequal.append(unequal)
         for (side, checks), files in zip(sides, (left, right), strict=True):
@@ -136,14 +136,14 @@ def _compare_weight(weight: Weight, sides: Sequence[tuple[Source, _Checks]], pro
 
 
 def _compare_tensor(
-    part: Weight,
+    hf_weight: Weight,
     dtypes: tuple[torch.dtype, torch.dtype],
     sides: Sequence[tuple[Source, Files]],
     progress: Advance,
 ) -> Unequal:
-    num_different, largest, at, num_bits, dtype, key = 0, 0.0, (0, 0), 0, coarser(dtypes), part.hf_names[0]
+    num_different, largest, at, num_bits, dtype, key = 0, 0.0, (0, 0), 0, coarser(dtypes), hf_weight.hf_names[0]
     view = sides[0][0].index.stretches(key)[0].view
-    for rows, indices in view.blocks(range(part.shape[view.dim]), COMPARED_BYTES):
+    for rows, indices in view.blocks(range(hf_weight.shape[view.dim]), COMPARED_BYTES):
         left, right = (files.block(side.index, key, rows, indices) for side, files in sides)
         progress(left.numel())
         if same(left.to(dtype), right.to(dtype)):
@@ -156,14 +156,14 @@ def _compare_tensor(
             at = indices.start + index, rows.start + row + place  # either row or place is 0
             num_bits = (int(left_bits[first] ^ right_bits[first]) & ((1 << 8 * dtype.itemsize) - 1)).bit_count()
         num_different, largest = num_different + len(amounts), max(largest, amounts.max().item())
-    return Unequal(part, dtypes, num_different, largest, at, num_bits)
+    return Unequal(hf_weight, dtypes, num_different, largest, at, num_bits)
 
 
-def sample(source: Source, part: Weight, indices: range, places: range) -> Tensor:
-    """[index, place] of one of ``hf_parts``: indices along ``cut_dim``, places in the other dimensions."""
-    key = part.hf_names[0]
+def sample(source: Source, hf_weight: Weight, indices: range, places: range) -> Tensor:
+    """[index, place] of one of ``hf_weights``: indices along ``cut_dim``, places in the other dimensions."""
+    key = hf_weight.hf_names[0]
     with Files(source.path) as files:
-        if cut_dim(part):
+        if cut_dim(hf_weight):
             return files.block(source.index, key, places, indices)[:, :, 0].T
         found = (files.block(source.index, key, rows, some)[0]
                  for rows, some in source.index.stretches(key)[0].view.blocks(indices, COMPARED_BYTES))

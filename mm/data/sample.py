@@ -106,7 +106,7 @@ class Sample:
     """An optional system message, then alternating user and assistant turns, ending with an assistant turn."""
 
     turns: tuple[Turn, ...]
-    source: str
+    where: str
     """``file:index``, the index counted from 0 within the file."""
 
     @property

@@ -32,19 +32,19 @@ class Converted:
     num_kept: int
 
 
-def convert_llava(source: Path, target: Path, folder: str) -> Converted:
-    """Write the records of ``source``, whose media are in ``folder``, to ``target``: JSONL if it is named so, otherwise
-    a JSON list.  Media paths become ``folder/path``.  Embedded pictures, as in Parquet files, are written to
+def convert_llava(records: Path, target: Path, folder: str) -> Converted:
+    """Write the records in the file ``records``, whose media are in ``folder``, to ``target``: JSONL if it is named so,
+    otherwise a JSON list.  Media paths become ``folder/path``.  Embedded pictures, as in Parquet files, are written to
     ``NAME.pictures`` beside the target.
 
-    Raises UserError, and leaves no ``target``, when it exists, when ``source`` is unreadable or has other records, and
+    Raises UserError, and leaves no ``target``, when it exists, when ``records`` is unreadable or has other records, and
     when no record has its media.
     """
     pictures = target.with_name(f"{target.stem}.pictures")
     for path in (target, pictures):
         if path.exists():
             raise UserError(f"{path} already exists; rename or remove it, or give another output.")
-    file, is_lines, num_records, num_kept = open_records(str(source)), target.suffix == ".jsonl", 0, 0
+    file, is_lines, num_records, num_kept = open_records(str(records)), target.suffix == ".jsonl", 0, 0
     # Lone surrogates, which UTF-8 cannot encode, are written as JSON escapes.
     with target.open("x", encoding="utf-8", errors="backslashreplace") as out:
         try:

@@ -32,7 +32,7 @@ class TokenGroup:
 class Shown:
     """A sample, prepared for display."""
 
-    source: str
+    where: str
     pieces: tuple[TokenGroup, ...]
     num_tokens: int
     num_target_tokens: int
@@ -43,7 +43,7 @@ class Shown:
     def of(cls, sample: Sample, encoder: SampleEncoder) -> "Shown":
         """Raises UserError as the encoder does."""
         encoded = encoder.encode(sample)
-        return cls(sample.source, tuple(_pieces(encoded, encoder)), encoded.num_tokens, encoded.num_target_tokens,
+        return cls(sample.where, tuple(_pieces(encoded, encoder)), encoded.num_tokens, encoded.num_target_tokens,
                    tuple(_frames(encoded, encoder)))
 
     def text(self, has_colours: bool) -> str:
@@ -58,12 +58,12 @@ class Shown:
         spans = "".join(f'<span class="{piece.kind}">{escape(piece.text)}</span>' for piece in self.pieces)
         pictures = "".join(f'<img alt="{frame.shape[1]} x {frame.shape[0]} pixels" '
                            f'src="data:image/png;base64,{_png(frame)}">' for frame in self.frames)
-        return page(self.source, f"<p>{escape(self._headline)}</p>\n<div>{pictures}</div>\n"
+        return page(self.where, f"<p>{escape(self._headline)}</p>\n<div>{pictures}</div>\n"
                                  f'<div class="turns">{spans}</div>')
 
     @property
     def _headline(self) -> str:
-        return (f"{self.source}: {self.num_tokens:,} tokens, {self.num_target_tokens:,} of them targets, "
+        return (f"{self.where}: {self.num_tokens:,} tokens, {self.num_target_tokens:,} of them targets, "
                 f"{len(self.frames)} pictures or frames")
 
 

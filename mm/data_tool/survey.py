@@ -137,10 +137,10 @@ def look(splits: Mapping[Split, Dataset], encoder: SampleEncoder, decodes: bool)
             for remark, path in seen.remarks:
                 remarks[remark] += 1
                 first.setdefault(remark, path)
-            for one, source in seen.ids:
-                ids.add(one, source)
-            for one, source in seen.media:
-                media.add(one, source)
+            for one, where in seen.ids:
+                ids.add(one, where)
+            for one, where in seen.media:
+                media.add(one, where)
             progress.update(len(block))
     notes = [f"{count} pictures {remark}; the first is {first[remark]}" for remark, count in remarks.items()]
     notes += [*ids.message("id"), *media.message("picture or video")]
@@ -154,10 +154,10 @@ class _Repeated:
         self._first: dict[str, str] = {}
         self._others: dict[str, str] = {}
 
-    def add(self, one: str, source: str) -> None:
-        """Add a value.  The same source may occur several times, because of a rate above 100 %."""
-        if self._first.setdefault(one, source) != source:
-            self._others.setdefault(one, source)
+    def add(self, one: str, where: str) -> None:
+        """Add a value.  The same where may occur several times, because of a rate above 100 %."""
+        if self._first.setdefault(one, where) != where:
+            self._others.setdefault(one, where)
 
     def message(self, what: str) -> Iterator[str]:
         """A sentence, if any value is repeated."""
@@ -195,9 +195,9 @@ class _Look:
                 paths = [item.path for item in sample.media if isinstance(item, Image)]
                 seen.remarks.extend((remark, str(path)) for path in paths for remark in image_remarks(path))
                 files = {path for item in sample.media for path in item.files}
-                seen.media.extend((path, sample.source) for path in sorted(files))
+                seen.media.extend((path, sample.where) for path in sorted(files))
                 name = dataset.name(index)
-                seen.ids.extend([] if name is None else [(str(name), sample.source)])
+                seen.ids.extend([] if name is None else [(str(name), sample.where)])
                 if self.decodes:
                     self.encoder.encode(sample)
             except UserError as error:

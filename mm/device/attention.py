@@ -70,8 +70,8 @@ def by_stretch(
         return q + (k.sum() + v.sum())  # empty, yet all three stay in the graph
     sizes = [length * count for length, count in segments.stretches]
     outputs = []
-    for (length, count), parts in zip(segments.stretches, pieces(sizes, q, k, v), strict=True):
-        outputs.append(attend(*(part.unflatten(0, (count, length)) for part in parts)).flatten(0, 1))
+    for (length, count), of_stretch in zip(segments.stretches, pieces(sizes, q, k, v), strict=True):
+        outputs.append(attend(*(one.unflatten(0, (count, length)) for one in of_stretch)).flatten(0, 1))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 

@@ -181,8 +181,8 @@ def refuse_old_cuda(name: str, capability: tuple[int, int]) -> None:
 # Known types
 
 
-def _known(label: str, names: str, tflops: float, memory_mib: int | None, source: str) -> KnownDevice:
-    return KnownDevice(label, names, tflops * 1e12, None if memory_mib is None else memory_mib * 2**20, source)
+def _known(label: str, names: str, tflops: float, memory_mib: int | None, reference: str) -> KnownDevice:
+    return KnownDevice(label, names, tflops * 1e12, None if memory_mib is None else memory_mib * 2**20, reference)
 
 
 _SHEETS = "https://www.nvidia.com/en-us/data-center/"

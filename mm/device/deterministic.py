@@ -21,7 +21,7 @@ class Variable:
     """The value it is set to."""
     others: tuple[str, ...] | None
     """Other values that a user may have set, in any case; None: any value is replaced."""
-    source: str
+    reference: str
 
 
 def make_deterministic(

@@ -65,11 +65,11 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -
     chunks = [segments.lengths[start : start + MAX_SEGMENTS] for start in starts]
     sizes = [sum(chunk) for chunk in chunks]
     outputs = []
-    for chunk, parts in zip(chunks, pieces(sizes, q, k, v), strict=True):
+    for chunk, of_chunk in zip(chunks, pieces(sizes, q, k, v), strict=True):
         ends = list(itertools.accumulate(chunk))
         outputs.append(
             torch_npu().npu_fusion_attention(
-                *parts,
+                *of_chunk,
                 q.shape[1],
                 "TND",
                 scale=q.shape[-1] ** -0.5,
@@ -306,8 +306,8 @@ def hccl_buffer_mb(num_groups: int, num_with_messages: int, buffsize_mb: int = 2
 # Known types
 
 
-def _known(label: str, names: str, tflops: float | None, memory_gib: int, source: str) -> KnownDevice:
-    return KnownDevice(label, names, None if tflops is None else tflops * 1e12, memory_gib * 2**30, source)
+def _known(label: str, names: str, tflops: float | None, memory_gib: int, reference: str) -> KnownDevice:
+    return KnownDevice(label, names, None if tflops is None else tflops * 1e12, memory_gib * 2**30, reference)
 
 
 _CANN = "CANN's platform_config: cube cores x 8,192 FLOP x cube frequency"

@@ -33,7 +33,7 @@ class KnownDevice:
     """Dense bf16 FLOP/s with fp32 sums.  None: no published number was found."""
     memory_bytes: int | None
     """The whole memory: for NVIDIA's as nvidia-smi shows it, for others as the maker states it.  None: not found."""
-    source: str
+    reference: str
     """Where the peak is published."""
 
 

@@ -61,7 +61,7 @@ class Values:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _BlockElements:
     """Consecutive elements of one tensor in a block."""
 
     name: str
@@ -106,11 +106,11 @@ def write_tensors(
 
         try:
             before: _Pending = []
-            for parts in _blocks(tensors, block_bytes):
+            for elements_of_block in _blocks(tensors, block_bytes):
                 if len(busy) + bool(before) == NUM_BLOCKS:
                     _finish(busy.popleft())  # frees the next buffer
                 buffer = next(buffers)
-                pending = [(part.name, part.start(host, buffer)) for part in parts]
+                pending = [(one.name, one.start(host, buffer)) for one in elements_of_block]
                 if before:
                     submit(before)
                 before = pending
@@ -125,23 +125,23 @@ def write_tensors(
     return crc32s
 
 
-def _blocks(tensors: Sequence[tuple[str, Values]], block_bytes: int) -> Iterator[list[_Part]]:
+def _blocks(tensors: Sequence[tuple[str, Values]], block_bytes: int) -> Iterator[list[_BlockElements]]:
     """Divide the elements of all tensors, in order, into blocks: small tensors share one, large ones span several."""
-    parts: list[_Part] = []
+    elements_of_block: list[_BlockElements] = []
     filled = 0
     for name, values in tensors:
         flat, first = values.live.detach().reshape(-1), 0
         while first < len(flat):
             stop = min(len(flat), first + (block_bytes - filled) // flat.itemsize)
             if stop > first:
-                parts.append(_Part(name, values, flat[first:stop], first, filled))
-                filled += -(-parts[-1].elements.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+                elements_of_block.append(_BlockElements(name, values, flat[first:stop], first, filled))
+                filled += -(-elements_of_block[-1].elements.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
             if stop < len(flat):
-                yield parts
-                parts, filled = [], 0
+                yield elements_of_block
+                elements_of_block, filled = [], 0
             first = stop
-    if parts:
-        yield parts
+    if elements_of_block:
+        yield elements_of_block
 
 
 def _bytes(tensor: Tensor) -> memoryview:

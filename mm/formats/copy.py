@@ -137,11 +137,11 @@ class _Worker:
         for source, start, num_bytes in _pieces(job):
             while num_bytes:
                 step = min(num_bytes, BUFFER_BYTES - filled)
-                part = self._buffer[filled : filled + step]
+                piece = self._buffer[filled : filled + step]
                 if source is None:
-                    part[:] = bytes(step)
+                    piece[:] = bytes(step)
                 else:
-                    self._sources.read(source, start, part)
+                    self._sources.read(source, start, piece)
                 start, num_bytes, filled = start + step, num_bytes - step, filled + step
                 if filled == BUFFER_BYTES or written + filled == target.num_bytes:
                     crc32 = zlib.crc32(self._buffer[:filled], crc32)

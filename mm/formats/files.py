@@ -110,10 +110,10 @@ class Files:
             return False
         return all(a == b for a, b in zip(self._blocks(one), self._blocks(other), strict=True))
 
-    def is_zero(self, part: Stretch) -> bool:
+    def is_zero(self, stretch: Stretch) -> bool:
         """Whether every byte of ``part`` is zero."""
-        blocks = part.view.blocks(range(part.start, part.stop), BUFFER_BYTES)
-        return not any(any(self.read_columns(part.view, rows, indices)) for rows, indices in blocks)
+        blocks = stretch.view.blocks(range(stretch.start, stretch.stop), BUFFER_BYTES)
+        return not any(any(self.read_columns(stretch.view, rows, indices)) for rows, indices in blocks)
 
     def _blocks(self, stored: Stored) -> Iterator[memoryview]:
         """The bytes of a tensor in order; the next block overwrites the previous one."""

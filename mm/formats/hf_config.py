@@ -52,8 +52,8 @@ def model_from_hf(
     elif not sections["vision"]:
         raise UserError(f"{file} lacks 'vision_config'; expected a complete config of {family.title}.")
     for ours, (section, theirs, default) in family.config_json.keys.items():
-        part, _, name = ours.rpartition(".")
-        values = found[part] if part else found
+        section, _, name = ours.rpartition(".")
+        values = found[section] if section else found
         stated = (sections[section].get(one) for one in theirs.split())
         value = next((one for one in stated if one is not None), values.get(name, default))
         if value is None:
@@ -76,7 +76,7 @@ def model_from_hf(
 
 def _value_problems(error: ValidationError, found: Section, family: Family, file: object) -> Iterator[str]:
     """Problems with values that ``file`` states, without those of fields derived from them."""
-    wrong = {".".join(part for part in one["loc"] if isinstance(part, str)) for one in error.errors()}
+    wrong = {".".join(key for key in one["loc"] if isinstance(key, str)) for one in error.errors()}
     keys = family.config_json.keys
     for name, _, field in settings_of(ModelConfig):
         if name in wrong and name in keys:

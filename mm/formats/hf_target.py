@@ -45,25 +45,25 @@ def hf_targets(base: HFDirectory, model: ModelConfig, dtypes: Dtypes) -> tuple[l
 def _shards(base: HFDirectory, model: ModelConfig, dtypes: Dtypes) -> Iterator[tuple[str, dict[str, str]]]:
     """Each file with its tensor names, and the published name of the weight that each holds."""
     if base.tensors:
-        shards: dict[str, dict[str, str]] = {}
+        by_file: dict[str, dict[str, str]] = {}
         names = model.family.weights
         for name, stored in base.tensors.items():
             # A tied model's redundant output layer is kept; it is the embedding.
             is_copy = model.language.tied and name == names.output_layer_weight
-            shards.setdefault(stored.file, {})[stored.name] = names.embedding_weight if is_copy else name
-        yield from shards.items()
+            by_file.setdefault(stored.file, {})[stored.name] = names.embedding_weight if is_copy else name
+        yield from by_file.items()
         return
-    parts, free_bytes = [{}], _SHARD_BYTES
+    shards, free_bytes = [{}], _SHARD_BYTES
     for weight in model_weights(model):
         for name, shape in zip(weight.hf_names, weight.hf_shapes, strict=True):
             num_bytes = torch.Size(shape).numel() * dtypes[name].itemsize
-            if parts[-1] and num_bytes > free_bytes:
-                parts.append({})
+            if shards[-1] and num_bytes > free_bytes:
+                shards.append({})
                 free_bytes = _SHARD_BYTES
-            parts[-1][name] = name
+            shards[-1][name] = name
             free_bytes -= num_bytes
-    for number, part in enumerate(parts, start=1):
-        yield SINGLE_FILE if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors", part
+    for number, shard in enumerate(shards, start=1):
+        yield SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors", shard
 
 
 def is_hf_target(path: Path) -> bool:

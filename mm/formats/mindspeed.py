@@ -227,31 +227,32 @@ class MindSpeedDirectory:
                 f"{self.path} was written with {self.manifest.storage}, but holds {self.storage}; convert again."
             )
         views, misfits, known = [], [], {}
-        for part in rank_files(model, tp_size, self.storage):
-            file = f"{self.folder}/{part.file}"
-            known.setdefault(file, set()).update(part.weights)
-            for name, weight in part.weights.items():
-                misfit = self._misfit(file, name, weight, tp_size, part)
+        for rank_file in rank_files(model, tp_size, self.storage):
+            file = f"{self.folder}/{rank_file.file}"
+            known.setdefault(file, set()).update(rank_file.weights)
+            for name, weight in rank_file.weights.items():
+                misfit = self._misfit(file, name, weight, tp_size, rank_file)
                 if misfit is not None:
                     misfits.append(misfit)
                 else:
                     stored, stated = self.contents[file][name], self._stated.get((file, name))
                     stored = dataclasses.replace(stored, crc32=stated.crc32) if stated else stored
-                    views.append(shard_view(stored, weight, tp_size, part.tp_rank))
+                    views.append(shard_view(stored, weight, tp_size, rank_file.tp_rank))
         return views, misfits + self._left_over(known)
 
-    def _misfit(self, file: str, name: str, weight: Weight, tp_size: int, part: RankFile) -> Misfit | None:
+    def _misfit(self, file: str, name: str, weight: Weight, tp_size: int, rank_file: RankFile) -> Misfit | None:
         path, shape = self.path / file, local_shape(weight, tp_size)
         if file not in self.contents:
             text = f"{path} is missing; copy the directory again, or correct the layout."
-            return Misfit("missing", text, weight, part.tp_rank)
+            return Misfit("missing", text, weight, rank_file.tp_rank)
         stored = self.contents[file].get(name)
         if stored is None:
-            return Misfit("missing", f"{path} lacks the tensor {name} of shape {list(shape)}.", weight, part.tp_rank)
+            text = f"{path} lacks the tensor {name} of shape {list(shape)}."
+            return Misfit("missing", text, weight, rank_file.tp_rank)
         if stored.shape != shape:
             text = (f"{path}: {name} has shape {list(stored.shape)}; expected {list(shape)}. Was it cut for another TP "
                     f"size?")
-            return Misfit("shape", text, weight, part.tp_rank, stored=stored)
+            return Misfit("shape", text, weight, rank_file.tp_rank, stored=stored)
         where, stated = f"{path}: {name} is {dtype_name(stored.dtype)}", self._stated.get((file, name))
         if not stored.dtype.is_floating_point:
             text = f"{where}; expected floating-point numbers."
@@ -261,7 +262,7 @@ class MindSpeedDirectory:
             text = f"{where}, but {MANIFEST_FILE} says {dtype_name(stated.dtype)}; convert again."
         else:
             return None
-        return Misfit("dtype", text, weight, part.tp_rank, stored=stored)
+        return Misfit("dtype", text, weight, rank_file.tp_rank, stored=stored)
 
     def _left_over(self, known: Mapping[str, set[str]]) -> list[Misfit]:
         misfits = []

@@ -115,15 +115,15 @@ def mindspeed_targets(
 ) -> tuple[list[View], list[TargetFile]]:
     """Views and files of ``model`` on its layout; ``dtypes`` are the source's, by published name."""
     by_file: dict[str, list[RankFile]] = {}
-    for part in rank_files(model, tp_size, storage):
-        by_file.setdefault(f"{RELEASE}/{part.file}", []).append(part)
+    for rank_file in rank_files(model, tp_size, storage):
+        by_file.setdefault(f"{RELEASE}/{rank_file.file}", []).append(rank_file)
     views, files = [], []
-    for name, parts in by_file.items():
-        owned = {key: (weight, part.tp_rank) for part in parts for key, weight in part.weights.items()}
+    for name, members in by_file.items():
+        owned = {key: (weight, member.tp_rank) for member in members for key, weight in member.weights.items()}
         described = {
             key: (dtypes[weight.hf_names[0]], local_shape(weight, tp_size)) for key, (weight, _) in owned.items()
         }
-        file = _torch_file(name, parts, described) if storage.format is Format.TORCH else safetensors_file(
+        file = _torch_file(name, members, described) if storage.format is Format.TORCH else safetensors_file(
             name, [(key, *spec) for key, spec in described.items()])
         files.append(file)
         for stored in file.tensors:
@@ -132,10 +132,10 @@ def mindspeed_targets(
     return views, files
 
 
-def _torch_file(name: str, parts: list[RankFile], described: Tensors) -> TorchFile:
+def _torch_file(name: str, members: list[RankFile], described: Tensors) -> TorchFile:
     return TorchFile.new(name, {
-        part.chunk_key: {key.removeprefix(f"{part.chunk_key}/"): described[key] for key in part.weights}
-        for part in parts
+        member.chunk_key: {key.removeprefix(f"{member.chunk_key}/"): described[key] for key in member.weights}
+        for member in members
     })
 
 

@@ -54,33 +54,33 @@ class TorchFile(TargetFile):
         starts = space.starts[_NUM_RECORDS_BEFORE:]
         stored = (Stored(name, key, dtype, tuple(shape), at)
                   for (key, dtype, shape), at in zip(specs, starts, strict=False))
-        return cls(name, tuple(stored), space.num_bytes, tuple((at, bytes(part)) for at, part in space.parts))
+        return cls(name, tuple(stored), space.num_bytes, tuple((at, bytes(piece)) for at, piece in space.pieces))
 
     def frame(self, crc32s: Mapping[str, int]) -> list[tuple[int, bytes]]:
-        """``parts`` with the checksums.  torch.load does not verify them, but zipfile and every unzip do."""
+        """``pieces`` with the checksums.  torch.load does not verify them, but zipfile and every unzip do."""
         filled = [(number, tensor) for number, tensor in enumerate(self.tensors) if tensor.num_bytes]
-        parts = [(offset, bytearray(part)) for offset, part in self.parts]
-        last_offset, last = parts[-1]
-        # The last part ends with three records of 56, 20 and 22 bytes; the first has the offset of the directory.
+        pieces = [(offset, bytearray(piece)) for offset, piece in self.pieces]
+        last_offset, last = pieces[-1]
+        # The last piece ends with three records of 56, 20 and 22 bytes; the first has the offset of the directory.
         at = struct.unpack_from("<Q", last, len(last) - 50)[0] - last_offset
-        for (number, tensor), (_, part) in zip(filled, parts[1:], strict=True):
+        for (number, tensor), (_, piece) in zip(filled, pieces[1:], strict=True):
             # In the descriptor after the data, and in the directory 30 bytes before the record's name.
-            struct.pack_into("<I", part, 4, crc32s[tensor.name])
+            struct.pack_into("<I", piece, 4, crc32s[tensor.name])
             at = last.index(f"archive/data/{number}".encode(), at)
             struct.pack_into("<I", last, at - 30, crc32s[tensor.name])
-        return [(offset, bytes(part)) for offset, part in parts]
+        return [(offset, bytes(piece)) for offset, piece in pieces]
 
 
 class _Space:
     """A file object for torch.save that keeps the written bytes, and records where each record's data begins."""
 
     def __init__(self) -> None:
-        self.parts: list[tuple[int, bytearray]] = [(0, bytearray())]
+        self.pieces: list[tuple[int, bytearray]] = [(0, bytearray())]
         self.starts: list[int] = []
         self.num_bytes = 0
 
     def write(self, content: bytes | memoryview) -> int:
-        self.parts[-1][1].extend(content)
+        self.pieces[-1][1].extend(content)
         self.num_bytes += len(content)
         if content[:2] == b"FB":  # the padding field in a record's header, which aligns its data
             self.starts.append(self.num_bytes)
@@ -89,7 +89,7 @@ class _Space:
     def seek(self, num_bytes: int, whence: int) -> int:
         assert whence == os.SEEK_CUR  # skips a tensor
         self.num_bytes += num_bytes
-        self.parts.append((self.num_bytes, bytearray()))
+        self.pieces.append((self.num_bytes, bytearray()))
         return self.num_bytes
 
     def flush(self) -> None:

@@ -54,7 +54,7 @@ class CheckpointTensor:
 
     name: str
     """Name of the weight, with the global layer number."""
-    part: str
+    kind: str
     """"weight", "master" (its fp32 copy), "exp_avg", "exp_avg_sq", or "random" (a random state, not of a weight)."""
     tp_rank: int
     """0 for tensors that are equal on all tensor-parallel ranks and therefore stored once."""
@@ -64,10 +64,10 @@ class CheckpointTensor:
 
     @classmethod
     def of(
-        cls, dtype: torch.dtype, shape: Sequence[int], file: str, name: str, part: str, tp_rank: int = 0, start: int = 0
+        cls, dtype: torch.dtype, shape: Sequence[int], file: str, name: str, kind: str, tp_rank: int = 0, start: int = 0
     ) -> "CheckpointTensor":
         """A piece to be written; its checksum is computed then."""
-        return cls(name, part, tp_rank, start, Stored(file, _key(name, part), dtype, tuple(shape), 0))
+        return cls(name, kind, tp_rank, start, Stored(file, _key(name, kind), dtype, tuple(shape), 0))
 
     @property
     def stop(self) -> int:
@@ -80,7 +80,7 @@ class CheckpointTensor:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            **tensor_json(self.stored), "name": self.name, "part": self.part, "tp_rank": self.tp_rank,
+            **tensor_json(self.stored), "name": self.name, "part": self.kind, "tp_rank": self.tp_rank,
             "start": self.start,
         }  # fmt: skip
 
@@ -130,9 +130,9 @@ class CheckpointManifest:
         return manifest_text(content, "pieces", [piece.to_json() for piece in self.pieces])
 
 
-def _key(name: str, part: str) -> str:
+def _key(name: str, kind: str) -> str:
     """The name of a piece in its safetensors file."""
-    return name if part == "weight" else f"{name}:{part}"
+    return name if kind == "weight" else f"{name}:{kind}"
 
 
 # Writing
@@ -164,7 +164,7 @@ def write_pieces(
     planned = safetensors_file(
         file, [(name, piece.stored.dtype, piece.stored.shape) for name, (piece, _) in by_name.items()])
     with _new_file(folder / file) as opened:
-        opened.write(planned.parts[0][1])
+        opened.write(planned.pieces[0][1])
         crc32s = write_tensors(opened, [(stored.name, by_name[stored.name][1]) for stored in planned.tensors], host)
     return [dataclasses.replace(by_name[stored.name][0], stored=dataclasses.replace(stored, crc32=crc32s[stored.name]))
             for stored in planned.tensors]

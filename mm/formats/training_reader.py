@@ -40,7 +40,7 @@ class TrainingDirectory:
     @property
     def files(self) -> tuple[Path, ...]:
         """The manifest and all weight files."""
-        names = {piece.stored.file for piece in self.manifest.pieces if piece.part == "weight"}
+        names = {piece.stored.file for piece in self.manifest.pieces if piece.kind == "weight"}
         return self.path / MANIFEST_FILE, *(self.path / name for name in sorted(names))
 
     @property
@@ -79,20 +79,20 @@ class TrainingDirectory:
         refuse(problems)
         return views, misfits
 
-    def has(self, weight: Weight, part: str) -> bool:
-        return (stored_name(weight), part, 0) in self._pieces
+    def has(self, weight: Weight, kind: str) -> bool:
+        return (stored_name(weight), kind, 0) in self._pieces
 
-    def read_state(self, weight: Weight, part: str, tp_size: int, tp_rank: int, start: int, stop: int) -> Tensor:
+    def read_state(self, weight: Weight, kind: str, tp_size: int, tp_rank: int, start: int, stop: int) -> Tensor:
         """Elements ``start`` to ``stop`` of the flattened shard of one tensor-parallel rank: "master" or a moment.
 
         Raises UserError with file and tensor if something is missing or damaged.
         """
         name, stored_size = stored_name(weight), self.manifest.tp_size
         if weight.tp_dim is None or tp_size == stored_size:
-            return self._range(name, part, 0 if weight.tp_dim is None else tp_rank, start, stop)
+            return self._range(name, kind, 0 if weight.tp_dim is None else tp_rank, start, stop)
         shape = local_shape(weight, stored_size)
         nothing = torch.zeros(()).expand(shape)  # for shards that this rank does not need
-        shards = [self._range(name, part, rank, 0, math.prod(shape)).reshape(shape)
+        shards = [self._range(name, kind, rank, 0, math.prod(shape)).reshape(shape)
                   if share_numbers(weight, (stored_size, rank), (tp_size, tp_rank)) else nothing
                   for rank in range(stored_size)]
         return shard(weight, unshard(weight, shards), tp_size, tp_rank).reshape(-1)[start:stop]
@@ -106,7 +106,7 @@ class TrainingDirectory:
     def _pieces(self) -> Mapping[tuple[str, str, int], Sequence[CheckpointTensor]]:
         found: dict[tuple[str, str, int], list[CheckpointTensor]] = {}
         for piece in sorted(self.manifest.pieces, key=lambda piece: piece.start):
-            found.setdefault((piece.name, piece.part, piece.tp_rank), []).append(piece)
+            found.setdefault((piece.name, piece.kind, piece.tp_rank), []).append(piece)
         return found
 
     @cached_property
@@ -125,16 +125,16 @@ class TrainingDirectory:
             raise UserError(f"{path}: {stated.name} differs from {MANIFEST_FILE}; {USE_ANOTHER}.")
         return dataclasses.replace(found, crc32=stated.crc32)
 
-    def _range(self, name: str, part: str, tp_rank: int, start: int, stop: int) -> Tensor:
+    def _range(self, name: str, kind: str, tp_rank: int, start: int, stop: int) -> Tensor:
         found, position = [], start
-        for piece in self._pieces.get((name, part, tp_rank), ()):
+        for piece in self._pieces.get((name, kind, tp_rank), ()):
             if piece.start <= position < min(piece.stop, stop):
                 end = min(piece.stop, stop)
                 found.append(self._tensor(piece)[position - piece.start : end - piece.start])
                 position = end
         if position != stop:
             raise UserError(
-                f"{self.path} lacks elements {position} to {stop} of {part} of {name} (tensor-parallel rank "
+                f"{self.path} lacks elements {position} to {stop} of {kind} of {name} (tensor-parallel rank "
                 f"{tp_rank} of {self.manifest.tp_size}); the checkpoint is incomplete, use another one."
             )
         return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0)

@@ -35,7 +35,7 @@ class Answer:
 
 @dataclass
 class _Sequence:
-    """A prompt with its answer so far: one slot of the cache."""
+    """A prompt with its answer so far: one sequence of the cache."""
 
     answer: Answer
     num_tokens: int
@@ -49,7 +49,7 @@ TokenListener = Callable[[Answer], None]
 
 
 class Answerer:
-    """One rank's part of the model, which answers batches of prompts together with the rest of its replica."""
+    """One rank's columns of the model, which answers batches of prompts together with the rest of its replica."""
 
     def __init__(self, stage: Stage, mesh: Mesh, decoding: Decoding) -> None:
         self._stage, self._mesh, self._decoding = stage, mesh, decoding
@@ -61,13 +61,13 @@ class Answerer:
         self._caches: dict[int, KeyValueCache] = {}
         """Caches by chunk, for the chunks with LLM layers."""
         self._was_there: Tensor | None = None
-        """Earlier tokens, bool [slots, vocabulary], on the stage that chooses; None without a repetition penalty."""
+        """Earlier tokens, bool [sequences, vocabulary], on the choosing stage; None without a repetition penalty."""
 
     @torch.no_grad()
     def answer(self, prompts: Microbatch, numbers: Sequence[int], listen: TokenListener | None = None) -> list[Answer]:
         """Answer prompts, one per segment, with these ``numbers``; returns the answers in the same order."""
-        slots = _sequences(prompts, numbers)
-        answers = [slot.answer for slot in slots]
+        sequences = _sequences(prompts, numbers)
+        answers = [sequence.answer for sequence in sequences]
         language = self._stage.model.language
         groups, width = language.num_query_groups // self._mesh.tp_size, language.head_dim
         self._caches = {number: KeyValueCache(map(str, chunk.spec.language_layers), groups, self._like.new_empty(width))
@@ -75,19 +75,19 @@ class Answerer:
         logits = self._forward(prompts, Places.of_sequences(prompts.segment_lengths, self._device))
         self._remember(prompts, logits)
         while True:
-            self._take(slots, self._chosen(logits, slots))
+            self._take(sequences, self._chosen(logits, sequences))
             if listen is not None:
-                for slot in slots:
-                    listen(slot.answer)
-            going_on = [number for number, slot in enumerate(slots) if slot.answer.ended is None]
+                for sequence in sequences:
+                    listen(sequence.answer)
+            going_on = [number for number, sequence in enumerate(sequences) if sequence.answer.ended is None]
             if not going_on:
                 self._caches, self._was_there = {}, None
                 return answers
-            if 2 * len(going_on) <= len(slots):  # those that have ended cost as much as the others
-                slots = [slots[number] for number in going_on]
+            if 2 * len(going_on) <= len(sequences):  # those that have ended cost as much as the others
+                sequences = [sequences[number] for number in going_on]
                 self._keep(going_on)
-            lengths = [slot.num_tokens for slot in slots]
-            logits = self._forward(_new_tokens(slots), Places.of_new_tokens(lengths, self._device))
+            lengths = [sequence.num_tokens for sequence in sequences]
+            logits = self._forward(_new_tokens(sequences), Places.of_new_tokens(lengths, self._device))
 
     def _forward(self, microbatch: Microbatch, places: Places) -> Tensor | None:
         """One pass through all slots of the pipeline.
@@ -113,14 +113,14 @@ class Answerer:
                 self._send(spec, microbatch, x)
         return logits
 
-    def _whole(self, part: Tensor) -> Tensor:
+    def _whole(self, columns: Tensor) -> Tensor:
         """Logits of the whole vocabulary, gathered from the columns of each tensor-parallel rank."""
         group = self._mesh.groups.tp
         if group.size() == 1:
-            return part
-        parts = [torch.empty_like(part) for _ in range(group.size())]
-        dist.all_gather(parts, part.contiguous(), group=group)
-        return torch.cat(parts, dim=1)
+            return columns
+        of_ranks = [torch.empty_like(columns) for _ in range(group.size())]
+        dist.all_gather(of_ranks, columns.contiguous(), group=group)
+        return torch.cat(of_ranks, dim=1)
 
     def _receive(self, spec: StageSpec, microbatch: Microbatch) -> Tensor | None:
         shape = message_shape(spec.receives, microbatch, self._stage.model, self._context)
@@ -136,13 +136,13 @@ class Answerer:
             following = self._stages[(spec.stage + 1) % len(self._stages)]
             dist.send(x.contiguous(), dst=following, group=self._mesh.groups.pp)
 
-    def _chosen(self, logits: Tensor | None, slots: Sequence[_Sequence]) -> list[int]:
-        """The next token of each slot, on every rank."""
-        chosen = torch.empty(len(slots), dtype=torch.int64, device=self._device)
+    def _chosen(self, logits: Tensor | None, sequences: Sequence[_Sequence]) -> list[int]:
+        """The next token of each sequence, on every rank."""
+        chosen = torch.empty(len(sequences), dtype=torch.int64, device=self._device)
         if logits is not None:
             if self._was_there is not None:
                 logits = penalized(logits, self._was_there, self._decoding.repetition_penalty)
-            answers = [slot.answer for slot in slots]
+            answers = [sequence.answer for sequence in sequences]
             chosen = next_tokens(logits, self._decoding, [one.prompt for one in answers],
                                  [len(one.token_ids) for one in answers])
             if self._was_there is not None:
@@ -151,17 +151,17 @@ class Answerer:
             dist.broadcast(chosen, src=self._stages[self._placement.head_slot.stage], group=self._mesh.groups.pp)
         return chosen.tolist()
 
-    def _take(self, slots: Sequence[_Sequence], token_ids: Sequence[int]) -> None:
+    def _take(self, sequences: Sequence[_Sequence], token_ids: Sequence[int]) -> None:
         """Add a token to each unfinished answer, and end those that are complete."""
         decoding, most = self._decoding, self._stage.model.language.max_position_embeddings
-        for slot, token_id in zip(slots, token_ids, strict=True):
-            slot.num_tokens += 1
-            if slot.answer.ended is None:
-                slot.answer.token_ids.append(token_id)
+        for sequence, token_id in zip(sequences, token_ids, strict=True):
+            sequence.num_tokens += 1
+            if sequence.answer.ended is None:
+                sequence.answer.token_ids.append(token_id)
                 if token_id in decoding.stop_token_ids:
-                    slot.answer.ended = "stop"
-                elif len(slot.answer.token_ids) == decoding.max_new_tokens or slot.num_tokens >= most:
-                    slot.answer.ended = "length"
+                    sequence.answer.ended = "stop"
+                elif len(sequence.answer.token_ids) == decoding.max_new_tokens or sequence.num_tokens >= most:
+                    sequence.answer.ended = "length"
 
     def _remember(self, prompts: Microbatch, logits: Tensor | None) -> None:
         """Record the tokens of the prompts for the repetition penalty, as transformers does."""
@@ -171,11 +171,11 @@ class Answerer:
             for row, token_ids in zip(self._was_there, prompts.token_ids.split(prompts.segment_lengths), strict=True):
                 row[token_ids.to(self._device)] = True
 
-    def _keep(self, slots: list[int]) -> None:
+    def _keep(self, sequences: list[int]) -> None:
         for cache in self._caches.values():
-            cache.keep(slots)
+            cache.keep(sequences)
         if self._was_there is not None:
-            self._was_there = self._was_there[torch.tensor(slots, device=self._device)]
+            self._was_there = self._was_there[torch.tensor(sequences, device=self._device)]
 
 
 def _sequences(prompts: Microbatch, numbers: Sequence[int]) -> list[_Sequence]:
@@ -185,19 +185,19 @@ def _sequences(prompts: Microbatch, numbers: Sequence[int]) -> list[_Sequence]:
             zip(numbers, prompts.segment_lengths, positions, strict=True)]
 
 
-def _new_tokens(slots: Sequence[_Sequence]) -> Microbatch:
-    """The newest token of each slot as its own segment; advances the positions.
+def _new_tokens(sequences: Sequence[_Sequence]) -> Microbatch:
+    """The newest token of each sequence as its own segment; advances the positions.
 
-    A slot that has ended repeats its last token, and the result is ignored.
+    A sequence that has ended repeats its last token, and the result is ignored.
     """
-    positions = torch.tensor([slot.next_position for slot in slots])
-    for slot in slots:
-        slot.next_position += 1
+    positions = torch.tensor([sequence.next_position for sequence in sequences])
+    for sequence in sequences:
+        sequence.next_position += 1
     return Microbatch(
-        token_ids=torch.tensor([slot.answer.token_ids[-1] for slot in slots]),
-        labels=torch.full((len(slots),), IGNORE_INDEX),
+        token_ids=torch.tensor([sequence.answer.token_ids[-1] for sequence in sequences]),
+        labels=torch.full((len(sequences),), IGNORE_INDEX),
         positions=positions.repeat(3, 1),
-        segment_lengths=(1,) * len(slots),
+        segment_lengths=(1,) * len(sequences),
         image_grids=(),
         pixel_values=None,
     )

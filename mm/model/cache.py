@@ -1,7 +1,7 @@
 """Cache of keys and values of earlier tokens, so that a new token costs only one row.
 
-A *slot* is one sequence.  A pass processes either whole sequences, as packed segments with the trainer's attention, or
-one new token of each slot, which attends to everything in its slot.
+A pass processes either whole sequences, as packed segments with the trainer's attention, or
+one new token of each sequence, which attends to everything in its sequence.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,33 +13,33 @@ from torch import Tensor
 from mm.device.attention import Kernel, Segments
 
 _ROOM_TOKENS = 256
-"""Spare rows of a slot when it grows, because growing copies all rows."""
+"""Spare rows of a sequence when it grows, because growing copies all rows."""
 
 
 @dataclass(frozen=True, eq=False)
 class Places:
     """Where the rows of one pass belong, on the device."""
 
-    slots: Tensor
+    sequences: Tensor
     """int64 [rows]"""
     numbers: Tensor
     """int64 [rows]: the token's index within its sequence."""
     longest: int
     """Tokens of the longest sequence, including the new ones."""
     lengths: Tensor | None = None
-    """int64 [slots]: tokens of each slot, including the new one; None when whole sequences are processed."""
+    """int64 [sequences]: tokens of each sequence, including the new one; None when whole sequences are processed."""
 
     @classmethod
     def of_sequences(cls, lengths: Sequence[int], device: torch.device) -> "Places":
-        """Whole sequences, one after another: slot 0, slot 1, and so on."""
+        """Whole sequences, one after another: number 0, 1, and so on."""
         counts = torch.tensor(lengths)
-        slots = torch.repeat_interleave(torch.arange(len(lengths)), counts)
+        sequences = torch.repeat_interleave(torch.arange(len(lengths)), counts)
         numbers = torch.cat([torch.arange(length) for length in lengths])
-        return cls(slots.to(device), numbers.to(device), max(lengths))
+        return cls(sequences.to(device), numbers.to(device), max(lengths))
 
     @classmethod
     def of_new_tokens(cls, lengths: Sequence[int], device: torch.device) -> "Places":
-        """One token of each slot; ``lengths`` count it."""
+        """One token of each sequence; ``lengths`` count it."""
         counts = torch.tensor(lengths).to(device)
         return cls(torch.arange(len(lengths), device=device), counts - 1, max(lengths), counts)
 
@@ -49,15 +49,15 @@ class LayerCache:
     """One layer's cache during one pass."""
 
     keys: Tensor
-    """[slots, key heads, room, head_dim], like the values."""
+    """[sequences, key heads, room, head_dim], like the values."""
     values: Tensor
     places: Places
 
     def attend(self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
         """Like ``kernel``, for the rows of this pass; stores their keys and values."""
         places = self.places
-        self.keys[places.slots, :, places.numbers] = k
-        self.values[places.slots, :, places.numbers] = v
+        self.keys[places.sequences, :, places.numbers] = k
+        self.values[places.sequences, :, places.numbers] = v
         if places.lengths is None:
             return kernel(q, k, v, segments, causal)
         longest = places.longest
@@ -65,18 +65,18 @@ class LayerCache:
 
 
 def attend_to_kept(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
-    """Attention of one query for each slot to the first ``lengths`` of its keys: [slots, heads, head_dim].
+    """Attention of one query for each sequence to the first ``lengths`` of its keys: [sequences, heads, head_dim].
 
-    Plain operations suffice on every device: with one query per slot the cost is reading the keys from memory, not the
-    products.  The softmax is in fp32, as in the fused kernels.
+    Plain operations suffice on every device: with one query per sequence the cost is reading the keys from memory, not
+    the products.  The softmax is in fp32, as in the fused kernels.
     """
-    num_slots, num_heads, head_dim = q.shape
+    num_sequences, num_heads, head_dim = q.shape
     num_groups, longest = keys.shape[1:3]
-    grouped = q.view(num_slots, num_groups, num_heads // num_groups, head_dim)
+    grouped = q.view(num_sequences, num_groups, num_heads // num_groups, head_dim)
     scores = (grouped @ keys.transpose(2, 3)).float() * head_dim**-0.5
     is_beyond = torch.arange(longest, device=q.device) >= lengths[:, None]
     shares = scores.masked_fill(is_beyond[:, None, None], float("-inf")).softmax(dim=-1)
-    return (shares.to(q.dtype) @ values).view(num_slots, num_heads, head_dim)
+    return (shares.to(q.dtype) @ values).view(num_sequences, num_heads, head_dim)
 
 
 class KeyValueCache:
@@ -86,25 +86,25 @@ class KeyValueCache:
         """``num_groups``: key heads on this rank.  ``like`` gives dtype, device and head size (its last dimension)."""
         self._num_groups, self._like = num_groups, like
         self._kept: dict[str, tuple[Tensor, Tensor]] = {layer: (like, like) for layer in layers}
-        self._num_slots = self._room = 0
+        self._num_sequences = self._room = 0
 
     def during(self, places: Places) -> Mapping[str, LayerCache]:
         """Each layer's cache for one pass, by global layer number, with room for the new rows."""
         if places.lengths is None:
-            self._num_slots = int(places.slots[-1]) + 1
+            self._num_sequences = int(places.sequences[-1]) + 1
         if places.longest > self._room:
             self._grow(places.longest)
         return {layer: LayerCache(*kept, places) for layer, kept in self._kept.items()}
 
-    def keep(self, slots: Sequence[int]) -> None:
-        """Drop all other slots and renumber these in this order."""
-        index = torch.tensor(slots, device=self._like.device)
-        self._num_slots = len(slots)
+    def keep(self, sequences: Sequence[int]) -> None:
+        """Drop all other sequences and renumber these in this order."""
+        index = torch.tensor(sequences, device=self._like.device)
+        self._num_sequences = len(sequences)
         self._kept = {layer: (keys[index], values[index]) for layer, (keys, values) in self._kept.items()}
 
     def _grow(self, longest: int) -> None:
         old, self._room = self._room, longest + _ROOM_TOKENS
-        shape = (self._num_slots, self._num_groups, self._room, self._like.shape[-1])
+        shape = (self._num_sequences, self._num_groups, self._room, self._like.shape[-1])
         for layer, kept in self._kept.items():
             # Zeros: values beyond a sequence's end have weight 0, but 0 times uninitialised memory may be NaN.
             grown = self._like.new_zeros(shape), self._like.new_zeros(shape)

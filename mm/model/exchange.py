@@ -66,8 +66,8 @@ class Ulysses:
         if copies > 1:
             k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)
         heads = (q.shape[1] // size, k.shape[1] // size, v.shape[1] // size)
-        parts = [part.unflatten(1, (size, count)) for part, count in zip((q, k, v), heads, strict=True)]
-        q, k, v = _Moved.apply(torch.cat(parts, dim=2), self.to_heads, self.to_rows).split(heads, dim=1)
+        by_rank = [one.unflatten(1, (size, count)) for one, count in zip((q, k, v), heads, strict=True)]
+        q, k, v = _Moved.apply(torch.cat(by_rank, dim=2), self.to_heads, self.to_rows).split(heads, dim=1)
         return _Moved.apply(kernel(q, k, v, segments, causal), self.to_rows, self.to_heads).flatten(1, 2)
 
     def to_heads(self, rows: Tensor) -> Tensor:

@@ -90,8 +90,8 @@ class Adapter(nn.Module):
     def add_to_outputs(self, y: Tensor, x: Tensor, cut: CutRows | None, keys: Tensor | None) -> Tensor:
         """The same for a column-parallel layer: ``y`` has this rank's outputs for all rows, and is changed in place."""
         added = self.lora_B(self._hidden(x, keys), self.tp_group, cut)
-        shape, part = self.place
-        y.view(len(y), *shape)[:, :, part].add_(added.view(len(y), shape[0], part.stop - part.start, shape[2]))
+        shape, places = self.place
+        y.view(len(y), *shape)[:, :, places].add_(added.view(len(y), shape[0], places.stop - places.start, shape[2]))
         return y
 
     def add_to_sum(self, y: Tensor, x: Tensor, cut: CutRows | None, keys: Tensor | None) -> Tensor:

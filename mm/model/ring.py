@@ -29,9 +29,9 @@ class RingStep:
 
     @classmethod
     def of(
-        cls, segment_lengths: Sequence[int], rank: int, source: int, num_ranks: int, copy: Callable[[Tensor], Tensor]
+        cls, segment_lengths: Sequence[int], rank: int, key_rank: int, num_ranks: int, copy: Callable[[Tensor], Tensor]
     ) -> "RingStep | None":
-        """Queries of ``rank`` and keys of ``source``; None if no query sees any key.
+        """Queries of ``rank`` and keys of ``key_rank``; None if no query sees any key.
 
         Each rank holds an early and a late chunk of a segment; with three ranks, 0 1 2 2 1 0.  Seen from rank 1::
 
@@ -44,9 +44,9 @@ class RingStep:
         q_start = k_start = 0
         for length in segment_lengths:
             held = zigzag_lengths(length, num_ranks)
-            (q_first, q_last), (k_first, k_last) = held[rank], held[source]
-            first_query = q_start + q_first if source > rank else q_start
-            last_key = k_start + k_first if source < rank else k_start + k_first + k_last
+            (q_first, q_last), (k_first, k_last) = held[rank], held[key_rank]
+            first_query = q_start + q_first if key_rank > rank else q_start
+            last_key = k_start + k_first if key_rank < rank else k_start + k_first + k_last
             if first_query < q_start + q_first + q_last and k_start < last_key:
                 queries.append(range(first_query, q_start + q_first + q_last))
                 keys.append(range(k_start, last_key))
@@ -54,7 +54,7 @@ class RingStep:
         if not queries:
             return None
         q_segments, k_segments = (Segments.build(map(len, one), copy) for one in (queries, keys))
-        pairs = Pairs(q_segments, k_segments, causal=source == rank)
+        pairs = Pairs(q_segments, k_segments, causal=key_rank == rank)
         return cls(_index(queries, q_start, copy), _index(keys, k_start, copy), pairs)
 
 
@@ -82,8 +82,8 @@ class Ring:
     ) -> "Ring":
         """``copy`` takes a host tensor to the device (``Device.copy``)."""
         rank, size = group.rank(), group.size()
-        sources = [(rank - number) % size for number in range(size)]
-        turns = tuple(RingStep.of(segment_lengths, rank, source, size, copy) for source in sources)
+        key_ranks = [(rank - number) % size for number in range(size)]
+        turns = tuple(RingStep.of(segment_lengths, rank, key_rank, size, copy) for key_rank in key_ranks)
         return cls(group, num_rows, turns, partial)
 
     def attend(self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
@@ -108,8 +108,8 @@ class _RingAttention(torch.autograd.Function):
             coming = Passing(held, ring.rows_at(number + 1), ring.group) if number < last else None
             if turn is not None:
                 keys, values = _rows(held, turn.keys).chunk(2, dim=1)
-                part = ring.partial.forward(_rows(q, turn.queries), keys, values, turn.pairs)
-                _join(out, logarithms, part, turn.queries)
+                partial = ring.partial.forward(_rows(q, turn.queries), keys, values, turn.pairs)
+                _join(out, logarithms, partial, turn.queries)
             held = held if coming is None else coming.wait()
         out = out.to(q.dtype)
         ctx.ring = ring
@@ -154,12 +154,12 @@ def _add(total: Tensor, rows: Tensor, index: Tensor | None) -> None:
         total.index_add_(0, index, rows.to(total.dtype))
 
 
-def _join(out: Tensor, logarithms: Tensor, part: PartialOutput, index: Tensor | None) -> None:
+def _join(out: Tensor, logarithms: Tensor, partial: PartialOutput, index: Tensor | None) -> None:
     """Add a partial result in place: both outputs are weighted by their share of the sum of exponentials."""
     before = _rows(logarithms, index)
-    joint = torch.logaddexp(before, part[1])
-    kept, added = ((one - joint).exp().unsqueeze(-1) for one in (before, part[1]))
-    joined = _rows(out, index) * kept + part[0] * added
+    joint = torch.logaddexp(before, partial[1])
+    kept, added = ((one - joint).exp().unsqueeze(-1) for one in (before, partial[1]))
+    joined = _rows(out, index) * kept + partial[0] * added
     if index is None:
         out.copy_(joined)
         logarithms.copy_(joint)

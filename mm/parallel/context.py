@@ -45,7 +45,7 @@ def zigzag_rows(segment_lengths: Sequence[int], num_ranks: int) -> list[Tensor]:
         for rank, (first, last) in enumerate(zigzag_lengths(length, num_ranks)):
             rows[rank] += [torch.arange(head, head + first), torch.arange(tail - last, tail)]
             head, tail = head + first, tail - last
-    return [torch.cat(parts) for parts in rows]
+    return [torch.cat(pieces) for pieces in rows]
 
 
 def deal(costs: Sequence[float], num_ranks: int) -> tuple[int, ...]:

@@ -67,7 +67,7 @@ class Watchdog:
         self._lines = Lines()
         self._journal: Journal | None = None
         self._communicator: PipelineCommunicator | None = None
-        self._iteration, self._is_in_step, self._part = 0, False, ""
+        self._iteration, self._is_in_step, self._phase = 0, False, ""
         self._taken: deque[float] = deque(maxlen=100)
         self._limit = self._deadline = math.inf
         self._is_leaving = self._is_unwatched = False
@@ -98,9 +98,9 @@ class Watchdog:
         self._journal, self._communicator = journal, communicator
 
     @contextmanager
-    def step(self, iteration: int, part: str = "") -> Iterator[None]:
-        """Guard one step, including the wait for its data, or another ``part`` of the run with the same limit."""
-        self._iteration, self._is_in_step, self._part, self.plan = iteration, True, part, None
+    def step(self, iteration: int, phase: str = "") -> Iterator[None]:
+        """Guard one step, including the wait for its data, or another ``phase`` of the run with the same limit."""
+        self._iteration, self._is_in_step, self._phase, self.plan = iteration, True, phase, None
         self._limit = limit_seconds(self._step_seconds, self._taken)
         started = time.monotonic()
         self._deadline = started + self._limit
@@ -112,7 +112,7 @@ class Watchdog:
             self._deadline = math.inf
             faulthandler.cancel_dump_traceback_later()
         self._is_in_step = False  # an error stays in its step
-        if not part:
+        if not phase:
             self._taken.append(time.monotonic() - started)
 
     def __enter__(self) -> "Watchdog":
@@ -224,7 +224,7 @@ class Watchdog:
         elif now is not None and now.microbatch is not None and plan is not None:
             samples = plan.microbatches[now.microbatch].samples
             what += f" of microbatch {now.microbatch}, chunk {now.chunk}{samples_text(samples)}"
-        return f"{where}: iteration {self._iteration}, {self._part and self._part + ', '}{what}"
+        return f"{where}: iteration {self._iteration}, {self._phase and self._phase + ', '}{what}"
 
 
 def limit_seconds(given: float | None, taken: Collection[float]) -> float:

@@ -89,7 +89,7 @@ def stage_report(run: Run) -> str:
     """The whole dry-run text: sizes of the run, a table of stages, the boundaries, totals and notes."""
     placement = run.model.placement()
     sizes, notes = stage_sizes(run, placement), sorted_notes((*run.notes, *freeze_notes(run.model)))
-    parts = [
+    tables = [
         _run_lines(run),
         _stage_table(run, placement),
         _boundary_lines(run, placement),
@@ -99,7 +99,7 @@ def stage_report(run: Run) -> str:
         _group_lines(run),
         ["Notes:", *(f"  - {note}" for note in notes)] if notes else [],
     ]
-    return "\n\n".join("\n".join(part) for part in parts if part)
+    return "\n\n".join("\n".join(table) for table in tables if table)
 
 
 def _run_lines(run: Run) -> list[str]:
@@ -176,12 +176,12 @@ def _contents(spec: StageSpec, model: ModelConfig) -> str:
             adapted.add((weight.place, weight.layer))
     words = {at: "" if not any(flags) else " (frozen)" if all(flags) else (
         " (adapters)" if at in adapted else " (partly frozen)") for at, flags in frozen.items()}
-    parts: list[str] = []
+    contents: list[str] = []
     for (place, suffix), group in groupby(words.items(), key=lambda item: (item[0][0], item[1])):
         layers = [layer for (_, layer), _ in group if layer is not None]
         span = f" {layers[0]}{f'-{layers[-1]}' if len(layers) > 1 else ''}" if layers else ""
-        parts.append(f"{_PLACES[place]}{span}{suffix}")
-    return ", ".join(parts) or "nothing (forwards what it receives)"
+        contents.append(f"{_PLACES[place]}{span}{suffix}")
+    return ", ".join(contents) or "nothing (forwards what it receives)"
 
 
 def _boundary_lines(run: Run, placement: Placement) -> list[str]:
@@ -276,10 +276,10 @@ def _memory_table(run: Run, placement: Placement, sizes: list[StageSize]) -> lis
         memory = _memory(run, placement, stage)
         for kind, held in kinds.items():
             count = run.held_microbatches
-            parts = (size.total_bytes, memory.kept_bytes(held, count), memory.ahead_bytes(held, count),
+            bytes_of = (size.total_bytes, memory.kept_bytes(held, count), memory.ahead_bytes(held, count),
                      memory.logit_bytes(held), memory.working_bytes(held), _peak_bytes(memory, held, run, size))
             num_in_flight = "+".join(map(str, memory.in_flight(held, count)))
-            rows.append((str(stage), kind, num_in_flight, *map(_gib, parts)))
+            rows.append((str(stage), kind, num_in_flight, *map(_gib, bytes_of)))
     return [
         "Peak memory (one rank each; GiB; computed, not measured):",
         *_aligned(rows),

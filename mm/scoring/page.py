@@ -40,7 +40,8 @@ def report(scores: Mapping[str, Any], settings: Mapping[str, Any] | None = None)
     headline, overall = scores["headline"], scores["overall"]
     facts = [("score", _percent(headline) + (f" of split {headline['split']}" if headline["split"] else "")),
              ("questions", f"{overall['num_questions']:,}"), ("rule", f"{scores['rule']}: {scores['source']}"),
-             ("cut answers", f"{scores['num_cut_answers']:,}"), ("empty answers", f"{scores['num_empty_answers']:,}")]
+             ("truncated answers", f"{scores['num_truncated_answers']:,}"),
+             ("empty answers", f"{scores['num_empty_answers']:,}")]
     if scores["rule"] == "choice":
         facts.append(("answers without an option", f"{scores['num_without_option']:,}"))
     if headline["split"]:

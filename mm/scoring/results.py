@@ -16,7 +16,7 @@ from typing import Any
 from mm.errors import UserError, refuse, writing
 from mm.files import write_whole
 from mm.scoring.benchmarks import GROUPS, Item, Items
-from mm.scoring.rules import SOURCES, chosen_option, score
+from mm.scoring.rules import REFERENCES, chosen_option, score
 
 SETTINGS, ANSWERS, PREDICTIONS, SCORES = "settings.json", "answers.jsonl", "predictions.jsonl", "scores.json"
 PICTURES = "pictures"
@@ -28,7 +28,7 @@ class Prediction:
     """The model's answer to one question."""
 
     text: str
-    is_cut: bool = False
+    is_truncated: bool = False
     """Whether it was cut off at the longest length."""
 
     @classmethod
@@ -55,7 +55,7 @@ class ScoredItem:
         item = self.item
         options = {"options": dict(item.options), "chosen": self.chosen} if item.options else {}
         return {"index": item.index, **item.groups, "question": item.question, **options, "right": list(item.right),
-                "prediction": self.answer.text, "is_cut": self.answer.is_cut, "score": self.score}
+                "prediction": self.answer.text, "is_truncated": self.answer.is_truncated, "score": self.score}
 
 
 def check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
@@ -100,10 +100,10 @@ def summary(items: Items, title: str, found: Sequence[ScoredItem]) -> dict[str, 
     """The content of ``scores.json``."""
     headline = [one for one in found if one.item.groups.get("split") == items.headline_split]
     named = items.headline_split if items.headline_split and headline else None
-    return {"benchmark": title, "rule": items.rule, "source": SOURCES[items.rule],
+    return {"benchmark": title, "rule": items.rule, "source": REFERENCES[items.rule],
             "headline": {"split": named, **_mean(headline if named else found)},
             "overall": _mean(found), **_by(found, GROUPS),
-            "num_cut_answers": sum(one.answer.is_cut for one in found),
+            "num_truncated_answers": sum(one.answer.is_truncated for one in found),
             "num_empty_answers": sum(not one.answer.text.strip() for one in found),
             "num_without_option": sum(bool(one.item.options) and one.chosen is None for one in found)}
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from mm.config.evaluate import Rule
 
-SOURCES: Mapping[Rule, str] = {
+REFERENCES: Mapping[Rule, str] = {
     "choice": "the option that the answer names, as VLMEvalKit's can_infer finds it (vlmeval/utils/matching_util.py)",
     "exact": "equal but for case and outer spaces, VLMEvalKit's 'accuracy' (vlmeval/dataset/utils/vqa_eval.py)",
     "anls": "average normalised Levenshtein similarity, 0 below 0.5 (arXiv:1905.13648; computed as VLMEvalKit does)",

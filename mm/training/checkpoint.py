@@ -143,8 +143,8 @@ def _planned(setup: Setup, owned: Sequence[OwnedState], save_rng: bool) -> list[
             start, stop = memory.real_range(state.start, state.stop)
             if start == stop:
                 continue  # only padding
-            for part, tensor in state.tensors().items():
-                piece = CheckpointTensor.of(tensor.dtype, (stop - start,), file, state.name, part, mesh.tp_rank, start)
+            for kind, tensor in state.tensors().items():
+                piece = CheckpointTensor.of(tensor.dtype, (stop - start,), file, state.name, kind, mesh.tp_rank, start)
                 planned.append((piece, Values(tensor, memory, state.start)))
     if save_rng:
         file = f"random_{mesh.rank:05d}.safetensors"

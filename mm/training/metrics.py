@@ -43,7 +43,7 @@ class StepMetrics:
     num_target_tokens: int
     num_patches: int
     num_images: int
-    num_cut_images: int
+    num_omitted_images: int
     tokens_per_second_per_device: float
     model_flops_per_second_per_device: float
     mfu: float | None
@@ -87,7 +87,7 @@ class ScoreMetrics:
     validation_score_percent: float
     num_questions: int
     """Questions that count towards the score."""
-    num_cut_answers: int
+    num_truncated_answers: int
     """Answers that were cut at the maximum length."""
     answer_seconds: float
 
@@ -98,7 +98,7 @@ def score_line(found: ScoreMetrics, benchmark: str) -> str:
         f"validation score at iteration {found.iteration}",
         f"{benchmark}: {found.validation_score_percent:.2f} %",
         f"questions: {found.num_questions}",
-        f"cut answers: {found.num_cut_answers}",
+        f"truncated answers: {found.num_truncated_answers}",
         f"elapsed time (ms): {1000 * found.answer_seconds:.1f}",
     ]
     return f" {' | '.join(fields)} |"

@@ -38,7 +38,7 @@ class OwnedState:
         state = self.optimizer.state.get(self.main, {})
         found = {"master": self.main} if self.is_copy else {}
         found |= {moment: state[moment] for moment in MOMENTS if moment in state}
-        return {part: tensor.detach().reshape(-1) for part, tensor in found.items()}
+        return {kind: tensor.detach().reshape(-1) for kind, tensor in found.items()}
 
     def restore_moments(self, step: int, moments: dict[str, Tensor] | None) -> None:
         """Install flat moments in the form that the optimizer itself would create.

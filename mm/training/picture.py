@@ -56,23 +56,23 @@ def draw(records: Sequence[RankRecord], iteration: int) -> str:
     pixels = _PLOT / max(end - start, 1e-9)
     bottom = _TOP + len(rows) * (_ROW + _GAP)
     height = bottom + 118
-    parts = [f'<rect width="{_WIDTH}" height="{height}" fill="#ffffff"/>',
+    elements = [f'<rect width="{_WIDTH}" height="{height}" fill="#ffffff"/>',
              _text(24, 34, f"One training step: iteration {iteration}", size=18, weight="bold"),
              _text(24, 56, _summary(rows, len(records), iteration)), *_axis(end - start, pixels, bottom)]
     kinds: set[str] = set()
     for place, row in enumerate(rows):
         y = _TOP + place * (_ROW + _GAP)
-        parts += [_text(24, y + 16, f"stage {row.pp_rank} (rank {row.rank})", weight="bold"),
+        elements += [_text(24, y + 16, f"stage {row.pp_rank} (rank {row.rank})", weight="bold"),
                   _text(24, y + 32, row.holds, size=11, fill=_GREY),
                   f'<rect x="{_LEFT}" y="{y}" width="{_PLOT}" height="{_ROW}" fill="#f1f3f5"/>']
         for kind, span in _kinds(row.spans):
             x, width = _LEFT + (span.start - start) * pixels, span.seconds * pixels
             if width >= _NARROWEST:
                 kinds |= {kind} if width >= _NARROWEST_IN_LEGEND else set()
-                parts += _box(kind, span, numeral(span.activity, num_chunks), start, x, y, width)
-        parts += _numbers(astuple(shares(row, rows)), y + 24)
-    parts += [*_means(rows, bottom + 30), *_legend(kinds), *_explanation(num_chunks, bottom + 66)]
-    body = "\n".join(parts)
+                elements += _box(kind, span, numeral(span.activity, num_chunks), start, x, y, width)
+        elements += _numbers(astuple(shares(row, rows)), y + 24)
+    elements += [*_means(rows, bottom + 30), *_legend(kinds), *_explanation(num_chunks, bottom + 66)]
+    body = "\n".join(elements)
     return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
             f'height="{height}" font-family="Helvetica, Arial, sans-serif">\n{body}\n</svg>\n')
 

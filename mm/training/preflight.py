@@ -11,11 +11,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from mm.config.command_line import flag_name
+from mm.config.dataset_files import training_files, validation_files
 from mm.config.evaluate import evaluating_in_training
 from mm.config.flags import step_problems
 from mm.config.outputs import folder_problems
 from mm.config.run import Run
-from mm.config.sources import training_sources, validation_sources
 from mm.conversion.adapters import base_notes, check_base, holds_adapters
 from mm.conversion.convert import check_target
 from mm.data.encode.encoder import SampleEncoder, image_processor
@@ -224,8 +224,8 @@ def _has_samples(run: Run) -> bool:
     """Whether all files and directories that the samples need exist."""
     missing: list[str] = []
     with collected(missing):
-        training_sources(run.data)
-        validation_sources(run.data)
+        training_files(run.data)
+        validation_files(run.data)
     return not missing and all(Path(path).is_dir() for path in (run.data.dataset_dir, run.data.model_name_or_path))
 
 

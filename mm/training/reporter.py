@@ -55,8 +55,8 @@ class Reporter:
         if totals.num_target_tokens == 0:
             self._say(f"note: iteration {progress.iteration} has no target token: its loss is 0. Check the roles of "
                       f"the samples, and whether --seq-length {run.args.seq_length} cuts answers off")
-        if totals.num_cut_images:
-            self._say(f"note: iteration {progress.iteration}: {totals.num_cut_images} pictures are omitted, because "
+        if totals.num_omitted_images:
+            self._say(f"note: iteration {progress.iteration}: {totals.num_omitted_images} images are omitted, because "
                       f"--seq-length {run.args.seq_length} would have cut them")
         if self._writer is None:
             return
@@ -72,7 +72,7 @@ class Reporter:
             num_target_tokens=totals.num_target_tokens,
             num_patches=totals.num_patches,
             num_images=totals.num_images,
-            num_cut_images=totals.num_cut_images,
+            num_omitted_images=totals.num_omitted_images,
             tokens_per_second_per_device=totals.num_tokens / seconds / mesh.world_size,
             model_flops_per_second_per_device=rate,
             mfu=rate / peak if peak else None,
@@ -108,7 +108,7 @@ class Reporter:
                 consumed_samples=progress.consumed_samples,
                 validation_score_percent=scores["headline"]["score_percent"],
                 num_questions=scores["headline"]["num_questions"],
-                num_cut_answers=scores["num_cut_answers"],
+                num_truncated_answers=scores["num_truncated_answers"],
                 answer_seconds=found.seconds,
             ), scores["benchmark"])
 

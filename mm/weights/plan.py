@@ -22,12 +22,12 @@ class TargetFile:
     """Relative to the directory that is written."""
     tensors: tuple[Stored, ...]
     num_bytes: int
-    parts: tuple[tuple[int, bytes], ...]
+    pieces: tuple[tuple[int, bytes], ...]
     """(offset, bytes) of the frame."""
 
     def frame(self, crc32s: Mapping[str, int]) -> Sequence[tuple[int, bytes]]:
         """The frame of the finished file; ``crc32s`` are the checksums of its tensors by name."""
-        return self.parts
+        return self.pieces
 
 
 @dataclass(frozen=True)

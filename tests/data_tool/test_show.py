@@ -21,7 +21,7 @@ def test_patches_join_to_the_frames_they_were_cut_from(times, rows, columns) -> 
     settings = {name: value for name, value in PREPROCESSOR.items() if not name.endswith(("type", "class"))}
     processor = ImageProcessor(**settings | {name: tuple(settings[name]) for name in ("image_mean", "image_std")})
     frames = torch.randint(0, 256, (2 * times, 28 * rows, 28 * columns, 3), dtype=torch.uint8)
-    patches, grid = processor.cut(frames)
+    patches, grid = processor.to_patches(frames)
     assert torch.equal(processor.joined(patches, grid), frames)
 
 

@@ -46,7 +46,7 @@ def test_a_training_without_a_known_peak_says_that_mfu_is_left_out() -> None:
 
 
 def test_each_has_a_source_and_a_name_that_is_its_own() -> None:
-    assert all(len(one.source) > 8 for one in KNOWN_DEVICES)
+    assert all(len(one.reference) > 8 for one in KNOWN_DEVICES)
     assert len({one.label for one in KNOWN_DEVICES}) == len(KNOWN_DEVICES)
 
 

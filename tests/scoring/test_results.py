@@ -59,7 +59,7 @@ def answers_of(name: str) -> dict[int, Prediction]:
 def finished(folder, items: Items, answers: dict[int, Prediction]) -> dict:
     """Scores of answers in the format of mm.generation."""
     check_settings(folder, {"benchmark": "x"})
-    lines = ({"number": number, "answer": one.text, "ended": "length" if one.is_cut else "stop", "key": ""}
+    lines = ({"number": number, "answer": one.text, "ended": "length" if one.is_truncated else "stop", "key": ""}
              for number, one in answers.items())
     (folder / ANSWERS_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
     write_results(folder, items, "title", read_answers(folder / ANSWERS_FILE))
@@ -70,7 +70,7 @@ def finished(folder, items: Items, answers: dict[int, Prediction]) -> dict:
 def test_scores_of_each_benchmark(tmp_path, name):
     scores = finished(tmp_path / "out", items_of(tmp_path, name), answers_of(name))
     assert scores["overall"] == {"num_questions": len(ROWS[name]), "score_percent": pytest.approx(ALL[name], abs=1e-4)}
-    assert scores["num_cut_answers"] == 1 and scores["num_empty_answers"] == (name == "ai2d")
+    assert scores["num_truncated_answers"] == 1 and scores["num_empty_answers"] == (name == "ai2d")
     assert scores["num_without_option"] == (name in ("ai2d", "mmmu"))  # the empty one; "A or B"
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         ANSWERS_FILE, PREDICTIONS, SCORES, SETTINGS]
@@ -104,7 +104,7 @@ def test_predictions_are_complete(tmp_path):
     assert [line["index"] for line in lines] == ["0", "1", "2"]
     assert lines[0] == {
         "index": "0", "category": "sky", "question": "What?", "options": {"A": "sun", "B": "moon"}, "chosen": "B",
-        "right": ["B"], "prediction": "The correct answer is B.", "is_cut": False, "score": 1.0}
+        "right": ["B"], "prediction": "The correct answer is B.", "is_truncated": False, "score": 1.0}
     assert [line["chosen"] for line in lines[1:]] == ["B", None]
 
 

@@ -31,7 +31,7 @@ from tests.killed import run_killed
 STEP = StepMetrics(
     iteration=5, consumed_samples=960, loss=1.25, lr=1e-5, grad_norm=2.0, loss_scale=1.0, step_seconds=0.87004,
     global_batch_size=192, num_tokens=192 * 689, num_target_tokens=1000, num_patches=4000, num_images=100,
-    num_cut_images=0, tokens_per_second_per_device=100.0, model_flops_per_second_per_device=1e12, mfu=None,
+    num_omitted_images=0, tokens_per_second_per_device=100.0, model_flops_per_second_per_device=1e12, mfu=None,
     max_memory_bytes=1, updated=True,
 )  # fmt: skip
 

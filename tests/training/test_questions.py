@@ -85,7 +85,7 @@ def test_answers_equal_the_checkpoints(root: Path, results: dict, name: str) -> 
     assert [row["iteration"] for row in rows] == ([2, 3] if name in MOVING else [1])
     assert rows[-1]["validation_score_percent"] == scores["overall"]["score_percent"]
     assert rows[-1]["num_questions"] == len(predictions)
-    assert rows[-1]["num_cut_answers"] == scores["num_cut_answers"]
+    assert rows[-1]["num_truncated_answers"] == scores["num_truncated_answers"]
 
 
 @pytest.mark.parametrize("name", MOVING)

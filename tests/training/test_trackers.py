@@ -24,7 +24,7 @@ VALIDATION = ValidationMetrics(
 
 
 SCORE = ScoreMetrics(
-    iteration=5, consumed_samples=960, validation_score_percent=62.5, num_questions=8, num_cut_answers=1,
+    iteration=5, consumed_samples=960, validation_score_percent=62.5, num_questions=8, num_truncated_answers=1,
     answer_seconds=0.25)
 
 

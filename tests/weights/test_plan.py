@@ -69,7 +69,7 @@ def test_real_sizes(size: str, tp_size: int):
         times = (tp_size if weight.tp_dim is None else 1) * (2 if is_doubled else 1)
         for name, shape in zip(weight.hf_names, weight.hf_shapes, strict=True):
             assert read[name] == math.prod(shape) * 2 * times, name
-    header_bytes = sum(len(file.parts[0][1]) for file in plan.files)
+    header_bytes = sum(len(file.pieces[0][1]) for file in plan.files)
     assert plan.num_bytes - header_bytes == sum(read.values()) + padding(model, tp_size)
 
 

@@ -93,7 +93,7 @@ class SampleEncoder:
 
     def filled(self, outline: "Outline") -> Microbatch:
         """Add the pixels.  Raises UserError naming the sample and the picture or video that cannot be decoded."""
-        with naming(outline.source):
+        with naming(outline.where):
             pixels = [self._pixels(one) for one in outline.media]
         return replace(outline.microbatch, pixel_values=torch.cat(pixels) if pixels else None)
 
@@ -118,12 +118,12 @@ class SampleEncoder:
     def _prompt(self, prompt: Sample) -> "Outline":
         outline, most = self._outline(prompt, self.chat.encode_prompt), self.chat.seq_length
         if (num_tokens := outline.microbatch.num_tokens) >= most:
-            raise UserError(f"{prompt.source}: has {num_tokens} tokens, but the model has {most} positions, including "
+            raise UserError(f"{prompt.where}: has {num_tokens} tokens, but the model has {most} positions, including "
                             f"the answer; shorten it, or lower image_max_pixels (mm.generate: --image-max-pixels)")
         return outline
 
     def _outline(self, sample: Sample, encode: Callable[[Sequence[Turn], Sequence[Grid]], EncodedText]) -> "Outline":
-        with naming(sample.source):
+        with naming(sample.where):
             planned = [self.planned(one) for one in sample.media]
             text = encode(sample.turns, [one.grid for one in planned])
         kept = tuple(planned[number] for number in text.media)
@@ -140,11 +140,11 @@ class SampleEncoder:
             segment_lengths=(text.token_ids.numel(),),
             image_grids=grids,
             pixel_values=None,
-            num_cut_images=len(planned) - len(kept),
+            num_omitted_images=len(planned) - len(kept),
             normalisations=tuple(self.videos.normalisation if isinstance(one, VideoPlan) else self.images.normalisation
                                  for one in kept),
         )
-        return Outline(microbatch, kept, sample.source)
+        return Outline(microbatch, kept, sample.where)
 
     def planned(self, media: Media) -> "ImagePlan | VideoPlan":
         """How a picture or video will be read, from its header.  Raises UserError naming its file."""
@@ -181,5 +181,5 @@ class Outline:
     """With one segment."""
     media: tuple[ImagePlan | VideoPlan, ...]
     """One per grid.  Media cut off at ``seq_length`` are not included, and not decoded."""
-    source: str
-    """See ``Sample.source``."""
+    where: str
+    """See ``Sample.where``."""

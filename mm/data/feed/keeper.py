@@ -71,8 +71,8 @@ class FeatureKeeper:
         if self._room is None:
             self._room = float("inf") if self._max_bytes is None else (
                 (self._max_bytes - used_bytes(self._directory)) / self._num_keepers)
-        parts = made.read().split([num_patches for _, num_patches in made.images])
-        for (key, _), rows in zip(made.images, parts, strict=True):
+        rows_of_images = made.read().split([num_patches for _, num_patches in made.images])
+        for (key, _), rows in zip(made.images, rows_of_images, strict=True):
             if not key or path_of(self._directory, key).exists():
                 continue
             if HEAD_BYTES + rows.nbytes > self._room:

@@ -114,7 +114,7 @@ class _ReadMicrobatch:
 
     def _outline(self, index: int) -> Outline:
         sample = self.dataset[index]
-        with _noting(sample.source):
+        with _noting(sample.where):
             outline = self.encoder.outline(sample)
         return replace(outline, microbatch=replace(outline.microbatch, samples=(index,)))
 
@@ -136,17 +136,17 @@ class _ReadMicrobatch:
         """Add the pixels, unless cached features replace the ViT."""
         if outline.microbatch.skips_vision:
             return outline
-        with _noting(outline.source):
+        with _noting(outline.where):
             return replace(outline, microbatch=self.encoder.filled(outline))
 
 
 @contextmanager
-def _noting(source: str) -> Iterator[None]:
+def _noting(where: str) -> Iterator[None]:
     """Add a note with the sample to errors that are not the user's."""
     try:
         yield
     except Exception as error:
-        error.add_note(f"while encoding sample {source}")
+        error.add_note(f"while encoding sample {where}")
         raise
 
 

@@ -57,9 +57,9 @@ def from_message(message: Tensor) -> tuple[Head, list[str], list[Microbatch]]:
 
 def _to_numbers(microbatches: list[Microbatch]) -> list[Tensor]:
     """Microbatches without pixels as int64 vectors: their number, then for each one six counts and its contents."""
-    parts = [torch.tensor([len(microbatches)])]
+    tensors = [torch.tensor([len(microbatches)])]
     for m in microbatches:
-        parts += [
+        tensors += [
             torch.tensor([m.num_tokens, len(m.segment_lengths), len(m.image_grids), len(m.samples), m.feature_bytes,
                           len(m.feature_keys)]),
             m.token_ids,
@@ -71,7 +71,7 @@ def _to_numbers(microbatches: list[Microbatch]) -> list[Tensor]:
             _bits(m.normalisations),
             _key_numbers(m.feature_keys),
         ]
-    return parts
+    return tensors
 
 
 def _from_numbers(payload: Tensor) -> list[Microbatch]:

@@ -215,8 +215,8 @@ def deal_images(microbatch: Microbatch, model: ModelConfig, num_ranks: int) -> M
 
 def _rows_of(rows: Tensor, microbatch: Microbatch, images: Sequence[int]) -> Tensor:
     """The rows of ``images``, in their order."""
-    parts = rows.split([math.prod(grid) for grid in microbatch.image_grids])
-    return rows if len(images) == len(parts) else torch.cat([parts[image] for image in images])
+    of_images = rows.split([math.prod(grid) for grid in microbatch.image_grids])
+    return rows if len(images) == len(of_images) else torch.cat([of_images[image] for image in images])
 
 
 def _share(payload: Tensor | None, mesh: Mesh) -> Tensor:

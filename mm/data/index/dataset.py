@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mm.config.data import DataConfig
-from mm.config.sources import DatasetFile
+from mm.config.dataset_files import DatasetFile
 from mm.data.index.columns import Columns
 from mm.data.index.contents import Contents
 from mm.data.index.gauge import Gauge
@@ -57,24 +57,24 @@ class Dataset:
         self.files = files = files or SampleFiles.open(config, skips_bad, gauge, split)
         """The files that contain the samples."""
         rate = 0.0 if config.val_dataset else config.val_rate or 0.0
-        takes_all = all(is_whole(source) and records.num_samples == len(records.index.rows)
-                        for records, source in zip(files.files, files.sources, strict=False))
-        taken = None if takes_all and not rate else self._chosen(files.sources, rate, seed, split)
+        takes_all = all(is_whole(dataset_file) and records.num_samples == len(records.index.rows)
+                        for records, dataset_file in zip(files.files, files.dataset_files, strict=False))
+        taken = None if takes_all and not rate else self._chosen(files.dataset_files, rate, seed, split)
         self._columns = Columns(tuple(records.index.rows for records in self._files), taken)
         if not len(self):
             raise UserError(f"val_rate = {config.val_rate} leaves no samples for {split}; change it.")
 
-    def _chosen(self, sources: Sequence[DatasetFile], val_rate: float, seed: int, split: Split) -> IndexRows:
+    def _chosen(self, dataset_files: Sequence[DatasetFile], val_rate: float, seed: int, split: Split) -> IndexRows:
         """The selected records; with ``val_rate``, of this split."""
         config, most = self._config, self._config.val_max_samples
 
         def choose() -> np.ndarray:
             taken, first = np.empty(sum(records.num_samples for records in self._files), _NUMBER), 0
             done = 0
-            for records, source in zip(self._files, sources, strict=False):
+            for records, file in zip(self._files, dataset_files, strict=False):
                 good = np.concatenate([np.empty(0, _NUMBER), *(one.astype(_NUMBER) for one in records.index.usable())])
-                if not is_whole(source):
-                    good = good[chosen(len(good), source.rate_percent, source.num_samples, seed, source.entry)]
+                if not is_whole(file):
+                    good = good[chosen(len(good), file.rate_percent, file.num_samples, seed, file.entry)]
                 taken[done : done + records.num_samples] = good[: records.num_samples]
                 taken[done : done + records.num_samples] += first
                 done += records.num_samples
@@ -84,8 +84,8 @@ class Dataset:
             training, validation = split_off(taken, val_rate, seed)
             return training if split == "training" else validation[:most]
 
-        facts = [[records.identity, len(records.index.rows), records.num_samples, source.rate_percent,
-                  source.num_samples, source.entry] for records, source in zip(self._files, sources, strict=False)]
+        facts = [[records.identity, len(records.index.rows), records.num_samples, file.rate_percent, file.num_samples,
+                  file.entry] for records, file in zip(self._files, dataset_files, strict=False)]
         if any(records.identity is None for records in self._files):
             return packed_numbers(choose(), None)
         return store_of(config).numbers([facts, seed, *([val_rate, split, most] if val_rate else [])], choose)
@@ -143,8 +143,8 @@ class Dataset:
     def bad_sample(self, index: int, error: UserError) -> BadSample:
         """The entry for sample ``index``, which cannot be used because of ``error``, in the list of bad samples."""
         records, number = self._place(index)
-        source = printable(f"{records.reader.source(number)}: ")
-        return records.bad_sample(number, error.problems[0].removeprefix(source))
+        where = printable(f"{records.reader.where(number)}: ")
+        return records.bad_sample(number, error.problems[0].removeprefix(where))
 
     def _place(self, index: int) -> tuple[IndexedFile, int]:
         """The file of sample ``index``, and its number in that file."""

@@ -73,7 +73,7 @@ class RecordIndex:
     boxes_outside: tuple[int, ...] = ()
     """Records whose answers contain coordinates outside their pictures."""
 
-    def cut(self, num_good: int | None) -> "RecordIndex":
+    def first_usable(self, num_good: int | None) -> "RecordIndex":
         """The first records, up to ``num_good`` usable ones; None: all."""
         if num_good is None or self.num_usable <= num_good:
             return self
@@ -126,16 +126,16 @@ class Reader:
     def __init__(self, file: RecordFile, attr: Attributes, roots: MediaRoots, gauge: Gauge | None = None) -> None:
         self.file, self.attr, self.roots, self.gauge = file, attr, roots, gauge
 
-    def source(self, number: int) -> str:
+    def where(self, number: int) -> str:
         """How messages name record ``number``."""
         return record_place(self.file.path, number)
 
     def read(self, number: int, row: IndexRow) -> Sample:
         """Record ``number``, which was found good.  Raises UserError when its file or media have changed."""
-        source = self.source(number)
+        where = self.where(number)
         record = self.file.read((row["start"], row["end"]))
-        with naming(source):
-            sample = read_sample(record, self.attr, self.roots, source)
+        with naming(where):
+            sample = read_sample(record, self.attr, self.roots, where)
             if self.gauge is not None and row["num_tokens"] > 0 and _has_changed(self.gauge, sample, row):
                 paths = ", ".join(str(item.path) for item in sample.media)
                 raise UserError(f"an image or video of it has changed since it was measured ({paths}); run "
@@ -196,7 +196,7 @@ class Checker:
         if raw.problem is not None:
             raise UserError(raw.problem)
         reader, gauge = self.reader, self.reader.gauge
-        sample = read_sample(raw.value, reader.attr, self._media, reader.source(raw.index))
+        sample = read_sample(raw.value, reader.attr, self._media, reader.where(raw.index))
         if gauge is None:
             return False
         if len(self._grids) > _MAX_KNOWN:
@@ -239,7 +239,7 @@ def make_index(
                 break
         with tempfile.TemporaryFile(dir=folder) as kept:
             whole = packed(rows, ROW, num_rows, kept, COUNTED_FROM)
-    return RecordIndex(whole, tuple(bad), tuple(problems), tuple(boxes)).cut(num_good)
+    return RecordIndex(whole, tuple(bad), tuple(problems), tuple(boxes)).first_usable(num_good)
 
 
 def still_bad(index: RecordIndex, checker: Checker) -> bool:

@@ -48,7 +48,7 @@ class IndexedFile:
             file.path, (file.line((row["start"], row["end"])) if line is None else line) or None, number,
             self.name(number),
             min((path for path in map(printable, map(str, paths)) if path in reason), key=reason.find, default=None),
-            _cut(reason))
+            _shortened(reason))
 
     def name(self, number: int) -> str | int | None:
         """The ``id`` of record ``number``, or None."""
@@ -56,14 +56,14 @@ class IndexedFile:
         with suppress(UserError, ValueError, RecursionError):  # a record that cannot be read has no id
             record = self.reader.file.read((row["start"], row["end"]))
         name = name_of(record)
-        return _cut(name) if isinstance(name, str) else name
+        return _shortened(name) if isinstance(name, str) else name
 
     def named(self, number: int) -> str:
         """Record ``number`` as messages name it."""
         return record_place(self.reader.file.path, number, self.name(number))
 
 
-def _cut(text: str) -> str:
+def _shortened(text: str) -> str:
     """Shorten a text for messages: a record may contain a whole book."""
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
 
@@ -86,7 +86,7 @@ def open_indexed(
         for key in () if config.overwrite_cache else keys:
             kept = store.load(key)
             if kept is not None and still_bad(kept.index, checker):
-                return IndexedFile(reader, kept.index.cut(limit), kept.identity, content)
+                return IndexedFile(reader, kept.index.first_usable(limit), kept.identity, content)
         return None
 
     if (records := loaded()) is not None:

@@ -108,7 +108,7 @@ class IndexRows:
         if len(numbers) > 1 and numbers[-1] - numbers[0] == len(numbers) - 1 and (np.diff(numbers) == 1).all():
             return self.between(name, int(numbers[0]), int(numbers[-1]) + 1)
         column = self._named(name)
-        lows, packed = self._parts(column)
+        lows, packed = self._lows_and_packed(column)
         values = lows[numbers // _BLOCK_ROWS]
         if column.width:
             values += column.unit * _unpacked(packed[numbers])
@@ -120,7 +120,7 @@ class IndexRows:
         """One column of the rows ``first`` to ``last`` - 1, loaded into memory; faster than ``of``."""
         column = self._named(name)
         assert 0 <= first <= last <= self.num_rows
-        lows, packed = self._parts(column)
+        lows, packed = self._lows_and_packed(column)
         block = first // _BLOCK_ROWS
         values = lows[block : -(-last // _BLOCK_ROWS)].repeat(_BLOCK_ROWS)
         values = values[first - block * _BLOCK_ROWS : last - block * _BLOCK_ROWS]
@@ -138,7 +138,7 @@ class IndexRows:
     def _named(self, name: str) -> Column:
         return next(column for column in self.columns if column.name == name)
 
-    def _parts(self, column: Column) -> tuple[np.ndarray, np.ndarray]:
+    def _lows_and_packed(self, column: Column) -> tuple[np.ndarray, np.ndarray]:
         """The minimum of each block, and the offset of each row: uint8 [num_packed, width]."""
         content, end = self.piece.content, column.at + self.num_packed * column.width
         lows = content[column.lows_at : column.lows_at + 8 * -(-self.num_packed // _BLOCK_ROWS)]
@@ -167,9 +167,9 @@ def _unpacked(packed: np.ndarray) -> np.ndarray:
 
 def packed_numbers(numbers: np.ndarray, folder: str | None) -> IndexRows:
     """Rows with the single column ``number``, in an unnamed file in ``folder``."""
-    with tempfile.TemporaryFile(dir=folder) as source, tempfile.TemporaryFile(dir=folder) as target:
-        numbers.tofile(source)
-        return packed(source, np.dtype([("number", numbers.dtype.str)]), len(numbers), target)
+    with tempfile.TemporaryFile(dir=folder) as unpacked, tempfile.TemporaryFile(dir=folder) as target:
+        numbers.tofile(unpacked)
+        return packed(unpacked, np.dtype([("number", numbers.dtype.str)]), len(numbers), target)
 
 
 class _Packing:
@@ -205,16 +205,17 @@ class _Packing:
 
 
 def packed(
-    source: IO[bytes], dtype: np.dtype, num_rows: int, target: IO[bytes], counted_from: Mapping[str, str] | None = None
+    unpacked: IO[bytes], dtype: np.dtype, num_rows: int, target: IO[bytes],
+    counted_from: Mapping[str, str] | None = None,
 ) -> IndexRows:
-    """Pack the ``num_rows`` rows of ``dtype`` (integers) in the file ``source`` into the empty file ``target``,
-    and map that.  Only a few MB are in memory at a time.
+    """Pack the ``num_rows`` rows of ``dtype`` (integers) in the file ``unpacked`` into the empty file ``target``, and
+    map that.  Only a few MB are in memory at a time.
 
     ``counted_from`` maps a column to one with similar values, to which it is stored relative, such as end to start.
     """
     num_blocks = -(-num_rows // _BLOCK_ROWS)
     found = [_Packing(name, (counted_from or {}).get(name, ""), num_blocks) for name in dtype.names or ()]
-    for first, rows in _chunks(source, dtype, num_rows):
+    for first, rows in _chunks(unpacked, dtype, num_rows):
         for one in found:
             one.add(first, rows)
     columns, place, align = [], 0, _PAGE_BYTES if num_blocks > 1 else 8
@@ -225,7 +226,7 @@ def packed(
     for one, column in zip(found, columns, strict=True):
         target.seek(column.lows_at)
         target.write(one.lows.tobytes())
-    for first, rows in _chunks(source, dtype, num_rows):
+    for first, rows in _chunks(unpacked, dtype, num_rows):
         for one, column in zip(found, columns, strict=True):
             target.seek(column.at + first * column.width)
             target.write(one.bytes_of(column, first, rows) if column.width else b"")
@@ -238,8 +239,8 @@ def _next(place: int, align: int) -> int:
     return -(-place // align) * align
 
 
-def _chunks(source: IO[bytes], dtype: np.dtype, num_rows: int) -> Iterator[tuple[int, np.ndarray]]:
-    source.seek(0)
+def _chunks(unpacked: IO[bytes], dtype: np.dtype, num_rows: int) -> Iterator[tuple[int, np.ndarray]]:
+    unpacked.seek(0)
     for first in range(0, num_rows, CHUNK_ROWS):
         count = min(CHUNK_ROWS, num_rows - first)
-        yield first, np.frombuffer(source.read(count * dtype.itemsize), dtype)
+        yield first, np.frombuffer(unpacked.read(count * dtype.itemsize), dtype)

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from mm.config.data import DataConfig
-from mm.config.sources import DatasetFile, training_sources, validation_sources
+from mm.config.dataset_files import DatasetFile, training_files, validation_files
 from mm.data.index.gauge import TOO_LONG, Gauge
 from mm.data.index.index import Checker, Reader
 from mm.data.index.indexed_file import IndexedFile, open_indexed
@@ -32,7 +32,7 @@ _SKIP_HINT = " (--bad-sample skip leaves such samples out and lists them in a fi
 class SampleFiles:
     """Files with at least one good sample.  Pickles small into data workers, as ``IndexedFile`` does."""
 
-    sources: tuple[DatasetFile, ...]
+    dataset_files: tuple[DatasetFile, ...]
     """The entry of each file in the data JSON; with a limit on samples there may be more entries than ``files``."""
     files: tuple[IndexedFile, ...]
     skipped: tuple[BadSample, ...]
@@ -47,23 +47,23 @@ class SampleFiles:
         """Check every record, unless the index has the result for the same content.  Arguments and UserErrors are
         those of ``Dataset``."""
         has_files = split == "validation" and config.val_dataset  # otherwise it is a share of the training files
-        sources = validation_sources(config) if has_files else training_sources(config)
+        dataset_files = validation_files(config) if has_files else training_files(config)
         most = config.val_max_samples if has_files else config.max_samples
         opening, files = _Opening(config, skips_bad, gauge), []
         problems = opening.problems
-        for source in sources:
+        for dataset_file in dataset_files:
             left = None if most is None else most - sum(records.num_samples for records in files)
             if left == 0 or len(problems) >= MAX_PROBLEMS:
                 break
             with collected(problems):
-                records = opening.open(source, left if is_whole(source) else None)
+                records = opening.open(dataset_file, left if is_whole(dataset_file) else None)
                 num_usable = records.index.num_usable
-                count = num_usable if is_whole(source) else num_chosen(
-                    num_usable, source.rate_percent, source.num_samples)
+                count = num_usable if is_whole(dataset_file) else num_chosen(
+                    num_usable, dataset_file.rate_percent, dataset_file.num_samples)
                 records.num_samples = count if left is None else min(count, left)
                 files.append(records)
         limit = gauge and (gauge.encoder.chat.seq_length, gauge.encoder.chat.drops_turns)
-        found = cls(tuple(sources), tuple(files), tuple(opening.skipped), tuple(opening.notes), limit)
+        found = cls(tuple(dataset_files), tuple(files), tuple(opening.skipped), tuple(opening.notes), limit)
         if not problems and not sum(records.num_samples for records in files):
             problems = [*(one.message() for one in found.skipped), *found.too_long()] or [
                 f"{', '.join(config.dataset)}: no samples are used; raise the rates (%)."]
@@ -97,19 +97,19 @@ class _Opening:
         self.skipped: list[BadSample] = []
         self.notes: list[str] = []
 
-    def open(self, source: DatasetFile, limit: int | None) -> IndexedFile:
+    def open(self, dataset_file: DatasetFile, limit: int | None) -> IndexedFile:
         """Check one file, or load its index.  ``limit``: stop after this many good samples."""
-        config, file = self._config, open_records(source.path)
-        roots = MediaRoots(source.media_root, (config.dataset_dir, *(config.media_roots or ())))
-        checker = Checker(Reader(file, source.attr, roots, self._gauge))
+        config, file = self._config, open_records(dataset_file.path)
+        roots = MediaRoots(dataset_file.media_root, (config.dataset_dir, *(config.media_roots or ())))
+        checker = Checker(Reader(file, dataset_file.attr, roots, self._gauge))
         most_bad = None if self._skips_bad else MAX_PROBLEMS
         records = open_indexed(checker, config, self._gauge_key, limit, most_bad, self.notes)
-        index, records.entry = records.index, source.entry
+        index, records.entry = records.index, dataset_file.entry
         self.notes += file.remarks()
         if not len(index.rows) and not index.problems:
-            self.problems.append(f"{source.path}: has no samples; expected a JSON list of objects, or one JSON object "
-                                 f"per line.")
-        found = [one.message(source.path) for one in index.bad]
+            self.problems.append(f"{dataset_file.path}: has no samples; expected a JSON list of objects, or one JSON "
+                                 f"object per line.")
+        found = [one.message(dataset_file.path) for one in index.bad]
         if self._skips_bad:
             self.skipped += [records.bad_sample(one.index, one.reason, one.line) for one in index.bad]
         elif found:
@@ -125,6 +125,6 @@ class _Opening:
         return records
 
 
-def is_whole(source: DatasetFile) -> bool:
+def is_whole(dataset_file: DatasetFile) -> bool:
     """Whether every sample of a file is used once."""
-    return source.rate_percent == 100 and source.num_samples is None
+    return dataset_file.rate_percent == 100 and dataset_file.num_samples is None

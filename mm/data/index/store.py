@@ -135,8 +135,8 @@ class Store:
                 continue
             with suppress(OSError):
                 with path.open("rb") as stream:
-                    while part := stream.read(_READ_BYTES):  # a map would count as memory of this process
-                        crc32 = zlib.crc32(part, crc32)
+                    while block := stream.read(_READ_BYTES):  # a map would count as memory of this process
+                        crc32 = zlib.crc32(block, crc32)
                     piece = MappedBytes.map(stream, str(path)) if crc32 == manifest["crc32"] else None
                 if piece is not None:
                     columns = tuple(Column(**one) for one in manifest["columns"])
@@ -152,9 +152,9 @@ class Store:
             nonlocal crc32
             crc32 = 0
             for first in range(0, len(content), _READ_BYTES):
-                part = content[first : first + _READ_BYTES].tobytes()
-                crc32 = zlib.crc32(part, crc32)
-                stream.write(part)
+                block = content[first : first + _READ_BYTES].tobytes()
+                crc32 = zlib.crc32(block, crc32)
+                stream.write(block)
 
         def describe(stream: IO[bytes]) -> None:  # written after the rows, because it contains their checksum
             _text({"crc32": crc32, **facts, **more})(stream)

@@ -218,7 +218,7 @@ class _Alarm:
 
 
 def _send(replies: IO[bytes], message: dict[str, Any], contents: Sequence[np.ndarray] = ()) -> None:
-    parts = [json.dumps(message).encode() + b"\n", *(np.ascontiguousarray(one).data.cast("B") for one in contents)]
-    for part in parts:  # all are computed by now: half a reply would leave the reader waiting
-        replies.write(part)
+    pieces = [json.dumps(message).encode() + b"\n", *(np.ascontiguousarray(one).data.cast("B") for one in contents)]
+    for piece in pieces:  # all are computed by now: half a reply would leave the reader waiting
+        replies.write(piece)
     replies.flush()

@@ -176,9 +176,9 @@ class ImageProcessor:
         A still image is repeated ``temporal_patch_size`` times as frames.  Raises UserError as ``load_image`` does.
         """
         pixels = self._resized_by_torch(path) if self.backend == "torch" else self._resized_by_pillow(path)
-        return self.cut(pixels[None].expand(self.temporal_patch_size, -1, -1, -1))
+        return self.to_patches(pixels[None].expand(self.temporal_patch_size, -1, -1, -1))
 
-    def cut(self, frames: Tensor) -> tuple[Tensor, Grid]:
+    def to_patches(self, frames: Tensor) -> tuple[Tensor, Grid]:
         """Frames, uint8 [num_frames, height, width, 3], as patches uint8 [num_patches, 3 x frames x side x side].
 
         Patches that are merged into one visual token are contiguous.

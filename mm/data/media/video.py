@@ -159,7 +159,7 @@ class VideoProcessor:
         frames = self._resized(plan)
         for pair in values:
             pixels = torch.stack([next(frames) for _ in range(pairing)]).permute(0, 2, 3, 1)
-            pair.copy_(self.constants.cut(pixels)[0])
+            pair.copy_(self.constants.to_patches(pixels)[0])
         assert next(frames, None) is None
         return values.view(-1, values.shape[-1])
 

@@ -118,9 +118,9 @@ def dealt(costs: np.ndarray, num_ranks: int, least: int, most: int | None = None
 
 def spread(packs: Groups, ranks: Groups, sizes: Sizes, budget: Budget) -> list[Groups]:
     """The packs of each rank, after swapping samples between the packs of ranks whose costs still differ."""
-    slots = _Slots([[packs[number] for number in rank] for rank in ranks], sizes, budget, num_empty=0)
-    slots.exchange_all(_NUM_RANK_ROUNDS)
-    coming = iter(slots.packs)
+    places = _SamplePlaces([[packs[number] for number in rank] for rank in ranks], sizes, budget, num_empty=0)
+    places.exchange_all(_NUM_RANK_ROUNDS)
+    coming = iter(places.packs)
     return [[next(coming) for _ in rank] for rank in ranks]
 
 
@@ -165,29 +165,29 @@ def _level(sizes: Sizes, num_groups: int, budget: Budget, most: int) -> Groups |
 
 def _exchanged(groups: Groups, sizes: Sizes, budget: Budget, may_move: bool) -> Groups:
     """``groups`` after swaps between costly and cheap ones; ``may_move``: a sample may also move without a swap."""
-    slots = _Slots([[group] for group in groups], sizes, budget, int(may_move))
-    slots.exchange_all(_NUM_ROUNDS)
-    return slots.packs
+    places = _SamplePlaces([[group] for group in groups], sizes, budget, int(may_move))
+    places.exchange_all(_NUM_ROUNDS)
+    return places.packs
 
 
-class _Slots:
+class _SamplePlaces:
     """Owners (packs, or ranks with several packs) that swap samples to even out their costs.
 
-    A table with a row per owner and a column per slot, which holds a sample of a pack.  An exchange
+    A table with a row per owner and a column per place, which holds a sample of a pack.  An exchange
     swaps an entry of a costly row with one of a cheap row:
 
-                 slots               costs                                    costs
+                 places               costs                                    costs
         owner 0  [ 8   5   nobody ]  13     -- 8 for 5 -->  [ 5   5   nobody ]  10
         owner 1  [ 5   2   nobody ]   7                     [ 8   2   nobody ]  10
 
     It lowers the cost of the costlier owner by ``min(change, gap - change)``.  Here the gap is 13 - 7 and the change
     is 8 - 5, half of it, which is optimal: a larger change makes the other owner the costlier one.
 
-    Slots do not move, so each pack keeps its number of samples, except that a sample can move into an empty slot.
+    Places do not move, so each pack keeps its number of samples, except that a sample can move into an empty place.
     """
 
     def __init__(self, owned: Sequence[Groups], sizes: Sizes, budget: Budget, num_empty: int) -> None:
-        """``owned`` has the packs of each owner.  Each owner gets ``num_empty`` empty slots in its first pack."""
+        """``owned`` has the packs of each owner.  Each owner gets ``num_empty`` empty places in its first pack."""
         bounded = [(sizes.num_tokens, budget.num_tokens), (sizes.num_patches, budget.num_patches)]
         bounded = [(values, most) for values, most in bounded if most is not None and values.any()]
         self._values = [np.append(values, 0) for values in (sizes.costs, *(values for values, _ in bounded))]
@@ -201,13 +201,13 @@ class _Slots:
         starts = np.cumsum(counts) - counts
         stride = -(-counts // _MAX_WIDTH).repeat(counts)
         places = np.arange(len(samples)) - starts.repeat(counts)
-        is_slot = places % stride == 0
-        rows, columns = np.arange(len(owned)).repeat(counts)[is_slot], (places // stride)[is_slot]
+        is_kept = places % stride == 0
+        rows, columns = np.arange(len(owned)).repeat(counts)[is_kept], (places // stride)[is_kept]
         width = int(columns.max()) + 1
         shape = (len(owned), width + num_empty)
         self._samples = np.full(shape, self._nobody)
         self._packs = np.full(shape, len(self.packs))  # padding belongs to a pack that does not exist
-        self._samples[rows, columns], self._packs[rows, columns] = samples[is_slot], packs[is_slot]
+        self._samples[rows, columns], self._packs[rows, columns] = samples[is_kept], packs[is_kept]
         self._packs[:, width:] = packs[starts][:, None]
         self._costs = np.add.reduceat(self._values[0][samples], starts)
         first = np.flatnonzero(np.diff(packs, prepend=-1))
@@ -240,9 +240,9 @@ class _Slots:
         costly, cheap = order[::-1][:num_sets], order[: num_sets * num_partners]
         cheap = np.roll(cheap.reshape(num_partners, num_sets).T, turn, axis=0)
         width = self._samples.shape[1]
-        # Every slot of a costly owner with every slot of its partners: [num_sets, width, num_partners * width].
+        # Every place of a costly owner with every place of its partners: [num_sets, width, num_partners * width].
         given = self._samples[costly][:, :, None]
-        taken, packs = (slots[cheap].reshape(num_sets, 1, -1) for slots in (self._samples, self._packs))
+        taken, packs = (places[cheap].reshape(num_sets, 1, -1) for places in (self._samples, self._packs))
         change = self._values[0][given] - self._values[0][taken]
         gap = (self._costs[costly][:, None] - self._costs[cheap]).repeat(width, axis=1)[:, None, :]
         fits = self._fits(given, taken, self._packs[costly][:, :, None], packs)
@@ -255,22 +255,22 @@ class _Slots:
         return len(helped) > 0
 
     def _swap(self, costly: np.ndarray, rows: np.ndarray, cheap: np.ndarray, columns: np.ndarray) -> None:
-        """Swap the slots ``rows`` of the owners ``costly`` with ``columns`` of ``cheap``.  No owner occurs twice."""
+        """Swap the places ``rows`` of the owners ``costly`` with ``columns`` of ``cheap``.  No owner occurs twice."""
         samples, packs = self._samples, self._packs
         at_costly, at_cheap = (costly, rows), (cheap, columns)
         ends = [(costly, cheap)] + len(self._sums) * [(packs[at_costly], packs[at_cheap])]
-        for values, sums, (source, target) in zip(self._values, (self._costs, *self._sums), ends, strict=True):
+        for values, sums, (giver, taker) in zip(self._values, (self._costs, *self._sums), ends, strict=True):
             moved = values[samples[at_costly]] - values[samples[at_cheap]]
-            sums[source] -= moved
-            sums[target] += moved
+            sums[giver] -= moved
+            sums[taker] += moved
         samples[at_costly], samples[at_cheap] = samples[at_cheap], samples[at_costly]
 
-    def _fits(self, given: np.ndarray, taken: np.ndarray, source: np.ndarray, target: np.ndarray) -> np.ndarray:
+    def _fits(self, given: np.ndarray, taken: np.ndarray, giver: np.ndarray, taker: np.ndarray) -> np.ndarray:
         """Which exchanges keep both packs within the budget, or no further above it than before."""
         no_pack = len(self.packs)
-        fits = (source != no_pack) & (target != no_pack)
+        fits = (giver != no_pack) & (taker != no_pack)
         for values, sums, budget in zip(self._values[1:], self._sums, self._budgets, strict=True):
             moved = values[given] - values[taken]
-            fits &= sums[target] + moved <= np.maximum(budget, sums[target])
-            fits &= sums[source] - moved <= np.maximum(budget, sums[source])
+            fits &= sums[taker] + moved <= np.maximum(budget, sums[taker])
+            fits &= sums[giver] - moved <= np.maximum(budget, sums[giver])
         return fits

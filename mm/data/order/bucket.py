@@ -12,38 +12,38 @@ from mm.data.order.stream import StepSamples, Stream, generator, in_turn
 
 NUM_BUCKETS = 16
 """Buckets have the same number of samples.  MindSpeed-MM has 7, by patches, for pictures of 262,144 pixels."""
-RUN_SAMPLES = 64
+BLOCK_SAMPLES = 64
 """Consecutive samples of one bucket in the stream.  MindSpeed-MM uses one microbatch of all ranks, which makes the
 stream depend on the layout.  64 corresponds to 8 nodes of 8 devices with one sample each."""
 
 
 def bucket_stream(costs: np.ndarray, seed: int, shuffle: bool) -> Stream:
-    """``data_bucketing_img``: runs of samples from one bucket, in random order.
+    """``data_bucketing_img``: blocks of samples from one bucket, in random order.
 
-    What remains of each bucket after its last full run is mixed together.
+    What remains of each bucket after its last full block is mixed together.
     """
     num_samples = len(costs)
-    num_buckets = max(1, min(NUM_BUCKETS, num_samples // RUN_SAMPLES))
+    num_buckets = max(1, min(NUM_BUCKETS, num_samples // BLOCK_SAMPLES))
     by_cost = np.argsort(costs, kind="stable").astype(np.uint32 if num_samples < 2**32 else np.int64)
     buckets = np.array_split(by_cost, num_buckets)
 
     def of_epoch(epoch: int) -> np.ndarray:
         random = generator(seed, epoch)
         rows = [random.permutation(bucket) if shuffle else bucket for bucket in buckets]
-        whole = [row[: len(row) // RUN_SAMPLES * RUN_SAMPLES] for row in rows]
+        whole = [row[: len(row) // BLOCK_SAMPLES * BLOCK_SAMPLES] for row in rows]
         left = np.concatenate([row[len(full) :] for row, full in zip(rows, whole, strict=True)])
         left = random.permutation(left) if shuffle else left
         samples = np.concatenate([*whole, left])
         if not shuffle:
             return samples
-        num_whole = num_samples // RUN_SAMPLES
-        whole_samples, rest = samples[: num_whole * RUN_SAMPLES], samples[num_whole * RUN_SAMPLES :]
+        num_whole = num_samples // BLOCK_SAMPLES
+        whole_samples, rest = samples[: num_whole * BLOCK_SAMPLES], samples[num_whole * BLOCK_SAMPLES :]
         order = random.permutation(num_whole + bool(len(rest)))
-        runs = whole_samples.reshape(num_whole, RUN_SAMPLES)
+        blocks = whole_samples.reshape(num_whole, BLOCK_SAMPLES)
         if not len(rest):
-            return runs[order].reshape(-1)
-        place = int(np.flatnonzero(order == num_whole)[0])  # position of the shorter run
-        return np.concatenate([runs[order[:place]].reshape(-1), rest, runs[order[place + 1 :]].reshape(-1)])
+            return blocks[order].reshape(-1)
+        place = int(np.flatnonzero(order == num_whole)[0])  # position of the shorter block
+        return np.concatenate([blocks[order[:place]].reshape(-1), rest, blocks[order[place + 1 :]].reshape(-1)])
 
     return Stream(num_samples, of_epoch)
 

@@ -30,15 +30,15 @@ class Stream:
 
     def samples(self, first: int, count: int) -> np.ndarray:
         """int64 [count]: the samples at ``count`` positions, starting at ``first``."""
-        parts, last = [np.empty(0, dtype=np.int64)], first + count
+        pieces, last = [np.empty(0, dtype=np.int64)], first + count
         while first < last:
             epoch, place = divmod(first, self._num_samples)
             end = min(self._num_samples, place + last - first)
-            parts.append(self._part(epoch, place, end))
+            pieces.append(self._piece(epoch, place, end))
             first += end - place
-        return np.concatenate(parts)
+        return np.concatenate(pieces)
 
-    def _part(self, epoch: int, place: int, end: int) -> np.ndarray:
+    def _piece(self, epoch: int, place: int, end: int) -> np.ndarray:
         """A copy, so that the order of one epoch is freed before the next is computed."""
         if self._of_epoch is None:
             return np.arange(place, end)

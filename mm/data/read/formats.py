@@ -54,8 +54,8 @@ _USUAL_TAGS = (
 )
 
 
-def read_sample(record: Any, attr: Attributes, media: Finder, source: str, is_prompt: bool = False) -> Sample:
-    """``record`` as a sample with this ``source``.  Raises UserError for an invalid record.
+def read_sample(record: Any, attr: Attributes, media: Finder, where: str, is_prompt: bool = False) -> Sample:
+    """``record`` as a sample with this ``where``.  Raises UserError for an invalid record.
 
     A prompt ends with a question: an answer after it is dropped.
     """
@@ -71,7 +71,7 @@ def read_sample(record: Any, attr: Attributes, media: Finder, source: str, is_pr
     coming = {kind: _column(record, getattr(attr, f"{kind}s"), kind) for kind in KINDS}
     _check_counts(messages, coming)
     left = {kind: iter(paths) for kind, paths in coming.items()}
-    return Sample(tuple(Turn(role, _filled(content, left, media)) for role, content in messages), source)
+    return Sample(tuple(Turn(role, _filled(content, left, media)) for role, content in messages), where)
 
 
 ChatMessage = tuple[str, Content]

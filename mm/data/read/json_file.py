@@ -60,8 +60,8 @@ class JsonFile(RecordFile):
     def line(self, span: ByteSpan) -> int:
         """See ``RecordFile``; counts the lines before the record."""
         size = _LINES_AT_A_TIME_BYTES
-        parts = (self._bytes(start, min(start + size, span[0])) for start in range(0, span[0], size))
-        return 1 + sum(part.count(b"\n") for part in parts)
+        blocks = (self._bytes(start, min(start + size, span[0])) for start in range(0, span[0], size))
+        return 1 + sum(block.count(b"\n") for block in blocks)
 
     def remarks(self) -> list[str]:
         """None: every record can be read directly."""

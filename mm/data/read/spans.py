@@ -175,8 +175,8 @@ def _element(
     if text.startswith("]", comma):
         return _Element(start, end, comma, is_last=True)
     following = _skip(text, comma + 1)
-    is_cut = following >= len(text) or (not text.startswith(",", comma) and len(text) - end < _LONGEST_WORD)
-    if is_cut and not is_end:  # the number may continue: the window may contain 1e of 1e5
+    is_truncated = following >= len(text) or (not text.startswith(",", comma) and len(text) - end < _LONGEST_WORD)
+    if is_truncated and not is_end:  # the number may continue: the window may contain 1e of 1e5
         return None
     if not text.startswith(",", comma) or text.startswith("]", following):
         raise UserError(_no_list(window, comma, path, number + 1))
@@ -213,9 +213,9 @@ def _syntax_problem(window: _Window, start: int, error: Exception, path: str, nu
         if wrong.end < len(raw):  # otherwise a character was cut
             return f"{window.where(path, start + wrong.start)}: {which}: {not_utf8(wrong)}"
     near = _shown(window.text[max(start, error.pos - 30) : error.pos + 10])
-    is_cut = window.is_end and _may_go_on(error, len(window.text))
-    cut = "; the file ends within this record and may be truncated" if is_cut else ""
-    return f"{window.where(path, error.pos)}: {which}: not valid JSON: {error.msg}, near {near!r}{cut}."
+    is_truncated = window.is_end and _may_go_on(error, len(window.text))
+    hint = "; the file ends within this record and may be truncated" if is_truncated else ""
+    return f"{window.where(path, error.pos)}: {which}: not valid JSON: {error.msg}, near {near!r}{hint}."
 
 
 def num_characters(raw: bytes) -> int:

@@ -29,11 +29,11 @@ _ROPE_FIXED = {"text": {"partial_rotary_factor": (1,), "mrope_interleaved": (Fal
 
 def fixed_problems(config: Section, file: object = "config.json") -> Iterator[str]:
     """Settings in a parsed ``config.json``, read from ``file``, that ask for a model not computed here."""
-    text, vision = (config.get(f"{part}_config") for part in FIXED)
-    for part, sections in (("text", (config, text)), ("vision", (vision,))):
+    text, vision = (config.get(f"{tower}_config") for tower in FIXED)
+    for tower, sections in (("text", (config, text)), ("vision", (vision,))):
         for section in (one for one in sections if isinstance(one, dict)):
-            where = "" if section is config else f"{part}_config."
-            yield from _wrong(section, FIXED[part], f"{file}: {where}")
+            where = "" if section is config else f"{tower}_config."
+            yield from _wrong(section, FIXED[tower], f"{file}: {where}")
             layers = section.get("layer_types")
             if isinstance(layers, list) and set(layers) != {"full_attention"}:
                 kinds = sorted(map(str, set(layers)))
@@ -41,11 +41,11 @@ def fixed_problems(config: Section, file: object = "config.json") -> Iterator[st
             for key in _ROPE_KEYS:
                 rope = section.get(key)
                 if isinstance(rope, dict):
-                    yield from _wrong(rope, _ROPE_FIXED[part], f"{file}: {where}{key}.")
+                    yield from _wrong(rope, _ROPE_FIXED[tower], f"{file}: {where}{key}.")
                     found = {str(rope[one]) for one in ("type", "rope_type") if rope.get(one) is not None}
-                    if not found <= {*_ROPE_TYPES[part]}:
+                    if not found <= {*_ROPE_TYPES[tower]}:
                         yield (f"{file} asks for the rotary embedding {sorted(found)} ({where}{key}); expected "
-                               f"{' or '.join(map(repr, _ROPE_TYPES[part]))}: scaled ones (yarn, linear, ...) are not "
+                               f"{' or '.join(map(repr, _ROPE_TYPES[tower]))}: scaled ones (yarn, linear, ...) are not "
                                f"computed here. Give the config.json of the published model.")
 
 

@@ -41,7 +41,7 @@ def test_images_after_the_cut_are_dropped_with_their_pixels(write_dataset, model
     cut = next(one for one in encoded if len(one.image_grids) == 1)
     num_patches = whole.image_grids[0][1] * whole.image_grids[0][2]
     assert cut.image_grids == whole.image_grids[:1]
-    assert (whole.num_cut_images, cut.num_cut_images) == (0, 1)
+    assert (whole.num_omitted_images, cut.num_omitted_images) == (0, 1)
     assert torch.equal(cut.token_ids[:second_start], whole.token_ids[:second_start])
     assert (cut.token_ids != model_config.vision_start_token_id)[second_start:].all() and (cut.labels >= 0).any()
     assert torch.equal(cut.positions[:, :second_start], whole.positions[:, :second_start])

@@ -167,7 +167,7 @@ def test_24_with_packing_it_loses_whole_turns_and_both_are_counted(opened, tmp_p
     content = lines(GOOD, several, alone, GOOD)
     for skips_bad in (False, True, False):  # the last two times from the index
         dataset = opened(content, skips_bad=skips_bad, packing=True)
-        assert [dataset[number].source.rpartition(" ")[2] for number in range(len(dataset))] == ["0", "1", "3"]
+        assert [dataset[number].where.rpartition(" ")[2] for number in range(len(dataset))] == ["0", "1", "3"]
         assert dataset.skipped == () and dataset.num_too_long == 1
         assert dataset.column("num_dropped_turns").tolist() == [0, 2, 0]
         assert dataset.lengths.num_media.tolist() == [0, 0, 0] and dataset.lengths.num_tokens[1] <= SEQ_LENGTH
@@ -220,7 +220,7 @@ def test_25_control_tokens_in_texts_are_text(opened, model_config):
     (note,) = dataset.notes
     assert dataset.column("num_control_words").tolist() == [3]
     assert note.startswith("1 of 1 samples contain 3 words that look like control tokens") and (
-        note.endswith(f"these are read as plain text.  It is {dataset[0].source}"))
+        note.endswith(f"these are read as plain text.  It is {dataset[0].where}"))
 
 
 def test_42_damaged_videos_are_listed_once_each_and_the_others_are_trained_on(opened, tmp_path, model_config):

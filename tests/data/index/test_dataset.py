@@ -41,7 +41,7 @@ def test_messages_and_images_are_in_reading_order(write_dataset, media_directory
         Turn("user", ("Compare ", Image(tall), " with ", Image(wide), ".")),
     )
     assert sample.media == (Image(tall), Image(wide))
-    assert sample.source.endswith("data.json: record 2")
+    assert sample.where.endswith("data.json: record 2")
     assert [message.role for message in sample.turns] == ["system", "user", "assistant", "user", "assistant"]
     assert dataset[3].media == (Image(tall),)
     assert dataset[4].media == ()
@@ -99,7 +99,7 @@ def test_several_files_and_max_samples(tmp_path, hf_directory):
     assert questions(max_samples=4) == ["a0", "a1", "a2", "b0"]
     assert questions(max_samples=2) == ["a0", "a1"]
     assert questions(max_samples=99) == questions()
-    sources = [Dataset(data_config(hf_directory, tmp_path, *paths))[index].source for index in (2, 3)]
+    sources = [Dataset(data_config(hf_directory, tmp_path, *paths))[index].where for index in (2, 3)]
     assert sources == [f"{paths[0]}: record 2", f"{paths[1]}: record 0"]
 
 
@@ -152,7 +152,7 @@ def test_a_bad_sample_is_left_out_on_request(tmp_path, hf_directory, name):
     (tmp_path / "wide.png").touch()
     config = data_config(hf_directory, tmp_path, tmp_path / "data.jsonl")
     dataset = Dataset(config, skips_bad=True)
-    found = [(dataset[number].turns[0].text, dataset[number].source.rpartition(" ")[2]) for number in range(2)]
+    found = [(dataset[number].turns[0].text, dataset[number].where.rpartition(" ")[2]) for number in range(2)]
     assert found == [("1", "0"), ("3", "2")]
     assert len(dataset) == 2 and len(dataset.skipped) == 1 and re.search(message, dataset.skipped[0].message())
     with pytest.raises(UserError, match="--bad-sample skip leaves such samples out"):

@@ -61,7 +61,7 @@ def test_the_lengths_equal_the_encoders(cached, model_config, seq_length, change
             "num_media": totals.num_images, "num_patches": totals.num_patches,
             "num_image_pairs": totals.num_image_pairs, "num_window_pairs": totals.num_window_pairs,
         }
-        place = int(dataset[number].source.rpartition(" ")[2])
+        place = int(dataset[number].where.rpartition(" ")[2])
         assert dataset.column("num_dropped_tokens")[number] == whole[place] - totals.num_tokens
     assert [str(values.dtype) for values in vars(dataset.lengths).values()] == ["int32"] * 4 + ["int64"] * 2
 
@@ -154,7 +154,7 @@ def test_the_same_bytes_under_another_name_are_not_checked_again(cached, model_c
     moved = Dataset(replace(data, dataset=(str(tmp_path / "moved.json"),)), True, gauge)
     assert made == ["data.json"]
     assert moved.skipped[0].message().startswith(f"{tmp_path}/moved.json:")
-    assert moved[0].source == f"{tmp_path}/moved.json: record 0"
+    assert moved[0].where == f"{tmp_path}/moved.json: record 0"
 
 
 def test_repaired_pictures_are_found(cached, model_config, made, tmp_path):

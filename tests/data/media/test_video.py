@@ -306,7 +306,7 @@ def test_no_cut_falls_inside_a_video(clips, encoder_of, media_directory, model_c
         encoder.videos.decoder.close()
         ids = cut.token_ids.tolist()
         assert len(ids) <= limit and cut.image_grids == whole.image_grids[: len(cut.image_grids)]
-        assert cut.num_cut_images == 3 - len(cut.image_grids)
+        assert cut.num_omitted_images == 3 - len(cut.image_grids)
         assert sum(ids.count(token) for token in model_config.visual_token_ids) * 4 == cut.num_patches
         assert (0 if cut.pixel_values is None else len(cut.pixel_values)) == cut.num_patches
         numbers.add(len(cut.image_grids))

@@ -33,7 +33,7 @@ def flops_alone(model: ModelConfig, lengths: Lengths, number: int) -> float:
     tokens = int(lengths.num_tokens[number])
     return training_flops(model, BatchTotals(
         num_tokens=tokens, num_patches=int(lengths.num_patches[number]), num_images=int(lengths.num_media[number]),
-        num_cut_images=0, num_target_tokens=int(lengths.num_target_tokens[number]), num_target_samples=1,
+        num_omitted_images=0, num_target_tokens=int(lengths.num_target_tokens[number]), num_target_samples=1,
         num_microbatches=1, num_causal_pairs=tokens * (tokens + 1) // 2,
         num_image_pairs=int(lengths.num_image_pairs[number]), num_window_pairs=int(lengths.num_window_pairs[number]),
     ))  # fmt: skip

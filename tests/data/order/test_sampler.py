@@ -19,7 +19,7 @@ from mm.config.run import Run, load_run
 from mm.data.index.dataset import Dataset
 from mm.data.index.gauge import Gauge
 from mm.data.lengths import Lengths
-from mm.data.order.bucket import NUM_BUCKETS, RUN_SAMPLES, bucket_stream
+from mm.data.order.bucket import BLOCK_SAMPLES, NUM_BUCKETS, bucket_stream
 from mm.data.order.cost import SampleSizes
 from mm.data.order.sampler import SAMPLERS, order_of, sampler_name
 from mm.data.order.stream import shuffled
@@ -196,7 +196,7 @@ def test_buckets_follow_one_another_in_runs():
         assert sorted(order.tolist()) == list(range(4100))
         rank = np.argsort(np.argsort(costs))[order] * NUM_BUCKETS // 4100
         changes = np.count_nonzero(np.diff(rank))
-        assert changes < 4100 // RUN_SAMPLES + 4100 % RUN_SAMPLES + NUM_BUCKETS * RUN_SAMPLES // 2
+        assert changes < 4100 // BLOCK_SAMPLES + 4100 % BLOCK_SAMPLES + NUM_BUCKETS * BLOCK_SAMPLES // 2
     first, second = (bucket_stream(costs, 7, True).samples(epoch * 4100, 4100) for epoch in range(2))
     assert (first != second).any()
 

@@ -48,17 +48,17 @@ class DatasetFile:
     """Use this many samples instead of all, before the rate applies."""
 
 
-def training_sources(data: DataConfig) -> list[DatasetFile]:
+def training_files(data: DataConfig) -> list[DatasetFile]:
     """The files of ``dataset``.  Raises UserError for an entry that is neither a file nor a name of the registry."""
-    return _sources(data, data.dataset, "dataset")
+    return _dataset_files(data, data.dataset, "dataset")
 
 
-def validation_sources(data: DataConfig) -> list[DatasetFile]:
+def validation_files(data: DataConfig) -> list[DatasetFile]:
     """The same of ``val_dataset``; empty without one."""
-    return _sources(data, data.val_dataset or (), "val_dataset")
+    return _dataset_files(data, data.val_dataset or (), "val_dataset")
 
 
-def _sources(data: DataConfig, entries: Sequence[str], key: str) -> list[DatasetFile]:
+def _dataset_files(data: DataConfig, entries: Sequence[str], key: str) -> list[DatasetFile]:
     problems: list[str] = []
     found: list[DatasetFile] = []
     registry: dict[str, Any] | None = None
