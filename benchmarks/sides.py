@@ -171,7 +171,7 @@ class Ours:
         """By our names, in fp32 on the CPU, without padding."""
         trained = {name: p.main_grad for name, p in self.setup.stage.named_parameters() if p.requires_grad}
         return {
-            weight.name: MemoryLayout.of(weight, tp_size=1).cut_whole(trained[weight.name].float().cpu())
+            weight.name: MemoryLayout.of(weight, tp_size=1).unpad_whole(trained[weight.name].float().cpu())
             for weight in self.setup.stage.weights
             if weight.name in trained
         }

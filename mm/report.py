@@ -142,13 +142,13 @@ _WIDTH, _HEIGHT, _BOTTOM = 460, 190, 24
 def _svg(histogram: Histogram) -> str:
     most, num_bins = max(histogram.counts, default=0) or 1, len(histogram.counts)
     each, height = _WIDTH / num_bins, _HEIGHT - _BOTTOM - 14
-    parts = list(_svg_bars(histogram.counts, histogram.edges, each, height / most))
+    elements = list(_svg_bars(histogram.counts, histogram.edges, each, height / most))
     for number in sorted({0, num_bins // 2, num_bins}):
         anchor = "start" if number == 0 else "end" if number == num_bins else "middle"
-        parts.append(f'<text x="{number * each:.1f}" y="{_HEIGHT - 6}" text-anchor="{anchor}">'
+        elements.append(f'<text x="{number * each:.1f}" y="{_HEIGHT - 6}" text-anchor="{anchor}">'
                      f"{histogram.edges[number]:,.0f}</text>")
     return (f'<figure><figcaption>{escape(histogram.title)} <small>({escape(histogram.unit)}; at most {most:,} '
-            f'a bin)</small></figcaption><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{"".join(parts)}</svg>'
+            f'a bin)</small></figcaption><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{"".join(elements)}</svg>'
             f"</figure>")
 
 

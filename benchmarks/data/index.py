@@ -39,7 +39,7 @@ from mm.data.index.columns import Columns
 from mm.data.index.dataset import Dataset
 from mm.data.index.gauge import COUNTED_FROM, ROW, Gauge
 from mm.data.index.index import Checker, Reader, RecordIndex
-from mm.data.index.rows import CHUNK_ROWS, packed
+from mm.data.index.rows import BATCH_ROWS, packed
 from mm.data.index.store import Store
 from mm.data.order.cost import SampleSizes
 from mm.data.order.pack import Budget
@@ -148,8 +148,8 @@ def packing(folder: Path, num_rows: int) -> dict[str, float]:
     rng, began = np.random.default_rng(0), time.perf_counter()
     with tempfile.TemporaryFile(dir=folder) as source, tempfile.TemporaryFile(dir=folder) as target:
         end = 0
-        for first in range(0, num_rows, CHUNK_ROWS):
-            end = _write_rows(source, rng, min(CHUNK_ROWS, num_rows - first), end)
+        for first in range(0, num_rows, BATCH_ROWS):
+            end = _write_rows(source, rng, min(BATCH_ROWS, num_rows - first), end)
         made, before = time.perf_counter(), psutil.Process().memory_info().rss
         rows = packed(source, ROW, num_rows, target, COUNTED_FROM)
         ended = time.perf_counter()

@@ -23,7 +23,7 @@ class Inline:
         return self.name
 
 
-class _MediaSource:
+class _AnyMedia:
     """Where an image or video comes from."""
 
     path: Any
@@ -40,7 +40,7 @@ class _MediaSource:
 
 
 @dataclass(frozen=True)
-class Image(_MediaSource):
+class Image(_AnyMedia):
     """A picture.  Its own pixel bounds override those of the data JSON."""
 
     kind: ClassVar[str] = "image"
@@ -53,7 +53,7 @@ class Image(_MediaSource):
 
 
 @dataclass(frozen=True)
-class Video(_MediaSource):
+class Video(_AnyMedia):
     """A video.  Its own settings override those of the data JSON; field names follow qwen-vl-utils."""
 
     kind: ClassVar[str] = "video"

@@ -62,14 +62,14 @@ def _full(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
     check_cover(q, segments)
     starts = range(0, len(segments.lengths), MAX_SEGMENTS)
-    chunks = [segments.lengths[start : start + MAX_SEGMENTS] for start in starts]
-    sizes = [sum(chunk) for chunk in chunks]
+    calls = [segments.lengths[start : start + MAX_SEGMENTS] for start in starts]
+    sizes = [sum(lengths) for lengths in calls]
     outputs = []
-    for chunk, of_chunk in zip(chunks, pieces(sizes, q, k, v), strict=True):
-        ends = list(itertools.accumulate(chunk))
+    for lengths, of_call in zip(calls, pieces(sizes, q, k, v), strict=True):
+        ends = list(itertools.accumulate(lengths))
         outputs.append(
             torch_npu().npu_fusion_attention(
-                *of_chunk,
+                *of_call,
                 q.shape[1],
                 "TND",
                 scale=q.shape[-1] ** -0.5,
@@ -121,8 +121,8 @@ def _calls(pairs: Pairs) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
     """Rows of queries, rows of keys, and arguments for lengths, for each call of at most ``MAX_SEGMENTS`` segments."""
     q_start = k_start = 0
     for first in range(0, len(pairs.queries.lengths), MAX_SEGMENTS):
-        chunk = slice(first, first + MAX_SEGMENTS)
-        q_ends, k_ends = (list(itertools.accumulate(one.lengths[chunk])) for one in (pairs.queries, pairs.keys))
+        of_call = slice(first, first + MAX_SEGMENTS)
+        q_ends, k_ends = (list(itertools.accumulate(one.lengths[of_call])) for one in (pairs.queries, pairs.keys))
         lengths = {"actual_seq_qlen": q_ends, "actual_seq_kvlen": k_ends}
         yield slice(q_start, q_start + q_ends[-1]), slice(k_start, k_start + k_ends[-1]), lengths
         q_start, k_start = q_start + q_ends[-1], k_start + k_ends[-1]

@@ -77,7 +77,7 @@ class _BlockElements:
         num_bytes = self.elements.nbytes
         into = None if buffer is None else buffer[self.offset : self.offset + num_bytes].view(self.elements.dtype)
         arrived, memory, first = host.start_copying_back(self.elements, into), self.values.memory, self.first
-        return arrived if memory is None else lambda: memory.cut(arrived(), self.values.start + first)
+        return arrived if memory is None else lambda: memory.unpad(arrived(), self.values.start + first)
 
 
 _Pending = list[tuple[str, Callable[[], Tensor]]]

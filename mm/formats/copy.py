@@ -129,7 +129,7 @@ class _Worker:
         """Write ``targets``, a subset of the job's, and return their checksums."""
         if job.num_rows == len(job.targets) == 1:
             return {target: self._gather(job, target) for target in targets}
-        return self._cut(job, targets) if targets else {}
+        return self._copy_columns(job, targets) if targets else {}
 
     def _gather(self, job: Job, target: Stored) -> int:
         """Write one tensor from first to last byte."""
@@ -151,7 +151,7 @@ class _Worker:
         assert written == target.num_bytes, target
         return crc32
 
-    def _cut(self, job: Job, targets: Sequence[Stored]) -> dict[Stored, int]:
+    def _copy_columns(self, job: Job, targets: Sequence[Stored]) -> dict[Stored, int]:
         """Write tensors that consist of columns of the same rows, a block of rows at a time."""
         moves = [move for move in job.moves if move.target in targets]
         widest = max(stored.num_bytes for stored in (*(move.source for move in moves), *targets)) // job.num_rows

@@ -83,11 +83,11 @@ def rank_files(model: ModelConfig, tp_size: int, storage: Storage) -> Iterator[R
                 spec, key = placement[stage, chunk], f"model{chunk if placement.num_chunks > 1 else ''}"
                 prefix = f"{key}/" if storage.format is Format.TORCH else ""
                 owned = {
-                    prefix + mindspeed_name(stage_local_name(part, spec)): part
+                    prefix + mindspeed_name(stage_local_name(stored, spec)): stored
                     for weight in stage_weights(model, spec)
                     if not (storage.vit_only and weight.part == "language")
                     and weight.is_adapter == storage.adapters_only
-                    for part in _kept(weight, storage)
+                    for stored in _kept(weight, storage)
                 }
                 rank = f"mp_rank_{tp_rank:02d}" + (f"_{stage:03d}" if placement.num_stages > 1 else "")
                 file = TORCH_FILE if storage.format is Format.TORCH else f"{key}.safetensors"
@@ -156,12 +156,12 @@ def stored_weights(weight: Weight, structure: Structure) -> tuple[Weight, ...]:
     if weight.fusion is Fusion.PER_HEAD_QKV:
         return (replace(weight, fusion=Fusion.STACKED_QKV),)
     place, _, kind = weight.name.rsplit(".", 2)
-    parts = []
+    separate = []
     for hf_name, shape in zip(weight.hf_names, weight.hf_shapes, strict=True):
         name = f"{place}.{hf_name.split('.')[-2]}.{kind}"
-        parts.append(replace(weight, name=name, hf_names=(hf_name,), hf_shapes=(shape,), fusion=Fusion.COPY,
+        separate.append(replace(weight, name=name, hf_names=(hf_name,), hf_shapes=(shape,), fusion=Fusion.COPY,
                              shape=shape, head_dim=0))
-    return tuple(parts)
+    return tuple(separate)
 
 
 # Inferring the layout from tensor names

@@ -80,7 +80,7 @@ class VocabularyEmbedding(VocabParallelEmbedding):
 class _WeightedCrossEntropy(torch.autograd.Function):
     """Sum of weighted token losses of x W^T, whose logits exist for ``max_rows`` rows at a time.
 
-    Forward keeps two numbers per row and the last chunk's logits; backward recomputes the others, which is one of this
+    Forward keeps two numbers per row and the last block's logits; backward recomputes the others, which is one of this
     layer's four products.  Computing gradients in forward would save it, but the loss scale is not known there, without
     which fp16 gradients vanish, and megatron's buffers would change outside the backward pass.
     """
@@ -101,7 +101,7 @@ class _WeightedCrossEntropy(torch.autograd.Function):
         found = torch.empty(3, len(x), dtype=torch.float32, device=x.device)
         row_max, total, target_logit = found
         logits = kept = None
-        for rows in _chunks(len(x), max_rows):
+        for rows in _blocks(len(x), max_rows):
             del logits, kept  # before the next are made
             logits = F.linear(x[rows], weight)
             target_logit[rows] = logits.gather(1, target[rows, None]).squeeze(1).float()
@@ -125,7 +125,7 @@ class _WeightedCrossEntropy(torch.autograd.Function):
         x_gradient = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         buffer, is_stale = take_buffer(weight) if ctx.needs_input_grad[1] else (None, False)
         reductions = []
-        for rows in reversed(_chunks(len(x), ctx.max_rows)):
+        for rows in reversed(_blocks(len(x), ctx.max_rows)):
             if kept is None:
                 kept = kernels.kept(F.linear(x[rows], weight), row_max[rows, None])
             of_rows = (one[rows, None] for one in (row_max, to_gradient, target, at_target))
@@ -147,7 +147,7 @@ class _WeightedCrossEntropy(torch.autograd.Function):
         return x_gradient, weight_gradient, *(None,) * 7
 
 
-def _chunks(num_rows: int, max_rows: int) -> list[slice]:
+def _blocks(num_rows: int, max_rows: int) -> list[slice]:
     return [slice(start, start + max_rows) for start in range(0, num_rows, max_rows)]
 
 

@@ -22,23 +22,23 @@ def even_rows(num_rows: int, num_ranks: int) -> list[Tensor]:
 
 
 def zigzag_lengths(length: int, num_ranks: int) -> list[tuple[int, int]]:
-    """How many tokens of a segment each rank holds, as (tokens of its early chunk, tokens of its late chunk).
+    """How many tokens of a segment each rank holds, as (tokens of its early piece, tokens of its late piece).
 
-    The segment is cut into 2 x ``num_ranks`` chunks, and rank r holds chunks r and -1 - r.  With two ranks::
+    The segment is cut into 2 x ``num_ranks`` pieces, and rank r holds pieces r and -1 - r.  With two ranks::
 
-        chunk   0  1  2  3
+        piece   0  1  2  3
         rank    0  1  1  0
 
-    In causal attention later tokens see more keys; each pair of an early and a late chunk costs the same.
+    In causal attention later tokens see more keys; each pair of an early and a late piece costs the same.
     """
-    num_chunks = 2 * num_ranks
-    ends = [length * chunk // num_chunks for chunk in range(num_chunks + 1)]
+    num_pieces = 2 * num_ranks
+    ends = [length * piece // num_pieces for piece in range(num_pieces + 1)]
     sizes = [stop - start for start, stop in pairwise(ends)]
     return [(sizes[rank], sizes[-1 - rank]) for rank in range(num_ranks)]
 
 
 def zigzag_rows(segment_lengths: Sequence[int], num_ranks: int) -> list[Tensor]:
-    """int64 rows of each rank, ascending: its two chunks of every segment (see ``zigzag_lengths``)."""
+    """int64 rows of each rank, ascending: its two pieces of every segment (see ``zigzag_lengths``)."""
     rows: list[list[Tensor]] = [[torch.empty(0, dtype=torch.int64)] for _ in range(num_ranks)]
     for stop, length in zip(accumulate(segment_lengths), segment_lengths, strict=True):
         head, tail = stop - length, stop

@@ -52,7 +52,7 @@ _FRAME = {
         f'<Relationships xmlns="{_PACKAGE}/relationships"><Relationship Id="rId1" Type="{_OFFICE}/worksheet" '
         f'Target="worksheets/sheet1.xml"/></Relationships>'),
 }
-"""The parts of a workbook around its sheet."""
+"""The files of a workbook around its sheet."""
 
 
 def write_peer_files(folder: Path, model: str, dataset: str, rule: Rule, found: Sequence[ScoredItem]) -> None:
@@ -122,10 +122,10 @@ def workbook(rows: Cells) -> bytes:
     """An Excel file with one sheet."""
     body = "".join(f"<row>{''.join(map(_cell, row))}</row>" for row in rows)
     sheet = f'<worksheet xmlns="{_MAIN}"><sheetData>{body}</sheetData></worksheet>'
-    parts = {**_FRAME, "xl/worksheets/sheet1.xml": sheet}
+    files = {**_FRAME, "xl/worksheets/sheet1.xml": sheet}
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w") as file:
-        for name, text in parts.items():
+        for name, text in files.items():
             info = zipfile.ZipInfo(name)  # dated 1980, so that the bytes are always the same
             info.compress_type = zipfile.ZIP_DEFLATED
             file.writestr(info, _HEAD + text)

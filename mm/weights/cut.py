@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mm.weights.table import Weight, fuse_parts, hf_ranges
+from mm.weights.table import Weight, fuse_pieces, hf_ranges
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ def shard_spans(weight: Weight, tp_size: int, tp_rank: int) -> tuple[Span, ...]:
     ranges = hf_ranges(weight, tp_size, tp_rank) if is_cut else tuple((range(size),) for size in sizes)
     # Numbers start at 1, because padding is 0, and skip one between tensors, so that no span crosses an end.
     firsts = [1 + sum(sizes[:index]) + index for index in range(len(sizes))]
-    parts: list[torch.Tensor] = []
+    pieces: list[torch.Tensor] = []
     for first, kept in zip(firsts, ranges, strict=True):
-        numbers = torch.cat([torch.arange(first + part.start, first + part.stop) for part in kept])
-        parts.append(numbers.reshape((1,) * dim + (-1,)))
-    numbers = fuse_parts(weight, parts, tp_size).flatten()
+        numbers = torch.cat([torch.arange(first + one.start, first + one.stop) for one in kept])
+        pieces.append(numbers.reshape((1,) * dim + (-1,)))
+    numbers = fuse_pieces(weight, pieces, tp_size).flatten()
     continues = numbers[1:] - numbers[:-1] == (numbers[:-1] != 0).long()
     starts = [0, *(int(place) + 1 for place in torch.nonzero(~continues))]
     spans: list[Span] = []

@@ -36,7 +36,7 @@ class MemoryLayout:
     A 2x3 shard padded to 2x4 (``real`` 3, ``stretch`` 4)::
 
         a b c     a b c 0     real_range(2, 6) = (2, 5)
-        d e f     d e f 0     cut([c 0 d e], start=2) = [c d e];  pad([c d e], 2, 6) = [c 0 d e]
+        d e f     d e f 0     unpad([c 0 d e], start=2) = [c d e];  pad([c d e], 2, 6) = [c 0 d e]
     """
 
     shape: tuple[int, ...]
@@ -66,7 +66,7 @@ class MemoryLayout:
                        for index in (start, stop))
         return first, last
 
-    def cut(self, values: Tensor, start: int = 0) -> Tensor:
+    def unpad(self, values: Tensor, start: int = 0) -> Tensor:
         """Remove the padding from ``values``, a flat range of the parameter that begins at element ``start``."""
         if self.real == self.stretch:
             return values
@@ -86,9 +86,9 @@ class MemoryLayout:
         flat = F.pad(whole.view(-1, self.real), (0, self.stretch - self.real)).view(-1)
         return flat[start - first_stretch * self.stretch : stop - first_stretch * self.stretch]
 
-    def cut_whole(self, parameter: Tensor) -> Tensor:
+    def unpad_whole(self, parameter: Tensor) -> Tensor:
         """The shard as files hold it."""
-        return self.cut(parameter.reshape(-1)).reshape(self.file_shape)
+        return self.unpad(parameter.reshape(-1)).reshape(self.file_shape)
 
     def pad_whole(self, shard: Tensor) -> Tensor:
         """The parameter that holds ``shard``."""

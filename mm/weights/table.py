@@ -147,7 +147,7 @@ def stored_name(weight: Weight) -> str:
 def fuse(weight: Weight, hf_tensors: Sequence[Tensor]) -> Tensor:
     """Our tensor from the Hugging Face tensors, in the order of ``weight.hf_names``.
 
-    Only the layout matters, not the size: ``fuse_parts`` fuses one rank's parts with it.
+    Only the layout matters, not the size: ``fuse_pieces`` fuses one rank's pieces with it.
     """
     match weight.fusion:
         case Fusion.COPY | Fusion.STACKED_QKV:
@@ -191,26 +191,26 @@ def shard(weight: Weight, whole: Tensor, tp_size: int, tp_rank: int) -> Tensor:
     kept = _rank_range(weight, block_size, tp_size, tp_rank)
     padded_size = local_shape(weight, tp_size)[weight.tp_dim] // num_blocks
     blocks = whole.chunk(num_blocks, weight.tp_dim)
-    parts = [block.narrow(weight.tp_dim, kept.start, len(kept)) for block in blocks]
-    return torch.cat([_zero_pad(part, weight.tp_dim, padded_size) for part in parts], dim=weight.tp_dim)
+    pieces = [block.narrow(weight.tp_dim, kept.start, len(kept)) for block in blocks]
+    return torch.cat([_zero_pad(piece, weight.tp_dim, padded_size) for piece in pieces], dim=weight.tp_dim)
 
 
 def unshard(weight: Weight, shards: Sequence[Tensor]) -> Tensor:
     """The whole fused tensor from the shards of all TP ranks, without padding.  A replicated one is rank 0's."""
-    assert all(part.shape == local_shape(weight, len(shards)) for part in shards), weight.name
+    assert all(shard.shape == local_shape(weight, len(shards)) for shard in shards), weight.name
     if weight.tp_dim is None or len(shards) == 1:
         return shards[0]
     num_blocks = num_stacked_blocks(weight)
     block_size = weight.shape[weight.tp_dim] // num_blocks
-    padded = zip(*(part.chunk(num_blocks, dim=weight.tp_dim) for part in shards), strict=True)
-    blocks = [torch.cat(parts, dim=weight.tp_dim).narrow(weight.tp_dim, 0, block_size) for parts in padded]
+    padded = zip(*(shard.chunk(num_blocks, dim=weight.tp_dim) for shard in shards), strict=True)
+    blocks = [torch.cat(pieces, dim=weight.tp_dim).narrow(weight.tp_dim, 0, block_size) for pieces in padded]
     return torch.cat(blocks, dim=weight.tp_dim)
 
 
 def hf_ranges(weight: Weight, tp_size: int, tp_rank: int) -> tuple[tuple[range, ...], ...]:
     """For each Hugging Face tensor, the ranges along ``tp_dim`` that one TP rank needs: no rank reads more.
 
-    ``fuse_parts`` makes the rank's shard of them.  Only for weights that have a ``tp_dim``.
+    ``fuse_pieces`` makes the rank's shard of them.  Only for weights that have a ``tp_dim``.
     """
     assert weight.tp_dim is not None, weight.name
     num_blocks = 3 if weight.fusion in (Fusion.PER_HEAD_QKV, Fusion.STACKED_QKV) else 1
@@ -222,12 +222,12 @@ def hf_ranges(weight: Weight, tp_size: int, tp_rank: int) -> tuple[tuple[range, 
     return tuple(ranges)
 
 
-def fuse_parts(weight: Weight, parts: Sequence[Tensor], tp_size: int) -> Tensor:
-    """One TP rank's shard from its part of each Hugging Face tensor: the joined ``hf_ranges``."""
+def fuse_pieces(weight: Weight, pieces: Sequence[Tensor], tp_size: int) -> Tensor:
+    """One TP rank's shard from its piece of each Hugging Face tensor: the joined ``hf_ranges``."""
     if weight.pads and weight.tp_dim is not None:
         padded_size = local_shape(weight, tp_size)[weight.tp_dim] // num_stacked_blocks(weight)
-        parts = [_zero_pad(part, weight.tp_dim, padded_size) for part in parts]
-    return fuse(weight, parts)
+        pieces = [_zero_pad(piece, weight.tp_dim, padded_size) for piece in pieces]
+    return fuse(weight, pieces)
 
 
 # Adapters

@@ -52,7 +52,7 @@ def values(draw) -> Values:
 
 
 def whole(one: Values) -> bytes:
-    cut = one.live if one.memory is None else one.memory.cut(one.live, one.start)
+    cut = one.live if one.memory is None else one.memory.unpad(one.live, one.start)
     return torch.cat([cut, cut[:0]]).view(torch.uint8).numpy().tobytes()
 
 

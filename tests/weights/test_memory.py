@@ -93,7 +93,7 @@ def test_a_shard_and_its_ranges_go_to_memory_and_back(data, tp_size):
         memory, held = MemoryLayout.of(weight, tp_size), in_memory(weight, part)
         assert memory.shape == memory_shape(weight, tp_size) == tuple(held.shape)
         assert memory.file_shape == tuple(part.shape)
-        assert torch.equal(memory.pad_whole(part), held) and torch.equal(memory.cut_whole(held), part)
+        assert torch.equal(memory.pad_whole(part), held) and torch.equal(memory.unpad_whole(held), part)
         # and any ranges of it, such as the distributed optimizer's
         flat, real = held.reshape(-1), part.reshape(-1)
         cuts = data.draw(st.lists(st.integers(0, len(flat)), max_size=4))
@@ -101,7 +101,7 @@ def test_a_shard_and_its_ranges_go_to_memory_and_back(data, tp_size):
         for start, stop in pairwise(sorted([0, *cuts, len(flat)])):
             first, last = memory.real_range(start, stop)
             assert first == reached
-            assert torch.equal(memory.cut(flat[start:stop], start), real[first:last])
+            assert torch.equal(memory.unpad(flat[start:stop], start), real[first:last])
             assert torch.equal(memory.pad(real[first:last], start, stop), flat[start:stop])
             reached = last
         assert reached == len(real)
@@ -114,5 +114,5 @@ def test_values_and_dtypes_are_kept_to_the_bit():
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         part = torch.randn(memory.file_shape, generator=torch.Generator().manual_seed(0)).to(dtype)
         part[:3] = torch.tensor([math.inf, math.nan, -0.0])
-        back = memory.cut_whole(memory.pad_whole(part))
+        back = memory.unpad_whole(memory.pad_whole(part))
         assert back.dtype == dtype and torch.equal(back.view(torch.uint8), part.view(torch.uint8))

@@ -19,7 +19,7 @@ from mm.weights.table import (
     Fusion,
     Place,
     fuse,
-    fuse_parts,
+    fuse_pieces,
     hf_ranges,
     local_shape,
     model_weights,
@@ -171,7 +171,7 @@ def test_fuse_and_shard_are_undone_exactly(data, tp_size):
                 torch.cat([tensor.narrow(weight.tp_dim, kept.start, len(kept)) for kept in ranges], dim=weight.tp_dim)
                 for tensor, ranges in zip(hf_tensors, hf_ranges(weight, tp_size, rank), strict=True)
             ]
-            assert torch.equal(fuse_parts(weight, parts, tp_size), expected)
+            assert torch.equal(fuse_pieces(weight, parts, tp_size), expected)
 
 
 def weight_named(model: ModelConfig, name: str):

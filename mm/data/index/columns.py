@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from mm.data.index.gauge import ROW
-from mm.data.index.rows import CHUNK_ROWS, IndexRows
+from mm.data.index.rows import BATCH_ROWS, IndexRows
 from mm.data.lengths import Lengths
 
 
@@ -45,14 +45,14 @@ class Columns:
     def nonzero(self, name: str) -> np.ndarray:
         """The numbers of the samples with a nonzero value in a column."""
         found = [np.empty(0, dtype=np.int64)]
-        for numbers in self.chunks():
+        for numbers in self.batches():
             found.append(numbers[self.values(name, numbers) != 0])
         return np.concatenate(found)
 
-    def chunks(self) -> Iterator[np.ndarray]:
-        """The numbers of all samples, in chunks."""
-        for first in range(0, len(self), CHUNK_ROWS):
-            yield np.arange(first, min(first + CHUNK_ROWS, len(self)))
+    def batches(self) -> Iterator[np.ndarray]:
+        """The numbers of all samples, in batches."""
+        for first in range(0, len(self), BATCH_ROWS):
+            yield np.arange(first, min(first + BATCH_ROWS, len(self)))
 
     def records(self, numbers: np.ndarray) -> np.ndarray:
         """int64: the records of these samples, counted over all files."""
@@ -67,8 +67,8 @@ class Columns:
         return file, record - self._first(file)
 
     def by_file(self) -> Iterator[tuple[int, np.ndarray]]:
-        """The records of all samples in order, in chunks: a file, and record numbers in it."""
-        for numbers in self.chunks():
+        """The records of all samples in order, in batches: a file, and record numbers in it."""
+        for numbers in self.batches():
             records = self.records(numbers)
             files = self._files_of(records)
             for file in np.unique(files).tolist():

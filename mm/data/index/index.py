@@ -87,14 +87,14 @@ class RecordIndex:
                      tuple(one for one in self.boxes_outside if one < end))
 
     def usable(self) -> Iterator[np.ndarray]:
-        """The numbers of the records that can be trained on, in chunks."""
-        for first, num_tokens in self.rows.chunks("num_tokens"):
+        """The numbers of the records that can be trained on, in batches."""
+        for first, num_tokens in self.rows.batches("num_tokens"):
             yield first + np.flatnonzero(is_usable(num_tokens))
 
     @cached_property
     def num_usable(self) -> int:
         """Number of records that can be trained on."""
-        return sum(int(np.count_nonzero(is_usable(num_tokens))) for _, num_tokens in self.rows.chunks("num_tokens"))
+        return sum(int(np.count_nonzero(is_usable(num_tokens))) for _, num_tokens in self.rows.batches("num_tokens"))
 
     @cached_property
     def num_bad(self) -> int:
@@ -107,7 +107,7 @@ class RecordIndex:
         return self._count(TOO_LONG)
 
     def _count(self, num_tokens: int) -> int:
-        return sum(int(np.count_nonzero(some == num_tokens)) for _, some in self.rows.chunks("num_tokens"))
+        return sum(int(np.count_nonzero(some == num_tokens)) for _, some in self.rows.batches("num_tokens"))
 
 
 @dataclass(frozen=True)

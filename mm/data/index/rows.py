@@ -17,7 +17,7 @@ import numpy as np
 from mm.errors import UserError
 
 _BLOCK_ROWS = 4096
-CHUNK_ROWS = 64 * _BLOCK_ROWS
+BATCH_ROWS = 64 * _BLOCK_ROWS
 """Rows processed at a time when all are needed: a few MB."""
 _PAGE_BYTES = 4096
 """In long tables, a column starts at a page boundary and shares no page with another."""
@@ -130,10 +130,10 @@ class IndexRows:
             values += self.between(column.of, first, last)
         return values.astype(column.dtype)
 
-    def chunks(self, name: str) -> Iterator[tuple[int, np.ndarray]]:
-        """One column in chunks: the number of the first row of each chunk, and its values."""
-        for first in range(0, self.num_rows, CHUNK_ROWS):
-            yield first, self.between(name, first, min(first + CHUNK_ROWS, self.num_rows))
+    def batches(self, name: str) -> Iterator[tuple[int, np.ndarray]]:
+        """One column in batches: the number of the first row of each batch, and its values."""
+        for first in range(0, self.num_rows, BATCH_ROWS):
+            yield first, self.between(name, first, min(first + BATCH_ROWS, self.num_rows))
 
     def _named(self, name: str) -> Column:
         return next(column for column in self.columns if column.name == name)
@@ -215,7 +215,7 @@ def packed(
     """
     num_blocks = -(-num_rows // _BLOCK_ROWS)
     found = [_Packing(name, (counted_from or {}).get(name, ""), num_blocks) for name in dtype.names or ()]
-    for first, rows in _chunks(unpacked, dtype, num_rows):
+    for first, rows in _batches(unpacked, dtype, num_rows):
         for one in found:
             one.add(first, rows)
     columns, place, align = [], 0, _PAGE_BYTES if num_blocks > 1 else 8
@@ -226,7 +226,7 @@ def packed(
     for one, column in zip(found, columns, strict=True):
         target.seek(column.lows_at)
         target.write(one.lows.tobytes())
-    for first, rows in _chunks(unpacked, dtype, num_rows):
+    for first, rows in _batches(unpacked, dtype, num_rows):
         for one, column in zip(found, columns, strict=True):
             target.seek(column.at + first * column.width)
             target.write(one.bytes_of(column, first, rows) if column.width else b"")
@@ -239,8 +239,8 @@ def _next(place: int, align: int) -> int:
     return -(-place // align) * align
 
 
-def _chunks(unpacked: IO[bytes], dtype: np.dtype, num_rows: int) -> Iterator[tuple[int, np.ndarray]]:
+def _batches(unpacked: IO[bytes], dtype: np.dtype, num_rows: int) -> Iterator[tuple[int, np.ndarray]]:
     unpacked.seek(0)
-    for first in range(0, num_rows, CHUNK_ROWS):
-        count = min(CHUNK_ROWS, num_rows - first)
+    for first in range(0, num_rows, BATCH_ROWS):
+        count = min(BATCH_ROWS, num_rows - first)
         yield first, np.frombuffer(unpacked.read(count * dtype.itemsize), dtype)

@@ -79,7 +79,7 @@ class SampleFiles:
             if self.limit is not None and records.index.num_too_long:
                 rows = records.index.rows
                 numbers = np.concatenate([first + np.flatnonzero(num_tokens == TOO_LONG)
-                                          for first, num_tokens in rows.chunks("num_tokens")])
+                                          for first, num_tokens in rows.batches("num_tokens")])
                 yield too_long_remark(numbers, rows.of("num_dropped_tokens", numbers), self.limit[0], records.named)
 
     def without_problems(self) -> "SampleFiles":

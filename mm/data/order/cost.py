@@ -18,7 +18,7 @@ from mm.model.flops import slot_flops
 
 _MAX_BITS = 40
 """Bits of the largest cost: sums of 8 million such costs still fit 64 bits."""
-_CHUNK_SAMPLES = 1 << 20
+_BATCH_SAMPLES = 1 << 20
 """Samples processed at a time when all are needed: temporary arrays take tens of MB."""
 _COUNTS = ("num_tokens", "num_target_tokens", "num_patches", "num_causal_pairs", "num_image_pairs", "num_window_pairs")
 
@@ -45,7 +45,7 @@ class SampleSizes:
     @cached_property
     def _num_dropped_bits(self) -> int:
         """Reads the lengths of all samples once, to find the costliest."""
-        largest = max((int(self._flops(self._lengths.of(numbers)).max()) for numbers in self._chunks()), default=0)
+        largest = max((int(self._flops(self._lengths.of(numbers)).max()) for numbers in self._batches()), default=0)
         return max(0, largest.bit_length() - _MAX_BITS)
 
     def of(self, numbers: np.ndarray) -> Sizes:
@@ -57,13 +57,13 @@ class SampleSizes:
     def all_costs(self) -> np.ndarray:
         """int64 [num_samples], 8 bytes each."""
         costs = np.empty(len(self._lengths), dtype=np.int64)
-        for numbers in self._chunks():
+        for numbers in self._batches():
             costs[numbers[0] : numbers[-1] + 1] = self.of(numbers).costs
         return costs
 
-    def _chunks(self) -> Iterator[np.ndarray]:
-        for first in range(0, len(self), _CHUNK_SAMPLES):
-            yield np.arange(first, min(first + _CHUNK_SAMPLES, len(self)))
+    def _batches(self) -> Iterator[np.ndarray]:
+        for first in range(0, len(self), _BATCH_SAMPLES):
+            yield np.arange(first, min(first + _BATCH_SAMPLES, len(self)))
 
     def _flops(self, lengths: Lengths) -> np.ndarray:
         """int64, one per sample."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from mm.data.order.stream import permutation
 
-_CHUNK = 1 << 20
+_BATCH_SAMPLES = 1 << 20
 
 
 def chosen(num_samples: int, rate_percent: float, wanted: int | None, seed: int, name: str) -> np.ndarray:
@@ -34,21 +34,21 @@ def split_off(samples: np.ndarray, rate: float, seed: int) -> tuple[np.ndarray, 
     A sample that occurs several times is entirely on one side.
     """
     is_trained = np.zeros(int(samples.max(initial=0)) + 1, dtype=bool)
-    for some in _chunks(samples):
+    for some in _batches(samples):
         is_trained[some] = True
-    different = np.concatenate([np.flatnonzero(some).astype(samples.dtype) + samples.dtype.type(number * _CHUNK)
-                                for number, some in enumerate(_chunks(is_trained))])
+    different = np.concatenate([np.flatnonzero(some).astype(samples.dtype) + samples.dtype.type(number * _BATCH_SAMPLES)
+                                for number, some in enumerate(_batches(is_trained))])
     num_kept = round(len(different) * rate)
     _random(seed, "validation").shuffle(different)  # same draws as ``permutation``, without a copy
     kept = np.sort(different[:num_kept])
     del different
     is_trained[kept] = False
-    return np.concatenate([some[is_trained[some]] for some in _chunks(samples)]), kept
+    return np.concatenate([some[is_trained[some]] for some in _batches(samples)]), kept
 
 
-def _chunks(values: np.ndarray) -> list[np.ndarray]:
+def _batches(values: np.ndarray) -> list[np.ndarray]:
     """Views, so that only some indices at a time are widened to 64 bits."""
-    return [values[first : first + _CHUNK] for first in range(0, max(len(values), 1), _CHUNK)]
+    return [values[first : first + _BATCH_SAMPLES] for first in range(0, max(len(values), 1), _BATCH_SAMPLES)]
 
 
 def _random(seed: int, name: str) -> np.random.Generator:

@@ -45,7 +45,7 @@ def columns(draw) -> np.ndarray:
 def test_every_number_round_trips(array, data) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows_module, "_BLOCK_ROWS", 8)
-        patch.setattr(rows_module, "CHUNK_ROWS", 16)
+        patch.setattr(rows_module, "BATCH_ROWS", 16)
         names = array.dtype.names
         rows = pack(array, {names[-1]: names[0]} if len(names) > 1 and array.dtype[-1] != "<i8" else None)
         some = data.draw(st.lists(st.integers(0, len(array) - 1), max_size=9)) if len(array) else []
@@ -56,7 +56,7 @@ def test_every_number_round_trips(array, data) -> None:
             assert rows.of(name, np.array(some, dtype=np.int64)).tolist() == array[name][some].tolist()
             assert rows.of(name, np.arange(first, last)).tolist() == array[name][first:last].tolist()
             assert [rows.row(number)[name] for number in some] == array[name][some].tolist()
-            found = [(begin, values.tolist()) for begin, values in part.chunks(name)]
+            found = [(begin, values.tolist()) for begin, values in part.batches(name)]
             assert found == [(begin, array[name][:last][begin : begin + 16].tolist()) for begin in range(0, last, 16)]
             assert rows.between(name, first, last).dtype == array.dtype[name]
 
@@ -108,7 +108,7 @@ def test_rows_are_shared_by_their_file(tmp_path: Path) -> None:
 def test_packing_holds_a_few_chunks_whatever_the_number_of_rows(monkeypatch) -> None:
     """Peak memory besides the minimum of each block; all numbers as int64 take 1.6 MB."""
     monkeypatch.setattr(rows_module, "_BLOCK_ROWS", 64)
-    monkeypatch.setattr(rows_module, "CHUNK_ROWS", 256)
+    monkeypatch.setattr(rows_module, "BATCH_ROWS", 256)
     numbers = np.random.default_rng(0).integers(0, 2**32, 200_000, dtype=np.uint32)
     with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as target:
         numbers.tofile(source)
