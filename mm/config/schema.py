@@ -82,7 +82,7 @@ def read_settings(
     ``tables`` has every object of the file, with its keys that are no fields of ``cls``.  ``rules`` yields what is
     wrong between fields; it is called only when every single value is right.
     """
-    found = _Findings(read_json(path))
+    found = _FileFindings(read_json(path))
     values = found.read(cls)
     for key_path, rows in tables.items():
         found.check_object(key_path, rows, tables)
@@ -117,7 +117,7 @@ def settings_of(cls: type, name: str = "", start: str = "") -> Iterator[tuple[st
             yield name + own, [start + path for path in (key.path, key.alias, key.old) if path], field
 
 
-class _Findings:
+class _FileFindings:
     """Problems in one file, and keys without effect."""
 
     def __init__(self, document: Document) -> None:

@@ -73,7 +73,7 @@ def in_processes(work: Callable[[Item], Result], items: Iterable[Item], num_proc
 
 def _in_loader(work: Callable[[Any], Any], items: Iterable[Any], num_processes: int, num_ahead: int) -> Iterator[Any]:
     loader = DataLoader(
-        _Work(work),
+        _WorkDataset(work),
         sampler=items,  # pyright: ignore[reportArgumentType]  (any iterable does)
         batch_size=None,
         num_workers=num_processes,  # torch limits each to one CPU thread
@@ -109,7 +109,7 @@ def _uninterrupted() -> Iterator[None]:
             before(*arguments)
 
 
-class _Work(torch.utils.data.Dataset[Any]):
+class _WorkDataset(torch.utils.data.Dataset[Any]):
     """Adapts ``work`` to torch's loader."""
 
     def __init__(self, work: Callable[[Any], Any]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mm.device.device import Device
-from mm.device.kernels import AddNorm, LogitKernels
+from mm.device.kernels import AddNormLeaves, LogitKernels
 from mm.device.partial_attention import PartialAttention
 from mm.device.platforms import PLATFORMS
 
@@ -66,7 +66,7 @@ def _name(kernel: Any) -> str | bool | None:
     function (``sums`` of ``LogitKernels``) for a pair.  None and booleans are returned as they are."""
     if kernel is None or isinstance(kernel, bool):
         return kernel
-    kernel = kernel.forward if isinstance(kernel, PartialAttention | AddNorm) else kernel
+    kernel = kernel.forward if isinstance(kernel, PartialAttention | AddNormLeaves) else kernel
     kernel = kernel.sums if isinstance(kernel, LogitKernels) else kernel
     owner = getattr(kernel, "__self__", None)
     kernel = owner if isinstance(owner, type) else kernel

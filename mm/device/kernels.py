@@ -16,14 +16,14 @@ from mm.device.attention import Kernel
 from mm.device.partial_attention import PartialAttention
 from mm.device.pointwise import Heads, Leaf
 
-SwiGLU = Callable[..., Tensor]
-Rope = Callable[..., Heads]
+SwiGLUKernel = Callable[..., Tensor]
+RopeKernel = Callable[..., Heads]
 Fuse = Callable[[Leaf], Leaf]
 """Makes one kernel of a leaf, as ``mm.device.compiled.compiled`` does; tests pass functions that count leaves."""
 
 
 @dataclass(frozen=True)
-class AddNorm:
+class AddNormLeaves:
     """The leaves of a sum of rows together with its norm: ``pointwise.add_norm_fusable`` and its gradient."""
 
     forward: Leaf
@@ -58,13 +58,13 @@ class Kernels:
     partial_attention: PartialAttention
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     """(x [..., n], weight [n], epsilon): statistics in fp32."""
-    add_norm: AddNorm | None
+    add_norm: AddNormLeaves | None
     """None: a sum and its norm are separate operators."""
     logits: LogitKernels
-    swiglu: SwiGLU
+    swiglu: SwiGLUKernel
     """(x [..., 2n] = [gate; up], bias) -> silu(gate) * up [..., n].  The bias, if any, is already added to x, and its
     gradient is summed here; the same holds for rope."""
-    rope: Rope
+    rope: RopeKernel
     """(qkv, cos, sin, bias) -> rotated queries, rotated keys, values; shapes and dtypes as in ``mm.device.pointwise``.
     """
     accumulate: Accumulate
@@ -80,17 +80,17 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 EAGER_LOGITS = LogitKernels(pointwise.logit_sums, pointwise.logit_gradient, is_fused=False)
 
 
-def eager_leaves() -> tuple[None, LogitKernels, SwiGLU, Rope]:
+def eager_leaves() -> tuple[None, LogitKernels, SwiGLUKernel, RopeKernel]:
     """``add_norm``, ``logits``, ``swiglu`` and ``rope`` of ``Kernels`` from leaves for eager execution."""
     return (None, EAGER_LOGITS, pointwise.swiglu_of(pointwise.swiglu, pointwise.swiglu_gradient),
             pointwise.rope_of(pointwise.rope, pointwise.rope_gradient))
 
 
-def fused_leaves(fuse: Fuse) -> tuple[AddNorm, LogitKernels, SwiGLU, Rope]:
+def fused_leaves(fuse: Fuse) -> tuple[AddNormLeaves, LogitKernels, SwiGLUKernel, RopeKernel]:
     """The same four from leaves that ``fuse`` makes one kernel of each."""
     rope = pointwise.split_heads(fuse(pointwise.rope_fusable))
     swiglu_gradient = pointwise.join_blocks(fuse(pointwise.swiglu_gradient_fusable))
     rope_gradient = pointwise.join_heads(fuse(pointwise.rope_gradient_fusable))
-    return (AddNorm(fuse(pointwise.add_norm_fusable), fuse(pointwise.add_norm_gradient_fusable)),
+    return (AddNormLeaves(fuse(pointwise.add_norm_fusable), fuse(pointwise.add_norm_gradient_fusable)),
             LogitKernels(fuse(pointwise.logit_sums_fusable), fuse(pointwise.logit_gradient_fusable), is_fused=True),
             pointwise.swiglu_of(fuse(pointwise.swiglu), swiglu_gradient), pointwise.rope_of(rope, rope_gradient))

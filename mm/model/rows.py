@@ -36,10 +36,10 @@ class Permutation:
         return Permutation(copy(self.index), copy(self.inverse))
 
     def __call__(self, rows: Tensor) -> Tensor:
-        return _Permutation.apply(rows, self.index, self.inverse)
+        return _Permute.apply(rows, self.index, self.inverse)
 
 
-class _Permutation(torch.autograd.Function):
+class _Permute(torch.autograd.Function):
     """``ctx`` carries whatever forward leaves on it for backward, so it has no type."""
 
     @staticmethod

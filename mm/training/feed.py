@@ -46,7 +46,7 @@ class Feed:
 
 
 @dataclass(frozen=True)
-class _Opened:
+class _OwnerData:
     """What a rank that owns data has opened."""
 
     open_loader: Callable[[Iterable[StepSamples]], StepLoader]
@@ -71,7 +71,7 @@ def open_feed(
     due = [validates(run.args, run.data) and is_due(run.args, progress.iteration + 1 + number)
            for number in range(num_steps)]
 
-    def open_own() -> _Opened | None:
+    def open_own() -> _OwnerData | None:
         if not mesh.owns_data:
             return None
         return _open(run, mesh, stage, progress, samples or Samples.open(run, any(due)), any(due), fingerprint)
@@ -95,7 +95,7 @@ def open_feed(
 def _open(
     run: Run, mesh: Mesh, stage: Stage, progress: TrainingProgress, samples: Samples, validates_now: bool,
     fingerprint: str | None,
-) -> _Opened:  # fmt: skip
+) -> _OwnerData:  # fmt: skip
     """What a rank that owns data reads its steps from."""
     args, gauge, dataset = run.args, samples.gauge, samples.splits["training"]
     skips = args.bad_sample == "skip"
@@ -110,7 +110,7 @@ def _open(
         _quarantine(run, mesh, reader.dataset, reader.dataset.skipped if run.data.val_dataset else []))
     open_loader = partial(StepLoader, dataset, gauge.encoder, num_workers=args.num_workers, skips_bad=skips,
                           prefetch_factor=run.data.prefetch_factor, features=_feature_cache(run, stage, fingerprint))
-    return _Opened(open_loader, data, len(dataset), make_order, reader, quarantine, validation_quarantine)
+    return _OwnerData(open_loader, data, len(dataset), make_order, reader, quarantine, validation_quarantine)
 
 
 def _feature_cache(run: Run, stage: Stage, fingerprint: str | None) -> FeatureCache | None:

@@ -107,12 +107,12 @@ def _own_weights(model: ModelConfig) -> tuple[Weight, ...]:
     vision, language, names = model.vision, model.language, model.family.weights
     weights = [*_patch_embedding(model)]
     for layer in range(vision.num_layers):
-        weights += _Section("vision", Place.VISION_LAYER, layer).transformer(
+        weights += _TableSection("vision", Place.VISION_LAYER, layer).transformer(
             f"image_encoder.encoder.blocks.layers.{layer}", names.vision_layer, vision)
     weights += _projector(model)
     weights.append(_vocabulary(language, Place.EMBEDDING, EMBEDDING_NAME, names.embedding_weight))
     for layer in range(language.num_layers):
-        weights += _Section("language", Place.LANGUAGE_LAYER, layer).transformer(
+        weights += _TableSection("language", Place.LANGUAGE_LAYER, layer).transformer(
             f"text_decoder.decoder.layers.{layer}", names.language_layer, language)
     weights += _head(model)
     return tuple(weights)
@@ -264,7 +264,7 @@ def _adapters(weight: Weight, model: ModelConfig) -> Iterator[Weight]:
             continue
         rank, alpha = chosen(lora.rank_pattern, names, lora.r), chosen(lora.alpha_pattern, names, lora.alpha)
         word = SINGLE_ADAPTER if len(weight.hf_names) == 1 else hf_name.split(".")[-2]
-        section = _Section(weight.part, weight.place, weight.layer)
+        section = _TableSection(weight.part, weight.place, weight.layer)
         fusion = weight.fusion if weight.fusion is Fusion.PER_HEAD_QKV else Fusion.COPY
         cut, whole = Cut(weight.tp_dim, weight.num_units, fusion, weight.pads, weight.head_dim), Cut()
         b_shape = (shape[0], rank, *(1 for _ in shape[2:]))
@@ -286,7 +286,7 @@ def is_held(weight: Weight, model: ModelConfig) -> bool:
 
 
 @dataclass(frozen=True)
-class _Section:
+class _TableSection:
     """Where the next weights of the table live."""
 
     part: str
@@ -334,13 +334,13 @@ class _Section:
 def _patch_embedding(model: ModelConfig) -> Iterator[Weight]:
     vision = model.vision
     shape = (vision.hidden_size, vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
-    yield _Section("vision", Place.PATCH_EMBEDDING).weight(
+    yield _TableSection("vision", Place.PATCH_EMBEDDING).weight(
         "image_encoder.encoder.patch_embed.proj.weight", (f"{model.family.weights.patch_embedding}.weight",), (shape,))
 
 
 def _projector(model: ModelConfig) -> Iterator[Weight]:
     section, ours, names, projector = (
-        _Section("projector", Place.PROJECTOR), "image_encoder.projector", model.family.weights, model.projector)
+        _TableSection("projector", Place.PROJECTOR), "image_encoder.projector", model.family.weights, model.projector)
     merged, ffn = projector.input_size * model.vision.spatial_merge_size**2, projector.ffn_hidden_size
     first, second = ([one] for one in names.projector_linears)
     one, two = Cut(0, ffn, pads=True), Cut(1, ffn, pads=True)
@@ -351,7 +351,7 @@ def _projector(model: ModelConfig) -> Iterator[Weight]:
 
 def _head(model: ModelConfig) -> Iterator[Weight]:
     language, names = model.language, model.family.weights
-    yield from _Section("language", Place.HEAD).norm(
+    yield from _TableSection("language", Place.HEAD).norm(
         "text_decoder.decoder.final_layernorm", names.final_norm, language.hidden_size)
     if not language.tied:
         yield _vocabulary(language, Place.HEAD, OUTPUT_LAYER_NAME, names.output_layer_weight)
@@ -359,7 +359,7 @@ def _head(model: ModelConfig) -> Iterator[Weight]:
 
 def _vocabulary(language: LanguageConfig, place: Place, name: str, hf_name: str) -> Weight:
     shape = (language.vocab_size, language.hidden_size)
-    return _Section("language", place).weight(name, (hf_name,), (shape,), Cut(0, language.vocab_size))
+    return _TableSection("language", place).weight(name, (hf_name,), (shape,), Cut(0, language.vocab_size))
 
 
 def owns(spec: StageSpec, place: Place, layer: int | None) -> bool:

@@ -12,7 +12,7 @@ from torch._inductor import metrics
 from torch._inductor.utils import fresh_cache
 
 from mm.device import compiled, pointwise
-from mm.device.kernels import AddNorm, Kernels
+from mm.device.kernels import AddNormLeaves, Kernels
 from tests.device.test_npu_path import train, worst_error
 from tests.device.test_pointwise import fused_projection, tables, with_bias_gradient, with_gradient
 from tests.devices import kernels_of
@@ -86,8 +86,10 @@ def test_the_gradient_of_a_bias_is_summed_by_the_leaf_that_makes_its_rows(
     assert graphs[1:] == [0, 1, 0, 0, 0, 0], "backward once for one block of rows, and once for more"
 
 
-def both_leaves(leaves: AddNorm, x: Tensor, added: Tensor, total_gradient: Tensor, gradient: Tensor, weight: Tensor,
-                index: Tensor | None) -> tuple[Tensor, ...]:
+def both_leaves(
+    leaves: AddNormLeaves, x: Tensor, added: Tensor, total_gradient: Tensor, gradient: Tensor, weight: Tensor,
+    index: Tensor | None,
+) -> tuple[Tensor, ...]:
     total, normed, factors = leaves.forward(x, added, None, weight, 1e-6, index)
     return total, normed, factors, *leaves.gradient(
         total_gradient, gradient, total, factors, weight, True, True)

@@ -148,7 +148,7 @@ def _run(make_order: MakeOrder, seat: Seat, num_owners: int, ready: Connection) 
         ready.close()
         connections = [listener.accept() for _ in range(num_owners)]
     try:
-        shares = [_Share(connection, int(connection.recv_bytes())) for connection in connections]
+        shares = [_UnsentSteps(connection, int(connection.recv_bytes())) for connection in connections]
         _serve(make_order(), shares)
     except Exception as error:
         message = _PROBLEMS + json.dumps(_problems(error)).encode()
@@ -165,7 +165,7 @@ def _problems(error: Exception) -> list[str]:
     return [f"the process that plans the samples of each step has failed:\n{trace}"]
 
 
-class _Share:
+class _UnsentSteps:
     """The planned steps of one owner that are not sent yet."""
 
     def __init__(self, connection: Any, dp_rank: int) -> None:
@@ -193,7 +193,7 @@ class _Share:
             self.has_closed = True
 
 
-def _serve(order: SampleOrder, shares: list[_Share]) -> None:
+def _serve(order: SampleOrder, shares: list[_UnsentSteps]) -> None:
     """Plan and send until all owners have closed.
 
     A step is sent only to an owner that requests it, and so reads: a full socket of one owner must not block another.

@@ -111,7 +111,7 @@ class RecordIndex:
 
 
 @dataclass(frozen=True)
-class _Checked:
+class _CheckedBlock:
     """The result for one block: its rows and bad records, or why it could not be read."""
 
     rows: np.ndarray
@@ -169,7 +169,7 @@ class Checker:
     def __post_init__(self) -> None:
         self._media = KnownMedia(self.reader.roots)
 
-    def __call__(self, block: RecordBlock) -> _Checked:
+    def __call__(self, block: RecordBlock) -> _CheckedBlock:
         rows, bad, boxes = np.zeros(len(block.spans), ROW), [], []
         try:
             for row, raw in zip(rows, self.reader.file.read_block(block), strict=True):
@@ -188,8 +188,8 @@ class Checker:
                     bad += [Bad(raw.index, raw.line, raw.place, has_media, problem, name_of(raw.value))
                             for problem in error.problems]
         except UserError as error:  # about the whole file; returned, because raising would bury it in a traceback
-            return _Checked(rows, bad, boxes, error)
-        return _Checked(rows, bad, boxes)
+            return _CheckedBlock(rows, bad, boxes, error)
+        return _CheckedBlock(rows, bad, boxes)
 
     def _measure(self, raw: Raw, row: np.void) -> bool:
         """Fill in the row of one record; returns whether its answers contain coordinates outside its pictures."""

@@ -14,7 +14,6 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from annotated_types import Gt
 from PIL import Image
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -24,7 +23,7 @@ from torch.nn.functional import interpolate
 from mm.batch import Grid, Normalisation
 from mm.config.data import ImageBackend, ResizeRule
 from mm.config.read import read_json
-from mm.config.schema import Count, NotNegative, Number, expected, fields_of
+from mm.config.schema import Count, NotNegative, Positive, expected, fields_of
 from mm.data.media.picture import image_size, load_image, load_pixels
 from mm.data.sample import Image as ImageItem
 from mm.data.sample import Inline
@@ -84,9 +83,8 @@ def llama_factory_steps(width: int, height: int, min_pixels: int, max_pixels: in
     return steps
 
 
-_Positive = Annotated[Number, Gt(0)]
 _PerChannel = Annotated[tuple[NotNegative, NotNegative, NotNegative], Field(title="three numbers")]
-_PositivePerChannel = Annotated[tuple[_Positive, _Positive, _Positive], Field(title="three numbers above 0")]
+_PositivePerChannel = Annotated[tuple[Positive, Positive, Positive], Field(title="three numbers above 0")]
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True))

@@ -43,7 +43,7 @@ class _Pictures:
 
 
 @dataclass(frozen=True)
-class _Columns:
+class _ColumnKinds:
     """How the records of a file are read."""
 
     pictures: Mapping[str, _Pictures]
@@ -159,7 +159,7 @@ def _media(value: Any, path: str, version: Version, group: int, row: int, column
 
 
 @lru_cache(maxsize=16)
-def _columns(path: str, version: Version) -> _Columns:
+def _columns(path: str, version: Version) -> _ColumnKinds:
     import pyarrow as arrow
     import pyarrow.parquet
 
@@ -179,7 +179,7 @@ def _columns(path: str, version: Version) -> _Columns:
                       if leaf.partition(".")[0] == field.name and leaf.endswith(".bytes"))
         pictures[field.name] = _Pictures(leaves[number], number)
     skipped = {one.number for one in pictures.values()}
-    return _Columns(pictures, tuple(leaf for number, leaf in enumerate(leaves) if number not in skipped))
+    return _ColumnKinds(pictures, tuple(leaf for number, leaf in enumerate(leaves) if number not in skipped))
 
 
 @lru_cache(maxsize=64)
@@ -205,7 +205,7 @@ def _row_group(path: str, version: Version, group: int) -> Any:
         raise UserError(f"{path}: row group {group} cannot be read: {error}.") from error
 
 
-class _Stream:
+class _PictureStream:
     """The pictures of one column of a row group, a few rows at a time.  Later rows are reached by reading on, earlier
     ones by reading again from the beginning of the group."""
 
@@ -245,8 +245,8 @@ class _Stream:
 
 
 @lru_cache(maxsize=4)
-def _stream(path: str, version: Version, group: int, column: str) -> _Stream:
-    return _Stream(path, version, group, column)
+def _stream(path: str, version: Version, group: int, column: str) -> _PictureStream:
+    return _PictureStream(path, version, group, column)
 
 
 def _without_nulls(value: Any) -> Any:
