@@ -17,10 +17,10 @@ from mm.formats.hf import HFDirectory
 from mm.formats.hf_config import differences
 from mm.formats.manifest import MANIFEST_FILE
 from mm.formats.mindspeed import MindSpeedDirectory
-from mm.formats.safetensors import dtype_name
 from mm.formats.source import Kind, Source, find_kind
 from mm.formats.source import open as open_source
 from mm.weights.cut import Span
+from mm.weights.plan import dtype_name
 from mm.weights.table import Weight, model_weights
 from mm.weights.views import Misfit, Stored
 

@@ -12,10 +12,10 @@ from mm.formats.files import Files
 from mm.formats.hf import HFDirectory
 from mm.formats.layout import Layout
 from mm.formats.manifest import MANIFEST_FILE
-from mm.formats.safetensors import dtype_name
 from mm.formats.source import Directory, find, open_hf
 from mm.formats.source import open as open_source
 from mm.progress import Progress
+from mm.weights.plan import dtype_name
 from mm.weights.views import Stored
 
 

@@ -52,8 +52,8 @@ def model_from_hf(
     elif not sections["vision"]:
         raise UserError(f"{file} lacks 'vision_config'; expected a complete config of {family.title}.")
     for ours, (section, theirs, default) in family.config_json.keys.items():
-        section, _, name = ours.rpartition(".")
-        values = found[section] if section else found
+        part, _, name = ours.rpartition(".")
+        values = found[part] if part else found
         stated = (sections[section].get(one) for one in theirs.split())
         value = next((one for one in stated if one is not None), values.get(name, default))
         if value is None:

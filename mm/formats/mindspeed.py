@@ -24,7 +24,7 @@ from mm.formats.manifest import (
     tensor_from_json,
     tensor_json,
 )
-from mm.formats.safetensors import dtype_name, read_header
+from mm.formats.safetensors import read_header
 from mm.formats.storage import (
     RELEASE,
     TORCH_FILE,
@@ -40,6 +40,7 @@ from mm.formats.storage import (
 from mm.formats.torch_file import read_consumed_samples, read_torch_file
 from mm.formats.training import LATEST_FILE, iteration_name
 from mm.placement import layout_problems
+from mm.weights.plan import dtype_name
 from mm.weights.table import Weight, local_shape
 from mm.weights.views import Misfit, Stored, View, shard_view
 

@@ -29,11 +29,6 @@ _HEADER_LIMIT_BYTES = 100_000_000
 """The safetensors library rejects longer headers."""
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """The safetensors name of a dtype, or torch's name if safetensors has none."""
-    return DTYPE_NAMES.get(dtype, str(dtype))
-
-
 def refuse_lfs_pointer(path: Path, start: bytes) -> None:
     """Raise UserError if a file that begins with ``start`` is a Git-LFS pointer."""
     if start.startswith(_LFS_MAGIC):

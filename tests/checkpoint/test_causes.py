@@ -328,7 +328,7 @@ def test_rounding(hf, keeps_dtype):
         f"dtype: {hf} holds the values of {mm}, rounded to bfloat16")
     assert causes(mm, hf) == [expected]
     found = diff_directories(mm, hf, None, 1)
-    assert ("    F32 and BF16" in found.lines) != keeps_dtype
+    assert ("    float32 and bfloat16" in found.lines) != keeps_dtype
 
 
 def test_layers_shifted_by_one(hf, mm):

@@ -201,11 +201,11 @@ def test_shards_of_two_dtypes(hf, tmp_path):
     found = diff(hf, mm)
     assert named(found) == ["lm_head.weight: not complete in both directories"]
     path = mm / "release" / "mp_rank_01_002" / "model.safetensors"
-    assert f"    {path}: {name} is F32, but manifest.json says BF16; convert again." in found.lines
+    assert f"    {path}: {name} is float32, but manifest.json says bfloat16; convert again." in found.lines
     (mm / "manifest.json").unlink()
     found = diff(hf, mm)
     assert named(found) == ["lm_head.weight: not complete in both directories"]
-    assert f"    {mm} holds lm_head.weight as BF16 and F32" in found.lines
+    assert f"    {mm} holds lm_head.weight as bfloat16 and float32" in found.lines
 
 
 def test_a_whole_directory_of_another_dtype(hf, tmp_path):

@@ -85,7 +85,7 @@ def test_another_dtype(made, copy, tmp_path):
         save_file({name: tensor.float() for name, tensor in load_file(path).items()}, path)
     with pytest.raises(UserError) as raised:
         verify(copy, hf)
-    assert raised.value.problems[0] == f"{copy} holds BF16, but {hf} F32." and len(raised.value.problems) == 101
+    assert raised.value.problems[0] == f"{copy} holds bfloat16, but {hf} float32." and len(raised.value.problems) == 101
 
 
 def test_swapped_shards(copy):
@@ -132,5 +132,5 @@ def test_show(made):
     lines = show_directory(mm)
     assert lines[1] == "layout: vit_pp_layers [[1, 1, 0]], llm_pp_layers [[0, 1, 2]], tp_size 2"
     assert len([line for line in lines if "mp_rank" in line]) == 6
-    assert lines[-1].startswith("6 files, 100 BF16 tensors, ")
+    assert lines[-1].startswith("6 files, 100 bfloat16 tensors, ")
     assert show_directory(hf)[1] == "layers: vit_pp_layers [[2]], llm_pp_layers [[3]], tp_size 1"
