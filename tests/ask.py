@@ -21,8 +21,8 @@ def request(path: str, wanted: dict, files: list[int]) -> socket.socket:
 
 def answer(connection: socket.socket) -> int:
     """First the number of the process, then its status: negative for a signal; without one if it was killed."""
-    told = connection.recv(64)
-    return int(told) if told else -signal.SIGKILL
+    reported = connection.recv(64)
+    return int(reported) if reported else -signal.SIGKILL
 
 
 def what(arguments: list[str]) -> dict | None:

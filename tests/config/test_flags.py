@@ -119,12 +119,12 @@ def test_flags_with_one_legal_value(flag, legal, what):
 def test_all_problems_are_reported_together():
     with pytest.raises(UserError) as caught:
         parse(["stray", "--lr", "x", "--bf16=1", "--sed", "3", "--dpo-beta", "1"])
-    told = "\n".join(caught.value.problems)
+    reported = "\n".join(caught.value.problems)
     for what in ("'stray'", "--lr is 'x'", "--bf16 takes no value", "--sed is not", "--dpo-beta",
                  "--mm-model is missing", "--mm-data is missing", "--micro-batch-size is missing",
                  "--seq-length is missing"):
-        assert what in told
-    assert "--lr is missing" not in told
+        assert what in reported
+    assert "--lr is missing" not in reported
 
 
 def test_flags_without_effect_are_noted_once_per_reason():

@@ -44,13 +44,13 @@ def test_derived_numbers(tmp_path):
 
 
 def test_a_run_without_a_loss_flag_gets_a_note_about_the_peers_loss(tmp_path):
-    def told(*flags: str) -> list[str]:
+    def reported(*flags: str) -> list[str]:
         return [note for note in load(tmp_path, *flags).notes if "--calculate-per-microbatch-loss" in note]
 
-    (note,) = told()
+    (note,) = reported()
     assert "every target token of the global batch has the same weight" in note and "--calculate-per-token-loss" in note
     for unit in ("token", "sample", "microbatch"):
-        assert told(f"--calculate-per-{unit}-loss") == []
+        assert reported(f"--calculate-per-{unit}-loss") == []
         assert load(tmp_path, f"--calculate-per-{unit}-loss").args.loss_unit == unit
 
 
@@ -220,13 +220,13 @@ def test_what_is_frozen_comes_from_the_file_or_the_flags(tmp_path):
     run = load(tmp_path, "--freeze-modules", "norm", "--trainable-modules", "layers.27",
                model={"freeze_modules": ["norm"], f"{LANGUAGE}.freeze": True})
     assert (run.model.freeze_modules, run.model.trainable_modules) == (("norm",), ("layers.27",))
-    told = load(tmp_path, model={f"{VISION}.freeze_layers": "1"}).notes
+    reported = load(tmp_path, model={f"{VISION}.freeze_layers": "1"}).notes
     assert any("vision_encoder.freeze_layers of" in one
-               and ": no effect: freeze is true for the whole part" in one for one in told)
+               and ": no effect: freeze is true for the whole part" in one for one in reported)
 
 
 def test_the_number_of_layers_for_uniform_recompute_has_no_effect(tmp_path):
-    def told(*flags: str, **model: object) -> list[str]:
+    def reported(*flags: str, **model: object) -> list[str]:
         found = [note for note in load(tmp_path, *flags, model=model).notes if "layer is recomputed separately" in note]
         return [note.partition(" each")[0] for note in found]
 
@@ -235,11 +235,11 @@ def test_the_number_of_layers_for_uniform_recompute_has_no_effect(tmp_path):
                 f"{LANGUAGE}.recompute_num_layers": num_layers}
 
     flags = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers")
-    assert told(*flags, "2") == ["--recompute-num-layers: no effect: with --recompute-method uniform"]
-    (note,) = told(**file("uniform", 2))
+    assert reported(*flags, "2") == ["--recompute-num-layers: no effect: with --recompute-method uniform"]
+    (note,) = reported(**file("uniform", 2))
     assert note == (f"text_decoder.recompute_num_layers of {tmp_path}/model_7b.json: no effect: with "
                     f"text_decoder.recompute_method uniform")
-    assert not told(*flags, "1", **file("block", 2)) and not told(**file("uniform", 1))
+    assert not reported(*flags, "1", **file("block", 2)) and not reported(**file("uniform", 1))
 
 
 def test_rates_of_parts_come_from_the_file_or_the_flags(tmp_path):
@@ -253,21 +253,21 @@ def test_rates_of_parts_come_from_the_file_or_the_flags(tmp_path):
 
 
 def test_rates_without_effect_are_noted(tmp_path):
-    told = "\n".join(load(tmp_path, "--vision-tower-lr", "1e-6", "--lr-mult", "2",
+    reported = "\n".join(load(tmp_path, "--vision-tower-lr", "1e-6", "--lr-mult", "2",
                           model={f"{PROJECTOR}.projector_weight_decay": 0.5}).notes)
     for what in ("--vision-tower-lr: no effect: freeze is true", "--lr-mult: no effect: it needs",
                  "image_encoder.vision_projector.projector_weight_decay of"):
-        assert what in told
+        assert what in reported
     assert "--lr-scale-modules: no effect: it needs --lr-mult" in "\n".join(
         load(tmp_path, "--lr-scale-modules", "mlp").notes)
 
 
 def test_missing_paths_are_problems_except_in_a_dry_run(tmp_path):
     run = load(tmp_path, "--load", "nowhere")
-    told = "\n".join(run.notes)
+    reported = "\n".join(run.notes)
     for what in ("--load is 'nowhere', which is not a directory", "model_name_or_path", "dataset_dir is './data'",
                  "dataset is './data/mllm"):
-        assert what in told
+        assert what in reported
     argv = ["--mm-model", str(tmp_path / "model_7b.json"), "--mm-data", str(tmp_path / "data_7b.json"),
             "--load", "nowhere", *(flag for flag in FLAGS if flag != "--dry-run")]
     with pytest.raises(UserError) as caught:
@@ -276,13 +276,13 @@ def test_missing_paths_are_problems_except_in_a_dry_run(tmp_path):
 
 
 def test_notes(tmp_path):
-    told = "\n".join(load(tmp_path, "--sequence-parallel", "--loss-scale", "8", "--use-flash-attn",
+    reported = "\n".join(load(tmp_path, "--sequence-parallel", "--loss-scale", "8", "--use-flash-attn",
                           "--profile-ranks", "9", "--mm-tool", "tools.json", "--profile-level", "level1").notes)
     for what in ("--profile-ranks: no effect: they need --profile", "--mm-tool: no effect",
                  "--profile-level: no effect", "--sequence-parallel: no effect: there is one", "--load is absent",
                  "--save is absent",
                  "--loss-scale: no effect", "--use-flash-attn", "text_decoder.seq_length", "cache_dir"):
-        assert what in told
+        assert what in reported
 
 
 def test_resolved_run_is_json_and_complete(tmp_path):
@@ -323,9 +323,10 @@ def test_precision_keys_may_repeat_the_flags(tmp_path, flags, values):
             *(flag for flag in FLAGS if flag != "--bf16")]
     assert load_run([*argv, *flags], 2, {}).args.precision == (flags or ["--fp32"])[0].removeprefix("--")
     for other in {"--bf16", "--fp16"}.difference(flags):
-        told = [problem for problem in refused([*argv, other], {}) if problem.endswith("; change the flag or the file")]
-        assert len(told) == 1
-        assert all(f"{tower}.params_dtype is" in told[0] for tower in towers)
+        problems = refused([*argv, other], {})
+        reported = [problem for problem in problems if problem.endswith("; change the flag or the file")]
+        assert len(reported) == 1
+        assert all(f"{tower}.params_dtype is" in reported[0] for tower in towers)
 
 
 def test_real_environment_is_the_default(tmp_path, monkeypatch):
@@ -355,9 +356,9 @@ def test_a_run_that_no_launcher_started_must_not_wait_for_its_other_ranks(tmp_pa
         ({"WORLD_SIZE": "2", "RANK": "1"}, ()),
         ({}, ("--world-size", "2", "--check")),
     ):
-        told = refused([*argv, *flags], environment)
-        assert len(told) == 3, told  # the paths that are missing
-        assert all("which is not a" in problem for problem in told)
+        reported = refused([*argv, *flags], environment)
+        assert len(reported) == 3, reported  # the paths that are missing
+        assert all("which is not a" in problem for problem in reported)
 
 
 def test_missing_paths_are_reported_together_with_problems_of_a_file(tmp_path):
@@ -365,10 +366,10 @@ def test_missing_paths_are_reported_together_with_problems_of_a_file(tmp_path):
     (tmp_path / "model_7b.json").write_text("{")
     argv = ["--mm-model", str(tmp_path / "model_7b.json"), "--mm-data", str(tmp_path / "data_7b.json"),
             "--load", "nowhere", "--sed", "1", *(flag for flag in FLAGS if flag != "--dry-run")]
-    told = refused(argv, {})
-    assert len(told) == 6
+    reported = refused(argv, {})
+    assert len(reported) == 6
     for what in ("--sed is not", "model_7b.json:1", "--load is 'nowhere'", "model_name_or_path", "dataset_dir"):
-        assert any(what in problem for problem in told), what
+        assert any(what in problem for problem in reported), what
 
 
 @pytest.mark.parametrize(("flags", "how", "what"), [

@@ -61,7 +61,7 @@ def built(tmp_path, tower: str) -> ReadSettings[Tower]:
     return read_settings(write(tmp_path, '{\n"tower": ' + tower + "\n}"), Tower, TABLES, rules)
 
 
-def told(tmp_path, tower: str) -> list[str]:
+def reported(tmp_path, tower: str) -> list[str]:
     with pytest.raises(UserError) as caught:
         built(tmp_path, tower)
     return [problem.removeprefix(f"{tmp_path}/file.json") for problem in caught.value.problems]
@@ -77,7 +77,7 @@ def test_object_becomes_dataclass(tmp_path):
 
 
 def test_all_problems_are_collected(tmp_path):
-    assert told(tmp_path, '{"num_layer": 2,\n"frozen": 1,\n"name": 3,\n"activation": "gelu",\n"dropout": 0.1,\n'
+    assert reported(tmp_path, '{"num_layer": 2,\n"frozen": 1,\n"name": 3,\n"activation": "gelu",\n"dropout": 0.1,\n'
                           '"inner_mode": "slov",\n"half": 1}') == [
         ":2: tower.num_layer is not a known key (did you mean 'num_layers'?)",
         ":3: tower.frozen is 1; expected true or false",
@@ -91,9 +91,9 @@ def test_all_problems_are_collected(tmp_path):
 
 
 def test_rules_are_checked_when_all_values_are_valid(tmp_path):
-    assert told(tmp_path, '{"num_layers": 1, "width": 13, "learning_rate": 13}') == [
+    assert reported(tmp_path, '{"num_layers": 1, "width": 13, "learning_rate": 13}') == [
         ": tower.width is 13", ": tower.learning_rate is 13"]
-    assert len(told(tmp_path, '{"num_layers": 0, "width": 13}')) == 1
+    assert len(reported(tmp_path, '{"num_layers": 0, "width": 13}')) == 1
 
 
 def test_two_names_of_one_setting(tmp_path):
@@ -109,13 +109,13 @@ def test_two_names_of_one_setting(tmp_path):
 
 @pytest.mark.parametrize("value", ["true", '"2"', "2.5", "0", "null", "[2]"])
 def test_count_is_a_positive_integer(tmp_path, value):
-    assert told(tmp_path, f'{{"num_layers": {value}}}') == [
+    assert reported(tmp_path, f'{{"num_layers": {value}}}') == [
         f":2: tower.num_layers is {value}; expected an integer of at least 1"]
 
 
 @pytest.mark.parametrize("value", ["null", "[]", "3"])
 def test_section_must_be_an_object(tmp_path, value):
-    problems = told(tmp_path, value)
+    problems = reported(tmp_path, value)
     assert len(problems) == 1
     assert "expected an object" in problems[0]
 
@@ -144,7 +144,7 @@ def test_both_layout_forms(tmp_path):
     assert read_key(tmp_path, "layout", [3, 0]) == ((3, 0),)
     assert read_key(tmp_path, "layout", [[1, 2], [3, 4.0]]) == ((1, 2), (3, 4))
     for wrong in (3, [1, [2]], [[1], 2], [1.5], ["1"], [True]):
-        assert told(tmp_path, json.dumps({"num_layers": 1, "layout": wrong})) == [
+        assert reported(tmp_path, json.dumps({"num_layers": 1, "layout": wrong})) == [
             f":2: tower.layout is {json.dumps(wrong)}; expected a list of integers [pp], or a list of such lists "
             f"[vpp][pp]"]
 
@@ -154,10 +154,10 @@ def test_paths_and_numbers(tmp_path):
     assert read_key(tmp_path, "paths", ["a.json"]) == ("a.json",)
     for key, wrong in (("paths", ""), ("paths", "a,,b"), ("paths", []), ("paths", 3), ("learning_rate", True),
                        ("learning_rate", "2"), ("width", False)):
-        assert f"tower.{key} is {json.dumps(wrong)}; expected" in told(
+        assert f"tower.{key} is {json.dumps(wrong)}; expected" in reported(
             tmp_path, json.dumps({"num_layers": 1, key: wrong}))[0]
 
 
 def test_a_value_nested_deeper_than_pydantic_reads_is_refused(tmp_path):
-    problems = told(tmp_path, '{"num_layers": ' + "[" * 300 + "]" * 300 + "}")
+    problems = reported(tmp_path, '{"num_layers": ' + "[" * 300 + "]" * 300 + "}")
     assert problems == [f":2: tower.num_layers is {'[' * 77}...; expected an integer of at least 1"]

@@ -68,25 +68,25 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_check_finds_them_all_and_writes_a_page(flags: list[str], tmp_path: Path, capsys) -> None:
     page = tmp_path / "report.html"
     assert main(["check", *flags, "--deep", "--html", str(page)]) == 2
-    told = capsys.readouterr()
-    assert told.err == "error: 10 problems; repair or remove these samples, or train with --bad-sample skip\n"
-    for text in (told.out, html.unescape(page.read_text())):
+    reported = capsys.readouterr()
+    assert reported.err == "error: 10 problems; repair or remove these samples, or train with --bad-sample skip\n"
+    for text in (reported.out, html.unescape(page.read_text())):
         for _, what in BROKEN.values():
             assert what in text, what
-    assert re.search(r"samples for training +61\n", told.out)
-    assert re.search(r"left out +9, and 0 too long \(0.0%\)\n", told.out)
-    assert "% full" in told.out
-    table = dict(re.findall(r"(B\w+BatchSampler.*?)  +([\d.]+)", told.out))
+    assert re.search(r"samples for training +61\n", reported.out)
+    assert re.search(r"left out +9, and 0 too long \(0.0%\)\n", reported.out)
+    assert "% full" in reported.out
+    table = dict(re.findall(r"(B\w+BatchSampler.*?)  +([\d.]+)", reported.out))
     assert list(table) == list(SAMPLERS)
     of_other_samples, not_even = "BucketBatchSampler, data_bucketing_img", "BaseRandomBatchSampler with packing"
     assert all(1 <= float(number) <= float(table["BaseRandomBatchSampler"]) for name, number in table.items()
                if name not in (of_other_samples, not_even)), table
     lines = (Path(flags[1]).parent / "digits" / "train.json").read_text().splitlines()
-    places = {int(line) for line in re.findall(r"train\.json:(\d+): record", told.out)}
+    places = {int(line) for line in re.findall(r"train\.json:(\d+): record", reported.out)}
     assert len(places) == 10 and max(places) <= len(lines)
     assert main(["check", *flags]) == 2
-    told = capsys.readouterr()
-    assert told.err.startswith("error: 9 problems") and not any(BROKEN[name][1] in told.out for name in DEEP)
+    reported = capsys.readouterr()
+    assert reported.err.startswith("error: 9 problems") and not any(BROKEN[name][1] in reported.out for name in DEEP)
 
 
 def test_values_in_more_than_one_record_are_reported(flags: list[str], tmp_path: Path, capsys) -> None:
@@ -101,9 +101,9 @@ def test_values_in_more_than_one_record_are_reported(flags: list[str], tmp_path:
         data["dataset_param"]["basic_parameters"] |= {"dataset": dataset}
         (tmp_path / "data.json").write_text(json.dumps(data))
         assert main(["check", "--mm-data", str(tmp_path / "data.json"), *flags[2:]]) == 0
-        told = capsys.readouterr().out
-        assert ("1 x the same id in more than one record; the first is 7, in " in told) is has_twice
-        assert ("1 x the same picture or video in more than one record; the first is /" in told) is has_twice
+        reported = capsys.readouterr().out
+        assert ("1 x the same id in more than one record; the first is 7, in " in reported) is has_twice
+        assert ("1 x the same picture or video in more than one record; the first is /" in reported) is has_twice
 
 
 def test_losses_of_long_samples_are_counted_in_every_report(flags: list[str], tmp_path: Path, capsys) -> None:
@@ -115,19 +115,19 @@ def test_losses_of_long_samples_are_counted_in_every_report(flags: list[str], tm
     (tmp_path / "train.json").write_text(json.dumps(records))
     data["dataset_param"]["basic_parameters"] |= {"dataset": str(tmp_path / "train.json"), "packing": True}
     (tmp_path / "data.json").write_text(json.dumps(data))
-    told = {}
+    reported = {}
     for command in ("check", "stats", "index"):
         assert main([command, "--mm-data", str(tmp_path / "data.json"), *flags[2:]]) == 0
-        told[command] = capsys.readouterr().out
-        assert "note: 1 of 5 samples are longer than --seq-length 256 and lose 1 whole turn, " in told[command]
-        assert f"keep more.  It is {tmp_path}/train.json: record 0 (id 'a')" in told[command]
-        assert "note: 1 sample is left out, because not even one question and answer of it fit" in told[command]
-        assert f"It is {tmp_path}/train.json: record 1\n" in told[command]
-        assert "note: 1 of 5 samples contain 4 words that look like control tokens" in told[command]
+        reported[command] = capsys.readouterr().out
+        assert "note: 1 of 5 samples are longer than --seq-length 256 and lose 1 whole turn, " in reported[command]
+        assert f"keep more.  It is {tmp_path}/train.json: record 0 (id 'a')" in reported[command]
+        assert "note: 1 sample is left out, because not even one question and answer of it fit" in reported[command]
+        assert f"It is {tmp_path}/train.json: record 1\n" in reported[command]
+        assert "note: 1 of 5 samples contain 4 words that look like control tokens" in reported[command]
     for command in ("check", "stats"):
-        assert re.search(r"left out +0, and 1 too long \(16.7%\)\n", told[command])
-        assert re.search(r"samples truncated to --seq-length +1 \(20.0%\); turns dropped: 1", told[command])
-        assert re.search(r"words like control tokens, read as text +4\n", told[command])
+        assert re.search(r"left out +0, and 1 too long \(16.7%\)\n", reported[command])
+        assert re.search(r"samples truncated to --seq-length +1 \(20.0%\); turns dropped: 1", reported[command])
+        assert re.search(r"words like control tokens, read as text +4\n", reported[command])
 
 
 def test_stats_cover_the_good_samples(flags: list[str], capsys) -> None:
@@ -153,13 +153,13 @@ def test_a_broken_val_dataset_is_reported(flags: list[str], tmp_path: Path, caps
     own = with_validation(flags, tmp_path, dataset=str(tmp_path / "train.json"), val_dataset=str(tmp_path / "val.json"))
     page = tmp_path / "page.html"
     assert main(["check", *own, "--html", str(page)]) == 2
-    told = capsys.readouterr()
-    for text in (told.out, html.unescape(page.read_text())):
+    reported = capsys.readouterr()
+    for text in (reported.out, html.unescape(page.read_text())):
         assert "lost for validation.png" in text and "Training samples" in text and "Validation samples" in text
-    assert told.out.count("image 'lost for validation.png'") == 1 and told.err.startswith("error: 1 problem;")
-    assert "1 x the same picture or video in more than one record; the first is" in told.out
+    assert reported.out.count("image 'lost for validation.png'") == 1 and reported.err.startswith("error: 1 problem;")
+    assert "1 x the same picture or video in more than one record; the first is" in reported.out
     for part, counts in (("training", (10, 0, 10)), ("validation", (3, 1, 2))):
-        block = told.out.split(f"{part.capitalize()} samples\n")[1]
+        block = reported.out.split(f"{part.capitalize()} samples\n")[1]
         found = re.search(rf"records in the files +(\d+)\nleft out +(\d+), .*\nsamples for {part} +(\d+)\n", block)
         assert found and tuple(map(int, found.groups())) == counts
     assert main(["show", *own, "--split", "validation", "--sample", "1"]) == 0
@@ -168,8 +168,8 @@ def test_a_broken_val_dataset_is_reported(flags: list[str], tmp_path: Path, caps
     assert "there are 2 samples for validation" in capsys.readouterr().err
     (tmp_path / "val.json").write_text(json.dumps([bad]))
     assert main(["check", *own]) == 2
-    told = capsys.readouterr()
-    assert "lost for validation.png" in told.err and re.search(r"samples for training +10\n", told.out)
+    reported = capsys.readouterr()
+    assert "lost for validation.png" in reported.err and re.search(r"samples for training +10\n", reported.out)
 
 
 def test_counts_add_up_with_val_rate(flags: list[str], tmp_path: Path, capsys) -> None:
@@ -177,12 +177,12 @@ def test_counts_add_up_with_val_rate(flags: list[str], tmp_path: Path, capsys) -
     own = with_validation(flags, tmp_path, val_rate=0.1)
     for command, status in (("check", 2), ("stats", 0)):
         assert main([command, *own]) == status
-        told = capsys.readouterr()
-        taken = [int(number) for number in re.findall(r"samples for \w+ +(\d+), of 61 usable ones", told.out)]
+        reported = capsys.readouterr()
+        taken = [int(number) for number in re.findall(r"samples for \w+ +(\d+), of 61 usable ones", reported.out)]
         assert len(taken) == 2 and sum(taken) == 61 and min(taken) == 6
-        assert re.findall(r"records in the files +(\d+)\nleft out +9, and 0 too long", told.out) == ["70", "70"]
-        assert told.out.count("image 'lost.png'") == (command == "check")
-    assert told.err == ""  # of stats
+        assert re.findall(r"records in the files +(\d+)\nleft out +9, and 0 too long", reported.out) == ["70", "70"]
+        assert reported.out.count("image 'lost.png'") == (command == "check")
+    assert reported.err == ""  # of stats
     drawn = set()
     for seed in ("1", "2"):  # as --seed of the training draws them
         assert main(["show", *own, "--split", "validation", "--seed", seed]) == 0
@@ -206,8 +206,8 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_work(flags: list[st
     for path, what in ((tmp_path / "none" / "page.html", "there is no directory"), (tmp_path, "is a directory")):
         for command in ("check", "show"):
             assert main([command, *flags, "--html", str(path)]) == 2
-            told = capsys.readouterr()
-            assert told.out == "" and told.err.startswith(f"error: --html is {path}") and what in told.err
+            reported = capsys.readouterr()
+            assert reported.out == "" and reported.err.startswith(f"error: --html is {path}") and what in reported.err
 
 
 def test_ids_cannot_move_the_cursor_and_all_problems_can_be_seen(flags: list[str], tmp_path: Path, capsys) -> None:
@@ -216,10 +216,10 @@ def test_ids_cannot_move_the_cursor_and_all_problems_can_be_seen(flags: list[str
     (tmp_path / "odd.json").write_text(json.dumps(bad + good))
     own = with_validation(flags, tmp_path, dataset=str(tmp_path / "odd.json"))
     assert main(["check", *own]) == 2
-    told = capsys.readouterr()
-    assert r"id '\x1b[2J19\ud83d'" in told.out and "2J20" not in told.out
-    assert told.out.endswith("... and 5 more problems; --html PAGE lists them all\n")
-    assert told.err == ("error: 25 problems, of which 20 are shown (--html PAGE lists all); repair or remove these "
+    reported = capsys.readouterr()
+    assert r"id '\x1b[2J19\ud83d'" in reported.out and "2J20" not in reported.out
+    assert reported.out.endswith("... and 5 more problems; --html PAGE lists them all\n")
+    assert reported.err == ("error: 25 problems, of which 20 are shown (--html PAGE lists all); repair or remove these "
                         "samples, or train with --bad-sample skip\n")
     page = tmp_path / "page.html"
     assert main(["check", *own, "--html", str(page)]) == 2

@@ -80,9 +80,9 @@ def test_numbers_of_flags(inputs: Path, capsys):
 def test_index_of_bad_samples(inputs: Path, capsys):
     (inputs / "llava.json").write_text(json.dumps(LLAVA[:2]))
     assert index(inputs) == 2
-    told = capsys.readouterr()
+    reported = capsys.readouterr()
     problem = f"{inputs}/llava.json:1: record 1 (counted from 0, id '2'): image 'lost.png'"
-    assert told.out == "" and told.err.startswith(f"error: {problem}")
+    assert reported.out == "" and reported.err.startswith(f"error: {problem}")
     assert index(inputs, "--bad-sample", "skip") == 0
     out = capsys.readouterr().out
     assert "training: 1 samples" in out and f"note: left out: {problem}" in out

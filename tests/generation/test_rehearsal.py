@@ -37,12 +37,12 @@ def test_prompts_are_checked_without_weights(root: Path, capsys: pytest.CaptureF
     assert said.out == "" and said.err.endswith(f"{ALL_IN_ORDER}\n") and "note: --sequence-parallel" in said.err
     wrong = ("--prompts", str(root / "bad_prompts.json"), "--output", str(root / "red.png" / "all.jsonl"))
     assert generate([*load, *wrong, "--stop-tokens", "<|im_ende|>", "--pipeline-model-parallel-size", "1"]) == 2
-    told = capsys.readouterr().err
-    assert told.count("error: ") == 3 and "blue.png" in told and "--stop-tokens has '<|im_ende|>'" in told
-    assert "red.png is a file; give a directory" in told and ALL_IN_ORDER not in told
+    reported = capsys.readouterr().err
+    assert reported.count("error: ") == 3 and "blue.png" in reported and "--stop-tokens has '<|im_ende|>'" in reported
+    assert "red.png is a file; give a directory" in reported and ALL_IN_ORDER not in reported
     assert generate([*load, "--world-size", "3", "--prompt", "What?", "--image", str(root / "blue.png")]) == 2
-    told = capsys.readouterr().err
-    assert "3 ranks are not a multiple" in told and "blue.png" in told
+    reported = capsys.readouterr().err
+    assert "3 ranks are not a multiple" in reported and "blue.png" in reported
     assert not (root / "answers").exists()
 
 
@@ -68,8 +68,8 @@ def test_media_are_checked_up_to_their_headers(root: Path, capsys: pytest.Captur
     load = ("--load", str(root / "hf"), *TWO_RANKS)
     output = ("--output", str(root / "media.jsonl"))
     assert generate([*load, "--prompts", str(root / "media.json"), *output]) == 2
-    told = capsys.readouterr().err
-    assert [name for name in names if name in told] == list(names[1:]) and told.count("error: ") == 4
+    reported = capsys.readouterr().err
+    assert [name for name in names if name in reported] == list(names[1:]) and reported.count("error: ") == 4
     assert generate([*load, "--prompt", "What?", "--image", str(root / "half.png")]) == 2
     assert "half.png" in capsys.readouterr().err
 

@@ -72,8 +72,8 @@ def test_a_full_disk_is_reported_once_and_leaves_no_partial_file(tmp_path: Path)
     done = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], cwd=ROOT, capture_output=True, text=True,
                           timeout=200, check=True)
     assert done.stdout == "went on\n"
-    told = [line for line in done.stderr.splitlines() if line.startswith("warning")]
-    assert told == [f"warning: rank 2: ViT features are no longer kept; training continues without: "
+    reported = [line for line in done.stderr.splitlines() if line.startswith("warning")]
+    assert reported == [f"warning: rank 2: ViT features are no longer kept; training continues without: "
                     f"{tmp_path}: File too large"]
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 100

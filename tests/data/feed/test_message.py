@@ -30,9 +30,9 @@ def test_everything_except_media_round_trips(number: int) -> None:
 
 
 def test_problems_replace_microbatches() -> None:
-    told = ("a.jsonl:3: no record", "b.json: 猫 \ud800")
+    reported = ("a.jsonl:3: no record", "b.json: 猫 \ud800")
     head = head_of([], num_failed=1)
-    assert from_message(to_message(head, told, batches(0)[0])) == (head, list(told), [])
+    assert from_message(to_message(head, reported, batches(0)[0])) == (head, list(reported), [])
 
 
 def test_heads_of_owners_add_up() -> None:

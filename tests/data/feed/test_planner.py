@@ -88,13 +88,13 @@ def test_an_owner_is_sent_its_own_share(planned, monkeypatch) -> None:
     assert [len(message) for message in received] == [1 + 4 * (1 + 6 + 24)] * 6
 
 
-@pytest.mark.parametrize(("error", "told"), [(UserError("the index is gone."), r"^the index is gone\.$"),
+@pytest.mark.parametrize(("error", "reported"), [(UserError("the index is gone."), r"^the index is gone\.$"),
                                              (ZeroDivisionError("a defect"), "has failed:\nTraceback.*a defect")])
-def test_every_owner_sees_why_a_step_cannot_be_planned(planned, error, told) -> None:
+def test_every_owner_sees_why_a_step_cannot_be_planned(planned, error, reported) -> None:
     deal = Deal(error=error, failing_sample=9)
     owners, process = planned(partial(order, deal), (0, 1))
     for one in owners:
-        with pytest.raises(UserError, match=f"(?s){told}"):  # perhaps before what was planned ahead of it
+        with pytest.raises(UserError, match=f"(?s){reported}"):  # perhaps before what was planned ahead of it
             list(islice(one, 3))
     process.join()
     assert process.exitcode == 0

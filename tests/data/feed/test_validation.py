@@ -75,8 +75,8 @@ class Loader(Iterator[ReadStep]):
         if not self.left:
             raise StopIteration
         self.left -= 1
-        told: Any = [self.name]
-        return ReadStep(told)
+        reported: Any = [self.name]
+        return ReadStep(reported)
 
     def close(self) -> None:
         self.is_open = False

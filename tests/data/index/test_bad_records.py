@@ -279,5 +279,5 @@ def test_28_an_edited_file_counts_as_changed_data(opened, tmp_path):
 ])
 def test_29_coordinates_outside_the_picture_are_noted(opened, answer, is_outside):
     notes = opened(lines(GOOD, record("<image>", answer, images=["a.png"]))).notes
-    told = "data.json: record 1, contain box or point coordinates"
-    assert [("1 samples, the first is " in note and told in note) for note in notes] == [True] * is_outside
+    reported = "data.json: record 1, contain box or point coordinates"
+    assert [("1 samples, the first is " in note and reported in note) for note in notes] == [True] * is_outside

@@ -14,13 +14,13 @@ def _open(data, model, start, answers, dies):
     """Acts like an owner on another node; reports when it creates the index, and may die meanwhile."""
     make = indexed.make_index
 
-    def told(*arguments):
+    def reported(*arguments):
         answers.put(os.getpid())
         if dies:
             os.kill(os.getpid(), signal.SIGKILL)
         return make(*arguments)
 
-    indexed.make_index = told
+    indexed.make_index = reported
     start.wait()
     dataset = Dataset(data, gauge=Gauge.from_config(data, model, 4096))
     answers.put([len(dataset), dataset.columns.files[0].piece.path])

@@ -14,7 +14,7 @@ from mm.errors import UserError
 from tests.data.oracle import photo
 
 WRITTEN = {
-    # suffix: mode, and what Pillow is told when it writes
+    # suffix: mode, and the options that Pillow writes it with
     "avif": ("RGB", {}), "bmp": ("RGB", {}), "dds": ("RGB", {}), "dib": ("RGB", {}), "gif": ("P", {}),
     "icns": ("RGB", {}), "jpg": ("RGB", {}), "jp2": ("RGB", {}), "mpo": ("RGB", {}),
     "msp": ("1", {}), "pcx": ("RGB", {}), "png": ("RGB", {}), "ppm": ("RGB", {}), "qoi": ("RGB", {}),

@@ -293,7 +293,7 @@ def _npu_matmul_add_fp32(x, weight, C):
 
 
 def npu_rotary_mul(input, r1, r2, rotary_mode="half", rotate=None):
-    """input * r1 + rotate_half(input) * r2, for BNSD, BSND and SBND told apart by the shape of the tables."""
+    """input * r1 + rotate_half(input) * r2, for BNSD, BSND and SBND, recognised by the shape of the tables."""
     _check_rows("npu_rotary_mul", input)
     if rotary_mode != "half" or rotate is not None:
         raise NotImplementedError("the stand-in for npu_rotary_mul has rotary_mode 'half' only")
