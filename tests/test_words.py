@@ -14,7 +14,7 @@ PLACES = {
     "chunk": ("mm.config", "mm.formats", "mm.generation", "mm.model", "mm.parallel", "mm.placement", "mm.plan",
               "mm.training", "checkpoint.options"),
     "slot": ("mm.data.order.cost", "mm.formats.mindspeed", "mm.model", "mm.parallel", "mm.placement"),
-    "part": ("mm.config", "mm.plan", "mm.training.schedule", "mm.weights"),
+    "part": ("mm.config", "mm.formats.hf_config", "mm.plan", "mm.training.schedule", "mm.weights"),
     "cut": ("mm.model", "mm.parallel", "mm.weights", "checkpoint.causes"),
     "run": ("mm", "checkpoint"),
     "view": ("mm.conversion", "mm.formats", "mm.weights", "checkpoint"),

@@ -105,7 +105,7 @@ def test_costs_beyond_32_bits_are_added_exactly():
 
 
 def test_the_swap_that_halves_the_gap_is_chosen():
-    """The example in ``_Slots``: two ranks of 13 and 7 swap 8 for 5."""
+    """The example in ``_SamplePlaces``: two ranks of 13 and 7 swap 8 for 5."""
     costs = np.array([8, 5, 5, 2])
     sizes = Sizes(costs, np.zeros_like(costs), np.zeros_like(costs))
     found = spread([[0], [1], [2], [3]], [[0, 1], [2, 3]], sizes, Budget(num_tokens=0))

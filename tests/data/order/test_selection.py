@@ -46,7 +46,7 @@ def test_the_validation_samples_come_from_a_permutation(count: int, step: int, r
     samples = np.concatenate([np.arange(0, count, step, dtype=np.uint32), np.arange(count, dtype=np.uint32)])
     different = np.unique(samples)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selection, "_CHUNK", 256)
+        patch.setattr(selection, "_BATCH_SAMPLES", 256)
         training, validation = split_off(samples, rate, seed)
     expected = np.sort(selection._random(seed, "validation").permutation(different)[: round(len(different) * rate)])
     assert np.array_equal(validation, expected) and validation.dtype == np.uint32

@@ -102,14 +102,14 @@ def test_only_a_few_rows_are_in_memory(tmp_path, monkeypatch):
     path = write(tmp_path / "one.parquet", rows, "image", IMAGE, {"_type": "Image"}, group=40)
     file = open_records(str(path))
     batches = []
-    take = ours._Stream._begin
+    take = ours._PictureStream._begin
 
     def begin(stream):
         take(stream)
         coming = stream._batches
         stream._batches = (batches.append(len(one)) or one for one in coming)
 
-    monkeypatch.setattr(ours._Stream, "_begin", begin)
+    monkeypatch.setattr(ours._PictureStream, "_begin", begin)
     records = [raw.value for raw in file.records([])]
     assert [one["id"] for one in records] == [str(number) for number in range(40)] and batches == []
     assert ours._row_group(str(path), file.version, 0).nbytes < 10_000
