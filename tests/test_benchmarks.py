@@ -214,7 +214,7 @@ def test_goals_follow_from_the_records(started: dict[str, Future], tmp_path: Pat
     assert {measured[what]["name"] for what in unmeasured} == {"G9", "G10", "G12", "G13"}  # equal, 7B, 8 workers
     assert [goal["value"] for goal in measured.values() if goal["name"] == "G15"] == [0, 0]  # nothing was frozen
     rates = [side["tokens"] / side["steps_seconds"][0] for side in (ours, theirs)]
-    speed = measured["tokens/s over transformers', mixed samples, where transformers pads"]["value"]
+    speed = measured["tokens/s relative to transformers, mixed samples, where transformers pads"]["value"]
     assert speed == pytest.approx(rates[0] / rates[1], rel=1e-12)
 
     def scaled(factor: float) -> dict[str, bool | None]:

@@ -133,11 +133,11 @@ def test_the_numbers_are_the_demo_s():
     text = " ".join(README.split())
     assert f"{1797 - digits.NUM_HELD_OUT:,} scanned" in text
     assert f"{digits.NUM_VIDEOS} short videos" in text
-    assert f"answers {digits.NUM_HELD_OUT} held-out pictures and {digits.NUM_HELD_OUT_VIDEOS} held-out videos" in text
-    assert f"- {demo.MINIMUM_ACCURACY:.0%} of the answers on pictures" in text
-    assert f"{demo.MINIMUM_VIDEO_ACCURACY:.0%} of those on videos" in text
+    assert f"about {digits.NUM_HELD_OUT} held-out images and {digits.NUM_HELD_OUT_VIDEOS} held-out videos" in text
+    assert f"- {demo.MINIMUM_ACCURACY:.0%} of the answers about images" in text
+    assert f"{demo.MINIMUM_VIDEO_ACCURACY:.0%} of those about videos" in text
     assert f"scores {digits.NUM_HELD_OUT} held-out answers before and after" in text
-    assert f"{demo.MINIMUM_EVEN_ODD_ACCURACY:.0%} of those on even and odd with the adapters" in text
+    assert f"{demo.MINIMUM_EVEN_ODD_ACCURACY:.0%} of those about even and odd with the adapters" in text
     assert f"(at most {even_odd.MAXIMUM_ACCURACY_BEFORE:.0%} without" in text
     assert f"own to {demo.MAXIMUM_LOGITS_DIFFERENCE:.0e}".replace("e-0", "e-") in text
     assert f"losses of the first {golden.NUM_STEPS} steps" in text

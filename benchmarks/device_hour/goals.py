@@ -39,7 +39,7 @@ def goals(results: Results) -> Iterator[Goal]:
     yield from _memory(results)
     waits = [one for one in results.of("loader", num_workers=GOAL_WORKERS) if "wait_share" in one]
     waited = 100 * waits[-1]["wait_share"] if waits else None
-    yield Goal("G13", f"a step's wait for the loader with {GOAL_WORKERS} workers", 1, False, waited, "%")
+    yield Goal("G13", f"share of a step spent waiting for the loader, {GOAL_WORKERS} workers", 1, False, waited, "%")
     yield from _windows(results)
     yield from _frozen(results)
 
@@ -51,10 +51,11 @@ def _ratio(above: float | None, below: float | None) -> float | None:
 def _speed(results: Results) -> Iterator[Goal]:
     for label, what in (("mixed", "mixed samples, where transformers pads"), ("equal", "equal samples")):
         rates = [side and side["tokens_per_second"] for side in (results.step(label, OURS), results.step(label, PEER))]
-        yield Goal("G9", f"tokens/s over transformers', {what}", 1.5, True, _ratio(*rates))
+        yield Goal("G9", f"tokens/s relative to transformers, {what}", 1.5, True, _ratio(*rates))
     for tower, bound in (("LLM", 1.15), ("ViT", 3.0)):
         times = [(results.of("tower", tower=tower, name=name) or [{}])[-1].get("ms") for name in (PEER, OURS)]
-        yield Goal("G9", f"the {tower} alone, forward and backward", bound, True, _ratio(*times))
+        what = f"speed relative to transformers, the {tower} alone, forward and backward"
+        yield Goal("G9", what, bound, True, _ratio(*times))
 
 
 def _utilization(results: Results) -> Iterator[Goal]:
@@ -66,29 +67,31 @@ def _utilization(results: Results) -> Iterator[Goal]:
         flops = step["hardware_flops"] if with_recompute else step["model_flops"]
         return 100 * step["share_of_measured_ceiling"] * flops / step["model_flops"]
 
-    what = "of the measured matrix-product rate"
-    yield Goal("G10", f"3B: model FLOP/s {what}", 55, True, share(small), "%")
-    yield Goal("G10", f"7B, ViT frozen, recomputed: model FLOP/s {what}", 45, True, share(large), "%")
-    yield Goal("G10", f"7B: FLOP/s with those of recomputation {what}", 58, True, share(large, True), "%")
+    what = "share of the measured matrix-product rate"
+    yield Goal("G10", f"3B: model FLOP/s, {what}", 55, True, share(small), "%")
+    yield Goal("G10", f"7B, ViT frozen, recomputed: model FLOP/s, {what}", 45, True, share(large), "%")
+    yield Goal("G10", f"7B, the same with FLOPs of recomputation, {what}", 58, True, share(large, True), "%")
     value = None
     if small and small["phases_ms"] and results.copy_gbps:
         floor_ms = OPTIMIZER_BYTES_PER_PARAM * small["params_trained"] / results.copy_gbps / 1e6
         value = small["phases_ms"]["optimizer"] / floor_ms
-    yield Goal("G11", "optimizer over its least time, 30 bytes a weight at the measured copy rate", 1.5, False, value)
+    what = "optimizer, time relative to moving 30 bytes per weight at the measured copy rate"
+    yield Goal("G11", what, 1.5, False, value)
 
 
 def _memory(results: Results) -> Iterator[Goal]:
     for label, what in (("step", "3B"), ("recompute", "3B, recomputed"), ("large", "7B, ViT frozen, recomputed")):
         step = results.step(label, OURS)
         value = step and 100 * abs(step["max_memory_gib"] / sum(step["expected_memory_gib"].values()) - 1)
-        yield Goal("G12", f"peak memory's distance from the formula, {what}", 10, False, value, "%")
+        yield Goal("G12", f"peak memory, deviation from the formula, {what}", 10, False, value, "%")
 
 
 def _windows(results: Results) -> Iterator[Goal]:
     case, part = "ViT windows, one size", "forward and backward"
     times = {name: (results.kernel("attention", case, name, part=part) or {}).get("ms") for name in (OURS, MASK, LOOP)}
-    yield Goal("G14", "window attention over one masked call", 10, True, _ratio(times[MASK], times[OURS]))
-    yield Goal("G14", "window attention over a call for each window", 3, True, _ratio(times[LOOP], times[OURS]))
+    yield Goal("G14", "window attention, speed relative to one masked call", 10, True, _ratio(times[MASK], times[OURS]))
+    what = "window attention, speed relative to one call per window"
+    yield Goal("G14", what, 3, True, _ratio(times[LOOP], times[OURS]))
     errors = results.of("window error")
     error = errors[-1]["difference"] if errors else None
     yield Goal("G14", "relative error of window attention in fp32", MAX_WINDOW_ERROR, False, error, "")
@@ -101,6 +104,6 @@ def _frozen(results: Results) -> Iterator[Goal]:
         time_ratio = frozen["step_seconds"]["median"] / trained["step_seconds"]["median"]
         time_over_flops = 100 * (time_ratio - frozen["model_flops"] / trained["model_flops"])
         memory = (trained["max_memory_gib"] - frozen["max_memory_gib"]) * GIB / GB
-    what = "ViT frozen: the step's share of time above its share of FLOPs"
+    what = "ViT frozen: share of the full step's time, minus its share of FLOPs"
     yield Goal("G15", what, 5, False, time_over_flops, "points")
     yield Goal("G15", "ViT frozen: memory saved", 10, True, memory, "GB")

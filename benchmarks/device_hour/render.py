@@ -20,13 +20,12 @@ from tests.files import ROOT
 KEPT = Path(__file__).with_name("records.jsonl")
 BEGIN = "<!-- measured on a device: written by python -m benchmarks.device_hour.render -->"
 END = "<!-- end of what was measured on a device -->"
-NOTHING = """Nothing was measured yet. This measures it, on one CUDA or NPU device, within the hour:
+NOTHING = """Nothing was measured yet. This measures it, on one CUDA or NPU device, within an hour:
 
 ```
 python -m benchmarks.device_hour --output runs/device
 ```
 """
-VERDICTS = {True: "**reached**", False: "not reached", None: "not measured"}
 
 
 def block(records: list[dict]) -> str:
@@ -34,7 +33,7 @@ def block(records: list[dict]) -> str:
     results = Results.latest(records)
     machines = results.of("machine")
     if not any(one["kind"] in ("kernel", "side", "tower", "loader", "parity") for one in results.records):
-        return "\n".join([NOTHING, *table(("what", "target", "measured", ""), _goal_rows(results, False)), ""])
+        return "\n".join([NOTHING, *table(("what", "measured"), _goal_rows(results)), ""])
     devices = sorted({one["device"] for one in machines} - {"no device", None})
     if len(devices) > 1:
         raise SystemExit(f"the records are of {' and '.join(devices)}; expected one device: keep a file for each")
@@ -43,9 +42,9 @@ def block(records: list[dict]) -> str:
     parts = [[_origin(machines, devices)]]
     if is_rehearsal:
         parts.append(["A rehearsal: a tiny size or the CPU. It shows that the commands run; its figures say nothing of "
-                      "a device, and no goal is judged by them."])  # fmt: skip
+                      "a device."])  # fmt: skip
     parts += [
-        table(("what", "target", "measured", ""), _goal_rows(results, is_rehearsal)),
+        table(("what", "measured"), _goal_rows(results)),
         _titled("Steps", STEP_HEAD, _step_rows(results)),
         _titled("Parts of a step, in ms", ("step", "side", *PHASES), _phase_rows(results)),
         _titled("Towers alone, forward and backward", ("tower", "side", "rows", "ms", "TFLOP/s"), _tower_rows(results)),
@@ -78,12 +77,11 @@ def _number(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def _goal_rows(results: Results, is_rehearsal: bool) -> Iterator[tuple[str, ...]]:
+def _goal_rows(results: Results) -> Iterator[tuple[str, ...]]:
+    """What was measured of each goal; the bounds are for ``--goals``, not for the document."""
     for goal in goals(results):
         unit = goal.unit if goal.unit in ("x", "") else f" {goal.unit}"
-        measured = "" if goal.value is None else f"{_number(goal.value)}{unit}"
-        target = f"{'at least' if goal.is_least else 'at most'} {_number(goal.bound)}{unit}"
-        yield goal.what, target, measured, VERDICTS[None if is_rehearsal else goal.is_reached]
+        yield goal.what, "not measured" if goal.value is None else f"{_number(goal.value)}{unit}"
 
 
 STEP_HEAD = ("command", "side", "tokens", "seconds (least .. largest)", "tokens/s", "of published peak",

@@ -64,7 +64,7 @@ class Arguments:
     tensorboard_dir: str | None = Field(None, description="directory of TensorBoard events")
 
     vision_feature_cache: str | None = Field(None, description=(
-        "directory that caches the outputs of a fully frozen ViT per picture and video, for later epochs and runs"))
+        "directory that caches the outputs of a fully frozen ViT per image and video, for later epochs and runs"))
     vision_feature_cache_gib: Positive | None = Field(
         None, description="largest size of that cache in GiB; absent = until the disk is full")
 
@@ -232,7 +232,7 @@ class Arguments:
     log_timers: bool = Field(False, description=(
         "add a breakdown of the step time, maximum over the ranks; the host then waits for each step to end"))
     profile_pipeline: Count | None = Field(
-        None, description="iteration whose timeline is written to --log-dir, as a picture and a trace")
+        None, description="iteration whose timeline is written to --log-dir, as an SVG file and a trace")
     profile: bool = Field(False, description="run the profiler of torch or torch_npu")
     profile_step_start: Count = Field(10, description="first iteration that is profiled")
     profile_step_end: Count = Field(12, description="iteration before which the profiler stops")
