@@ -69,7 +69,7 @@ def test_exports_are_what_peft_reads_and_merges(inputs: Path, trained: Path) -> 
     for name, tensor in merged.items():
         torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-6)
     size = sum(one.numel() for one in load_file(trained / "adapter" / "adapter_model.safetensors").values())
-    saved = [piece for piece in TrainingDirectory.open(trained / "save").manifest.pieces if piece.part == "weight"]
+    saved = [piece for piece in TrainingDirectory.open(trained / "save").manifest.pieces if piece.kind == "weight"]
     assert sum(piece.stored.num_bytes for piece in saved) == 4 * size < sum(one.numel() for one in base.values())
 
 

@@ -244,7 +244,7 @@ def test_integers_are_not_weights(copy):
     else:
         tensors = load_file(path)
         save_file(tensors | {name: tensors[name].long()}, path)
-    with pytest.raises(UserError, match=f"{name} is I64; expected floating-point numbers"):
+    with pytest.raises(UserError, match=f"{name} is int64; expected floating-point numbers"):
         read_all(copy)
 
 

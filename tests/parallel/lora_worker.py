@@ -196,7 +196,7 @@ def _exported(case: LoraCase, folder: Path, hf: Path, directory: Path) -> dict:
         peft_loss = float(hf_loss(peft.base_model.model, microbatches))
         merged_loss = float(hf_loss(ours, microbatches))
     theirs, mine = hf_tensors(peft.merge_and_unload()), hf_tensors(ours)
-    names = {piece.name for piece in TrainingDirectory.open(folder).manifest.pieces if piece.part == "weight"}
+    names = {piece.name for piece in TrainingDirectory.open(folder).manifest.pieces if piece.kind == "weight"}
     return {
         "peft_loss": peft_loss, "merged_loss": merged_loss,
         "merge_error": max(relative_error([(mine[name], theirs[name])], None) for name in mine),

@@ -127,7 +127,7 @@ def optimizer_reads(directory: Path) -> dict[str, float]:
         counts: list = [None] * dist.get_world_size()
         dist.all_gather_object(counts, sum(sizes))
         found[name] = sum(counts) / sum(
-            piece.stored.num_bytes for piece in manifest.pieces if piece.part not in ("weight", "random"))
+            piece.stored.num_bytes for piece in manifest.pieces if piece.kind not in ("weight", "random"))
     return found
 
 

@@ -94,9 +94,9 @@ def test_saved_shapes_are_without_padding(name: str, directory: Path) -> None:
     """Checks the weights, and the total size of the ranges of fp32 copies and moments."""
     manifest = TrainingDirectory.open(directory / "resume" / name).manifest
     shapes, sizes = {one.name: local_shape(one, manifest.tp_size) for one in model_weights(manifest.model)}, Counter()
-    for piece in (piece for piece in manifest.pieces if piece.part != "random"):
-        assert piece.part != "weight" or piece.stored.shape == shapes[piece.name]
-        sizes[piece.name, piece.part, piece.tp_rank] += math.prod(piece.stored.shape)
+    for piece in (piece for piece in manifest.pieces if piece.kind != "random"):
+        assert piece.kind != "weight" or piece.stored.shape == shapes[piece.name]
+        sizes[piece.name, piece.kind, piece.tp_rank] += math.prod(piece.stored.shape)
     assert len(sizes) > 200 and all(size == math.prod(shapes[name]) for (name, _, _), size in sizes.items())
 
 
@@ -225,7 +225,7 @@ def read_everything(folder: Path) -> None:
             if stored.has(weight, part):
                 stored.read_state(weight, part, 1, 0, 0, size)
     for piece in stored.manifest.pieces:
-        if piece.part == "random":
+        if piece.kind == "random":
             stored.read_random(piece.name)
 
 

@@ -115,7 +115,7 @@ def transformers_losses(directory: Path) -> list[tuple[float, int]]:
     data = read_data(directory / "packed.json").value
     encoder = SampleEncoder.from_config(data, read_model(directory / "model_1.json").value, 450)
     found = []
-    for sample in Dataset(data, part="validation"):
+    for sample in Dataset(data, split="validation"):
         one = encoder.encode(sample)
         with torch.no_grad():
             logits = model(**transformers_inputs(encoder, sample, one)).logits[0]
