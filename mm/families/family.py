@@ -5,10 +5,12 @@ Plain values and functions of plain values, without torch or our settings, so th
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 Section = Mapping[str, Any]
 """A part of a parsed ``config.json``."""
+ROPE_KEYS = ("rope_parameters", "rope_scaling")
+"""Keys in which a tower's section of ``config.json`` states its rotary embedding: of transformers 5, and of 4."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +35,16 @@ class ChatTokens:
     """Control tokens of a conversation, as text, and default ids for the three that a model JSON may omit."""
 
     image: str
-    """Placeholder of a picture's visual tokens, as ``video`` is of a video's."""
+    """Placeholder for the visual tokens of an image; ``video`` is the one for a video."""
     video: str
     vision_start: str
-    """Directly before the tokens of a picture or video; ``vision_end`` is directly after them."""
+    """Directly before the tokens of an image or video; ``vision_end`` is directly after them."""
     vision_end: str
     turn_start: str
     """Starts a turn: the role, a newline and the text follow, then ``turn_end``."""
     turn_end: str
     box_start: str
-    """Before the coordinates of a box in a picture; ``box_end`` follows them.  Both may occur in a text."""
+    """Before the coordinates of a box in an image; ``box_end`` follows them.  Both may occur in a text."""
     box_end: str
     others: tuple[str, ...]
     """Further control tokens of turns and media, which a tokenizer may lack."""
@@ -99,16 +101,24 @@ class WeightNames:
         return f"{self.output_layer}.weight"
 
 
+class ConfigKey(NamedTuple):
+    """Where ``config.json`` states one of our fields."""
+
+    section: str
+    """"top", "text", "vision" or "rope" (rotary embedding)."""
+    names: tuple[str, ...]
+    """Spellings of the key; the first one present is used."""
+    default: Any = None
+    """The default of transformers; None if a config must state the value."""
+
+
 @dataclass(frozen=True)
 class ConfigJson:
     """The family's ``config.json``."""
 
     model_type: str
-    keys: Mapping[str, tuple[str, str, Any]]
-    """Our field ("language.num_layers", or "image_token_id" at the top) -> (section, names, default).
-
-    The section is "top", "text", "vision" or "rope" (rotary embedding).  Of the names, separated by spaces, the first
-    one present is used.  The default is transformers'; None if a config must state the value."""
+    keys: Mapping[str, ConfigKey]
+    """By the name of our field: "language.num_layers", or "image_token_id" at the top."""
     fixed_problems: Callable[[Section, object], Iterator[str]]
     """Settings in a parsed config that ask for a model not computed here; the second argument is the file's name."""
     published: Mapping[str, Section]

@@ -16,5 +16,5 @@ def names_of(get: Callable[[Family], Iterable[str]]) -> tuple[str, ...]:
 
 
 def family_of(config: Section) -> Family | None:
-    """The family whose ``config.json`` this is, by its ``model_type``; None for another model's."""
+    """The family of a parsed ``config.json``, by its ``model_type``; None if it is of another model."""
     return next((family for family in FAMILIES if family.config_json.model_type == config.get("model_type")), None)

@@ -13,8 +13,8 @@ from typing import Any
 
 from mm.config.model import ModelConfig
 from mm.errors import UserError, refuse
-from mm.families.known import FAMILIES, TITLES, family_of
-from mm.formats.hf_config import hf_problems, language_keys, model_from_hf
+from mm.families.known import FAMILIES
+from mm.formats.hf_config import hf_problems, language_keys, model_from_hf, stated_family
 from mm.formats.layout import Layout
 from mm.formats.safetensors import FLOAT_DTYPES, read_header, refuse_lfs_pointer
 from mm.weights.names import LIVE_STARTS, published_name
@@ -170,19 +170,16 @@ def language_views(path: str | Path, config: Mapping[str, Any], model: ModelConf
 
 
 def _read_config(directory: Path) -> tuple[dict[str, Any], bytes]:
-    """``config.json`` of a directory, parsed and as bytes; UserError when it is absent, broken or of another
-    model."""
+    """``config.json`` of a directory, parsed and as bytes.
+
+    Raises UserError if it is absent, broken or of another model.
+    """
     path = directory / "config.json"
     if not path.is_file():
         raise UserError(f"{path} does not exist; expected a Hugging Face model directory with its config.json.")
     config_bytes = path.read_bytes()
     config = _parsed(path, config_bytes)
-    model_type = config.get("model_type") if isinstance(config, dict) else None
-    if not isinstance(config, dict) or family_of(config) is None:
-        expected = " or ".join(repr(family.config_json.model_type) for family in FAMILIES)
-        raise UserError(
-            f"{path} has model_type {model_type!r}; expected {expected}. Give the directory of a {TITLES} model."
-        )
+    stated_family(config, path)
     if "quantization_config" in config:
         raise UserError(
             f"{path} has a quantization_config: quantized weights can be neither trained nor converted; give the "

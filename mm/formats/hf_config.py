@@ -19,8 +19,8 @@ from mm.config.model import ModelConfig
 from mm.config.read import parse_json, read_json
 from mm.config.schema import expected, settings_of, shown
 from mm.errors import UserError, refuse
-from mm.families.family import Family, Section
-from mm.families.known import FAMILIES, family_of
+from mm.families.family import ROPE_KEYS, Family, Section
+from mm.families.known import FAMILIES, TITLES, family_of
 
 FREE_ON_RESUME = ("pipeline_num_layers", "freeze", "freeze_layers", "freeze_modules", "trainable_modules", "lora",
                   "rates", "recompute", "init_method_std")  # fmt: skip
@@ -32,8 +32,19 @@ FREE_FIELDS = (*FREE_ON_RESUME, "max_position_embeddings")
 
 def language_keys(family: Family) -> tuple[str, ...]:
     """Keys of config.json that must be equal for the LLM of another directory to replace a model's own."""
-    return tuple(theirs for ours, (section, theirs, _) in family.config_json.keys.items()
-                 if section == "text" and ours.rpartition(".")[2] not in FREE_FIELDS)
+    return tuple(name for field, key in family.config_json.keys.items()
+                 if key.section == "text" and field.rpartition(".")[2] not in FREE_FIELDS for name in key.names)
+
+
+def stated_family(config: object, file: object) -> Family:
+    """The family of a parsed ``config.json``.  Raises UserError for another model; ``file`` is its path."""
+    family = family_of(config) if isinstance(config, dict) else None
+    if family is None:
+        model_type = config.get("model_type") if isinstance(config, dict) else None
+        expected_types = " or ".join(repr(family.config_json.model_type) for family in FAMILIES)
+        raise UserError(f"{file} has model_type {model_type!r}; expected {expected_types}. Give the directory of a "
+                        f"{TITLES} model.")
+    return family
 
 
 def model_from_hf(
@@ -41,23 +52,22 @@ def model_from_hf(
 ) -> ModelConfig:
     """The model of a parsed ``config.json``, all on one stage; ``file`` is its path, for messages.
 
-    Absent keys take the value of ``otherwise``, or without it transformers' defaults.  Raises UserError for a size that
-    is missing, values that no model can have, and a rotary embedding that is not computed here.
+    Absent keys take the value of ``otherwise``, or without it transformers' defaults.  Raises UserError for a model of
+    another family, a missing size, values that no model can have, and a rotary embedding that is not computed here.
     """
-    # A directory of another model is refused where it is opened.
-    family = otherwise.family if otherwise is not None else family_of(config) or FAMILIES[0]
+    family = otherwise.family if otherwise is not None else stated_family(config, file)
     sections, found = _sections(config, family, file), {"vision": {}, "projector": {}, "language": {}}
     if otherwise is not None:
         found = dataclasses.asdict(otherwise)
     elif not sections["vision"]:
         raise UserError(f"{file} lacks 'vision_config'; expected a complete config of {family.title}.")
-    for ours, (section, theirs, default) in family.config_json.keys.items():
-        part, _, name = ours.rpartition(".")
-        values = found[part] if part else found
-        stated = (sections[section].get(one) for one in theirs.split())
-        value = next((one for one in stated if one is not None), values.get(name, default))
+    for field, key in family.config_json.keys.items():
+        tower, _, name = field.rpartition(".")
+        values = found[tower] if tower else found
+        stated = (sections[key.section].get(one) for one in key.names)
+        value = next((one for one in stated if one is not None), values.get(name, key.default))
         if value is None:
-            raise UserError(f"{file} lacks {theirs!r}; expected a complete config of {family.title}.")
+            raise UserError(f"{file} lacks {key.names[0]!r}; expected a complete config of {family.title}.")
         values[name] = value
     vision, language, tied = found["vision"], found["language"], is_tied(config)
     vision.setdefault("pipeline_num_layers", [[vision["num_layers"]]])
@@ -80,20 +90,20 @@ def _value_problems(error: ValidationError, found: Section, family: Family, file
     keys = family.config_json.keys
     for name, _, field in settings_of(ModelConfig):
         if name in wrong and name in keys:
-            theirs, value = keys[name][1].split()[0], reduce(getitem, name.split("."), found)
-            yield f"{file}: {theirs} is {shown(value)}; expected {expected(field)}."
+            value = reduce(getitem, name.split("."), found)
+            yield f"{file}: {keys[name].names[0]} is {shown(value)}; expected {expected(field)}."
 
 
 def _sections(config: Section, family: Family, file: object) -> dict[str, Section]:
-    text = config.get("text_config") or config
-    rope_keys = ("rope_parameters", "rope_scaling") if isinstance(text, dict) else ()
-    sections = {"text_config": text, "vision_config": config.get("vision_config")} | {k: text.get(k) for k in rope_keys}
-    refuse(f"{file}: {key} is {value!r}; expected an object {{...}}" for key, value in sections.items()
+    """The sections that ``ConfigKey.section`` names.  Raises UserError for values that the family does not allow."""
+    text, vision = config.get("text_config") or config, config.get("vision_config")
+    ropes = {key: text.get(key) for key in ROPE_KEYS} if isinstance(text, dict) else {}
+    refuse(f"{file}: {key} is {value!r}; expected an object {{...}}"
+           for key, value in {"text_config": text, "vision_config": vision, **ropes}.items()
            if not isinstance(value, dict | None))
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     refuse(family.config_json.fixed_problems(config, file))
-    theta = {"rope_theta": text.get("rope_theta")}
-    return {"top": config, "text": text, "vision": config.get("vision_config") or {}, "rope": {**theta, **rope}}
+    rope = next(filter(None, ropes.values()), {})
+    return {"top": config, "text": text, "vision": vision or {}, "rope": {"rope_theta": text.get("rope_theta"), **rope}}
 
 
 # Comparing models

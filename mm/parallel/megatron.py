@@ -17,7 +17,7 @@ from torch import nn
 from mm.config.flags import Arguments
 from mm.config.model import ModelConfig
 from mm.parallel.mesh import Mesh
-from mm.weights.table import EMBEDDING_NAME, OUTPUT_LAYER_NAME, Place, Weight
+from mm.weights.table import EMBEDDING_NAME, Place, Weight
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -68,7 +68,7 @@ def mark_parameters(
       them.
     - ``shared_embedding``, if ``tied_over_slots`` (word embedding and output layer are one weight in two slots): gives
       both copies the same shard of the distributed optimizer.
-    - ``shared`` on the output layer: keeps the gradient norm from counting the tied weight twice.
+    - ``shared`` on the tied copy: keeps the gradient norm from counting the tied weight twice.
     """
     for weight in weights:
         parameter: Any = parameters[weight.name]  # megatron's marks are extra attributes
@@ -77,10 +77,10 @@ def mark_parameters(
         parameter.partition_stride = 1
         # Replicated weights that each rank applies to its own rows; the final norm sees all rows on every rank.
         parameter.sequence_parallel = sequence_parallel and weight.tp_dim is None and weight.place is not Place.HEAD
-        if tied_over_slots and weight.name in (EMBEDDING_NAME, OUTPUT_LAYER_NAME):
+        if weight.is_tied_copy:
+            parameter.shared = parameter.shared_embedding = True
+        elif tied_over_slots and weight.name == EMBEDDING_NAME:
             parameter.shared_embedding = True
-        if tied_over_slots and weight.name == OUTPUT_LAYER_NAME:
-            parameter.shared = True
 
 
 def ddp_config(args: Arguments) -> DistributedDataParallelConfig:

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 
 from mm.config.run import Run
 from mm.data.encode.encoder import SampleEncoder
-from mm.data.index.dataset import Dataset, validation_dataset
+from mm.data.index.dataset import Dataset, datasets
 from mm.data.index.gauge import Gauge
 from mm.data.index.sample_files import Split
+from mm.errors import refuse
 from mm.scoring.benchmarks import Items
 from mm.training.sources import Sources
 
@@ -30,11 +31,11 @@ class Samples:
         An existing index is used even with ``overwrite_cache``, because the rank that checks has just rebuilt it.
         Raises UserError as ``Gauge.from_config`` and ``Dataset`` do.
         """
-        data, skips_bad, seed = replace(run.data, overwrite_cache=False), run.args.bad_sample == "skip", run.args.seed
+        data, problems = replace(run.data, overwrite_cache=False), []
         gauge = Gauge.from_config(data, run.model, run.args.seq_length)
-        splits: dict[Split, Dataset] = {"training": Dataset(data, skips_bad, gauge, seed)}
-        validation = validation_dataset(data, skips_bad, gauge, seed, splits["training"]) if with_validation else None
-        return cls(gauge, splits if validation is None else {**splits, "validation": validation})
+        splits = datasets(data, problems, run.args.bad_sample == "skip", gauge, run.args.seed, with_validation)
+        refuse(problems)
+        return cls(gauge, splits)
 
 
 @dataclass(frozen=True)

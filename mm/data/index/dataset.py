@@ -197,14 +197,19 @@ def validation_dataset(
 
 
 def datasets(
-    config: DataConfig, problems: list[str], skips_bad: bool = False, gauge: Gauge | None = None, seed: int = 0
+    config: DataConfig, problems: list[str], skips_bad: bool = False, gauge: Gauge | None = None, seed: int = 0,
+    with_validation: bool = True,
 ) -> Mapping[Split, Dataset]:
-    """The training samples, and the validation samples if there are any.  A split that cannot be opened is left out,
-    and its errors are added to ``problems``, so that all splits' errors are reported together.
+    """The training samples, and with ``with_validation`` the validation samples if there are any.
+
+    A split that cannot be opened is left out, and its errors are added to ``problems``, so that the errors of all
+    splits are reported together.
     """
     found: dict[Split, Dataset] = {}
     with collected(problems):
         found["training"] = Dataset(config, skips_bad, gauge, seed)
+    if not with_validation:
+        return found
     # With val_rate both splits are in the same files, whose index has just been created.
     again = config.overwrite_cache and config.val_dataset is not None
     wrong: list[str] = []

@@ -3,36 +3,37 @@
 from collections.abc import Mapping
 from typing import Any
 
+from mm.families.family import ConfigKey
 from mm.families.qwen2_5_vl.tokens import TOKENS
 
 MODEL_TYPE = "qwen2_5_vl"
 
-KEYS: Mapping[str, tuple[str, str, Any]] = {
-    "language.num_layers": ("text", "num_hidden_layers", None),
-    "language.hidden_size": ("text", "hidden_size", None),
-    "language.ffn_hidden_size": ("text", "intermediate_size", None),
-    "language.num_attention_heads": ("text", "num_attention_heads", None),
-    "language.num_query_groups": ("text", "num_key_value_heads", None),
-    "language.vocab_size": ("text", "vocab_size", None),
-    "language.max_position_embeddings": ("text", "max_position_embeddings", None),
-    "language.layernorm_epsilon": ("text", "rms_norm_eps", 1e-5),
-    "language.rope_theta": ("rope", "rope_theta", 1_000_000.0),
-    "language.mrope_section": ("rope", "mrope_section", None),
-    "vision.num_layers": ("vision", "depth", None),
-    "vision.hidden_size": ("vision", "hidden_size", None),
-    "vision.ffn_hidden_size": ("vision", "intermediate_size", None),
-    "vision.num_attention_heads": ("vision", "num_heads", None),
-    "vision.in_channels": ("vision", "in_channels in_chans", 3),
-    "vision.patch_size": ("vision", "patch_size", 14),
-    "vision.temporal_patch_size": ("vision", "temporal_patch_size", 2),
-    "vision.spatial_merge_size": ("vision", "spatial_merge_size", 2),
-    "vision.window_attn_size": ("vision", "window_size", 112),
-    "vision.fullatt_block_indexes": ("vision", "fullatt_block_indexes", (7, 15, 23, 31)),
-    "vision.tokens_per_second": ("vision", "tokens_per_second", 4),
-    "projector.hidden_size": ("vision", "out_hidden_size", None),
-    "image_token_id": ("top", "image_token_id", TOKENS.image_id),
-    "video_token_id": ("top", "video_token_id", TOKENS.video_id),
-    "vision_start_token_id": ("top", "vision_start_token_id", TOKENS.vision_start_id),
+KEYS: Mapping[str, ConfigKey] = {
+    "language.num_layers": ConfigKey("text", ("num_hidden_layers",)),
+    "language.hidden_size": ConfigKey("text", ("hidden_size",)),
+    "language.ffn_hidden_size": ConfigKey("text", ("intermediate_size",)),
+    "language.num_attention_heads": ConfigKey("text", ("num_attention_heads",)),
+    "language.num_query_groups": ConfigKey("text", ("num_key_value_heads",)),
+    "language.vocab_size": ConfigKey("text", ("vocab_size",)),
+    "language.max_position_embeddings": ConfigKey("text", ("max_position_embeddings",)),
+    "language.layernorm_epsilon": ConfigKey("text", ("rms_norm_eps",), 1e-5),
+    "language.rope_theta": ConfigKey("rope", ("rope_theta",), 1_000_000.0),
+    "language.mrope_section": ConfigKey("rope", ("mrope_section",)),
+    "vision.num_layers": ConfigKey("vision", ("depth",)),
+    "vision.hidden_size": ConfigKey("vision", ("hidden_size",)),
+    "vision.ffn_hidden_size": ConfigKey("vision", ("intermediate_size",)),
+    "vision.num_attention_heads": ConfigKey("vision", ("num_heads",)),
+    "vision.in_channels": ConfigKey("vision", ("in_channels", "in_chans"), 3),
+    "vision.patch_size": ConfigKey("vision", ("patch_size",), 14),
+    "vision.temporal_patch_size": ConfigKey("vision", ("temporal_patch_size",), 2),
+    "vision.spatial_merge_size": ConfigKey("vision", ("spatial_merge_size",), 2),
+    "vision.window_attn_size": ConfigKey("vision", ("window_size",), 112),
+    "vision.fullatt_block_indexes": ConfigKey("vision", ("fullatt_block_indexes",), (7, 15, 23, 31)),
+    "vision.tokens_per_second": ConfigKey("vision", ("tokens_per_second",), 4),
+    "projector.hidden_size": ConfigKey("vision", ("out_hidden_size",)),
+    "image_token_id": ConfigKey("top", ("image_token_id",), TOKENS.image_id),
+    "video_token_id": ConfigKey("top", ("video_token_id",), TOKENS.video_id),
+    "vision_start_token_id": ConfigKey("top", ("vision_start_token_id",), TOKENS.vision_start_id),
 }
 """See ``ConfigJson.keys``; the defaults are those of ``Qwen2_5_VLTextConfig`` and ``Qwen2_5_VLVisionConfig``."""
 

@@ -1,4 +1,4 @@
-"""Keys of config.json with which transformers would compute a different model than we do.
+"""Settings in config.json with which transformers would compute another model than we do.
 
 Every key that transformers reads is used (``KEYS`` of ``config_json.py``), does not affect training, or must have the
 value that is implemented here; a test goes through all of them.
@@ -7,7 +7,7 @@ value that is implemented here; a test goes through all of them.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mm.families.family import Section
+from mm.families.family import ROPE_KEYS, Section
 
 FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "text": {
@@ -20,7 +20,6 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "vision": {"hidden_act": ("silu",), "chunk_size_feed_forward": (0,), "is_encoder_decoder": (False,)},
 }
 """Section -> key -> the values that it may have, if it is present and not null."""
-_ROPE_KEYS = ("rope_parameters", "rope_scaling")
 _ROPE_TYPES = {"text": ("default", "mrope"), "vision": ("default", "axial")}
 _ROPE_FIXED = {"text": {"partial_rotary_factor": (1,), "mrope_interleaved": (False,)},
                "vision": {"partial_rotary_factor": (1,), "rope_theta": (10000,)}}  # fmt: skip
@@ -38,7 +37,7 @@ def fixed_problems(config: Section, file: object = "config.json") -> Iterator[st
             if isinstance(layers, list) and set(layers) != {"full_attention"}:
                 kinds = sorted(map(str, set(layers)))
                 yield f"{file}: {where}layer_types has {kinds}; expected 'full_attention' only."
-            for key in _ROPE_KEYS:
+            for key in ROPE_KEYS:
                 rope = section.get(key)
                 if isinstance(rope, dict):
                     yield from _wrong(rope, _ROPE_FIXED[tower], f"{file}: {where}{key}.")

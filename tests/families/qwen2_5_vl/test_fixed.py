@@ -26,8 +26,8 @@ ELSEWHERE = {"text_config", "vision_config", "rope_parameters", "layer_types", "
 ])
 def test_every_key_that_transformers_reads_is_handled(cls, part):
     read = {field.name for field in dataclasses.fields(cls)} | cls().to_dict().keys()
-    understood = {name for section, names, _ in KEYS.values() for name in names.split()
-                  if section in (part, "top" if part == "text" else part)}
+    understood = {name for key in KEYS.values() for name in key.names
+                  if key.section in (part, "top" if part == "text" else part)}
     assert read - understood - FIXED[part].keys() - set(HARMLESS.split()) - ELSEWHERE == set()
 
 
