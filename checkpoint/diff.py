@@ -49,8 +49,8 @@ def diff_directories(
     source, target = sides = _open_both(source_dir, target_dir, hf_dir)
     general = [misfit.text for side in sides for misfit in side.problems if misfit.weight is None]
     if source.is_stated and target.is_stated:
-        general[:0] = (f"the model: {one.field} is {one.one} in {source.path}, but {one.other} in {target.path}"
-                       for one in differences(source.model, target.model))
+        general[:0] = (f"the model: {differing.field} is {differing.first} in {source.path}, but {differing.second} in "
+                       f"{target.path}" for differing in differences(source.model, target.model))
     weights: dict[tuple[str, ...], Weight] = {}
     if all(side.views or any(misfit.weight for misfit in side.problems) for side in sides):
         for weight in (*model_weights(source.model), *model_weights(target.model)):

@@ -41,19 +41,19 @@ class ParallelConfig:
     """Placement of the layers."""
 
     llm_pp_layers: LayerLists
-    """LLM layers per stage: [12,16], 12,16, or one list for every virtual chunk, [[6,8],[6,8]]."""
+    """LLM layers per pipeline stage: [12,16] or 12,16; with virtual chunks one list for each, [[6,8],[6,8]]."""
     vit_pp_layers: LayerLists
-    """ViT layers per stage, likewise."""
+    """ViT layers per pipeline stage, in the same form."""
     tp_size: int = 1
-    """Tensor parallel size."""
+    """Tensor-parallel size."""
     vit_tp_size: int = 0
-    """0 or tp_size: both towers are cut the same way."""
+    """Tensor-parallel size of the ViT; only 0 or tp_size, because ViT and LLM are cut the same way."""
     ep_size: int = 1
-    """1: the model has no experts."""
+    """Expert-parallel size; only 1, because the model has no experts."""
     audio_pp_layers: LayerLists | None = None
-    """Without effect; zeros only: the model has no audio encoder."""
+    """Layers of an audio encoder per stage; only zeros, because the model has none."""
     audio_tp_size: int = 0
-    """Without effect: the model has no audio encoder."""
+    """Ignored, because the model has no audio encoder."""
 
     def layout(self, flag: str) -> Layout:
         """The layout; ``flag`` is the name used in messages.
@@ -78,22 +78,30 @@ class CommonModelConfig:
     """The model, and how its weights are stored.  Facts about the model must match config.json."""
 
     enable_canonical_hf_struct: bool | None = None
-    """true: q, k, v and gate, up separate in the target; false: fused.  Default: fused; for resplit, as in the source.
-    """
+    """Whether MindSpeed-MM's layout stores q, k, v and gate, up as separate tensors (true) or fused (false).  Default:
+    fused; for resplit, as in the source."""
     new_transformers_weight_key: bool | None = None
-    """true: names are model.language_model.* and model.visual.*.  Default: as in the files."""
+    """Whether the tensors of hf_dir are named model.language_model.* and model.visual.*.  It is read from the files; a
+    wrong value is refused."""
     vit_qkv_order: VitQkvOrder | None = None
-    """How a source without a manifest stores the ViT's qkv; whole: [Q; K; V], from MindSpeed-MM 2.2.0 and 2.3.0."""
+    """How a source without a manifest stores the ViT's qkv.  "whole" is [Q; K; V], as MindSpeed-MM 2.2.0 and 2.3.0
+    wrote it."""
     model_prefix: str | None = None
-    """Prefix of adapter names; only PEFT's base_model.model. is possible, and it is found without this field."""
+    """Prefix of the names of adapters.  It is recognized without this field; only PEFT's base_model.model. is legal."""
     num_experts: int | None = None
+    """Only 0, because the model has no experts."""
     num_key_value_heads: int | None = None
+    """Read from config.json; a wrong value is refused."""
     tie_word_embeddings: bool | None = None
+    """Read from config.json; a wrong value is refused."""
     llm_hf_dir: str | None = None
     """The same as llm_hf_config.hf_dir."""
     llm_num_layers: int | None = None
+    """Read from config.json; a wrong value is refused."""
     vit_num_layers: int | None = None
+    """Read from config.json; a wrong value is refused."""
     audio_num_layers: int | None = None
+    """Only 0, because the model has no audio encoder."""
 
     @property
     def structure(self) -> Structure | None:
@@ -141,7 +149,7 @@ class RunConfig(Options):
 
     common_model_config: CommonModelConfig = field(default_factory=CommonModelConfig)
     trust_remote_code: bool = False
-    """Without effect: code in a model directory is never run."""
+    """Ignored: code in a model directory is never run."""
 
 
 @dataclass(kw_only=True)
@@ -149,11 +157,11 @@ class ToMMConfig(RunConfig):
     """Fields of every conversion to MindSpeed-MM's layout."""
 
     mm_dir: str
-    """Target."""
+    """Directory to write."""
     parallel_config: ParallelConfig
-    """Layout of the target."""
+    """Layout to write."""
     save_format: Literal["safetensors", "torch"] = "safetensors"
-    """The target's files: model.safetensors, or MindSpeed-MM's model_optim_rng.pt."""
+    """Files to write: model.safetensors, or MindSpeed-MM's model_optim_rng.pt."""
 
 
 @dataclass(kw_only=True)
@@ -161,9 +169,9 @@ class HFToMMConfig(ToMMConfig):
     """hf_to_mm."""
 
     hf_config: HFConfig
-    """Source."""
+    """Directory to convert."""
     llm_hf_config: HFConfig | None = None
-    """Take the LLM from this directory, ViT and projector from hf_config."""
+    """Directory from which the LLM is taken; ViT and projector come from hf_config."""
     save_vit_only: bool = False
     """Write ViT and projector only."""
 
@@ -172,12 +180,12 @@ class HFToMMConfig(ToMMConfig):
 
         Raises UserError if two different ones are given.
         """
-        one, other = self.llm_hf_config and self.llm_hf_config.hf_dir, self.common_model_config.llm_hf_dir
-        if one and other and Path(one).resolve() != Path(other).resolve():
+        directory, same = self.llm_hf_config and self.llm_hf_config.hf_dir, self.common_model_config.llm_hf_dir
+        if directory and same and Path(directory).resolve() != Path(same).resolve():
             raise UserError(
-                f"--cfg.llm_hf_config.hf_dir is {one}, but {_COMMON}.llm_hf_dir is {other}; give one of them."
+                f"--cfg.llm_hf_config.hf_dir is {directory}, but {_COMMON}.llm_hf_dir is {same}; give one of them."
             )
-        return one or other
+        return directory or same
 
 
 @dataclass(kw_only=True)
@@ -185,13 +193,13 @@ class MMToHFConfig(RunConfig):
     """mm_to_hf."""
 
     mm_dir: str
-    """Source: a directory in MindSpeed-MM's layout, or a training checkpoint."""
+    """Directory to convert: in MindSpeed-MM's layout, or a training checkpoint."""
     save_hf_dir: str
-    """Target."""
+    """Directory to write."""
     hf_config: HFConfig
-    """Template of the target: its shards, and the other files, which are copied."""
+    """Template: save_hf_dir gets the same shards, and copies of the files besides the weights."""
     parallel_config: ParallelConfig | None = None
-    """Layout of the source; may be left out."""
+    """Layout of mm_dir.  It is recognized without this field; another one is refused."""
 
 
 @dataclass(kw_only=True)
@@ -199,16 +207,17 @@ class ResplitConfig(RunConfig):
     """resplit."""
 
     source_dir: str
-    """A directory in MindSpeed-MM's layout, or a training checkpoint."""
+    """Directory to convert: in MindSpeed-MM's layout, or a training checkpoint."""
     target_dir: str
+    """Directory to write."""
     target_parallel_config: ParallelConfig
-    """Layout of the target."""
+    """Layout to write."""
     source_parallel_config: ParallelConfig | None = None
-    """Layout of the source; may be left out."""
+    """Layout of source_dir.  It is recognized without this field; another one is refused."""
     hf_config: HFConfig | None = None
-    """Describes the model if the source has no manifest and is not one of the published sizes."""
+    """Describes the model; required if source_dir has no manifest and is not one of the published sizes."""
     save_format: Literal["safetensors", "torch"] | None = None
-    """The target's files.  Default: as in the source."""
+    """Files to write.  Default: the format of source_dir."""
 
 
 @dataclass(kw_only=True)
@@ -216,9 +225,9 @@ class LoraHFToMMConfig(ToMMConfig):
     """lora_hf_to_mm."""
 
     hf_config: HFConfig
-    """Source: the PEFT directory, with adapter_config.json and adapter_model.safetensors."""
+    """PEFT directory to convert, with adapter_config.json and adapter_model.safetensors."""
     base_dir: str | None = None
-    """Hugging Face directory of the base model.  Default: base_model_name_or_path of adapter_config.json."""
+    """Hugging Face directory of the base model.  Default: base_model_name_or_path in adapter_config.json."""
 
 
 @dataclass(kw_only=True)
@@ -226,15 +235,15 @@ class LoraMMToHFConfig(RunConfig):
     """lora_mm_to_hf."""
 
     mm_dir: str
-    """Source: adapters in MindSpeed-MM's layout, or a training checkpoint of adapters."""
+    """Adapters to convert: in MindSpeed-MM's layout, or a training checkpoint of adapters."""
     save_hf_dir: str
-    """Target, a PEFT directory."""
+    """PEFT directory to write."""
     hf_config: HFConfig | None = None
-    """The base model, which the target names; required if the source has no manifest."""
+    """The base model, which adapter_config.json will name; required if mm_dir has no manifest."""
     parallel_config: ParallelConfig | None = None
-    """Layout of the source; required if it has no manifest."""
+    """Layout of mm_dir; required if it has no manifest."""
     lora_alpha: float | None = None
-    """--lora-alpha of the training; required if the source has no manifest, because the files do not have it."""
+    """--lora-alpha of the training; required if mm_dir has no manifest, because its files do not contain it."""
 
 
 @dataclass(kw_only=True)
@@ -242,11 +251,11 @@ class MergeLoraConfig(Options):
     """merge_lora."""
 
     lora_dir: str
-    """The adapters: a PEFT directory, a training checkpoint, or MindSpeed-MM's layout with a manifest."""
+    """Adapters: a PEFT directory, a training checkpoint, or MindSpeed-MM's layout with a manifest."""
     hf_config: HFConfig
-    """Their base model, and the template of the target."""
+    """Their base model, which is also the template for save_hf_dir."""
     save_hf_dir: str
-    """Target, a whole model."""
+    """Directory to write: a whole model."""
 
 
 @dataclass(kw_only=True)
@@ -254,11 +263,11 @@ class VerifyConfig:
     """verify."""
 
     mm_dir: str
-    """A directory in MindSpeed-MM's layout, or a training checkpoint."""
+    """Directory to check: in MindSpeed-MM's layout, or a training checkpoint."""
     hf_config: HFConfig | None = None
-    """Compare with this Hugging Face directory too."""
+    """Hugging Face directory to compare with as well."""
     parallel_config: ParallelConfig | None = None
-    """Layout of mm_dir; may be left out."""
+    """Layout of mm_dir.  It is recognized without this field; another one is refused."""
     num_workers: int = 0
     """Threads; 0 = one per core."""
 
@@ -268,11 +277,12 @@ class DiffConfig:
     """diff."""
 
     source_dir: str
-    """Assumed to be right: a Hugging Face directory, one in MindSpeed-MM's layout, or a training checkpoint."""
+    """Directory that is assumed to be right: a Hugging Face directory, one in MindSpeed-MM's layout, or a training
+    checkpoint."""
     target_dir: str
-    """Compared with it: any of these, on any layout."""
+    """Directory that is compared with source_dir; it may be of another kind, and on another layout."""
     hf_config: HFConfig | None = None
-    """Describes the model if there is no manifest and it is not one of the published sizes."""
+    """Describes the model; required if neither directory does and it is not one of the published sizes."""
     num_workers: int = 0
     """Threads; 0 = one per core."""
 
@@ -282,7 +292,7 @@ class ShowConfig:
     """show."""
 
     dir: str
-    """A Hugging Face directory, one in MindSpeed-MM's layout, or a training checkpoint."""
+    """Directory to show: a Hugging Face directory, one in MindSpeed-MM's layout, or a training checkpoint."""
 
 
 def read_lists(given: LayerLists, key: str) -> PipelineLayout:

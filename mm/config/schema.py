@@ -235,7 +235,7 @@ def _any_of(values: Sequence[Any]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as JSON writes it, cut to fit a message."""
-    text = json.dumps(value, ensure_ascii=False)
+    """A value as JSON writes it, cut to fit a message; values that JSON lacks, such as bytes, as Python writes them."""
+    text = json.dumps(value, ensure_ascii=False, default=repr)
     return text if len(text) <= 80 else text[:77] + "..."
 

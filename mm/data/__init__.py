@@ -5,10 +5,10 @@ The path of a record, top to bottom, with the rooms that handle each step:
     a line of JSON or JSONL, a row of Parquet
         |   read/     open_records, json_file, parquet_file: one raw record;  formats, content, roots: turns and media
         v
-    Sample            turns of text, pictures and videos (sample.py), in one form for all file formats
+    Sample            turns of text, images and videos (sample.py), in one form for all file formats
         |   index/    before a run: every record checked and measured (gauge), cached (store), numbered (dataset)
         |   order/    from lengths alone: which samples form a microbatch, for which replica, in which step
-        |   media/    pictures, and selected frames of videos, as patches for the ViT
+        |   media/    images, and selected frames of videos, as patches for the ViT
         |   encode/   text as token ids and labels (chat), and a position for each (encoder)
         v
     Microbatch        token ids, labels, positions and patches, first of one sample, then of all samples packed together

@@ -25,9 +25,9 @@ class Lengths:
     num_target_tokens: np.ndarray
     """int32"""
     num_media: np.ndarray
-    """int32: pictures and videos."""
+    """int32: images and videos."""
     num_patches: np.ndarray
-    """int32: total over all pictures and videos."""
+    """int32: total over all images and videos."""
     num_image_pairs: np.ndarray
     """int64: pairs of patches in full-attention layers of the ViT, counted by ``mm.batch.image_pairs``."""
     num_window_pairs: np.ndarray

@@ -20,7 +20,7 @@ class BadSample:
     id: str | int | None
     """Its own ``id`` field, if any."""
     path: str | None
-    """The picture or video that causes the problem, if any."""
+    """The image or video that causes the problem, if any."""
     reason: str
 
     @property

@@ -1,4 +1,4 @@
-"""``Sample``, the internal form of a training sample for all file formats: turns of text, pictures and videos."""
+"""``Sample``, the internal form of a training sample for all file formats: turns of text, images and videos."""
 
 import hashlib
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True)
 class Inline:
-    """A picture embedded in its record.  A subclass may read ``content`` lazily (``mm.data.read.parquet``)."""
+    """An image embedded in its record.  A subclass may read ``content`` lazily (``mm.data.read.parquet``)."""
 
     name: str
     """How messages name it: the beginning of its data URL."""
@@ -16,7 +16,7 @@ class Inline:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of its bytes: identifies the picture in caches and keys, wherever it is stored."""
+        """SHA-256 of its bytes: identifies the image in caches and keys, wherever it is stored."""
         return hashlib.sha256(self.content).hexdigest()
 
     def __str__(self) -> str:
@@ -30,7 +30,7 @@ class _AnyMedia:
 
     @property
     def contents(self) -> tuple[str | Inline, ...]:
-        """All of its files or embedded pictures; a video given as a list of frames has several."""
+        """All of its files or embedded images; a video given as a list of frames has several."""
         return self.path if isinstance(self.path, tuple) else (self.path,)
 
     @property
@@ -41,7 +41,7 @@ class _AnyMedia:
 
 @dataclass(frozen=True)
 class Image(_AnyMedia):
-    """A picture.  Its own pixel bounds override those of the data JSON."""
+    """An image.  Its own pixel bounds override those of the data JSON."""
 
     kind: ClassVar[str] = "image"
     placeholder: ClassVar[str] = "<image>"
@@ -59,7 +59,7 @@ class Video(_AnyMedia):
     kind: ClassVar[str] = "video"
     placeholder: ClassVar[str] = "<video>"
     path: str | tuple[str | Inline, ...]
-    """A file, or its frames as pictures; all listed frames are used."""
+    """A file, or its frames as images; all listed frames are used."""
     fps: float | None = None
     """Frames sampled per second; not together with ``nframes``.  For listed frames, the same as ``sample_fps``."""
     sample_fps: float | None = None
@@ -85,14 +85,14 @@ KINDS: Mapping[str, type[Media]] = {one.kind: one for one in (Image, Video)}
 
 @dataclass(frozen=True)
 class Turn:
-    """One message.  ``role`` is "system", "user" or "assistant"; only user turns contain pictures and videos."""
+    """One message.  ``role`` is "system", "user" or "assistant"; only user turns contain images and videos."""
 
     role: str
     content: tuple[str | Media, ...]
 
     @property
     def text(self) -> str:
-        """Its text, with a placeholder for each picture and video."""
+        """Its text, with a placeholder for each image and video."""
         return "".join(item if isinstance(item, str) else item.placeholder for item in self.content)
 
     @property

@@ -39,7 +39,7 @@ def _add_index(commands: Any) -> None:
     parser.add_argument("--bad-sample", choices=("error", "skip"), default="error", help="as in training")
     parser.add_argument("--num-workers", type=_count, help="processes (default: preprocessing_num_workers of the data "
                                                         "JSON, else one per CPU)")
-    parser.add_argument("--again", action="store_true", help="create it again, for example after pictures have changed")
+    parser.add_argument("--again", action="store_true", help="create it again, for example after images have changed")
     parser.set_defaults(run=_index)
 
 
@@ -91,7 +91,7 @@ def _add_convert(commands: Any) -> None:
     parser = formats.add_parser("llava", help="LLaVA's conversations to MindSpeed-MM's messages",
                                 description="Optional: the trainer also reads LLaVA's files directly.")
     parser.add_argument("--input", required=True, type=Path, help="LLaVA's records, as JSON or JSONL")
-    parser.add_argument("--media-folder", required=True, help="folder of the pictures and videos in the records")
+    parser.add_argument("--media-folder", required=True, help="folder of the images and videos in the records")
     parser.add_argument("--output", required=True, type=Path, help="must not exist; NAME.jsonl becomes JSONL")
     parser.set_defaults(run=_convert)
 
@@ -107,7 +107,7 @@ def _add_check(commands: Any) -> None:
         description="Reads all records and the headers of media; with --deep it also decodes all media. The exit "
                     "status is 2 if there are any problems.")
     _add_settings(parser)
-    parser.add_argument("--deep", action="store_true", help="decode all pictures and videos, as training does")
+    parser.add_argument("--deep", action="store_true", help="decode all images and videos, as training does")
     parser.add_argument("--html", type=Path, help="also write the report with histograms to this HTML file")
     parser.set_defaults(run=_check)
 
@@ -157,13 +157,13 @@ def _measured(flags: argparse.Namespace, problems: list[str]) -> tuple[Mapping[S
 def _add_show(commands: Any) -> None:
     parser = commands.add_parser(
         "show", help="show a sample as the model sees it",
-        description="Its tokens, with the target tokens marked; --html also shows its pictures after resizing.")
+        description="Its tokens, with the target tokens marked; --html also shows its images after resizing.")
     _add_settings(parser)
     parser.add_argument("--split", "--part", choices=SPLITS, default="training",
                         help="which samples; earlier versions called it --part (default: %(default)s)")
     parser.add_argument("--sample", type=int, default=0,
                         help="index of the sample in that split, counted from 0 (default: %(default)s)")
-    parser.add_argument("--html", type=Path, help="HTML file to write, with pictures and frames")
+    parser.add_argument("--html", type=Path, help="HTML file to write, with images and frames")
     parser.set_defaults(run=_show)
 
 
@@ -203,7 +203,7 @@ def _write_page(path: Path | None, shown: Report | Shown) -> None:
 
 def _add_mock(commands: Any) -> None:
     parser = commands.add_parser("mock", help="generate data of a given size",
-                                 description="Random pictures and texts, for trying out memory use and speed.")
+                                 description="Random images and texts, for trying out memory use and speed.")
     parser.add_argument("--output", required=True, type=Path, help="directory for data.jsonl and images/")
     parser.add_argument("--tokenizer", help="Hugging Face directory; --text-length counts its tokens (default: words)")
     for one in dataclasses.fields(Mock):

@@ -34,14 +34,14 @@ class Converted:
 
 def convert_llava(records: Path, target: Path, folder: str) -> Converted:
     """Write the records in the file ``records``, whose media are in ``folder``, to ``target``: JSONL if it is named so,
-    otherwise a JSON list.  Media paths become ``folder/path``.  Embedded pictures, as in Parquet files, are written to
+    otherwise a JSON list.  Media paths become ``folder/path``.  Embedded images, as in Parquet files, are written to
     ``NAME.pictures`` beside the target.
 
     Raises UserError, and leaves no ``target``, when it exists, when ``records`` is unreadable or has other records, and
     when no record has its media.
     """
-    pictures = target.with_name(f"{target.stem}.pictures")
-    for path in (target, pictures):
+    images = target.with_name(f"{target.stem}.pictures")
+    for path in (target, images):
         if path.exists():
             raise UserError(f"{path} already exists; rename or remove it, or give another output.")
     file, is_lines, num_records, num_kept = open_records(str(records)), target.suffix == ".jsonl", 0, 0
@@ -50,18 +50,18 @@ def convert_llava(records: Path, target: Path, folder: str) -> Converted:
         try:
             for raw in _records(file):
                 with naming(f"{file.where(raw)}: {numbered('record', raw.index, name_of(raw.value))}"):
-                    converted = _converted(raw, folder, pictures)
+                    converted = _converted(raw, folder, images)
                 num_records += 1
                 if all(Path(path).is_file() for column in _MEDIA for path in converted.get(column, ())):
                     _write(out, converted, is_lines, is_first=not num_kept)
                     num_kept += 1
             out.write("" if is_lines else "]" if num_kept else "[]")
             if num_records and not num_kept:
-                raise UserError(f"none of the {num_records} records has its picture or video in {folder}; give the "
+                raise UserError(f"none of the {num_records} records has its image or video in {folder}; give the "
                                 f"folder that contains them.")
         except BaseException:
             target.unlink()
-            shutil.rmtree(pictures, ignore_errors=True)
+            shutil.rmtree(images, ignore_errors=True)
             raise
     return Converted(num_records, num_kept)
 
@@ -70,7 +70,7 @@ def summary(done: Converted, target: Path, folder: str) -> str:
     """The result of a conversion in one line."""
     num_missing = done.num_records - done.num_kept
     return f"{target}: {done.num_kept} records" + (
-        f"; {num_missing} left out, because their picture or video is not in {folder}" * (num_missing > 0))
+        f"; {num_missing} left out, because their image or video is not in {folder}" * (num_missing > 0))
 
 
 def _records(file: RecordFile) -> Iterator[Raw]:
@@ -80,7 +80,7 @@ def _records(file: RecordFile) -> Iterator[Raw]:
         raise UserError(problems)
 
 
-def _converted(raw: Raw, folder: str, pictures: Path) -> dict[str, Any]:
+def _converted(raw: Raw, folder: str, images: Path) -> dict[str, Any]:
     """One record in the new format; a record without media is text only."""
     if raw.problem is not None:
         raise UserError(raw.problem)
@@ -100,19 +100,19 @@ def _converted(raw: Raw, folder: str, pictures: Path) -> dict[str, Any]:
         if not isinstance(paths, list) or not all(isinstance(path, str | Inline) for path in paths):
             raise UserError(f"has {names[0]!r} = {str(given)[:60]!r}; expected a path or a list of them.")
         if paths:
-            columns[column] = [f"{folder}/{path}" if isinstance(path, str) else _written(path, pictures)
+            columns[column] = [f"{folder}/{path}" if isinstance(path, str) else _written(path, images)
                                for path in paths]
     return columns | {"messages": [{"role": _ROLES[turn["from"]], "content": turn["value"]} for turn in turns]}
 
 
-def _written(picture: Inline, folder: Path) -> str:
-    """Write ``picture`` to a file named by its hash, and return its path."""
-    form = format_of(picture)
+def _written(image: Inline, folder: Path) -> str:
+    """Write ``image`` to a file named by its hash, and return its path."""
+    form = format_of(image)
     if form is None:
-        raise UserError(f"{picture} is not an image that Pillow can read; replace or remove it.")
-    path = folder / f"{picture.digest[:32]}.{form.lower()}"
+        raise UserError(f"{image} is not an image that Pillow can read; replace or remove it.")
+    path = folder / f"{image.digest[:32]}.{form.lower()}"
     if not path.exists():
-        write_whole(path, picture.content)
+        write_whole(path, image.content)
     return str(path)
 
 

@@ -22,13 +22,13 @@ class Mock:
 
     num_samples: int = 100
     num_images: int = 1
-    """Pictures per sample."""
+    """Images per sample."""
     width: int = 640
     height: int = 480
     text_length: int = 256
     """Length of the answer: in tokens if a tokenizer is given, otherwise in words."""
     num_pictures: int = 16
-    """Number of different picture files, which samples share."""
+    """Number of different image files, which samples share."""
     seed: int = 1234
 
     def write(self, directory: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:

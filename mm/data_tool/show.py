@@ -1,4 +1,4 @@
-"""One sample as the model sees it: its pictures after resizing, and its tokens with the target tokens marked."""
+"""One sample as the model sees it: its images after resizing, and its tokens with the target tokens marked."""
 
 import base64
 import io
@@ -37,7 +37,7 @@ class Shown:
     num_tokens: int
     num_target_tokens: int
     frames: tuple[np.ndarray, ...]
-    """uint8 [height, width, 3]: each picture, and each frame of a video."""
+    """uint8 [height, width, 3]: each image, and each frame of a video."""
 
     @classmethod
     def of(cls, sample: Sample, encoder: SampleEncoder) -> "Shown":
@@ -56,19 +56,19 @@ class Shown:
     def html(self) -> str:
         """A self-contained page."""
         spans = "".join(f'<span class="{piece.kind}">{escape(piece.text)}</span>' for piece in self.pieces)
-        pictures = "".join(f'<img alt="{frame.shape[1]} x {frame.shape[0]} pixels" '
+        images = "".join(f'<img alt="{frame.shape[1]} x {frame.shape[0]} pixels" '
                            f'src="data:image/png;base64,{_png(frame)}">' for frame in self.frames)
-        return page(self.where, f"<p>{escape(self._headline)}</p>\n<div>{pictures}</div>\n"
+        return page(self.where, f"<p>{escape(self._headline)}</p>\n<div>{images}</div>\n"
                                  f'<div class="turns">{spans}</div>')
 
     @property
     def _headline(self) -> str:
         return (f"{self.where}: {self.num_tokens:,} tokens, {self.num_target_tokens:,} of them targets, "
-                f"{len(self.frames)} pictures or frames")
+                f"{len(self.frames)} images or frames")
 
 
 def _pieces(encoded: Microbatch, encoder: SampleEncoder) -> Iterator[TokenGroup]:
-    """Runs of tokens of one kind; the tokens of a picture or video are replaced by their number."""
+    """Runs of tokens of one kind; the tokens of an image or video are replaced by their number."""
     media = encoder.chat.media_token_ids
     ids = encoded.token_ids.tolist()
     is_target = [False, *(label != IGNORE_INDEX for label in encoded.labels.tolist()[:-1])]

@@ -58,7 +58,7 @@ def _section(name: Split, dataset: Dataset, model: ModelConfig, seq_length: int)
         f"samples for {name}": _taken(dataset),
         "tokens": f"{tokens.sum():,}, {tokens.mean():,.0f} per sample, {tokens.max():,} at most",
         "target tokens": f"{lengths.num_target_tokens.sum(dtype=np.int64) / tokens.sum():.1%}",
-        "pictures and videos": f"{lengths.num_media.sum(dtype=np.int64):,}",
+        "images and videos": f"{lengths.num_media.sum(dtype=np.int64):,}",
         "video frames": f"{dataset.column('num_frames').sum(dtype=np.int64):,}",
         "patches": f"{sizes.num_patches.sum():,}",
         "samples truncated to --seq-length": f"{np.count_nonzero(dropped):,} ({np.mean(dropped > 0):.1%}); turns "
@@ -68,7 +68,7 @@ def _section(name: Split, dataset: Dataset, model: ModelConfig, seq_length: int)
     }
     histograms = [Histogram.of("Tokens", "per sample", tokens),
                   Histogram.of("Patches", "per sample", sizes.num_patches),
-                  Histogram.of("Pictures and videos", "per sample", lengths.num_media)]
+                  Histogram.of("Images and videos", "per sample", lengths.num_media)]
     return Report(f"{name.capitalize()} samples", tuple(facts.items()), tuple(_imbalance(sizes, seq_length)),
                   tuple(histograms))
 
@@ -122,7 +122,7 @@ class MediaFindings:
 
 
 def look(splits: Mapping[Split, Dataset], encoder: SampleEncoder, decodes: bool) -> MediaFindings:
-    """Read the headers of all pictures, and with ``decodes`` encode all samples as the trainer does, on all CPUs."""
+    """Read the headers of all images, and with ``decodes`` encode all samples as the trainer does, on all CPUs."""
     blocks: list[tuple[Split, range]] = [
         (name, range(start, min(start + _NUM_AT_A_TIME, len(dataset))))
         for name, dataset in splits.items() for start in range(0, len(dataset), _NUM_AT_A_TIME)]
@@ -142,8 +142,8 @@ def look(splits: Mapping[Split, Dataset], encoder: SampleEncoder, decodes: bool)
             for one, where in seen.media:
                 media.add(one, where)
             progress.update(len(block))
-    notes = [f"{count} pictures {remark}; the first is {first[remark]}" for remark, count in remarks.items()]
-    notes += [*ids.message("id"), *media.message("picture or video")]
+    notes = [f"{count} images {remark}; the first is {first[remark]}" for remark, count in remarks.items()]
+    notes += [*ids.message("id"), *media.message("image or video")]
     return MediaFindings(tuple(problems), tuple(notes))
 
 
@@ -172,7 +172,7 @@ class _Seen:
 
     problems: list[Problem] = field(default_factory=list[Problem])
     remarks: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
-    """With the picture that each is about."""
+    """With the image that each is about."""
     ids: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     """With the record that has this id."""
     media: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])

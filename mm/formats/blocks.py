@@ -81,7 +81,7 @@ class _BlockElements:
 
 
 _Pending = list[tuple[str, Callable[[], Tensor]]]
-"""A block being copied to the host: for each part the name of its tensor, and a function that waits for the copy."""
+"""A block being copied to the host: for each tensor in it the name, and a function that waits for the copy."""
 
 
 def write_tensors(

@@ -111,7 +111,7 @@ class Files:
         return all(a == b for a, b in zip(self._blocks(one), self._blocks(other), strict=True))
 
     def is_zero(self, stretch: Stretch) -> bool:
-        """Whether every byte of ``part`` is zero."""
+        """Whether every byte of ``stretch`` is zero."""
         blocks = stretch.view.blocks(range(stretch.start, stretch.stop), BUFFER_BYTES)
         return not any(any(self.read_columns(stretch.view, rows, indices)) for rows, indices in blocks)
 

@@ -117,8 +117,8 @@ class FieldDifference:
     """"language.num_layers", or "image_token_id" at the top."""
     json_name: str
     """The key in a model JSON file."""
-    one: Any
-    other: Any
+    first: Any
+    second: Any
 
 
 def differences(one: ModelConfig, other: ModelConfig, but: tuple[str, ...] = FREE_FIELDS) -> list[FieldDifference]:
@@ -159,8 +159,9 @@ def hf_problems(
         return list(error.problems)
     if not found:
         return []
-    width = max(len(one.json_name) for one in found)
-    table = "\n".join(f"    {one.json_name:<{width}}  {one.one}  |  {one.other}" for one in found)
+    width = max(len(difference.json_name) for difference in found)
+    table = "\n".join(f"    {difference.json_name:<{width}}  {difference.first}  |  {difference.second}"
+                      for difference in found)
     return [f"{model_path} describes another model than {path}; use the model JSON of the same size. Differing fields "
             f"(model JSON | config.json):\n{table}"]
 
@@ -170,9 +171,9 @@ def stored_problems(
 ) -> list[str]:
     """Say every field in which ``model`` differs from ``stored``, the model of the checkpoint at ``where``."""
     return [
-        f"{where}: the checkpoint was saved with {one.json_name} = {one.one!r}, but the model JSON says {one.other!r}; "
-        f"give the model JSON that it was trained with."
-        for one in sorted(differences(stored, model, but), key=lambda one: one.json_name)
+        f"{where}: the checkpoint was saved with {difference.json_name} = {difference.first!r}, but the model JSON "
+        f"says {difference.second!r}; give the model JSON that it was trained with."
+        for difference in sorted(differences(stored, model, but), key=attrgetter("json_name"))
     ]
 
 

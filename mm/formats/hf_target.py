@@ -11,7 +11,7 @@ from mm.config.model import ModelConfig
 from mm.formats.hf import INDEX_FILE, SINGLE_FILE, HFDirectory, is_model_weights
 from mm.formats.hf_config import for_both_versions, stated_dtype, with_dtype
 from mm.formats.safetensors import safetensors_file, safetensors_file_like
-from mm.weights.plan import TargetFile
+from mm.weights.plan import TargetFile, dtype_name
 from mm.weights.table import model_weights
 from mm.weights.views import View, whole_view
 
@@ -84,9 +84,9 @@ def write_other_files(base: HFDirectory, folder: Path, files: Sequence[TargetFil
             shutil.copyfile(file, folder / file.name)
     is_like_base = {file.name: file.tensors for file in files} == {
         file: tuple(stored.values()) for file, stored in base.contents.items()}
-    config, dtypes = base.config, [tensor.dtype for file in files for tensor in file.tensors]
-    if not is_like_base and f"torch.{stated_dtype(config)}" not in map(str, dtypes):
-        config = with_dtype(config, str(dtypes[0]).removeprefix("torch."))
+    config, dtypes = base.config, [dtype_name(tensor.dtype) for file in files for tensor in file.tensors]
+    if not is_like_base and stated_dtype(config) not in dtypes:
+        config = with_dtype(config, dtypes[0])
     config = for_both_versions(config)
     if config != base.config:
         (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

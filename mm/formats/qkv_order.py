@@ -45,7 +45,7 @@ def in_qkv_order(
         return directory, ()
     found = order.stated
     if found is None and order.base is not None:
-        found = _shown(directory, model, tp_size, HFDirectory.open(order.base, weights_required=False))
+        found = _order_by_comparison(directory, model, tp_size, HFDirectory.open(order.base, weights_required=False))
     if found is None:
         return directory, (
             f"{directory.path} has no manifest, so the order of the ViT's qkv is unknown; it is read per head, as "
@@ -59,7 +59,9 @@ def in_qkv_order(
         f"write it, although its runtime expects it per head; it is read correctly here",)
 
 
-def _shown(directory: MindSpeedDirectory, model: ModelConfig, tp_size: int, base: HFDirectory) -> VitQkvOrder | None:
+def _order_by_comparison(
+    directory: MindSpeedDirectory, model: ModelConfig, tp_size: int, base: HFDirectory
+) -> VitQkvOrder | None:
     """The order in which the ViT's first qkv is much closer to that of ``base``; None if neither is."""
     weight = next(weight for weight in model_weights(model) if weight.fusion is Fusion.PER_HEAD_QKV)
     either = [replace(directory, storage=replace(directory.storage, whole_vision_qkv=is_whole))

@@ -1,8 +1,8 @@
 """Which trained weight gets which learning rate and weight decay: the groups of the optimizer.
 
-A learning rate of a part is its own maximum.  It has the schedule of ``--lr`` in proportion, warm-up and minimum
-included: Megatron's ``lr_mult`` and Qwen's trainer, whose scheduler multiplies every group by one factor, do the same.
-``--lr-mult`` multiplies what the part gives.
+The model JSON may give a part a learning rate, which is the maximum for that part.  Its schedule is that of ``--lr``,
+scaled, with warm-up and minimum.  Megatron's ``lr_mult`` does the same, and so does Qwen's trainer, whose scheduler
+multiplies every group by one factor.  ``--lr-mult`` multiplies the rate of the part.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ class Group:
 
 
 def group_of(weight: Weight, args: Arguments, model: ModelConfig) -> Group:
-    """The group of a trained weight; both copies of a tied embedding are in the group of its own name.
+    """The group of a trained weight.  Both copies of a tied embedding are in the group that the embedding's name gives.
 
     Biases and norms get no weight decay, as in Megatron and in transformers' Trainer.
     """
@@ -60,7 +60,8 @@ def group_facts(args: Arguments, model: ModelConfig) -> list[dict[str, Any]]:
 def group_problems(args: Arguments, model: ModelConfig) -> Iterator[str]:
     """Patterns of the command line that change nothing.
 
-    Where nothing is trained, or no adapter is found, which are problems of their own, what follows is not repeated.
+    If nothing is trained, or no adapter is found, that is reported elsewhere, and its consequences are not repeated
+    here.
     """
     weights, lacks_names = model_weights(model), lacks_adapters(model)
     trained = {weight.name for weight in weights if not is_frozen(weight, model)}

@@ -1,4 +1,4 @@
-"""Adapters of the whole model: which linear layers have them, and what is wrong with the patterns that name these.
+"""Adapters of the whole model: which linear layers have them, and what is wrong with the patterns that name layers.
 
 The matrices themselves are weights of ``mm.weights.table``.
 """
@@ -22,7 +22,7 @@ class AdapterWeights:
     layer: str
     """Published name: ``model.layers.0.self_attn.q_proj``."""
     base: Weight
-    """The weight of ours that the layer's is a part of."""
+    """Our weight, which contains the layer's."""
     a: Weight
     b: Weight
     alpha: float
@@ -48,7 +48,7 @@ def model_adapters(model: ModelConfig) -> tuple[AdapterWeights, ...]:
 
 
 def matrix_pairs(weights: Iterable[Weight]) -> Iterator[tuple[Weight, Weight, Weight]]:
-    """The weight that an adapter stands beside, its A and its B, of all adapters among ``weights`` in model order."""
+    """For each adapter among ``weights``, in model order: the weight that it belongs to, its A and its B."""
     base = a = None
     for weight in weights:
         if not weight.is_adapter:
@@ -62,7 +62,7 @@ def matrix_pairs(weights: Iterable[Weight]) -> Iterator[tuple[Weight, Weight, We
 
 
 def layer_weight(matrix: Weight) -> str:
-    """The Hugging Face name of the weight that an adapter's ``matrix`` A or B stands beside."""
+    """The Hugging Face name of the weight that an adapter's ``matrix`` (A or B) belongs to."""
     return f"{matrix.hf_names[0].rpartition('.lora_')[0]}.weight"
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face's two spellings of a weight's name, and the patterns of names in flags and the model JSON."""
+"""The two spellings of a weight's name in Hugging Face, and the patterns for names in flags and the model JSON."""
 
 import re
 from collections.abc import Collection, Iterable
@@ -42,16 +42,16 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def is_target(pattern: str, names: Iterable[str]) -> bool:
-    """Whether ``pattern`` names the layer that has these ``names``: PEFT's rule for a list of target modules.
+    """Whether ``pattern`` names the layer with these ``names``: PEFT's rule for a list of target modules.
 
-    It is a whole name, or the words at its end: ``q_proj``, ``layers.3.mlp.up_proj``.  Beyond PEFT, ``*``, ``?`` and
-    ``[0-9]`` mean what they mean in a shell, and a word such as ``0-15`` is any number of that span.
+    A pattern is a whole name, or the words at its end: ``q_proj``, ``layers.3.mlp.up_proj``.  Beyond PEFT, ``*``, ``?``
+    and ``[0-9]`` mean what they mean in a shell, and a word such as ``0-15`` matches any number in that range.
     """
     return pattern == ALL_LINEAR or any(_expression(pattern).fullmatch(name) for name in names)
 
 
 def chosen(by_pattern: Iterable[tuple[str, Value]], names: Collection[str], default: Value) -> Value:
-    """The value of the first pattern that names the layer that has these ``names``; without one ``default``."""
+    """The value of the first pattern that names the layer with these ``names``; ``default`` if there is none."""
     return next((value for pattern, value in by_pattern if is_target(pattern, names)), default)
 
 

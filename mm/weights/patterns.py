@@ -1,4 +1,4 @@
-"""Suggestions for misspelt patterns of weight names, for messages."""
+"""Suggestions for messages about patterns that match no weight name."""
 
 from collections.abc import Collection
 
@@ -8,7 +8,8 @@ from mm.weights.table import Weight
 
 
 def nearest_names(pattern: str, weights: Collection[Weight]) -> str:
-    """For a message: the nearest words of our names, those that Hugging Face's name stands for, or how ours begin."""
+    """What a message suggests for ``pattern``: that it is one of Hugging Face's names, a similar word, or how our names
+    start."""
     foreign = [weight.name for weight in weights if any(matches(pattern, name) for name in weight.hf_names)]
     if foreign:
         return f"; in Hugging Face's names it matches {foreign[0]}{' and others' if len(foreign) > 1 else ''}"

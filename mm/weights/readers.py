@@ -9,13 +9,13 @@ from heapq import heapreplace
 
 
 def readers(num_bytes: Sequence[int], num_ranks: int) -> tuple[int, ...]:
-    """The rank that reads each weight, so that all ranks read about as much; the same answer on every rank.
+    """The rank that reads each weight, chosen so that all ranks read about as much; every rank gets the same answer.
 
-    ``num_bytes``: of each weight.  The greedy rule, the largest weight first and each to the rank that reads least: the
-    most and the least that a rank reads differ by no more than the largest weight.  Of ranks that read equally little
-    the furthest apart come first, because neighbours share a host and its way to the disk.
+    ``num_bytes`` is the size of each weight.  The rule is greedy: the largest weight goes first, and each goes to the
+    rank that reads least so far.  So the loads of two ranks differ by no more than the largest weight.  Ties go to
+    ranks that are far apart, because neighbours share a host and its path to the disk.
     """
-    # Ranks with their bits reversed are such an order: 0, 4, 2, 6, 1, 5, 3, 7.  Sorted, they already are a heap.
+    # Reversing the bits of the ranks gives such an order: 0, 4, 2, 6, 1, 5, 3, 7.  The sorted list is already a heap.
     bits = (num_ranks - 1).bit_length()
     apart = sorted(range(num_ranks), key=lambda rank: f"{rank:0{bits}b}"[::-1])
     loads = [(0, place) for place in range(num_ranks)]

@@ -16,11 +16,10 @@ from mm.weights.table import Place, Weight, is_held, model_weights, stored_name
 
 
 def is_frozen(weight: Weight, model: ModelConfig) -> bool:
-    """Whether a weight is not trained: by its part, its layer, a pattern, or because adapters are trained in its place;
-    unless ``trainable_modules`` name it.
+    """Whether a weight is not trained.
 
-    Both copies of a tied embedding are judged by its own name.  Where the settings of adapters name a frozen weight,
-    it has none.
+    A weight is frozen by its part, its layer or a pattern, or because adapters are trained in its place, unless
+    ``trainable_modules`` name it.  Both copies of a tied embedding are judged by the embedding's name.
     """
     if weight.is_adapter or _matches_any(model.trainable_modules, weight):
         return False
@@ -37,8 +36,7 @@ def saved_weights(model: ModelConfig) -> tuple[Weight, ...]:
 
 
 def saved_among(weights: Iterable[Weight], model: ModelConfig) -> list[Weight]:
-    """Those of the ``weights`` of a stage that a training checkpoint of ``model`` holds; where it holds a tied
-    embedding, both copies."""
+    """The ``weights`` of a stage that a training checkpoint of ``model`` holds; of a tied embedding, both copies."""
     names = {weight.name for weight in saved_weights(model)}
     return [weight for weight in weights if stored_name(weight) in names]
 
@@ -53,10 +51,10 @@ def _matches_any(patterns: tuple[str, ...], weight: Weight) -> bool:
 
 
 def freeze_problems(model: ModelConfig) -> Iterator[str]:
-    """Patterns that freeze or train nothing that would be otherwise without them, and a model without trained
-    weights where that does not follow from a wrong pattern of what is trained.
+    """Patterns without effect, and a model in which nothing is trained.
 
-    A wrong pattern of adapters is reported by ``mm.weights.lora.adapter_problems``.
+    The latter is not reported if a wrong pattern in ``--trainable-modules``, or for adapters, explains it.
+    ``mm.weights.lora.adapter_problems`` reports wrong patterns for adapters.
     """
     weights, has_wrong_name = model_weights(model.base), lacks_adapters(model)
     without_freeze, without_train = replace(model, freeze_modules=()), replace(model, trainable_modules=())
@@ -89,7 +87,7 @@ def feature_cache_problems(model: ModelConfig) -> Iterator[str]:
              if any(matches(pattern, stored_name(weight)) for weight in found)]
     how = [] if model.vision.freeze else ["set image_encoder.vision_encoder.freeze to true in the model JSON"]
     how += [f"remove {', '.join(map(repr, named))} from --trainable-modules"] if named else []
-    yield (f"--vision-feature-cache keeps the ViT's output for each picture, but {len(found)} of the ViT's weights are "
+    yield (f"--vision-feature-cache keeps the ViT's output for each image, but {len(found)} of the ViT's weights are "
            f"trained, such as {found[0].name}: {' and '.join(how)}, or remove the flag (training the projector is "
            f"allowed)")
 
@@ -119,16 +117,16 @@ def _position(place: Place, layer: int | None) -> int:
 
 @dataclass(frozen=True)
 class GradientPath:
-    """How far back the loss's gradient flows: along each of two paths, to the first place with a trained weight.
+    """How far back the loss's gradient flows: on each of two paths, the position of the first trained weight.
 
-    Places count as they are passed: an embedding is -1, layers have their numbers, and what follows the last layer is
-    ``LAST``.  Infinity: nothing is trained there.
+    An embedding has position -1, layers have their numbers, and everything after the last layer has ``LAST``.  Infinity
+    means that nothing on the path is trained.
     """
 
     vision: float
-    """Over the images: patch embedding, ViT layers, projector."""
+    """The path of the images: patch embedding, ViT layers, projector."""
     language: float
-    """Over the tokens: word embedding, LLM layers, norm and head."""
+    """The path of the tokens: word embedding, LLM layers, norm and head."""
 
     @classmethod
     def of(cls, model: ModelConfig) -> "GradientPath":
@@ -140,27 +138,27 @@ class GradientPath:
         return cls(**first)
 
     def leaves(self, spec: StageSpec, has_images: bool) -> bool:
-        """Whether the slot ``spec`` sends the gradient of a microbatch back over the boundary it has received from."""
+        """Whether the slot ``spec`` sends the gradient of a microbatch back to the slot before it."""
         return self._crosses(spec.receives, spec.vision_layers.start, spec.language_layers.start, has_images)
 
     def comes_back(self, spec: StageSpec, has_images: bool) -> bool:
-        """Whether a gradient comes back over the boundary that the slot ``spec`` sends over."""
+        """Whether the slot ``spec`` receives the gradient of a microbatch from the slot after it."""
         return self._crosses(spec.sends, spec.vision_layers.stop, spec.language_layers.stop, has_images)
 
     @property
     def leads_to_images(self) -> bool:
-        """Whether the gradient goes on to the visual tokens of a microbatch."""
+        """Whether the gradient flows back into the visual tokens of a microbatch."""
         return self.vision < math.inf
 
     def needs_input_gradient(self, place: Place, layer: int | None = None, has_images: bool = True) -> bool:
-        """Whether what the layer or other place works on needs the gradient of a microbatch."""
+        """Whether the input of a layer, or of another place, needs a gradient."""
         position = _position(place, layer)
         if place in (Place.PATCH_EMBEDDING, Place.VISION_LAYER, Place.PROJECTOR):
             return self.vision < position
         return (has_images and self.leads_to_images) or self.language < position
 
     def _crosses(self, message: Message, vision_layers: int, language_layers: int, has_images: bool) -> bool:
-        """Over a boundary behind so many layers of both towers."""
+        """Whether the gradient crosses the boundary after this many layers of both towers."""
         match message:
             case Message.NOTHING:
                 return False

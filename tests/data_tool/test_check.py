@@ -36,7 +36,7 @@ BROKEN = {
     "too few pictures": (sample("<image><image>?", "1", "good.png"), "2 <image>"),
     "two questions": ({"messages": [{"role": "user", "content": "1"}, {"role": "user", "content": "2"}]}, "turn 1"),
     "no answer": (sample("?", ""), "empty message 1"),
-    "unknown role": ({"messages": [{"role": "usr", "content": "?"}]}, "'usr'"),
+    "unknown role": ({"messages": [{"role": "usr", "content": "?"}]}, '"usr"'),
     "a list": (["?"], "is a list"),
     "cut short": (sample("<image>?", "1", "short.png"), "damaged or truncated"),
 }
@@ -103,7 +103,7 @@ def test_values_in_more_than_one_record_are_reported(flags: list[str], tmp_path:
         assert main(["check", "--mm-data", str(tmp_path / "data.json"), *flags[2:]]) == 0
         reported = capsys.readouterr().out
         assert ("1 x the same id in more than one record; the first is 7, in " in reported) is has_twice
-        assert ("1 x the same picture or video in more than one record; the first is /" in reported) is has_twice
+        assert ("1 x the same image or video in more than one record; the first is /" in reported) is has_twice
 
 
 def test_losses_of_long_samples_are_counted_in_every_report(flags: list[str], tmp_path: Path, capsys) -> None:
@@ -157,7 +157,7 @@ def test_a_broken_val_dataset_is_reported(flags: list[str], tmp_path: Path, caps
     for text in (reported.out, html.unescape(page.read_text())):
         assert "lost for validation.png" in text and "Training samples" in text and "Validation samples" in text
     assert reported.out.count("image 'lost for validation.png'") == 1 and reported.err.startswith("error: 1 problem;")
-    assert "1 x the same picture or video in more than one record; the first is" in reported.out
+    assert "1 x the same image or video in more than one record; the first is" in reported.out
     for part, counts in (("training", (10, 0, 10)), ("validation", (3, 1, 2))):
         block = reported.out.split(f"{part.capitalize()} samples\n")[1]
         found = re.search(rf"records in the files +(\d+)\nleft out +(\d+), .*\nsamples for {part} +(\d+)\n", block)

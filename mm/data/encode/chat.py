@@ -75,7 +75,7 @@ class TooLongError(UserError):
 
 @dataclass(frozen=True)
 class EncodedText:
-    """Token ids int64 [num_tokens], labels int64 [num_tokens], and which pictures and videos remain."""
+    """Token ids int64 [num_tokens], labels int64 [num_tokens], and which images and videos remain."""
 
     token_ids: Tensor
     labels: Tensor
@@ -137,12 +137,12 @@ class ChatEncoder:
         return self.tokenizer.get_vocab()[self.family.tokens.vision_start]
 
     def encode(self, turns: Sequence[Turn], grids: Sequence[Grid]) -> EncodedText:
-        """Encode a conversation whose pictures and videos have ``grids``, in reading order.
+        """Encode a conversation whose images and videos have ``grids``, in reading order.
 
         More than ``seq_length`` tokens are truncated by ``kept_lengths``, or with ``drops_turns`` by ``kept_turns``.  A
-        cut never falls inside a picture or video: it is moved to before the token that starts it, and that one and the
+        cut never falls inside an image or video: it is moved to before the token that starts it, and that one and the
         later ones of the question are dropped.  Raises UserError when the chat template does not render every answer,
-        picture and video, and TooLongError when no turn would remain.
+        image and video, and TooLongError when no turn would remain.
         """
         turns, mask, masked = _masked(turns, self._control)
         text = self.render(turns)
@@ -173,7 +173,7 @@ class ChatEncoder:
         """Encode a conversation that ends with a question, up to the beginning of the answer.  Nothing is truncated,
         and no token is a target.
 
-        Raises UserError when the chat template does not render every picture and video.
+        Raises UserError when the chat template does not render every image and video.
         """
         turns, mask, masked = _masked(turns, self._control)
         token_ids, _ = self._tokens(self.render(turns, for_generation=True), mask, masked)
@@ -184,22 +184,22 @@ class ChatEncoder:
     def _repeats(
         self, token_ids: np.ndarray, turns: Sequence[Turn], grids: Sequence[Grid]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Positions of the picture and video tokens, and how often to repeat each token, int64 [num_tokens].
+        """Positions of the image and video tokens, and how often to repeat each token, int64 [num_tokens].
 
-        The template writes one token per picture or video; the model reads one per merged patch.
+        The template writes one token per image or video; the model reads one per merged patch.
         """
         places, repeats = self._media_places(token_ids, turns), np.ones(len(token_ids), dtype=np.int64)
         repeats[places] = [t * h * w // self.spatial_merge_size**2 for t, h, w in grids]
         return places, repeats
 
     def _media_places(self, token_ids: np.ndarray, turns: Sequence[Turn]) -> np.ndarray:
-        """Positions of the single tokens that stand for the pictures and videos of ``turns``."""
+        """Positions of the single tokens that stand for the images and videos of ``turns``."""
         expected = [self.image_token_id if isinstance(item, Image) else self.video_token_id
                     for turn in turns if turn.role == "user" for item in turn.media]
         places = np.flatnonzero(np.isin(token_ids, (self.image_token_id, self.video_token_id)))
         if token_ids[places].tolist() != expected or (token_ids[places - 1] != self.vision_start_token_id).any():
             raise UserError(
-                f"the chat template renders {len(places)} pictures and videos of {len(expected)}, or not in order "
+                f"the chat template renders {len(places)} images and videos of {len(expected)}, or not in order "
                 f"after {self.family.tokens.vision_start}; use {self.family.title}'s template."
             )
         return places
@@ -246,7 +246,7 @@ class ChatEncoder:
         return is_kept, kept.count((0, 0))
 
     def render(self, turns: Sequence[Turn], for_generation: bool = False) -> str:
-        """The conversation rendered by the chat template, with one token per picture and video.
+        """The conversation rendered by the chat template, with one token per image and video.
 
         ``for_generation``: append the header of an answer.
         """

@@ -92,7 +92,7 @@ class SampleEncoder:
         return self.filled(self.outline(sample))
 
     def filled(self, outline: "Outline") -> Microbatch:
-        """Add the pixels.  Raises UserError naming the sample and the picture or video that cannot be decoded."""
+        """Add the pixels.  Raises UserError naming the sample and the image or video that cannot be decoded."""
         with naming(outline.where):
             pixels = [self._pixels(one) for one in outline.media]
         return replace(outline.microbatch, pixel_values=torch.cat(pixels) if pixels else None)
@@ -100,7 +100,7 @@ class SampleEncoder:
     def outline(self, sample: Sample) -> "Outline":
         """One sample without its pixels, from the headers of its media.
 
-        Raises UserError naming the sample and, if a picture or video causes it, that file; see ``ChatEncoder.encode``.
+        Raises UserError naming the sample and, if an image or video causes it, that file; see ``ChatEncoder.encode``.
         """
         return self._outline(sample, self.chat.encode)
 
@@ -109,7 +109,7 @@ class SampleEncoder:
         return self.filled(self._prompt(prompt))
 
     def prompt_length(self, prompt: Sample) -> int:
-        """Number of tokens of a prompt, from the headers of its pictures and videos.
+        """Number of tokens of a prompt, from the headers of its images and videos.
 
         Raises UserError as ``encode`` does, and if no position remains for an answer.
         """
@@ -147,7 +147,7 @@ class SampleEncoder:
         return Outline(microbatch, kept, sample.where)
 
     def planned(self, media: Media) -> "ImagePlan | VideoPlan":
-        """How a picture or video will be read, from its header.  Raises UserError naming its file."""
+        """How an image or video will be read, from its header.  Raises UserError naming its file."""
         if isinstance(media, Video):
             return self.videos.plan(media)
         processor = self.images.within(media)
@@ -166,7 +166,7 @@ class SampleEncoder:
 
 @dataclass(frozen=True)
 class ImagePlan:
-    """A picture whose pixels are not decoded yet."""
+    """An image whose pixels are not decoded yet."""
 
     path: str | Inline
     processor: ImageProcessor

@@ -1,6 +1,6 @@
-"""The cache of ViT outputs: with a frozen ViT, its features of pictures and videos are kept over epochs and runs.
+"""The cache of ViT outputs: with a frozen ViT, its features of images and videos are kept over epochs and runs.
 
-``KEY[:2]/KEY.vit`` contains one picture or video: a header of 64 bytes (``_HEAD``), then the rows of its patches in the
+``KEY[:2]/KEY.vit`` contains one image or video: a header of 64 bytes (``_HEAD``), then the rows of its patches in the
 processor's order, as output by the ViT's last layer.  The key covers the content of the media file, everything that
 determines its pixels, and the ViT, so a stale file is never used.  The rank that reads the data looks features up here;
 ``mm.data.feed.keeper`` writes them.
@@ -44,7 +44,7 @@ class CachedFeatures:
     """Cached features for the media of one microbatch."""
 
     keys: tuple[str, ...]
-    """One per picture or video; "" if it is cached already.  () if all are cached."""
+    """One per image or video; "" if it is cached already.  () if all are cached."""
     features: tuple[Tensor, ...] | None
     """uint8 [num_patches, row_bytes] for each, if all are cached."""
     notes: list[str]
@@ -90,7 +90,7 @@ class FeatureCache:
         try:
             path_of(self.directory, key).unlink(missing_ok=True)
         except OSError as error:
-            return f"It cannot be deleted ({error.strerror}), so its picture or video is recomputed in every epoch."
+            return f"It cannot be deleted ({error.strerror}), so its image or video is recomputed in every epoch."
         return "It was deleted and will be recomputed."
 
 
@@ -148,7 +148,7 @@ def used_bytes(directory: str) -> int:
 
 
 def _content(path: str | Inline | tuple[str | Inline, ...]) -> str:
-    """A hash of the content of a media file, of an embedded picture, or of the frames of a listed video."""
+    """A hash of the content of a media file, of an embedded image, or of the frames of a listed video."""
     if isinstance(path, tuple):
         return hashlib.sha256(",".join(map(_content, path)).encode()).hexdigest()
     if isinstance(path, Inline):

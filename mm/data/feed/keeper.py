@@ -16,7 +16,7 @@ MAX_WAITING_BYTES = 1 << 30
 
 
 class FeatureKeeper:
-    """One rank's writer of features.  Pictures and videos that are already cached are not written again.
+    """One rank's writer of features.  Images and videos that are already cached are not written again.
 
     When the folder is full or has reached ``max_bytes``, one warning is printed and training continues.
     """

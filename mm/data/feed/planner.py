@@ -10,7 +10,6 @@ This module must not import megatron, which would initialise a device in the pla
 """
 
 import json
-import os
 import secrets
 import signal
 import socket
@@ -22,13 +21,12 @@ from dataclasses import dataclass
 from itertools import chain
 from multiprocessing.connection import Client, Connection, Listener, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mm.data.order.stream import SampleOrder, StepSamples
-from mm.data.workers import end_with_parent, fork_server
+from mm.data.workers import end_with_parent, fork_server, node_id
 from mm.errors import UserError
 
 NUM_AHEAD = 2
@@ -53,16 +51,7 @@ class Seat:
     def here(cls, rank: int) -> "Seat":
         """``rank`` is this process's global rank."""
         # Linux abstract sockets belong to the network namespace, and leave no file behind.
-        return cls(_node(), rank, f"\0mm-plan-{secrets.token_hex(16)}", secrets.token_bytes(32))
-
-
-def _node() -> str:
-    """An id shared by processes that can reach each other's abstract sockets; unique per process if unknown."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/net')}"
-    except OSError:
-        return secrets.token_hex(16)
+        return cls(node_id("net"), rank, f"\0mm-plan-{secrets.token_hex(16)}", secrets.token_bytes(32))
 
 
 def start_planner(make_order: MakeOrder, seat: Seat, num_owners: int) -> BaseProcess:

@@ -97,7 +97,7 @@ def sample_lengths(gauge: Gauge, sample: Sample, known: dict[Media, Grid]) -> tu
     """
     encoder = gauge.encoder
     for item in sample.media:
-        if item.files == item.contents and item not in known:  # embedded pictures would fill the memory
+        if item.files == item.contents and item not in known:  # embedded images would fill the memory
             known[item] = encoder.planned(item).grid
     grids = tuple(known[item] if item in known else encoder.planned(item).grid for item in sample.media)
     text = encoder.chat.encode(sample.turns, grids)
@@ -139,14 +139,14 @@ def media_stamps(sample: Sample) -> dict[str, int]:
     and one of their modification times in ns.  The files' contents are not read.
 
     They only decide whether the index is still valid (``mm.data.index.index``).  Comparing data with a checkpoint
-    (``mm.data.index.contents``) and cached features with a picture (``mm.data.feed.features``) does not use them.
+    (``mm.data.index.contents``) and cached features with an image (``mm.data.feed.features``) does not use them.
     Raises UserError when a file is gone.
     """
     try:
         found = [os.stat(one) if isinstance(one, str) else None for item in sample.media for one in item.contents]
     except OSError as error:
         raise UserError(f"{error.filename}: can no longer be read: {error.strerror}.") from error
-    # An embedded picture is part of the record file, whose content hash names the index.
+    # An embedded image is part of the record file, whose content hash names the index.
     sizes = [one.st_size if one is not None else 0 for one in found]
     times = [one.st_mtime_ns if one is not None else 0 for one in found]
     return {"media_sizes_crc32": _crc32(sizes), "media_times_crc32": _crc32(times)}
@@ -157,8 +157,8 @@ def _crc32(numbers: list[int]) -> int:
 
 
 def has_boxes_outside(sample: Sample, grids: tuple[Grid, ...], patch_size: int) -> bool:
-    """Whether an answer contains coordinates outside all pictures as the model sees them: a sign that coordinates of
-    the original files were kept although the pictures are resized.  The model uses pixels of the resized picture."""
+    """Whether an answer contains coordinates outside all images as the model sees them: a sign that coordinates of
+    the original files were kept although the images are resized.  The model uses pixels of the resized image."""
     largest = max((max(grid[1:]) * patch_size for grid in grids), default=0)
     if not largest:
         return False

@@ -71,7 +71,7 @@ class RecordIndex:
     problems: tuple[str, ...] = ()
     """Why the file could not be read to the end."""
     boxes_outside: tuple[int, ...] = ()
-    """Records whose answers contain coordinates outside their pictures."""
+    """Records whose answers contain coordinates outside their images."""
 
     def first_usable(self, num_good: int | None) -> "RecordIndex":
         """The first records, up to ``num_good`` usable ones; None: all."""
@@ -192,7 +192,7 @@ class Checker:
         return _CheckedBlock(rows, bad, boxes)
 
     def _measure(self, raw: Raw, row: np.void) -> bool:
-        """Fill in the row of one record; returns whether its answers contain coordinates outside its pictures."""
+        """Fill in the row of one record; returns whether its answers contain coordinates outside its images."""
         if raw.problem is not None:
             raise UserError(raw.problem)
         reader, gauge = self.reader, self.reader.gauge
@@ -243,7 +243,7 @@ def make_index(
 
 
 def still_bad(index: RecordIndex, checker: Checker) -> bool:
-    """Whether the bad records of a cached index are still bad: missing pictures may exist by now.
+    """Whether the bad records of a cached index are still bad: missing images may exist by now.
 
     Records that are bad regardless of media need no check: the file and the settings match the index.
     """

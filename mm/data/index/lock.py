@@ -21,6 +21,8 @@ from typing import Any
 
 import psutil
 
+from mm.data.workers import node_id
+
 _BEAT_SECONDS = 5.0
 _STALE_SECONDS = 60.0
 _POLL_SECONDS = 0.5
@@ -35,7 +37,7 @@ def making(path: Path, what: str) -> Iterator[None]:
     Raises OSError if the folder cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    own = json.dumps({"node": _node(), "pid": os.getpid(), "began": _began(os.getpid()),
+    own = json.dumps({"node": node_id("pid"), "pid": os.getpid(), "began": _began(os.getpid()),
                       "host": socket.gethostname(), "token": secrets.token_hex(16)})
     while not _taken(path, own):
         _wait(path, what)
@@ -97,7 +99,7 @@ def _take_away(path: Path, content: str) -> None:
 
 def _is_dead(holder: dict[str, Any]) -> bool:
     """Whether the owner is known to have ended: only for processes of this node."""
-    return holder.get("node") == _node() and _began(holder.get("pid", -1)) != holder.get("began")
+    return holder.get("node") == node_id("pid") and _began(holder.get("pid", -1)) != holder.get("began")
 
 
 def _began(pid: int) -> float | None:
@@ -107,14 +109,6 @@ def _began(pid: int) -> float | None:
         return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
     except (psutil.Error, ValueError):
         return None
-
-
-def _node() -> str:
-    """An id shared by processes that see each other's process ids; unique per process if unknown."""
-    try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return secrets.token_hex(16)
 
 
 def _beat(path: Path, done: Event) -> None:

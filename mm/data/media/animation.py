@@ -1,4 +1,4 @@
-"""Animated pictures (GIF, WebP, PNG) as videos: the time of each frame, and selected frames.  Pillow decodes them.
+"""Animated images (GIF, WebP, PNG) as videos: the time of each frame, and selected frames.  Pillow decodes them.
 
 Frames are composited on white, as FFmpeg does for GIFs.
 """
@@ -12,8 +12,8 @@ from fractions import Fraction
 import numpy as np
 from PIL import Image
 
-from mm.data.media.picture import MAX_IMAGE_PIXELS, to_rgb
-from mm.data.media.video_file import Pixels, VideoHeader, Wanted
+from mm.data.media.picture import to_rgb
+from mm.data.media.video_file import Pixels, VideoHeader, Wanted, check_size
 from mm.errors import UserError
 
 MAX_FRAMES = 100_000
@@ -25,7 +25,7 @@ _LEAST_GIF_MS = 20
 
 
 def is_animation(path: str) -> bool:
-    """Whether the file starts like an animated picture.  A GIF counts even with a single frame.
+    """Whether the file starts like an animated image.  A GIF counts even with a single frame.
 
     Only regular files are opened: opening a pipe would block until someone writes to it.
     """
@@ -46,9 +46,7 @@ def is_animation(path: str) -> bool:
 def animation_header(path: str) -> VideoHeader:
     """Raises UserError naming ``path`` when it is truncated, damaged or too large."""
     with _opened(path) as image:
-        if image.width * image.height > MAX_IMAGE_PIXELS:
-            raise UserError(f"{path}: has {image.width} x {image.height} pixels per frame, above {MAX_IMAGE_PIXELS}; "
-                            f"make it smaller.")
+        check_size(path, image.width, image.height)
         times, begin, shown = [], 0.0, 0.0
         for shown in _durations(path, image):
             times.append(round(begin))
@@ -99,7 +97,7 @@ def _webp_durations(path: str) -> list[int]:
 
 
 def _num_hidden(image: Image.Image) -> int:
-    """Hidden frames before the first: a PNG may contain a picture for viewers without animation support."""
+    """Hidden frames before the first: a PNG may contain an image for viewers without animation support."""
     return 1 if image.info.get("default_image") else 0
 
 
@@ -111,5 +109,5 @@ def _opened(path: str) -> Iterator[Image.Image]:
     except UserError:
         raise
     except Exception as error:  # Pillow's decoders raise many error types on broken files
-        raise UserError(f"{path}: the animated picture is damaged or truncated ({error}); replace, re-encode or remove "
+        raise UserError(f"{path}: the animated image is damaged or truncated ({error}); replace, re-encode or remove "
                         f"it.") from error

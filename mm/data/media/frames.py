@@ -1,6 +1,6 @@
 """Which frames of a video the model sees, and at what size: arithmetic on times and sizes.
 
-Two rules, as for pictures: that of qwen-vl-utils, which was published with Qwen2.5-VL and which transformers relies on,
+Two rules, as for images: that of qwen-vl-utils, which was published with Qwen2.5-VL and which transformers relies on,
 and LLaMA-Factory's, which MindSpeed-MM uses.  Both work with frame numbers at a constant rate.  Here a number stands
 for the time at which that frame would start, so a video with a variable frame rate is sampled evenly in time.  Only
 LLaMA-Factory's rule counts frames regardless of their times, because its users expect the frames that it takes.

@@ -189,7 +189,7 @@ class ImageProcessor:
         return pixels.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(times * rows * columns, -1), grid
 
     def joined(self, patches: Tensor, grid: Grid) -> Tensor:
-        """The inverse of ``cut``: frames from patches."""
+        """The inverse of ``to_patches``: frames from patches."""
         (times, rows, columns), side, merge, depth = grid, self.patch_size, self.merge_size, self.temporal_patch_size
         pixels = patches.view(times, rows // merge, columns // merge, merge, merge, 3, depth, side, side)
         return pixels.permute(0, 6, 1, 3, 7, 2, 4, 8, 5).reshape(times * depth, rows * side, columns * side, 3)

@@ -72,7 +72,7 @@ _TURNS = {
     5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }  # fmt: skip
-"""EXIF orientation -> the transpose that turns the picture upright."""
+"""EXIF orientation -> the transpose that turns the image upright."""
 _TURNED = (_TURNS[5], _TURNS[6], _TURNS[7], _TURNS[8])
 """Those that swap width and height."""
 
@@ -92,7 +92,7 @@ def format_of(path: str | Inline) -> str | None:
 
 
 def image_remarks(path: str | Inline) -> list[str]:
-    """Notes about a picture that is usable but may surprise the user, from its header."""
+    """Notes about an image that is usable but may surprise the user, from its header."""
     with _open(path) as image:
         try:
             num_frames = getattr(image, "n_frames", 1)
@@ -121,7 +121,7 @@ def load_image(path: str | Inline, is_upright: bool = True, on_white: bool = Tru
             raise _damaged(path, error) from error
         shallow = _in_8_bits(image, path)
         if shallow.mode == "RGB" and "transparency" not in shallow.info:
-            decoded = shallow  # not copied: that takes milliseconds for a large picture
+            decoded = shallow  # not copied: that takes milliseconds for a large image
         else:
             decoded = to_rgb(shallow) if on_white else shallow.convert("RGB")
         return decoded if turn is None else decoded.transpose(turn)

@@ -16,12 +16,10 @@ import av
 import numpy as np
 from av.error import FFmpegError
 
-from mm.data.media.picture import format_of, known_content
+from mm.data.media.picture import MAX_IMAGE_PIXELS, format_of, known_content
 from mm.data.media.video_damage import logged_errors
 from mm.errors import UserError
 
-MAX_FRAME_PIXELS = 50_000_000
-"""Limit per frame, the same as for images; 8K has 33 million."""
 MAX_SCANNED_BYTES = 1 << 30
 """In larger files, packets are not all scanned if the file's index gives the number of frames."""
 MAX_FRAMES = 20_000_000
@@ -100,7 +98,7 @@ def opened(path: str) -> Iterator[tuple[Any, Any]]:
                 raise UserError(f"{path}: no decoder here supports its video codec; re-encode it, for example as H.264 "
                                 f"in MP4.")
             stream.thread_count = 1  # each data worker already has its own process
-            _check_size(path, stream.width, stream.height)
+            check_size(path, stream.width, stream.height)
             yield container, stream
     except FFmpegError as error:
         raise UserError(f"{path}: is damaged or truncated ({error.strerror}); replace, re-encode or remove the video."
@@ -117,9 +115,9 @@ def _container(path: str) -> Any:
     except FFmpegError as error:
         if os.path.getsize(path) == 0:
             raise UserError(f"{path}: is empty; replace or remove the video.") from error
-        if (picture := format_of(path)) is not None:
-            raise UserError(f"{path}: is an image ({picture}), not a video of a known format; use it as an image, or "
-                            f"give the video as a list of its frames.") from error
+        if (image_format := format_of(path)) is not None:
+            raise UserError(f"{path}: is an image ({image_format}), not a video of a known format; use it as an image, "
+                            f"or give the video as a list of its frames.") from error
         with open(path, "rb") as stream:
             known = known_content(stream.read(200))
         if known is not None and not known[0].startswith("a video"):
@@ -133,18 +131,19 @@ def _stream_types(container: Any) -> str:
     return " and ".join(sorted({stream.type for stream in container.streams})) or "nothing"
 
 
-def _check_size(path: str, width: int, height: int) -> None:
+def check_size(path: str, width: int, height: int) -> None:
+    """Raise UserError for frames without a size, or larger than an image may be (8K has 33 million pixels)."""
     if not width or not height:
         raise UserError(f"{path}: its video has no size; it is damaged or truncated: replace or remove it.")
-    if width * height > MAX_FRAME_PIXELS:
-        raise UserError(f"{path}: has {width} x {height} pixels per frame, above {MAX_FRAME_PIXELS}; make it smaller.")
+    if width * height > MAX_IMAGE_PIXELS:
+        raise UserError(f"{path}: has {width} x {height} pixels per frame, above {MAX_IMAGE_PIXELS}; make it smaller.")
 
 
 def read_header(path: str, is_upright: bool) -> VideoHeader:
     """Read all packets without decoding them, and decode the first frame for its size and rotation.
 
     Frames whose key frame was cut off are not counted: no decoder shows them.  Raises UserError naming ``path`` when it
-    is not a regular file or not a video, is truncated, or has more than ``MAX_FRAME_PIXELS`` per frame.
+    is not a regular file or not a video, is truncated, or has more than ``MAX_IMAGE_PIXELS`` per frame.
     """
     with opened(path) as (container, stream):
         is_exact = not stream.frames or os.path.getsize(path) <= MAX_SCANNED_BYTES
@@ -156,7 +155,7 @@ def read_header(path: str, is_upright: bool) -> VideoHeader:
             first = next(_frames(container, stream), None)
         if first is None:
             raise UserError(f"{path}: has no frame that can be decoded; replace or remove the video.")
-        _check_size(path, first.width, first.height)
+        check_size(path, first.width, first.height)
         a, b, _, _ = matrix_of(first) if is_upright else UNTURNED
         width, height = (first.height, first.width) if abs(b) > abs(a) else (first.width, first.height)
         times = index.times[index.times >= min(first.pts, index.first_key_time)]

@@ -1,7 +1,7 @@
 """Samples of similar cost side by side: the two modes of MindSpeed-MM's BucketBatchSampler.
 
 As in MindSpeed-MM, data-parallel ranks compute similar amounts at the same time.  Differences: cost covers the whole
-sample and not only its pictures, nothing is dropped, the seed has an effect, and every rank computes the order itself
+sample and not only its images, nothing is dropped, the seed has an effect, and every rank computes the order itself
 instead of receiving it.
 """
 
@@ -11,7 +11,7 @@ from mm.data.order.balance import HasSizes
 from mm.data.order.stream import StepSamples, Stream, generator, in_turn
 
 NUM_BUCKETS = 16
-"""Buckets have the same number of samples.  MindSpeed-MM has 7, by patches, for pictures of 262,144 pixels."""
+"""Buckets have the same number of samples.  MindSpeed-MM has 7, by patches, for images of 262,144 pixels."""
 BLOCK_SAMPLES = 64
 """Consecutive samples of one bucket in the stream.  MindSpeed-MM uses one microbatch of all ranks, which makes the
 stream depend on the layout.  64 corresponds to 8 nodes of 8 devices with one sample each."""

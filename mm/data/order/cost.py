@@ -28,7 +28,7 @@ class SampleSizes:
 
     The cost is the FLOPs of training on it, ViT and LLM together, forward and backward, in units of a power of two
     chosen so that the costliest sample has 40 bits; fractions of a unit are dropped.  A microbatch costs the sum of its
-    samples.  If the LLM is frozen and the ViT is not, text packed with pictures costs slightly more than this estimate.
+    samples.  If the LLM is frozen and the ViT is not, text packed with images costs slightly more than this estimate.
     """
 
     def __init__(self, model: ModelConfig, lengths: HasLengths) -> None:
@@ -78,7 +78,7 @@ class SampleSizes:
 def _flops_of_one_each(model: ModelConfig, names: list[str], has_media: bool) -> list[int]:
     """For each count in ``names``: the FLOPs of a step where it is 1 and all others are 0.  FLOPs are linear in counts.
 
-    Whether there are pictures is not a count: it decides how far back gradients flow.
+    Whether there are images is not a count: it decides how far back gradients flow.
     """
     counts = dict.fromkeys((field.name for field in fields(BatchTotals)), 0) | {"num_images": int(has_media)}
     steps = slot_flops(model, [BatchTotals(**counts | {name: 1}) for name in names])

@@ -1,6 +1,6 @@
 """The content of one message as items: text with ``<image>`` and ``<video>``, or OpenAI's and Qwen's content lists.
 
-A picture or video without its own path takes the next one of the record's column: its path is empty here.
+An image or video without its own path takes the next one of the record's column: its path is empty here.
 """
 
 import re
@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from mm.config.schema import shown
 from mm.data.sample import KINDS, Image, Inline, Media, Video
 from mm.errors import UserError, nearest
 
@@ -31,7 +32,7 @@ def content_of(content: Any, role: str, where: str, name: str) -> Content:
     """The items of a message's ``content``, found under the key ``name`` in the message ``where``.
 
     Only user turns contain media: in other roles, placeholders are text and media in lists are refused.  Adjacent
-    texts are merged.  OpenAI's ``detail`` of a picture is ignored.  Raises UserError for invalid content.
+    texts are merged.  OpenAI's ``detail`` of an image is ignored.  Raises UserError for invalid content.
     """
     if isinstance(content, str):
         pieces: list[str | Media] = [content]
@@ -50,7 +51,7 @@ def content_of(content: Any, role: str, where: str, name: str) -> Content:
 
 
 def with_places(text: str, num_media: Mapping[str, int]) -> str:
-    """``text`` with a placeholder per picture and video, added in front unless it already has some of that kind."""
+    """``text`` with a placeholder per image and video, added in front unless it already has some of that kind."""
     missing = (one for one in KINDS.values() if one.placeholder not in text)
     return "".join(one.placeholder * num_media[one.kind] for one in missing) + text
 
@@ -74,7 +75,7 @@ def _item(item: Any, where: str) -> str | Media:
     kind = item.get("type", next((one for one in _TYPES if one in item), None))
     if kind not in _TYPES:
         raise UserError(f"{where} has the type {shown(kind)}{nearest(str(kind), _TYPES)}; expected one of "
-                        f"{', '.join(map(repr, _TYPES))}.")
+                        f"{', '.join(map(shown, _TYPES))}.")
     value = item.get(kind)
     if kind == "text":
         if not isinstance(value, str):
@@ -101,14 +102,14 @@ def _item(item: Any, where: str) -> str | Media:
 
 
 def listed_frames(value: list[Any], what: str) -> tuple[str, ...]:
-    """The frames of a video given as a list of pictures.  Raises UserError; ``what`` begins its message."""
+    """The frames of a video given as a list of images.  Raises UserError; ``what`` begins its message."""
     if not value or not all(isinstance(path, str) and path for path in value):
         raise UserError(f"{what} = {shown(value)}; expected the paths of its frames, each an image.")
     return tuple(value)
 
 
 def _checked(settings: dict[str, Any], where: str, is_listed: bool) -> dict[str, Any]:
-    """Check the settings of a picture or video, and convert integer ones."""
+    """Check the settings of an image or video, and convert integer ones."""
     for key in settings:
         if is_listed and key in _CHOOSING:
             raise UserError(f"{where} has {key!r}, but its video is a list of frames, which are all used; list fewer, "
@@ -130,9 +131,3 @@ def _checked(settings: dict[str, Any], where: str, is_listed: bool) -> dict[str,
         if {low, high} <= settings.keys() and settings[low] > settings[high]:
             raise UserError(f"{where} has {low!r} = {settings[low]} above {high!r} = {settings[high]}.")
     return {key: int(value) if key in _WHOLE else float(value) for key, value in settings.items()}
-
-
-def shown(value: Any) -> str:
-    """``value`` for a message, shortened to fit."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

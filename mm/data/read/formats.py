@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from mm.config.data import Attributes
-from mm.data.read.content import Content, content_of, listed_frames, shown
+from mm.config.schema import shown
+from mm.data.read.content import Content, content_of, listed_frames
 from mm.data.sample import KINDS, Image, Inline, Media, Sample, Turn
 from mm.errors import UserError, nearest
 
@@ -112,7 +113,7 @@ def _message(message: Any, number: int, tags: _Tags) -> ChatMessage:
     if not isinstance(role, str) or role not in tags.roles:
         raise UserError(
             f"message {number} has the unknown role {shown(role)}{nearest(str(role), tags.roles)}; expected one of "
-            f"{', '.join(map(repr, tags.roles))}."
+            f"{', '.join(map(shown, tags.roles))}."
         )
     role = tags.roles[role]
     return role, _checked(content_of(message[tags.content], role, f"message {number}", tags.content),
@@ -181,7 +182,7 @@ def _check_order(roles: list[str], tags: _Tags, is_prompt: bool) -> None:
 
 
 MediaField = str | Inline | tuple[str, ...]
-"""A file path, an embedded picture, or the paths of a video's frames."""
+"""A file path, an embedded image, or the paths of a video's frames."""
 
 
 def _column(record: dict[str, Any], named: str | None, kind: str) -> list[MediaField]:

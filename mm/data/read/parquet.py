@@ -1,8 +1,8 @@
 """Records of a Parquet file: each row is one record, and null counts as absent.
 
-Hugging Face ``datasets`` writes pictures as ``{bytes, path}`` structs, in a column of these or of lists of these.  They
+Hugging Face ``datasets`` writes images as ``{bytes, path}`` structs, in a column of these or of lists of these.  They
 are not read with their record, which has an ``Embedded`` for each instead; that reads its bytes on demand, a few rows
-at a time.  Pictures deeper in a record, as in a message's list of parts, are read with the record.
+at a time.  Images deeper in a record, as in a message's list of parts, are read with the record.
 
 pyarrow is an extra (``[parquet]``) and is imported only where such a file is read.
 """
@@ -24,16 +24,16 @@ BEGINNING = b"PAR1"
 """The first bytes of every Parquet file."""
 _BLOCK_ROWS = 512
 _STREAM_ROWS = 16
-"""Rows whose pictures are in memory at the same time, per column."""
+"""Rows whose images are in memory at the same time, per column."""
 _BUFFER_BYTES = 1 << 20
 _MAX_GROUP_BYTES = 1 << 28
-"""Uncompressed pictures of a row group above which a note warns: reaching one means reading all before it in its group.
+"""Uncompressed images of a row group above which a note warns: reaching one means reading all before it in its group.
 """
 _FIELDS = {"bytes", "path"}
 
 
 @dataclass(frozen=True)
-class _Pictures:
+class _ImageColumn:
     """A column of ``{bytes, path}``, or of lists of these."""
 
     leaf: str
@@ -46,20 +46,20 @@ class _Pictures:
 class _ColumnKinds:
     """How the records of a file are read."""
 
-    pictures: Mapping[str, _Pictures]
+    images: Mapping[str, _ImageColumn]
     others: tuple[str, ...]
-    """Dotted names of all leaves except the bytes of pictures."""
+    """Dotted names of all leaves except the bytes of images."""
 
 
 class Embedded(Inline):
-    """A picture embedded in a row.  Two are equal if they have the same place in the same file, so caches can compare
+    """An image embedded in a row.  Two are equal if they have the same place in the same file, so caches can compare
     them without reading them.  Pickles without its bytes."""
 
     _key: tuple[str, Version, int, int, str, int | None]
 
     def __init__(self, name: str, file: str, version: Version, group: int, row: int, column: str,
                  place: int | None) -> None:
-        """``place``: the index in the row's list; None if the column has single pictures."""
+        """``place``: the index in the row's list; None if the column has single images."""
         key = file, version, group, row, column, place
         self.__dict__.update(name=name, _key=key)  # the base is frozen
 
@@ -113,17 +113,17 @@ def remarks(path: str, version: Version) -> Iterator[str]:
     with pyarrow.parquet.ParquetFile(path) as file:
         metadata = file.metadata
         sizes = {(name, group): metadata.row_group(group).column(one.number).total_uncompressed_size
-                 for name, one in _columns(path, version).pictures.items() for group in range(metadata.num_row_groups)}
+                 for name, one in _columns(path, version).images.items() for group in range(metadata.num_row_groups)}
     (name, group), largest = max(sizes.items(), key=lambda item: item[1], default=(("", 0), 0))
     if largest > _MAX_GROUP_BYTES:
-        yield (f"{path}: row group {group} has {largest >> 20:,} MiB in column {name!r}, and to reach a picture all "
+        yield (f"{path}: row group {group} has {largest >> 20:,} MiB in column {name!r}, and to reach an image all "
                f"before it in its group are read; write the file with smaller groups (row_group_size=100)")
 
 
 def read(path: str, version: Version, spans: Sequence[tuple[int, int]]) -> list[Any]:
     """The records at these row groups and rows of this ``version`` of the file.
 
-    Decodes the whole row group, except the bytes of pictures, and caches it for the next call.  So files whose rows are
+    Decodes the whole row group, except the bytes of images, and caches it for the next call.  So files whose rows are
     read in random order should have small row groups.
 
     Raises UserError when a row group cannot be read.
@@ -133,21 +133,21 @@ def read(path: str, version: Version, spans: Sequence[tuple[int, int]]) -> list[
 
 def _record(path: str, version: Version, group: int, row: int) -> Any:
     value = _row_group(path, version, group).slice(row, 1).to_pylist()[0]
-    for column, pictures in _columns(path, version).pictures.items():
+    for column, images in _columns(path, version).images.items():
         place = path, version, group, row, column
         given = value[column]
-        value[column] = ([_media(one, *place, number, pictures) for number, one in enumerate(given)]
-                         if isinstance(given, list) else _media(given, *place, None, pictures))
+        value[column] = ([_media(one, *place, number, images) for number, one in enumerate(given)]
+                         if isinstance(given, list) else _media(given, *place, None, images))
     return _without_nulls(value)
 
 
 def _media(value: Any, path: str, version: Version, group: int, row: int, column: str, place: int | None,
-           pictures: _Pictures) -> "str | Embedded | None":
-    """One picture of a record: an ``Embedded`` if it has bytes, otherwise the path of its file."""
+           images: _ImageColumn) -> "str | Embedded | None":
+    """One image of a record: an ``Embedded`` if it has bytes, otherwise the path of its file."""
     if value is None:
         return None
     name = value["path"]
-    num_nulls, num_values = _nulls(path, version, group, pictures.number)
+    num_nulls, num_values = _nulls(path, version, group, images.number)
     if num_nulls == num_values:
         return name
     if num_nulls != 0:  # some rows have bytes and others none, or the file does not say
@@ -165,7 +165,7 @@ def _columns(path: str, version: Version) -> _ColumnKinds:
 
     with pyarrow.parquet.ParquetFile(path) as file:
         schema, leaves = file.schema_arrow, [file.schema.column(number).path for number in range(len(file.schema))]
-    pictures: dict[str, _Pictures] = {}
+    images: dict[str, _ImageColumn] = {}
     for field in schema:
         is_list = arrow.types.is_list(field.type) or arrow.types.is_large_list(field.type) or (
             arrow.types.is_fixed_size_list(field.type))
@@ -177,9 +177,9 @@ def _columns(path: str, version: Version) -> _ColumnKinds:
             continue
         number = next(number for number, leaf in enumerate(leaves)
                       if leaf.partition(".")[0] == field.name and leaf.endswith(".bytes"))
-        pictures[field.name] = _Pictures(leaves[number], number)
-    skipped = {one.number for one in pictures.values()}
-    return _ColumnKinds(pictures, tuple(leaf for number, leaf in enumerate(leaves) if number not in skipped))
+        images[field.name] = _ImageColumn(leaves[number], number)
+    skipped = {one.number for one in images.values()}
+    return _ColumnKinds(images, tuple(leaf for number, leaf in enumerate(leaves) if number not in skipped))
 
 
 @lru_cache(maxsize=64)
@@ -195,7 +195,7 @@ def _nulls(path: str, version: Version, group: int, leaf: int) -> tuple[int | No
 
 @lru_cache(maxsize=2)
 def _row_group(path: str, version: Version, group: int) -> Any:
-    """The table of a row group without the bytes of pictures.  ``version`` is part of the cache key."""
+    """The table of a row group without the bytes of images.  ``version`` is part of the cache key."""
     import pyarrow.parquet
 
     try:
@@ -205,13 +205,13 @@ def _row_group(path: str, version: Version, group: int) -> Any:
         raise UserError(f"{path}: row group {group} cannot be read: {error}.") from error
 
 
-class _PictureStream:
-    """The pictures of one column of a row group, a few rows at a time.  Later rows are reached by reading on, earlier
+class _ImageStream:
+    """The images of one column of a row group, a few rows at a time.  Later rows are reached by reading on, earlier
     ones by reading again from the beginning of the group."""
 
     def __init__(self, path: str, version: Version, group: int, column: str) -> None:
         self._path, self._version, self._group = path, version, group
-        self._leaf = _columns(path, version).pictures[column].leaf
+        self._leaf = _columns(path, version).images[column].leaf
         self._lock = Lock()
         self._batches: Iterator[Any] = iter(())
         self._rows: Any = None
@@ -245,15 +245,15 @@ class _PictureStream:
 
 
 @lru_cache(maxsize=4)
-def _stream(path: str, version: Version, group: int, column: str) -> _PictureStream:
-    return _PictureStream(path, version, group, column)
+def _stream(path: str, version: Version, group: int, column: str) -> _ImageStream:
+    return _ImageStream(path, version, group, column)
 
 
 def _without_nulls(value: Any) -> Any:
     """``value`` without nulls: Parquet gives all structs of a column the same fields, with nulls for absent ones."""
     match value:
         case {"bytes": bytes(content), "path": path} if len(value) == len(_FIELDS):
-            return Inline(f"{path} (inside the record)" if path else "the picture inside the record", content)
+            return Inline(f"{path} (inside the record)" if path else "the image inside the record", content)
         case {"bytes": None, "path": path} if len(value) == len(_FIELDS):
             return path
         case dict():

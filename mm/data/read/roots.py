@@ -2,7 +2,7 @@
 
 Annotations are often written by other people, and a job reads with its owner's permissions.  So after resolving all
 links and ``..``, a path must be a regular file below a root; devices, pipes and network addresses are refused.  A
-picture may also be embedded in the record as a ``data:`` URL.
+image may also be embedded in the record as a ``data:`` URL.
 """
 
 import base64
@@ -17,13 +17,13 @@ from mm.data.sample import Inline
 from mm.errors import UserError
 
 MAX_INLINE_BYTES = 1 << 24
-"""Limit for an embedded picture.  It is read with its record, so larger ones belong in files."""
+"""Limit for an embedded image.  It is read with its record, so larger ones belong in files."""
 _DATA = re.compile(r"data:(?P<type>[^;,]*)(?P<settings>[^,]*),", re.IGNORECASE)
 _SPACE = re.compile(r"[ \t\r\n]+")
 _SHOWN_CHARACTERS = 200
-"""Longest path in messages; a longer string is probably not a path but a whole picture."""
+"""Longest path in messages; a longer string is probably not a path but a whole image."""
 _MAX_REMEMBERED = 100_000
-"""Number of resolved paths cached while a file is checked; samples often share pictures."""
+"""Number of resolved paths cached while a file is checked; samples often share images."""
 _KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
           stat.S_IFSOCK: "a socket"}  # fmt: skip
 
@@ -34,7 +34,7 @@ class MediaRoots:
 
     A relative path is resolved in ``directory``, or if it does not exist there, in the working directory, as in
     LLaMA-Factory.  An absolute path is used as it is.  Either must be below ``directory`` or one of ``others``; to use
-    pictures elsewhere, set ``media_roots`` in the data JSON.
+    images elsewhere, set ``media_roots`` in the data JSON.
     """
 
     directory: str
@@ -104,7 +104,7 @@ class KnownMedia:
         if found is not None:
             return found
         new = self._roots.find(path, kind)
-        if isinstance(new, str):  # embedded pictures would fill the memory
+        if isinstance(new, str):  # embedded images would fill the memory
             if len(self._found) >= _MAX_REMEMBERED:
                 self._found.clear()
             self._found[path, kind] = new
@@ -126,7 +126,7 @@ def _without_scheme(path: str, kind: str) -> str:
 
 
 def _inline(address: str, kind: str) -> Inline:
-    """The picture in a ``data:`` URL.  Raises UserError if it is not one, or is too large."""
+    """The image in a ``data:`` URL.  Raises UserError if it is not one, or is too large."""
     name = f"{address[:40]}..."
     match = _DATA.match(address)
     if kind != "image" or match is None or not match["type"].lower().startswith("image/"):

@@ -99,7 +99,7 @@ BAD_RECORDS = {
                                 "has 0 <image> in its messages but 1 images"),
     "22 two questions": (lines(GOOD, {"messages": GOOD["messages"][:1] * 2}, GOOD), 2, "turn 1 is by 'user'"),
     "22 ends with a question": (lines(GOOD, record("a", "b", "c"), GOOD), 2, "does not end with a turn by 'assistant'"),
-    "22 unknown role": (lines(GOOD, {"messages": [{"role": "usr", "content": "a"}]}, GOOD), 2, "unknown role 'usr'"),
+    "22 unknown role": (lines(GOOD, {"messages": [{"role": "usr", "content": "a"}]}, GOOD), 2, 'unknown role "usr"'),
     "22 empty": (lines(GOOD, record("a", "  "), GOOD), 2, "has an empty message 1"),
     "30 200 pictures": (lines(GOOD, record("<image>" * 200, "x", images=["a.png"] * 200), GOOD), 2,
                         "its 200 images and videos alone take 4000 tokens, which exceeds --seq-length 300"),

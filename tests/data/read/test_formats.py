@@ -139,7 +139,7 @@ def test_alpaca(read, folder):
     ({"instructions": "a", "output": "b"}, "has no 'instruction' (did you mean 'instructions'?)"),
     ({"instruction": "", "input": " ", "output": "b"}, "has an empty 'instruction' (user)"),
     ({"instruction": "a", "output": ""}, "has an empty 'output' (assistant)"),
-    ({"instruction": "a", "output": None}, "'output' is None; expected a string"),
+    ({"instruction": "a", "output": None}, "'output' is null; expected a string"),
     ({"instruction": 1, "output": "b"}, "'instruction' is 1; expected a string"),
     ({"instruction": "a", "output": "b", "history": [["x"]]}, "expected a list of pairs"),
     ({"instruction": "a", "output": "b", "history": [["", "y"]]}, "has an empty pair 0 of 'history' (user)"),
@@ -155,7 +155,7 @@ def test_the_names_in_attr_take_precedence_over_the_usual_ones(read):
     attr = Attributes(messages="messages", role_tag="from", content_tag="value", user_tag="gpt", assistant_tag="human")
     said = [{"from": "gpt", "value": "Q"}, {"from": "human", "value": "A"}]
     assert [turn.role for turn in read({"messages": said}, attr).turns] == ["user", "assistant"]
-    with pytest.raises(UserError, match="unknown role 'user'"):
+    with pytest.raises(UserError, match='unknown role "user"'):
         read({"messages": [{"from": "user", "value": "Q"}, said[1]]}, attr)
 
 
