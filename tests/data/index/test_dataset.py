@@ -108,7 +108,7 @@ BAD_SAMPLES = {
     "no messages": ({"message": []}, "has no 'messages' .did you mean 'message'"),
     "no turns": ({"messages": []}, "expected a non-empty list of messages"),
     "turn without content": ({"messages": [{"role": "user"}]}, "expected an object with 'role' and 'content'"),
-    "unknown role": (raw(("usr", "Hi"), ANSWER), "unknown role 'usr' .did you mean 'user'"),
+    "unknown role": (raw(("usr", "Hi"), ANSWER), 'unknown role "usr" .did you mean .user'),
     "content parts": (raw(("user", [{"type": "text"}]), ANSWER), "expected a string"),
     "empty question": (raw(("user", " \n"), ANSWER), "has an empty message 0"),
     "empty answer": (raw(USER, ("assistant", "")), "has an empty message 1"),
