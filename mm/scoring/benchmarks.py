@@ -19,7 +19,7 @@ from mm.scoring.tsv import IMAGE, Cell, TsvRow, TsvTable, listed, read_table
 GROUPS = ("split", "l2-category", "category")
 """Columns by which scores are also broken down, as in VLMEvalKit."""
 _PATHS = "image_path"
-"""The column with paths of pictures, used in a file without the column ``IMAGE``."""
+"""The column with paths of images, used in a file without the column ``IMAGE``."""
 
 
 @dataclass(frozen=True)
@@ -100,45 +100,45 @@ def read_benchmark(path: str, benchmark: Benchmark, custom_prompt: bool, media_r
     needed = ("index", "question", "answer", *(("A", "B") if benchmark.rule == "choice" else ()))
     table = read_table(path, needed)
     if IMAGE not in table.columns and _PATHS not in table.columns:
-        raise UserError(f"{path}:1: has neither a column {IMAGE!r} (pictures as base64) nor {_PATHS!r} (their paths); "
-                        f"{benchmark.title} has questions about pictures.")
+        raise UserError(f"{path}:1: has neither a column {IMAGE!r} (images as base64) nor {_PATHS!r} (their paths); "
+                        f"{benchmark.title} has questions about images.")
     problems: list[str] = []
     items: list[Item] = []
     num_without, roots = 0, MediaRoots.beside(path, media_roots)
     for row in table.rows:
         with collected(problems, f"{path}:{row.line}: "):
-            pictures = _pictures(table, row, roots)
-            num_without += not pictures
-            if pictures:
-                items.append(_item(path, row, pictures, benchmark, custom_prompt))
+            images = _images(table, row, roots)
+            num_without += not images
+            if images:
+                items.append(_item(path, row, images, benchmark, custom_prompt))
     refuse(problems)
     if not items:
-        raise UserError(f"{path}: has no rows with a picture; there is nothing to ask.")
-    notes = [f"{path}: {num_without} rows without a picture are left out, as in VLMEvalKit"]
+        raise UserError(f"{path}: has no rows with an image; there is nothing to ask.")
+    notes = [f"{path}: {num_without} rows without an image are left out, as in VLMEvalKit"]
     return Items(benchmark.rule, tuple(items), tuple(notes if num_without else ()), benchmark.headline_split)
 
 
-def _pictures(table: TsvTable, row: TsvRow, roots: MediaRoots) -> tuple[Image | Cell, ...]:
+def _images(table: TsvTable, row: TsvRow, roots: MediaRoots) -> tuple[Image | Cell, ...]:
     if IMAGE in table.columns or _PATHS not in row.texts:
-        return row.pictures
+        return row.images
     return tuple(Image(roots.find(one, Image.kind)) for one in listed(row.texts[_PATHS]))
 
 
-def _item(path: str, row: TsvRow, pictures: tuple[Image | Cell, ...], benchmark: Benchmark, custom: bool) -> Item:
+def _item(path: str, row: TsvRow, images: tuple[Image | Cell, ...], benchmark: Benchmark, custom: bool) -> Item:
     options = {letter: row.texts[letter] for letter in string.ascii_uppercase if letter in row.texts}
     question, is_open = row.texts.get("question", ""), benchmark.form == "marked options" and "A" not in options
-    refuse(_problems(row, question, options, is_open, benchmark, len(pictures)))
+    refuse(_problems(row, question, options, is_open, benchmark, len(images)))
     right = listed(row.texts["answer"])
-    asked = prompt(benchmark.form, custom, question, row.texts.get("hint", ""), options, len(pictures))
+    asked = prompt(benchmark.form, custom, question, row.texts.get("hint", ""), options, len(images))
     return Item(
         row.texts["index"], f"{path}:{row.line}", question,
-        tuple(item if isinstance(item, str) else pictures[item] for item in asked), right,
+        tuple(item if isinstance(item, str) else images[item] for item in asked), right,
         {} if is_open or benchmark.rule != "choice" else options,
         {name: row.texts[name] for name in GROUPS if name in row.texts})
 
 
 def _problems(
-    row: TsvRow, question: str, options: Mapping[str, str], is_open: bool, benchmark: Benchmark, num_pictures: int,
+    row: TsvRow, question: str, options: Mapping[str, str], is_open: bool, benchmark: Benchmark, num_images: int,
 ) -> Iterator[str]:
     answer = row.texts.get("answer")
     if not question:
@@ -152,5 +152,5 @@ def _problems(
         elif answer not in options:
             yield f"column 'answer' is {answer!r}; expected the letter of an option: {', '.join(options)}."
     most = max_mark(" ".join((question, *options.values()))) if benchmark.form == "marked options" else 0
-    if most > num_pictures:
-        yield f"refers to <image {most}>, but has {num_pictures} pictures; add the missing ones to column {IMAGE!r}."
+    if most > num_images:
+        yield f"refers to <image {most}>, but has {num_images} images; add the missing ones to column {IMAGE!r}."

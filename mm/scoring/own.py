@@ -1,4 +1,4 @@
-"""The user's own questions, as JSON, JSONL or Parquet: ``question`` and ``answer``, or samples as they are trained on.
+"""The user's own questions, as JSON, JSONL or Parquet: ``question`` and ``answer``, or samples as in training.
 
     {"question": "How many cats are there?", "image": "cats.jpg", "answer": ["2", "two"], "category": "counting"}
     {"question": "Which is it?", "images": ["a.jpg"], "options": {"A": "cat", "B": "dog"}, "answer": "A"}
@@ -49,9 +49,9 @@ def read_own(path: str, rule: Rule, media_roots: tuple[str, ...]) -> Items:
                 raise UserError(f"has the same index {item.index!r} as {items[item.index].where}; expected unique "
                                 f"indices.")
             items[item.index] = item
-            for found in (*(found for turn in item.earlier for found in turn.content), *item.content):
-                if isinstance(found, Image):
-                    image_size(found.path)
+            for content in (*(one for turn in item.earlier for one in turn.content), *item.content):
+                if isinstance(content, Image):
+                    image_size(content.path)
         if len(problems) >= MAX_PROBLEMS:
             raise UserError([*problems, f"{path}: reading stopped here; more problems may follow."])
     refuse(problems)

@@ -1,4 +1,4 @@
-"""The page of an evaluation: scores, and the worst answers with their pictures, in one HTML file.
+"""The page of an evaluation: scores, and the worst answers with their images, in one HTML file.
 
 It is self-contained: images are embedded, scaled down.
 """
@@ -19,15 +19,16 @@ from mm.scoring.results import ScoredItem
 from mm.scoring.tsv import Cell
 
 _NUM_WORST = 50
-_MOST_PIXELS = 480
+_MAX_PIXELS = 480
 """Longest side of an image on the page, in pixels."""
-_NUM_TOGETHER = 4
-"""Most pictures shown for one question."""
+_MAX_IMAGES = 4
+"""Maximum images shown for one question."""
 
 
 def results_page(scores: Mapping[str, Any], settings: Mapping[str, Any], found: Sequence[ScoredItem]) -> str:
     """The whole page."""
-    worst = sorted((one for one in found if one.score < 1), key=lambda one: one.score)[:_NUM_WORST]  # else as in file
+    # equal scores stay in the order of the file
+    worst = sorted((one for one in found if one.score < 1), key=lambda one: one.score)[:_NUM_WORST]
     heading = f"The {len(worst)} worst answers" if len(worst) > 1 else "The worst answer"
     shown = "\n".join(map(_answer, worst))
     body = report(scores, settings).body()
@@ -66,27 +67,27 @@ def _percent(value: Mapping[str, Any]) -> str:
     return f"{value['score_percent']:.2f} %"
 
 
-def _answer(one: ScoredItem) -> str:
-    pictures = [item for item in one.item.content if not isinstance(item, str)]
-    more = len(pictures) - _NUM_TOGETHER
-    shown = "".join(map(_picture, pictures[:_NUM_TOGETHER]))
-    options = "".join(f"\n{letter}. {text}" for letter, text in one.item.options.items())
-    rows = (("question", one.item.question + options), ("answered", one.answer.text or "(nothing)"),
-            ("right", " | ".join(one.item.right)), ("score", f"{100 * one.score:.1f} %"),
-            ("where", f"{one.item.where}, index {one.item.index}"))
+def _answer(scored: ScoredItem) -> str:
+    images = [item for item in scored.item.content if not isinstance(item, str)]
+    more = len(images) - _MAX_IMAGES
+    shown = "".join(map(_image, images[:_MAX_IMAGES]))
+    options = "".join(f"\n{letter}. {text}" for letter, text in scored.item.options.items())
+    rows = (("question", scored.item.question + options), ("answered", scored.answer.text or "(nothing)"),
+            ("right", " | ".join(scored.item.right)), ("score", f"{100 * scored.score:.1f} %"),
+            ("where", f"{scored.item.where}, index {scored.item.index}"))
     cells = "".join(f'<tr><th>{name}</th><td style="white-space: pre-wrap">{html.escape(text)}</td></tr>'
                     for name, text in rows)
-    return (f"<div>{shown}{f'<p>and {more} more pictures</p>' if more > 0 else ''}</div>"
+    return (f"<div>{shown}{f'<p>and {more} more images</p>' if more > 0 else ''}</div>"
             f"<table>{cells}</table><p></p>")
 
 
-def _picture(item: Media | Cell) -> str:
+def _image(item: Media | Cell) -> str:
     if not isinstance(item, Image | Cell):
         first, *others = map(str, item.contents)
         more = f" and {len(others)} more frames" if others else ""
         return f"<p>[video {html.escape(Path(first).name)}{more}]</p>"
     image = load_image(item.path if isinstance(item, Image) else Inline(item.where, item.content()))
-    image.thumbnail((_MOST_PIXELS, _MOST_PIXELS), Pillow.Resampling.LANCZOS)
+    image.thumbnail((_MAX_PIXELS, _MAX_PIXELS), Pillow.Resampling.LANCZOS)
     stream = io.BytesIO()
     image.save(stream, "JPEG", quality=85)
-    return f'<img alt="picture" src="data:image/jpeg;base64,{base64.b64encode(stream.getvalue()).decode()}">'
+    return f'<img alt="image" src="data:image/jpeg;base64,{base64.b64encode(stream.getvalue()).decode()}">'

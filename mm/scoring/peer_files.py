@@ -1,7 +1,7 @@
 """MindSpeed-MM's result files, written besides ours for scripts that read them.
 
     MODEL_DATASET.xlsx         every row with its prediction; with options also hit and log
-    MODEL_DATASET_acc.xlsx     scores: of options as shares from 0 to 1, of other benchmarks in percent
+    MODEL_DATASET_acc.xlsx     scores: with options as shares from 0 to 1, for other benchmarks in percent
     MODEL_DATASET_acc.csv      the same, with tabs, as its README says
     MODEL_DATASET_PREV.json    with options: index -> hit and log
 
@@ -79,8 +79,8 @@ def _predictions(rule: Rule, found: Sequence[ScoredItem]) -> Cells:
         *((one.score, _log(one)) if has_hits else ())] for one in found)]
 
 
-def _log(one: ScoredItem) -> str:
-    return f"Match Log: {one.answer.text}. "
+def _log(scored: ScoredItem) -> str:
+    return f"Match Log: {scored.answer.text}. "
 
 
 def choice_scores(found: Sequence[ScoredItem]) -> Cells:

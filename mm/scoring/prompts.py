@@ -1,4 +1,4 @@
-"""The prompt for a question of a benchmark: functions of its words, options and number of pictures.
+"""The prompt for a question of a benchmark, from its text, options and number of images.
 
 The words are VLMEvalKit's at commit e8e78f0 of August 2026, because scores can only be compared for the same prompts.
 It has two sets: its default, with which Qwen2.5-VL is measured there (pull request 786), and one written for Qwen2-VL,
@@ -20,26 +20,26 @@ _SHORT_WORDS = "\nPlease try to answer the question with short words or phrases 
 _MARK = re.compile("<image ([1-9])>")
 
 QuestionText = tuple[str | int, ...]
-"""Texts, and between them the indices of pictures."""
+"""Texts, and between them the indices of images."""
 
 
 def prompt(
-    form: Form, custom: bool, question: str, hint: str, options: Mapping[str, str], num_pictures: int
+    form: Form, custom: bool, question: str, hint: str, options: Mapping[str, str], num_images: int
 ) -> QuestionText:
     """The prompt of a question; with ``custom`` in the words written for Qwen2-VL."""
-    pictures = tuple(range(num_pictures))
+    images = tuple(range(num_images))
     match form, custom:
         case "few words", _:
-            return *pictures, question + (_SHORT_WORDS if custom else _SINGLE_WORD)
+            return *images, question + (_SHORT_WORDS if custom else _SINGLE_WORD)
         case _, False:
             text = _listed(question, hint, options) + (f"{_SELECT} \n" if options else "")
-            return placed(text, num_pictures) if form == "marked options" else (*pictures, text)
+            return placed(text, num_images) if form == "marked options" else (*images, text)
         case "options", True:
             text = _listed(question, hint, options)
             ending = _SELECT_CHINESE if _CHINESE.search(text) else _SELECT
-            return *pictures, (text + (ending if options else "")).rstrip()
+            return *images, (text + (ending if options else "")).rstrip()
         case _:
-            return *pictures, (_listed(question, hint, options) + (_SELECT if options else "")).rstrip()
+            return *images, (_listed(question, hint, options) + (_SELECT if options else "")).rstrip()
 
 
 def _listed(question: str, hint: str, options: Mapping[str, str]) -> str:
@@ -47,19 +47,19 @@ def _listed(question: str, hint: str, options: Mapping[str, str]) -> str:
     return "".join(f"{line}\n" for line in (*lines, *(f"{letter}. {text}" for letter, text in options.items())))
 
 
-def placed(text: str, num_pictures: int) -> QuestionText:
-    """``text`` with the pictures where ``<image 1>`` and so on stand; without such a mark all pictures come first.
+def placed(text: str, num_images: int) -> QuestionText:
+    """``text`` with the images in the places of ``<image 1>`` and so on; without such a mark all images come first.
 
-    A picture appears as often as it is named; one that is not named is left out.
+    An image appears as often as it is named; one that is not named is left out.
     """
-    assert max_mark(text) <= num_pictures, "checked when the file was read"
+    assert max_mark(text) <= num_images, "checked when the file was read"
     pieces = _MARK.split(text)
     if len(pieces) == 1:
-        return *range(num_pictures), text
+        return *range(num_images), text
     items = [int(piece) - 1 if number % 2 else piece for number, piece in enumerate(pieces)]
     return tuple(item for item in items if item != "")
 
 
 def max_mark(text: str) -> int:
-    """The highest number of a picture that ``text`` names, from 1; 0 where it names none."""
+    """The highest number of an image that ``text`` names, counted from 1; 0 if it names none."""
     return max(map(int, _MARK.findall(text)), default=0)

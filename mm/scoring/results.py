@@ -20,7 +20,7 @@ from mm.scoring.rules import REFERENCES, chosen_option, score
 
 SETTINGS, ANSWERS, PREDICTIONS, SCORES = "settings.json", "answers.jsonl", "predictions.jsonl", "scores.json"
 PICTURES = "pictures"
-"""Folder for pictures extracted from a TSV file, while questions are answered."""
+"""Folder for images extracted from a TSV file, while questions are answered."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Prediction:
 
     text: str
     is_truncated: bool = False
-    """Whether it was cut off at the longest length."""
+    """Whether it was cut off at the maximum length."""
 
     @classmethod
     def of(cls, text: str, ended: str) -> "Prediction":
@@ -113,9 +113,9 @@ def _by(found: Sequence[ScoredItem], names: Sequence[str]) -> dict[str, Any]:
     scores: dict[str, Any] = {}
     for name in names:
         by_group: dict[str, list[ScoredItem]] = {}
-        for one in found:
-            if name in one.item.groups:
-                by_group.setdefault(one.item.groups[name], []).append(one)
+        for scored_item in found:
+            if name in scored_item.item.groups:
+                by_group.setdefault(scored_item.item.groups[name], []).append(scored_item)
         if by_group:
             scores[f"by_{name.replace('-', '_')}"] = {
                 group: {**_mean(by_group[group]), **(_by(by_group[group], names[1:]) if name == "split" else {})}

@@ -1,4 +1,4 @@
-"""Scores of answers: functions of texts alone, each after a published rule that it names.
+"""Scores of answers: pure functions of texts, each of which follows a published rule that it names.
 
 VLMEvalKit is open-compass/VLMEvalKit at commit e8e78f0 of August 2026, without a judge model (its ``exact_matching``).
 ``mm.scoring.benchmarks`` has the rule of each benchmark.

@@ -1,7 +1,7 @@
-"""OpenCompass's benchmark files: tab-separated tables with pictures as base64, which stay on disk.
+"""OpenCompass's benchmark files: tab-separated tables with images as base64, which stay on disk.
 
-The files can have gigabytes, nearly all of it pictures.  So one pass over the file locates each cell and keeps the
-texts; a picture is read when it is needed.
+The files can have gigabytes, nearly all of which are images.  So one pass over the file locates each cell and keeps the
+texts; an image is read when it is needed.
 """
 
 import ast
@@ -21,12 +21,12 @@ from mm.errors import MAX_PROBLEMS, UserError, collected, nearest, refuse
 from mm.files import write_whole
 
 IMAGE = "image"
-"""The column with pictures."""
+"""The column with images."""
 _LONGEST_INDEX = 64
-"""Characters: an image cell up to this length is the index of another row, whose pictures are used (VLMEvalKit)."""
+"""Characters: an image cell up to this length is the index of another row, whose images are used (VLMEvalKit)."""
 _QUOTED = re.compile(rb'"([^"]*(?:""[^"]*)*)"(.*)', re.DOTALL)
 _ADDRESS = re.compile(rb"data:image/[a-z+.-]+;base64,")
-"""What browsers write before base64."""
+"""Prefix that browsers write before base64."""
 
 CellSpan = tuple[int, int]
 """First byte and end of a cell, including quotes."""
@@ -34,27 +34,27 @@ CellSpan = tuple[int, int]
 
 @dataclass(frozen=True)
 class Cell:
-    """A picture inside a file."""
+    """An image inside a file."""
 
     path: str
     line: int
     span: CellSpan
     number: int
-    """Index among the pictures of the cell."""
+    """Index among the images of the cell."""
 
     @property
     def where(self) -> str:
-        return f"{self.path}:{self.line}: picture {self.number + 1} of column {IMAGE!r}"
+        return f"{self.path}:{self.line}: image {self.number + 1} of column {IMAGE!r}"
 
     def content(self) -> bytes:
-        """The bytes of the picture file.  Raises UserError if the cell is no longer base64."""
+        """The bytes of the image file.  Raises UserError if the cell is no longer base64."""
         with open(self.path, "rb") as stream:
             stream.seek(self.span[0])
-            pictures = _pictures(stream.read(self.span[1] - self.span[0]))
-        return _decoded(pictures[self.number] if self.number < len(pictures) else b"", self.where)
+            images = _images(stream.read(self.span[1] - self.span[0]))
+        return _decoded(images[self.number] if self.number < len(images) else b"", self.where)
 
     def write(self, folder: Path) -> str:
-        """Write the picture file to ``folder``, unless it is there.  Returns its path, named after its bytes."""
+        """Write the image file to ``folder``, unless it is there.  Returns its path, named after its bytes."""
         content = self.content()
         path = folder / f"{zlib.crc32(content):08x}-{len(content)}"
         if not path.exists():
@@ -64,11 +64,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class TsvRow:
-    """One record: its non-empty texts by column, and its pictures."""
+    """One record: its non-empty texts by column, and its images."""
 
     line: int
     texts: Mapping[str, str]
-    pictures: tuple[Cell, ...] = ()
+    images: tuple[Cell, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def read_table(path: str, needed: Sequence[str]) -> TsvTable:
     """Read a file with the columns ``needed`` (and others) and a unique index in each row.
 
     Empty cells are left out; all others are taken literally.  Raises UserError with the problems of all rows: a number
-    of cells that differs from the columns, text that is not UTF-8, a reference to the pictures of a missing row, or
+    of cells that differs from the columns, text that is not UTF-8, a reference to the images of a missing row, or
     base64 whose header is not that of an image.
     """
     problems: list[str] = []
@@ -107,7 +107,7 @@ def read_table(path: str, needed: Sequence[str]) -> TsvTable:
     found = []
     for row in rows.values():
         with collected(problems):
-            found.append(_with_pictures(path, row, rows))
+            found.append(_with_images(path, row, rows))
     refuse(problems[:MAX_PROBLEMS])
     return TsvTable(columns, tuple(found))
 
@@ -192,19 +192,19 @@ def _row(path: str, columns: Sequence[str], line: int, cells: Sequence[CellSpan]
         raise UserError(f"{path}:{line}: has {len(cells)} cells, but the first line has {len(columns)} columns; tabs "
                         f"separate cells, and a cell that contains a tab or a line break needs quotes.")
     spans = {name: span for name, span in zip(columns, cells, strict=True) if span[1] > span[0]}
-    image = spans.get(IMAGE, (0, 0))
-    holds_pictures = image[1] - image[0] > _LONGEST_INDEX
+    start, end = image_span = spans.get(IMAGE, (0, 0))
+    holds_images = end - start > _LONGEST_INDEX
     texts = {name: _text(path, line, data, span) for name, span in spans.items()
-             if not (name == IMAGE and holds_pictures)}
+             if not (name == IMAGE and holds_images)}
     if "index" not in texts:
         raise UserError(f"{path}:{line}: has no index; give each row a unique one.")
-    if not holds_pictures:
+    if not holds_images:
         return TsvRow(line, texts)
-    encoded = _pictures(data[image[0] : image[1]])
-    pictures = tuple(Cell(path, line, image, number) for number in range(len(encoded)))
-    for picture, one in zip(pictures, encoded, strict=True):
-        image_size(Inline(picture.where, _decoded(one, picture.where)))
-    return TsvRow(line, texts, pictures)
+    encoded = _images(data[start:end])
+    images = tuple(Cell(path, line, image_span, number) for number in range(len(encoded)))
+    for cell, text in zip(images, encoded, strict=True):
+        image_size(Inline(cell.where, _decoded(text, cell.where)))
+    return TsvRow(line, texts, images)
 
 
 def listed(cell: str) -> tuple[str, ...]:
@@ -220,7 +220,7 @@ def listed(cell: str) -> tuple[str, ...]:
     return (cell,)
 
 
-def _pictures(raw: bytes) -> list[bytes]:
+def _images(raw: bytes) -> list[bytes]:
     """The base64 texts in an image cell: a Python list, or a single one."""
     raw = _ADDRESS.sub(b"", _unquoted(raw)).strip()
     if raw[:1] + raw[-1:] != b"[]":
@@ -239,15 +239,15 @@ def _decoded(encoded: bytes, where: str) -> bytes:
     return content
 
 
-def _with_pictures(path: str, row: TsvRow, rows: Mapping[str, TsvRow]) -> TsvRow:
-    """``row`` with its own pictures, or those of the row that its image cell refers to, directly or through others."""
+def _with_images(path: str, row: TsvRow, rows: Mapping[str, TsvRow]) -> TsvRow:
+    """``row`` with its own images, or those of the row that its image cell refers to, directly or through others."""
     named, seen = row, {row.texts["index"]}
     while IMAGE in named.texts:
         index = named.texts[IMAGE]
         if index not in rows or index in seen:
-            what = "leads to no picture" if named is not row or index in rows else "is not an index of this file"
+            what = "leads to no image" if named is not row or index in rows else "is not an index of this file"
             raise UserError(f"{path}:{row.line}: column {IMAGE!r} is {row.texts[IMAGE]!r}, which {what}; expected the "
                             f"base64 of an image file, or the index of another row with one.")
         seen.add(index)
         named = rows[index]
-    return TsvRow(row.line, {name: text for name, text in row.texts.items() if name != IMAGE}, named.pictures)
+    return TsvRow(row.line, {name: text for name, text in row.texts.items() if name != IMAGE}, named.images)

@@ -98,8 +98,8 @@ def test_rows_without_a_picture_are_left_out_with_a_note(tmp_path):
     items = read(tmp_path, "chartqa", [WORDS, {**WORDS, "index": "1", "image": ""}])
     assert len(items.items) == 1
     table = tmp_path / "chartqa.tsv"
-    assert items.notes == (f"{table}: 1 rows without a picture are left out, as in VLMEvalKit",)
-    with pytest.raises(UserError, match="has no rows with a picture; there is nothing to ask"):
+    assert items.notes == (f"{table}: 1 rows without an image are left out, as in VLMEvalKit",)
+    with pytest.raises(UserError, match="has no rows with an image; there is nothing to ask"):
         read(tmp_path, "chartqa", [{**WORDS, "image": ""}])
 
 
@@ -112,7 +112,7 @@ def test_rows_without_a_picture_are_left_out_with_a_note(tmp_path):
      "the validation split)."),
     ("docvqa", {**WORDS, "question": ""}, "column 'question' is empty; expected a question."),
     ("mmmu", {**MMMU, "image": encoded(1)},
-     "refers to <image 2>, but has 1 pictures; add the missing ones to column 'image'."),
+     "refers to <image 2>, but has 1 images; add the missing ones to column 'image'."),
 ])  # fmt: skip
 def test_rows_that_cannot_be_asked(tmp_path, name, row, expected):
     with pytest.raises(UserError) as caught:
@@ -123,7 +123,7 @@ def test_rows_that_cannot_be_asked(tmp_path, name, row, expected):
 def test_columns_of_each_benchmark(tmp_path):
     row = {"index": "0", "question": "q", "answer": "A"}
     for name, expected in (("ai2d", "has no column 'A'"), ("mmmu", "has no column 'B'"),
-                           ("docvqa", "has neither a column 'image' (pictures as base64) nor 'image_path'")):
+                           ("docvqa", "has neither a column 'image' (images as base64) nor 'image_path'")):
         with pytest.raises(UserError) as caught:
             read(tmp_path, name, [row])
         assert any(expected in problem for problem in caught.value.problems)

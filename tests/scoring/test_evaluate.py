@@ -161,7 +161,7 @@ def test_bad_questions_are_reported_and_results_are_kept(root, done):
         ("no_columns.tsv", f"error: {root}/no_columns.tsv:1: has no column 'question'; its columns are 'index', "
                            f"'image', 'text', 'answer', separated by tabs; rename the right column, or use "
                            f"OpenCompass's file of this benchmark.\n"),
-        ("no_picture.tsv", f"error: {root}/no_picture.tsv:3: picture 1 of column 'image': is not an image that "
+        ("no_picture.tsv", f"error: {root}/no_picture.tsv:3: image 1 of column 'image': is not an image that "
                            f"Pillow can read: it starts with b'ABCABCABCABCABCA'; use a JPEG or PNG file.\n"),
         ("missing", f"error: {root}/missing.json:1: question 3 (counted from 0): image 'none.png' "
                     f"is not a regular file, neither as"),

@@ -60,12 +60,12 @@ def test_pictures_come_from_disk_bit_for_bit(tmp_path):
         {"index": "7", "image": encoded(0)}, {"index": "8", "image": two}, {"index": "9", "image": "7"},
         {"index": "10", "image": "9"}, {"index": "11", "image": f"data:image/png;base64,{encoded(0)}"}])
     rows = read_table(path, ["index", "image"]).rows
-    assert [len(row.pictures) for row in rows] == [1, 2, 1, 1, 1]
-    assert rows[0].pictures == rows[2].pictures == rows[3].pictures
-    assert [one.content() for one in rows[1].pictures] == [
+    assert [len(row.images) for row in rows] == [1, 2, 1, 1, 1]
+    assert rows[0].images == rows[2].images == rows[3].images
+    assert [one.content() for one in rows[1].images] == [
         base64.b64decode(encoded(1, "JPEG")), base64.b64decode(encoded(2))]
-    assert rows[4].pictures[0].content() == rows[0].pictures[0].content()
-    written = [one.write(tmp_path) for row in rows for one in row.pictures]
+    assert rows[4].images[0].content() == rows[0].images[0].content()
+    written = [one.write(tmp_path) for row in rows for one in row.images]
     assert len(set(written)) == 3  # by content: the last picture is the first one again
     expected = np.random.default_rng(2).integers(0, 256, (24, 32, 3), dtype=np.uint8)
     assert (np.asarray(load_image(written[2])) == expected).all()
@@ -94,18 +94,18 @@ def test_invalid_pictures(tmp_path):
         {**ROW, "index": "3", "image": f"['{encoded(0)}', '']"}, {**ROW, "index": "4", "image": "1x"}])
     where = tmp_path / "t.tsv"
     assert found == (
-        "3: picture 1 of column 'image': is not base64 (Only base64 data is allowed), starting with "
+        "3: image 1 of column 'image': is not base64 (Only base64 data is allowed), starting with "
         "b'!!!!!!!!!!!!!!!!!!!!!!!!'; encode the bytes of an image file as base64.",
-        "4: picture 1 of column 'image': is not an image that Pillow can read: it is a web page; "
+        "4: image 1 of column 'image': is not an image that Pillow can read: it is a web page; "
          "the download failed: fetch the file itself.",
-        "5: picture 2 of column 'image': is empty; encode the bytes of an image file as base64.")
+        "5: image 2 of column 'image': is empty; encode the bytes of an image file as base64.")
     good = [{**ROW}, {**ROW, "index": "4", "image": "1x"}, {**ROW, "index": "5", "image": "6"},
             {**ROW, "index": "6", "image": "5"}]
     ends = "; expected the base64 of an image file, or the index of another row with one."
     assert problems(where, good) == (
         f"3: column 'image' is '1x', which is not an index of this file{ends}",
-        f"4: column 'image' is '6', which leads to no picture{ends}",
-        f"5: column 'image' is '5', which leads to no picture{ends}")
+        f"4: column 'image' is '6', which leads to no image{ends}",
+        f"5: column 'image' is '5', which leads to no image{ends}")
 
 
 def test_broken_tables(tmp_path):
