@@ -65,8 +65,8 @@ def _end_with(launcher: "psutil.Process | None") -> None:
     os._exit(1)
 
 
-_INTERRUPTED = 130
-"""The exit status that shells expect after Ctrl-C: 128 and the number of the signal."""
+INTERRUPTED = 128 + signal.SIGINT
+"""The exit status that shells expect after Ctrl-C."""
 _AGAIN_SECONDS = 2.0
 """Ctrl-C reaches a rank twice, from the terminal and from the launcher.  A signal after this time is a second
 Ctrl-C."""
@@ -93,8 +93,8 @@ def run_command(command: Callable[[], int], kept: Callable[[], str], is_rank: bo
         sys.stdout.flush()
         sys.stderr.flush()
         if is_rank:
-            os._exit(_INTERRUPTED)  # at a usual end, process groups would wait for other ranks, or abort this process
-        return _INTERRUPTED
+            os._exit(INTERRUPTED)  # at a usual end, process groups would wait for other ranks, or abort this process
+        return INTERRUPTED
 
 
 class _Interrupt:
@@ -118,7 +118,7 @@ class _Interrupt:
             self._since = time.monotonic()
             raise KeyboardInterrupt
         if time.monotonic() - self._since > _AGAIN_SECONDS:
-            os._exit(_INTERRUPTED)
+            os._exit(INTERRUPTED)
 
 
 def print_notes(notes: Iterable[str], stream: TextIO | None = None) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from mm.config.evaluate import Evaluating, load_evaluating
+from mm.config.evaluate import EVALUATE, Evaluating, load_evaluating
+from mm.config.generate import kept_answers
 from mm.config.notes import notes_at_start, sorted_notes
 from mm.ending import end_with_launcher, is_first_rank, print_notes, print_notes_once, refused, run_command, status_of
 from mm.errors import UserError
@@ -31,16 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate and return the exit status: 0, 2 after reporting every mistake that the user can fix, or 130 after
     Ctrl-C."""
     words = sys.argv[1:] if argv is None else argv
-    return run_command(lambda: _run(words), lambda: _kept(words), is_rank=True)
-
-
-def _kept(words: Sequence[str]) -> str:
-    """What remains after Ctrl-C, for its message."""
-    from mm.config.evaluate import EVALUATE
-
-    output = EVALUATE.split(words).last("--output")
-    return "no answer is kept, because there is no --output" if output is None else (
-        f"answers so far are kept in {output}; the same command continues from them")
+    return run_command(lambda: _run(words), lambda: kept_answers(EVALUATE, words), is_rank=True)
 
 
 def _run(words: Sequence[str]) -> int:
@@ -75,7 +67,7 @@ def check(evaluating: Evaluating) -> None:
 
 
 def evaluate(evaluating: Evaluating) -> int:
-    """Ask and score on this process's device, as one rank of the launcher's world; returns the status, 0."""
+    """Ask and score on this process's device, as one rank of the launcher's world; returns the exit status, 0."""
     from mm.generation.source import find
     from mm.parallel.meeting import Meeting
     from mm.parallel.watchdog import Watchdog
@@ -127,7 +119,7 @@ def _settings(evaluating: Evaluating, session: "Session", found: "ModelFiles") -
 
 
 def _prompts(evaluating: Evaluating, items: "Items | None") -> "list[Prompt]":
-    """The questions as prompts, with their pictures as files that every rank can read."""
+    """The questions as prompts, with their images as files that every rank can read."""
     from mm.generation.prompts import in_order
     from mm.scoring.results import PICTURES
 

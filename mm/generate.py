@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mm.config.generate import Asking, GenerateArguments, load_asking
+from mm.config.generate import GENERATE, Asking, GenerateArguments, kept_answers, load_asking
 from mm.config.notes import notes_at_start, sorted_notes
 from mm.ending import end_with_launcher, is_first_rank, print_notes, print_notes_once, refused, run_command, status_of
 from mm.errors import UserError
@@ -23,16 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Answer and return the exit status: 0, 2 after reporting every mistake that the user can fix, or 130 after
     Ctrl-C."""
     words = sys.argv[1:] if argv is None else argv
-    return run_command(lambda: _run(words), lambda: _kept(words), is_rank=True)
-
-
-def _kept(words: Sequence[str]) -> str:
-    """What remains after Ctrl-C, for its message."""
-    from mm.config.generate import GENERATE
-
-    output = GENERATE.split(words).last("--output")
-    return "no answer is kept, because there is no --output" if output is None else (
-        f"answers so far are kept in {output}; the same command continues from them")
+    return run_command(lambda: _run(words), lambda: kept_answers(GENERATE, words), is_rank=True)
 
 
 def _run(words: Sequence[str]) -> int:
@@ -68,7 +59,7 @@ def check(asking: Asking[GenerateArguments]) -> None:
 
 
 def answer(asking: Asking) -> int:
-    """Answer on this process's device, as one rank of the launcher's world; returns the status, 0."""
+    """Answer on this process's device, as one rank of the launcher's world; returns the exit status, 0."""
     from mm.generation.source import find
     from mm.parallel.meeting import Meeting
     from mm.parallel.watchdog import Watchdog

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from mm.config.flags import TRAIN
 from mm.config.notes import notes_at_start, sorted_notes
 from mm.config.run import Run, load_run
 from mm.ending import end_with_launcher, is_first_rank, print_notes, print_notes_once, refused, run_command, status_of
@@ -28,8 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _kept(words: Sequence[str]) -> str:
     """What remains after Ctrl-C, for its message."""
-    from mm.config.flags import TRAIN
-    from mm.formats.training import find_checkpoint
+    from mm.formats.training import find_checkpoint  # loads torch
 
     given = TRAIN.split(words)
     if "--dry-run" in given.given or "--check" in given.given:
@@ -98,7 +98,7 @@ def check_node(run: Run) -> None:
 
 
 def train(run: Run) -> int:
-    """Train as ``run`` says, on this process's device, as one rank of the launcher's world; returns the status, 0.
+    """Train on this process's device, as one rank of the launcher's world; returns the exit status, 0.
 
     One rank of each node checks the node.  Only rank 0 checks the files, and starts with what it has opened; the others
     wait, and end with it if it finds a problem.  However the run ends, rank 0 releases the directories that it has

@@ -19,8 +19,8 @@ from benchmarks.sides import Ours, Peer, model_config, random_tensors
 from mm.batch import BatchTotals, Microbatch
 from mm.config.model import ModelConfig
 from mm.device.device import Device
-from mm.model.flops import forward_flops
 from mm.parallel.megatron import DTYPES
+from tests.forward_flops import forward_flops
 from tests.microbatches import random_microbatch
 from tests.workload import num_tokens
 

@@ -1,6 +1,6 @@
 """Settings of ``python -m mm.generate``: its flags, the JSON files that they name, and how tokens are chosen.
 
-``mm.config.evaluate``, which asks the questions of a benchmark, uses ``ModelArguments`` and ``Asking`` too.
+``mm.config.evaluate`` also uses ``ModelArguments`` and ``Asking``, for the questions of a benchmark.
 """
 
 import os
@@ -35,7 +35,7 @@ class ModelArguments:
     model_name_or_path: str | None = Field(None, description=(
         "Hugging Face directory of tokenizer, chat template and processor; absent = from the JSON, or --load"))
     mm_data: str | None = Field(None, description=(
-        "data JSON of the training, for its picture and video sizes"))
+        "data JSON of the training, for its image and video sizes"))
     vit_qkv_order: VitQkvOrder | None = Field(
         None, description="order of the ViT's qkv in --load of MindSpeed-MM; absent = from model_name_or_path")
 
@@ -51,12 +51,12 @@ class ModelArguments:
 
     # Files of questions
     media_roots: Patterns = Field((), description=(
-        "folders that may contain the pictures and videos of a questions file, besides the file's own folder"))
+        "folders that may contain the images and videos of a questions file, besides the file's own folder"))
     batch_size: Count = Field(8, description="questions of a file that are answered together")
 
-    # Pictures and videos
-    image_min_pixels: NaturalNumber | None = Field(None, description="minimum pixels of a picture")
-    image_max_pixels: Count | None = Field(None, description="maximum pixels of a picture; absent = the checkpoint's")
+    # Images and videos
+    image_min_pixels: NaturalNumber | None = Field(None, description="minimum pixels of an image")
+    image_max_pixels: Count | None = Field(None, description="maximum pixels of an image; absent = the checkpoint's")
     video_max_pixels: Count | None = Field(None, description="maximum pixels of a frame")
     video_fps: Positive | None = Field(None, description="frames sampled per second of video")
     video_maxlen: Count | None = Field(None, description="maximum frames of a video")
@@ -87,10 +87,10 @@ class ModelArguments:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class GenerateArguments(ModelArguments):
-    """Everything that the command line says."""
+    """Everything on the command line."""
 
     prompt: str | None = Field(None, description="one question; <image> and <video> in it mark the places of media")
-    image: Patterns = Field((), description="pictures of the question, in order")
+    image: Patterns = Field((), description="images of the question, in order")
     video: Patterns = Field((), description="videos of the question, in order")
     system: str | None = Field(None, description="system message; absent = the chat template's own")
     chat: bool = Field(False, description="chat in the terminal")
@@ -121,7 +121,7 @@ GENERATE = CommandLine(
 Said = TypeVar("Said", bound=ModelArguments)
 
 _NO_BOUND = 1 << 40
-"""Pixels; the checkpoint's own bound is below it."""
+"""Pixels; above the checkpoint's own bound, which then applies."""
 
 
 @plain_dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Decoding:
     temperature: float
     """0 takes the likeliest token."""
     top_k: int
-    """0 is all."""
+    """0: draw from all tokens."""
     top_p: float
     repetition_penalty: float
     stop_token_ids: tuple[int, ...]
@@ -141,13 +141,12 @@ class Decoding:
 
 DEFAULT = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.0,
            "max_new_tokens": 512, "eos_token_id": ()}
-"""Transformers' (``_get_default_generation_params``), but for the length of an answer, which is 20 there."""
+"""The defaults of transformers (``_get_default_generation_params``), except for the length of an answer, 20 there."""
 
 
 @plain_dataclass(frozen=True)
 class Asking(Generic[Said]):
-    """The settings of one call of ``mm.generate``, and those that ``mm.evaluate`` has too.  Every rule between them
-    holds."""
+    """The checked settings of one call of ``mm.generate``, or those that ``mm.evaluate`` shares with it."""
 
     args: Said
     inference: InferenceConfig | None
@@ -157,7 +156,7 @@ class Asking(Generic[Said]):
     world_size: int
     notes: tuple[str, ...] = ()
     defaults: GenerationSettings | None = None
-    """Come before the checkpoint's."""
+    """Settings that take precedence over the checkpoint's."""
 
     @property
     def directory(self) -> str | None:
@@ -166,7 +165,7 @@ class Asking(Generic[Said]):
 
     @property
     def directory_is_named_by(self) -> str:
-        """The flag or the key of a JSON file that names ``directory``; for messages."""
+        """The flag, or the key of a JSON file, that names ``directory``, for messages."""
         return self._directory_and_name[1]
 
     @property
@@ -179,9 +178,9 @@ class Asking(Generic[Said]):
         return self.args.model_name_or_path or None, "--model-name-or-path"
 
     def media_config(self, directory: str) -> DataConfig:
-        """How pictures and videos are read: by flags, else the data JSON, else the inference JSON.
+        """How images and videos are read, by precedence: flags, data JSON, inference JSON.
 
-        Without any: pictures by the checkpoint's ``directory`` alone, and videos as qwen-vl-utils 0.0.14 does.
+        Without any of these: images as the checkpoint's ``directory`` says, and videos as in qwen-vl-utils 0.0.14.
         """
         args: Any = self.args
         changes: dict[str, Any] = {"model_name_or_path": directory}
@@ -200,7 +199,7 @@ class Asking(Generic[Said]):
     def decoding(self, checkpoint: GenerationSettings) -> Decoding:
         """Settings by precedence: flags, inference JSON, ``checkpoint``, transformers' defaults.
 
-        ``stop_token_ids`` are the files'; what ``--stop-tokens`` names, the tokenizer knows.
+        ``stop_token_ids`` come from the files; ``--stop-tokens`` is applied once the tokenizer is read.
         """
         args, files = self.args, (
             *((self.inference.generation,) if self.inference else ()), self.defaults, checkpoint)
@@ -218,6 +217,13 @@ class Asking(Generic[Said]):
             stop_token_ids=tuple(setting("eos_token_id")), seed=args.seed)
 
 
+def kept_answers(line: CommandLine[Any], argv: Sequence[str]) -> str:
+    """What remains of the answers after Ctrl-C, for its message."""
+    output = line.split(argv).last("--output")
+    return "no answer is kept, because there is no --output" if output is None else (
+        f"answers so far are kept in {output}; the same command continues from them")
+
+
 def load_asking(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> Asking[GenerateArguments]:
     """Read and check flags and JSON files; raises UserError with all problems."""
     asking, problems = read_asking(GENERATE, argv, read_inference, environment)
@@ -229,8 +235,10 @@ def read_asking(
     line: CommandLine[Said], argv: Sequence[str], read_model_json: Callable[[str], ReadSettings[Any]],
     environment: Mapping[str, str],
 ) -> tuple[Asking[Said], list[str]]:
-    """The flags of ``line`` and the JSON files that they name, and what is wrong with them and with the rules between
-    model and decoding.  Raises UserError when flags are not readable."""
+    """Read the flags of ``line`` and the JSON files that they name; returns them with their problems.
+
+    Raises UserError if the flags cannot be read.
+    """
     words = line.split(argv)
     problems: list[str] = []
     inference = data = None

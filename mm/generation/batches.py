@@ -55,18 +55,18 @@ def in_batches(
 def answer_batches(
     session: Session, batches: Sequence[Sequence[Prompt]], keep: Callable[[Sequence[Response]], None]
 ) -> list[str]:
-    """Deal ``batches`` to the replicas, one to each at a time; ``keep`` is given their answers on rank 0.
+    """Distribute ``batches`` over the replicas, one to each at a time, and pass the answers to ``keep`` on rank 0.
 
-    Every rank calls it.  Returns, on rank 0, the problems of prompts that have no answer.
+    All ranks call this function together.  Returns, on rank 0, the problems of prompts without an answer.
     """
     mesh = session.mesh
     problems: list[str] = []
     for first in range(0, len(batches), mesh.dp_size):
         number = first + mesh.dp_rank
-        responses, found = session.respond(batches[number] if number < len(batches) else ())
-        everything = gather(mesh, (responses, found if mesh.owns_data else ()))
-        on_first(mesh, lambda everything=everything: keep([one for responses, _ in everything for one in responses]))
-        problems += [problem for _, some in everything for problem in some]
+        responses, refused = session.respond(batches[number] if number < len(batches) else ())
+        gathered = gather(mesh, (responses, refused if mesh.owns_data else ()))
+        on_first(mesh, lambda gathered=gathered: keep([one for responses, _ in gathered for one in responses]))
+        problems += [problem for _, refused in gathered for problem in refused]
     return problems
 
 
@@ -80,9 +80,9 @@ class FileOfPrompts:
         self._progress: Progress | None = None
 
     def answer(self) -> None:
-        """Answer all prompts.  Every rank calls it.
+        """Answer all prompts; called on all ranks.
 
-        Raises AgreedError at the end with the problems of prompts that have no answer.
+        Raises AgreedError at the end with the problems of prompts without an answer.
         """
         mesh = self._session.mesh
         plan = on_first(mesh, self._plan)

@@ -1,7 +1,7 @@
 """Answers token by token: the trainer's forward pass over the stages of a replica, with a cache of keys and values.
 
-All ranks of a replica call this together with the same prompts.  The stage with the output layer chooses each token and
-broadcasts it.
+All ranks of a replica call these functions together with the same prompts.  The stage with the output layer chooses
+each token and broadcasts it.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     """Includes the token that ended it."""
     ended: str | None = None
-    """"stop": a stop token ended it; "length": it reached the longest length; None: it is not complete."""
+    """"stop": a stop token ended it; "length": it reached the maximum length; None: it is not complete."""
 
 
 @dataclass
@@ -49,12 +49,12 @@ TokenListener = Callable[[Answer], None]
 
 
 class Answerer:
-    """One rank's columns of the model, which answers batches of prompts together with the rest of its replica."""
+    """One rank's part of the model, which answers batches of prompts together with the other ranks of its replica."""
 
     def __init__(self, stage: Stage, mesh: Mesh, decoding: Decoding) -> None:
         self._stage, self._mesh, self._decoding = stage, mesh, decoding
         self._placement = stage.model.placement()
-        self._context = replace(mesh.context, is_alone=True)  # its ranks all do the same
+        self._context = replace(mesh.context, is_alone=True)  # all ranks of the context axis compute the same
         self._device = stage.device.torch_device
         self._like = torch.empty(0, dtype=stage.config.params_dtype, device=self._device)
         self._stages = dist.get_process_group_ranks(mesh.groups.pp)
@@ -83,7 +83,7 @@ class Answerer:
             if not going_on:
                 self._caches, self._was_there = {}, None
                 return answers
-            if 2 * len(going_on) <= len(sequences):  # those that have ended cost as much as the others
+            if 2 * len(going_on) <= len(sequences):  # ended sequences cost as much as the others
                 sequences = [sequences[number] for number in going_on]
                 self._keep(going_on)
             lengths = [sequence.num_tokens for sequence in sequences]
@@ -179,7 +179,7 @@ class Answerer:
 
 
 def _sequences(prompts: Microbatch, numbers: Sequence[int]) -> list[_Sequence]:
-    """After a prompt, positions continue from the largest on its three axes (transformers' ``rope_deltas``)."""
+    """The sequences of ``prompts``; positions continue after a prompt's largest one (transformers' ``rope_deltas``)."""
     positions = prompts.positions.split(prompts.segment_lengths, dim=1)
     return [_Sequence(Answer(number), length, int(one.max()) + 1) for number, length, one in
             zip(numbers, prompts.segment_lengths, positions, strict=True)]

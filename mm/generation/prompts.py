@@ -11,8 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mm.config.data import Attributes
+from mm.config.data import Attributes, DataConfig
 from mm.config.generate import Asking
+from mm.config.model import ModelConfig
+from mm.data.encode.encoder import SampleEncoder
 from mm.data.read.content import content_of, with_places
 from mm.data.read.formats import num_media, read_sample
 from mm.data.read.open_records import open_records
@@ -67,12 +69,26 @@ def read_prompts(path: str, media_roots: Sequence[str]) -> tuple[list[Prompt], l
 
 
 def _identity(value: Any) -> str:
-    """Replaces values that JSON cannot hold in a record's digest: an embedded image by its digest, others by repr."""
+    """Stands for a value that JSON cannot hold in a record's digest: an embedded image's digest, else the repr."""
     return value.digest if isinstance(value, Inline) else repr(value)
 
 
+def prompt_encoder(media: DataConfig, model: ModelConfig) -> SampleEncoder:
+    """The encoder of prompts, which may take all positions of ``model``.
+
+    Raises UserError as ``SampleEncoder.from_config`` does.
+    """
+    return SampleEncoder.from_config(media, model, model.language.max_position_embeddings)
+
+
+def encoder_for_prompts(encoder: SampleEncoder, model: ModelConfig) -> SampleEncoder:
+    """``prompt_encoder`` for the settings of ``encoder``, an encoder of training samples, without reading its files."""
+    chat = replace(encoder.chat, seq_length=model.language.max_position_embeddings)
+    return replace(encoder, chat=chat)
+
+
 def in_order(asked: Iterable[tuple[str, Sample, str]]) -> list[Prompt]:
-    """Prompts, numbered in order, from the name, content and digest of each."""
+    """Prompts, numbered in order; ``asked`` has the name, content and digest of each."""
     return [Prompt(number, sample, name, digest) for number, (name, sample, digest) in enumerate(asked)]
 
 
@@ -81,7 +97,7 @@ def _conversation(record: Any) -> Any:
     if not isinstance(record, dict):
         return record
     if "instruction" in record and "output" not in record:
-        return {**record, "output": "-"}  # dropped, as the answer
+        return {**record, "output": "-"}  # a placeholder for the answer, which is dropped
     if not isinstance(text := record.get("prompt"), str) or {"messages", "conversations"} & record.keys():
         return record
     return {**record, "messages": [{"role": "user", "content": with_places(text, num_media(record))}]}
@@ -106,7 +122,7 @@ def question(text: str, images: Sequence[str], videos: Sequence[str], *, media_l
             problems.append(f"the question has {places} {cls.placeholder} but {len(paths)} {cls.kind}s; the numbers "
                             f"must be equal")
     if not text.strip() and not images and not videos:
-        problems.append("the question is empty; give it text, a picture or a video")
+        problems.append("the question is empty; give it text, an image or a video")
     if problems:
         raise UserError(problems)
     coming = {cls: iter(paths) for cls, paths in given.items()}

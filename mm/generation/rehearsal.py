@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 
 from mm.config.generate import Asking
 from mm.config.outputs import folder_problems
-from mm.data.encode.encoder import SampleEncoder
 from mm.data.sample import Sample
 from mm.errors import collected, refuse
+from mm.generation.prompts import prompt_encoder
 from mm.generation.source import ModelFiles, find, named_tokens
 
 ALL_IN_ORDER = "Everything that can be checked beforehand is in order."
@@ -19,9 +19,9 @@ ReadSamples = Callable[[], tuple[Iterable[Sample], list[str]]]
 
 
 def rehearse(asking: Asking, read: ReadSamples, output: str | None, decodes: bool = False) -> ModelFiles:
-    """Find weights and layout, read the prompts, and encode them; returns what was found.
+    """Find weights and layout, and read and encode the prompts; returns the model's files.
 
-    Pictures and videos are measured by their headers, as the training's check does; ``decodes`` reads their pixels too.
+    Images and videos are measured by their headers, as in the check before training; ``decodes`` reads pixels too.
     ``output`` is the directory that ``--output`` needs.  Raises UserError with all problems.
     """
     problems: list[str] = []
@@ -34,11 +34,10 @@ def rehearse(asking: Asking, read: ReadSamples, output: str | None, decodes: boo
         problems += wrong
     if found is not None:
         with collected(problems):
-            language = found.model.language
-            encoder = SampleEncoder.from_config(
-                asking.media_config(found.directory), found.model, language.max_position_embeddings)
+            encoder = prompt_encoder(asking.media_config(found.directory), found.model)
             with collected(problems):
-                named_tokens(asking.args.stop_tokens, encoder.chat.tokenizer.get_vocab(), language.vocab_size)
+                vocabulary = encoder.chat.tokenizer.get_vocab()
+                named_tokens(asking.args.stop_tokens, vocabulary, found.model.language.vocab_size)
             for sample in samples:
                 with collected(problems):
                     encoder.encode_prompt(sample) if decodes else encoder.prompt_length(sample)

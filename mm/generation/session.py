@@ -1,6 +1,6 @@
-"""A model that is ready to answer, on the ranks of its layout: prompts in, answers with their text out.
+"""A model that is ready to answer prompts, on the ranks of its layout.
 
-All ranks call the same methods together; only the owner of each replica has the prompts.
+All ranks call the same methods together; only the data owner of each replica has the prompts.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from mm.data.encode.encoder import SampleEncoder
 from mm.device.device import Device
 from mm.errors import UserError
 from mm.generation.decode import Answer, Answerer, TokenListener
-from mm.generation.prompts import Prompt
+from mm.generation.prompts import Prompt, prompt_encoder
 from mm.generation.source import ModelFiles, named_tokens
 from mm.model import load
 from mm.model.stage import Stage
@@ -44,16 +44,11 @@ class Response:
 def read_encoder(
     media: DataConfig, model: ModelConfig, mesh: Mesh, opened: SampleEncoder | None = None
 ) -> SampleEncoder | None:
-    """The encoder of prompts on ranks that own data: ``opened``, where this rank has it already.
+    """The encoder of prompts, on ranks that own data; ``opened`` if this rank already has one.
 
     Raises UserError, the same on every rank.
     """
-    most = model.language.max_position_embeddings
-
-    def read() -> SampleEncoder:
-        return opened or SampleEncoder.from_config(media, model, most)
-
-    return together(mesh, lambda: read() if mesh.owns_data else None)
+    return together(mesh, lambda: opened or prompt_encoder(media, model) if mesh.owns_data else None)
 
 
 def with_stop_tokens(
@@ -61,8 +56,8 @@ def with_stop_tokens(
 ) -> Decoding:
     """``decoding`` with the stop tokens ``words``, which are tokens or ids.
 
-    Without ``words`` it keeps its own, or else gets the token that ends turns.  Raises UserError, the same on every
-    rank.
+    Without ``words`` the result has the stop tokens of ``decoding``, or if it has none, the token that ends turns.
+    Raises UserError, the same on every rank.
     """
 
     def find() -> tuple[int, ...]:
@@ -75,7 +70,7 @@ def with_stop_tokens(
 
 
 class Session:
-    """The model, its tokenizer, and the rules by which tokens are chosen."""
+    """The model, its tokenizer, and the rules that choose tokens."""
 
     def __init__(
         self, stage: Stage, mesh: Mesh, encoder: SampleEncoder | None, media: DataConfig, decoding: Decoding,
@@ -83,7 +78,7 @@ class Session:
     ) -> None:
         """``stage`` has its weights; ``encoder`` comes from ``read_encoder``, ``decoding`` from ``with_stop_tokens``.
 
-        ``weights``, which is their fingerprint, and ``precision`` are for ``key``.
+        ``weights``, a fingerprint of the weights, and ``precision`` are for ``key``.
         """
         self.stage, self.mesh, self._encoder = stage, mesh, encoder
         self.media, self.decoding, self._weights, self._precision = media, decoding, weights, precision
@@ -139,7 +134,7 @@ class Session:
                 for answer, length in zip(answers, batch.segment_lengths, strict=True)], problems
 
     def _response(self, prompt: Prompt, answer: Answer, length: int) -> Response:
-        assert answer.ended is not None, "every answer has come to its end"
+        assert answer.ended is not None, "every answer is complete"
         return Response(prompt, self.text(answer.token_ids), answer.ended, length, tuple(answer.token_ids))
 
     def _shared(self, prompts: Sequence[Prompt]) -> tuple[Microbatch | None, list[int], tuple[str, ...]]:

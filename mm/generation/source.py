@@ -1,6 +1,6 @@
 """Find weights, model, tokenizer directory and settings before any device or process group is used.
 
-Only headers and JSON files are read.  Every rank does it, and finds the same.
+Only headers and JSON files are read.  All ranks do this, with the same result.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,12 +22,12 @@ from mm.generation.layout import placed
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The weights and everything that belongs to them."""
+    """The weights, and everything that goes with them."""
 
     source: Source
     """A whole model."""
     adapters: Source | None
-    """The trained adapters, if ``--load`` holds those."""
+    """The trained adapters, if ``--load`` holds adapters."""
     model: ModelConfig
     """Placed on the stages of this call, with its adapters."""
     directory: str

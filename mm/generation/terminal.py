@@ -16,7 +16,7 @@ from mm.parallel.agreement import on_first
 
 HELP = """\
 Ask anything.  A line that starts with / is a command:
-  /image FILE   add a picture to the next question       /clear   start a new conversation
+  /image FILE   add an image to the next question       /clear   start a new conversation
   /video FILE   add a video to the next question         /exit    end, like the end of the input
 """
 
@@ -39,7 +39,7 @@ class TextStream:
 
 
 def ask_once(session: Session, make: Callable[[], Sample]) -> None:
-    """Answer the prompt that ``make`` returns on rank 0, on its standard output.  Every rank calls it.
+    """Answer the prompt that ``make`` returns on rank 0, on its standard output; called on all ranks.
 
     Raises AgreedError if it cannot be asked.
     """
@@ -71,7 +71,7 @@ class Chat:
     """Number of the next question; the random numbers depend on it."""
 
     def run(self, session: Session) -> None:
-        """Ask and answer until the input of rank 0 ends.  Every rank calls it."""
+        """Ask and answer until the input of rank 0 ends; called on all ranks."""
         if session.mesh.rank == 0 and sys.stdin.isatty():
             sys.stdout.write(HELP)
         while True:
@@ -124,7 +124,7 @@ class Chat:
         return Prompt(self.number - 1, sample)
 
     def _show(self, kind: str, path: str) -> None:
-        """Keep a file for the next question, if it is there."""
+        """Keep a file for the next question, if it exists."""
         try:
             question("", [path] if kind == "image" else [], [path] if kind == "video" else [])
         except UserError as error:

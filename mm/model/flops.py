@@ -1,11 +1,10 @@
-"""Model FLOPs of a training step, for MFU and for what stages wait.
+"""Model FLOPs of a training step, for MFU and for balancing the work of stages.
 
-Counts real tokens and real patches, the ViT included and padding excluded.  Causal attention counts the pairs it
-looks at; recomputation does not count, because it is no part of the model.
+A multiply-add counts as two, and only matrix products count: no biases and norms, and no recomputation, which is not
+part of the model.  The ViT is included, padding is not.  Causal attention counts the pairs that it computes.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 
 from mm.batch import BatchTotals, Grid
@@ -18,22 +17,6 @@ from mm.weights.trained import GradientPath, is_frozen
 
 BlockPlace = tuple[Place, int | None]
 """Place and layer of a block."""
-
-
-@dataclass(frozen=True)
-class ForwardFlops:
-    """FLOPs of one forward pass, by part, in order (a multiply-add counts two)."""
-
-    vision: float
-    projector: float
-    language: float
-
-
-def forward_flops(model: ModelConfig, totals: BatchTotals) -> ForwardFlops:
-    """Forward FLOPs of a batch; matrix products only, biases and norms left out."""
-    found = blocks(model, totals)
-    return ForwardFlops(*(sum(block.forward for block in found if block.place in places) for places in (
-        (Place.PATCH_EMBEDDING, Place.VISION_LAYER), (Place.PROJECTOR,), (Place.LANGUAGE_LAYER, Place.HEAD))))
 
 
 def image_flops(model: ModelConfig, grid: Grid) -> float:
@@ -54,8 +37,9 @@ def training_flops(model: ModelConfig, totals: BatchTotals) -> float:
 def slot_flops(model: ModelConfig, batches: Sequence[BatchTotals]) -> list[list[SlotCost]]:
     """FLOPs of each batch in each slot of the placement.
 
-    A block with a trained matrix costs three forwards, another two where it has adapters or a gradient passes through
-    it to something trained before it, else one.  The adapters' own products are not counted.
+    A block with a trained matrix costs three forward passes.  Any other block costs two if it has adapters or a
+    gradient passes through it to an earlier trained weight, and otherwise one.  The adapters' own products are not
+    counted.
     """
     path, slots = GradientPath.of(model), model.placement().slots
     trained, adapted = _trained_blocks(model)

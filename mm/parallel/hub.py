@@ -33,8 +33,6 @@ from threading import Thread
 from mm.errors import printable
 from mm.parallel.lines import Lines
 
-INTERRUPTED = 130
-"""Exit status of ranks that end because of Ctrl-C on one of them."""
 GRACE_SECONDS = 1.0
 """Wait between the order to end and a rank's exit: the launcher must see the causing rank exit first."""
 _DOUBT_SECONDS = 1.0

@@ -17,7 +17,7 @@ from torch import nn
 from mm.config.flags import Arguments
 from mm.config.model import ModelConfig
 from mm.parallel.mesh import Mesh
-from mm.weights.table import EMBEDDING_NAME, Place, Weight
+from mm.weights.table import EMBEDDING_NAME, Place, Weight, stored_name
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -68,7 +68,7 @@ def mark_parameters(
       them.
     - ``shared_embedding``, if ``tied_over_slots`` (word embedding and output layer are one weight in two slots): gives
       both copies the same shard of the distributed optimizer.
-    - ``shared`` on the tied copy: keeps the gradient norm from counting the tied weight twice.
+    - ``shared`` on the copy in the output layer: keeps the gradient norm from counting the tied weight twice.
     """
     for weight in weights:
         parameter: Any = parameters[weight.name]  # megatron's marks are extra attributes
@@ -77,10 +77,10 @@ def mark_parameters(
         parameter.partition_stride = 1
         # Replicated weights that each rank applies to its own rows; the final norm sees all rows on every rank.
         parameter.sequence_parallel = sequence_parallel and weight.tp_dim is None and weight.place is not Place.HEAD
-        if weight.is_tied_copy:
-            parameter.shared = parameter.shared_embedding = True
-        elif tied_over_slots and weight.name == EMBEDDING_NAME:
+        if tied_over_slots and stored_name(weight) == EMBEDDING_NAME:
             parameter.shared_embedding = True
+        if weight.is_tied_copy:
+            parameter.shared = True
 
 
 def ddp_config(args: Arguments) -> DistributedDataParallelConfig:
@@ -144,11 +144,11 @@ def bind(
 def settings_of_schedule(
     settings: TransformerConfig, group_size: int | None, starts_ahead: bool, forward_only: bool
 ) -> Iterator[None]:
-    """While one schedule runs: what depends on its step.
+    """Set the fields that differ from schedule to schedule, and restore them afterwards.
 
-    ``group_size``: microbatches that pass one virtual chunk in a row, None without virtual chunks; ``starts_ahead``:
-    messages begin before they are wanted.  A schedule that only goes forward would enter ``no_sync_func`` and not
-    leave it.
+    ``group_size``: consecutive microbatches that pass one virtual chunk, None without virtual chunks; ``starts_ahead``:
+    transfers start before the receiver waits.  ``no_sync_func`` is unset for a forward-only schedule, which would enter
+    its context and not leave it.
     """
     before = settings.microbatch_group_size_per_vp_stage, settings.overlap_p2p_comm, settings.no_sync_func
     settings.microbatch_group_size_per_vp_stage = group_size

@@ -24,9 +24,10 @@ from torch.distributed.distributed_c10d import Store
 
 from mm.batch import StepPlan, samples_text
 from mm.device.platforms import PLATFORMS
+from mm.ending import INTERRUPTED
 from mm.errors import AgreedError, InterruptedRun, ReportedError, UserError, printable, refuse
 from mm.parallel.activity import Journal, Work
-from mm.parallel.hub import INTERRUPTED, Hub, death_of, end
+from mm.parallel.hub import Hub, death_of, end
 from mm.parallel.lines import Lines
 from mm.parallel.meeting import Meeting
 

@@ -78,9 +78,7 @@ def save(
     ``CheckpointManifest``.  Raises UserError on every rank if any rank cannot write.
     """
     directory, mesh = Path(directory), setup.mesh
-    for model in setup.models:
-        if model.ddp_config.overlap_param_gather:
-            model.start_param_sync(force_sync=True)  # the last updates of other ranks may not have arrived yet
+    setup.finish_gathering()
     owned = owned_states(setup.optimizer, setup.models) if save_optim else []
     planned = _planned(setup, owned, save_rng)
     num_bytes = torch.tensor(sum(piece.stored.num_bytes for piece, _ in planned))
@@ -174,7 +172,7 @@ def load(
     load_rng: bool = True,
     finetune: bool = False,
 ) -> TrainingProgress:
-    """Restore ``source``, a training checkpoint of this or any other layout; returns where training goes on.
+    """Restore ``source``, a training checkpoint of this or any other layout; and return where training continues.
 
     Every rank must have opened the same checkpoint, and checked that it is of this model.  Under the same layout
     training continues bit for bit.  ``finetune`` takes the weights only and starts at step 0.  Random states are
@@ -209,7 +207,7 @@ def load(
     data = TrainedOn.from_json(manifest.data) if manifest.data is not None else None
     best = BestSoFar(**manifest.best or {})
     return TrainingProgress(manifest.iteration, manifest.consumed_samples, data, (*source.notes, *more_notes), best,
-                    manifest.run_id)
+                            manifest.run_id)
 
 
 def _load_optimizer(stored: TrainingDirectory, source: Source, setup: Setup) -> Sequence[tuple[OwnedState, int]]:

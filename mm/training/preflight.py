@@ -18,7 +18,7 @@ from mm.config.outputs import folder_problems
 from mm.config.run import Run
 from mm.conversion.adapters import base_notes, check_base, holds_adapters
 from mm.conversion.convert import check_target
-from mm.data.encode.encoder import SampleEncoder, image_processor
+from mm.data.encode.encoder import image_processor
 from mm.data.feed.quarantine import too_many_bad
 from mm.data.index.contents import TrainedOn
 from mm.data.index.dataset import Dataset, datasets, notes_of
@@ -31,6 +31,7 @@ from mm.formats.hf import HFDirectory
 from mm.formats.hf_config import hf_problems
 from mm.formats.source import Kind, find_kind
 from mm.formats.training import LATEST_FILE, CheckpointManifest, find_checkpoint
+from mm.generation.prompts import encoder_for_prompts
 from mm.scoring.questions import read_items
 from mm.training.epochs import with_steps
 from mm.training.opened import Opened, Questions, Samples
@@ -43,7 +44,7 @@ from mm.weights.lora import adapter_problems
 from mm.weights.trained import feature_cache_problems, freeze_problems, lacks_adapters
 
 _NUM_COMPARED = 100
-"""Number of samples whose picture sizes are compared for the note."""
+"""Number of samples whose image sizes are compared for the note."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,9 @@ class Checked:
 def check(run: Run) -> Checked:
     """Open what the run reads, and find everything that would stop the run.
 
-    Of weights it reads headers only, and of the base model of adapters also the tensors for its checksum.  It builds
-    the index of the samples, which takes minutes for a million of them, or seconds if the index exists.  Of pictures it
-    reads headers, but those of questions completely, because one that fails later would end the training.
+    It reads only the headers of weights, and the tensors for the checksum of adapters' base model.  It builds
+    the index of the samples, which takes minutes for a million of them, or seconds if the index exists.  It reads only
+    the headers of images, but decodes those of questions, because one that fails later would end the training.
     """
     files, samples, questions = Findings(), Findings(), Findings()
     start_problems: list[str] = []
@@ -103,7 +104,7 @@ def check(run: Run) -> Checked:
     if run.args.num_train_epochs and run.args.train_iters:  # --train-iters itself is checked with the flags
         samples.problems.extend(step_problems(run.args))
     _check_files(run, sources, start_problems, encoder_problems, files)
-    return Checked(run, replace(opened, questions=_open_questions(run, questions)), files, samples, questions)
+    return Checked(run, replace(opened, questions=_open_questions(run, gauge, questions)), files, samples, questions)
 
 
 def _can_open_start(run: Run) -> bool:
@@ -185,7 +186,7 @@ def _sample_splits(run: Run, gauge: Gauge | None, sources: Sources | None, found
             notes.append(f"{len(dataset)} samples are fewer than the {run.global_batch_size} of one step: each step "
                          f"repeats some")
         if gauge is not None:
-            notes += [*_picture_notes(run, dataset, gauge), *_data_notes(run, dataset, sources)]
+            notes += [*_image_notes(run, dataset, gauge), *_data_notes(run, dataset, sources)]
     return splits
 
 
@@ -202,17 +203,22 @@ def _bad_notes(run: Run, splits: Mapping[Split, Dataset], problems: list[str]) -
                             f"first: {dataset.skipped[0].message()}")
 
 
-def _open_questions(run: Run, found: Findings) -> Questions | None:
-    """Open and encode the questions for the model in training, with their pictures."""
-    path, num_positions = run.args.eval_generate_questions, run.model.language.max_position_embeddings
+def _open_questions(run: Run, gauge: Gauge | None, found: Findings) -> Questions | None:
+    """Open and encode the questions for the model in training, with their images.
+
+    Without ``gauge``, because tokenizer or processor cannot be read, only the file of questions is checked.
+    """
+    path = run.args.eval_generate_questions
     if path is None or not Path(path).is_file() or not Path(run.data.model_name_or_path).is_dir():
         return None
     asked = evaluating_in_training(run.args, run.data, run.world_size)
     with collected(found.problems), TemporaryDirectory() as folder:
         items = read_items(asked)
         found.notes.extend(items.notes)
-        media = asked.asking.media_config(run.data.model_name_or_path)
-        encoder = SampleEncoder.from_config(media, run.model, num_positions)
+        if gauge is None:
+            return None
+        assert asked.asking.media_config(run.data.model_name_or_path) == run.data, "one encoder suits both"
+        encoder = encoder_for_prompts(gauge.encoder, run.model)
         for _, sample, _ in items.as_prompts(Path(folder)):
             with collected(found.problems):
                 encoder.encode_prompt(sample)
@@ -251,8 +257,8 @@ def _data_notes(run: Run, dataset: Dataset, sources: Sources | None) -> list[str
             for change in then.changes(now, order_description(run))]
 
 
-def _picture_notes(run: Run, dataset: Dataset, gauge: Gauge) -> list[str]:
-    """A note on the first picture that LLaMA-Factory, and so MindSpeed-MM, would resize to another size."""
+def _image_notes(run: Run, dataset: Dataset, gauge: Gauge) -> list[str]:
+    """A note on the first image that LLaMA-Factory, and so MindSpeed-MM, would resize to another size."""
     if run.data.image_resize is not None:
         return []
     processors = gauge.encoder.images, image_processor(run.data, "llamafactory")

@@ -25,7 +25,7 @@ from mm.weights.trained import is_frozen
 
 @dataclass(frozen=True)
 class Setup:
-    """Everything one rank trains with, except data."""
+    """What one rank trains with, except the data: model, optimizer and groups."""
 
     mesh: Mesh
     stage: Stage
@@ -36,8 +36,8 @@ class Setup:
 
     @classmethod
     def build(cls, stage: Stage, mesh: Mesh, args: Arguments) -> "Setup":
-        """Build everything around ``stage``, whose weights must already be filled, because the optimizer copies
-        them."""
+        """Build DDP, optimizer and communication around ``stage``.  Its weights must already be filled, because the
+        optimizer copies them."""
         settings = stage.config
         models = tuple(DistributedDataParallel(settings, ddp_config(args), chunk) for chunk in stage.chunks)
         groups = {weight.name: group_of(weight, args, stage.model) for weight in stage.weights
@@ -47,6 +47,12 @@ class Setup:
         communicator = PipelineCommunicator(mesh, stage.model, settings, stage.device.torch_device, stage.journal,
                                             args.check_p2p, starts_ahead(args, stage.device))
         return cls(mesh, stage, models, optimizer, communicator)
+
+    def finish_gathering(self) -> None:
+        """With overlapped gathers, wait until the weights that other ranks updated last have arrived."""
+        for model in self.models:
+            if model.ddp_config.overlap_param_gather:
+                model.start_param_sync(force_sync=True)
 
 
 def starts_ahead(args: Arguments, device: Device) -> bool:

@@ -128,9 +128,8 @@ def _added(total: Fraction | None, values: list[float]) -> Fraction | None:
 @contextmanager
 def evaluating(setup: Setup) -> Iterator[None]:
     """Switch the modules to evaluation mode, with the gathered weights of the last update."""
+    setup.finish_gathering()
     for model in setup.models:
-        if model.ddp_config.overlap_param_gather:
-            model.start_param_sync(force_sync=True)
         model.eval()
     try:
         yield

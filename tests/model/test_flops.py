@@ -1,8 +1,9 @@
 """What a step costs: each block once, twice or three times, by what is trained."""
 
 from mm.batch import BatchTotals
-from mm.model.flops import blocks, forward_flops, training_flops
+from mm.model.flops import blocks, training_flops
 from mm.weights.table import Place
+from tests.forward_flops import forward_flops
 from tests.tiny import our_config
 
 

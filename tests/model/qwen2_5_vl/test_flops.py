@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from mm.batch import BatchTotals
-from mm.model.flops import forward_flops
+from tests.forward_flops import forward_flops
 from tests.tiny import hf_logits, hf_model, microbatch, our_config, random_sample
 
 GRIDS = ((1, 8, 12), (1, 4, 6))
