@@ -12,8 +12,8 @@ IGNORE_INDEX = -100
 """Label of a position that has no loss (torch's and transformers' convention)."""
 
 Grid = tuple[int, int, int]
-"""Patches of one picture or video along time, height and width.  More than one in time is a video, which counts as an
-image everywhere: its slices in time are looked at apart by the ViT."""
+"""Patches of one image or video along time, height and width.  More than one in time is a video, which counts as an
+image everywhere: the ViT processes its temporal slices separately."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def normalised(patches: Tensor, constants: Tensor, dtype: torch.dtype = torch.fl
 class Microbatch:
     """Samples packed one after another as segments; nothing is padded.
 
-    All tensors are on the CPU.  ``image_grids`` stand in the order in which the images appear in ``token_ids``.
+    All tensors are on the CPU.  ``image_grids`` are in the order in which the images appear in ``token_ids``.
     """
 
     token_ids: Tensor
@@ -70,31 +70,31 @@ class Microbatch:
     """Tokens of each sample."""
     image_grids: tuple[Grid, ...]
     pixel_values: Tensor | None
-    """uint8 [num_patches, channels x frames x height x width]: in a ``StepPlan`` of the images that ``image_ranks``
-    gives this rank; None without any, and on every rank that does not hold the patch embedding."""
+    """uint8 [num_patches, channels x frames x height x width].  In a ``StepPlan``, only for the images that
+    ``image_ranks`` gives this rank; None without any, and on every rank that does not hold the patch embedding."""
     num_omitted_images: int = 0
-    """Images that are left out, because ``--seq-length`` would have cut them; known to the reader of the data only."""
+    """Images left out because ``--seq-length`` would have cut them; known only to the rank that reads the data."""
     image_ranks: tuple[int, ...] = ()
     """The rank of the context axis that holds each image, with its pixels, in a ``StepPlan``; () without that axis."""
     samples: tuple[int, ...] = ()
-    """Which samples of the data these are, in their order, counted from 0; empty where that is not known."""
+    """The numbers of its samples in the data, in order, counted from 0; empty if they are not known."""
     normalisations: tuple[Normalisation, ...] = ()
-    """For each of ``image_grids``, that of its pixels."""
+    """The normalisation of the pixels of each of ``image_grids``."""
     feature_bytes: int = 0
     """Bytes per patch if the ViT features of all images are stored, so that nothing passes the ViT; else 0."""
     features: Tensor | None = None
-    """uint8 [num_patches, feature_bytes]: what was kept, in place of ``pixel_values`` and in their order; in a
-    ``StepPlan`` of the images that ``image_ranks`` gives this rank; None on every rank without the projector."""
+    """uint8 [num_patches, feature_bytes]: stored ViT features, instead of ``pixel_values`` and in their order.  In a
+    ``StepPlan``, only for the images that ``image_ranks`` gives this rank; None on every rank without the projector."""
     feature_keys: tuple[str, ...] = ()
     """For each image, 32 hexadecimal digits under which its ViT features are to be stored, or "" if they already are;
     () if nothing is to be stored."""
 
     @classmethod
     def join(cls, microbatches: Iterable["Microbatch"]) -> "Microbatch":
-        """Lay microbatches one after another, shortest first, equal lengths in the given order.
+        """Concatenate microbatches, shortest first, equal lengths in the given order.
 
-        The loss is a sum over tokens, so their order inside a microbatch is free; equal lengths that lie together can
-        share one attention call.
+        The loss is a sum over tokens, so their order inside a microbatch is free, and adjacent segments of equal length
+        can share one attention call.
         """
         ordered = sorted(microbatches, key=lambda one: one.num_tokens)
         pixels = [one.pixel_values for one in ordered if one.pixel_values is not None]
@@ -146,7 +146,7 @@ class BatchTotals:
     """Samples with at least one target token."""
     num_microbatches: int
     num_causal_pairs: int
-    """Pairs (query, key) that the LLM's attention looks at: s (s + 1) / 2 for each sample of s tokens."""
+    """Pairs (query, key) in the LLM's attention: s (s + 1) / 2 for each sample of s tokens."""
     num_image_pairs: int
     """Pairs in full-attention ViT layers: squares of the patches of each image's temporal slices."""
     num_window_pairs: int
@@ -185,7 +185,7 @@ def targets_per_segment(microbatch: Microbatch) -> Tensor:
 
 
 def image_pairs(grid: Grid) -> int:
-    """Pairs of patches in a full-attention layer of the ViT, which looks at each temporal slice alone."""
+    """Pairs of patches in a full-attention layer of the ViT, which processes each temporal slice separately."""
     t, h, w = grid
     return t * (h * w) ** 2
 

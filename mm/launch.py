@@ -12,7 +12,7 @@ _SIGNALLED = 128
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Launch the ranks; return 0 if all of them do, or 128 plus the number of the signal that ended them early.
+    """Launch the ranks; return 0 if all of them succeed, or 128 plus the number of the signal that ended them early.
 
     The ranks themselves report the interruption and what is kept.
     """

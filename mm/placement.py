@@ -1,6 +1,6 @@
-"""Which part of the model lives on which pipeline stage, and what crosses each boundary.
+"""Which part of the model is on which pipeline stage, and what crosses each boundary.
 
-A *slot* is one ``(chunk, stage)`` pair; slots are passed through in order: all stages of chunk 0, then of chunk 1.
+A *slot* is one ``(chunk, stage)`` pair.  The forward pass visits all stages of chunk 0, then all of chunk 1, and so on.
 ViT layers fill the slots in order, then LLM layers.  Patch embedding sits before ViT layer 0, the projector right
 after the last ViT layer, word embedding and visual scatter right before LLM layer 0, norm and head after the last.
 """
@@ -119,10 +119,9 @@ def layout_problems(
     vision_key: str = "image_encoder.vision_encoder.pipeline_num_layers",
     language_key: str = "text_decoder.pipeline_num_layers",
 ) -> list[str]:
-    """Say everything that is wrong with a pair of ``[chunk][stage]`` lists; empty when they are legal.
+    """All problems with a pair of ``[chunk][stage]`` lists; empty if they are legal.
 
-    ``vision_key`` and ``language_key`` are how the messages call the lists, so that every front end (model JSON,
-    converter flags) can name its own.
+    ``vision_key`` and ``language_key`` name the lists in messages: keys of the model JSON, or flags of the converter.
     """
     problems = _list_problems(vision_key, vision, vision_num_layers)
     problems += _list_problems(language_key, language, language_num_layers)

@@ -1,11 +1,11 @@
-"""Which version this is: ``--version`` of every command, manifests and setup.py read it here."""
+"""The version of this project, for ``--version`` of every command, manifests and setup.py."""
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
 VERSION = "0.1.0"
 _DECISIVE = ("torch", "megatron-core", "transformers")
-"""Packages whose version a report of a fault should name."""
+"""Packages whose versions belong in a bug report."""
 
 
 def version_line(program: str) -> str:

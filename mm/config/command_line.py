@@ -55,7 +55,7 @@ class CommandLine(Generic[Built]):
 
     @cached_property
     def fields(self) -> Mapping[str, FieldInfo]:
-        """By flag."""
+        """The fields by flag."""
         return {flag_name(name): field for name, field in fields_of(self.cls).items()}
 
     def split(self, argv: Sequence[str]) -> Words:

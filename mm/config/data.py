@@ -48,13 +48,13 @@ PriorityMode = Literal["data_bucketing_img", "data_reordering_img"]
 
 @dataclass(frozen=True, config=STRICT)
 class Attributes:
-    """Names of the columns and roles in the dataset, by LLaMA-Factory's words and with its defaults.
+    """Names of the columns and roles in the dataset, with LLaMA-Factory's keys and defaults.
 
-    ``mm.data.read.formats`` also knows the usual names, and looks for them where a record has none of these.
+    ``mm.data.read.formats`` also knows the usual names, and looks for them if a record has none of these.
     """
 
     formatting: Formatting = "sharegpt"
-    """Lists of messages, or one column each for question and answer."""
+    """Lists of messages, or a column for the question and one for the answer."""
     messages: str = "conversations"
     images: str | None = None
     videos: str | None = None
@@ -66,12 +66,12 @@ class Attributes:
     system_tag: str | None = "system"
     prompt: Annotated[str, OrDefault] = "instruction"
     query: Annotated[str, OrDefault] = "input"
-    """What follows the prompt on a line of its own; a record may lack it."""
+    """Text that follows the prompt on a separate line; a record may lack it."""
     response: Annotated[str, OrDefault] = "output"
     history: str | None = None
-    """Pairs of question and answer that came before."""
+    """Earlier pairs of question and answer."""
     packing: Annotated[bool, OrDefault] = False
-    """The same as the two of ``DataConfig``: a user of MindSpeed-MM finds each of the three words somewhere."""
+    """Means the same as ``packing`` and ``neat_packing`` of ``DataConfig``; MindSpeed-MM has all three."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -83,61 +83,61 @@ class DataConfig:
     dataset: Annotated[Paths, Key(_BASIC + "dataset")]
     """JSON, JSONL or Parquet files, or names of ``dataset_info``, read in this order; ``%50`` after one takes half."""
     dataset_dir: Annotated[str, Key(_BASIC + "dataset_dir")] = "data"
-    """Media lie below it, and relative paths of them begin here."""
+    """Media must be below it, and their relative paths start here."""
     media_roots: Annotated[Paths | None, _PATHS_OR_NULL, Key(_BASIC + "media_roots")] = None
-    """More folders below which media may lie."""
+    """More folders below which media may be."""
     dataset_info: Annotated[str | None, Key(_BASIC + "dataset_info")] = None
     """LLaMA-Factory's file of datasets by name; None: ``dataset_info.json`` in ``dataset_dir``, if there is one."""
     cache_dir: Annotated[str | None, Key(_BASIC + "cache_dir")] = None
-    """Where the index of the samples is kept; None: ``.mm-index`` in ``dataset_dir``."""
+    """Folder of the index of the samples; None: ``.mm-index`` in ``dataset_dir``."""
     overwrite_cache: Annotated[bool, Key(_BASIC + "overwrite_cache")] = False
     """Rebuild the index at each start."""
     preprocessing_num_workers: Annotated[Count | None, Key(_BASIC + "preprocessing_num_workers")] = None
-    """Processes that make the index; None: one for each processor."""
+    """Processes that build the index; None: one for each processor."""
     val_dataset: Annotated[Paths | None, _PATHS_OR_NULL, Key(_BASIC + "val_dataset")] = None
     """Like ``dataset``, for validation."""
     val_rate: Annotated[Fraction | None, Key(_BASIC + "val_rate")] = None
-    """The share of the samples that is kept for validation, drawn by ``--seed``; ``val_dataset`` wins over it."""
+    """Share of the samples that is drawn for validation, by ``--seed``; ``val_dataset`` takes precedence."""
     val_max_samples: Annotated[Count | None, Key(_BASIC + "val_max_samples")] = None
     attr: Annotated[Attributes, Key("dataset_param.attr.")] = Attributes()
     image_max_pixels: Annotated[
         Count, Key(_PREPROCESS + "image_max_pixels", old=_PREPROCESS + "image_resolution")] = 768 * 768
     image_min_pixels: Annotated[NaturalNumber, Key(_PREPROCESS + "image_min_pixels")] = 32 * 32
     image_resize: Annotated[ResizeRule | None, Key(_PREPROCESS + "image_resize")] = None
-    """Whose rule decides the size of an image; None: transformers', with a note where LLaMA-Factory's differs."""
+    """Rule for the size of an image; None: that of transformers, with a note where LLaMA-Factory's differs."""
     image_exif: Annotated[bool | None, Key(_PREPROCESS + "image_exif")] = None
-    """Whether a photograph is turned upright, as its EXIF data say; None: yes, but LLaMA-Factory's rule never does."""
+    """Whether EXIF data turn a photograph upright; None: yes, except with LLaMA-Factory's rule, which never does."""
     image_backend: Annotated[ImageBackend, Key(_PREPROCESS + "image_backend")] = "pillow"
-    """What resizes pictures: Pillow, to the bit, or torch, which is faster and differs by at most 2 of 255."""
+    """Resizes images: Pillow, bitwise as in transformers, or torch, which is faster and differs by at most 2 of 255."""
     video_max_pixels: Annotated[Count, Key(_PREPROCESS + "video_max_pixels")] = 256 * 256
-    """Most pixels of a frame, like ``video_min_pixels``."""
+    """Maximum pixels of a frame; ``video_min_pixels`` likewise."""
     video_min_pixels: Annotated[NaturalNumber, Key(_PREPROCESS + "video_min_pixels")] = 16 * 16
     video_total_pixels: Annotated[Count, Key(_PREPROCESS + "video_total_pixels")] = 128_000 * 28 * 28 * 9 // 10
-    """Bound on all frames of a video, two counting as one: qwen-vl-utils'; LLaMA-Factory's rule has none."""
+    """Maximum for all frames of a video, two counting as one, as in qwen-vl-utils; not in LLaMA-Factory's rule."""
     video_fps: Annotated[Positive, Key(_PREPROCESS + "video_fps")] = 2.0
-    """Frames that are taken of a second."""
+    """Frames sampled per second."""
     video_maxlen: Annotated[Count, Key(_PREPROCESS + "video_maxlen")] = 128
-    """The most frames of a video."""
+    """Maximum frames of a video."""
     video_min_frames: Annotated[Count, Key(_PREPROCESS + "video_min_frames")] = 4
-    """The least frames of a video that has so many, up to ``video_maxlen``; LLaMA-Factory's rule has no such bound."""
+    """Minimum frames of a video that has as many, up to ``video_maxlen``; not in LLaMA-Factory's rule."""
     video_backend: Annotated[VideoBackend | None, Key(_PREPROCESS + "video_backend")] = None
-    """What decodes the frames; None: PyAV.  All give the same frames."""
+    """Library that decodes the frames; None: PyAV.  All give the same frames."""
     video_timeout: Annotated[Positive, Key(_PREPROCESS + "video_timeout")] = 300.0
-    """Seconds in which a video must give its header, and again all frames that are taken of it.  Half the limit of a
-    collective: one slow video must not end the others' wait."""
+    """Seconds within which a video's header must be read, and again all its sampled frames.  The default is half the
+    limit of a collective: one slow video must not make the waiting ranks time out."""
     train_on_prompt: Annotated[bool, Key(_BASIC + "train_on_prompt")] = False
     mask_history: Annotated[bool, Key(_BASIC + "mask_history")] = False
     truncation: Annotated[Truncation | None, Key(_BASIC + "truncation")] = None
     """What a sample longer than ``--seq-length`` loses: whole turns, or tokens by LLaMA-Factory's rule; None: turns
-    with packing, else tokens.  Ask ``drops_turns``."""
+    with packing, else tokens.  Code reads ``drops_turns`` instead."""
     max_samples: Annotated[Count | None, Key(_BASIC + "max_samples")] = None
     packing: Annotated[bool, OrDefault, Key(_BASIC + "packing")] = False
-    """Ask ``packs``."""
+    """Code reads ``packs`` instead."""
     neat_packing: Annotated[bool, OrDefault, Key(_BASIC + "neat_packing")] = False
     packing_max_patches: Annotated[Count | None, Key(_BASIC + "packing_max_patches")] = None
-    """Most patches of a pack, besides the bound on tokens; None: no bound."""
+    """Maximum patches of a pack, besides its maximum of tokens; None: no maximum."""
     shuffle: Annotated[bool, Key("dataloader_param.shuffle")] = True
-    """Has no effect with the SequentialSampler; ask ``is_shuffled``."""
+    """Has no effect with the SequentialSampler; code reads ``is_shuffled`` instead."""
     priority_mode: Annotated[PriorityMode, OrDefault, Key("dataloader_param.priority_mode")] = "data_bucketing_img"
     """Setting of the BucketBatchSampler."""
     prefetch_factor: Annotated[Count, OrDefault, Key("dataloader_param.prefetch_factor")] = 2
@@ -145,12 +145,12 @@ class DataConfig:
 
     @property
     def is_shuffled(self) -> bool:
-        """Whether the samples come in another order than they stand in the files."""
+        """Whether the order of the samples differs from that in the files."""
         return self.shuffle and self.sampler_type != "SequentialSampler"
 
     @property
     def packs(self) -> bool:
-        """Whether a microbatch holds as many samples as fit, and not a fixed number."""
+        """Whether a microbatch holds as many samples as fit, instead of a fixed number."""
         return self.packing or self.neat_packing or self.attr.packing
 
     @property
@@ -165,7 +165,7 @@ class DataConfig:
 
     @property
     def is_balanced(self) -> bool:
-        """Whether samples are dealt to microbatches and replicas by what they cost."""
+        """Whether samples are distributed over microbatches and replicas by their cost."""
         return self.sampler_type == "BalancedBatchSampler"
 
 

@@ -1,8 +1,8 @@
-"""Which files the datasets of a data JSON are: entries of ``dataset`` and ``val_dataset`` looked up and checked.
+"""The files of the datasets in a data JSON: looks up and checks the entries of ``dataset`` and ``val_dataset``.
 
-An entry is a file, or a name in a registry: LLaMA-Factory's ``dataset_info.json``, whose entries may also be written
-with Qwen's words (``annotation_path``, ``data_path``).  ``%50`` after an entry takes half of its samples, ``%250`` each
-of them twice and half of them once more.  What the files hold is not looked at here.
+An entry is a file, or a name in a registry: LLaMA-Factory's ``dataset_info.json``, whose entries may also have Qwen's
+keys (``annotation_path``, ``data_path``).  ``%50`` after an entry takes half of its samples; ``%250`` takes all of them
+twice, and half of them once more.  The content of the files is not read here.
 """
 
 import re
@@ -41,7 +41,7 @@ class DatasetFile:
     path: str
     attr: Attributes
     media_root: str
-    """Relative paths of media begin here."""
+    """Relative paths of media start here."""
     rate_percent: float = 100.0
     """Percentage of its samples to use; above 100 they repeat."""
     num_samples: int | None = None
@@ -84,7 +84,7 @@ def _registry_path(data: DataConfig) -> Path:
 
 
 def _registry(data: DataConfig) -> dict[str, Any]:
-    """The registry's entries by name; none where no registry is named and none stands in ``dataset_dir``."""
+    """The registry's entries by name; none if no registry is given and ``dataset_dir`` has none."""
     path = _registry_path(data)
     if data.dataset_info is None and not path.is_file():
         return {}
@@ -96,7 +96,7 @@ def _registry(data: DataConfig) -> dict[str, Any]:
 
 
 def _registered(data: DataConfig, name: str, value: Any, rate: float) -> DatasetFile:
-    """One entry of the registry.  Its paths begin at the registry's folder."""
+    """One entry of the registry.  Its paths are relative to the registry's folder."""
     path, where = _registry_path(data), f"{_registry_path(data)}: {name}"
     if not isinstance(value, dict):
         raise UserError(f'{where} is {shown(value)}; expected an object like {{"file_name": "train.json"}}')
@@ -124,7 +124,7 @@ def _registered(data: DataConfig, name: str, value: Any, rate: float) -> Dataset
 
 
 def _one_of(entry: dict[str, Any], keys: Sequence[str], where: str, problems: list[str]) -> str | None:
-    """The text of the one key of ``keys`` that is given."""
+    """The text of the key that is given; ``keys`` are names of one setting."""
     given = [key for key in keys if entry.get(key) is not None]
     if len(given) > 1:
         problems.append(f"{where} has {' and '.join(given)}, which are names of the same setting; keep one")
@@ -135,7 +135,7 @@ def _one_of(entry: dict[str, Any], keys: Sequence[str], where: str, problems: li
 
 
 def _attributes(entry: dict[str, Any], where: str, problems: list[str]) -> Attributes:
-    """Columns and tags of the entry; LLaMA-Factory's defaults for the others, whatever ``attr`` of the data JSON is."""
+    """Columns and tags of the entry, with LLaMA-Factory's defaults; ``attr`` of the data JSON has no effect on them."""
     values: dict[str, Any] = {} if entry.get("formatting") is None else {"formatting": entry["formatting"]}
     for group, known, ignored in (("columns", _COLUMNS, ()), ("tags", _TAGS, _FOREIGN_TAGS)):
         given: Any = {} if entry.get(group) is None else entry[group]

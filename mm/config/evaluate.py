@@ -1,5 +1,5 @@
-"""Settings of ``python -m mm.evaluate``: its flags and MindSpeed-MM's ``evaluate_*.json``; and those of an evaluation
-during training.
+"""Settings of ``python -m mm.evaluate``, its flags and MindSpeed-MM's ``evaluate_*.json``, and of an evaluation during
+training.
 """
 
 import os
@@ -26,7 +26,7 @@ PEER_NAMES: Mapping[str, BenchmarkName] = {
 """MindSpeed-MM's ``evaluation_dataset``, which are also the names of OpenCompass's files in small letters."""
 
 _BENCHMARK_PIXELS = (1280 * 28 * 28, 16384 * 28 * 28)
-"""Least and most pixels of an image: VLMEvalKit's for Qwen2.5-VL (vlmeval/config.py), and MindSpeed-MM's."""
+"""Minimum and maximum pixels of an image: VLMEvalKit's for Qwen2.5-VL (vlmeval/config.py), and MindSpeed-MM's."""
 _LIKELIEST = GenerationSettings(do_sample=False, repetition_penalty=1.0)
 """Replaces the checkpoint's sampling settings, which are for conversations: a score should not depend on chance."""
 _LONGEST_NAME_BYTES = 100
@@ -66,7 +66,7 @@ class EvaluationConfig(InferenceConfig):
     dataset_path: str | None = None
     evaluation_dataset: str | None = None
     evaluation_model: str | None = None
-    """Only a name, as in MindSpeed-MM: it begins those of the result files."""
+    """Only a name, as in MindSpeed-MM: the names of the result files start with it."""
     result_output_path: str | None = None
     use_custom_prompt: bool = True
 

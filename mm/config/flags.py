@@ -34,12 +34,12 @@ LossUnit = Literal["token", "sample", "microbatch"]
 DeviceName = Literal["auto", "npu", "cuda", "cpu"]
 BenchmarkName = Literal["ai2d", "chartqa", "docvqa", "mmmu"]
 Rule = Literal["choice", "exact", "anls", "relaxed"]
-"""How an answer is scored; ``mm.scoring.rules`` says what each is."""
+"""How an answer is scored; ``mm.scoring.rules`` describes each rule."""
 VitQkvOrder = Literal["per_head", "whole"]
 """per_head: what MindSpeed-MM's runtime reads; whole: [Q; K; V], of its converters 2.2.0 and 2.3.0."""
 
 DEFAULT_SEED = 1234
-"""Megatron's.  Programs that look at the data of a run take it too, because it draws samples."""
+"""Megatron's.  Programs that inspect the data of a run use it too, because it determines which samples are drawn."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -256,17 +256,17 @@ class Arguments:
 
     @property
     def loads_optimizer(self) -> bool:
-        """Whether training goes on with the optimizer state of ``--load``, if that has one."""
+        """Whether training continues with the optimizer state of ``--load``, if that has one."""
         return not (self.finetune or self.no_load_optim)
 
     @property
     def loads_what_it_saves(self) -> bool:
-        """Whether ``--load`` is ``--save``, so that the same command begins a run and goes on with it."""
+        """Whether ``--load`` is ``--save``, so that the same command starts a run and continues it."""
         return is_same_directory(self.load, self.save)
 
     @property
     def may_begin(self) -> bool:
-        """Whether something else than ``--load`` may be what the run begins with; the files decide."""
+        """Whether the run may start from something other than ``--load``; the files decide."""
         return self.loads_what_it_saves or (self.load is None and self.pretrained_checkpoint is not None)
 
     @property
@@ -285,7 +285,7 @@ class Arguments:
 
 
 def is_same_directory(one: str | None, other: str | None) -> bool:
-    """Whether both are given and name one directory."""
+    """Whether both are given and name the same directory."""
     return one is not None and other is not None and Path(one).resolve() == Path(other).resolve()
 
 
@@ -334,7 +334,7 @@ def flag_problems(args: Arguments) -> Iterator[str]:
 
 
 def step_problems(args: Arguments) -> Iterator[str]:
-    """Rules between flags and the number of steps; with ``--num-train-epochs`` the samples decide that first."""
+    """Rules between flags and the number of steps, which with ``--num-train-epochs`` follows from the samples."""
     if args.lr_warmup_iters >= (decay_iters := args.lr_decay_iters or args.train_iters):
         yield (f"--lr-warmup-iters is {args.lr_warmup_iters}; expected fewer than the {decay_iters} decay steps "
                f"({'--lr-decay-iters' if args.lr_decay_iters else '--train-iters'})")
@@ -347,7 +347,7 @@ def step_problems(args: Arguments) -> Iterator[str]:
 
 
 def length_problems(words: Words) -> Iterator[str]:
-    """Whether the length of the run is given, once."""
+    """Problems if the length of the run is missing, or given twice."""
     given = [flag for flag in ("--train-iters", "--num-train-epochs") if flag in words.given]
     if len(given) > 1:
         yield f"{' and '.join(given)} both give the length of the run; keep one"

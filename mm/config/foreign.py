@@ -12,7 +12,7 @@ from mm.families.known import TITLES, names_of
 
 @dataclass(frozen=True)
 class Fixed:
-    """A word with no legal value but ``supported``; ``why`` says why, or what to write instead."""
+    """A word whose only legal values are ``supported``; ``why`` gives the reason, or what to write instead."""
 
     supported: tuple[Any, ...]
     why: str = "the only value that this model supports"

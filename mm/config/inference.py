@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, Strict
 from pydantic.dataclasses import dataclass
 
 from mm.config.foreign import MODEL_KEYS, NOT_HERE, Fixed, Inert, Row, rows
-from mm.config.model import ModelConfig, model_problems, with_picture_token
+from mm.config.model import ModelConfig, model_problems, with_image_token
 from mm.config.read import read_json
 from mm.config.schema import STRICT, Count, Int, Key, NaturalNumber, NotNegative, Positive, ReadSettings, read_settings
 from mm.families.known import TITLES, names_of
@@ -33,9 +33,9 @@ class GenerationSettings:
     """Sample tokens; if false, take the likeliest regardless of temperature, top_k and top_p."""
     temperature: NotNegative | None = None
     top_k: NaturalNumber | None = None
-    """The likeliest tokens to draw from; 0 is all."""
+    """Draw from this many likeliest tokens; 0: from all."""
     top_p: NotNegative | None = None
-    """The likeliest tokens whose probabilities come to this share; 1 is all."""
+    """Draw from the likeliest tokens with this total probability; 1: from all."""
     repetition_penalty: Positive | None = None
     max_new_tokens: Count | None = None
     eos_token_id: Annotated[Ids | None, _IDS_OR_NULL] = None
@@ -53,9 +53,9 @@ class InferenceConfig:
     image_path: str | None = None
     video_path: str | None = None
     prompts: str | None = None
-    """One question, asked before the picture is shown, as MindSpeed-MM's pipeline does."""
+    """One question, asked before the image is shown, as MindSpeed-MM's pipeline does."""
     min_pixels: NaturalNumber | None = None
-    """Least pixels of an image."""
+    """Minimum pixels of an image."""
     max_pixels: Count | None = None
 
 
@@ -133,7 +133,7 @@ def read_model_and_more(path: str | Path, cls: type[Config]) -> ReadSettings[Con
     document = read_json(path)
     tables = {key: rows for key, rows in INFERENCE_KEYS.items() if key not in _OPTIONAL or document.has(key)}
     read = read_settings(path, cls, tables, _inference_problems)
-    model, notes = with_picture_token(read.value.model, path)
+    model, notes = with_image_token(read.value.model, path)
     return replace(read, value=replace(read.value, model=model), notes=(*read.notes, *notes))
 
 

@@ -10,16 +10,16 @@ def launched_ranks(environment: Mapping[str, str]) -> int | None:
 
 
 def launcher_problems(environment: Mapping[str, str]) -> Iterator[str]:
-    """A number of ranks that is none."""
+    """The problem if WORLD_SIZE is not a number of ranks."""
     text = environment.get("WORLD_SIZE")
     if text is not None and launched_ranks(environment) is None:
         yield f"The environment variable WORLD_SIZE is {text!r}; expected the number of ranks"
 
 
 def world_problems(environment: Mapping[str, str], world_size: int | None, rehearsal: str | None) -> Iterator[str]:
-    """How the launcher's environment contradicts itself or ``--world-size``: ranks would wait for missing ones.
+    """Contradictions within the launcher's environment, or with ``--world-size``: ranks would wait for missing ones.
 
-    ``rehearsal``: the flag that would only check, for messages; None where it is given, so that nothing is launched.
+    ``rehearsal``: the flag that only checks, for messages; None if it is given, because then nothing is launched.
     """
     launched = environment.get("WORLD_SIZE")
     given = [name for name in ("WORLD_SIZE", "RANK") if name in environment]

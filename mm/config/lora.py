@@ -1,6 +1,6 @@
-"""The settings of adapters (LoRA, arXiv:2106.09685), by the words of PEFT and MindSpeed-MM.
+"""The settings of adapters (LoRA, arXiv:2106.09685), with the names of PEFT and MindSpeed-MM.
 
-Which layers of the model their patterns name is ``mm.weights.names``'.
+``mm.weights.names`` decides which layers of the model their patterns name.
 """
 
 import math
@@ -28,7 +28,7 @@ PartWord = Literal["all", "image_encoder", "vision_encoder", "vision_projector",
 
 
 def _pairs(value: Any) -> Any:
-    """PEFT's object, or lists as our own files keep it, as tuples."""
+    """Tuples from PEFT's object, or from the lists in our own files."""
     if isinstance(value, dict):
         return tuple(cast("dict[object, object]", value).items())
     if isinstance(value, list | tuple):
@@ -53,7 +53,7 @@ PartWords = Annotated[
 class LoraConfig:
     """Adapters beside linear layers: y += scale x B(A(dropout(x))), with A [rank, inputs] and B [outputs, rank].
 
-    Every linear layer of the Hugging Face model has its own A and B, also where its weight is part of a fused one of
+    Every linear layer of the Hugging Face model has its own A and B, even if its weight is part of a fused weight of
     ours.  Without ``target_modules`` there are none.
     """
 
@@ -63,17 +63,17 @@ class LoraConfig:
     """The rank of every adapter that ``rank_pattern`` does not name."""
     alpha: Positive = 16.0
     dropout: Fraction = 0.0
-    """Probability with which a number of the adapter's input is left out in training."""
+    """Probability that an element of the adapter's input is dropped in training."""
     use_rslora: bool = False
     """Divide alpha by the square root of the rank (rsLoRA, arXiv:2312.03732), not by the rank."""
     rank_pattern: Annotated[Ranks, OrDefault] = ()
-    """Pattern -> another rank; the first that fits counts."""
+    """Pattern -> another rank; the first pattern that matches counts."""
     alpha_pattern: Annotated[Alphas, OrDefault] = ()
     """The same for alpha."""
     apply_modules: Annotated[PartWords, OrDefault] = ()
     """With ``mixed_training``, the parts that have adapters; empty: all."""
     mixed_training: Annotated[bool, OrDefault] = False
-    """Whether parts that ``apply_modules`` does not name are trained in whole."""
+    """Whether parts that ``apply_modules`` does not name are trained completely."""
 
     @property
     def is_on(self) -> bool:
@@ -104,12 +104,12 @@ def pattern_problems(flag: str, words: tuple[str, ...], whole: bool) -> Iterator
 
 
 def pattern_pairs(words: tuple[str, ...], whole: bool) -> tuple[tuple[str, Any], ...]:
-    """``q_proj=4`` -> ("q_proj", 4); without the words that ``pattern_problems`` complains about."""
+    """``q_proj=4`` -> ("q_proj", 4); without the words that ``pattern_problems`` reports."""
     return tuple(pair for word in words if (pair := _pair(word, whole)) is not None)
 
 
 def _pair(word: str, whole: bool) -> tuple[str, float] | None:
-    """None for a word that is none."""
+    """The pair that a word stands for; None if it is not valid."""
     name, _, text = word.rpartition("=")
     try:
         number = (int(text) if text.isdecimal() else 0) if whole else float(text)
@@ -119,17 +119,17 @@ def _pair(word: str, whole: bool) -> tuple[str, float] | None:
 
 
 def merged(stated: LoraConfig, flags: LoraConfig) -> LoraConfig:
-    """The model JSON's settings, completed by the flags'."""
+    """The model JSON's settings, and the flags' where the model JSON has none."""
     return replace(flags, **{name: getattr(stated, name) for name in changed(stated)})
 
 
 def lora_problems(stated: LoraConfig, flags: LoraConfig, document: Document, given: Container[str]) -> Iterator[str]:
-    """Where the model JSON, the ``document``, contradicts the ``given`` flags, even if a flag has its default value."""
+    """Contradictions between the model JSON, ``document``, and the ``given`` flags, even those with a default value."""
     for name in fields_of(LoraConfig):
-        one, other, key = getattr(stated, name), getattr(flags, name), f"lora_{name}"
-        if flag_name(key) in given and document.get(key) is not None and one != other:
-            yield (f"{flag_name(key)} is {_shown(other)}, but {document.at(key)} is {_shown(one)}; both set the same "
-                   f"value, so keep one")
+        in_json, in_flags, key = getattr(stated, name), getattr(flags, name), f"lora_{name}"
+        if flag_name(key) in given and document.get(key) is not None and in_json != in_flags:
+            yield (f"{flag_name(key)} is {_shown(in_flags)}, but {document.at(key)} is {_shown(in_json)}; both set the "
+                   f"same value, so keep one")
 
 
 def lora_notes(stated: LoraConfig, flags: LoraConfig, path: str) -> Iterator[str]:

@@ -35,7 +35,7 @@ from mm.placement import Placement, layout_problems
 
 
 def _chunks(value: Any) -> Any:
-    """A flat list is one virtual chunk.  Tuples, because a strict check takes no lists from Python."""
+    """Tuples of tuples; a flat list is one virtual chunk.  A strict check accepts no lists from Python."""
     match value:
         case [[*_], *_]:
             chunks = typing.cast(list[Any], value)
@@ -89,13 +89,13 @@ class RecomputeConfig:
     Megatron's "moe_act".  Empty: "layernorm" and "mlp_act", which are cheap to recompute and large to keep."""
 
     def recomputes(self, module: RecomputeModule) -> bool:
-        """Whether this module of each layer is recomputed, or its output; "mlp" is more than "mlp_act"."""
+        """Whether this module of each layer, or its output, is recomputed; "mlp" includes "mlp_act"."""
         modules = self.modules or ("layernorm", "mlp_act")
         return self.granularity == "selective" and module in modules and not (module == "mlp_act" and "mlp" in modules)
 
     def whole_layers(self, layers: range) -> range:
-        """Which of the layers of one chunk are recomputed as a whole: with method "block" the first ``num_layers`` of
-        them, with "uniform" all, as in Megatron."""
+        """The layers of one chunk that are recomputed as a whole, as in Megatron: the first ``num_layers`` with method
+        "block", all with "uniform"."""
         if self.granularity != "full":
             return layers[:0]
         return layers[: self.num_layers if self.method == "block" else None]
@@ -103,7 +103,7 @@ class RecomputeConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class Rates:
-    """One part's optimizer settings, where they differ from the others'."""
+    """One part's optimizer settings, if they differ from those of the command line."""
 
     lr: Positive | None = None
     """The highest learning rate; None = --lr."""
@@ -132,7 +132,7 @@ class VisionConfig:
     tokens_per_second: Count = 2
     freeze: bool = True
     freeze_layers: Annotated[LayerSpans, OrDefault] = ""
-    """Global layers that are not trained where ``freeze`` is false."""
+    """Global layers that are not trained although ``freeze`` is false."""
     rates: Annotated[Rates, Key("vision_")] = Rates()
     recompute: Annotated[RecomputeConfig, Key("recompute_")] = RecomputeConfig()
 
@@ -201,7 +201,7 @@ class LanguageConfig:
 
 
 Tower = VisionConfig | LanguageConfig
-"""Both have the settings that a layer reads, under the same names."""
+"""Both have the settings of a layer under the same names."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -215,7 +215,7 @@ class ModelConfig:
     video_token_id: Int = QWEN2_5_VL.tokens.video_id
     vision_start_token_id: Int = QWEN2_5_VL.tokens.vision_start_id
     freeze_modules: Annotated[Patterns, OrDefault] = ()
-    """Weights that are not trained besides the frozen parts and layers."""
+    """Weights that are not trained, in addition to the frozen parts and layers."""
     trainable_modules: Annotated[Patterns, OrDefault] = ()
     """Weights that are trained regardless of what freezes them; ``mm.weights.trained`` has the whole rule."""
     lora: Annotated[LoraConfig, Key("lora_")] = LoraConfig()
@@ -228,7 +228,7 @@ class ModelConfig:
 
     @property
     def base(self) -> "ModelConfig":
-        """The model without adapters: what the files of published and converted weights hold."""
+        """The model without adapters, as in files of published and converted weights."""
         return replace(self, lora=LoraConfig())
 
     @property
@@ -240,7 +240,7 @@ class ModelConfig:
 
     @property
     def visual_token_ids(self) -> tuple[int, int]:
-        """Tokens in whose place the projector's rows go: of pictures, and of videos."""
+        """The tokens that the projector's rows replace: of images, and of videos."""
         return self.image_token_id, self.video_token_id
 
     @property
@@ -255,7 +255,7 @@ class ModelConfig:
 
     @property
     def tp_sizes(self) -> tuple[int, ...]:
-        """Every tensor parallel size that divides what is never cut: heads and vocabulary rows."""
+        """Every tensor-parallel size that divides the numbers of heads and of vocabulary rows."""
         language, vision = self.language, self.vision
         common = math.gcd(language.num_attention_heads, language.num_query_groups, language.vocab_size,
                           vision.num_attention_heads)
@@ -269,15 +269,15 @@ class ModelConfig:
 def read_model(path: str | Path) -> ReadSettings[ModelConfig]:
     """Read ``--mm-model``; raises UserError with every problem in the file.
 
-    MindSpeed-MM's files for video name the video token as ``img_context_token_id``, because it fills one kind of token
-    only.  Here both kinds are filled, so pictures have their published token then.
+    MindSpeed-MM's files for video give the video token as ``img_context_token_id``, because it fills only one kind of
+    token.  Here both kinds are filled, so images then have their published token.
     """
     read = read_settings(path, ModelConfig, MODEL_KEYS, model_problems)
-    model, notes = with_picture_token(read.value, path)
+    model, notes = with_image_token(read.value, path)
     return replace(read, value=model, notes=(*read.notes, *notes, *_recompute_notes_of(model, path)))
 
 
-def with_picture_token(model: ModelConfig, path: str | Path) -> tuple[ModelConfig, tuple[str, ...]]:
+def with_image_token(model: ModelConfig, path: str | Path) -> tuple[ModelConfig, tuple[str, ...]]:
     """``model``, read from ``path``, with an image token that differs from the video token; and the notes on that."""
     if model.image_token_id != model.video_token_id:
         return model, ()
@@ -289,7 +289,7 @@ def with_picture_token(model: ModelConfig, path: str | Path) -> tuple[ModelConfi
 def recompute_problems(recompute: RecomputeConfig, prefix: str, count: str) -> Iterator[str]:
     """Megatron's rules for the three recompute settings.
 
-    ``prefix`` is how the names of the first two start in messages, ``count`` the whole name of the third.
+    In messages, the names of the first two start with ``prefix``, and ``count`` is the whole name of the third.
     """
     is_given = (recompute.method is not None, recompute.num_layers is not None)
     if recompute.granularity == "full" and not all(is_given):
@@ -304,7 +304,7 @@ def recompute_problems(recompute: RecomputeConfig, prefix: str, count: str) -> I
 def recompute_notes(
     recompute: RecomputeConfig, prefix: str, count: str, file: object = None
 ) -> Iterator[str]:
-    """Which of the three is given and has no effect; ``prefix`` and ``count`` as ``recompute_problems`` has them."""
+    """Notes on recompute settings that have no effect; for ``prefix`` and ``count`` see ``recompute_problems``."""
     if recompute.method == "uniform" and (recompute.num_layers or 1) > 1:
         yield NoEffect([count], f"with {prefix}method uniform each layer is recomputed separately, so one hidden state "
                                 f"per layer is kept", file)
@@ -316,7 +316,7 @@ def _recompute_notes_of(model: ModelConfig, path: str | Path) -> Iterator[str]:
 
 
 def _towers(model: ModelConfig) -> tuple[tuple[str, Tower], ...]:
-    """By their keys in the model JSON."""
+    """The towers, with their keys in the model JSON."""
     return ("image_encoder.vision_encoder", model.vision), ("text_decoder", model.language)
 
 

@@ -1,18 +1,19 @@
 """Notes: what a user should know about valid settings.
 
-Those that change results are printed at every start.  Those without effect are counted there, and listed on request.
+Notes on what changes results are printed at every start.  Settings without effect are only counted there, and listed
+on request.
 """
 
 from collections.abc import Iterable
 
 
 class NoEffect(str):
-    """A note that settings have no effect, which begins with their names."""
+    """A note that settings have no effect; it starts with their names."""
 
     num_settings: int
 
     def __new__(cls, names: Iterable[str], why: str, file: object = None) -> "NoEffect":
-        """``names`` of flags or key paths; ``file`` has the keys; ``why`` they have no effect."""
+        """``names``: flags, or key paths of ``file``.  ``why``: the reason."""
         names = list(names)
         note = super().__new__(cls, f"{', '.join(names)}{f' of {file}' if file else ''}: no effect: {why}")
         note.num_settings = len(names)
@@ -25,7 +26,7 @@ def sorted_notes(notes: Iterable[str]) -> list[str]:
 
 
 def notes_at_start(notes: Iterable[str]) -> list[str]:
-    """``sorted_notes``, with those on settings without effect brought down to one line where there are several."""
+    """``sorted_notes``, but several notes on settings without effect are replaced by their number."""
     in_order = sorted_notes(notes)
     idle = [note for note in in_order if isinstance(note, NoEffect)]
     if len(idle) <= 1:

@@ -1,4 +1,4 @@
-"""Directories that a program is to write: whether they can be written, found before any work."""
+"""Checks before any work whether the directories that a program will write can be written."""
 
 import os
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def folder_problems(flag: str, path: str) -> Iterator[str]:
-    """Why the directory ``path``, which ``flag`` gives and which need not be there yet, cannot be written."""
+    """Why the directory ``path``, given by ``flag``, cannot be written; it need not exist yet."""
     folder = next(one for one in (Path(path).absolute(), *Path(path).absolute().parents) if one.exists())
     if not folder.is_dir():
         yield f"{flag} is {path!r}, but {folder} is a file; give a directory"

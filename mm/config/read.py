@@ -1,4 +1,4 @@
-"""Strict reading of a JSON file: nothing is accepted that JSON does not have, and every key has its line."""
+"""Strict reading of a JSON file: accepts nothing that JSON does not have, and knows the line of every key."""
 
 import codecs
 import json
@@ -19,7 +19,7 @@ class Document:
     path: str
     root: Any
     lines: Mapping[tuple[str | int, ...], Sequence[int]]
-    """The keys and list positions that lead to a key, itself included -> the lines where it stands."""
+    """The keys and list positions that lead to a key, including itself -> the lines where it is."""
 
     def line(self, key_path: str) -> float:
         """The line of the key ``key.path``; infinity where it is absent."""
@@ -79,7 +79,7 @@ def parse_json(path: str | Path, data: bytes) -> Document:
 
 
 def _integer(word: str) -> float:
-    """Also of words with more digits than ``int`` takes; ``_keys`` refuses those."""
+    """The integer, or infinity for more digits than ``int`` accepts; ``_keys`` refuses those."""
     return int(word) if math.isfinite(float(word)) else math.inf
 
 
@@ -105,7 +105,7 @@ def _line(text: str, position: int) -> int:
 
 
 def _syntax_error(path: str | Path, text: str, position: int, problem: str) -> UserError:
-    """``problem`` with its place and the line of the file under it."""
+    """``problem`` with its position, and the line of the file below it."""
     start = text.rfind("\n", 0, position) + 1
     shown = text[start:].split("\n", 1)[0].rstrip("\r")
     column = position - start
@@ -113,7 +113,7 @@ def _syntax_error(path: str | Path, text: str, position: int, problem: str) -> U
 
 
 def _explained(text: str, error: json.JSONDecodeError) -> tuple[int, str]:
-    """Where a syntax error is, and what is wrong there, by the mistakes that people make."""
+    """Position and description of a syntax error; recognizes common mistakes."""
     before, found = text[: error.pos].rstrip(), text[error.pos :].lstrip()
     position = len(text) - len(found)
     word = match[0] if (match := re.match(r"-?\w+", found)) else found[:1]
@@ -143,7 +143,7 @@ def _key_path(place: tuple[str | int, ...]) -> str:
 
 
 def _keys(path: str | Path, text: str) -> Iterator[tuple[tuple[str | int, ...], int]]:
-    """Every key of a text that Python reads as JSON: what leads to it, and its first character.
+    """Every key of a text that Python reads as JSON: the keys and positions that lead to it, and its first character.
 
     Raises UserError for a number that JSON does not have.
     """

@@ -42,7 +42,7 @@ _RATE_KEYS = {"vision": "image_encoder.vision_encoder.vision", "projector": "ima
 _RATE_FLAGS = {"vision": "vision_tower_lr", "projector": "mm_projector_lr"}
 """Part -> the flag for its learning rate."""
 _PATTERNS = ("freeze_modules", "trainable_modules")
-"""Flags that may stand in the model JSON instead."""
+"""Flags that may be in the model JSON instead."""
 
 _PROFILE_FLAGS = ("profile_step_start", "profile_step_end", "profile_ranks", "profile_save_path")
 
@@ -56,7 +56,7 @@ class Run:
     data: DataConfig
     world_size: int
     notes: tuple[str, ...] = ()
-    """Settings that have no effect, or are missing in a dry run; to be shown once."""
+    """Notes on settings that have no effect, or are missing in a dry run; to be printed once."""
 
     @property
     def tp_size(self) -> int:
@@ -70,12 +70,12 @@ class Run:
 
     @property
     def is_ring(self) -> bool:
-        """Whether context parallelism sends keys and values around; else it exchanges heads."""
+        """Whether context parallelism sends keys and values around a ring; otherwise it exchanges heads."""
         return self.args.context_parallel_algo == "megatron_cp_algo"
 
     @property
     def num_pieces(self) -> int:
-        """Into how many sequence parallelism cuts rows; 1 without it."""
+        """Number of pieces into which sequence parallelism cuts rows; 1 without it."""
         return self.tp_size if self.args.sequence_parallel else 1
 
     @property
@@ -85,36 +85,36 @@ class Run:
 
     @property
     def num_chunks(self) -> int:
-        """Virtual chunks of each stage; 1 without any."""
+        """Chunks of each stage; 1 without virtual pipeline stages."""
         return self.model.num_chunks
 
     @property
     def dp_size(self) -> int:
-        """Data-parallel size: model replicas, which is what the world size leaves over."""
+        """Data-parallel size, the number of model replicas: world size / size of a replica."""
         return self.world_size // (self.tp_size * self.cp_size * self.num_stages)
 
     @property
     def global_batch_size(self) -> int:
-        """Samples per step; one microbatch per replica unless ``--global-batch-size`` says more."""
+        """Samples per step; one microbatch per replica without ``--global-batch-size``."""
         return self.args.global_batch_size or self.args.micro_batch_size * self.dp_size
 
     @property
     def num_microbatches(self) -> int | None:
-        """Microbatches of one replica in one step; None where packs make it differ by step and replica."""
+        """Microbatches of one replica in one step; None with packs, whose number differs by step and replica."""
         return None if self.data.packs else self.global_batch_size // (self.args.micro_batch_size * self.dp_size)
 
     @property
     def microbatch_unit(self) -> int:
-        """With packs, replicas have a multiple of so many microbatches.
+        """With packs, the number of microbatches of each replica is a multiple of this.
 
-        A chunk works on as many in a row as there are stages, or on more where they do not divide the number: then some
-        steps would need more memory than others.
+        A chunk processes as many in a row as there are stages, or more if the number is not a multiple of the stages:
+        then some steps would need more memory than others.
         """
         return self.num_stages if self.num_chunks > 1 else 1
 
     @property
     def held_microbatches(self) -> int:
-        """A number of microbatches of a replica in one step with which stages hold as much as they ever do."""
+        """A number of microbatches of a replica in one step with which stages hold their maximum of activations."""
         most = self.global_batch_size - (self.dp_size - 1) * self.microbatch_unit
         return min(2 * self.num_stages, most) if self.num_microbatches is None else self.num_microbatches
 
@@ -164,7 +164,7 @@ def load_run(argv: Sequence[str], world_size: int | None = None, environment: Ma
 
 
 def resolved(run: Run) -> dict[str, Any]:
-    """The whole run as JSON values, including derived numbers, to be written next to the logs."""
+    """The whole run as JSON values, including derived numbers, for the file beside the logs."""
     return to_jsonable_python({
         "arguments": run.args, "model": run.model, "data": run.data, "world_size": run.world_size,
         "pipeline_model_parallel_size": run.num_stages,
@@ -183,7 +183,7 @@ def _attempt(read: Callable[[Given], Value], given: Given | None, problems: list
 
 
 def _with_flags(model: ModelConfig, args: Arguments) -> ModelConfig:
-    """``model`` with the flags' trained patterns, adapters, recompute and learning rates where its JSON has none."""
+    """``model`` with the flags' patterns, adapters, recompute settings and rates where its JSON has none."""
     vision, language = (
         dataclasses.replace(tower, recompute=args.recompute) if tower.recompute == RecomputeConfig() else tower
         for tower in (model.vision, model.language)
@@ -203,8 +203,8 @@ def _missing_paths(words: Words, data: DataConfig | None) -> Iterator[str]:
     directories = {flag: words.last(flag) for flag in ("--load", "--load-base-model")}
     load = words.last("--load")
     if is_same_directory(load, words.last("--save")) and not Path(load or "").exists():
-        del directories["--load"]  # the run makes it
-    if load is None or not any(Path(load).glob("iter_*")):  # a run that goes on does not need it any more
+        del directories["--load"]  # the run creates it
+    if load is None or not any(Path(load).glob("iter_*")):  # a resumed run does not need it any more
         directories["--pretrained-checkpoint"] = words.last("--pretrained-checkpoint")
     if data:
         directories[f"{data_path}: model_name_or_path (a Hugging Face directory)"] = data.model_name_or_path
@@ -224,7 +224,7 @@ def _missing_paths(words: Words, data: DataConfig | None) -> Iterator[str]:
 
 
 def _layout_problems(run: Run) -> Iterator[str]:
-    """Where ranks, stages, heads and batches do not divide."""
+    """Numbers of ranks, stages, heads and samples that do not divide evenly."""
     args, replica_size = run.args, run.tp_size * run.cp_size * run.num_stages
     strange = [rank for rank in args.profile_ranks if args.profile and rank >= run.world_size]
     if strange:
@@ -276,7 +276,7 @@ def _layout_problems(run: Run) -> Iterator[str]:
 
 
 def _context_problems(run: Run) -> Iterator[str]:
-    """Ulysses gives each context-parallel rank a part of the heads that a tensor-parallel rank has."""
+    """Ulysses distributes the heads of a tensor-parallel rank over the context-parallel ranks."""
     language, tp_size = run.model.language, run.tp_size
     if run.is_ring or run.cp_size == 1 or tp_size not in run.model.tp_sizes:
         return
@@ -296,7 +296,7 @@ def _nearest_multiples(number: int, unit: int) -> str:
 
 
 def _model_problems(run: Run, document: Document) -> Iterator[str]:
-    """Where the model JSON contradicts the flags."""
+    """Contradictions between the model JSON and the flags."""
     args, limit = run.args, run.model.language.max_position_embeddings
     most_patches = args.seq_length * args.micro_batch_size * run.model.vision.spatial_merge_size**2
     if args.dry_run_patches is not None and args.dry_run_patches > most_patches:
@@ -331,7 +331,7 @@ def _model_problems(run: Run, document: Document) -> Iterator[str]:
 
 
 def _adapter_problems(run: Run) -> Iterator[str]:
-    """Flags that only go with adapters."""
+    """Flags that need adapters."""
     for name in ("load_base_model", "export_merged_hf"):
         begins = (name == "load_base_model" and run.args.loads_what_it_saves
                   and run.args.pretrained_checkpoint is None)
@@ -342,7 +342,7 @@ def _adapter_problems(run: Run) -> Iterator[str]:
 
 
 def _frozen_notes(args: Arguments, model: ModelConfig) -> Iterator[str]:
-    """Settings of wholly frozen parts, which have no effect; patterns are checked with the names of weights."""
+    """Settings of completely frozen parts, which have no effect; patterns are checked with the names of weights."""
     for part, key in _RATE_KEYS.items():
         if not getattr(model, part).freeze or model.trainable_modules or args.trainable_modules:
             continue

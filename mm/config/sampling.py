@@ -1,4 +1,4 @@
-"""Rules and notes between what decides which samples share a microbatch and what the loss is a mean over."""
+"""Rules and notes on the division of samples into microbatches together with the unit of the loss."""
 
 from collections.abc import Iterator
 
@@ -8,9 +8,9 @@ from mm.config.notes import NoEffect
 
 
 def loss_problems(args: Arguments, data: DataConfig) -> Iterator[str]:
-    """The mean over microbatches weighs a token by its microbatch, so the layout must not decide what goes together.
+    """With the mean over microbatches, a token's weight depends on its microbatch, which must not depend on the layout.
 
-    Means over tokens and over samples are sums over the global batch, however it is divided.
+    Means over tokens and over samples do not depend on the division of the global batch.
     """
     if args.loss_unit == "microbatch" and (why := _deals_by_layout(args, data)):
         yield (f"--calculate-per-microbatch-loss is given, but {why} in {args.mm_data} decides which samples share a "
@@ -38,9 +38,9 @@ def sampling_notes(args: Arguments, data: DataConfig) -> Iterator[str]:
 
 
 def _deals_by_layout(args: Arguments, data: DataConfig) -> str:
-    """The setting that puts samples together in a microbatch by the layout; empty without any.
+    """The setting that makes the samples of a microbatch depend on the layout; empty if there is none.
 
-    With one sample in each microbatch it is free who takes which.
+    With one sample per microbatch the distribution over ranks does not matter.
     """
     if data.packs:
         return "packing"

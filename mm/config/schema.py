@@ -1,6 +1,6 @@
-"""From a JSON file to frozen dataclasses, with every problem as a sentence that says where it is.
+"""From a JSON file to frozen dataclasses; each problem is a sentence with its position in the file.
 
-The dataclasses (``mm.config.model``, ``mm.config.data``) say what a value must be, and pydantic checks it.
+The dataclasses (``mm.config.model``, ``mm.config.data``) define the legal values, and pydantic checks them.
 """
 
 import json
@@ -23,22 +23,22 @@ from mm.errors import nearest, refuse
 Built = TypeVar("Built")
 
 STRICT = ConfigDict(extra="forbid")
-"""For every dataclass of settings: a name that it does not have is a mistake."""
+"""For every dataclass of settings: an unknown name is a mistake."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """Where the JSON file has the value of a field, if not under the field's name.
+    """The position of a field's value in the JSON file, if it is not under the field's name.
 
     ``path`` starts at the object with the keys of the dataclass.  For a field that is itself a dataclass, ``path`` is
-    the start of all its keys: ``"text_decoder."``, ``"recompute_"``.
+    the prefix of all its keys: ``"text_decoder."``, ``"recompute_"``.
     """
 
     path: str
     alias: str = ""
-    """Another name that is accepted for the same value."""
+    """Another accepted name of the same setting."""
     old: str = ""
-    """A name of earlier versions, which has no effect where the new one is given too."""
+    """A name in earlier versions, which has no effect if the new one is given too."""
 
 
 def _whole(value: Any) -> Any:
@@ -54,13 +54,13 @@ NotNegative = Annotated[Number, Ge(0)]
 Fraction = Annotated[NotNegative, Lt(1)]
 Positive = Annotated[Number, Gt(0)]
 WORDS = "one or more words"
-"""The title of a field that takes a list of words; on the command line any number of them."""
+"""Title of a field that takes a list of words; on the command line, any number of them."""
 NUMBERS = "one or more integers of at least 0"
-"""The same of numbers."""
+"""Title of a field that takes numbers in the same way."""
 Patterns = Annotated[tuple[str, ...], Strict(False), Field(title=WORDS)]
 """Patterns of weight names; ``mm.weights.names.matches`` reads them."""
 OrDefault = "null means the default"
-"""Marks a field in whose place null may stand."""
+"""Marks a field that may be null."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ def read_settings(
 ) -> ReadSettings[Built]:
     """Read a JSON file as the dataclass ``cls``; raises UserError with every problem in the file.
 
-    ``tables`` has every object of the file, with its keys that are no fields of ``cls``.  ``rules`` yields what is
-    wrong between fields; it is called only when every single value is right.
+    ``tables`` has every object of the file, with its keys that are no fields of ``cls``.  ``rules`` yields problems
+    between fields; it is called only if every single value is valid.
     """
     found = _FileFindings(read_json(path))
     values = found.read(cls)
@@ -104,10 +104,10 @@ def changed(settings: object) -> list[str]:
 
 
 def settings_of(cls: type, name: str = "", start: str = "") -> Iterator[tuple[str, list[str], FieldInfo]]:
-    """Every field in ``cls``, however deep, that is no dataclass: its name, its key paths, of which the first counts.
+    """Every field in ``cls``, at any depth, that is not a dataclass: its name, its key paths with the main one first.
 
-    Names are ``language.num_layers``, or ``image_token_id`` at the top.  All begin with ``name``, key paths with
-    ``start``.
+    Names are like ``language.num_layers``, or ``image_token_id`` at the top.  ``name`` is put before all names, and
+    ``start`` before all key paths.
     """
     for own, field in fields_of(cls).items():
         key = next((one for one in field.metadata if isinstance(one, Key)), Key(own))
@@ -137,8 +137,8 @@ class _FileFindings:
         values: dict[str, Any] = {}
         for name, key_paths, field in settings_of(cls):
             inner, (*outer, own) = values, name.split(".")
-            for one in outer:
-                inner = inner.setdefault(one, {})
+            for dataclass_name in outer:
+                inner = inner.setdefault(dataclass_name, {})
             self._field_paths += key_paths
             old = next((one.old for one in field.metadata if isinstance(one, Key)), "") or None
             given = [key_path for key_path in key_paths if self.document.has(key_path)]
@@ -165,11 +165,11 @@ class _FileFindings:
             self._add(key_path, f"is {shown(value)}; {legal}")
 
     def _has_object(self, key_path: str) -> bool:
-        """Whether the object that has the key, or should have it, is there."""
+        """Whether the object that has the key, or should have it, exists."""
         return not key_path or isinstance(self.document.get(key_path.rpartition(".")[0]), dict)
 
     def check_object(self, object_path: str, rows: Mapping[str, Row], objects: Iterable[str]) -> None:
-        """Check that an object is there, and every key in it that is no field.
+        """Check that an object exists, and check its keys that are no fields.
 
         An object without fields may be null or missing.
         """
@@ -199,7 +199,7 @@ class _FileFindings:
 
 
 def converted(value: Any, field: FieldInfo, *, strict: bool) -> Any:
-    """The value as the type of the field, from text unless ``strict``; raises pydantic's ValidationError."""
+    """The value as the field's type; unless ``strict``, text is converted.  Raises pydantic's ValidationError."""
     kind = typing.cast(Any, Annotated[field.annotation, Key(""), *field.metadata])
     return TypeAdapter(kind, config=ConfigDict(strict=strict)).validate_python(value)
 
@@ -210,7 +210,7 @@ def expected(field: FieldInfo) -> str:
 
 
 def choices(field: FieldInfo) -> tuple[str, ...]:
-    """The words that the field takes, if it is one of a few."""
+    """The words that the field accepts, if it accepts only certain words."""
     annotations = (field.annotation, *typing.get_args(field.annotation))
     return next((typing.get_args(one) for one in annotations if typing.get_origin(one) is typing.Literal), ())
 
@@ -235,7 +235,7 @@ def _any_of(values: Sequence[Any]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as JSON writes it, cut to fit a message; values that JSON lacks, such as bytes, as Python writes them."""
+    """A value as JSON, shortened to fit a message; values that JSON lacks, such as bytes, as Python writes them."""
     text = json.dumps(value, ensure_ascii=False, default=repr)
     return text if len(text) <= 80 else text[:77] + "..."
 

@@ -1,6 +1,4 @@
-"""Rules and notes between the settings of validation, of the questions that a model in training is asked, and of the
-programs that show how a run goes.
-"""
+"""Rules and notes on the settings of validation, of questions during training, and of experiment trackers."""
 
 from collections.abc import Iterator
 
@@ -14,23 +12,23 @@ _TRACKERS = ("wandb", "swanlab")
 
 
 def validates(args: Arguments, data: DataConfig) -> bool:
-    """Whether there are samples for validation, and validation is wanted."""
+    """Whether there are samples for validation, and validation is not turned off."""
     return data.has_validation and args.eval_iters != 0
 
 
 def is_due(args: Arguments, iteration: int) -> bool:
-    """Whether a validation follows this step.  Nothing before it counts, so a resumed run keeps the interval."""
+    """Whether a validation follows this step; independent of earlier steps, so a resumed run keeps the interval."""
     return iteration % args.eval_interval == 0 or iteration == args.train_iters
 
 
 def asks(args: Arguments, iteration: int) -> bool:
-    """Whether the model answers questions after this step, as ``is_due`` counts."""
+    """Whether the model answers questions after this step, by the same rule as ``is_due``."""
     interval = args.eval_generate_interval
     return interval is not None and (iteration % interval == 0 or iteration == args.train_iters)
 
 
 def question_flag_problems(args: Arguments) -> Iterator[str]:
-    """Flags that questions need, or that have no meaning without questions."""
+    """Missing flags of questions, and flags that have no meaning without questions."""
     questions = args.eval_generate_questions
     given = [flag_name(name) for name in changed(args) if name.startswith("eval_generate_")]
     if args.eval_generate_interval is None and given:
@@ -49,7 +47,7 @@ def question_flag_problems(args: Arguments) -> Iterator[str]:
 
 
 def validation_problems(args: Arguments, data: DataConfig) -> Iterator[str]:
-    """Flags that need validation when there is none, or a directory to save to."""
+    """Flags that need validation or a directory to save to, if there is none."""
     wants = [flag for flag, is_given in (("--save-best", args.save_best),
                                          ("--early-stopping-patience", args.early_stopping_patience)) if is_given]
     if wants and not validates(args, data):

@@ -1,8 +1,8 @@
-"""Adding the gradient of a weight to its buffer in the matrix product itself.
+"""Matrix products that add the gradient of a weight to its buffer.
 
 The product of bf16 or fp16 rows is summed into an fp32 buffer in fp32: it is never rounded to their dtype or stored on
 its own.  A buffer in the dtype of the rows (``--grad-reduce-in-bf16``) is rounded once per product.  This module has
-the form without mixed dtypes; the others are in the files of their devices.
+the form without mixed dtypes; the devices' files have the others.
 """
 
 from collections.abc import Callable

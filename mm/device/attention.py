@@ -1,4 +1,4 @@
-"""Attention over packed segments: the arguments of every device's kernel, and the parts that several share.
+"""Attention over packed segments: the interface of the devices' kernels, and functions that several of them share.
 
 Pure functions on packed tensors: queries [num_tokens, num_heads, head_dim], keys and values [num_tokens,
 num_kv_heads, head_dim], segments one after another, every token attending only within its own segment.  The softmax
@@ -24,7 +24,7 @@ class Segments:
     lengths: tuple[int, ...]
     """Tokens of each segment; none is empty."""
     stretches: tuple[tuple[int, int], ...]
-    """(length, how many segments of it in a row)."""
+    """(length, number of consecutive segments of this length)."""
     cu_seqlens: Tensor
     """int32 [num_segments + 1] on the device: where each segment begins, and the end."""
     max_length: int
@@ -64,7 +64,7 @@ heads, a divisor of q's (grouped queries)."""
 def by_stretch(
     q: Tensor, k: Tensor, v: Tensor, segments: Segments, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Call ``attend`` on each stretch as a batch [count, length, heads, head_dim] and join what it returns."""
+    """Call ``attend`` on each stretch as a batch [count, length, heads, head_dim], and join the results."""
     check_cover(q, segments)
     if not segments.stretches:
         return q + (k.sum() + v.sum())  # empty, yet all three stay in the graph
@@ -78,8 +78,8 @@ def by_stretch(
 def pieces(sizes: list[int], *tensors: Tensor) -> Iterable[Sequence[Tensor]]:
     """The tensors' rows in pieces of ``sizes``.
 
-    By split, not slices: its backward joins the gradients once instead of padding each to the whole row.  One piece is
-    the tensors themselves: a split into one would copy the gradients.
+    They come from a split, whose backward joins the gradients once; slices would pad each to the whole row.  A single
+    piece is the tensors themselves, because even a split into one copies the gradients.
     """
     return [tensors] if len(sizes) == 1 else zip(*(tensor.split(sizes) for tensor in tensors), strict=True)
 

@@ -15,10 +15,10 @@ from mm.device import pointwise
 from mm.device.pointwise import SUMMED_ROWS, Leaf
 
 MAX_GRAPHS = 64
-"""Graphs of one leaf: one for each width and dtype, and as many again in inference mode.  At its own limit of 8 dynamo
-raises."""
+"""Most graphs of one leaf: one for each width and dtype, and as many again in inference mode.  By default dynamo raises
+after 8."""
 MAX_SHAPES = 4096
-"""Sets of shapes of one leaf whose kernel is remembered; when there are more, all are forgotten."""
+"""Most sets of shapes of one leaf whose kernel is remembered; beyond that, all are forgotten."""
 
 
 class _Call(NamedTuple):
@@ -30,12 +30,12 @@ class _Call(NamedTuple):
 
 
 def compiled(leaf: Leaf) -> Leaf:
-    """``leaf`` as one kernel by ``torch.compile``, once for each width and dtype, for any number of rows.
+    """Compile ``leaf`` to one kernel with ``torch.compile``, once for each width and dtype, for any number of rows.
 
-    Widths are compiled in: index arithmetic with widths known only at run time costs a kernel its wide loads.  All
-    arguments are detached and made contiguous, which they mostly are, so that neither the place in a graph nor the
-    layout of a gradient asks for another compilation.  One row runs eagerly, and so does none, which launches nothing:
-    torch would compile these two numbers in as well.  A leaf that cannot be compiled raises torch's error.
+    Widths are compiled in, because a kernel that learns them at run time has no wide loads.  All arguments are detached
+    and made contiguous, which most of them are, so that neither the place in a graph nor the layout of a gradient
+    causes another compilation.  Calls with one row or none run eagerly, because torch would compile these two numbers
+    in as well.  A leaf that cannot be compiled raises torch's error.
     """
     options = _options(leaf)
     latest = threading.local()  # backward passes run in threads of their own
@@ -87,7 +87,7 @@ def compile_fault(device: torch.device) -> str | None:
     x = torch.linspace(-1, 1, 64, device=device).view(4, 16)
     try:
         found = compiled(pointwise.swiglu)(x)
-    except Exception as error:  # whatever is missing, the user reads it
+    except Exception as error:  # whatever is missing, the message tells the user
         return f"{type(error).__name__}: {error}"
     expected = pointwise.swiglu(x)
     if torch.allclose(found, expected, atol=1e-5):
@@ -108,15 +108,15 @@ def _options(leaf: Leaf) -> dict[str, Any]:
         "force_pointwise_cat": leaf in (pointwise.rope_fusable, pointwise.rope_gradient_fusable)
     }
     if leaf is pointwise.add_norm_gradient_fusable:
-        # By default it sums columns together with the work on rows only if there are many rows, which it guards; and it
-        # makes four times as many partial sums.
+        # By default Inductor sums columns together with the work on rows only if there are many rows, which it guards,
+        # and makes four times as many partial sums.
         wanted = {"mix_order_reduction_non_strict_mode": True, "mix_order_reduction_split_size": SUMMED_ROWS}
         options |= {f"triton.{name}": value for name, value in wanted.items() if hasattr(config.triton, name)}
     if leaf is pointwise.logit_sums_fusable:
-        options["split_reductions"] = False  # of few rows in the first call it would cut each for good
+        options["split_reductions"] = False  # with few rows in the first call it would split every row, also later
     if leaf in (pointwise.swiglu_gradient_fusable, pointwise.rope_gradient_fusable):
-        # It would write what is both summed and returned in fp32 first, because that is long to compute, and add
-        # partial sums in two steps.
+        # Inductor would first write in fp32 what is both summed and returned, because that takes many operations, and
+        # add partial sums in two steps.
         wanted = {"realize_reads_threshold": _NEVER, "realize_opcount_threshold": _NEVER,
                   "realize_acc_reads_threshold": _NEVER, "split_reductions": False}  # fmt: skip
         options |= {name: value for name, value in wanted.items() if hasattr(config, name)}
@@ -128,10 +128,11 @@ _NEVER = 10**6
 
 
 def _way_to_kernel(made: _Call, tensors: Sequence[Tensor], result: Any) -> Callable[[Sequence[Tensor]], Any] | None:
-    """From the arguments of a leaf to its result by the kernel alone, as in the call that dynamo ``made`` of it for the
-    arguments ``tensors``, which gave ``result``.
+    """A function from the arguments of a leaf to its result that calls only the kernel.
 
-    The kernel takes those arguments in another order, and numbers that follow from their shapes; None otherwise.
+    It is derived from one call: dynamo ``made`` it for the arguments ``tensors``, and it returned ``result``.  The
+    kernel may take those arguments in another order, and numbers that follow from their shapes.  None if it takes or
+    returns anything else.
     """
     kernel, is_several = made.kernel, isinstance(result, tuple)
     wanted = result if is_several else (result,)
@@ -152,6 +153,6 @@ def _way_to_kernel(made: _Call, tensors: Sequence[Tensor], result: Any) -> Calla
     return way
 
 
-def _places(one: Any, among: Sequence[Any]) -> list[int]:
-    """Where ``one`` stands first; empty where it does not."""
-    return [index for index, other in enumerate(among) if other is one][:1]
+def _places(value: Any, among: Sequence[Any]) -> list[int]:
+    """The first index of ``value``, as an identical object, in ``among``; empty if it is not there."""
+    return [index for index, other in enumerate(among) if other is value][:1]

@@ -1,7 +1,7 @@
 """The operators that differ between kinds of device, as plain functions: attention, norm, SwiGLU, rope, gradients.
 
-This module has their types, and the forms in plain torch that any device can use.  A device's own forms, and its choice
-among all of them, are in its file.
+This module has their types, and the forms in plain torch that any device can use.  A device's file has its own forms,
+and chooses among all of them.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from mm.device.pointwise import Heads, Leaf
 SwiGLUKernel = Callable[..., Tensor]
 RopeKernel = Callable[..., Heads]
 Fuse = Callable[[Leaf], Leaf]
-"""Makes one kernel of a leaf, as ``mm.device.compiled.compiled`` does; tests pass functions that count leaves."""
+"""Turns a leaf into one kernel, like ``mm.device.compiled.compiled``; tests pass functions that count leaves."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class AddNormLeaves:
 
 @dataclass(frozen=True)
 class LogitKernels:
-    """Cross entropy without its matrix products: what is computed from some rows' logits, forward and backward."""
+    """Cross entropy without its matrix products: the computations on some rows' logits, forward and backward."""
 
     sums: Leaf
     """``pointwise.logit_sums``, which also gives what to keep, or ``logit_sums_fusable``: the logits are kept."""
     gradient: Leaf
     """Computes the logits' gradient from what was kept."""
     is_fused: bool
-    """Whether nothing of the logits' shape is made but logits and their gradient, both in their own dtype."""
+    """Whether the only tensors of the logits' shape are logits and their gradient, both in the logits' dtype."""
 
     def forward(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The largest logit of each row and the sum of e^(logit - largest), fp32 [rows, 1], and what to keep."""
@@ -69,8 +69,8 @@ class Kernels:
     """
     accumulate: Accumulate
     overwrites: bool = True
-    """Whether ``accumulate`` can overwrite a buffer as cheaply as add to it, so that it need not be zeroed first.
-    ATB's product can only add."""
+    """Whether ``accumulate`` can overwrite a buffer as cheaply as add to it, so that the buffer need not be zeroed
+    first.  ATB's product can only add."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -87,7 +87,7 @@ def eager_leaves() -> tuple[None, LogitKernels, SwiGLUKernel, RopeKernel]:
 
 
 def fused_leaves(fuse: Fuse) -> tuple[AddNormLeaves, LogitKernels, SwiGLUKernel, RopeKernel]:
-    """The same four from leaves that ``fuse`` makes one kernel of each."""
+    """The same four, from leaves that ``fuse`` turns into one kernel each."""
     rope = pointwise.split_heads(fuse(pointwise.rope_fusable))
     swiglu_gradient = pointwise.join_blocks(fuse(pointwise.swiglu_gradient_fusable))
     rope_gradient = pointwise.join_heads(fuse(pointwise.rope_gradient_fusable))

@@ -35,7 +35,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class PartialAttention:
-    """The two functions."""
+    """Both directions of one device's form."""
 
     forward: Callable[[Tensor, Tensor, Tensor, Pairs], PartialOutput]
     """(q, k, v, pairs)"""
@@ -74,7 +74,7 @@ def _plain_backward(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Pa
 
 
 def _blocks(pairs: Pairs, device: torch.device) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Rows of queries, rows of keys, and which of these pairs are hidden; some queries at a time."""
+    """Rows of queries, rows of keys, and a mask of hidden pairs, for at most ``MAX_SCORE_ROWS`` queries at a time."""
     starts = zip((0, *accumulate(pairs.queries.lengths)), (0, *accumulate(pairs.keys.lengths)), strict=True)
     for (q_start, k_start), q_len, k_len in zip(starts, pairs.queries.lengths, pairs.keys.lengths, strict=False):
         for first in range(0, q_len, MAX_SCORE_ROWS):

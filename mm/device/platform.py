@@ -109,9 +109,9 @@ class Platform:
     # Operators
 
     compiles_leaves: bool
-    """Whether torch.compile makes one kernel of each leaf."""
+    """Whether torch.compile turns each leaf into one kernel."""
     kernels: Callable[[Fuse | None], Kernels]
-    """Its operators, from ``fuse``, which makes one kernel of a leaf; with None leaves run eagerly."""
+    """Its operators, given ``fuse``, which turns a leaf into one kernel; with None, leaves run eagerly."""
     sdpa_kv_heads: Callable[[torch.dtype, int, int], int | None]
     """(dtype, query heads, key/value heads) -> number of key/value heads that attention passes to torch's SDPA; None if
     it does not use SDPA."""

@@ -1,15 +1,16 @@
-"""SwiGLU, rope and the norm of a sum: what one pass over memory can compute, forward and backward.
+"""SwiGLU, rope and the norm of a sum: operations that one pass over memory can compute, forward and backward.
 
-A *leaf* here is a function from tensors to tensors without autograd inside.  Each pair of leaves, a function and its
-gradient, becomes differentiable in ``swiglu_of`` and ``rope_of``, and that of the norm in ``mm.model.norm``; they keep
-no more for the backward pass than needed.
-There are two sets of leaves with the same mathematics: those for eager execution write in place, because each of their
-operations is a pass over memory; those to be fused are free of writes, so that a compiler makes one kernel of each.
+A *leaf* here is a function from tensors to tensors without autograd inside.  ``swiglu_of`` and ``rope_of`` make each
+pair of leaves, a function and its gradient, differentiable, and ``mm.model.norm`` does so for the norm; they keep no
+more for the backward pass than needed.
+There are two sets of leaves with the same mathematics.  Leaves for eager execution write in place, because each of
+their operations is a pass over memory.  Leaves to be fused do not write, so that a compiler can turn each into one
+kernel.
 
 A bias is part of the product before SwiGLU or rope, and its gradient is the sum of the rows of that product's
-gradient.  So it is summed here, by the leaf that makes those rows, which need not be read again.  What a sublayer's
-last product adds to the residual stream has the gradient of the sum; the leaf of the norm before the sublayer reads
-that and sums it.
+gradient.  The leaf that makes those rows sums them too, so they need not be read again.  The output of a sublayer's
+last product has the gradient of the residual sum; the leaf of the norm before the sublayer reads that gradient, and
+sums it for the bias.
 
 The fused projection of attention holds, per group of queries, the group's queries, one key and one value: ``qkv`` is
 [num_tokens, num_groups, heads_per_group + 2, head_dim].  ``cos`` and ``sin`` are [num_tokens, head_dim], both halves of
@@ -35,7 +36,7 @@ Heads = tuple[Tensor, Tensor, Tensor]
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """x [..., 2n] = [gate; up] -> silu(gate) * up [..., n].  For both ways of execution."""
+    """x [..., 2n] = [gate; up] -> silu(gate) * up [..., n].  Both for eager execution and to be fused."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
@@ -51,7 +52,7 @@ def swiglu_gradient(gradient: Tensor, x: Tensor, sums: bool) -> tuple[Tensor, Te
 
 
 def rope(qkv: Tensor, cos: Tensor, sin: Tensor) -> Heads:
-    """Take ``qkv`` apart and rotate queries and keys.  The values are a view, and keep all of ``qkv`` alive."""
+    """Split ``qkv``, and rotate queries and keys.  The values are a view, and keep all of ``qkv`` alive."""
     return split_and_rotate(qkv, cos, sin, _rotate_in_place)
 
 
@@ -60,7 +61,7 @@ def rope_gradient(
 ) -> tuple[Tensor, Tensor | None]:
     """The gradient of ``qkv`` from those of its heads: a rotation's gradient is the rotation by the opposite angle.
 
-    With ``sums`` the sum of its rows, all heads in one axis.
+    With ``sums`` also the sum of its rows, with all heads in one axis.
     """
     return with_sum(rotate_and_join(q, k, v, cos, -sin, _rotate_in_place), sums)
 
@@ -81,8 +82,11 @@ def exponentials(logits: Tensor, row_max: Tensor) -> Tensor:
 def logit_gradient(
     found: Tensor, _: Tensor, to_gradient: Tensor, target: Tensor, at_target: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """The gradient of logits in ``dtype`` from their ``exponentials``, which are overwritten: each times
-    ``to_gradient``, and less ``at_target`` where the ``target`` is.  Arguments beside the first are [rows, 1]."""
+    """The gradient of logits, in ``dtype``, from their ``exponentials``, which are overwritten.
+
+    Each exponential is multiplied by ``to_gradient``; ``at_target`` is subtracted at the ``target``.  All tensors but
+    the first are [rows, 1].
+    """
     return found.mul_(to_gradient).scatter_add_(1, target, -at_target).to(dtype)
 
 
@@ -90,7 +94,7 @@ def logit_gradient(
 
 
 def logit_sums_fusable(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """``logit_sums`` without the exponentials, which are made again."""
+    """``logit_sums`` without the exponentials, which the backward pass computes again."""
     wide = logits.float()
     row_max = wide.amax(1, keepdim=True)
     return row_max, (wide - row_max).exp().sum(1, keepdim=True)
@@ -106,7 +110,7 @@ def logit_gradient_fusable(
 
 
 SUMMED_ROWS = 64
-"""Rows of which a compiled leaf makes one partial sum of columns; a second kernel adds these."""
+"""Rows per partial sum of columns in a compiled leaf; a second kernel adds the partial sums."""
 
 
 def swiglu_gradient_fusable(gradient: Tensor, x: Tensor, sums: bool) -> tuple[Tensor, Tensor | None]:
@@ -122,7 +126,7 @@ def swiglu_gradient_fusable(gradient: Tensor, x: Tensor, sums: bool) -> tuple[Te
 def rope_fusable(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """``rope`` without writes, all heads in one buffer: first all queries, then all keys, then all values.
 
-    So one kernel writes all of them, and ``qkv`` need not live on.
+    Thus one kernel writes all of them, and ``qkv`` can be freed.
     """
     return torch.cat(split_and_rotate(qkv, cos, sin, _rotate), dim=1)
 
@@ -143,28 +147,28 @@ def rope_gradient_fusable(
 
 
 def _in_blocks(x: Tensor, num_rows: int) -> Tensor:
-    """[num_rows, ...] -> [blocks, ``SUMMED_ROWS``, ...], the last block filled up with zeros.
+    """[num_rows, ...] -> [blocks, ``SUMMED_ROWS``, ...], the last block padded with zeros.
 
-    A compiler joins the sums of blocks with the work on their rows, for both go over the same numbers of both axes.
+    A compiler can merge the sums of blocks with the work on their rows, because both loops have the same sizes.
     """
-    torch._check(len(x) == num_rows)  # so that a compiler has one name for the rows of all arguments
+    torch._check(len(x) == num_rows)  # so that a compiler has one symbol for the rows of all arguments
     num_blocks = (num_rows + SUMMED_ROWS - 1) // SUMMED_ROWS
     filled = F.pad(x, (0, 0) * (x.ndim - 1) + (0, num_blocks * SUMMED_ROWS - num_rows))
     return filled.unflatten(0, (num_blocks, SUMMED_ROWS))
 
 
 def _sum_of_blocks(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """[blocks, rows, width] -> [width]: partial sums by the kernel that makes x, added by a second one."""
+    """[blocks, rows, width] -> [width]: the kernel that makes x makes partial sums, and a second one adds them."""
     return x.sum(1).sum(0).to(dtype)
 
 
 def add_norm_fusable(
     x: Tensor, added: Tensor | None, bias: Tensor | None, weight: Tensor, epsilon: float, index: Tensor | None
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """x + (added + bias), None where it is x; its root-mean-square norm; and, in fp32, the factor of each row.
+    """x + (added + bias), None if it is x itself; its root-mean-square norm; and each row's factor in fp32.
 
-    ``weight`` and ``bias`` are [1, width], for a compiler takes the first axis for rows.  ``index``: row i of the sum
-    is that of rows ``index[i]``; None: row i.
+    ``weight`` and ``bias`` are [1, width], because a compiler treats the first axis as rows.  ``index``: row i of the
+    result is the sum of the rows ``index[i]``; None: of the rows i.
     """
     total = None
     if index is not None:
@@ -181,10 +185,10 @@ def add_norm_gradient_fusable(
     total_gradient: Tensor | None, gradient: Tensor, total: Tensor, factors: Tensor, weight: Tensor, sums: bool,
     sums_total: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradient of each summand of ``total`` from those of both results; with ``sums`` that of the weight, in fp32;
-    and with ``sums_total`` the sum of the rows of ``total_gradient``, in fp32.
+    """The gradient of each summand of ``total``, from the gradients of both results.
 
-    ``total_gradient`` is None where only the norm was used.
+    With ``sums`` also the gradient of the weight, and with ``sums_total`` the sum of the rows of ``total_gradient``,
+    both in fp32.  ``total_gradient`` is None if only the norm was used.
     """
     total_sum = None
     wide, normalised = gradient.float(), total.float() * factors
@@ -193,12 +197,12 @@ def add_norm_gradient_fusable(
     if total_gradient is not None:
         wide_total = total_gradient.float()
         found = found + wide_total
-        if sums_total:  # Inductor joins sums of columns where they read the same rows: here those of ``total``
+        if sums_total:  # Inductor merges sums of columns that read the same rows: here those of ``total``
             total_sum = torch.where(total.isnan(), total.float(), wide_total).sum(0)
     return found.to(total.dtype), (wide * normalised).sum(0) if sums else None, total_sum
 
 
-# What the leaves of rope share, those of an accelerator's own operators too
+# Shared by all leaves of rope, also those with an accelerator's own operators
 
 Rotation = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(x [num_tokens, heads, head_dim], cos, sin) -> x * cos + rotate_half(x) * sin, in the dtype of x."""
@@ -216,12 +220,12 @@ def rotate_and_join(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, r
 
 
 def with_sum(x: Tensor, sums: bool) -> tuple[Tensor, Tensor | None]:
-    """x [rows, ...], and with ``sums`` the sum of its rows, the other axes as one."""
+    """x [rows, ...], and with ``sums`` the sum of its rows, with the other axes flattened."""
     return x, x.flatten(1).sum(0) if sums else None
 
 
 def _rotate_in_place(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The halves are not negated and joined out of place, as ``_rotate`` does: a quarter faster on the CPU."""
+    """Unlike ``_rotate``, does not negate and join the halves out of place: a quarter faster on the CPU."""
     half = x.shape[-1] // 2
     cos, sin = cos[:, None], sin[:, None, :half]
     rotated = x * cos
@@ -284,7 +288,7 @@ class _Biased(torch.autograd.Function):
 
 
 def biased(x: Tensor, bias: Tensor | None) -> Tensor:
-    """``x``, of which ``bias`` is a part already: the gradient of the bias is summed here."""
+    """``x``, which already includes ``bias``; the gradient of the bias is summed here."""
     return x if bias is None else _Biased.apply(x, bias)
 
 
@@ -309,7 +313,7 @@ def rope_of(leaf: Leaf, gradient_leaf: Leaf) -> Callable[..., Heads]:
 
 
 def split_heads(leaf: Leaf) -> Leaf:
-    """A leaf like ``rope`` from one like ``rope_fusable``.  Outside of what is compiled, which would undo the join."""
+    """A leaf like ``rope`` from one like ``rope_fusable``.  Not compiled: the compiler would undo the join."""
 
     @functools.wraps(leaf)
     def call(qkv: Tensor, cos: Tensor, sin: Tensor) -> Heads:
@@ -321,8 +325,8 @@ def split_heads(leaf: Leaf) -> Leaf:
 
 
 def join_blocks(leaf: Leaf) -> Leaf:
-    """A leaf like ``swiglu_gradient`` from one like ``swiglu_gradient_fusable``.  Outside of what is compiled, which
-    would copy the rows."""
+    """A leaf like ``swiglu_gradient`` from one like ``swiglu_gradient_fusable``.  Not compiled: that would copy the
+    rows."""
 
     @functools.wraps(leaf)
     def call(gradient: Tensor, x: Tensor, sums: bool) -> tuple[Tensor, Tensor | None]:

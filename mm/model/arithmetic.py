@@ -1,6 +1,6 @@
-"""What data and reports need to know from a family about a batch: token positions and FLOPs.
+"""What data and reports ask a family about a batch: token positions and FLOPs.
 
-It needs neither megatron nor a device, so processes that only prepare data can use it too.
+Neither megatron nor a device is needed, so processes that only prepare data can use it too.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,13 +15,13 @@ from mm.weights.table import Place
 
 @dataclass(frozen=True)
 class VideoTimes:
-    """How the videos of one sample lie on the time axis."""
+    """Where the frames of one sample's videos lie on the time axis."""
 
     video_token_id: int
     tokens_per_second: int
-    """Positions of a second, from the model JSON."""
+    """Positions per second of video, from the model JSON."""
     seconds: tuple[float | None, ...]
-    """For each grid of the sample, in reading order: from one temporal patch to the next; None for a picture."""
+    """For each grid, in reading order: the time from one temporal patch to the next; None for an image."""
 
 
 @dataclass(frozen=True)

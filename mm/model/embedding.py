@@ -1,4 +1,4 @@
-"""The word embedding, with the visual tokens that the projector made put in their places."""
+"""The word embedding, with the projector's visual tokens inserted in their places."""
 
 import math
 from dataclasses import dataclass
@@ -24,9 +24,9 @@ class VisualRows:
     """Where the visual tokens of a microbatch go, on the device."""
 
     index: Tensor
-    """int64: rows that they take, in order, counted from the first row here."""
+    """int64: the rows that they replace, in order, counted from the first row here."""
     exchange: Exchange | None = None
-    """From the context-parallel ranks that made them to those that hold their rows."""
+    """Moves them from the context-parallel ranks that made them to those that hold their rows."""
     needs_gradient: bool = False
     """Whether the exchange has a backward pass, which a rank that made no visual tokens must join too."""
     cut: CutRows | None = None
@@ -35,7 +35,7 @@ class VisualRows:
     """The visual tokens whose rows are in this rank's piece."""
 
     def collect(self, visual_tokens: Tensor | None, x: Tensor) -> Tensor:
-        """From the visual tokens made here (None: none) to those whose rows are here; ``x`` gives width and dtype."""
+        """The visual tokens whose rows are here, from those made here (None: none); ``x`` gives width and dtype."""
         if visual_tokens is None:
             assert self.exchange is not None, "a microbatch with images came without their visual tokens"
             visual_tokens = x.new_empty(0, x.shape[1]).requires_grad_(self.needs_gradient)
@@ -63,13 +63,14 @@ def embedding_inputs(
     microbatch: Microbatch, visual_token_ids: tuple[int, int], device: Device,
     cut_group: dist.ProcessGroup | None = None, share: Share | None = None, visual_gradients: bool = False,
 ) -> EmbeddingInputs:
-    """``visual_token_ids`` stand where patches of pictures and of videos go; one order serves both.
+    """Plan where the visual tokens go, and copy the token ids to the device.
 
-    ``visual_gradients``: whether visual tokens need gradients; the rest as in ``language_inputs``.
+    ``visual_token_ids``: placeholders for the visual tokens of images and of videos, which are in one common order.
+    ``visual_gradients``: whether visual tokens need gradients.  For the other arguments see ``language_inputs``.
     """
     is_visual = torch.isin(microbatch.token_ids, torch.tensor(visual_token_ids))
     spread = torch.arange(microbatch.num_tokens).remainder(min(visual_token_ids))
-    # Where no picture is, one that a model has answered with is a token like any other.
+    # Without images, a visual token can only come from an answer of the model; it is embedded like any other.
     token_ids = torch.where(is_visual, spread, microbatch.token_ids) if microbatch.image_grids else microbatch.token_ids
     index, exchange, num_made = is_visual.nonzero().squeeze(1), None, int(is_visual.sum())
     if share is not None:
@@ -113,7 +114,7 @@ def _visual_exchange(microbatch: Microbatch, index: Tensor, share: Share) -> Exc
 
 
 class WordEmbedding(nn.Module):
-    """Token ids to hidden states, cut over the vocabulary, with the visual tokens put in their places."""
+    """Token ids to hidden states, cut over the vocabulary, with the visual tokens inserted in their places."""
 
     def __init__(self, config: LanguageConfig, context: LayerContext) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Rows and heads that context-parallel ranks exchange, as autograd sees it.
 
-Which rank holds which rows: ``mm.parallel.context``.
+``mm.parallel.context`` decides which rank holds which rows.
 """
 
 from collections.abc import Callable
@@ -24,13 +24,13 @@ class Exchange:
 
     group: dist.ProcessGroup
     send: Permutation
-    """Rows here in the order of the ranks that they go to."""
+    """Puts the rows here in the order of their target ranks."""
     sent: tuple[int, ...]
     """Rows for each rank."""
     received: tuple[int, ...]
     """Rows from each rank."""
     receive: Permutation
-    """Received rows, in rank order, to the order wanted here."""
+    """Puts the received rows, which are in rank order, in the order needed here."""
 
     def reversed(self) -> "Exchange":
         return Exchange(self.group, self.receive.reversed(), self.received, self.sent, self.send.reversed())
@@ -40,7 +40,7 @@ class Exchange:
         return replace(self, send=self.send.to_device(copy), receive=self.receive.to_device(copy))
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """[rows here, width] -> [rows wanted here, width].  Collective in forward and backward: if one rank's rows
+        """[rows here, width] -> [rows needed here, width].  Collective in forward and backward: if one rank's rows
         require gradients, all ranks' must."""
         return _Moved.apply(rows, self.run, self.reversed().run)
 
@@ -56,7 +56,7 @@ class Ulysses:
 
     group: dist.ProcessGroup
     num_rows: tuple[int, ...]
-    """Tokens of each rank; all together, in the order of the ranks, are the packed row."""
+    """Tokens of each rank; joined in rank order they are the packed row."""
 
     def attend(self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
         """Like ``kernel``, for this rank's tokens.  With fewer key heads than ranks, each goes to all ranks that need

@@ -1,4 +1,4 @@
-"""What computes the models of each family.
+"""The code that computes the models of each family.
 
 Towers need megatron, so they are imported only when a stage asks for them; data workers ask for arithmetic alone.
 """

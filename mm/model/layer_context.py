@@ -1,4 +1,4 @@
-"""What every layer is built with, and how it makes its parts."""
+"""What every layer is built with, and functions that build its parts."""
 
 from dataclasses import dataclass
 

@@ -3,7 +3,7 @@
 megatron gives the layers their weights, shards and groups; this module replaces what a rank computes with its shard.
 The bias is part of the matrix product, and the product for the weight's gradient adds directly to megatron's gradient
 buffer (``mm.device.accumulate``), in any precision, as apex's fused kernel does: the gradient itself is never stored.
-The gradient of that bias is summed by what reads the product (``mm.device.pointwise``).
+The operation that reads the product sums the gradient of that bias (``mm.device.pointwise``).
 """
 
 from typing import Any
@@ -105,8 +105,9 @@ class ColumnLinear(ColumnParallelLinear):
     def forward(
         self, x: Tensor, cut: CutRows | None = None, keys: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """[rows, input], or a piece of ``cut`` -> [rows, output / TP], and the bias in them, whose gradient is for the
-        reader to sum.  ``keys``: of rows, for adapters' dropout.
+        """[rows, input], or a piece of ``cut`` -> [rows, output / TP], and the bias that is already added to them.
+
+        The caller sums the gradient of the bias.  ``keys``: of rows, for adapters' dropout.
         """
         group = self.tp_group if self.tp_group.size() > 1 else None
         y = linear(x, self.weight, None if self.bias is None else self.bias.detach(), self.accumulate, group, cut)
@@ -133,8 +134,7 @@ class RowLinear(RowParallelLinear):
     ) -> tuple[Tensor, Tensor | None]:
         """[rows, input / TP] -> [rows, output], or a piece of ``cut``, and a bias that the caller must add (or None).
 
-        The gradient of the bias is for the caller to sum (``RMSNorm``, ``biased``).  ``keys``: of rows, for adapters'
-        dropout.
+        The caller sums the gradient of the bias (``RMSNorm``, ``biased``).  ``keys``: of rows, for adapters' dropout.
         """
         bias = None if self.bias is None else self.bias.detach()
         if self.tp_group.size() == 1:  # no sum over ranks: the bias is part of the product

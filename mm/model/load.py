@@ -24,8 +24,8 @@ from mm.weights.table import Weight, shard, stored_name
 def initialize(stage: Stage, weights: Sequence[Weight], mesh: Mesh, seed: int, std: float) -> None:
     """Random ``weights``: norms 1, biases 0, everything else normal with standard deviation ``std``.
 
-    Of adapters B is 0 and A uniform, as PEFT draws it (``kaiming_uniform_`` with a = sqrt(5)).  Each whole tensor has a
-    generator seeded by ``seed`` and its name, and is cut afterwards: every layout starts from the same model.
+    In adapters, B is 0 and A is uniform, as in PEFT (``kaiming_uniform_`` with a = sqrt(5)).  Each whole tensor has a
+    generator seeded by ``seed`` and its name, and is sharded afterwards, so every layout starts from the same model.
     """
     for weight in weights:
         if weight.name.endswith("norm.weight"):
@@ -47,8 +47,8 @@ def initialize(stage: Stage, weights: Sequence[Weight], mesh: Mesh, seed: int, s
 def fill(stage: Stage, weights: Sequence[Weight], source: Source, mesh: Mesh) -> None:
     """Set ``weights`` of this rank's ``stage`` to those of ``source``, which are read once for all replicas.
 
-    A rank reads only what it holds, and what has a checksum in whole.  Raises UserError when a tensor is damaged, two
-    copies of a weight differ, or padding is not zero.
+    A rank reads only what it holds, but tensors with a checksum completely.  Raises UserError if a tensor is damaged,
+    two copies of a weight differ, or padding is not zero.
     """
     if not source.has_checksums:
         on_first(mesh, source.check)
@@ -60,12 +60,11 @@ def fill(stage: Stage, weights: Sequence[Weight], source: Source, mesh: Mesh) ->
 
 
 def read_once(stage: Stage, weights: Sequence[Weight], read: Callable[[Weight], Tensor], mesh: Mesh) -> None:
-    """Set ``weights`` to what ``read`` gives for them: this rank's shards, as files hold them.
+    """Set ``weights`` to the results of ``read``: this rank's shards, as files hold them.
 
-    Of the ranks that hold the same shards, over the data and context axes, each reads an even share of the bytes and
-    broadcasts it to the others, from parameter to parameter: that takes no memory.  Nothing is broadcast before every
-    rank has read its share, so a file that one rank cannot read is the same UserError on all and no rank is left
-    waiting.
+    Several ranks, along the data and context axes, hold the same shards.  Each reads an even share of the bytes and
+    broadcasts it to the others from its parameters, which takes no extra memory.  Broadcasting starts once every rank
+    has read its share, so if one rank cannot read a file, all raise the same UserError and none is left waiting.
     """
     group = mesh.groups.dp_cp
     parameters = [stage.get_parameter(weight.name) for weight in weights]
@@ -84,6 +83,6 @@ def read_once(stage: Stage, weights: Sequence[Weight], read: Callable[[Weight], 
 
 
 def set_weight(stage: Stage, weight: Weight, values: Tensor, mesh: Mesh) -> None:
-    """Copy a rank's shard, as files hold it, into its parameter."""
+    """Copy ``values``, a rank's shard as files hold it, into the parameter."""
     with torch.no_grad():
         stage.get_parameter(weight.name).copy_(MemoryLayout.of(weight, mesh.tp_size).pad_whole(values))

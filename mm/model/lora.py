@@ -57,10 +57,10 @@ class Matrix(nn.Module):
         self, x: Tensor, group: dist.ProcessGroup | None = None, cut: CutRows | None = None,
         dropout: Dropout | None = None,
     ) -> Tensor:
-        """dropout(x) W^T; ``group`` and ``cut`` as ``linear`` has them."""
+        """dropout(x) W^T; for ``group`` and ``cut`` see ``linear``."""
         if dropout is None:
             return linear(x, self.weight, None, self.accumulate, group, cut)
-        assert group is None and cut is None, "dropout is before A, which sees the rows as they come"
+        assert group is None and cut is None, "only A has dropout, and A takes the rows as they are"
         return _DroppedLinear.apply(x, self.weight, self.accumulate, dropout)
 
 

@@ -1,7 +1,7 @@
-"""The training loss: how each token's cross entropy is weighted.  The cross entropy itself: ``vocabulary.py``.
+"""The training loss: how each token's cross entropy, which ``vocabulary.py`` computes, is weighted.
 
-The weights depend on the whole global batch, never on how it is laid out over ranks, so every layout has the same loss
-and gradient; unless a mean over microbatches is asked for, they do not depend on how it falls into these either.
+The weights depend on the whole global batch, never on how it is distributed over ranks, so every layout has the same
+loss and gradient.  Except for the mean over microbatches, they do not depend on the division into microbatches either.
 """
 
 from dataclasses import dataclass
@@ -15,19 +15,22 @@ from mm.device.device import Device
 from mm.parallel.context import Share
 
 MAX_LOGIT_ROWS = 1024
-"""Target tokens whose logits exist at a time, with forward and backward, where logits in 16 bits are widened.
+"""Target tokens whose logits exist at a time, in forward and backward, if 16-bit logits are widened to fp32.
 
-Qwen2.5's 151,936 logits of so many tokens take 622 MB in fp32, and 311 MB beside them while they come from or go to
-16 bits: 933 MB are all that the loss holds, less under tensor parallelism.  Every round of the backward reads and
-writes the weight's fp32 gradient, 8 bytes for 2 x 1024 operations; an H200 does 206 in the time of a byte
-(989 TFLOP/s over 4.8 TB/s, as published), so with fewer than 824 rows the product would wait for memory."""
+Qwen2.5's 151,936 logits of so many tokens take 622 MB in fp32, and another 311 MB while they are converted from or to
+16 bits.  The loss holds these 933 MB and no more, or less under tensor parallelism.  Every block of the backward reads
+and writes the weight's fp32 gradient, 8 bytes for 2 x 1024 operations.  An H200 does 206 operations in the time of a
+byte (989 TFLOP/s over 4.8 TB/s, as published), so with fewer than 824 rows the product would wait for memory."""
 _MAX_LOGIT_BYTES = 6 * MAX_LOGIT_ROWS
-"""For each column of the vocabulary."""
+"""Per column of the vocabulary."""
 
 
 def max_logit_rows(width: int, is_fused: bool) -> int:
-    """``MAX_LOGIT_ROWS``, or as many rows in the same memory where logits and their gradient, of ``width`` bytes a
-    number, are all that is made (``LogitKernels``): 1,536 in 16 bits, 768 in fp32."""
+    """``MAX_LOGIT_ROWS``; for fused kernels (``LogitKernels.is_fused``) the rows that take the same memory.
+
+    Fused kernels make only the logits and their gradient, of ``width`` bytes per number: 1,536 rows in 16 bits, 768 in
+    fp32.
+    """
     return _MAX_LOGIT_BYTES // (2 * width) if is_fused else MAX_LOGIT_ROWS
 
 
@@ -36,23 +39,22 @@ class LossInputs:
     """The positions of one microbatch that have a loss, on the device."""
 
     target_index: Tensor
-    """int64 [num_targets]: rows of the packed microbatch, counted among those that the rank holds."""
+    """int64 [num_targets]: rows of the packed microbatch, as indices among those that this rank holds."""
     target_ids: Tensor
     """int64 [num_targets]"""
     weights: Tensor
-    """float32 [num_targets]; they sum to 1 over the global batch, or each is 1."""
+    """float32 [num_targets]: they sum to 1 over the global batch, or each is 1."""
 
 
 def loss_inputs(
     microbatch: Microbatch, totals: BatchTotals, unit: LossUnit | None, device: Device, share: Share | None = None
 ) -> LossInputs:
-    """Pick out the target tokens and weigh them.
+    """Select the target tokens and compute their weights.
 
-    Every unit of the global batch counts the same, and the target tokens in it share its weight: every target token,
-    every sample that has one (MindSpeed-MM's ``--calculate-per-sample-loss``), or every microbatch, with a target or
-    without (MindSpeed-MM's default).  Without a ``unit`` each weight is 1, so the loss is a sum, whatever the batch.  A
-    batch without any target has no rows, so its loss is 0.  ``share`` leaves the targets that this rank of the context
-    axis holds.
+    Every unit of the global batch has the same weight, which its target tokens share.  A unit is a target token, a
+    sample with a target (MindSpeed-MM's ``--calculate-per-sample-loss``), or a microbatch, with or without a target
+    (MindSpeed-MM's default).  Without a ``unit`` each weight is 1, so the loss is a sum.  A batch without targets has
+    no rows, so its loss is 0.  With ``share`` only the targets that this rank of the context axis holds are selected.
     """
     index = (microbatch.labels != IGNORE_INDEX).nonzero().squeeze(1)
     match unit:

@@ -26,7 +26,7 @@ class GatedMLP(nn.Module):
     def forward(
         self, x: LinearInput, cut: CutRows | None, keys: RowKeys = NO_KEYS
     ) -> tuple[Tensor, Tensor | None]:
-        """What is added to the residual stream, as ``RowLinear`` gives it."""
+        """What is added to the residual stream, in the form that ``RowLinear`` returns."""
         gate_up, bias = apply_linear(self.linear_fc1, x, cut, keys.piece)
         hidden = self.swiglu(gate_up, bias)
         if self.recomputes:

@@ -12,14 +12,15 @@ from mm.parallel.gradients import gradient_buffer, gradient_from
 
 
 class Residual(NamedTuple):
-    """Rows [rows, hidden] of the residual stream and what a sublayer adds to them: the norm that reads the sum makes
-    it, and puts its rows in order."""
+    """Rows [rows, hidden] of the residual stream, and what a sublayer adds to them.
+
+    The next norm computes the sum, and puts its rows in order.
+    """
 
     rows: Tensor
     added: Tensor | None = None
     bias: Tensor | None = None
-    """[hidden], which is part of ``added`` and not in it yet; without a gradient, which is summed by the norm before
-    the sublayer (``RMSNorm``)."""
+    """[hidden]: still to be added to ``added``.  It has no gradient here: the norm before the sublayer sums that."""
     order: Permutation | None = None
     """New order of the sum's rows; None: unchanged."""
 
@@ -46,9 +47,9 @@ class RMSNorm(nn.Module):
     def forward(self, x: Residual, next_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The sum and its norm.
 
-        ``next_bias``: the bias in what a sublayer makes of the norm and adds to the sum.  That has the gradient of the
-        sum as it goes into that addition, and the bias that of its rows together, which is summed here.  So nothing
-        but the addition may use the sum.
+        ``next_bias``: the bias of the sublayer's last product, which is added to the sum.  Its gradient, the sum of
+        the rows of that addition's gradient, is computed here from the gradient of the returned sum.  So nothing but
+        the addition may use the returned sum.
         """
         assert x.bias is None or not x.bias.requires_grad, "the norm before the sublayer sums its gradient"
         if self.fused is None:
@@ -58,13 +59,12 @@ class RMSNorm(nn.Module):
         return _AddNorm.apply(x.rows, x.added, x.bias, self.weight, next_bias, self.epsilon, self.fused, x.order)
 
     def again(self, total: Tensor) -> Tensor:
-        """The norm of a sum, alone."""
+        """Only the norm, of a sum that is already computed."""
         return self.kernel(total, self.weight, self.epsilon)
 
 
 class _AddNorm(torch.autograd.Function):
-    """Keeps the sum and a number for each row; the gradients of weight and next bias are added to their buffers in
-    fp32.
+    """Keeps the sum and one number per row, and adds the gradients of weight and next bias to their buffers in fp32.
 
     ``ctx`` carries whatever forward leaves on it for backward, so it has no type.
     """

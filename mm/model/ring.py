@@ -2,7 +2,7 @@
 
 Keys and values travel around a ring of the ranks.  Each rank attends with its own queries to the keys that pass by, and
 combines the partial results by their log-sum-exp.  Tokens are divided in the zigzag of ``mm.parallel.context``: every
-rank has equal work at every turn, and other ranks' keys are used in whole chunks, so only its own keys need a mask.
+rank has equal work at every turn, and other ranks' keys are used in whole pieces, so only its own keys need a mask.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,11 +33,11 @@ class RingStep:
     ) -> "RingStep | None":
         """Queries of ``rank`` and keys of ``key_rank``; None if no query sees any key.
 
-        Each rank holds an early and a late chunk of a segment; with three ranks, 0 1 2 2 1 0.  Seen from rank 1::
+        Each rank holds an early and a late piece of a segment; with three ranks, 0 1 2 2 1 0.  Seen from rank 1::
 
-            source 0 (lower)    [0] 1  2  2  1  0     early and late queries see the source's early chunk only
-            source 2 (higher)    0  1 [2][2](1) 0     late queries only (in parentheses) see both of its chunks
-            source 1 (itself)    0 [1] 2  2 [1] 0     all queries and keys, with a causal mask
+            keys of 0 (lower)    [0] 1  2  2  1  0     early and late queries see the early piece of these keys only
+            keys of 2 (higher)    0  1 [2][2](1) 0     only late queries (in parentheses) see both pieces
+            keys of 1 (itself)    0 [1] 2  2 [1] 0     all queries and keys, with a causal mask
         """
         queries: list[range] = []
         keys: list[range] = []

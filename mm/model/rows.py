@@ -1,8 +1,9 @@
-"""Moving rows where the indices are known to be distinct.
+"""Moving rows by distinct indices.
 
-Autograd knows nothing of that: the gradient of ``x[index]`` sorts and sums, and the gradient of ``index_copy`` fills by
-index, for which some NPUs wait for the host at every single index.  Here each gradient is a selection and at most one
-copy.  There is no boolean indexing, whose result has a size that only the device knows.
+Autograd does not know that they are distinct: the gradient of ``x[index]`` sorts and sums, and the gradient of
+``index_copy`` fills by index, for which some NPUs wait for the host at every single
+index.  Here each gradient is a selection and at most one copy.  Boolean indexing is not used, because only the device
+knows the size of its result.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,6 @@
 """One pipeline stage of a model: its chunks, each of which owns what its ``StageSpec`` says.
 
-A chunk maps a message to a message.  What crosses the boundaries, and when, is decided in ``mm.placement``; this module
-only computes.
+A chunk maps a message to a message.  ``mm.placement`` decides what crosses which boundary; this module only computes.
 """
 
 import math
@@ -112,7 +111,7 @@ class Chunk(nn.Module):
     ) -> ChunkInputs:
         """Derive this chunk's inputs from the plan on the host and start copying them to the device.
 
-        ``totals`` may be None when no loss is wanted.  ``dropout_seed``: as in ``StepPlan``; None drops nothing.
+        ``totals`` may be None if no loss is needed.  ``dropout_seed``: as in ``StepPlan``; None drops nothing.
         ``sums``: the loss is the sum over the microbatch's targets.  ``is_whole``: neither sequence nor context
         parallelism divides this microbatch, though they divide others.
 
@@ -171,7 +170,7 @@ class Chunk(nn.Module):
     def forward(self, inputs: ChunkInputs, received: Tensor | None) -> Tensor:
         """Message in, message out; the chunk with the head returns the microbatch's share of the loss.
 
-        Where nothing crosses the next boundary an empty tensor stands in.
+        If nothing crosses the next boundary, the result is an empty tensor.
         """
         x = self.hidden_states(inputs, received)
         if x is None:
@@ -179,11 +178,11 @@ class Chunk(nn.Module):
         if inputs.loss is not None:
             with self.journal.during(Work.LANGUAGE_FORWARD):
                 return self._loss(x, inputs, inputs.loss)
-        # A chunk that only hands on must return a copy: megatron frees outputs after sending.
+        # A chunk that only passes a message on must return a copy: megatron frees outputs after sending.
         return x.clone() if x is received else x
 
     def hidden_states(self, inputs: ChunkInputs, received: Tensor | None) -> Tensor | None:
-        """Everything but the output layer and loss; None where there is nothing to hand on."""
+        """Everything but the output layer and loss; None if there is nothing to pass on."""
         x = received
         if inputs.vision is not None:
             with self.journal.during(Work.VISION_FORWARD):
@@ -222,7 +221,7 @@ class Chunk(nn.Module):
 
 
 class Stage:
-    """All chunks of one rank, as if they were one: names of weights count layers over the whole model."""
+    """All chunks of one rank as one module; the names of weights have global layer numbers."""
 
     def __init__(
         self, model: ModelConfig, mesh: Mesh, precision: str, device: Device, loss_unit: LossUnit = "token",
@@ -248,7 +247,7 @@ class Stage:
 
     @property
     def gives_features(self) -> bool:
-        """Whether ``take_features`` has anything where features are to be kept."""
+        """Whether ``take_features`` returns features on this rank, if they are to be stored."""
         return any(chunk.gives_features for chunk in self.chunks)
 
     def take_features(self) -> list[MadeFeatures]:

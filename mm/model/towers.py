@@ -18,7 +18,7 @@ from mm.placement import StageSpec
 
 
 class VisionInputs(Protocol):
-    """A microbatch's images, on the device; each family adds what its ViT needs."""
+    """A microbatch's images, on the device; each family adds the other inputs of its ViT."""
 
     @property
     def pixel_values(self) -> Tensor | None:
@@ -51,7 +51,7 @@ class Towers:
     language_inputs: Callable[
         [Microbatch, LanguageConfig, torch.dtype, Device, dist.ProcessGroup | None, Share | None, Tensor | None],
         AttentionInputs]
-    """With the group that cuts rows, what context-parallel ranks hold of the row, and the tokens' keys for dropout."""
+    """With the group that cuts rows, how context-parallel ranks divide the row, and the tokens' keys for dropout."""
     features_of: Callable[[Tensor, Any], Tensor]
     """The last ViT layer's output, gathered if it is cut, in the form of ``VisionInputs.features``; detached."""
     last_output: Callable[[Tensor, Any], Tensor]

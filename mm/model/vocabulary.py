@@ -1,7 +1,7 @@
 """The two layers that are cut over the vocabulary: the word embedding, and the output layer with its cross entropy.
 
-Neither makes a gradient of the shape of its weight, and nothing here reads the device: ids of other ranks' rows are
-moved to a row of our own, whose part of the result is multiplied by 0.
+Neither makes a gradient of its weight's shape, and nothing here reads the device: ids of other ranks' rows are mapped
+to rows of this rank, and their results multiplied by 0.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ from mm.parallel.gradients import gradient_buffer, gradient_from, take_buffer
 
 
 def rows_here(ids: Tensor, first_id: int, num_rows: int) -> tuple[Tensor, Tensor]:
-    """For each id its row among the ``num_rows`` from ``first_id`` on, and 1.0 if the id is one of them, else 0.0.
+    """For each id a row among the ``num_rows`` that start at ``first_id``, and 1.0 if it is the id's own, else 0.0.
 
     Other ranks' ids are spread over our rows: many gradients added to one row, even zeros, would be serialised.
     """
@@ -172,7 +172,7 @@ class OutputLayer(nn.Module):
     """Hidden states to the loss of their logits; the vocabulary is cut over tensor parallelism."""
 
     def __init__(self, config: LanguageConfig, context: LayerContext, has_weight: bool) -> None:
-        """Without a weight of its own (tied embeddings), each call gives it one."""
+        """Without a weight of its own (tied embeddings), each call must pass one."""
         super().__init__()
         weight = context.empty(config.vocab_size // context.tp_size, config.hidden_size) if has_weight else None
         self.register_parameter("weight", weight)
@@ -206,7 +206,7 @@ def weighted_cross_entropy(
 ) -> Tensor:
     """Sum of the weighted cross entropies of the logits x W^T, in fp32; the same for any ``max_rows``.
 
-    x is [num_targets, hidden], ``row_weights`` [num_targets].  ``weight`` [vocabulary / TP, hidden] are the rows of
-    this rank of ``group``, among them the targets for which ``is_here`` says so (``rows_here``; None: all).
+    x is [num_targets, hidden], ``row_weights`` [num_targets].  ``weight`` [vocabulary / TP, hidden] has the rows of
+    this rank of ``group``; ``is_here`` (see ``rows_here``) marks the targets among them, None means all.
     """
     return _WeightedCrossEntropy.apply(x, weight, target, is_here, row_weights, accumulate, group, max_rows, kernels)

@@ -17,7 +17,7 @@ class MessageError(RuntimeError):
 
 @dataclass(frozen=True)
 class Transfer:
-    """One message of this rank.  A boundary that carries nothing has a transfer too, with ``shape=None``."""
+    """One message that this rank sends or receives; with ``shape=None`` for a boundary that carries nothing."""
 
     is_sent: bool
     is_gradient: bool

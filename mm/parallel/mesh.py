@@ -35,10 +35,9 @@ CONTROL_TIMEOUT = timedelta(days=1)
 os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
-
 @dataclass(frozen=True)
 class Mesh:
-    """This process's place on the axes, and the groups it talks in."""
+    """This process's place on the axes, and its groups."""
 
     rank: int
     world_size: int
@@ -57,10 +56,10 @@ class Mesh:
     owners_group: dist.ProcessGroup | None
     """gloo, the data owners of all replicas; None on other ranks.  Used by the data thread alone."""
     pixel_groups: tuple[dist.ProcessGroup | None, ...]
-    """For each rank of the context axis, gloo: the data owner and those of its ranks with the patch embedding; None
-    when that is one rank, or on other ranks.  Used by the data thread alone."""
+    """For each rank of the context axis, a gloo group of the data owner and the ranks there with the patch embedding;
+    None if that is a single rank, and on ranks outside of the group.  Used by the data thread alone."""
     feature_groups: tuple[dist.ProcessGroup | None, ...]
-    """Likewise, with the ranks that hold the projector instead: for stored ViT features.  () if the run stores none."""
+    """The same with the ranks that hold the projector, for stored ViT features; () if the run stores none."""
     control_group: dist.ProcessGroup
     """gloo, the whole world; used by the main thread alone."""
     tied_group: dist.ProcessGroup | None
@@ -103,7 +102,7 @@ class DeviceGroup:
 def device_groups(
     tp_size: int, pp_size: int, cp_size: int = 1, is_ring: bool = False, is_tied: bool = False
 ) -> tuple[DeviceGroup, ...]:
-    """The groups of one rank that communicate on the device, at most; all others do so through gloo.
+    """All groups of one rank that may communicate on the device; its other groups use gloo.
 
     ``is_tied``: word embedding and output layer are one weight, which two stages hold.
     """
@@ -139,7 +138,7 @@ def start(
 
 
 def for_prompts(mesh: Mesh, has_patch_embedding: bool, timeout_minutes: float) -> Mesh:
-    """A copy of ``mesh`` for generating during training, with its own groups: training's data thread uses the others.
+    """A copy of ``mesh`` for answers during training, with its own groups, because the data thread uses the others.
 
     Collective over all ranks.  ``has_patch_embedding``: whether this rank has it.
     """
@@ -244,7 +243,7 @@ def _file_of(limits: dict[str, dict[str, int]]) -> Iterator[str | None]:
 
 
 def _groups_of_several(ranks: list[list[list[int]]], timeout: timedelta) -> tuple[dist.ProcessGroup | None, ...]:
-    """This rank's group of each list of lists; None of a single rank."""
+    """For each list of groups the one that this rank is in; None if the groups have a single rank."""
     return tuple(_my_group(lists, timeout, "gloo") if len(lists[0]) > 1 else None for lists in ranks)
 
 

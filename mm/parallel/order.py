@@ -1,4 +1,4 @@
-"""In which order a stage runs its forward and backward steps: megatron's schedules, as data.
+"""The order in which a stage runs its forward and backward steps: megatron's schedules, as data.
 
 Pure functions of counts.  They know neither torch nor megatron; tests/parallel/test_order.py compares them with
 megatron's own tables.

@@ -20,7 +20,7 @@ def piece_of(num_rows: int, unit: int, rank: int, num_ranks: int) -> slice:
 
 @dataclass(frozen=True)
 class Pieces:
-    """One cut of ``num_rows`` rows over ``group``."""
+    """A division of ``num_rows`` rows over ``group``."""
 
     num_rows: int
     group: dist.ProcessGroup
@@ -42,9 +42,9 @@ class Pieces:
         return whole
 
     def start_gathering(self, piece: Tensor) -> tuple[dist.Work, Tensor]:
-        """The same; the rows are there when the work is done."""
+        """Start ``gather``; the rows are valid once the work is done."""
         work, whole = self._gather(piece, is_async=True)
-        assert work is not None, "asked for with async_op"
+        assert work is not None, "torch returns one with async_op"
         return work, whole
 
     def _gather(self, piece: Tensor, is_async: bool) -> tuple[dist.Work | None, Tensor]:
@@ -54,11 +54,11 @@ class Pieces:
         return work, whole[: self.num_rows]  # padding is at the end only: all pieces before a smaller one are full
 
     def start_reducing(self, whole: Tensor) -> tuple[dist.Work, Tensor]:
-        """[num_rows, width] of every rank -> the sum's rows of this rank, there when the work is done."""
+        """[num_rows, width] of every rank -> this rank's rows of the sum, valid once the work is done."""
         piece = whole.new_empty(self.padded_rows, whole.shape[1])
         padded = _padded(whole, self.group.size() * self.padded_rows)
         work = dist.reduce_scatter_tensor(piece, padded, group=self.group, async_op=True)
-        assert work is not None, "a work, because it was asked for"
+        assert work is not None, "torch returns one with async_op"
         here = self.here
         return work, piece[: here.stop - here.start]
 

@@ -134,7 +134,7 @@ class PipelineCommunicator:
             self._in_flight.popleft()[0].wait()
 
     def take(self, microbatch: int, chunk: int) -> Tensor | None:
-        """The message that the coming forward step works on; None when its boundary carried nothing."""
+        """The message for the next forward step; None if its boundary carries nothing."""
         is_start = self._is_first and chunk == 0
         return None if is_start else self._wait_for(self._inbox.pop((microbatch, chunk)))
 
@@ -185,8 +185,8 @@ class PipelineCommunicator:
         return self._wait_for(self._gradients.popleft()) if self._gradients else None
 
     # The calls of megatron's schedule with chunks: after a forward step, after a backward step, and after one of each.
-    # It says whether to receive.  With ``overlap_p2p_comm`` it gets handles to wait for; activations have none, because
-    # ``take`` waits for them.
+    # The schedule says whether to receive.  With ``overlap_p2p_comm`` it gets handles to wait for; activations have
+    # none, because ``take`` waits for them.
     # ``_has_turned``: (1) the last call of the warm-up already asks for the first gradient; (2) it is the first of the
     # step's calls that could send one: ``send_backward_recv_backward`` with overlap, the call below it without;
     # (3) no backward step has run yet, so that first call sends no gradient, and all later calls do.
@@ -225,7 +225,7 @@ class PipelineCommunicator:
         return arriving, self._wait_for(self._gradients.popleft()) if recv_next else None
 
     def _answer(self, tensor: Tensor | None) -> "Tensor | list[Tensor | None] | None":
-        """``tensor`` as the schedule wants it: in a list for the one without chunks."""
+        """``tensor`` in the form that the schedule expects: in a list for the schedule without chunks."""
         return [tensor] if len(self._specs) == 1 else tensor
 
     def _start(

@@ -105,7 +105,7 @@ def _run(
             communicator.begin(plan, forward_only)
             schedule = (forward_backward_pipelining_with_interleaving if interleaves
                         else forward_backward_pipelining_without_interleaving)
-            arguments["p2p_communicator"] = communicator  # which only has what the schedules call
+            arguments["p2p_communicator"] = communicator  # has only the methods that the schedules call
             schedule(**arguments)
             communicator.end()
     inputs.end()
@@ -115,7 +115,7 @@ class _Inputs:
     """The inputs of a rank's forward steps, besides messages: prepared while the device runs the step before."""
 
     def __init__(self, chunks: Sequence[Any], plan: StepPlan, turns: Sequence[ChunkPass], sums: bool) -> None:
-        """``sums``: as ``mm.model.stage.Chunk.prepare`` has it."""
+        """``sums``: see ``mm.model.stage.Chunk.prepare``."""
         self._chunks, self._plan, self._side, self._sums = chunks, plan, chunks[0].side, sums
         self._turns = deque(turns)
         self._prepared: deque[tuple[ChunkPass, Any]] = deque()
@@ -131,12 +131,12 @@ class _Inputs:
         return inputs
 
     def prepare_next(self) -> None:
-        """Call it once a forward step is queued, while its inputs are alive (``SideQueue.behind_mark`` requires it)."""
+        """Called when a forward step is queued, while its inputs are alive (``SideQueue.behind_mark`` requires it)."""
         if self._turns:
             microbatch, chunk = turn = self._turns.popleft()
-            one = self._chunks[chunk]
-            with one.journal.during(Work.INPUTS, chunk, microbatch), self._side.behind_mark():
-                inputs = one.prepare(
+            module = self._chunks[chunk]
+            with module.journal.during(Work.INPUTS, chunk, microbatch), self._side.behind_mark():
+                inputs = module.prepare(
                     self._plan.microbatches[microbatch], self._plan.totals, self._plan.dropout_seed, self._sums)
                 self._prepared.append((turn, inputs))
 
@@ -181,7 +181,7 @@ def _reduce(models: list[Any], tied_group: dist.ProcessGroup | None, force_all_r
         model.finish_grad_sync(force_all_reduce=force_all_reduce)
     _sum_over_pieces(models)
     tied: list[Any] = [parameter for model in models for parameter in model.module.parameters()
-            if getattr(parameter, "shared_embedding", False) and parameter.requires_grad]
+                       if getattr(parameter, "shared_embedding", False) and parameter.requires_grad]
     if len(tied) == 2:  # both on this rank, in two of its chunks
         tied[0].main_grad += tied[1].main_grad
         tied[1].main_grad.copy_(tied[0].main_grad)

@@ -1,5 +1,4 @@
-"""How long a step would take if messages took no time: each stage runs its steps in the order of ``mm.parallel.order``.
-"""
+"""The duration of a step if messages took no time: each stage runs its steps in the order of ``mm.parallel.order``."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -169,8 +169,7 @@ class ChunkMemory:
     num_pieces: int = 1
     """Ranks that share the rows between two linear layers: ``tp_size`` under sequence parallelism, else 1."""
     ulysses_size: int = 1
-    """Context-parallel ranks that exchange heads for tokens; 1 for a ring, whose ranks keep no more than one rank
-    does."""
+    """Context-parallel ranks that exchange heads for tokens; 1 for a ring, whose ranks need no extra memory."""
     keeps_features: bool = False
     """Whether ViT features may come from disk: whole rows then replace pixels or a message."""
 
@@ -201,13 +200,13 @@ class ChunkMemory:
         return 0 if waits else self._message_bytes(self.spec.sends, rows)
 
     def kept_logit_bytes(self, rows: MicrobatchSizes) -> int:
-        """Bytes of logits that one microbatch also keeps: those of its last chunk, as CUDA's kernels do."""
+        """Bytes of logits that one microbatch also keeps: those of its last block, as with CUDA's kernels."""
         if not rows.num_targets:
             return 0
         return self._logits((rows.num_targets - 1) % max_logit_rows(self.width, is_fused=True) + 1) * self.width
 
     def logit_bytes(self, rows: MicrobatchSizes) -> int:
-        """Peak bytes of logits: in 16-bit precision one chunk in fp32 and one in 16 bits, as on NPUs.
+        """Peak bytes of logits: in 16-bit precision one block in fp32 and one in 16 bits, as on NPUs.
 
         CUDA's kernels need less for few rows, and as much for many (``max_logit_rows``).
         """

@@ -277,7 +277,7 @@ def _memory_table(run: Run, placement: Placement, sizes: list[StageSize]) -> lis
         for kind, held in kinds.items():
             count = run.held_microbatches
             bytes_of = (size.total_bytes, memory.kept_bytes(held, count), memory.ahead_bytes(held, count),
-                     memory.logit_bytes(held), memory.working_bytes(held), _peak_bytes(memory, held, run, size))
+                        memory.logit_bytes(held), memory.working_bytes(held), _peak_bytes(memory, held, run, size))
             num_in_flight = "+".join(map(str, memory.in_flight(held, count)))
             rows.append((str(stage), kind, num_in_flight, *map(_gib, bytes_of)))
     return [

@@ -126,24 +126,24 @@ def _shared_memory(run: Run, node: Node) -> Iterator[MachineFinding]:
     owners, workers = _num_owners(run, node), run.args.num_workers
     if not owners or not workers or node.shared_bytes is None:
         return
-    one = microbatch_pixel_bytes(run)
-    wanted = owners * workers * run.data.prefetch_factor * one
+    pixel_bytes = microbatch_pixel_bytes(run)
+    wanted = owners * workers * run.data.prefetch_factor * pixel_bytes
     if node.shared_bytes < wanted:
         size = f"{-(-wanted // (1 << 30))}g"
-        yield node.shared_bytes < one, (
+        yield node.shared_bytes < pixel_bytes, (
             f"{_SHARED_MEMORY} has {_gib(node.shared_bytes)} GiB free, but workers pass pixels through it: a "
-            f"microbatch of only pictures takes {_gib(one)} GiB, and {owners} data owners x --num-workers "
+            f"microbatch of only images takes {_gib(pixel_bytes)} GiB, and {owners} data owners x --num-workers "
             f"{workers} x prefetch_factor {run.data.prefetch_factor} of them take {_gib(wanted)} GiB. Without enough "
             f"room a worker dies with a bus error: use `docker run --shm-size {size}` (or --ipc=host), `mount -o "
             f"remount,size={size} {_SHARED_MEMORY}`, or fewer --num-workers (0 needs none)")
 
 
 def _host_memory(run: Run, node: Node) -> Iterator[MachineFinding]:
-    owners, one = _num_owners(run, node), microbatch_pixel_bytes(run)
+    owners, pixel_bytes = _num_owners(run, node), microbatch_pixel_bytes(run)
     least = RANK_BYTES * node.num_ranks
     # the current step, the next one, which is prepared meanwhile, and microbatches in flight from workers
     held = 2 * run.held_microbatches + run.args.num_workers * run.data.prefetch_factor
-    wanted = least + RANK_BYTES * owners * run.args.num_workers + owners * held * one
+    wanted = least + RANK_BYTES * owners * run.args.num_workers + owners * held * pixel_bytes
     if node.host_bytes < wanted:
         yield node.host_bytes < least, (
             f"{_gib(node.host_bytes)} GiB of host memory are free, but the {node.num_ranks} ranks of this node need up "

@@ -17,7 +17,7 @@ def build_optimizer(
     """Adam over the trainable parameters of ``models``; without any, megatron's stub, which only joins reductions.
 
     ``groups`` maps every trainable parameter of this rank to its group.  megatron creates the same groups on all ranks,
-    some of them empty; ``lr_mult`` of each multiplies the learning rate of the step.
+    some of them empty; the ``lr_mult`` of a group multiplies the learning rate of the step.
     """
     trained = [name for model in models for name, parameter in model.module.named_parameters()
                if parameter.requires_grad]

@@ -1,4 +1,4 @@
-"""A small set of questions that the model answers during training, scored like in ``mm.evaluate``."""
+"""A small set of questions that the model answers during training, scored as in ``mm.evaluate``."""
 
 import shutil
 import time
@@ -73,7 +73,7 @@ class QuestionSet:
         return QuestionScores(scores, time.perf_counter() - started)
 
     def _prepared(self, folder: Path) -> tuple[list[tuple[Prompt, ...]], list[str]]:
-        """On rank 0: the questions in batches, with their pictures as files.  An earlier run's folder is deleted."""
+        """On rank 0: the questions in batches, with their images as files.  An earlier run's folder is deleted."""
         assert self._items is not None, "rank 0 has read them"
         if folder.exists():
             shutil.rmtree(folder)

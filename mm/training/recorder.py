@@ -93,7 +93,7 @@ class StepObserver:
         self._began += time.perf_counter() - started
 
     def begin(self, iteration: int) -> None:
-        """Call before a step."""
+        """Start recording or profiling if a flag selects this step; call it before the step."""
         args = self._args
         if args.log_timers or iteration == args.profile_pipeline:
             self._stage.journal.listener = self._recorder

@@ -1,4 +1,4 @@
-"""One rank's training run: builds its parts in order, and runs the loop that calls each when it is due."""
+"""One rank's training run: builds everything it needs in order, and runs the loop over the steps."""
 
 from dataclasses import replace
 
@@ -35,8 +35,10 @@ class Trainer:
         self, run: Run, device: Device, mesh: Mesh, watchdog: Watchdog, claim: Claim | None = None,
         opened: Opened | None = None,
     ) -> None:  # fmt: skip
-        """``claim`` is this rank's hold on the directories that the run writes; ``opened`` is what the check before the
-        run has opened on this rank."""
+        """``claim``: this rank's locks on the directories that the run writes.
+
+        ``opened``: what the check before the run has opened on this rank.
+        """
         opened = opened or Opened()
         self.mesh, self._watchdog, self._say = mesh, watchdog, say_on_last_rank(mesh)
         self._samples, self._opened_questions = opened.samples, opened.questions
@@ -96,7 +98,7 @@ class Trainer:
         return open_feed(
             self.run, self.mesh, self.setup.stage, self.progress, num_steps, self.fingerprint, self._samples)
 
-    # Parts of the loop
+    # What the loop calls
 
     def _last_iteration(self) -> int:
         args, first = self.run.args, self.progress.iteration

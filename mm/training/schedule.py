@@ -133,20 +133,20 @@ def scheduled(run: Run, sources: Sources) -> tuple[Run, Schedule, tuple[str, ...
 
 def changed(then: Schedule, now: Schedule) -> Iterator[str]:
     """Settings that changed and have an effect, by flag name and with both values."""
-    one, other, batches = then.learning_rate, now.learning_rate, (then.global_batch_size, now.global_batch_size)
-    decays = other.decay_style != "constant" or one.decay_style != "constant"
-    simple = [("--lr", one.max_lr, other.max_lr), ("--lr-decay-style", one.decay_style, other.decay_style),
+    old, new, batches = then.learning_rate, now.learning_rate, (then.global_batch_size, now.global_batch_size)
+    decays = new.decay_style != "constant" or old.decay_style != "constant"
+    simple = [("--lr", old.max_lr, new.max_lr), ("--lr-decay-style", old.decay_style, new.decay_style),
               ("--weight-decay", then.weight_decay, now.weight_decay)]
-    simple += [("--min-lr", one.min_lr, other.min_lr)] if decays else []
-    simple += [("--lr-warmup-init", one.warmup_init, other.warmup_init)] if other.warmup_samples else []
+    simple += [("--min-lr", old.min_lr, new.min_lr)] if decays else []
+    simple += [("--lr-warmup-init", old.warmup_init, new.warmup_init)] if new.warmup_samples else []
     for name, before, after in simple:
         if before != after:
             yield f"{name} was {_shown(before)} and is {_shown(after)} now"
     flags = "--lr-warmup-iters or --lr-warmup-fraction"
-    yield from _longer(f"the warm-up ({flags})", one.warmup_samples, other.warmup_samples, *batches)
+    yield from _changed_end(f"the warm-up ({flags})", old.warmup_samples, new.warmup_samples, *batches)
     if decays:
         flags = "--lr-decay-iters, or without it --train-iters or --num-train-epochs"
-        yield from _longer(f"the decay ({flags})", one.decay_samples, other.decay_samples, *batches)
+        yield from _changed_end(f"the decay ({flags})", old.decay_samples, new.decay_samples, *batches)
     for part, name in _PARTS.items():
         for key, word in (("lr", "learning rate"), ("weight_decay", "weight decay")):
             before, after = then.parts[part][key], now.parts[part][key]
@@ -158,7 +158,7 @@ def changed(then: Schedule, now: Schedule) -> Iterator[str]:
             yield f"{flag} was {_shown(then.modules[name])} and is {_shown(now.modules[name])} now"
 
 
-def _longer(what: str, before: float, after: float, batch_before: int, batch_after: int) -> Iterator[str]:
+def _changed_end(what: str, before: float, after: float, batch_before: int, batch_after: int) -> Iterator[str]:
     if not math.isclose(before, after, rel_tol=1e-9):  # a fraction of iterations, times samples, rounds
         yield (f"{what} ended after {before:g} samples ({before / batch_before:g} steps x --global-batch-size "
                f"{batch_before}) and ends after {after:g} now ({after / batch_after:g} x {batch_after})")

@@ -26,7 +26,7 @@ _NAMES = {Kind.HUGGING_FACE: "Hugging Face", Kind.MINDSPEED: "converted", Kind.T
 
 @dataclass(frozen=True)
 class Start:
-    """A rank's setup with the weights that training starts from."""
+    """A rank's setup, whose weights are those that training starts from."""
 
     setup: Setup
     progress: state.TrainingProgress
@@ -42,8 +42,8 @@ def settle(
     """Open what the run starts from, and settle its learning-rate schedule; ``say`` reports to the user.
 
     ``opened`` is what the check before the run has opened on this rank.  Rank 0 chooses the checkpoint in ``--load``,
-    because on a slow shared disk other ranks may not see yet which one is the newest.  Every rank calls it together; a
-    mistake on one raises the same UserError on all.
+    because on a slow shared disk other ranks may not see yet which one is the newest.  All ranks call this function
+    together; a mistake on one raises the same UserError on all.
     """
     for note in on_first(mesh, lambda: tidy_up(run)):
         say(f"note: {note}")
@@ -81,8 +81,8 @@ def start(
 ) -> Start:
     """Fill ``stage``, build optimizer and communication around it, and restore a training checkpoint.
 
-    ``run``, ``sources`` and ``schedule`` come from ``settle``.  Every rank calls it together; a mistake on one raises
-    the same UserError on all.
+    ``run``, ``sources`` and ``schedule`` come from ``settle``.  All ranks call this function together; a mistake on one
+    raises the same UserError on all.
     """
     args = run.args
     adapters = [weight for weight in stage.weights if weight.is_adapter]
@@ -113,14 +113,14 @@ def start(
         say(f"note: {note}")
     if started.checkpoint is not None and started.progress.data is None and not args.finetune:
         say("note: the checkpoint, which an older version saved, does not say what data it was trained on; training "
-            "goes on as if these were the same")
+            "continues as if these were the same")
     goes_on = continued(run, sources) is not None
     run_id = on_first(mesh, lambda: started.progress.run_id if goes_on else new_run_id())
     return replace(started, base=base, progress=replace(started.progress, run_id=run_id, schedule=schedule))
 
 
 def _progress(run: Run, setup: Setup, sources: Sources) -> Start:
-    """Continue from a training checkpoint, with its optimizer and random states if the flags ask for them."""
+    """Continue from ``--load`` if it holds trained weights: with optimizer and random states, if the flags allow it."""
     args, resumed = run.args, sources.trained(run)
     if args.load is None or resumed is None:
         return Start(setup, state.TrainingProgress(0, 0))

@@ -1,4 +1,4 @@
-"""What each rank did during one step: converts moments to spans that do not overlap, shares of time, and a trace.
+"""What each rank did during one step, as spans that do not overlap, shares of time, and a trace.
 
 Pure functions of measured seconds.
 """

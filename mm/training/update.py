@@ -92,12 +92,12 @@ def _sums(loss: Tensor, inner: Sequence[Any], mesh: Mesh) -> Tensor:
     tensor-parallel ranks and tied stages.
     """
     squares = torch.zeros_like(loss)
-    for one in inner:
-        gradients = one.get_main_grads_for_grad_norm()
+    for chained in inner:
+        gradients = chained.get_main_grads_for_grad_norm()
         if gradients:
             norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]  (no public name)
             square = torch.linalg.vector_norm(torch.stack(norms)).square()
-            squares += _counted(square, _is_split(one) or mesh.copy_rank == 0)
+            squares += _counted(square, _is_split(chained) or mesh.copy_rank == 0)
     sums = torch.stack([_counted(loss, mesh.tp_rank == 0), squares])
     dist.all_reduce(sums)
     return sums
@@ -124,8 +124,8 @@ def _step_folded(inner: Sequence[Any], sums: Tensor) -> None:
     ``found_inf`` of exactly 1 leaves weights, moments and step count unchanged.
     """
     found_inf = (~sums.isfinite().all()).float()
-    for one in inner:
-        max_norm, adam = one.config.clip_grad, one.optimizer
+    for chained in inner:
+        max_norm, adam = chained.config.clip_grad, chained.optimizer
         switches = {"found_inf": found_inf}
         if max_norm > 0.0:  # the kernel divides by it
             switches["grad_scale"] = ((sums[1].sqrt() + _NORM_EPSILON) / max_norm).clamp(min=1.0)
@@ -139,30 +139,30 @@ def _step_folded(inner: Sequence[Any], sums: Tensor) -> None:
 
 def _step_clipped(inner: Sequence[Any], grad_norm: float) -> None:
     """Adam after multiplying all gradients by the clip coefficient, if they need clipping."""
-    for one in inner:
-        max_norm = one.config.clip_grad
+    for chained in inner:
+        max_norm = chained.config.clip_grad
         coefficient = max_norm / (grad_norm + _NORM_EPSILON)
-        gradients = [parameter.grad for parameter in one.get_parameters() if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in chained.get_parameters() if parameter.grad is not None]
         if max_norm > 0.0 and coefficient < 1.0 and gradients:
             torch._foreach_mul_(gradients, coefficient)  # pyright: ignore[reportPrivateImportUsage]
-        one.optimizer.step()
+        chained.optimizer.step()
 
 
 def _publish(optimizer: ChainedOptimizer) -> None:
-    """Copy the fp32 copies to the model's weights, and these to the other data-parallel ranks.
+    """Copy the updated fp32 copies to the model's weights, and gather the weights from the other data-parallel ranks.
 
     megatron's ``step_with_ready_grads`` does the same after its Adam, with one copy per tensor.  In fp32 the optimizer
     updates the model's weights directly.  The next step's schedule starts overlapped gathers.
     """
-    for one in _trained(optimizer):
-        if _has_copies(one):
-            weights, copies = one._get_model_and_main_params_data_float16()
+    chained: Any
+    for chained in _trained(optimizer):
+        if _has_copies(chained):
+            weights, copies = chained._get_model_and_main_params_data_float16()
             if weights:
                 torch._foreach_copy_(weights, copies)  # pyright: ignore[reportPrivateImportUsage]
-    one: Any
-    for one in optimizer.chained_optimizers:
-        if _is_split(one) and not one.ddp_config.overlap_param_gather:
-            for model in one.model_chunks:
+    for chained in optimizer.chained_optimizers:
+        if _is_split(chained) and not chained.ddp_config.overlap_param_gather:
+            for model in chained.model_chunks:
                 model.start_param_sync()
 
 

@@ -1,1 +1,1 @@
-"""Qwen2.5-VL as it is computed: its layers, its two towers, and where its tokens and patches lie."""
+"""The computation of Qwen2.5-VL: its layers, its two towers, and the positions of its tokens and patches."""

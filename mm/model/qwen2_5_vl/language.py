@@ -36,7 +36,7 @@ def language_inputs(
 ) -> AttentionInputs:
     """Rope tables and segments of the packed row.  Transformers casts the LLM's rope tables to the model's dtype.
 
-    ``share``: what context-parallel ranks hold of the row; ``cut_group``: the ranks that cut this rank's rows;
+    ``share``: how context-parallel ranks divide the row; ``cut_group``: the ranks among which this rank's rows are cut;
     ``keys``: of the whole row, for dropout.
     """
     positions, across = microbatch.positions, None
@@ -77,7 +77,7 @@ class LanguageModel(nn.Module):
         return residual.total()
 
     def loss(self, x: Tensor, inputs: LossInputs) -> Tensor:
-        """The rows [num_targets, hidden] that have a target -> the sum of their weighted losses."""
+        """Rows with a target, [num_targets, hidden] -> the sum of their weighted losses."""
         return self.output_layer(self.decoder.final_layernorm(Residual(x))[1], inputs, self._shared_weight())
 
     def logits(self, x: Tensor) -> Tensor:
@@ -87,5 +87,5 @@ class LanguageModel(nn.Module):
         return F.linear(self.decoder.final_layernorm(Residual(x))[1], weight)
 
     def _shared_weight(self) -> Tensor | None:
-        """The word embedding's, where it is the output layer's too and on this stage."""
+        """The word embedding's weight if it is also the output layer's and in this slot; else None."""
         return self.embedding.word_embeddings.weight if self.shares_embedding else None

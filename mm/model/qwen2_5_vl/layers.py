@@ -1,4 +1,4 @@
-"""The transformer layer that both towers are made of, over megatron-core's tensor-parallel linear layers.
+"""The transformer layer of both towers, built on megatron-core's tensor-parallel linear layers.
 
 Rows are packed tokens or patches, [rows, hidden]; there is no batch dimension.  Module names are MindSpeed-MM's.
 """
@@ -33,7 +33,7 @@ class SelfAttention(nn.Module):
         self.linear_proj = context.row(num_heads * self.head_dim, tower.hidden_size, bias)
 
     def forward(self, x: LinearInput, inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
-        """What is added to the residual stream, as ``RowLinear`` gives it."""
+        """What is added to the residual stream, in the form that ``RowLinear`` returns."""
         qkv, bias = apply_linear(self.linear_qkv, x, inputs.cut, inputs.keys.piece)
         qkv = qkv.view(-1, self.num_groups, self.heads_per_group + 2, self.head_dim)
         q, k, v = self.rope(qkv, inputs.cos, inputs.sin, bias)

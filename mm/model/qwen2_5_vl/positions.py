@@ -1,8 +1,8 @@
-"""Where tokens and patches lie: merge units, M-RoPE positions, and the attention windows of the ViT.
+"""Positions of tokens and patches: merge units, M-RoPE positions, and the attention windows of the ViT.
 
-A *merge unit* is the square of ``spatial_merge_size`` x ``spatial_merge_size`` patches that the
-projector turns into one visual token.  The image processor stores the patches of an image unit by unit: frame, row and
-column of the unit, then row and column inside it.
+A *merge unit* is the square of ``spatial_merge_size`` x ``spatial_merge_size`` patches that the projector turns into
+one visual token.  The image processor stores the patches of an image unit by unit: frame, row and column of the unit,
+then row and column inside it.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from mm.model.rows import Permutation
 
 @dataclass(frozen=True, eq=False)
 class MergeUnits:
-    """Where every merge unit of some images lies, one entry per unit in the processor's order (int64, CPU)."""
+    """The position of every merge unit of some images, one entry per unit in the processor's order (int64, CPU)."""
 
     image: Tensor
     """Index of the unit's image in ``grids``."""
@@ -52,12 +52,12 @@ def mrope_positions(
     spatial_merge_size: int,
     videos: VideoTimes | None = None,
 ) -> Tensor:
-    """M-RoPE positions of one sample, as transformers' ``Qwen2_5_VLModel.get_rope_index`` gives them.
+    """M-RoPE positions of one sample, equal to those of transformers' ``Qwen2_5_VLModel.get_rope_index``.
 
-    From the tokens of one sample, int64 [num_tokens] with an image or video token per merge unit, and its images and
-    videos in order, to positions along time, height and width: int64 [3, num_tokens].  Text counts 1, 2, 3, ... on all
-    three axes.  The tokens of an image share one base position, to which their frame, row and column (in merge units)
-    are added; the text after it goes on at base + the longer side of the image.  The frames of a video lie
+    ``token_ids``, int64 [num_tokens], has an image or video token per merge unit; images and videos are in order.  The
+    positions along time, height and width are int64 [3, num_tokens].  Text counts 1, 2, 3, ... on all three axes.  The
+    tokens of an image share one base position, to which their frame, row and column (in merge units) are added; the
+    text after it continues at base + the longer side of the image.  The frames of a video lie
     ``tokens_per_second`` x seconds apart instead of 1, rounded down.  Without ``videos`` all grids are images.
 
     Each image must be an unbroken span of its tokens right after a vision start token, as the chat encoder writes
@@ -83,9 +83,9 @@ def mrope_positions(
 
 
 def _frame_positions(units: MergeUnits, videos: VideoTimes) -> Tensor:
-    """Where the frame of each unit lies on the time axis, counted from that of its image or video; int64."""
+    """int64: position of each unit's frame on the time axis, counted from the base of its image or video."""
     is_video = torch.tensor([one is not None for one in videos.seconds], dtype=torch.bool)[units.image]
-    # transformers has the seconds in float32, multiplies in it, and then cuts off the fraction
+    # transformers multiplies the seconds in float32, and then cuts off the fraction
     seconds = torch.tensor([one or 0.0 for one in videos.seconds], dtype=torch.float32)
     times = units.frame * (videos.tokens_per_second * seconds)[units.image]
     return torch.where(is_video, times.long(), units.frame)
@@ -121,7 +121,7 @@ class VisionPlan:
     """Patches of each frame of each image, in reading order: the segments of full attention."""
     image_order: Permutation | None
     """[num_patches]: from window order to frame by frame, for the full-attention layers (the order inside a frame is
-    free); None when they already lie so."""
+    free); None if they are already in that order."""
     positions: Tensor
     """int64 [num_patches, 2]: row and column of each patch, in window order."""
 
@@ -167,5 +167,5 @@ def _starts(counts: Tensor) -> Tensor:
 
 
 def _patches(unit_order: Tensor, patches_per_unit: int) -> Tensor:
-    """The order of patches that an order of merge units stands for."""
+    """The order of patches that follows from an order of merge units."""
     return (unit_order[:, None] * patches_per_unit + torch.arange(patches_per_unit)).flatten()

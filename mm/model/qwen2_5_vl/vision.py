@@ -35,7 +35,7 @@ from mm.weights.memory import memory_ffn
 
 @dataclass(frozen=True)
 class WindowedVisionInputs:
-    """One microbatch's images as the ViT needs them, on the device."""
+    """One microbatch's images in the form that the ViT needs, on the device."""
 
     pixel_values: Tensor | None
     """In the model's dtype; None without the patch embedding."""
@@ -58,11 +58,10 @@ def vision_inputs(
     grids: Sequence[Grid], pixels: Tensor | None, features: Tensor | None, config: VisionConfig, device: Device,
     cut_group: dist.ProcessGroup | None = None, keys: Tensor | None = None,
 ) -> WindowedVisionInputs:
-    """Plan the attention of images of ``grids``.  Host work only, then one copy per tensor to ``device``.
+    """Plan the attention over images of ``grids``.  Host work only, then one copy per tensor to ``device``.
 
-    ``pixels``, as numbers, or ``features`` are there already.
-
-    ``cut_group``: the ranks that cut rows among them.  ``keys``: of the patches in reading order, for dropout.
+    ``pixels``, normalised, or ``features`` are already on the device.  ``cut_group``: the ranks among which rows are
+    cut.  ``keys``: of the patches in reading order, for dropout.
     """
     plan = plan_vision(grids, config.patch_size, config.spatial_merge_size, config.window_attn_size)
     orders = {name: order.to_device(device.copy) for name, order in vars(plan).items()
@@ -130,7 +129,7 @@ class PatchProjection(nn.Module):
 
 
 class VisionEncoder(nn.Module):
-    """The ViT layers of one stage, with the patch embedding where the stage owns it."""
+    """The ViT layers of one stage, with the patch embedding if the stage owns it."""
 
     def __init__(self, config: VisionConfig, spec: StageSpec, context: LayerContext) -> None:
         super().__init__()
@@ -141,9 +140,9 @@ class VisionEncoder(nn.Module):
         self.blocks = LayerStack(spec.vision_layers, config, context, QWEN2_5_VL.weights.vision_layer.has_bias)
 
     def forward(self, x: Tensor, inputs: WindowedVisionInputs) -> Tensor:
-        """``x``: pixel values where the stage has the patch embedding, else [num_patches, hidden] in window order.
+        """``x``: pixel values if the stage has the patch embedding, else [num_patches, hidden] in window order.
 
-        Where rows are cut, ``x`` (but not pixel values) and the result are a piece of them.
+        If rows are cut, ``x`` (unless it is pixel values) and the result are a piece of them.
         """
         plan, cut = inputs.plan, inputs.window.cut
         if self.has_patch_embedding and cut is not None:
@@ -154,7 +153,7 @@ class VisionEncoder(nn.Module):
         for layer in self.blocks.layers:
             if int(layer) not in self.full_attention:
                 residual = self.blocks.run(layer, residual, inputs.window)
-            elif plan.image_order is None or cut is not None:  # a piece cannot be put in order; attention does it
+            elif plan.image_order is None or cut is not None:  # a piece cannot be reordered; attention does it
                 residual = self.blocks.run(layer, residual, inputs.full)
             else:
                 residual = self.blocks.run(layer, residual.ordered(plan.image_order), inputs.full)
