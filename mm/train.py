@@ -121,15 +121,16 @@ def train(run: Run) -> int:
             print_notes_once((*device.notes, *peak_notes(device.platform, device.name)))
             # megatron looks at the device while it is imported, so everything built on it comes after the line above
             from mm.parallel import mesh as parallel
+            from mm.training.reporter import say_on_last_rank
             from mm.training.run import Trainer
-            from mm.training.start import with_agreed_steps
+            from mm.training.start import settle
 
             mesh = parallel.start(device, run.model, run.tp_size, minutes, run.cp_size, run.is_ring,
                                   run.args.vision_feature_cache is not None, watchdog.meet())
             watchdog.place(mesh)
-            run = with_agreed_steps(run, mesh)
-            trainer = Trainer(run, device, mesh, watchdog, claim, opened)
-            del opened  # frees the headers of the weights; the trainer keeps the samples and questions
+            settled = settle(run, mesh, say_on_last_rank(mesh), opened)
+            trainer = Trainer(settled, device, mesh, watchdog, claim)
+            del opened, settled  # frees the headers of the weights; the trainer keeps the samples and questions
             trainer.run_steps()
             trainer.export()
             trainer.close()

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from mm.batch import StepPlan
-from mm.config.run import Run
 from mm.config.validation import asks
 from mm.data.feed.keeper import FeatureKeeper
 from mm.device.device import Device
@@ -17,12 +16,11 @@ from mm.parallel.mesh import Mesh
 from mm.parallel.watchdog import Watchdog
 from mm.training.claim import Claim
 from mm.training.feed import Feed, open_feed
-from mm.training.opened import Opened
 from mm.training.questions import QuestionSet
 from mm.training.recorder import StepObserver
 from mm.training.reporter import Reporter, say_on_last_rank
 from mm.training.saver import Saver
-from mm.training.start import settle, start
+from mm.training.start import Settled, start
 from mm.training.step import step
 from mm.training.update import StepResult
 from mm.training.validation import Validator
@@ -32,20 +30,14 @@ class Trainer:
     """Everything that one rank holds during a run."""
 
     def __init__(
-        self, run: Run, device: Device, mesh: Mesh, watchdog: Watchdog, claim: Claim | None = None,
-        opened: Opened | None = None,
-    ) -> None:  # fmt: skip
-        """``claim``: this rank's locks on the directories that the run writes.
-
-        ``opened``: what the check before the run has opened on this rank.
-        """
-        opened = opened or Opened()
+        self, settled: Settled, device: Device, mesh: Mesh, watchdog: Watchdog, claim: Claim | None = None
+    ) -> None:
+        """``claim``: this rank's locks on the directories that the run writes."""
+        self.run, self._schedule, run, args = settled.run, settled.schedule, settled.run, settled.run.args
         self.mesh, self._watchdog, self._say = mesh, watchdog, say_on_last_rank(mesh)
-        self._samples, self._opened_questions = opened.samples, opened.questions
-        self.run, sources, self._schedule = settle(run, mesh, self._say, opened.sources)
-        run, args = self.run, self.run.args
+        self._samples, self._opened_questions = settled.samples, settled.questions
         stage = Stage(run.model, mesh, args.precision, device, args.loss_unit, run.num_pieces > 1)
-        started = start(run, sources, self._schedule, stage, mesh, self._say)
+        started = start(settled, stage, mesh, self._say)
         self.setup, self.progress = started.setup, started.progress
         watchdog.follow(stage.journal, self.setup.communicator)
         self.fingerprint = None if args.vision_feature_cache is None else vision_fingerprint(stage, mesh)

@@ -14,6 +14,7 @@ from mm.model.stage import Stage
 from mm.parallel.agreement import all_of, on_first, together
 from mm.parallel.mesh import Mesh
 from mm.training import checkpoint as state
+from mm.training.opened import Opened, Questions, Samples
 from mm.training.saves import continued, new_run_id, tidy_up
 from mm.training.schedule import Schedule, scheduled
 from mm.training.sources import Sources, checkpoint_of, consumed_by, open_start
@@ -36,38 +37,50 @@ class Start:
     """Path and checksum of the base model of adapters; None if it is random or there are no adapters."""
 
 
-def settle(
-    run: Run, mesh: Mesh, say: Callable[[str], None], opened: Sources | None = None
-) -> tuple[Run, Sources, Schedule]:
-    """Open what the run starts from, and settle its learning-rate schedule; ``say`` reports to the user.
+@dataclass(frozen=True)
+class Settled:
+    """A run about to start, with the same number of steps and learning rates on all ranks."""
 
-    ``opened`` is what the check before the run has opened on this rank.  Rank 0 chooses the checkpoint in ``--load``,
-    because on a slow shared disk other ranks may not see yet which one is the newest.  All ranks call this function
-    together; a mistake on one raises the same UserError on all.
+    run: Run
+    schedule: Schedule
+    sources: Sources
+    """The weights that it starts from, opened by every rank."""
+    samples: Samples | None
+    """Opened by the check before the run, like ``questions``; None on ranks that did not check."""
+    questions: Questions | None
+
+
+def settle(run: Run, mesh: Mesh, say: Callable[[str], None], opened: Opened | None = None) -> Settled:
+    """Settle the number of steps and the learning-rate schedule, and open what the run starts from.
+
+    ``say`` reports to the user.  ``opened`` is what the check before the run has opened on this rank.  Rank 0 chooses
+    the checkpoint in ``--load``, because on a slow shared disk other ranks may not see yet which one is the newest.
+    Every rank calls it together; a mistake on one raises the same UserError on all.
     """
+    run, opened = _with_agreed_steps(run, mesh), opened or Opened()
     for note in on_first(mesh, lambda: tidy_up(run)):
         say(f"note: {note}")
 
-    def find() -> tuple[Run, Sources, Schedule, tuple[str, ...]]:
+    def find() -> tuple[Settled, tuple[str, ...]]:
         # Another run may have saved in ``--load`` since the check.
-        sources = opened and opened.at(checkpoint)
+        sources = opened.sources and opened.sources.at(checkpoint)
         sources = sources or open_start(run, checkpoint).at(checkpoint)
         assert sources is not None, "they were opened from this checkpoint"
-        settled, schedule, notes = scheduled(run, sources)
-        return settled, sources, schedule, notes
+        with_schedule, schedule, notes = scheduled(run, sources)
+        return Settled(with_schedule, schedule, sources, opened.samples, opened.questions), notes
 
     seen = all_of((run.args.load,), mesh.control_group)
     if len(seen) > 1:
         raise AgreedError(f"some ranks start from {seen[0]} and others from {seen[1]}: --load {run.args.save} holds a "
                           f"checkpoint for some only; give a --save that every machine sees, and start again")
     checkpoint = on_first(mesh, lambda: checkpoint_of(run))
-    settled, sources, schedule, notes = together(mesh, find)
+    settled, notes = together(mesh, find)
     for note in notes:
         say(f"note: {note}")
-    return settled, sources, schedule
+    return settled
 
 
-def with_agreed_steps(run: Run, mesh: Mesh) -> Run:
+def _with_agreed_steps(run: Run, mesh: Mesh) -> Run:
     """``run`` with the number of steps that its epochs take, which only rank 0 has counted."""
     if run.args.num_train_epochs is None:
         return run
@@ -76,15 +89,12 @@ def with_agreed_steps(run: Run, mesh: Mesh) -> Run:
     return replace(run, args=replace(run.args, train_iters=num_steps))
 
 
-def start(
-    run: Run, sources: Sources, schedule: Schedule, stage: Stage, mesh: Mesh, say: Callable[[str], None]
-) -> Start:
+def start(settled: Settled, stage: Stage, mesh: Mesh, say: Callable[[str], None]) -> Start:
     """Fill ``stage``, build optimizer and communication around it, and restore a training checkpoint.
 
-    ``run``, ``sources`` and ``schedule`` come from ``settle``.  All ranks call this function together; a mistake on one
-    raises the same UserError on all.
+    Every rank calls it together; a mistake on one raises the same UserError on all.
     """
-    args = run.args
+    run, sources, args = settled.run, settled.sources, settled.run.args
     adapters = [weight for weight in stage.weights if weight.is_adapter]
     own = [weight for weight in stage.weights if not weight.is_adapter]
     base, whole = None, sources.model
@@ -116,7 +126,7 @@ def start(
             "continues as if these were the same")
     goes_on = continued(run, sources) is not None
     run_id = on_first(mesh, lambda: started.progress.run_id if goes_on else new_run_id())
-    return replace(started, base=base, progress=replace(started.progress, run_id=run_id, schedule=schedule))
+    return replace(started, base=base, progress=replace(started.progress, run_id=run_id, schedule=settled.schedule))
 
 
 def _progress(run: Run, setup: Setup, sources: Sources) -> Start:

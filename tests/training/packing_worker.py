@@ -20,6 +20,7 @@ from mm.parallel import mesh as parallel  # noqa: E402
 from mm.parallel.meeting import Meeting  # noqa: E402
 from mm.parallel.watchdog import Watchdog  # noqa: E402
 from mm.training.run import Trainer  # noqa: E402
+from mm.training.start import settle  # noqa: E402
 from tests.files import json_lines  # noqa: E402
 
 NUM_STEPS = 3
@@ -41,7 +42,7 @@ def train(directory: Path, name: str) -> Result:
     mesh = parallel.start(DEVICE, run.model, run.tp_size)
     with Watchdog(Meeting.of_launcher(10), None) as watchdog:
         watchdog.place(mesh)
-        trainer = Trainer(run, DEVICE, mesh, watchdog)
+        trainer = Trainer(settle(run, mesh, print), DEVICE, mesh, watchdog)
         data = trainer.feed(NUM_STEPS).plans
         own = [[sorted(microbatch.samples) for microbatch in plan.microbatches] for plan in data]
         data.close()

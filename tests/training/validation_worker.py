@@ -24,6 +24,7 @@ from mm.parallel import mesh as parallel  # noqa: E402
 from mm.parallel.meeting import Meeting  # noqa: E402
 from mm.parallel.watchdog import Watchdog  # noqa: E402
 from mm.training.run import Trainer  # noqa: E402
+from mm.training.start import settle  # noqa: E402
 from tests.files import json_lines  # noqa: E402
 
 
@@ -35,7 +36,7 @@ def train(parts: list[list[str]], meeting: Meeting) -> dict:
     problems: tuple[str, ...] = ()
     with Watchdog(meeting, None) as watchdog:
         watchdog.place(mesh)
-        trainer = Trainer(run, DEVICE, mesh, watchdog)
+        trainer = Trainer(settle(run, mesh, print), DEVICE, mesh, watchdog)
         for trainer.run in runs:
             try:
                 trainer.run_steps()
