@@ -102,14 +102,14 @@ def test_only_a_few_rows_are_in_memory(tmp_path, monkeypatch):
     path = write(tmp_path / "one.parquet", rows, "image", IMAGE, {"_type": "Image"}, group=40)
     file = open_records(str(path))
     batches = []
-    take = ours._PictureStream._begin
+    take = ours._ImageStream._begin
 
     def begin(stream):
         take(stream)
         coming = stream._batches
         stream._batches = (batches.append(len(one)) or one for one in coming)
 
-    monkeypatch.setattr(ours._PictureStream, "_begin", begin)
+    monkeypatch.setattr(ours._ImageStream, "_begin", begin)
     records = [raw.value for raw in file.records([])]
     assert [one["id"] for one in records] == [str(number) for number in range(40)] and batches == []
     assert ours._row_group(str(path), file.version, 0).nbytes < 10_000
@@ -136,7 +136,7 @@ def test_bad_pictures_large_groups_and_videos_are_reported(tmp_path, hf_director
     (bad,) = dataset.skipped
     assert (len(dataset), bad.index, bad.id, bad.line) == (2, 1, "n1", None)
     assert bad.path == "cat.png (inside the record)" and "is not an image that Pillow can read" in bad.reason
-    assert "in column 'image', and to reach a picture all before it in its group" in dataset.notes[0]
+    assert "in column 'image', and to reach an image all before it in its group" in dataset.notes[0]
     rows = [{"id": "0", "videos": [{"bytes": b"0", "path": "a.mp4"}], "messages": [
         {"role": "user", "content": "<video>"}, messages(0)[1]]}]
     path = write(tmp_path / "video.parquet", rows, "videos", arrow.list_(IMAGE), {"feature": {"_type": "Video"}})
