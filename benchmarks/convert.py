@@ -1,13 +1,13 @@
 """mm-convert against a plain copy of the same files, side by side in one run.
 
-    python -m benchmarks.convert [--size 3b|small|tiny] [--rounds 3] [--caches warm cold] [--folder DIR]
+    python -m benchmarks.convert [--size 3b|tiny] [--rounds 3] [--caches warm cold] [--folder DIR]
     python -m benchmarks.convert --reads 72b
 
 Makes a random Hugging Face checkpoint of the given shape, then times in turn: copying its files with fsync, and each
-command at TP 1 and TP 2.  ``warm`` reads its input from the page cache, ``cold`` has it dropped before (posix_fadvise).
-Times are of the work itself, planning and checksums included; starting Python and importing torch is not.  Memory is
-the anonymous memory of the whole process tree, sampled.  Prints JSON; exit status 1 when a target is missed, of which
-``tiny`` says nothing: it only shows that the benchmark runs.
+command at TP 1 and TP 2.  ``warm`` reads the input from the page cache; ``cold`` drops it from there first
+(posix_fadvise).  Times include planning and checksums, but not starting Python and importing torch.  Memory is the
+anonymous memory of the whole process tree, sampled.  Prints JSON; the exit status is 1 when a target is missed.
+``tiny`` only shows that the benchmark runs.
 
 ``--reads`` times nothing: it counts what ranks read when the example of that size starts from bf16 weights.
 """
@@ -23,13 +23,24 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
+import torch
 
-from benchmarks.measure import command, median_ratio, num_cores, report, shipped_model, table
+from benchmarks.measure import command, median_ratio, num_cores, report, seconds_of, shipped_model, table
+from mm.conversion import convert
+from mm.conversion.convert import Options
+from mm.families.qwen2_5_vl.config_json import published_config
+from mm.formats.atomic import sync
+from mm.formats.hf_config import model_from_hf
+from mm.formats.layout import Layout
+from mm.formats.safetensors import safetensors_file
+from mm.weights.memory import memory_shape
+from mm.weights.readers import readers
+from mm.weights.table import local_shape, model_weights, stage_weights
 
 MAX_RATIO = {"warm": 1.4, "cold": 1.7}
 MAX_MEMORY_BYTES = 512 << 20
@@ -37,51 +48,30 @@ SHARD_BYTES = 2 << 30
 CHUNK_BYTES = 16 << 20
 SAMPLE_SECONDS = 0.02
 BF16_BYTES = 2
-
-SIZES = {
-    # (ViT layers, LLM layers, the rest of the 3B or 7B config)
-    "3b": {"depth": 32, "layers": 36, "hidden": 2048, "ffn": 11008, "heads": 16, "groups": 2, "vocab": 151936},
-    "tiny": {"depth": 1, "layers": 2, "hidden": 256, "ffn": 512, "heads": 2, "groups": 2, "vocab": 1024},
-    "small": {"depth": 4, "layers": 4, "hidden": 3584, "ffn": 18944, "heads": 28, "groups": 4, "vocab": 1024},
-}
+SIZES = ("3b", "tiny")
 
 
-def config(size: str) -> dict:
-    """config.json of the shape; untied, so that the head is moved too, unless it is the real 3B."""
-    shape = SIZES[size]
-    return {
-        "model_type": "qwen2_5_vl",
-        "torch_dtype": "bfloat16",
-        "hidden_size": shape["hidden"],
-        "intermediate_size": shape["ffn"],
-        "num_hidden_layers": shape["layers"],
-        "num_attention_heads": shape["heads"],
-        "num_key_value_heads": shape["groups"],
-        "vocab_size": shape["vocab"],
-        "max_position_embeddings": 128000,
-        "rope_scaling": {"mrope_section": [16, 24, 24]},
-        "tie_word_embeddings": size == "3b",
-        "vision_config": {
-            "depth": shape["depth"], "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
-            "out_hidden_size": shape["hidden"], "fullatt_block_indexes": [shape["depth"] - 1],
-        },
+def config(size: str) -> dict[str, Any]:
+    """The published config.json of 3B.  ``tiny`` has fewer and narrower layers, and is untied, so that the head is
+    converted too."""
+    published = published_config("3B")
+    if size == "3b":
+        return published
+    vision = {"depth": 1, "out_hidden_size": 256, "fullatt_block_indexes": [0]}
+    return published | {
+        "num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2,
+        "vocab_size": 1024, "tie_word_embeddings": False, "vision_config": published["vision_config"] | vision,
     }  # fmt: skip
 
 
 def make_checkpoint(directory: Path, size: str) -> None:
     """Random bytes under real names, in shards of about 2 GiB."""
-    import torch
-
-    from mm.formats.hf_config import model_from_hf
-    from mm.formats.safetensors import safetensors_file
-    from mm.weights.table import model_weights
-
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config(size)))
     shards, filled = [[]], 0
     for weight in model_weights(model_from_hf(config(size))):
         for name, shape in zip(weight.hf_names, weight.hf_shapes, strict=True):
-            num_bytes = 2 * torch.Size(shape).numel()
+            num_bytes = BF16_BYTES * math.prod(shape)
             if filled and filled + num_bytes > SHARD_BYTES:
                 shards.append([])
                 filled = 0
@@ -101,10 +91,9 @@ def make_checkpoint(directory: Path, size: str) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def commands(size: str, source: Path, made: Path) -> dict[str, Callable[[Path], object]]:
-    """By name: what makes the conversion to a target.  ``made`` holds what ``prepare`` made."""
-    from mm.conversion import convert
-
+def commands(size: str, source: Path, made: Path) -> dict[str, Callable[[Path], convert.Conversion]]:
+    """The conversions by name, each a function of its target.  Those that read MM checkpoints take those in ``made``,
+    which ``prepare`` wrote."""
     found = {}
     for tp_size in (1, 2):
         whole, halves = _layouts(size, tp_size)[0], _layouts(size, 3 - tp_size)[1]
@@ -116,18 +105,15 @@ def commands(size: str, source: Path, made: Path) -> dict[str, Callable[[Path], 
     return found
 
 
-def _layouts(size: str, tp_size: int) -> tuple:
-    from mm.formats.layout import Layout
-
-    depth, layers = SIZES[size]["depth"], SIZES[size]["layers"]
+def _layouts(size: str, tp_size: int) -> tuple[Layout, Layout]:
+    """The model on one stage and on two."""
+    shape = config(size)
+    depth, layers = shape["vision_config"]["depth"], shape["num_hidden_layers"]
     half = layers // 2
     return Layout(((depth,),), ((layers,),), tp_size), Layout(((depth, 0),), ((half, layers - half),), tp_size)
 
 
 def prepare(size: str, source: Path, made: Path) -> None:
-    from mm.conversion import convert
-    from mm.conversion.convert import Options
-
     for tp_size in (1, 2):
         convert.hf_to_mm(source, made / f"mm_tp{tp_size}", _layouts(size, tp_size)[0]).run(Options())
 
@@ -136,30 +122,27 @@ def copy_files(source: Path, target: Path) -> None:
     target.mkdir()
     for path in sorted(source.iterdir()):
         shutil.copyfile(path, target / path.name)
-        descriptor = os.open(target / path.name, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+        sync(target / path.name)
 
 
-def child(arguments: argparse.Namespace) -> None:
-    """One timed piece of work in a process of its own; prints its seconds."""
-    source, target = Path(arguments.source), Path(arguments.target)
-    work = {"copy": lambda: copy_files(source, target)}
-    if arguments.child != "copy":
-        from mm.conversion.convert import Options
+def child(flags: argparse.Namespace) -> None:
+    """Run one timed piece of work in this process, and print its seconds."""
+    source, target = Path(flags.source), Path(flags.target)
 
-        make = commands(arguments.size, source, Path(arguments.made))[arguments.child]
-        work[arguments.child] = lambda: make(target).run(Options())
-    start = time.perf_counter()
-    work[arguments.child]()
-    print(json.dumps({"seconds": time.perf_counter() - start}))
+    def work() -> None:
+        if flags.child == "copy":
+            copy_files(source, target)
+        else:
+            commands(flags.size, source, Path(flags.made))[flags.child](target).run(Options())
+
+    print(json.dumps({"seconds": seconds_of(work)}))
 
 
 def timed(name: str, size: str, source: Path, made: Path, target: Path, is_cold: bool) -> dict:
-    """Seconds and peak memory of one piece of work; its input is in the page cache, or dropped from it."""
+    """Seconds and peak memory of one conversion or of the copy, which find their input in the page cache or not."""
     is_hf = name == "copy" or name.startswith("hf_to_mm")
     read = source if is_hf else made / f"mm_tp{name.partition('TP')[2][0]}"
-    for folder in (source, made):  # what is not read must not take the room of what is written
+    for folder in (source, made):  # files that are not read must leave the cache to those that are written
         for path in filter(Path.is_file, folder.rglob("*")):
             with path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -222,12 +205,8 @@ def measure(size: str, rounds: int, folder: Path, caches: list[str]) -> dict:
 
 
 def reads(size: str, tp_size: int = 2, replicas: Sequence[int] = (1, 8, 64)) -> str:
-    """A table of what ranks of the example's stages read, where each replica reads its own weights and where all read
-    them once."""
-    from mm.weights.memory import memory_shape
-    from mm.weights.readers import readers
-    from mm.weights.table import local_shape, stage_weights
-
+    """A table of the bytes that ranks of the example's stages read: if each replica reads all its weights, and if the
+    replicas share the reading."""
     model = shipped_model(size)
     placement = model.placement()
     stages = [[weight for spec in placement.slots if spec.stage == stage for weight in stage_weights(model, spec)]

@@ -1,4 +1,4 @@
-"""Shared by all benchmarks: clocks, medians and ratios, memory, ranks, tables, and the JSON at the end."""
+"""Shared by all benchmarks: clocks, ratios, memory, ranks, and tables and JSON of the results."""
 
 import argparse
 import importlib.metadata
@@ -29,7 +29,7 @@ SIZES = ("tiny", "3b", "7b", "32b", "72b")
 DEVICES = get_args(DeviceName)
 MIN_REPEATS, MAX_REPEATS = 3, 50
 CACHE_BYTES = 256 << 20
-"""Written between two repeats on an accelerator: more than any device's last cache, so that inputs come from memory."""
+"""Bytes written between two repeats on an accelerator: more than its last cache holds, so inputs come from memory."""
 
 
 # The command line and its result
@@ -43,7 +43,7 @@ def command(doc: str | None) -> argparse.ArgumentParser:
 
 
 def report(found: Any, output: Path | None, *, prints: bool = True) -> None:
-    """Print ``found`` as JSON, and write it to ``output`` where that is given."""
+    """Print ``found`` as JSON, and write it to ``output`` if that is given."""
     text = json.dumps(found, indent=1)
     if prints:
         print(text, flush=True)
@@ -83,7 +83,7 @@ def num_cores() -> int:
 def run_ranks(num_ranks: int, module: str, arguments: Sequence[str], num_threads: int = 1) -> None:
     """Run ``-m module arguments`` on ``num_ranks`` ranks of ``num_threads`` threads each, under torchrun.
 
-    Ends this process with their output where one of them fails.
+    If one of them fails, this process ends with their output.
     """
     words = [
         sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(num_ranks), "--master_addr", "localhost",
@@ -107,7 +107,7 @@ def seconds_of(work: Callable[[], object], count: int = 1) -> float:
 
 
 def median_ratio(above: Sequence[float], below: Sequence[float]) -> dict[str, float]:
-    """Median, least and largest of the ratios of each round."""
+    """Median, least and largest of the rounds' ratios."""
     ratios = [one / other for one, other in zip(above, below, strict=True)]
     return {"median": statistics.median(ratios), "least": min(ratios), "largest": max(ratios)}
 
@@ -136,62 +136,53 @@ def _torch_module(device: "Device") -> Any | None:
 
 
 class Clock:
-    """Times work by events on the device's own queue, or by the host's clock on a CPU."""
+    """Times work by ``Device.mark``: on the device's own queue, or by the host's clock on a CPU."""
 
     def __init__(self, device: "Device", num_warmup: int = 3, seconds: float = 0.3) -> None:
         """``seconds``: about how long one piece of work is repeated."""
-        self.device, self._num_warmup, self._seconds = device, num_warmup, seconds
-        self._module = _torch_module(device)
-
-    def mark(self) -> Any:
-        """A point in time, in the order of the work that was given to the device."""
-        if self._module is None:
-            return time.perf_counter()
-        event = self._module.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def milliseconds(self, begin: Any, end: Any) -> float:
-        """Between two marks, once the device has reached them (``Device.synchronize``)."""
-        return 1000 * (end - begin) if self._module is None else begin.elapsed_time(end)
+        self._device, self._num_warmup, self._seconds = device, num_warmup, seconds
 
     def time(self, work: Callable[[], object]) -> Timing:
         """Warm up, then repeat ``work`` without waiting in between."""
+        device = self._device
         for _ in range(self._num_warmup):
             work()
-        self.device.synchronize()
+        device.synchronize()
         start = time.perf_counter()
         work()
-        self.device.synchronize()
+        device.synchronize()
         once = time.perf_counter() - start
-        marks, cache = [], None if self._module is None else torch.empty(CACHE_BYTES // 4, device=self.device.kind)
+        marks: list[Any] = []
+        cache = None if device.kind == "cpu" else torch.empty(CACHE_BYTES // 4, device=device.torch_device)
         for _ in range(max(MIN_REPEATS, min(MAX_REPEATS, int(self._seconds / once)))):
             if cache is not None:
                 cache.zero_()
-            begin = self.mark()
+            marks.append(device.mark())
             work()
-            marks.append((begin, self.mark()))
-        self.device.synchronize()
-        return Timing.of([self.milliseconds(*pair) for pair in marks])
+            marks.append(device.mark())
+        times = device.seconds_of(marks)
+        return Timing.of([1000 * (end - begin) for begin, end in zip(times[::2], times[1::2], strict=True)])
 
 
 class Phases:
     """Splits steps into named parts: ``begin`` ends one and starts the next."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._marks: list[tuple[str, Any]] = []
+    def __init__(self, device: "Device") -> None:
+        self._device = device
+        self._names: list[str] = []
+        self._marks: list[Any] = []
 
     def begin(self, name: str) -> None:
-        self._marks.append((name, self._clock.mark()))
+        self._names.append(name)
+        self._marks.append(self._device.mark())
 
     def milliseconds(self) -> dict[str, float]:
-        """By name, summed over all that began since the last call; the last one ends now.  Waits for the device."""
-        self.begin("")
-        self._clock.device.synchronize()
-        found: dict[str, float] = {}
-        for (name, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
-            found[name] = found.get(name, 0.0) + self._clock.milliseconds(begin, end)
+        """The time of each part since the last call, by name; ends the current part, and waits for the device."""
+        times = self._device.seconds_of([*self._marks, self._device.mark()])
+        found = dict.fromkeys(self._names, 0.0)
+        for name, begin, end in zip(self._names, times, times[1:], strict=False):
+            found[name] += 1000 * (end - begin)
+        self._names.clear()
         self._marks.clear()
         return found
 
@@ -203,7 +194,7 @@ class Memory:
     allocated_bytes: int
     """Memory of tensors; on a CPU, of the whole process."""
     reserved_bytes: int | None
-    """What the allocator took from the device, gaps included; None on a CPU."""
+    """Memory that the allocator reserved on the device, including gaps; None on a CPU."""
 
     @classmethod
     def peak(cls, device: "Device") -> "Memory":
@@ -212,14 +203,15 @@ class Memory:
 
 
 def reset_peak_memory(device: "Device") -> None:
-    """Start measuring peak memory anew; without effect on a CPU, whose peak is that of the whole process."""
+    """Reset the peak; without effect on a CPU, whose peak is that of the whole process."""
     if (module := _torch_module(device)) is not None:
         module.reset_peak_memory_stats()
 
 
 @contextmanager
 def profiled(path: Path) -> Iterator[dict]:
-    """Profile one piece of work: its operators by time into ``path``, the number of device operations into the dict."""
+    """Profile the block: writes its operators by time to ``path``, and adds the number of device operations to the dict
+    that it yields."""
     with torch.profiler.profile(activities=torch.profiler.supported_activities()) as profile:
         found: dict[str, int] = {}
         yield found

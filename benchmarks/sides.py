@@ -1,6 +1,6 @@
 """The two sides of a comparison: a training step by this trainer, and by plain transformers with the same weights.
 
-To be imported after ``Device.pick``.
+Import it after ``Device.pick``.
 """
 
 import dataclasses
@@ -8,6 +8,7 @@ import importlib.util
 import math
 import os
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from mm.batch import BatchTotals, Microbatch, StepPlan, normalised
 from mm.config import flags as arguments
 from mm.config.model import ModelConfig, RecomputeConfig
 from mm.device.device import Device
+from mm.families.qwen2_5_vl.config_json import KEYS
 from mm.model.load import set_weight
 from mm.model.stage import Stage
 from mm.parallel import mesh as parallel
@@ -34,7 +36,7 @@ LR = 1e-5
 
 
 def model_config(size: str, frozen: Iterable[str] = (), recompute: bool = False) -> ModelConfig:
-    """The shipped model JSON of ``size`` on one stage; ``frozen`` names parts, the file's own choice is ignored."""
+    """The shipped model JSON of ``size`` on one stage, with exactly the parts ``frozen`` frozen."""
     model = shipped_model(size)
     recomputed = RecomputeConfig("full", "uniform", 1) if recompute else RecomputeConfig()
     towers = {
@@ -49,7 +51,7 @@ def model_config(size: str, frozen: Iterable[str] = (), recompute: bool = False)
 
 
 def resized(model: ModelConfig, vision: dict[str, Any], language: dict[str, Any]) -> ModelConfig:
-    """``model`` with other sizes of its towers, by the names of their configs; the projector follows."""
+    """``model`` with these settings of its towers replaced, and a projector that fits them."""
     towers = {"vision": dataclasses.replace(model.vision, **vision),
               "language": dataclasses.replace(model.language, **language)}  # fmt: skip
     hidden = towers["vision"].hidden_size
@@ -60,51 +62,24 @@ def resized(model: ModelConfig, vision: dict[str, Any], language: dict[str, Any]
 
 def hf_config(model: ModelConfig) -> Qwen2_5_VLConfig:
     """transformers' config of the same model."""
-    vision, language = model.vision, model.language
+    sections: dict[str, dict[str, Any]] = {"text": {}, "rope": {}, "vision": {}, "top": {}}
+    for setting, (section, keys, _) in KEYS.items():
+        value = attrgetter(setting)(model)
+        sections[section][keys.split()[0]] = list(value) if isinstance(value, tuple) else value
+    tied = model.language.tied
+    rope = {"rope_type": "default", **sections["rope"]}
     return Qwen2_5_VLConfig(
-        text_config={
-            "vocab_size": language.vocab_size,
-            "hidden_size": language.hidden_size,
-            "intermediate_size": language.ffn_hidden_size,
-            "num_hidden_layers": language.num_layers,
-            "num_attention_heads": language.num_attention_heads,
-            "num_key_value_heads": language.num_query_groups,
-            "max_position_embeddings": language.max_position_embeddings,
-            "rms_norm_eps": language.layernorm_epsilon,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": language.rope_theta,
-                "mrope_section": list(language.mrope_section),
-            },
-            "tie_word_embeddings": language.tied,
-            "use_cache": False,
-            "bos_token_id": 0,
-            "eos_token_id": 1,
-        },
-        vision_config={
-            "depth": vision.num_layers,
-            "hidden_size": vision.hidden_size,
-            "intermediate_size": vision.ffn_hidden_size,
-            "num_heads": vision.num_attention_heads,
-            "out_hidden_size": language.hidden_size,
-            "in_channels": vision.in_channels,
-            "window_size": vision.window_attn_size,
-            "fullatt_block_indexes": list(vision.fullatt_block_indexes),
-            "patch_size": vision.patch_size,
-            "spatial_merge_size": vision.spatial_merge_size,
-            "temporal_patch_size": vision.temporal_patch_size,
-            "tokens_per_second": vision.tokens_per_second,
-        },
-        image_token_id=model.image_token_id,
-        video_token_id=model.video_token_id,
-        vision_start_token_id=model.vision_start_token_id,
+        text_config={**sections["text"], "rope_parameters": rope, "tie_word_embeddings": tied, "use_cache": False,
+                     "bos_token_id": 0, "eos_token_id": 1},
+        vision_config=sections["vision"],
         vision_end_token_id=model.vision_start_token_id + 1,
-        tie_word_embeddings=language.tied,
-    )
+        tie_word_embeddings=tied,
+        **sections["top"],
+    )  # fmt: skip
 
 
 def random_tensors(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Weights by Hugging Face names that leave nothing at a special value, rounded to bf16 whatever ``dtype``."""
+    """Random weights by Hugging Face names, none of them at a special value; rounded to bf16 in every ``dtype``."""
     generator = torch.Generator(device).manual_seed(0)
     tensors = {}
     for weight in model_weights(model):
@@ -132,25 +107,24 @@ class Ours:
         self.setup = Setup.build(stage, mesh, args)
 
     def batches(self, microbatches: list[Microbatch]) -> list[Microbatch]:
-        """As the trainer's data thread would hand them on: in memory that the device can copy from by itself."""
-        if self.setup.stage.device.kind == "cpu":
-            return microbatches
-        return [m if m.pixel_values is None else dataclasses.replace(m, pixel_values=m.pixel_values.pin_memory())
+        """With their pixels in pinned memory, as the trainer's data thread delivers them."""
+        device = self.setup.stage.device
+        return [m if m.pixel_values is None else dataclasses.replace(m, pixel_values=device.pin(m.pixel_values))
                 for m in microbatches]  # fmt: skip
 
     def pass_over(self, microbatches: list[Microbatch]) -> float:
-        """Forward and backward; the loss."""
+        """Run the forward and backward passes; returns the loss."""
         return float(forward_backward(self.setup, self._plan(microbatches)))
 
     def step(self, microbatches: list[Microbatch]) -> tuple[float, float]:
-        """One optimizer step; loss and gradient norm."""
+        """Run one optimizer step; returns loss and gradient norm."""
         result = step(self.setup, self._plan(microbatches), LR)
         return result.loss, result.grad_norm
 
     def report_phases(self, begin: Callable[[str], None]) -> None:
         """From now on call ``begin`` when a step reaches "forward", "backward" and "optimizer".
 
-        Two hooks of torch and megatron's own setting for what ends a backward pass; the step itself stays as it is.
+        Uses two of torch's hooks and megatron's setting for the end of the backward pass; the step does not change.
         """
         (model,) = self.setup.models
         model.register_forward_pre_hook(lambda *_: begin("forward"))
@@ -168,7 +142,7 @@ class Ours:
         return StepPlan(tuple(microbatches), BatchTotals.of(microbatches, self.setup.stage.model.vision))
 
     def gradients(self) -> dict[str, Tensor]:
-        """By our names, in fp32 on the CPU, without padding."""
+        """Gradients by our names, in fp32 on the CPU, without padding."""
         trained = {name: p.main_grad for name, p in self.setup.stage.named_parameters() if p.requires_grad}
         return {
             weight.name: MemoryLayout.of(weight, tp_size=1).unpad_whole(trained[weight.name].float().cpu())
@@ -215,13 +189,13 @@ class Peer:
         self._begin: Callable[[str], None] = lambda _: None
 
     def report_phases(self, begin: Callable[[str], None]) -> None:
-        """As ``Ours.report_phases``."""
+        """Like ``Ours.report_phases``."""
         self.model.register_forward_pre_hook(lambda *_: begin("forward"))
         self.model.register_forward_hook(lambda *_: begin("backward"))
         self._begin = begin
 
     def batches(self, microbatches: list[Microbatch]) -> list[dict]:
-        """As transformers takes them, on the device; no mask where nothing is padded."""
+        """In the form that transformers takes, on the device; batches without padding have no mask."""
         batches = peer_batches(tuple(microbatches), self.image_token_id)
         for batch in batches:
             if bool(batch["attention_mask"].all()):
@@ -229,7 +203,7 @@ class Peer:
         return [{name: tensor.to(self.device) for name, tensor in batch.items()} for batch in batches]
 
     def pass_over(self, batches: list[dict], num_target_tokens: int) -> Tensor:
-        """Forward and backward; the loss, on the device."""
+        """Run the forward and backward passes; returns the loss, on the device."""
         self.optimizer.zero_grad()
         total = torch.zeros((), device=self.device)
         for batch in batches:
@@ -239,7 +213,7 @@ class Peer:
         return total
 
     def step(self, batches: list[dict], num_target_tokens: int) -> tuple[float, float]:
-        """One optimizer step; loss and gradient norm."""
+        """Run one optimizer step; returns loss and gradient norm."""
         loss = self.pass_over(batches, num_target_tokens)
         self._begin("optimizer")
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, foreach=True)
@@ -247,7 +221,7 @@ class Peer:
         return float(loss), float(norm)
 
     def gradients(self) -> dict[str, Tensor]:
-        """By Hugging Face names, in fp32 on the CPU."""
+        """Gradients by Hugging Face names, in fp32 on the CPU."""
         return {
             hf_name(name): parameter.grad.float().cpu()
             for name, parameter in self.model.named_parameters()
@@ -256,7 +230,7 @@ class Peer:
 
 
 def peer_batches(microbatches: tuple, image_token_id: int) -> list[dict]:
-    """Our packed microbatches as transformers takes them: one row a sample, padded on the right to the longest."""
+    """Our packed microbatches in transformers' form: a row per sample, padded on the right to the longest."""
     batches = []
     for microbatch in microbatches:
         ids = microbatch.token_ids.split(microbatch.segment_lengths)
@@ -280,7 +254,7 @@ def peer_batches(microbatches: tuple, image_token_id: int) -> list[dict]:
 
 
 def hf_name(name: str) -> str:
-    """The published name of a parameter of the peer, whose patch embedding is a linear layer."""
+    """The published name of a parameter of the peer, whose linear patch embedding has another name."""
     return published_name(name).replace("patch_embed.linear_proj", "patch_embed.proj")
 
 

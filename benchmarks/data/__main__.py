@@ -1,11 +1,11 @@
-"""How fast pictures become numbers, beside transformers' Pillow-based processor, on one core.
+"""How fast pictures are loaded on one core, compared with transformers' Pillow-based processor.
 
     python -m benchmarks.data [--rounds 9] [--quick] [--output FILE.json]
 
-``pictures``: JPEG files of three sizes, from the file to what the trainer hands on, one after another: transformers'
-``Qwen2VLImageProcessorPil``, ours with ``image_backend`` "pillow" (equal to it to the bit) and "torch".  Medians over
-the rounds of the ratios of each round.  ``headers``: files a second whose patches are counted by their header alone.
-``memory``: of this process and of the one that decodes videos, while 5,000 samples are made, every second one a video.
+``pictures``: JPEG files of three sizes, from the file to the patches of a sample, in turn by transformers'
+``Qwen2VLImageProcessorPil`` and by ours with ``image_backend`` "pillow" (bitwise equal to it) and "torch".  A ratio is
+the median over the rounds.  ``headers``: files per second whose patches are counted from the header alone.
+``memory``: of this process and of the one that decodes videos, while it loads 5,000 samples, every second one a video.
 """
 
 import json
@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import av
 import numpy as np
 import psutil
 import torch
@@ -29,6 +28,7 @@ from mm.data.media.decoder import Decoder
 from mm.data.media.image import ImageProcessor
 from mm.data.media.video import VideoProcessor
 from mm.data.sample import Video
+from tests.data.clips import even, write_clip
 
 SIZES = {"640 x 480": (640, 480), "1280 x 960": (1280, 960), "4000 x 3000": (4000, 3000)}
 MAX_PIXELS = 1_003_520
@@ -40,7 +40,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def write_photo(path: Path, size: tuple[int, int]) -> None:
-    """Smooth colours with noise, of a photograph's bytes per pixel."""
+    """Smooth colours with noise, about as many bytes per pixel as a photograph."""
     random = np.random.default_rng(0)
     coarse = random.integers(0, 256, (size[1] // 40, size[0] // 40, 3), dtype=np.uint8)
     smooth = np.asarray(Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC), dtype=np.int16)
@@ -81,28 +81,16 @@ def headers(directory: Path, num_files: int) -> dict[str, float]:
     return found
 
 
-def write_video(path: Path) -> None:
-    """Two seconds of a moving edge, 320 x 240."""
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264", rate=15)
-        stream.width, stream.height, stream.pix_fmt = 320, 240, "yuv420p"
-        for number in range(30):
-            picture = np.zeros((240, 320, 3), dtype=np.uint8)
-            picture[:, : 10 * number] = 200
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
-        container.mux(stream.encode(None))
-
-
 def memory(directory: Path, num_samples: int) -> dict[str, list[float]]:
-    """MiB after each tenth of the samples."""
-    write_video(directory / "edge.mp4")
+    """Resident MiB of both processes after each tenth of the samples."""
+    clip = str(write_clip(directory / "clip.mp4", even(30, fps=15), (320, 240)))
     pictures = ImageProcessor(**SETTINGS)
     data = DataConfig(model_name_or_path="-", dataset=("-",))
     videos = VideoProcessor(pictures, data, True, Decoder(None, 60.0))
     found: dict[str, list[float]] = {"reader": [], "decoder": []}
     for number in range(num_samples):
         if number % 2:
-            videos.patches(videos.plan(Video(str(directory / "edge.mp4"))))
+            videos.patches(videos.plan(Video(clip)))
         else:
             pictures.patches(str(directory / "640.jpg"))
         if (number + 1) % (num_samples // 10) == 0:

@@ -1,15 +1,16 @@
-"""The check and the index of a large data file: the first start, the second one, and what an owner of data holds.
+"""How long it takes to check and index a large data file: at the first start, and at the second.
 
-    python -m benchmarks.data.index [--records 1000000] [--pictures 1000] [--processes N] [--folder DIR] [--output F]
+    python -m benchmarks.data.index [--records 1000000] [--pictures 1000] [--processes N] [--output FILE.json]
     python -m benchmarks.data.index --rows 100000000
 
 Generates LLaVA-like records (a JSON list) that share some pictures, checks and measures them as the first start of a
-training does, then opens them again in a fresh process.  Also times its parts in one process: headers of pictures,
-chat template, tokenizer.  The tokenizer is a small one of the same kind as Qwen's, so tokens a second say more than
-samples a second.  Prints JSON, and appends it to F.
+training does, then opens them again in a fresh process.  Also times the parts in one process: headers of pictures,
+chat template, tokenizer.  The tokenizer is a small one of the same kind as Qwen's, so trust tokens per second more than
+samples per second.  Prints JSON.
 
-With ``--rows`` no file is read: an index of so many made-up rows is packed, and steps of 4096 replicas are planned from
-it, as a node would; the output has memory and the processor time of an owner's thread.
+``--rows`` reads no file: it packs an index of so many generated rows and plans steps of 4096 replicas from it, as a
+node would.  The output has the memory of the planning process and the CPU time of a data owner's thread.  Even a few
+rows take half a minute of CPU time: four processes import torch, and each step plans 98,304 samples.
 """
 
 import json
@@ -23,15 +24,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
 from PIL import Image
 
-from benchmarks.measure import command, num_cores, seconds_of, shipped_model, versions
-from benchmarks.records import append
-from demo.tiny_checkpoint import Sizes, build
+from benchmarks.measure import command, num_cores, report, seconds_of, shipped_model, versions
 from mm.config.data import Attributes, DataConfig, read_data
 from mm.config.model import ModelConfig
 from mm.data.feed.planner import PlannedSteps, Seat, start_planner
@@ -47,20 +46,34 @@ from mm.data.order.sampler import SAMPLERS, BatchShares
 from mm.data.order.stream import SampleOrder
 from mm.data.read.open_records import open_records
 from mm.data.read.roots import MediaRoots
-from tests.tiny_inputs import write_data
+
+if TYPE_CHECKING:
+    from demo.tiny_checkpoint import Sizes
 
 SEQ_LENGTH = 4096
-SIZES = Sizes(num_merges=1500, vocab_size=1800)
 NUM_WORDS = (12, 60, 10, 40)
 """Number of words in question, answer, question, answer: LLaVA-Instruct's usual conversation."""
 NUM_TEXTS = 20_000
 """Different turns of each kind; records take one at random."""
 DP_SIZE, GLOBAL_BATCH_SIZE = 4096, 98_304
-KEY = "made-up"
+KEY = "generated"
+
+
+def checkpoint_sizes() -> "Sizes":
+    """The sizes of the checkpoint; only its tokenizer is used.
+
+    Imported here: transformers' models take seconds to import, and the processes of ``--rows`` do not need them.
+    """
+    from demo.tiny_checkpoint import Sizes
+
+    return Sizes(num_merges=1500, vocab_size=1800)
 
 
 def write_inputs(folder: Path, num_records: int, num_pictures: int) -> None:
     """Pictures, tokenizer, records and data JSON."""
+    from demo.tiny_checkpoint import build
+    from tests.tiny_inputs import write_data
+
     rng, pixels = random.Random(0), np.random.default_rng(0)
     (folder / "pictures").mkdir(parents=True)
     for number in range(num_pictures):
@@ -79,43 +92,39 @@ def write_inputs(folder: Path, num_records: int, num_pictures: int) -> None:
                        f'{{"from": "gpt", "value": {answer}}}, {{"from": "human", "value": {second}}}, '
                        f'{{"from": "gpt", "value": {last}}}]}}')
         file.write("\n]\n")
-    build(folder / "hf", [json.loads(text) for kind in texts for text in kind[:500]], seed=0, sizes=SIZES)
+    build(folder / "hf", [json.loads(text) for kind in texts for text in kind[:500]], seed=0, sizes=checkpoint_sizes())
     write_data(folder, folder / "records.json", {"image_max_pixels": 262144},
                dataset_dir=str(folder / "pictures"), cache_dir=str(folder / "cache"))  # fmt: skip
 
 
 def settings(folder: Path, num_processes: int) -> tuple[DataConfig, ModelConfig]:
-    data, model = read_data(folder / "data.json").value, shipped_model("tiny")
+    data, model, sizes = read_data(folder / "data.json").value, shipped_model("tiny"), checkpoint_sizes()
     model = replace(
-        model, language=replace(model.language, vocab_size=SIZES.vocab_size),
-        image_token_id=SIZES.token_id("<|image_pad|>"), video_token_id=SIZES.token_id("<|video_pad|>"),
-        vision_start_token_id=SIZES.token_id("<|vision_start|>"))
+        model, language=replace(model.language, vocab_size=sizes.vocab_size),
+        image_token_id=sizes.token_id("<|image_pad|>"), video_token_id=sizes.token_id("<|video_pad|>"),
+        vision_start_token_id=sizes.token_id("<|vision_start|>"))
     return replace(data, attr=Attributes(), preprocessing_num_workers=num_processes), model
 
 
 def start(folder: Path, num_processes: int) -> dict[str, float]:
-    """One start of an owner of data, in this process: seconds, and bytes that it holds afterwards."""
+    """One start of a data owner in this process: seconds to open the dataset and to read a sample."""
     data, model = settings(folder, num_processes)
-    process, before = psutil.Process(), time.perf_counter()
     gauge = Gauge.from_config(data, model, SEQ_LENGTH)
-    loaded, held = time.perf_counter(), process.memory_info()
+    began = time.perf_counter()
     dataset = Dataset(data, gauge=gauge)
     ready = time.perf_counter()
     lengths = dataset.lengths
     num_tokens, num_patches = int(lengths.num_tokens.sum(dtype=np.int64)), int(lengths.num_patches.sum(dtype=np.int64))
     sample_seconds = seconds_of(lambda: dataset[random.randrange(len(dataset))], 300)
-    now = process.memory_info()
     return {
         "num_samples": len(dataset), "tokens_per_sample": num_tokens / len(dataset),
-        "patches_per_sample": num_patches / len(dataset), "tokenizer_seconds": loaded - before,
-        "dataset_seconds": ready - loaded, "read_sample_microseconds": 1e6 * sample_seconds,
-        "held_bytes_per_sample": (now.rss - held.rss) / len(dataset),
-        "of_these_shared_bytes_per_sample": (now.shared - held.shared) / len(dataset),
+        "patches_per_sample": num_patches / len(dataset), "dataset_seconds": ready - began,
+        "read_sample_microseconds": 1e6 * sample_seconds,
     }  # fmt: skip
 
 
 def parts(folder: Path) -> dict[str, float]:
-    """What one process does in a second, and where its time goes."""
+    """What one process does per second, and where its time goes."""
     data, model = settings(folder, 1)
     gauge = Gauge.from_config(data, model, SEQ_LENGTH)
     pictures = [str(path) for path in sorted((folder / "pictures").iterdir())]
@@ -129,7 +138,7 @@ def parts(folder: Path) -> dict[str, float]:
     chat = gauge.encoder.chat
     text = chat.render(sample.turns)
     headers = iter(pictures)
-    checker(blocks[0])  # so that pictures are known
+    checker(blocks[0])  # fills the cache of picture sizes
     return {
         "headers_per_second": 1 / seconds_of(lambda: gauge.encoder.images.image_grid(next(headers)), len(pictures)),
         "records_found_per_second": sum(len(block.spans) for block in blocks) / found_seconds,
@@ -144,23 +153,25 @@ def parts(folder: Path) -> dict[str, float]:
 
 
 def packing(folder: Path, num_rows: int) -> dict[str, float]:
-    """Make the rows of LLaVA-like records, and pack them as the maker of an index does."""
+    """Generate the rows of LLaVA-like records, and pack and save them as an index."""
     rng, began = np.random.default_rng(0), time.perf_counter()
     with tempfile.TemporaryFile(dir=folder) as source, tempfile.TemporaryFile(dir=folder) as target:
         end = 0
         for first in range(0, num_rows, BATCH_ROWS):
             end = _write_rows(source, rng, min(BATCH_ROWS, num_rows - first), end)
-        made, before = time.perf_counter(), psutil.Process().memory_info().rss
+        generated, before = time.perf_counter(), psutil.Process().memory_info().rss
         rows = packed(source, ROW, num_rows, target, COUNTED_FROM)
         ended = time.perf_counter()
     peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     Store((folder,)).save(KEY, RecordIndex(rows, ()))
-    return {"made_up_seconds": made - began, "packing_seconds": ended - made, "bytes_a_row_before": ROW.itemsize,
-            "bytes_a_row": len(rows.piece.content) / num_rows, "packing_megabytes": (peak - before) / 1e6}
+    return {"generating_seconds": generated - began, "packing_seconds": ended - generated,
+            "bytes_per_row_before": ROW.itemsize, "bytes_per_row": len(rows.piece.content) / num_rows,
+            "packing_megabytes": (peak - before) / 1e6}  # fmt: skip
 
 
 def _write_rows(stream: IO[bytes], rng: np.random.Generator, count: int, end: int) -> int:
-    """Records of about a kilobyte with one picture, which follow one another; returns the end of the last."""
+    """Write rows of records of about a kilobyte with one picture each, the first of which follows a record that ends at
+    ``end``; returns the end of the last."""
     rows, sizes = np.zeros(count, ROW), rng.integers(500, 3000, count)
     patches = 2 * rng.integers(4, 21, count) * 2 * rng.integers(4, 21, count)
     rows["end"] = end + np.cumsum(sizes + 2) - 2
@@ -176,9 +187,9 @@ def _write_rows(stream: IO[bytes], rng: np.random.Generator, count: int, end: in
 
 
 def large_order(folder: str) -> SampleOrder:
-    """Packs of even cost for 4096 replicas, of the rows in ``folder``."""
+    """The order of the samples in ``folder``: packs of even cost for 4096 replicas."""
     kept = Store((Path(folder),)).load(KEY)
-    assert kept is not None, "it has just been made"
+    assert kept is not None, "packing has just saved it"
     rows = kept.index.rows
     sizes = SampleSizes(shipped_model("7b"), Columns((rows,), None))
     stream, deal = SAMPLERS["BalancedBatchSampler with packing"].order(
@@ -187,7 +198,7 @@ def large_order(folder: str) -> SampleOrder:
 
 
 def planning(folder: Path, in_planner: bool) -> dict[str, float]:
-    """Steps as an owner of data gets them, from the process that plans or, as without data workers, in its own."""
+    """Time and memory of planning: in the planning process, or in this one, as with ``--num-workers 0``."""
     began, process, steps = time.perf_counter(), psutil.Process(), None
     if in_planner:
         seat = Seat.here(0)
@@ -202,7 +213,7 @@ def planning(folder: Path, in_planner: bool) -> dict[str, float]:
         next(steps)
         times.append(time.thread_time() - begin)
     memory = process.memory_full_info()
-    return {"first_step_seconds": first - began, "owner_milliseconds_a_step": 1e3 * max(times),
+    return {"first_step_seconds": first - began, "owner_milliseconds_per_step": 1e3 * max(times),
             "resident_megabytes": memory.rss / 1e6, "of_these_shared_megabytes": memory.shared / 1e6}
 
 
@@ -211,9 +222,9 @@ def at_scale(num_rows: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         packs = in_fresh_process(packing, Path(folder), num_rows)
         owner = in_fresh_process(planning, Path(folder), False)
-        # not in a pool's process, which may have no processes of its own
+        separate = planning(Path(folder), True)  # not in a pool's process, which may not start processes
         return {"rows": num_rows, "global_batch_size": GLOBAL_BATCH_SIZE, "dp_size": DP_SIZE, "versions": versions(),
-                "index": packs, "planned_by_the_owner": owner, "planned_beside": planning(Path(folder), True)}
+                "index": packs, "planned_by_the_owner": owner, "planned_in_a_separate_process": separate}
 
 
 def in_fresh_process(work: Callable[..., dict[str, float]], *arguments: Any) -> dict[str, float]:
@@ -229,7 +240,7 @@ def measure(num_records: int, num_pictures: int, num_processes: int, folder: Pat
     """Both starts, and the parts of the first."""
     write_inputs(folder, num_records, num_pictures)
     alone = in_fresh_process(parts, folder)
-    # not in a pool's process, which may have no processes of its own
+    # not in a pool's process, which may not start processes
     first = start(folder, num_processes)
     second = in_fresh_process(start, folder, num_processes)
     return {
@@ -246,15 +257,14 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--records", type=int, default=1_000_000)
     parser.add_argument("--pictures", type=int, default=1000)
     parser.add_argument("--processes", type=int, default=num_cores())
-    parser.add_argument("--folder", type=Path, help="must not exist; kept (default: a temporary one)")
-    parser.add_argument("--rows", type=int, help="made-up rows of an index, in place of a data file")
+    parser.add_argument("--rows", type=int, help="number of generated rows of an index, in place of a data file")
     flags = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = flags.folder or Path(temporary) / "inputs"
-        result = at_scale(flags.rows) if flags.rows else measure(flags.records, flags.pictures, flags.processes, folder)
-    print(json.dumps(result, indent=1))
-    if flags.output:
-        append(flags.output, result)
+    if flags.rows:
+        result = at_scale(flags.rows)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            result = measure(flags.records, flags.pictures, flags.processes, Path(folder))
+    report(result, flags.output)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Attention of both towers in every form that could compute it; see benchmarks.kernels."""
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable
@@ -12,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.kernels.bench import Bench, relative_difference, with_backward
 from benchmarks.records import OURS
-from mm.device.attention import Segments
+from mm.device.attention import Segments, by_stretch, sdpa
 from mm.model.qwen2_5_vl.positions import plan_vision
 from tests.workload import mixed_samples, num_tokens
 
@@ -24,7 +25,7 @@ MIN_MIXED_TOKENS = 2000
 """Enough for more than one picture."""
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Packed q, k, v, [rows, heads, head_dim], to the output of q's shape."""
+"""From packed q, k and v, [rows, heads, head_dim], to the output in the shape of q."""
 
 
 def attention(bench: Bench) -> None:
@@ -49,7 +50,7 @@ def attention(bench: Bench) -> None:
 def compare(
     bench: Bench, case: str, lengths: Iterable[int], *, tower: Any, causal: bool, has_mask: bool = False
 ) -> None:
-    """Time every form, forward alone and with the backward pass; TFLOP/s count the pairs that are looked at."""
+    """Time every form, forward alone and with the backward pass; TFLOP/s count only pairs that attend."""
     segments = Segments.build(lengths, bench.device.copy)
     rows, heads, dim = sum(segments.lengths), tower.num_attention_heads, tower.head_dim
     q, k, v = (bench.random(rows, count, dim).requires_grad_()
@@ -71,11 +72,13 @@ def compare(
 
 
 def forms(bench: Bench, segments: Segments, causal: bool, is_grouped: bool, has_mask: bool) -> dict[str, Attend]:
-    """By name.  Those that repeat heads give each query head its own copy of keys and values."""
-    stretch = functools.partial(by_stretch, segments=segments, causal=causal)
+    """All forms by name.  "Repeated heads" gives each query head its own copy of keys and values."""
+    attend = functools.partial(sdpa, causal=causal)
+    one_by_one = dataclasses.replace(segments, stretches=tuple((length, 1) for length in segments.lengths))
+    stretch = functools.partial(by_stretch, segments=segments, attend=attend)
     varlen = functools.partial(variable_length, segments=segments, causal=causal)
     found: dict[str, Attend] = {
-        LOOP: functools.partial(by_segment, segments=segments, causal=causal),
+        LOOP: functools.partial(by_stretch, segments=one_by_one, attend=attend),  # transformers' ViT does this
         "SDPA by stretch": stretch,
         OURS: lambda q, k, v: bench.device.kernels.attention(q, k, v, segments, causal),
     }
@@ -83,7 +86,7 @@ def forms(bench: Bench, segments: Segments, causal: bool, is_grouped: bool, has_
         number = torch.repeat_interleave(torch.arange(len(segments.lengths)), torch.tensor(segments.lengths))
         number = number.to(bench.device.torch_device)
         mask = number[:, None] == number
-        found[MASK] = lambda q, k, v: _sdpa(q, k, v, False, mask).squeeze(0)
+        found[MASK] = functools.partial(masked, mask=mask)
     if bench.device.kind != "cpu":
         found["variable length"] = varlen
         found |= {f"SDPA by stretch, {name}": functools.partial(_through, backend, stretch)
@@ -95,37 +98,19 @@ def forms(bench: Bench, segments: Segments, causal: bool, is_grouped: bool, has_
     return found
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None = None) -> Tensor:
-    """[..., rows, heads, head_dim]."""
-    grouped = q.shape[-2] != k.shape[-2]
-    q, k, v = (x.transpose(-2, -3).reshape(-1, x.shape[-2], x.shape[-3], x.shape[-1]) if x.dim() == 3
-               else x.transpose(-2, -3) for x in (q, k, v))  # fmt: skip
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
-    return out.transpose(-2, -3)
-
-
-def by_stretch(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
-    """Equal segments that lie together as one batch."""
-    sizes = [length * count for length, count in segments.stretches]
-    outputs = []
-    for (length, count), *parts in zip(segments.stretches, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
-        outputs.append(_sdpa(*(part.unflatten(0, (count, length)) for part in parts), causal).flatten(0, 1))
-    return torch.cat(outputs)
-
-
-def by_segment(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
-    """One call a segment, as transformers' ViT does without FlashAttention."""
-    parts = zip(*(x.split(segments.lengths) for x in (q, k, v)), strict=True)
-    return torch.cat([_sdpa(*part, causal).squeeze(0) for part in parts])
+def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """One call over all rows."""
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask).squeeze(0).transpose(0, 1)
 
 
 def variable_length(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
-    """torch's ``varlen_attn``; fewer key heads are handed on as they are."""
+    """torch's ``varlen_attn``, with as many key heads as ``k`` has."""
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"scale": q.shape[-1] ** -0.5, "window_size": (-1, 0) if causal else (-1, -1)}
     if q.shape[1] != k.shape[1] and "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        options["enable_gqa"] = True  # torch 2.11 has no such argument; whether it takes fewer heads is to be seen
+        options["enable_gqa"] = True  # torch 2.11 lacks this argument; the error, if any, is recorded
     starts, longest = segments.cu_seqlens, segments.max_length
     return varlen_attn(q, k, v, starts, starts, longest, longest, **options)
 
@@ -141,18 +126,18 @@ def _through(backend: SDPBackend, form: Attend, q: Tensor, k: Tensor, v: Tensor)
 
 
 def operators(work: Callable[[], object]) -> list[str]:
-    """Which of torch's attention operators ``work`` calls; empty where it cannot run."""
+    """The names of torch's attention operators that ``work`` calls; empty if it fails."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, torch.no_grad():
         try:
             work()
-        except Exception:  # the comparison runs it again and records why
+        except Exception:  # ``Bench.compare`` runs it again and records the error
             return []
     names = {row.key for row in profile.key_averages()}
     return sorted(name for name in names if "attention" in name.lower() and "::_" in name)
 
 
 def window_error(bench: Bench, lengths: Iterable[int]) -> None:
-    """The largest difference in fp32 between our window attention and one masked call."""
+    """Record the relative difference in fp32 between our window attention and one masked call."""
     vision, segments = bench.model.vision, Segments.build(lengths, bench.device.copy)
     q, k, v = (bench.random(sum(segments.lengths), vision.num_attention_heads, vision.head_dim, dtype=torch.float32)
                for _ in range(3))  # fmt: skip

@@ -1,4 +1,4 @@
-"""How fast whole steps are on one device, and what memory they take: ours, and transformers' in turn.
+"""Time and memory of whole steps on one device, ours and transformers' in turn.
 
 Started by ``python -m benchmarks.step speed``.
 """
@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import Clock, Memory, Phases, profiled, reset_peak_memory, versions
+from benchmarks.measure import Memory, Phases, profiled, reset_peak_memory, versions
 from benchmarks.records import LOSS, NORM, OURS, PEER, Results, together
 from benchmarks.step.floors import ExpectedMemory, Params, hardware_flops
 from mm.batch import BatchTotals, Microbatch
@@ -23,8 +23,8 @@ from tests.workload import equal_samples, mixed_samples
 
 NUM_WARMUP, NUM_TIMED = 3, 7
 DEFAULT_TOKENS = {"7b": 4096}
-"""Number of tokens in a microbatch by model size; 8192 for others.  On 141 GB, 7B also needs ``--freeze vision
-projector --recompute``."""
+"""Tokens of a microbatch by model size; 8192 for all others.  On 141 GB, 7B also needs ``--freeze vision projector
+--recompute``."""
 SPEED_TOLERANCES = {"fp32": {LOSS: 1e-4, NORM: 1e-3}, "bf16": {LOSS: 1e-2, NORM: 5e-2}}
 GIB = 2**30
 
@@ -48,12 +48,12 @@ def time_side(flags: argparse.Namespace, device: Device) -> dict:
         side, attention = Ours(model, device, precision, tensors), device.kernels.attention.__name__
         arguments: tuple = (side.batches(batch),)
     else:
-        attention = flags.peer_attention or peer_attention()
+        attention = peer_attention()
         side = Peer(model, device.torch_device, precision, tensors, attention, flags.recompute)
         arguments = (side.batches(batch), totals.num_target_tokens)
     del tensors
     reset_peak_memory(device)
-    phases = Phases(Clock(device))
+    phases = Phases(device)
     if flags.phases:
         side.report_phases(phases.begin)
     results, found = [], []
@@ -97,7 +97,7 @@ def profile_path(flags: argparse.Namespace) -> Path:
 
 
 def expectations(model: ModelConfig, batch: list[Microbatch]) -> dict:
-    """FLOPs, weights and memory of the step by the formulas."""
+    """FLOPs, trained weights and memory of the step, computed by the formulas."""
     totals = BatchTotals.of(batch, model.vision)
     largest = BatchTotals.of([max(batch, key=lambda m: m.num_tokens)], model.vision)
     memory = ExpectedMemory.of(model, largest)
@@ -110,7 +110,7 @@ def expectations(model: ModelConfig, batch: list[Microbatch]) -> dict:
 
 
 def speed(flags: argparse.Namespace, own_arguments: list[str]) -> tuple[dict, bool]:
-    """Both sides in turn; a side that ends in an error is reported as such and has no ratio."""
+    """Time both sides in turn.  A side that fails is reported with its error; then there is no ratio."""
     ceiling_tflops = Results.read(flags.ceilings).gemm_tflops if flags.ceilings else None
     sides = [OURS] if flags.no_peer else [OURS, PEER]
     rounds: list[dict[str, dict]] = [
@@ -140,7 +140,7 @@ def speed(flags: argparse.Namespace, own_arguments: list[str]) -> tuple[dict, bo
 
 
 def run_side(side: str, number: int, own_arguments: list[str]) -> dict:
-    """One round of one side in a process of its own."""
+    """Run one round of one side in a new process."""
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / f"{side}.json"
         command = [sys.executable, "-m", "benchmarks.step", "speed", *own_arguments, "--side", side,
