@@ -1,17 +1,19 @@
-"""Measurements: ratios between this trainer and its peers, taken side by side in one run.
+"""Measurements: ratios between this trainer and its peers, measured in turn in one run.
 
-Each door answers one question; ``python -m benchmarks.DOOR --help`` says how, docs/performance.md has the answers.
+Each command answers one question: ``python -m benchmarks.COMMAND --help`` says how.  docs/performance.md has the
+answers.
 
-    step         Is a training step transformers' step, and how fast is it, on a device and on the CPU?
-    pipeline     How close does the pipeline come to its ideal?  .messages: what do messages gain that are posted early?
-    balance      How evenly do samplers deal the cost of a step?  .lists: how well do pipeline lists use the stages?
-    data         How fast do pictures become numbers?  .index, .loader and .feature_cache ask the same of these.
-    convert      What does mm-convert cost beside a plain copy, and what do ranks read at the start?
-    save         What does a save in overlapping blocks gain?
+    step         Does a training step compute what transformers computes, and how fast is it, on a device and a CPU?
+    pipeline     How close does the pipeline come to its ideal?  .messages: what does it gain to post messages early?
+    balance      How evenly do samplers distribute the cost of a step?  .lists: how well do lists of layers use stages?
+    data         How fast are pictures loaded?  .index: how fast are samples checked?  .loader: does the loader keep up
+                 with a device?  .feature_cache: how much time does the cache of the ViT's features save?
+    convert      How long does mm-convert take compared with a plain copy, and what do ranks read at startup?
+    save         How much faster is a save in overlapping blocks?
     kernels      Which form of each kernel is fastest on a device?
-    device_hour  Everything that is measured on a device, in one go; .render writes it into docs/performance.md.
+    device_hour  Runs all measurements on a device; .render writes them into docs/performance.md.
 
 They share ``measure`` (clocks, ratios, tables, ranks), ``records`` (files of results) and ``sides`` (both trainers).
-Counts that tests hold (kernels and bytes of a step, messages, calls of the store) live in ``tests/meta`` and
+Counts that tests check (kernels and bytes of a step, messages, requests to the store) are in ``tests/meta`` and
 ``tests/parallel``.  Nothing in ``tests/`` imports from here; tests run these commands.
 """

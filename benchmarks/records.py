@@ -1,8 +1,6 @@
-"""The records of benchmarks on a device: a file of JSON lines, and the results of each command.
+"""The records of benchmarks on a device: a file of JSON lines, of which only the latest run of each command counts."""
 
-Only the latest run of a command counts.
-"""
-
+import argparse
 import json
 import statistics
 from dataclasses import dataclass
@@ -18,11 +16,17 @@ LOSS, NORM = "loss_error", "grad_norm_error"
 """Keys of relative errors against transformers."""
 
 
+def add_record_flags(parser: argparse.ArgumentParser, label: str) -> None:
+    """``--records`` and ``--label``, by default ``label``."""
+    parser.add_argument("--records", type=Path, help="file of JSON lines, to which each result is appended at once")
+    parser.add_argument("--label", default=label, help="name of this command in the records (default: %(default)s)")
+
+
 class Records:
-    """Results, each printed and appended to a file as one JSON line at once: a time-out loses none."""
+    """Prints each result, and at once appends it to a file as one JSON line, so that a time-out loses none."""
 
     def __init__(self, path: Path | None, label: str, device: str, size: str) -> None:
-        """The first line says where all others come from."""
+        """Writes a first line that describes the machine."""
         self._path, self._label = path, label
         date = datetime.now().astimezone().isoformat(timespec="seconds")
         self.write("machine", device=device, size=size, date=date, versions=versions())
@@ -41,7 +45,7 @@ def append(path: Path, record: dict) -> None:
 
 
 def read_records(path: Path) -> list[dict]:
-    """The lines of a file of results, in order; a last line that was cut off by a time-out is left out."""
+    """The lines of a file of results, in order, without a last line that a time-out cut off."""
     text = path.read_text(encoding="utf-8")
     whole = text[: text.rfind("\n") + 1]
     return [json.loads(line) for line in whole.splitlines()]
@@ -49,7 +53,7 @@ def read_records(path: Path) -> list[dict]:
 
 @dataclass(frozen=True)
 class Results:
-    """Records in the order in which they were written, without those of runs that were repeated."""
+    """Records in the order in which they were written, without those of commands that ran again later."""
 
     records: tuple[dict, ...]
 
@@ -68,7 +72,7 @@ class Results:
         return cls(tuple(kept))
 
     def of(self, kind: str, **values: Any) -> list[dict]:
-        """Records of ``kind`` in which all of ``values`` hold."""
+        """Records of ``kind`` with these ``values``."""
         wanted = {"kind": kind, **values}
         return [one for one in self.records if all(one.get(key) == value for key, value in wanted.items())]
 
@@ -85,7 +89,7 @@ class Results:
 
     @property
     def copy_gbps(self) -> float | None:
-        """GB/s of the large copy, read and written."""
+        """GB/s of the large copy: bytes read and bytes written."""
         found = self.kernel("ceilings", "copy", "copy")
         return found and found["gbps"]
 
@@ -96,7 +100,7 @@ class Results:
 
 
 def together(runs: list[dict], ceiling_tflops: float | None) -> dict:
-    """Rounds of one side as one: the median of all steps, and its rates against published peak and measured ceiling."""
+    """All rounds of one side: the median step, and its rates as shares of published peak and measured ceiling."""
     timed = [second for run in runs for second in run["steps_seconds"]]
     median, peak = statistics.median(timed), peak_flops(runs[0]["device"])
     rate = runs[0]["model_flops"] / median

@@ -1,11 +1,11 @@
-"""One rank's save of a training checkpoint, and reading it back, against doing one thing after another, in one run.
+"""How fast one rank saves a training checkpoint in overlapping blocks, and reads it back, against one step at a time.
 
     python -m benchmarks.save [--device cpu|cuda|npu] [--mib 2048] [--rounds 5] [--block-mib N ...] [--folder DIR]
 
-Makes tensors of a transformer's shapes on the device, bf16 weights and three fp32 tensors of each, and saves them in
-turn: one after another (each tensor is copied to the host, written, summed), and in blocks as a training does.  Both
-write through to the disk.  Then reads both ways: a pass for the checksum and one for the values, or one for both.  The
-files are compared byte for byte.  Prints JSON: medians of seconds, and of the ratios of each round.
+Makes tensors of a transformer's shapes on the device, bf16 weights and three fp32 tensors for each, and saves them in
+two ways in turn: one after another (each tensor is copied to the host, written, checksummed), and in blocks, as in
+training.  Both flush to disk, and the files are compared byte for byte.  Then it reads in two ways: in one pass for the
+checksum and one for the values, or in one pass for both.  Prints JSON: the medians of seconds and of ratios.
 """
 
 import os
@@ -36,7 +36,7 @@ SHAPES = ((3 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (2 * FFN, HIDDEN), (HIDDEN, FF
 
 
 def layers(num_bytes: int, device: torch.device) -> list[tuple[str, Tensor]]:
-    """At least one layer, with moments and fp32 copies."""
+    """Weights with moments and fp32 copies: as many layers as fill ``num_bytes``, at least one."""
     found: list[tuple[str, Tensor]] = []
     generator = torch.Generator(device).manual_seed(0)
     while not found or sum(tensor.nbytes for _, tensor in found) < num_bytes:
@@ -78,7 +78,7 @@ def read_once(path: Path, tensors: Sequence[Stored]) -> None:
 
 
 def in_turn(works: Sequence[Callable[[], Any]], device: Device, is_second_first: bool) -> tuple[list[float], list[Any]]:
-    """Seconds and results of two pieces of work."""
+    """Run two pieces of work one after the other; returns their seconds and their results."""
     seconds, results = [0.0, 0.0], [None, None]
     for index in (1, 0) if is_second_first else (0, 1):
         device.synchronize()

@@ -1,11 +1,11 @@
-"""How even samplers deal the cost of a step, how full packs are, and how long planning takes.
+"""How evenly samplers distribute the cost of a step, how full packs are, and how long planning takes.
 
     python -m benchmarks.balance [--quick] [--output F]
 
-Nothing is trained: samples are arrays (``tests.lengths``), a microbatch costs its FLOPs
-(``mm.model.flops``, the 7B model as shipped: the ViT frozen), and a step takes as long as its costliest rank.  A
-pipeline of four stages is simulated in the order in which a run would send its microbatches.  Without packing a
-microbatch is one sample; packs hold at most 8,192 tokens.  Goals are judged at the end.
+Nothing is trained: samples are arrays of lengths (``tests.lengths``), a microbatch costs its FLOPs in the shipped 7B
+model, whose ViT is frozen (``mm.model.flops``), and a step takes as long as its costliest rank.  A pipeline of four
+stages is simulated with the microbatches in the order of a run.  Without packing a microbatch is one sample; packs hold
+at most 8,192 tokens.  The last table shows which goals are reached.
 """
 
 import sys
@@ -32,7 +32,7 @@ from tests.lengths import SEQ_LENGTH, SETS, llava, totals_of
 SAMPLES_PER_RANK = 32
 """Number of samples per data-parallel rank in a global batch."""
 BATCHES = (32, 35, 64, 128, 256)
-"""Samples of a rank in a global batch, for how full packs are."""
+"""Samples per rank in a global batch, for the table of how full packs are."""
 FEW_SAMPLES = 65_536
 SEED = 1234
 STAGES = ((32, 0, 0, 0), (6, 8, 8, 6))
@@ -41,11 +41,11 @@ BUDGET = Budget(SEQ_LENGTH)
 FULLEST_PACKS, BALANCED_PACKS = "BaseRandomBatchSampler with packing", "BalancedBatchSampler with packing"
 
 Planned = Callable[[int], list[StepSamples]]
-"""From the number of a step to what each rank takes."""
+"""From the number of a step to the samples of each rank."""
 
 
 class Samples:
-    """One set of samples, and what each costs."""
+    """A set of samples, with the cost of each."""
 
     def __init__(self, model: ModelConfig, lengths: Lengths) -> None:
         self.model, self.lengths = model, lengths
@@ -75,8 +75,8 @@ class Samples:
         }  # fmt: skip
 
     def limits(self, dp_size: int, num_steps: int) -> dict[str, float]:
-        """Bounds for packs of which each rank has the same number: how full they are at most, and the least ratio of
-        the costliest pack to the mean one, because it costs no less than the costliest sample."""
+        """Bounds for packs if each rank has the same number of them: how full they can be, and the least ratio of the
+        costliest pack to the mean.  The costliest pack costs at least as much as the costliest sample."""
         stream, batch = shuffled(len(self.lengths), SEED), dp_size * SAMPLES_PER_RANK
         full, above = [], []
         for number in range(num_steps):
@@ -87,7 +87,7 @@ class Samples:
         return {"full": float(np.mean(full)), "microbatches": float(np.mean(above))}
 
     def pipelined(self, plan: Planned, num_steps: int) -> float:
-        """Simulated time of the slowest replica of four stages."""
+        """The simulated time of the slowest replica, on four stages."""
         model, found = with_lists(self.model, STAGES), []
         for number in range(num_steps):
             times = []
@@ -106,14 +106,14 @@ def _planned(
 
 
 def _turns(step: list[list[int]]) -> float:
-    """Mean over turns of the costliest rank's microbatch over the mean one, for the turns that all ranks have."""
+    """The mean ratio of the costliest rank's microbatch to the mean, over the turns in which all ranks have one."""
     common = min(map(len, step))
     table = np.array([rank[:common] for rank in step])
     return float((table.max(axis=0) / table.mean(axis=0)).mean())
 
 
 def planning(model: ModelConfig, num_samples: int) -> dict[str, float]:
-    """Seconds of processor time, on one core: all steps of an epoch for 64 ranks, and packing all of it at once."""
+    """CPU seconds to plan all steps of an epoch for 64 ranks, and to pack the whole epoch at once."""
     samples = Samples(model, llava(num_samples))
     seconds = step_seconds(samples, num_samples // (64 * SAMPLES_PER_RANK))
     started = time.process_time()
@@ -126,7 +126,7 @@ def planning(model: ModelConfig, num_samples: int) -> dict[str, float]:
 
 
 def step_seconds(samples: Samples, num_steps: int) -> list[float]:
-    """Processor time to plan each of ``num_steps`` steps of 2,048 samples for 64 ranks, as a run plans them."""
+    """CPU seconds to plan each of ``num_steps`` steps of 2,048 samples for 64 ranks, as a run does."""
     plan, seconds = samples.samplers(64)[BALANCED_PACKS], []
     plan(0)  # draws the epoch's order
     for number in range(num_steps):
@@ -181,9 +181,9 @@ class Goal(NamedTuple):
 
 
 def goals(found: dict[str, Any]) -> list[Goal]:
-    """Every goal, with the figure and whether it was reached."""
+    """Judge every goal."""
     by = {(row["set"], row["dp_size"], row["sampler"]): row for row in found["rows"]}
-    mine, plan = BALANCED_PACKS, found["planning"]
+    plan = found["planning"]
     judged = []
 
     def at_most(what: str, bound: float, value: float) -> None:
@@ -194,7 +194,7 @@ def goals(found: dict[str, Any]) -> list[Goal]:
 
     for dp_size, bound in ((8, 1.01), (64, 1.02)):
         for name in SETS:
-            if row := by.get((name, dp_size, mine)):
+            if row := by.get((name, dp_size, BALANCED_PACKS)):
                 at_most(f"{name}, {dp_size} ranks: costliest rank over the mean, worst step", bound, row["worst_step"])
                 at_most(f"{name}, {dp_size} ranks: costliest microbatch over the mean", 1.05, row["microbatches"])
     at_least("LLaVA-like: the fullest packs of all samples, full", 0.98, plan["full"])
@@ -202,7 +202,7 @@ def goals(found: dict[str, Any]) -> list[Goal]:
     at_least(f"LLaVA-like, {last['dp_size']} ranks, {last['of_rank_samples']} samples each: balanced packs, full", 0.97,
              last["full"])
     for dp_size in (8, 64, 512):
-        if row := by.get(("documents", dp_size, mine)):
+        if row := by.get(("documents", dp_size, BALANCED_PACKS)):
             at_most(f"documents, {dp_size} ranks: step time over the plain sampler's", 0.8, row["cost_of_plain"])
     for name, one in found["sets"].items():
         at_most(f"{name}: seconds to plan a step, 2,048 samples on 64 ranks", 0.010, one["step_seconds"])
@@ -238,7 +238,7 @@ def shown(found: dict[str, Any]) -> str:
 
 def main(argv: list[str]) -> None:
     parser = command(__doc__)
-    parser.add_argument("--quick", action="store_true", help="8 ranks and few samples, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="8 ranks and few samples: only shows that it runs")
     flags = parser.parse_args(argv)
     found = measure(flags.quick)
     found["goals"] = goals(found)

@@ -1,15 +1,16 @@
-"""How much of the devices the shipped pipeline lists use, and which lists would use most, by simulation.
+"""How well the shipped pipeline lists use the stages, and which lists would use them best, by simulation.
 
     python -m benchmarks.balance.lists [--steps N] [SIZE ...]
     python -m benchmarks.balance.lists 7b --vision-layers 32 0 --language-layers 12 16
 
-Nothing is trained: microbatches of the shipped scripts are drawn from LLaVA-like samples
-(``tests.lengths``), take their FLOPs (``mm.model.flops``, the ViT frozen as shipped) in every slot, and
-pass the pipeline in the order in which a run sends them.  Messages take no time, and the ViT's FLOPs as long as the
-LLM's.  Utilisation is the mean work of a stage over the length of the step, over ``--steps`` drawn steps;
-(m / (m + p - 1)) bounds it for equal microbatches.
-The best lists are found by moving one layer at a time between two stages for as long as that helps, from the shipped
-lists or from those that are given.
+Nothing is trained: the microbatches of the shipped scripts are drawn from LLaVA-like samples (``tests.lengths``).  In
+each slot they take time in proportion to their FLOPs (``mm.model.flops``; the ViT is frozen, as shipped), and they pass
+the pipeline in the order of a run.  Messages take no time, and a FLOP takes the same time in the ViT as in the LLM.
+Utilisation is the mean work of a stage over the length of the step, averaged over ``--steps`` drawn steps; for equal
+microbatches its bound is m / (m + p - 1).
+
+The search starts from the shipped or the given lists, and moves one layer at a time between two stages while that
+helps.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from mm.parallel.simulation import SlotCost, step_cost
 from tests.lengths import llava, totals_of
 
 BATCHES = {"7b": (4, 12), "32b": (2, 48), "72b": (1, 96)}
-"""Size -> samples of a microbatch and microbatches of a replica's step, as the script has them; 3B has one stage."""
+"""Size -> samples per microbatch and microbatches per step of a replica, as in the script; 3B has one stage."""
 SEQ_LENGTH = 1024
 LEAST_GAIN = 1e-4
 """A layer moves only if utilisation rises by at least this much."""
@@ -59,12 +60,13 @@ class Workload:
 
     @property
     def shipped(self) -> Lists:
-        """The lists of the model."""
+        """The lists of ``model``."""
         return self.model.vision.pipeline_num_layers[0], self.model.language.pipeline_num_layers[0]
 
     @cached_property
     def _layers(self) -> list[list[list[SlotCost]]]:
-        """By step and microbatch, what every layer takes with what lives beside it: as if each had its own stage."""
+        """By step and microbatch, the cost of each layer together with the modules beside it, in a pipeline with one
+        layer per stage."""
         vision, language = (tower.num_layers for tower in (self.model.vision, self.model.language))
         model = with_lists(self.model, ((1,) * vision + (0,) * language, (0,) * vision + (1,) * language))
         return [slot_flops(model, step) for step in self.steps]
@@ -76,7 +78,7 @@ class Workload:
 
 
 def best(workload: Workload) -> tuple[float, Lists]:
-    """The utilisation that no move of one layer raises, starting from the shipped lists, and these lists."""
+    """The lists that no move of one layer improves, searched from the workload's own, and their utilisation first."""
     lists = workload.shipped
     found = workload.utilisation(lists)
     while True:
@@ -88,14 +90,14 @@ def best(workload: Workload) -> tuple[float, Lists]:
 
 
 def with_lists(model: ModelConfig, lists: Lists) -> ModelConfig:
-    """``model`` on the stages that ``lists`` say."""
+    """``model`` with the given layers on each stage."""
     vision, language = (replace(tower, pipeline_num_layers=(numbers,))
                         for tower, numbers in zip((model.vision, model.language), lists, strict=True))
     return replace(model, vision=vision, language=language)
 
 
 def _moves(lists: Lists) -> Iterator[Lists]:
-    """Every legal pair of lists in which one layer of a tower lives on another stage; the LLM follows the ViT."""
+    """Every legal pair of lists that differs in the stage of one layer; no LLM layer precedes a ViT layer."""
     for tower, numbers in enumerate(lists):
         for source in range(len(numbers)):
             for target in range(len(numbers)):
@@ -137,7 +139,7 @@ HEAD = ("script", "lists", "utilisation", "best lists found", "utilisation", "bo
 
 
 def measure(size: str, num_steps: int, lists: Lists | None, searches: bool) -> dict[str, Any]:
-    """Utilisation with ``lists`` (None: the shipped ones), and with those that the search finds from there."""
+    """The utilisation with ``lists`` (None: the shipped ones), and with the best that a search from them finds."""
     workload = Workload.of(size, num_steps)
     if lists is not None:
         workload = Workload(with_lists(workload.model, lists), workload.steps)

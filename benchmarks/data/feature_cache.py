@@ -1,9 +1,9 @@
-"""How much of a step is saved where what a frozen ViT makes is kept: epochs of one run, the first against the others.
+"""How much of a step's time the cache of a frozen ViT's features saves: the first epoch of a run against the others.
 
     python -m benchmarks.data.feature_cache [--side PIXELS] [--epochs NUMBER]
 
-Prints the median seconds of a step of the first epoch, which computes, of the later ones, which read, and their ratio;
-and the ratio of their FLOPs.  The model is the demo's, which is small; the shares of a real one are by its FLOPs.
+Prints the median seconds of a step in the first epoch, which computes the features, and in later ones, which read them,
+the ratio of both, and the ratio of their FLOPs.  The model is the demo's small one; for a real model, take the FLOPs.
 """
 
 import json

@@ -1,11 +1,11 @@
-"""Does the data keep up with the device: samples a second of the loader, and how long a step waits for it.
+"""Does the loader keep up with the device?  Its samples per second, and how long a step waits for it.
 
     python -m benchmarks.data.loader [--workers 8 16] [--records FILE] [--step-seconds 0.5]
 
-Writes JPEG files of 640 x 480 and their conversations, and reads them as a run does: decode, resize, patches, tokens,
-packed microbatches.  First as fast as the workers can, then with a pause as long as a training step between two steps,
-in which the time of ``next()`` is what a step would wait.  A step's time is ``--step-seconds``, or our step's median in
-``--records``.  No device is used.
+Writes JPEG files of 640 x 480 with conversations, and reads them as a run does: decode, resize, patches, tokens, packed
+microbatches.  It reads first as fast as the workers can, then with a pause as long as a training step before each step:
+the time that ``next()`` then takes is what a step would wait.  The pause is ``--step-seconds``, or the median of our
+step in ``--records``.  No device is used.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from benchmarks.measure import num_cores, shipped_model
-from benchmarks.records import Records, Results
+from benchmarks.records import OURS, Records, Results, add_record_flags
 from demo.tiny_checkpoint import build
 from mm.config.data import DataConfig, read_data
 from mm.data.encode.encoder import SampleEncoder
@@ -31,7 +31,7 @@ NUM_WORDS = 112
 
 
 def write_samples(directory: Path, count: int) -> DataConfig:
-    """``count`` conversations about a JPEG each, and a tokenizer."""
+    """Write a tokenizer and ``count`` conversations, each about a JPEG file."""
     samples = Mock(count, text_length=NUM_WORDS, num_pictures=count).write(directory)
     build(directory / "hf", samples.read_text().splitlines(), seed=0)
     write_data(directory, samples)
@@ -77,9 +77,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--samples-per-step", type=int, default=12)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--step-seconds", type=float, help="default: our step's median in --records")
-    parser.add_argument("--size", default="3b", help="of the model whose step time is taken")
-    parser.add_argument("--records", type=Path, help="file of JSON lines to append to")
-    parser.add_argument("--label", default="loader", help="names this command in the records")
+    parser.add_argument("--size", default="3b", help="size of the model, for the records")
+    add_record_flags(parser, "loader")
     return parser.parse_args(argv)
 
 
@@ -87,7 +86,7 @@ def main(argv: list[str]) -> None:
     flags = parse(argv)
     step_seconds = flags.step_seconds
     if step_seconds is None and flags.records is not None and flags.records.exists():
-        step = Results.read(flags.records).step("step", "ours")
+        step = Results.read(flags.records).step("step", OURS)
         step_seconds = step and step["step_seconds"]["median"]
     records = Records(flags.records, flags.label, "no device", flags.size)
     with tempfile.TemporaryDirectory() as name:

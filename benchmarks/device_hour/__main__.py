@@ -1,19 +1,18 @@
-"""An hour on a device: everything that docs/performance.md says of accelerators, measured in one go.
+"""An hour on a device: measures everything that docs/performance.md says about accelerators.
 
     python -m benchmarks.device_hour --list
     python -m benchmarks.device_hour --output runs/device [--steps parity ceilings ...] [--within 580]
 
-Runs a list of commands, correctness first, each in a process of its own with a limit of its own, and goes on after one
-that fails.  Under ``--output``: ``records.jsonl`` (each result, written as it is found, and how each command ended),
-``log.txt`` (all that was printed), ``profile.txt`` (the operators of one step) and ``tables.md`` (the results as
-docs/performance.md shows them; ``python -m benchmarks.device_hour.render`` puts them there).  Commands that are
-recorded as done are not run again unless ``--steps`` names them, so the same line goes on after an interruption.  On a
-machine that is lent by the minute ``--within SECONDS`` ends by then: a command for which less than half of its limit is
-left is not begun, and others end at what is left.
+Runs a list of commands, correctness first, each in a new process with a time limit, and continues after one that
+fails.  It writes to ``--output``: ``records.jsonl`` (each result at once, and how each command ended), ``log.txt`` (all
+output), ``profile.txt`` (the operators of one step) and ``tables.md`` (the results as docs/performance.md shows them;
+``python -m benchmarks.device_hour.render`` puts them there).  Commands that are recorded as done do not run again
+unless ``--steps`` names them, so the same line continues after an interruption.  ``--within SECONDS`` ends in that
+time: it skips a command if less than half of its limit is left, and shortens the limits of others to the time left.
 
-What a machine needs: this repository, torch for its device, transformers, megatron-core and the few packages that
-setup.py lists.  Where nothing can be installed, put wheels of what is missing beside the repository and unpack them
-into a folder:
+A machine needs this repository, torch for its device, transformers, megatron-core and the few packages that setup.py
+lists.  Where nothing can be installed, put wheels of the missing packages beside the repository and unpack them into a
+folder:
 
     python -m pip install --no-index --no-deps --target .site WHEELS/*.whl
     export PYTHONPATH=.site
@@ -35,7 +34,7 @@ from tests.files import ROOT
 TAIL_CHARACTERS = 1500
 FROZEN = ("--freeze", "vision", "projector")
 HALVES = ("--tokens", "4096", "--num-microbatches", "2")
-"""transformers, which makes logits of all tokens, padding included, has no room for 8192 in 141 GB."""
+"""transformers computes logits of all tokens, including padding; with 8192 they do not fit 141 GB."""
 ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     # shapes differ from step to step; without this the allocator's gaps grow
@@ -51,10 +50,10 @@ class Step:
 
     name: str
     limit_seconds: int
-    fills: str
-    """Which figures it is for."""
+    purpose: str
+    """The figures that it measures."""
     words: tuple[str, ...]
-    """What follows ``python -m``; {records} and {output} stand for the paths."""
+    """The command after ``python -m``; {records} and {output} stand for the paths."""
 
 
 def _kernels(*groups: str) -> tuple[str, ...]:
@@ -69,20 +68,22 @@ def _speed(*words: str, size: str = "3b", peer: bool = False) -> tuple[str, ...]
 STEPS = (
     Step("tests", 150, "correctness", ("pytest", "-q", "-W", "default", "tests/device", "tests/model", "-k", "cuda")),
     Step("parity", 180, "correctness", ("benchmarks.step", "parity")),
-    Step("ceilings", 200, "G10, G11: what is divided by; products, weight gradients, ffn widths, forms of Adam",
+    Step("ceilings", 200, "ceilings; matrix products, weight gradients, ffn widths, forms of Adam",
          _kernels("ceilings", "gemm", "optimizer")),
-    Step("kernels", 240, "G14; which form of attention, SwiGLU, rope, RMSNorm", _kernels("attention", "pointwise")),
-    Step("step", 150, "G10, G11, G12", _speed("--mix")),
-    Step("mixed", 360, "G9, where transformers pads",
+    Step("kernels", 240, "forms of attention, SwiGLU, rope and RMSNorm", _kernels("attention", "pointwise")),
+    Step("step", 150, "FLOP/s, optimizer and memory of a 3B step", _speed("--mix")),
+    Step("mixed", 360, "speed over transformers on mixed samples, which it pads",
          _speed("--mix", *HALVES, "--rounds", "2", "--warmup", "2", "--steps", "5", peer=True)),
-    Step("equal", 240, "G9 without padding", _speed(*HALVES, "--warmup", "2", "--steps", "5", peer=True)),
+    Step("equal", 240, "speed over transformers on equal samples",
+         _speed(*HALVES, "--warmup", "2", "--steps", "5", peer=True)),
     Step("profile", 120, "where the time of a step goes", _speed("--steps", "3", "--profile", "{output}/profile.txt")),
-    Step("one_sample", 120, "one sample a microbatch", _speed("--tokens", "689", "--num-microbatches", "8")),
-    Step("frozen", 120, "G15", _speed("--mix", *FROZEN)),
-    Step("recompute", 120, "G12 with recomputation", _speed("--mix", "--recompute")),
-    Step("large", 240, "G10 and G12 of 7B", _speed("--num-microbatches", "4", "--recompute", *FROZEN, size="7b")),
-    Step("towers", 180, "G9: the ViT and the LLM alone", _kernels("towers")),
-    Step("loader", 150, "G13", ("benchmarks.data.loader",)),
+    Step("one_sample", 120, "one sample per microbatch", _speed("--tokens", "689", "--num-microbatches", "8")),
+    Step("frozen", 120, "time and memory that a frozen ViT saves", _speed("--mix", *FROZEN)),
+    Step("recompute", 120, "memory of a 3B step with recomputation", _speed("--mix", "--recompute")),
+    Step("large", 240, "FLOP/s and memory of a 7B step",
+         _speed("--num-microbatches", "4", "--recompute", *FROZEN, size="7b")),
+    Step("towers", 180, "speed over transformers of the ViT and the LLM alone", _kernels("towers")),
+    Step("loader", 150, "time that a step waits for the loader", ("benchmarks.data.loader",)),
 )  # fmt: skip
 
 REHEARSAL = {
@@ -93,7 +94,7 @@ REHEARSAL = {
 REHEARSED_KERNELS = ("--device", "cpu", "--size", "tiny")
 REHEARSED_STEP = (*REHEARSED_KERNELS, "--tokens", "400", "--num-microbatches", "2", "--rounds", "1", "--warmup", "1",
                   "--steps", "1")  # fmt: skip
-"""Words added by ``--rehearse``; of two that differ the last counts."""
+"""Words that ``--rehearse`` appends; they override earlier ones."""
 
 
 def rehearsed(step: Step) -> Step:
@@ -103,14 +104,14 @@ def rehearsed(step: Step) -> Step:
 
 
 def command(step: Step, output: Path) -> list[str]:
-    """With the records' path and the step's name, where the program takes them."""
+    """The words that run ``step``, with the records' path and the step's name if the program takes them."""
     words = [word.format(records=output / "records.jsonl", output=output) for word in step.words]
     ours = [] if step.words[0] == "pytest" else ["--records", str(output / "records.jsonl"), "--label", step.name]
     return [sys.executable, "-m", *words, *ours]
 
 
 def run(step: Step, output: Path) -> bool:
-    """Run one command to its end or its limit and record how it ended; whether it succeeded."""
+    """Run one command to its end or its limit, and record how it ended; returns whether it succeeded."""
     records, log = output / "records.jsonl", output / "log.txt"
     append(records, {"kind": "begin", "label": step.name})
     words, start = command(step, output), time.monotonic()
@@ -118,7 +119,7 @@ def run(step: Step, output: Path) -> bool:
         file.write(f"\n== {step.name}: {' '.join(words)}\n".encode())
         file.flush()
         offset = file.tell()
-        # a session of its own, so that at the limit its children end with it
+        # in a new session, so that at the limit its children end too
         child = subprocess.Popen(words, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
                                  env={**ENVIRONMENT, **os.environ})  # fmt: skip
         try:
@@ -140,7 +141,7 @@ def run(step: Step, output: Path) -> bool:
 
 
 def chosen(names: list[str] | None, output: Path) -> list[Step]:
-    """The named steps, else all that are not recorded as done."""
+    """The named steps; without names, all that are not recorded as done."""
     if names is not None:
         return [step for step in STEPS if step.name in names]
     records = output / "records.jsonl"
@@ -152,10 +153,10 @@ def chosen(names: list[str] | None, output: Path) -> list[Step]:
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [step.name for step in STEPS]
-    parser.add_argument("--output", type=Path, default=Path("runs/device"), help="folder of everything that is written")
-    parser.add_argument("--list", action="store_true", help="print what would be run, and run nothing")
+    parser.add_argument("--output", type=Path, default=Path("runs/device"), help="folder for all files")
+    parser.add_argument("--list", action="store_true", help="print the commands, and run none")
     parser.add_argument("--steps", nargs="+", choices=names, metavar="NAME", help=f"only these: {', '.join(names)}")
-    parser.add_argument("--within", type=int, metavar="SECONDS", help="end by then; see above")
+    parser.add_argument("--within", type=int, metavar="SECONDS", help="end within this time; see above")
     parser.add_argument("--limit", nargs="+", default=[], metavar="NAME=SECONDS", help="other limits of steps")
     parser.add_argument("--rehearse", action="store_true", help="a tiny size on the CPU: shows that it runs")
     flags = parser.parse_args(argv)
@@ -176,7 +177,7 @@ def main(argv: list[str]) -> int:
     steps = [replace(step, limit_seconds=flags.limit.get(step.name, step.limit_seconds)) for step in steps]
     if flags.list:
         for step in steps:
-            print(f"{step.name} (at most {step.limit_seconds} s; {step.fills}):")
+            print(f"{step.name} (at most {step.limit_seconds} s; {step.purpose}):")
             print(f"  python {' '.join(command(step, output)[1:])}")
         return 0
     output.mkdir(parents=True, exist_ok=True)

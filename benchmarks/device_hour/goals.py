@@ -1,4 +1,4 @@
-"""The goals on accelerators, each with what was measured of it."""
+"""The goals on accelerators, each with its measurement."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Goal:
     what: str
     bound: float
     is_least: bool
-    """Whether the value must be at least ``bound``, else at most."""
+    """Whether ``bound`` is the least value that reaches the goal; otherwise it is the largest."""
     value: float | None
     """None: not measured."""
     unit: str = "x"

@@ -1,9 +1,9 @@
-"""Puts what was measured on an accelerator into docs/performance.md, between two marks.
+"""Writes the measurements on an accelerator into docs/performance.md, between two marks.
 
     python -m benchmarks.device_hour.render [--records runs/device/records.jsonl] [--document docs/performance.md]
 
-Without ``--records`` the records are those kept in benchmarks/device_hour/records.jsonl, if there are any: a figure
-stands in the document only together with the record it comes from.
+Without ``--records`` it takes the records in benchmarks/device_hour/records.jsonl, if that file exists: the document
+has no figure whose record is not in the repository.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def _titled(title: str, head: Iterable[str], rows: Iterable[Iterable[object]]) -
 
 
 def _number(value: float | None) -> str:
-    """Three significant digits, and no fraction from 100 on."""
+    """Three significant digits, without a fraction from 100 on; "" for None."""
     if value is None:
         return ""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
@@ -96,7 +96,7 @@ def _steps(results: Results) -> Iterator[tuple[str, str, dict]]:
 
 
 def _step_rows(results: Results) -> Iterator[tuple[str, ...]]:
-    """Every side that was timed, then those that ended in an error."""
+    """Every side that was timed, then those that failed."""
 
     def percent(value: float | None) -> str:
         return "" if value is None else f"{100 * value:.1f} %"
@@ -151,7 +151,7 @@ def _loader_rows(results: Results) -> Iterator[tuple[object, ...]]:
 
 
 def _kernel_tables(results: Results) -> Iterator[list[str]]:
-    """A table for each group of kernels, without attention's forward pass alone: that is in the records."""
+    """A table for each group of kernels.  The forward pass of attention alone is only in the records."""
     products = results.of("kernel", group="gemm")
     passes = list(dict.fromkeys(one["name"] for one in products))
     cases = {case: {one["name"]: one for one in products if one["case"] == case}
@@ -187,7 +187,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--records", type=Path)
     parser.add_argument("--document", type=Path, default=ROOT / "docs" / "performance.md")
-    parser.add_argument("--goals", type=Path, help="JSON file to write the goals to, with what was measured of each")
+    parser.add_argument("--goals", type=Path, help="JSON file to write the goals and their measurements to")
     flags = parser.parse_args(argv)
     path = flags.records or (KEPT if KEPT.exists() else None)
     records = read_records(path) if path else []

@@ -1,19 +1,20 @@
-"""The kernels of a training step on one device, each in the forms that could compute it.
+"""The kernels of a training step on one device, each in every form that could compute it.
 
     python -m benchmarks.kernels ceilings gemm attention pointwise optimizer towers [--size 3b] [--records FILE]
 
 ``ceilings`` measures what the device can do at best: a large matrix product and a large copy.  The other groups time
-the shapes of one 3B step of 12 samples of 689 tokens (or of one) in every available form, so that choices between them
-are made by measurement; ``towers`` times the whole ViT and the whole LLM against transformers'.  "ours" is what
-``mm.device`` picks for this device.  Each result is one JSON line, printed and appended to ``--records`` at once, with
-the median time and the relative difference of what the form computes from what the first form of its case does.  A form
-that this device or torch lacks gets an "error" in place of times; the exit status is 1 when one of ours does.
+every available form at the shapes of one 3B step, with 12 samples of 689 tokens and with one, so that the choice
+between forms rests on measurements.  ``towers`` times the whole ViT and the whole LLM against transformers'.  "ours" is
+the form that ``mm.device`` picks for this device.
+
+Each result is one JSON line, printed and at once appended to ``--records``, with the median time of a form and the
+relative difference between its result and that of the first form of the case.  A form that this device or torch lacks
+gets an "error" instead of times; the exit status is 1 if that happens to one of ours.
 """
 
 import argparse
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from benchmarks.kernels.attention import attention
 from benchmarks.kernels.bench import Bench, Form, with_backward
 from benchmarks.kernels.pointwise import pointwise
 from benchmarks.measure import DEVICES, SIZES
-from benchmarks.records import OURS, Records
+from benchmarks.records import OURS, Records, add_record_flags
 from mm.device.device import Device
 from mm.weights.table import model_weights
 from tests.workload import num_patches, num_tokens
@@ -32,11 +33,11 @@ from tests.workload import num_patches, num_tokens
 CEILING_SIDE, CEILING_COPY_BYTES = 8192, 4 << 30
 TINY_CEILING_SIDE, TINY_CEILING_COPY_BYTES = 256, 4 << 20
 FFN_SIZES, TP_SIZES = (3420, 3424, 3456), (1, 2, 4)
-"""The ViT's ffn of 3B and 7B, with rows that are a multiple of 16 bytes, and as in 32B and 72B."""
+"""Width of the ViT's ffn: in 3B and 7B, the same rounded up to rows of whole 16 bytes, and in 32B and 72B."""
 
 
 def ceilings(bench: Bench) -> None:
-    """What the device can do at best, with random numbers."""
+    """The device's best rates, on random numbers."""
     side = TINY_CEILING_SIDE if bench.is_tiny else CEILING_SIDE
     a, b = bench.random(side, side), bench.random(side, side)
     out = torch.empty_like(a)
@@ -51,7 +52,7 @@ def ceilings(bench: Bench) -> None:
 
 
 def gemm(bench: Bench) -> None:
-    """Matrix products of both towers, weight gradients, the ViT's ffn at widths and cuts, the patch embedding."""
+    """Matrix products of both towers, weight gradients, the ViT's ffn by width and TP size, the patch embedding."""
     vision, language = bench.model.vision, bench.model.language
     for samples in bench.num_samples:
         for tower, rows in (("LLM", samples * num_tokens(bench.sample)), ("ViT", samples * num_patches(bench.sample))):
@@ -101,7 +102,7 @@ def weight_gradients(bench: Bench, case: str, rows: int, inputs: int, outputs: i
 
 
 def patch_embedding(bench: Bench, rows: int) -> None:
-    """The first layer of the ViT as a product and as the 3-D convolution it is in the files."""
+    """The first layer of the ViT as a matrix product, and as the 3-D convolution that published checkpoints have."""
     vision = bench.model.vision
     kernel = (vision.temporal_patch_size, vision.patch_size, vision.patch_size)
     patches = bench.random(rows, vision.patch_elements)
@@ -131,7 +132,7 @@ def optimizer(bench: Bench) -> None:
     adam = torch.optim.AdamW(weights, lr=1e-9, weight_decay=0.01, fused=True)
 
     def step(grad_scale: Tensor | None) -> None:
-        adam.grad_scale = grad_scale  # as torch's own GradScaler hands it to a fused optimizer
+        adam.grad_scale = grad_scale  # how torch's own GradScaler passes it to a fused optimizer
         adam.found_inf = None if grad_scale is None else torch.zeros((), device=device)
         adam.step()
 
@@ -143,7 +144,7 @@ def optimizer(bench: Bench) -> None:
         for low, high in zip(lower, weights, strict=True):
             low.copy_(high)
 
-    works: dict[str, tuple[float, Form]] = {  # bytes that one number costs, and the work
+    works: dict[str, tuple[float, Form]] = {  # bytes read and written per weight, and the work
         "norm, foreach": (4, lambda: torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))),
         "clip, mul and copy_ one by one": (16, clip_one_by_one),
         "clip, foreach": (8, lambda: torch._foreach_mul_(gradients, scale)),
@@ -159,7 +160,7 @@ def optimizer(bench: Bench) -> None:
 
 
 def towers(bench: Bench) -> None:
-    """Both towers as a whole; needs megatron-core and transformers, so it is loaded when asked for."""
+    """Both towers as a whole.  Imported here, because only this group needs megatron-core and transformers."""
     from benchmarks.kernels.towers import time_towers
 
     time_towers(bench)
@@ -176,8 +177,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("groups", nargs="+", choices=GROUPS)
     parser.add_argument("--device", default="auto", choices=DEVICES)
     parser.add_argument("--size", default="3b", choices=SIZES)
-    parser.add_argument("--records", type=Path, help="file of JSON lines to append to")
-    parser.add_argument("--label", default="kernels", help="names this command in the records")
+    add_record_flags(parser, "kernels")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction,
                         help="time torch.compile's forms too (default: on CUDA)")  # fmt: skip
     return parser.parse_args(argv)

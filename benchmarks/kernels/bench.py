@@ -1,4 +1,4 @@
-"""Shared by all groups of benchmarks.kernels: the device, a clock, the shapes, and where results go."""
+"""Shared by all groups of benchmarks.kernels: comparing the forms of a kernel on one device."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -16,7 +16,7 @@ NUM_SAMPLES = 12
 """Number of samples in the large case; the small one has a single sample."""
 
 Form = Callable[[], Any]
-"""Computes a tensor, a tuple of tensors, or works in place and returns None."""
+"""Returns a tensor or a tuple of tensors, or works in place and returns None."""
 
 
 class Bench:
@@ -31,11 +31,11 @@ class Bench:
         self.clock = Clock(device, num_warmup=1, seconds=0.0) if self.is_tiny else Clock(device)
         self.dtype = torch.float32 if device.kind == "cpu" else torch.bfloat16
         self.failed: list[str] = []
-        """Cases in which our own form ended in an error."""
+        """Cases in which our own form raised an error."""
         self._generator = torch.Generator(device.torch_device).manual_seed(0)
 
     def random(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Normal numbers; never zeros, on which a device may be faster."""
+        """Normally distributed numbers; a device may be faster on zeros."""
         where = {"generator": self._generator, "device": self.device.torch_device}
         return torch.randn(shape, dtype=dtype or self.dtype, **where)
 
@@ -45,7 +45,7 @@ class Bench:
     ) -> None:  # fmt: skip
         """Time each form and record it.
 
-        ``reset`` undoes what forms change, before each of them; ``ran`` names the operators of each form.
+        ``reset`` is called before each form and undoes changes in place; ``ran`` names the operators of each form.
         """
         reference = None
         facts |= {"group": group, "case": case, "dtype": str(self.dtype).removeprefix("torch.")}
@@ -61,7 +61,7 @@ class Bench:
                 found["difference"] = max((relative_difference(*pair) for pair in pairs), default=0.0)
                 del result
                 timing = self.clock.time(form)
-            except Exception as error:  # recorded, and the forms after it are measured all the same
+            except Exception as error:  # is recorded; the other forms are still measured
                 found["error"] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:300]
                 if name == OURS:
                     self.failed.append(f"{group}, {case}")
@@ -81,13 +81,13 @@ def _tensors(result: Any) -> tuple[Tensor, ...]:
 
 
 def relative_difference(found: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over the norm, in fp32."""
+    """The norm of the difference over the norm of ``expected``, in fp32."""
     expected = expected.float()
     return float((found.detach().float() - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
 def with_backward(forward: Form, inputs: list[Tensor], gradient: Tensor) -> Form:
-    """The output of ``forward`` and the gradients of ``inputs``."""
+    """A form that returns the output of ``forward`` and the gradients of ``inputs``."""
 
     def both() -> tuple[Tensor, ...]:
         output = forward()

@@ -34,7 +34,7 @@ def forms(bench: Bench, plain: Callable[..., Any], ours: Callable[..., Any]) -> 
 
 @cache
 def _compiled(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled once for all shapes, as training would."""
+    """Compiled once for all shapes, as in training."""
     return torch.compile(plain, dynamic=True)
 
 
@@ -44,7 +44,7 @@ def plain_swiglu(x: Tensor) -> Tensor:
 
 
 def plain_rope(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[rows, groups, queries + 2, head_dim] taken apart, queries and keys rotated as transformers does."""
+    """Split [rows, groups, queries + 2, head_dim], and rotate queries and keys like transformers."""
     q, k, v = qkv.split((qkv.shape[2] - 2, 1, 1), dim=2)
     cos, sin = cos[:, None], sin[:, None]
 
@@ -64,13 +64,13 @@ def swiglu(bench: Bench, case: str, rows: int, ffn: int) -> None:
     x, gradient = bench.random(rows, 2 * ffn).requires_grad_(), bench.random(rows, ffn)
     found = {name: with_backward(lambda form=form: form(x), [x], gradient)
              for name, form in forms(bench, plain_swiglu, bench.device.kernels.swiglu).items()}  # fmt: skip
-    # the least: x read and the product written, then x and its gradient read and the gradient of x written
+    # at least: read x, write the product; then read x and the product's gradient, write the gradient of x
     bench.compare("pointwise", f"SwiGLU, {case}", found, num_bytes=8 * rows * ffn * x.element_size(),
                   shapes=list(x.shape))  # fmt: skip
 
 
 def rope(bench: Bench, case: str, rows: int, tower: VisionConfig | LanguageConfig, dtype: torch.dtype) -> None:
-    """``dtype``: of the tables, in which the rotation is computed; transformers' ViT takes fp32."""
+    """``dtype``: that of the tables, in which the rotation is computed; fp32 in transformers' ViT."""
     dim, groups = tower.head_dim, tower.num_query_groups
     angles = bench.random(rows, dim // 2, dtype=torch.float32).repeat(1, 2)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
@@ -83,7 +83,7 @@ def rope(bench: Bench, case: str, rows: int, tower: VisionConfig | LanguageConfi
         return (*heads, *torch.autograd.grad(heads, [qkv], gradients))
 
     found = {name: partial(work, form) for name, form in forms(bench, plain_rope, bench.device.kernels.rope).items()}
-    # the least: all of qkv read and written both ways
+    # at least: read and write all of qkv, forward and backward
     bench.compare("pointwise", f"split and rope, {case}", found, shapes=list(qkv.shape),
                   num_bytes=4 * qkv.nbytes + 4 * cos.nbytes)  # fmt: skip
 

@@ -1,8 +1,8 @@
 """The whole ViT and the whole LLM, forward and backward, ours and transformers' in turn; see benchmarks.kernels.
 
-The LLM's samples are text only, so its times hold the embedding, the head and the loss too.  Times are of the host's
-clock round the work and a wait for the device, as a training step has them: transformers' ViT waits for the device in
-the middle, and ours prepares its lengths on the host.
+The LLM's samples are text only; its times include the embedding, the head and the loss.  The host's clock measures the
+work and a wait for the device, because both sides also take time on the host: transformers' ViT waits for the device in
+the middle, and ours prepares its lengths.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ TINY_WARMUP, TINY_TIMED = 1, 2
 
 
 def time_towers(bench: Bench) -> None:
-    """One at a time; of the other tower a single layer is there, which takes no part."""
+    """Time one tower at a time, in a model that has one unused layer of the other."""
     precision = "fp32" if bench.device.kind == "cpu" else "bf16"
     whole = model_config(bench.size)
     samples = {"ViT": bench.sample, "LLM": ((), num_tokens(bench.sample))}
@@ -52,7 +52,7 @@ def time_towers(bench: Bench) -> None:
 
 
 def _first_layer_only(model: ModelConfig, part: str) -> ModelConfig:
-    """The model with one layer left of the tower ``part``."""
+    """The model with only the first layer of the tower ``part``."""
     tower = dataclasses.replace(getattr(model, part), num_layers=1, pipeline_num_layers=((1,),))
     if part == "vision":
         tower = dataclasses.replace(tower, fullatt_block_indexes=(0,))
@@ -60,11 +60,11 @@ def _first_layer_only(model: ModelConfig, part: str) -> ModelConfig:
 
 
 Work = Callable[[], Tensor]
-"""Forward and backward; what the tower computed."""
+"""Runs a tower forward and backward, and returns its output."""
 
 
 def _vision(ours: Ours, peer: Peer, microbatch: Microbatch) -> dict[str, Work]:
-    """Pixels to visual tokens, projector included, and back."""
+    """From pixels to visual tokens, including the projector, and back."""
     (stage,), (ddp,), visual = ours.setup.stage.chunks, ours.setup.models, peer.model.model.visual
     batch = peer.batches([microbatch])[0]
 
@@ -75,18 +75,18 @@ def _vision(ours: Ours, peer: Peer, microbatch: Microbatch) -> dict[str, Work]:
         tokens.backward(torch.ones_like(tokens))
         return tokens
 
-    def their_tower() -> Tensor:
+    def peer_tower() -> Tensor:
         peer.optimizer.zero_grad()
         tokens = visual(batch["pixel_values"].to(visual.dtype), batch["image_grid_thw"])
         tokens = tokens if isinstance(tokens, Tensor) else tokens.pooler_output
         tokens.backward(torch.ones_like(tokens))
         return tokens
 
-    return {OURS: our_tower, PEER: their_tower}
+    return {OURS: our_tower, PEER: peer_tower}
 
 
 def _language(ours: Ours, peer: Peer, microbatch: Microbatch) -> dict[str, Work]:
-    """Token ids to the loss and back."""
+    """From token ids to the loss and back."""
     batches = peer.batches([microbatch])
     return {
         OURS: lambda: torch.tensor(ours.pass_over([microbatch])),
@@ -95,7 +95,7 @@ def _language(ours: Ours, peer: Peer, microbatch: Microbatch) -> dict[str, Work]
 
 
 def _alternate(bench: Bench, tower: str, works: dict[str, Work], flops: float, rows: int) -> None:
-    """Warm up and time both sides in turn; a side that ends in an error is recorded as such."""
+    """Warm up and time both sides in turn, and record each."""
     warmup, timed = (TINY_WARMUP, TINY_TIMED) if bench.is_tiny else (NUM_WARMUP, NUM_TIMED)
     seconds: dict[str, list[float]] = {name: [] for name in works}
     results: dict[str, Tensor] = {}

@@ -1,16 +1,20 @@
-"""How close the pipeline comes to the step that it could make if messages took no time.
+"""How close a pipeline's step comes to the ideal, a step whose messages take no time.
 
     python -m benchmarks.pipeline [--only NAME ...] [--rounds 5] [--output FILE.json]
 
-``sleep``: four stages whose chunks sleep a known time, so that the schedule alone is seen: 1F1B, virtual chunks, and a
-frozen prefix, each against its simulated ideal.  ``compute``: two processes of one thread each, so that two cores are
-two devices, against one process of one thread: the share of the ideal m p / (m + p - 1), the same for two virtual
-chunks; a frozen ViT on a stage of its own, whose ideal is simulated from what ViT, LLM and backward pass took on one
-process; and batches of changing lengths against equal ones with the same tokens.  Two cores share caches and memory,
-which two devices do not: so the one process has another like it beside it, on the other core.  Both sides of a ratio
-run in turn, ``--rounds`` times; medians over the rounds are printed as JSON.
+``sleep`` measures the schedule alone: four stages whose chunks sleep a known time, for 1F1B, virtual chunks, and a
+frozen prefix, each against its simulated ideal.
+
+``compute`` compares two processes of one thread each, so that two cores stand for two devices, with one process of one
+thread.  It reports the share of the ideal m p / (m + p - 1), also for two virtual chunks; a frozen ViT on a separate
+stage, whose ideal is simulated from the times of ViT, LLM and backward pass in one process; and batches of changing
+lengths against equal ones with the same tokens.  Unlike two devices, two cores share caches and memory, so a copy of
+the one process runs on the other core.
+
+Both sides of a ratio run in turn, ``--rounds`` times; medians over the rounds are printed as JSON.
 """
 
+import argparse
 import dataclasses
 import json
 import os
@@ -30,7 +34,7 @@ from mm.weights.trained import GradientPath
 
 NUM_MICROBATCHES = 16
 SLEEP_FORWARD, SLEEP_BACKWARD = 0.03, 0.06
-"""Seconds that a stage sleeps in one pass over a microbatch, all its chunks together."""
+"""Seconds that a stage, with all its chunks, sleeps in one pass over a microbatch."""
 IMAGE = (1, 32, 32)
 TOKENS = 256
 """Mean number of text tokens in a microbatch."""
@@ -45,11 +49,10 @@ class Case:
     language: tuple[tuple[int, ...], ...]
     freeze: tuple[str, ...] = ()
     lengths: str = "equal"
-    """"equal", or "changing": the same number of tokens in all, of another length in each microbatch."""
+    """"equal"; or "changing": microbatches of different lengths, with as many tokens in total."""
     has_images: bool = False
     sleeps: bool = False
-    is_small: bool = False
-    """Whether the model is a far smaller one, whose times say nothing."""
+    """Whether chunks sleep instead of computing."""
 
     @property
     def num_stages(self) -> int:
@@ -64,7 +67,7 @@ SLEEP_CASES = {
 }
 ONE = Case(((4,),), ((8,),))
 COMPUTE_CASES = {
-    # name: what is measured, and what it is compared with
+    # name: the measured case, and the one that it is compared with
     "PP 2 over PP 1": (Case(((4, 0),), ((4, 4),)), ONE),
     "PP 2, 2 virtual chunks, over PP 1": (Case(((4, 0), (0, 0)), ((2, 2), (2, 2))), ONE),
     "frozen ViT on a stage of its own, over PP 1": (
@@ -74,7 +77,7 @@ COMPUTE_CASES = {
 
 
 def model_of(case: Case) -> ModelConfig:
-    vision, language = (64, 64) if case.is_small or case.sleeps else (256, 384)
+    vision, language = (64, 64) if case.sleeps else (256, 384)
     num_vision, num_language = (sum(map(sum, lists)) for lists in (case.vision, case.language))
     return ModelConfig(
         VisionConfig(num_vision, case.vision, vision, 2 * vision, 4, 112, (1, 3), freeze="vision" in case.freeze),
@@ -102,8 +105,8 @@ def sleep(is_forward: bool, num_chunks: int) -> None:
 
 
 def worker(case: Case, num_steps: int) -> dict[str, Any]:
-    """Seconds of each step's forward and backward passes, as the slowest rank saw them, and of this rank's work in
-    them, by its kind."""
+    """For each step: the seconds of its forward and backward passes on the slowest rank, and this rank's seconds in
+    them by kind of work."""
     from mm.device.device import Device
 
     device = Device.pick("cpu")
@@ -144,16 +147,16 @@ def worker(case: Case, num_steps: int) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """Medians over the steps of a round."""
+    """Medians over the steps of one launch."""
 
     seconds: float
     """Duration of a step."""
     works: dict[str, float]
-    """Seconds of the first rank's work in a step, by its kind."""
+    """The first rank's seconds in a step, by kind of work."""
 
 
 def measure(case: Case, num_steps: int) -> Measured:
-    """Run ``case`` in processes of its own."""
+    """Run ``case`` in new processes."""
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / "seconds.json"
         request = json.dumps({"case": dataclasses.asdict(case), "num_steps": num_steps})
@@ -164,7 +167,7 @@ def measure(case: Case, num_steps: int) -> Measured:
 
 
 def measure_beside_another(case: Case, num_steps: int) -> Measured:
-    """The same on both cores: a case of one process runs twice at once, each on its own."""
+    """Like ``measure``, with both cores busy: two copies of a case of one process run at the same time."""
     if case.num_stages == 2:
         return measure(case, num_steps)
     with ThreadPoolExecutor(2) as pool:
@@ -174,7 +177,7 @@ def measure_beside_another(case: Case, num_steps: int) -> Measured:
 
 
 def sleep_ideal(case: Case) -> float:
-    """Seconds of the simulated step: a slot that no gradient reaches sleeps in forward passes only."""
+    """Seconds of the simulated step, in which a slot without a backward pass sleeps only in forward passes."""
     model, num_chunks = model_of(case), len(case.vision)
     path = GradientPath.of(model)
     flows = [path.comes_back(slot, case.has_images) or slot.has_head for slot in model.placement().slots]
@@ -193,16 +196,16 @@ def sleep_part(names: list[str], rounds: int, num_steps: int) -> dict[str, Any]:
     return found
 
 
-def compute_part(names: list[str], rounds: int, num_steps: int, is_quick: bool) -> dict[str, Any]:
+def compute_part(names: list[str], rounds: int, num_steps: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in (name for name in COMPUTE_CASES if name in names):
-        case, base = (dataclasses.replace(one, is_small=is_quick) for one in COMPUTE_CASES[name])
+        case, base = COMPUTE_CASES[name]
         pairs = [(measure(case, num_steps), measure_beside_another(base, num_steps)) for _ in range(rounds)]
-        ratios = [theirs.seconds / ours.seconds for ours, theirs in pairs]
-        seconds = [(ours.seconds, theirs.seconds) for ours, theirs in pairs]
+        ratios = [of_base.seconds / of_case.seconds for of_case, of_base in pairs]
+        seconds = [(of_case.seconds, of_base.seconds) for of_case, of_base in pairs]
         found[name] = {"seconds": seconds, "speed_ratios": ratios, "speed_ratio": statistics.median(ratios)}
         if base.num_stages == 1:
-            ideals = [ideal_ratio(case, theirs) for _, theirs in pairs]
+            ideals = [ideal_ratio(case, of_base) for _, of_base in pairs]
             shares = [ratio / ideal for ratio, ideal in zip(ratios, ideals, strict=True)]
             found[name] |= {"ideals": ideals, "shares": shares, "share_of_ideal": statistics.median(shares)}
         print(name, json.dumps(found[name]), flush=True)
@@ -210,7 +213,7 @@ def compute_part(names: list[str], rounds: int, num_steps: int, is_quick: bool) 
 
 
 def ideal_ratio(case: Case, one: Measured) -> float:
-    """How many times faster than on one process the step would be on two, if messages took no time."""
+    """The speed of two processes over one, if messages took no time; ``one`` was measured on one process."""
     if case.freeze:  # the first stage has the ViT, the second the LLM
         vision, *rest = (one.works[work.value] / NUM_MICROBATCHES
                          for work in (Work.VISION_FORWARD, Work.LANGUAGE_FORWARD, Work.BACKWARD))
@@ -224,9 +227,8 @@ def main() -> None:
     names = [*SLEEP_CASES, *COMPUTE_CASES]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {names}")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=5, help="timed steps of a round")
-    parser.add_argument("--quick", action="store_true", help="a far smaller model: shows that it runs, not how fast")
-    parser.add_argument("--worker", help="internal: what to measure in these processes")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps of each launch")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.worker:
         request = json.loads(flags.worker)
@@ -237,7 +239,7 @@ def main() -> None:
         return
     found: dict[str, Any] = {"num_microbatches": NUM_MICROBATCHES, "rounds": flags.rounds, "steps": flags.steps}
     found["sleep"] = sleep_part(flags.only, flags.rounds, flags.steps)
-    found["compute"] = compute_part(flags.only, flags.rounds, flags.steps, flags.quick)
+    found["compute"] = compute_part(flags.only, flags.rounds, flags.steps)
     report(found, flags.output, prints=False)
 
 

@@ -1,9 +1,9 @@
-"""For how long NCCL's kernels occupy a device while a stage computes, and what posting messages early gains.
+"""How long NCCL's kernels occupy a device while a stage computes, and what it gains to post messages early.
 
     python -m benchmarks.pipeline.messages [--output F]
 
-What every stage starts and waits for is that of a run (``tests.parallel.messages``), replayed under NCCL's rules
-(``tests.parallel.replay``).
+Each stage posts and awaits the messages of a real run (``tests.parallel.messages``), which are replayed under NCCL's
+rules (``tests.parallel.replay``).
 """
 
 from benchmarks.measure import command, report, table
@@ -13,7 +13,7 @@ from tests.parallel.replay import replay
 MESSAGE_SECONDS = 0.01
 """How long one message takes; the forward pass of an even stage takes 1."""
 CASES = {
-    # name: layout, and seconds of each stage; frozen stages have no backward pass
+    # name: the layout, and the seconds of each stage
     "PP 2, 7B's list, ViT frozen": (
         Layout(((2, 0),), ((1, 3),), VISION, 12), [Seconds(1.0, 1.2), Seconds(0.95, 1.9)]),
     "PP 4, everything trained": (Layout(((1, 1, 0, 0),), ((0, 0, 1, 1),), (), 16), [Seconds(1.0, 2.0)] * 4),
@@ -33,9 +33,9 @@ def main() -> None:
         programs = programs_of(layout, modes, seconds)
         results = [replay(programs[mode], MESSAGE_SECONDS) for mode in modes]
         assert not any(result.stuck for result in results)
-        for result, what in zip(results, ("ahead", "when wanted"), strict=True):
+        for result, posted in zip(results, ("ahead", "when wanted"), strict=True):
             shares = ", ".join(f"{share:.0%}" for share in result.occupied)
-            rows.append((name, what, f"{result.seconds / results[-1].seconds:.4f}", shares))
+            rows.append((name, posted, f"{result.seconds / results[-1].seconds:.4f}", shares))
     print("\n".join(table(HEAD, rows)))
     report([dict(zip(HEAD, row, strict=True)) for row in rows], flags.output, prints=False)
 

@@ -1,21 +1,23 @@
-"""One training step: is it transformers' step, and how fast is it.
+"""One training step: does it compute what transformers computes, and how fast is it?
 
     python -m benchmarks.step parity [--device cuda]
     python -m benchmarks.step speed --size 3b --mix --phases --rounds 2 [--freeze vision projector]
     python -m benchmarks.step cpu [--rounds 9] [--micro-batch-size 1] [--num-microbatches 8]
 
-``parity`` trains two small random models on a mixed batch, in fp32 and bf16, against transformers in fp32 on the CPU.
+``parity`` compares two small random models on a mixed batch, in fp32 and bf16, with transformers in fp32 on the CPU.
 It also reports the errors of transformers' own bf16.
 
-``speed`` times whole steps (schedule, gradient clipping, Adam) of the real sizes with random weights on one device, and
-the same through transformers, each in a process of its own, in turn for ``--rounds`` rounds.  Samples are equal, of 689
-tokens, 315 of them visual; with ``--mix`` their lengths and pictures differ, so that transformers pads, and attention
-over segments of different lengths is used.  Both print JSON and append what they find to ``--records`` as they find it;
-the exit status is 1 when a tolerance is missed.
+``speed`` times whole steps (schedule, gradient clipping, Adam) of the real sizes with random weights on one device,
+ours and transformers' in turn for ``--rounds`` rounds, each side in a new process.  Samples are equal, of 689 tokens,
+315 of them visual; with ``--mix`` their lengths and pictures differ, so that transformers pads, and our attention
+handles segments of different lengths.
+
+``parity`` and ``speed`` print JSON and append each result to ``--records`` at once; the exit status is 1 when a
+tolerance is missed.
 
 ``cpu`` has two parts: one process with one thread for each side (TP1 PP1); then our two-stage pipeline on two processes
-with one thread each, against transformers in one process with two threads.  transformers is tuned in all three: fused
-AdamW, SDPA, and its own linear patch embedding instead of the 3-D convolution.
+with one thread each, against transformers in one process with two threads.  transformers is always tuned: fused AdamW,
+SDPA, and its own linear patch embedding instead of the 3-D convolution.
 """
 
 import argparse
@@ -25,7 +27,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.measure import DEVICES, SIZES, report, run_ranks
-from benchmarks.records import OURS, PEER, Records, append
+from benchmarks.records import OURS, PEER, Records, add_record_flags, append
 from benchmarks.step.speed import NUM_TIMED, NUM_WARMUP, speed, time_side
 from mm.device.device import Device
 
@@ -42,7 +44,7 @@ def parity(flags: argparse.Namespace, _: list[str]) -> bool:
 
 
 def timed(flags: argparse.Namespace, own_arguments: list[str]) -> bool:
-    """One side in this process, or both in processes of their own."""
+    """Time one side in this process, or both sides in new processes."""
     if flags.side is not None:
         device = Device.pick(flags.device)
         result, passed, kind, name = time_side(flags, device), True, "side", device.name
@@ -58,7 +60,7 @@ def timed(flags: argparse.Namespace, own_arguments: list[str]) -> bool:
 
 
 def cpu(flags: argparse.Namespace, own_arguments: list[str]) -> bool:
-    """One stage, then two, in processes of their own."""
+    """Time one stage, then two, in new processes; or, with ``--is-rank``, work as one of these."""
     if flags.is_rank:
         device = Device.pick("cpu")
         from benchmarks.step.cpu import measure
@@ -81,7 +83,7 @@ def cpu(flags: argparse.Namespace, own_arguments: list[str]) -> bool:
 
 
 def keep(flags: argparse.Namespace, kind: str, device: str, size: str, result: dict[str, object]) -> None:
-    """Record ``result`` where the command is to keep records."""
+    """Record ``result`` if ``--records`` is given."""
     if flags.records:
         Records(flags.records, flags.label, device, size).write(kind, **result)
 
@@ -102,10 +104,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parsers[name].add_argument("--output", type=Path, help="JSON file to write")
     for one in (parsers["parity"], parsers["speed"]):
         one.add_argument("--device", default="auto", choices=DEVICES)
-        one.add_argument("--records", type=Path, help="file of JSON lines to append to as results come")
-        one.add_argument("--label", default="step", help="names this command in the records")
+        add_record_flags(one, "step")
         one.add_argument("--precision", choices=("fp32", "bf16"),
-                         help="default: parity both; speed bf16, on a CPU fp32")  # fmt: skip
+                         help="default: both for parity; for speed bf16, or fp32 on a CPU")  # fmt: skip
     _add_speed_flags(parsers["speed"])
     one = parsers["cpu"]
     one.add_argument("--rounds", type=int, default=9)
@@ -119,22 +120,21 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def _add_speed_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", default="3b", choices=SIZES)
     parser.add_argument("--tokens", type=int,
-                        help="tokens of a microbatch (equal samples: rounded to whole ones); default 8192, of 7b 4096")
+                        help="tokens of a microbatch, in whole samples without --mix; default 8192, 4096 for 7b")
     parser.add_argument("--num-microbatches", type=int, default=1)
     parser.add_argument("--mix", action="store_true", help="samples of different lengths and pictures")
     parser.add_argument("--freeze", nargs="*", default=[], choices=("vision", "projector", "language"))
     parser.add_argument("--recompute", action="store_true", help="keep only layer inputs, on both sides")
-    parser.add_argument("--peer-attention", choices=("sdpa", "flash_attention_2"))
-    parser.add_argument("--no-peer", action="store_true")
-    parser.add_argument("--rounds", type=int, default=1, help="how often each side is run, in turn")
+    parser.add_argument("--no-peer", action="store_true", help="time our side only")
+    parser.add_argument("--rounds", type=int, default=1, help="how many times each side runs, in turn")
     parser.add_argument("--warmup", type=int, default=NUM_WARMUP)
     parser.add_argument("--steps", type=int, default=NUM_TIMED)
     parser.add_argument("--phases", action="store_true", help="time the parts of a step")
     parser.add_argument("--profile", type=Path, help="write torch.profiler's table of one more step here")
     parser.add_argument("--ceilings", type=Path,
-                        help="records of benchmarks.kernels, for the share of what was measured")  # fmt: skip
-    parser.add_argument("--side", choices=(OURS, PEER), help="internal: time this side in this process")
-    parser.add_argument("--round", type=int, default=0, help="internal: which round this is")
+                        help="records of benchmarks.kernels, for the share of the measured ceiling")  # fmt: skip
+    parser.add_argument("--side", choices=(OURS, PEER), help=argparse.SUPPRESS)
+    parser.add_argument("--round", type=int, default=0, help=argparse.SUPPRESS)
 
 
 def main(argv: list[str]) -> int:

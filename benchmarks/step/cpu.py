@@ -1,7 +1,7 @@
 """Training steps on the CPU: ours in a pipeline of one or two processes, transformers' in one.
 
-Started by ``python -m benchmarks.step cpu``; to be imported after ``Device.pick``.  Both sides train the same weights
-on the same microbatches in turn; loss and gradient norm of the first step are compared before anything is timed.
+Started by ``python -m benchmarks.step cpu``; import it after ``Device.pick``.  Both sides train the same weights on the
+same microbatches in turn; loss and gradient norm of the first step are compared before anything is timed.
 """
 
 import itertools
@@ -30,7 +30,7 @@ LAYOUTS = {1: ((8,), (8,)), 2: ((8, 0), (0, 8))}
 
 
 def model_of(num_stages: int, is_quick: bool) -> ModelConfig:
-    """34 M weights; ``is_quick``: as many layers and far fewer numbers, to see that everything runs."""
+    """A model of 34 M weights; ``is_quick``: one with as many but narrower layers, which only shows that all runs."""
     widths: tuple[dict[str, Any], dict[str, Any]] = (
         {"hidden_size": 320, "ffn_hidden_size": 856, "window_attn_size": 112},
         {"hidden_size": 512, "ffn_hidden_size": 1408, "mrope_section": (16, 24, 24), "vocab_size": 1024},
@@ -43,7 +43,7 @@ def model_of(num_stages: int, is_quick: bool) -> ModelConfig:
 
 
 def batch_of(model: ModelConfig, step: int, num_samples: int, num_microbatches: int) -> list[Microbatch]:
-    """Pictures of 384 patches, upright and lying by turns; every fourth sample has none."""
+    """Samples with a picture of 384 patches, alternately upright and wide; every fourth sample has none."""
     picture = itertools.cycle([((1, 24, 16),), ((1, 16, 24),), ((1, 24, 16),), ()])
     samples: list[Sample] = [(next(picture), NUM_TEXT_TOKENS) for _ in range(num_samples * num_microbatches)]
     batch = [random_microbatch(model, samples[first : first + num_samples], seed=1000 * step + first)

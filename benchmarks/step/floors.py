@@ -1,4 +1,4 @@
-"""What a step must cost by the formulas: memory at its peak, and FLOPs with recomputation."""
+"""Formulas for the cost of a step: its peak memory, and its FLOPs including recomputation."""
 
 import math
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ STATE_BYTES_PER_PARAM = FROZEN_BYTES_PER_PARAM + 4 * FP32
 
 @dataclass(frozen=True)
 class Params:
-    """How many weights a model has."""
+    """Numbers of trained and of frozen weights of a model."""
 
     trained: int
     frozen: int
@@ -32,12 +32,12 @@ class Params:
 
 @dataclass(frozen=True)
 class ExpectedMemory:
-    """Bytes on one device at the peak of a bf16 step without parallelism, as a dry run shows them."""
+    """Bytes on one device at the peak of a bf16 step without parallelism, as ``--dry-run`` computes them."""
 
     states: int
     activations: int
     at_work: int
-    """Logits, or a layer at work."""
+    """Logits, or the temporary tensors of one layer."""
 
     @classmethod
     def of(cls, model: ModelConfig, largest: BatchTotals) -> "ExpectedMemory":
@@ -51,7 +51,7 @@ class ExpectedMemory:
 
 
 def hardware_flops(model: ModelConfig, totals: BatchTotals) -> float:
-    """FLOPs of one step including full recomputation; frozen layers that no gradient passes are not recomputed."""
+    """FLOPs of one step including full recomputation.  Frozen layers without a backward pass are not recomputed."""
     path, flops = GradientPath.of(model), training_flops(model, totals)
     trained = {(weight.place, weight.layer) for weight in model_weights(model) if not is_frozen(weight, model)}
     recomputes = {Place.VISION_LAYER: model.vision.recompute.granularity == "full",

@@ -1,7 +1,7 @@
-"""Is a step on this device transformers' step?  What ``python -m benchmarks.step parity`` computes.
+"""Compares a step on this device with transformers' step, for ``python -m benchmarks.step parity``.
 
 Two small random models on a mixed batch, in fp32 and bf16, against transformers in fp32 on the CPU with the same
-weights (rounded to bf16 beforehand, so that only the arithmetic differs).  To be imported after ``Device.pick``.
+weights (rounded to bf16 beforehand, so that only the arithmetic differs).  Import it after ``Device.pick``.
 """
 
 import statistics
@@ -24,11 +24,11 @@ TOLERANCES = {
     "bf16": {LOSS: 2e-3, NORM: 1e-2, GRADIENT: 5e-2},
 }
 BF16_MARGIN = 2.0
-"""Where transformers' own bf16 misses a gradient by more, ours may miss it by this many times as much."""
+"""In bf16, a gradient may instead have up to this many times the error of transformers' own bf16 gradient."""
 
 
 def parity_models() -> dict[str, ModelConfig]:
-    """Two small models; between them the head dimensions of all published sizes (ViT 80, LLM 128), and 64."""
+    """Two small models that cover the head dimensions of all published sizes (ViT 80, LLM 128), and 64."""
     tiny = model_config("tiny")
 
     def model(head_dims: tuple[int, int], groups: int, tied: bool) -> ModelConfig:
@@ -56,17 +56,17 @@ def errors_of(device: Device, precisions: list[str]) -> tuple[dict, bool]:
         ]
         num_targets = sum(m.num_target_tokens for m in batch)
 
-        def theirs(place, precision, model=model, tensors=tensors, batch=batch, num_targets=num_targets):
+        def of_peer(place, precision, model=model, tensors=tensors, batch=batch, num_targets=num_targets):
             peer = Peer(model, place, precision, tensors)
             loss = float(peer.pass_over(peer.batches(batch), num_targets))
             return loss, fused(model, peer.gradients())
 
-        expected = theirs(torch.device("cpu"), "fp32")
+        expected = of_peer(torch.device("cpu"), "fp32")
         for precision in precisions:
             ours = Ours(model, device, precision, tensors)
             found = errors((ours.pass_over(batch), ours.gradients()), expected)
             ours.close()
-            own = errors(theirs(device.torch_device, precision), expected)
+            own = errors(of_peer(device.torch_device, precision), expected)
             limits = TOLERANCES[precision]
             worse = {
                 tensor: error
@@ -83,7 +83,7 @@ def errors_of(device: Device, precisions: list[str]) -> tuple[dict, bool]:
 
 
 def fused(model: ModelConfig, gradients: dict) -> dict:
-    """Gradients of Hugging Face tensors under our names."""
+    """Gradients of Hugging Face tensors, fused into our weights and under their names."""
     return {w.name: fuse(w, [gradients[name] for name in w.hf_names]) for w in model_weights(model)}
 
 
