@@ -1,7 +1,7 @@
 """Asks the warm process of ``tests.launch`` for a fork that runs a module or a script, and waits for it.
 
-As a program it stands for Python: ``ask.py SOCKET COMMAND [PYTHON'S ARGUMENTS]``, where COMMAND is what started it.  It
-imports nothing that takes long, so a command costs some hundredths of a second where Python and torch need seconds.
+As a program it replaces Python: ``ask.py SOCKET COMMAND [PYTHON'S ARGUMENTS]``, where COMMAND is the path by which it
+was started.  Its imports are quick, so it starts in some hundredths of a second; Python and torch need seconds.
 """
 
 import json
@@ -12,7 +12,7 @@ import sys
 
 
 def request(path: str, wanted: dict, files: list[int]) -> socket.socket:
-    """Ask for a fork with these files as its standard input, output and errors; ``answer`` tells what comes of it."""
+    """Request a fork with these files as standard input, output and error; ``answer`` receives the answers."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(path)
     socket.send_fds(connection, [json.dumps(wanted).encode()], files)
@@ -20,13 +20,14 @@ def request(path: str, wanted: dict, files: list[int]) -> socket.socket:
 
 
 def answer(connection: socket.socket) -> int:
-    """First the number of the process, then its status: negative for a signal; without one if it was killed."""
+    """The next answer.  The first is the process id; the second its status, negative for a signal.  A process that
+    SIGKILL has ended sends none."""
     reported = connection.recv(64)
     return int(reported) if reported else -signal.SIGKILL
 
 
 def what(arguments: list[str]) -> dict | None:
-    """The part of a request that says what to run; None for what only Python itself can do."""
+    """The part of a request that says what to run; None for arguments that need a real Python."""
     while arguments[:1] == ["-u"]:
         arguments = arguments[1:]
     if arguments[:1] == ["-m"]:
@@ -47,7 +48,7 @@ def main(path: str, command: str, arguments: list[str]) -> int:
             signal.signal(number, lambda number, _: os.killpg(process, number))
         status = answer(connection)
     if status < 0:
-        if -status != signal.SIGKILL:  # which nobody handles
+        if -status != signal.SIGKILL:  # cannot be handled
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     return status

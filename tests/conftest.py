@@ -1,4 +1,4 @@
-"""Settings of every test process and of the processes that tests start, made before torch is imported."""
+"""Settings of every test process and of the processes that it starts, made before torch is imported."""
 
 import importlib
 import os
@@ -14,7 +14,7 @@ from hypothesis import settings
 from tests.files import ROOT
 
 os.environ |= {
-    # This tree, wherever a process is started.
+    # Processes import this tree, whatever their directory.
     "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
     "OMP_NUM_THREADS": "1",  # several processes share two cores
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # torch would import any accelerator plugin that is installed
@@ -22,7 +22,7 @@ os.environ |= {
 }
 
 
-# A busy machine is no mistake of the code: no example fails because it took long.
+# No example fails because it is slow: the machine may be busy.
 settings.register_profile("no deadline", deadline=None)
 settings.register_profile("many", deadline=None, max_examples=300)
 settings.load_profile("no deadline")
@@ -30,7 +30,7 @@ settings.load_profile("no deadline")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
-    """Say how a test process died: xdist itself does not say whether it was killed or exited."""
+    """Report how a test process ended: xdist itself does not say whether it was killed or exited."""
     if error:
         sys.stderr.write(f"\n{node.gateway.id}: {error}; exit status {node.gateway._io.popen.wait(10)}\n")
 
@@ -39,7 +39,7 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 def one_rank() -> Iterator[Any]:
     """The mesh of the small model on the CPU in a process group of one.
 
-    One for all tests of this process: its groups have sixty threads.
+    All tests of this process share it, because its groups have sixty threads.
     """
     from mm.device.device import Device
 

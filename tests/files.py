@@ -13,6 +13,6 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """So that nobody reads half of it."""
+    """Write ``text`` so that no reader sees half of it."""
     path.with_suffix(".part").write_text(text, encoding="utf-8")
     path.with_suffix(".part").replace(path)

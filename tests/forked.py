@@ -1,8 +1,8 @@
-"""The warm process of ``tests.launch``: it has imported what all need, and runs modules and scripts in forks of itself.
+"""The warm process of ``tests.launch``: imports common modules once, and runs modules and scripts in forks of itself.
 
-Importing torch, megatron and transformers takes longer than most tests.  So each process of tests keeps one such
-process, ``python -m tests.forked SOCKET``, which forks for each request (``tests.ask``): one program, or a module on
-several ranks, as torchrun runs it.  That torchrun itself starts a run is shown by tests/test_train.py.
+Importing torch, megatron and transformers takes longer than most tests.  So each test process keeps one such process,
+``python -m tests.forked SOCKET``, which forks for each request (``tests.ask``): one program, or a module on several
+ranks, as torchrun runs it.  tests/test_train.py shows that torchrun itself starts a run.
 """
 
 import gc
@@ -29,11 +29,11 @@ from tests.launch import fork_rank, free_port
 _NEEDED = ("mm.train", "mm.training.preflight", "mm.training.run", "mm.evaluate", "mm.generation.batches",
            "mm.generation.source", "mm.generation.terminal", "checkpoint.cli", "tests.tiny",
            "megatron.core.transformer.transformer_block", "transformers.models.qwen2.tokenization_qwen2")
-"""What most modules that are run here import, at their start or later, and all that it imports."""
+"""Modules that most programs here import, directly or later."""
 
 
 def warm() -> None:
-    """Import what is needed.  The collector of garbage need not look at all this again in every fork."""
+    """Import the modules, and exempt their objects from garbage collection, which would scan them in every fork."""
     Device.pick("cpu")  # before megatron is imported
     for name in _NEEDED:
         importlib.import_module(name)
@@ -43,14 +43,14 @@ def warm() -> None:
 
 
 def _launch(num_ranks: int, module: str, arguments: list[str]) -> int:
-    """The module on ``num_ranks`` ranks; returns the status of the first that fails, after the others were ended."""
+    """Run the module on ``num_ranks`` ranks.  If one fails, end the others; returns the status of the first to fail."""
     importlib.import_module(module)
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # this process has the store, as torchrun's agent has
     port = free_port()
     children: list[int] = []
 
     def end(number: int, _: FrameType | None) -> None:
-        """With this process its ranks end too."""
+        """End this process and its ranks."""
         for child in children:
             os.kill(child, signal.SIGKILL)
         os._exit(128 + number)
@@ -58,7 +58,7 @@ def _launch(num_ranks: int, module: str, arguments: list[str]) -> int:
     children += [fork_rank(rank, num_ranks, port, lambda: _run(module, arguments, False)) for rank in range(num_ranks)]
     signal.signal(signal.SIGTERM, end)
 
-    from torch.distributed import TCPStore  # only now: it starts a thread, which a fork would lose
+    from torch.distributed import TCPStore  # after the forks: it starts a thread, which a fork would lack
 
     store = TCPStore("localhost", port, is_master=True, wait_for_workers=False, timeout=timedelta(days=1))
     status = 0
@@ -75,7 +75,7 @@ def _launch(num_ranks: int, module: str, arguments: list[str]) -> int:
 
 
 def _run(program: str, arguments: list[str], is_script: bool) -> int:
-    """The script, or else module, as if Python had been started with it; returns its status."""
+    """Run the script or module as the main program; returns its status."""
     sys.argv = [program, *arguments]
     try:
         if is_script:
@@ -104,14 +104,14 @@ def serve(listener: socket.socket) -> None:
 
 
 def _reap(*_: object) -> None:
-    """Take notice of the processes that have ended: their time counts as this process's then."""
+    """Wait for the processes that have ended, so that their CPU time counts as this process's."""
     with suppress(ChildProcessError):  # none is left
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
 
 
 def _answer(connection: socket.socket) -> None:
-    """In a fork that begins a group: a fork of it runs what is asked, and its status is sent back."""
+    """In a fork that leads a new process group: run the request in another fork, and send back its status."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     asked, files, _, _ = socket.recv_fds(connection, 2**20, 3)
@@ -121,12 +121,12 @@ def _answer(connection: socket.socket) -> None:
         connection.close()
         _become(json.loads(asked), files)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # the child gets it too
+        signal.signal(number, signal.SIG_IGN)  # the child receives it too
     ready, _, _ = select.select([os.pidfd_open(child), connection], [], [])
-    if connection in ready:  # who has asked is no more
+    if connection in ready:  # the process that asked has ended
         os.killpg(0, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
-    with suppress(BrokenPipeError):  # nobody wants to know
+    with suppress(BrokenPipeError):  # the process that asked has ended
         connection.send(str(os.waitstatus_to_exitcode(status)).encode())
     os._exit(0)
 
@@ -137,7 +137,7 @@ def _become(asked: dict, files: list[int]) -> None:
         for number, file in enumerate(files):
             os.dup2(file, number)
             os.close(file)
-        # as a new process has them: those of before remember whether the files of before could seek
+        # opened anew, as in a new process: the old objects remember whether the old files could seek
         sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
         sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
         os.environ.clear()

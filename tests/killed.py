@@ -1,4 +1,4 @@
-"""A process that is killed in the middle of what it does to the disk."""
+"""A process that is killed in the middle of its changes to the disk."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ CHANGES_DISK = ("fsync", "rename", "replace", "mkdir", "open", "rmdir", "unlink"
 def run_killed(action: Callable[[], object], after: int) -> bool:
     """Run ``action`` in a process that kills itself right before its ``after``-th change to the disk.
 
-    Returns whether it was killed; it was not when it makes fewer changes.
+    Returns whether it was killed: False if it makes fewer changes.
     """
     child = os.fork()
     if child == 0:

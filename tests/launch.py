@@ -27,9 +27,9 @@ def free_port() -> int:
 
 @cache
 def _warm_process() -> tuple[Path, subprocess.Popen]:
-    """The process that has imported what all need, one for all tests of this process, and its socket for ``tests.ask``.
+    """The socket of the warm process (``tests.forked``) for ``tests.ask``, and that process: one for each test process.
 
-    It ends when this process does, which closes its standard input.
+    It ends with this process, because its standard input is then closed.
     """
     path = Path(tempfile.mkdtemp(prefix="warm")) / "socket"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -42,7 +42,7 @@ def _warm_process() -> tuple[Path, subprocess.Popen]:
 
 @cache
 def warm_python() -> Path:
-    """A command to give to programs in place of Python: modules and scripts then run in forks of the warm process."""
+    """A command that replaces Python: it runs modules and scripts in forks of the warm process."""
     socket_path, _ = _warm_process()
     command = socket_path.with_name("python")
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -SE {_ASK} {socket_path} {command} "$@"\n')
@@ -51,9 +51,9 @@ def warm_python() -> Path:
 
 
 def run_ranks(num_ranks: int, module: str, *arguments: str, timeout_seconds: float = 900) -> str:
-    """Run ``-m module arguments`` on ``num_ranks`` ranks, or with 0 as a program that no launcher starts.
+    """Run ``-m module arguments`` on ``num_ranks`` ranks, or with 0 as a program without a launcher.
 
-    Returns the output; a failure shows all that was said.
+    Returns standard output; a failure shows standard error too.
     """
     request = {"num_ranks": num_ranks, "program": module, "is_script": False, "arguments": arguments,
                "environment": dict(os.environ), "directory": str(ROOT)}  # fmt: skip
@@ -77,8 +77,8 @@ def run_ranks(num_ranks: int, module: str, *arguments: str, timeout_seconds: flo
 def torchrun(
     num_ranks: int, module: str, *arguments: str, timeout_seconds: float = 400
 ) -> subprocess.CompletedProcess[str]:
-    """As a user starts ``module``; slow."""
-    # With port 0 torchrun chooses it: until it has started, another process could take one that was free.
+    """Run ``module`` by torchrun itself, like a user; slow."""
+    # Port 0: torchrun chooses one.  A port that is free now could be taken before torchrun has started.
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(num_ranks), "--local_addr",
                "localhost", "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "-m", module,
                *arguments]  # fmt: skip
@@ -86,10 +86,10 @@ def torchrun(
 
 
 def fork_rank(rank: int, num_ranks: int, port: int, main: Callable[[], int]) -> int:
-    """Run ``main`` in a fork of this process, as a launcher starts a rank; returns the process id.
+    """Run ``main`` as one rank, in a fork of this process; returns the process id.
 
-    The fork ends with what ``main`` returns as its status.  It has what this process has imported, and so costs little;
-    this process must not have started threads.
+    The fork exits with the status that ``main`` returns.  It starts quickly, because this process has already imported
+    everything; this process must not have threads.
     """
     child = os.fork()
     if child:
@@ -108,7 +108,7 @@ def fork_rank(rank: int, num_ranks: int, port: int, main: Callable[[], int]) -> 
 
 
 def results_by_size(directory: Path, module: str) -> Callable[[int], dict[str, dict]]:
-    """What ``module OUTPUT.json`` writes of all its cases, by name, on a number of ranks: one launch of each."""
+    """A function from a number of ranks to what ``module OUTPUT.json`` writes there, by case; each runs once."""
 
     @cache
     def run(world_size: int) -> dict[str, dict]:

@@ -1,7 +1,7 @@
-"""Lengths of three sets of samples, drawn at random in the shape of published sets; each function cites its figures.
+"""Lengths of three sets of samples, drawn at random like those of published sets; each function cites its figures.
 
-No file is read: only the arrays that samplers see are made.  Pictures and frames get the sizes that ``smart_resize``
-gives them for 14-pixel patches merged 2 x 2; a sample beyond ``SEQ_LENGTH`` tokens is cut, pictures whole.
+There are no files, only the arrays that samplers read.  Pictures and frames have the sizes that ``smart_resize``
+computes for 14-pixel patches merged 2 x 2; a sample beyond ``SEQ_LENGTH`` tokens loses text and whole pictures.
 """
 
 import math
@@ -85,7 +85,7 @@ def videos(num_samples: int, seed: int = 0) -> Lengths:
 
 
 def totals_of(lengths: Lengths, samples: Sequence[int] | np.ndarray, seq_length: int = SEQ_LENGTH) -> BatchTotals:
-    """A microbatch of ``samples``; what is longer than ``seq_length`` loses the end of its text."""
+    """The counts of a microbatch of ``samples``; longer ones than ``seq_length`` lose the end of their text."""
     tokens = np.minimum(lengths.num_tokens[samples], seq_length).astype(np.int64)
     return BatchTotals(
         num_tokens=int(tokens.sum()), num_patches=int(lengths.num_patches[samples].sum()),

@@ -73,7 +73,7 @@ def sample(
 
 
 def preprocessed(image: Image.Image, min_pixels: int, max_pixels: int) -> Image.Image:
-    """The picture that transformers' processor is given."""
+    """The picture that it passes to transformers' processor."""
     if image.width * image.height > max_pixels:
         factor = math.sqrt(max_pixels / (image.width * image.height))
         image = image.resize((int(image.width * factor), int(image.height * factor)), Image.Resampling.NEAREST)

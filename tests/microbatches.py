@@ -1,4 +1,4 @@
-"""Microbatches of random samples, which no loader has made: packed from samples by their parts or by their sizes."""
+"""Microbatches of random samples without a loader: packed from samples that are given by their parts or their sizes."""
 
 import math
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class RawSample:
 
     @property
     def pixel_values(self) -> Tensor | None:
-        """As transformers takes them."""
+        """Normalised, as transformers expects them."""
         return None if self.pixels is None else normalised(self.pixels, NORMALISATION.constants())
 
 
@@ -64,7 +64,7 @@ def random_pixels(grids: Sequence[Grid], num_elements: int, generator: torch.Gen
 
 
 def random_microbatch(model: ModelConfig, samples: Sequence[Sample], seed: int) -> Microbatch:
-    """Packed samples of random text behind random pictures; the second half of each text is the answer."""
+    """Packed samples of random pictures followed by random text, whose second half is the answer."""
     generator = torch.Generator().manual_seed(seed)
     return packed([_random_sample(model, *sample, generator) for sample in samples], model)
 
@@ -78,11 +78,11 @@ def _random_sample(model: ModelConfig, grids: tuple[Grid, ...], num_text: int, g
 
 
 def own_pixels(microbatch: Microbatch, context: "Context") -> Microbatch:  # noqa: F821
-    """``microbatch``, which has the pixels of all images, with those that this rank of the context axis holds."""
+    """``microbatch``, which has the pixels of all images, with only those of this rank on the context axis."""
     images = context.images(microbatch)
     if len(images) == len(microbatch.image_grids):
         return microbatch
-    assert microbatch.pixel_values is not None, "all images have theirs"
+    assert microbatch.pixel_values is not None, "every image has pixels"
     parts = microbatch.pixel_values.split([math.prod(grid) for grid in microbatch.image_grids])
     own = torch.cat([parts[image] for image in images]) if images else None
     return replace(microbatch, pixel_values=own)

@@ -11,7 +11,7 @@ from mm.weights.names import live_name, published_name
 
 
 def peft_config(model: ModelConfig) -> LoraConfig:
-    """The same adapters by PEFT's settings: every layer by its whole name, with ranks and alphas of its own."""
+    """The same adapters in PEFT's settings: each layer by its full name, with its rank and alpha."""
     lora = model.lora
     live = {live_name(one.layer): one for one in model_adapters(model)}
     alphas = {name: one.alpha for name, one in live.items()}
@@ -21,7 +21,7 @@ def peft_config(model: ModelConfig) -> LoraConfig:
 
 
 def peft_model(hf: PreTrainedModel, model: ModelConfig, seed: int = 1) -> PeftModel:
-    """With a random B too: PEFT begins with zeros, beside which the gradient of A is zero."""
+    """PEFT's model with random A and B.  PEFT starts with B at zero, where the gradient of A is zero."""
     peft = get_peft_model(hf, peft_config(model))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -1,7 +1,7 @@
-"""A rank of a run whose first attempts are cut short: ``restart_worker FLAGS...``, under torchrun.
+"""A rank of a run whose first attempts are killed: ``restart_worker FLAGS...``, under torchrun.
 
 In attempt 0 the last rank is killed in the third iteration, in attempt 1 the first rank in the fifth.  From attempt 1
-on the first rank comes late to the meeting.  Started by tests/test_restart.py.
+on the first rank joins late.  Started by tests/test_restart.py.
 """
 
 import os
@@ -23,7 +23,7 @@ KILLED = {0: (1, 3), 1: (0, 5)}
 
 
 class KilledTrainer(run.Trainer):
-    """Kills its process as ``KILLED`` says."""
+    """Kills its process at the iteration in ``KILLED``."""
 
     def run_steps(self) -> None:
         rank, self.last = KILLED.get(int(os.environ["TORCHELASTIC_RESTART_COUNT"]), (None, 0))

@@ -1,4 +1,4 @@
-"""A small random model as transformers saves it, to be read, copied and damaged."""
+"""A small random model as transformers saves it, for tests to read, copy and damage."""
 
 import shutil
 from enum import Enum
@@ -20,7 +20,7 @@ class Spelling(Enum):
 
 
 def save(directory: Path, tied: bool) -> Path:
-    """Write the small model of ``tests.tiny`` in several bfloat16 shards, beside files of other kinds."""
+    """Write the small model of ``tests.tiny`` in several bfloat16 shards, with other files beside them."""
     tiny.hf_model(tied).bfloat16().save_pretrained(directory, max_shard_size="60KB")
     assert len(list(directory.glob("*.safetensors"))) > 3
     (directory / "tokenizer.json").write_text('{"version": "1.0"}')
@@ -41,7 +41,7 @@ def as_single_file(directory: Path, spelling: Spelling = Spelling.PUBLISHED) -> 
 
 
 def cast(directory: Path, target: Path, dtype: torch.dtype) -> Path:
-    """A copy of ``directory`` whose weights have another dtype, of which its config.json says nothing."""
+    """A copy of ``directory`` whose weights have another dtype than its config.json states."""
     shutil.copytree(directory, target)
     for file in target.glob("*.safetensors"):
         tensors = {name: tensor.to(dtype) for name, tensor in load_file(file).items()}

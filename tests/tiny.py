@@ -134,7 +134,7 @@ def whole(weight: Weight, tensors: dict[str, Tensor]) -> Tensor:
 
 
 def without_padding(weight: Weight, held: Tensor, tp_size: int) -> Tensor:
-    """A rank's shard as files hold it, of what it holds in memory; the padding there must be zero."""
+    """A rank's shard in the form of files, from its form in memory, whose padding must be zero."""
     if weight.tp_dim is None:
         return held
     num_blocks = 2 if weight.fusion is Fusion.GATE_UP else 1
@@ -146,9 +146,9 @@ def without_padding(weight: Weight, held: Tensor, tp_size: int) -> Tensor:
 
 
 def random_sample(generator: torch.Generator, grids: tuple[Grid, ...], num_text_tokens: int) -> RawSample:
-    """Text with the images and videos somewhere before its end; the last two thirds after them are to be learnt.
+    """Text with the images and videos after its first three tokens; the last two thirds of what follows are targets.
 
-    A single token without anything before it has nothing to learn.
+    A first token is never a target, so a sample of one token has none.
     """
     text = torch.randint(0, NUM_TEXT_IDS, (num_text_tokens,), generator=generator)
     parts, targets = [text[:3]], [torch.zeros(len(text[:3]), dtype=torch.bool)]
@@ -159,7 +159,7 @@ def random_sample(generator: torch.Generator, grids: tuple[Grid, ...], num_text_
     rest = text[3:]
     parts.append(rest)
     targets.append(torch.arange(len(rest)) >= len(rest) // 3)
-    # more than one slice in time makes a video of a grid; each has seconds of its own, odd ones
+    # a grid with more than one slice in time is a video; each has different, odd seconds
     videos = VideoTimes(VIDEO, TOKENS_PER_SECOND, tuple(0.37 * t + 0.01 * h if t > 1 else None for t, h, _ in grids))
     pixels = random_pixels(grids, 1176, generator)
     return RawSample(torch.cat(parts), torch.cat(targets), grids, pixels, videos)
@@ -171,7 +171,7 @@ def microbatch(samples: list[RawSample]) -> Microbatch:
 
 
 def hf_logits(model: Qwen2_5_VLForConditionalGeneration, sample: RawSample) -> Tensor:
-    """[num_tokens, vocabulary] of one sample alone."""
+    """[num_tokens, vocabulary] of one unpacked sample."""
     extra = {}
     pixels = [] if sample.pixel_values is None else sample.pixel_values.split([t * h * w for t, h, w in sample.grids])
     for is_video, names in ((False, ("pixel_values", "image_grid_thw")),

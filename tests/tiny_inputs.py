@@ -1,4 +1,4 @@
-"""Everything that a run of the tiny model reads: a checkpoint, samples with pictures, JSON files and flags."""
+"""All inputs of a run of the tiny model: a checkpoint, samples with pictures, JSON files and flags."""
 
 import json
 from pathlib import Path
@@ -52,9 +52,9 @@ def write_inputs(directory: Path) -> Path:
 
 
 def write_data(directory: Path, dataset: Path, preprocess: dict[str, Any] | None = None, **basic: Any) -> None:
-    """``data.json``: the tiny one for this file of samples, with the tokenizer of ``directory / "hf"``.
+    """Write ``data.json``: the tiny example's, with this file of samples and the tokenizer of ``directory / "hf"``.
 
-    ``preprocess`` and ``basic`` give other settings of these two sections.
+    ``preprocess`` and ``basic`` override settings of these two sections.
     """
     data = json.loads((EXAMPLES / "data_tiny.json").read_text())
     data["dataset_param"]["preprocess_parameters"] |= {
@@ -67,7 +67,7 @@ def write_data(directory: Path, dataset: Path, preprocess: dict[str, Any] | None
 
 
 def write_model(directory: Path, placement: str) -> None:
-    """The tiny model in one of ``PLACEMENTS``."""
+    """Write the tiny model's JSON in one of ``PLACEMENTS``."""
     model = json.loads((EXAMPLES / "model_tiny.json").read_text())
     vision, language = PLACEMENTS[placement]
     model["image_encoder"]["vision_encoder"]["pipeline_num_layers"] = vision
@@ -76,7 +76,7 @@ def write_model(directory: Path, placement: str) -> None:
 
 
 def flags_of(inputs: Path, name: str, num_stages: int, *flags: str) -> list[str]:
-    """Six steps of mm.train; logs and checkpoints go to ``inputs / name``."""
+    """Flags for six steps of mm.train; logs and checkpoints go to ``inputs / name``."""
     return [
         "--device", "cpu", "--mm-model", str(inputs / f"model_{num_stages}.json"),
         "--mm-data", str(inputs / "data.json"), "--micro-batch-size", "2", "--global-batch-size", "4",
@@ -87,9 +87,9 @@ def flags_of(inputs: Path, name: str, num_stages: int, *flags: str) -> list[str]
 
 
 def short_flags(inputs: Path, name: str, model: str, data: str, num_steps: int, *flags: str) -> list[str]:
-    """A few steps of mm.train from the checkpoint, with the JSON files of these names; logs go to ``inputs / name``.
+    """Flags for a few steps of mm.train from the checkpoint and these JSON files; logs go to ``inputs / name``.
 
-    ``flags`` must give the learning rate and the global batch, and may give another value for what is given here.
+    ``flags`` must have the learning rate and the global batch, and may override the others.
     """
     return [
         "--device", "cpu", "--mm-model", str(inputs / f"{model}.json"), "--mm-data", str(inputs / f"{data}.json"),
@@ -104,12 +104,12 @@ def run(
 ) -> str:
     """Run mm.train with ``flags_of``; returns its standard output, and a failure shows all output.
 
-    A data worker is a Python of its own, which imports torch and transformers.
+    Data workers are slow to start: each is a new Python that imports torch and transformers.
     """
     words = flags_of(inputs, name, num_stages, "--num-workers", str(num_workers), *flags)
     return run_ranks(num_ranks or num_stages, "mm.train", *words)
 
 
 def metrics(inputs: Path, name: str) -> list[dict]:
-    """What a run has written of each step."""
+    """The metrics that a run has written, by step."""
     return json_lines(inputs / name / "logs" / "metrics.jsonl")

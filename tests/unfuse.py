@@ -1,4 +1,4 @@
-"""The inverse of ``mm.weights.table.fuse``, which the product has no use for: it proves that nothing is lost."""
+"""The inverse of ``mm.weights.table.fuse``, only for tests: it proves that fusing loses nothing."""
 
 from torch import Tensor
 
@@ -6,7 +6,7 @@ from mm.weights.table import Fusion, Weight
 
 
 def unfuse(weight: Weight, whole: Tensor) -> list[Tensor]:
-    """The Hugging Face tensors of a whole fused tensor; contiguous, and none shares memory with another."""
+    """The Hugging Face tensors of a whole fused tensor; contiguous, and without shared memory."""
     rest = whole.shape[1:]
     match weight.fusion:
         case Fusion.COPY | Fusion.STACKED_QKV:

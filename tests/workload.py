@@ -1,4 +1,4 @@
-"""The samples that steps and kernels are timed on: pictures by their patch grids, and texts by their lengths."""
+"""The samples for timing steps and kernels: pictures by their patch grids, and texts by their lengths."""
 
 import random
 
@@ -6,8 +6,8 @@ Sample = tuple[tuple[tuple[int, int, int], ...], int]
 """Grids of the images, and how many text tokens follow them."""
 
 SAMPLE: Sample = (((1, 30, 42),), 372)
-"""A picture of 420 x 588 pixels (1260 patches, 315 visual tokens with two marks) and its text: COCO's usual size, and
-with 689 tokens the mean sample of the data set that MindSpeed-MM publishes figures of."""
+"""A picture of 420 x 588 pixels, COCO's usual size (1260 patches, 315 visual tokens and two around them), and its text.
+With 689 tokens it is as long as the mean sample of the data set in MindSpeed-MM's published figures."""
 SAMPLE_TOKENS = 315 + 2 + 372
 
 TINY_SAMPLE: Sample = (((1, 16, 12),), 30)
@@ -15,9 +15,9 @@ TINY_SAMPLE: Sample = (((1, 16, 12),), 30)
 NUM_PICTURES = (0, 1, 1, 1, 2)
 """Numbers of pictures in a mixed sample, each entry equally likely."""
 SIDE_TOKENS = (8, 22)
-"""Visual tokens along one side of a picture, least and most: 224 to 616 pixels."""
+"""Least and most visual tokens along one side of a picture: 224 to 616 pixels."""
 MAX_PICTURE_TOKENS = 334
-"""Most visual tokens of a picture by the example's ``image_max_pixels`` of 262144."""
+"""Most visual tokens of a picture with the examples' ``image_max_pixels`` of 262144."""
 TEXT_TOKENS = (40, 700)
 MIN_TEXT_TOKENS = 16
 """Least number of tokens in the text-only sample that fills what is left."""
@@ -33,14 +33,14 @@ def num_patches(sample: Sample) -> int:
 
 
 def equal_samples(tokens: int) -> list[Sample]:
-    """As many of ``SAMPLE`` as come nearest to ``tokens``, at least one."""
+    """Copies of ``SAMPLE``, at least one, with about ``tokens`` tokens in total."""
     return [SAMPLE] * max(1, round(tokens / SAMPLE_TOKENS))
 
 
 def mixed_samples(tokens: int, seed: int) -> list[Sample]:
-    """Samples of different lengths with pictures of different sizes, ``tokens`` together, shortest first.
+    """Samples of different lengths with pictures of different sizes, ``tokens`` in total, shortest first.
 
-    The last drawn sample is text only and fills what is left.
+    One is text only, as long as needed for the total.
     """
     rng, samples, left = random.Random(seed), [], tokens
     while True:

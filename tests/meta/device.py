@@ -1,7 +1,8 @@
 """The meta device as an accelerator: tensors have shapes and no values, so a step of any size runs in seconds.
 
 ``Recorder`` counts what such a step would do on a CUDA device: kernels, bytes, FLOPs, memory and host reads.
-``prepare`` makes megatron run there, in a process of its own, because it patches; call it before megatron is imported.
+``prepare`` makes megatron run there.  It patches the process, so use a separate one, and call it before importing
+megatron.
 """
 
 import importlib
@@ -51,7 +52,7 @@ def _on_meta(factory: Callable[..., Tensor], *args: object, device: object = Non
 
 
 class _Done:
-    """A collective or message that nobody waits for."""
+    """A collective or message that has already ended."""
 
     def wait(self) -> None: ...
 
@@ -69,7 +70,7 @@ _new_subgroups = dist.new_subgroups_by_enumeration
 def fake_subgroups(
     ranks: list[list[int]], timeout: object, _: object, pg_options: object = None, group_desc: str | None = None
 ) -> tuple:
-    """Replaces ``new_subgroups_by_enumeration`` of torch, and ignores which backend is asked for."""
+    """Replaces torch's ``new_subgroups_by_enumeration``, and ignores the requested backend."""
     return _new_subgroups(ranks, timeout, group_desc=group_desc)
 
 
@@ -93,11 +94,11 @@ META_SHIMS: tuple[Shim, ...] = (
     Shim("torch.nn.functional:scaled_dot_product_attention", sdpa, "one flash kernel on CUDA, several on meta"),
     Shim("torch.nn.attention.varlen:varlen_attn", varlen_attn, "it exists on CUDA only"),
 )  # fmt: skip
-"""Beside ``CPU_SHIMS``, which go first."""
+"""Applied after ``CPU_SHIMS``."""
 
 
 def prepare() -> None:
-    """Patch this process; once, and before megatron is imported."""
+    """Patch this process.  Call it once, before megatron is imported."""
     apply_shims(CPU_SHIMS)
     for shim in META_SHIMS:
         module_name, attribute = shim.target.split(":")
@@ -131,7 +132,7 @@ _WRITE_ONLY = frozenset({"copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_
 _UNSCALED = "grads"
 """The gradients of a fused optimizer, which it writes only when it also takes a loss scale."""
 _READ_ROWS = frozenset({"index", "index_select", "embedding", "gather"})
-"""These read of their first argument only as much as they write."""
+"""These read only as much of their first argument as they write."""
 
 
 class Recorder(TorchDispatchMode):
@@ -161,7 +162,7 @@ class Recorder(TorchDispatchMode):
         return "backward" if in_backward else self._stage_phase
 
     def start(self) -> None:
-        """Count from here on; what was built before is only followed as memory, and no part of what is kept."""
+        """Count from here on.  Earlier tensors count as live memory, but not as kept for the backward pass."""
         self.tallies.clear()
         self.host_reads.clear()
         self.collectives.clear()
@@ -170,16 +171,15 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def doing(self, phase: str) -> Iterator[None]:
-        """Count as ``phase`` what is not in a backward pass; whatever follows is "update"."""
+        """Count operators outside backward passes as ``phase``, and later ones as "update"."""
         self._stage_phase = phase
         yield
         self._stage_phase = "update"
 
     def fuse(self, leaf: Callable[..., Any]) -> Callable[..., Any]:
-        """``leaf``, a function from tensors to tensors that CUDA compiles into one kernel, counted as that.
+        """``leaf``, a function from tensors to tensors that CUDA compiles into one kernel, counted as one kernel.
 
-        A result without rows is a sum over them, of which the kernel makes partial sums in fp32, and a second one adds
-        these.
+        A result without rows is a sum over rows: the kernel writes partial sums in fp32, and a second kernel adds them.
         """
 
         @wraps(leaf)
@@ -202,14 +202,14 @@ class Recorder(TorchDispatchMode):
         return one_kernel
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A host tensor on the device; it remembers the host's, from which lengths can be read."""
+        """A copy of a host tensor on the device; its ``on_host`` is the original, from which lengths can be read."""
         self.num_copies += 1
         copied: Any = torch.empty_like(tensor, device=META)
         copied.on_host = tensor
         return copied
 
     def read(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor of the device on the host: ones, for which the host has waited."""
+        """A copy of a device tensor on the host, filled with ones; counts a wait of the host."""
         self.host_reads[self.phase] += 1
         return torch.ones(tensor.shape, dtype=dtype or tensor.dtype)
 
@@ -238,7 +238,7 @@ class Recorder(TorchDispatchMode):
         self.tallies[key] += Tally(1, num_bytes, flops)
 
     def _watch(self, tensors: list[Tensor]) -> None:
-        """Follow the memory of new tensors until it is free."""
+        """Track the memory of new tensors until it is freed."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key = storage._cdata
@@ -273,12 +273,12 @@ class MetaDevice(Device):
         return SideQueue(None)
 
     def start_reading(self, tensor: Tensor) -> Callable[[], list[float]]:
-        """A copy to the host that is waited for once, however many numbers it holds."""
+        """A copy to the host, counted as one wait, however many numbers it has."""
         return self.recorder.read(tensor).tolist
 
 
 def kernels(recorder: Recorder) -> Kernels:
-    """CUDA's operators, the one place that says how they are built here; compiled leaves go through ``fuse``."""
+    """CUDA's operators, built in this place only; compiled leaves go through ``Recorder.fuse``."""
     return replace(CUDA.kernels(recorder.fuse), rms_norm=lambda x, weight, _: fused_rms_norm(x, weight)[0])
 
 
@@ -287,7 +287,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _size(tensor: Tensor) -> int:
-    """Bytes of what a kernel touches; a broadcast tensor is as large as its memory."""
+    """Bytes that a kernel touches; a broadcast tensor is as large as its memory."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
@@ -314,7 +314,7 @@ def _does_nothing(name: str, args: Sequence, outputs: list[Tensor]) -> bool:
 
 
 def _traffic(func: Any, args: Sequence, kwargs: dict, outputs: list[Tensor]) -> float:
-    """Bytes read and written, by what the operator's schema says of its arguments."""
+    """Bytes read and written, according to the arguments in the operator's schema."""
     name, changed, total = func._schema.name.partition("::")[2], set(), 0.0
     for index, argument in enumerate(func._schema.arguments):
         tensors = _tensors(args[index] if index < len(args) else kwargs.get(argument.name))

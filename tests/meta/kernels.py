@@ -1,7 +1,7 @@
-"""CUDA's fused kernels as operators of the meta device: one launch each, with what they read, write and keep.
+"""CUDA's fused kernels as operators of the meta device: one launch each, with the tensors they read, write and keep.
 
-Torch's own forms of these run as several kernels on another device, or not at all, and keep other tensors for the
-backward pass.  ``sdpa`` and ``varlen_attn`` take the place of torch's functions, ``fused_rms_norm`` that of the norm.
+On another device, torch's own forms run as several kernels or not at all, and keep other tensors for the backward pass.
+``sdpa`` and ``varlen_attn`` replace torch's functions, ``fused_rms_norm`` the norm.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ def _operator(schema: str, make: Callable[..., Any]) -> Any:
 
 
 def _attended(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    """The output, of which the kernel writes the heads of one row side by side, and the log-sum-exp."""
+    """The output, with the heads of a row next to each other in memory, and the log-sum-exp."""
     out = q.new_empty(q.transpose(-3, -2).shape).transpose(-3, -2)
     return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
 
@@ -67,7 +67,7 @@ def _keep_for_norm(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 
 def _norm_backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    kept = ctx.saved_tensors  # only once: under recomputation a second look is an error
+    kept = ctx.saved_tensors  # only once: under recomputation a second access is an error
     kernels = zip((rms_norm_backward_input, rms_norm_backward_weight), ctx.needs_input_grad, strict=True)
     return tuple(kernel(gradient, *kept) if is_needed else None for kernel, is_needed in kernels)
 

@@ -2,9 +2,9 @@
 
     python -m tests.meta.step --size 3b --tokens 8268 [--freeze vision projector] [--recompute full] [--output F]
 
-The real stage, megatron's DDP, the schedule and the optimizer's step run on tensors without values.  Counted are
-kernels, bytes read and written, FLOPs and host reads by phase and operator, and the memory that lives.  Nothing is
-timed: kernels are what the host must launch, bytes and FLOPs are what these kernels cannot go below.
+The real stage, megatron's DDP, the schedule and the optimizer's step run on tensors without values.  It counts kernels,
+bytes read and written, FLOPs and host reads by phase and operator, and live memory.  It times nothing: the host must
+launch these kernels, and they need at least these bytes and FLOPs.
 """
 
 import argparse
@@ -57,16 +57,16 @@ class Case:
     cp_size: int = 1
     is_ring: bool = False
     lora_rank: int = 0
-    """Rank of the adapters on all linear layers of trained setup; 0: no adapters."""
+    """Rank of the adapters on all linear layers of trained parts; 0: no adapters."""
     forward_only: bool = False
-    """A validation in place of a step."""
+    """Trace a validation instead of a step."""
 
     def model(self) -> ModelConfig:
         model = read_model(EXAMPLES / f"model_{self.size}.json").value
         vision, language = self.layers or ((model.vision.num_layers,), (model.language.num_layers,))
         recompute = RECOMPUTE[self.recompute]
         full = model.vision.fullatt_block_indexes if self.full_attention is None else self.full_attention
-        setup = {
+        parts = {
             "vision": dataclasses.replace(
                 model.vision, num_layers=sum(vision), pipeline_num_layers=(vision,), recompute=recompute,
                 fullatt_block_indexes=tuple(layer for layer in full if layer < sum(vision)),
@@ -79,7 +79,7 @@ class Case:
             "projector": dataclasses.replace(model.projector, freeze="projector" in self.freeze),
         }  # fmt: skip
         lora = LoraConfig(("all-linear",), r=self.lora_rank) if self.lora_rank else LoraConfig()
-        return dataclasses.replace(model, **setup, freeze_modules=self.freeze_modules, lora=lora)
+        return dataclasses.replace(model, **parts, freeze_modules=self.freeze_modules, lora=lora)
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Trace:
     state_bytes: int
     """Weights, gradients and optimizer state, as they are after the step."""
     in_flight_bytes: int
-    """Kept when the first backward pass begins, by as many microbatches as this stage then has in flight."""
+    """Bytes kept at the first backward pass, by all microbatches that the stage has in flight then."""
     peak_bytes: int
 
     def total(self, *phases: str) -> Tally:
@@ -117,7 +117,7 @@ def _prepare_once() -> None:
 
 
 def trace(case: Case) -> Trace:
-    """Run one step of ``case`` on the meta device.  It patches this process for good."""
+    """Run one step of ``case`` on the meta device.  This patches the process permanently."""
     _prepare_once()
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -146,7 +146,7 @@ def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> T
     from tests.microbatches import own_pixels, random_microbatch
 
     def record_phase(chunk: Chunk, phase: str) -> None:
-        """Let the recorder know when ``chunk`` is in ``phase``."""
+        """Make the recorder count what ``chunk`` does in its method ``phase`` as that phase."""
         work = getattr(chunk, phase)
 
         def recorded(*args: object) -> object:
@@ -169,7 +169,7 @@ def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> T
             record_phase(chunk, "forward")
         setup = Setup.build(stage, mesh, args)
         setup.optimizer.prepare_grads()
-        setup.optimizer.step_with_ready_grads()  # makes Adam's moments, which only the first step of a run does
+        setup.optimizer.step_with_ready_grads()  # allocates Adam's moments, as only the first step of a run does
         plan = StepPlan(tuple(own_pixels(one, mesh.context) for one in batch), totals)
         recorder.start()
         if case.forward_only:
@@ -202,7 +202,7 @@ def _num_targets(microbatch: "Microbatch", mesh: "Mesh") -> int:  # noqa: F821
 
 
 def report(traced: Trace, num_operators: int = 12) -> str:
-    """Tables by phase and, for each, of the operators that move the most bytes."""
+    """A summary, and for each phase the operators that move the most bytes."""
     lines = [
         f"{traced.num_tokens} tokens, {traced.num_patches} patches, {traced.num_targets} targets in a microbatch, "
         f"{traced.model_flops / 1e12:.2f} TFLOP of the model in a step",
