@@ -63,9 +63,9 @@ def resized(model: ModelConfig, vision: dict[str, Any], language: dict[str, Any]
 def hf_config(model: ModelConfig) -> Qwen2_5_VLConfig:
     """transformers' config of the same model."""
     sections: dict[str, dict[str, Any]] = {"text": {}, "rope": {}, "vision": {}, "top": {}}
-    for setting, (section, keys, _) in KEYS.items():
+    for setting, key in KEYS.items():
         value = attrgetter(setting)(model)
-        sections[section][keys.split()[0]] = list(value) if isinstance(value, tuple) else value
+        sections[key.section][key.names[0]] = list(value) if isinstance(value, tuple) else value
     tied = model.language.tied
     rope = {"rope_type": "default", **sections["rope"]}
     return Qwen2_5_VLConfig(
