@@ -16,7 +16,7 @@ from mm.parallel.agreement import on_first
 
 HELP = """\
 Ask anything.  A line that starts with / is a command:
-  /image FILE   add an image to the next question       /clear   start a new conversation
+  /image FILE   add an image to the next question        /clear   start a new conversation
   /video FILE   add a video to the next question         /exit    end, like the end of the input
 """
 

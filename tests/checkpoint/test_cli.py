@@ -141,8 +141,9 @@ def test_help_explains_the_fields(capsys):
         main(["Qwen2_5_VLConverter", "hf_to_mm", "--help"])
     printed = " ".join(capsys.readouterr().out.split())
     assert left.value.code == 0
-    assert "Take the LLM from this directory, ViT and projector from hf_config." in printed
-    assert "LLM layers per stage: [12,16], 12,16, or one list for every virtual chunk, [[6,8],[6,8]]." in printed
+    assert "Directory from which the LLM is taken; ViT and projector come from hf_config." in printed
+    layers = "LLM layers per pipeline stage: [12,16] or 12,16; with virtual chunks one list for each, [[6,8],[6,8]]."
+    assert layers in printed
 
 
 BAD_FLAGS = {

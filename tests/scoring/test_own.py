@@ -67,11 +67,11 @@ def test_samples_as_they_are_trained_on(folder):
 
 @pytest.mark.parametrize(("record", "rule", "expected"), [
     ([1], "exact", "is a list; expected an object with 'question' and 'answer'."),
-    ({"question": " ", "answer": "1"}, "exact", "'question' is ' '; expected a string."),
+    ({"question": " ", "answer": "1"}, "exact", "'question' is \" \"; expected a string."),
     ({"question": "q"}, "exact", "has no 'answer' nor 'answers'; expected one of them: a string, a number, or a list "
                                  "of these, any of which is accepted."),
     ({"question": "q", "answer": [True]}, "exact",
-     "'answer' is [True]; expected a string, a number, or a list of these."),
+     "'answer' is [true]; expected a string, a number, or a list of these."),
     ({"question": "q", "answer": "\ud83d"}, "exact",
      "'answer' contains half of a surrogate pair, which is not a character; repair the text."),
     ({"question": "q", "answer": "x", "options": ["x", "\udfff"]}, "choice",
@@ -83,7 +83,7 @@ def test_samples_as_they_are_trained_on(folder):
     ({"question": "q", "answer": "A", "options": ["x", "y"]}, "anls",
      "has 'options', which the rule anls does not read; remove them, or use the rule choice."),
     ({"question": "q", "answer": "A", "options": ["x"]}, "choice",
-     "'options' is {'A': 'x'}; expected at least two texts, as a list or as an object with letters like "
+     "'options' is {\"A\": \"x\"}; expected at least two texts, as a list or as an object with letters like "
      '{"A": "cat", "B": "dog"}.'),
     ({"question": "q", "answer": "C", "options": ["x", "y"]}, "choice",
      "'answer' is 'C'; expected the letter or the text of an option: A, B."),
