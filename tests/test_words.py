@@ -21,7 +21,8 @@ PLACES = {
     "source": ("mm.conversion", "mm.formats", "mm.generation.source", "mm.model.load", "mm.training", "mm.weights",
                "checkpoint"),
 }  # fmt: skip
-"""Terms of the README -> the only modules and folders whose names may contain them."""
+"""Terms of the README -> the only modules and folders whose names may contain them.  "run" is also a verb and may stand
+anywhere; values called so have a test of their own."""
 
 WORDS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
 

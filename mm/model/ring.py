@@ -2,7 +2,7 @@
 
 Keys and values travel around a ring of the ranks.  Each rank attends with its own queries to the keys that pass by, and
 combines the partial results by their log-sum-exp.  Tokens are divided in the zigzag of ``mm.parallel.context``: every
-rank has equal work at every turn, and other ranks' keys are used in whole pieces, so only its own keys need a mask.
+rank has equal work at every step, and other ranks' keys are used in whole pieces, so only its own keys need a mask.
 """
 
 from collections.abc import Callable, Sequence
@@ -67,12 +67,12 @@ def _index(ranges: Sequence[range], num_rows: int, copy: Callable[[Tensor], Tens
 
 @dataclass(frozen=True)
 class Ring:
-    """The turns of one rank for one microbatch: first its own keys, then the previous rank's, and so on."""
+    """The steps of one rank for one microbatch: first its own keys, then the previous rank's, and so on."""
 
     group: dist.ProcessGroup
     num_rows: tuple[int, ...]
     """Tokens of each rank."""
-    turns: tuple[RingStep | None, ...]
+    steps: tuple[RingStep | None, ...]
     partial: PartialAttention
 
     @classmethod
@@ -83,16 +83,16 @@ class Ring:
         """``copy`` takes a host tensor to the device (``Device.copy``)."""
         rank, size = group.rank(), group.size()
         key_ranks = [(rank - number) % size for number in range(size)]
-        turns = tuple(RingStep.of(segment_lengths, rank, key_rank, size, copy) for key_rank in key_ranks)
-        return cls(group, num_rows, turns, partial)
+        steps = tuple(RingStep.of(segment_lengths, rank, key_rank, size, copy) for key_rank in key_ranks)
+        return cls(group, num_rows, steps, partial)
 
     def attend(self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
         """Like ``kernel``, for this rank's tokens; ``kernel`` itself and ``segments`` are not used."""
-        assert causal, "the ring's turns are those of causal attention"
+        assert causal, "the ring's steps are those of causal attention"
         return _RingAttention.apply(q, k, v, self)
 
     def rows_at(self, number: int) -> int:
-        """Number of keys that this rank has at turn ``number``."""
+        """Number of keys that this rank has at step ``number``."""
         return self.num_rows[(self.group.rank() - number) % len(self.num_rows)]
 
 
@@ -101,15 +101,15 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
-        held, last = torch.cat((k, v), dim=1), len(ring.turns) - 1
+        held, last = torch.cat((k, v), dim=1), len(ring.steps) - 1
         out = torch.zeros_like(q, dtype=torch.float32)
         logarithms = out.new_full(q.shape[:2], -torch.inf)
-        for number, turn in enumerate(ring.turns):
+        for number, step in enumerate(ring.steps):
             coming = Passing(held, ring.rows_at(number + 1), ring.group) if number < last else None
-            if turn is not None:
-                keys, values = _rows(held, turn.keys).chunk(2, dim=1)
-                partial = ring.partial.forward(_rows(q, turn.queries), keys, values, turn.pairs)
-                _join(out, logarithms, partial, turn.queries)
+            if step is not None:
+                keys, values = _rows(held, step.keys).chunk(2, dim=1)
+                partial = ring.partial.forward(_rows(q, step.queries), keys, values, step.pairs)
+                _join(out, logarithms, partial, step.queries)
             held = held if coming is None else coming.wait()
         out = out.to(q.dtype)
         ctx.ring = ring
@@ -121,20 +121,20 @@ class _RingAttention(torch.autograd.Function):
         """Keys go around again, followed by the sum of their gradients, which ends at the rank that owns them."""
         q, k, v, out, logarithms = ctx.saved_tensors
         ring: Ring = ctx.ring
-        held, last, summed = torch.cat((k, v), dim=1), len(ring.turns) - 1, None
+        held, last, summed = torch.cat((k, v), dim=1), len(ring.steps) - 1, None
         q_gradient = torch.zeros_like(q, dtype=torch.float32)
-        for number, turn in enumerate(ring.turns):
+        for number, step in enumerate(ring.steps):
             coming = Passing(held, ring.rows_at(number + 1), ring.group) if number < last else None
             found = None
-            if turn is not None:
-                keys, values = _rows(held, turn.keys).chunk(2, dim=1)
-                whole = _rows(out, turn.queries), _rows(logarithms, turn.queries)
-                rows = _rows(gradient, turn.queries), _rows(q, turn.queries)
-                of_queries, *found = ring.partial.backward(*rows, keys, values, whole, turn.pairs)
-                _add(q_gradient, of_queries, turn.queries)
+            if step is not None:
+                keys, values = _rows(held, step.keys).chunk(2, dim=1)
+                whole = _rows(out, step.queries), _rows(logarithms, step.queries)
+                rows = _rows(gradient, step.queries), _rows(q, step.queries)
+                of_queries, *found = ring.partial.backward(*rows, keys, values, whole, step.pairs)
+                _add(q_gradient, of_queries, step.queries)
             total = torch.zeros_like(held, dtype=torch.float32) if summed is None else summed.wait()
-            if turn is not None and found is not None:
-                _add(total, torch.cat(found, dim=1), turn.keys)
+            if step is not None and found is not None:
+                _add(total, torch.cat(found, dim=1), step.keys)
             summed = Passing(total, ring.rows_at(number + 1), ring.group)
             held = held if coming is None else coming.wait()
         assert summed is not None, "a ring has a rank"

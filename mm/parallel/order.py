@@ -50,7 +50,7 @@ def stage_steps(num_microbatches: int, stage: int, num_stages: int, num_chunks: 
     forward = forward_order(num_microbatches, num_stages, num_chunks)
     backward = backward_order(forward)
     num_warmup = num_warmup_steps(num_microbatches, stage, num_stages, num_chunks)
-    steps = [(True, turn) for turn in forward[:num_warmup]]
+    steps = [(True, chunk_pass) for chunk_pass in forward[:num_warmup]]
     for ahead, behind in zip(forward[num_warmup:], backward, strict=False):
         steps += [(True, ahead), (False, behind)]
     return steps + [(False, turn) for turn in backward[len(forward) - num_warmup :]]

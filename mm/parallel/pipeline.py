@@ -127,7 +127,7 @@ class PipelineCommunicator:
 
     def end(self) -> None:
         """Wait until every send of this step is done; nothing may be left to receive or to take."""
-        left = [name for name, turns in self._expected.items() if turns]
+        left = [name for name, passes in self._expected.items() if passes]
         is_empty = not (left or self._inbox or self._activations or self._gradients)
         assert is_empty, f"the step ended with messages left: {left}, {list(self._inbox)}, {list(self._gradients)}"
         while self._in_flight:
@@ -284,8 +284,8 @@ class PipelineCommunicator:
 
     def _due(self, call: str) -> Transfer:
         """The next message of one of the four kinds."""
-        microbatch, chunk = turn = self._expected[call].popleft()
-        spec, contents = self._at(turn)
+        microbatch, chunk = chunk_pass = self._expected[call].popleft()
+        spec, contents = self._at(chunk_pass)
         is_sent, is_gradient = call.startswith("send"), call.endswith("backward")
         is_before = is_sent == is_gradient  # the boundary before the chunk, else the one after it
         message, step = (spec.receives, -1) if is_before else (spec.sends, 1)
@@ -328,8 +328,8 @@ class PipelineCommunicator:
         if found := [problem for problem in problems if problem]:
             raise MessageError("\n".join(found))
 
-    def _at(self, turn: ChunkPass) -> tuple[StageSpec, Microbatch]:
-        microbatch, chunk = turn
+    def _at(self, chunk_pass: ChunkPass) -> tuple[StageSpec, Microbatch]:
+        microbatch, chunk = chunk_pass
         return self._specs[chunk], self._microbatches[microbatch]
 
     def _shape(self, message: Message, microbatch: Microbatch) -> tuple[int, int] | None:

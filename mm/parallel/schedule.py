@@ -114,34 +114,34 @@ def _run(
 class _Inputs:
     """The inputs of a rank's forward steps, besides messages: prepared while the device runs the step before."""
 
-    def __init__(self, chunks: Sequence[Any], plan: StepPlan, turns: Sequence[ChunkPass], sums: bool) -> None:
+    def __init__(self, chunks: Sequence[Any], plan: StepPlan, passes: Sequence[ChunkPass], sums: bool) -> None:
         """``sums``: see ``mm.model.stage.Chunk.prepare``."""
         self._chunks, self._plan, self._side, self._sums = chunks, plan, chunks[0].side, sums
-        self._turns = deque(turns)
+        self._passes = deque(passes)
         self._prepared: deque[tuple[ChunkPass, Any]] = deque()
 
     def take(self, microbatch: int, chunk: int) -> Any:
         """The inputs of the next forward step, ready on the device."""
         if not self._prepared:  # the first: its copy overlaps the last step's update
             self.prepare_next()
-        turn, inputs = self._prepared.popleft()
-        assert turn == (microbatch, chunk), f"{turn} was prepared for {(microbatch, chunk)}"
+        chunk_pass, inputs = self._prepared.popleft()
+        assert chunk_pass == (microbatch, chunk), f"{chunk_pass} was prepared for {(microbatch, chunk)}"
         self._side.join()
         self._side.mark()
         return inputs
 
     def prepare_next(self) -> None:
         """Called when a forward step is queued, while its inputs are alive (``SideQueue.behind_mark`` requires it)."""
-        if self._turns:
-            microbatch, chunk = turn = self._turns.popleft()
+        if self._passes:
+            microbatch, chunk = chunk_pass = self._passes.popleft()
             module = self._chunks[chunk]
             with module.journal.during(Work.INPUTS, chunk, microbatch), self._side.behind_mark():
                 inputs = module.prepare(
                     self._plan.microbatches[microbatch], self._plan.totals, self._plan.dropout_seed, self._sums)
-                self._prepared.append((turn, inputs))
+                self._prepared.append((chunk_pass, inputs))
 
     def end(self) -> None:
-        assert not self._turns and not self._prepared, "the step ended with forward steps left"
+        assert not self._passes and not self._prepared, "the step ended with forward steps left"
         self._side.mark()
 
 
