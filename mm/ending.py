@@ -5,16 +5,15 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
-from types import FrameType
 from typing import TYPE_CHECKING, TextIO
 
-from mm.errors import AgreedError, InterruptedRun, ReportedError, UserError, printable
+from mm.errors import AgreedError, ReportedError, Stopped, StoppedRun, UserError, printable
+from mm.signals import StopSignals, shown, status_after
 
 if TYPE_CHECKING:
     import psutil
@@ -65,60 +64,32 @@ def _end_with(launcher: "psutil.Process | None") -> None:
     os._exit(1)
 
 
-INTERRUPTED = 128 + signal.SIGINT
-"""The exit status that shells expect after Ctrl-C."""
-_AGAIN_SECONDS = 2.0
-"""Ctrl-C reaches a rank twice, from the terminal and from the launcher.  A signal after this time is a second
-Ctrl-C."""
+def run_command(
+    command: Callable[[], int], kept: Callable[[], str], is_rank: bool = False, signals: StopSignals | None = None
+) -> int:
+    """Run a program and return its exit status: that of ``command``, or 128 plus the number of a signal that ended it.
 
-
-def run_command(command: Callable[[], int], kept: Callable[[], str], is_rank: bool = False) -> int:
-    """Run a program and return its exit status: that of ``command``, or 130 after Ctrl-C.
-
-    After Ctrl-C, one rank prints one line, with what remains of the work (``kept``).  A second Ctrl-C ends the process
-    at once.  ``is_rank``: the process may be in the middle of a collective, so it exits without returning.
+    After a signal, one rank prints one line, with what remains of the work (``kept``).  ``is_rank``: the process may be
+    in the middle of a collective, so it exits without returning.  ``signals``: for a command that defers them.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal may have fewer characters than the data
-    interrupt = _Interrupt()
     try:
-        with interrupt:
+        with signals or StopSignals():
             return command()
     except ModuleNotFoundError as error:
         return not_installed(error)
     except KeyboardInterrupt as error:
-        if is_first_rank() or isinstance(error, InterruptedRun):
-            sys.stderr.write(f"\nInterrupted: {printable(kept())}.\n"[not sys.stderr.isatty() :])  # below a bar or ^C
+        number = error.number if isinstance(error, Stopped) else signal.SIGINT
+        if is_first_rank() or isinstance(error, StoppedRun):
+            cause = "Interrupted" if number == signal.SIGINT else f"Stopped by {shown(number)}"
+            sys.stderr.write(f"\n{cause}: {printable(kept())}.\n"[not sys.stderr.isatty() :])  # below a bar or ^C
         sys.stdout.flush()
         sys.stderr.flush()
-        if is_rank:
-            os._exit(INTERRUPTED)  # at a usual end, process groups would wait for other ranks, or abort this process
-        return INTERRUPTED
-
-
-class _Interrupt:
-    """Context that handles Ctrl-C: the first raises KeyboardInterrupt, a later one ends the process."""
-
-    def __init__(self) -> None:
-        self._since: float | None = None
-        self._before: signal.Handlers | Callable[[int, FrameType | None], object] | int | None = None
-
-    def __enter__(self) -> None:
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, None):
-            self._before = signal.signal(signal.SIGINT, self._handle)
-
-    def __exit__(self, *_: object) -> None:
-        if self._before is not None and self._since is None:
-            signal.signal(signal.SIGINT, self._before)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._since is None:
-            self._since = time.monotonic()
-            raise KeyboardInterrupt
-        if time.monotonic() - self._since > _AGAIN_SECONDS:
-            os._exit(INTERRUPTED)
+        if is_rank:  # at a usual end, process groups would wait for other ranks, or abort this process
+            os._exit(status_after(number))
+        return status_after(number)
 
 
 def print_notes(notes: Iterable[str], stream: TextIO | None = None) -> None:
@@ -199,6 +170,13 @@ def _report(error: UserError) -> int:
     sys.stderr.flush()
     _tell_the_launcher(error.problems)
     return 2
+
+
+def end_stopped(text: str, status: int) -> int:
+    """End a run that has stopped early and saved: tell the launcher why, unless ``status`` is 0; returns ``status``."""
+    if status:
+        _tell_the_launcher([text])
+    return status
 
 
 def _tell_the_launcher(problems: Sequence[str]) -> None:

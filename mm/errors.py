@@ -43,8 +43,16 @@ class AgreedError(UserError):
     """A UserError that every rank raises with the same problems, so only rank 0 prints it."""
 
 
-class InterruptedRun(KeyboardInterrupt):
-    """Ctrl-C, on the one rank that reports it; it ends all ranks."""
+class Stopped(KeyboardInterrupt):
+    """A signal that asks the program to stop."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+class StoppedRun(Stopped):
+    """The same, on the one rank that reports it; it ends all ranks."""
 
 
 class ReportedError(Exception):

@@ -1,14 +1,18 @@
 """torchrun for the scripts in ``examples/``: ``python -m mm.launch`` with torchrun's own arguments.
 
-It is the same launcher, except that Ctrl-C and a scheduler's signal end it without a traceback.
+It is the same launcher, except that Ctrl-C and a scheduler's signal end it without a traceback, and that ranks have
+time to save: torchrun itself would kill them 30 seconds after SIGTERM, and would not pass SIGUSR1 on.
 """
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
 
-_SIGNALLED = 128
-"""Shells expect this plus the signal's number as the exit status of a program that a signal ended."""
+from mm.signals import STOPPING, status_after
+
+_DEFAULTS = {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", "PET_SHUTDOWN_TIMEOUT": "600"}
+"""Environment variables that stand for torchrun's arguments, where the user gives none: 10 minutes for a save."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,14 +23,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         from torch.distributed import run as torchrun
         from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     except KeyboardInterrupt:
-        return _SIGNALLED + signal.SIGINT
+        return status_after(signal.SIGINT)
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
     try:
         torchrun.main(None if argv is None else list(argv))
     except SignalException as error:
-        return _SIGNALLED + int(error.sigval)
+        return status_after(error.sigval)
+    except ChildFailedError as error:  # a signal that only the ranks received
+        _, failure = error.get_first_failure()
+        if failure.exitcode not in map(status_after, STOPPING):
+            raise
+        return failure.exitcode
     except KeyboardInterrupt:  # before torchrun handles signals, and after
-        return _SIGNALLED + signal.SIGINT
+        return status_after(signal.SIGINT)
     return 0
 
 

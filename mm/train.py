@@ -12,8 +12,18 @@ from typing import TYPE_CHECKING
 from mm.config.flags import TRAIN
 from mm.config.notes import notes_at_start, sorted_notes
 from mm.config.run import Run, load_run
-from mm.ending import end_with_launcher, is_first_rank, print_notes, print_notes_once, refused, run_command, status_of
+from mm.ending import (
+    end_stopped,
+    end_with_launcher,
+    is_first_rank,
+    print_notes,
+    print_notes_once,
+    refused,
+    run_command,
+    status_of,
+)
 from mm.errors import UserError, collected, printable, refuse
+from mm.signals import StopSignals
 from mm.training.claim import Claim, claim_problems
 
 if TYPE_CHECKING:
@@ -21,14 +31,14 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run and return the exit status: 0, 2 after reporting every mistake that the user can fix, or 130 after
-    Ctrl-C."""
-    words = sys.argv[1:] if argv is None else argv
-    return run_command(lambda: _run(words), lambda: _kept(words), is_rank=True)
+    """Run and return the exit status: 0, 2 after reporting every mistake that the user can fix, or 128 plus the number
+    of a signal that has stopped the run."""
+    words, signals = sys.argv[1:] if argv is None else argv, StopSignals()
+    return run_command(lambda: _run(words, signals), lambda: _kept(words), is_rank=True, signals=signals)
 
 
 def _kept(words: Sequence[str]) -> str:
-    """What remains after Ctrl-C, for its message."""
+    """What remains after a signal that ended the run at once, for its message."""
     from mm.formats.training import find_checkpoint  # loads torch
 
     given = TRAIN.split(words)
@@ -42,11 +52,11 @@ def _kept(words: Sequence[str]) -> str:
     return f"{save} has no checkpoint yet"
 
 
-def _run(words: Sequence[str]) -> int:
+def _run(words: Sequence[str], signals: StopSignals) -> int:
     end_with_launcher()
     try:
         run = load_run(words)
-        if run.args.may_begin:
+        if run.args.may_begin or run.args.save is not None:
             from mm.training.sources import with_start  # loads torch
 
             run = with_start(run)
@@ -62,7 +72,7 @@ def _run(words: Sequence[str]) -> int:
     if run.args.check:
         print("Nothing that can be checked beforehand stops this run.")
         return 0
-    return status_of(lambda: train(run))
+    return status_of(lambda: train(run, signals))
 
 
 def check_files(run: Run) -> "tuple[Run, Claim, Opened]":
@@ -97,8 +107,8 @@ def check_node(run: Run) -> None:
     print_notes(notes)
 
 
-def train(run: Run) -> int:
-    """Train on this process's device, as one rank of the launcher's world; returns the exit status, 0.
+def train(run: Run, signals: StopSignals) -> int:
+    """Train on this process's device, as one rank of the launcher's world; returns the exit status.
 
     One rank of each node checks the node.  Only rank 0 checks the files, and starts with what it has opened; the others
     wait, and end with it if it finds a problem.  However the run ends, rank 0 releases the directories that it has
@@ -129,12 +139,12 @@ def train(run: Run) -> int:
                                   run.args.vision_feature_cache is not None, watchdog.meet())
             watchdog.place(mesh)
             settled = settle(run, mesh, say_on_last_rank(mesh), opened)
-            trainer = Trainer(settled, device, mesh, watchdog, claim)
+            trainer = Trainer(settled, device, mesh, watchdog, claim, signals)
             del opened, settled  # frees the headers of the weights; the trainer keeps the samples and questions
             trainer.run_steps()
             trainer.export()
             trainer.close()
-    return 0
+    return 0 if trainer.stop is None else end_stopped(f"stopped by {trainer.stop.cause}", trainer.stop.status)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def main(path: str, command: str, arguments: list[str]) -> int:
     wanted |= {"num_ranks": 0, "environment": dict(os.environ), "directory": os.getcwd(), "python": command}
     with request(path, wanted, [0, 1, 2]) as connection:
         process = answer(connection)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, lambda number, _: os.killpg(process, number))
         status = answer(connection)
     if status < 0:

@@ -120,7 +120,7 @@ def _answer(connection: socket.socket) -> None:
     if not child:
         connection.close()
         _become(json.loads(asked), files)
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # the child receives it too
     ready, _, _ = select.select([os.pidfd_open(child), connection], [], [])
     if connection in ready:  # the process that asked has ended

@@ -17,8 +17,9 @@ MAX_FUNCTION_LINES = 60
 
 FLOORS = {
     "mm.errors": 0, "mm.families": 0, "mm.files": 0, "mm.placement": 0, "mm.version": 0,
-    "mm.ending": 1, "mm.progress": 1, "mm.report": 1,
+    "mm.progress": 1, "mm.report": 1, "mm.signals": 1,
     "mm.config": 1, "mm.device": 1,
+    "mm.ending": 2,
     "mm.batch": 2, "mm.weights": 2,
     "mm.parallel": 3, "mm.formats": 3,
     "mm.model": 4, "mm.conversion": 4,
@@ -49,7 +50,7 @@ WITHOUT_PROCESSES = ("mm.errors", "mm.families", "mm.placement", "mm.config", "m
 """Mathematics, rules and files: neither megatron nor torch.distributed, so mm-convert and the tests of these run on any
 machine."""
 
-WITHOUT_TORCH = ("mm.errors", "mm.families", "mm.ending", "mm.placement", "mm.config")
+WITHOUT_TORCH = ("mm.errors", "mm.families", "mm.ending", "mm.placement", "mm.signals", "mm.config")
 """What reads and checks settings, before torch is loaded."""
 
 FILES = {"mm.formats", "mm.conversion", "checkpoint"}

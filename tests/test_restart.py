@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.files import EXAMPLES, ROOT
 from tests.launch import free_port, warm_python
@@ -58,8 +59,10 @@ def test_a_run_that_is_restarted_twice_equals_an_undisturbed_one(tmp_path: Path)
         assert states[0] == states[1], name
 
 
-def test_ctrl_c_ends_a_script_with_status_130_and_no_traceback(tmp_path: Path) -> None:
-    """As a terminal sends it: to the shell, torchrun, tee and all ranks."""
+@pytest.mark.parametrize("name", ["Ctrl-C", "SIGTERM"])
+def test_a_stopped_script_saves_and_ends_without_traceback(name: str, tmp_path: Path) -> None:
+    """Ctrl-C as a terminal sends it: to the shell, torchrun, tee, all ranks and their workers.  SIGTERM as a container
+    receives it: its first process alone."""
     inputs = write_inputs(tmp_path)
     environment = environment_of(inputs, "ended", PYTHON=sys.executable, TRAIN_ITERS="1000000")
     script = subprocess.Popen(["bash", str(EXAMPLES / "finetune_qwen2_5_vl_tiny.sh")], env=environment, text=True,
@@ -67,13 +70,16 @@ def test_ctrl_c_ends_a_script_with_status_130_and_no_traceback(tmp_path: Path) -
     latest = inputs / "ended" / "save" / "latest_checkpointed_iteration.txt"
     while script.poll() is None and not latest.is_file():
         time.sleep(0.1)
-    os.killpg(script.pid, signal.SIGINT)
+    if name == "Ctrl-C":
+        os.killpg(script.pid, signal.SIGINT)
+    else:
+        script.terminate()
     said, _ = script.communicate(timeout=120)
-    assert script.returncode == 130 and "Traceback" not in said, said
+    assert script.returncode == {"Ctrl-C": 130, "SIGTERM": 143}[name] and "Traceback" not in said, said
     (log,) = (inputs / "ended" / "logs").glob("train_*.log")
     for text in (said, log.read_text()):
-        found = re.findall(r"Interrupted: \S+ is the latest checkpoint; continue from it with --load", text)
-        assert len(found) == 1, text
+        found = re.findall(rf"stopped by {name} after iteration (\d+) of 1000000: continue from it with --load", text)
+        assert found == [latest.read_text().strip()], text
     assert "Elapsed Time Per iteration" in said
 
 

@@ -14,7 +14,7 @@
 # The same command resumes: where SAVE_PATH holds a checkpoint, training goes on from it with its optimizer, schedule,
 # random states and data; else it starts from the weights in LOAD_PATH.  The trainer decides at each start, so ranks
 # that torchrun starts again (MAX_RESTARTS, default 0: how often, after a rank has failed) lose no saved step.  Every
-# SAVE_INTERVAL steps a checkpoint is saved, and the last KEEP_CHECKPOINTS are kept; with the optimizer's state each
+# SAVE_INTERVAL steps, and after SIGTERM, SIGUSR1 or Ctrl-C, a checkpoint is saved, and the last KEEP_CHECKPOINTS are kept; with the optimizer's state each
 # takes 2 bytes for each weight and 12 more for each that is trained.  MindSpeed-MM's scripts save weights alone, and only
 # at the end: add --no-save-optim --no-save-rng and set SAVE_INTERVAL to TRAIN_ITERS for that.
 #
@@ -228,12 +228,7 @@ launch() {
     rehearsal=$("${rehearse[@]}" --check) || { status=$? && echo "$rehearsal" && exit "$status"; }
     mkdir -p "$LOG_DIR"
     log="$LOG_DIR/train_$(date +%Y%m%d_%H%M%S).log"
-    set +e
-    "$PYTHON" -m mm.launch --nproc_per_node "$NPUS_PER_NODE" --nnodes "$NNODES" --node_rank "$NODE_RANK" \
-        --master_addr "$MASTER_ADDR" --master_port "$MASTER_PORT" --max_restarts "$MAX_RESTARTS" \
-        -m mm.train "${flags[@]}" 2>&1 | tee -i "$log"  # -i: it writes what the ranks say after Ctrl-C
-    status=${PIPESTATUS[0]}
-    set -e
+    launch_logged "$log" "${flags[@]}"
     chmod 440 "$log"
     if [[ -n "${SAVE_PATH:-}" && -d "$SAVE_PATH" ]]; then
         find "$SAVE_PATH" -type d -exec chmod 750 {} +
@@ -241,6 +236,33 @@ launch() {
     fi
     report_speed "$log" "$GBS"
     exit "$status"
+}
+
+# launch_logged LOG FLAGS...: train on all devices, print and log the output; sets `status` to the training's exit status.
+# A scheduler may signal this shell alone: it passes the signal on, and waits while the ranks save.  Ctrl-C reaches all
+# processes by itself.  tee outlives the signals, because it writes what the ranks say after them.
+launch_logged() {
+    local log=$1 output tee launcher signal
+    shift
+    exec {output}> >(trap '' INT TERM USR1 && exec tee "$log")
+    tee=$!
+    "$PYTHON" -m mm.launch --nproc_per_node "$NPUS_PER_NODE" --nnodes "$NNODES" --node_rank "$NODE_RANK" \
+        --master_addr "$MASTER_ADDR" --master_port "$MASTER_PORT" --max_restarts "$MAX_RESTARTS" \
+        -m mm.train "$@" >&"$output" 2>&1 {output}>&- &
+    launcher=$!
+    exec {output}>&-
+    trap : INT
+    for signal in TERM USR1; do
+        # shellcheck disable=SC2064
+        trap "kill -$signal $launcher 2>/dev/null || true" "$signal"
+    done
+    while true; do
+        status=0
+        wait "$launcher" || status=$?  # a signal interrupts it
+        kill -0 "$launcher" 2>/dev/null || break
+    done
+    trap - INT TERM USR1
+    wait "$tee" || true
 }
 
 # ask PROGRAM FLAGS...: put questions to the model of the script's variables, on NNODES x NPUS_PER_NODE devices.

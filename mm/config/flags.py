@@ -4,6 +4,7 @@ Each field of ``Arguments`` is one flag (``lr_decay_style`` is ``--lr-decay-styl
 help.  Flags of other programs that do nothing here are in ``mm.config.foreign``.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -104,6 +105,8 @@ class Arguments:
     num_train_epochs: Positive | None = Field(None, description=(
         "passes over the training samples, such as 3 or 0.5, instead of --train-iters; the last step is a full batch"))
     exit_interval: Count | None = Field(None, description="stop after a step that is a multiple of this")
+    exit_duration_in_mins: Positive | None = Field(None, description=(
+        "save and stop after the first step that ends this many minutes after the start, with exit status 0"))
     seed: NaturalNumber = Field(DEFAULT_SEED, description="seed of weights and shuffling")
     deterministic_mode: bool = Field(False, description="bitwise reproducible on accelerators too; slower")
     num_workers: NaturalNumber = Field(2, description="data worker processes per model replica")
@@ -263,6 +266,13 @@ class Arguments:
     def loads_what_it_saves(self) -> bool:
         """Whether ``--load`` is ``--save``, so that the same command starts a run and continues it."""
         return is_same_directory(self.load, self.save)
+
+    @property
+    def given_start(self) -> dict[str, str | None]:
+        """The absolute paths of what the run starts from.  They identify the command that started a run."""
+        paths = {"load": self.load, "load_base_model": self.load_base_model,
+                 "pretrained_checkpoint": self.pretrained_checkpoint}
+        return {name: None if path is None else os.path.abspath(path) for name, path in paths.items()}
 
     @property
     def may_begin(self) -> bool:

@@ -57,6 +57,8 @@ class Run:
     world_size: int
     notes: tuple[str, ...] = ()
     """Notes on settings that have no effect, or are missing in a dry run; to be printed once."""
+    given_start: Mapping[str, str | None] | None = None
+    """``Arguments.given_start`` of the command line; the files may change ``args.load``."""
 
     @property
     def tp_size(self) -> int:
@@ -155,7 +157,7 @@ def load_run(argv: Sequence[str], world_size: int | None = None, environment: Ma
              *validation_notes(args, data.value), *_frozen_notes(args, model.value),
              *lora_notes(model.value.lora, args.lora, args.mm_model), *model.notes, *data.notes)
     run = Run(args, _with_flags(model.value, args), data.value, world_size,
-              (*notes, *(missing if is_dry_run else ())))
+              (*notes, *(missing if is_dry_run else ())), args.given_start)
     refuse((*problems, *_layout_problems(run), *loss_problems(args, data.value), *_context_problems(run),
             *validation_problems(args, data.value), *question_flag_problems(args),
             *_model_problems(run, model.document),

@@ -13,14 +13,16 @@ import signal
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext
+from multiprocessing import forkserver, popen_forkserver, resource_tracker
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
+
+from mm.signals import STOPPING
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -91,24 +93,30 @@ def _in_loader(work: Callable[[Any], Any], items: Iterable[Any], num_processes: 
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C until the block, which starts processes, has finished: half-started processes could not be ended.
+    """Delay signals that stop the program until the block, which starts processes, has finished: half-started processes
+    could not be ended.
 
-    The started processes ignore Ctrl-C for good.  A terminal sends it to every process; the parent decides what happens
-    to the work.
+    The started processes block these signals for good.  A terminal or a scheduler sends them to every process; the
+    parent decides what happens to the work.
     """
     received: list[tuple[int, FrameType | None]] = []
     is_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGINT, lambda *arguments: received.append(arguments)) if is_main else None
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before: dict[int, Any] = {}
+    for number in STOPPING if is_main else ():
+        before[number] = signal.signal(number, lambda *arguments: received.append(arguments))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if is_main:
-            signal.signal(signal.SIGINT, before)
-    for arguments in received[:1]:
-        if callable(before):
-            before(*arguments)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for number, frame in received[:1]:
+        handler = before[number]
+        if callable(handler):
+            handler(number, frame)
+        elif handler is signal.SIG_DFL:
+            signal.raise_signal(number)
 
 
 class _WorkDataset(torch.utils.data.Dataset[Any]):
@@ -126,11 +134,29 @@ def _unchanged(result: Any) -> Any:
     return result
 
 
+class _Popen(popen_forkserver.Popen):
+    """A process that blocks SIGTERM, which is how torch and multiprocessing end one that does not end by itself."""
+
+    def terminate(self) -> None:
+        self.kill()
+
+
+class _Process(ForkServerProcess):
+    @staticmethod
+    def _Popen(process_obj: Any) -> _Popen:  # multiprocessing's name
+        return _Popen(process_obj)
+
+
+class _Context(ForkServerContext):
+    Process = _Process
+
+
 def fork_server() -> ForkServerContext:
     """The running fork server; starts it on first use."""
-    context = multiprocessing.get_context("forkserver")
+    context = _Context()
     # Preloaded once in the fork server, so that processes start in milliseconds.  No effect once a server is running.
     context.set_forkserver_preload(_PRELOADED)
+    resource_tracker.ensure_running()  # here, because after starting it, Python unblocks SIGINT and SIGTERM
     with _uninterrupted():
         forkserver.ensure_running()
     return context

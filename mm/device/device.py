@@ -167,6 +167,15 @@ class Device:
         """Wait for the device; used around timings in benchmarks only, never in training."""
         self._runtime.synchronize()
 
+    def seed(self, seed: int) -> None:
+        """Seed all random number generators of this process: Python, numpy, torch and torch on the device.
+
+        Nothing that training computes draws from them; seeded, equal runs save equal files.
+        """
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+
     def random_states(self) -> dict[str, Tensor]:
         """States of all random number generators of this process: Python, numpy, torch and torch on the device."""
         _, words, _ = random.getstate()

@@ -110,6 +110,8 @@ class CheckpointManifest:
     """The same in all checkpoints that one run saves into one directory; None if an older version saved it."""
     schedule: Mapping[str, Any] | None = None
     """The schedule of learning rates and weight decay; None if an older version saved it."""
+    given_start: Mapping[str, str | None] | None = None
+    """What the command that started the run gave as its start: ``Arguments.given_start``."""
 
     @classmethod
     def read(cls, folder: Path) -> "CheckpointManifest":

@@ -8,6 +8,7 @@ what the rank is doing.
 import faulthandler
 import math
 import re
+import signal
 import statistics
 import sys
 import threading
@@ -24,12 +25,12 @@ from torch.distributed.distributed_c10d import Store
 
 from mm.batch import StepPlan, samples_text
 from mm.device.platforms import PLATFORMS
-from mm.ending import INTERRUPTED
-from mm.errors import AgreedError, InterruptedRun, ReportedError, UserError, printable, refuse
+from mm.errors import AgreedError, ReportedError, Stopped, StoppedRun, UserError, printable, refuse
 from mm.parallel.activity import Journal, Work
 from mm.parallel.hub import Hub, death_of, end
 from mm.parallel.lines import Lines
 from mm.parallel.meeting import Meeting
+from mm.signals import status_after
 
 if TYPE_CHECKING:
     from mm.parallel.mesh import Mesh
@@ -131,15 +132,16 @@ class Watchdog:
     def _leave(self, error: BaseException | None) -> None:
         """By how the run ended on this rank:
 
-        1. Ctrl-C: the first rank to report it is the cause; raises InterruptedRun.
+        1. By a signal that asks it to stop: the first rank to report it is the cause; raises StoppedRun.
         2. On all ranks (no error, or one that they share), or by an exit: say so, wait for the others' part of it.
         3. A UserError on this rank only: end all with status 2; the caller prints it.
         4. Any other error: end all; raises ReportedError.  If communication failed ("loses"), the hub first waits for
            a better cause from another rank.
         """
         if isinstance(error, KeyboardInterrupt):
-            self._fail("is interrupted", INTERRUPTED)
-            raise InterruptedRun from error
+            number = error.number if isinstance(error, Stopped) else signal.SIGINT
+            self._fail("is interrupted", status_after(number))
+            raise StoppedRun(number) from error
         is_agreed = isinstance(error, AgreedError) or (isinstance(error, UserError) and self._meeting.num_ranks == 1)
         is_over = error is None or is_agreed or not isinstance(error, Exception)
         if is_over:

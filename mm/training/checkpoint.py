@@ -54,6 +54,8 @@ class TrainingProgress:
     """The id of the run that saves; None if an older version began it."""
     schedule: Schedule | None = None
     """The learning-rate schedule; not set by ``load`` but by ``mm.training.schedule``, which needs the settings too."""
+    given_start: Mapping[str, str | None] | None = None
+    """See ``CheckpointManifest``."""
 
 
 # Saving
@@ -105,6 +107,7 @@ def save(
             best=dataclasses.asdict(progress.best),
             run_id=progress.run_id,
             schedule=progress.schedule and progress.schedule.to_json(),
+            given_start=progress.given_start,
         )
         final = on_first(mesh, lambda: files.commit(temporary, manifest))
     except UserError:
@@ -207,7 +210,7 @@ def load(
     data = TrainedOn.from_json(manifest.data) if manifest.data is not None else None
     best = BestSoFar(**manifest.best or {})
     return TrainingProgress(manifest.iteration, manifest.consumed_samples, data, (*source.notes, *more_notes), best,
-                            manifest.run_id)
+                            manifest.run_id, given_start=manifest.given_start)
 
 
 def _load_optimizer(stored: TrainingDirectory, source: Source, setup: Setup) -> Sequence[tuple[OwnedState, int]]:

@@ -1,7 +1,6 @@
 """Reports a run's steps, validations and scores on the last rank, as Megatron does."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from typing import Any
 
 from mm.batch import StepPlan
@@ -79,7 +78,11 @@ class Reporter:
             max_memory_bytes=device.max_memory_bytes(),
             timers=timers,
             num_cached_images=totals.num_cached_images if run.args.vision_feature_cache else None,
-            **asdict(result),
+            loss=result.loss,
+            lr=result.lr,
+            grad_norm=result.grad_norm,
+            loss_scale=result.loss_scale,
+            updated=result.updated,
         ))
 
     def report_validation(self, progress: TrainingProgress, found: ValidationLoss) -> None:

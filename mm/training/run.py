@@ -14,6 +14,7 @@ from mm.parallel import mesh as parallel
 from mm.parallel.activity import Work
 from mm.parallel.mesh import Mesh
 from mm.parallel.watchdog import Watchdog
+from mm.signals import StopSignals
 from mm.training.claim import Claim
 from mm.training.feed import Feed, open_feed
 from mm.training.questions import QuestionSet
@@ -22,6 +23,7 @@ from mm.training.reporter import Reporter, say_on_last_rank
 from mm.training.saver import Saver
 from mm.training.start import Settled, start
 from mm.training.step import step
+from mm.training.stopping import Stop, Stopping, stop_text
 from mm.training.update import StepResult
 from mm.training.validation import Validator
 
@@ -30,9 +32,14 @@ class Trainer:
     """Everything that one rank holds during a run."""
 
     def __init__(
-        self, settled: Settled, device: Device, mesh: Mesh, watchdog: Watchdog, claim: Claim | None = None
-    ) -> None:
-        """``claim``: this rank's locks on the directories that the run writes."""
+        self, settled: Settled, device: Device, mesh: Mesh, watchdog: Watchdog, claim: Claim | None = None,
+        signals: StopSignals | None = None,
+    ) -> None:  # fmt: skip
+        """Arguments:
+
+        - ``claim``: this rank's locks on the directories that the run writes
+        - ``signals``: what may stop the run after a step; None: nothing
+        """
         self.run, self._schedule, run, args = settled.run, settled.schedule, settled.run, settled.run.args
         self.mesh, self._watchdog, self._say = mesh, watchdog, say_on_last_rank(mesh)
         self._samples, self._opened_questions = settled.samples, settled.questions
@@ -43,11 +50,13 @@ class Trainer:
         self.fingerprint = None if args.vision_feature_cache is None else vision_fingerprint(stage, mesh)
         self.reporter = Reporter(run, self.setup, self._schedule, self.progress.iteration, self._say)
         self.saver = Saver(run, self.setup, claim or Claim(), self._say, started.checkpoint, started.base)
+        self._stopping = Stopping(signals or StopSignals(), args.exit_duration_in_mins, args.save is not None,
+                                  device.torch_device)
         self._ended_early = False
 
     def run_steps(self) -> None:
-        """Train until ``--train-iters``, ``--exit-interval`` or an early stop; validate, ask questions and save when
-        due.
+        """Train until ``--train-iters``, ``--exit-interval``, an early stop, or a reason in ``mm.training.stopping``;
+        validate, ask questions and save when due.
         """
         first, last = self.progress.iteration + 1, self._last_iteration()
         if first > last:
@@ -58,27 +67,33 @@ class Trainer:
         feed, keeper = self.feed(last - first + 1), self._keeper()
         validator = self._validator(feed)
         observer.start()
-        for iteration in range(first, last + 1):
-            if self._ended_early:
-                break
-            observer.begin(iteration)
-            plan, result = self._step(iteration, feed, keeper)
-            epoch = feed.epoch(self.progress.consumed_samples)
-            self.reporter.report_step(self.progress, plan, result, *observer.end(), epoch)
-            with observer.paused():
-                observer.write(iteration)
-                if validator.is_due(iteration):
-                    self._validate(validator, feed)
-                if questions is not None and questions.is_due(iteration):
-                    self.reporter.report_scores(self.progress, questions.ask(iteration))
-                if self.saver.is_due(iteration, iteration == last or self._ended_early):
-                    self.saver.save(self.progress)
+        with self._stopping.deferring():
+            for iteration in range(first, last + 1):
+                if self._is_over:
+                    break
+                observer.begin(iteration)
+                plan, result = self._step(iteration, feed, keeper)
+                epoch = feed.epoch(self.progress.consumed_samples)
+                self.reporter.report_step(self.progress, plan, result, *observer.end(), epoch)
+                with observer.paused():
+                    observer.write(iteration)
+                    if validator.is_due(iteration):
+                        self._validate(validator, feed)
+                    if questions is not None and questions.is_due(iteration):
+                        self.reporter.report_scores(self.progress, questions.ask(iteration))
+                    if self.saver.is_due(iteration, iteration == last or self._is_over):
+                        self.saver.save(self.progress)
         self._end(feed, keeper)
 
+    @property
+    def stop(self) -> Stop | None:
+        """Why ``run_steps`` has stopped before its last step; None if it has not."""
+        return self._stopping.stop
+
     def export(self) -> None:
-        """Write the model in Hugging Face format if requested and the run is finished."""
+        """Write the model in Hugging Face format if requested, and the run is finished and not asked to stop."""
         has_ended = self._ended_early or self.progress.iteration >= self.run.args.train_iters
-        self.saver.export(self.progress, has_ended)
+        self.saver.export(self.progress, has_ended and self.stop is None)
 
     def close(self) -> None:
         """Close files and leave the process group.  Only after success, because it waits for all ranks."""
@@ -91,6 +106,10 @@ class Trainer:
             self.run, self.mesh, self.setup.stage, self.progress, num_steps, self.fingerprint, self._samples)
 
     # What the loop calls
+
+    @property
+    def _is_over(self) -> bool:
+        return self._ended_early or self.stop is not None
 
     def _last_iteration(self) -> int:
         args, first = self.run.args, self.progress.iteration
@@ -128,9 +147,11 @@ class Trainer:
             if self.run.model.lora.dropout:
                 plan = replace(plan, dropout_seed=seed_of(self.run.args.seed, iteration))
             try:
-                result = step(self.setup, plan, self._schedule.at(self.progress.consumed_samples))
+                lr = self._schedule.at(self.progress.consumed_samples)
+                result = step(self.setup, plan, lr, self._stopping.votes())
             except AgreedError as error:
                 raise AgreedError(f"iteration {iteration}: {problem}" for problem in error.problems) from error
+            self._stopping.decide(result.votes)
             consumed = self.progress.consumed_samples + self.run.global_batch_size
             self.progress = replace(self.progress, iteration=iteration, consumed_samples=consumed)
             if keeper is not None:
@@ -151,7 +172,10 @@ class Trainer:
         feed.plans.close()
         if keeper is not None:
             keeper.close()
-        if self._ended_early:
+        if self.stop is not None:
+            args = self.run.args
+            self._say(stop_text(self.stop, self.progress.iteration, args.train_iters, args.save))
+        elif self._ended_early:
             best = self.progress.best
             self._say(f"stopped early after iteration {self.progress.iteration} of {self.run.args.train_iters}: the "
                       f"last {best.num_since} validations had no lower loss than iteration {best.iteration} "

@@ -6,6 +6,7 @@ Reads headers only and needs neither megatron nor a device, because the prefligh
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mm.config.flags import Arguments
 from mm.config.run import Run
 from mm.conversion.adapters import holds_adapters, open_adapters, open_base
 from mm.errors import UserError, collected, refuse
@@ -13,7 +14,7 @@ from mm.formats.adapter import is_peft_directory
 from mm.formats.layout import Layout
 from mm.formats.qkv_order import QkvOrder
 from mm.formats.source import Kind, Source, find_kind, holds_nothing, open_to_train
-from mm.formats.training import find_checkpoint
+from mm.formats.training import complete_iterations, find_checkpoint, iteration_name, stated
 
 
 def qkv_order(run: Run) -> QkvOrder:
@@ -23,12 +24,20 @@ def qkv_order(run: Run) -> QkvOrder:
 
 
 def with_start(run: Run) -> Run:
-    """``run`` with the effective ``--load`` for this start, if ``--load`` is ``--save`` or absent.
+    """``run`` with the effective ``--load`` for this start.
 
-    A run whose ``--save`` holds a checkpoint continues from it.  Any other starts from ``--pretrained-checkpoint``, or
-    without that flag from ``--load-base-model`` or ``model_name_or_path``, never from random weights.
+    The same command starts a run and continues it: if ``--save`` holds a checkpoint of a run that this command started,
+    or ``--load`` is ``--save`` and holds one, the run continues from it.  If ``--load`` is ``--save`` or absent, the
+    run starts from ``--pretrained-checkpoint``, or without that flag from ``--load-base-model`` or
+    ``model_name_or_path``, never from random weights.
     """
     args = run.args
+    if _has_started(run):
+        note = (f"--save {args.save} holds a checkpoint of the run that this command started: the run continues from "
+                f"it; give another --save for a new run")
+        base = args.pretrained_checkpoint if args.load is None else args.load
+        args = replace(args, load=args.save, finetune=False, no_load_optim=False, no_load_rng=False)
+        return replace(run, args=_with_base(run, args, base), notes=(*run.notes, note))
     if not args.may_begin:
         return run
     if args.load is not None and not holds_nothing(args.load):
@@ -47,6 +56,30 @@ def with_start(run: Run) -> Run:
     return replace(run, args=args, notes=(*run.notes, note))
 
 
+def _has_started(run: Run) -> bool:
+    """Whether the newest checkpoint in ``--save`` is of a run that this command started, and has what it needs to
+    continue.
+    """
+    args = run.args
+    if args.save is None or args.loads_what_it_saves or args.allow_used_save:
+        return False
+    complete = complete_iterations(Path(args.save))
+    if not complete:
+        return False
+    try:
+        newest = stated(Path(args.save) / iteration_name(complete[-1]))
+    except UserError:  # reported with the other checkpoints in --save
+        return False
+    return newest.get("given_start") == run.given_start and newest.get("optimizer") is not None
+
+
+def _with_base(run: Run, args: Arguments, base: str | None) -> Arguments:
+    """``args`` with the base model of adapters that were trained on ``base``, if that is a whole model."""
+    if base is None or not run.model.lora.is_on or args.load_base_model is not None:
+        return args
+    return replace(args, load_base_model=base) if Path(base).is_dir() and not holds_adapters(base) else args
+
+
 def _resumed(run: Run) -> Run:
     """``run``, whose ``--load`` holds a checkpoint: flags for a new run are ignored."""
     args, base = run.args, run.args.pretrained_checkpoint
@@ -57,9 +90,7 @@ def _resumed(run: Run) -> Run:
     if args.finetune:
         note += ", so --finetune is ignored as well"
         args = replace(args, finetune=False)
-    if run.model.lora.is_on and args.load_base_model is None and Path(base).is_dir() and not holds_adapters(base):
-        args = replace(args, load_base_model=base)  # the adapters were trained on it
-    return replace(run, args=args, notes=(*run.notes, note))
+    return replace(run, args=_with_base(run, args, base), notes=(*run.notes, note))
 
 
 @dataclass(frozen=True)

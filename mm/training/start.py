@@ -95,6 +95,7 @@ def start(settled: Settled, stage: Stage, mesh: Mesh, say: Callable[[str], None]
     Every rank calls it together; a mistake on one raises the same UserError on all.
     """
     run, sources, args = settled.run, settled.sources, settled.run.args
+    stage.device.seed(args.seed + mesh.rank)
     adapters = [weight for weight in stage.weights if weight.is_adapter]
     own = [weight for weight in stage.weights if not weight.is_adapter]
     base, whole = None, sources.model
@@ -126,7 +127,9 @@ def start(settled: Settled, stage: Stage, mesh: Mesh, say: Callable[[str], None]
             "continues as if these were the same")
     goes_on = continued(run, sources) is not None
     run_id = on_first(mesh, lambda: started.progress.run_id if goes_on else new_run_id())
-    return replace(started, base=base, progress=replace(started.progress, run_id=run_id, schedule=settled.schedule))
+    given_start = started.progress.given_start if goes_on else run.given_start
+    return replace(started, base=base, progress=replace(
+        started.progress, run_id=run_id, schedule=settled.schedule, given_start=given_start))
 
 
 def _progress(run: Run, setup: Setup, sources: Sources) -> Start:

@@ -60,14 +60,14 @@ def starts_ahead(args: Arguments, device: Device) -> bool:
     return args.overlap_p2p_communication or (device.starts_messages_ahead and not args.no_overlap_p2p_communication)
 
 
-def step(setup: Setup, plan: StepPlan, lr: float) -> StepResult:
-    """Train one step with learning rate ``lr``.
+def step(setup: Setup, plan: StepPlan, lr: float, votes: Tensor | None = None) -> StepResult:
+    """Train one step with learning rate ``lr``; ``votes``: see ``update``.
 
     Raises AgreedError on all ranks, with no weight changed, if the loss or a gradient is not finite.
     """
     loss = forward_backward(setup, plan)
     with setup.stage.journal.during(Work.UPDATE):
-        return update(setup.optimizer, loss, lr, setup.mesh, setup.stage.device)
+        return update(setup.optimizer, loss, lr, setup.mesh, setup.stage.device, votes)
 
 
 def forward_backward(setup: Setup, plan: StepPlan) -> Tensor:

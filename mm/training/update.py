@@ -1,6 +1,6 @@
 """One update of the weights: gradient norm, clipping, the guard against values that are not finite, Adam.
 
-The host reads from the device once per step, after queuing all of this: two numbers, summed over all ranks by one
+The host reads from the device once per step, after queuing all of this: a few numbers, summed over all ranks by one
 collective.  If Adam's kernel supports ``grad_scale`` and ``found_inf``, it does clipping and guard.
 """
 
@@ -35,11 +35,17 @@ class StepResult:
     loss_scale: float
     updated: bool
     """False if a gradient overflowed under loss scaling, so the optimizer skipped the step."""
+    votes: tuple[float, ...] = ()
+    """The ranks' votes, summed."""
 
 
 @torch.no_grad()
-def update(optimizer: ChainedOptimizer, loss: Tensor, lr: float, mesh: Mesh, device: Device) -> StepResult:
+def update(
+    optimizer: ChainedOptimizer, loss: Tensor, lr: float, mesh: Mesh, device: Device, votes: Tensor | None = None
+) -> StepResult:
     """Clip and update with learning rate ``lr``; ``loss`` is this rank's share of the loss, from ``run_schedule``.
+
+    ``votes``: fp32 numbers of this rank, on the device, which the same collective sums over all ranks.
 
     If a gradient overflowed under loss scaling, the optimizer skips the step.  If the loss or any other gradient is not
     finite, AgreedError is raised on all ranks, with all weights and moments unchanged.
@@ -50,19 +56,20 @@ def update(optimizer: ChainedOptimizer, loss: Tensor, lr: float, mesh: Mesh, dev
     has_scaler = any(getattr(one, "grad_scaler", None) for one in optimizer.chained_optimizers)
     scale = [optimizer.get_loss_scale()] if has_scaler else []  # read before the scaler's update
     overflowed = optimizer.prepare_grads()
-    sums = _sums(loss, () if overflowed else inner, mesh)
+    sums = _sums(loss, () if overflowed else inner, mesh, votes)
     numbers = torch.cat([sums, *scale])
     is_folded = not overflowed and clips_in_adam(optimizer, device)
     reading = device.start_reading(numbers) if is_folded else numbers.tolist
     if is_folded:
         _step_folded(inner, sums)
-    loss_sum, squares, *scales = reading()
+    loss_sum, squares, *more = reading()
+    agreed, scales = (more, ()) if not scale else (more[:-1], more[-1:])
     _refuse_not_finite(loss_sum, squares)
     if not overflowed:
         if not is_folded:
             _step_clipped(inner, math.sqrt(squares))
         _publish(optimizer)
-    return StepResult(loss_sum, lr, math.sqrt(squares), scales[0] if scales else 1.0, not overflowed)
+    return StepResult(loss_sum, lr, math.sqrt(squares), scales[0] if scales else 1.0, not overflowed, tuple(agreed))
 
 
 def clips_in_adam(optimizer: ChainedOptimizer, device: Device) -> bool:
@@ -83,8 +90,9 @@ def _trained(optimizer: ChainedOptimizer) -> list[Any]:
     return [one for one in chained if not one.is_stub_optimizer]
 
 
-def _sums(loss: Tensor, inner: Sequence[Any], mesh: Mesh) -> Tensor:
-    """fp32 [loss, squared norm of the gradients], summed over all ranks, each value counted once.
+def _sums(loss: Tensor, inner: Sequence[Any], mesh: Mesh, votes: Tensor | None) -> Tensor:
+    """fp32 [loss, squared norm of the gradients, *votes], summed over all ranks; of the first two, each value is
+    counted once.
 
     The squared norm is fp32, as in megatron (NPUs have no fp64), so a norm above 1.8e19 counts as not finite.
     Tensor-parallel ranks of the last stage hold the same loss.  Data- and context-parallel ranks hold the same
@@ -99,6 +107,8 @@ def _sums(loss: Tensor, inner: Sequence[Any], mesh: Mesh) -> Tensor:
             square = torch.linalg.vector_norm(torch.stack(norms)).square()
             squares += _counted(square, _is_split(chained) or mesh.copy_rank == 0)
     sums = torch.stack([_counted(loss, mesh.tp_rank == 0), squares])
+    if votes is not None:
+        sums = torch.cat([sums, votes])
     dist.all_reduce(sums)
     return sums
 

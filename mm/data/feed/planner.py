@@ -11,7 +11,6 @@ This module must not import megatron, which would initialise a device in the pla
 
 import json
 import secrets
-import signal
 import socket
 import traceback
 from collections import deque
@@ -28,6 +27,7 @@ import numpy as np
 from mm.data.order.stream import SampleOrder, StepSamples
 from mm.data.workers import end_with_parent, fork_server, node_id
 from mm.errors import UserError
+from mm.signals import ignore_stopping
 
 NUM_AHEAD = 2
 """Steps planned before they are requested.  Owners request as far ahead as their workers prepare."""
@@ -130,7 +130,7 @@ def from_bytes(content: bytes) -> StepSamples:
 
 def _run(make_order: MakeOrder, seat: Seat, num_owners: int, ready: Connection) -> None:
     """Main function of the planning process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; owners handle it
+    ignore_stopping()
     end_with_parent()
     with Listener(seat.address, "AF_UNIX", num_owners, authkey=seat.key) as listener:
         ready.send_bytes(b"")

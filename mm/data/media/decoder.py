@@ -23,6 +23,7 @@ from mm.data.media.animation import animation_frames, animation_header, is_anima
 from mm.data.media.video_file import Pixels, VideoHeader, Wanted, read_header
 from mm.data.media.video_frames import BACKENDS, missing_backend
 from mm.errors import UserError, refuse
+from mm.signals import ignore_stopping
 
 _COMMAND = (sys.executable, "-P", "-c", "from mm.data.media.decoder import serve; serve()")
 _FRACTIONS = ("time_base", "stated_rate")
@@ -150,7 +151,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 def serve() -> None:
     """Answer requests from standard input until it closes.  The main function of the process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process decides
+    ignore_stopping()
     requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # output that a library prints must not mix with replies
     gc.freeze()

@@ -1,0 +1,74 @@
+"""When a run stops before its last step: after a signal, or at ``--exit-duration-in-mins``.
+
+All ranks stop after the same step.  Each adds its votes to the numbers that the update sums over all ranks anyway, so
+the agreement costs no message: a signal that reaches one rank is enough, and clocks may differ.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mm.errors import Stopped
+from mm.signals import STOPPING, StopSignals, shown, status_after
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A reason to stop after a step."""
+
+    cause: str
+    """What the user or the scheduler did."""
+    status: int
+    """Exit status of the run."""
+
+
+_STOPS = (*(Stop(shown(number), status_after(number)) for number in STOPPING), Stop("--exit-duration-in-mins", 0))
+"""One vote for each."""
+
+
+class Stopping:
+    """This rank's votes on whether to stop, and what all ranks have decided."""
+
+    def __init__(
+        self, signals: StopSignals, exit_minutes: float | None, saves: bool, device: torch.device
+    ) -> None:
+        """``saves``: stopping after a step saves a checkpoint; if not, a signal ends the run in the middle of one."""
+        self.stop: Stop | None = None
+        """Why the run stops; the same on all ranks."""
+        self._signals, self._saves = signals, saves
+        self._until = None if exit_minutes is None else signals.began + 60 * exit_minutes
+        self._device, self._no_votes = device, torch.zeros(len(_STOPS), device=device)
+
+    @contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Guard the steps: a signal waits for the end of a step.
+
+        If one came too late for this run's last step to see it, Stopped is raised at the end.
+        """
+        if not self._saves:
+            yield
+            return
+        with self._signals.deferred():
+            yield
+        if self.stop is None and self._signals.received is not None:
+            raise Stopped(self._signals.received)
+
+    def votes(self) -> Tensor:
+        """This rank's votes, for ``update``."""
+        has_signal = [self._signals.received == number for number in STOPPING]
+        votes = [*has_signal, self._until is not None and time.monotonic() >= self._until]
+        return torch.tensor(votes, dtype=torch.float32, device=self._device) if any(votes) else self._no_votes
+
+    def decide(self, sums: Sequence[float]) -> None:
+        """Set ``stop`` from the votes of all ranks, summed."""
+        self.stop = next((stop for stop, count in zip(_STOPS, sums, strict=True) if count), None)
+
+
+def stop_text(stop: Stop, iteration: int, train_iters: int, save: str | None) -> str:
+    """Where the run has stopped, and how to go on."""
+    kept = "nothing is kept, because there is no --save" if save is None else f"continue from it with --load {save}"
+    return f"stopped by {stop.cause} after iteration {iteration} of {train_iters}: {kept}"

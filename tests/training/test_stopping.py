@@ -1,0 +1,117 @@
+"""A run that is asked to stop saves after the running step and ends, and the same command continues it to the bit."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mm.training.claim import LOCK_FILE
+from tests.files import ROOT
+from tests.launch import free_port, warm_python
+from tests.tiny_inputs import flags_of, metrics, write_inputs
+
+NUM_STEPS = 60
+COMPARED = ("iteration", "loss", "grad_norm", "lr", "consumed_samples", "num_tokens")
+
+
+class Job:
+    """A command that trains on two stages, from Hugging Face weights; it may be started again after it has stopped."""
+
+    def __init__(self, inputs: Path, name: str) -> None:
+        self.folder = inputs / name
+        self.words = flags_of(inputs, name, 2, "--num-workers", "1", "--train-iters", str(NUM_STEPS), "--load",
+                              str(inputs / "hf"), "--deterministic-mode")  # fmt: skip
+        self.save = self.folder / "save"
+
+    def launch(self, stop: Callable[[int], None] = lambda _: None, *more: str) -> tuple[int, str]:
+        """Run the command, and call ``stop`` with the launcher's process id after three steps; status and output."""
+        command = [warm_python(), "-m", "mm.launch", "--nproc_per_node", "2", "--master_addr", "localhost",
+                   "--master_port", str(free_port()), "-m", "mm.train", *self.words, *more]  # fmt: skip
+        before = self.num_steps()
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
+            try:
+                while process.poll() is None and self.num_steps() < before + 3:
+                    time.sleep(0.01)
+                stop(process.pid)
+                said, _ = process.communicate(timeout=60)
+            finally:
+                process.kill()  # and its ranks, which end with it
+        return process.returncode, said
+
+    def num_steps(self) -> int:
+        rows = self.folder / "logs" / "metrics.jsonl"
+        return rows.read_bytes().count(b"\n") if rows.is_file() else 0
+
+    def saved(self) -> int:
+        """The iteration of the latest checkpoint."""
+        return int((self.save / "latest_checkpointed_iteration.txt").read_text())
+
+    def signal_rank_0(self, _: int) -> None:
+        os.kill(json.loads((self.save / LOCK_FILE).read_text())["owner"]["pid"], signal.SIGUSR1)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("stopping"))
+
+
+def test_a_stopped_run_saves_and_the_same_command_continues_to_the_bit(inputs: Path) -> None:
+    """SIGTERM to the launcher, SIGUSR1 to one rank, and a time limit; each launch is the same command."""
+    whole, job = Job(inputs, "whole"), Job(inputs, "stopped")
+    assert whole.launch()[0] == 0
+    stops = [(lambda launcher: os.kill(launcher, signal.SIGTERM), (), "SIGTERM", 143),
+             (job.signal_rank_0, (), "SIGUSR1", 138),
+             (lambda _: None, ("--exit-duration-in-mins", "0.001"), "--exit-duration-in-mins", 0)]
+    for stop, flags, cause, expected in stops:
+        status, said = job.launch(stop, *flags)
+        saved = job.saved()
+        reported = f"stopped by {cause} after iteration {saved} of {NUM_STEPS}: continue from it with --load"
+        assert status == expected and reported in said, said
+        assert saved == job.num_steps() < NUM_STEPS and "Traceback" not in said, said
+        assert not list(job.folder.rglob("*.tmp-*"))
+    status, said = job.launch()
+    assert status == 0 and "holds a checkpoint of the run that this command started: the run continues" in said, said
+    ours, theirs = ([[row[key] for key in COMPARED] for row in metrics(inputs, name)] for name in ("stopped", "whole"))
+    assert ours == theirs and len(ours) == NUM_STEPS
+    files = sorted(path.name for path in (whole.save / f"iter_{NUM_STEPS:07d}").glob("*.safetensors"))
+    assert len(files) == 6
+    for name in files:
+        states = [(one.save / f"iter_{NUM_STEPS:07d}" / name).read_bytes() for one in (job, whole)]
+        assert states[0] == states[1], name
+
+
+STUCK = """
+import hashlib, os, sys
+from mm.ending import run_command
+from mm.signals import StopSignals
+
+def work(signals):
+    with signals.deferred():
+        print("begun", flush=True)
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # Python runs no handler meanwhile, as in a collective
+    return 0
+
+signals = StopSignals()
+sys.exit(run_command(lambda: work(signals), lambda: "", signals=signals))
+"""
+
+
+def test_a_second_signal_ends_a_process_that_is_stuck() -> None:
+    with subprocess.Popen([sys.executable, "-c", STUCK], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        began = time.monotonic()
+        while process.poll() is None and time.monotonic() < began + 60:
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.5)
+        took = time.monotonic() - began
+        process.kill()
+    assert process.returncode == 143
+    assert took > 2  # signals that come soon after the first are the same request
