@@ -75,8 +75,9 @@ def evaluate(evaluating: Evaluating) -> int:
 
     args = evaluating.asking.args
     with Watchdog(Meeting.of_launcher(args.distributed_timeout_minutes), None) as watchdog:
-        items = read_items(evaluating) if is_first_rank() else None  # the other ranks have no use for them
-        found = find(evaluating.asking) if is_first_rank() else None  # one rank reports what all of them would
+        with watchdog.phase("check"):
+            items = read_items(evaluating) if is_first_rank() else None  # the other ranks have no use for them
+            found = find(evaluating.asking) if is_first_rank() else None  # one rank reports what all of them would
         store = watchdog.meet()
         found = found or find(evaluating.asking)
         if items is not None:
@@ -95,11 +96,13 @@ def evaluate(evaluating: Evaluating) -> int:
         mesh = parallel.start(
             device, found.model, args.tensor_model_parallel_size, args.distributed_timeout_minutes, store=store)
         watchdog.place(mesh)
-        session = Session.open(evaluating.asking, found, device, mesh)
+        with watchdog.phase("load"):
+            session = Session.open(evaluating.asking, found, device, mesh)
         settings = _settings(evaluating, session, found)
         on_first(mesh, lambda: check_settings(Path(evaluating.output), settings))
         answers = str(Path(evaluating.output) / ANSWERS)
-        FileOfPrompts(session, lambda: (_prompts(evaluating, items), []), answers, args.batch_size).answer()
+        FileOfPrompts(
+            session, lambda: (_prompts(evaluating, items), []), answers, args.batch_size, watchdog.phase).answer()
         on_first(mesh, lambda: _finish(evaluating, items, settings))
     parallel.stop()
     return 0

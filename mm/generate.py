@@ -66,7 +66,8 @@ def answer(asking: Asking) -> int:
 
     args = asking.args
     with Watchdog(Meeting.of_launcher(args.distributed_timeout_minutes), None) as watchdog:
-        found = find(asking) if is_first_rank() else None  # one rank reports what all of them would
+        with watchdog.phase("check"):
+            found = find(asking) if is_first_rank() else None  # one rank reports what all of them would
         store = watchdog.meet()
         found = found or find(asking)
         if is_first_rank():
@@ -85,10 +86,12 @@ def answer(asking: Asking) -> int:
         mesh = parallel.start(
             device, found.model, args.tensor_model_parallel_size, args.distributed_timeout_minutes, store=store)
         watchdog.place(mesh)
-        session = Session.open(asking, found, device, mesh)
+        with watchdog.phase("load"):
+            session = Session.open(asking, found, device, mesh)
         if args.prompts is not None and args.output is not None:
             path, roots = args.prompts, args.media_roots
-            FileOfPrompts(session, lambda: read_prompts(path, roots), args.output, args.batch_size).answer()
+            FileOfPrompts(
+                session, lambda: read_prompts(path, roots), args.output, args.batch_size, watchdog.phase).answer()
         elif args.chat:
             Chat(args.system, list(args.image), list(args.video)).run(session)
         else:

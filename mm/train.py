@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from mm.config.flags import TRAIN
 from mm.config.notes import notes_at_start, sorted_notes
+from mm.config.phases import phase_seconds
 from mm.config.run import Run, load_run
 from mm.ending import (
     end_stopped,
@@ -119,28 +120,33 @@ def train(run: Run, signals: StopSignals) -> int:
     from mm.parallel.meeting import Meeting
     from mm.parallel.watchdog import Watchdog
 
-    minutes = run.args.distributed_timeout_minutes
-    with Watchdog(Meeting.of_launcher(minutes), run.args.step_timeout) as watchdog:
-        run, claim, opened = check_files(run) if is_first_rank() else (run, Claim(), None)
+    minutes, phases = run.args.distributed_timeout_minutes, phase_seconds(run.args.phase_timeouts)
+    with Watchdog(Meeting.of_launcher(minutes), run.args.step_timeout, phases) as watchdog:
+        with watchdog.phase("check"):
+            run, claim, opened = check_files(run) if is_first_rank() else (run, Claim(), None)
         watchdog.at_end = claim.release
         with claim:
             from mm.device.device import Device
             from mm.device.known import peak_notes
 
-            device = Device.pick(run.args.device, run.args.deterministic_mode)
-            print_notes_once((*device.notes, *peak_notes(device.platform, device.name)))
-            # megatron looks at the device while it is imported, so everything built on it comes after the line above
-            from mm.parallel import mesh as parallel
-            from mm.training.reporter import say_on_last_rank
-            from mm.training.run import Trainer
-            from mm.training.start import settle
+            with watchdog.phase("start"):
+                device = Device.pick(run.args.device, run.args.deterministic_mode)
+                print_notes_once((*device.notes, *peak_notes(device.platform, device.name)))
+                # megatron looks at the device while it is imported, so everything built on it comes after this
+                from mm.parallel import mesh as parallel
+                from mm.training.reporter import say_on_last_rank
+                from mm.training.run import Trainer
+                from mm.training.start import settle
 
-            mesh = parallel.start(device, run.model, run.tp_size, minutes, run.cp_size, run.is_ring,
-                                  run.args.vision_feature_cache is not None, watchdog.meet())
+            store = watchdog.meet()
+            with watchdog.phase("start"):
+                mesh = parallel.start(device, run.model, run.tp_size, minutes, run.cp_size, run.is_ring,
+                                      run.args.vision_feature_cache is not None, store)
             watchdog.place(mesh)
-            settled = settle(run, mesh, say_on_last_rank(mesh), opened)
-            trainer = Trainer(settled, device, mesh, watchdog, claim, signals)
-            del opened, settled  # frees the headers of the weights; the trainer keeps the samples and questions
+            with watchdog.phase("load"):
+                settled = settle(run, mesh, say_on_last_rank(mesh), opened)
+                trainer = Trainer(settled, device, mesh, watchdog, claim, signals)
+                del opened, settled  # frees the headers of the weights; the trainer keeps the samples and questions
             trainer.run_steps()
             trainer.export()
             trainer.close()

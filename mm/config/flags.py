@@ -17,6 +17,7 @@ from mm.config.command_line import CommandLine, Words
 from mm.config.foreign import FLAGS
 from mm.config.lora import LoraConfig, pattern_pairs, pattern_problems
 from mm.config.model import Granularity, Method, RecomputeConfig, RecomputeModules, recompute_problems
+from mm.config.phases import phase_problems
 from mm.config.schema import (
     NUMBERS,
     STRICT,
@@ -87,6 +88,9 @@ class Arguments:
     step_timeout: NotNegative | None = Field(None, description=(
         "seconds after which a step counts as stalled, at least 1800 for the first; absent = 300, or 10 x the median "
         "step; 0 = never"))
+    phase_timeouts: Patterns = Field((), description=(
+        "NAME=SECONDS words: time limits of the phases check, start, load, data, answers, save, export and between; "
+        "0 = no limit"))
     check_p2p: bool = Field(False, description=(
         "compare shape, dtype and microbatch of every message between stages before it is received; slower"))
     overlap_p2p_communication: bool = Field(False, description=(
@@ -327,6 +331,7 @@ def flag_problems(args: Arguments) -> Iterator[str]:
         yield "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce"
     if args.save is None and args.keep_last_checkpoints is not None:
         yield f"--keep-last-checkpoints is {args.keep_last_checkpoints}, but --save is missing"
+    yield from phase_problems(args.phase_timeouts)
     yield from recompute_problems(args.recompute, "--recompute-", "--recompute-num-layers")
     yield from pattern_problems("--lora-rank-pattern", args.lora_rank_pattern, whole=True)
     yield from pattern_problems("--lora-alpha-pattern", args.lora_alpha_pattern, whole=False)

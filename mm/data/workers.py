@@ -8,14 +8,12 @@ The cost: a script that trains needs an ``if __name__ == "__main__"`` guard.
 import itertools
 import multiprocessing
 import os
-import secrets
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver, popen_forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext, ForkServerProcess
-from pathlib import Path
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
@@ -164,19 +162,6 @@ def fork_server() -> ForkServerContext:
 
 def _begin(worker: int) -> None:
     end_with_parent()
-
-
-def node_id(namespace: str) -> str:
-    """An id shared by the processes of this machine in the same Linux ``namespace``; unique per process if unknown.
-
-    Processes of one "net" namespace can reach each other's abstract sockets, those of one "pid" namespace see each
-    other's process ids.
-    """
-    try:
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot_id} {os.readlink(f'/proc/self/ns/{namespace}')}"
-    except OSError:
-        return secrets.token_hex(16)
 
 
 def end_with_parent() -> None:

@@ -14,6 +14,7 @@ from mm.generation.answers import AnswerFile
 from mm.generation.prompts import Prompt
 from mm.generation.session import Response, Session
 from mm.parallel.agreement import gather, on_first
+from mm.parallel.watchdog import Phase
 from mm.progress import Progress
 
 ReadPrompts = Callable[[], tuple[list[Prompt], list[str]]]
@@ -53,19 +54,21 @@ def in_batches(
 
 
 def answer_batches(
-    session: Session, batches: Sequence[Sequence[Prompt]], keep: Callable[[Sequence[Response]], None]
+    session: Session, batches: Sequence[Sequence[Prompt]], keep: Callable[[Sequence[Response]], None], phase: Phase
 ) -> list[str]:
     """Distribute ``batches`` over the replicas, one to each at a time, and pass the answers to ``keep`` on rank 0.
 
-    All ranks call this function together.  Returns, on rank 0, the problems of prompts without an answer.
+    ``phase`` guards each.  All ranks call this function together.  Returns, on rank 0, the problems of prompts without
+    an answer.
     """
     mesh = session.mesh
     problems: list[str] = []
     for first in range(0, len(batches), mesh.dp_size):
         number = first + mesh.dp_rank
-        responses, refused = session.respond(batches[number] if number < len(batches) else ())
-        gathered = gather(mesh, (responses, refused if mesh.owns_data else ()))
-        on_first(mesh, lambda gathered=gathered: keep([one for responses, _ in gathered for one in responses]))
+        with phase("answers"):
+            responses, refused = session.respond(batches[number] if number < len(batches) else ())
+            gathered = gather(mesh, (responses, refused if mesh.owns_data else ()))
+            on_first(mesh, lambda gathered=gathered: keep([one for responses, _ in gathered for one in responses]))
         problems += [problem for _, refused in gathered for problem in refused]
     return problems
 
@@ -73,9 +76,10 @@ def answer_batches(
 class FileOfPrompts:
     """Prompts from a file, and the file of their answers, which only rank 0 opens."""
 
-    def __init__(self, session: Session, read: ReadPrompts, output: str, batch_size: int) -> None:
-        """``read`` is called on rank 0."""
+    def __init__(self, session: Session, read: ReadPrompts, output: str, batch_size: int, phase: Phase) -> None:
+        """``read`` is called on rank 0; ``phase`` guards each batch."""
         self._session, self._read, self._output, self._batch_size = session, read, output, batch_size
+        self._phase = phase
         self._answers: AnswerFile | None = None
         self._progress: Progress | None = None
 
@@ -86,7 +90,7 @@ class FileOfPrompts:
         """
         mesh = self._session.mesh
         plan = on_first(mesh, self._plan)
-        problems = [*plan.problems, *answer_batches(self._session, plan.batches, self._write)]
+        problems = [*plan.problems, *answer_batches(self._session, plan.batches, self._write, self._phase)]
         found = on_first(mesh, lambda: self._close(problems))
         if found:
             raise AgreedError(found)

@@ -7,6 +7,7 @@ a connection that closes without ``leaves`` means that the rank died.  What rank
 Rank to hub:
 
 - ``joins TOKEN RANK``: answered with ``welcome``
+- ``is process NODE PID BEGAN``: its ``node.Identity``; answered with the hub's own
 - ``ready``: answered with ``begins`` once all ranks are ready
 - ``is at PLACE``: whenever it changes
 - ``leaves``: normal end
@@ -14,8 +15,9 @@ Rank to hub:
 - ``loses TEXT``: an error that another rank's death may have caused
 - ``tells PLACE STACKS``: the answer to ``asks``
 
-Hub to rank: ``welcome``, ``begins``, ``asks``, ``ends STATUS RANK`` (RANK is the cause), and ``unwatched`` when the hub
-itself has failed.
+Hub to rank: ``welcome``, ``is process``, ``begins``, ``asks``, ``ends STATUS RANK SILENT`` (RANK is the cause, SILENT
+the processes that do not answer, which any rank of their machine kills), and ``unwatched`` when the hub itself has
+failed.
 """
 
 import os
@@ -32,6 +34,7 @@ from threading import Thread
 
 from mm.errors import printable
 from mm.parallel.lines import Lines
+from mm.parallel.node import Identity, own_identity
 
 GRACE_SECONDS = 1.0
 """Wait between the order to end and a rank's exit: the launcher must see the causing rank exit first."""
@@ -62,12 +65,18 @@ class Cause:
 class Hub:
     """Serves ``num_ranks`` ranks, including this one, until all have left or one of them ends the run."""
 
-    def __init__(self, num_ranks: int, start_seconds: float, at_end: Callable[[], None] = lambda: None) -> None:
-        """``start_seconds``: how long other ranks may take to be ready after this one is.
+    def __init__(
+        self, num_ranks: int, start_seconds: float, at_end: Callable[[], None] = lambda: None,
+        end_seconds: float = float("inf"),
+    ) -> None:  # fmt: skip
+        """Arguments:
 
-        ``at_end`` is called before the hub ends this process.
+        - ``start_seconds``: how long other ranks may take to be ready after this one is
+        - ``at_end``: called before the hub ends this process
+        - ``end_seconds``: how long ranks may take to end after the first has
         """
         self._num_ranks, self._start_seconds, self._at_end = num_ranks, start_seconds, at_end
+        self._end_seconds = end_seconds
         is_dual = socket.has_dualstack_ipv6()
         door = socket.create_server(
             ("", 0), family=socket.AF_INET6 if is_dual else socket.AF_INET, dualstack_ipv6=is_dual, backlog=num_ranks)
@@ -76,10 +85,11 @@ class Hub:
         """Required to join, because the port is open to the network."""
         self.problems = allow_open_files(num_ranks)
         self._lines, self._places = Lines(door), dict.fromkeys(range(num_ranks), "unknown")
+        self._processes: dict[int, Identity] = {}
         self._joined: set[int] = set()
         self._ready: set[int] = set()
         self._left: set[int] = set()
-        self._start_ends = float("inf")
+        self._start_ends = self._end_ends = float("inf")
         self._has_complained = False
         self._thread = Thread(target=self._serve, name="hub", daemon=True)
         self._thread.start()
@@ -113,12 +123,16 @@ class Hub:
                         self._let_in(rank, joining)
                     case _ if rank < 0:
                         self._lines.drop(rank)  # a stranger
+                    case ["is process", str(node), int(pid), str(start)]:
+                        self._processes[rank] = (node, pid, start)
+                        self._lines.send(rank, "is process", *own_identity())
                     case ["ready"]:
                         self._note_ready(rank)
                     case ["is at", str(place)]:
                         self._places[rank] = place
                     case ["leaves"]:
                         self._left.add(rank)
+                        self._end_ends = min(self._end_ends, time.monotonic() + self._end_seconds)
                         self._lines.drop(rank)
                     case ["is interrupted", int(status)]:
                         return Cause(rank, "", status)
@@ -137,6 +151,10 @@ class Hub:
             self._complain()
             if time.monotonic() > self._start_ends:
                 return self._absence()
+            if time.monotonic() > self._end_ends:
+                late = [rank for rank in range(self._num_ranks) if rank not in self._left]
+                return Cause(late[0], f"{ranks_text(late)} did not end within {self._end_seconds:.0f} s after the "
+                                      f"first; --phase-timeouts between=SECONDS sets this limit", is_riddle=True)
         return None
 
     def _may_join(self, token: str, rank: int) -> bool:
@@ -177,9 +195,12 @@ class Hub:
             _write("note: the hub of rank 0 accepts connections again\n")
 
     def _end(self, cause: Cause) -> None:
+        silent: list[Identity] = []
         if cause.text:
             _write(f"error: {cause.text}\n")  # first: a launcher that sees another rank exit soon ends this one
             stacks = self._ask()
+            silent = [process for rank, process in self._processes.items()
+                      if rank in self._lines.ranks and rank not in stacks]
             order = sorted(range(self._num_ranks), key=lambda rank: rank != cause.rank)
             places = "".join(f"  rank {rank}, {'' if rank in stacks else 'last known: '}{self._places[rank]}\n"
                              for rank in order)
@@ -188,9 +209,9 @@ class Hub:
                 _write("".join(f"\nStacks of rank {rank}:\n{stacks[rank]}" for rank in sorted(stacks)))
         for rank in self._lines.ranks:
             if rank != 0:
-                self._lines.send(rank, "ends", cause.status, cause.rank)
+                self._lines.send(rank, "ends", cause.status, cause.rank, silent)
         self._end_late_ranks(cause)
-        self._lines.send(0, "ends", cause.status, cause.rank)  # last: this process runs the hub and the store
+        self._lines.send(0, "ends", cause.status, cause.rank, silent)  # last: this process runs the hub and the store
         end(cause.status, self._at_end)
 
     def _end_late_ranks(self, cause: Cause) -> None:
@@ -201,7 +222,7 @@ class Hub:
                 match words:
                     case ["joins", str(token), int(joining)] if rank < 0 and self._may_join(token, joining):
                         self._let_in(rank, joining)
-                        self._lines.send(joining, "ends", cause.status, cause.rank)
+                        self._lines.send(joining, "ends", cause.status, cause.rank, [])
                     case _ if rank < 0:
                         self._lines.drop(rank)  # a stranger
 

@@ -70,14 +70,15 @@ class Meeting:
                             f"MASTER_PORT): {error}") from error
         return cls(rank, int(os.environ["WORLD_SIZE"]), host, store, timeout)
 
-    def join(self, at_end: Callable[[], None]) -> Joined:
-        """On rank 0 start the hub, elsewhere find it; then join it.  ``at_end`` is called before the hub ends this
-        process.
+    def join(self, at_end: Callable[[], None], end_seconds: float) -> Joined:
+        """On rank 0 start the hub, elsewhere find it; then join it.
+
+        ``at_end`` is called before the hub ends this process; ``end_seconds``: see ``Hub``.
 
         Raises UserError if rank 0 is not reached in time.
         """
         if self.rank == 0:
-            hub = Hub(self.num_ranks, self.timeout.total_seconds(), at_end)
+            hub = Hub(self.num_ranks, self.timeout.total_seconds(), at_end, end_seconds)
             if self.store is not None:
                 self.store.set(_ADDRESS, json.dumps((hub.port, hub.token)))
             return Joined(hub, call("localhost", hub.port, 0, "joins", hub.token, 0), self._own_store(hub.token))

@@ -15,8 +15,8 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -24,12 +24,14 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from mm.batch import StepPlan, samples_text
+from mm.config.phases import PHASE_SECONDS
 from mm.device.platforms import PLATFORMS
 from mm.errors import AgreedError, ReportedError, Stopped, StoppedRun, UserError, printable, refuse
 from mm.parallel.activity import Journal, Work
 from mm.parallel.hub import Hub, death_of, end
 from mm.parallel.lines import Lines
 from mm.parallel.meeting import Meeting
+from mm.parallel.node import Identity, kill, own_identity
 from mm.signals import status_after
 
 if TYPE_CHECKING:
@@ -42,11 +44,17 @@ FIRST_SECONDS = 1800.0
 """The first step of a process may take this long in any case: kernels are compiled and data workers start."""
 _BEAT_SECONDS = 1.0
 _HUB_SECONDS = 15.0
-"""How long a rank waits for a hub that does not answer, or for another rank's part of a normal end."""
+"""How long a rank waits for another rank's part of a normal end."""
+_SILENT_SECONDS = 8.0
+"""How long a rank that is late waits for the hub's order to end.  The hub itself waits 5 s for the ranks' answers."""
 _STANDARD_ERROR = 2
 _OWN_THREADS = ("hub", "watchdog")
 _LOST = re.compile("|".join((*(one.backend for one in PLATFORMS), "connection", "broken pipe")), re.IGNORECASE)
 """Words in a torch RuntimeError about failed communication, whose cause may lie on another rank."""
+
+
+Phase = Callable[[str], AbstractContextManager[None]]
+"""``Watchdog.phase``, for parts that need nothing else of it."""
 
 
 class Watchdog:
@@ -54,16 +62,19 @@ class Watchdog:
 
     The hub reports an error raised inside, unless it is a UserError, and ReportedError is raised instead; ranks that
     are not the cause exit without raising.  ``step_seconds`` limits a step; None derives the limit from the steps so
-    far, 0 means no limit.  Every rank of ``meeting`` must enter and leave.
+    far, 0 means no limit.  ``phase_seconds`` limits the other phases, named as in ``mm.config.phases``.  Every rank of
+    ``meeting`` must enter and leave.
     """
 
-    def __init__(self, meeting: Meeting, step_seconds: float | None) -> None:
+    def __init__(
+        self, meeting: Meeting, step_seconds: float | None, phase_seconds: Mapping[str, float] = PHASE_SECONDS
+    ) -> None:
         self.plan: StepPlan | None = None
         """The current step's plan, once it is known."""
         self.at_end: Callable[[], None] = lambda: None
         """Called before this process is ended in the middle of its work."""
         self._mesh: Mesh | None = None
-        self._meeting, self._step_seconds = meeting, step_seconds
+        self._meeting, self._step_seconds, self._phase_seconds = meeting, step_seconds, phase_seconds
         self._hub: Hub | None = None
         self._store: Store | None = None
         self._lines = Lines()
@@ -71,8 +82,11 @@ class Watchdog:
         self._communicator: PipelineCommunicator | None = None
         self._iteration, self._is_in_step, self._phase = 0, False, ""
         self._taken: deque[float] = deque(maxlen=100)
-        self._limit = self._deadline = math.inf
-        self._is_leaving = self._is_unwatched = False
+        self._deadline = math.inf
+        self._lateness = ""
+        """What to report when the deadline has passed."""
+        self._hub_process: Identity | None = None
+        self._is_leaving = self._is_unwatched = self._is_limited = False
         self._begun = threading.Event()
         self._ordered = threading.Event()
         self._cause_rank: int | None = None
@@ -87,7 +101,8 @@ class Watchdog:
         if self._hub is not None:
             refuse(self._hub.problems)
         self._lines.send(0, "ready")
-        self._begun.wait()
+        with self.phase("check"):  # of rank 0
+            self._begun.wait()
         return self._store
 
     def place(self, mesh: "Mesh") -> None:
@@ -96,30 +111,51 @@ class Watchdog:
         self._lines.send(0, "is at", self._place())  # at once, in case this rank dies within the first second
 
     def follow(self, journal: Journal, communicator: "PipelineCommunicator") -> None:
-        """Set where the report finds what this rank is doing."""
+        """Set where the report finds what this rank is doing.  From now on the time between phases is limited too."""
         self._journal, self._communicator = journal, communicator
 
     @contextmanager
     def step(self, iteration: int, phase: str = "") -> Iterator[None]:
-        """Guard one step, including the wait for its data, or another ``phase`` of the run with the same limit."""
-        self._iteration, self._is_in_step, self._phase, self.plan = iteration, True, phase, None
-        self._limit = limit_seconds(self._step_seconds, self._taken)
-        started = time.monotonic()
-        self._deadline = started + self._limit
-        if self._limit < math.inf:  # runs without the GIL, which the watching thread may not get
-            faulthandler.dump_traceback_later(self._limit + 2 * _HUB_SECONDS, exit=True, file=_STANDARD_ERROR)
-        try:
+        """Guard one step, including the wait for its data, or a step of another ``phase`` with the same limit."""
+        self._iteration, self._is_in_step, self.plan = iteration, True, None
+        limit, started = limit_seconds(self._step_seconds, self._taken), time.monotonic()
+        with self._limited(phase, limit, f"iteration {iteration} has taken more than {limit:.0f} s on rank "
+                                         f"{self._meeting.rank}; --step-timeout sets this limit"):  # fmt: skip
             yield
-        finally:
-            self._deadline = math.inf
-            faulthandler.cancel_dump_traceback_later()
         self._is_in_step = False  # an error stays in its step
         if not phase:
             self._taken.append(time.monotonic() - started)
 
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Guard another phase of the run, one of ``mm.config.phases``.  Phases and steps do not overlap."""
+        limit = self._phase_seconds[name] or math.inf
+        with self._limited(name, limit, f"the phase {name!r} has taken more than {limit:.0f} s on rank "
+                                        f"{self._meeting.rank}; --phase-timeouts {name}=SECONDS sets this limit"):
+            yield
+
+    @contextmanager
+    def _limited(self, phase: str, limit: float, lateness: str) -> Iterator[None]:
+        assert not self._is_limited, f"{phase} begins within {self._phase}"
+        self._is_limited, self._phase = True, phase
+        self._lateness, self._deadline = lateness, time.monotonic() + limit
+        if limit < math.inf:  # runs without the GIL, which the watching thread may not get
+            faulthandler.dump_traceback_later(limit + 2 * _HUB_SECONDS, exit=True, file=_STANDARD_ERROR)
+        try:
+            yield
+        finally:
+            self._deadline, self._is_limited = math.inf, False
+            faulthandler.cancel_dump_traceback_later()
+        self._phase = ""  # an error stays in its phase
+        if self._journal is not None and (rest := self._phase_seconds["between"]):
+            self._lateness = (f"rank {self._meeting.rank} has been between two phases for more than {rest:.0f} s; "
+                              f"--phase-timeouts between=SECONDS sets this limit")
+            self._deadline = time.monotonic() + rest
+
     def __enter__(self) -> "Watchdog":
-        joined = self._meeting.join(lambda: self.at_end())
+        joined = self._meeting.join(lambda: self.at_end(), self._phase_seconds["between"] or math.inf)
         self._hub, self._lines, self._store = joined.hub, joined.lines, joined.store
+        self._lines.send(0, "is process", *own_identity())
         self._thread.start()
         return self
 
@@ -143,6 +179,7 @@ class Watchdog:
             self._fail("is interrupted", status_after(number))
             raise StoppedRun(number) from error
         is_agreed = isinstance(error, AgreedError) or (isinstance(error, UserError) and self._meeting.num_ranks == 1)
+        self._deadline = math.inf
         is_over = error is None or is_agreed or not isinstance(error, Exception)
         if is_over:
             self._is_leaving = True
@@ -186,7 +223,10 @@ class Watchdog:
                         self._begun.set()
                     case ["asks"]:
                         self._lines.send(0, "tells", self._place(), _stacks())
-                    case ["ends", int(status), int(cause_rank)]:
+                    case ["is process", str(node), int(pid), str(start)]:
+                        self._hub_process = (node, pid, start)
+                    case ["ends", int(status), int(cause_rank), list(silent)]:
+                        kill(map(tuple, silent))
                         self._end(status, cause_rank)
                     case None if self._is_leaving:
                         return
@@ -194,12 +234,12 @@ class Watchdog:
                         self._end(1, 0, f"error: {death_of(0)}\n{self._own_place()}" if rank == 1 else "")
             late = time.monotonic() - self._deadline
             if late > 0 and not has_complained:
-                self._lines.send(0, "stalls", f"iteration {self._iteration} has taken more than {self._limit:.0f} s on "
-                                              f"rank {rank}; --step-timeout sets this limit")
+                self._lines.send(0, "stalls", self._lateness)
                 has_complained = True
-            if late > _HUB_SECONDS:
-                self._end(1, 0, f"error: iteration {self._iteration} has taken more than {self._limit:.0f} s, and rank "
-                                f"0 does not answer\n{self._own_place()}{_stacks()}")
+            if late > _SILENT_SECONDS:
+                kill([] if self._hub_process is None else [self._hub_process])
+                self._end(1, 0, f"error: {self._lateness}, and rank 0 does not answer: it holds Python's GIL, or its "
+                                f"process is stopped\n{self._own_place()}{_stacks()}")
 
     def _end(self, status: int, cause_rank: int, report: str = "") -> None:
         sys.stderr.write(printable(report))
@@ -215,11 +255,13 @@ class Watchdog:
         """What this rank is doing."""
         mesh, journal, plan = self._mesh, self._journal, self.plan
         if mesh is None:
-            return "creates its process groups" if self._begun.is_set() else "prepares, or waits for other ranks"
+            what = "creates its process groups" if self._begun.is_set() else "prepares, or waits for other ranks"
+            return what + (f" (phase {self._phase!r})" if self._phase else "")
         context = f"context-parallel rank {mesh.cp_rank}, " if mesh.cp_size > 1 else ""
         where = f"stage {mesh.pp_rank}, tensor-parallel rank {mesh.tp_rank}, {context}data-parallel rank {mesh.dp_rank}"
         if not self._is_in_step or journal is None or self._communicator is None:
-            return f"{where}: outside of a step" + (f", after iteration {self._iteration}" if self._iteration else "")
+            what = f"in phase {self._phase!r}" if self._phase else "outside of a step"
+            return f"{where}: {what}" + (f", after iteration {self._iteration}" if self._iteration else "")
         now = journal.failed or journal.now
         what = "between two pieces of work" if now is None else str(now.work)
         if now is not None and now.work is Work.EXCHANGE:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Self
 
 from mm.errors import UserError, collected, refuse, writing
+from mm.parallel.node import began, node_id
 
 LOCK_FILE = ".mm-train.lock"
 BEAT_SECONDS = 10.0
@@ -52,7 +53,7 @@ class Owner:
     def here(cls) -> "Owner":
         """This process."""
         pid = os.getpid()
-        return cls(secrets.token_hex(8), socket.gethostname(), pid, _kernel(), _started(pid) or "",
+        return cls(secrets.token_hex(8), socket.gethostname(), pid, node_id("pid"), began(pid) or "",
                    f"{datetime.now():%Y-%m-%d %H:%M:%S}")
 
     @classmethod
@@ -65,7 +66,7 @@ class Owner:
 
     def is_here(self) -> bool:
         """Whether it is a process of this kernel, so that ``is_alive`` can look it up."""
-        return self.kernel != "" and self.kernel == _kernel()
+        return self.kernel == node_id("pid")
 
     def is_alive(self) -> bool:
         """Whether the process still runs; only for a process that ``is_here``."""
@@ -75,7 +76,7 @@ class Owner:
             return False
         except PermissionError:  # another user's process
             return True
-        return _started(self.pid) == self.started
+        return began(self.pid) == self.started
 
     def content(self) -> bytes:
         """The lock file's content now, always of the same length, so that renewing is a single write."""
@@ -250,21 +251,3 @@ def _remove(path: Path, left: bytes) -> None:
             fcntl.flock(file, fcntl.LOCK_EX)
         if os.path.samestat(path.stat(), os.fstat(file.fileno())) and file.read() == left:
             path.unlink()
-
-
-def _started(pid: int) -> str | None:
-    """When a process started; None if it does not exist or is a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in (b"Z", b"X") else fields[19].decode()
-
-
-def _kernel() -> str:
-    """Id of this kernel and process namespace; empty if the system does not provide it."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""

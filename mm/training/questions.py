@@ -17,6 +17,7 @@ from mm.generation.session import Response, Session, read_encoder, with_stop_tok
 from mm.generation.source import settings_in
 from mm.parallel.agreement import on_first, together
 from mm.parallel.mesh import for_prompts
+from mm.parallel.watchdog import Phase
 from mm.scoring.questions import read_items, title_of
 from mm.scoring.results import PICTURES, Prediction, write_results
 from mm.training.opened import Questions
@@ -36,12 +37,12 @@ class QuestionScores:
 class QuestionSet:
     """The questions, on rank 0, and the model in training."""
 
-    def __init__(self, run: Run, setup: Setup, opened: Questions | None = None) -> None:
-        """``opened`` is what the check before the run has opened on this rank.
+    def __init__(self, run: Run, setup: Setup, phase: Phase, opened: Questions | None = None) -> None:
+        """``phase`` guards each batch; ``opened`` is what the check before the run has opened on this rank.
 
         Raises UserError, the same on every rank.
         """
-        self._run, self._setup = run, setup
+        self._run, self._setup, self._phase = run, setup, phase
         self._asked = asked = evaluating_in_training(run.args, run.data, run.world_size)
         args, model, directory = run.args, run.model, run.data.model_name_or_path
         mesh = for_prompts(setup.mesh, setup.stage.has_patch_embedding, args.distributed_timeout_minutes)
@@ -68,7 +69,7 @@ class QuestionSet:
         folder = Path(self._asked.output) / f"iter_{iteration:07d}"
         batches, problems = on_first(session.mesh, lambda: self._prepared(folder))
         with evaluating(self._setup):
-            problems += answer_batches(session, batches, self._keep)
+            problems += answer_batches(session, batches, self._keep, self._phase)
         scores = on_first(session.mesh, lambda: self._finish(folder, problems))
         return QuestionScores(scores, time.perf_counter() - started)
 

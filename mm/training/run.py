@@ -49,7 +49,8 @@ class Trainer:
         watchdog.follow(stage.journal, self.setup.communicator)
         self.fingerprint = None if args.vision_feature_cache is None else vision_fingerprint(stage, mesh)
         self.reporter = Reporter(run, self.setup, self._schedule, self.progress.iteration, self._say)
-        self.saver = Saver(run, self.setup, claim or Claim(), self._say, started.checkpoint, started.base)
+        self.saver = Saver(
+            run, self.setup, claim or Claim(), self._say, started.checkpoint, started.base, watchdog.phase)
         self._stopping = Stopping(signals or StopSignals(), args.exit_duration_in_mins, args.save is not None,
                                   device.torch_device)
         self._ended_early = False
@@ -63,9 +64,10 @@ class Trainer:
             self._say(f"the checkpoint is at iteration {last} of {self.run.args.train_iters}: nothing to train")
             return
         observer = StepObserver(self.run.args, self.setup.stage, self.mesh, first, last, self._say)
-        questions = self._questions(first, last)
-        feed, keeper = self.feed(last - first + 1), self._keeper()
-        validator = self._validator(feed)
+        with self._watchdog.phase("data"):
+            questions = self._questions(first, last)
+            feed, keeper = self.feed(last - first + 1), self._keeper()
+            validator = self._validator(feed)
         observer.start()
         with self._stopping.deferring():
             for iteration in range(first, last + 1):
@@ -121,7 +123,7 @@ class Trainer:
     def _questions(self, first: int, last: int) -> QuestionSet | None:
         """None if no step in this range asks questions."""
         is_asked = any(asks(self.run.args, iteration) for iteration in range(first, last + 1))
-        return QuestionSet(self.run, self.setup, self._opened_questions) if is_asked else None
+        return QuestionSet(self.run, self.setup, self._watchdog.phase, self._opened_questions) if is_asked else None
 
     def _keeper(self) -> FeatureKeeper | None:
         """The writer of the ViT feature cache, on ranks that have ViT features; else None."""

@@ -10,6 +10,7 @@ from mm.conversion.adapters import export_peft, merge, open_base, open_saved
 from mm.formats.training import remove
 from mm.parallel.activity import Work
 from mm.parallel.agreement import on_first, together
+from mm.parallel.watchdog import Phase
 from mm.training import checkpoint as state
 from mm.training.checkpoint import TrainingProgress
 from mm.training.claim import Claim
@@ -23,14 +24,17 @@ class Saver:
     """Saves and exports; tracks which checkpoint holds the current weights."""
 
     def __init__(
-        self, run: Run, setup: Setup, claim: Claim, say: Say, checkpoint: Path | None, base: Mapping[str, Any] | None
-    ) -> None:
+        self, run: Run, setup: Setup, claim: Claim, say: Say, checkpoint: Path | None, base: Mapping[str, Any] | None,
+        phase: Phase,
+    ) -> None:  # fmt: skip
         """Arguments:
 
         - ``claim``: this rank's locks on the directories that the run writes
         - ``checkpoint``: the training checkpoint that the run starts from, or None
         - ``base``: the base model of adapters, as in ``CheckpointManifest``
+        - ``phase``: guards each save and the export
         """
+        self._phase = phase
         self._run, self._setup, self._claim, self._say, self._base = run, setup, claim, say, base
         self._checkpoint = checkpoint
 
@@ -82,7 +86,8 @@ class Saver:
         try:
             source = self._checkpoint or self._save(temporary, progress, weights_only=True)
             self._say(f"exporting {source} to {' and '.join(targets.values())}")
-            on_first(self._setup.mesh, lambda: write(source))
+            with self._phase("export"):
+                on_first(self._setup.mesh, lambda: write(source))
         finally:
             if not is_saved and self._setup.mesh.rank == 0 and Path(temporary).is_dir():
                 remove(temporary)
@@ -91,7 +96,7 @@ class Saver:
         self, directory: str, progress: TrainingProgress, *, weights_only: bool = False, keep_last: int | None = None
     ) -> Path:
         args, setup = self._run.args, self._setup
-        with setup.stage.journal.during(Work.SAVE):
+        with self._phase("save"), setup.stage.journal.during(Work.SAVE):
             together(setup.mesh, self._claim.check)
             saved = state.save(
                 directory,

@@ -14,6 +14,8 @@ class Fault:
     rank: int = 1
     work: Work = Work.BACKWARD
     flags: tuple[str, ...] = ()
+    phase: str = ""
+    """In which it happens instead of a step."""
 
 
 FAULTS = (
@@ -26,5 +28,9 @@ FAULTS = (
     Fault("killed before the start", "killed before", rank=0),
     Fault("interrupted", "interrupted", work=Work.DATA),
     Fault("interrupted alone", "interrupted alone", work=Work.LANGUAGE_FORWARD),
+    *(Fault(f"stopped in {phase}", "stopped", rank, phase=phase, flags=("--phase-timeouts", f"{phase}=6"))
+      for phase, rank in (("check", 0), ("start", 1), ("load", 1), ("data", 0), ("save", 1), ("export", 0),
+                          ("between", 1))),
+    Fault("stopped in a step", "stopped", flags=("--step-timeout", "8")),
     Fault("wrong shape", "wrong shape", work=Work.DATA, flags=("--check-p2p",)),
 )

@@ -39,11 +39,26 @@ def test_all_ranks_end(fault, jobs: Path) -> None:
     refused = fault.name in ("user's mistake", "refused before the start")
     status = 130 if fault.name.startswith("interrupted") else 2 if refused else 1
     expected = [status, status]
-    if fault.name.startswith("killed"):
+    if fault.kind in ("killed", "killed before", "stopped"):  # ranks of the same machine kill one that is stopped
         expected[fault.rank] = -9
     assert found["statuses"] == expected
     is_held = (jobs / fault.name / LOCK_FILE).exists()
-    assert is_held == (fault.name == "killed with the hub")  # nobody else can give the directory back
+    # nobody else can give the directory back
+    assert is_held == (fault.kind in ("killed", "stopped") and fault.rank == 0 and fault.phase != "check")
+
+
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.kind == "stopped"], ids=lambda fault: fault.name)
+def test_a_stopped_rank_is_named_after_the_limit_of_its_phase(fault, jobs: Path) -> None:
+    report = said(jobs, fault.name)
+    limit = "iteration 2 has taken more than 8 s" if not fault.phase else (
+        "rank 1 did not end within 6 s after the first" if fault.phase == "between" else
+        f"the phase '{fault.phase}' has taken more than 6 s")
+    errors = [line for line in report.splitlines() if line.startswith("error: ")]
+    assert errors[0].startswith(f"error: {limit}") and len(errors) == 1, report
+    if fault.rank == 0:
+        assert "and rank 0 does not answer: it holds Python's GIL, or its process is stopped" in report
+    else:
+        assert re.search(r"\n  rank 1, last known: .* \(and does not answer: it holds Python's GIL, or", report), report
 
 
 def test_a_killed_rank_is_named_first(jobs: Path) -> None:

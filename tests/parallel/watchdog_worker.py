@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ Device.pick("cpu")
 from mm import train  # noqa: E402
 from mm.batch import StepPlan  # noqa: E402
 from mm.errors import UserError  # noqa: E402
+from mm.parallel import watchdog  # noqa: E402
 from mm.parallel.activity import Activity  # noqa: E402
 from mm.parallel.watchdog import Watchdog  # noqa: E402
 from mm.training import preflight, run  # noqa: E402, F401
@@ -33,7 +35,7 @@ GUARD_SECONDS = 60.0
 """After which a job that does not end is killed."""
 LATE_SECONDS = 2.0
 ITERATION = 2
-JOBS_AT_ONCE = 2
+JOBS_AT_ONCE = 4
 
 
 class FaultyTrainer(run.Trainer):
@@ -42,7 +44,8 @@ class FaultyTrainer(run.Trainer):
     fault: Fault
 
     def run_steps(self) -> None:
-        if self.mesh.rank == self.fault.rank or self.fault.kind == "interrupted":
+        is_in_step = not self.fault.phase and self.mesh.rank == self.fault.rank
+        if is_in_step or self.fault.kind == "interrupted":
             self.setup.stage.journal.listener = self
         super().run_steps()
 
@@ -59,6 +62,8 @@ class FaultyTrainer(run.Trainer):
                 os.kill(os.getpid(), signal.SIGINT)
             case "raises":
                 raise IndexError("seventeen is too many")
+            case "stopped":
+                stop_here(Path(self.run.args.log_dir))
             case "sleeps":
                 time.sleep(10 * GUARD_SECONDS)
             case "user's mistake":
@@ -102,14 +107,47 @@ def run_with(fault: Fault, inputs: Path) -> int:
     run.Trainer = FaultyTrainer
     if fault.kind == "refused" and os.environ["RANK"] != str(fault.rank):
         time.sleep(LATE_SECONDS)  # it comes when the other rank wants to end
+    if fault.phase and os.environ["RANK"] == str(fault.rank):
+        StoppingWatchdog.fault, StoppingWatchdog.directory = fault, inputs / fault.name
+        watchdog.Watchdog = StoppingWatchdog
     if fault.kind == "killed before":
         train.check_files = partial(die_once_expected, inputs / fault.name)
         Watchdog.meet = lambda _: wait(inputs / fault.name)
     return train.main([
         "--device", "cpu", "--mm-model", str(inputs / "model_2.json"), "--mm-data", str(inputs / "data.json"),
         "--micro-batch-size", "1", "--global-batch-size", "4", "--seq-length", "512", "--train-iters", "3", "--lr",
-        "1e-3", "--num-workers", "0", "--log-interval", "1", "--log-dir", str(inputs / fault.name), *fault.flags,
+        "1e-3", "--num-workers", "0", "--log-interval", "1", "--log-dir", str(inputs / fault.name),
+        *save_flags(inputs, fault), *fault.flags,
     ])  # fmt: skip
+
+
+def save_flags(inputs: Path, fault: Fault) -> list[str]:
+    """Only where the fault is in a save or the export: without --save, a signal ends the run at once."""
+    folder = inputs / fault.name
+    return ["--save", str(folder / "save"), "--load", str(inputs / "hf"), "--export-hf", str(folder / "hf")] if (
+        fault.phase in ("save", "export", "between")) else []
+
+
+def stop_here(directory: Path) -> None:
+    """Stop this process, as a debugger or a broken machine does."""
+    (directory / "began").write_text(str(time.monotonic()), encoding="utf-8")
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class StoppingWatchdog(Watchdog):
+    """A rank that is stopped in one phase, or just after it."""
+
+    fault: Fault
+    directory: Path
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        with super().phase(name):
+            if name == self.fault.phase and (name != "start" or (self._store is not None and self._begun.is_set())):
+                stop_here(self.directory)
+            yield
+        if self.fault.phase == "between" and name == "export":  # when the others leave
+            stop_here(self.directory)
 
 
 def wait(directory: Path) -> None:

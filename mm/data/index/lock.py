@@ -19,9 +19,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-import psutil
-
-from mm.data.workers import node_id
+from mm.parallel.node import began, node_id
 
 _BEAT_SECONDS = 5.0
 _STALE_SECONDS = 60.0
@@ -37,7 +35,7 @@ def making(path: Path, what: str) -> Iterator[None]:
     Raises OSError if the folder cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    own = json.dumps({"node": node_id("pid"), "pid": os.getpid(), "began": _began(os.getpid()),
+    own = json.dumps({"node": node_id("pid"), "pid": os.getpid(), "began": began(os.getpid()),
                       "host": socket.gethostname(), "token": secrets.token_hex(16)})
     while not _taken(path, own):
         _wait(path, what)
@@ -99,16 +97,7 @@ def _take_away(path: Path, content: str) -> None:
 
 def _is_dead(holder: dict[str, Any]) -> bool:
     """Whether the owner is known to have ended: only for processes of this node."""
-    return holder.get("node") == node_id("pid") and _began(holder.get("pid", -1)) != holder.get("began")
-
-
-def _began(pid: int) -> float | None:
-    """The start time of a process of this node; None if it does not exist."""
-    try:
-        process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
-    except (psutil.Error, ValueError):
-        return None
+    return holder.get("node") == node_id("pid") and began(holder.get("pid", -1)) != holder.get("began")
 
 
 def _beat(path: Path, done: Event) -> None:
