@@ -132,26 +132,26 @@ def _unchanged(result: Any) -> Any:
     return result
 
 
-class _Popen(popen_forkserver.Popen):
+class _WorkerPopen(popen_forkserver.Popen):
     """A process that blocks SIGTERM, which is how torch and multiprocessing end one that does not end by itself."""
 
     def terminate(self) -> None:
         self.kill()
 
 
-class _Process(ForkServerProcess):
+class _WorkerProcess(ForkServerProcess):
     @staticmethod
-    def _Popen(process_obj: Any) -> _Popen:  # multiprocessing's name
-        return _Popen(process_obj)
+    def _Popen(process_obj: Any) -> _WorkerPopen:  # multiprocessing's name
+        return _WorkerPopen(process_obj)
 
 
-class _Context(ForkServerContext):
-    Process = _Process
+class _WorkerContext(ForkServerContext):
+    Process = _WorkerProcess
 
 
 def fork_server() -> ForkServerContext:
     """The running fork server; starts it on first use."""
-    context = _Context()
+    context = _WorkerContext()
     # Preloaded once in the fork server, so that processes start in milliseconds.  No effect once a server is running.
     context.set_forkserver_preload(_PRELOADED)
     resource_tracker.ensure_running()  # here, because after starting it, Python unblocks SIGINT and SIGTERM

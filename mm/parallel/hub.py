@@ -10,6 +10,8 @@ Rank to hub:
 - ``is process NODE PID BEGAN``: its ``node.Identity``; answered with the hub's own
 - ``ready``: answered with ``begins`` once all ranks are ready
 - ``is at PLACE``: whenever it changes
+- ``enters SECONDS TEXT``, ``leaves phase``: a phase with its time limit, and what to report after it, for a rank that
+  cannot report it itself
 - ``leaves``: normal end
 - ``is interrupted STATUS``, ``fails TEXT STATUS``, ``stalls TEXT``: reasons to end all ranks
 - ``loses TEXT``: an error that another rank's death may have caused
@@ -34,7 +36,7 @@ from threading import Thread
 
 from mm.errors import printable
 from mm.parallel.lines import Lines
-from mm.parallel.node import Identity, own_identity
+from mm.parallel.node import Identity, kill, own_identity
 
 GRACE_SECONDS = 1.0
 """Wait between the order to end and a rank's exit: the launcher must see the causing rank exit first."""
@@ -46,6 +48,8 @@ _LATE_SECONDS = 10.0
 """When a run ends before all ranks have joined, how long the hub stays to end late ranks too.  Without this they would
 look for a store that is gone until their own time limit.  torch's store client retries after half a second, then less
 and less often."""
+_GRACE_OF_PHASE = 1.0
+"""Seconds after the end of a phase in which its rank reports that itself."""
 _OTHER_FILES = 512
 """Open files of rank 0 besides its connections to all ranks."""
 
@@ -86,6 +90,8 @@ class Hub:
         self.problems = allow_open_files(num_ranks)
         self._lines, self._places = Lines(door), dict.fromkeys(range(num_ranks), "unknown")
         self._processes: dict[int, Identity] = {}
+        self._phases: dict[int, tuple[float, str]] = {}
+        """By rank: when its phase must have ended, and what to report if it has not."""
         self._joined: set[int] = set()
         self._ready: set[int] = set()
         self._left: set[int] = set()
@@ -130,6 +136,10 @@ class Hub:
                         self._note_ready(rank)
                     case ["is at", str(place)]:
                         self._places[rank] = place
+                    case ["enters", int() | float() as seconds, str(text)]:
+                        self._phases[rank] = (time.monotonic() + seconds + _GRACE_OF_PHASE, text)
+                    case ["leaves phase"]:
+                        self._phases.pop(rank, None)
                     case ["leaves"]:
                         self._left.add(rank)
                         self._end_ends = min(self._end_ends, time.monotonic() + self._end_seconds)
@@ -151,6 +161,9 @@ class Hub:
             self._complain()
             if time.monotonic() > self._start_ends:
                 return self._absence()
+            for rank, (until, text) in self._phases.items():
+                if time.monotonic() > until and rank not in self._left:
+                    return Cause(rank, text, is_riddle=True)
             if time.monotonic() > self._end_ends:
                 late = [rank for rank in range(self._num_ranks) if rank not in self._left]
                 return Cause(late[0], f"{ranks_text(late)} did not end within {self._end_seconds:.0f} s after the "
@@ -199,9 +212,9 @@ class Hub:
         if cause.text:
             _write(f"error: {cause.text}\n")  # first: a launcher that sees another rank exit soon ends this one
             stacks = self._ask()
-            silent = [process for rank, process in self._processes.items()
-                      if rank in self._lines.ranks and rank not in stacks]
-            order = sorted(range(self._num_ranks), key=lambda rank: rank != cause.rank)
+            is_silent = {rank: rank in self._lines.ranks and rank not in stacks for rank in range(self._num_ranks)}
+            silent = [process for rank, process in self._processes.items() if is_silent[rank]]
+            order = sorted(range(self._num_ranks), key=lambda rank: (not is_silent[rank], rank != cause.rank))
             places = "".join(f"  rank {rank}, {'' if rank in stacks else 'last known: '}{self._places[rank]}\n"
                              for rank in order)
             _write(f"Where the ranks were:\n{places}")
@@ -212,6 +225,7 @@ class Hub:
                 self._lines.send(rank, "ends", cause.status, cause.rank, silent)
         self._end_late_ranks(cause)
         self._lines.send(0, "ends", cause.status, cause.rank, silent)  # last: this process runs the hub and the store
+        kill(silent)  # rank 0 may have left
         end(cause.status, self._at_end)
 
     def _end_late_ranks(self, cause: Cause) -> None:

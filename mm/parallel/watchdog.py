@@ -130,9 +130,13 @@ class Watchdog:
     def phase(self, name: str) -> Iterator[None]:
         """Guard another phase of the run, one of ``mm.config.phases``.  Phases and steps do not overlap."""
         limit = self._phase_seconds[name] or math.inf
-        with self._limited(name, limit, f"the phase {name!r} has taken more than {limit:.0f} s on rank "
-                                        f"{self._meeting.rank}; --phase-timeouts {name}=SECONDS sets this limit"):
+        text = (f"the phase {name!r} has taken more than {limit:.0f} s on rank {self._meeting.rank}; --phase-timeouts "
+                f"{name}=SECONDS sets this limit")
+        with self._limited(name, limit, text):
+            if limit < math.inf:
+                self._lines.send(0, "enters", limit, text)  # in case this process is stopped
             yield
+        self._lines.send(0, "leaves phase")
 
     @contextmanager
     def _limited(self, phase: str, limit: float, lateness: str) -> Iterator[None]:

@@ -143,7 +143,10 @@ class StoppingWatchdog(Watchdog):
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         with super().phase(name):
-            if name == self.fault.phase and (name != "start" or (self._store is not None and self._begun.is_set())):
+            if name == self.fault.phase and (name != "start" or self._begun.is_set()):
+                while self._hub is not None and len(self._hub._processes) < 2:
+                    time.sleep(0.2)  # the other rank must have reached the hub, or it waits for that first
+                time.sleep(0.2)
                 stop_here(self.directory)
             yield
         if self.fault.phase == "between" and name == "export":  # when the others leave
@@ -170,6 +173,7 @@ class Job:
         self.fault, self.directory = fault, inputs / fault.name
         self.started, port = time.monotonic(), free_port()
         self.until = self.started + GUARD_SECONDS
+        self.needed_guard = False
         self.statuses: list[int | None] = [None, None]
         """By rank, negative for a signal, as subprocess has them."""
         self.processes = [fork_rank(rank, 2, port, partial(run_with, fault, inputs)) for rank in range(2)]
@@ -180,6 +184,7 @@ class Job:
             if self.statuses[rank] is None and (found := os.waitpid(process, os.WNOHANG))[0]:
                 self.statuses[rank] = os.waitstatus_to_exitcode(found[1])
             elif self.statuses[rank] is None and time.monotonic() > self.until:
+                self.needed_guard = True
                 os.kill(process, signal.SIGKILL)
         return None not in self.statuses
 
@@ -187,7 +192,7 @@ class Job:
         """How it ended, and the seconds from the fault to the end of the last rank."""
         began = self.directory / "began"
         seconds = time.monotonic() - (float(began.read_text(encoding="utf-8")) if began.exists() else self.started)
-        found = {"statuses": self.statuses, "seconds": seconds}
+        found = {"statuses": self.statuses, "seconds": seconds, "needed_guard": self.needed_guard}
         (self.directory / "found.json").write_text(json.dumps(found), encoding="utf-8")
         print(self.fault.name, found, flush=True)
 
