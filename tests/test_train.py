@@ -143,7 +143,8 @@ def test_another_runs_checkpoints_are_neither_replaced_nor_deleted(inputs: Path)
     before = {path: path.read_bytes() for path in save.rglob("*") if path.is_file()}
     (first,) = set(saved(save).values())
     assert list(saved(save)) == [3, 6] and first is not None and saved(inputs / "whole" / "save")[6] != first
-    fresh = ("--load", str(inputs / "hf"), "--exit-interval", "3", "--keep-last-checkpoints", "1")
+    # another start than that of the run in --save, which this command would continue
+    fresh = ("--pretrained-checkpoint", str(inputs / "hf"), "--exit-interval", "3", "--keep-last-checkpoints", "1")
     for flags, mend in ((fresh, f"give --load {save} to continue that run, or another --save for a new one"),
                         (("--load", str(save), "--finetune"), f"leave it out and give --load {save}")):
         with pytest.raises(AssertionError) as failure:

@@ -117,6 +117,15 @@ class Arguments:
     bad_sample: Literal["error", "skip"] = Field(
         "error", description="stop at a sample that cannot be used, or leave it out and list it in --log-dir")
     max_bad_fraction: Fraction = Field(0.1, description="fraction of samples that may be left out before the run stops")
+    check_weights_interval: Count | None = Field(None, description=(
+        "steps between comparisons of the weights that several ranks hold, which also precede each save; absent = "
+        "never"))
+    skip_bad_steps: Count | None = Field(None, description=(
+        "bad steps in a row that are skipped, with no weight changed: the loss or a gradient is not finite, or the "
+        "gradient norm is a spike; absent = a loss or gradient that is not finite ends the run"))
+    spike_factor: Positive = Field(10.0, description=(
+        "a loss or gradient norm above this many times its median over the latest 100 steps is a spike, which is "
+        "recorded with the step's samples"))
     calculate_per_token_loss: bool = Field(False, description="mean over the target tokens of a global batch (default)")
     calculate_per_sample_loss: bool = Field(False, description="mean over the samples of each sample's mean")
     calculate_per_microbatch_loss: bool = Field(

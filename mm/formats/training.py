@@ -112,6 +112,8 @@ class CheckpointManifest:
     """The schedule of learning rates and weight decay; None if an older version saved it."""
     given_start: Mapping[str, str | None] | None = None
     """What the command that started the run gave as its start: ``Arguments.given_start``."""
+    recent: Mapping[str, Any] | None = None
+    """Losses and gradient norms of the latest steps; None if an older version saved it."""
 
     @classmethod
     def read(cls, folder: Path) -> "CheckpointManifest":

@@ -30,6 +30,7 @@ from mm.parallel.agreement import gather, on_first, together
 from mm.parallel.mesh import Mesh
 from mm.training.optimizer_state import MOMENTS, OwnedState, is_split, owned_states, restore_scaler, scaler_state
 from mm.training.schedule import Schedule
+from mm.training.spikes import RecentSteps
 from mm.training.step import Setup
 from mm.training.validation import BestSoFar
 from mm.weights.memory import MemoryLayout
@@ -56,6 +57,7 @@ class TrainingProgress:
     """The learning-rate schedule; not set by ``load`` but by ``mm.training.schedule``, which needs the settings too."""
     given_start: Mapping[str, str | None] | None = None
     """See ``CheckpointManifest``."""
+    recent: RecentSteps = dataclasses.field(default_factory=RecentSteps)
 
 
 # Saving
@@ -108,6 +110,7 @@ def save(
             run_id=progress.run_id,
             schedule=progress.schedule and progress.schedule.to_json(),
             given_start=progress.given_start,
+            recent=dataclasses.asdict(progress.recent),
         )
         final = on_first(mesh, lambda: files.commit(temporary, manifest))
     except UserError:
@@ -210,7 +213,8 @@ def load(
     data = TrainedOn.from_json(manifest.data) if manifest.data is not None else None
     best = BestSoFar(**manifest.best or {})
     return TrainingProgress(manifest.iteration, manifest.consumed_samples, data, (*source.notes, *more_notes), best,
-                            manifest.run_id, given_start=manifest.given_start)
+                            manifest.run_id, given_start=manifest.given_start,
+                            recent=RecentSteps.from_json(manifest.recent) if manifest.recent else RecentSteps())
 
 
 def _load_optimizer(stored: TrainingDirectory, source: Source, setup: Setup) -> Sequence[tuple[OwnedState, int]]:

@@ -92,6 +92,20 @@ class ScoreMetrics:
     answer_seconds: float
 
 
+@dataclass(frozen=True)
+class SpikeMetrics:
+    """A step whose loss or gradient norm is not finite or far above those before."""
+
+    iteration: int
+    why: str
+    skipped: bool
+    """Whether the weights are unchanged."""
+    loss: float
+    grad_norm: float
+    samples: tuple[int, ...]
+    """Numbers of all samples of the step in the data, as in ``Microbatch.samples``."""
+
+
 def score_line(found: ScoreMetrics, benchmark: str) -> str:
     """The log line of a score, like ``validation_line``."""
     fields = [
@@ -131,7 +145,7 @@ def log_line(
     """
     step = steps[-1]
     elapsed_ms = 1000 * fmean(one.step_seconds for one in steps)
-    loss = fmean(one.loss for one in steps)
+    loss = fmean([one.loss for one in steps if math.isfinite(one.loss)] or [math.nan])
     tokens_per_sample = step.num_tokens / max(step.global_batch_size, 1)
     fields = [
         f"iteration {step.iteration:8d}/{train_iters:8d}",
@@ -145,7 +159,7 @@ def log_line(
         f"loss scale: {step.loss_scale:.1f}",
         f"grad norm: {step.grad_norm:.3f}",
         f"number of skipped iterations: {_num_skipped(steps):3d}",
-        f"number of nan iterations: {0:3d}",
+        f"number of nan iterations: {sum(not math.isfinite(one.loss) for one in steps):3d}",
         *_timers(steps),
         *_cached(steps),
         *([] if step.epoch is None else [f"epoch: {step.epoch:.3f}"]),
@@ -223,12 +237,18 @@ class MetricsWriter:
         self._store("score", asdict(found), "validation_score_percent")
         print(score_line(found, benchmark), flush=True)
 
+    def write_spike(self, found: SpikeMetrics) -> None:
+        """Store a bad step or spike as a separate row before its step."""
+        self._store("spike", asdict(found))
+
     def _store(self, kind: str, row: Mapping[str, Any], *shown: str) -> None:
         """Store a row, and send its fields ``shown`` that are not None to the trackers."""
         with writing(self._path, _FLAG):
-            self._file.write(json.dumps({"kind": kind, **row}) + "\n")
+            finite: dict[str, Any] = {name: None if isinstance(value, float) and not math.isfinite(value) else value
+                                      for name, value in {"kind": kind, **row}.items()}  # JSON has no other numbers
+            self._file.write(json.dumps(finite) + "\n")
             self._file.flush()
-        values = {name: row[name] for name in shown if row[name] is not None}
+        values = {name: finite[name] for name in shown if finite[name] is not None}
         for tracker in self._trackers if values else ():
             tracker.log(values, row["iteration"])
 

@@ -3,14 +3,15 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mm.batch import StepPlan
+from mm.batch import StepPlan, samples_text
 from mm.config.run import Run, resolved
 from mm.device.facts import device_facts, sdpa_backend
 from mm.errors import printable
 from mm.model import flops
+from mm.parallel.agreement import all_of
 from mm.parallel.mesh import Mesh
 from mm.training.checkpoint import TrainingProgress
-from mm.training.metrics import MetricsWriter, ScoreMetrics, StepMetrics, ValidationMetrics
+from mm.training.metrics import MetricsWriter, ScoreMetrics, SpikeMetrics, StepMetrics, ValidationMetrics
 from mm.training.questions import QuestionScores
 from mm.training.schedule import Schedule
 from mm.training.step import Setup
@@ -84,6 +85,19 @@ class Reporter:
             loss_scale=result.loss_scale,
             updated=result.updated,
         ))
+
+    def report_spike(self, iteration: int, plan: StepPlan, result: StepResult, why: str) -> None:
+        """Report a step that is bad or a spike, with the samples of all replicas; nothing if ``why`` is empty."""
+        if not why:
+            return
+        mesh, own = self._setup.mesh, tuple(number for one in plan.microbatches for number in one.samples)
+        found = dict(all_of(((mesh.dp_rank, own),), mesh.control_group))
+        samples = tuple(number for rank in sorted(found) for number in found[rank])
+        does = "is skipped" if result.fault else "is a spike"
+        self._say(f"note: iteration {iteration} {does}: {why}{samples_text(samples)}")
+        if self._writer is not None:
+            self._writer.write_spike(
+                SpikeMetrics(iteration, why, not result.updated, result.loss, result.grad_norm, samples))
 
     def report_validation(self, progress: TrainingProgress, found: ValidationLoss) -> None:
         """Report a validation; ``progress.best`` already includes its loss."""

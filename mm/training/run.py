@@ -26,6 +26,7 @@ from mm.training.step import step
 from mm.training.stopping import Stop, Stopping, stop_text
 from mm.training.update import StepResult
 from mm.training.validation import Validator
+from mm.training.weight_check import check_weights
 
 
 class Trainer:
@@ -83,7 +84,10 @@ class Trainer:
                         self._validate(validator, feed)
                     if questions is not None and questions.is_due(iteration):
                         self.reporter.report_scores(self.progress, questions.ask(iteration))
-                    if self.saver.is_due(iteration, iteration == last or self._is_over):
+                    is_last = iteration == last or self._is_over
+                    if self._checks_weights(iteration, is_last):
+                        check_weights(self.setup, iteration)
+                    if self.saver.is_due(iteration, is_last):
                         self.saver.save(self.progress)
         self._end(feed, keeper)
 
@@ -112,6 +116,11 @@ class Trainer:
     @property
     def _is_over(self) -> bool:
         return self._ended_early or self.stop is not None
+
+    def _checks_weights(self, iteration: int, is_last: bool) -> bool:
+        """Whether to compare the ranks' weights after this step: when the interval says so, and before each save."""
+        interval = self.run.args.check_weights_interval
+        return interval is not None and (iteration % interval == 0 or self.saver.is_due(iteration, is_last))
 
     def _last_iteration(self) -> int:
         args, first = self.run.args, self.progress.iteration
@@ -142,6 +151,7 @@ class Trainer:
 
     def _step(self, iteration: int, feed: Feed, keeper: FeatureKeeper | None) -> tuple[StepPlan, StepResult]:
         """Train one step, and advance ``progress`` to ``iteration``."""
+        args = self.run.args
         self.saver.weights_change()
         with self._watchdog.step(iteration):
             with self.setup.stage.journal.during(Work.DATA):
@@ -149,13 +159,17 @@ class Trainer:
             if self.run.model.lora.dropout:
                 plan = replace(plan, dropout_seed=seed_of(self.run.args.seed, iteration))
             try:
-                lr = self._schedule.at(self.progress.consumed_samples)
-                result = step(self.setup, plan, lr, self._stopping.votes())
+                lr, recent = self._schedule.at(self.progress.consumed_samples), self.progress.recent
+                max_norm = None if args.skip_bad_steps is None else recent.max_norm(args.spike_factor)
+                result = step(self.setup, plan, lr, self._stopping.votes(), max_norm)
+                self.reporter.report_spike(iteration, plan, result, recent.spike(result, args.spike_factor))
+                recent = recent.after(result, args.skip_bad_steps or 0)
             except AgreedError as error:
                 raise AgreedError(f"iteration {iteration}: {problem}" for problem in error.problems) from error
             self._stopping.decide(result.votes)
             consumed = self.progress.consumed_samples + self.run.global_batch_size
-            self.progress = replace(self.progress, iteration=iteration, consumed_samples=consumed)
+            self.progress = replace(
+                self.progress, iteration=iteration, consumed_samples=consumed, recent=recent)
             if keeper is not None:
                 keeper.keep(self.setup.stage.take_features())
         return plan, result

@@ -60,14 +60,16 @@ def starts_ahead(args: Arguments, device: Device) -> bool:
     return args.overlap_p2p_communication or (device.starts_messages_ahead and not args.no_overlap_p2p_communication)
 
 
-def step(setup: Setup, plan: StepPlan, lr: float, votes: Tensor | None = None) -> StepResult:
-    """Train one step with learning rate ``lr``; ``votes``: see ``update``.
+def step(
+    setup: Setup, plan: StepPlan, lr: float, votes: Tensor | None = None, max_norm: float | None = None
+) -> StepResult:
+    """Train one step with learning rate ``lr``; ``votes`` and ``max_norm``: see ``update``.
 
-    Raises AgreedError on all ranks, with no weight changed, if the loss or a gradient is not finite.
+    Raises AgreedError as ``update`` does.
     """
     loss = forward_backward(setup, plan)
     with setup.stage.journal.during(Work.UPDATE):
-        return update(setup.optimizer, loss, lr, setup.mesh, setup.stage.device, votes)
+        return update(setup.optimizer, loss, lr, setup.mesh, setup.stage.device, votes, max_norm)
 
 
 def forward_backward(setup: Setup, plan: StepPlan) -> Tensor:

@@ -34,21 +34,25 @@ class StepResult:
     """Before clipping; 0 if a gradient overflowed."""
     loss_scale: float
     updated: bool
-    """False if a gradient overflowed under loss scaling, so the optimizer skipped the step."""
+    """False if the weights are unchanged: a gradient overflowed under loss scaling, or the step is bad."""
+    fault: str = ""
+    """Why the step is bad; empty if it is not."""
     votes: tuple[float, ...] = ()
     """The ranks' votes, summed."""
 
 
 @torch.no_grad()
 def update(
-    optimizer: ChainedOptimizer, loss: Tensor, lr: float, mesh: Mesh, device: Device, votes: Tensor | None = None
-) -> StepResult:
+    optimizer: ChainedOptimizer, loss: Tensor, lr: float, mesh: Mesh, device: Device, votes: Tensor | None = None,
+    max_norm: float | None = None,
+) -> StepResult:  # fmt: skip
     """Clip and update with learning rate ``lr``; ``loss`` is this rank's share of the loss, from ``run_schedule``.
 
     ``votes``: fp32 numbers of this rank, on the device, which the same collective sums over all ranks.
 
-    If a gradient overflowed under loss scaling, the optimizer skips the step.  If the loss or any other gradient is not
-    finite, AgreedError is raised on all ranks, with all weights and moments unchanged.
+    If a gradient overflowed under loss scaling, the optimizer skips the step.  A step is bad if the loss or any other
+    gradient is not finite, or the gradient norm is above ``max_norm``: all weights and moments stay unchanged.  Without
+    ``max_norm``, AgreedError is raised on all ranks then.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_mult"]
@@ -60,16 +64,21 @@ def update(
     numbers = torch.cat([sums, *scale])
     is_folded = not overflowed and clips_in_adam(optimizer, device)
     reading = device.start_reading(numbers) if is_folded else numbers.tolist
+    max_squares = math.inf if max_norm is None else _rounded(max_norm**2)
     if is_folded:
-        _step_folded(inner, sums)
+        _step_folded(inner, sums, max_squares)
     loss_sum, squares, *more = reading()
     agreed, scales = (more, ()) if not scale else (more[:-1], more[-1:])
-    _refuse_not_finite(loss_sum, squares)
-    if not overflowed:
+    fault = _fault(loss_sum, squares, max_squares)
+    if fault and max_norm is None:
+        raise AgreedError(f"{fault}, so no weight was changed; check the samples of this step, the learning rate and "
+                          f"the precision, and resume from the last checkpoint, with --skip-bad-steps to go on")
+    is_updated = not overflowed and not fault
+    if is_updated:
         if not is_folded:
             _step_clipped(inner, math.sqrt(squares))
         _publish(optimizer)
-    return StepResult(loss_sum, lr, math.sqrt(squares), scales[0] if scales else 1.0, not overflowed, tuple(agreed))
+    return StepResult(loss_sum, lr, math.sqrt(squares), scales[0] if scales else 1.0, is_updated, fault, tuple(agreed))
 
 
 def clips_in_adam(optimizer: ChainedOptimizer, device: Device) -> bool:
@@ -118,22 +127,31 @@ def _counted(value: Tensor, counts: bool) -> Tensor:
     return value if counts else torch.where(value.isfinite(), 0.0, value)
 
 
-def _refuse_not_finite(loss: float, squares: float) -> None:
+def _rounded(value: float) -> float:
+    """The nearest fp32 number, which a device and the host compare alike."""
+    return float(torch.tensor(value, dtype=torch.float32))
+
+
+def _fault(loss: float, squares: float, max_squares: float) -> str:
+    """Why a step with this loss and this squared gradient norm is bad; empty if it is not."""
     if not math.isfinite(loss):
-        raise AgreedError(
-            f"the loss is {loss}, so no weight was changed; check the samples of this step, the learning rate and the "
-            f"precision, and resume from the last checkpoint"
-        )
+        return f"the loss is {loss}"
     if not math.isfinite(squares):
-        raise AgreedError(f"the gradient norm is {squares}: a gradient is not finite, so no weight was changed")
+        return f"the gradient norm is {squares}: a gradient is not finite"
+    if squares > max_squares:
+        return f"the gradient norm is {math.sqrt(squares):.4g}, above the limit of {math.sqrt(max_squares):.4g}"
+    return ""
 
 
-def _step_folded(inner: Sequence[Any], sums: Tensor) -> None:
+def _step_folded(inner: Sequence[Any], sums: Tensor, max_squares: float) -> None:
     """Adam with clipping and guard in its kernel, without a host read.
 
     ``found_inf`` of exactly 1 leaves weights, moments and step count unchanged.
     """
-    found_inf = (~sums.isfinite().all()).float()
+    is_bad = ~sums.isfinite().all()
+    if max_squares < math.inf:
+        is_bad |= sums[1] > max_squares
+    found_inf = is_bad.float()
     for chained in inner:
         max_norm, adam = chained.config.clip_grad, chained.optimizer
         switches = {"found_inf": found_inf}

@@ -66,7 +66,8 @@ def test_resume_is_bit_exact(name: str, results: dict) -> None:
     assert measured["different"] == [] and measured["num_compared"] > 20
     assert measured["is_random_equal"] and measured["best"] == [2.5, 1, 3, "these"]
     assert measured["progress"] == {
-        "iteration": 2, "consumed_samples": 8, "data": None, "notes": [], "run_id": None, "schedule": None}
+        "iteration": 2, "consumed_samples": 8, "data": None, "notes": [], "run_id": None, "schedule": None,
+        "given_start": None, "recent": {"losses": [], "norms": [], "num_bad": 0}}
 
 
 @pytest.mark.parametrize("name", ["untied", "tied", "bf16", "frozen", "groups"])

@@ -1,5 +1,6 @@
 """A failed export cleans up."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ def test_a_failed_export_removes_its_temporary_checkpoint(one_rank: Any, tmp_pat
         def __init__(self) -> None:
             args = SimpleNamespace(export_hf=str(tmp_path / "hf"), export_merged_hf=None)
             run, setup = SimpleNamespace(args=args), SimpleNamespace(mesh=one_rank)
-            super().__init__(run, setup, Claim(), print, None, None)  # type: ignore[arg-type]
+            super().__init__(run, setup, Claim(), print, None, None, lambda _: nullcontext())  # type: ignore[arg-type]
             self.seen: list[bool] = []
 
         def _save(self, directory: str, *others: Any, **settings: Any) -> Path:

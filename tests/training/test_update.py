@@ -4,6 +4,7 @@ That they are right in every layout: tests/test_parity.py.
 """
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -175,6 +176,22 @@ def test_a_gradient_that_is_not_finite_changes_nothing(build, device_type: type,
         engine.step()
     after = engine.tensors()
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+@FORMS
+@SPLITS
+@pytest.mark.parametrize("fault", ["the gradient norm is nan", "the gradient norm is .*, above the limit of 0.001"])
+def test_a_bad_step_that_may_be_skipped_changes_nothing(build, device_type: type, split, fault: str) -> None:
+    from mm.training.step import step
+
+    engine = build(device_type, "bf16", *split)
+    assert step(engine.setup, engine.plan, LR, max_norm=1e6).fault == ""
+    before = engine.tensors()
+    if fault.endswith("nan"):
+        engine.spoil(math.nan)
+    found = step(engine.setup, engine.plan, LR, max_norm=math.inf if fault.endswith("nan") else 0.001)
+    assert not found.updated and re.match(fault, found.fault)
+    assert all(torch.equal(before[name], tensor) for name, tensor in engine.tensors().items())
 
 
 @FORMS

@@ -1,0 +1,60 @@
+"""Finds steps whose loss or gradient norm is far above that of the latest steps, and limits how many are skipped.
+
+Everything here is computed from numbers that are equal on all ranks, so all ranks decide alike.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from mm.errors import AgreedError
+from mm.training.update import StepResult
+
+NUM_RECENT = 100
+_NUM_NEEDED = 20
+"""Steps before a median counts: the first steps of a training have the largest norms."""
+
+
+@dataclass(frozen=True)
+class RecentSteps:
+    """Losses and gradient norms of the latest steps that changed the weights."""
+
+    losses: tuple[float, ...] = ()
+    norms: tuple[float, ...] = ()
+    num_bad: int = 0
+    """Bad steps in a row until now."""
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "RecentSteps":
+        return cls(tuple(content["losses"]), tuple(content["norms"]), content["num_bad"])
+
+    def max_norm(self, factor: float) -> float:
+        """The gradient norm above which a step is a spike; infinite as long as too few steps are known."""
+        return _limit(self.norms, factor)
+
+    def spike(self, result: StepResult, factor: float) -> str:
+        """Why the step is bad or a spike; empty if it is neither."""
+        if result.fault:
+            return result.fault
+        for what, value, known in (("loss", result.loss, self.losses), ("gradient norm", result.grad_norm, self.norms)):
+            if value > _limit(known, factor):
+                return f"the {what} is {value:.4g}, more than {factor:g} times its median of {median(known):.4g}"
+        return ""
+
+    def after(self, result: StepResult, max_bad: int) -> "RecentSteps":
+        """With this step added; raises AgreedError if it is one bad step in a row too many."""
+        if result.fault:
+            if self.num_bad + 1 > max_bad:
+                raise AgreedError(f"{result.fault}, and the {self.num_bad} steps before were bad too; --skip-bad-steps "
+                                  f"{max_bad} allows no more in a row. Check the samples that metrics.jsonl lists for "
+                                  f"these steps, and the learning rate")
+            return RecentSteps(self.losses, self.norms, self.num_bad + 1)
+        if not result.updated:  # loss scaling
+            return self
+        return RecentSteps((*self.losses, result.loss)[-NUM_RECENT:], (*self.norms, result.grad_norm)[-NUM_RECENT:])
+
+
+def _limit(known: tuple[float, ...], factor: float) -> float:
+    return factor * median(known) if len(known) >= _NUM_NEEDED else math.inf

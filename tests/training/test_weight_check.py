@@ -1,0 +1,54 @@
+"""One flipped bit in one replica's weight is found, and named with its rank, in every kind of layout."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mm.training.weight_check import digest
+from tests.launch import run_ranks
+
+EMBEDDING = "text_decoder.embedding.word_embeddings.weight"
+EXPECTED = {
+    "dp4": {"2": "rank 2 differs from ranks 0 to 1, 3", "0": "rank 0 differs from ranks 1 to 3"},
+    "cp2-dp2": {"3": "rank 3 differs from ranks 0 to 2"},
+    "tp2-dp2": {"1": "ranks 1, 3 do not agree", "1 norm": "rank 1 differs from ranks 0, 2 to 3"},
+    "pp2-tied-dp2": {"0": "rank 0 differs from ranks 1 to 3", "3": "rank 3 differs from ranks 0 to 2",
+                     "2": "ranks 2 to 3 do not agree"},
+}
+"""By layout and damaged rank."""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    output = tmp_path_factory.mktemp("weights") / "found.json"
+    run_ranks(4, "tests.training.weight_check_worker", str(output))
+    return json.loads(output.read_text())
+
+
+@pytest.mark.parametrize("layout", EXPECTED)
+def test_a_flipped_bit_is_found_with_its_rank(layout: str, found: dict[str, dict[str, str]]) -> None:
+    results = found[layout]
+    assert results.pop("") == results.pop("mended") == ""
+    assert len(results) == len(EXPECTED[layout])
+    for (damage, error), expected in zip(results.items(), EXPECTED[layout].values(), strict=True):
+        rank, name = damage.split()
+        shown = EMBEDDING if name == "text_decoder.output_layer.weight" else name
+        assert f"hold different ones: {shown}: {expected}. Nothing was saved" in error, (rank, error)
+
+
+@given(st.integers(0, 999), st.integers(0, 15))
+def test_one_changed_bit_changes_the_digest(index: int, bit: int) -> None:
+    tensor = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    changed = tensor.clone()
+    changed.view(torch.int16)[index] ^= 1 << bit if bit < 15 else -32768
+    assert digest(changed) != digest(tensor) == digest(tensor.clone())
+
+
+def test_a_digest_does_not_depend_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.randn(1001)
+    whole = digest(tensor)
+    monkeypatch.setattr("mm.training.weight_check._CHUNK_ELEMENTS", 7)
+    assert digest(tensor) == whole
