@@ -34,9 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status_after(error.sigval)
     except ChildFailedError as error:  # a signal that only the ranks received
         _, failure = error.get_first_failure()
-        if failure.exitcode not in map(status_after, STOPPING):
-            raise
-        return failure.exitcode
+        for number in STOPPING:
+            if failure.exitcode in (status_after(number), -number):  # negative: before the rank could handle it
+                return status_after(number)
+        raise
     except KeyboardInterrupt:  # before torchrun handles signals, and after
         return status_after(signal.SIGINT)
     return 0

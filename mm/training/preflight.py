@@ -132,7 +132,8 @@ def _check_files(
         problems += encoder_problems
         for flag in ("export_hf", "export_merged_hf"):
             if (target := getattr(args, flag)) is not None and Path(base).is_dir():
-                problems += _export_problems(run, Path(base), Path(target).resolve(), flag_name(flag))
+                may_exist = flag == "export_hf" and _only_exports(run, sources)
+                problems += _export_problems(run, Path(base), Path(target).resolve(), flag_name(flag), may_exist)
     with collected(problems):
         problems.extend(_output_problems(run))
     if args.vision_feature_cache is not None:
@@ -274,8 +275,19 @@ def _image_notes(run: Run, dataset: Dataset, gauge: Gauge) -> list[str]:
     return []
 
 
-def _export_problems(run: Run, base: Path, target: Path, flag: str) -> list[str]:
-    """Problems with the base of the export, unless ``--load`` is the same directory, and with ``target``."""
+def _only_exports(run: Run, sources: Sources | None) -> bool:
+    """Whether the checkpoint in ``--load`` is the run's last: a run that was killed in its export, or just after it."""
+    trained = sources and sources.trained(run)
+    if not trained or run.args.finetune or not run.args.train_iters:
+        return False
+    return trained.iteration is not None and trained.iteration >= run.args.train_iters
+
+
+def _export_problems(run: Run, base: Path, target: Path, flag: str, may_exist: bool) -> list[str]:
+    """Problems with the base of the export, unless ``--load`` is the same directory, and with ``target``.
+
+    ``may_exist``: the export itself compares an existing target with the weights, and leaves an identical one alone.
+    """
     problems: list[str] = []
     resolved = base.resolve()
     if run.args.load is None or Path(run.args.load).resolve() != resolved:
@@ -287,7 +299,7 @@ def _export_problems(run: Run, base: Path, target: Path, flag: str) -> list[str]
     with collected(problems, f"{flag}: "):
         if resolved.is_relative_to(target):
             raise UserError(f"The target {target} is or contains the base directory {resolved}; give another target.")
-        check_target(target, num_bytes=0)
+        check_target(target, num_bytes=0, hint=None if may_exist else "")
     return problems
 
 

@@ -25,8 +25,10 @@ class Job:
 
     def __init__(self, inputs: Path, name: str) -> None:
         self.folder = inputs / name
-        self.words = flags_of(inputs, name, 2, "--num-workers", "1", "--train-iters", str(NUM_STEPS), "--load",
-                              str(inputs / "hf"), "--deterministic-mode")  # fmt: skip
+        self.words = flags_of(
+            inputs, name, 2, "--num-workers", "1", "--train-iters", str(NUM_STEPS), "--load", str(inputs / "hf"),
+            "--deterministic-mode", "--export-hf", str(self.folder / "hf"),
+        )  # fmt: skip
         self.save = self.folder / "save"
 
     def launch(self, stop: Callable[[int], None] = lambda _: None, *more: str) -> tuple[int, str]:
@@ -78,6 +80,8 @@ def test_a_stopped_run_saves_and_the_same_command_continues_to_the_bit(inputs: P
         assert not list(job.folder.rglob("*.tmp-*"))
     status, said = job.launch()
     assert status == 0 and "holds a checkpoint of the run that this command started: the run continues" in said, said
+    status, said = job.launch()  # as after a kill between the export and the end
+    assert status == 0 and "nothing to train" in said and "is already identical; nothing was written" in said, said
     ours, theirs = ([[row[key] for key in COMPARED] for row in metrics(inputs, name)] for name in ("stopped", "whole"))
     assert ours == theirs and len(ours) == NUM_STEPS
     files = sorted(path.name for path in (whole.save / f"iter_{NUM_STEPS:07d}").glob("*.safetensors"))
