@@ -233,7 +233,12 @@ class Arguments:
     allow_used_save: bool = Field(False, description=(
         "save even if another run has saved there: replaces its checkpoints of the same iterations, deletes none"))
     save_interval: Count | None = Field(None, description="steps between checkpoints; absent = only at the end")
-    keep_last_checkpoints: Count | None = Field(None, description="number of newest checkpoints to keep; absent = all")
+    keep_last_checkpoints: Count | None = Field(None, description=(
+        "number of newest checkpoints to keep; absent = all, or 1 with --save-retain-interval"))
+    save_retain_interval: Count | None = Field(None, description=(
+        "checkpoints of iterations that are its multiples are never deleted"))
+    async_save: bool = Field(False, description=(
+        "write checkpoints in the background, from a copy in host memory, while training continues"))
 
     # Reports
     log_interval: Count = Field(100, description="steps between log lines")
@@ -338,8 +343,13 @@ def flag_problems(args: Arguments) -> Iterator[str]:
         yield f"{' and '.join(losses)} are all given; keep one"
     if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
         yield "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce"
-    if args.save is None and args.keep_last_checkpoints is not None:
-        yield f"--keep-last-checkpoints is {args.keep_last_checkpoints}, but --save is missing"
+    for flag, value in (("--keep-last-checkpoints", args.keep_last_checkpoints),
+                        ("--save-retain-interval", args.save_retain_interval)):
+        if args.save is None and value is not None:
+            yield f"{flag} is {value}, but --save is missing"
+    if args.save_retain_interval is not None and args.save_retain_interval % (args.save_interval or 1):
+        yield (f"--save-retain-interval is {args.save_retain_interval}; expected a multiple of --save-interval = "
+               f"{args.save_interval}, because no other iterations are saved at intervals")
     yield from phase_problems(args.phase_timeouts)
     yield from recompute_problems(args.recompute, "--recompute-", "--recompute-num-layers")
     yield from pattern_problems("--lora-rank-pattern", args.lora_rank_pattern, whole=True)

@@ -59,7 +59,6 @@ FLAGS: Mapping[str, FlagRow] = {
            "--allow-tf32 --allow-internal-format"),
     **rows(Inert("checkpoints have one format here: safetensors and JSON"),
            "--ckpt-format --use-dist-ckpt --auto-detect-ckpt-format"),
-    "--async-save": Inert("training waits while all ranks write a checkpoint together; the files are the same"),
     **rows(Inert("always on: SIGTERM, SIGUSR1 and Ctrl-C save after the running step and stop"),
            "--exit-signal-handler --exit-signal --exit-signal-handler-for-dataloader"),
     "--use-mcore-models": Inert("megatron-core is the only engine"),

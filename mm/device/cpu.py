@@ -56,7 +56,8 @@ class HostRuntime:
         return None
 
     def start_copying_back(self, tensor: Tensor, into: Tensor | None) -> Callable[[], Tensor]:
-        return lambda: tensor
+        copy = tensor if into is None else into.copy_(tensor)
+        return lambda: copy
 
     def side_queue(self) -> SideQueue:
         return SideQueue(None)

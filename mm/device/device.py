@@ -143,7 +143,8 @@ class Device:
     def start_copying_back(self, tensor: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
         """Start copying a tensor to the host; calling the result, in any thread, waits for the copy and returns it.
 
-        ``into``: pinned memory for the copy; None allocates it.  On the CPU the result is the tensor itself.
+        ``into``: memory for the copy, pinned on an accelerator; None allocates it, but on the CPU the result is then
+        the tensor itself.
         """
         return self._runtime.start_copying_back(tensor, into)
 

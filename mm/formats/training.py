@@ -195,14 +195,34 @@ def commit(temporary: Path, manifest: CheckpointManifest) -> Path:
     return final
 
 
-def purge(directory: Path, newest: int, keep_last: int, run_id: str | None) -> list[str]:
-    """Delete a run's checkpoints before ``newest`` except the last ``keep_last - 1``; return problems as messages.
+@dataclass(frozen=True)
+class Retention:
+    """Which complete checkpoints of a run stay when a newer one is saved."""
+
+    last: int | None = None
+    """The newest ones, so many; None keeps all."""
+    interval: int | None = None
+    """Those of iterations that are its multiples stay too."""
+
+    def doomed(self, earlier: Sequence[int]) -> list[int]:
+        """The iterations to delete among ``earlier``, ascending ones before the newest."""
+        if self.last is None:
+            return []
+        old = earlier[: max(0, len(earlier) - self.last + 1)]
+        return [iteration for iteration in old if self.interval is None or iteration % self.interval]
+
+
+ALL_KEPT = Retention()
+
+
+def purge(directory: Path, newest: int, retention: Retention, run_id: str | None) -> list[str]:
+    """Delete a run's checkpoints before ``newest`` that ``keeps`` does not keep; return problems as messages.
 
     Later checkpoints, and those of other runs, are kept.  If one cannot be deleted, the others still are.
     """
     problems = []
     earlier = [iteration for iteration, found in run_ids(directory).items() if iteration < newest and found == run_id]
-    for iteration in earlier[: max(0, len(earlier) - keep_last + 1)]:
+    for iteration in retention.doomed(earlier):
         doomed = directory / iteration_name(iteration)
         renamed = doomed.with_name(f"{doomed.name}.tmp-{secrets.token_hex(4)}")  # so iter_* is never half deleted
         try:

@@ -1,18 +1,13 @@
-"""Saves and restores training: weights, optimizer, random states, and progress.
+"""What a training checkpoint restores: weights, optimizer, random states, and progress.
 
-All ranks call these functions together; an error on one raises the same UserError on all.  ``mm.formats`` defines the
-files, ``optimizer_state.py`` accesses the optimizer's internals.
+All ranks load together; an error on one raises the same UserError on all.  ``mm.formats`` defines the files,
+``optimizer_state.py`` accesses the optimizer's internals, and ``save.py`` saves.
 """
 
 import dataclasses
 import math
-import shutil
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,15 +15,12 @@ from torch import Tensor
 
 from mm.data.index.contents import TrainedOn
 from mm.errors import UserError
-from mm.formats import training as files
-from mm.formats.blocks import Values
 from mm.formats.source import Source
-from mm.formats.training import CheckpointManifest, CheckpointTensor
 from mm.formats.training_reader import TrainingDirectory
 from mm.model.load import fill, read_once
-from mm.parallel.agreement import gather, on_first, together
+from mm.parallel.agreement import together
 from mm.parallel.mesh import Mesh
-from mm.training.optimizer_state import MOMENTS, OwnedState, is_split, owned_states, restore_scaler, scaler_state
+from mm.training.optimizer_state import MOMENTS, OwnedState, is_split, owned_states, restore_scaler
 from mm.training.schedule import Schedule
 from mm.training.spikes import RecentSteps
 from mm.training.step import Setup
@@ -36,7 +28,7 @@ from mm.training.validation import BestSoFar
 from mm.weights.memory import MemoryLayout
 from mm.weights.readers import readers
 from mm.weights.table import Weight, local_shape
-from mm.weights.trained import saved_among, saved_weights
+from mm.weights.trained import saved_among
 
 
 @dataclass(frozen=True)
@@ -58,116 +50,6 @@ class TrainingProgress:
     given_start: Mapping[str, str | None] | None = None
     """See ``CheckpointManifest``."""
     recent: RecentSteps = dataclasses.field(default_factory=RecentSteps)
-
-
-# Saving
-
-
-def save(
-    directory: str | Path,
-    progress: TrainingProgress,
-    setup: Setup,
-    run_facts: Mapping[str, Any],
-    *,
-    save_optim: bool = True,
-    save_rng: bool = True,
-    keep_last: int | None = None,
-    base: Mapping[str, Any] | None = None,
-) -> Path:
-    """Write the checkpoint of ``progress.iteration``, make it the newest, and return its directory.
-
-    It appears complete or not at all, even if it replaces one of the same iteration; until then the older ones are
-    unchanged.  ``run_facts`` is for people and must be JSON-serializable.  With ``keep_last``, older checkpoints of the
-    same run beyond that number are deleted; a failure to do so is only a warning.  ``base``: see
-    ``CheckpointManifest``.  Raises UserError on every rank if any rank cannot write.
-    """
-    directory, mesh = Path(directory), setup.mesh
-    setup.finish_gathering()
-    owned = owned_states(setup.optimizer, setup.models) if save_optim else []
-    planned = _planned(setup, owned, save_rng)
-    num_bytes = torch.tensor(sum(piece.stored.num_bytes for piece, _ in planned))
-    dist.all_reduce(num_bytes, group=mesh.control_group)
-    temporary = on_first(mesh, lambda: files.begin(directory, progress.iteration, int(num_bytes)))
-    try:
-        written = together(mesh, lambda: [
-            piece for file, pieces in groupby(planned, lambda one: one[0].stored.file)
-            for piece in files.write_pieces(temporary, file, list(pieces), setup.stage.device)
-        ])
-        gathered = gather(mesh, (written, owned[0].step if owned else None, scaler_state(setup.optimizer)))
-        manifest = CheckpointManifest(
-            iteration=progress.iteration,
-            consumed_samples=progress.consumed_samples,
-            world_size=mesh.world_size,
-            tp_size=mesh.tp_size,
-            pp_size=mesh.pp_size,
-            model=setup.stage.model,
-            optimizer=_optimizer_facts(gathered) if save_optim else None,
-            facts=run_facts,
-            data=progress.data.to_json() if progress.data is not None else None,
-            pieces=tuple(piece for pieces, _, _ in gathered for piece in pieces),
-            base=base,
-            best=dataclasses.asdict(progress.best),
-            run_id=progress.run_id,
-            schedule=progress.schedule and progress.schedule.to_json(),
-            given_start=progress.given_start,
-            recent=dataclasses.asdict(progress.recent),
-        )
-        final = on_first(mesh, lambda: files.commit(temporary, manifest))
-    except UserError:
-        if mesh.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    if keep_last is not None and mesh.rank == 0:
-        for problem in files.purge(directory, progress.iteration, keep_last, progress.run_id):
-            warnings.warn(problem, stacklevel=2)
-    return final
-
-
-def _planned(setup: Setup, owned: Sequence[OwnedState], save_rng: bool) -> list[tuple[CheckpointTensor, Values]]:
-    """What this rank writes, file by file.  Tensors are the live ones; their padding is removed during writing.
-
-    Everything is written once: by one replica, one copy of a tied embedding, and one TP rank for replicated weights.
-    The frozen base model of adapters is not written.
-    """
-    mesh, saved = setup.mesh, {weight.name for weight in saved_weights(setup.stage.model)}
-    rank = f"tp{mesh.tp_rank:02d}_pp{mesh.pp_rank:02d}"
-    stored = {weight.name: MemoryLayout.of(weight, mesh.tp_size) for weight in setup.stage.weights
-              if weight.name in saved and (weight.tp_dim is not None or mesh.tp_rank == 0)}
-    planned: list[tuple[CheckpointTensor, Values]] = []
-    if mesh.copy_rank == 0:
-        file = f"weights_{rank}.safetensors"
-        for name, memory in stored.items():
-            parameter = setup.stage.get_parameter(name)
-            piece = CheckpointTensor.of(parameter.dtype, memory.file_shape, file, name, "weight", mesh.tp_rank)
-            planned.append((piece, Values(parameter, memory)))
-    if mesh.copy_rank == 0 or is_split(setup.optimizer):
-        file = f"optimizer_{rank}_dp{mesh.copy_rank:02d}.safetensors"
-        for state in (state for state in owned if state.name in stored):
-            memory = stored[state.name]
-            start, stop = memory.real_range(state.start, state.stop)
-            if start == stop:
-                continue  # only padding
-            for kind, tensor in state.tensors().items():
-                piece = CheckpointTensor.of(tensor.dtype, (stop - start,), file, state.name, kind, mesh.tp_rank, start)
-                planned.append((piece, Values(tensor, memory, state.start)))
-    if save_rng:
-        file = f"random_{mesh.rank:05d}.safetensors"
-        for name, state in setup.stage.device.random_states().items():
-            piece = CheckpointTensor.of(state.dtype, state.shape, file, f"{name}.{mesh.rank}", "random")
-            planned.append((piece, Values(state)))
-    return planned
-
-
-def _optimizer_facts(gathered: Sequence[tuple[object, int | None, dict[str, float] | None]]) -> dict[str, Any]:
-    """The manifest's optimizer facts, from every rank's update count and loss scale; ranks without training have none.
-    """
-    steps = {step for _, step, _ in gathered if step is not None}
-    assert len(steps) <= 1, f"ranks made different numbers of updates: {steps}"
-    scalers = [scaler for _, _, scaler in gathered if scaler is not None]
-    return {"step": max(steps, default=0), "grad_scaler": scalers[0] if scalers else None}
-
-
-# Loading
 
 
 def load(

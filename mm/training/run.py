@@ -24,7 +24,7 @@ from mm.training.saver import Saver
 from mm.training.start import Settled, start
 from mm.training.step import step
 from mm.training.stopping import Stop, Stopping, stop_text
-from mm.training.update import StepResult
+from mm.training.update import Ballot, StepResult
 from mm.training.validation import Validator
 from mm.training.weight_check import check_weights
 
@@ -52,8 +52,8 @@ class Trainer:
         self.reporter = Reporter(run, self.setup, self._schedule, self.progress.iteration, self._say)
         self.saver = Saver(
             run, self.setup, claim or Claim(), self._say, started.checkpoint, started.base, watchdog.phase)
-        self._stopping = Stopping(signals or StopSignals(), args.exit_duration_in_mins, args.save is not None,
-                                  device.torch_device)
+        self._stopping = Stopping(signals or StopSignals(), args.exit_duration_in_mins, args.save is not None)
+        self._ballot = Ballot(device)
         self._ended_early = False
 
     def run_steps(self) -> None:
@@ -70,7 +70,7 @@ class Trainer:
             feed, keeper = self.feed(last - first + 1), self._keeper()
             validator = self._validator(feed)
         observer.start()
-        with self._stopping.deferring():
+        with self._stopping.deferring(), self.saver.committing():
             for iteration in range(first, last + 1):
                 if self._is_over:
                     break
@@ -88,7 +88,7 @@ class Trainer:
                     if self._checks_weights(iteration, is_last):
                         check_weights(self.setup, iteration)
                     if self.saver.is_due(iteration, is_last):
-                        self.saver.save(self.progress)
+                        self.saver.save(self.progress, is_last)
         self._end(feed, keeper)
 
     @property
@@ -150,7 +150,7 @@ class Trainer:
         return validator
 
     def _step(self, iteration: int, feed: Feed, keeper: FeatureKeeper | None) -> tuple[StepPlan, StepResult]:
-        """Train one step, and advance ``progress`` to ``iteration``."""
+        """Train one step, and advance ``progress`` to ``iteration``.  Commit a background save that is now written."""
         args = self.run.args
         self.saver.weights_change()
         with self._watchdog.step(iteration):
@@ -161,17 +161,21 @@ class Trainer:
             try:
                 lr, recent = self._schedule.at(self.progress.consumed_samples), self.progress.recent
                 max_norm = None if args.skip_bad_steps is None else recent.max_norm(args.spike_factor)
-                result = step(self.setup, plan, lr, self._stopping.votes(), max_norm)
+                votes = self._ballot.of([*self._stopping.votes(), self.saver.is_writing])
+                result = step(self.setup, plan, lr, votes, max_norm)
                 self.reporter.report_spike(iteration, plan, result, recent.spike(result, args.spike_factor))
                 recent = recent.after(result, args.skip_bad_steps or 0)
             except AgreedError as error:
                 raise AgreedError(f"iteration {iteration}: {problem}" for problem in error.problems) from error
-            self._stopping.decide(result.votes)
+            *stops, num_writing = result.votes
+            self._stopping.decide(stops)
             consumed = self.progress.consumed_samples + self.run.global_batch_size
             self.progress = replace(
                 self.progress, iteration=iteration, consumed_samples=consumed, recent=recent)
             if keeper is not None:
                 keeper.keep(self.setup.stage.take_features())
+        if not num_writing:
+            self.saver.commit()
         return plan, result
 
     def _validate(self, validator: Validator, feed: Feed) -> None:

@@ -1,20 +1,23 @@
 """Saves a run's checkpoints when due, and exports its model at the end."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from mm.config.run import Run, resolved
 from mm.conversion import convert
 from mm.conversion.adapters import export_peft, merge, open_base, open_saved
-from mm.formats.training import remove
+from mm.errors import AgreedError
+from mm.formats.training import ALL_KEPT, Retention, remove
 from mm.parallel.activity import Work
 from mm.parallel.agreement import on_first, together
 from mm.parallel.watchdog import Phase
-from mm.training import checkpoint as state
+from mm.training.background import BackgroundSaves
 from mm.training.checkpoint import TrainingProgress
 from mm.training.claim import Claim
 from mm.training.reporter import Say
+from mm.training.save import BegunSave
 from mm.training.saves import BEST
 from mm.training.sources import qkv_order
 from mm.training.step import Setup
@@ -37,6 +40,7 @@ class Saver:
         self._phase = phase
         self._run, self._setup, self._claim, self._say, self._base = run, setup, claim, say, base
         self._checkpoint = checkpoint
+        self._background = BackgroundSaves(setup.stage.device) if run.args.async_save else None
 
     def is_due(self, iteration: int, is_last: bool) -> bool:
         """Whether to save a checkpoint after this step; ``is_last``: it is the last step of this launch."""
@@ -48,15 +52,43 @@ class Saver:
         """Whether the validation after this step had the lowest loss so far, and ``--save-best`` is given."""
         return self._run.args.save_best and progress.best.iteration == progress.iteration
 
-    def save(self, progress: TrainingProgress) -> None:
-        """Save everything that training needs to continue."""
-        assert self._run.args.save is not None, "a save is due only with --save"
-        self._save(self._run.args.save, progress, keep_last=self._run.args.keep_last_checkpoints)
+    def save(self, progress: TrainingProgress, is_last: bool) -> None:
+        """Save everything that training needs to continue; in the background unless nothing follows."""
+        args = self._run.args
+        assert args.save is not None, "a save is due only with --save"
+        last = 1 if args.save_retain_interval is not None and args.keep_last_checkpoints is None else (
+            args.keep_last_checkpoints)
+        self._save_in(args.save, progress, Retention(last, args.save_retain_interval), waits=is_last)
 
     def save_best(self, progress: TrainingProgress) -> None:
         """Save to the directory of the best checkpoint, and delete the previous best."""
         assert self._run.args.save is not None, "checked with the settings"
-        self._save(str(Path(self._run.args.save) / BEST), progress, keep_last=1)
+        self._save_in(str(Path(self._run.args.save) / BEST), progress, Retention(1))
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank writes in the background."""
+        return self._background is not None and self._background.is_writing
+
+    def commit(self) -> None:
+        """Make the checkpoints that were written in the background the newest, together with all ranks.
+
+        Waits for those that are still being written.  Raises UserError on every rank if one could not write.
+        """
+        if self._background is not None and self._background.iteration is not None:
+            with self._saving():
+                for final in self._background.commit(self._setup.mesh):
+                    self._say(f"saved {final}")
+
+    @contextmanager
+    def committing(self) -> Iterator[None]:
+        """Commit what is being written when the body ends, also if all ranks leave it with the same error."""
+        try:
+            yield
+        except AgreedError:
+            self.commit()
+            raise
+        self.commit()
 
     def weights_change(self) -> None:
         """Record that a step begins: no checkpoint holds the current weights any more."""
@@ -92,25 +124,53 @@ class Saver:
             if not is_saved and self._setup.mesh.rank == 0 and Path(temporary).is_dir():
                 remove(temporary)
 
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        """Guard a part of a save; the run must still own its directories."""
+        with self._phase("save"), self._setup.stage.journal.during(Work.SAVE):
+            together(self._setup.mesh, self._claim.check)
+            yield
+
+    def _save_in(
+        self, directory: str, progress: TrainingProgress, retention: Retention, waits: bool = False
+    ) -> None:
+        background = self._background
+        if background is None or waits:
+            self.commit()
+            self._save(directory, progress, retention=retention)
+            return
+        if background.iteration not in (None, progress.iteration):
+            if background.is_writing:
+                self._say(f"note: training waits until the checkpoint of iteration {background.iteration} is written: "
+                          f"--save-interval is shorter than writing takes")
+            self.commit()
+        with self._saving():
+            background.begin(self._begin(directory, progress), retention, self._setup.mesh)
+
     def _save(
-        self, directory: str, progress: TrainingProgress, *, weights_only: bool = False, keep_last: int | None = None
-    ) -> Path:
-        args, setup = self._run.args, self._setup
-        with self._phase("save"), setup.stage.journal.during(Work.SAVE):
-            together(setup.mesh, self._claim.check)
-            saved = state.save(
-                directory,
-                progress,
-                setup,
-                resolved(self._run),
-                save_optim=not (args.no_save_optim or weights_only),
-                save_rng=not (args.no_save_rng or weights_only),
-                keep_last=keep_last,
-                base=self._base,
-            )
+        self, directory: str, progress: TrainingProgress, *, weights_only: bool = False,
+        retention: Retention = ALL_KEPT,
+    ) -> Path:  # fmt: skip
+        """Save while training waits."""
+        setup = self._setup
+        with self._saving():
+            begun = self._begin(directory, progress, weights_only=weights_only)
+            saved = begun.commit(setup.mesh, lambda: begun.write(begun.tensors, setup.stage.device), retention)
         self._checkpoint = saved
         self._say(f"saved {saved}")
         return saved
+
+    def _begin(self, directory: str, progress: TrainingProgress, *, weights_only: bool = False) -> BegunSave:
+        args = self._run.args
+        return BegunSave.begin(
+            directory,
+            progress,
+            self._setup,
+            resolved(self._run),
+            save_optim=not (args.no_save_optim or weights_only),
+            save_rng=not (args.no_save_rng or weights_only),
+            base=self._base,
+        )
 
     def _export(self, source: Path, target: str, is_merged: bool) -> None:
         run = self._run

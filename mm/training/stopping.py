@@ -9,9 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from mm.errors import Stopped
 from mm.signals import STOPPING, StopSignals, shown, status_after
 
@@ -33,15 +30,12 @@ _STOPS = (*(Stop(shown(number), status_after(number)) for number in STOPPING), S
 class Stopping:
     """This rank's votes on whether to stop, and what all ranks have decided."""
 
-    def __init__(
-        self, signals: StopSignals, exit_minutes: float | None, saves: bool, device: torch.device
-    ) -> None:
+    def __init__(self, signals: StopSignals, exit_minutes: float | None, saves: bool) -> None:
         """``saves``: stopping after a step saves a checkpoint; if not, a signal ends the run in the middle of one."""
         self.stop: Stop | None = None
         """Why the run stops; the same on all ranks."""
         self._signals, self._saves = signals, saves
         self._until = None if exit_minutes is None else signals.began + 60 * exit_minutes
-        self._device, self._no_votes = device, torch.zeros(len(_STOPS), device=device)
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
@@ -57,11 +51,10 @@ class Stopping:
         if self.stop is None and self._signals.received is not None:
             raise Stopped(self._signals.received)
 
-    def votes(self) -> Tensor:
-        """This rank's votes, for ``update``."""
+    def votes(self) -> list[bool]:
+        """This rank's votes."""
         has_signal = [self._signals.received == number for number in STOPPING]
-        votes = [*has_signal, self._until is not None and time.monotonic() >= self._until]
-        return torch.tensor(votes, dtype=torch.float32, device=self._device) if any(votes) else self._no_votes
+        return [*has_signal, self._until is not None and time.monotonic() >= self._until]
 
     def decide(self, sums: Sequence[float]) -> None:
         """Set ``stop`` from the votes of all ranks, summed."""

@@ -41,6 +41,19 @@ class StepResult:
     """The ranks' votes, summed."""
 
 
+class Ballot:
+    """Makes the votes of this rank that ``update`` sums over all ranks."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def of(self, votes: Sequence[bool]) -> Tensor:
+        """1 for yes, as fp32 numbers on the device.  The host does not wait for work queued there."""
+        if not any(votes):  # nearly always, so without a copy
+            return torch.zeros(len(votes), device=self._device.torch_device)
+        return self._device.copy(torch.tensor(votes, dtype=torch.float32))
+
+
 @torch.no_grad()
 def update(
     optimizer: ChainedOptimizer, loss: Tensor, lr: float, mesh: Mesh, device: Device, votes: Tensor | None = None,

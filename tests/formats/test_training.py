@@ -62,7 +62,7 @@ def test_a_run_deletes_only_its_own_checkpoints(tmp_path: Path) -> None:
         write_small(tmp_path, iteration, run_id=run_id)
     (tmp_path / "iter_0000002" / files.MANIFEST_FILE).write_text("{")
     assert files.run_ids(tmp_path) == {1: "mine", 2: files.UNREADABLE, 3: "mine", 4: None, 5: "mine", 6: "mine"}
-    assert files.purge(tmp_path, 5, 1, "mine") == []
+    assert files.purge(tmp_path, 5, files.Retention(1), "mine") == []
     assert list(files.run_ids(tmp_path)) == [2, 4, 5, 6]
 
 
@@ -77,7 +77,7 @@ def test_the_others_are_deleted_if_one_checkpoint_cannot_be(tmp_path: Path, monk
         return really(path, target)
 
     monkeypatch.setattr(Path, "rename", rename)  # tests may run as root, who may rename everything
-    (problem,) = files.purge(tmp_path, 4, 1, None)
+    (problem,) = files.purge(tmp_path, 4, files.Retention(1), None)
     assert problem.startswith(f"the old checkpoint {tmp_path}/iter_0000001 could not be deleted: ")
     assert names(tmp_path) == ["iter_0000001", "iter_0000004", files.LATEST_FILE]
 

@@ -24,6 +24,7 @@ from mm.parallel import mesh as parallel  # noqa: E402
 from mm.parallel.agreement import on_first, together  # noqa: E402
 from mm.training import checkpoint as state  # noqa: E402
 from mm.training.optimizer_state import owned_states, scaler_state  # noqa: E402
+from mm.training.save import save  # noqa: E402
 from mm.training.step import Setup, forward_backward, step  # noqa: E402
 from mm.weights.memory import memory_shape  # noqa: E402
 from mm.weights.table import model_weights, unshard  # noqa: E402
@@ -120,9 +121,7 @@ class Run:
                 for gradient in one.get_main_grads_for_grad_norm()]
 
     def save(self, directory: Path, **options: object) -> Path:
-        return state.save(
-            directory, self.progress, self.setup, {"seed": 1}, **options
-        )
+        return save(directory, self.progress, self.setup, {"seed": 1}, **options)
 
     def load(self, directory: Path, **options: object) -> "Run":
         mesh = self.setup.mesh

@@ -24,15 +24,18 @@ from safetensors.torch import load_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from mm.config.model import ModelConfig  # noqa: E402
+from mm.device.device import Device  # noqa: E402
 from mm.errors import UserError  # noqa: E402
 from mm.formats import training as files  # noqa: E402
 from mm.formats.blocks import Values  # noqa: E402
 from mm.formats.files import Files  # noqa: E402
 from mm.formats.source import open_to_train  # noqa: E402
-from mm.formats.training import LATEST_FILE  # noqa: E402
+from mm.formats.training import ALL_KEPT, LATEST_FILE, Retention  # noqa: E402
 from mm.model.load import fill  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.training import checkpoint as state  # noqa: E402
+from mm.training.background import BackgroundSaves  # noqa: E402
+from mm.training.save import BegunSave  # noqa: E402
 from mm.training.validation import BestSoFar  # noqa: E402
 from mm.weights.table import fuse, model_weights, shard  # noqa: E402
 from mm.weights.views import Stored  # noqa: E402
@@ -262,8 +265,45 @@ def retention(directory: Path) -> list[str]:
     run = Run(DP2)
     for iteration in (1, 2, 3, 4, 4):
         run.progress = state.TrainingProgress(iteration, 0)
-        run.save(directory, keep_last=2)
+        run.save(directory, retention=Retention(2))
     return sorted(path.name for path in directory.iterdir())
+
+
+def in_background(directory: Path, layout: Layout) -> dict[str, Any]:
+    """Two saves share one copy and are written while training goes on; then as many that wait, of the same state."""
+    run, saves = Run(layout), BackgroundSaves(Device.pick("cpu"))
+    run.train(1)
+    run.save(directory / "waits")
+    for name in ("first", "second"):
+        begun = BegunSave.begin(directory / name, run.progress, run.setup, {"seed": 1})
+        saves.begin(begun, ALL_KEPT, run.mesh)
+    memory_bytes = saves.copy_bytes
+    before = run.local()
+    run.train(1)
+    changed = different(before, run.local())
+    visible = [path.name for name in ("first", "second") for path in (directory / name).glob("iter_*[0-9]")]
+    saves.commit(run.mesh)
+    assert not saves.is_writing and saves.iteration is None
+    later = BegunSave.begin(directory / "first", run.progress, run.setup, {"seed": 1})
+    saves.begin(later, ALL_KEPT, run.mesh)
+    saves.commit(run.mesh)
+    return {"num_changed": len(changed), "visible": visible, "memory_bytes": memory_bytes,
+            "memory_bytes_later": saves.copy_bytes}
+
+
+def background_fails(directory: Path) -> dict:
+    """Rank 1 may not write large files in the background: the commit fails everywhere."""
+    run, saves = Run(TP2), BackgroundSaves(Device.pick("cpu"))
+    run.save(directory)
+    run.train(1)
+    if run.mesh.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+    saves.begin(BegunSave.begin(directory, run.progress, run.setup, {}), ALL_KEPT, run.mesh)
+    run.train(1)
+    problems = problems_of(lambda: saves.commit(run.mesh))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return {"problems": problems, "left": sorted(path.name for path in directory.iterdir()),
+            "is_pending": saves.iteration is not None}
 
 
 def from_hf(directory: Path) -> None:
@@ -354,6 +394,9 @@ def main(directory: Path) -> None:
         "refusals": refusals(directory / "refusals"),
         "without_optimizer": without_optimizer(directory / "without_optimizer"),
         "retention": retention(directory / "retention"),
+        "background": {name: in_background(directory / "background" / name, SAME_LAYOUT[name])
+                       for name in ("dp2-distributed-overlap", "tp2-bf16", "pp2-tied")},
+        "background_fails": background_fails(directory / "background_fails"),
         "to_fp32": to_fp32(directory / "to_fp32"),
         "damage": damage(directory / "damage"),
         "disk_full": disk_full(directory / "disk_full"),

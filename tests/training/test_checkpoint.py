@@ -148,6 +148,30 @@ def test_only_the_newest_checkpoints_are_kept(results: dict) -> None:
     assert results["retention"] == ["iter_0000003", "iter_0000004", files.LATEST_FILE]
 
 
+@pytest.mark.parametrize("name", ["dp2-distributed-overlap", "tp2-bf16", "pp2-tied"])
+def test_a_save_in_the_background_writes_the_same_bytes(name: str, directory: Path, results: dict) -> None:
+    measured, saved = results["background"][name], directory / "background" / name
+    assert measured["num_changed"] > 20 and measured["visible"] == []
+    names = sorted(path.name for path in (saved / "waits" / "iter_0000001").iterdir())
+    assert len(names) > 4
+    for one in ("first", "second"):
+        assert sorted(path.name for path in (saved / one / "iter_0000001").iterdir()) == names
+        for file in names:
+            ours, theirs = (saved / folder / "iter_0000001" / file for folder in (one, "waits"))
+            assert ours.read_bytes() == theirs.read_bytes(), file
+    read_everything(saved / "first" / "iter_0000002")
+    on_disk = sum(path.stat().st_size for path in (saved / "waits" / "iter_0000001").glob("*_tp*.safetensors"))
+    assert measured["memory_bytes"] == measured["memory_bytes_later"] < on_disk  # of one of two ranks
+
+
+def test_a_failure_in_the_background_is_raised_on_all_ranks(results: dict) -> None:
+    found = results["background_fails"]
+    (problem,), other = found["problems"]
+    assert other == [problem]
+    assert "weights_tp01_pp00.safetensors cannot be written (File too large)" in problem
+    assert found["left"] == ["iter_0000000", files.LATEST_FILE] and not found["is_pending"]
+
+
 def test_random_weights_are_the_same_in_every_layout(results: dict) -> None:
     assert results["random_weights"]["tp2"] == results["random_weights"]["dp2"] == []
     drawn = results["random_weights"]["seed"]

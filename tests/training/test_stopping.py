@@ -23,11 +23,11 @@ COMPARED = ("iteration", "loss", "grad_norm", "lr", "consumed_samples", "num_tok
 class Job:
     """A command that trains on two stages, from Hugging Face weights; it may be started again after it has stopped."""
 
-    def __init__(self, inputs: Path, name: str) -> None:
+    def __init__(self, inputs: Path, name: str, *more: str) -> None:
         self.folder = inputs / name
         self.words = flags_of(
             inputs, name, 2, "--num-workers", "1", "--train-iters", str(NUM_STEPS), "--load", str(inputs / "hf"),
-            "--deterministic-mode", "--export-hf", str(self.folder / "hf"),
+            "--deterministic-mode", "--export-hf", str(self.folder / "hf"), *more,
         )  # fmt: skip
         self.save = self.folder / "save"
 
@@ -65,8 +65,12 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_stopped_run_saves_and_the_same_command_continues_to_the_bit(inputs: Path) -> None:
-    """SIGTERM to the launcher, SIGUSR1 to one rank, and a time limit; each launch is the same command."""
-    whole, job = Job(inputs, "whole"), Job(inputs, "stopped")
+    """SIGTERM to the launcher, SIGUSR1 to one rank, and a time limit; each launch is the same command.
+
+    It also saves in the background, which the undisturbed run does not.
+    """
+    whole = Job(inputs, "whole")
+    job = Job(inputs, "stopped", "--async-save", "--save-interval", "2", "--save-retain-interval", "20")
     assert whole.launch()[0] == 0
     stops = [(lambda launcher: os.kill(launcher, signal.SIGTERM), (), "SIGTERM", 143),
              (job.signal_rank_0, (), "SIGUSR1", 138),
@@ -84,6 +88,7 @@ def test_a_stopped_run_saves_and_the_same_command_continues_to_the_bit(inputs: P
     assert status == 0 and "nothing to train" in said and "is already identical; nothing was written" in said, said
     ours, theirs = ([[row[key] for key in COMPARED] for row in metrics(inputs, name)] for name in ("stopped", "whole"))
     assert ours == theirs and len(ours) == NUM_STEPS
+    assert sorted(path.name for path in job.save.glob("iter_*")) == [f"iter_00000{step}" for step in (20, 40, 60)]
     files = sorted(path.name for path in (whole.save / f"iter_{NUM_STEPS:07d}").glob("*.safetensors"))
     assert len(files) == 6
     for name in files:
