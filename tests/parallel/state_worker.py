@@ -39,7 +39,7 @@ from mm.training.save import BegunSave  # noqa: E402
 from mm.training.validation import BestSoFar  # noqa: E402
 from mm.weights.table import fuse, model_weights, shard  # noqa: E402
 from mm.weights.views import Stored  # noqa: E402
-from tests.parallel.state_run import Layout, Run  # noqa: E402
+from tests.parallel.state_run import DEVICE, Layout, Run  # noqa: E402
 
 DISTRIBUTED = ("--use-distributed-optimizer",)
 OVERLAP = (*DISTRIBUTED, "--overlap-grad-reduce", "--overlap-param-gather")
@@ -269,9 +269,9 @@ def retention(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def in_background(directory: Path, layout: Layout) -> dict[str, Any]:
+def in_background(directory: Path, layout: Layout) -> dict:
     """Two saves share one copy and are written while training goes on; then as many that wait, of the same state."""
-    run, saves = Run(layout), BackgroundSaves(Device.pick("cpu"))
+    run, saves = Run(layout), BackgroundSaves(DEVICE)
     run.train(1)
     run.save(directory / "waits")
     for name in ("first", "second"):
@@ -281,7 +281,7 @@ def in_background(directory: Path, layout: Layout) -> dict[str, Any]:
     before = run.local()
     run.train(1)
     changed = different(before, run.local())
-    visible = [path.name for name in ("first", "second") for path in (directory / name).glob("iter_*[0-9]")]
+    visible = [name for name in ("first", "second") if (directory / name / files.iteration_name(1)).exists()]
     saves.commit(run.mesh)
     assert not saves.is_writing and saves.iteration is None
     later = BegunSave.begin(directory / "first", run.progress, run.setup, {"seed": 1})
@@ -293,7 +293,7 @@ def in_background(directory: Path, layout: Layout) -> dict[str, Any]:
 
 def background_fails(directory: Path) -> dict:
     """Rank 1 may not write large files in the background: the commit fails everywhere."""
-    run, saves = Run(TP2), BackgroundSaves(Device.pick("cpu"))
+    run, saves = Run(TP2), BackgroundSaves(DEVICE)
     run.save(directory)
     run.train(1)
     if run.mesh.rank == 1:
