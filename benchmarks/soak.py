@@ -122,10 +122,11 @@ EVENTS: dict[str, Callable[[Job, random.Random], None]] = {
 def words_of(inputs: Path, name: str, layout: str) -> list[str]:
     num_stages, _, flags = LAYOUTS[layout]
     return flags_of(inputs, name, num_stages, "--num-workers", "1", "--train-iters", str(NUM_STEPS), "--load",
-                    str(inputs / "hf"), "--deterministic-mode", "--save-interval", "10", "--keep-last-checkpoints", "2",
-                    "--export-hf", str(inputs / name / "hf"), "--step-timeout", "20", "--distributed-timeout-minutes",
-                    "1", "--check-weights-interval", "50", "--phase-timeouts", "check=20", "start=20", "load=20",
-                    "data=20", "save=20", "export=20", "between=20", *flags)  # fmt: skip
+                    str(inputs / "hf"), "--deterministic-mode", "--async-save", "--save-interval", "10",
+                    "--keep-last-checkpoints", "2", "--export-hf", str(inputs / name / "hf"), "--step-timeout", "20",
+                    "--distributed-timeout-minutes", "1", "--check-weights-interval", "50", "--phase-timeouts",
+                    "check=20", "start=20", "load=20", "data=20", "save=20", "export=20", "between=20",
+                    *flags)  # fmt: skip
 
 
 def disturb(job: Job, event: str, rng: random.Random, found: Events) -> None:

@@ -84,7 +84,7 @@ class HostCopies:
 
 
 @dataclass(frozen=True)
-class _Pending:
+class _WrittenSave:
     """A save that a thread writes."""
 
     begun: BegunSave
@@ -106,7 +106,7 @@ class BackgroundSaves:
 
     def __init__(self, device: Device) -> None:
         self._copies = HostCopies(device)
-        self._pending: list[_Pending] = []
+        self._pending: list[_WrittenSave] = []
 
     @property
     def iteration(self) -> int | None:
@@ -132,7 +132,7 @@ class BackgroundSaves:
         before = list(self._pending)
         copies = together(mesh, lambda: self._copies.take(begun.tensors)) if not before else [
             (tensor, values) for (tensor, _), (_, values) in zip(begun.tensors, before[0].tensors, strict=True)]
-        pending = _Pending(begun, retention, copies, Future())
+        pending = _WrittenSave(begun, retention, copies, Future())
         self._pending.append(pending)
         threading.Thread(target=_run, args=(pending, before), name="save", daemon=True).start()
 
@@ -145,7 +145,7 @@ class BackgroundSaves:
         return [one.begun.commit(mesh, one.written.result, one.retention) for one in pending]
 
 
-def _run(pending: _Pending, before: Sequence[_Pending]) -> None:
+def _run(pending: _WrittenSave, before: Sequence[_WrittenSave]) -> None:
     """Write one save after another, so that they do not compete for the disk."""
     for one in before:
         one.written.exception()  # waits

@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 from mm.config.run import Run
 from mm.device.platform import MachineFinding
 from mm.device.platforms import PLATFORMS
+from mm.plan.stages import stage_sizes
 
 DISTRIBUTION = "qwen2_5_vl-3d"
 PACKAGES = ("torch", "megatron-core", "transformers")
@@ -143,13 +144,29 @@ def _host_memory(run: Run, node: Node) -> Iterator[MachineFinding]:
     least = RANK_BYTES * node.num_ranks
     # the current step, the next one, which is prepared meanwhile, and microbatches in flight from workers
     held = 2 * run.held_microbatches + run.args.num_workers * run.data.prefetch_factor
-    wanted = least + RANK_BYTES * owners * run.args.num_workers + owners * held * pixel_bytes
+    copies = _copy_bytes(run, node)
+    wanted = least + RANK_BYTES * owners * run.args.num_workers + owners * held * pixel_bytes + copies
     if node.host_bytes < wanted:
         yield node.host_bytes < least, (
             f"{_gib(node.host_bytes)} GiB of host memory are free, but the {node.num_ranks} ranks of this node need up "
-            f"to {_gib(wanted)} GiB: {_gib(least)} for their processes, and the rest for {owners} data owners, which "
-            f"prefetch steps into pinned memory. Give the container more (`docker run --memory`), end other processes "
-            f"(`ps aux --sort=-rss | head`), or lower --num-workers, prefetch_factor or --global-batch-size")
+            f"to {_gib(wanted)} GiB: {_gib(least)} for their processes, {_gib(copies)} for the copies of --async-save, "
+            f"and the rest for {owners} data owners, which prefetch steps into pinned memory. Give the container more "
+            f"(`docker run --memory`), end other processes (`ps aux --sort=-rss | head`), or lower --num-workers, "
+            f"prefetch_factor or --global-batch-size"
+            f"{', or remove --async-save' if copies else ''}")
+
+
+def _copy_bytes(run: Run, node: Node) -> int:
+    """Host memory for what the node's ranks copy with ``--async-save``: weights of one replica, optimizer states."""
+    if not run.args.async_save or run.args.save is None:
+        return 0
+    sizes, num_in_stage = stage_sizes(run, run.model.placement()), run.tp_size * run.cp_size * run.dp_size
+    total = 0
+    for rank in range(node.first_rank, node.first_rank + node.num_ranks):
+        size, is_first_copy = sizes[rank // num_in_stage], rank % num_in_stage < run.tp_size
+        total += size.weight_bytes * is_first_copy
+        total += size.optimizer_bytes * (is_first_copy or run.args.use_distributed_optimizer)
+    return total
 
 
 def _versions(node: Node) -> Iterator[MachineFinding]:

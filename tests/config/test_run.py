@@ -151,6 +151,8 @@ def test_sources_of_the_world_size(tmp_path):
     (["--lr-warmup-iters", "100"], {}, "expected fewer than the 100 decay steps (--train-iters)"),
     (["--adam-beta2", "1"], {}, "--adam-beta2 is 1; expected a number of at least 0 and less than 1"),
     (["--keep-last-checkpoints", "5"], {}, "--save is missing"),
+    (["--save-retain-interval", "5"], {}, "--save is missing"),
+    (["--save", "x", "--save-interval", "4", "--save-retain-interval", "6"], {}, "a multiple of --save-interval = 4"),
     (["--overlap-param-gather"], {}, "needs --use-distributed-optimizer and --overlap-grad-reduce"),
     (["--profile-pipeline", "101"], {}, "--profile-pipeline is 101, but the last iteration is --train-iters = 100"),
     (["--profile", "--profile-step-start", "12"], {}, "--profile-step-start is 12; expected less than "

@@ -66,6 +66,14 @@ def test_a_run_deletes_only_its_own_checkpoints(tmp_path: Path) -> None:
     assert list(files.run_ids(tmp_path)) == [2, 4, 5, 6]
 
 
+def test_checkpoints_of_the_interval_are_never_deleted() -> None:
+    earlier = [10, 15, 20, 25, 30, 35]
+    assert files.Retention(1, 20).doomed(earlier) == [10, 15, 25, 30, 35]
+    assert files.Retention(3, 20).doomed(earlier) == [10, 15, 25]  # 30, 35 and the new one are the last three
+    assert files.Retention(2).doomed(earlier) == [10, 15, 20, 25, 30]
+    assert files.Retention(9, 20).doomed(earlier) == files.Retention(None, 20).doomed(earlier) == []
+
+
 def test_the_others_are_deleted_if_one_checkpoint_cannot_be(tmp_path: Path, monkeypatch) -> None:
     for iteration in range(1, 5):
         write_small(tmp_path, iteration)

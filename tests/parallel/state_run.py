@@ -1,6 +1,7 @@
 """The small model in training under one layout, for scenarios that need several layouts in one set of processes."""
 
 import gc
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from torch.distributed import distributed_c10d  # noqa: E402
 from mm.batch import BatchTotals, StepPlan  # noqa: E402
 from mm.config import flags as arguments  # noqa: E402
 from mm.config.model import ModelConfig  # noqa: E402
+from mm.errors import UserError  # noqa: E402
 from mm.formats.source import open_to_train  # noqa: E402
 from mm.formats.training import find_checkpoint  # noqa: E402
 from mm.model.load import initialize  # noqa: E402
@@ -168,3 +170,24 @@ class Run:
                     shards[weight.name, part] = [without_padding(weight, one, mesh.tp_size) for one in held]
         by_name = {weight.name: weight for weight in model_weights(self.config)}
         return {f"{name}:{part}": unshard(by_name[name], one) for (name, part), one in shards.items()}
+
+
+def different(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    """Names of what is not equal bit for bit, on any rank."""
+    names = [name for name in sorted(one.keys() | other.keys())
+             if name not in one or name not in other or not torch.equal(one[name], other[name])]
+    gathered: list = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, names)
+    return sorted(set().union(*gathered))
+
+
+def problems_of(action: Callable[[], object]) -> list[list[str]]:
+    """The problems that ``action`` raises on each rank; it must raise on all."""
+    found: list[str] = []
+    try:
+        action()
+    except UserError as error:
+        found = list(error.problems)
+    gathered: list = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, found)
+    return gathered

@@ -10,7 +10,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,21 +25,19 @@ from torch import Tensor  # noqa: E402
 
 from mm.config.model import ModelConfig  # noqa: E402
 from mm.device.device import Device  # noqa: E402
-from mm.errors import UserError  # noqa: E402
 from mm.formats import training as files  # noqa: E402
 from mm.formats.blocks import Values  # noqa: E402
 from mm.formats.files import Files  # noqa: E402
 from mm.formats.source import open_to_train  # noqa: E402
-from mm.formats.training import ALL_KEPT, LATEST_FILE, Retention  # noqa: E402
+from mm.formats.training import LATEST_FILE, Retention  # noqa: E402
 from mm.model.load import fill  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.training import checkpoint as state  # noqa: E402
-from mm.training.background import BackgroundSaves  # noqa: E402
-from mm.training.save import BegunSave  # noqa: E402
 from mm.training.validation import BestSoFar  # noqa: E402
 from mm.weights.table import fuse, model_weights, shard  # noqa: E402
 from mm.weights.views import Stored  # noqa: E402
-from tests.parallel.state_run import DEVICE, Layout, Run  # noqa: E402
+from tests.parallel.state_background import background_fails, in_background  # noqa: E402
+from tests.parallel.state_run import Layout, Run, different, problems_of  # noqa: E402
 
 DISTRIBUTED = ("--use-distributed-optimizer",)
 OVERLAP = (*DISTRIBUTED, "--overlap-grad-reduce", "--overlap-param-gather")
@@ -71,27 +69,6 @@ CHAINS = {
     "groups": tuple(dataclasses.replace(one, flags=(*one.flags, *GROUPS)) for one in (PP2, DP2)),
     "frozen": tuple(dataclasses.replace(one, **FROZEN) for one in (PP2, DP2)),
 }
-
-
-def different(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    """Names of what is not equal bit for bit, on any rank."""
-    names = [name for name in sorted(one.keys() | other.keys())
-             if name not in one or name not in other or not torch.equal(one[name], other[name])]
-    gathered: list = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, names)
-    return sorted(set().union(*gathered))
-
-
-def problems_of(action: Callable[[], object]) -> list[list[str]]:
-    """The problems that ``action`` raises on each rank; it must raise on all."""
-    found: list[str] = []
-    try:
-        action()
-    except UserError as error:
-        found = list(error.problems)
-    gathered: list = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, found)
-    return gathered
 
 
 @contextmanager
@@ -269,43 +246,6 @@ def retention(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def in_background(directory: Path, layout: Layout) -> dict:
-    """Two saves share one copy and are written while training goes on; then as many that wait, of the same state."""
-    run, saves = Run(layout), BackgroundSaves(DEVICE)
-    run.train(1)
-    run.save(directory / "waits")
-    for name in ("first", "second"):
-        begun = BegunSave.begin(directory / name, run.progress, run.setup, {"seed": 1})
-        saves.begin(begun, ALL_KEPT, run.mesh)
-    memory_bytes = saves.copy_bytes
-    before = run.local()
-    run.train(1)
-    changed = different(before, run.local())
-    visible = [name for name in ("first", "second") if (directory / name / files.iteration_name(1)).exists()]
-    saves.commit(run.mesh)
-    assert not saves.is_writing and saves.iteration is None
-    later = BegunSave.begin(directory / "first", run.progress, run.setup, {"seed": 1})
-    saves.begin(later, ALL_KEPT, run.mesh)
-    saves.commit(run.mesh)
-    return {"num_changed": len(changed), "visible": visible, "memory_bytes": memory_bytes,
-            "memory_bytes_later": saves.copy_bytes}
-
-
-def background_fails(directory: Path) -> dict:
-    """Rank 1 may not write large files in the background: the commit fails everywhere."""
-    run, saves = Run(TP2), BackgroundSaves(DEVICE)
-    run.save(directory)
-    run.train(1)
-    if run.mesh.rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
-    saves.begin(BegunSave.begin(directory, run.progress, run.setup, {}), ALL_KEPT, run.mesh)
-    run.train(1)
-    problems = problems_of(lambda: saves.commit(run.mesh))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    return {"problems": problems, "left": sorted(path.name for path in directory.iterdir()),
-            "is_pending": saves.iteration is not None}
-
-
 def from_hf(directory: Path) -> None:
     """Load the Hugging Face directories made by the test and save them untouched under two layouts."""
     for tied in (False, True):
@@ -396,7 +336,7 @@ def main(directory: Path) -> None:
         "retention": retention(directory / "retention"),
         "background": {name: in_background(directory / "background" / name, SAME_LAYOUT[name])
                        for name in ("dp2-distributed-overlap", "tp2-bf16", "pp2-tied")},
-        "background_fails": background_fails(directory / "background_fails"),
+        "background_fails": background_fails(directory / "background_fails", TP2),
         "to_fp32": to_fp32(directory / "to_fp32"),
         "damage": damage(directory / "damage"),
         "disk_full": disk_full(directory / "disk_full"),

@@ -9,6 +9,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from mm.config.run import Run, load_run
+from mm.plan.stages import num_model_params
 from mm.training import machine
 from mm.training.machine import Node, gloo_connections, microbatch_pixel_bytes, node_problems
 from tests.files import ROOT
@@ -122,3 +123,12 @@ def test_the_names_match_setup() -> None:
 
 def test_a_small_run_opens_fewer_files_than_allowed_for() -> None:
     assert psutil.Process().num_fds() < machine.FILES_OF_A_RANK
+
+
+def test_copies_of_background_saves_need_host_memory(inputs: Path) -> None:
+    words = ("--save", "out", "--bf16", "--num-workers", "0")
+    params = num_model_params(run_of(inputs, 1, *words))
+    plain = machine._copy_bytes(run_of(inputs, 8, *words), PLENTY)
+    waits, split = (machine._copy_bytes(run_of(inputs, 8, *words, "--async-save", *more), PLENTY)
+                    for more in ((), ("--use-distributed-optimizer",)))
+    assert plain == 0 and waits == pytest.approx(14 * params, rel=0.01) and split == pytest.approx(waits, rel=0.01)
