@@ -28,7 +28,7 @@ class KilledTrainer(run.Trainer):
     def run_steps(self) -> None:
         rank, self.last = KILLED.get(int(os.environ["TORCHELASTIC_RESTART_COUNT"]), (None, 0))
         if self.mesh.rank == rank:
-            self.setup.stage.journal.listener = self
+            self.setup.stage.journal.listeners.append(self)
         super().run_steps()
 
     def begin(self, activity: Activity) -> None:

@@ -218,7 +218,7 @@ def test_a_measured_run_leaves_its_timeline(inputs: Path) -> None:
     for rank in (0, 1):
         mine = [event for event in events if event["tid"] == rank]
         assert all(one["ts"] + one["dur"] <= other["ts"] + 1e-3 for one, other in pairwise(mine))  # us, rounded
-        assert all(done[work, rank, None, None] == 1 for work in ("data", "reduction", "update"))
+        assert all(done[work, rank, None, None] == 1 for work in ("data", "reduction", "update_wait"))
         assert done["exchange", rank, None, None] > 4
     assert [path.name.partition(".")[0] for path in (logs / "profile").iterdir()] == ["rank1"]
     for row in metrics(inputs, "stages"):

@@ -132,7 +132,7 @@ def worker(case: Case, num_steps: int) -> dict[str, Any]:
     args = arguments.parse(["--lr", "1e-4", "--train-iters", "1", "--micro-batch-size", "1", "--seq-length", "4096",
                             "--mm-model", "-", "--mm-data", "-"])  # fmt: skip
     setup, plan, seconds, works = Setup.build(stage, mesh, args), plan_of(case, model), [], []
-    stage.journal.listener = recorder = Recorder(device)
+    stage.journal.listeners.append(recorder := Recorder(device))
     for _ in range(num_steps + 1):
         dist.barrier(group=mesh.control_group)
         started = time.perf_counter()

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -72,6 +73,9 @@ class AcceleratorRuntime:
         last.synchronize()
         now = time.perf_counter()
         return [now - mark.elapsed_time(last) / 1000 for mark in marks]
+
+    def seconds_between(self, marks: Sequence[Any]) -> list[float]:
+        return [before.elapsed_time(after) / 1000 for before, after in pairwise(marks)]
 
     def synchronize(self) -> None:
         self._module.synchronize()

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -67,6 +68,9 @@ class HostRuntime:
 
     def seconds_of(self, marks: Sequence[float]) -> list[float]:
         return list(marks)
+
+    def seconds_between(self, marks: Sequence[float]) -> list[float]:
+        return [after - before for before, after in pairwise(marks)]
 
     def synchronize(self) -> None: ...
 

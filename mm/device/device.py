@@ -156,6 +156,10 @@ class Device:
         """Times of ``mark``s on this process's ``time.perf_counter``; waits until the device has passed them."""
         return self._runtime.seconds_of(marks)
 
+    def seconds_between(self, marks: Sequence[Any]) -> list[float]:
+        """Time from each ``mark`` to the next.  Does not wait: the device must have passed all of them."""
+        return self._runtime.seconds_between(marks)
+
     def profiler(self, directory: str, name: str) -> Any:
         """A profiler of host and device; ``stop`` after ``start`` writes a trace of ``name``."""
         return self.platform.profiler(directory, name)

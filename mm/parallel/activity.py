@@ -26,6 +26,8 @@ class Work(StrEnum):
     EXCHANGE = "messages"
     REDUCTION = "gradient reduction"
     UPDATE = "update"
+    UPDATE_WAIT = "waits in update"
+    """For other ranks: the sum of the gradient norm, and the weights that they updated."""
     SAVE = "saves"
 
 
@@ -47,13 +49,13 @@ class Listener(Protocol):
 
 
 class Journal:
-    """The activity of this rank.  Without a listener, each activity costs two assignments."""
+    """The activity of this rank.  Without listeners, each activity costs two assignments."""
 
     def __init__(self) -> None:
         self.now: Activity | None = None
         self.failed: Activity | None = None
         """The innermost activity in which an error was raised; it stays after the error has left it."""
-        self.listener: Listener | None = None
+        self.listeners: list[Listener] = []
 
     @contextmanager
     def during(self, work: Work, chunk: int | None = None, microbatch: int | None = None) -> Iterator[None]:
@@ -87,10 +89,10 @@ class Journal:
 
     def _begin(self, activity: Activity) -> None:
         self.now = activity
-        if self.listener is not None:
-            self.listener.begin(activity)
+        for listener in self.listeners:
+            listener.begin(activity)
 
     def _end(self, activity: Activity, around: Activity | None) -> None:
-        if self.listener is not None:
-            self.listener.end(activity)
+        for listener in self.listeners:
+            listener.end(activity)
         self.now = around

@@ -130,8 +130,10 @@ class PipelineCommunicator:
         left = [name for name, passes in self._expected.items() if passes]
         is_empty = not (left or self._inbox or self._activations or self._gradients)
         assert is_empty, f"the step ended with messages left: {left}, {list(self._inbox)}, {list(self._gradients)}"
-        while self._in_flight:
-            self._in_flight.popleft()[0].wait()
+        if self._in_flight:
+            with self._journal.during(Work.EXCHANGE):
+                while self._in_flight:
+                    self._in_flight.popleft()[0].wait()
 
     def take(self, microbatch: int, chunk: int) -> Tensor | None:
         """The message for the next forward step; None if its boundary carries nothing."""

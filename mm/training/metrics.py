@@ -16,6 +16,7 @@ from typing import Any, TextIO
 from mm.config.flags import Arguments
 from mm.errors import UserError, writing
 from mm.files import whole_lines, write_whole
+from mm.training.slow_ranks import SlowRank
 from mm.training.timeline import TIMED, label, seconds_key
 from mm.training.trackers import open_trackers
 
@@ -57,6 +58,10 @@ class StepMetrics:
     """Number of epochs over the training samples; None if their number is unknown."""
     num_cached_images: int | None = None
     """Images whose ViT features came from --vision-feature-cache; None without it."""
+    slowest_rank_share: float | None = None
+    """With several ranks, at steps with a log line: the ``share`` of the slowest; None if none can be compared."""
+    slowest_ranks: tuple[SlowRank, ...] = ()
+    """With it: the three slowest."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +225,8 @@ class MetricsWriter:
         self._since_line.append(step)
         self._step_seconds.append(step.step_seconds)
         self._store("step", {**asdict(step), "num_skipped": _num_skipped(self._since_line)},
-                    "loss", "lr", "grad_norm", "tokens_per_second_per_device", "mfu", "epoch")
+                    "loss", "lr", "grad_norm", "tokens_per_second_per_device", "mfu", "epoch",
+                    "slowest_rank_share")
         args = self._args
         if step.iteration % args.log_interval == 0:
             left = (args.train_iters - step.iteration) * median(self._step_seconds)

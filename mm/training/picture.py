@@ -33,6 +33,7 @@ _INKS = {
     label(Work.DATA): _Ink("#f9d9cf"),
     label(Work.REDUCTION): _Ink("#e5b94f"),
     label(Work.UPDATE): _Ink("#d9702e", "#ffffff"),
+    label(Work.UPDATE_WAIT): _Ink("#efc4a6"),
 }
 """Kind of box -> its colours, in the order of the legend."""
 _TOWERS = {Work.VISION_FORWARD: "ViT", Work.LANGUAGE_FORWARD: "LLM"}

@@ -1,12 +1,13 @@
-"""Measures steps: --log-timers, the timeline of --profile-pipeline, and torch's profiler for --profile.
+"""Measures steps: how each rank spends them, --log-timers, the timeline of --profile-pipeline, and torch's profiler for
+--profile.
 
-Steps that none of these flags selects are not recorded and cost nothing.
+Steps that none of these flags selects are measured only for ``PaceMeter``, and with one rank not at all.
 """
 
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from mm.model.stage import Stage
 from mm.parallel.activity import Activity
 from mm.parallel.agreement import gather, on_first
 from mm.parallel.mesh import Mesh
+from mm.training.pace import PaceMeter
 from mm.training.picture import draw
+from mm.training.slow_ranks import SlowRank, compare
 from mm.training.timeline import (
     TIMED,
     ActivitySpan,
@@ -69,6 +72,7 @@ class StepObserver:
         self._args, self._stage, self._mesh, self._say = args, stage, mesh, say
         self._began = 0.0
         """Start of the step on the host's clock, shifted by the time it was paused."""
+        self._meter = PaceMeter(mesh, stage.device) if mesh.world_size > 1 else None
         self._recorder = Recorder(stage.device)
         self._spans: tuple[ActivitySpan, ...] = ()
         self._profiler: Any = None
@@ -83,38 +87,57 @@ class StepObserver:
 
     def start(self) -> None:
         """Start the clock, before the first step."""
+        if self._meter is not None:
+            self._stage.journal.listeners.append(self._meter)
         self._began = time.perf_counter()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Exclude the time spent inside from the steps."""
         started = time.perf_counter()
-        yield
+        with self._paused_meter():
+            yield
         self._began += time.perf_counter() - started
 
     def begin(self, iteration: int) -> None:
         """Start recording or profiling if a flag selects this step; call it before the step."""
         args = self._args
         if args.log_timers or iteration == args.profile_pipeline:
-            self._stage.journal.listener = self._recorder
+            self._stage.journal.listeners.append(self._recorder)
         if self._window and iteration == self._window[0] and self._mesh.rank in args.profile_ranks:
             self._profiler = self._stage.device.profiler(self._profile_path, f"rank{self._mesh.rank}")
             self._profiler.start()
 
-    def end(self) -> tuple[float, Mapping[str, float] | None]:
+    def end(self, own_data_seconds: float) -> tuple[float, Mapping[str, float] | None]:
         """Call after a step, on every rank; return its seconds, and with --log-timers the seconds by kind of work.
 
+        ``own_data_seconds``: how long this rank waited for samples that it reads itself.
         The seconds of a kind of work are the maximum over ranks.  A step ends when the host has read its gradient norm;
         Adam, still running, counts towards the next step.
         """
         ended = time.perf_counter()
         seconds, self._began = ended - self._began, ended
-        return seconds, self._timers()
+        if self._meter is not None:
+            self._meter.end_step(own_data_seconds)
+        with self._paused_meter():
+            return seconds, self._timers()
+
+    def slow_ranks(self, iteration: int) -> tuple[tuple[SlowRank, ...], int]:
+        """Call between steps, on every rank: after a step with a log line, all ranks, slowest first, and the number of
+        steps that were compared.  Empty after other steps, and if there is nothing to compare.
+        """
+        if self._meter is None or iteration % self._args.log_interval:
+            return (), 0
+        paces, num_steps = self._meter.gather()
+        return compare(self._meter.places, paces) if paces else (), num_steps
+
+    def _paused_meter(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._meter is None else self._meter.paused()
 
     def _timers(self) -> Mapping[str, float] | None:
-        if self._stage.journal.listener is not self._recorder:
+        if self._recorder not in self._stage.journal.listeners:
             return None
-        self._stage.journal.listener = None
+        self._stage.journal.listeners.remove(self._recorder)
         self._spans = self._recorder.spans()
         if not self._args.log_timers:
             return None

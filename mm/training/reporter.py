@@ -1,6 +1,6 @@
 """Reports a run's steps, validations and scores on the last rank, as Megatron does."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mm.batch import StepPlan, samples_text
@@ -14,6 +14,7 @@ from mm.training.checkpoint import TrainingProgress
 from mm.training.metrics import MetricsWriter, ScoreMetrics, SpikeMetrics, StepMetrics, ValidationMetrics
 from mm.training.questions import QuestionScores
 from mm.training.schedule import Schedule
+from mm.training.slow_ranks import NUM_NAMED, SlowRank, SlowRankNotes, slowest_line
 from mm.training.step import Setup
 from mm.training.update import StepResult, clips_in_adam
 from mm.training.validation import ValidationLoss
@@ -39,6 +40,7 @@ class Reporter:
     def __init__(self, run: Run, setup: Setup, schedule: Schedule, first_iteration: int, say: Say) -> None:
         """``first_iteration``: the iteration that the run continues from; rows of later ones are dropped."""
         self._run, self._setup, self._say = run, setup, say
+        self._slow_notes = SlowRankNotes(run.args.slow_rank_share)
         self._writer = None
         mesh = setup.mesh
         if mesh.rank == mesh.world_size - 1:
@@ -48,9 +50,12 @@ class Reporter:
 
     def report_step(
         self, progress: TrainingProgress, plan: StepPlan, result: StepResult, seconds: float,
-        timers: Mapping[str, float] | None, epoch: float,
+        timers: Mapping[str, float] | None, epoch: float, ranks: Sequence[SlowRank] = (), num_steps: int = 0,
     ) -> None:  # fmt: skip
-        """Report a step that took ``seconds``; ``epoch`` is the number of epochs so far."""
+        """Report a step that took ``seconds``; ``epoch`` is the number of epochs so far.
+
+        ``ranks``: all ranks, slowest first, as compared over the latest ``num_steps``; empty if they were not.
+        """
         run, totals, mesh, device = self._run, plan.totals, self._setup.mesh, self._setup.stage.device
         if totals.num_target_tokens == 0:
             self._say(f"note: iteration {progress.iteration} has no target token: its loss is 0. Check the roles of "
@@ -84,7 +89,13 @@ class Reporter:
             grad_norm=result.grad_norm,
             loss_scale=result.loss_scale,
             updated=result.updated,
+            slowest_rank_share=ranks[0].share if ranks else None,
+            slowest_ranks=tuple(ranks[:NUM_NAMED]),
         ))
+        if ranks:
+            self._say(slowest_line(ranks, num_steps))
+            for note in self._slow_notes.after(ranks):
+                self._say(note)
 
     def report_spike(self, iteration: int, plan: StepPlan, result: StepResult, why: str) -> None:
         """Report a step that is bad or a spike, with the samples of all replicas; nothing if ``why`` is empty."""

@@ -77,7 +77,10 @@ class Trainer:
                 observer.begin(iteration)
                 plan, result = self._step(iteration, feed, keeper)
                 epoch = feed.epoch(self.progress.consumed_samples)
-                self.reporter.report_step(self.progress, plan, result, *observer.end(), epoch)
+                seconds, timers = observer.end(feed.plans.own_wait_seconds)
+                with observer.paused():
+                    slow = observer.slow_ranks(iteration)
+                self.reporter.report_step(self.progress, plan, result, seconds, timers, epoch, *slow)
                 with observer.paused():
                     observer.write(iteration)
                     if validator.is_due(iteration):

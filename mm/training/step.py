@@ -68,8 +68,9 @@ def step(
     Raises AgreedError as ``update`` does.
     """
     loss = forward_backward(setup, plan)
-    with setup.stage.journal.during(Work.UPDATE):
-        return update(setup.optimizer, loss, lr, setup.mesh, setup.stage.device, votes, max_norm)
+    stage = setup.stage
+    with stage.journal.during(Work.UPDATE):
+        return update(setup.optimizer, loss, lr, setup.mesh, stage.device, votes, max_norm, stage.journal)
 
 
 def forward_backward(setup: Setup, plan: StepPlan) -> Tensor:

@@ -16,6 +16,9 @@ COMPUTING = frozenset({Work.INPUTS, Work.FORWARD, Work.VISION_FORWARD, Work.LANG
 TIMED = tuple(work for work in Work if work is not Work.SAVE)
 """The kinds of work in a step."""
 
+WAITS = frozenset({Work.EXCHANGE, Work.REDUCTION, Work.UPDATE_WAIT})
+"""Waits for other ranks, with the transfers themselves."""
+
 _INSTANT = 1e-12
 Meetings = tuple[tuple[float, float], ...]
 """When a rank arrived at each of several barriers and when it left, on its own clock."""
@@ -64,9 +67,9 @@ class TimeShares:
     busy: float
     """Forward and backward, including preparation of their inputs."""
     waits: float
-    """Waits for messages, data and gradient reduction."""
+    """Waits for messages, data and gradient reduction, and for other ranks in the update."""
     update: float
-    """The update, including the wait for the global gradient norm."""
+    """The update, without its waits for other ranks."""
     idle: float
     """Nothing recorded."""
     bubble: float
@@ -150,7 +153,7 @@ def shares(record: RankRecord, records: Iterable[RankRecord]) -> TimeShares:
     (start, end), (first, last) = extent(records), extent(records, COMPUTING)
     step, pipeline = max(end - start, _INSTANT), max(last - first, _INSTANT)
     computing = seconds_of(record.spans, COMPUTING)
-    waits = seconds_of(record.spans, {Work.EXCHANGE, Work.DATA, Work.REDUCTION})
+    waits = seconds_of(record.spans, {Work.DATA, *WAITS})
     update = seconds_of(record.spans, {Work.UPDATE})
     idle = max(step - computing - waits - update, 0.0)  # rounding
     return TimeShares(computing / step, waits / step, update / step, idle / step, 1 - computing / pipeline)

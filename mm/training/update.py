@@ -6,7 +6,9 @@ collective.  If Adam's kernel supports ``grad_scale`` and ``found_inf``, it does
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from mm.device.device import Device
 from mm.errors import AgreedError
+from mm.parallel.activity import Journal, Work
 from mm.parallel.mesh import Mesh
 
 _NORM_EPSILON = 1e-6
@@ -57,23 +60,28 @@ class Ballot:
 @torch.no_grad()
 def update(
     optimizer: ChainedOptimizer, loss: Tensor, lr: float, mesh: Mesh, device: Device, votes: Tensor | None = None,
-    max_norm: float | None = None,
+    max_norm: float | None = None, journal: Journal | None = None,
 ) -> StepResult:  # fmt: skip
     """Clip and update with learning rate ``lr``; ``loss`` is this rank's share of the loss, from ``run_schedule``.
 
-    ``votes``: fp32 numbers of this rank, on the device, which the same collective sums over all ranks.
+    ``votes``: fp32 numbers of this rank, on the device, which the same collective sums over all ranks.  ``journal``
+    records the waits for other ranks.
 
     If a gradient overflowed under loss scaling, the optimizer skips the step.  A step is bad if the loss or any other
     gradient is not finite, or the gradient norm is above ``max_norm``: all weights and moments stay unchanged.  Without
     ``max_norm``, AgreedError is raised on all ranks then.
     """
+    waiting = partial((journal or Journal()).during, Work.UPDATE_WAIT)
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_mult"]
     inner = _trained(optimizer)
     has_scaler = any(getattr(one, "grad_scaler", None) for one in optimizer.chained_optimizers)
     scale = [optimizer.get_loss_scale()] if has_scaler else []  # read before the scaler's update
-    overflowed = optimizer.prepare_grads()
-    sums = _sums(loss, () if overflowed else inner, mesh, votes)
+    with waiting() if has_scaler else nullcontext():  # with a scaler, ranks agree on whether a gradient overflowed
+        overflowed = optimizer.prepare_grads()
+    sums = _summands(loss, () if overflowed else inner, mesh, votes)
+    with waiting():
+        dist.all_reduce(sums)
     numbers = torch.cat([sums, *scale])
     is_folded = not overflowed and clips_in_adam(optimizer, device)
     reading = device.start_reading(numbers) if is_folded else numbers.tolist
@@ -90,7 +98,9 @@ def update(
     if is_updated:
         if not is_folded:
             _step_clipped(inner, math.sqrt(squares))
-        _publish(optimizer)
+        _copy_to_model(optimizer)
+        with waiting():
+            _gather(optimizer)
     return StepResult(loss_sum, lr, math.sqrt(squares), scales[0] if scales else 1.0, is_updated, fault, tuple(agreed))
 
 
@@ -112,9 +122,9 @@ def _trained(optimizer: ChainedOptimizer) -> list[Any]:
     return [one for one in chained if not one.is_stub_optimizer]
 
 
-def _sums(loss: Tensor, inner: Sequence[Any], mesh: Mesh, votes: Tensor | None) -> Tensor:
-    """fp32 [loss, squared norm of the gradients, *votes], summed over all ranks; of the first two, each value is
-    counted once.
+def _summands(loss: Tensor, inner: Sequence[Any], mesh: Mesh, votes: Tensor | None) -> Tensor:
+    """fp32 [loss, squared norm of the gradients, *votes] of this rank, to be summed over all ranks; of the first two,
+    each value is counted once.
 
     The squared norm is fp32, as in megatron (NPUs have no fp64), so a norm above 1.8e19 counts as not finite.
     Tensor-parallel ranks of the last stage hold the same loss.  Data- and context-parallel ranks hold the same
@@ -131,7 +141,6 @@ def _sums(loss: Tensor, inner: Sequence[Any], mesh: Mesh, votes: Tensor | None) 
     sums = torch.stack([_counted(loss, mesh.tp_rank == 0), squares])
     if votes is not None:
         sums = torch.cat([sums, votes])
-    dist.all_reduce(sums)
     return sums
 
 
@@ -189,11 +198,11 @@ def _step_clipped(inner: Sequence[Any], grad_norm: float) -> None:
         chained.optimizer.step()
 
 
-def _publish(optimizer: ChainedOptimizer) -> None:
-    """Copy the updated fp32 copies to the model's weights, and gather the weights from the other data-parallel ranks.
+def _copy_to_model(optimizer: ChainedOptimizer) -> None:
+    """Copy the updated fp32 copies to the model's weights.
 
-    megatron's ``step_with_ready_grads`` does the same after its Adam, with one copy per tensor.  In fp32 the optimizer
-    updates the model's weights directly.  The next step's schedule starts overlapped gathers.
+    megatron's ``step_with_ready_grads`` does this and ``_gather`` after its Adam, with one copy per tensor.  In fp32
+    the optimizer updates the model's weights directly.
     """
     chained: Any
     for chained in _trained(optimizer):
@@ -201,6 +210,11 @@ def _publish(optimizer: ChainedOptimizer) -> None:
             weights, copies = chained._get_model_and_main_params_data_float16()
             if weights:
                 torch._foreach_copy_(weights, copies)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _gather(optimizer: ChainedOptimizer) -> None:
+    """Gather the weights that other data-parallel ranks updated; the next step's schedule starts overlapped gathers."""
+    chained: Any
     for chained in optimizer.chained_optimizers:
         if _is_split(chained) and not chained.ddp_config.overlap_param_gather:
             for model in chained.model_chunks:

@@ -85,7 +85,7 @@ def run_case(case: Case) -> dict:
     trace.num_trained_chunks = sum(any(one.requires_grad for one in chunk.parameters()) for chunk in setup.stage.chunks)
     for model in setup.models:
         model.zero_grad_buffer()
-    setup.stage.journal.listener = Coming(trace, setup.communicator)
+    setup.stage.journal.listeners.append(Coming(trace, setup.communicator))
     with counting(trace, setup.stage), recording(events):
         run_schedule(setup.models, engine.plan, setup.communicator, setup.mesh)
     found = {

@@ -19,7 +19,7 @@ class Recorder:
 
 def test_work_inside_other_work_is_about_the_same_microbatch() -> None:
     journal = Journal()
-    journal.listener = recorder = Recorder()
+    journal.listeners.append(recorder := Recorder())
     forward, vision = Activity(Work.FORWARD, 1, 5), Activity(Work.VISION_FORWARD, 1, 5)
     with journal.during(Work.FORWARD, 1, 5):
         with journal.during(Work.VISION_FORWARD):
@@ -38,7 +38,7 @@ def test_what_fails_is_over() -> None:
 
 def test_a_backward_pass_is_heard_from_its_first_gradient_to_its_last() -> None:
     journal = Journal()
-    journal.listener = recorder = Recorder()
+    journal.listeners.append(recorder := Recorder())
     weight, during = torch.ones(3, requires_grad=True), []
     weight.register_hook(lambda _: during.append(journal.now))
     output = (weight * 2).sum()

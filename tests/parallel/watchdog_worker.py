@@ -46,7 +46,7 @@ class FaultyTrainer(run.Trainer):
     def run_steps(self) -> None:
         is_in_step = not self.fault.phase and self.mesh.rank == self.fault.rank
         if is_in_step or self.fault.kind == "interrupted":
-            self.setup.stage.journal.listener = self
+            self.setup.stage.journal.listeners.append(self)
         super().run_steps()
 
     def begin(self, activity: Activity) -> None:
@@ -83,6 +83,7 @@ class FaultyTrainer(run.Trainer):
 class _Smaller(Iterator[StepPlan]):
     def __init__(self, plans) -> None:
         self.plans, self.iteration = plans, 0
+        self.own_wait_seconds = 0.0
 
     def __next__(self) -> StepPlan:
         plan, self.iteration = next(self.plans), self.iteration + 1

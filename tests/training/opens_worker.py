@@ -51,7 +51,7 @@ class CountedTrainer(run.Trainer):
     opens: Opens
 
     def run_steps(self) -> None:
-        self.setup.stage.journal.listener = self
+        self.setup.stage.journal.listeners.append(self)
         super().run_steps()
 
     def begin(self, activity: Activity) -> None:

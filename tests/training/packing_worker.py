@@ -1,4 +1,5 @@
-"""Trains the same steps with several samplers; writes the metrics and sample distribution of each as JSON.
+"""Trains the same steps with several samplers, or with a slow rank; writes the metrics and sample distribution of each
+as JSON.
 
 Launched by tests/training/test_packing.py on four ranks, PP2 x DP2: ``packing_worker DIR``, where DIR has what
 ``write_cases`` has written.
@@ -6,6 +7,9 @@ Launched by tests/training/test_packing.py on four ranks, PP2 x DP2: ``packing_w
 
 import json
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,6 +20,7 @@ DEVICE = Device.pick("cpu")  # before megatron is imported
 import torch.distributed as dist  # noqa: E402
 
 from mm.config.run import load_run  # noqa: E402
+from mm.data.feed.loader import ReadStep, StepLoader  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.parallel.meeting import Meeting  # noqa: E402
 from mm.parallel.watchdog import Watchdog  # noqa: E402
@@ -24,6 +29,9 @@ from mm.training.start import settle  # noqa: E402
 from tests.files import json_lines  # noqa: E402
 
 NUM_STEPS = 3
+SLOW_RANK = 1
+SLOW_WORK_SECONDS, SLOW_DATA_SECONDS = 0.2, 0.6
+"""For a microbatch, and for a step."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,26 @@ class Result:
     metrics: list[dict]
     microbatches: list[list[list[list[int]]]]
     """Sample indices by step, replica and microbatch."""
+
+
+@contextmanager
+def slow_rank(name: str, trainer: Trainer) -> Iterator[None]:
+    """In the cases "slow work" and "slow data", one rank sleeps before its forward passes, or reads its samples slowly.
+
+    It is the second replica's at the first stage.
+    """
+    read = StepLoader.__next__
+
+    def read_slowly(loader: StepLoader) -> ReadStep:
+        time.sleep(SLOW_DATA_SECONDS)
+        return read(loader)
+
+    if trainer.mesh.rank == SLOW_RANK and name == "slow work":
+        trainer.setup.stage.chunks[0].register_forward_pre_hook(lambda *_: time.sleep(SLOW_WORK_SECONDS))
+    if trainer.mesh.rank == SLOW_RANK and name == "slow data":
+        StepLoader.__next__ = read_slowly
+    yield
+    StepLoader.__next__ = read
 
 
 def train(directory: Path, name: str) -> Result:
@@ -46,7 +74,8 @@ def train(directory: Path, name: str) -> Result:
         data = trainer.feed(NUM_STEPS).plans
         own = [[sorted(microbatch.samples) for microbatch in plan.microbatches] for plan in data]
         data.close()
-        trainer.run_steps()
+        with slow_rank(name, trainer):
+            trainer.run_steps()
         trainer.reporter.close()
         of_ranks: list = [None] * mesh.world_size
         dist.all_gather_object(of_ranks, (mesh.dp_rank, own))

@@ -1,6 +1,9 @@
-"""Packing and balancing only redistribute work: loss and gradient of each step equal the plain run's."""
+"""Packing and balancing only redistribute work: loss and gradient of each step equal the plain run's.  And in such
+runs, a slow rank is named.
+"""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,8 @@ from tests.tiny_inputs import short_flags, write_inputs
 
 PACKING = {"basic_parameters": {"packing": True}}
 BALANCED = {"sampler_type": "BalancedBatchSampler"}
+SLOW = ("--train-iters", "8", "--log-interval", "2", "--global-batch-size", "4", "--lr-decay-style", "constant",
+        "--slow-rank-share", "0.4")  # fmt: skip
 CASES: dict[str, tuple[dict, dict, tuple[str, ...]]] = {  # what is in the data JSON, and flags
     "plain": ({}, {}, ()),
     "packed evenly": (PACKING, BALANCED, ()),
@@ -19,6 +24,8 @@ CASES: dict[str, tuple[dict, dict, tuple[str, ...]]] = {  # what is in the data 
     "buckets": ({}, {"sampler_type": "BucketBatchSampler", "priority_mode": "data_reordering_img"}, ()),
     "sample": ({}, {}, ("--calculate-per-sample-loss",)),
     "sample, packed evenly": (PACKING, BALANCED, ("--calculate-per-sample-loss", "--log-timers")),
+    "slow work": ({}, {}, SLOW),
+    "slow data": ({}, {}, SLOW),
 }
 LIKE_PLAIN = ("packed evenly", "packed", "balanced", "chunks", "buckets")
 
@@ -39,11 +46,17 @@ def write_cases(directory: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict:
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, str]:
+    """The results and the log of all cases."""
     directory = tmp_path_factory.mktemp("packing")
     write_cases(directory)
-    run_ranks(4, "tests.training.packing_worker", str(directory))
-    return json.loads((directory / "results.json").read_text())
+    said = run_ranks(4, "tests.training.packing_worker", str(directory))
+    return json.loads((directory / "results.json").read_text()), said
+
+
+@pytest.fixture(scope="module")
+def results(ran: tuple[dict, str]) -> dict:
+    return ran[0]
 
 
 @pytest.mark.parametrize(("name", "reference"), [
@@ -74,3 +87,25 @@ def test_the_runs_differ_in_the_distribution_of_samples(results: dict) -> None:
 
 def samples_of(step: list) -> list[int]:
     return sorted(one for replica in step for microbatch in replica for one in microbatch)
+
+
+@pytest.mark.parametrize(("name", "cause"), [("slow work", "work"), ("slow data", "data")])
+def test_a_slow_rank_is_named(ran: tuple[dict, str], name: str, cause: str) -> None:
+    """Rank 1 sleeps 0.4 s a step in its forward passes, or reads a step's samples for 0.6 s."""
+    results, said = ran
+    rows = results[name]["metrics"]
+    compared = [row for row in rows if row["slowest_ranks"]]
+    assert [row["iteration"] for row in compared] == [4, 6, 8]  # those of iteration 2 have no step to compare yet
+    first = [row["slowest_ranks"][0] for row in compared]
+    assert [one["ranks"] for one in first].count([1]) >= 2, first
+    slow = [one for one in first if one["ranks"] == [1]]
+    assert {(one["stage"], one["cause"], one["compared_with"]) for one in slow} == {(0, cause, "replicas")}
+    assert all(one["share"] > 0.4 and one[f"{cause}_seconds"] > 0.2 for one in slow)
+    assert compared[-1]["slowest_rank_share"] == first[-1]["share"]
+    says = {"work": "its own work takes", "data": "it waits"}[cause]
+    noted = rf"note: rank 1 \(host .*, cpu, stage 0\) has taken .* above --slow-rank-share 0.4; .*{says}"
+    assert re.search(noted, said)
+    assert " slowest ranks over the last 2 steps: rank 1 (host " in said
+    others = results["slow work"]["metrics"]
+    for key in ("loss", "grad_norm"):  # to the bit, however slow
+        assert [row[key] for row in rows] == [row[key] for row in others]

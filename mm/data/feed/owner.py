@@ -9,8 +9,9 @@ uses the mesh's replica, owners, pixel and feature groups.
 
 import math
 import sys
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import Queue, SimpleQueue
 from threading import Thread
@@ -53,6 +54,14 @@ def planned_steps(mesh: Mesh, make_order: MakeOrder | None) -> PlannedSteps | No
     return together(mesh, lambda: PlannedSteps(neighbours[0], mesh.dp_rank) if neighbours else None)
 
 
+@dataclass(frozen=True)
+class _Reading:
+    """When a rank began and ended to read its samples of one step, by ``time.perf_counter``."""
+
+    began: float
+    ended: float
+
+
 class DataOwner(Iterator[StepPlan]):
     """Yields ``StepPlan``s for ``num_steps`` steps.
 
@@ -76,12 +85,14 @@ class DataOwner(Iterator[StepPlan]):
         validation_quarantine: Quarantine | None = None,
     ) -> None:
         assert (steps is not None) == mesh.owns_data
+        self.own_wait_seconds = 0.0
+        """How long the latest ``next`` waited while this rank read its samples, not for other ranks."""
         self._steps, self._mesh, self._num_left = steps, mesh, num_steps
         self._quarantine, self._validation_quarantine = quarantine, validation_quarantine
         self._holds_patch_embedding, self._holds_projector = holds_patch_embedding, holds_projector
         self._model = model
         self._device = device
-        self._shared: Queue[StepPlan | Exception] = Queue()
+        self._shared: Queue[tuple[StepPlan, _Reading] | Exception] = Queue()
         self._wanted: SimpleQueue[bool] = SimpleQueue()
         """True requests another step.  The first is requested at once, so that steps are prepared one ahead."""
         self._wanted.put(True)
@@ -93,11 +104,15 @@ class DataOwner(Iterator[StepPlan]):
         if self._num_left == 0:
             raise StopIteration
         self._num_left -= 1
+        began = time.perf_counter()
         shared = self._shared.get()
+        ended = time.perf_counter()
         if isinstance(shared, Exception):
             raise shared
+        plan, read = shared
+        self.own_wait_seconds = max(0.0, min(ended, read.ended) - max(began, read.began))
         self._wanted.put(True)
-        return shared
+        return plan
 
     def close(self) -> None:
         """Wait for the thread, which ends after its current step if any are left.
@@ -118,11 +133,14 @@ class DataOwner(Iterator[StepPlan]):
                 self._shared.put(error)
                 return
 
-    def _share_step(self) -> StepPlan:
+    def _share_step(self) -> tuple[StepPlan, "_Reading"]:
         """Owners read and agree; each sends its replica a message (``mm.data.feed.message``), then pixels."""
-        mesh, owned, message = self._mesh, None, None
+        mesh, owned, message, read = self._mesh, None, None, _Reading(0.0, 0.0)
         if self._steps is not None:
-            owned, message = self._read(self._steps)
+            began = time.perf_counter()
+            step, problems = attempt(mesh, self._steps.__next__)
+            read = _Reading(began, time.perf_counter())
+            owned, message = self._agree(step, problems)
         if mesh.tp_size * mesh.cp_size * mesh.pp_size > 1:
             message = _share(message, mesh)
         assert message is not None, "a rank without peers owns the data"
@@ -131,11 +149,14 @@ class DataOwner(Iterator[StepPlan]):
             raise AgreedError(problems)
         light = [deal_images(one, self._model, mesh.cp_size) for one in light]
         whole = tuple(self._share_media(*pair) for pair in zip(light, owned or [None] * len(light), strict=True))
-        return StepPlan(whole, head.totals)
+        return StepPlan(whole, head.totals), read
 
-    def _read(self, steps: Iterator[ReadStep]) -> tuple[list[Microbatch], Tensor]:
-        """On an owner: its microbatches of the next step, and the message for them.  The head sums all owners' data."""
-        mesh, (step, problems) = self._mesh, attempt(self._mesh, steps.__next__)
+    def _agree(self, step: ReadStep | None, problems: tuple[str, ...]) -> tuple[list[Microbatch], Tensor]:
+        """On an owner: its microbatches of the next step, and the message for them.  The head sums all owners' data.
+
+        ``step``: None if it could not be read, for the reasons ``problems``.
+        """
+        mesh = self._mesh
         for note in step.notes if step else ():
             sys.stderr.write(f"warning: rank {mesh.rank}: {printable(note)}\n")
         microbatches = in_pipeline_order(self._model, step.microbatches) if step else []
