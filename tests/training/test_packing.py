@@ -27,6 +27,7 @@ CASES: dict[str, tuple[dict, dict, tuple[str, ...]]] = {  # what is in the data 
     "slow work": ({}, {}, SLOW),
     "slow data": ({}, {}, SLOW),
 }
+SLOW_CASES = {"slow work", "slow data"}
 LIKE_PLAIN = ("packed evenly", "packed", "balanced", "chunks", "buckets")
 
 
@@ -74,7 +75,7 @@ def test_loss_and_gradient_of_each_step_equal_the_plain_runs(results: dict, name
 def test_the_runs_differ_in_the_distribution_of_samples(results: dict) -> None:
     """Otherwise the test above would prove nothing."""
     dealt = {name: result["microbatches"] for name, result in results.items()}
-    for name in CASES:
+    for name in sorted(CASES.keys() - SLOW_CASES):
         for step, plain in zip(dealt[name], dealt["plain"], strict=True):
             assert samples_of(step) == samples_of(plain)
     for name in LIKE_PLAIN:
