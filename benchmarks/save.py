@@ -5,7 +5,9 @@
 Makes tensors of a transformer's shapes on the device, bf16 weights and three fp32 tensors for each, and saves them in
 two ways in turn: one after another (each tensor is copied to the host, written, checksummed), and in blocks, as in
 training.  Both flush to disk, and the files are compared byte for byte.  Then it reads in two ways: in one pass for the
-checksum and one for the values, or in one pass for both.  Prints JSON: the medians of seconds and of ratios.
+checksum and one for the values, or in one pass for both.  Last, it compares how long training waits for a save with and
+without ``--async-save``: for the copy to host memory, and for the whole save.  Prints JSON: the medians of seconds and
+of ratios.
 """
 
 import os
@@ -28,6 +30,7 @@ from mm.device.device import Device
 from mm.formats.atomic import MEGATRON_MODES, new_file
 from mm.formats.blocks import BLOCK_BYTES, Values, write_tensors
 from mm.formats.files import Files
+from mm.formats.host_copies import HostCopies
 from mm.weights.views import Stored
 
 HIDDEN, FFN = 2048, 8192
@@ -99,6 +102,7 @@ def measure(device: Device, num_bytes: int, rounds: int, block_sizes: Sequence[i
     old, new = folder / "old", folder / "new"
     taken: dict[str, list[list[float]]] = {}
     stored: list[Stored] = []
+    copies, live = HostCopies(device), [Values(tensor) for _, tensor in tensors]
     for number in range(rounds + 1):  # the first warms up
         for block_bytes in block_sizes:
             works = [partial(one_after_another, old, tensors), partial(in_blocks, new, tensors, device, block_bytes)]
@@ -116,6 +120,11 @@ def measure(device: Device, num_bytes: int, rounds: int, block_sizes: Sequence[i
                 reads, _ = in_turn(readers, device, number % 2 == 1)
                 taken.setdefault("read", []).append(reads)
             new.unlink()
+        waits = [partial(in_blocks, new, tensors, device, block_sizes[0]), partial(copies.take, live)]
+        pair, _ = in_turn(waits, device, number % 2 == 1)
+        new.unlink()
+        if number:
+            taken.setdefault("wait for --async-save", []).append(pair)
     return {name: summary(*zip(*pairs, strict=True)) for name, pairs in taken.items()}
 
 

@@ -1,11 +1,11 @@
-"""Where copies of a save lie in host memory; ``test_checkpoint.py`` tests the saves."""
+"""Where copies of a save lie in host memory; ``tests/training/test_checkpoint.py`` tests the saves."""
 
 from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mm.training.background import places_in_segments
+from mm.formats.host_copies import places_in_segments
 
 
 @given(st.lists(st.integers(0, 10_000), max_size=60))

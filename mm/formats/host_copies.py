@@ -1,0 +1,70 @@
+"""Copies in host memory of what a save writes, so that training may go on while they are written."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mm.errors import UserError
+from mm.formats.blocks import Host, Values
+
+_ALIGN_BYTES = 64
+"""Alignment of copies in a segment; enough for any dtype."""
+
+
+def places_in_segments(sizes_bytes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
+    """Where tensors of these sizes are copied: the segment and byte offset of each, and the size of each segment.
+
+    Sizes of segments are powers of two, because torch rounds pinned memory up to one; a single segment could take
+    nearly twice the memory.  First-fit by decreasing size.
+    """
+    aligned = [-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes_bytes]
+    capacity = _power_of_two(max(aligned, default=0))
+    used: list[int] = []
+    places: dict[int, tuple[int, int]] = {}
+    for index in sorted(range(len(aligned)), key=lambda one: -aligned[one]):
+        segment = next((one for one, filled in enumerate(used) if filled + aligned[index] <= capacity), len(used))
+        if segment == len(used):
+            used.append(0)
+        places[index] = (segment, used[segment])
+        used[segment] += aligned[index]
+    return [places[index] for index in range(len(aligned))], [_power_of_two(filled) for filled in used]
+
+
+def _power_of_two(value: int) -> int:
+    """The smallest power of two that is at least ``value``; 0 for 0."""
+    return 1 << (value - 1).bit_length() if value else 0
+
+
+class HostCopies:
+    """Host memory for one copy of what a rank saves: pinned on an accelerator, allocated by the first save and kept."""
+
+    def __init__(self, host: Host) -> None:
+        self._host, self._segments = host, list[Tensor]()
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that is allocated now."""
+        return sum(len(segment) for segment in self._segments)
+
+    def take(self, live: Sequence[Values]) -> list[Values]:
+        """Copies of ``live``; returns when they are complete.  Earlier copies are overwritten."""
+        flats = [values.live.detach().reshape(-1) for values in live]
+        places, sizes_bytes = places_in_segments([flat.nbytes for flat in flats])
+        if sizes_bytes != [len(segment) for segment in self._segments]:
+            self._segments = []  # freed before the new memory is allocated
+            self._segments = [self._memory(num_bytes) for num_bytes in sizes_bytes]
+        into = [self._segments[segment][at : at + flat.nbytes].view(flat.dtype)
+                for flat, (segment, at) in zip(flats, places, strict=True)]
+        arriving = [self._host.start_copying_back(flat, memory) for flat, memory in zip(flats, into, strict=True)]
+        return [Values(arrived(), values.memory, values.start)
+                for values, arrived in zip(live, arriving, strict=True)]
+
+    def _memory(self, num_bytes: int) -> Tensor:
+        try:
+            pinned = self._host.host_buffer(num_bytes)
+            return torch.empty(num_bytes, dtype=torch.uint8) if pinned is None else pinned
+        except RuntimeError as error:
+            raise UserError(f"--async-save needs host memory for one copy of what this rank saves, and {num_bytes:,} "
+                            f"bytes of it cannot be allocated ({error}); remove the flag, or give the ranks of this "
+                            f"node more memory") from error
