@@ -1,7 +1,7 @@
 """Which rank is called slow, and why; in real processes: tests/training/test_packing.py."""
 
 import time
-from itertools import product
+from itertools import pairwise, product
 from statistics import median
 from typing import Any
 
@@ -118,3 +118,41 @@ def test_the_meter_splits_a_step(one_rank: Any) -> None:
     assert (0.0 + 0.01 + 0.02) / 3 <= pace.data_seconds < 0.05  # 9.9 s are more than the step has waited
     assert pace.data_seconds + pace.wait_seconds >= 0.06
     assert meter.gather() == ((), 0)
+
+
+class LateDevice:
+    """Like an accelerator: it has passed a mark only once the host has read a number that was queued after it."""
+
+    torch_device = "late:0"
+
+    def __init__(self) -> None:
+        self.num_marks = self.num_passed = 0
+
+    def mark(self) -> int:
+        self.num_marks += 1
+        return self.num_marks
+
+    def seconds_between(self, marks: list[int]) -> list[float]:
+        assert max(marks) <= self.num_passed, "a real device would raise, or the host would have to wait"
+        return [after - before for before, after in pairwise(marks)]
+
+
+def test_the_meter_reads_only_what_the_device_has_passed(one_rank: Any) -> None:
+    from mm.training.pace import PaceMeter
+
+    journal, device = Journal(), LateDevice()
+    meter: Any = PaceMeter(one_rank, device)  # pyright: ignore[reportArgumentType]
+    journal.listeners.append(meter)
+    for _ in range(5):
+        with journal.during(Work.DATA), meter.paused():
+            pass
+        with journal.during(Work.UPDATE), journal.during(Work.UPDATE_WAIT):
+            pass
+        device.num_passed = device.num_marks  # the host reads the norm
+        with journal.during(Work.UPDATE_WAIT):  # queued after it
+            pass
+        meter.end_step(0.0)
+        with meter.paused():
+            pass
+    (pace,), num_steps = meter.gather()
+    assert num_steps == 3 and (pace.work_seconds, pace.data_seconds, pace.wait_seconds) == (5.0, 0.0, 3.0)
