@@ -253,8 +253,8 @@ class Arguments:
     log_timers: bool = Field(False, description=(
         "add a breakdown of the step time, maximum over the ranks; the host then waits for each step to end"))
     slow_rank_share: Positive = Field(0.2, description=(
-        "a rank that is slower than the median of its like by more than this share, in two log intervals in a row, is "
-        "noted"))
+        "note a rank that is slower than the median of its peers by more than this share in two log intervals in a row"
+    ))
     profile_pipeline: Count | None = Field(
         None, description="iteration whose timeline is written to --log-dir, as an SVG file and a trace")
     profile: bool = Field(False, description="run the profiler of torch or torch_npu")

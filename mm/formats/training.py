@@ -200,15 +200,15 @@ class Retention:
     """Which complete checkpoints of a run stay when a newer one is saved."""
 
     last: int | None = None
-    """The newest ones, so many; None keeps all."""
+    """How many of the newest; None: all, or one if there is an interval."""
     interval: int | None = None
     """Those of iterations that are its multiples stay too."""
 
     def doomed(self, earlier: Sequence[int]) -> list[int]:
         """The iterations to delete among ``earlier``, ascending ones before the newest."""
-        if self.last is None:
+        if self.last is None and self.interval is None:
             return []
-        old = earlier[: max(0, len(earlier) - self.last + 1)]
+        old = earlier[: max(0, len(earlier) - (self.last or 1) + 1)]
         return [iteration for iteration in old if self.interval is None or iteration % self.interval]
 
 
@@ -216,7 +216,7 @@ ALL_KEPT = Retention()
 
 
 def purge(directory: Path, newest: int, retention: Retention, run_id: str | None) -> list[str]:
-    """Delete a run's checkpoints before ``newest`` that ``keeps`` does not keep; return problems as messages.
+    """Delete a run's checkpoints before ``newest`` that ``retention`` does not keep; return problems as messages.
 
     Later checkpoints, and those of other runs, are kept.  If one cannot be deleted, the others still are.
     """

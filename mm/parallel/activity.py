@@ -27,7 +27,7 @@ class Work(StrEnum):
     REDUCTION = "gradient reduction"
     UPDATE = "update"
     UPDATE_WAIT = "waits in update"
-    """For other ranks: the sum of the gradient norm, and the weights that they updated."""
+    """For the gradient norm, which is summed over all ranks, and for weights that other ranks updated."""
     SAVE = "saves"
 
 

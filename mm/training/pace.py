@@ -22,7 +22,7 @@ from mm.training.timeline import WAITS
 
 
 class _Spent(Enum):
-    """On what a rank spends time."""
+    """What a rank spends its time on."""
 
     WORK = "own work"
     DATA = "waits for data"
@@ -46,7 +46,7 @@ class PaceMeter:
         """Work, data and waits, summed over the steps since the last ``gather``."""
         own = RankPlace(mesh.rank, mesh.pp_rank, mesh.dp_rank, socket.gethostname(), str(device.torch_device))
         self.places = all_of((own,), mesh.control_group)
-        """Of all ranks."""
+        """Where each rank runs, by rank."""
 
     def begin(self, activity: Activity) -> None:
         if (spent := _spent_on(activity)) is not _Spent.WORK:

@@ -85,11 +85,16 @@ class StepObserver:
             say(f"note: --profile is for iterations {args.profile_step_start} to {args.profile_step_end - 1}, but this "
                 f"run has {first} to {last}: nothing is profiled")
 
-    def start(self) -> None:
-        """Start the clock, before the first step."""
-        if self._meter is not None:
-            self._stage.journal.listeners.append(self._meter)
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """Run the clock; the body is all steps."""
         self._began = time.perf_counter()
+        if self._meter is None:
+            yield
+            return
+        self._stage.journal.listeners.append(self._meter)
+        yield
+        self._stage.journal.listeners.remove(self._meter)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -123,8 +128,9 @@ class StepObserver:
             return seconds, self._timers()
 
     def slow_ranks(self, iteration: int) -> tuple[tuple[SlowRank, ...], int]:
-        """Call between steps, on every rank: after a step with a log line, all ranks, slowest first, and the number of
-        steps that were compared.  Empty after other steps, and if there is nothing to compare.
+        """Compare the ranks after a step with a log line: all ranks, slowest first, and over how many steps.
+
+        Empty after other steps, and if there is nothing to compare.  Every rank calls it between steps.
         """
         if self._meter is None or iteration % self._args.log_interval:
             return (), 0

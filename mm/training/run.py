@@ -69,8 +69,7 @@ class Trainer:
             questions = self._questions(first, last)
             feed, keeper = self.feed(last - first + 1), self._keeper()
             validator = self._validator(feed)
-        observer.start()
-        with self._stopping.deferring(), self.saver.committing():
+        with observer.observing(), self._stopping.deferring(), self.saver.committing():
             for iteration in range(first, last + 1):
                 if self._is_over:
                     break
@@ -83,6 +82,8 @@ class Trainer:
                 self.reporter.report_step(self.progress, plan, result, seconds, timers, epoch, *slow)
                 with observer.paused():
                     observer.write(iteration)
+                    if self.saver.is_written:
+                        self.saver.commit()
                     if validator.is_due(iteration):
                         self._validate(validator, feed)
                     if questions is not None and questions.is_due(iteration):
@@ -153,7 +154,7 @@ class Trainer:
         return validator
 
     def _step(self, iteration: int, feed: Feed, keeper: FeatureKeeper | None) -> tuple[StepPlan, StepResult]:
-        """Train one step, and advance ``progress`` to ``iteration``.  Commit a background save that is now written."""
+        """Train one step, and advance ``progress`` to ``iteration``."""
         args = self.run.args
         self.saver.weights_change()
         with self._watchdog.step(iteration):
@@ -172,13 +173,12 @@ class Trainer:
                 raise AgreedError(f"iteration {iteration}: {problem}" for problem in error.problems) from error
             *stops, num_writing = result.votes
             self._stopping.decide(stops)
+            self.saver.decide(num_writing)
             consumed = self.progress.consumed_samples + self.run.global_batch_size
             self.progress = replace(
                 self.progress, iteration=iteration, consumed_samples=consumed, recent=recent)
             if keeper is not None:
                 keeper.keep(self.setup.stage.take_features())
-        if not num_writing:
-            self.saver.commit()
         return plan, result
 
     def _validate(self, validator: Validator, feed: Feed) -> None:

@@ -99,6 +99,10 @@ class BegunSave:
             for written in files.write_pieces(self.temporary, file, list(of_file), host)
         ]
 
+    def finish(self, setup: Setup, retention: files.Retention = files.ALL_KEPT) -> Path:
+        """Write and commit it while training waits, together with all ranks; results and errors as in ``commit``."""
+        return self.commit(setup.mesh, lambda: self.write(self.tensors, setup.stage.device), retention)
+
     def commit(
         self, mesh: Mesh, written: Callable[[], list[CheckpointTensor]], retention: files.Retention = files.ALL_KEPT
     ) -> Path:
@@ -125,23 +129,6 @@ class BegunSave:
             for problem in files.purge(final.parent, manifest.iteration, retention, manifest.run_id):
                 warnings.warn(problem, stacklevel=2)
         return final
-
-
-def save(
-    directory: str | Path,
-    progress: TrainingProgress,
-    setup: Setup,
-    run_facts: Mapping[str, Any],
-    *,
-    save_optim: bool = True,
-    save_rng: bool = True,
-    retention: files.Retention = files.ALL_KEPT,
-    base: Mapping[str, Any] | None = None,
-) -> Path:
-    """Save a checkpoint while training waits; arguments and errors as in ``BegunSave``."""
-    begun = BegunSave.begin(
-        directory, progress, setup, run_facts, save_optim=save_optim, save_rng=save_rng, base=base)
-    return begun.commit(setup.mesh, lambda: begun.write(begun.tensors, setup.stage.device), retention)
 
 
 def _planned(setup: Setup, owned: Sequence[OwnedState], save_rng: bool) -> ToWrite:

@@ -41,6 +41,8 @@ class Saver:
         self._run, self._setup, self._claim, self._say, self._base = run, setup, claim, say, base
         self._checkpoint = checkpoint
         self._background = BackgroundSaves(setup.stage.device) if run.args.async_save else None
+        self.is_written = False
+        """Whether all ranks have written what they save in the background, so that ``commit`` does not wait."""
 
     def is_due(self, iteration: int, is_last: bool) -> bool:
         """Whether to save a checkpoint after this step; ``is_last``: it is the last step of this launch."""
@@ -56,9 +58,8 @@ class Saver:
         """Save everything that training needs to continue; in the background unless nothing follows."""
         args = self._run.args
         assert args.save is not None, "a save is due only with --save"
-        last = 1 if args.save_retain_interval is not None and args.keep_last_checkpoints is None else (
-            args.keep_last_checkpoints)
-        self._save_in(args.save, progress, Retention(last, args.save_retain_interval), waits=is_last)
+        retention = Retention(args.keep_last_checkpoints, args.save_retain_interval)
+        self._save_in(args.save, progress, retention, waits=is_last)
 
     def save_best(self, progress: TrainingProgress) -> None:
         """Save to the directory of the best checkpoint, and delete the previous best."""
@@ -70,12 +71,17 @@ class Saver:
         """Whether this rank writes in the background."""
         return self._background is not None and self._background.is_writing
 
+    def decide(self, num_writing: float) -> None:
+        """Set ``is_written`` from the number of ranks that write, as all ranks know it from the latest step."""
+        self.is_written = self._background is not None and self._background.iteration is not None and not num_writing
+
     def commit(self) -> None:
         """Make the checkpoints that were written in the background the newest, together with all ranks.
 
         Waits for those that are still being written.  Raises UserError on every rank if one could not write.
         """
         if self._background is not None and self._background.iteration is not None:
+            self.is_written = False
             with self._saving():
                 for final in self._background.commit(self._setup.mesh):
                     self._say(f"saved {final}")
@@ -152,10 +158,8 @@ class Saver:
         retention: Retention = ALL_KEPT,
     ) -> Path:  # fmt: skip
         """Save while training waits."""
-        setup = self._setup
         with self._saving():
-            begun = self._begin(directory, progress, weights_only=weights_only)
-            saved = begun.commit(setup.mesh, lambda: begun.write(begun.tensors, setup.stage.device), retention)
+            saved = self._begin(directory, progress, weights_only=weights_only).finish(self._setup, retention)
         self._checkpoint = saved
         self._say(f"saved {saved}")
         return saved

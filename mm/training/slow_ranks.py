@@ -4,8 +4,8 @@ Steps of all ranks take equally long, because every rank waits for the slowest. 
 time: its work, and its waits for samples that it reads itself.
 
 Ranks of one tensor- and context-parallel group wait for each other in every layer: they are compared as one.  Replicas
-do the same work at each stage, so each is compared with the others; a single replica has nothing alike, and its stages
-are compared with each other.
+do the same work at each stage, so a stage is compared with the same stage of the other replicas.  With one replica, its
+stages are compared with each other.
 """
 
 from bisect import bisect_left
@@ -52,7 +52,7 @@ class RankPace:
 
 @dataclass(frozen=True)
 class SlowRank:
-    """A rank, or a tensor- and context-parallel group, and how much slower it is than the median of its like."""
+    """A rank, or a tensor- and context-parallel group, and how much slower it is than the median of its peers."""
 
     ranks: tuple[int, ...]
     stage: int

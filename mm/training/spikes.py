@@ -47,9 +47,10 @@ class RecentSteps:
         """With this step added; raises AgreedError if it is one bad step in a row too many."""
         if result.fault:
             if self.num_bad + 1 > max_bad:
-                raise AgreedError(f"{result.fault}, and the {self.num_bad} steps before were bad too; --skip-bad-steps "
-                                  f"{max_bad} allows no more in a row. Check the samples that metrics.jsonl lists for "
-                                  f"these steps, and the learning rate")
+                before = "step before was" if self.num_bad == 1 else f"{self.num_bad} steps before were"
+                raise AgreedError(f"{result.fault}, and the {before} bad too; --skip-bad-steps {max_bad} allows no "
+                                  f"more in a row. Check the samples that metrics.jsonl lists for these steps, and the "
+                                  f"learning rate")
             return RecentSteps(self.losses, self.norms, self.num_bad + 1)
         if not result.updated:  # loss scaling
             return self

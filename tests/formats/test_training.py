@@ -70,8 +70,9 @@ def test_checkpoints_of_the_interval_are_never_deleted() -> None:
     earlier = [10, 15, 20, 25, 30, 35]
     assert files.Retention(1, 20).doomed(earlier) == [10, 15, 25, 30, 35]
     assert files.Retention(3, 20).doomed(earlier) == [10, 15, 25]  # 30, 35 and the new one are the last three
+    assert files.Retention(None, 20).doomed(earlier) == files.Retention(1, 20).doomed(earlier)
     assert files.Retention(2).doomed(earlier) == [10, 15, 20, 25, 30]
-    assert files.Retention(9, 20).doomed(earlier) == files.Retention(None, 20).doomed(earlier) == []
+    assert files.Retention(9, 20).doomed(earlier) == files.Retention().doomed(earlier) == []
 
 
 def test_the_others_are_deleted_if_one_checkpoint_cannot_be(tmp_path: Path, monkeypatch) -> None:

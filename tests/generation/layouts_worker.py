@@ -28,7 +28,7 @@ from mm.generation.session import Session  # noqa: E402
 from mm.generation.source import find  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.training import checkpoint  # noqa: E402
-from mm.training.save import save  # noqa: E402
+from mm.training.save import BegunSave  # noqa: E402
 from mm.training.step import Setup  # noqa: E402
 from tests.generation.questions import MAX_NEW_TOKENS, SAMPLING  # noqa: E402
 
@@ -113,7 +113,8 @@ def run_case(root: Path, case: Case, prompts: list[Prompt]) -> dict:
         args = flags.parse(["--lr", "0", "--train-iters", "1", "--micro-batch-size", "1", "--seq-length", "512",
                             "--mm-model", "m.json", "--mm-data", "d.json"])
         setup = Setup.build(session.stage, session.mesh, args)
-        save(root / "saved", checkpoint.TrainingProgress(3, 12), setup, {}, save_optim=False, save_rng=False)
+        progress = checkpoint.TrainingProgress(3, 12)
+        BegunSave.begin(root / "saved", progress, setup, {}, save_optim=False, save_rng=False).finish(setup)
     parallel.stop_mesh()
     ways = (("drawn", SAMPLING, 8), ("drawn alone", SAMPLING, 3), ("drawn by 8", (*SAMPLING, "--seed", "8"), 8),
             ("penalty", ("--repetition-penalty", "1.3"), 8))

@@ -25,7 +25,7 @@ from mm.model.load import fill
 from mm.parallel import mesh as parallel
 from mm.training import checkpoint as state
 from mm.training.optimizer_state import MOMENTS, owned_states
-from mm.training.save import save
+from mm.training.save import BegunSave
 from mm.training.step import forward_backward
 from mm.weights.lora import model_adapters
 from mm.weights.table import model_weights, stage_weights
@@ -160,7 +160,8 @@ def run_files(name: str, directory: Path) -> dict:
 
     engine = start(case, expected["before"])
     steps(engine, 1)
-    folder = save(directory / "save", state.TrainingProgress(1, 12), engine.setup, {}, base=base)
+    begun = BegunSave.begin(directory / "save", state.TrainingProgress(1, 12), engine.setup, {}, base=base)
+    folder = begun.finish(engine.setup)
     our_loss, straight, after = engine.loss(), steps(engine, 2), weights(engine)
     parallel.stop_mesh()
     zeros = {name: one if ".lora_" not in name and "merger" not in name else torch.zeros_like(one)

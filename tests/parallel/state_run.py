@@ -19,14 +19,14 @@ from mm.config import flags as arguments  # noqa: E402
 from mm.config.model import ModelConfig  # noqa: E402
 from mm.errors import UserError  # noqa: E402
 from mm.formats.source import open_to_train  # noqa: E402
-from mm.formats.training import find_checkpoint  # noqa: E402
+from mm.formats.training import ALL_KEPT, Retention, find_checkpoint  # noqa: E402
 from mm.model.load import initialize  # noqa: E402
 from mm.model.stage import Stage  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.parallel.agreement import on_first, together  # noqa: E402
 from mm.training import checkpoint as state  # noqa: E402
 from mm.training.optimizer_state import owned_states, scaler_state  # noqa: E402
-from mm.training.save import save  # noqa: E402
+from mm.training.save import BegunSave  # noqa: E402
 from mm.training.step import Setup, forward_backward, step  # noqa: E402
 from mm.weights.memory import memory_shape  # noqa: E402
 from mm.weights.table import model_weights, unshard  # noqa: E402
@@ -122,8 +122,9 @@ class Run:
         return [gradient for one in self.optimizer.chained_optimizers
                 for gradient in one.get_main_grads_for_grad_norm()]
 
-    def save(self, directory: Path, **options: object) -> Path:
-        return save(directory, self.progress, self.setup, {"seed": 1}, **options)
+    def save(self, directory: Path, retention: Retention = ALL_KEPT, **options: bool) -> Path:
+        begun = BegunSave.begin(directory, self.progress, self.setup, {"seed": 1}, **options)
+        return begun.finish(self.setup, retention)
 
     def load(self, directory: Path, **options: object) -> "Run":
         mesh = self.setup.mesh

@@ -29,7 +29,7 @@ def layout(num_stages: int, num_replicas: int, num_cut: int = 1) -> list[RankPla
 
 
 @given(st.integers(1, 3), st.integers(2, 4), st.integers(1, 2), st.data())
-def test_the_rank_that_is_slower_than_its_like_comes_first(
+def test_the_rank_that_is_slower_than_its_peers_comes_first(
     num_stages: int, num_replicas: int, num_cut: int, data: st.DataObject
 ) -> None:
     """However much the stages' work differs, and all others by up to 10 %."""

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mm.errors import AgreedError
+from mm.formats.training import find_checkpoint
 from mm.training.spikes import NUM_RECENT, RecentSteps
 from mm.training.update import StepResult
 from tests.tiny_inputs import metrics, run, write_inputs
@@ -65,3 +66,14 @@ def test_spikes_are_skipped_and_recorded_alike_in_any_layout_and_after_a_resume(
     steps = {row["iteration"]: row for row in metrics(inputs, "one") if row["kind"] == "step"}
     assert [iteration for iteration, row in steps.items() if not row["updated"]] == [
         row["iteration"] for row in skipped]
+
+
+def test_a_run_that_fails_keeps_the_checkpoint_that_it_was_writing(tmp_path: Path) -> None:
+    """From step 21 on, all steps are bad: one is skipped and saved, and the next ends the run before any other vote."""
+    inputs = write_inputs(tmp_path)
+    with pytest.raises(AssertionError, match=r"iteration 22: the gradient norm is .* and the step before was bad too"):
+        run(inputs, "fails", 2, "--load", str(inputs / "hf"), "--train-iters", "50", "--lr", "1e-5", "--skip-bad-steps",
+            "1", "--spike-factor", "0.5", "--async-save", "--save-interval", "21")  # fmt: skip
+    saved = inputs / "fails" / "save"
+    assert sorted(path.name for path in saved.glob("iter_*")) == ["iter_0000021"]
+    assert find_checkpoint(saved) == (saved / "iter_0000021", ())

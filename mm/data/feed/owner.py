@@ -56,7 +56,7 @@ def planned_steps(mesh: Mesh, make_order: MakeOrder | None) -> PlannedSteps | No
 
 @dataclass(frozen=True)
 class _Reading:
-    """When a rank began and ended to read its samples of one step, by ``time.perf_counter``."""
+    """When this rank read its samples of one step, by ``time.perf_counter``."""
 
     began: float
     ended: float
@@ -133,7 +133,7 @@ class DataOwner(Iterator[StepPlan]):
                 self._shared.put(error)
                 return
 
-    def _share_step(self) -> tuple[StepPlan, "_Reading"]:
+    def _share_step(self) -> tuple[StepPlan, _Reading]:
         """Owners read and agree; each sends its replica a message (``mm.data.feed.message``), then pixels."""
         mesh, owned, message, read = self._mesh, None, None, _Reading(0.0, 0.0)
         if self._steps is not None:
