@@ -18,7 +18,7 @@ def test_a_failed_export_removes_its_temporary_checkpoint(one_rank: Any, tmp_pat
 
     class Failing(Saver):
         def __init__(self) -> None:
-            args = SimpleNamespace(export_hf=str(tmp_path / "hf"), export_merged_hf=None)
+            args = SimpleNamespace(export_hf=str(tmp_path / "hf"), export_merged_hf=None, async_save=False)
             run, setup = SimpleNamespace(args=args), SimpleNamespace(mesh=one_rank)
             super().__init__(run, setup, Claim(), print, None, None, lambda _: nullcontext())  # type: ignore[arg-type]
             self.seen: list[bool] = []
