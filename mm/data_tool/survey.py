@@ -13,7 +13,6 @@ from mm.config.model import ModelConfig
 from mm.data.encode.encoder import SampleEncoder
 from mm.data.index.dataset import Dataset, notes_of
 from mm.data.index.sample_files import Split
-from mm.data.media.picture import image_remarks
 from mm.data.order.balance import Sizes
 from mm.data.order.cost import SampleSizes
 from mm.data.order.pack import Budget, fullest_packs
@@ -193,7 +192,8 @@ class _Look:
             try:
                 sample = dataset[index]
                 paths = [item.path for item in sample.media if isinstance(item, Image)]
-                seen.remarks.extend((remark, str(path)) for path in paths for remark in image_remarks(path))
+                seen.remarks.extend((remark, str(path)) for path in paths 
+                                    for remark in self.encoder.images.decoder.remarks(path))
                 files = {path for item in sample.media for path in item.files}
                 seen.media.extend((path, sample.where) for path in sorted(files))
                 name = dataset.name(index)

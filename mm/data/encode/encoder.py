@@ -10,6 +10,7 @@ from mm.batch import Grid, Microbatch
 from mm.config.data import DataConfig, ResizeRule
 from mm.config.model import ModelConfig
 from mm.data.encode.chat import ChatEncoder, EncodedText, load_tokenizer
+from mm.data.media.decoder import Decoder
 from mm.data.media.image import ImageProcessor
 from mm.data.media.video import VideoPlan, VideoProcessor
 from mm.data.sample import Image, Inline, Media, Sample, Turn, Video
@@ -22,8 +23,9 @@ def image_processor(data: DataConfig, rule: ResizeRule | None = None) -> ImagePr
     """The image processor for ``data``, or with another ``rule``.  Raises UserError as ``from_directory`` does."""
     rule = rule or data.image_resize or "transformers"
     is_upright = rule == "transformers" if data.image_exif is None else data.image_exif
-    return ImageProcessor.from_directory(
+    processor = ImageProcessor.from_directory(
         data.model_name_or_path, data.image_min_pixels, data.image_max_pixels, rule, is_upright, data.image_backend)
+    return replace(processor, decoder=Decoder(data.video_backend, data.video_timeout))
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,8 @@ def _opened(path: str) -> Iterator[Image.Image]:
             yield image
     except UserError:
         raise
+    except MemoryError:
+        raise
     except Exception as error:  # Pillow's decoders raise many error types on broken files
         raise UserError(f"{path}: the animated image is damaged or truncated ({error}); replace, re-encode or remove "
                         f"it.") from error

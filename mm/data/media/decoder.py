@@ -1,225 +1,156 @@
-"""A separate process that decodes video files, and the handle that controls it.
+"""The handle of a process that decodes images and videos (``answers.py``), within limits of time and memory."""
 
-Decoders run code on untrusted files that nothing can interrupt: it may hang or crash.  So decoding has its own process,
-which the system ends when a video takes too long, and which restarts for the next video.
-"""
-
-import contextlib
-import gc
-import json
-import os
-import signal
-import subprocess
-import sys
-import traceback
-import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from fractions import Fraction
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
-from mm.data.media.animation import animation_frames, animation_header, is_animation
-from mm.data.media.video_file import Pixels, VideoHeader, Wanted, read_header
-from mm.data.media.video_frames import BACKENDS, missing_backend
+from mm.data.limited import LimitedProcess, ProcessEndedError
+from mm.data.media.picture import ResizeStep, quick_size
+from mm.data.media.video_file import FRACTIONS, Pixels, VideoHeader, Wanted
+from mm.data.sample import Inline
 from mm.errors import UserError, refuse
-from mm.signals import ignore_stopping
 
-_COMMAND = (sys.executable, "-P", "-c", "from mm.data.media.decoder import serve; serve()")
-_FRACTIONS = ("time_base", "stated_rate")
-"""Header fields that JSON numbers cannot represent."""
-_ARRAYS = ("times", "key_times", "key_seeks")
-"""Header fields sent after the JSON, with 8 bytes per number."""
+PICTURE_SECONDS = 30.0
+"""Limit for one image, in seconds of a processor: a thousand times what an ordinary one takes."""
 _MAX_VIDEOS = 1000
 """Restart the process after this many videos: FFmpeg and Python leak about 6 kB per video."""
 
 
 class Decoder:
-    """Reads videos in a process that starts with the first video and ends with this object.
+    """Reads images and videos in a process that starts with the first one and ends with this object.
 
-    Pickles without its process.  Not thread-safe.
+    Pickles without its process.
     """
 
-    def __init__(self, backend: str | None, limit_seconds: float) -> None:
+    def __init__(
+        self, backend: str | None = None, limit_seconds: float = 300.0, picture_seconds: float = PICTURE_SECONDS
+    ) -> None:
         """``backend``: "pyav", "decord" or "torchcodec"; None means PyAV.
 
         Reading of a video is aborted when its header, or all its wanted frames together, take more than
-        ``limit_seconds``.
+        ``limit_seconds``, and of an image when it takes more than ``picture_seconds`` of a processor.
         """
-        self.backend, self._limit_seconds = backend or "pyav", limit_seconds
-        self._process: subprocess.Popen[bytes] | None = None
+        self.backend, self._limit_seconds, self._picture_seconds = backend or "pyav", limit_seconds, picture_seconds
+        self._process = LimitedProcess("mm.data.media.answers")
         self._num_videos = 0
         """Videos read by the current process."""
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_process": None, "_num_videos": 0}
-
     def check(self) -> None:
         """Raises UserError when the backend cannot be used on this machine."""
-        why = self._ask("check", "", backend=self.backend)["missing"]
+        with self._reading_video(self.backend) as process:
+            why = process.ask({"task": "check", **self._of_video("")})["missing"]
         refuse([] if why is None else [
             f"video_backend is {self.backend!r}, which cannot be imported ({why}); install it, or use \"pyav\"."])
 
+    def picture_size(self, path: str | Inline, is_upright: bool = True) -> tuple[int, int]:
+        """As ``image_size``.  Raises UserError too for an image that takes too long, or too much memory."""
+        quick = quick_size(path, is_upright)
+        if quick is not None:
+            return quick
+        with self._reading_picture(path) as process:
+            width, height = process.ask(*self._of_picture("size", path, is_upright=is_upright))["size"]
+        return width, height
+
+    def remarks(self, path: str | Inline) -> list[str]:
+        """As ``image_remarks``.  Raises UserError as ``picture_size`` does."""
+        with self._reading_picture(path) as process:
+            return process.ask(*self._of_picture("remarks", path))["remarks"]
+
+    def picture(self, path: str | Inline, is_upright: bool = True, is_fast: bool = False) -> Pixels:
+        """The pixels of ``load_image``, or with ``is_fast`` those of ``load_pixels``.  Raises UserError as they do, and
+        as ``picture_size`` does."""
+        with self._reading_picture(path) as process:
+            request = self._of_picture("picture", path, is_upright=is_upright, is_fast=is_fast)
+            return process.shared(process.ask(*request)["shape"])
+
+    def resized(
+        self, path: str | Inline, size: tuple[int, int], steps: Sequence[ResizeStep], is_upright: bool, on_white: bool
+    ) -> Pixels:
+        """The pixels of ``load_image``, resized by Pillow in ``steps``.
+
+        Raises UserError as ``picture`` does, and if the image has another ``size``, its width and height, than its
+        header says.
+        """
+        with self._reading_picture(path) as process:
+            wanted = {"size": size, "steps": steps, "is_upright": is_upright, "on_white": on_white}
+            request = self._of_picture("resized", path, **wanted)
+            return process.shared(process.ask(*request)["shape"])
+
     def header(self, path: str, is_upright: bool) -> VideoHeader:
-        """The header of the file.  Raises UserError as ``read_header`` does, and for a file that takes too long."""
-        if self._num_videos == _MAX_VIDEOS:
-            self.close()
-        self._num_videos += 1
-        reply = self._ask("header", path, is_upright=is_upright)
-        arrays = {name: np.frombuffer(self._read(path, 8 * length), dtype=np.int64)
-                  for name, length in reply.pop("lengths").items()}
-        fractions = {name: Fraction(*reply.pop(name)) for name in _FRACTIONS}
+        """The header of the file.  Raises UserError as ``read_header`` does, and for a file that takes too long, or too
+        much memory."""
+        with self._reading_video(path) as process:
+            if self._num_videos == _MAX_VIDEOS:
+                process.close()
+            if process.pid is None:
+                self._num_videos = 0
+            self._num_videos += 1
+            reply = process.ask({"task": "header", "is_upright": is_upright, **self._of_video(path)})
+            arrays = {name: np.frombuffer(process.read(8 * length), dtype=np.int64)
+                      for name, length in reply.pop("lengths").items()}
+        fractions = {name: Fraction(*reply.pop(name)) for name in FRACTIONS}
         return VideoHeader(**arrays, **fractions, **reply)
 
     def frames(self, path: str, wanted: Wanted) -> Iterator[Pixels]:
         """The wanted frames, in order.  Raises UserError as ``header`` does."""
         message = {**vars(wanted), "time_base": wanted.time_base.as_integer_ratio()}
-        self._ask("frames", path, backend=self.backend, wanted=message)
-        try:
-            for _ in wanted.times:
-                shape = self._reply(path)["shape"]
-                yield np.frombuffer(self._read(path, int(np.prod(shape))), dtype=np.uint8).reshape(shape)
-        except UserError:  # the process is ready for the next request, or has ended
-            raise
-        except BaseException:  # unread frames must not be taken as the reply to the next request
-            self.close()
-            raise
+        with self._reading_video(path) as process:
+            process.ask({"task": "frames", "wanted": message, **self._of_video(path)})
+            try:
+                for _ in wanted.times:
+                    shape = process.message()["shape"]
+                    yield np.frombuffer(process.read(int(np.prod(shape))), dtype=np.uint8).reshape(shape)
+            except (UserError, ProcessEndedError):  # the process is ready for the next request, or has ended
+                raise
+            except BaseException:  # unread frames must not be taken as the reply to the next request
+                process.close()
+                raise
 
     def close(self) -> None:
         """End the process, if there is one."""
-        process, self._process, self._num_videos = self._process, None, 0
-        if process is not None:
-            _end(process)
+        with self._process as process:
+            process.close()
 
-    def _ask(self, task: str, path: str, **arguments: Any) -> dict[str, Any]:
-        if self._process is None:
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-            self._process = subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-            weakref.finalize(self, _end, self._process)
-        message = {"task": task, "path": path, "limit_seconds": self._limit_seconds, **arguments}
-        pipe: Any = self._process.stdin
-        try:
-            pipe.write(json.dumps(message).encode() + b"\n")
-            pipe.flush()
-        except BrokenPipeError:
-            raise self._ended(path) from None
-        return self._reply(path)
+    def _of_video(self, path: str) -> dict[str, Any]:
+        return {"path": path, "backend": self.backend, "limit_seconds": self._limit_seconds}
 
-    def _reply(self, path: str) -> dict[str, Any]:
-        """The next line from the process.  Raises UserError with the problems that it reports."""
-        pipe: Any = self._process and self._process.stdout
-        line = pipe.readline()
-        if not line:
-            raise self._ended(path)
-        reply = json.loads(line)
-        if "problems" in reply:
-            raise UserError(reply["problems"])
-        if "failure" in reply:
-            self.close()
-            raise RuntimeError(f"while reading {path}:\n{reply['failure']}")
-        return reply
+    def _of_picture(self, task: str, path: str | Inline, **wanted: Any) -> tuple[dict[str, Any], bytes]:
+        """A request and its content."""
+        request = {"task": task, "path": str(path), "limit_seconds": self._picture_seconds, **wanted}
+        return (request, b"") if isinstance(path, str) else ({**request, "is_inline": True}, path.content)
 
-    def _read(self, path: str, num_bytes: int) -> bytes:
-        pipe: Any = self._process and self._process.stdout
-        found = pipe.read(num_bytes)
-        if len(found) < num_bytes:
-            raise self._ended(path)
-        return found
+    @contextmanager
+    def _reading_video(self, path: str) -> Iterator[LimitedProcess]:
+        with _reading(self._process, path, "video", (
+            f"decoding took more than {self._limit_seconds:g} s; re-encode or remove the video, or raise video_timeout "
+            f"in the data JSON.")) as process:
+            yield process
 
-    def _ended(self, path: str) -> UserError:
-        """The error for a process that ended by itself."""
-        process, self._process = self._process, None
-        assert process is not None
-        status = process.wait()
-        _end(process)
-        if status == -signal.SIGALRM:
-            return UserError(f"{path}: decoding took more than {self._limit_seconds:g} s; re-encode or remove the "
-                             f"video, or raise video_timeout in the data JSON.")
-        how = f"by signal {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
-        return UserError(f"{path}: its decoder ended {how}; the video is damaged, or memory ran out: re-encode or "
-                         f"remove it.")
+    @contextmanager
+    def _reading_picture(self, path: str | Inline) -> Iterator[LimitedProcess]:
+        with _reading(self._process, path, "image", (
+            f"decoding took more than {self._picture_seconds:g} s of a processor; save the image again as a JPEG or "
+            f"PNG file, or remove it.")) as process:
+            yield process
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    process.kill()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(BrokenPipeError):  # buffered data for a process that has ended
-                pipe.close()
-    process.wait()
-
-
-def serve() -> None:
-    """Answer requests from standard input until it closes.  The main function of the process."""
-    ignore_stopping()
-    requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # output that a library prints must not mix with replies
-    gc.freeze()
-    with contextlib.suppress(BrokenPipeError):  # the parent has closed the pipe
-        for line in requests:
-            gc.collect()  # a frame whose side data was read is in a reference cycle, and has megabytes
-            try:
-                _answer(json.loads(line), replies)
-            except UserError as error:
-                _send(replies, {"problems": error.problems})
-            except BrokenPipeError:
-                raise
-            except Exception:
-                _send(replies, {"failure": traceback.format_exc()})
-    os._exit(0)  # without flushing, which could fail
-
-
-def _answer(request: dict[str, Any], replies: IO[bytes]) -> None:
-    match request["task"]:
-        case "check":
-            with _Alarm(request["limit_seconds"]):
-                missing = missing_backend(request["backend"])
-            _send(replies, {"missing": missing})
-        case "header":
-            _send_header(request, replies)
-        case "frames":
-            _send_frames(request, replies)
-
-
-def _send_header(request: dict[str, Any], replies: IO[bytes]) -> None:
-    with _Alarm(request["limit_seconds"]):
-        path = request["path"]
-        header = vars(animation_header(path) if is_animation(path) else read_header(path, request["is_upright"]))
-    arrays = {name: header.pop(name) for name in _ARRAYS}
-    fractions = {name: header[name].as_integer_ratio() for name in _FRACTIONS}
-    lengths = {name: len(array) for name, array in arrays.items()}
-    _send(replies, {**header, **fractions, "lengths": lengths}, tuple(arrays.values()))
-
-
-def _send_frames(request: dict[str, Any], replies: IO[bytes]) -> None:
-    """Send exactly the wanted frames: anything after the last would be taken as the next reply."""
-    wanted = request["wanted"]
-    wanted = Wanted(**{**wanted, "time_base": Fraction(*wanted["time_base"])})
-    path = request["path"]
-    frames = animation_frames(path, wanted) if is_animation(path) else BACKENDS[request["backend"]](path, wanted)
-    _send(replies, {})
-    alarm = _Alarm(request["limit_seconds"])
-    for _ in wanted.times:
-        with alarm:  # excludes the time in which this process waits for the reader
-            frame = next(frames)
-        _send(replies, {"shape": frame.shape}, (frame,))
-
-
-class _Alarm:
-    """Ends this process, whatever it is doing, when the blocks it guards take more than ``seconds`` in total."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    def __enter__(self) -> None:
-        signal.setitimer(signal.ITIMER_REAL, self._seconds)
-
-    def __exit__(self, *_: object) -> None:
-        self._seconds = signal.setitimer(signal.ITIMER_REAL, 0)[0]  # the time left for the next block
-
-
-def _send(replies: IO[bytes], message: dict[str, Any], contents: Sequence[np.ndarray] = ()) -> None:
-    pieces = [json.dumps(message).encode() + b"\n", *(np.ascontiguousarray(one).data.cast("B") for one in contents)]
-    for piece in pieces:  # all are computed by now: half a reply would leave the reader waiting
-        replies.write(piece)
-    replies.flush()
+@contextmanager
+def _reading(reader: LimitedProcess, path: str | Inline, what: str, late: str) -> Iterator[LimitedProcess]:
+    """Turn the end of the process into a UserError that names the file, which contains a ``what``."""
+    cure = "re-encode or remove it." if what == "video" else "save it again as a JPEG or PNG file, or remove it."
+    try:
+        with reader as process:
+            yield process
+    except ProcessEndedError as error:
+        if error.is_late:
+            raise UserError(f"{path}: {late}") from None
+        if error.is_large:
+            raise UserError(f"{path}: decoding takes {error.how}; {cure}") from None
+        raise UserError(f"{path}: its decoder ended {error.how}; the {what} is damaged, or memory ran out: {cure}"
+                        ) from None
+    except RuntimeError as error:
+        error.add_note(f"while reading {path}")
+        raise

@@ -2,17 +2,16 @@
 
 The default is bit-identical to transformers' ``Qwen2VLImageProcessorPil``, and faster.  ``backend="torch"`` is faster
 still and resizes with torch, as transformers' torchvision-based processor does.  LLaMA-Factory, whose rule MindSpeed-MM
-uses, resizes the image once before that.  ``picture.py`` reads the files.
+uses, resizes the image once before that.  ``decoder.py`` reads the files.
 """
 
 import json
 import math
 import operator
-from dataclasses import replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 from PIL import Image
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -24,7 +23,8 @@ from mm.batch import Grid, Normalisation
 from mm.config.data import ImageBackend, ResizeRule
 from mm.config.read import read_json
 from mm.config.schema import Count, NotNegative, Positive, expected, fields_of
-from mm.data.media.picture import image_size, load_image, load_pixels
+from mm.data.media.decoder import Decoder
+from mm.data.media.picture import ResizeStep
 from mm.data.sample import Image as ImageItem
 from mm.data.sample import Inline
 from mm.errors import UserError, refuse
@@ -56,10 +56,6 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
     return new_height, new_width
 
 
-ResizeStep = tuple[tuple[int, int], Image.Resampling]
-"""A size (width, height) to resize to, and the filter to use."""
-
-
 def llama_factory_steps(width: int, height: int, min_pixels: int, max_pixels: int) -> list[ResizeStep]:
     """The resizing that LLaMA-Factory does before transformers' processor (its ``_preprocess_image``).
 
@@ -87,7 +83,7 @@ _PerChannel = Annotated[tuple[NotNegative, NotNegative, NotNegative], Field(titl
 _PositivePerChannel = Annotated[tuple[Positive, Positive, Positive], Field(title="three numbers above 0")]
 
 
-@dataclass(frozen=True, config=ConfigDict(strict=True))
+@dataclass(frozen=True, config=ConfigDict(strict=True, arbitrary_types_allowed=True))
 class ImageProcessor:
     """Sizes and constants for images, with their names in Hugging Face's files."""
 
@@ -104,6 +100,7 @@ class ImageProcessor:
     """Least and most pixels of LLaMA-Factory's rule; None: that rule is not used."""
     backend: ImageBackend = "pillow"
     """The library that resizes."""
+    decoder: Decoder = field(default_factory=Decoder, repr=False, compare=False)
 
     @classmethod
     def from_directory(
@@ -160,9 +157,9 @@ class ImageProcessor:
         return [] if self.llama_factory is None else llama_factory_steps(width, height, *self.llama_factory)
 
     def image_grid(self, path: str | Inline) -> Grid:
-        """Patches of an image file, read from its header alone.  Raises UserError as ``image_size`` does, and for
-        extreme aspect ratios."""
-        size = image_size(path, self.is_upright)
+        """Patches of an image file, read from its header alone.  Raises UserError as ``Decoder.picture_size`` does, and
+        for extreme aspect ratios."""
+        size = self.decoder.picture_size(path, self.is_upright)
         try:
             return self._grid(*size)
         except ValueError as error:
@@ -171,7 +168,7 @@ class ImageProcessor:
     def patches(self, path: str | Inline) -> tuple[Tensor, Grid]:
         """Decode, resize and cut an image file: uint8 [num_patches, channels x frames x patch_size x patch_size].
 
-        A still image is repeated ``temporal_patch_size`` times as frames.  Raises UserError as ``load_image`` does.
+        A still image is repeated ``temporal_patch_size`` times as frames.  Raises UserError as ``Decoder.picture``.
         """
         pixels = self._resized_by_torch(path) if self.backend == "torch" else self._resized_by_pillow(path)
         return self.to_patches(pixels[None].expand(self.temporal_patch_size, -1, -1, -1))
@@ -200,16 +197,15 @@ class ImageProcessor:
 
     def _resized_by_pillow(self, path: str | Inline) -> Tensor:
         """uint8 [height, width, 3]"""
-        image = load_image(path, self.is_upright, on_white=self.llama_factory is None)
-        _, rows, columns = self._grid(*image.size)
-        for size, how in self._steps(*image.size):
-            image = image.resize(size, how)
+        header = self.decoder.picture_size(path, self.is_upright)
+        _, rows, columns = self._grid(*header)
         size = columns * self.patch_size, rows * self.patch_size
-        return torch.from_numpy(np.array(image.resize(size, resample=Image.Resampling.BICUBIC)))
+        steps = [*self._steps(*header), (size, Image.Resampling.BICUBIC)]
+        return torch.from_numpy(self.decoder.resized(path, header, steps, self.is_upright, self.llama_factory is None))
 
     def _resized_by_torch(self, path: str | Inline) -> Tensor:
         """uint8 [height, width, 3], resized by torch: 16-bit filter coefficients, where Pillow uses 22 bits."""
-        pixels = torch.from_numpy(load_pixels(path, self.is_upright))
+        pixels = torch.from_numpy(self.decoder.picture(path, self.is_upright, is_fast=True))
         _, rows, columns = self._grid(pixels.shape[1], pixels.shape[0])
         size = rows * self.patch_size, columns * self.patch_size
         resized = pixels.permute(2, 0, 1)[None]

@@ -6,6 +6,7 @@ Photographs are rotated upright, transparency becomes white, and animations give
 import io
 import os
 import stat
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -67,6 +68,10 @@ _SIGNATURES_AT_START = (
 )
 """The same for marks at the very beginning."""
 
+_QUICK, _QUICK_FORMATS = (b"\xff\xd8\xff", b"\x89PNG\r\n"), ("JPEG", "PNG")
+_QUICK_BYTES = 1 << 16
+"""Longer headers are those of cameras that add a preview."""
+
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
     5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
@@ -75,6 +80,8 @@ _TURNS = {
 """EXIF orientation -> the transpose that turns the image upright."""
 _TURNED = (_TURNS[5], _TURNS[6], _TURNS[7], _TURNS[8])
 """Those that swap width and height."""
+ResizeStep = tuple[tuple[int, int], Image.Resampling]
+"""A size (width, height) to resize to, and the filter to use."""
 
 
 def image_size(path: str | Inline, is_upright: bool = True) -> tuple[int, int]:
@@ -82,6 +89,31 @@ def image_size(path: str | Inline, is_upright: bool = True) -> tuple[int, int]:
     with _open(path) as image:
         is_turned = is_upright and _turn(image) in _TURNED
         return (image.height, image.width) if is_turned else (image.width, image.height)
+
+
+def quick_size(path: str | Inline, is_upright: bool = True) -> tuple[int, int] | None:
+    """The same from the first bytes of a JPEG or PNG file alone, which bounds the time and memory that this takes.
+
+    None if they do not contain the header, or not that of such an image; ``image_size`` says why.
+    """
+    try:
+        start = _start(path)
+        if not start.startswith(_QUICK):
+            return None
+        with _open(Inline(str(path), start), _QUICK_FORMATS) as image:
+            is_turned = is_upright and _turn(image) in _TURNED
+            return (image.height, image.width) if is_turned else (image.width, image.height)
+    except (UserError, OSError):
+        return None
+
+
+def _start(path: str | Inline) -> bytes:
+    """The first bytes of an image; nothing of a file that ``image_size`` refuses to open."""
+    if not isinstance(path, str):
+        return path.content[:_QUICK_BYTES]
+    _check_file(path, os.stat(path))
+    with open(path, "rb", buffering=0) as stream:
+        return stream.read(_QUICK_BYTES)
 
 
 def format_of(path: str | Inline) -> str | None:
@@ -96,6 +128,8 @@ def image_remarks(path: str | Inline) -> list[str]:
     with _open(path) as image:
         try:
             num_frames = getattr(image, "n_frames", 1)
+        except MemoryError:
+            raise
         except Exception as error:  # Pillow scans all frames
             raise _damaged(path, error) from error
         remarks = {
@@ -117,6 +151,8 @@ def load_image(path: str | Inline, is_upright: bool = True, on_white: bool = Tru
         turn = _turn(image) if is_upright else None
         try:
             image.load()
+        except MemoryError:
+            raise
         except Exception as error:  # Pillow's decoders raise many error types on broken files
             raise _damaged(path, error) from error
         shallow = _in_8_bits(image, path)
@@ -127,19 +163,32 @@ def load_image(path: str | Inline, is_upright: bool = True, on_white: bool = Tru
         return decoded if turn is None else decoded.transpose(turn)
 
 
-def load_pixels(path: str | Inline, is_upright: bool = True) -> np.ndarray:
-    """The same pixels as ``load_image`` on white, uint8 [height, width, 3], but faster: JPEG files bypass Pillow."""
+def load_pixels(
+    path: str | Inline, is_upright: bool = True, room: Callable[[int], memoryview | bytearray] = bytearray
+) -> np.ndarray:
+    """The same pixels as ``load_image`` on white, uint8 [height, width, 3], but faster: JPEG files bypass Pillow.
+
+    ``room`` returns the memory for them, given its number of bytes.
+    """
     with _open(path) as image:
         is_plain = image.format in ("JPEG", "MPO") and image.mode == "RGB"
-        turn = _turn(image) if is_upright else None
+        turn, num_bytes = _turn(image) if is_upright else None, image.width * image.height * 3
     if not is_plain:
-        return np.array(load_image(path, is_upright))
+        return into(room, np.asarray(load_image(path, is_upright)))
     try:  # based on the same library, with the same exact transforms
         content = Path(path).read_bytes() if isinstance(path, str) else path.content
-        pixels = simplejpeg.decode_jpeg(content, "RGB", fastdct=False, fastupsample=False)
+        pixels = simplejpeg.decode_jpeg(
+            content, "RGB", fastdct=False, fastupsample=False, buffer=room(num_bytes) if turn is None else None)
     except ValueError as error:
         raise _damaged(path, error) from error
-    return pixels if turn is None else _turned(pixels, turn)
+    return pixels if turn is None else into(room, _turned(pixels, turn))
+
+
+def into(room: Callable[[int], memoryview | bytearray], pixels: np.ndarray) -> np.ndarray:
+    """Copy ``pixels``, uint8, into the memory that ``room`` returns."""
+    copy = np.frombuffer(room(pixels.nbytes), dtype=np.uint8).reshape(pixels.shape)
+    copy[:] = pixels
+    return copy
 
 
 def _damaged(path: str | Inline, error: Exception) -> UserError:
@@ -152,7 +201,7 @@ def _turned(pixels: np.ndarray, turn: Image.Transpose) -> np.ndarray:
         pixels = pixels.transpose(1, 0, 2)
     rows = slice(None, None, -1 if turn in (_TURNS[3], _TURNS[4], _TURNS[7], _TURNS[8]) else 1)
     columns = slice(None, None, -1 if turn in (_TURNS[2], _TURNS[3], _TURNS[6], _TURNS[7]) else 1)
-    return np.ascontiguousarray(pixels[rows, columns])
+    return pixels[rows, columns]
 
 
 def _turn(image: Image.Image) -> Image.Transpose | None:
@@ -165,12 +214,12 @@ def _turn(image: Image.Image) -> Image.Transpose | None:
         return None
 
 
-def _open(path: str | Inline) -> Image.Image:
+def _open(path: str | Inline, formats: tuple[str, ...] = FORMATS) -> Image.Image:
     """A Pillow image whose pixels are not decoded yet."""
     try:
         if isinstance(path, str):
             _check_file(path, os.stat(path))
-        image = Image.open(path if isinstance(path, str) else io.BytesIO(path.content), formats=FORMATS)
+        image = Image.open(path if isinstance(path, str) else io.BytesIO(path.content), formats=formats)
     except Image.UnidentifiedImageError as error:
         raise UserError(f"{path}: is not an image that Pillow can read: {_beginning(path)}.") from error
     except Image.DecompressionBombError as error:
@@ -179,7 +228,7 @@ def _open(path: str | Inline) -> Image.Image:
         if error.errno is None:  # raised by Pillow about the content
             raise _damaged(path, error) from error
         raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
-    except UserError:
+    except (UserError, MemoryError):
         raise
     except Exception as error:  # Pillow raises many error types on unusual headers
         raise UserError(f"{path}: Pillow cannot read its header ({error}); save it again, replace or remove it."

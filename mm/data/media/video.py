@@ -25,8 +25,8 @@ from mm.data.media.frames import (
     vl_utils_frames,
     wanted_frames,
 )
-from mm.data.media.image import ImageProcessor, ResizeStep, llama_factory_steps, smart_resize
-from mm.data.media.picture import image_size, load_image
+from mm.data.media.image import ImageProcessor, llama_factory_steps, smart_resize
+from mm.data.media.picture import ResizeStep
 from mm.data.media.video_file import Pixels, Wanted
 from mm.data.sample import Inline, Video
 from mm.errors import UserError
@@ -60,7 +60,7 @@ class VideoPlan:
 
 @dataclass(frozen=True)
 class VideoProcessor:
-    """Sizes, constants and settings for videos.  Pickles into data workers; each of them has its own decoder."""
+    """Sizes, constants and settings for videos.  Pickles into data workers, each with its own decoder."""
 
     constants: ImageProcessor
     """The checkpoint's constants for videos."""
@@ -75,9 +75,9 @@ class VideoProcessor:
         checkpoint's constants.
 
         If the checkpoint's constants for videos are missing or wrong, planning a video raises VideoConstantsError:
-        datasets without videos do not need them.  ``images`` is the image processor.
+        datasets without videos do not need them.  ``images`` is the image processor, which reads with the same decoder.
         """
-        is_upright, decoder = images.is_upright, Decoder(data.video_backend, data.video_timeout)
+        is_upright, decoder = images.is_upright, images.decoder
         if data.video_backend not in (None, "pyav"):
             decoder.check()
         try:
@@ -137,7 +137,7 @@ class VideoProcessor:
 
     def _listed(self, video: Video) -> "tuple[tuple[int, int], Callable[[], _Chosen]]":
         """The same for a list of frames, which are all used.  Raises UserError if their sizes differ."""
-        sizes = [image_size(path, self.is_upright) for path in video.contents]
+        sizes = [self.decoder.picture_size(path, self.is_upright) for path in video.contents]
         for path, size in zip(video.contents, sizes, strict=True):
             if size != sizes[0]:
                 raise UserError(
@@ -178,7 +178,7 @@ class VideoProcessor:
 
     def _decoded(self, plan: VideoPlan) -> Iterator[Pixels]:
         if isinstance(plan.path, tuple):
-            return (np.array(load_image(path, self.is_upright)) for path in plan.path)
+            return (self.decoder.picture(path, self.is_upright) for path in plan.path)
         return self.decoder.frames(plan.path, plan.wanted)
 
     def _rule(self, video: Video) -> FrameRule:

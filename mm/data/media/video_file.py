@@ -60,6 +60,10 @@ class VideoHeader:
     """False: the file is too large to be scanned, so ``times`` are evenly spaced over its duration."""
 
 
+FRACTIONS = ("time_base", "stated_rate")
+"""The header's fields that JSON numbers cannot represent."""
+
+
 @dataclass(frozen=True)
 class Wanted:
     """Frames to decode."""

@@ -287,7 +287,7 @@ def test_the_time_of_a_slow_reader_does_not_count(tmp_path):
 def test_a_killed_decoder_is_reported_and_restarted(decoder, tmp_path):
     path = write_clip(tmp_path / "clip.mp4", even(5))
     decoder.header(str(path), True)
-    process = decoder._process
+    process = decoder._process._process
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     with pytest.raises(UserError, match=r"clip.mp4: its decoder ended by signal SIGKILL; the video is damaged, or mem"):

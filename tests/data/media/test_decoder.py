@@ -1,0 +1,122 @@
+"""Images in the decoder's process: the same pixels, and what hostile ones cannot do."""
+
+import contextlib
+import os
+import pickle
+import signal
+import struct
+import time
+import zlib
+
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+
+from mm.data.media.decoder import Decoder
+from mm.data.media.picture import image_size, load_image, load_pixels
+from mm.data.sample import Inline
+from mm.errors import UserError
+from tests.data.oracle import photo
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    one = Decoder()
+    yield one
+    one.close()
+
+
+def turned(path, suffix):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    photo(90, 60).save(path / f"turned.{suffix}", exif=exif)
+    return path / f"turned.{suffix}"
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "avif", "tiff", "gif"])
+@pytest.mark.parametrize("is_upright", [True, False])
+def test_pixels_are_those_of_this_process(decoder, tmp_path, suffix, is_upright):
+    path = turned(tmp_path, suffix)
+    for source in (str(path), Inline("data:", path.read_bytes())):
+        expected = np.asarray(load_image(source, is_upright))
+        assert decoder.picture_size(source, is_upright) == image_size(source, is_upright) == expected.shape[1::-1]
+        assert np.array_equal(decoder.picture(source, is_upright), expected)
+        assert np.array_equal(decoder.picture(source, is_upright, is_fast=True), load_pixels(source, is_upright))
+    steps = [((50, 50), Image.Resampling.NEAREST), ((28, 56), Image.Resampling.BICUBIC)]
+    image = load_image(str(path), is_upright)
+    found = decoder.resized(str(path), image.size, steps, is_upright, True)
+    assert np.array_equal(found, np.asarray(image.resize(*steps[0]).resize(*steps[1])))
+    with pytest.raises(UserError, match=f"turned.{suffix}: its header and its pixels disagree on the size .9 x 9 and "):
+        decoder.resized(str(path), (9, 9), steps, is_upright, True)
+
+
+def test_a_long_header_is_read_by_the_process(decoder, tmp_path):
+    """A preview before the size, as cameras write it."""
+    photo(64, 48).save(tmp_path / "plain.jpg")
+    raw = (tmp_path / "plain.jpg").read_bytes()
+    (tmp_path / "long.jpg").write_bytes(raw[:2] + b"\xff\xec\xff\xff" * 1 + bytes(65533) + raw[2:])
+    assert decoder.picture_size(str(tmp_path / "long.jpg")) == (64, 48)
+
+
+def jpeg_of_scans(path, num_scans):
+    """A progressive image that says the same again and again: each scan takes time in proportion to the pixels."""
+    Image.fromarray(np.zeros((4000, 4000), dtype=np.uint8)).save(path, progressive=True, quality=50)
+    raw = path.read_bytes()
+    last = raw.rindex(b"\xff\xda")
+    scan = raw[last:-2]
+    path.write_bytes(raw[:-2] + scan * num_scans + raw[-2:])
+
+
+def test_an_image_that_takes_too_long_is_refused_in_time_and_the_next_is_read(tmp_path):
+    jpeg_of_scans(tmp_path / "scans.jpg", 2000)
+    photo(64, 48).save(tmp_path / "good.jpg")
+    hasty, start = Decoder(picture_seconds=0.5), time.monotonic()
+    for is_fast in (True, False):
+        with pytest.raises(UserError, match=r"scans.jpg: decoding took more than 0.5 s of a processor; save the image"):
+            hasty.picture(str(tmp_path / "scans.jpg"), is_fast=is_fast)
+    assert time.monotonic() - start < 30
+    assert hasty.picture(str(tmp_path / "good.jpg")).shape == (48, 64, 3)
+    hasty.close()
+
+
+def chunk(name, content):
+    return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+
+def png(width, height, *chunks):
+    size = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size) + b"".join(chunks)
+
+
+BOMBS = {
+    "pixels.png": png(65000, 65000, chunk(b"IDAT", zlib.compress(bytes(1000))), chunk(b"IEND", b"")),
+    "text.png": png(8, 8, chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(400 << 20), 9))),
+    "profile.png": png(8, 8, chunk(b"iCCP", b"a\0\0" + zlib.compress(bytes(300 << 20), 9))),
+    "short.png": png(7000, 7000, chunk(b"IDAT", zlib.compress(bytes(100)))),
+    "frames.gif": b"GIF89a\xff\xff\xff\xff\x80\0\0" + bytes(6) + b"!\xff\x0bNETSCAPE2.0\x03\x01\0\0\0" * 1000,
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_bombs_take_neither_time_nor_memory(decoder, tmp_path, name):
+    (tmp_path / name).write_bytes(BOMBS[name])
+    me, start = psutil.Process(), time.monotonic()
+    before = me.memory_info().rss
+    with pytest.raises(UserError, match=name):
+        decoder.picture(str(tmp_path / name))
+    with contextlib.suppress(UserError):  # some have a good header
+        decoder.picture_size(str(tmp_path / name))
+    assert time.monotonic() - start < 10
+    assert me.memory_info().rss - before < 200 << 20
+
+
+def test_a_crash_in_a_decoder_is_an_error_about_the_image(decoder, tmp_path):
+    photo(64, 48).save(tmp_path / "good.webp")
+    decoder.picture(str(tmp_path / "good.webp"))
+    os.kill(decoder._process.pid, signal.SIGSEGV)
+    decoder._process._process.wait()
+    with pytest.raises(UserError, match=r"good.webp: its decoder ended by signal SIGSEGV; the image is damaged"):
+        decoder.picture(str(tmp_path / "good.webp"))
+    assert decoder.picture(str(tmp_path / "good.webp")).shape == (48, 64, 3)
+    assert pickle.loads(pickle.dumps(decoder))._process.pid is None
