@@ -133,6 +133,8 @@ class Family:
     """Its name, also in messages."""
     mindspeed: MindSpeedNames
     tokens: ChatTokens
+    template_sha256s: frozenset[str]
+    """SHA-256 of published chat templates, which are known to end."""
     weights: WeightNames
     config_json: ConfigJson
     vision_epsilon: float

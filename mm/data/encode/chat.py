@@ -6,20 +6,19 @@ and the newline after that.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import torch
-from jinja2 import TemplateError
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mm.batch import IGNORE_INDEX, Grid
 from mm.config.read import read_json
+from mm.data.encode.template import Template
 from mm.data.sample import KINDS, Image, Turn
 from mm.errors import UserError, refuse
 from mm.families.family import Family
@@ -27,6 +26,14 @@ from mm.families.known import FAMILIES
 
 _MASKS = [chr(code) for code in range(0xE000, 0xF8FF)]
 """Private-use characters.  One that no message contains replaces control tokens while the template is rendered."""
+
+_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "config.json", "processor_config.json", "chat_template.json", "chat_template.jinja",
+)  # fmt: skip
+"""What transformers may open for a tokenizer."""
+_MAX_FILE_BYTES = 1 << 28
+"""Limit for each of them: twenty times the largest published one."""
 
 
 def load_tokenizer(directory: str, families: Sequence[Family] = FAMILIES) -> PreTrainedTokenizerBase:
@@ -39,9 +46,12 @@ def load_tokenizer(directory: str, families: Sequence[Family] = FAMILIES) -> Pre
     path = Path(directory)
     if not path.is_dir():
         raise UserError(f"model_name_or_path = {directory!r} is not a directory; give a local Hugging Face checkpoint.")
+    refuse(_file_problems(path))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except Exception as error:  # transformers raises many error types on broken files
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except BaseException as error:  # transformers raises many error types on broken files, and Rust's panic is none
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise UserError(f"{directory}: cannot load its tokenizer: {error}") from error
     # These take precedence over the tokenizer's own template and chat_template.jinja, which are loaded already.
     for name in ("processor_config.json", "chat_template.json"):
@@ -64,6 +74,17 @@ def load_tokenizer(directory: str, families: Sequence[Family] = FAMILIES) -> Pre
                  f"checkpoint." for token in tokens]
     refuse(problems)
     return tokenizer
+
+
+def _file_problems(directory: Path) -> Iterator[str]:
+    """Files that would block, or take too much memory, if they were opened."""
+    for name in _FILES:
+        path = directory / name
+        if path.exists() and not path.is_file():
+            yield f"{path}: is not a regular file; copy it from the published checkpoint."
+        elif path.exists() and path.stat().st_size > _MAX_FILE_BYTES:
+            yield (f"{path}: has {path.stat().st_size:,} bytes, above the limit of {_MAX_FILE_BYTES:,}; copy it from "
+                   f"the published checkpoint.")
 
 
 class TooLongError(UserError):
@@ -106,6 +127,11 @@ class ChatEncoder:
     """Compute the loss on the last answer only; in a long conversation, keep the last turns."""
     drops_turns: bool = False
     """Truncate by whole turns instead of by LLaMA-Factory's rule."""
+
+    @cached_property
+    def template(self) -> Template:
+        """The tokenizer's chat template."""
+        return Template(self.tokenizer, self.family)
 
     @cached_property
     def _turn(self) -> re.Pattern[str]:
@@ -253,12 +279,7 @@ class ChatEncoder:
         messages = [
             {"role": turn.role, "content": _contents(turn) if turn.role == "user" else turn.text} for turn in turns
         ]
-        try:
-            return cast(str, self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=for_generation))
-        except TemplateError as error:
-            raise UserError(
-                f"the chat template cannot be used: {error}; use {self.family.title}'s template.") from error
+        return self.template.render(messages, for_generation)
 
     def _answer_spans(self, text: str, turns: Sequence[Turn]) -> list[tuple[int, int]]:
         """The spans of the answers in ``text``, each including the end of its turn."""

@@ -50,6 +50,7 @@ QWEN2_5_VL = Family(
         converter="Qwen2_5_VLConverter",
     ),
     tokens=TOKENS,
+    template_sha256s=frozenset({"a0bc6f6fc7a29a80017a433e8f03a1cc1236e838a944a2d034295a60c4f2fddb"}),
     weights=_WEIGHTS,
     config_json=ConfigJson(MODEL_TYPE, KEYS, fixed_problems, PUBLISHED),
     vision_epsilon=1e-6,
