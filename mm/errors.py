@@ -30,13 +30,28 @@ _UNPRINTABLE = re.compile(
 """Control characters except tab and newline, marks that change the writing direction, and lone surrogates."""
 
 
+_CREDENTIALS = re.compile(r"(?<=://)[^/\s@\"']*@")
+"""``user:password@`` of a URL."""
+_SIGNED = re.compile(
+    r"([?&][^=&#\s]*(?:token|secret|passw|credential|signature|key)[^=&#\s]*=)[^&#\s\"']+", re.IGNORECASE)
+"""A secret in the query of a URL, as in a signed link."""
+HIDDEN = "[hidden]"
+
+
 def printable(text: str) -> str:
     """Make ``text`` safe for a terminal or a log.
 
     It may contain ids, paths and keys from users' data.  Characters that move the cursor, hide text or cannot be
-    encoded become Python escapes.
+    encoded become Python escapes, and credentials are hidden.
     """
-    return _UNPRINTABLE.sub(lambda found: repr(found[0])[1:-1], text)
+    return _UNPRINTABLE.sub(lambda found: repr(found[0])[1:-1], redacted(text))
+
+
+def redacted(text: str) -> str:
+    """``text`` with the credentials in its URLs hidden."""
+    if "://" not in text:
+        return text
+    return _SIGNED.sub(rf"\1{HIDDEN}", _CREDENTIALS.sub(f"{HIDDEN}@", text))
 
 
 class AgreedError(UserError):

@@ -1,9 +1,9 @@
-"""Suggestions for an unknown word."""
+"""Suggestions for an unknown word, and secrets that no message shows."""
 
 import pytest
 
 from mm.config.flags import TRAIN
-from mm.errors import nearest
+from mm.errors import UserError, nearest, printable, redacted
 
 
 @pytest.mark.parametrize(("word", "known", "expected"), [
@@ -25,3 +25,15 @@ def test_a_misspelling_gets_a_suggestion(word, known, expected):
 def test_a_flag_of_another_program_gets_no_suggestion(flag):
     """They share most letters with unrelated flags of this program, such as --lora-r."""
     assert nearest(flag, TRAIN.fields) == ""
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("https://user:pa$$:word@host.x/a.jpg", "https://[hidden]@host.x/a.jpg"),
+    ("['s3://key@bucket/a', 'b@c.org']", "['s3://[hidden]@bucket/a', 'b@c.org']"),
+    ("http://h/a?X-Amz-Signature=abc&size=3&access_token=d%20e#f",
+     "http://h/a?X-Amz-Signature=[hidden]&size=3&access_token=[hidden]#f"),
+    ("https://host/path@2x.png?monkey=no", "https://host/path@2x.png?monkey=[hidden]"),
+    ("num_key_value_heads=2 and a@b", "num_key_value_heads=2 and a@b"),
+])
+def test_credentials_in_urls_are_hidden(text, expected):
+    assert redacted(text) == redacted(expected) == printable(text) == str(UserError(text)) == expected

@@ -18,6 +18,18 @@ def test_a_replaced_file_keeps_its_permissions(tmp_path: Path, syncs: bool) -> N
     assert os.listdir(path.parent) == ["file"]
 
 
+def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
+    """With the permissions that the umask leaves to a new file, not those of a temporary one."""
+    (tmp_path / "precious").write_text("kept")
+    (tmp_path / "file").symlink_to(tmp_path / "precious")
+    before = os.umask(0o027)
+    write_whole(tmp_path / "new", b"new")
+    write_whole(tmp_path / "file", b"new")
+    os.umask(before)
+    assert (tmp_path / "precious").read_text() == "kept" and not (tmp_path / "file").is_symlink()
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o640
+
+
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write_whole(path, b"old")

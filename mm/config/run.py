@@ -4,6 +4,7 @@ All problems are reported at once, before torch is loaded.
 """
 
 import dataclasses
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from mm.config.read import Document
 from mm.config.sampling import loss_problems, sampling_notes
 from mm.config.schema import changed, shown
 from mm.config.validation import question_flag_problems, validation_notes, validation_problems
-from mm.errors import UserError, collected, refuse
+from mm.errors import UserError, collected, redacted, refuse
 
 Given = TypeVar("Given")
 Value = TypeVar("Value")
@@ -166,8 +167,9 @@ def load_run(argv: Sequence[str], world_size: int | None = None, environment: Ma
 
 
 def resolved(run: Run) -> dict[str, Any]:
-    """The whole run as JSON values, including derived numbers, for the file beside the logs."""
-    return to_jsonable_python({
+    """The whole run as JSON values, including derived numbers, for the file beside the logs.  Credentials in URLs are
+    hidden."""
+    found = to_jsonable_python({
         "arguments": run.args, "model": run.model, "data": run.data, "world_size": run.world_size,
         "pipeline_model_parallel_size": run.num_stages,
         "virtual_pipeline_model_parallel_size": run.num_chunks, "data_parallel_size": run.dp_size,
@@ -175,6 +177,7 @@ def resolved(run: Run) -> dict[str, Any]:
         "precision": run.args.precision, "loss_unit": run.args.loss_unit,
         "lr_decay_iters": run.lr_decay_iters, "lr_warmup_iters": run.lr_warmup_iters, "notes": run.notes,
     })
+    return json.loads(redacted(json.dumps(found)))
 
 
 def _attempt(read: Callable[[Given], Value], given: Given | None, problems: list[str]) -> Value | None:

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -26,7 +27,6 @@ from typing import IO, Any
 import numpy as np
 
 from mm.errors import UserError
-from mm.redact import without_secrets
 from mm.signals import ignore_stopping
 
 Request = Mapping[str, Any]
@@ -38,6 +38,8 @@ _SETTINGS = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 26), "MALLOC_MMAP_THRESHOLD_": str(1 << 25),
 }  # fmt: skip
 """Environment variables of the process."""
+_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|KEY", re.IGNORECASE)
+"""In the name of an environment variable that such a process does not get."""
 _KEPT_BYTES = 1 << 25
 """More shared memory than this is returned to the system after each answer."""
 
@@ -140,7 +142,8 @@ class LimitedProcess:
 
     def _start(self) -> None:
         search_path = os.pathsep.join(filter(None, sys.path))
-        environment = {**without_secrets(os.environ), **_SETTINGS, "PYTHONPATH": search_path}
+        harmless = {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
+        environment = {**harmless, **_SETTINGS, "PYTHONPATH": search_path}
         self._memory = os.memfd_create("mm-limited")
         self._process = subprocess.Popen(
             (sys.executable, "-P", "-c", f"from {self._module} import serve; serve({self._memory})"),

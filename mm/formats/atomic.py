@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from mm.errors import UserError
+from mm.errors import UserError, refuse
 from mm.files import whole_lines
 from mm.formats.files import Files
 from mm.weights.plan import TargetFile
@@ -92,7 +92,9 @@ class Output:
         """
         target.parent.mkdir(parents=True, exist_ok=True)
         path = _journal(target)
-        journal = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, modes.file), "r+b")
+        refuse(_links((path, _temporary(target), _old(target))))
+        journal = os.fdopen(
+            os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, modes.file), "r+b")
         try:
             fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_current = path.exists() and os.path.samestat(path.stat(), os.fstat(journal.fileno()))
@@ -134,7 +136,7 @@ class Output:
         path = self.folder / file.name
         for parent in reversed(Path(file.name).parents):  # mkdir(parents=True) ignores the mode for parents
             (self.folder / parent).mkdir(mode=self._modes.directory, exist_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, self._modes.file)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, self._modes.file)
         try:
             os.ftruncate(descriptor, file.num_bytes)
         finally:
@@ -143,7 +145,7 @@ class Output:
     def finish(self, file: TargetFile, crc32s: Crc32s) -> None:
         """Finish ``file`` once all its tensors are written: add its frame, flush it, and record it in the journal."""
         path = self.folder / file.name
-        descriptor = os.open(path, os.O_WRONLY)
+        descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
         try:
             for offset, data in file.frame(crc32s):
                 os.pwrite(descriptor, data, offset)
@@ -218,6 +220,14 @@ def _journal(target: Path) -> Path:
 
 def _old(target: Path) -> Path:
     return target.with_name(f".{target.name}.mm-convert.old")
+
+
+def _links(paths: Sequence[Path]) -> Iterator[str]:
+    """Links under the names of temporary files, which are known in advance so that a conversion can be continued.
+    Through a link, it would write elsewhere."""
+    for path in paths:
+        if path.is_symlink():
+            yield f"{path}: is a link, which mm-convert never makes; remove it, or give another target."
 
 
 def _journal_lines(path: Path) -> list[bytes]:

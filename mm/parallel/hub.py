@@ -32,6 +32,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from ipaddress import ip_address
 from threading import Thread
 
 from mm.errors import printable
@@ -54,6 +55,10 @@ _OTHER_FILES = 512
 """Open files of rank 0 besides its connections to all ranks."""
 
 
+LOOPBACK = "127.0.0.1"
+"""Where only this machine's processes can connect."""
+
+
 @dataclass(frozen=True)
 class Cause:
     """Why all ranks end."""
@@ -71,22 +76,22 @@ class Hub:
 
     def __init__(
         self, num_ranks: int, start_seconds: float, at_end: Callable[[], None] = lambda: None,
-        end_seconds: float = float("inf"),
+        end_seconds: float = float("inf"), address: str | None = LOOPBACK,
     ) -> None:  # fmt: skip
         """Arguments:
 
         - ``start_seconds``: how long other ranks may take to be ready after this one is
         - ``at_end``: called before the hub ends this process
         - ``end_seconds``: how long ranks may take to end after the first has
+        - ``address``: where the hub listens, one of this machine's IP addresses; None: at all of them
         """
         self._num_ranks, self._start_seconds, self._at_end = num_ranks, start_seconds, at_end
         self._end_seconds = end_seconds
-        is_dual = socket.has_dualstack_ipv6()
-        door = socket.create_server(
-            ("", 0), family=socket.AF_INET6 if is_dual else socket.AF_INET, dualstack_ipv6=is_dual, backlog=num_ranks)
-        self.port: int = door.getsockname()[1]
+        door = _door(address, num_ranks)
+        self.address, self.port = address or "localhost", int(door.getsockname()[1])
+        """Where it listens; "localhost" where it does so at all addresses."""
         self.token = secrets.token_hex(16)
-        """Required to join, because the port is open to the network."""
+        """Required to join: other users of this machine, or the network, may connect to the port."""
         self.problems = allow_open_files(num_ranks)
         self._lines, self._places = Lines(door), dict.fromkeys(range(num_ranks), "unknown")
         self._processes: dict[int, Identity] = {}
@@ -256,6 +261,31 @@ class Hub:
         for rank in waiting:
             self._places[rank] += " (and does not answer: it holds Python's GIL, or its process is stopped)"
         return stacks
+
+
+def _door(address: str | None, num_ranks: int) -> socket.socket:
+    """A socket that listens at a free port."""
+    is_dual = address is None and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual or ":" in (address or "") else socket.AF_INET
+    return socket.create_server((address or "", 0), family=family, dualstack_ipv6=is_dual, backlog=num_ranks)
+
+
+def own_address(host: str) -> str | None:
+    """The address under which other machines know this one, which they call ``host``: where the hub listens.
+
+    None if that cannot be told: this machine does not know the name, or knows several addresses or a loopback address
+    for it (as Debian does), or another machine forwards connections.
+    """
+    if host in (LOOPBACK, "localhost"):
+        return LOOPBACK
+    try:
+        found = {str(one[4][0]) for one in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+        if len(found) > 1 or ip_address(min(found)).is_loopback:
+            return None
+        _door(min(found), 1).close()
+    except OSError:
+        return None
+    return min(found)
 
 
 def end(status: int, at_end: Callable[[], None]) -> None:

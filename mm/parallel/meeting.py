@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from mm.errors import UserError
-from mm.parallel.hub import Hub
+from mm.parallel.hub import LOOPBACK, Hub, own_address
 from mm.parallel.lines import Lines, call
 
 _ADDRESS = "mm/hub"
@@ -43,7 +43,7 @@ class Meeting:
     rank: int
     num_ranks: int
     host: str
-    """Host of rank 0."""
+    """Host of rank 0, as this rank reaches it."""
     store: Store | None
     """Shared by all attempts; None in a process that no launcher started."""
     timeout: timedelta = timedelta(minutes=10)
@@ -68,7 +68,9 @@ class Meeting:
             does = "open" if serves else "reach"
             raise UserError(f"rank {rank} cannot {does} the launcher's store at {host}:{port} (MASTER_ADDR and "
                             f"MASTER_PORT): {error}") from error
-        return cls(rank, int(os.environ["WORLD_SIZE"]), host, store, timeout)
+        num_ranks = int(os.environ["WORLD_SIZE"])
+        is_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == str(num_ranks)
+        return cls(rank, num_ranks, LOOPBACK if is_one_machine else host, store, timeout)
 
     def join(self, at_end: Callable[[], None], end_seconds: float) -> Joined:
         """On rank 0 start the hub, elsewhere find it; then join it.
@@ -78,16 +80,16 @@ class Meeting:
         Raises UserError if rank 0 is not reached in time.
         """
         if self.rank == 0:
-            hub = Hub(self.num_ranks, self.timeout.total_seconds(), at_end, end_seconds)
+            hub = Hub(self.num_ranks, self.timeout.total_seconds(), at_end, end_seconds, own_address(self.host))
             if self.store is not None:
-                self.store.set(_ADDRESS, json.dumps((hub.port, hub.token)))
-            return Joined(hub, call("localhost", hub.port, 0, "joins", hub.token, 0), self._own_store(hub.token))
+                self.store.set(_ADDRESS, json.dumps((hub.address, hub.port, hub.token)))
+            return Joined(hub, call(hub.address, hub.port, 0, "joins", hub.token, 0), self._own_store(hub.token))
         assert self.store is not None, "several ranks have a launcher"
         until, problem = time.monotonic() + self.timeout.total_seconds(), "it has not started"
         while time.monotonic() < until:
             try:
-                port, token = json.loads(self.store.get(_ADDRESS))  # an earlier attempt's while rank 0 is late
-                return Joined(None, call(self.host, port, 0, "joins", token, self.rank), self._own_store(token))
+                own, port, token = json.loads(self.store.get(_ADDRESS))  # an earlier attempt's while rank 0 is late
+                return Joined(None, self._called(own, port, token), self._own_store(token))
             except OSError as error:
                 problem = f"port {port}: {error}"
             except dist.DistError as error:  # the store has ended, or stayed empty
@@ -96,6 +98,16 @@ class Meeting:
             time.sleep(_RETRY_SECONDS)
         raise UserError(f"rank {self.rank} did not reach rank 0 at {self.host} within "
                         f"{self.timeout.total_seconds() / 60:g} minutes ({problem}); see the output of rank 0's node")
+
+    def _called(self, own: str, port: int, token: str) -> Lines:
+        """A connection to the hub, under the launcher's name for its machine or under that machine's ``own`` address:
+        a machine of several networks may be known under several."""
+        try:
+            return call(self.host, port, 0, "joins", token, self.rank)
+        except OSError:
+            if own in (self.host, "localhost", LOOPBACK):
+                raise
+            return call(own, port, 0, "joins", token, self.rank)
 
     def _own_store(self, token: str) -> Store | None:
         return None if self.store is None else PrefixStore(f"mm/{token}", self.store)

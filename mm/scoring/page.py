@@ -12,7 +12,7 @@ from typing import Any
 
 from PIL import Image as Pillow
 
-from mm.data.media.picture import load_image
+from mm.data.media.decoder import Decoder
 from mm.data.sample import Image, Inline, Media
 from mm.report import Report, Table, page
 from mm.scoring.results import ScoredItem
@@ -30,7 +30,8 @@ def results_page(scores: Mapping[str, Any], settings: Mapping[str, Any], found: 
     # equal scores stay in the order of the file
     worst = sorted((one for one in found if one.score < 1), key=lambda one: one.score)[:_NUM_WORST]
     heading = f"The {len(worst)} worst answers" if len(worst) > 1 else "The worst answer"
-    shown = "\n".join(map(_answer, worst))
+    decoder = Decoder()
+    shown = "\n".join(_answer(decoder, one) for one in worst)
     body = report(scores, settings).body()
     return page(f"{scores['benchmark']}: {scores['headline']['score_percent']:.2f} %",
                 f"{body}\n" + (f"<h2>{heading}</h2>\n{shown}" if worst else "<h2>All answers are right</h2>"))
@@ -67,10 +68,10 @@ def _percent(value: Mapping[str, Any]) -> str:
     return f"{value['score_percent']:.2f} %"
 
 
-def _answer(scored: ScoredItem) -> str:
+def _answer(decoder: Decoder, scored: ScoredItem) -> str:
     images = [item for item in scored.item.content if not isinstance(item, str)]
     more = len(images) - _MAX_IMAGES
-    shown = "".join(map(_image, images[:_MAX_IMAGES]))
+    shown = "".join(_image(decoder, item) for item in images[:_MAX_IMAGES])
     options = "".join(f"\n{letter}. {text}" for letter, text in scored.item.options.items())
     rows = (("question", scored.item.question + options), ("answered", scored.answer.text or "(nothing)"),
             ("right", " | ".join(scored.item.right)), ("score", f"{100 * scored.score:.1f} %"),
@@ -81,12 +82,13 @@ def _answer(scored: ScoredItem) -> str:
             f"<table>{cells}</table><p></p>")
 
 
-def _image(item: Media | Cell) -> str:
+def _image(decoder: Decoder, item: Media | Cell) -> str:
     if not isinstance(item, Image | Cell):
         first, *others = map(str, item.contents)
         more = f" and {len(others)} more frames" if others else ""
         return f"<p>[video {html.escape(Path(first).name)}{more}]</p>"
-    image = load_image(item.path if isinstance(item, Image) else Inline(item.where, item.content()))
+    image = Pillow.fromarray(decoder.picture(
+        item.path if isinstance(item, Image) else Inline(item.where, item.content())))
     image.thumbnail((_MAX_PIXELS, _MAX_PIXELS), Pillow.Resampling.LANCZOS)
     stream = io.BytesIO()
     image.save(stream, "JPEG", quality=85)

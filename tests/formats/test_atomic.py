@@ -1,4 +1,4 @@
-"""Permissions of written files and directories; test_interrupted.py tests atomicity."""
+"""Links, and permissions of written files and directories; test_interrupted.py tests atomicity."""
 
 import os
 from pathlib import Path
@@ -7,9 +7,11 @@ import pytest
 
 from mm.conversion import convert
 from mm.conversion.convert import Options
+from mm.errors import UserError
 from mm.formats.layout import Layout
 from tests.checkpoint.models import SmallModel
 
+LEFT = (".hf.mm-convert", ".hf.mm-convert.journal", ".hf.mm-convert.old")
 ONE_WORKER = Options(num_workers=1)
 
 
@@ -37,3 +39,20 @@ def test_permissions_of_each_kind_of_target(umask, tmp_path):
     assert modes([tmp_path / "back"]) == {0o777 & ~umask}
     files = list((tmp_path / "back").iterdir())
     assert len(files) == 5 and modes(files) == {0o666 & ~umask}
+
+
+@pytest.mark.parametrize("name", LEFT)
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_link_under_a_temporary_name_is_not_followed(tmp_path, name, is_folder):
+    SmallModel(2).save(tmp_path / "from")
+    convert.hf_to_mm(tmp_path / "from", tmp_path / "mm", Layout(((2,),), ((3,),), 1)).run(ONE_WORKER)
+    precious = tmp_path / "precious"
+    if is_folder:
+        precious.mkdir()
+    else:
+        precious.write_text("kept")
+    (tmp_path / name).symlink_to(precious)
+    with pytest.raises(UserError, match=rf"{name}: is a link, which mm-convert never makes; remove it"):
+        convert.mm_to_hf(tmp_path / "mm", tmp_path / "from", tmp_path / "hf").run(ONE_WORKER)
+    assert list(precious.iterdir()) == [] if is_folder else precious.read_text() == "kept"
+    assert not (tmp_path / "hf").exists()

@@ -7,10 +7,11 @@ import subprocess
 import sys
 from contextlib import suppress
 
+import psutil
 import pytest
 
 from mm.parallel import hub as hubs
-from mm.parallel.hub import Hub, allow_open_files, ranks_text
+from mm.parallel.hub import LOOPBACK, Hub, allow_open_files, own_address, ranks_text
 from mm.parallel.lines import Lines, call
 from tests.files import ROOT
 
@@ -65,6 +66,40 @@ def test_a_line_that_is_no_message_is_reported_and_the_hub_goes_on(line: bytes, 
         second.sendall(b'["leaves"]\n')
         leave(hub, first)
     assert "the hub ignores a message of rank 1 that it does not understand: " in capfd.readouterr().err
+
+
+def other_addresses() -> list[str]:
+    """Of this machine, besides its loopback."""
+    found = [one.address for addresses in psutil.net_if_addrs().values() for one in addresses
+             if one.family == socket.AF_INET and not one.address.startswith("127.")]
+    return found or [pytest.skip("this machine has no network")]
+
+
+def test_the_hub_of_one_machine_is_closed_to_the_network() -> None:
+    hub = Hub(1, 60.0)
+    for address in other_addresses():
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((address, hub.port), timeout=5)
+    leave(hub, join(hub, 0))
+
+
+def test_the_hub_of_several_machines_listens_where_the_launcher_says() -> None:
+    address = other_addresses()[0]
+    hub = Hub(1, 60.0, address=own_address(address))
+    assert hub.address == address
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((LOOPBACK, hub.port), timeout=5)
+    leave(hub, call(hub.address, hub.port, 0, "joins", hub.token, 0))
+
+
+def test_at_all_addresses_where_the_launchers_name_is_of_no_use() -> None:
+    """The address of another machine (one for documentation), as behind a load balancer, or no known name."""
+    assert own_address("203.0.113.9") is None and own_address("no-such-host.invalid") is None
+    assert own_address("127.0.1.1") is None  # how Debian resolves a machine's own name
+    assert own_address("localhost") == own_address(LOOPBACK) == LOOPBACK
+    hub = Hub(1, 60.0, address=None)
+    with socket.create_connection((other_addresses()[0], hub.port), timeout=5):
+        leave(hub, join(hub, 0))
 
 
 def test_strangers_come_and_go(capfd: pytest.CaptureFixture) -> None:
