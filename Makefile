@@ -1,4 +1,5 @@
-# Every target sets up .venv when it is missing or when setup.py has changed; nothing needs an activated environment.
+# Every target sets up .venv when it is missing or when setup.py or requirements.lock has changed; nothing needs an
+# activated environment.
 PYTHON ?= python3.11
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -14,7 +15,7 @@ QUICK := tests/config tests/weights tests/plan tests/model tests/formats tests/p
 # that dies ends the run and names its test: with loadfile, xdist waits for ever after it has replaced one.
 TWO_AT_A_TIME := --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: demo test quick lint clean
+.PHONY: demo test quick lint lock clean
 
 demo: $(READY)
 	$(RUN) -m demo.run
@@ -29,15 +30,27 @@ lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m basedpyright
 
-# torch comes first and by exact version, so that setup.py's range is met already and never pulls another build.  Where
-# a CPU build is at hand (a wheel folder or index that pip is set up with) pip takes it.  torchvision lies beside the
-# other packages: it has no CPU build on PyPI, and transformers behaves otherwise where it finds it.  One test asks it.
-$(READY): setup.py
+# The lock holds the exact version of each package and the hashes of its files for all platforms, so pip refuses a file
+# that was exchanged, whatever index it comes from.  torch and torchvision are locked by version only: the files of their
+# CPU builds have other hashes on each index, and where a CPU build is at hand (a wheel folder or index that pip is set up
+# with) pip takes it.  setup.py's range is met by then and never pulls another build.  torchvision lies beside the other
+# packages: it has no CPU build on PyPI, and transformers behaves otherwise where it finds it.  One test asks it.
+$(READY): setup.py requirements.lock
 	$(PYTHON) -m venv $(VENV)
+	$(PIP) --no-deps --require-hashes --requirement requirements.lock
 	$(PIP) torch==2.13.0
-	$(PIP) --editable '.[test]'
+	$(PIP) --no-build-isolation --editable '.[test]'
 	$(PIP) --no-deps --upgrade --target $(VENV)/torchvision torchvision==0.28.0
 	@touch $@
+
+# After a change of setup.py and of what is installed: writes the lock of all that is installed.
+lock:
+	$(PYTHON) -m venv $(VENV)/lock
+	$(VENV)/lock/bin/python -m pip install --quiet --disable-pip-version-check uv
+	$(RUN) -m pip freeze --all --exclude-editable \
+		| sed "/^torch/d; /^pip==/d; s/^decord==.*/&; platform_machine == 'x86_64'/" \
+		| $(VENV)/lock/bin/uv pip compile - --universal --python-version 3.11 --no-deps --generate-hashes --no-header \
+			--no-annotate --quiet --output-file requirements.lock
 
 clean:
 	rm -rf $(VENV) build runs .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -101,20 +101,21 @@ def test_make_sets_up_its_own_environment_first(target: str, module: str, tmp_pa
     done = run(f"make -n {target} VENV='{tmp_path}/venv'")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    order = ("-m venv", "torch==2.13.0", "--editable", f"-m {module}")
+    order = ("-m venv", "--require-hashes --requirement req", "torch==2.13.0", "--editable", f"-m {module}")
     places = [next(index for index, line in enumerate(lines) if part in line) for part in order]
     assert places == sorted(places), done.stdout
 
 
-def test_make_sets_up_again_only_when_setup_py_changes(tmp_path: Path):
+@pytest.mark.parametrize("changed", ["setup.py", "requirements.lock"])
+def test_make_sets_up_again_only_when_versions_change(tmp_path: Path, changed: str):
     (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text())
-    setup, stamp = tmp_path / "setup.py", tmp_path / ".venv/.ready"
+    setup, lock, stamp = tmp_path / "setup.py", tmp_path / "requirements.lock", tmp_path / ".venv/.ready"
     stamp.parent.mkdir()
-    for path, time in ((setup, 1000), (stamp, 2000)):
+    for path, time in ((setup, 1000), (lock, 1000), (stamp, 2000)):
         path.touch()
         os.utime(path, (time, time))
     assert "pip" not in run(f"make -n -C '{tmp_path}' test").stdout
-    os.utime(setup, (3000, 3000))
+    os.utime(tmp_path / changed, (3000, 3000))
     assert "pip" in run(f"make -n -C '{tmp_path}' test").stdout
 
 
