@@ -8,7 +8,7 @@ uses, resizes the image once before that.  ``decoder.py`` reads the files.
 import json
 import math
 import operator
-from dataclasses import field, replace
+from dataclasses import field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -190,6 +190,11 @@ class ImageProcessor:
         (times, rows, columns), side, merge, depth = grid, self.patch_size, self.merge_size, self.temporal_patch_size
         pixels = patches.view(times, rows // merge, columns // merge, merge, merge, 3, depth, side, side)
         return pixels.permute(0, 6, 1, 3, 7, 2, 4, 8, 5).reshape(times * depth, rows * side, columns * side, 3)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All that determines pixels and sizes, as JSON values."""
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "decoder"}
 
     @property
     def normalisation(self) -> Normalisation:
