@@ -17,6 +17,7 @@ from mm.data.media.decoder import Decoder
 from mm.data.media.picture import image_size, load_image, load_pixels
 from mm.data.sample import Inline
 from mm.errors import UserError
+from tests.data.clips import write_clip
 from tests.data.oracle import photo
 
 
@@ -109,6 +110,19 @@ def test_bombs_take_neither_time_nor_memory(decoder, tmp_path, name):
         decoder.picture_size(str(tmp_path / name))
     assert time.monotonic() - start < 10
     assert me.memory_info().rss - before < 200 << 20
+
+
+def test_the_process_has_a_limit_of_memory_and_leaves_no_core(decoder, tmp_path):
+    """The same process reads videos: one whose decoder asks for more gets an error of the system."""
+    photo(64, 48).save(tmp_path / "good.png")
+    decoder.picture(str(tmp_path / "good.png"))
+    write_clip(tmp_path / "clip.mp4", range(5))
+    number = decoder._process.pid
+    decoder.header(str(tmp_path / "clip.mp4"), True)
+    assert decoder._process.pid == number
+    process = psutil.Process(number)
+    assert 4 << 30 < process.rlimit(psutil.RLIMIT_AS)[0] < 6 << 30
+    assert process.rlimit(psutil.RLIMIT_CORE)[0] == 0
 
 
 def test_a_crash_in_a_decoder_is_an_error_about_the_image(decoder, tmp_path):
