@@ -114,7 +114,7 @@ class LimitedProcess:
             raise UserError(message["problems"])
         if "memory" in message:
             self.close()
-            raise ProcessEndedError(f"above {message['memory'] >> 20} MiB of memory", is_large=True)
+            raise ProcessEndedError(f"more than {message['memory'] >> 20} MiB of memory", is_large=True)
         if "failure" in message:
             self.close()
             raise RuntimeError(message["failure"])

@@ -38,7 +38,7 @@ def test_secrets_of_the_environment_stay_here(monkeypatch):
 def test_memory_has_a_limit_and_the_next_request_is_answered(process):
     before = psutil.Process().memory_info().rss
     assert process.ask({"task": "allocate", "num_bytes": 100 << 20})["size"] == 100 << 20
-    with pytest.raises(ProcessEndedError, match="above 256 MiB of memory") as error:
+    with pytest.raises(ProcessEndedError, match="more than 256 MiB of memory") as error:
         process.ask({"task": "allocate", "num_bytes": 4 << 30})
     assert error.value.is_large and not error.value.is_late
     assert process.ask({"task": "echo"})

@@ -46,7 +46,7 @@ class Template:
                     list(messages), tokenize=False, add_generation_prompt=for_generation))
             return self._rendered(self._process, messages, for_generation)
         except ProcessEndedError as error:
-            why = f"it takes {error.how}" if error.is_large else f"its process ended {error.how}"
+            why = f"it needs {error.how}" if error.is_large else f"its process ended {error.how}"
             why = f"it takes more than {self._limit_seconds:g} s of a processor" if error.is_late else why
             raise self._unusable(why) from None
         except (TemplateError, UserError) as error:

@@ -148,7 +148,7 @@ def _reading(reader: LimitedProcess, path: str | Inline, what: str, late: str) -
         if error.is_late:
             raise UserError(f"{path}: {late}") from None
         if error.is_large:
-            raise UserError(f"{path}: decoding takes {error.how}; {cure}") from None
+            raise UserError(f"{path}: decoding needs {error.how}; {cure}") from None
         raise UserError(f"{path}: its decoder ended {error.how}; the {what} is damaged, or memory ran out: {cure}"
                         ) from None
     except RuntimeError as error:
