@@ -131,7 +131,7 @@ class LimitedProcess:
     def shared(self, shape: Sequence[int]) -> np.ndarray:
         """A copy of the array that the process wrote into the shared memory."""
         found = np.empty(shape, dtype=np.uint8)
-        if os.preadv(self._memory, [found.reshape(-1)], 0) < found.nbytes:
+        if os.preadv(self._memory, [found.reshape(-1).data], 0) < found.nbytes:
             raise self._ended()
         return found
 

@@ -42,8 +42,9 @@ class Template:
         """
         try:
             if self._process is None:
+                conversation: Any = list(messages)  # typed as if a message held strings only
                 return cast(str, self._tokenizer.apply_chat_template(
-                    list(messages), tokenize=False, add_generation_prompt=for_generation))
+                    conversation, tokenize=False, add_generation_prompt=for_generation))
             return self._rendered(self._process, messages, for_generation)
         except ProcessEndedError as error:
             why = f"it needs {error.how}" if error.is_large else f"its process ended {error.how}"
