@@ -72,7 +72,7 @@ class AdapterDirectory:
                 raise UserError(f"{directory} holds an adapter, but no {name}{pickled}.")
         try:
             config = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{directory / CONFIG_FILE} is not valid JSON ({error}); download it again.") from error
         if not isinstance(config, dict):
             raise UserError(f"{directory / CONFIG_FILE} is not a JSON object; download it again.")

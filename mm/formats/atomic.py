@@ -236,12 +236,23 @@ def _journal_lines(path: Path) -> list[bytes]:
 
 
 def _read_journal(path: Path, fingerprint: str) -> dict[str, dict[str, int]] | None:
-    """Finished files with their checksums; None if the journal belongs to another conversion than ``fingerprint``."""
+    """Finished files with their checksums; None if the journal belongs to another conversion than ``fingerprint``.
+
+    A file with a damaged line counts as not finished, so it is written again.
+    """
     lines = _journal_lines(path)
     if not lines or lines[0] != _line({"conversion": fingerprint}):
         return None
-    entries = [json.loads(line) for line in lines[1:]]
-    return {entry["file"]: entry["crc32"] for entry in entries}
+    finished: dict[str, dict[str, int]] = {}
+    for line in lines[1:]:
+        try:
+            entry = json.loads(line)
+            name, crc32s = entry["file"], dict(entry["crc32"])
+        except (ValueError, TypeError, KeyError, RecursionError):
+            continue
+        if isinstance(name, str):
+            finished[name] = crc32s
+    return finished
 
 
 def _line(entry: Mapping[str, object]) -> bytes:

@@ -276,5 +276,5 @@ def _parsed(path: Path, raw: bytes) -> Any:
     refuse_lfs_pointer(path, raw)
     try:
         return json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON ({error}); download it again.") from error

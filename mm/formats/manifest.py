@@ -35,12 +35,12 @@ def read_manifest(folder: Path, format: str, version: int, advice: str) -> dict[
     path = folder / MANIFEST_FILE
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({error}); {advice}.") from error
     crc32 = content.pop("crc32", None) if isinstance(content, dict) else None
     if crc32 is None or crc32 != _crc32(content):
         raise UserError(f"{path} is damaged (its crc32 differs); {advice}.")
-    found = content.pop("format"), content.pop("version")
+    found = content.pop("format", None), content.pop("version", None)
     if found != (format, version):
         raise UserError(f"{path} is {found[0]!r} version {found[1]!r}; expected {format!r} version {version}.")
     return content
@@ -61,7 +61,7 @@ def read_head(folder: Path, key: str) -> dict[str, Any]:
             else:
                 raise ValueError(f"it has no {key}")
         return json.loads("".join(head).rstrip().removesuffix(",") + "}")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({error}).") from error
 
 

@@ -55,7 +55,7 @@ class AnswerFile:
             try:
                 answer = json.loads(line)
                 prompt, key = int(answer["number"]), answer["key"]
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise UserError(f"{where}is not an answer of mm.generate; {_AGAIN}.") from error
             if keys.get(prompt) != key:
                 raise UserError(f"{where}answers a different prompt {prompt}, or was made with other weights or "

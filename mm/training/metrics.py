@@ -279,7 +279,7 @@ def _keep_before(path: Path, iteration: int) -> None:
     content = path.read_bytes()
     try:
         kept = b"".join(row for row in whole_lines(content) if json.loads(row)["iteration"] <= iteration)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({error}); move it away, then the run writes a new one") from error
     if kept != content:
         write_whole(path, kept, syncs=True)

@@ -61,5 +61,5 @@ def _places(ledger: Path) -> set[tuple[str, int]]:
     try:
         rows = [json.loads(line) for line in lines]
         return {(row["dataset"], row["index"]) for row in rows}
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(f"{ledger}: is not a list of an earlier run's bad samples ({error}); move it away.") from error

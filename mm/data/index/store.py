@@ -26,8 +26,10 @@ from mm.data.index.rows import Column, IndexRows, MappedBytes, packed_numbers
 from mm.data.read.records import RecordFile
 from mm.files import replace_file
 
-_FORM = 4
+_FORM = 5
 """Increment when the same data would be read or measured differently."""
+_CHECKSUM = "json_crc32"
+"""Key of each JSON file: the checksum of its other content."""
 _SETTLED_SECONDS = 2.0
 """A file modified less than this before it was read may change again without a new modification time."""
 _READ_BYTES = 1 << 24
@@ -70,7 +72,7 @@ class Store:
 
         def remembered() -> tuple[str, bool] | None:
             for folder in self.folders:
-                found = _json(folder / f"{name}.json")
+                found = _json(folder / f"{name}.json", may_be_older=True)
                 if found is not None and found.get("stamp") == stamp:
                     is_older = found.get("form") != _FORM
                     if is_older:
@@ -185,13 +187,27 @@ class Kept:
     """Unique to this index."""
 
 
-def _json(path: Path) -> dict[str, Any] | None:
-    """The content of a JSON file; None if it is missing or damaged."""
+def _json(path: Path, may_be_older: bool = False) -> dict[str, Any] | None:
+    """The content of a JSON file; None if it is missing or damaged.
+
+    ``may_be_older``: accept a file without a checksum, as versions before form 5 wrote it.
+    """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return None
+    if not isinstance(content, dict):
+        return None
+    stated = content.pop(_CHECKSUM, None)
+    is_older = may_be_older and stated is None and content.get("form") != _FORM and isinstance(
+        content.get("sha256"), str)
+    return content if is_older or stated == _checksum(content) else None
 
 
-def _text(value: Any) -> Callable[[IO[bytes]], Any]:
-    return lambda stream: stream.write(json.dumps(value).encode())
+def _text(value: dict[str, Any]) -> Callable[[IO[bytes]], Any]:
+    return lambda stream: stream.write(json.dumps({**value, _CHECKSUM: _checksum(value)}).encode())
+
+
+def _checksum(value: dict[str, Any]) -> int:
+    """The checksum that a JSON file has of its other content."""
+    return zlib.crc32(json.dumps(value, sort_keys=True).encode())
