@@ -44,6 +44,27 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
 """Keys of adapter_config.json that select another kind of adapter, and their values for plain LoRA."""
 
 
+_MAX_TRIALS = 10**8
+_NAME_LENGTH = 100
+"""Characters: live names of layers have up to about 60."""
+
+
+def _num_trials(pattern: str) -> float:
+    """A bound on how often Python may have to try a regular expression on one name before it fails.
+
+    Repeats multiply, so a repeated group, which can hold repeats or choices, counts as unbounded.
+    """
+    if len(pattern) > 10_000:
+        return math.inf
+    plain = re.sub(r"\[\^?\]?[^\]]*\]", "x", re.sub(r"\\.", "x", pattern))  # escapes and sets are one character
+    if re.search(r"\)\s*[*+{]|\(\?[A-Za-z]*x", plain):  # (?x: allows spaces and comments between the two
+        return math.inf
+    num_choices, num_groups = plain.count("|"), plain.count("(") + 1
+    num_repeats, num_optional = len(re.findall(r"[*+{]", plain)), plain.count("?")
+    return float(_NAME_LENGTH) ** min(num_repeats, 9) * 2.0 ** min(num_optional, 99) * (1.0 + num_choices) ** min(
+        num_groups, num_choices, 9)
+
+
 def is_peft_directory(path: str | Path) -> bool:
     """Whether this is a PEFT directory.  It may also hold a tokenizer, but not a model."""
     path = Path(path)
@@ -81,7 +102,8 @@ class AdapterDirectory:
         stated = read_metadata(directory / WEIGHTS_FILE).get(BASE_KEY)
         found = read_header(directory / WEIGHTS_FILE, dtypes=FLOAT_DTYPES)
         tensors = {published_name(name.removeprefix(PREFIX)): one for name, one in found.items()}
-        return cls(directory, config, tensors, int(stated) if stated is not None and stated.isdecimal() else None)
+        is_stated = stated is not None and re.fullmatch("[0-9]{1,10}", stated)
+        return cls(directory, config, tensors, int(stated) if is_stated else None)
 
     @property
     def base_name(self) -> str | None:
@@ -107,11 +129,33 @@ class AdapterDirectory:
     def scale(self, layer: str, rank: int) -> float:
         """PEFT's factor for the adapter of ``layer``, which is named as in the live module."""
         alpha = self.settings.alpha
-        for pattern, one in (self.config.get("alpha_pattern") or {}).items():
-            if re.match(rf"(.*\.)?({pattern})$", layer):
-                alpha = float(one)
+        for pattern, one in self._alphas:
+            if pattern.match(layer):
+                alpha = one
                 break
         return self.settings.scale(rank, alpha)
+
+    @cached_property
+    def _alphas(self) -> Sequence[tuple[re.Pattern[str], float]]:
+        """``alpha_pattern``: the layers that PEFT's patterns select, and their alpha.  Raises UserError if damaged."""
+        key, found = f"{self.path / CONFIG_FILE}: alpha_pattern", self.config.get("alpha_pattern") or {}
+        if not isinstance(found, dict):
+            raise UserError(f"{key} is {str(found)[:80]!r}; expected patterns of layer names, and their alphas.")
+        alphas, problems = [], []
+        for pattern, alpha in found.items():
+            if type(alpha) not in (int, float) or not math.isfinite(alpha):
+                problems.append(f"{key} gives {pattern[:80]!r} the alpha {str(alpha)[:80]!r}; expected a number.")
+            elif _num_trials(pattern) > _MAX_TRIALS:
+                problems.append(f"{key} has the pattern {pattern[:80]!r}, which can take too long to match; write the "
+                                f"names of the layers instead.")
+            else:
+                try:
+                    alphas.append((re.compile(rf"(.*\.)?({pattern})$"), float(alpha)))
+                except (re.error, RecursionError, OverflowError) as error:
+                    problems.append(f"{key} has the pattern {pattern[:80]!r}, which is not a regular expression "
+                                    f"({error}).")
+        refuse(problems)
+        return alphas
 
     def views(self, model: ModelConfig) -> tuple[list[View], list[Misfit]]:
         """Views of the weights that a checkpoint of ``model`` saves, and tensors that do not fit."""

@@ -5,6 +5,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -325,6 +326,20 @@ def test_modules_that_peft_fully_trained_are_reported_with_the_flag_to_continue_
 def test_an_invalid_number_is_reported(broken: Path) -> None:
     change(broken, lora_alpha="many")
     with pytest.raises(UserError, match=r"has an invalid r, lora_alpha or lora_dropout \(could not convert"):
+        open_adapters(broken, model_of())
+
+
+@pytest.mark.parametrize(("alphas", "problem"), [
+    (["q_proj"], "alpha_pattern is .*; expected patterns of layer names, and their alphas"),
+    ({"q_proj": "many"}, "gives 'q_proj' the alpha 'many'; expected a number"),
+    ({"q_proj": True}, "the alpha 'True'; expected a number"),
+    ({"(": 2}, r"has the pattern '\(', which is not a regular expression"),
+    *(({pattern: 2}, "can take too long to match; write the names of the layers instead") for pattern in (
+        "(a+)+b", "(a|a)*b", "(a*){9}b", ".*.*.*.*.*b", "a?" * 40 + "b", "(a|aa)" * 40 + "b", "(?x:(a|a) *b)")),
+])
+def test_an_invalid_alpha_pattern_is_reported(broken: Path, alphas: Any, problem: str) -> None:
+    change(broken, alpha_pattern=alphas)
+    with pytest.raises(UserError, match=problem):
         open_adapters(broken, model_of())
 
 
