@@ -102,8 +102,8 @@ class AdapterDirectory:
         stated = read_metadata(directory / WEIGHTS_FILE).get(BASE_KEY)
         found = read_header(directory / WEIGHTS_FILE, dtypes=FLOAT_DTYPES)
         tensors = {published_name(name.removeprefix(PREFIX)): one for name, one in found.items()}
-        is_stated = stated is not None and re.fullmatch("[0-9]{1,10}", stated)
-        return cls(directory, config, tensors, int(stated) if is_stated else None)
+        number = re.fullmatch("[0-9]{1,10}", stated or "")
+        return cls(directory, config, tensors, int(number[0]) if number else None)
 
     @property
     def base_name(self) -> str | None:
