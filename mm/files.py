@@ -1,9 +1,10 @@
-"""Small files that are replaced atomically, and lists that grow line by line.
+"""Small files that are replaced atomically, lists that grow line by line, and JSON that may be damaged.
 
 A reader of a replaced file sees the old one or the new one.  A process killed while it appends a line may leave part of
 the line, which readers ignore.
 """
 
+import json
 import os
 import secrets
 import shutil
@@ -36,6 +37,22 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], Any], *, syncs: bool =
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def json_value(raw: bytes | str) -> Any:
+    """Parse JSON; anything that cannot be parsed, deep nesting included, raises ValueError."""
+    try:
+        return json.loads(raw)
+    except RecursionError as error:
+        raise ValueError("too many levels of nesting") from error
+
+
+def json_object(raw: bytes | str) -> dict[str, Any]:
+    """Parse a JSON object; anything else raises ValueError."""
+    value = json_value(raw)
+    if not isinstance(value, dict):
+        raise ValueError(f"a {type(value).__name__}, not an object")
+    return value
 
 
 def whole_lines(content: bytes) -> list[bytes]:

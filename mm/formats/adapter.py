@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,6 +19,7 @@ import torch
 from mm.config.lora import LoraConfig
 from mm.config.model import ModelConfig
 from mm.errors import UserError, refuse
+from mm.files import json_object
 from mm.formats.hf import is_adapter_file
 from mm.formats.safetensors import FLOAT_DTYPES, read_header, read_metadata, safetensors_file
 from mm.weights.lora import model_adapters
@@ -44,7 +46,7 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
 """Keys of adapter_config.json that select another kind of adapter, and their values for plain LoRA."""
 
 
-_MAX_TRIALS = 10**8
+_MAX_TRIALS = 10**7
 _NAME_LENGTH = 100
 """Characters: live names of layers have up to about 60."""
 
@@ -57,11 +59,12 @@ def _num_trials(pattern: str) -> float:
     if len(pattern) > 10_000:
         return math.inf
     plain = re.sub(r"\[\^?\]?[^\]]*\]", "x", re.sub(r"\\.", "x", pattern))  # escapes and sets are one character
-    if re.search(r"\)\s*[*+{]|\(\?[A-Za-z]*x", plain):  # (?x: allows spaces and comments between the two
+    if re.search(r"\)\s*[*+{]|\(\?[A-Za-z]*[x#]", plain):  # (?x: and (?#: allow comments between the two
         return math.inf
+    plain = plain.replace("(?", "(")
     num_choices, num_groups = plain.count("|"), plain.count("(") + 1
     num_repeats, num_optional = len(re.findall(r"[*+{]", plain)), plain.count("?")
-    return float(_NAME_LENGTH) ** min(num_repeats, 9) * 2.0 ** min(num_optional, 99) * (1.0 + num_choices) ** min(
+    return float(_NAME_LENGTH) ** min(num_repeats, 9) * 4.0 ** min(num_optional, 99) * (1.0 + num_choices) ** min(
         num_groups, num_choices, 9)
 
 
@@ -92,11 +95,10 @@ class AdapterDirectory:
                     name == WEIGHTS_FILE and any(directory.glob("adapter_model*.bin"))) else ""
                 raise UserError(f"{directory} holds an adapter, but no {name}{pickled}.")
         try:
-            config = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{directory / CONFIG_FILE} is not valid JSON ({error}); download it again.") from error
-        if not isinstance(config, dict):
-            raise UserError(f"{directory / CONFIG_FILE} is not a JSON object; download it again.")
+            config = json_object((directory / CONFIG_FILE).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(
+                f"{directory / CONFIG_FILE} is not valid JSON of an adapter ({error}); download it again.") from error
         refuse(f"{directory / CONFIG_FILE}: {key} is {config[key]!r}; expected {legal[0]!r}: adapters of that kind are "
                f"not trained here." for key, legal in _OFF.items() if key in config and config[key] not in legal)
         stated = read_metadata(directory / WEIGHTS_FILE).get(BASE_KEY)
@@ -122,7 +124,7 @@ class AdapterDirectory:
             return LoraConfig(
                 r=int(self.config.get("r") or _DEFAULT), alpha=float(self.config.get("lora_alpha") or _DEFAULT),
                 dropout=float(self.config.get("lora_dropout") or 0.0), use_rslora=bool(self.config.get("use_rslora")))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise UserError(f"{self.path / CONFIG_FILE} has an invalid r, lora_alpha or lora_dropout "
                             f"({error}); download it again.") from error
 
@@ -143,7 +145,7 @@ class AdapterDirectory:
             raise UserError(f"{key} is {str(found)[:80]!r}; expected patterns of layer names, and their alphas.")
         alphas, problems = [], []
         for pattern, alpha in found.items():
-            if type(alpha) not in (int, float) or not math.isfinite(alpha):
+            if type(alpha) not in (int, float) or not abs(alpha) < sys.float_info.max:
                 problems.append(f"{key} gives {pattern[:80]!r} the alpha {str(alpha)[:80]!r}; expected a number.")
             elif _num_trials(pattern) > _MAX_TRIALS:
                 problems.append(f"{key} has the pattern {pattern[:80]!r}, which can take too long to match; write the "

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mm.errors import UserError, refuse
-from mm.files import whole_lines
+from mm.files import json_object, whole_lines
 from mm.formats.files import Files
 from mm.weights.plan import TargetFile
 
@@ -124,7 +124,12 @@ class Output:
         self._append({"conversion": self._fingerprint})
 
     def drop_damaged(self, files: Sequence[TargetFile]) -> list[str]:
-        """Forget finished files whose bytes do not match the journal, and return their names."""
+        """Forget finished files whose bytes do not match the journal, and return their names.
+
+        A damaged journal may also name files that this conversion does not write; they are forgotten, too.
+        """
+        names = {file.name for file in files}
+        self.finished = {name: crc32s for name, crc32s in self.finished.items() if name in names}
         damaged = [file.name for file in files if file.name in self.finished
                    and not is_intact(self.folder, file, self.finished[file.name])]
         for name in damaged:
@@ -246,9 +251,9 @@ def _read_journal(path: Path, fingerprint: str) -> dict[str, dict[str, int]] | N
     finished: dict[str, dict[str, int]] = {}
     for line in lines[1:]:
         try:
-            entry = json.loads(line)
+            entry = json_object(line)
             name, crc32s = entry["file"], dict(entry["crc32"])
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError):
             continue
         if isinstance(name, str):
             finished[name] = crc32s

@@ -3,7 +3,6 @@
 Only headers are read.  Names and shapes come from ``mm.weights.table``.
 """
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from typing import Any
 from mm.config.model import ModelConfig
 from mm.errors import UserError, refuse
 from mm.families.known import FAMILIES
+from mm.files import json_value
 from mm.formats.hf_config import hf_problems, language_keys, model_from_hf, stated_family
 from mm.formats.layout import Layout
 from mm.formats.safetensors import FLOAT_DTYPES, read_header, refuse_lfs_pointer
@@ -275,6 +275,6 @@ def _parsed(path: Path, raw: bytes) -> Any:
     """The JSON in ``raw``, the bytes of the file at ``path``."""
     refuse_lfs_pointer(path, raw)
     try:
-        return json.loads(raw)
-    except (ValueError, RecursionError) as error:
+        return json_value(raw)
+    except ValueError as error:
         raise UserError(f"{path} is not valid JSON ({error}); download it again.") from error

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from mm.config.model import ModelConfig
 from mm.errors import UserError
+from mm.files import json_object
 from mm.formats.safetensors import DTYPE_NAMES, DTYPES
 from mm.weights.views import Stored
 
@@ -34,10 +35,10 @@ def read_manifest(folder: Path, format: str, version: int, advice: str) -> dict[
     """
     path = folder / MANIFEST_FILE
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        content = json_object(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}); {advice}.") from error
-    crc32 = content.pop("crc32", None) if isinstance(content, dict) else None
+    crc32 = content.pop("crc32", None)
     if crc32 is None or crc32 != _crc32(content):
         raise UserError(f"{path} is damaged (its crc32 differs); {advice}.")
     found = content.pop("format", None), content.pop("version", None)
@@ -60,8 +61,8 @@ def read_head(folder: Path, key: str) -> dict[str, Any]:
                 head.append(line)
             else:
                 raise ValueError(f"it has no {key}")
-        return json.loads("".join(head).rstrip().removesuffix(",") + "}")
-    except (OSError, ValueError, RecursionError) as error:
+        return json_object("".join(head).rstrip().removesuffix(",") + "}")
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}).") from error
 
 

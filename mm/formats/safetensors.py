@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mm.errors import UserError
+from mm.files import json_object
 from mm.weights.plan import TargetFile
 from mm.weights.views import Stored
 
@@ -46,16 +47,13 @@ def read_header(
     size_bytes = path.stat().st_size
     header.pop("__metadata__", None)
     try:
-        for name, entry in header.items():
-            _check_numbers(path, name, entry)
-        stops = [8 + header_bytes + entry["data_offsets"][1] for entry in header.values()]
         found = {name: _stored(path, file or path.name, name, entry, 8 + header_bytes, dtypes)
                  for name, entry in header.items()}
     except (KeyError, TypeError, IndexError) as error:
         raise UserError(
             f"{path} has a damaged safetensors header (an entry without {error}); download it again."
         ) from error
-    end = max(stops, default=8 + header_bytes)
+    end = max((one.offset + one.num_bytes for one in found.values()), default=8 + header_bytes)
     if size_bytes != end:
         raise UserError(f"{path} has {size_bytes} bytes, but its header describes {end}; download it again.")
     return found
@@ -78,27 +76,26 @@ def _read_json(path: Path) -> tuple[dict[str, Any], int]:
             raise UserError(f"{path} ({size_bytes} bytes) is truncated or not a safetensors file; download it again.")
         opened.seek(8)
         try:
-            header = json.loads(opened.read(header_bytes))
-        except (ValueError, RecursionError) as error:
+            header = json_object(opened.read(header_bytes))
+        except ValueError as error:
             raise UserError(f"{path} has a damaged safetensors header ({error}); download it again.") from error
-    if not isinstance(header, dict):
-        raise UserError(f"{path} has a damaged safetensors header (not a table of tensors); download it again.")
     return header, header_bytes
 
 
 def _check_numbers(path: Path, name: str, entry: Mapping[str, Any]) -> None:
     """Raise UserError if the shape or the two offsets are not lists of integers from 0 on (``true`` is none)."""
     for key, length in (("shape", None), ("data_offsets", 2)):
-        if not isinstance(entry[key], list) or not all(type(one) is int and one >= 0 for one in entry[key]) or (
-            length not in (None, len(entry[key]))
-        ):
-            raise UserError(f"{path} has a damaged safetensors header ({key} of {name} is {str(entry[key])[:80]}; "
-                            f"expected {length or 'any number of'} integers from 0 on); download it again.")
+        found = entry[key]
+        is_list = isinstance(found, list) and all(type(one) is int and one >= 0 for one in found)
+        if not is_list or length not in (None, len(found)):
+            raise UserError(f"{path} has a damaged safetensors header ({key} of {name} is {str(found)[:80]}; expected "
+                            f"a list of {'' if length is None else f'{length} '}integers from 0 on); download it again.")
 
 
 def _stored(
     path: Path, file: str, name: str, entry: Mapping[str, Any], data_start: int, dtypes: Mapping[str, torch.dtype]
 ) -> Stored:
+    _check_numbers(path, name, entry)
     if not isinstance(entry["dtype"], str) or entry["dtype"] not in dtypes:
         raise UserError(
             f"{path}: {name} has dtype {entry['dtype']}; expected one of {', '.join(dtypes)}. Quantized "

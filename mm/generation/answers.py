@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mm.errors import UserError, writing
-from mm.files import whole_lines, write_whole
+from mm.files import json_object, whole_lines, write_whole
 
 _AGAIN = "give another --output, or remove the file to ask everything again"
 
@@ -53,9 +53,9 @@ class AnswerFile:
         for number, line in enumerate(lines, start=1):
             where = f"{self.path}:{number}: "
             try:
-                answer = json.loads(line)
+                answer = json_object(line)
                 prompt, key = int(answer["number"]), answer["key"]
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
+            except (ValueError, KeyError, TypeError, OverflowError) as error:
                 raise UserError(f"{where}is not an answer of mm.generate; {_AGAIN}.") from error
             if keys.get(prompt) != key:
                 raise UserError(f"{where}answers a different prompt {prompt}, or was made with other weights or "

@@ -9,6 +9,8 @@ from contextlib import suppress
 from threading import Lock
 from typing import Any
 
+from mm.files import json_value
+
 JOIN_SECONDS = 60.0
 """How long a newcomer waits for the first answer; the other side may be busy with thousands of newcomers.  A process
 that has ended costs no wait: its machine refuses the connection at once."""
@@ -135,8 +137,8 @@ class Lines:
 
 def _message(line: bytes) -> list[Any] | bytes:
     try:
-        words = json.loads(line)
-    except (ValueError, RecursionError):
+        words = json_value(line)
+    except ValueError:
         return line
     return words if isinstance(words, list) and words else line
 

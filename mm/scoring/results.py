@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from mm.errors import UserError, refuse, writing
-from mm.files import write_whole
+from mm.files import json_object, write_whole
 from mm.scoring.benchmarks import GROUPS, Item, Items
 from mm.scoring.rules import REFERENCES, chosen_option, score
 
@@ -86,8 +86,15 @@ def write_results(
 
 def read_answers(path: Path) -> dict[int, Prediction]:
     """Read the file that ``mm.generation.answers`` writes, by the number of the question."""
-    lines = map(json.loads, path.read_bytes().splitlines())
-    return {line["number"]: Prediction.of(line["answer"], line["ended"]) for line in lines}
+    found: dict[int, Prediction] = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            answer = json_object(line)
+            found[answer["number"]] = Prediction.of(str(answer["answer"]), answer["ended"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path}:{number}: is not an answer of mm.generate; give another --output, or remove the "
+                            f"file to ask everything again.") from error
+    return found
 
 
 def scored(items: Items, answers: Mapping[int, Prediction]) -> list[ScoredItem]:
@@ -130,9 +137,10 @@ def _mean(found: Sequence[ScoredItem]) -> dict[str, Any]:
 def _differences(path: Path, settings: Mapping[str, Any]) -> Iterator[str]:
     """How ``settings`` differ from those of the earlier run."""
     try:
-        earlier = json.loads(path.read_text(encoding="utf-8"))
+        earlier = json_object(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{path}: is not JSON ({error}); give another --output, or remove this folder.") from error
+        raise UserError(
+            f"{path}: is not a JSON object ({error}); give another --output, or remove this folder.") from error
     now = json.loads(json.dumps(settings))
     for key in dict.fromkeys((*now, *earlier)):
         if now.get(key) != earlier.get(key):

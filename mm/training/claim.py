@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Self
 
 from mm.errors import UserError, collected, refuse, writing
+from mm.files import json_object
 from mm.parallel.node import began, node_id
 
 LOCK_FILE = ".mm-train.lock"
@@ -58,11 +59,13 @@ class Owner:
 
     @classmethod
     def read(cls, content: bytes) -> "Owner | None":
-        """The owner in a lock file's ``content``; None if it is not written yet."""
+        """The owner in a lock file's ``content``; None if it is not written yet, or damaged."""
         try:
-            return cls(**json.loads(content)["owner"])
+            found = cls(**json_object(content)["owner"])
         except (ValueError, KeyError, TypeError):
             return None
+        is_pid = type(found.pid) is int and 0 < found.pid < 2**31
+        return found if is_pid and all(isinstance(one, str) for one in (found.kernel, found.started)) else None
 
     def is_here(self) -> bool:
         """Whether it is a process of this kernel, so that ``is_alive`` can look it up."""

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from mm.config.flags import Arguments
 from mm.errors import UserError, writing
-from mm.files import whole_lines, write_whole
+from mm.files import json_object, whole_lines, write_whole
 from mm.training.slow_ranks import SlowRank
 from mm.training.timeline import TIMED, label, seconds_key
 from mm.training.trackers import open_trackers
@@ -278,8 +278,8 @@ def _keep_before(path: Path, iteration: int) -> None:
         return
     content = path.read_bytes()
     try:
-        kept = b"".join(row for row in whole_lines(content) if json.loads(row)["iteration"] <= iteration)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        kept = b"".join(row for row in whole_lines(content) if json_object(row)["iteration"] <= iteration)
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}); move it away, then the run writes a new one") from error
     if kept != content:
         write_whole(path, kept, syncs=True)

@@ -295,7 +295,7 @@ def test_broken_directories_are_reported(broken: Path) -> None:
     change(broken, use_dora=True, bias="all")
     assert "use_dora is True; expected" in problem_text() and "bias is 'all'; expected" in problem_text()
     (broken / CONFIG_FILE).write_text("{")
-    assert "is not valid JSON" in problem_text()
+    assert "is not valid JSON of an adapter (Expecting" in problem_text()
     (broken / CONFIG_FILE).write_text("{}")
     (broken / WEIGHTS_FILE).rename(broken / "adapter_model.bin")
     assert f"no {WEIGHTS_FILE} (a .bin file is a pickle" in problem_text()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mm.data.record_name import BadSample
 from mm.errors import UserError, writing
-from mm.files import whole_lines
+from mm.files import json_object, whole_lines
 
 LEDGER = "quarantine.jsonl"
 """Name of the file in ``--log-dir``, with one line per bad sample."""
@@ -59,7 +59,7 @@ def _places(ledger: Path) -> set[tuple[str, int]]:
     lines = whole_lines(ledger.read_bytes())
     os.truncate(ledger, sum(map(len, lines)))
     try:
-        rows = [json.loads(line) for line in lines]
+        rows = [json_object(line) for line in lines]
         return {(row["dataset"], row["index"]) for row in rows}
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{ledger}: is not a list of an earlier run's bad samples ({error}); move it away.") from error

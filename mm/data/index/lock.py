@@ -19,6 +19,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
+from mm.files import json_object
 from mm.parallel.node import began, node_id
 
 _BEAT_SECONDS = 5.0
@@ -122,6 +123,6 @@ def _text(path: Path) -> str | None:
 
 def _json(content: str) -> dict[str, Any]:
     try:
-        return json.loads(content)
+        return json_object(content)
     except ValueError:
         return {}

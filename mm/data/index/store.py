@@ -24,7 +24,7 @@ from mm.data.index.gauge import ROW
 from mm.data.index.index import Bad, RecordIndex
 from mm.data.index.rows import Column, IndexRows, MappedBytes, packed_numbers
 from mm.data.read.records import RecordFile
-from mm.files import replace_file
+from mm.files import json_object, replace_file
 
 _FORM = 5
 """Increment when the same data would be read or measured differently."""
@@ -72,7 +72,7 @@ class Store:
 
         def remembered() -> tuple[str, bool] | None:
             for folder in self.folders:
-                found = _json(folder / f"{name}.json", may_be_older=True)
+                found = _json(folder / f"{name}.json")
                 if found is not None and found.get("stamp") == stamp:
                     is_older = found.get("form") != _FORM
                     if is_older:
@@ -187,20 +187,17 @@ class Kept:
     """Unique to this index."""
 
 
-def _json(path: Path, may_be_older: bool = False) -> dict[str, Any] | None:
+def _json(path: Path) -> dict[str, Any] | None:
     """The content of a JSON file; None if it is missing or damaged.
 
-    ``may_be_older``: accept a file without a checksum, as versions before form 5 wrote it.
+    Versions before form 5 wrote no checksum; of their files, only those with the hash of a data file are accepted.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    if not isinstance(content, dict):
+        content = json_object(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
     stated = content.pop(_CHECKSUM, None)
-    is_older = may_be_older and stated is None and content.get("form") != _FORM and isinstance(
-        content.get("sha256"), str)
+    is_older = stated is None and content.get("form") != _FORM and isinstance(content.get("sha256"), str)
     return content if is_older or stated == _checksum(content) else None
 
 
