@@ -10,7 +10,6 @@ disturbed, to the bit: its metrics, weights and optimizer state.  The exit statu
 was left.
 """
 
-import os
 import random
 import signal
 import statistics
@@ -23,11 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from benchmarks.job import Job
 from benchmarks.measure import command, report
-from tests.files import ROOT, json_lines
-from tests.launch import free_port
+from tests.files import json_lines
 from tests.tiny_inputs import flags_of, write_inputs
 
 NUM_STEPS = 150
@@ -35,7 +32,6 @@ LATEST_SECONDS = 16.0
 """Events come up to this long after the launch; an undisturbed launch takes a little longer on two cores."""
 LEFT_SECONDS = 5.0
 """A process that is alive this long after the launcher has ended is left."""
-MARK = "MM_SOAK"
 LAYOUTS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "PP 2": (2, 2, ()),
     "DP 2": (1, 2, ("--use-distributed-optimizer",)),
@@ -57,42 +53,6 @@ class Events:
         statuses = {str(status): self.statuses.count(status) for status in sorted(set(self.statuses))}
         return {"count": len(self.seconds), "median_seconds": round(statistics.median(self.seconds), 2),
                 "most_seconds": round(max(self.seconds), 2), "statuses": statuses, "processes_left": self.num_left}
-
-
-class Job:
-    """One launch."""
-
-    def __init__(self, words: Sequence[str], num_ranks: int, output: Path) -> None:
-        self.mark = f"{os.getpid()}-{time.monotonic_ns()}"
-        environment = os.environ | {
-            MARK: self.mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-            "PET_SHUTDOWN_TIMEOUT": "60",
-        }  # fmt: skip
-        words = [sys.executable, "-m", "mm.launch", "--nproc_per_node", str(num_ranks), "--master_addr", "localhost",
-                 "--master_port", str(free_port()), "-m", "mm.train", *words]  # fmt: skip
-        with output.open("a") as file:
-            self.launcher = psutil.Popen(words, cwd=ROOT, env=environment, stdout=file, stderr=file)
-
-    def processes(self) -> list[psutil.Process]:
-        """All processes of this launch, also those whose parents have ended."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
-        return found
-
-    def ranks(self) -> list[psutil.Process]:
-        return [one for one in self.processes() if "-m mm.train" in " ".join(one.cmdline()) and one != self.launcher
-                and "mm.launch" not in " ".join(one.cmdline())]
-
-    def workers(self) -> list[psutil.Process]:
-        return [one for one in self.processes() if "multiprocessing" in " ".join(one.cmdline())]
-
-    def wait(self) -> int:
-        return self.launcher.wait(300)
 
 
 def to_launcher(number: int) -> Callable[[Job, random.Random], None]:

@@ -88,8 +88,9 @@ def _check_numbers(path: Path, name: str, entry: Mapping[str, Any]) -> None:
         found = entry[key]
         is_list = isinstance(found, list) and all(type(one) is int and one >= 0 for one in found)
         if not is_list or length not in (None, len(found)):
+            expected = f"a list of {'' if length is None else f'{length} '}integers from 0 on"
             raise UserError(f"{path} has a damaged safetensors header ({key} of {name} is {str(found)[:80]}; expected "
-                            f"a list of {'' if length is None else f'{length} '}integers from 0 on); download it again.")
+                            f"{expected}); download it again.")
 
 
 def _stored(
