@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.job import Job
 from benchmarks.measure import command, report
 from tests.files import json_lines
