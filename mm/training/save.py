@@ -30,6 +30,8 @@ from mm.weights.trained import saved_weights
 
 ToWrite = Sequence[tuple[CheckpointTensor, Values]]
 """Tensors of this rank and their values, those of one file in a row."""
+OptimizerFacts = tuple[int | None, dict[str, float] | None]
+"""A rank's number of updates and loss scale; None where it trains nothing, and without loss scaling."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,8 @@ class BegunSave:
     """The live tensors; padding is removed while they are written."""
     manifest: CheckpointManifest
     """Without its tensors and the facts of the optimizer, which are gathered by ``commit``."""
-    _optimizer_facts: tuple[int | None, dict[str, float] | None] | None
-    """This rank's number of updates and loss scale; None if no optimizer state is saved."""
+    _optimizer_facts: OptimizerFacts | None
+    """None if no optimizer state is saved."""
 
     @classmethod
     def begin(
@@ -68,26 +70,8 @@ class BegunSave:
         num_bytes = torch.tensor(sum(tensor.stored.num_bytes for tensor, _ in tensors))
         dist.all_reduce(num_bytes, group=mesh.control_group)
         temporary = on_first(mesh, lambda: files.begin(directory, progress.iteration, int(num_bytes)))
-        manifest = CheckpointManifest(
-            iteration=progress.iteration,
-            consumed_samples=progress.consumed_samples,
-            world_size=mesh.world_size,
-            tp_size=mesh.tp_size,
-            pp_size=mesh.pp_size,
-            model=setup.stage.model,
-            optimizer=None,
-            facts=run_facts,
-            data=progress.data.to_json() if progress.data is not None else None,
-            pieces=(),
-            base=base,
-            best=dataclasses.asdict(progress.best),
-            run_id=progress.run_id,
-            schedule=progress.schedule and progress.schedule.to_json(),
-            given_start=progress.given_start,
-            recent=dataclasses.asdict(progress.recent),
-        )
-        facts = (owned[0].step if owned else None, scaler_state(setup.optimizer)) if save_optim else None
-        return cls(temporary, tensors, manifest, facts)
+        facts = own_optimizer_facts(setup, owned) if save_optim else None
+        return cls(temporary, tensors, begun_manifest(progress, setup, run_facts, base), facts)
 
     def write(self, tensors: ToWrite, host: Host) -> list[CheckpointTensor]:
         """Write this rank's files, in any thread, and return their tensors with checksums.
@@ -117,7 +101,7 @@ class BegunSave:
             gathered = gather(mesh, (together(mesh, written), self._optimizer_facts))
             manifest = dataclasses.replace(
                 self.manifest,
-                optimizer=_optimizer_facts([facts for _, facts in gathered if facts is not None]),
+                optimizer=shared_optimizer_facts([facts for _, facts in gathered if facts is not None]),
                 pieces=tuple(tensor for tensors, _ in gathered for tensor in tensors),
             )
             final = on_first(mesh, lambda: files.commit(self.temporary, manifest))
@@ -131,33 +115,41 @@ class BegunSave:
         return final
 
 
+def begun_manifest(
+    progress: TrainingProgress, setup: Setup, run_facts: Mapping[str, Any], base: Mapping[str, Any] | None
+) -> CheckpointManifest:
+    """The manifest of ``progress``, without its tensors and the facts of the optimizer."""
+    mesh = setup.mesh
+    return CheckpointManifest(
+        iteration=progress.iteration,
+        consumed_samples=progress.consumed_samples,
+        world_size=mesh.world_size,
+        tp_size=mesh.tp_size,
+        pp_size=mesh.pp_size,
+        model=setup.stage.model,
+        optimizer=None,
+        facts=run_facts,
+        data=progress.data.to_json() if progress.data is not None else None,
+        pieces=(),
+        base=base,
+        best=dataclasses.asdict(progress.best),
+        run_id=progress.run_id,
+        schedule=progress.schedule and progress.schedule.to_json(),
+        given_start=progress.given_start,
+        recent=dataclasses.asdict(progress.recent),
+    )
+
+
 def _planned(setup: Setup, owned: Sequence[OwnedState], save_rng: bool) -> ToWrite:
     """What this rank writes, file by file.
 
     Everything is written once: by one replica, one copy of a tied embedding, and one TP rank for replicated weights.
-    The frozen base model of adapters is not written.
     """
-    mesh, saved = setup.mesh, {weight.name for weight in saved_weights(setup.stage.model)}
-    rank = f"tp{mesh.tp_rank:02d}_pp{mesh.pp_rank:02d}"
-    stored = {weight.name: MemoryLayout.of(weight, mesh.tp_size) for weight in setup.stage.weights
-              if weight.name in saved and (weight.tp_dim is not None or mesh.tp_rank == 0)}
-    planned: list[tuple[CheckpointTensor, Values]] = []
+    mesh, planned = setup.mesh, list[tuple[CheckpointTensor, Values]]()
     if mesh.copy_rank == 0:
-        file = f"weights_{rank}.safetensors"
-        for name, memory in stored.items():
-            parameter = setup.stage.get_parameter(name)
-            piece = CheckpointTensor.of(parameter.dtype, memory.file_shape, file, name, "weight", mesh.tp_rank)
-            planned.append((piece, Values(parameter, memory)))
+        planned += planned_weights(setup)
     if mesh.copy_rank == 0 or is_split(setup.optimizer):
-        file = f"optimizer_{rank}_dp{mesh.copy_rank:02d}.safetensors"
-        for state in (state for state in owned if state.name in stored):
-            memory = stored[state.name]
-            start, stop = memory.real_range(state.start, state.stop)
-            if start == stop:
-                continue  # only padding
-            for kind, tensor in state.tensors().items():
-                piece = CheckpointTensor.of(tensor.dtype, (stop - start,), file, state.name, kind, mesh.tp_rank, start)
-                planned.append((piece, Values(tensor, memory, state.start)))
+        planned += planned_states(setup, owned)
     if save_rng:
         file = f"random_{mesh.rank:05d}.safetensors"
         for name, state in setup.stage.device.random_states().items():
@@ -166,11 +158,52 @@ def _planned(setup: Setup, owned: Sequence[OwnedState], save_rng: bool) -> ToWri
     return planned
 
 
-def _optimizer_facts(of_ranks: Sequence[tuple[int | None, dict[str, float] | None]]) -> dict[str, Any] | None:
-    """The manifest's optimizer facts, from every rank's update count and loss scale; ranks without training have none.
+def planned_weights(setup: Setup) -> ToWrite:
+    """The weights that this rank holds, as in the files of ranks that hold the same; those that no other rank of its
+    tensor-parallel group writes."""
+    file = f"weights_{_position(setup.mesh)}.safetensors"
+    planned: list[tuple[CheckpointTensor, Values]] = []
+    for name, memory in _stored(setup).items():
+        parameter = setup.stage.get_parameter(name)
+        piece = CheckpointTensor.of(parameter.dtype, memory.file_shape, file, name, "weight", setup.mesh.tp_rank)
+        planned.append((piece, Values(parameter, memory)))
+    return planned
 
-    None if no rank saves optimizer state.
-    """
+
+def planned_states(setup: Setup, owned: Sequence[OwnedState]) -> ToWrite:
+    """The optimizer states ``owned`` by this rank, in a file that ranks with the same states have in common."""
+    mesh, stored = setup.mesh, _stored(setup)
+    copy = mesh.copy_rank if is_split(setup.optimizer) else 0
+    file = f"optimizer_{_position(mesh)}_dp{copy:02d}.safetensors"
+    planned: list[tuple[CheckpointTensor, Values]] = []
+    for state in (state for state in owned if state.name in stored):
+        memory = stored[state.name]
+        start, stop = memory.real_range(state.start, state.stop)
+        if start == stop:
+            continue  # only padding
+        for kind, tensor in state.tensors().items():
+            piece = CheckpointTensor.of(tensor.dtype, (stop - start,), file, state.name, kind, mesh.tp_rank, start)
+            planned.append((piece, Values(tensor, memory, state.start)))
+    return planned
+
+
+def _position(mesh: Mesh) -> str:
+    return f"tp{mesh.tp_rank:02d}_pp{mesh.pp_rank:02d}"
+
+
+def _stored(setup: Setup) -> dict[str, MemoryLayout]:
+    """The weights that this rank's position writes, by name.  The frozen base model of adapters is not written."""
+    mesh, saved = setup.mesh, {weight.name for weight in saved_weights(setup.stage.model)}
+    return {weight.name: MemoryLayout.of(weight, mesh.tp_size) for weight in setup.stage.weights
+            if weight.name in saved and (weight.tp_dim is not None or mesh.tp_rank == 0)}
+
+
+def own_optimizer_facts(setup: Setup, owned: Sequence[OwnedState]) -> OptimizerFacts:
+    return owned[0].step if owned else None, scaler_state(setup.optimizer)
+
+
+def shared_optimizer_facts(of_ranks: Sequence[OptimizerFacts]) -> dict[str, Any] | None:
+    """The manifest's optimizer facts, from those of every rank that saves optimizer state; None if none does."""
     if not of_ranks:
         return None
     steps = {step for step, _ in of_ranks if step is not None}
