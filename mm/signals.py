@@ -38,6 +38,14 @@ def ignore_stopping() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+def defer_stopping() -> None:
+    """Go on after a signal while this process, which is failing anyway, reports why; a second one still ends it."""
+    if threading.current_thread() is threading.main_thread():
+        for number in STOPPING:
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                signal.signal(number, lambda *_: None)
+
+
 class StopSignals:
     """Context that handles the signals of ``STOPPING``, except those that this process ignores already."""
 

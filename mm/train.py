@@ -6,6 +6,7 @@ Run by ``torchrun ... -m mm.train FLAGS``; with ``--dry-run`` or ``--check`` it 
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -121,35 +122,36 @@ def train(run: Run, signals: StopSignals) -> int:
     from mm.parallel.watchdog import Watchdog
 
     minutes, phases = run.args.distributed_timeout_minutes, phase_seconds(run.args.phase_timeouts)
-    with Watchdog(Meeting.of_launcher(minutes), run.args.step_timeout, phases) as watchdog:
+    # The claim is released after the watchdog's end, because the surviving ranks of a failed run still save.
+    with ExitStack() as last, Watchdog(Meeting.of_launcher(minutes), run.args.step_timeout, phases) as watchdog:
         with watchdog.phase("check"):
             run, claim, opened = check_files(run) if is_first_rank() else (run, Claim(), None)
         watchdog.at_end = claim.release
-        with claim:
-            from mm.device.device import Device
-            from mm.device.known import peak_notes
+        last.enter_context(claim)
+        from mm.device.device import Device
+        from mm.device.known import peak_notes
 
-            with watchdog.phase("start"):
-                device = Device.pick(run.args.device, run.args.deterministic_mode)
-                print_notes_once((*device.notes, *peak_notes(device.platform, device.name)))
-                # megatron looks at the device while it is imported, so everything built on it comes after this
-                from mm.parallel import mesh as parallel
-                from mm.training.reporter import say_on_last_rank
-                from mm.training.run import Trainer
-                from mm.training.start import settle
+        with watchdog.phase("start"):
+            device = Device.pick(run.args.device, run.args.deterministic_mode)
+            print_notes_once((*device.notes, *peak_notes(device.platform, device.name)))
+            # megatron looks at the device while it is imported, so everything built on it comes after this
+            from mm.parallel import mesh as parallel
+            from mm.training.reporter import say_on_last_rank
+            from mm.training.run import Trainer
+            from mm.training.start import settle
 
-            store = watchdog.meet()
-            with watchdog.phase("start"):
-                mesh = parallel.start(device, run.model, run.tp_size, minutes, run.cp_size, run.is_ring,
-                                      run.args.vision_feature_cache is not None, store)
-            watchdog.place(mesh)
-            with watchdog.phase("load"):
-                settled = settle(run, mesh, say_on_last_rank(mesh), opened)
-                trainer = Trainer(settled, device, mesh, watchdog, claim, signals)
-                del opened, settled  # frees the headers of the weights; the trainer keeps the samples and questions
-            trainer.run_steps()
-            trainer.export()
-            trainer.close()
+        store = watchdog.meet()
+        with watchdog.phase("start"):
+            mesh = parallel.start(device, run.model, run.tp_size, minutes, run.cp_size, run.is_ring,
+                                  run.args.vision_feature_cache is not None, store)
+        watchdog.place(mesh)
+        with watchdog.phase("load"):
+            settled = settle(run, mesh, say_on_last_rank(mesh), opened)
+            trainer = Trainer(settled, device, mesh, watchdog, claim, signals)
+            del opened, settled  # frees the headers of the weights; the trainer keeps the samples and questions
+        trainer.run_steps()
+        trainer.export()
+        trainer.close()
     return 0 if trainer.stop is None else end_stopped(f"stopped by {trainer.stop.cause}", trainer.stop.status)
 
 

@@ -16,10 +16,12 @@ PHASE_SECONDS: Mapping[str, float] = {
     "save": 3600.0,
     "export": 3 * 3600.0,
     "between": 600.0,
+    "dying": 300.0,
 }
 """Phase -> seconds.  ``check`` and ``data`` build the index of the samples where there is none: 450 s for a million
 samples on two cores.  ``answers`` is one batch of answers; ``export`` writes the whole model from one process;
-``between`` is the time between two phases or steps of a training, and at its end."""
+``between`` is the time between two phases or steps of a training, and at its end; ``dying`` is how long the surviving
+ranks of a failed run may take to save, 0 if they shall not."""
 
 
 def phase_seconds(words: Sequence[str]) -> dict[str, float]:

@@ -45,6 +45,7 @@ UNREADABLE = ""
 """Stands for the run id if the manifest cannot be read; no run has this id."""
 
 _ITERATION_NAME = re.compile(r"iter_(\d{7,})")
+_DYING_NAME = re.compile(r"iter_(\d{7,})\.dying")
 _LEFTOVER_NAME = re.compile(r"iter_\d{7,}\.(tmp|old)-\w+")
 
 
@@ -176,23 +177,45 @@ def write_pieces(
 
 def commit(temporary: Path, manifest: CheckpointManifest) -> Path:
     """Make a written checkpoint the newest: manifest, rename, then ``latest``.  Replaces one of the same iteration."""
-    with _new_file(temporary / MANIFEST_FILE) as opened:
-        opened.write(manifest.text().encode())
-    sync(temporary)
-    directory, final = temporary.parent, temporary.with_name(iteration_name(manifest.iteration))
-    old = final.with_name(f"{final.name}.old-{secrets.token_hex(4)}")
-    put_in_place(temporary, final, old)
+    final, old = _complete(temporary, manifest, iteration_name(manifest.iteration))
+    directory = final.parent
     latest = directory / f"{LATEST_FILE}.tmp-{secrets.token_hex(4)}"
     with _new_file(latest) as opened:
         opened.write(f"{manifest.iteration}\n".encode())
     latest.replace(directory / LATEST_FILE)
     sync(directory)
+    _delete_replaced(old, final)
+    return final
+
+
+def commit_dying(temporary: Path, manifest: CheckpointManifest) -> Path:
+    """Complete a checkpoint that the surviving ranks of a dying run have written, under a name of its own.
+
+    ``latest`` still names the newest checkpoint that all ranks have saved.
+    """
+    final, old = _complete(temporary, manifest, f"{iteration_name(manifest.iteration)}.dying")
+    sync(final.parent)
+    _delete_replaced(old, final)
+    return final
+
+
+def _complete(temporary: Path, manifest: CheckpointManifest, name: str) -> tuple[Path, Path]:
+    """Write the manifest and rename the directory; return it, and where one that it replaces is now."""
+    with _new_file(temporary / MANIFEST_FILE) as opened:
+        opened.write(manifest.text().encode())
+    sync(temporary)
+    final = temporary.with_name(name)
+    old = final.with_name(f"{iteration_name(manifest.iteration)}.old-{secrets.token_hex(4)}")
+    put_in_place(temporary, final, old)
+    return final, old
+
+
+def _delete_replaced(old: Path, final: Path) -> None:
     try:
         if old.exists():
             shutil.rmtree(old)
     except OSError as error:  # the new checkpoint is complete anyway
-        warnings.warn(f"the checkpoint that {final} replaces could not be deleted: {error}", stacklevel=2)
-    return final
+        warnings.warn(f"the checkpoint that {final} replaces could not be deleted: {error}", stacklevel=3)
 
 
 @dataclass(frozen=True)
@@ -218,13 +241,15 @@ ALL_KEPT = Retention()
 def purge(directory: Path, newest: int, retention: Retention, run_id: str | None) -> list[str]:
     """Delete a run's checkpoints before ``newest`` that ``retention`` does not keep; return problems as messages.
 
-    Later checkpoints, and those of other runs, are kept.  If one cannot be deleted, the others still are.
+    Later checkpoints, and those of other runs, are kept.  Dying checkpoints up to ``newest`` are no longer needed.  If
+    one cannot be deleted, the others still are.
     """
     problems = []
     earlier = [iteration for iteration, found in run_ids(directory).items() if iteration < newest and found == run_id]
-    for iteration in retention.doomed(earlier):
-        doomed = directory / iteration_name(iteration)
-        renamed = doomed.with_name(f"{doomed.name}.tmp-{secrets.token_hex(4)}")  # so iter_* is never half deleted
+    outdated = [path for iteration, path in _dying(directory) if iteration <= newest and run_id_of(path) == run_id]
+    for doomed in [*(directory / iteration_name(iteration) for iteration in retention.doomed(earlier)), *outdated]:
+        # so iter_* is never half deleted
+        renamed = doomed.with_name(f"{doomed.name.partition('.')[0]}.tmp-{secrets.token_hex(4)}")
         try:
             doomed.rename(renamed)
             shutil.rmtree(renamed)
@@ -284,10 +309,54 @@ def iteration_name(iteration: int) -> str:
     return f"iter_{iteration:07d}"
 
 
+def is_complete(directory: Path, iteration: int) -> bool:
+    """Whether there is a complete checkpoint of this iteration."""
+    return (directory / iteration_name(iteration) / MANIFEST_FILE).is_file()
+
+
 def complete_iterations(directory: Path) -> list[int]:
     """Iterations of complete checkpoints, ascending."""
     matches = [_ITERATION_NAME.fullmatch(path.parent.name) for path in directory.glob(f"iter_*/{MANIFEST_FILE}")]
     return sorted(int(match[1]) for match in matches if match)
+
+
+def _dying(directory: Path) -> list[tuple[int, Path]]:
+    """Iterations and paths of dying checkpoints, ascending."""
+    found = [(_DYING_NAME.fullmatch(path.parent.name), path.parent)
+             for path in directory.glob(f"iter_*/{MANIFEST_FILE}")]
+    return sorted((int(match[1]), path) for match, path in found if match)
+
+
+def newest_checkpoint(directory: Path) -> Path | None:
+    """The newest complete checkpoint, also a dying one that training can continue from; None if there is none."""
+    complete = complete_iterations(directory)
+    if not complete:
+        return _dying_after(directory, -1, None)[0]
+    newest = directory / iteration_name(complete[-1])
+    return _dying_after(directory, complete[-1], newest)[0] or newest
+
+
+def _dying_after(directory: Path, iteration: int, newest: Path | None) -> tuple[Path | None, list[str]]:
+    """The dying checkpoint after ``iteration`` that training continues from, and notes for the user.
+
+    It must have optimizer state, and belong to the run of the ``newest`` regular one, unless there is none.
+    """
+    notes = list[str]()
+    for _, path in reversed([one for one in _dying(directory) if one[0] > iteration]):
+        try:
+            content = stated(path)
+        except UserError as error:
+            notes.append(f"{path}, which the surviving ranks of a failed run saved, is not used: {error}")
+            continue
+        if newest is not None and content.get("run_id") != run_id_of(newest):
+            continue
+        since = "before the first regular checkpoint" if newest is None else f"after {newest}"
+        if content.get("optimizer") is not None:
+            return path, [*notes, f"training continues from {path}, which the surviving ranks of the failed run saved "
+                                  f"{since}; move it away to continue without it"]
+        notes.append(f"{path} holds weights that the surviving ranks of the failed run saved {since}; the optimizer "
+                     f"state was lost, so it is used only with --load {path} --no-load-optim")
+    return None, notes
 
 
 def run_ids(directory: Path) -> dict[int, str | None]:
@@ -328,7 +397,11 @@ def find_checkpoint(directory: str | Path) -> tuple[Path, tuple[str, ...]]:
         iteration = complete[-1]
         notes.append(f"{directory} has no {LATEST_FILE}; the newest complete checkpoint is iteration {iteration}")
     else:
-        raise UserError(f"{directory} holds no complete training checkpoint (no iter_*/{MANIFEST_FILE}).")
+        chosen, notes = _dying_after(directory, -1, None)
+        if chosen is None:
+            more = "".join(f" {note}." for note in notes)
+            raise UserError(f"{directory} holds no complete training checkpoint (no iter_*/{MANIFEST_FILE}).{more}")
+        return chosen, tuple(notes)
     chosen = directory / iteration_name(iteration)
     # If a save that replaces a checkpoint is killed between its two renames, the complete old one is left aside.
     asides = [path.parent for path in sorted(directory.glob(f"{chosen.name}.old-*/{MANIFEST_FILE}"))]
@@ -345,4 +418,7 @@ def find_checkpoint(directory: str | Path) -> tuple[Path, tuple[str, ...]]:
         for path in sorted(directory.iterdir())
         if _LEFTOVER_NAME.fullmatch(path.name) and path != chosen
     ]
+    if not complete or iteration >= complete[-1]:  # an earlier one was chosen on purpose
+        dying, more = _dying_after(directory, iteration, chosen)
+        return dying or chosen, (*notes, *more)
     return chosen, tuple(notes)

@@ -28,11 +28,13 @@ from mm.config.phases import PHASE_SECONDS
 from mm.device.platforms import PLATFORMS
 from mm.errors import AgreedError, ReportedError, Stopped, StoppedRun, UserError, printable, refuse
 from mm.parallel.activity import Journal, Work
-from mm.parallel.hub import Hub, death_of, end
+from mm.parallel.hub import Hub, end
 from mm.parallel.lines import Lines
 from mm.parallel.meeting import Meeting
 from mm.parallel.node import Identity, kill, own_identity
-from mm.signals import status_after
+from mm.parallel.ranks import death_of
+from mm.parallel.rescue import Survivor
+from mm.signals import defer_stopping, status_after
 
 if TYPE_CHECKING:
     from mm.parallel.mesh import Mesh
@@ -86,6 +88,9 @@ class Watchdog:
         self._lateness = ""
         """What to report when the deadline has passed."""
         self._hub_process: Identity | None = None
+        self._survivor: Survivor | None = None
+        self._saves_until = 0.0
+        """While a dying checkpoint is saved: when it must be complete."""
         self._is_leaving = self._is_unwatched = self._is_limited = False
         self._begun = threading.Event()
         self._ordered = threading.Event()
@@ -110,9 +115,20 @@ class Watchdog:
         self._mesh = mesh
         self._lines.send(0, "is at", self._place())  # at once, in case this rank dies within the first second
 
-    def follow(self, journal: Journal, communicator: "PipelineCommunicator") -> None:
-        """Set where the report finds what this rank is doing.  From now on the time between phases is limited too."""
+    def follow(
+        self, journal: Journal, communicator: "PipelineCommunicator", survivor: Survivor | None = None
+    ) -> None:
+        """Set where the report finds what this rank is doing.  From now on the time between phases is limited too.
+
+        ``survivor``: this rank's part of a dying checkpoint, on all ranks or on none.
+        """
         self._journal, self._communicator = journal, communicator
+        if survivor is None or not self._phase_seconds["dying"]:
+            return
+        self._survivor = survivor
+        if self._hub is not None:
+            self._hub.survivor, self._hub.dying_seconds = survivor, self._phase_seconds["dying"]
+        self._lines.send(0, "can write", survivor.holdings.weights, survivor.holdings.states)
 
     @contextmanager
     def step(self, iteration: int, phase: str = "") -> Iterator[None]:
@@ -192,7 +208,9 @@ class Watchdog:
             self._thread.join(limit)
             if self._hub is not None:
                 self._hub.join(limit)
-        elif isinstance(error, UserError):
+            return
+        defer_stopping()  # the launcher ends its ranks when one fails, but they may have something to save
+        if isinstance(error, UserError):
             self._fail("fails", "", 2)
         else:
             name = f"rank {self._meeting.rank} failed with {type(error).__name__}: {error}"
@@ -209,7 +227,9 @@ class Watchdog:
     def _fail(self, *words: str | int) -> bool:
         """Report to the hub and wait for its order to end, given because of this rank; False if no answer comes."""
         self._lines.send(0, *words)
-        if not self._is_unwatched and self._ordered.wait(_HUB_SECONDS) and self._cause_rank != self._meeting.rank:
+        while not self._is_unwatched and not self._ordered.wait(_HUB_SECONDS) and time.monotonic() < self._saves_until:
+            pass
+        if self._ordered.is_set() and self._cause_rank != self._meeting.rank:
             threading.Event().wait()  # another rank is the cause: the watching thread will end this process
         return self._ordered.is_set()
 
@@ -226,7 +246,10 @@ class Watchdog:
                         self._is_unwatched = True
                         self._begun.set()
                     case ["asks"]:
-                        self._lines.send(0, "tells", self._place(), _stacks())
+                        held = None if self._survivor is None else self._survivor.hold()
+                        self._lines.send(0, "tells", self._place(), _stacks(), held)
+                    case ["saves", str(folder), list(files), int() | float() as seconds]:
+                        self._save(folder, files, seconds)
                     case ["is process", str(node), int(pid), str(start)]:
                         self._hub_process = (node, pid, start)
                     case ["ends", int(status), int(cause_rank), list(silent)]:
@@ -244,6 +267,20 @@ class Watchdog:
                 kill([] if self._hub_process is None else [self._hub_process])
                 self._end(1, 0, f"error: {self._lateness}, and rank 0 does not answer: it holds Python's GIL, or its "
                                 f"process is stopped\n{self._own_place()}{_stacks()}")
+
+    def _save(self, folder: str, files: list[str], seconds: float) -> None:
+        """Write this rank's files of a dying checkpoint, if any, and stay until the hub's order to end."""
+        assert self._survivor is not None, "the hub was given what it can write"
+        self._saves_until, self._deadline = time.monotonic() + seconds, math.inf
+        faulthandler.dump_traceback_later(seconds + 2 * _HUB_SECONDS, exit=True, file=_STANDARD_ERROR)
+        if not files:
+            return
+        try:
+            problem, written = None, self._survivor.write(folder, files)
+        except Exception as error:  # the hub reports it
+            problem = str(error) if isinstance(error, UserError) else "".join(traceback.format_exception(error))
+            written = []
+        self._lines.send(0, "saved", problem, written)
 
     def _end(self, status: int, cause_rank: int, report: str = "") -> None:
         sys.stderr.write(printable(report))

@@ -161,7 +161,7 @@ def _planned(setup: Setup, owned: Sequence[OwnedState], save_rng: bool) -> ToWri
 def planned_weights(setup: Setup) -> ToWrite:
     """The weights that this rank holds, as in the files of ranks that hold the same; those that no other rank of its
     tensor-parallel group writes."""
-    file = f"weights_{_position(setup.mesh)}.safetensors"
+    file = weights_file(setup)
     planned: list[tuple[CheckpointTensor, Values]] = []
     for name, memory in _stored(setup).items():
         parameter = setup.stage.get_parameter(name)
@@ -172,9 +172,7 @@ def planned_weights(setup: Setup) -> ToWrite:
 
 def planned_states(setup: Setup, owned: Sequence[OwnedState]) -> ToWrite:
     """The optimizer states ``owned`` by this rank, in a file that ranks with the same states have in common."""
-    mesh, stored = setup.mesh, _stored(setup)
-    copy = mesh.copy_rank if is_split(setup.optimizer) else 0
-    file = f"optimizer_{_position(mesh)}_dp{copy:02d}.safetensors"
+    mesh, stored, file = setup.mesh, _stored(setup), states_file(setup)
     planned: list[tuple[CheckpointTensor, Values]] = []
     for state in (state for state in owned if state.name in stored):
         memory = stored[state.name]
@@ -185,6 +183,17 @@ def planned_states(setup: Setup, owned: Sequence[OwnedState]) -> ToWrite:
             piece = CheckpointTensor.of(tensor.dtype, (stop - start,), file, state.name, kind, mesh.tp_rank, start)
             planned.append((piece, Values(tensor, memory, state.start)))
     return planned
+
+
+def weights_file(setup: Setup) -> str:
+    """Where this rank's weights belong; the same for all ranks that hold the same ones."""
+    return f"weights_{_position(setup.mesh)}.safetensors"
+
+
+def states_file(setup: Setup) -> str:
+    """Where this rank's optimizer states belong; the same for all ranks that hold the same ones."""
+    copy = setup.mesh.copy_rank if is_split(setup.optimizer) else 0
+    return f"optimizer_{_position(setup.mesh)}_dp{copy:02d}.safetensors"
 
 
 def _position(mesh: Mesh) -> str:

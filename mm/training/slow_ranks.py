@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mm.parallel.hub import ranks_text
+from mm.parallel.ranks import ranks_text
 
 NUM_NAMED = 3
 """Slowest ranks that the log names."""

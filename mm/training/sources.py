@@ -14,7 +14,7 @@ from mm.formats.adapter import is_peft_directory
 from mm.formats.layout import Layout
 from mm.formats.qkv_order import QkvOrder
 from mm.formats.source import Kind, Source, find_kind, holds_nothing, open_to_train
-from mm.formats.training import complete_iterations, find_checkpoint, iteration_name, stated
+from mm.formats.training import find_checkpoint, newest_checkpoint, stated
 
 
 def qkv_order(run: Run) -> QkvOrder:
@@ -63,11 +63,11 @@ def _has_started(run: Run) -> bool:
     args = run.args
     if args.save is None or args.loads_what_it_saves or args.allow_used_save:
         return False
-    complete = complete_iterations(Path(args.save))
-    if not complete:
+    folder = newest_checkpoint(Path(args.save))
+    if folder is None:
         return False
     try:
-        newest = stated(Path(args.save) / iteration_name(complete[-1]))
+        newest = stated(folder)
     except UserError:  # reported with the other checkpoints in --save
         return False
     return newest.get("given_start") == run.given_start and newest.get("optimizer") is not None

@@ -1,5 +1,6 @@
 """One optimizer step: forward and backward over a plan's microbatches, then the update."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -61,16 +62,17 @@ def starts_ahead(args: Arguments, device: Device) -> bool:
 
 
 def step(
-    setup: Setup, plan: StepPlan, lr: float, votes: Tensor | None = None, max_norm: float | None = None
-) -> StepResult:
-    """Train one step with learning rate ``lr``; ``votes`` and ``max_norm``: see ``update``.
+    setup: Setup, plan: StepPlan, lr: float, votes: Tensor | None = None, max_norm: float | None = None,
+    changing: Callable[[], None] = lambda: None,
+) -> StepResult:  # fmt: skip
+    """Train one step with learning rate ``lr``; ``votes``, ``max_norm`` and ``changing``: see ``update``.
 
     Raises AgreedError as ``update`` does.
     """
     loss = forward_backward(setup, plan)
     stage = setup.stage
     with stage.journal.during(Work.UPDATE):
-        return update(setup.optimizer, loss, lr, setup.mesh, stage.device, votes, max_norm, stage.journal)
+        return update(setup.optimizer, loss, lr, setup.mesh, stage.device, votes, max_norm, stage.journal, changing)
 
 
 def forward_backward(setup: Setup, plan: StepPlan) -> Tensor:

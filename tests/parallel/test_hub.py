@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from mm.parallel import hub as hubs
-from mm.parallel.hub import LOOPBACK, Hub, allow_open_files, own_address, ranks_text
+from mm.parallel.hub import LOOPBACK, Hub, allow_open_files, own_address
 from mm.parallel.lines import Lines, call
 from tests.files import ROOT
 
@@ -201,9 +201,3 @@ def test_open_files_are_allowed_as_far_as_the_system_lets_them() -> None:
         "others; raise the limit of the process that starts the launcher"]
     assert allow_open_files(1) == ()
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 0
-
-
-@pytest.mark.parametrize(("ranks", "text"), [
-    ([3], "rank 3"), ([0, 1], "ranks 0 to 1"), ([1, 3, 4, 5, 8], "ranks 1, 3 to 5, 8")])
-def test_ranks_are_listed_in_spans(ranks: list[int], text: str) -> None:
-    assert ranks_text(ranks) == text

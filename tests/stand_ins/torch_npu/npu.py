@@ -86,6 +86,9 @@ class Event:
 
     def synchronize(self): ...
 
+    def query(self):
+        return hasattr(self, "_seconds")
+
     def elapsed_time(self, end_event):
         assert self._can_time and end_event._can_time, "both events must be made with enable_timing"
         return 1000 * (end_event._seconds - self._seconds)
