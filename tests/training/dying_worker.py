@@ -92,7 +92,6 @@ class Launch:
         if self.output == "failed":  # what the survivors left, before the next launch
             names = sorted(path.name for path in (folder / "save").iterdir()) if (folder / "save").is_dir() else []
             (folder / "left.json").write_text(json.dumps(names))
-        print(self.case.name, self.output, self.statuses, flush=True)
 
 
 def main(inputs: Path, only: list[str]) -> None:

@@ -26,7 +26,7 @@ LEFT = {
     "forbidden": ["iter_0000002", "iter_0000004"],
 }
 SAID = {
-    "killed replica": r"note: the surviving ranks saved iteration 5: \S+killed replica/save/iter_0000005\.dying\n",
+    "killed replica": r"note: the surviving ranks saved iteration 5: \S*killed replica/save/iter_0000005\.dying\n",
     "stopped replica": r"note: the surviving ranks saved iteration 2: .+/iter_0000002\.dying\n",
     "failed shard": r"note: the surviving ranks saved iteration 3: .+/iter_0000003\.dying\n",
     "killed shard": r"note: the surviving ranks saved iteration 3: .+/iter_0000003\.dying, without optimizer state, "
@@ -35,7 +35,7 @@ SAID = {
     "killed stage": r"note: the surviving ranks save nothing: nobody else holds the weights of rank 1\n",
 }
 CONTINUED = {
-    "killed replica": (5, r"saved after \S+killed replica/save/iter_0000004; move it away to continue without it"),
+    "killed replica": (5, r"saved after \S*killed replica/save/iter_0000004; move it away to continue without it"),
     "stopped replica": (2, r"saved before the first regular checkpoint; move it away to continue without it"),
     "failed shard": (3, r"saved before the first regular checkpoint; move it away to continue without it"),
     "killed shard": (2, r"iter_0000003.dying holds weights that the surviving ranks of the failed run saved after .+"
