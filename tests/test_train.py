@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import shutil
+import subprocess
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
@@ -163,6 +164,29 @@ def test_another_runs_checkpoints_are_neither_replaced_nor_deleted(inputs: Path)
     with pytest.raises(AssertionError, match=rf"another run \(iterations: 6\), not of the run that "
                                              rf"continues from {save}/iter_0000003"):
         run(inputs, "used", 1, "--load", str(save))
+
+
+def test_a_damaged_checkpoint_is_refused_with_the_command_that_uses_the_older_one(inputs: Path) -> None:
+    """Runs after the tests above, on a copy of the directory with iterations 3 and 6 of one run."""
+    save = Path(shutil.copytree(inputs / "halves" / "save", inputs / "damaged" / "save"))
+    latest, newest = save / files.LATEST_FILE, save / "iter_0000006"
+    latest.write_text("6\n")
+    flags = ("--deterministic-mode", "--load", str(save), *skipping_bad_samples(inputs))
+    weights = newest / "weights_tp00_pp00.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-5] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(AssertionError) as failure:
+        run(inputs, "damaged", 1, *flags, "--train-iters", "7", "--override-opt_param-scheduler")
+    older, command = save / "iter_0000003", f"echo 3 > {latest}"
+    assert f" is damaged (its crc32 differs from manifest.json); use another checkpoint: the newest before it is " \
+           f"{older}. To continue from it, run `{command}` and start again, or give --load {older}." in str(failure.value)
+    subprocess.run(command, shell=True, check=True)
+    assert f"loaded a training checkpoint from {save}, iteration 3" in run(inputs, "damaged", 1, *flags)
+    whole, mended = metrics(inputs, "whole"), metrics(inputs, "damaged")
+    assert [row["loss"] for row in mended] == [row["loss"] for row in whole][3:]
+    assert latest.read_text() == "6\n"
+    assert weights.read_bytes() != content, "the damaged checkpoint has been replaced"
 
 
 def test_new_data_begin_at_their_first_sample(inputs: Path) -> None:

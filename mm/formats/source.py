@@ -29,7 +29,7 @@ from mm.formats.manifest import MANIFEST_FILE
 from mm.formats.mindspeed import MindSpeedDirectory
 from mm.formats.qkv_order import QkvOrder, in_qkv_order
 from mm.formats.storage import Storage
-from mm.formats.training import LATEST_FILE, USE_ANOTHER, CheckpointManifest, find_checkpoint
+from mm.formats.training import LATEST_FILE, CheckpointManifest, find_checkpoint
 from mm.formats.training_reader import TrainingDirectory
 from mm.weights.cut import cut_dim, shard_spans
 from mm.weights.plan import ViewIndex
@@ -164,6 +164,7 @@ class Source:
         A stored tensor with a checksum is read completely and verified; of others, only the rank's part is read. Raises
         UserError naming the tensor and file if a tensor is damaged.
         """
+        advice = self.directory.instead if isinstance(self.directory, TrainingDirectory) else "convert again"
         shard = torch.zeros(local_shape(weight, tp_size), dtype=dtype)
         spans, filled, checked = shard_spans(weight, tp_size, tp_rank), 0, set()
         whole = shard.view(math.prod(shard.shape[: cut_dim(weight)]), sum(span.length for span in spans), -1)
@@ -173,7 +174,7 @@ class Source:
                 assert span.key is None or sum(one.span.length for one in found) == span.length, (weight.name, span)
                 for one in found:
                     if one.view not in checked:
-                        files.check(one.view.stored, USE_ANOTHER if self.kind is Kind.TRAINING else "convert again")
+                        files.check(one.view.stored, advice)
                         checked.add(one.view)
                     into = whole[:, filled + one.span.start - span.start :]
                     for rows, indices in one.view.blocks(range(one.start, one.stop), block_bytes):

@@ -39,8 +39,6 @@ from mm.weights.views import Stored
 
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 FORMAT, VERSION = "mm training checkpoint", 1
-USE_ANOTHER = "use another checkpoint"
-"""Advice that ends most messages about damage."""
 UNREADABLE = ""
 """Stands for the run id if the manifest cannot be read; no run has this id."""
 
@@ -119,7 +117,7 @@ class CheckpointManifest:
     @classmethod
     def read(cls, folder: Path) -> "CheckpointManifest":
         """Read the manifest; raises UserError if it is missing, damaged or of another version."""
-        content = read_manifest(folder, FORMAT, VERSION, USE_ANOTHER)
+        content = read_manifest(folder, FORMAT, VERSION, instead_of(folder))
         pieces = tuple(CheckpointTensor.from_json(piece) for piece in content["pieces"])
         outside = next((one.stored.file for one in pieces if Path(one.stored.file).name != one.stored.file), None)
         if outside is not None:
@@ -375,6 +373,22 @@ def run_id_of(folder: Path) -> str | None:
 def stated(folder: Path) -> Mapping[str, Any]:
     """The manifest of a checkpoint without its pieces, as JSON; raises UserError if it cannot be read."""
     return read_head(folder, "pieces")
+
+
+def instead_of(folder: Path) -> str:
+    """What to do if the checkpoint in ``folder`` is damaged, which ends the messages that say so.
+
+    The run does not go back to an older one by itself: it would train the steps since then again, and replace what may
+    still be worth a look.
+    """
+    match, older = _ITERATION_NAME.fullmatch(folder.name), list[int]()
+    if match:
+        older = [iteration for iteration in complete_iterations(folder.parent) if iteration < int(match[1])]
+    if not older:
+        return f"use another checkpoint: {folder.parent} has no older one"
+    replaced, latest = folder.with_name(iteration_name(older[-1])), folder.with_name(LATEST_FILE)
+    return (f"use another checkpoint: the newest before it is {replaced}. To continue from it, run `echo {older[-1]} > "
+            f"{latest}` and start again, or give --load {replaced}")
 
 
 def find_checkpoint(directory: str | Path) -> tuple[Path, tuple[str, ...]]:

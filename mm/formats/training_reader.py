@@ -15,7 +15,7 @@ from mm.formats.files import Files
 from mm.formats.layout import Layout
 from mm.formats.manifest import MANIFEST_FILE
 from mm.formats.safetensors import read_header
-from mm.formats.training import USE_ANOTHER, CheckpointManifest, CheckpointTensor, find_checkpoint
+from mm.formats.training import CheckpointManifest, CheckpointTensor, find_checkpoint, instead_of
 from mm.weights.cut import share_numbers
 from mm.weights.table import Weight, local_shape, shard, stored_name, unshard
 from mm.weights.trained import saved_weights
@@ -36,6 +36,11 @@ class TrainingDirectory:
         """Open the checkpoint of ``find_checkpoint``; raises UserError if there is none or its manifest is damaged."""
         folder, notes = find_checkpoint(path)
         return cls(folder, CheckpointManifest.read(folder), notes)
+
+    @cached_property
+    def instead(self) -> str:
+        """Ends messages about damage."""
+        return instead_of(self.path)
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -67,7 +72,7 @@ class TrainingDirectory:
             for tp_rank in range(self.manifest.tp_size if weight.tp_dim is not None else 1):
                 pieces = self._pieces.get((weight.name, "weight", tp_rank))
                 if not pieces:
-                    text = f"{self.path} lacks {weight.name} of tensor-parallel rank {tp_rank}; use another one."
+                    text = f"{self.path} lacks {weight.name} of tensor-parallel rank {tp_rank}; {self.instead}."
                     misfits.append(Misfit("missing", text, weight, tp_rank))
                     continue
                 with collected(problems):
@@ -120,9 +125,9 @@ class TrainingDirectory:
         try:
             found = self._header(stated.file).get(stated.name)
         except OSError as error:
-            raise UserError(f"{path} cannot be read ({error.strerror}); {USE_ANOTHER}.") from error
+            raise UserError(f"{path} cannot be read ({error.strerror}); {self.instead}.") from error
         if found is None or (found.shape, found.dtype) != (stated.shape, stated.dtype):
-            raise UserError(f"{path}: {stated.name} differs from {MANIFEST_FILE}; {USE_ANOTHER}.")
+            raise UserError(f"{path}: {stated.name} differs from {MANIFEST_FILE}; {self.instead}.")
         return dataclasses.replace(found, crc32=stated.crc32)
 
     def _range(self, name: str, kind: str, tp_rank: int, start: int, stop: int) -> Tensor:
@@ -135,7 +140,7 @@ class TrainingDirectory:
         if position != stop:
             raise UserError(
                 f"{self.path} lacks elements {position} to {stop} of {kind} of {name} (tensor-parallel rank "
-                f"{tp_rank} of {self.manifest.tp_size}); the checkpoint is incomplete, use another one."
+                f"{tp_rank} of {self.manifest.tp_size}); {self.instead}."
             )
         return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0)
 
@@ -143,4 +148,4 @@ class TrainingDirectory:
         """All elements of a piece, flat."""
         stored = self._located(piece)
         with Files(self.path) as files:
-            return torch.frombuffer(files.read_checked(stored, USE_ANOTHER), dtype=stored.dtype)
+            return torch.frombuffer(files.read_checked(stored, self.instead), dtype=stored.dtype)
