@@ -17,6 +17,7 @@ from mm.config.generate import kept_answers
 from mm.config.notes import notes_at_start, sorted_notes
 from mm.ending import end_with_launcher, is_first_rank, print_notes, print_notes_once, refused, run_command, status_of
 from mm.errors import UserError
+from mm.version import software
 
 if TYPE_CHECKING:
     from mm.data.sample import Sample
@@ -74,7 +75,7 @@ def evaluate(evaluating: Evaluating) -> int:
     from mm.scoring.questions import read_items
 
     args = evaluating.asking.args
-    with Watchdog(Meeting.of_launcher(args.distributed_timeout_minutes), None) as watchdog:
+    with Watchdog(Meeting.of_launcher(args.distributed_timeout_minutes), None, facts=software()) as watchdog:
         with watchdog.phase("check"):
             items = read_items(evaluating) if is_first_rank() else None  # the other ranks have no use for them
             found = find(evaluating.asking) if is_first_rank() else None  # one rank reports what all of them would

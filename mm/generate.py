@@ -14,6 +14,7 @@ from mm.config.generate import GENERATE, Asking, GenerateArguments, kept_answers
 from mm.config.notes import notes_at_start, sorted_notes
 from mm.ending import end_with_launcher, is_first_rank, print_notes, print_notes_once, refused, run_command, status_of
 from mm.errors import UserError
+from mm.version import software
 
 if TYPE_CHECKING:
     from mm.data.sample import Sample
@@ -65,7 +66,7 @@ def answer(asking: Asking) -> int:
     from mm.parallel.watchdog import Watchdog
 
     args = asking.args
-    with Watchdog(Meeting.of_launcher(args.distributed_timeout_minutes), None) as watchdog:
+    with Watchdog(Meeting.of_launcher(args.distributed_timeout_minutes), None, facts=software()) as watchdog:
         with watchdog.phase("check"):
             found = find(asking) if is_first_rank() else None  # one rank reports what all of them would
         store = watchdog.meet()

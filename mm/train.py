@@ -14,6 +14,7 @@ from mm.config.flags import TRAIN
 from mm.config.notes import notes_at_start, sorted_notes
 from mm.config.phases import phase_seconds
 from mm.config.run import Run, load_run
+from mm.config.shared import shared_settings
 from mm.ending import (
     end_stopped,
     end_with_launcher,
@@ -27,6 +28,7 @@ from mm.ending import (
 from mm.errors import UserError, collected, printable, refuse
 from mm.signals import StopSignals
 from mm.training.claim import Claim, claim_problems
+from mm.version import software
 
 if TYPE_CHECKING:
     from mm.training.opened import Opened
@@ -122,8 +124,10 @@ def train(run: Run, signals: StopSignals) -> int:
     from mm.parallel.watchdog import Watchdog
 
     minutes, phases = run.args.distributed_timeout_minutes, phase_seconds(run.args.phase_timeouts)
+    facts = {**software(), **shared_settings(run)}
     # The claim is released after the watchdog's end, because the surviving ranks of a failed run still save.
-    with ExitStack() as last, Watchdog(Meeting.of_launcher(minutes), run.args.step_timeout, phases) as watchdog:
+    with ExitStack() as last, Watchdog(
+        Meeting.of_launcher(minutes), run.args.step_timeout, phases, facts) as watchdog:
         with watchdog.phase("check"):
             run, claim, opened = check_files(run) if is_first_rank() else (run, Claim(), None)
         watchdog.at_end = claim.release

@@ -8,6 +8,7 @@ Rank to hub:
 
 - ``joins TOKEN RANK``: answered with ``welcome``
 - ``is process NODE PID BEGAN``: its ``node.Identity``; answered with the hub's own
+- ``is set up HOST FACTS``: its software and settings, which must be those of rank 0
 - ``ready``: answered with ``begins`` once all ranks are ready
 - ``is at PLACE``: whenever it changes
 - ``enters SECONDS TEXT``, ``leaves phase``: a phase with its time limit, and what to report after it, for a rank that
@@ -35,6 +36,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 from threading import Thread
+from typing import Any
 
 from mm.errors import printable
 from mm.parallel.lines import Lines
@@ -54,6 +56,8 @@ look for a store that is gone until their own time limit.  torch's store client 
 and less often."""
 _GRACE_OF_PHASE = 1.0
 """Seconds after the end of a phase in which its rank reports that itself."""
+_MAX_DIFFERENCES = 5
+"""Most differences between two ranks that a message names."""
 _OTHER_FILES = 512
 """Open files of rank 0 besides its connections to all ranks."""
 
@@ -72,6 +76,8 @@ class Cause:
     status: int = 1
     is_riddle: bool = False
     """The text alone does not explain it, so the report shows the stacks of all ranks."""
+    is_mistake: bool = False
+    """The text explains it, wherever the ranks are."""
 
 
 class Hub:
@@ -105,6 +111,8 @@ class Hub:
         self._holdings: dict[int, Holdings] = {}
         self._phases: dict[int, tuple[float, str]] = {}
         """By rank: when its phase must have ended, and what to report if it has not."""
+        self._setups: dict[int, tuple[str, Mapping[str, Any]]] = {}
+        """Host and facts of rank 0, and until they are known those of the others."""
         self._joined: set[int] = set()
         self._ready: set[int] = set()
         self._left: set[int] = set()
@@ -145,6 +153,9 @@ class Hub:
                     case ["is process", str(node), int(pid), str(start)]:
                         self._processes[rank] = (node, pid, start)
                         self._lines.send(rank, "is process", *own_identity())
+                    case ["is set up", str(host), dict(facts)]:
+                        if (cause := self._note_setup(rank, host, facts)) is not None:
+                            return cause
                     case ["ready"]:
                         self._note_ready(rank)
                     case ["is at", str(place)]:
@@ -194,6 +205,24 @@ class Hub:
         self._lines.send(rank, "welcome")
         self._joined.add(rank)
 
+    def _note_setup(self, rank: int, host: str, facts: Mapping[str, Any]) -> Cause | None:
+        """The cause if a rank is set up differently from rank 0."""
+        self._setups[rank] = host, facts
+        if 0 not in self._setups:
+            return None
+        others = {one: self._setups.pop(one) for one in list(self._setups) if one != 0}
+        for other, (its_host, its_facts) in others.items():
+            first_host, first_facts = self._setups[0]
+            names = [name for name in first_facts | its_facts if first_facts.get(name) != its_facts.get(name)]
+            if names:
+                shown = "; ".join(f"{name} is {its_facts.get(name)} instead of {first_facts.get(name)}"
+                                  for name in names[:_MAX_DIFFERENCES])
+                more = f"; and {len(names) - _MAX_DIFFERENCES} others" if len(names) > _MAX_DIFFERENCES else ""
+                return Cause(other, f"rank {other} on {its_host} differs from rank 0 on {first_host}: {shown}{more}. "
+                                    f"Give every machine the same packages, code, flags and JSON files, and start "
+                                    f"again.", status=2, is_mistake=True)
+        return None
+
     def _note_ready(self, rank: int) -> None:
         self._ready.add(rank)
         if rank == 0:
@@ -224,12 +253,13 @@ class Hub:
 
     def _end(self, cause: Cause) -> None:
         silent: list[Identity] = []
-        held: dict[int, int] = {}
+        stacks, held = dict[int, str](), dict[int, int]()
         if cause.text:
             _write(f"error: {cause.text}\n")  # first: a launcher that sees another rank exit soon ends this one
-        if cause.text or self._may_rescue(cause):
+        reports_places = bool(cause.text) and not cause.is_mistake
+        if reports_places or self._may_rescue(cause):
             stacks, held = self._ask()
-        if cause.text:
+        if reports_places:
             is_silent = {rank: rank in self._lines.ranks and rank not in stacks for rank in range(self._num_ranks)}
             silent = [process for rank, process in self._processes.items() if is_silent[rank]]
             order = sorted(range(self._num_ranks), key=lambda rank: (not is_silent[rank], rank != cause.rank))
@@ -325,9 +355,10 @@ def own_address(host: str) -> str | None:
 
 def end(status: int, at_end: Callable[[], None]) -> None:
     """End this process whatever its other threads are stuck in, after ``GRACE_SECONDS``."""
-    with suppress(Exception):  # nothing may keep the process alive
-        at_end()
-    time.sleep(GRACE_SECONDS)
+    for seconds in (GRACE_SECONDS, 0.0):  # twice: the main thread goes on, and may just have locked something
+        with suppress(Exception):  # nothing may keep the process alive
+            at_end()
+        time.sleep(seconds)
     os._exit(status)
 
 

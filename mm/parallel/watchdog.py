@@ -9,6 +9,7 @@ import faulthandler
 import math
 import re
 import signal
+import socket
 import statistics
 import sys
 import threading
@@ -64,19 +65,22 @@ class Watchdog:
 
     The hub reports an error raised inside, unless it is a UserError, and ReportedError is raised instead; ranks that
     are not the cause exit without raising.  ``step_seconds`` limits a step; None derives the limit from the steps so
-    far, 0 means no limit.  ``phase_seconds`` limits the other phases, named as in ``mm.config.phases``.  Every rank of
-    ``meeting`` must enter and leave.
+    far, 0 means no limit.  ``phase_seconds`` limits the other phases, named as in ``mm.config.phases``.  ``facts``:
+    what this rank runs and its settings by name; a rank whose facts differ from those of rank 0 ends the run.  Every
+    rank of ``meeting`` must enter and leave.
     """
 
     def __init__(
-        self, meeting: Meeting, step_seconds: float | None, phase_seconds: Mapping[str, float] = PHASE_SECONDS
-    ) -> None:
+        self, meeting: Meeting, step_seconds: float | None, phase_seconds: Mapping[str, float] = PHASE_SECONDS,
+        facts: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
         self.plan: StepPlan | None = None
         """The current step's plan, once it is known."""
         self.at_end: Callable[[], None] = lambda: None
         """Called before this process is ended in the middle of its work."""
         self._mesh: Mesh | None = None
         self._meeting, self._step_seconds, self._phase_seconds = meeting, step_seconds, phase_seconds
+        self._facts = facts or {}
         self._hub: Hub | None = None
         self._store: Store | None = None
         self._lines = Lines()
@@ -176,6 +180,8 @@ class Watchdog:
         joined = self._meeting.join(lambda: self.at_end(), self._phase_seconds["between"] or math.inf)
         self._hub, self._lines, self._store = joined.hub, joined.lines, joined.store
         self._lines.send(0, "is process", *own_identity())
+        if self._meeting.num_ranks > 1:
+            self._lines.send(0, "is set up", socket.gethostname(), self._facts)
         self._thread.start()
         return self
 

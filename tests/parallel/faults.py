@@ -25,6 +25,7 @@ FAULTS = (
     Fault("raises", "raises", work=Work.LANGUAGE_FORWARD),
     Fault("user's mistake", "user's mistake"),
     Fault("refused before the start", "refused", rank=0, flags=("--freeze-modules", "no_such_word")),
+    Fault("set up otherwise", "set up otherwise", flags=("--lr", "2e-3")),
     Fault("killed before the start", "killed before", rank=0),
     Fault("interrupted", "interrupted", work=Work.DATA),
     Fault("interrupted alone", "interrupted alone", work=Work.LANGUAGE_FORWARD),

@@ -187,6 +187,24 @@ def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     assert ends[0].text.startswith("ranks 1 to 2, 4 to 5 of 6 did not connect within 0 minutes after rank 0; see ")
 
 
+def test_ranks_that_are_set_up_differently_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever comes first; the first machine is that of rank 0."""
+    ends: list[hubs.Cause] = []
+    monkeypatch.setattr(Hub, "_end", lambda _, cause: ends.append(cause))
+    for late in (0, 2):
+        hub = Hub(3, 60.0)
+        ranks = [join(hub, rank) for rank in range(3)]
+        for rank in sorted(range(3), key=lambda rank: rank == late):
+            facts = {"torch": "2.12.0" if rank == 2 else "2.13.0", "seed": "1"}
+            ranks[rank].send(0, "is set up", f"n{rank}", facts | {"more": 1} if rank == 2 else facts)
+        hub.join()
+        for one in ranks:
+            one.close()
+    assert {(cause.rank, cause.text, cause.status) for cause in ends} == {
+        (2, "rank 2 on n2 differs from rank 0 on n0: torch is 2.12.0 instead of 2.13.0; more is 1 instead of None. Give "
+            "every machine the same packages, code, flags and JSON files, and start again.", 2)} and len(ends) == 2
+
+
 def test_open_files_are_allowed_as_far_as_the_system_lets_them() -> None:
     """In a process of its own, whose limits it lowers for good."""
     program = ("import resource; from mm.parallel.hub import allow_open_files as allow\n"

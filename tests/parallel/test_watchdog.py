@@ -6,6 +6,7 @@ Only the fault, its report and the statuses are looked at, not the time that it 
 import json
 import math
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ def said(jobs: Path, fault: str) -> str:
 def test_all_ranks_end(fault, jobs: Path) -> None:
     """By themselves: nobody kills them but the fault, and after a minute the guard."""
     found = json.loads((jobs / fault.name / "found.json").read_text())
-    refused = fault.name in ("user's mistake", "refused before the start")
+    refused = fault.name in ("user's mistake", "refused before the start", "set up otherwise")
     status = 130 if fault.name.startswith("interrupted") else 2 if refused else 1
     expected = [status, status]
     if fault.kind in ("killed", "killed before", "stopped"):  # ranks of the same machine kill one that is stopped
@@ -91,6 +92,13 @@ def test_a_mistake_of_the_user_keeps_its_words(jobs: Path) -> None:
 def test_what_rank_0_refuses_before_the_start_is_said_once(jobs: Path) -> None:
     report = said(jobs, "refused before the start")
     assert report.startswith("error: --freeze-modules has 'no_such_word'") and report.count("\n") == 1
+
+
+def test_a_rank_with_other_settings_is_named_with_its_machine(jobs: Path) -> None:
+    host = socket.gethostname()
+    assert said(jobs, "set up otherwise") == (
+        f"error: rank 1 on {host} differs from rank 0 on {host}: --lr is 0.002 instead of 0.001. Give every machine the "
+        f"same packages, code, flags and JSON files, and start again.\n")
 
 
 def test_a_rank_may_die_before_the_start(jobs: Path) -> None:
