@@ -23,6 +23,8 @@ _LAUNCHER_SECONDS = 60.0
 _LAUNCHED = "TORCHELASTIC_RUN_ID"
 """Environment variable that torchrun sets in its ranks; its value identifies the launch."""
 _BEAT_SECONDS = 1.0
+_EXTENSION = "Failed to load the backend extension: "
+"""How torch begins the message of that error."""
 
 
 def end_with_launcher() -> None:
@@ -80,6 +82,8 @@ def run_command(
             return command()
     except ModuleNotFoundError as error:
         return not_installed(error)
+    except RuntimeError as error:
+        return not_loaded(error)
     except KeyboardInterrupt as error:
         number = error.number if isinstance(error, Stopped) else signal.SIGINT
         if is_first_rank() or isinstance(error, StoppedRun):
@@ -117,6 +121,23 @@ def not_installed(error: ModuleNotFoundError) -> int:
         sys.stderr.write(f"error: {sys.executable} has no package {name!r}, so it is not the environment of this "
                          f"repository; run \"source .venv/bin/activate\" (\"make .venv/.ready\" makes it), and "
                          f"start this command again\n")
+    return 2
+
+
+def not_loaded(error: RuntimeError) -> int:
+    """Report a device's extension that torch cannot load while it is imported; return the exit status, 2.
+
+    Raises ``error`` itself if it is another one.
+    """
+    start, _, rest = str(error).partition(_EXTENSION)
+    if start or not rest:
+        raise error
+    name = rest.partition(". ")[0]
+    if is_first_rank():
+        sys.stderr.write(
+            f"error: torch cannot load its extension {name} ({type(error.__cause__).__name__}: {error.__cause__}). If "
+            f"this machine has devices for it, run the set-up of their software first (for Ascend: \"source "
+            f"/usr/local/Ascend/cann/set_env.sh\"); if not, set TORCH_DEVICE_BACKEND_AUTOLOAD=0 or uninstall {name}\n")
     return 2
 
 

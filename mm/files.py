@@ -8,9 +8,13 @@ import json
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
+
+_LOOK_SECONDS = 0.2
 
 
 def write_whole(path: Path, content: bytes, *, syncs: bool = False) -> None:
@@ -37,6 +41,20 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], Any], *, syncs: bool =
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def wait_until_visible(path: Path, seconds: float) -> bool:
+    """Wait for a file that exists, but that a network file system may show to this machine late: it remembers the
+    content of a directory for up to a minute.  Returns whether it was seen in time.
+    """
+    until = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() > until:
+            return False
+        with suppress(OSError):
+            os.listdir(path.parent.parent)  # asks the server again
+        time.sleep(_LOOK_SECONDS)
+    return True
 
 
 def json_value(raw: bytes | str) -> Any:

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from mm.ending import not_loaded
 from mm.signals import STOPPING, status_after
 
 _DEFAULTS = {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", "PET_SHUTDOWN_TIMEOUT": "600"}
@@ -24,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from torch.distributed import run as torchrun
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    except RuntimeError as error:
+        return not_loaded(error)
     except KeyboardInterrupt:
         return status_after(signal.SIGINT)
     for name, value in _DEFAULTS.items():

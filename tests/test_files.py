@@ -1,11 +1,12 @@
 """Small files are replaced atomically; a partial line is ignored."""
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from mm.files import replace_file, whole_lines, write_whole
+from mm.files import replace_file, wait_until_visible, whole_lines, write_whole
 
 
 @pytest.mark.parametrize("syncs", [False, True])
@@ -47,3 +48,13 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     (b"", []), (b"half", []), (b"1\n", [b"1\n"]), (b"1\n\n2\r\nhalf", [b"1\n", b"\n", b"2\r\n"])])
 def test_a_partial_line_is_ignored(content: bytes, lines: list[bytes]) -> None:
     assert whole_lines(content) == lines
+
+
+def test_a_file_that_appears_late_is_waited_for(tmp_path: Path) -> None:
+    """Another process renames its directory into place, as a save does."""
+    final = tmp_path / "iter_0000001"
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "manifest.json").touch()
+    assert not wait_until_visible(final / "manifest.json", 0.0)
+    with subprocess.Popen(["sh", "-c", f"sleep 0.5; mv {tmp_path / 'part'} {final}"]):
+        assert wait_until_visible(final / "manifest.json", 60.0)

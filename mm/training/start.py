@@ -8,6 +8,8 @@ from typing import Any
 from mm.config.run import Run
 from mm.conversion.adapters import check_base
 from mm.errors import AgreedError
+from mm.files import wait_until_visible
+from mm.formats.manifest import MANIFEST_FILE
 from mm.formats.source import Kind
 from mm.model import load
 from mm.model.stage import Stage
@@ -21,6 +23,8 @@ from mm.training.sources import Sources, checkpoint_of, consumed_by, open_start
 from mm.training.step import Setup
 from mm.weights.trained import saved_among
 
+_LATE_SECONDS = 90.0
+"""How long a rank waits for the checkpoint that rank 0 sees.  NFS remembers directories for up to 60 s (acdirmax)."""
 _NAMES = {Kind.HUGGING_FACE: "Hugging Face", Kind.MINDSPEED: "converted", Kind.TRAINING: "training",
           Kind.ADAPTER: "PEFT"}  # fmt: skip
 
@@ -62,6 +66,8 @@ def settle(run: Run, mesh: Mesh, say: Callable[[str], None], opened: Opened | No
         say(f"note: {note}")
 
     def find() -> tuple[Settled, tuple[str, ...]]:
+        if checkpoint is not None:
+            wait_until_visible(checkpoint.path / MANIFEST_FILE, _LATE_SECONDS)  # if not, opening it says so
         # Another run may have saved in ``--load`` since the check.
         sources = opened.sources and opened.sources.at(checkpoint)
         sources = sources or open_start(run, checkpoint).at(checkpoint)
