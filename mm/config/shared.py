@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 from pydantic_core import to_jsonable_python
 
@@ -38,6 +38,6 @@ def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             continue
         name = f"{prefix}.{key}".strip(".")
         if isinstance(value, dict):
-            yield from _leaves(value, name)
+            yield from _leaves(cast(dict[str, Any], value), name)
         else:
             yield name, json.dumps(value)

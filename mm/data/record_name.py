@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from mm.config.schema import shown
+
 _ID_CHARACTERS = 80
 """Longer ids are shortened in messages."""
 
@@ -56,6 +58,26 @@ def name_of(record: Any) -> str | int | None:
     """The ``id`` of a record, or None."""
     name = record.get("id") if isinstance(record, dict) else None
     return name if isinstance(name, str | int) else None
+
+
+def described(value: Any) -> str:
+    """What a value is, without the text in it: samples may be private, and messages go to logs."""
+    match value:
+        case str() | list() | dict() if not value:
+            return shown(value)
+        case str():
+            return f"a string of {len(value)} characters"
+        case list():
+            return f"a list of {len(value)}"
+        case dict():
+            return f"an object with the keys {shown(list(value))}"
+        case _:
+            return shown(value)
+
+
+def wrong_character(text: str, position: int) -> str:
+    """What was found where JSON is not valid: one character, for the same reason."""
+    return f"found {text[position]!r}" if position < len(text) else "found the end"
 
 
 def _short(name: str | int) -> str:

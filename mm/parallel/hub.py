@@ -355,7 +355,7 @@ def own_address(host: str) -> str | None:
 
 def end(status: int, at_end: Callable[[], None]) -> None:
     """End this process whatever its other threads are stuck in, after ``GRACE_SECONDS``."""
-    for seconds in (GRACE_SECONDS, 0.0):  # twice: the main thread goes on, and may just have locked something
+    for seconds in (GRACE_SECONDS, 0.0):  # twice: the main thread goes on, and may have locked something
         with suppress(Exception):  # nothing may keep the process alive
             at_end()
         time.sleep(seconds)

@@ -201,8 +201,8 @@ def test_ranks_that_are_set_up_differently_are_named(monkeypatch: pytest.MonkeyP
         for one in ranks:
             one.close()
     assert {(cause.rank, cause.text, cause.status) for cause in ends} == {
-        (2, "rank 2 on n2 differs from rank 0 on n0: torch is 2.12.0 instead of 2.13.0; more is 1 instead of None. Give "
-            "every machine the same packages, code, flags and JSON files, and start again.", 2)} and len(ends) == 2
+        (2, "rank 2 on n2 differs from rank 0 on n0: torch is 2.12.0 instead of 2.13.0; more is 1 instead of None. "
+            "Give every machine the same packages, code, flags and JSON files, and start again.", 2)} and len(ends) == 2
 
 
 def test_open_files_are_allowed_as_far_as_the_system_lets_them() -> None:

@@ -97,8 +97,8 @@ def test_what_rank_0_refuses_before_the_start_is_said_once(jobs: Path) -> None:
 def test_a_rank_with_other_settings_is_named_with_its_machine(jobs: Path) -> None:
     host = socket.gethostname()
     assert said(jobs, "set up otherwise") == (
-        f"error: rank 1 on {host} differs from rank 0 on {host}: --lr is 0.002 instead of 0.001. Give every machine the "
-        f"same packages, code, flags and JSON files, and start again.\n")
+        f"error: rank 1 on {host} differs from rank 0 on {host}: --lr is 0.002 instead of 0.001. Give every machine "
+        f"the same packages, code, flags and JSON files, and start again.\n")
 
 
 def test_a_rank_may_die_before_the_start(jobs: Path) -> None:

@@ -9,6 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from mm.config.schema import shown
+from mm.data.record_name import described
 from mm.data.sample import KINDS, Image, Inline, Media, Video
 from mm.errors import UserError, nearest
 
@@ -44,7 +45,7 @@ def content_of(content: Any, role: str, where: str, name: str) -> Content:
             raise UserError(f"{where} ({role}) contains an image or a video; only the user's turns may.")
     else:
         raise UserError(
-            f"{where} has {name!r} = {shown(content)}; expected a string with {Image.placeholder} and "
+            f"{where} has {name!r} = {described(content)}; expected a string with {Image.placeholder} and "
             f"{Video.placeholder} for media, or a list of items like {{'type': 'text', 'text': ...}}."
         )
     return _joined(pieces)
@@ -71,7 +72,7 @@ def _item(item: Any, where: str) -> str | Media:
     if isinstance(item, str):
         return item
     if not isinstance(item, dict):
-        raise UserError(f"{where} is {shown(item)}; expected an object like {{'type': 'text', 'text': ...}}.")
+        raise UserError(f"{where} is {described(item)}; expected an object like {{'type': 'text', 'text': ...}}.")
     kind = item.get("type", next((one for one in _TYPES if one in item), None))
     if kind not in _TYPES:
         raise UserError(f"{where} has the type {shown(kind)}{nearest(str(kind), _TYPES)}; expected one of "
@@ -79,7 +80,7 @@ def _item(item: Any, where: str) -> str | Media:
     value = item.get(kind)
     if kind == "text":
         if not isinstance(value, str):
-            raise UserError(f"{where} has 'text' = {shown(value)}; expected a string.")
+            raise UserError(f"{where} has 'text' = {described(value)}; expected a string.")
         return value
     if kind.endswith("_url"):
         value = value.get("url") if isinstance(value, dict) else value

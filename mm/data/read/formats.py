@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from mm.config.data import Attributes
 from mm.config.schema import shown
 from mm.data.read.content import Content, content_of, listed_frames
+from mm.data.record_name import described
 from mm.data.sample import KINDS, Image, Inline, Media, Sample, Turn
 from mm.errors import UserError, nearest
 
@@ -96,7 +97,7 @@ def _read_messages(record: dict[str, Any], attr: Attributes) -> tuple[list[ChatM
         return _alpaca(record, attr), _USUAL_TAGS[0]
     messages = record[column]
     if not isinstance(messages, list) or not messages:
-        raise UserError(f"{column!r} is {shown(messages)}; expected a non-empty list of messages.")
+        raise UserError(f"{column!r} is {described(messages)}; expected a non-empty list of messages.")
     own, first = _Tags.of(attr), messages[0]
     tags = next((tags for tags in (own, *_USUAL_TAGS)
                  if isinstance(first, dict) and tags.role in first and tags.content in first), own)
@@ -106,7 +107,7 @@ def _read_messages(record: dict[str, Any], attr: Attributes) -> tuple[list[ChatM
 def _message(message: Any, number: int, tags: _Tags) -> ChatMessage:
     if not isinstance(message, dict) or tags.role not in message or tags.content not in message:
         raise UserError(
-            f"message {number} is {shown(message)}; expected an object with {tags.role!r} and "
+            f"message {number} is {described(message)}; expected an object with {tags.role!r} and "
             f"{tags.content!r} (role_tag and content_tag of the data JSON)."
         )
     role = message[tags.role]
@@ -126,12 +127,12 @@ def _alpaca(record: dict[str, Any], attr: Attributes) -> list[ChatMessage]:
     if not isinstance(history, list) or not all(
             isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
             for pair in history):
-        raise UserError(f"{attr.history!r} is {shown(history)}; expected a list of pairs [question, answer].")
+        raise UserError(f"{attr.history!r} is {described(history)}; expected a list of pairs [question, answer].")
     texts = {}
     for column in (attr.prompt, attr.query, attr.response):
         texts[column] = record.get(column)
         if not isinstance(texts[column], str) and (texts[column] is not None or column == attr.response):
-            raise UserError(f"{column!r} is {shown(texts[column])}; expected a string.")
+            raise UserError(f"{column!r} is {described(texts[column])}; expected a string.")
     prompt = "\n".join(text for text in (texts[attr.prompt], texts[attr.query]) if text)
     messages: list[ChatMessage] = []
     for number, (question, answer) in enumerate([*history, (prompt, texts[attr.response])]):
@@ -156,7 +157,7 @@ def _with_system_column(messages: list[ChatMessage], record: dict[str, Any], att
     """Put the system column first.  An empty system text counts as absent: the chat template's default applies."""
     system = record.get(attr.system) if attr.system is not None else None
     if system is not None and not isinstance(system, str):
-        raise UserError(f"{attr.system!r} is {shown(system)}; expected a string or null.")
+        raise UserError(f"{attr.system!r} is {described(system)}; expected a string or null.")
     if system:
         if messages[0][0] == "system":
             raise UserError(f"has a system message and {attr.system!r} too; remove one of them.")

@@ -12,6 +12,7 @@ import numpy as np
 
 from mm.data.read.records import Raw, RecordBlock, RecordFile, Version, opened
 from mm.data.read.spans import ByteSpan, FoundRecords, not_utf8, num_characters
+from mm.data.record_name import wrong_character
 
 _LINES_AT_A_TIME_BYTES = 1 << 24
 """Bytes read at a time to count lines."""
@@ -101,9 +102,8 @@ def _explained(error: Exception, line: int, column: int) -> tuple[str, str]:
             num_before = error.object.count(b"\n", 0, error.start)
             return f":{line + num_before}", not_utf8(error)
         case json.JSONDecodeError():
-            near = error.doc[max(0, error.pos - 30) : error.pos + 10]
             place = f":{line + error.lineno - 1}:{error.colno + (column - 1) * (error.lineno == 1)}"
-            return place, f"not valid JSON: {error.msg}, near {near!r}."
+            return place, f"not valid JSON: {error.msg}, {wrong_character(error.doc, error.pos)}."
         case RecursionError():
             return f":{line}", "not valid JSON: it is nested too deeply."
         case _:

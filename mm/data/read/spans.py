@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
 
-from mm.data.record_name import numbered
+from mm.data.record_name import numbered, wrong_character
 from mm.errors import UserError
 
 BLOCK_BYTES = 1 << 18
@@ -212,10 +212,10 @@ def _syntax_problem(window: _Window, start: int, error: Exception, path: str, nu
     except UnicodeDecodeError as wrong:
         if wrong.end < len(raw):  # otherwise a character was cut
             return f"{window.where(path, start + wrong.start)}: {which}: {not_utf8(wrong)}"
-    near = _shown(window.text[max(start, error.pos - 30) : error.pos + 10])
+    found = wrong_character(_shown(window.text[error.pos : error.pos + 4]), 0)
     is_truncated = window.is_end and _may_go_on(error, len(window.text))
     hint = "; the file ends within this record and may be truncated" if is_truncated else ""
-    return f"{window.where(path, error.pos)}: {which}: not valid JSON: {error.msg}, near {near!r}{hint}."
+    return f"{window.where(path, error.pos)}: {which}: not valid JSON: {error.msg}, {found}{hint}."
 
 
 def num_characters(raw: bytes) -> int:

@@ -135,6 +135,37 @@ def test_one_bad_record(opened, tmp_path, name):
         assert len(json.dumps(asdict(dataset.skipped[0]))) < 1000  # so small is a row of the ledger
 
 
+NAME = "Zaphod"
+PRIVATE = {
+    "syntax": json.dumps(record("Hi", NAME * 9)).replace('"}]', '"]'),
+    "quotes": f"{{'messages': '{NAME}'}}",
+    "unterminated": json.dumps(record(NAME, NAME * 9))[:-9],
+    "a text for messages": {"messages": NAME},
+    "a text for a message": {"messages": [NAME, NAME]},
+    "content of another kind": {"messages": [{"role": "user", "content": {"text": NAME}}]},
+    "a part of another kind": {"messages": [{"role": "user", "content": [[NAME]]}]},
+    "a list for a text": {"messages": [{"role": "user", "content": [{"type": "text", "text": [NAME]}]}]},
+    "another system": record("Hi", "Hello", system=[NAME]),
+    "no picture": record(NAME + "<image>", NAME),
+    "two questions": {"messages": [{"role": "user", "content": NAME}] * 2},
+    "no target left": record("word " * 400, NAME + " x" * 5),
+}
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_messages_and_the_ledger_hold_no_text_of_a_record(opened, tmp_path, name):
+    """They are copied into logs, bug reports and chats; line, column and keys say where to look."""
+    attr = replace(data_config(tmp_path, tmp_path, tmp_path).attr, system="system")
+    for content in (lines(GOOD, PRIVATE[name], GOOD), f"[{lines(PRIVATE[name])}]"):
+        with pytest.raises(UserError) as error:
+            opened(content, attr=attr, seq_length=8)
+        assert NAME not in str(error.value) and "data.json:" in str(error.value)
+    dataset = opened(lines(GOOD, PRIVATE[name], GOOD), skips_bad=True, attr=attr, seq_length=8)
+    Quarantine(3, 0.9, tmp_path / LEDGER).add(dataset.skipped)
+    text = (tmp_path / LEDGER).read_text()
+    assert NAME not in text and json.loads(text)["line"] == 2
+
+
 @pytest.mark.parametrize("images", ["a.png", ["a.png"]])
 def test_20_a_single_path_is_a_list_and_null_is_empty(opened, tmp_path, images):
     dataset = opened(lines(record("<image>", "x", images=images), record("a", "b", images=None)))
