@@ -6,7 +6,10 @@ time to save: torchrun itself would kill them 30 seconds after SIGTERM, and woul
 
 import os
 import signal
+import socket
 import sys
+import time
+from argparse import Namespace
 from collections.abc import Sequence
 
 from mm.ending import not_loaded
@@ -14,6 +17,9 @@ from mm.signals import STOPPING, status_after
 
 _DEFAULTS = {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", "PET_SHUTDOWN_TIMEOUT": "600"}
 """Environment variables that stand for torchrun's arguments, where the user gives none: 10 minutes for a save."""
+
+_NAME_SECONDS = 60.0
+"""How long the name of the master may be unknown."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,8 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status_after(signal.SIGINT)
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
+    words = sys.argv[1:] if argv is None else list(argv)
+    if (problem := _unknown_host(torchrun.parse_args(words))) is not None:
+        sys.stderr.write(f"error: {problem}\n")
+        return 2
     try:
-        torchrun.main(None if argv is None else list(argv))
+        torchrun.main(words)
     except SignalException as error:
         return status_after(error.sigval)
     except ChildFailedError as error:  # a signal that only the ranks received
@@ -44,6 +54,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # before torchrun handles signals, and after
         return status_after(signal.SIGINT)
     return 0
+
+
+def _unknown_host(args: Namespace) -> str | None:
+    """The problem if this machine cannot find the master of several nodes by its name: torchrun would ask again and
+    again for 15 minutes.  A cluster may only just be about to publish the name."""
+    if args.nnodes in ("1", "1:1") or args.standalone or args.rdzv_endpoint:
+        return None
+    until = time.monotonic() + _NAME_SECONDS
+    while True:
+        try:
+            socket.getaddrinfo(args.master_addr, args.master_port)
+            return None
+        except OSError as error:
+            if time.monotonic() > until:
+                return (f"{socket.gethostname()} does not know the host {args.master_addr} (--master_addr): "
+                        f"{error.strerror}; give the address of node 0, or a name that `getent hosts "
+                        f"{args.master_addr}` finds on every node")
+        time.sleep(1.0)
 
 
 if __name__ == "__main__":

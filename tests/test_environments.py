@@ -64,3 +64,13 @@ def test_a_name_on_the_hub_is_refused_and_nobody_is_asked(inputs: Path, tmp_path
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr == (f"error: {tmp_path}/data.json: model_name_or_path (a Hugging Face directory) is "
                            f"'Qwen/Qwen2.5-VL-3B-Instruct', which is not a directory\n")
+
+
+def test_a_master_that_nobody_knows_is_named_with_this_machine() -> None:
+    program = ("import sys\nfrom mm import launch\nlaunch._NAME_SECONDS = 0.0\nsys.exit(launch.main(['--nnodes', '2', "
+               "'--node_rank', '1', '--master_addr', 'no-such-host.invalid', '-m', 'mm.train']))")
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(
+        f"error: {socket.gethostname()} does not know the host no-such-host.invalid (--master_addr): "), done.stderr
+    assert "`getent hosts no-such-host.invalid`" in done.stderr and done.stderr.count("\n") == 1
