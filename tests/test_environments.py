@@ -11,6 +11,8 @@ import pytest
 from tests.files import ROOT, json_lines
 from tests.tiny_inputs import flags_of, write_data, write_inputs
 
+SECRET = "hf_9mQ2xY7secret"
+
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -40,15 +42,18 @@ def test_an_extension_that_torch_cannot_load_gets_a_hint(module: str, inputs: Pa
     assert 'for Ascend: "source /usr/local/Ascend/cann/set_env.sh"' in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_a_run_needs_neither_torchvision_nor_a_home(inputs: Path, tmp_path: Path) -> None:
+def test_a_run_needs_neither_torchvision_nor_a_home_and_writes_no_secret(inputs: Path, tmp_path: Path) -> None:
     """A torchvision of another device fails when it is imported; nobody, root included, can write into /proc."""
     (tmp_path / "torchvision").mkdir()
     (tmp_path / "torchvision" / "__init__.py").write_text("raise RuntimeError('operator torchvision::nms is missing')")
     (tmp_path / "torchvision-0.28.0.dist-info").mkdir()
     (tmp_path / "torchvision-0.28.0.dist-info" / "METADATA").write_text("Name: torchvision\nVersion: 0.28.0\n")
     flags = flags_of(inputs, "plain", 1, "--num-workers", "0", "--load", str(inputs / "hf"), "--exit-interval", "1")
-    done = run(["mm.train", *flags], tmp_path, HOME="/proc/self/none")
+    done = run(["mm.train", *flags], tmp_path, HOME="/proc/self/none", HF_TOKEN=SECRET, WANDB_API_KEY=SECRET)
     assert done.returncode == 0, done.stderr
+    written = [path for path in (inputs / "plain").rglob("*") if path.is_file()]
+    assert len(written) > 4 and not [path for path in written if SECRET.encode() in path.read_bytes()]
+    assert SECRET not in done.stdout + done.stderr
     assert [row["iteration"] for row in json_lines(inputs / "plain" / "logs" / "metrics.jsonl")] == [1]
 
 

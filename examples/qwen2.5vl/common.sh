@@ -230,10 +230,6 @@ launch() {
     log="$LOG_DIR/train_$(date +%Y%m%d_%H%M%S).log"
     launch_logged "$log" "${flags[@]}"
     chmod 440 "$log"
-    if [[ -n "${SAVE_PATH:-}" && -d "$SAVE_PATH" ]]; then
-        find "$SAVE_PATH" -type d -exec chmod 750 {} +
-        find "$SAVE_PATH" -type f -exec chmod 640 {} +
-    fi
     report_speed "$log" "$GBS"
     exit "$status"
 }

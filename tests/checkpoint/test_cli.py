@@ -136,6 +136,16 @@ def test_a_file_of_settings(hf, tmp_path, capsys):
     assert left.value.code == 0 and "target_parallel_config" in capsys.readouterr().out
 
 
+def test_a_file_of_settings_runs_no_code(tmp_path, capsys):
+    """YAML can name Python objects to be made; here they are an error."""
+    (tmp_path / "run.yaml").write_text(
+        f'cfg:\n  mm_dir: !!python/object/apply:os.system ["touch {tmp_path / "executed"}"]\n')
+    with pytest.raises(SystemExit) as left:
+        main(["Qwen2_5_VLConverter", "hf_to_mm", "--config", str(tmp_path / "run.yaml")])
+    assert left.value.code == 2 and "could not determine a constructor for the tag" in capsys.readouterr().err
+    assert not (tmp_path / "executed").exists()
+
+
 def test_help_explains_the_fields(capsys):
     with pytest.raises(SystemExit) as left:
         main(["Qwen2_5_VLConverter", "hf_to_mm", "--help"])

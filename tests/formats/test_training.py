@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ from mm.formats.blocks import Values
 from mm.formats.training_reader import TrainingDirectory
 from tests.checkpoint.models import SmallModel
 from tests.killed import run_killed
+
+
+NOBODY = 65534
 
 
 def manifest(iteration: int, pieces: list[files.CheckpointTensor], run_id: str | None) -> files.CheckpointManifest:
@@ -75,20 +79,28 @@ def test_checkpoints_of_the_interval_are_never_deleted() -> None:
     assert files.Retention(9, 20).doomed(earlier) == files.Retention().doomed(earlier) == []
 
 
-def test_the_others_are_deleted_if_one_checkpoint_cannot_be(tmp_path: Path, monkeypatch) -> None:
-    for iteration in range(1, 5):
-        write_small(tmp_path, iteration)
-    really = Path.rename
-
-    def rename(path: Path, target: Path) -> Path:
-        if path.name == "iter_0000001":
-            raise PermissionError(13, "Permission denied", str(path))
-        return really(path, target)
-
-    monkeypatch.setattr(Path, "rename", rename)  # tests may run as root, who may rename everything
-    (problem,) = files.purge(tmp_path, 4, files.Retention(1), None)
-    assert problem.startswith(f"the old checkpoint {tmp_path}/iter_0000001 could not be deleted: ")
-    assert names(tmp_path) == ["iter_0000001", "iter_0000004", files.LATEST_FILE]
+def test_the_others_are_deleted_if_one_checkpoint_cannot_be() -> None:
+    """Root may delete everything, so the test switches to the user nobody, who may not enter pytest's folders."""
+    folder, is_root = Path(tempfile.mkdtemp()), os.geteuid() == 0
+    if is_root:
+        os.chown(folder, NOBODY, NOBODY)
+    os.seteuid(NOBODY if is_root else os.geteuid())
+    try:
+        for iteration in range(1, 5):
+            write_small(folder, iteration)
+        closed = folder / "iter_0000001" / "closed"
+        closed.mkdir()
+        (closed / "file").touch()
+        closed.chmod(0o500)
+        (problem,) = files.purge(folder, 4, files.Retention(1), None)
+        assert problem.startswith(f"the old checkpoint {folder}/iter_0000001 could not be deleted: ")
+        assert "Permission denied" in problem
+        left, *others = names(folder)
+        assert left.startswith("iter_0000001.tmp-") and others == ["iter_0000004", files.LATEST_FILE]
+        (folder / left / "closed").chmod(0o700)
+    finally:
+        os.seteuid(0 if is_root else os.geteuid())
+        shutil.rmtree(folder)
 
 
 def test_leftovers_of_killed_saves_are_deleted_except_the_only_copy(tmp_path: Path) -> None:
@@ -105,6 +117,15 @@ def test_leftovers_of_killed_saves_are_deleted_except_the_only_copy(tmp_path: Pa
     assert all(note.endswith("was left over from an interrupted save and has been deleted") for note in notes)
     assert names(tmp_path) == ["best", "iter_0000010.old-ab12", "iter_0000020", files.LATEST_FILE, "my.tmp-78ab"]
     assert files.tidy(tmp_path) == files.tidy(tmp_path / "none") == []
+
+
+def test_advice_about_damage_names_the_newest_older_checkpoint(tmp_path: Path) -> None:
+    for iteration in (10, 20, 30):
+        write_small(tmp_path, iteration)
+    advice = files.instead_of(tmp_path / "iter_0000030")
+    assert f"`echo 20 > {tmp_path}/{files.LATEST_FILE}`" in advice and f"--load {tmp_path}/iter_0000020" in advice
+    assert files.instead_of(tmp_path / "iter_0000010") == (
+        f"use another checkpoint: {tmp_path} has no older one")
 
 
 def test_without_latest_the_newest_complete_checkpoint_is_used_with_a_note(tmp_path: Path) -> None:

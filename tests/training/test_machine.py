@@ -1,7 +1,9 @@
 """Requirements of a node: amounts follow from the run's settings, and each finding suggests a fix."""
 
 import dataclasses
+import os
 import re
+import resource
 from pathlib import Path
 
 import psutil
@@ -44,6 +46,17 @@ def test_this_machine_can_run_one_rank(inputs: Path) -> None:
     assert node.host_bytes <= psutil.virtual_memory().total and node.open_files > 0
     notes: list[str] = []
     assert node_problems(run_of(inputs, 1, "--num-workers", "0"), node, notes) == []
+
+
+def test_the_limits_are_those_of_this_process() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+    try:
+        node = Node.here()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    shared = os.statvfs("/dev/shm")
+    assert node.open_files == 200 and node.shared_bytes == pytest.approx(shared.f_bavail * shared.f_frsize, rel=0.5)
 
 
 def test_open_files_of_1024_ranks(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
