@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint.cli import main
 from checkpoint.options import LayerLists, read_lists
+from mm.conversion.convert import check_target
 from mm.errors import UserError
 from tests.checkpoint.models import SmallModel, files, run, weights
 
@@ -259,6 +260,12 @@ def test_bad_targets(hf, tmp_path, capsys):
         assert to_mm(copy, target, **flags) == 2
         assert message in capsys.readouterr().err
         assert files(tmp_path) == before
+
+
+def test_a_target_that_does_not_fit_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(UserError, match=r"/new needs 1,000,000,000,000,000,000 bytes, but only [0-9,]+ are free; make"):
+        check_target(tmp_path / "new", 10**18)
+    assert files(tmp_path) == {}
 
 
 @pytest.mark.parametrize("save_format", ["safetensors", "torch"])

@@ -15,7 +15,6 @@ from mm.formats.training_reader import TrainingDirectory
 from tests.checkpoint.models import SmallModel
 from tests.killed import run_killed
 
-
 NOBODY = 65534
 
 
