@@ -11,34 +11,31 @@ import psutil
 from tests.files import ROOT
 from tests.launch import free_port
 
-_MARK = "MM_JOB"
+MARK = "MM_JOB"
 """Environment variable whose value all processes of a launch inherit."""
 
 
 class Job:
     """One launch."""
 
-    def __init__(self, words: Sequence[str], num_ranks: int, output: Path) -> None:
+    def __init__(
+        self, words: Sequence[str], num_ranks: int, output: Path, module: str = "mm.train",
+        python: str = sys.executable, launcher_words: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        """``words``: the flags of ``module``, which ``python`` runs; ``output``: a file, to which all of them write."""
         self.mark = f"{os.getpid()}-{time.monotonic_ns()}"
         environment = os.environ | {
-            _MARK: self.mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+            MARK: self.mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
             "PET_SHUTDOWN_TIMEOUT": "60",
         }  # fmt: skip
-        words = [sys.executable, "-m", "mm.launch", "--nproc_per_node", str(num_ranks), "--master_addr", "localhost",
-                 "--master_port", str(free_port()), "-m", "mm.train", *words]  # fmt: skip
+        words = [python, "-m", "mm.launch", "--nproc_per_node", str(num_ranks), "--master_addr", "localhost",
+                 "--master_port", str(free_port()), *launcher_words, "-m", module, *words]  # fmt: skip
         with output.open("a") as file:
             self.launcher = psutil.Popen(words, cwd=ROOT, env=environment, stdout=file, stderr=file)
 
     def processes(self) -> list[psutil.Process]:
         """All processes of this launch, also those whose parents have ended."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(_MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
-        return found
+        return marked_processes(self.mark)
 
     def ranks(self) -> list[psutil.Process]:
         return [one for one in self.processes() if "-m mm.train" in " ".join(one.cmdline()) and one != self.launcher
@@ -49,3 +46,15 @@ class Job:
 
     def wait(self) -> int:
         return self.launcher.wait(300)
+
+
+def marked_processes(mark: str) -> list[psutil.Process]:
+    """Living processes that have inherited this value of ``MARK``."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
