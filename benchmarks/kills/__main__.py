@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kills import phases
+from benchmarks.kills import marks, phases, restarts, stops, writes
 from benchmarks.kills.launch import Starter
 from benchmarks.kills.runs import LAYOUTS, PHASES, Runs, write_all
 from benchmarks.measure import command, report, versions
 
-PARTS = ("phases",)
+PARTS = ("phases", "stops", "restarts", "writes")
 
 
 def flags_of_command() -> argparse.Namespace:
@@ -34,8 +34,9 @@ def flags_of_command() -> argparse.Namespace:
 
 def measured(flags: argparse.Namespace, folder: Path, note: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """The result of the part, by layout."""
-    inputs, starter, number = write_all(folder), Starter(flags.fresh), signal.Signals[flags.signal]
-    limit = flags.limit if number == signal.SIGSTOP else 60
+    number = signal.Signals[flags.signal]
+    starter, limit = Starter(flags.fresh), flags.limit if number == signal.SIGSTOP else 60
+    inputs = writes.write_large(folder) if flags.part == "writes" else write_all(folder)
     found: dict[str, Any] = {}
     for layout in flags.layouts:
         runs = Runs(inputs, layout, starter, limit, flags.num_workers)
@@ -44,7 +45,24 @@ def measured(flags: argparse.Namespace, folder: Path, note: Callable[[dict[str, 
             found[layout] = result
             note(found)
 
-        note_layout(phases.measure(runs, flags.phases, flags.times, number, flags.seed, note_layout))
+        match flags.part:
+            case "phases":
+                phases.measure(runs, flags.phases, flags.times, number, flags.seed, note_layout)
+            case "stops":
+                stops.measure(runs, flags.times, flags.seed, note_layout)
+            case "restarts":
+                restarts.measure(runs, flags.times, flags.seed, note_layout)
+            case "writes":
+                phases.measure(runs, (marks.BACKGROUND,), flags.times, number, flags.seed, note_layout)
+                longer = Runs(inputs, layout, starter, limit, flags.num_workers, num_steps=100)
+                found[f"{layout}, steps"] = writes.step_ratio(longer)
+                note(found)
+    if flags.part == "restarts":
+        # micro-batches of 1, and a global batch that 4, 2 and 3 divide
+        sized = Runs(inputs, "DP 2", starter, limit, flags.num_workers, ("--micro-batch-size", "1",
+                                                                         "--global-batch-size", "12"))
+        found["4, 2 and 3 ranks"] = restarts.resized(sized, flags.seed)
+        note(found)
     return found
 
 

@@ -41,11 +41,16 @@ class Event:
     """Who names the right rank: "ranks", "launcher", or "" if nobody does."""
     status: int
     num_left: int
+    resumed_at: int
+    """The checkpoint that the launch should have resumed from."""
+    first_step: int
+    """The first step that it ran; 0 if it did not come so far."""
 
 
 def disturbed(runs: Runs, name: str, phase: str, rng: random.Random, usual: float, number: int) -> Event | Ending:
     """Launch the run, and send the signal in this phase of a random rank; the launch's end if it ends before that."""
     is_stop, waits = number == signal.SIGSTOP, phase == marks.SAVE
+    saved = runs.saved(name)
     launch = runs.launch(name, *(() if waits else ("--async-save",)))  # a save without it is all in one phase
     rank = rng.randrange(launch.num_ranks)
     # A process's first step has a limit of 30 minutes.
@@ -62,9 +67,10 @@ def disturbed(runs: Runs, name: str, phase: str, rng: random.Random, usual: floa
     limit = KILL_SECONDS if not is_stop else REST_SECONDS + (JOIN_LIMIT if marks.JOIN in found else runs.limit)
     print(f"{clock()} {runs.layout}: {signal.Signals(number).name} to rank {rank}, aimed at {phase}, met in "
           f"{sorted(found)}: status {ending.status}, {ending.seconds:.1f} s", file=sys.stderr, flush=True)
+    first_step = next((one.number for one in launch.marks.all if one.phase == marks.STEP), 0)
     met = phase if phase in found else next((one for one in sorted(found)), "between")
     return Event(runs.layout, marks.START if met == marks.JOIN else met, rank, round(ending.seconds, 2), limit,
-                 named_by(ending.said, rank, is_stop), ending.status, ending.num_left)
+                 named_by(ending.said, rank, is_stop), ending.status, ending.num_left, saved, first_step)
 
 
 def named_by(said: str, rank: int, is_stop: bool) -> str:
@@ -129,6 +135,8 @@ def problems_of(event: Event) -> list[str]:
     where = f"{event.layout}, rank {event.rank} in {event.phase}"
     found = [f"{where}: {event.seconds} s, more than {event.limit}"] if event.seconds > event.limit else []
     found += [f"{where}: {event.num_left} processes left"] if event.num_left else []
+    if event.first_step not in (0, event.resumed_at + 1):
+        found.append(f"{where}: resumed at step {event.first_step}, not after {event.resumed_at}")
     return found + ([] if event.named_by else [f"{where}: nobody names the rank"])
 
 

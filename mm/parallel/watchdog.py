@@ -244,7 +244,8 @@ class Watchdog:
         while not (self._is_unwatched and self._is_leaving):
             if (place := self._place()) != last_place:
                 self._lines.send(0, "is at", last_place := place)
-            for _, words in self._lines.receive(_BEAT_SECONDS):
+            until = self._deadline + (_SILENT_SECONDS if has_complained else 0.0)
+            for _, words in self._lines.receive(min(_BEAT_SECONDS, max(0.0, until - time.monotonic()))):
                 match words:
                     case ["begins"]:
                         self._begun.set()
