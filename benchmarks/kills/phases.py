@@ -21,6 +21,8 @@ KILL_SECONDS = 5.0
 """A job whose rank is killed must end within this time."""
 REST_SECONDS = 10.0
 """A job whose rank is stopped must end within the limit and this time."""
+EXPORTS = 3
+"""Launches of a run that may be disturbed in the export."""
 JOIN_LIMIT = 60.0
 """Seconds that a rank may take until it joins the others: --distributed-timeout-minutes 1."""
 
@@ -51,6 +53,8 @@ def disturbed(runs: Runs, name: str, phase: str, rng: random.Random, usual: floa
     """Launch the run, and send the signal in this phase of a random rank; the launch's end if it ends before that."""
     is_stop, waits = number == signal.SIGSTOP, phase == marks.SAVE
     saved = runs.saved(name)
+    if phase == marks.EXPORT:
+        runs.delete_export(name)
     launch = runs.launch(name, *(() if waits else ("--async-save",)))  # a save without it is all in one phase
     rank = rng.randrange(launch.num_ranks)
     # A process's first step has a limit of 30 minutes.
@@ -97,28 +101,33 @@ def measure(
     left = Counter(dict.fromkeys(phases, times))
     events: list[Event] = []
     problems: list[str] = []
+    result: dict[str, Any] = {}
     num_missed = num_runs = 0
     while +left:
         num_runs += 1
-        name, is_over = f"{signal.Signals(number).name} {num_runs}", False
+        name = f"{signal.Signals(number).name} {num_runs}"
         for phase in targets(left, rng):
+            if phase != marks.EXPORT and runs.saved(name) == runs.num_steps:
+                continue  # a launch came to its end before the signal
             found = disturbed(runs, name, phase, rng, usual[phase], number)
-            if isinstance(found, Ending):
-                num_missed, is_over = num_missed + 1, not found.status
-                problems += [f"{name}: a launch ended with {found.status}"] if found.status else []
-                break
-            events.append(found)
-            left[found.phase] -= 1
-            problems += problems_of(found)
-        if not is_over:
-            ending = runs.launch(name, "--async-save").end()
-            if ending.status or ending.num_left:
-                problems.append(f"{name}: the last launch ended with {ending.status}, {ending.num_left} left:\n"
-                                f"{ending.said[-3000:]}")
+            if isinstance(found, Event):
+                events.append(found)
+                left[found.phase] -= 1
+                problems += problems_of(found)
+                continue
+            num_missed += 1
+            usual[phase] /= 2  # it takes less than it took
+            problems += [f"{name}: a launch ended with {found.status}:\n{found.said[-3000:]}"] if found.status else []
+        ending = runs.launch(name, "--async-save").end()
+        if ending.status or ending.num_left:
+            problems.append(f"{name}: the last launch ended with {ending.status}, {ending.num_left} left:\n"
+                            f"{ending.said[-3000:]}")
         problems += runs.differences(name)
         result = {"runs": num_runs, "missed": num_missed, "events": table_of(events), "problems": problems,
-                  "each": [asdict(one) for one in events]}
+                  "each": [asdict(one) for one in events]}  # fmt: skip
         note(result)
+        if not problems:
+            runs.delete(name)
     return result
 
 
@@ -126,7 +135,7 @@ def targets(left: Counter[str], rng: random.Random) -> Iterator[str]:
     """The phases of one run, in random order; the export comes last, because nothing is left to train after it."""
     wanted = [phase for phase, count in left.items() if count > 0 and phase != marks.EXPORT]
     yield from rng.sample(wanted, len(wanted))
-    if left[marks.EXPORT] > 0:
+    for _ in range(min(left[marks.EXPORT], EXPORTS)):
         yield marks.EXPORT
 
 

@@ -1,6 +1,7 @@
 """The runs that are disturbed: their layouts, inputs and flags, and the comparison with an undisturbed one."""
 
 import json
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,6 +81,14 @@ class Runs:
         """What a run has recorded of its steps and validations."""
         return [[row.get(key) for key in COMPARED] for row in json_lines(folder / "logs" / "metrics.jsonl")
                 if row["kind"] in ("step", "validation")]
+
+    def delete(self, name: str) -> None:
+        """Delete a run that has been compared."""
+        shutil.rmtree(self.folder(name))
+
+    def delete_export(self, name: str) -> None:
+        """Delete what a launch has exported, so that the next exports again."""
+        shutil.rmtree(self.folder(name) / "hf", ignore_errors=True)
 
     def saved(self, name: str) -> int:
         """The iteration of the latest checkpoint; 0 if there is none."""
