@@ -27,7 +27,7 @@ from typing import IO, Any
 import numpy as np
 
 from mm.errors import UserError
-from mm.signals import ignore_stopping
+from mm.signals import STOPPING, ignore_stopping
 
 Request = Mapping[str, Any]
 """JSON values.  ``num_content_bytes``, if present, is the number of bytes that follow."""
@@ -145,9 +145,13 @@ class LimitedProcess:
         harmless = {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
         environment = {**harmless, **_SETTINGS, "PYTHONPATH": search_path}
         self._memory = os.memfd_create("mm-limited")
-        self._process = subprocess.Popen(
-            (sys.executable, "-P", "-c", f"from {self._module} import serve; serve({self._memory})"),
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, pass_fds=(self._memory,))
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # inherited: the process cannot ignore them at once
+        try:
+            self._process = subprocess.Popen(
+                (sys.executable, "-P", "-c", f"from {self._module} import serve; serve({self._memory})"),
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, pass_fds=(self._memory,))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._end = weakref.finalize(self, _end, self._process, self._memory)  # does nothing when called again
 
     def _ended(self) -> ProcessEndedError:

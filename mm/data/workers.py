@@ -10,10 +10,12 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import forkserver, popen_forkserver, resource_tracker
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.queues import Queue
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
@@ -86,7 +88,9 @@ def _in_loader(work: Callable[[Any], Any], items: Iterable[Any], num_processes: 
         generator=torch.Generator(),  # otherwise torch draws a seed from the trainer's random state
     )
     with _uninterrupted():
-        return iter(loader)
+        results: Any = iter(loader)
+    results._worker_result_queue.workers = results._workers
+    return results
 
 
 @contextmanager
@@ -139,6 +143,22 @@ class _WorkerPopen(popen_forkserver.Popen):
         self.kill()
 
 
+class _ResultQueue(Queue):  # pyright: ignore[reportMissingTypeArgument]  (Python 3.11 accepts none)
+    """Its ``get`` ends at once if a worker has died, as if its time were over.
+
+    torch looks for dead workers whenever that happens; by itself it would look every 5 seconds, because they are no
+    children of this process.
+    """
+
+    _reader: Connection
+    workers: Sequence[ForkServerProcess] = ()
+    """Set in the process that reads the results."""
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        wait([self._reader, *(worker.sentinel for worker in self.workers)], timeout if block else 0)
+        return super().get(block, 0)
+
+
 class _WorkerProcess(ForkServerProcess):
     @staticmethod
     def _Popen(process_obj: Any) -> _WorkerPopen:  # multiprocessing's name
@@ -147,6 +167,9 @@ class _WorkerProcess(ForkServerProcess):
 
 class _WorkerContext(ForkServerContext):
     Process = _WorkerProcess
+
+    def Queue(self, maxsize: int = 0) -> _ResultQueue:  # multiprocessing's name
+        return _ResultQueue(maxsize, ctx=self)
 
 
 def fork_server() -> ForkServerContext:

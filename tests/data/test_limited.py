@@ -1,5 +1,6 @@
 import os
 import pickle
+import signal
 import threading
 import time
 
@@ -9,6 +10,7 @@ import pytest
 
 from mm.data.limited import LimitedProcess, ProcessEndedError
 from mm.errors import UserError
+from mm.signals import STOPPING
 
 
 @pytest.fixture(scope="module")
@@ -109,3 +111,13 @@ def test_closing_twice_closes_no_other_file(process):
     assert os.read(reader, 1) == b"x"
     os.close(reader)
     os.close(writer)
+
+
+@pytest.mark.parametrize("number", STOPPING)
+def test_a_signal_to_all_processes_of_a_job_does_not_end_one_that_starts(number):
+    one = LimitedProcess("tests.data.limited_worker")
+    one._start()
+    os.kill(one.pid, number)
+    assert one.ask({"task": "echo"})
+    one.close()
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {*STOPPING}

@@ -9,6 +9,7 @@ from itertools import chain, count
 import psutil
 import pytest
 import torch
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from mm.batch import Microbatch
 from mm.data.encode.encoder import SampleEncoder
@@ -152,6 +153,19 @@ def test_workers_end_with_a_trainer_that_is_killed(write_dataset, model_config):
     trainer.join()
     assert trainer.exitcode == -signal.SIGKILL
     assert_end(pids)
+
+
+def test_a_killed_worker_is_noticed_without_a_wait(make_loader, monkeypatch):
+    """torch itself would look for it each time that it has waited for data in vain, here after a minute."""
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (60.0,))
+    loader = make_loader(num_workers=2)
+    next(loader)
+    multiprocessing.active_children()[0].kill()
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        while True:
+            next(loader)
+    assert time.monotonic() - began < 50
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
