@@ -1,15 +1,17 @@
 """One launch of a training as a user makes it, with all its processes: for benchmarks that disturb it."""
 
 import os
+import random
+import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 from tests.files import ROOT
-from tests.launch import free_port
 
 MARK = "MM_JOB"
 """Environment variable whose value all processes of a launch inherit."""
@@ -29,7 +31,7 @@ class Job:
             "PET_SHUTDOWN_TIMEOUT": "60",
         }  # fmt: skip
         words = [python, "-m", "mm.launch", "--nproc_per_node", str(num_ranks), "--master_addr", "localhost",
-                 "--master_port", str(free_port()), *launcher_words, "-m", module, *words]  # fmt: skip
+                 "--master_port", str(_port()), *launcher_words, "-m", module, *words]  # fmt: skip
         with output.open("a") as file:
             self.launcher = psutil.Popen(words, cwd=ROOT, env=environment, stdout=file, stderr=file)
 
@@ -46,6 +48,15 @@ class Job:
 
     def wait(self) -> int:
         return self.launcher.wait(300)
+
+
+def _port() -> int:
+    """A free TCP port below those that the system gives to connections, one of which could take it at any moment."""
+    while True:
+        port = random.randrange(15_000, 32_000)
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("localhost", port))
+            return port
 
 
 def marked_processes(mark: str) -> list[psutil.Process]:
