@@ -14,7 +14,7 @@ import pytest
 from mm.training.claim import LOCK_FILE
 from tests.files import ROOT
 from tests.launch import free_port, warm_python
-from tests.tiny_inputs import flags_of, metrics, write_inputs
+from tests.tiny_inputs import flags_of, metrics, run, write_inputs
 
 NUM_STEPS = 60
 COMPARED = ("iteration", "loss", "grad_norm", "lr", "consumed_samples", "num_tokens")
@@ -94,6 +94,25 @@ def test_a_stopped_run_saves_and_the_same_command_continues_to_the_bit(inputs: P
     for name in files:
         states = [(one.save / f"iter_{NUM_STEPS:07d}" / name).read_bytes() for one in (job, whole)]
         assert states[0] == states[1], name
+
+
+def test_a_run_goes_on_with_other_numbers_of_ranks(inputs: Path) -> None:
+    """Data-parallel ranks whose optimizer state is split: 4, then 2, then 3, each for two steps.
+
+    Every step has the same samples; gradients are summed in another order.
+    """
+    flags = ("--load", str(inputs / "hf"), "--use-distributed-optimizer", "--micro-batch-size", "1",
+             "--global-batch-size", "12")
+    run(inputs, "four ranks", 1, *flags, num_ranks=4)
+    for num_ranks in (4, 2, 3):
+        run(inputs, "resized", 1, *flags, "--exit-interval", "2", num_ranks=num_ranks)
+    whole, resized = metrics(inputs, "four ranks"), metrics(inputs, "resized")
+    for key in ("iteration", "consumed_samples", "lr", "num_tokens", "num_target_tokens", "num_patches", "num_images"):
+        assert [row[key] for row in resized] == [row[key] for row in whole], key
+    assert len(whole) == 6
+    for key in ("loss", "grad_norm"):
+        ours, theirs = ([row[key] for row in rows] for rows in (resized, whole))
+        assert ours[:2] == theirs[:2] and ours == pytest.approx(theirs, rel=1e-6), key
 
 
 STUCK = """
