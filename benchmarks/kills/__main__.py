@@ -59,8 +59,8 @@ def measured(flags: argparse.Namespace, folder: Path, note: Callable[[dict[str, 
                 note(found)
     if flags.part == "restarts":
         # micro-batches of 1, and a global batch that 4, 2 and 3 divide
-        sized = Runs(inputs, "DP 2", starter, limit, flags.num_workers, ("--micro-batch-size", "1",
-                                                                         "--global-batch-size", "12"))
+        sized = Runs(inputs, "DP 2", starter, limit, flags.num_workers,
+                     ("--micro-batch-size", "1", "--global-batch-size", "12"), num_steps=12)
         found["4, 2 and 3 ranks"] = restarts.resized(sized, flags.seed)
         note(found)
     return found

@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +13,10 @@ import psutil
 
 from benchmarks.job import MARK, Job, marked_processes
 from benchmarks.kills.marks import FIFO, Mark, Marks
+from mm.parallel.node import began
 from tests.launch import warm_python
 
-LEFT_SECONDS = 5.0
+LEFT_SECONDS = 30.0
 """A process that is alive this long after the launcher has ended is left."""
 LONGEST_SECONDS = 400.0
 """After which a launch that does not end is killed, and counted as stuck."""
@@ -42,10 +44,10 @@ class Ending:
     seconds: float
     """From the signal (or the call) to the end of the last process."""
     status: int
-    num_left: int
+    left: tuple[str, ...]
+    """The command lines of processes that did not end by themselves."""
     said: str
     """What the launch wrote."""
-    is_stuck: bool = False
 
 
 class Launch:
@@ -95,14 +97,13 @@ class Launch:
 
     def end(self) -> Ending:
         """Wait until all processes have ended; kills those that do not."""
-        began, ended = time.monotonic(), None
-        is_stuck = False
+        began, ended, stuck = time.monotonic(), None, ()
         while True:
             self.marks.read(0.05)
             now = time.monotonic()
-            if now > began + LONGEST_SECONDS and not is_stuck:
-                is_stuck = True
-                for one in self.processes():
+            if now > began + LONGEST_SECONDS and not stuck:
+                stuck = tuple(self.processes())
+                for one in stuck:
                     kill(one.pid, signal.SIGKILL)
             if self.is_running():
                 continue
@@ -111,6 +112,7 @@ class Launch:
             if not left or now > ended + LEFT_SECONDS:
                 break
         seconds = time.monotonic() - began
+        names = tuple(named(one) for one in (*stuck, *left))
         for one in left:
             kill(one.pid, signal.SIGKILL)
         while self.marks.read(0):
@@ -119,12 +121,21 @@ class Launch:
         with self._output.open(encoding="utf-8", errors="replace") as file:
             file.seek(self._began_at)
             said = file.read()
-        return Ending(seconds, self.job.launcher.wait(), len(left), said, is_stuck)
+        return Ending(seconds, self.job.launcher.wait(), names, said)
+
+
+def named(process: psutil.Process) -> str:
+    """A process and what it runs."""
+    with suppress(psutil.NoSuchProcess):
+        return f"{process.pid} {process.status()} {' '.join(process.cmdline())[:200]}"
+    return f"{process.pid} has ended"
 
 
 def kill(pid: int, number: int) -> bool:
-    """Send a signal; False if the process has just ended."""
+    """Send a signal; False if the process has ended."""
     try:
+        if began(pid) is None:
+            return False
         os.kill(pid, number)
     except ProcessLookupError:
         return False

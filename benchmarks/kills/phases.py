@@ -42,7 +42,7 @@ class Event:
     named_by: str
     """Who names the right rank: "ranks", "launcher", or "" if nobody does."""
     status: int
-    num_left: int
+    left: tuple[str, ...]
     resumed_at: int
     """The checkpoint that the launch should have resumed from."""
     first_step: int
@@ -74,7 +74,7 @@ def disturbed(runs: Runs, name: str, phase: str, rng: random.Random, usual: floa
     first_step = next((one.number for one in launch.marks.all if one.phase == marks.STEP), 0)
     met = phase if phase in found else next((one for one in sorted(found)), "between")
     return Event(runs.layout, marks.START if met == marks.JOIN else met, rank, round(ending.seconds, 2), limit,
-                 named_by(ending.said, rank, is_stop), ending.status, ending.num_left, saved, first_step)
+                 named_by(ending.said, rank, is_stop), ending.status, ending.left, saved, first_step)
 
 
 def named_by(said: str, rank: int, is_stop: bool) -> str:
@@ -119,8 +119,8 @@ def measure(
             usual[phase] /= 2  # it takes less than it took
             problems += [f"{name}: a launch ended with {found.status}:\n{found.said[-3000:]}"] if found.status else []
         ending = runs.launch(name, "--async-save").end()
-        if ending.status or ending.num_left:
-            problems.append(f"{name}: the last launch ended with {ending.status}, {ending.num_left} left:\n"
+        if ending.status or ending.left:
+            problems.append(f"{name}: the last launch ended with {ending.status}, {len(ending.left)} left:\n"
                             f"{ending.said[-3000:]}")
         problems += runs.differences(name)
         result = {"runs": num_runs, "missed": num_missed, "events": table_of(events), "problems": problems,
@@ -143,7 +143,7 @@ def problems_of(event: Event) -> list[str]:
     """What must not be."""
     where = f"{event.layout}, rank {event.rank} in {event.phase}"
     found = [f"{where}: {event.seconds} s, more than {event.limit}"] if event.seconds > event.limit else []
-    found += [f"{where}: {event.num_left} processes left"] if event.num_left else []
+    found += [f"{where}: {event.left} left"] if event.left else []
     if event.first_step not in (0, event.resumed_at + 1):
         found.append(f"{where}: resumed at step {event.first_step}, not after {event.resumed_at}")
     return found + ([] if event.named_by else [f"{where}: nobody names the rank"])
@@ -156,6 +156,6 @@ def table_of(events: Sequence[Event]) -> dict[str, Any]:
         by_phase[event.phase].append(event)
     return {phase: {
         "count": len(found), "median_seconds": round(statistics.median(one.seconds for one in found), 2),
-        "most_seconds": max(one.seconds for one in found), "left": sum(one.num_left for one in found),
+        "most_seconds": max(one.seconds for one in found), "left": sum(len(one.left) for one in found),
         "named_by": Counter(one.named_by for one in found), "statuses": Counter(str(one.status) for one in found),
     } for phase, found in by_phase.items()}  # fmt: skip

@@ -11,13 +11,15 @@ from benchmarks.kills import marks
 from benchmarks.kills.launch import Launch, kill
 from benchmarks.kills.marks import Mark
 from benchmarks.kills.runs import Runs, clock
+from tests.files import json_lines
 
 MAX_RESTARTS = 3
 SIZES = (4, 2, 3)
 """Numbers of ranks, one after another."""
+EXACT = ("iteration", "consumed_samples", "lr", "num_tokens", "num_target_tokens", "num_patches", "num_images")
 CLOSE = 1e-6
-"""How far losses and gradient norms may be from those of the undisturbed run, relative: another number of ranks sums
-the same gradients in another order."""
+"""How far losses may be from those of the undisturbed run, relative: another number of ranks sums the same gradients
+in another order."""
 
 
 def killed_again_and_again(launch: Launch, rng: random.Random, usual: float) -> list[str]:
@@ -42,8 +44,8 @@ def restarted(runs: Runs, name: str, rng: random.Random, usual: float) -> tuple[
     kills = killed_again_and_again(launch, rng, usual)
     ending = launch.end()
     print(f"{clock()} {runs.layout} {name}: {kills}, status {ending.status}", file=sys.stderr, flush=True)
-    problems = [] if not ending.status and not ending.num_left else [
-        f"{name}: status {ending.status}, {ending.num_left} left:\n{ending.said[-3000:]}"]
+    problems = [] if not ending.status and not ending.left else [
+        f"{name}: status {ending.status}, {len(ending.left)} left:\n{ending.said[-3000:]}"]
     attempts = max((mark.attempt for mark in launch.marks.all), default=0)
     problems += [] if attempts == len(kills) else [f"{name}: {attempts} restarts after {len(kills)} kills"]
     return kills, problems + runs.differences(name)
@@ -80,7 +82,7 @@ def samples_of(found: list[Mark]) -> dict[int, list[int]]:
 def resized(runs: Runs, seed: int) -> dict[str, Any]:
     """A run of data-parallel ranks that is killed and goes on with another number of them, twice."""
     rng, name, problems = random.Random(seed), "resized", []
-    whole = runs.undisturbed()
+    whole = runs.undisturbed(SIZES[0])
     samples: dict[int, list[int]] = {}
     changes: list[int] = []
     for number, size in enumerate(SIZES):
@@ -95,18 +97,17 @@ def resized(runs: Runs, seed: int) -> dict[str, Any]:
         ending = launch.end()
         if is_last and ending.status:
             problems.append(f"{size} ranks: status {ending.status}:\n{ending.said[-3000:]}")
-        began = [mark.number for mark in launch.marks.all if mark.phase == marks.STEP]
-        changes += [min(began, default=0)]
+        changes.append(min((mark.number for mark in launch.marks.all if mark.phase == marks.STEP), default=0))
         samples |= samples_of(launch.marks.all)
-    rows = [runs.rows(runs.folder(one)) for one in (name, "whole")]
-    steps = [[row for row in of_run if row[0] is not None and row[1] is not None] for of_run in rows]
-    exact = [[(row[0], *row[3:6]) for row in of_run] for of_run in steps]
-    problems += [] if exact[0] == exact[1] and len(steps[0]) == runs.num_steps else ["other steps, samples or tokens"]
+    ours, theirs = ([row for row in json_lines(runs.folder(one) / "logs" / "metrics.jsonl") if row["kind"] == "step"]
+                    for one in (name, "whole"))
+    exact = [[[row[key] for key in EXACT] for row in of_run] for of_run in (ours, theirs)]
+    problems += [] if exact[0] == exact[1] and len(ours) == runs.num_steps else ["other steps, samples or tokens"]
     problems += [] if samples == samples_of(whole) else ["other samples in a step"]
-    differences = [max(abs(ours - theirs) / abs(theirs) for ours, theirs in zip(row[1:3], other[1:3], strict=True))
-                   for row, other in zip(*steps, strict=True)]
-    problems += [] if max(differences) <= CLOSE else [f"losses differ by {max(differences)}"]
-    problems += [] if not any(differences[: changes[1] - 1]) else ["other losses before the first change"]
-    return {"sizes": SIZES, "first_steps": changes, "largest_difference": max(differences),
-            "steps_equal_to_the_bit": sum(one == 0 for one in differences), "steps": len(differences),
-            "problems": problems}  # fmt: skip
+    found = {key: [abs(row[key] - other[key]) / abs(other[key]) for row, other in zip(ours, theirs, strict=True)]
+             for key in ("loss", "grad_norm")}
+    problems += [] if max(found["loss"]) <= CLOSE else [f"losses differ by {max(found['loss'])}"]
+    problems += [] if not any(found["loss"][: changes[1] - 1]) else ["other losses before the first change"]
+    return {"sizes": SIZES, "first_steps": changes, "steps": len(ours), "problems": problems,
+            "largest_differences": {key: max(one) for key, one in found.items()},
+            "steps_with_equal_losses": found["loss"].count(0)}  # fmt: skip

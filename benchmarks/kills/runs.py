@@ -57,11 +57,11 @@ class Runs:
         )  # fmt: skip
         return Launch(self._starter, words, num_ranks or usual_ranks, self.folder(name), launcher_words)
 
-    def undisturbed(self) -> list[Mark]:
+    def undisturbed(self, num_ranks: int | None = None) -> list[Mark]:
         """Run it once without a signal; returns its marks."""
-        launch = self.launch("whole", "--async-save")
+        launch = self.launch("whole", "--async-save", num_ranks=num_ranks)
         ending = launch.end()
-        if ending.status or ending.num_left:
+        if ending.status or ending.left:
             raise RuntimeError(f"the undisturbed run ended with {ending.status}:\n{ending.said[-5000:]}")
         return launch.marks.all
 

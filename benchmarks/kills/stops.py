@@ -34,7 +34,7 @@ class Stopped:
     status: int
     seconds: float
     """From the signal to the end of the last process."""
-    num_left: int
+    left: tuple[str, ...]
 
 
 def steps_at(found: list[Mark], seconds: float) -> list[int]:
@@ -62,14 +62,14 @@ def stopped(runs: Runs, name: str, rng: random.Random, usual: float) -> Stopped 
     received = [mark.seconds for mark in launch.marks.all if mark.phase == marks.SIGNAL]
     steps = steps_at(launch.marks.all, min(received, default=sent))
     found = Stopped(runs.layout, "launcher" if rank is None else f"rank {rank}", steps[-1] if steps else 0, before_it,
-                    runs.saved(name), ending.status, round(ending.seconds, 2), ending.num_left)
+                    runs.saved(name), ending.status, round(ending.seconds, 2), ending.left)
     print(f"{clock()} {found}", file=sys.stderr, flush=True)
     return found
 
 
 def problems_of(found: Stopped, num_steps: int) -> list[str]:
     """What must not be.  A run that had just finished its last step ends as if there were no signal."""
-    problems = [f"{found}: processes left"] if found.num_left else []
+    problems = [f"{found}: processes left"] if found.left else []
     if found.status not in (143, 0) or (found.status == 0 and found.saved != num_steps):
         problems.append(f"{found}: another status")
     expected = {found.step, min(found.step + 1, num_steps)} if found.step else {found.before}

@@ -31,6 +31,8 @@ _PRELOADED = ["mm.data.feed.loader", "mm.data.feed.planner", "mm.data.order.samp
 """Modules that the worker processes need.  Named here, not imported, because they are on higher floors."""
 _WORTH_A_START = 16
 """Number of items; fewer are processed before worker processes would have started."""
+_END_SECONDS = 2.0
+"""After a connection to a worker breaks, how long to wait for the news that it has ended."""
 _NUM_AHEAD = 4
 """Items per process."""
 
@@ -155,8 +157,13 @@ class _ResultQueue(Queue):  # pyright: ignore[reportMissingTypeArgument]  (Pytho
     """Set in the process that reads the results."""
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        wait([self._reader, *(worker.sentinel for worker in self.workers)], timeout if block else 0)
-        return super().get(block, 0)
+        sentinels = [worker.sentinel for worker in self.workers]
+        wait([self._reader, *sentinels], timeout if block else 0)
+        try:
+            return super().get(block, 0)
+        except (OSError, EOFError):  # from fetching a tensor of a worker that has died, whose end is soon known
+            wait(sentinels, _END_SECONDS)
+            raise
 
 
 class _WorkerProcess(ForkServerProcess):

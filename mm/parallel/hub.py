@@ -54,6 +54,9 @@ _LATE_SECONDS = 10.0
 """When a run ends before all ranks have joined, how long the hub stays to end late ranks too.  Without this they would
 look for a store that is gone until their own time limit.  torch's store client retries after half a second, then less
 and less often."""
+_LATE_SECONDS_OF_STOP = 2.0
+"""The same after a signal: the launcher ends all ranks then, and waits for this one.  It sends one too when a rank has
+died before it joined, which nobody should wait for."""
 _GRACE_OF_PHASE = 1.0
 """Seconds after the end of a phase in which its rank reports that itself."""
 _MAX_DIFFERENCES = 5
@@ -78,6 +81,8 @@ class Cause:
     """The text alone does not explain it, so the report shows the stacks of all ranks."""
     is_mistake: bool = False
     """The text explains it, wherever the ranks are."""
+    is_signal: bool = False
+    """A signal that asks the run to stop."""
 
 
 class Hub:
@@ -171,7 +176,7 @@ class Hub:
                         self._end_ends = min(self._end_ends, time.monotonic() + self._end_seconds)
                         self._lines.drop(rank)
                     case ["is interrupted", int(status)]:
-                        return Cause(rank, "", status)
+                        return Cause(rank, "", status, is_signal=True)
                     case ["loses", str(text)]:
                         if suspect is None:
                             suspect, until = Cause(rank, text, is_riddle=True), time.monotonic() + _DOUBT_SECONDS
@@ -280,7 +285,7 @@ class Hub:
 
     def _end_late_ranks(self, cause: Cause) -> None:
         """Wait a little for ranks that have not joined yet, and end each as it joins."""
-        until = time.monotonic() + _LATE_SECONDS
+        until = time.monotonic() + (_LATE_SECONDS_OF_STOP if cause.is_signal else _LATE_SECONDS)
         while len(self._joined) < self._num_ranks and (left := until - time.monotonic()) > 0:
             for rank, words in self._lines.receive(left):
                 match words:

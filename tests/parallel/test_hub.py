@@ -205,6 +205,19 @@ def test_ranks_that_are_set_up_differently_are_named(monkeypatch: pytest.MonkeyP
             "Give every machine the same packages, code, flags and JSON files, and start again.", 2)} and len(ends) == 2
 
 
+def test_a_signal_does_not_wait_long_for_ranks_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun sends it to rank 0 when rank 1 has died before it came."""
+    ends: list[int] = []
+    monkeypatch.setattr(hubs, "_LATE_SECONDS", 3600.0)
+    monkeypatch.setattr(hubs, "end", lambda status, _: ends.append(status))
+    hub = Hub(2, 60.0)
+    first = join(hub, 0)
+    first.send(0, "is interrupted", 143)
+    hub.join(60)
+    assert ends == [143] and next_words(first) == ["ends", 143, 0, []]
+    first.close()
+
+
 def test_open_files_are_allowed_as_far_as_the_system_lets_them() -> None:
     """In a process of its own, whose limits it lowers for good."""
     program = ("import resource; from mm.parallel.hub import allow_open_files as allow\n"
