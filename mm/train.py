@@ -115,8 +115,7 @@ def train(run: Run, signals: StopSignals) -> int:
     """Train on this process's device, as one rank of the launcher's world; returns the exit status.
 
     One rank of each node checks the node.  Only rank 0 checks the files, and starts with what it has opened; the others
-    wait, and end with it if it finds a problem.  However the run ends, rank 0 releases the directories that it has
-    claimed.
+    wait, and end with it if it finds a problem.  However the run ends, the directories that were claimed are released.
     """
     if os.environ.get("LOCAL_RANK", "0") == "0":
         check_node(run)
@@ -140,6 +139,7 @@ def train(run: Run, signals: StopSignals) -> int:
             print_notes_once((*device.notes, *peak_notes(device.platform, device.name)))
             # megatron looks at the device while it is imported, so everything built on it comes after this
             from mm.parallel import mesh as parallel
+            from mm.training.disks import claim_others, find_disks
             from mm.training.reporter import say_on_last_rank
             from mm.training.run import Trainer
             from mm.training.start import settle
@@ -150,7 +150,9 @@ def train(run: Run, signals: StopSignals) -> int:
                                   run.args.vision_feature_cache is not None, store)
         watchdog.place(mesh)
         with watchdog.phase("load"):
-            settled = settle(run, mesh, say_on_last_rank(mesh), opened)
+            disks = find_disks(run.args.save, run.args.save_on_each_node, mesh)
+            claim_others(run.args.save, claim, mesh, disks, lambda text: print(text, flush=True))
+            settled = settle(run, mesh, say_on_last_rank(mesh), opened, disks)
             trainer = Trainer(settled, device, mesh, watchdog, claim, signals)
             del opened, settled  # frees the headers of the weights; the trainer keeps the samples and questions
         trainer.run_steps()

@@ -237,6 +237,8 @@ class Arguments:
         "number of newest checkpoints to keep; absent = all, or 1 with --save-retain-interval"))
     save_retain_interval: Count | None = Field(None, description=(
         "checkpoints of iterations that are its multiples are never deleted"))
+    save_on_each_node: bool = Field(False, description=(
+        "--save is on each node's own disk: save there what its ranks need to resume; no effect on a shared directory"))
     async_save: bool = Field(False, description=(
         "write checkpoints in the background, from a copy in host memory, while training continues"))
 
@@ -350,6 +352,8 @@ def flag_problems(args: Arguments) -> Iterator[str]:
                         ("--save-retain-interval", args.save_retain_interval)):
         if args.save is None and value is not None:
             yield f"{flag} is {value}, but --save is missing"
+    if args.save_on_each_node and args.save is None:
+        yield "--save-on-each-node is given, but --save is missing"
     if args.save_retain_interval is not None and args.save_retain_interval % (args.save_interval or 1):
         yield (f"--save-retain-interval is {args.save_retain_interval}; expected a multiple of --save-interval = "
                f"{args.save_interval}, because no other iterations are saved at intervals")

@@ -213,13 +213,15 @@ def open(
     model: ModelConfig | None = None,
     qkv: QkvOrder | None = None,
     lenient: bool = False,
+    may_lack_files: bool = False,
 ) -> Source:
     """Open a weight directory of any kind, which ``flag`` gave, as a source.
 
     ``layout`` is the layout that the user stated with ``layout_flag``.  For a directory in MindSpeed-MM's layout
     without a manifest, ``model`` is its model, and ``qkv`` determines the order of the ViT's qkv.  With ``lenient``,
     tensors that do not fit the model are collected in ``problems`` instead of raised, and the views cover the others.
-    Raises UserError if the directory is of no known kind, incomplete, damaged, or not on the given layout.
+    ``may_lack_files``: see ``open_training``.  Raises UserError if the directory is of no known kind, incomplete,
+    damaged, or not on the given layout.
     """
     directory = find(path, flag)
     match directory:
@@ -229,7 +231,7 @@ def open(
         case MindSpeedDirectory():
             source = _open_mindspeed(directory, layout, layout_flag, model, qkv or QkvOrder(), lenient)
         case TrainingDirectory():
-            source = open_training(directory, lenient=lenient)
+            source = open_training(directory, lenient=lenient, may_lack_files=may_lack_files)
             if layout is not None and layout != source.layout:
                 raise UserError(
                     f"{layout_flag} says {layout}, but the training checkpoint {source.path} was saved with "
@@ -239,14 +241,15 @@ def open(
 
 
 def open_to_train(
-    path: str | Path, model: ModelConfig, needs_optimizer: bool = True, qkv: QkvOrder | None = None
-) -> Source:
-    """Open the directory of ``--load``, which must hold all of ``model``.
+    path: str | Path, model: ModelConfig, needs_optimizer: bool = True, qkv: QkvOrder | None = None,
+    may_lack_files: bool = False,
+) -> Source:  # fmt: skip
+    """Open the directory of ``--load``, which must hold all of ``model``; ``may_lack_files``: see ``open_training``.
 
     Raises UserError if it is of no known kind, incomplete or of another model, or if the optimizer state is needed and
     MindSpeed-MM trained it.
     """
-    source = open(path, "--load", model=model, qkv=qkv)
+    source = open(path, "--load", model=model, qkv=qkv, may_lack_files=may_lack_files)
     if needs_optimizer:
         source.check_optimizer()
     if source.is_vit_only:
@@ -267,9 +270,12 @@ def open_hf(directory: HFDirectory, language_path: str | Path | None = None, len
     return replace(source, views=(*kept, *language), files=(*source.files, *files))
 
 
-def open_training(directory: TrainingDirectory, lenient: bool = False, takes_adapters: bool = False) -> Source:
+def open_training(
+    directory: TrainingDirectory, lenient: bool = False, takes_adapters: bool = False, may_lack_files: bool = False
+) -> Source:
     """The weights of a training checkpoint in the dtypes of the training, without its optimizer state.
 
+    ``may_lack_files``: with ``--save-on-each-node``, only some files may be here; whoever reads others must check that.
     Raises UserError if it holds adapters instead of a whole model, unless ``takes_adapters``.
     """
     manifest = directory.manifest
@@ -279,7 +285,7 @@ def open_training(directory: TrainingDirectory, lenient: bool = False, takes_ada
             f"{directory.path} holds adapters (LoRA) of the model in {base}, not a whole model; continue training "
             f"with the --lora-* flags of that run, or make a whole model with mm-convert merge_lora."
         )
-    return _source(directory, Kind.TRAINING, manifest.model, manifest.tp_size, directory.views(), lenient,
+    return _source(directory, Kind.TRAINING, manifest.model, manifest.tp_size, directory.views(may_lack_files), lenient,
                    iteration=manifest.iteration, consumed_samples=manifest.consumed_samples, notes=directory.notes,
                    base_crc32=(manifest.base or {}).get("crc32"))
 

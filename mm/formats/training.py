@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import torch
 
 from mm.config.model import ModelConfig
-from mm.errors import UserError
+from mm.errors import UserError, collected
 from mm.formats.atomic import MEGATRON_MODES, new_file, put_in_place, sync
 from mm.formats.blocks import ON_HOST, Host, Values, write_tensors
 from mm.formats.manifest import (
@@ -39,6 +39,8 @@ from mm.weights.views import Stored
 
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 FORMAT, VERSION = "mm training checkpoint", 1
+PROBE_PREFIX = ".mm-probe-"
+"""Begins the names of files by which nodes find out whether they share a directory."""
 UNREADABLE = ""
 """Stands for the run id if the manifest cannot be read; no run has this id."""
 
@@ -113,6 +115,8 @@ class CheckpointManifest:
     """What the command that started the run gave as its start: ``Arguments.given_start``."""
     recent: Mapping[str, Any] | None = None
     """Losses and gradient norms of the latest steps; None if an older version saved it."""
+    disks: Sequence[Mapping[str, Any]] | None = None
+    """With ``--save-on-each-node``, "host", "ranks" and "files" of each disk; None if all files are on one."""
 
     @classmethod
     def read(cls, folder: Path) -> "CheckpointManifest":
@@ -174,16 +178,9 @@ def write_pieces(
 
 
 def commit(temporary: Path, manifest: CheckpointManifest) -> Path:
-    """Make a written checkpoint the newest: manifest, rename, then ``latest``.  Replaces one of the same iteration."""
-    final, old = _complete(temporary, manifest, iteration_name(manifest.iteration))
-    directory = final.parent
-    latest = directory / f"{LATEST_FILE}.tmp-{secrets.token_hex(4)}"
-    with _new_file(latest) as opened:
-        opened.write(f"{manifest.iteration}\n".encode())
-    latest.replace(directory / LATEST_FILE)
-    sync(directory)
-    _delete_replaced(old, final)
-    return final
+    """Make a written checkpoint the newest."""
+    prepare(temporary, manifest.text())
+    return publish(temporary)
 
 
 def commit_dying(temporary: Path, manifest: CheckpointManifest) -> Path:
@@ -191,19 +188,37 @@ def commit_dying(temporary: Path, manifest: CheckpointManifest) -> Path:
 
     ``latest`` still names the newest checkpoint that all ranks have saved.
     """
-    final, old = _complete(temporary, manifest, f"{iteration_name(manifest.iteration)}.dying")
+    prepare(temporary, manifest.text())
+    final, old = _renamed(temporary, f"{iteration_name(manifest.iteration)}.dying")
     sync(final.parent)
     _delete_replaced(old, final)
     return final
 
 
-def _complete(temporary: Path, manifest: CheckpointManifest, name: str) -> tuple[Path, Path]:
-    """Write the manifest and rename the directory; return it, and where one that it replaces is now."""
+def prepare(temporary: Path, manifest_text: str) -> None:
+    """Complete a written checkpoint, so that only ``publish`` remains to be done."""
     with _new_file(temporary / MANIFEST_FILE) as opened:
-        opened.write(manifest.text().encode())
+        opened.write(manifest_text.encode())
     sync(temporary)
+
+
+def publish(temporary: Path) -> Path:
+    """Make a prepared checkpoint the newest: rename it, then ``latest``.  Replaces one of the same iteration."""
+    final, old = _renamed(temporary, temporary.name.partition(".")[0])
+    directory = final.parent
+    latest = directory / f"{LATEST_FILE}.tmp-{secrets.token_hex(4)}"
+    with _new_file(latest) as opened:
+        opened.write(f"{int(final.name.removeprefix('iter_'))}\n".encode())
+    latest.replace(directory / LATEST_FILE)
+    sync(directory)
+    _delete_replaced(old, final)
+    return final
+
+
+def _renamed(temporary: Path, name: str) -> tuple[Path, Path]:
+    """Rename a prepared checkpoint; return it, and where one that it replaces is now."""
     final = temporary.with_name(name)
-    old = final.with_name(f"{iteration_name(manifest.iteration)}.old-{secrets.token_hex(4)}")
+    old = final.with_name(f"{name.partition('.')[0]}.old-{secrets.token_hex(4)}")
     put_in_place(temporary, final, old)
     return final, old
 
@@ -266,7 +281,7 @@ def tidy(directory: Path) -> list[str]:
         match = _LEFTOVER_NAME.fullmatch(path.name)
         is_only_one = match and match[1] == "old" and not (
             path.with_name(path.name.partition(".")[0]) / MANIFEST_FILE).is_file()
-        if is_only_one or not (match or path.name.startswith(f"{LATEST_FILE}.tmp-")):
+        if is_only_one or not (match or path.name.startswith((f"{LATEST_FILE}.tmp-", PROBE_PREFIX))):
             continue
         try:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -368,6 +383,28 @@ def run_id_of(folder: Path) -> str | None:
         return stated(folder).get("run_id")
     except UserError:
         return UNREADABLE
+
+
+def identities(directory: Path) -> dict[int, int]:
+    """The checksum of the manifest of each complete checkpoint, by ascending iteration.
+
+    It is the same on all disks of one save.
+    """
+    found = {}
+    for iteration in complete_iterations(directory):
+        with collected([]):  # a damaged one is like none
+            found[iteration] = stated(directory / iteration_name(iteration))["crc32"]
+    return found
+
+
+def prepared(directory: Path) -> dict[Path, int]:
+    """Checkpoints that were prepared but not published, with the checksums of their manifests."""
+    found = {}
+    for path in sorted(directory.glob(f"iter_*.tmp-*/{MANIFEST_FILE}")):
+        with collected([]):  # killed while it was written
+            CheckpointManifest.read(path.parent)
+            found[path.parent] = stated(path.parent)["crc32"]
+    return found
 
 
 def stated(folder: Path) -> Mapping[str, Any]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -20,6 +20,10 @@ from mm.weights.cut import share_numbers
 from mm.weights.table import Weight, local_shape, shard, stored_name, unshard
 from mm.weights.trained import saved_weights
 from mm.weights.views import Misfit, Stored, View, shard_view
+
+GATHER = ("copy this directory of every node into one, in which files of the same name are the same, and give that: "
+          "'rsync -a NODE:DIRECTORY/ GATHERED/' for each node")
+"""What to do about files on other nodes' disks."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +68,11 @@ class TrainingDirectory:
         return [*self.notes, f"{self.path}: training checkpoint, iteration {manifest.iteration}, "
                 f"{manifest.consumed_samples} samples", f"layout: {Layout.of(manifest.model, manifest.tp_size)}"]
 
-    def views(self) -> tuple[list[View], list[Misfit]]:
-        """Views of all weights, and missing ones; raises UserError naming each tensor that differs from the
-        manifest."""
+    def views(self, may_lack_files: bool = False) -> tuple[list[View], list[Misfit]]:
+        """Views of all weights, and missing ones; raises UserError naming each tensor that differs from the manifest.
+
+        ``may_lack_files``: files that are on other nodes' disks may be missing here, and views of them cannot be read.
+        """
         views, misfits, problems = [], [], []
         for weight in saved_weights(self.manifest.model):
             for tp_rank in range(self.manifest.tp_size if weight.tp_dim is not None else 1):
@@ -76,7 +82,8 @@ class TrainingDirectory:
                     misfits.append(Misfit("missing", text, weight, tp_rank))
                     continue
                 with collected(problems):
-                    stored = self._located(pieces[0])
+                    is_elsewhere = may_lack_files and self._is_elsewhere(pieces[0])
+                    stored = pieces[0].stored if is_elsewhere else self._located(pieces[0])
                     # A parameter's shape may differ from the weight's, as for a flattened patch embedding.
                     shaped = dataclasses.replace(stored, shape=local_shape(weight, self.manifest.tp_size))
                     assert shaped.num_bytes == stored.num_bytes, (stored, shaped)
@@ -92,15 +99,47 @@ class TrainingDirectory:
 
         Raises UserError with file and tensor if something is missing or damaged.
         """
-        name, stored_size = stored_name(weight), self.manifest.tp_size
-        if weight.tp_dim is None or tp_size == stored_size:
-            return self._range(name, kind, 0 if weight.tp_dim is None else tp_rank, start, stop)
-        shape = local_shape(weight, stored_size)
+        shards = self._shards(weight, tp_size, tp_rank)
+        if shards is None:
+            return self._range(stored_name(weight), kind, 0 if weight.tp_dim is None else tp_rank, start, stop)
+        shape = local_shape(weight, self.manifest.tp_size)
         nothing = torch.zeros(()).expand(shape)  # for shards that this rank does not need
-        shards = [self._range(name, kind, rank, 0, math.prod(shape)).reshape(shape)
-                  if share_numbers(weight, (stored_size, rank), (tp_size, tp_rank)) else nothing
-                  for rank in range(stored_size)]
-        return shard(weight, unshard(weight, shards), tp_size, tp_rank).reshape(-1)[start:stop]
+        found = [self._range(stored_name(weight), kind, rank, 0, math.prod(shape)).reshape(shape)
+                 if rank in shards else nothing for rank in range(self.manifest.tp_size)]
+        return shard(weight, unshard(weight, found), tp_size, tp_rank).reshape(-1)[start:stop]
+
+    def _shards(self, weight: Weight, tp_size: int, tp_rank: int) -> list[int] | None:
+        """The stored shards that a rank of another tensor-parallel size needs; None if its own is stored."""
+        stored_size = self.manifest.tp_size
+        if weight.tp_dim is None or tp_size == stored_size:
+            return None
+        return [rank for rank in range(stored_size)
+                if share_numbers(weight, (stored_size, rank), (tp_size, tp_rank))]
+
+    def files_elsewhere(
+        self, weight: Weight, kind: str, tp_size: int, tp_rank: int, start: int = 0, stop: int | None = None
+    ) -> set[str]:
+        """Files that are not here, and that a rank needs to read these elements, by default all of its shard."""
+        shards, name = self._shards(weight, tp_size, tp_rank), stored_name(weight)
+        if shards is None:
+            shards = [0 if weight.tp_dim is None else tp_rank]
+            ranges = [(start, math.prod(local_shape(weight, tp_size)) if stop is None else stop)]
+        else:
+            ranges = [(0, math.prod(local_shape(weight, self.manifest.tp_size)))] * len(shards)
+        return {piece.stored.file for rank, (first, last) in zip(shards, ranges, strict=True)
+                for piece, _, _ in self._covering(name, kind, rank, first, last) if self._is_elsewhere(piece)}
+
+    def random_elsewhere(self, name: str) -> set[str]:
+        """The file of a random state, if it is not here."""
+        return {piece.stored.file for piece in self._pieces.get((name, "random", 0), ()) if self._is_elsewhere(piece)}
+
+    def elsewhere(self, names: Iterable[str]) -> str:
+        """Say which disks hold these files, none of which is here."""
+        wanted = set(names)
+        held = [(disk["host"], disk["ranks"][0], sorted(wanted & set(disk["files"])))
+                for disk in self.manifest.disks or ()]
+        return "; ".join(f"{files[0]}{f' and {len(files) - 1} more' if len(files) > 1 else ''} on {host} (first rank "
+                         f"{rank})" for host, rank, files in held if files)
 
     def read_random(self, name: str) -> Tensor | None:
         """A random state; None if it was not saved."""
@@ -110,7 +149,7 @@ class TrainingDirectory:
     @cached_property
     def _pieces(self) -> Mapping[tuple[str, str, int], Sequence[CheckpointTensor]]:
         found: dict[tuple[str, str, int], list[CheckpointTensor]] = {}
-        for piece in sorted(self.manifest.pieces, key=lambda piece: piece.start):
+        for piece in sorted(self.manifest.pieces, key=lambda piece: (self._is_elsewhere(piece), piece.start)):
             found.setdefault((piece.name, piece.kind, piece.tp_rank), []).append(piece)
         return found
 
@@ -122,6 +161,9 @@ class TrainingDirectory:
     def _located(self, piece: CheckpointTensor) -> Stored:
         """The piece's entry in its file, with the manifest's checksum."""
         stated, path = piece.stored, self.path / piece.stored.file
+        if self._is_elsewhere(piece):
+            raise UserError(f"{self.path} is one node's part of a checkpoint (--save-on-each-node), without "
+                            f"{self.elsewhere([stated.file])}; {GATHER}.")
         try:
             found = self._header(stated.file).get(stated.name)
         except OSError as error:
@@ -130,13 +172,29 @@ class TrainingDirectory:
             raise UserError(f"{path}: {stated.name} differs from {MANIFEST_FILE}; {self.instead}.")
         return dataclasses.replace(found, crc32=stated.crc32)
 
-    def _range(self, name: str, kind: str, tp_rank: int, start: int, stop: int) -> Tensor:
-        found, position = [], start
+    def _is_elsewhere(self, piece: CheckpointTensor) -> bool:
+        """Whether a piece is in a file that another node has written to its own disk, and that was not copied here."""
+        return bool(self.manifest.disks) and piece.stored.file not in self._names
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(path.name for path in self.path.iterdir())
+
+    def _covering(
+        self, name: str, kind: str, tp_rank: int, start: int, stop: int
+    ) -> Iterator[tuple[CheckpointTensor, int, int]]:
+        """Pieces that together hold these elements, in order, and which of its own elements to take from each."""
+        position = start
         for piece in self._pieces.get((name, kind, tp_rank), ()):
             if piece.start <= position < min(piece.stop, stop):
                 end = min(piece.stop, stop)
-                found.append(self._tensor(piece)[position - piece.start : end - piece.start])
+                yield piece, position - piece.start, end - piece.start
                 position = end
+
+    def _range(self, name: str, kind: str, tp_rank: int, start: int, stop: int) -> Tensor:
+        found = [self._tensor(piece)[first:last]
+                 for piece, first, last in self._covering(name, kind, tp_rank, start, stop)]
+        position = start + sum(map(len, found))
         if position != stop:
             raise UserError(
                 f"{self.path} lacks elements {position} to {stop} of {kind} of {name} (tensor-parallel rank "

@@ -37,6 +37,13 @@ def gather(mesh: Mesh, value: Result) -> list[Result]:
     return gathered or []
 
 
+def of_all(mesh: Mesh, value: Result) -> list[Result]:
+    """Every rank's value, in the order of the ranks; the same on every rank."""
+    gathered: list[Any] = [None] * mesh.world_size
+    dist.all_gather_object(gathered, value, group=mesh.control_group)
+    return gathered
+
+
 def all_of(found: tuple[Found, ...], group: dist.ProcessGroup | None) -> tuple[Found, ...]:
     """The union of ``found`` over the ranks of ``group``, without duplicates, in rank order; the same on every rank."""
     gathered: list[tuple[Found, ...]] = [()] * dist.get_world_size(group)

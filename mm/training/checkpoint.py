@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mm.data.index.contents import TrainedOn
-from mm.errors import UserError
+from mm.errors import AgreedError, UserError
 from mm.formats.source import Source
-from mm.formats.training_reader import TrainingDirectory
+from mm.formats.training_reader import GATHER, TrainingDirectory
 from mm.model.load import fill, read_once
-from mm.parallel.agreement import together
+from mm.parallel.agreement import all_of, together
 from mm.parallel.mesh import Mesh
 from mm.training.optimizer_state import MOMENTS, OwnedState, is_split, owned_states, restore_scaler
 from mm.training.schedule import Schedule
@@ -74,6 +74,7 @@ def load(
     from_master = [weight for weight in stage.weights if stored.has(weight, "master")
                    and stage.get_parameter(weight.name).dtype == torch.float32]
     held = saved_among(stage.weights, stored.manifest.model)
+    _check_here(stored, setup, held, load_optim and not finetune, load_rng and not finetune)
     fill(stage, [weight for weight in held if weight not in from_master], source, mesh)
 
     def read_master(weight: Weight) -> Tensor:
@@ -97,6 +98,36 @@ def load(
     return TrainingProgress(manifest.iteration, manifest.consumed_samples, data, (*source.notes, *more_notes), best,
                             manifest.run_id, given_start=manifest.given_start,
                             recent=RecentSteps.from_json(manifest.recent) if manifest.recent else RecentSteps())
+
+
+def _check_here(
+    stored: TrainingDirectory, setup: Setup, held: Sequence[Weight], load_optim: bool, load_rng: bool
+) -> None:
+    """Raise AgreedError if a rank needs files of ``stored`` that only another node's disk holds."""
+    if not stored.manifest.disks:
+        return
+    mesh, manifest, by_name = setup.mesh, stored.manifest, {weight.name: weight for weight in held}
+    place, lacking = (mesh.tp_size, mesh.tp_rank), set[str]()
+    for weight in held:
+        lacking |= stored.files_elsewhere(weight, "weight", *place)
+    for state in owned_states(setup.optimizer, setup.models) if load_optim and manifest.optimizer else ():
+        weight = by_name[state.name]
+        numbers = MemoryLayout.of(weight, mesh.tp_size).real_range(state.start, state.stop)
+        for kind in ("master", *MOMENTS):
+            lacking |= stored.files_elsewhere(weight, kind, *place, *numbers)
+    for name in setup.stage.device.random_states() if load_rng and _is_same_layout(stored, mesh) else ():
+        lacking |= stored.random_elsewhere(f"{name}.{mesh.rank}")
+    if everywhere := all_of(tuple(sorted(lacking)), mesh.control_group):
+        raise AgreedError(
+            f"{stored.path} is on several disks (--save-on-each-node), each of which holds what its own ranks needed "
+            f"when it was saved, and ranks of this run need files that their own disk lacks: "
+            f"{stored.elsewhere(everywhere)}. To resume there, start the same layout with the nodes in the same order "
+            f"(--node_rank). For any other start, {GATHER}")
+
+
+def _is_same_layout(stored: TrainingDirectory, mesh: Mesh) -> bool:
+    manifest = stored.manifest
+    return (manifest.world_size, manifest.tp_size, manifest.pp_size) == (mesh.world_size, mesh.tp_size, mesh.pp_size)
 
 
 def _load_optimizer(stored: TrainingDirectory, source: Source, setup: Setup) -> Sequence[tuple[OwnedState, int]]:
@@ -156,8 +187,8 @@ def _broadcast(shared: Sequence[tuple[OwnedState, int]], mesh: Mesh) -> None:
 
 def _load_random(stored: TrainingDirectory, setup: Setup) -> tuple[str, ...]:
     """Restore random states; return notes for the user."""
-    manifest, mesh, device = stored.manifest, setup.mesh, setup.stage.device
-    if (manifest.world_size, manifest.tp_size, manifest.pp_size) != (mesh.world_size, mesh.tp_size, mesh.pp_size):
+    mesh, device = setup.mesh, setup.stage.device
+    if not _is_same_layout(stored, mesh):
         return ("the checkpoint was saved under another layout, so random states are not restored",)
     names = device.random_states().keys()
     found = {name: state for name in names if (state := stored.read_random(f"{name}.{mesh.rank}")) is not None}

@@ -1,9 +1,10 @@
 """One run at a time per directory: a lock file in it names the process that writes there, its host and start time.
 
-Rank 0 holds the lock for all ranks, and removes it when the run ends.  A run that finds a lock file checks whether its
-owner is still alive.  On the same kernel it looks up the process.  On another host it watches the file: the owner
-renews it every ``BEAT_SECONDS``, and after ``SILENT_SECONDS`` without renewal the owner counts as dead.  The time in
-the file is not used, because clocks of two hosts may differ by any amount.
+Rank 0 holds the lock for all ranks, or with ``--save-on-each-node`` the first rank of each disk, and removes it when
+the run ends.  A run that finds a lock file checks whether its owner is still alive.  On the same kernel it looks up the
+process.  On another host it watches the file: the owner renews it every ``BEAT_SECONDS``, and after ``SILENT_SECONDS``
+without renewal the owner counts as dead.  The time in the file is not used, because clocks of two hosts may differ by
+any amount.
 
 The directory may be on any disk with exclusive file creation, such as NFS, Lustre and GPFS; the operating system's
 locks do not work across hosts on all of them.
@@ -156,6 +157,10 @@ class Claim:
             cls(locks).release()
             raise
         return cls(locks)
+
+    def add(self, directories: Mapping[str, str], say: Callable[[str], None]) -> None:
+        """Lock more directories, as ``take`` does."""
+        self._locks = (*self._locks, *self.take(directories, say)._locks)
 
     def check(self) -> None:
         """Raise UserError if any lock is lost."""

@@ -161,9 +161,13 @@ def _copy_bytes(run: Run, node: Node) -> int:
     if not run.args.async_save or run.args.save is None:
         return 0
     sizes, num_in_stage = stage_sizes(run, run.model.placement()), run.tp_size * run.cp_size * run.dp_size
-    total = 0
+    total, places = 0, set[tuple[int, int]]()
     for rank in range(node.first_rank, node.first_rank + node.num_ranks):
         size, is_first_copy = sizes[rank // num_in_stage], rank % num_in_stage < run.tp_size
+        if run.args.save_on_each_node:
+            place = rank // num_in_stage, rank % run.tp_size
+            is_first_copy = place not in places
+            places.add(place)
         num_saved = size.num_trainable_params if run.model.lora.is_on else size.num_params  # see ``saved_weights``
         total += size.weight_bytes * num_saved // size.num_params * is_first_copy
         total += size.optimizer_bytes * (is_first_copy or run.args.use_distributed_optimizer)

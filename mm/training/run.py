@@ -51,13 +51,13 @@ class Trainer:
         started = start(settled, stage, mesh, self._say)
         self.setup, self.progress = started.setup, started.progress
         claim = claim or Claim()
-        self._dying = None if args.save is None else DyingSave(
+        self._dying = None if args.save is None or settled.disks.are_several else DyingSave(
             args.save, self.setup, claim, resolved(run), started.base, saves_states=not args.no_save_optim)
         watchdog.follow(stage.journal, self.setup.communicator, self._dying)
         self.fingerprint = None if args.vision_feature_cache is None else vision_fingerprint(stage, mesh)
         self.reporter = Reporter(run, self.setup, self._schedule, self.progress.iteration, self._say)
         self.saver = Saver(
-            run, self.setup, claim, self._say, started.checkpoint, started.base, watchdog.phase)
+            run, self.setup, claim, self._say, started.checkpoint, started.base, watchdog.phase, settled.disks)
         self._stopping = Stopping(signals or StopSignals(), args.exit_duration_in_mins, args.save is not None)
         self._ballot = Ballot(device)
         self._ended_early = False

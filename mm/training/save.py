@@ -23,9 +23,12 @@ from mm.formats.training import CheckpointManifest, CheckpointTensor
 from mm.parallel.agreement import gather, on_first, together
 from mm.parallel.mesh import Mesh
 from mm.training.checkpoint import TrainingProgress
+from mm.training.disks import Disks, on_each_disk
+from mm.training.each_disk import stated_disks, unique_pieces
 from mm.training.optimizer_state import OwnedState, is_split, owned_states, scaler_state
 from mm.training.step import Setup
 from mm.weights.memory import MemoryLayout
+from mm.weights.table import Weight, stored_name
 from mm.weights.trained import saved_weights
 
 ToWrite = Sequence[tuple[CheckpointTensor, Values]]
@@ -45,6 +48,7 @@ class BegunSave:
     """Without its tensors and the facts of the optimizer, which are gathered by ``commit``."""
     _optimizer_facts: OptimizerFacts | None
     """None if no optimizer state is saved."""
+    _disks: Disks
 
     @classmethod
     def begin(
@@ -57,21 +61,26 @@ class BegunSave:
         save_optim: bool = True,
         save_rng: bool = True,
         base: Mapping[str, Any] | None = None,
+        disks: Disks | None = None,
     ) -> Self:
         """Begin the checkpoint of ``progress.iteration``, together with all ranks.
 
-        ``run_facts`` is for people and must be JSON-serializable.  ``base``: see ``CheckpointManifest``.  Raises
-        UserError on every rank if the disk has too little room.
+        ``run_facts`` is for people and must be JSON-serializable.  ``base``: see ``CheckpointManifest``.  ``disks``:
+        those of ``directory``; by default all ranks see the same.  Raises UserError on every rank if a disk has too
+        little room.
         """
         directory, mesh = Path(directory), setup.mesh
         setup.finish_gathering()
         owned = owned_states(setup.optimizer, setup.models) if save_optim else []
-        tensors = _planned(setup, owned, save_rng)
-        num_bytes = torch.tensor(sum(tensor.stored.num_bytes for tensor, _ in tensors))
-        dist.all_reduce(num_bytes, group=mesh.control_group)
-        temporary = on_first(mesh, lambda: files.begin(directory, progress.iteration, int(num_bytes)))
+        disks = disks or Disks.one(mesh)
+        tensors = _planned(setup, owned, save_rng, disks)
+        of_disks = torch.zeros(mesh.world_size, dtype=torch.int64)  # bytes
+        of_disks[disks.own] = sum(tensor.stored.num_bytes for tensor, _ in tensors)
+        dist.all_reduce(of_disks, group=mesh.control_group)
+        temporary = on_each_disk(
+            mesh, disks, lambda: files.begin(directory, progress.iteration, int(of_disks[disks.own])))
         facts = own_optimizer_facts(setup, owned) if save_optim else None
-        return cls(temporary, tensors, begun_manifest(progress, setup, run_facts, base), facts)
+        return cls(temporary, tensors, begun_manifest(progress, setup, run_facts, base), facts, disks)
 
     def write(self, tensors: ToWrite, host: Host) -> list[CheckpointTensor]:
         """Write this rank's files, in any thread, and return their tensors with checksums.
@@ -97,22 +106,42 @@ class BegunSave:
         ``keeps`` does not keep are deleted; a failure to do so is only a warning.  Raises UserError on every rank if
         any rank could not write.
         """
+        disks = self._disks
         try:
             gathered = gather(mesh, (together(mesh, written), self._optimizer_facts))
-            manifest = dataclasses.replace(
-                self.manifest,
-                optimizer=shared_optimizer_facts([facts for _, facts in gathered if facts is not None]),
-                pieces=tuple(tensor for tensors, _ in gathered for tensor in tensors),
-            )
-            final = on_first(mesh, lambda: files.commit(self.temporary, manifest))
+            text = on_first(mesh, lambda: self._completed(gathered).text() if disks.are_several else "")
+            on_each_disk(mesh, disks, lambda: files.prepare(self.temporary, text or self._completed(gathered).text()))
         except UserError:
-            if mesh.rank == 0:
+            if disks.is_first:
                 shutil.rmtree(self.temporary, ignore_errors=True)
             raise
-        if mesh.rank == 0:
-            for problem in files.purge(final.parent, manifest.iteration, retention, manifest.run_id):
+        final = on_first(mesh, self._published)
+        if disks.are_several:  # from here on they can only be late: see each_disk.py
+            together(mesh, lambda: files.publish(self.temporary) if disks.is_first and mesh.rank else None)
+        if disks.is_first:
+            for problem in files.purge(final.parent, self.manifest.iteration, retention, self.manifest.run_id):
                 warnings.warn(problem, stacklevel=2)
         return final
+
+    def _completed(
+        self, gathered: Sequence[tuple[list[CheckpointTensor], OptimizerFacts | None]]
+    ) -> CheckpointManifest:
+        """The manifest with what all ranks have written."""
+        pieces = [tensors for tensors, _ in gathered]
+        return dataclasses.replace(
+            self.manifest,
+            optimizer=shared_optimizer_facts([facts for _, facts in gathered if facts is not None]),
+            pieces=unique_pieces(pieces),
+            disks=stated_disks(pieces, self._disks),
+        )
+
+    def _published(self) -> Path:
+        """Publish it on this disk, or leave nothing of it."""
+        try:
+            return files.publish(self.temporary)
+        except (UserError, OSError):
+            shutil.rmtree(self.temporary, ignore_errors=True)
+            raise
 
 
 def begun_manifest(
@@ -140,16 +169,19 @@ def begun_manifest(
     )
 
 
-def _planned(setup: Setup, owned: Sequence[OwnedState], save_rng: bool) -> ToWrite:
+def _planned(setup: Setup, owned: Sequence[OwnedState], save_rng: bool, disks: Disks) -> ToWrite:
     """What this rank writes, file by file.
 
-    Everything is written once: by one replica, one copy of a tied embedding, and one TP rank for replicated weights.
+    Everything is written once on each disk: by one replica, one copy of a tied embedding, and one TP rank for
+    replicated weights.  With several disks the other copies are written too, in files of their own, because these
+    ranks may be on different ones.  A file of a certain name has the same content on every disk.
     """
     mesh, planned = setup.mesh, list[tuple[CheckpointTensor, Values]]()
-    if mesh.copy_rank == 0:
-        planned += planned_weights(setup)
-    if mesh.copy_rank == 0 or is_split(setup.optimizer):
-        planned += planned_states(setup, owned)
+    for copies in (False, True) if disks.are_several else (False,):
+        if disks.is_writer(mesh):
+            planned += planned_weights(setup, copies)
+        if disks.is_writer(mesh) or is_split(setup.optimizer):
+            planned += planned_states(setup, owned, copies)
     if save_rng:
         file = f"random_{mesh.rank:05d}.safetensors"
         for name, state in setup.stage.device.random_states().items():
@@ -158,53 +190,64 @@ def _planned(setup: Setup, owned: Sequence[OwnedState], save_rng: bool) -> ToWri
     return planned
 
 
-def planned_weights(setup: Setup) -> ToWrite:
-    """The weights that this rank holds, as in the files of ranks that hold the same; those that no other rank of its
-    tensor-parallel group writes."""
-    file = weights_file(setup)
+def planned_weights(setup: Setup, copies: bool = False) -> ToWrite:
+    """The weights that this rank's position on the axes writes, or those of which it holds ``copies``."""
+    file = weights_file(setup, copies)
     planned: list[tuple[CheckpointTensor, Values]] = []
-    for name, memory in _stored(setup).items():
-        parameter = setup.stage.get_parameter(name)
-        piece = CheckpointTensor.of(parameter.dtype, memory.file_shape, file, name, "weight", setup.mesh.tp_rank)
+    for name, weight in _stored(setup, copies).items():
+        parameter, memory = setup.stage.get_parameter(name), MemoryLayout.of(weight, setup.mesh.tp_size)
+        piece = CheckpointTensor.of(parameter.dtype, memory.file_shape, file, stored_name(weight), "weight",
+                                    _tp_rank(weight, setup.mesh))
         planned.append((piece, Values(parameter, memory)))
     return planned
 
 
-def planned_states(setup: Setup, owned: Sequence[OwnedState]) -> ToWrite:
-    """The optimizer states ``owned`` by this rank, in a file that ranks with the same states have in common."""
-    mesh, stored, file = setup.mesh, _stored(setup), states_file(setup)
+def planned_states(setup: Setup, owned: Sequence[OwnedState], copies: bool = False) -> ToWrite:
+    """The same for the optimizer states ``owned`` by this rank."""
+    mesh, weights, file = setup.mesh, _stored(setup, copies), states_file(setup, copies)
     planned: list[tuple[CheckpointTensor, Values]] = []
-    for state in (state for state in owned if state.name in stored):
-        memory = stored[state.name]
+    for state in (state for state in owned if state.name in weights):
+        weight = weights[state.name]
+        memory = MemoryLayout.of(weight, mesh.tp_size)
         start, stop = memory.real_range(state.start, state.stop)
         if start == stop:
             continue  # only padding
         for kind, tensor in state.tensors().items():
-            piece = CheckpointTensor.of(tensor.dtype, (stop - start,), file, state.name, kind, mesh.tp_rank, start)
+            piece = CheckpointTensor.of(
+                tensor.dtype, (stop - start,), file, stored_name(weight), kind, _tp_rank(weight, mesh), start)
             planned.append((piece, Values(tensor, memory, state.start)))
     return planned
 
 
-def weights_file(setup: Setup) -> str:
+def weights_file(setup: Setup, copies: bool = False) -> str:
     """Where this rank's weights belong; the same for all ranks that hold the same ones."""
-    return f"weights_{_position(setup.mesh)}.safetensors"
+    return f"weights_{_position(setup.mesh)}{'_copies' if copies else ''}.safetensors"
 
 
-def states_file(setup: Setup) -> str:
+def states_file(setup: Setup, copies: bool = False) -> str:
     """Where this rank's optimizer states belong; the same for all ranks that hold the same ones."""
-    copy = setup.mesh.copy_rank if is_split(setup.optimizer) else 0
-    return f"optimizer_{_position(setup.mesh)}_dp{copy:02d}.safetensors"
+    number = setup.mesh.copy_rank if is_split(setup.optimizer) else 0
+    return f"optimizer_{_position(setup.mesh)}_dp{number:02d}{'_copies' if copies else ''}.safetensors"
 
 
 def _position(mesh: Mesh) -> str:
     return f"tp{mesh.tp_rank:02d}_pp{mesh.pp_rank:02d}"
 
 
-def _stored(setup: Setup) -> dict[str, MemoryLayout]:
-    """The weights that this rank's position writes, by name.  The frozen base model of adapters is not written."""
+def _stored(setup: Setup, copies: bool) -> dict[str, Weight]:
+    """The weights that this rank's position writes, by name, or those that another position writes as well.
+
+    The frozen base model of adapters is not written.
+    """
     mesh, saved = setup.mesh, {weight.name for weight in saved_weights(setup.stage.model)}
-    return {weight.name: MemoryLayout.of(weight, mesh.tp_size) for weight in setup.stage.weights
-            if weight.name in saved and (weight.tp_dim is not None or mesh.tp_rank == 0)}
+    own = {weight.name: weight for weight in setup.stage.weights
+           if weight.name in saved and (weight.tp_dim is not None or mesh.tp_rank == 0)}
+    return own if not copies else {weight.name: weight for weight in setup.stage.weights
+                                   if weight.name not in own and stored_name(weight) in saved}
+
+
+def _tp_rank(weight: Weight, mesh: Mesh) -> int:
+    return 0 if weight.tp_dim is None else mesh.tp_rank
 
 
 def own_optimizer_facts(setup: Setup, owned: Sequence[OwnedState]) -> OptimizerFacts:

@@ -9,13 +9,15 @@ from mm.config.run import Run, resolved
 from mm.conversion import convert
 from mm.conversion.adapters import export_peft, merge, open_base, open_saved
 from mm.errors import AgreedError
-from mm.formats.training import ALL_KEPT, Retention, remove
+from mm.formats.training import Retention, remove
 from mm.parallel.activity import Work
 from mm.parallel.agreement import on_first, together
 from mm.parallel.watchdog import Phase
 from mm.training.background import BackgroundSaves
 from mm.training.checkpoint import TrainingProgress
 from mm.training.claim import Claim
+from mm.training.disks import Disks, find_disks_once
+from mm.training.gathered import finish_on_first
 from mm.training.reporter import Say
 from mm.training.save import BegunSave
 from mm.training.saves import BEST
@@ -28,7 +30,7 @@ class Saver:
 
     def __init__(
         self, run: Run, setup: Setup, claim: Claim, say: Say, checkpoint: Path | None, base: Mapping[str, Any] | None,
-        phase: Phase,
+        phase: Phase, disks: Disks | None = None,
     ) -> None:  # fmt: skip
         """Arguments:
 
@@ -36,7 +38,9 @@ class Saver:
         - ``checkpoint``: the training checkpoint that the run starts from, or None
         - ``base``: the base model of adapters, as in ``CheckpointManifest``
         - ``phase``: guards each save and the export
+        - ``disks``: those of ``--save``; by default all ranks see the same
         """
+        self._disks = disks or Disks.one(setup.mesh)
         self._phase = phase
         self._run, self._setup, self._claim, self._say, self._base = run, setup, claim, say, base
         self._checkpoint = checkpoint
@@ -115,19 +119,20 @@ class Saver:
                 self._say(f"note: nothing was exported to {path}: the run is at iteration {progress.iteration} of "
                           f"{args.train_iters}; resume it with the same {flag}")
             return
-        temporary, is_saved = f"{next(iter(targets.values()))}.checkpoint", self._checkpoint is not None
+        saved = None if self._disks.are_several else self._checkpoint  # rank 0 reads all weights, from its own disk
+        temporary = f"{next(iter(targets.values()))}.checkpoint"
 
         def write(source: Path) -> None:
             for flag, path in targets.items():
                 self._export(source, path, flag == "--export-merged-hf")
 
         try:
-            source = self._checkpoint or self._save(temporary, progress, weights_only=True)
+            source = saved or self._save_weights(temporary, progress)
             self._say(f"exporting {source} to {' and '.join(targets.values())}")
             with self._phase("export"):
                 on_first(self._setup.mesh, lambda: write(source))
         finally:
-            if not is_saved and self._setup.mesh.rank == 0 and Path(temporary).is_dir():
+            if saved is None and self._setup.mesh.rank == 0 and Path(temporary).is_dir():
                 remove(temporary)
 
     @contextmanager
@@ -143,7 +148,7 @@ class Saver:
         background = self._background
         if background is None or waits:
             self.commit()
-            self._save(directory, progress, retention=retention)
+            self._save(directory, progress, retention)
             return
         if background.iteration not in (None, progress.iteration):
             if background.is_writing:
@@ -151,20 +156,26 @@ class Saver:
                           f"--save-interval is shorter than writing takes")
             self.commit()
         with self._saving():
-            background.begin(self._begin(directory, progress), retention, self._setup.mesh)
+            background.begin(self._begin(directory, progress, self._disks), retention, self._setup.mesh)
 
-    def _save(
-        self, directory: str, progress: TrainingProgress, *, weights_only: bool = False,
-        retention: Retention = ALL_KEPT,
-    ) -> Path:  # fmt: skip
+    def _save(self, directory: str, progress: TrainingProgress, retention: Retention) -> None:
         """Save while training waits."""
         with self._saving():
-            saved = self._begin(directory, progress, weights_only=weights_only).finish(self._setup, retention)
-        self._checkpoint = saved
+            self._checkpoint = self._begin(directory, progress, self._disks).finish(self._setup, retention)
+        self._say(f"saved {self._checkpoint}")
+
+    def _save_weights(self, directory: str, progress: TrainingProgress) -> Path:
+        """Save the weights alone, all of them on rank 0's disk."""
+        with self._saving():
+            disks = find_disks_once(Path(directory), "--export-hf", self._setup.mesh)
+            begun = self._begin(directory, progress, Disks.one(self._setup.mesh), weights_only=True)
+            saved = finish_on_first(begun, self._setup, disks)
         self._say(f"saved {saved}")
         return saved
 
-    def _begin(self, directory: str, progress: TrainingProgress, *, weights_only: bool = False) -> BegunSave:
+    def _begin(
+        self, directory: str, progress: TrainingProgress, disks: Disks, *, weights_only: bool = False
+    ) -> BegunSave:  # fmt: skip
         args = self._run.args
         return BegunSave.begin(
             directory,
@@ -174,6 +185,7 @@ class Saver:
             save_optim=not (args.no_save_optim or weights_only),
             save_rng=not (args.no_save_rng or weights_only),
             base=self._base,
+            disks=disks,
         )
 
     def _export(self, source: Path, target: str, is_merged: bool) -> None:

@@ -36,7 +36,7 @@ def save_problems(run: Run, sources: Sources) -> Iterator[str]:
     if args.save is None or args.allow_used_save:
         return
     own = () if folder is None else (run_id_of(folder),)
-    for directory in _directories(args.save)[: 2 if args.save_best else 1]:
+    for directory in save_directories(run)[: 2 if args.save_best else 1]:
         others = [iteration for iteration, run_id in run_ids(directory).items() if run_id not in own]
         if not others:
             continue
@@ -54,9 +54,10 @@ def save_problems(run: Run, sources: Sources) -> Iterator[str]:
 
 def tidy_up(run: Run) -> list[str]:
     """Delete leftovers of killed saves where this run saves; return notes.  The run must hold the lock."""
-    return [] if run.args.save is None else [
-        note for directory in _directories(run.args.save) for note in tidy(directory)]
+    return [note for directory in save_directories(run) for note in tidy(directory)]
 
 
-def _directories(save: str) -> tuple[Path, Path]:
-    return Path(save), Path(save) / BEST
+def save_directories(run: Run) -> tuple[Path, ...]:
+    """Where the run saves: ``--save`` and its subdirectory for the best checkpoint; empty without ``--save``."""
+    save = run.args.save
+    return () if save is None else (Path(save), Path(save) / BEST)

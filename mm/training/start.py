@@ -7,7 +7,7 @@ from typing import Any
 
 from mm.config.run import Run
 from mm.conversion.adapters import check_base
-from mm.errors import AgreedError
+from mm.errors import AgreedError, refuse
 from mm.files import wait_until_visible
 from mm.formats.manifest import MANIFEST_FILE
 from mm.formats.source import Kind
@@ -16,8 +16,10 @@ from mm.model.stage import Stage
 from mm.parallel.agreement import all_of, on_first, together
 from mm.parallel.mesh import Mesh
 from mm.training import checkpoint as state
+from mm.training.disks import Disks
+from mm.training.each_disk import catch_up, check_held
 from mm.training.opened import Opened, Questions, Samples
-from mm.training.saves import continued, new_run_id, tidy_up
+from mm.training.saves import continued, new_run_id, save_directories, save_problems, tidy_up
 from mm.training.schedule import Schedule, scheduled
 from mm.training.sources import Sources, checkpoint_of, consumed_by, open_start
 from mm.training.step import Setup
@@ -52,17 +54,25 @@ class Settled:
     samples: Samples | None
     """Opened by the check before the run, like ``questions``; None on ranks that did not check."""
     questions: Questions | None
+    disks: Disks
 
 
-def settle(run: Run, mesh: Mesh, say: Callable[[str], None], opened: Opened | None = None) -> Settled:
+def settle(
+    run: Run, mesh: Mesh, say: Callable[[str], None], opened: Opened | None = None, disks: Disks | None = None
+) -> Settled:
     """Settle the number of steps and the learning-rate schedule, and open what the run starts from.
 
     ``say`` reports to the user.  ``opened`` is what the check before the run has opened on this rank.  Rank 0 chooses
     the checkpoint in ``--load``, because on a slow shared disk other ranks may not see yet which one is the newest.
-    Every rank calls it together; a mistake on one raises the same UserError on all.
+    ``disks``: those of ``--save``; with several, rank 0's also says whether the run continues.  Every rank calls it
+    together; a mistake on one raises the same UserError on all.
     """
-    run, opened = _with_agreed_steps(run, mesh), opened or Opened()
-    for note in on_first(mesh, lambda: tidy_up(run)):
+    disks, opened = disks or Disks.one(mesh), opened or Opened()
+    run = _with_agreed_steps(on_first(mesh, lambda: run) if disks.are_several else run, mesh)
+    if disks.are_several:
+        for note in catch_up(save_directories(run), mesh, disks):
+            say(f"note: {note}")
+    for note in all_of(together(mesh, lambda: tuple(tidy_up(run) if disks.is_first else ())), mesh.control_group):
         say(f"note: {note}")
 
     def find() -> tuple[Settled, tuple[str, ...]]:
@@ -72,14 +82,18 @@ def settle(run: Run, mesh: Mesh, say: Callable[[str], None], opened: Opened | No
         sources = opened.sources and opened.sources.at(checkpoint)
         sources = sources or open_start(run, checkpoint).at(checkpoint)
         assert sources is not None, "they were opened from this checkpoint"
+        if disks.is_first and mesh.rank:  # rank 0's has been checked
+            refuse(f"{disks.hosts[mesh.rank]}: {problem}" for problem in save_problems(run, sources))
         with_schedule, schedule, notes = scheduled(run, sources)
-        return Settled(with_schedule, schedule, sources, opened.samples, opened.questions), notes
+        return Settled(with_schedule, schedule, sources, opened.samples, opened.questions, disks), notes
 
     seen = all_of((run.args.load,), mesh.control_group)
     if len(seen) > 1:
         raise AgreedError(f"some ranks start from {seen[0]} and others from {seen[1]}: --load {run.args.save} holds a "
                           f"checkpoint for some only; give a --save that every machine sees, and start again")
     checkpoint = on_first(mesh, lambda: checkpoint_of(run))
+    if disks.are_several and checkpoint is not None:
+        check_held(checkpoint.path, mesh, disks)
     settled, notes = together(mesh, find)
     for note in notes:
         say(f"note: {note}")

@@ -25,6 +25,7 @@ from mm.model.stage import Stage  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.parallel.agreement import on_first, together  # noqa: E402
 from mm.training import checkpoint as state  # noqa: E402
+from mm.training.disks import Disks  # noqa: E402
 from mm.training.optimizer_state import owned_states, scaler_state  # noqa: E402
 from mm.training.save import BegunSave  # noqa: E402
 from mm.training.step import Setup, forward_backward, step  # noqa: E402
@@ -122,14 +123,16 @@ class Run:
         return [gradient for one in self.optimizer.chained_optimizers
                 for gradient in one.get_main_grads_for_grad_norm()]
 
-    def save(self, directory: Path, retention: Retention = ALL_KEPT, **options: bool) -> Path:
-        begun = BegunSave.begin(directory, self.progress, self.setup, {"seed": 1}, **options)
+    def save(
+        self, directory: Path, retention: Retention = ALL_KEPT, disks: Disks | None = None, **options: bool
+    ) -> Path:
+        begun = BegunSave.begin(directory, self.progress, self.setup, {"seed": 1}, disks=disks, **options)
         return begun.finish(self.setup, retention)
 
     def load(self, directory: Path, **options: object) -> "Run":
         mesh = self.setup.mesh
         folder, _ = on_first(mesh, lambda: find_checkpoint(directory))
-        source = together(mesh, lambda: open_to_train(folder, self.stage.model))
+        source = together(mesh, lambda: open_to_train(folder, self.stage.model, may_lack_files=True))
         self.progress = state.load(source, self.setup, **options)
         return self
 

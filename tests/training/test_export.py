@@ -23,7 +23,7 @@ def test_a_failed_export_removes_its_temporary_checkpoint(one_rank: Any, tmp_pat
             super().__init__(run, setup, Claim(), print, None, None, lambda _: nullcontext())  # type: ignore[arg-type]
             self.seen: list[bool] = []
 
-        def _save(self, directory: str, *others: Any, **settings: Any) -> Path:
+        def _save_weights(self, directory: str, *others: Any) -> Path:
             write_small(Path(directory), 3)
             return Path(directory) / "iter_0000003"
 
