@@ -12,7 +12,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, TextIO
 
-from mm.errors import AgreedError, ReportedError, Stopped, StoppedRun, UserError, printable
+from mm.errors import AgreedError, ReportedError, Stopped, StoppedRun, UserError, file_error, printable
 from mm.signals import StopSignals, shown, status_after
 
 if TYPE_CHECKING:
@@ -84,6 +84,10 @@ def run_command(
         return not_installed(error)
     except RuntimeError as error:
         return not_loaded(error)
+    except OSError as error:
+        if (problem := file_error(error)) is None:
+            raise
+        return refused(problem)
     except KeyboardInterrupt as error:
         number = error.number if isinstance(error, Stopped) else signal.SIGINT
         if is_first_rank() or isinstance(error, StoppedRun):

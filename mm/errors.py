@@ -9,6 +9,8 @@ from pathlib import Path
 
 _CUTOFF = 0.6
 """How similar words must be (``difflib``'s ratio) for one to be a misspelling of the other."""
+_LONGEST_NAME = 500
+"""Characters of a file's name in a message: files of unknown origin may name others, at any length."""
 MAX_PROBLEMS = 20
 """Most problems reported for one file or dataset: if every record is wrong, thousands of lines help nobody."""
 
@@ -89,6 +91,14 @@ def collected(problems: list[str], prefix: str = "") -> Iterator[None]:
         problems += [prefix + problem for problem in error.problems]
     except OSError as error:
         problems.append(f"{prefix}{error.filename}: cannot be read: {error.strerror}")
+
+
+def file_error(error: OSError) -> UserError | None:
+    """The message about a file that cannot be read or written; None if ``error`` is not about a file."""
+    if error.filename is None:
+        return None
+    return UserError(f"{str(error.filename)[:_LONGEST_NAME]}: cannot be read or written: {error.strerror}; repair or "
+                     f"replace it, or give another path")
 
 
 @contextmanager

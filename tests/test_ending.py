@@ -47,6 +47,19 @@ def test_an_interruption_is_reported_with_what_is_kept(capsys) -> None:
     assert run_command(lambda: 7, lambda: "") == 7 and signal.getsignal(signal.SIGINT) is before
 
 
+def test_a_file_that_cannot_be_read_is_named_without_a_traceback(tmp_path: Path, capsys) -> None:
+    for name, why in (("missing", "No such file or directory"), ("long" * 100, "File name too long")):
+        assert run_command(lambda path=tmp_path / name: len(path.read_bytes()), lambda: "") == 2
+        assert capsys.readouterr().err == (
+            f"error: {tmp_path / name}: cannot be read or written: {why}; repair or replace it, or give another path\n")
+    with pytest.raises(BrokenPipeError):  # not about a file
+
+        def fail() -> int:
+            raise BrokenPipeError
+
+        run_command(fail, lambda: "")
+
+
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """More records than can be checked before the signal arrives, with odd ids."""

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mm.files import replace_file, wait_until_visible, whole_lines, write_whole
+from mm.errors import UserError
+from mm.files import refuse_special, replace_file, wait_until_visible, whole_lines, write_whole
 
 
 @pytest.mark.parametrize("syncs", [False, True])
@@ -58,3 +59,14 @@ def test_a_file_that_appears_late_is_waited_for(tmp_path: Path) -> None:
     assert not wait_until_visible(final / "manifest.json", 0.0)
     with subprocess.Popen(["sh", "-c", f"sleep 0.5; mv {tmp_path / 'part'} {final}"]):
         assert wait_until_visible(final / "manifest.json", 60.0)
+
+
+def test_a_pipe_is_refused_unread(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").write_text("content")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    for name in ("file", "link", "missing", "."):
+        refuse_special(tmp_path / name)
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(UserError, match=f"{path}: is not a regular file"):
+            refuse_special(path)

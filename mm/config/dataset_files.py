@@ -5,6 +5,7 @@ keys (``annotation_path``, ``data_path``).  ``%50`` after an entry takes half of
 twice, and half of them once more.  The content of the files is not read here.
 """
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,10 +64,10 @@ def _dataset_files(data: DataConfig, entries: Sequence[str], key: str) -> list[D
     found: list[DatasetFile] = []
     registry: dict[str, Any] | None = None
     for entry in entries:
-        match = None if Path(entry).is_file() else _RATE.fullmatch(entry)
+        match = None if os.path.isfile(entry) else _RATE.fullmatch(entry)
         name, rate = (match["name"], float(match["rate"])) if match else (entry, 100.0)
         with collected(problems):
-            if Path(name).is_file():
+            if os.path.isfile(name):
                 found.append(DatasetFile(name, name, data.attr, data.dataset_dir, rate))
                 continue
             registry = _registry(data) if registry is None else registry
@@ -86,7 +87,7 @@ def _registry_path(data: DataConfig) -> Path:
 def _registry(data: DataConfig) -> dict[str, Any]:
     """The registry's entries by name; none if no registry is given and ``dataset_dir`` has none."""
     path = _registry_path(data)
-    if data.dataset_info is None and not path.is_file():
+    if data.dataset_info is None and not os.path.isfile(path):
         return {}
     root = read_json(path).root
     if not isinstance(root, dict):
@@ -114,9 +115,9 @@ def _registered(data: DataConfig, name: str, value: Any, rate: float) -> Dataset
         problems.append(f"{where}.num_samples is {shown(num_samples)}; expected an integer of at least 1 or null")
     if file is None and not problems:
         problems.append(f"{where} has no file_name; give a path relative to {path.parent}")
-    if file is not None and not (path.parent / file).is_file():
+    if file is not None and not os.path.isfile(path.parent / file):
         problems.append(f"{where} has the file {str(path.parent / file)!r}, which does not exist")
-    if media is not None and not (path.parent / media).is_dir():
+    if media is not None and not os.path.isdir(path.parent / media):
         problems.append(f"{where} has the media folder {str(path.parent / media)!r}, which is not a directory")
     refuse(problems)
     root = data.dataset_dir if media is None else str(path.parent / media)

@@ -158,11 +158,11 @@ def _problems(
                f"{_LONGEST_NAME_BYTES} bytes without '/'")
     if questions is None:
         yield "--questions is missing: the TSV file of the benchmark, or your own JSON file"
-    elif not Path(questions).is_file():
+    elif not os.path.isfile(questions):
         yield f"--questions is {questions!r}, which is not a file"
     if output is None:
         yield "--output is missing: the directory of predictions and scores"
-    elif Path(output).exists() and not Path(output).is_dir():
+    elif os.path.exists(output) and not os.path.isdir(output):
         yield f"--output is {output!r}, which is a file; give a directory"
 
 

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass as plain_dataclass
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from pydantic import Field
@@ -272,18 +271,18 @@ def _problems(args: ModelArguments) -> Iterator[str]:
     if args.image_min_pixels is not None and args.image_max_pixels is not None and (
             args.image_min_pixels > args.image_max_pixels):
         yield f"--image-min-pixels is {args.image_min_pixels}, above --image-max-pixels = {args.image_max_pixels}"
-    if not Path(args.load).is_dir():
+    if not os.path.isdir(args.load):
         yield f"--load is {args.load!r}, which is not a directory"
 
 
 def _file_problems(args: GenerateArguments) -> Iterator[str]:
-    if args.prompts is not None and not Path(args.prompts).is_file():
+    if args.prompts is not None and not os.path.isfile(args.prompts):
         yield f"--prompts is {args.prompts!r}, which is not a file; expected a JSON or JSONL file of prompts"
     if args.prompts is not None and args.output is None:
         yield "--prompts is given, but --output is missing: the JSONL file for the answers"
     if args.prompts is None and args.output is not None:
         yield "--output is given, but --prompts is missing: the JSON or JSONL file of prompts"
-    if args.output is not None and Path(args.output).is_dir():
+    if args.output is not None and os.path.isdir(args.output):
         yield f"--output is {args.output!r}, which is a directory; give a file"
 
 

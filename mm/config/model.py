@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
+from annotated_types import Le
 from pydantic import AfterValidator, BeforeValidator, Field, Strict
 from pydantic.dataclasses import dataclass
 
@@ -33,6 +34,13 @@ from mm.families.family import Family
 from mm.families.qwen2_5_vl.family import QWEN2_5_VL
 from mm.placement import Placement, layout_problems
 
+NumLayers = Annotated[Count, Le(1000)]
+"""Layers of a tower: ten times the most of any published model.  Files of unknown origin may state any number, and what
+is computed for every layer would take for ever."""
+_LONGEST_PATTERN = 500
+_LONGEST_SPANS = 10_000
+"""Characters of ``freeze_layers``."""
+
 
 def _chunks(value: Any) -> Any:
     """Tuples of tuples; a flat list is one virtual chunk.  A strict check accepts no lists from Python."""
@@ -50,7 +58,7 @@ def layers_in(spans: str) -> frozenset[int]:
     """The layers that ``"0-15,20"`` names, both ends of a span included; raises ValueError for other text."""
     layers: set[int] = set()
     for span in spans.split(",") if spans.strip() else ():
-        found = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", span)
+        found = re.fullmatch(r"\s*(\d{1,4})\s*(?:-\s*(\d{1,4})\s*)?", span)
         if found is None or int(found[2] or found[1]) < int(found[1]):
             raise ValueError(span)
         layers |= {*range(int(found[1]), int(found[2] or found[1]) + 1)}
@@ -58,6 +66,8 @@ def layers_in(spans: str) -> frozenset[int]:
 
 
 def _spans(text: str) -> str:
+    if len(text) > _LONGEST_SPANS:
+        raise ValueError(f"{len(text)} characters")
     layers_in(text)
     return text
 
@@ -115,7 +125,7 @@ class Rates:
 class VisionConfig:
     """The ViT."""
 
-    num_layers: Count
+    num_layers: NumLayers
     pipeline_num_layers: Layers
     hidden_size: Count
     ffn_hidden_size: Count
@@ -167,7 +177,7 @@ class ProjectorConfig:
 class LanguageConfig:
     """The LLM."""
 
-    num_layers: Count
+    num_layers: NumLayers
     pipeline_num_layers: Layers
     hidden_size: Count
     ffn_hidden_size: Count
@@ -259,7 +269,8 @@ class ModelConfig:
         language, vision = self.language, self.vision
         common = math.gcd(language.num_attention_heads, language.num_query_groups, language.vocab_size,
                           vision.num_attention_heads)
-        return tuple(size for size in range(1, common + 1) if common % size == 0)
+        small = [size for size in range(1, math.isqrt(common) + 1) if common % size == 0]
+        return tuple(sorted({*small, *(common // size for size in small)}))
 
     def placement(self) -> Placement:
         """Which stage holds what.  The pipeline lists must be legal, as they are after ``read_model``."""
@@ -353,6 +364,19 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
         yield (f"img_context_token_id is {model.image_token_id}, video_token_id is {model.video_token_id} and "
                f"vision_start_token_id is {model.vision_start_token_id}; expected all below vocab_size = "
                f"{model.language.vocab_size}")
+
+
+def pattern_problems(model: ModelConfig) -> Iterator[str]:
+    """Patterns of names that are too long to be matched with every name in a short time."""
+    lora = model.lora
+    found = {"freeze_modules": model.freeze_modules, "trainable_modules": model.trainable_modules,
+             "lora_target_modules": lora.target_modules, "lora_rank_pattern": [name for name, _ in lora.rank_pattern],
+             "lora_alpha_pattern": [name for name, _ in lora.alpha_pattern]}
+    for key, patterns in found.items():
+        for pattern in patterns:
+            if len(pattern) > _LONGEST_PATTERN:
+                yield (f"{key} has a pattern of {len(pattern):,} characters, {pattern[:40]!r}...; expected at most "
+                       f"{_LONGEST_PATTERN}, because names have fewer")
 
 
 def _vision_problems(vision: VisionConfig) -> Iterator[str]:

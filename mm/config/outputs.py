@@ -7,8 +7,8 @@ from pathlib import Path
 
 def folder_problems(flag: str, path: str) -> Iterator[str]:
     """Why the directory ``path``, given by ``flag``, cannot be written; it need not exist yet."""
-    folder = next(one for one in (Path(path).absolute(), *Path(path).absolute().parents) if one.exists())
-    if not folder.is_dir():
+    folder = next(one for one in (Path(path).absolute(), *Path(path).absolute().parents) if os.path.exists(one))
+    if not os.path.isdir(folder):
         yield f"{flag} is {path!r}, but {folder} is a file; give a directory"
     elif not os.access(folder, os.W_OK | os.X_OK):
         yield f"{flag} is {path!r}, but {folder} cannot be written; give another directory, or change its permissions"

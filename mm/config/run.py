@@ -19,7 +19,7 @@ from mm.config.dataset_files import training_files, validation_files
 from mm.config.flags import TRAIN, Arguments, flag_problems, is_same_directory, length_problems
 from mm.config.launcher import launched_ranks, world_problems
 from mm.config.lora import lora_notes, lora_problems, merged
-from mm.config.model import ModelConfig, RecomputeConfig, read_model, recompute_notes
+from mm.config.model import ModelConfig, RecomputeConfig, pattern_problems, read_model, recompute_notes
 from mm.config.notes import NoEffect
 from mm.config.read import Document
 from mm.config.sampling import loss_problems, sampling_notes
@@ -161,7 +161,7 @@ def load_run(argv: Sequence[str], world_size: int | None = None, environment: Ma
               (*notes, *(missing if is_dry_run else ())), args.given_start)
     refuse((*problems, *_layout_problems(run), *loss_problems(args, data.value), *_context_problems(run),
             *validation_problems(args, data.value), *question_flag_problems(args),
-            *_model_problems(run, model.document),
+            *_model_problems(run, model.document), *pattern_problems(run.model),
             *lora_problems(model.value.lora, args.lora, model.document, words.given), *_adapter_problems(run)))
     return run
 
@@ -207,7 +207,7 @@ def _missing_paths(words: Words, data: DataConfig | None) -> Iterator[str]:
     data_path = words.last("--mm-data")
     directories = {flag: words.last(flag) for flag in ("--load", "--load-base-model")}
     load = words.last("--load")
-    if is_same_directory(load, words.last("--save")) and not Path(load or "").exists():
+    if is_same_directory(load, words.last("--save")) and not os.path.exists(load or ""):
         del directories["--load"]  # the run creates it
     if load is None or not any(Path(load).glob("iter_*")):  # a resumed run does not need it any more
         directories["--pretrained-checkpoint"] = words.last("--pretrained-checkpoint")
@@ -215,9 +215,9 @@ def _missing_paths(words: Words, data: DataConfig | None) -> Iterator[str]:
         directories[f"{data_path}: model_name_or_path (a Hugging Face directory)"] = data.model_name_or_path
         directories[f"{data_path}: dataset_dir"] = data.dataset_dir
     for what, path in directories.items():
-        if path and not Path(path).is_dir():
+        if path and not os.path.isdir(path):
             yield f"{what} is {path!r}, which is not a directory"
-    if (path := words.last("--eval-generate-questions")) and not Path(path).is_file():
+    if (path := words.last("--eval-generate-questions")) and not os.path.isfile(path):
         yield f"--eval-generate-questions is {path!r}, which is not a file"
     problems: list[str] = []
     if data:

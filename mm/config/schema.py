@@ -11,7 +11,7 @@ from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AllowInfNan, BeforeValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
@@ -224,7 +224,8 @@ def _in_words(kind: Any, metadata: Sequence[Any]) -> str:
     if typing.get_origin(kind) is typing.Literal:
         return f"one of {', '.join(inner)}"
     words = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
-    bounds = {Ge: " of at least {0.ge}", Gt: " above {0.gt}", Lt: " and less than {0.lt}"}
+    bounds = {Ge: " of at least {0.ge}", Gt: " above {0.gt}", Lt: " and less than {0.lt}",
+              Le: " and at most {0.le}"}
     limits = "".join(bounds[type(one)].format(one) for one in metadata if type(one) in bounds)
     return words[kind] + limits + (" or null" if OrDefault in metadata else "")
 

@@ -231,6 +231,4 @@ def run(words: Sequence[str]) -> int:
         flags.run(flags)
     except UserError as error:
         return refused(error)
-    except OSError as error:
-        return refused(UserError(f"{error.filename}: {error.strerror}"))
     return 0

@@ -135,6 +135,8 @@ class Family:
     tokens: ChatTokens
     template_sha256s: frozenset[str]
     """SHA-256 of published chat templates, which are known to end."""
+    split_patterns: frozenset[str]
+    """Regular expressions with which published tokenizers split a text, in a time that grows with its length."""
     weights: WeightNames
     config_json: ConfigJson
     vision_epsilon: float

@@ -197,8 +197,9 @@ class AdapterDirectory:
         whole = {name for name in self.tensors if ".lora_" not in name}
         trained = tuple(one.name for one in model_weights(base.base) if not whole.isdisjoint(one.hf_names))
         plain = replace(base.unfrozen, trainable_modules=trained)
-        ranks = {name.removesuffix(".lora_A.weight"): stored.shape[0] for name, stored in self.tensors.items()
-                 if name.endswith(".lora_A.weight")}
+        layers = {name.removesuffix(".weight") for one in model_weights(base.base) for name in one.hf_names}
+        ranks = {layer: stored.shape[0] for name, stored in self.tensors.items() if name.endswith(".lora_A.weight")
+                 and (layer := name.removesuffix(".lora_A.weight")) in layers and stored.shape and stored.shape[0]}
         lora = replace(self.settings, target_modules=tuple(ranks) or (ALL_LINEAR,), rank_pattern=tuple(ranks.items()))
         found = model_adapters(replace(plain, lora=lora))
         scales = {one.layer: self.scale(live_name(one.layer), one.rank) for one in found}

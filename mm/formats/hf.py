@@ -13,7 +13,7 @@ from typing import Any
 from mm.config.model import ModelConfig
 from mm.errors import UserError, refuse
 from mm.families.known import FAMILIES
-from mm.files import json_value
+from mm.files import json_value, refuse_special
 from mm.formats.hf_config import hf_problems, language_keys, model_from_hf, stated_family
 from mm.formats.layout import Layout
 from mm.formats.safetensors import FLOAT_DTYPES, read_header, refuse_lfs_pointer
@@ -208,13 +208,15 @@ def _find_shards(directory: Path) -> tuple[dict[str, Any] | None, list[str]]:
         return None, [SINGLE_FILE]
     if INDEX_FILE not in files:
         raise UserError(_no_weights(directory, files))
+    refuse_special(directory / INDEX_FILE)
     index = _parsed(directory / INDEX_FILE, (directory / INDEX_FILE).read_bytes())
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map:
+    files_named = weight_map.values() if isinstance(weight_map, dict) else ()
+    if not files_named or not all(isinstance(name, str) for name in files_named):
         raise UserError(
             f"{directory / INDEX_FILE} has no 'weight_map' of tensor names to shard files; download it again."
         )
-    shards = list(dict.fromkeys(weight_map.values()))
+    shards = list(dict.fromkeys(files_named))
     outside = [name for name in shards if Path(name).name != name]
     if outside:
         raise UserError(f"{directory / INDEX_FILE} names {outside[0]!r}; expected plain file names beside it.")

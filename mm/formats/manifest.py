@@ -6,16 +6,20 @@ Conversions and training checkpoints both write one.  A checksum of the manifest
 import json
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from mm.config.model import ModelConfig
-from mm.errors import UserError
-from mm.files import json_object
+from mm.config.model import ModelConfig, pattern_problems
+from mm.errors import UserError, naming, refuse
+from mm.files import json_object, refuse_special
+from mm.formats.layout import Layout, check_layout
 from mm.formats.safetensors import DTYPE_NAMES, DTYPES
 from mm.weights.views import Stored
+
+Part = TypeVar("Part")
 
 MANIFEST_FILE = "manifest.json"
 
@@ -34,6 +38,7 @@ def read_manifest(folder: Path, format: str, version: int, advice: str) -> dict[
     Raises UserError if it is missing, damaged, or of another format or version.
     """
     path = folder / MANIFEST_FILE
+    refuse_special(path)
     try:
         content = json_object(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -53,6 +58,7 @@ def read_head(folder: Path, key: str) -> dict[str, Any]:
     The checksum covers the whole file, so it is not verified.  Raises UserError if the file cannot be read.
     """
     path, head = folder / MANIFEST_FILE, []
+    refuse_special(path)
     try:
         with path.open(encoding="utf-8") as lines:
             for line in lines:
@@ -74,18 +80,51 @@ def tensor_json(stored: Stored) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def tensor_from_json(entry: Mapping[str, Any]) -> Stored:
-    """A tensor from its manifest entry.  Its offset is 0: only the file itself has the offset."""
-    return Stored(entry["file"], entry["name"], DTYPES[entry["dtype"]], tuple(entry["shape"]), 0, entry["crc32"])
+def tensor_from_json(entry: Any, folder: Path) -> Stored:
+    """A tensor from its entry in the manifest in ``folder``.  Its offset is 0: only the file itself has the offset.
+
+    Raises UserError for an entry that ``tensor_json`` does not write.
+    """
+    with suppress(KeyError, TypeError):
+        numbers = [*entry["shape"], entry["crc32"]]
+        are_whole = isinstance(entry["shape"], list) and all(type(one) is int and one >= 0 for one in numbers)
+        if are_whole and isinstance(entry["file"], str) and isinstance(entry["name"], str):
+            return Stored(
+                entry["file"], entry["name"], DTYPES[entry["dtype"]], tuple(entry["shape"]), 0, entry["crc32"])
+    raise UserError(f"{folder / MANIFEST_FILE} has a damaged entry of a tensor: {str(entry)[:200]}; expected file, "
+                    f"name, dtype, shape and crc32.")
 
 
-def model_from_json(content: Mapping[str, Any]) -> ModelConfig:
-    """A ``ModelConfig`` from its ``asdict`` in JSON; raises UserError for unknown fields or invalid values."""
+def part_from_json(kind: type[Part], content: object, what: str) -> Part:
+    """``what``, a part of a manifest, as the dataclass ``kind``, whose ``asdict`` it is.
+
+    Raises UserError if names or types are others: a manifest may be from another version, or made to do harm.
+    """
     try:
-        return TypeAdapter(ModelConfig).validate_json(json.dumps(content), strict=True)
+        return TypeAdapter(kind).validate_json(json.dumps(content), strict=True)
     except ValidationError as error:
-        raise UserError(f"{MANIFEST_FILE} describes a model of another version ({error}); use the version that wrote "
-                        f"it.") from error
+        raise UserError(f"{MANIFEST_FILE} has {what} of another version ({_first(error)}); use the version that wrote "
+                        f"it, or another checkpoint.") from error
+
+
+def _first(error: ValidationError) -> str:
+    """The first of the problems, on one line."""
+    found = error.errors()[0]
+    return f"{'.'.join(map(str, found['loc']))}: {found['msg']}"
+
+
+def placed_model(content: object, tp_size: object, folder: Path) -> ModelConfig:
+    """The model in the manifest in ``folder``, from its ``asdict`` in JSON, on a layout with this tensor-parallel size.
+
+    Raises UserError for unknown fields, invalid values, and a layout that the model cannot have.
+    """
+    with naming(str(folder)):
+        model = part_from_json(ModelConfig, content, "a model")
+        refuse(pattern_problems(model))
+        if type(tp_size) is not int:
+            raise UserError(f"{MANIFEST_FILE}: tp_size is {str(tp_size)[:80]}; expected an integer.")
+        check_layout(Layout.of(model, tp_size), model, MANIFEST_FILE)
+    return model
 
 
 def _crc32(content: Mapping[str, Any]) -> int:

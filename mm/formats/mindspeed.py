@@ -19,7 +19,7 @@ from mm.formats.layout import Layout, check_layout
 from mm.formats.manifest import (
     MANIFEST_FILE,
     manifest_text,
-    model_from_json,
+    placed_model,
     read_manifest,
     tensor_from_json,
     tensor_json,
@@ -38,7 +38,7 @@ from mm.formats.storage import (
     rank_of,
 )
 from mm.formats.torch_file import read_consumed_samples, read_torch_file
-from mm.formats.training import LATEST_FILE, iteration_name
+from mm.formats.training import LATEST_FILE, iteration_name, named_iteration
 from mm.placement import layout_problems
 from mm.weights.plan import dtype_name
 from mm.weights.table import Weight, local_shape
@@ -80,14 +80,22 @@ class ConvertedManifest:
         """
         if not (directory / MANIFEST_FILE).is_file():
             return None
-        content = read_manifest(directory, FORMAT, VERSION, _CONVERT_AGAIN)
-        layout, model = content["layout"], content["model"]
-        for tower, key in (("vision", "vit_pp_layers"), ("language", "llm_pp_layers")):
-            model[tower]["pipeline_num_layers"] = layout[key]
-        tensors = tuple(tensor_from_json(entry) for entry in content["tensors"])
-        storage = Storage(Format(content["save_format"]), Structure(content["structure"]), content["vit_only"],
-                          adapters_only=content.get("adapters_only", False))
-        return cls(content["tool"], model_from_json(model), layout["tp_size"], storage, content["source"], tensors)
+        content, path = read_manifest(directory, FORMAT, VERSION, _CONVERT_AGAIN), directory / MANIFEST_FILE
+        try:
+            layout, source = dict(content["layout"]), dict(content["source"])
+            model = {**content["model"]}
+            for tower, key in (("vision", "vit_pp_layers"), ("language", "llm_pp_layers")):
+                model[tower] = {**model[tower], "pipeline_num_layers": layout[key]}
+            storage = Storage(
+                Format(content["save_format"]), Structure(content["structure"]), bool(content["vit_only"]),
+                adapters_only=bool(content.get("adapters_only", False)))
+            tool, tp_size, entries = str(content["tool"]), layout["tp_size"], [*content["tensors"]]
+            source["kind"] = str(source["kind"])
+        except (KeyError, TypeError, ValueError) as error:
+            why = f"{type(error).__name__}: {str(error)[:200]}"
+            raise UserError(f"{path} is damaged ({why}); {_CONVERT_AGAIN}.") from error
+        tensors = tuple(tensor_from_json(entry, directory) for entry in entries)
+        return cls(tool, placed_model(model, tp_size, directory), tp_size, storage, source, tensors)
 
     def text(self) -> str:
         """The content of the manifest file."""
@@ -311,7 +319,7 @@ def _folder(path: Path) -> str:
     if not latest.is_file():
         raise UserError(f"{path} has no {LATEST_FILE}; expected the directory that holds it beside {RELEASE}/.")
     text = latest.read_text(encoding="utf-8", errors="replace").strip()
-    folder = iteration_name(int(text)) if text.isdecimal() else text
+    folder = text if (iteration := named_iteration(text)) is None else iteration_name(iteration)
     if Path(folder).name != folder or not (path / folder).is_dir():
         raise UserError(
             f"{latest} contains {text[:40]!r}, but {path} has no directory {folder[:40]!r}; write the name of the "

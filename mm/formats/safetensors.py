@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mm.errors import UserError
-from mm.files import json_object
+from mm.files import json_object, refuse_special
 from mm.weights.plan import TargetFile
 from mm.weights.views import Stored
 
@@ -67,6 +67,7 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 def _read_json(path: Path) -> tuple[dict[str, Any], int]:
     """The parsed header of a file, and its length in bytes."""
+    refuse_special(path)
     size_bytes = path.stat().st_size
     with path.open("rb") as opened:
         start = opened.read(len(_LFS_MAGIC))

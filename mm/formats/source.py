@@ -341,7 +341,7 @@ def holds_nothing(path: str | Path) -> bool:
     """
     path = Path(path)
     names = (MANIFEST_FILE, LATEST_FILE, "config.json")
-    return not path.exists() or (
+    return not os.path.exists(path) or (
         path.is_dir() and not is_peft_directory(path) and not any((path / name).exists() for name in names)
         and not any(path.glob("mp_rank_*")) and not any(path.glob("*/mp_rank_*"))
         and all(".tmp-" in one.name for one in path.glob("iter_*")))
@@ -353,8 +353,8 @@ def find_kind(path: str | Path, flag: str = "--load") -> Kind:
     Raises UserError if it holds no weights; the message describes what was found.
     """
     path = Path(path)
-    if not path.is_dir():
-        found = "is a file" if path.exists() else "does not exist"
+    if not os.path.isdir(path):
+        found = "is a file" if os.path.exists(path) else "does not exist"
         raise UserError(f"{flag} {path} {found}; expected a Hugging Face directory or a directory of checkpoints.")
     if any(path.glob("mp_rank_*")):
         raise UserError(f"{flag} {path} holds the ranks of one checkpoint; give the directory above, {path.parent}.")

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 import torch
 
 from mm.errors import UserError, refuse
+from mm.files import refuse_special
 from mm.formats.inert_pickle import CodeInPickle, Opaque, global_name, load
 from mm.formats.safetensors import refuse_lfs_pointer
 from mm.weights.views import Stored
@@ -113,6 +114,7 @@ def _read(path: Path) -> tuple[dict[str, Any], Mapping[str, range]]:
 
 def _refuse_other_formats(path: Path) -> None:
     """Raise UserError unless the first bytes are those of a zip archive."""
+    refuse_special(path)
     try:
         with path.open("rb") as file:
             start = file.read(64)

@@ -17,18 +17,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, get_type_hints
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 
 from mm.config.model import ModelConfig
-from mm.errors import UserError, collected
+from mm.config.schema import Count, NaturalNumber
+from mm.errors import UserError, collected, refuse
 from mm.formats.atomic import MEGATRON_MODES, new_file, put_in_place, sync
 from mm.formats.blocks import ON_HOST, Host, Values, write_tensors
 from mm.formats.manifest import (
     MANIFEST_FILE,
     manifest_text,
-    model_from_json,
+    placed_model,
     read_head,
     read_manifest,
     tensor_from_json,
@@ -44,6 +46,8 @@ PROBE_PREFIX = ".mm-probe-"
 UNREADABLE = ""
 """Stands for the run id if the manifest cannot be read; no run has this id."""
 
+_MAX_DIGITS = 18
+"""Of an iteration's number."""
 _ITERATION_NAME = re.compile(r"iter_(\d{7,})")
 _DYING_NAME = re.compile(r"iter_(\d{7,})\.dying")
 _LEFTOVER_NAME = re.compile(r"iter_\d{7,}\.(tmp|old)-\w+")
@@ -75,9 +79,14 @@ class CheckpointTensor:
         return self.start + math.prod(self.stored.shape)
 
     @classmethod
-    def from_json(cls, entry: Mapping[str, Any]) -> "CheckpointTensor":
-        stored = tensor_from_json({**entry, "name": _key(entry["name"], entry["part"])})
-        return cls(entry["name"], entry["part"], entry["tp_rank"], entry["start"], stored)
+    def from_json(cls, entry: Any, folder: Path) -> "CheckpointTensor":
+        """A piece from its entry in the manifest in ``folder``; raises UserError for a damaged entry."""
+        stated = tensor_from_json(entry, folder)
+        kind, numbers = entry.get("part"), (entry.get("tp_rank"), entry.get("start"))
+        if not isinstance(kind, str) or not all(type(one) is int and one >= 0 for one in numbers):
+            raise UserError(f"{folder / MANIFEST_FILE} has a damaged entry of {stated.name}: part, tp_rank and start "
+                            f"are {str((kind, *numbers))[:200]}; {instead_of(folder)}.")
+        return cls(stated.name, kind, *numbers, dataclasses.replace(stated, name=_key(stated.name, kind)))
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -90,11 +99,11 @@ class CheckpointTensor:
 class CheckpointManifest:
     """The content of a checkpoint.  ``facts`` are for people and never read back."""
 
-    iteration: int
-    consumed_samples: int
-    world_size: int
-    tp_size: int
-    pp_size: int
+    iteration: NaturalNumber
+    consumed_samples: NaturalNumber
+    world_size: Count
+    tp_size: Count
+    pp_size: Count
     model: ModelConfig
     """The model, on the layout of the run that saved it."""
     optimizer: Mapping[str, Any] | None
@@ -121,20 +130,36 @@ class CheckpointManifest:
     @classmethod
     def read(cls, folder: Path) -> "CheckpointManifest":
         """Read the manifest; raises UserError if it is missing, damaged or of another version."""
-        content = read_manifest(folder, FORMAT, VERSION, instead_of(folder))
-        pieces = tuple(CheckpointTensor.from_json(piece) for piece in content["pieces"])
+        content, path = read_manifest(folder, FORMAT, VERSION, instead_of(folder)), folder / MANIFEST_FILE
+        refuse(_field_problems(content, path))
+        model = placed_model(content["model"], content["tp_size"], folder)
+        pieces = tuple(CheckpointTensor.from_json(piece, folder) for piece in content["pieces"])
         outside = next((one.stored.file for one in pieces if Path(one.stored.file).name != one.stored.file), None)
         if outside is not None:
-            raise UserError(
-                f"{folder / MANIFEST_FILE} names the file {outside!r}; expected plain file names beside it."
-            )
-        return cls(**content | {"model": model_from_json(content["model"]), "pieces": pieces})
+            raise UserError(f"{path} names the file {outside!r}; expected plain file names beside it.")
+        return cls(**content | {"model": model, "pieces": pieces})
 
     def text(self) -> str:
         """The content of the manifest file."""
         content = {"format": FORMAT, "version": VERSION, **vars(self), "model": dataclasses.asdict(self.model)}
         del content["pieces"]  # they come last, a line for each
         return manifest_text(content, "pieces", [piece.to_json() for piece in self.pieces])
+
+
+def _field_problems(content: Mapping[str, Any], path: Path) -> Iterator[str]:
+    """Fields of the manifest at ``path`` that are unknown, missing or of another type."""
+    kinds = get_type_hints(CheckpointManifest, include_extras=True) | {"model": Mapping[str, Any], "pieces": list[Any]}
+    yield from (f"{path} has {name[:80]!r}, which this version does not know; use the version that wrote it."
+                for name in content.keys() - kinds.keys())
+    for field in dataclasses.fields(CheckpointManifest):
+        if field.name not in content and field.default is dataclasses.MISSING:
+            yield f"{path} has no {field.name}; {instead_of(path.parent)}."
+        elif field.name in content:
+            try:
+                TypeAdapter(kinds[field.name]).validate_python(content[field.name], strict=True)
+            except ValidationError:
+                yield (f"{path}: {field.name} is {str(content[field.name])[:80]!r}, which no run writes; "
+                       f"{instead_of(path.parent)}.")
 
 
 def _key(name: str, kind: str) -> str:
@@ -318,6 +343,11 @@ def _new_file(path: Path) -> Iterator[BinaryIO]:
 # Finding
 
 
+def named_iteration(text: str) -> int | None:
+    """The iteration that a text names as a number; None for other text."""
+    return int(text) if text.isdecimal() and len(text) <= _MAX_DIGITS else None
+
+
 def iteration_name(iteration: int) -> str:
     return f"iter_{iteration:07d}"
 
@@ -418,6 +448,8 @@ def instead_of(folder: Path) -> str:
     The run does not go back to an older one by itself: it would train the steps since then again, and replace what may
     still be worth a look.
     """
+    if _DYING_NAME.fullmatch(folder.name):
+        return "move it away, then the run continues from the newest checkpoint before it"
     match, older = _ITERATION_NAME.fullmatch(folder.name), list[int]()
     if match:
         older = [iteration for iteration in complete_iterations(folder.parent) if iteration < int(match[1])]
@@ -440,10 +472,9 @@ def find_checkpoint(directory: str | Path) -> tuple[Path, tuple[str, ...]]:
     complete, latest, notes = complete_iterations(directory), directory / LATEST_FILE, []
     if latest.is_file():
         text = latest.read_text(encoding="utf-8", errors="replace").strip()
-        if not text.isdecimal():
+        if (iteration := named_iteration(text)) is None:
             raise UserError(f"{latest} holds {text[:40]!r}; expected the number of an iteration, for example 100, "
                             f"or 'release' beside release/mp_rank_*.")
-        iteration = int(text)
     elif complete:
         iteration = complete[-1]
         notes.append(f"{directory} has no {LATEST_FILE}; the newest complete checkpoint is iteration {iteration}")

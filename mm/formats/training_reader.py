@@ -86,7 +86,9 @@ class TrainingDirectory:
                     stored = pieces[0].stored if is_elsewhere else self._located(pieces[0])
                     # A parameter's shape may differ from the weight's, as for a flattened patch embedding.
                     shaped = dataclasses.replace(stored, shape=local_shape(weight, self.manifest.tp_size))
-                    assert shaped.num_bytes == stored.num_bytes, (stored, shaped)
+                    if shaped.num_bytes != stored.num_bytes:
+                        raise UserError(f"{self.path / stored.file}: {stored.name} has shape {list(stored.shape)}; the "
+                                        f"model needs {list(shaped.shape)}; {self.instead}.")
                     views.append(shard_view(shaped, weight, self.manifest.tp_size, tp_rank))
         refuse(problems)
         return views, misfits

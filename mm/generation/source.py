@@ -3,6 +3,7 @@
 Only headers and JSON files are read.  All ranks do this, with the same result.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,7 @@ def find(asking: Asking) -> ModelFiles:
     """Open the weights, and place the model on its stages.  Raises UserError with the problems."""
     args, stated = asking.args, asking.inference.model if asking.inference else None
     base, named_by = asking.directory, asking.directory_is_named_by
-    if base is not None and not Path(base).is_dir():
+    if base is not None and not os.path.isdir(base):
         raise UserError(f"{named_by} is {base!r}, which is not a directory; give --model-name-or-path, the Hugging "
                         f"Face directory with the tokenizer and processor of the model.")
     order = QkvOrder(args.vit_qkv_order, base, "--vit-qkv-order")
@@ -91,7 +92,7 @@ def _beside_its_model(path: str, base: str | None, named_by: str, order: QkvOrde
 def _model_of(directory: str | None, named_by: str) -> ModelConfig | None:
     """The model that a Hugging Face directory describes, for weights that do not say what they are."""
     path = None if directory is None else Path(directory) / "config.json"
-    if path is None or not path.is_file():
+    if path is None or not os.path.isfile(path):
         return None
     with naming(named_by):
         return model_from_hf(read_json(path).root, file=path)

@@ -218,7 +218,7 @@ class Hub:
         others = {one: self._setups.pop(one) for one in list(self._setups) if one != 0}
         for other, (its_host, its_facts) in others.items():
             first_host, first_facts = self._setups[0]
-            names = [name for name in first_facts | its_facts if first_facts.get(name) != its_facts.get(name)]
+            names = [name for name in {**first_facts, **its_facts} if first_facts.get(name) != its_facts.get(name)]
             if names:
                 shown = "; ".join(f"{name} is {its_facts.get(name)} instead of {first_facts.get(name)}"
                                   for name in names[:_MAX_DIFFERENCES])

@@ -8,9 +8,9 @@ Only the options are added to the user's words.
 """
 
 import json
+import os
 import string
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from mm.config.data import Attributes
@@ -33,7 +33,7 @@ _SCORED = ("index", "id", "question", "options", "answer", "answers", *GROUPS)
 
 def read_own(path: str, rule: Rule, media_roots: tuple[str, ...]) -> Items:
     """Read a file of questions.  Raises UserError with everything in it that cannot be asked or scored."""
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         raise UserError(f"{path}: is not a file; expected JSON, JSONL or Parquet with questions and answers.")
     media, decoder = KnownMedia(MediaRoots.beside(path, media_roots)), Decoder()
     problems: list[str] = []

@@ -18,7 +18,7 @@ from mm.data.media.decoder import Decoder
 from mm.data.read.spans import UTF8_MARK, not_utf8
 from mm.data.sample import Inline
 from mm.errors import MAX_PROBLEMS, UserError, collected, nearest, refuse
-from mm.files import write_whole
+from mm.files import refuse_special, write_whole
 
 IMAGE = "image"
 """The column with images."""
@@ -114,6 +114,7 @@ def read_table(path: str, needed: Sequence[str]) -> TsvTable:
 
 
 def _mapped(path: str) -> mmap.mmap:
+    refuse_special(Path(path))
     try:
         with open(path, "rb") as stream:
             return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)

@@ -14,8 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mm.data.index.contents import TrainedOn
-from mm.errors import AgreedError, UserError
+from mm.errors import AgreedError, UserError, naming
+from mm.formats.manifest import part_from_json
 from mm.formats.source import Source
+from mm.formats.training import CheckpointManifest
 from mm.formats.training_reader import GATHER, TrainingDirectory
 from mm.model.load import fill, read_once
 from mm.parallel.agreement import all_of, together
@@ -93,10 +95,16 @@ def load(
     manifest = stored.manifest
     if finetune:
         return TrainingProgress(0, 0, notes=(*source.notes, *more_notes))
+    with naming(str(stored.path)):
+        return stated_progress(manifest, (*source.notes, *more_notes))
+
+
+def stated_progress(manifest: CheckpointManifest, notes: tuple[str, ...] = ()) -> TrainingProgress:
+    """Where the training that saved a checkpoint was.  Raises UserError if its manifest is of another version."""
     data = TrainedOn.from_json(manifest.data) if manifest.data is not None else None
-    best = BestSoFar(**manifest.best or {})
-    return TrainingProgress(manifest.iteration, manifest.consumed_samples, data, (*source.notes, *more_notes), best,
-                            manifest.run_id, given_start=manifest.given_start,
+    best = part_from_json(BestSoFar, manifest.best or {}, "a best validation")
+    return TrainingProgress(manifest.iteration, manifest.consumed_samples, data, notes, best, manifest.run_id,
+                            given_start=manifest.given_start,
                             recent=RecentSteps.from_json(manifest.recent) if manifest.recent else RecentSteps())
 
 

@@ -6,7 +6,6 @@ The first rank of each node writes a probe, a file of an unguessable name, and a
 import os
 import secrets
 import socket
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from mm.errors import AgreedError, writing
+from mm.files import wait_until_visible
 from mm.formats.training import PROBE_PREFIX
 from mm.parallel.agreement import of_all, on_first, together
 from mm.parallel.mesh import Mesh
@@ -24,7 +24,6 @@ from mm.training.saves import BEST
 WAIT_SECONDS = 10.0
 """How long ranks look for the probe of rank 0's node.  A shared disk answers the first look at a new name from its
 server, but a cache of missing names or of the directory may be some seconds old."""
-_RETRY_SECONDS = 0.2
 _SHOWN = 4
 """Most disks in a message."""
 
@@ -154,24 +153,13 @@ def _disks_of(folder: Path, flag: str, mesh: Mesh) -> tuple[Disks, list[Path]]:
         names = of_all(mesh, None if probe is None else probe.name)
         by_name = {name: rank for rank, name in enumerate(names) if name is not None}
         hosts = tuple(of_all(mesh, socket.gethostname()))
-        if all(of_all(mesh, _appears(folder / str(names[0])))):
+        if all(of_all(mesh, wait_until_visible(folder / str(names[0]), WAIT_SECONDS))):
             return Disks(mesh.rank, (0,) * mesh.world_size, hosts), created
         seen = [by_name[name] for name in _names(folder) if name in by_name]
         return Disks(mesh.rank, _grouped(of_all(mesh, seen)), hosts), created
     finally:
         if probe is not None:
             probe.unlink(missing_ok=True)
-
-
-def _appears(path: Path) -> bool:
-    """Whether a file is there, or appears within ``WAIT_SECONDS``."""
-    until = time.monotonic() + WAIT_SECONDS
-    while not path.exists():
-        if time.monotonic() > until:
-            return False
-        time.sleep(_RETRY_SECONDS)
-        _names(path.parent)  # reading the directory makes some disks ask their server
-    return True
 
 
 def _names(folder: Path) -> list[str]:

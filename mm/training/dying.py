@@ -134,7 +134,8 @@ class DyingSave:
         manifest = dataclasses.replace(
             begun_manifest(self._progress, self._setup, self._run_facts, self._base),
             optimizer=shared_optimizer_facts(facts) if has_states and self._saves_states else None,
-            pieces=tuple(CheckpointTensor.from_json(piece) for one in written for piece in one["tensors"]),
+            pieces=tuple(CheckpointTensor.from_json(piece, Path(folder)) for one in written
+                         for piece in one["tensors"]),
         )
         return str(checkpoints.commit_dying(Path(folder), manifest))
 

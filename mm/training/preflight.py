@@ -5,6 +5,7 @@ files are only notes.  One rank checks, and hands what it has opened to the star
 """
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -96,7 +97,7 @@ def check(run: Run) -> Checked:
         if _can_open_start(run):
             sources = open_start(run)
     with collected(encoder_problems):
-        if Path(run.data.model_name_or_path).is_dir():
+        if os.path.isdir(run.data.model_name_or_path):
             gauge = Gauge.from_config(run.data, run.model, run.args.seq_length)
     splits = _sample_splits(run, gauge, sources, samples)
     opened = Opened(sources, Samples(gauge, splits) if gauge is not None and "training" in splits else None)
@@ -111,7 +112,7 @@ def _can_open_start(run: Run) -> bool:
     """Whether ``open_start`` makes sense.  It does not if a directory is missing, or if ``--load`` holds adapters and
     the targets of this run match no layer; both are reported elsewhere."""
     args = run.args
-    return all(path is None or Path(path).is_dir() for path in (args.load, args.load_base_model)) and not (
+    return all(path is None or os.path.isdir(path) for path in (args.load, args.load_base_model)) and not (
         lacks_adapters(run.model) and args.load is not None and holds_adapters(args.load))
 
 
@@ -131,7 +132,7 @@ def _check_files(
                 _check_start(run, sources, found)
         problems += encoder_problems
         for flag in ("export_hf", "export_merged_hf"):
-            if (target := getattr(args, flag)) is not None and Path(base).is_dir():
+            if (target := getattr(args, flag)) is not None and os.path.isdir(base):
                 may_exist = flag == "export_hf" and _only_exports(run, sources)
                 problems += _export_problems(run, Path(base), Path(target).resolve(), flag_name(flag), may_exist)
     with collected(problems):
@@ -210,7 +211,7 @@ def _open_questions(run: Run, gauge: Gauge | None, found: Findings) -> Questions
     Without ``gauge``, because tokenizer or processor cannot be read, only the file of questions is checked.
     """
     path = run.args.eval_generate_questions
-    if path is None or not Path(path).is_file() or not Path(run.data.model_name_or_path).is_dir():
+    if path is None or not os.path.isfile(path) or not os.path.isdir(run.data.model_name_or_path):
         return None
     asked = evaluating_in_training(run.args, run.data, run.world_size)
     with collected(found.problems), TemporaryDirectory() as folder:
@@ -233,7 +234,7 @@ def _has_samples(run: Run) -> bool:
     with collected(missing):
         training_files(run.data)
         validation_files(run.data)
-    return not missing and all(Path(path).is_dir() for path in (run.data.dataset_dir, run.data.model_name_or_path))
+    return not missing and all(os.path.isdir(path) for path in (run.data.dataset_dir, run.data.model_name_or_path))
 
 
 def _data_notes(run: Run, dataset: Dataset, sources: Sources | None) -> list[str]:

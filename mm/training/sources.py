@@ -3,6 +3,7 @@
 Reads headers only and needs neither megatron nor a device, because the preflight uses it too.
 """
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from mm.formats.training import find_checkpoint, newest_checkpoint, stated
 
 def qkv_order(run: Run) -> QkvOrder:
     """How to determine the order of the ViT's qkv in ``--load``."""
-    base = run.data.model_name_or_path if Path(run.data.model_name_or_path).is_dir() else None
+    base = run.data.model_name_or_path if os.path.isdir(run.data.model_name_or_path) else None
     return QkvOrder(run.args.vit_qkv_order, base, "--vit-qkv-order")
 
 
@@ -77,7 +78,7 @@ def _with_base(run: Run, args: Arguments, base: str | None) -> Arguments:
     """``args`` with the base model of adapters that were trained on ``base``, if that is a whole model."""
     if base is None or not run.model.lora.is_on or args.load_base_model is not None:
         return args
-    return replace(args, load_base_model=base) if Path(base).is_dir() and not holds_adapters(base) else args
+    return replace(args, load_base_model=base) if os.path.isdir(base) and not holds_adapters(base) else args
 
 
 def _resumed(run: Run) -> Run:

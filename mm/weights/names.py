@@ -59,7 +59,7 @@ def chosen(by_pattern: Iterable[tuple[str, Value]], names: Collection[str], defa
 def _expression(pattern: str) -> re.Pattern[str]:
     words: list[str] = []
     for word in pattern.split("."):
-        span = re.fullmatch(r"(\d+)-(\d+)", word)
+        span = re.fullmatch(r"(\d{1,3})-(\d{1,3})", word)  # more digits than layers have would be a huge expression
         if span is None:
             words.append(translate(word).removeprefix("(?s:").removesuffix(r")\Z").removesuffix(r")\z"))
         else:

@@ -32,6 +32,13 @@ def problems(tmp_path, *flags: str, **how) -> list[str]:
     return list(caught.value.problems)
 
 
+def test_long_patterns_and_paths_are_problems(tmp_path):
+    (problem,) = problems(tmp_path, "--freeze-modules", "*a" * 300)
+    assert problem.startswith("freeze_modules has a pattern of 600 characters, '*a*a") and "at most 500" in problem
+    found = problems(tmp_path, "--load", "a" * 5000)  # a longer name than any file system allows
+    assert any(one.startswith("--load is 'aaaa") and one.endswith("which is not a directory") for one in found)
+
+
 def test_derived_numbers(tmp_path):
     run = load(tmp_path, "--global-batch-size", "192", "--lr-warmup-fraction", "0.125")
     assert (run.num_stages, run.dp_size, run.num_microbatches, run.global_batch_size) == (2, 4, 48, 192)

@@ -59,6 +59,10 @@ def unlisted_tensor(directory: Path) -> None:
     edit_index(directory, lambda weight_map: weight_map.pop("model.norm.weight"))
 
 
+def listed_file(directory: Path) -> None:
+    edit_index(directory, lambda weight_map: weight_map.update({"model.norm.weight": ["x.safetensors"]}))
+
+
 def outside(directory: Path) -> None:
     edit_index(directory, lambda weight_map: weight_map.update({"model.norm.weight": "../x.safetensors"}))
 
@@ -143,6 +147,7 @@ def quantized(directory: Path) -> None:
     (missing_index, r"no model\.safetensors\.index\.json; the download was probably interrupted"),
     (absent_tensor, r"lists model\.ghost in model-00001-of-\d+\.safetensors, which does not hold it; download"),
     (unlisted_tensor, r"holds model\.norm\.weight, which \S+ does not list"),
+    (listed_file, "has no 'weight_map' of tensor names to shard files"),
     (outside, r"names '\.\./x\.safetensors'; expected plain file names"),
     (truncated, r"model-00001-of-\d+\.safetensors has \d+ bytes, but its header describes \d+; download it again"),
     (truncated_in_header, r"model-00001-of-\d+\.safetensors \(40 bytes\) is truncated.*download it again"),

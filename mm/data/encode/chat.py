@@ -5,6 +5,7 @@ transformers.  Targets are those of LLaMA-Factory and MindSpeed-MM: each answer,
 and the newline after that.
 """
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,10 +20,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mm.batch import IGNORE_INDEX, Grid
 from mm.config.read import read_json
 from mm.data.encode.template import Template
+from mm.data.encode.tokenizer_parts import backend_parts, part_problems
 from mm.data.sample import KINDS, Image, Turn
 from mm.errors import UserError, refuse
 from mm.families.family import Family
 from mm.families.known import FAMILIES
+from mm.files import json_object
 
 _MASKS = [chr(code) for code in range(0xE000, 0xF8FF)]
 """Private-use characters.  One that no message contains replaces control tokens while the template is rendered."""
@@ -32,6 +35,12 @@ _FILES = (
     "merges.txt", "config.json", "processor_config.json", "chat_template.json", "chat_template.jinja",
 )  # fmt: skip
 """What transformers may open for a tokenizer."""
+_LONGEST_TEMPLATE = 100_000
+"""Characters of a chat template: twenty times the longest published one."""
+_LONGEST_TEXT = 1 << 22
+"""Characters of a rendered conversation: a million tokens.  They take seconds to tokenize, and some GB of memory."""
+_LONGEST_REASON = 1000
+"""Characters of transformers' reason why a tokenizer cannot be loaded."""
 _MAX_FILE_BYTES = 1 << 28
 """Limit for each of them: twenty times the largest published one."""
 
@@ -44,15 +53,24 @@ def load_tokenizer(directory: str, families: Sequence[Family] = FAMILIES) -> Pre
     tokenizer, a template or the control tokens of each of ``families``.
     """
     path = Path(directory)
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise UserError(f"model_name_or_path = {directory!r} is not a directory; give a local Hugging Face checkpoint.")
     refuse(_file_problems(path))
+    for file in sorted(path.glob("tokenizer*.json")):  # transformers may prefer one for its own version
+        if file.name != "tokenizer_config.json":
+            try:
+                refuse(part_problems(json_object(file.read_bytes()), str(file), families))
+            except UserError:
+                raise
+            except ValueError as error:
+                raise UserError(f"{file}: is not the JSON of a tokenizer ({error}); copy it from the published "
+                                f"checkpoint.") from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except BaseException as error:  # transformers raises many error types on broken files, and Rust's panic is none
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise UserError(f"{directory}: cannot load its tokenizer: {error}") from error
+        raise UserError(f"{directory}: cannot load its tokenizer: {str(error)[:_LONGEST_REASON]}") from error
     # These take precedence over the tokenizer's own template and chat_template.jinja, which are loaded already.
     for name in ("processor_config.json", "chat_template.json"):
         document = read_json(path / name) if (path / name).is_file() else None
@@ -63,6 +81,11 @@ def load_tokenizer(directory: str, families: Sequence[Family] = FAMILIES) -> Pre
                                 f"checkpoint.")
             break
     problems = []
+    if (length := len(str(tokenizer.chat_template))) > _LONGEST_TEMPLATE:
+        problems.append(f"{directory}: its chat template has {length:,} characters, above the limit of "
+                        f"{_LONGEST_TEMPLATE:,}; copy chat_template.json from the published checkpoint.")
+    if tokenizer.is_fast:
+        problems += part_problems(backend_parts(tokenizer.backend_tokenizer), directory, families)
     if not tokenizer.chat_template:
         problems.append(f"{directory}: has no chat template; copy chat_template.json from the published checkpoint.")
     if not tokenizer.is_fast:
@@ -235,6 +258,9 @@ class ChatEncoder:
 
         Each ``mask`` in the text is replaced by the next string of ``masked``, tokenized as plain text.
         """
+        if len(text) > _LONGEST_TEXT:
+            raise UserError(f"has {len(text):,} characters as the chat template renders it, above the limit of "
+                            f"{_LONGEST_TEXT:,}; shorten or split it.")
         ids, offsets, start = [], [], 0
         for number, piece in enumerate(text.split(mask)):
             if number:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mm.errors import UserError
+from mm.formats.manifest import part_from_json
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ class TrainedOn:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "TrainedOn":
-        """The inverse of ``to_json``."""
-        return cls(tuple(Contents(**one) for one in content["datasets"]), content["began_at"], content.get("order"))
+        """The inverse of ``to_json``; raises UserError for other content."""
+        return part_from_json(cls, content, "a description of the data")
 
     def to_json(self) -> dict[str, Any]:
         """For the manifest."""

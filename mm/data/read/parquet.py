@@ -132,7 +132,11 @@ def read(path: str, version: Version, spans: Sequence[tuple[int, int]]) -> list[
 
 
 def _record(path: str, version: Version, group: int, row: int) -> Any:
-    value = _row_group(path, version, group).slice(row, 1).to_pylist()[0]
+    try:
+        value = _row_group(path, version, group).slice(row, 1).to_pylist()[0]
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: row {row} of row group {group} has text that is not UTF-8 ({error.reason}); the file "
+                        f"is damaged: copy or download it again.") from error
     for column, images in _columns(path, version).images.items():
         place = path, version, group, row, column
         given = value[column]
