@@ -1,0 +1,40 @@
+"""Settings that all ranks must have in common: none is missed, and what a machine may have of its own is left out."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+from mm.config import shared
+from mm.config.data import DataConfig
+from mm.config.flags import Arguments
+from mm.config.run import load_run
+from mm.config.shared import shared_settings
+from tests.tiny_inputs import flags_of, write_inputs
+
+
+def test_what_is_left_out_exists_and_every_path_is_left_out() -> None:
+    arguments, data = ({field.name: field.type for field in dataclasses.fields(one)} for one in (Arguments, DataConfig))
+    left_out = shared._PATHS | shared._OF_A_MACHINE
+    assert left_out <= arguments.keys() | data.keys()
+    assert {name for name, kind in arguments.items() if kind in (str, str | None)} <= left_out
+
+
+def test_machines_may_differ_in_paths_and_workers_only(tmp_path: Path) -> None:
+    inputs, elsewhere = write_inputs(tmp_path), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+
+    def settings(folder: Path, *flags: str) -> dict[str, str]:
+        words = flags_of(inputs, "a", 1, *flags, "--mm-model", str(folder / "model_1.json"), "--mm-data",
+                         str(folder / "data.json"), "--log-dir", str(folder))
+        return shared_settings(load_run(words, 1, {}))
+
+    for name in ("model_1.json", "data.json"):
+        (elsewhere / name).write_bytes((inputs / name).read_bytes())
+    ours = settings(inputs)
+    assert settings(elsewhere, "--num-workers", "3") == ours and len(ours) > 150
+    model = json.loads((inputs / "model_1.json").read_text())
+    model["text_decoder"]["rope_theta"] = 5.0
+    (elsewhere / "model_1.json").write_text(json.dumps(model))
+    theirs = settings(elsewhere, "--lr", "2e-3", "--overlap-grad-reduce")
+    assert {name: value for name, value in theirs.items() if ours[name] != value} == {
+        "--lr": "0.002", "--overlap-grad-reduce": "true", "language.rope_theta of --mm-model": "5.0"}
