@@ -114,7 +114,8 @@ def _check_here(
     """Raise AgreedError if a rank needs files of ``stored`` that only another node's disk holds."""
     if not stored.manifest.disks:
         return
-    mesh, manifest, by_name = setup.mesh, stored.manifest, {weight.name: weight for weight in held}
+    mesh, stage, manifest = setup.mesh, setup.stage, stored.manifest
+    by_name = {weight.name: weight for weight in stage.weights}
     place, lacking = (mesh.tp_size, mesh.tp_rank), set[str]()
     for weight in held:
         lacking |= stored.files_elsewhere(weight, "weight", *place)
@@ -123,7 +124,7 @@ def _check_here(
         numbers = MemoryLayout.of(weight, mesh.tp_size).real_range(state.start, state.stop)
         for kind in ("master", *MOMENTS):
             lacking |= stored.files_elsewhere(weight, kind, *place, *numbers)
-    for name in setup.stage.device.random_states() if load_rng and _is_same_layout(stored, mesh) else ():
+    for name in stage.device.random_states() if load_rng and _is_same_layout(stored, mesh) else ():
         lacking |= stored.random_elsewhere(f"{name}.{mesh.rank}")
     if everywhere := all_of(tuple(sorted(lacking)), mesh.control_group):
         raise AgreedError(

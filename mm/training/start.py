@@ -55,6 +55,7 @@ class Settled:
     """Opened by the check before the run, like ``questions``; None on ranks that did not check."""
     questions: Questions | None
     disks: Disks
+    """Those of ``--save``."""
 
 
 def settle(

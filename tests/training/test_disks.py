@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,6 +35,24 @@ def test_disks_are_recognised_and_no_probe_is_left(results: dict) -> None:
     assert "--save-on-each-node" in problem
     assert results["after_refusal"] == [[], []]
     assert results["shared"] == [[0, 0], []] and results["disks"] == [0, 1] and results["probes"] == [[], []]
+
+
+def test_ranks_share_a_disk_if_one_sees_the_others_probe(one_rank: Any) -> None:
+    """Even if the other does not, because its cache is old; ranks that see no probe have a disk each."""
+    from mm.training.disks import Disks, _grouped
+
+    groups = _grouped([[0], [0], [2, 4], [2], [4], [], []])
+    assert groups == (0, 0, 2, 2, 2, 5, 6)
+    hosts = ("a", "a", "b", "b", "c", "d", "e")
+    shown = Disks(0, groups, hosts).describe([0, 2, 5, 6])
+    assert shown == "a (ranks 0 to 1); b, c (ranks 2 to 4); d (rank 5); e (rank 6)"
+
+
+def test_best_on_another_disk_is_refused(results: dict) -> None:
+    (problem,), other = results["linked"]
+    assert other == [problem]
+    assert re.match(r"linked/best is not shared by the same ranks as --save linked: by \S+ \(ranks 0 to 1\), but --save "
+                    r"by \S+ \(rank 0\); \S+ \(rank 1\); remove the link", problem)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +106,14 @@ def test_interval_newest_and_best_do_not_delete_each_other(results: dict) -> Non
 
 def test_all_weights_come_to_rank_0_for_an_export(results: dict) -> None:
     names = ["manifest.json", "weights_tp00_pp00.safetensors", "weights_tp00_pp01.safetensors"]
-    assert results["brought"] == {"before": [["save"], ["save"]], "names": [names, []], "is_equal": True}
+    assert results["brought"] == {"before": [["linked", "save"]] * 2, "names": [names, []], "is_equal": True}
+
+
+def test_a_save_of_replicas_that_differ_is_refused(results: dict) -> None:
+    found = results["unequal"]
+    (problem,), other = found["problems"]
+    assert other == [problem] and found["left"] == [[], []]
+    assert problem.startswith(f"replicas hold different values of {found['name']} (weight)")
 
 
 def test_a_disk_that_another_run_writes_to_is_refused(results: dict) -> None:
