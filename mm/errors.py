@@ -102,6 +102,18 @@ def file_error(error: OSError) -> UserError | None:
 
 
 @contextmanager
+def reading() -> Iterator[None]:
+    """Turn an OSError about a file into ``file_error``; also a decorator."""
+    try:
+        yield
+    except OSError as error:
+        problem = file_error(error)
+        if problem is None:
+            raise
+        raise problem from error
+
+
+@contextmanager
 def naming(place: str) -> Iterator[None]:
     """Prefix the problems of a UserError raised inside with ``place``."""
     try:

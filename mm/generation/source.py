@@ -13,7 +13,7 @@ from mm.config.inference import GenerationSettings, read_generation
 from mm.config.model import ModelConfig
 from mm.config.read import read_json
 from mm.conversion.adapters import base_notes, check_base, holds_adapters, open_beside
-from mm.errors import UserError, naming, nearest, refuse
+from mm.errors import UserError, naming, nearest, reading, refuse
 from mm.formats import source as weights
 from mm.formats.hf_config import hf_problems, model_from_hf
 from mm.formats.qkv_order import QkvOrder
@@ -43,6 +43,7 @@ class ModelFiles:
         return self.source.fingerprint + (self.adapters.fingerprint if self.adapters is not None else "")
 
 
+@reading()
 def find(asking: Asking) -> ModelFiles:
     """Open the weights, and place the model on its stages.  Raises UserError with the problems."""
     args, stated = asking.args, asking.inference.model if asking.inference else None

@@ -4,10 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from mm.config.evaluate import Evaluating
+from mm.errors import reading
 from mm.scoring.benchmarks import BENCHMARKS, Items, read_benchmark
 from mm.scoring.own import read_own
 
 
+@reading()
 def read_items(evaluating: Evaluating) -> Items:
     """Read the questions.  Raises UserError with everything in the file that cannot be asked or scored."""
     path, args = evaluating.questions, evaluating.asking.args
