@@ -32,6 +32,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="KIND", help=", ".join(names))
     parser.add_argument("--number", type=int, help="repeat one mutation of the only kind")
     args = parser.parse_args()
+    output = args.output and args.output.resolve()  # each kind changes the current directory
     kinds = [kind for kind in KINDS if kind.name in args.only]
     whole, began, found = sum(kind.share for kind in kinds), time.monotonic(), dict[str, Found]()
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
@@ -44,12 +45,12 @@ def main() -> int:
             print(f"{kind.name}: {one.count} in {time.monotonic() - start:.0f} s, {len(one.findings)} findings",
                   file=sys.stderr, flush=True)
             _print_findings(kind.name, one, whole=args.number is not None)
+            report({"seed": args.seed, "seconds": round(time.monotonic() - began), "kinds": {
+                name: vars(one) for name, one in found.items()}}, output, prints=False)
     rows = [(name, one.count, one.accepted, one.refused, len(one.findings), f"{one.most_seconds:.2f}",
              one.most_bytes >> 20) for name, one in found.items()]
     head = ("kind", "mutations", "accepted", "refused", "findings", "longest, s", "most memory, MiB")
     print("\n".join(table(head, rows)))
-    report({"seed": args.seed, "seconds": round(time.monotonic() - began), "kinds": {
-        name: vars(one) for name, one in found.items()}}, args.output, prints=False)
     return 1 if any(one.findings for one in found.values()) else 0
 
 

@@ -14,9 +14,9 @@ from mm.config.lora import LoraConfig
 from mm.conversion.adapters import base_notes, check_base, export_peft, holds_adapters, open_beside
 from mm.conversion.convert import Options, fingerprint_of, hf_to_mm, mm_to_hf
 from mm.data.index.contents import Contents, TrainedOn
+from mm.files import whole_lines
 from mm.formats import training
 from mm.formats.adapter import AdapterDirectory
-from mm.formats.atomic import Output
 from mm.formats.blocks import Values
 from mm.formats.hf import HFDirectory
 from mm.formats.layout import Layout
@@ -31,6 +31,7 @@ from mm.training.validation import BestSoFar
 from mm.weights.table import model_weights
 from mm.weights.trained import saved_weights
 from tests.checkpoint.models import SmallModel
+from tests.killed import run_killed
 
 MODEL = SmallModel(2, vision_ffn=6, num_shards=2)
 LAYOUT = Layout(((2, 0),), ((1, 2),), 2)
@@ -178,26 +179,11 @@ def write_adapter(original: Path, beside: Path) -> Reading:
 def write_journal(original: Path, beside: Path) -> Reading:
     """A conversion that was killed after some files."""
     MODEL.save(beside / "hf")
-    conversion = hf_to_mm(beside / "hf", original / "out", LAYOUT)
-    output = Output.begin((original / "out").resolve(), conversion.fingerprint, conversion.modes)
-    written = Output.finish
-    num_finished = 0
-
-    def finish(self: Output, *words: object) -> None:
-        nonlocal num_finished
-        num_finished += 1
-        if num_finished == len(conversion.plan.files):
-            raise KeyboardInterrupt
-        written(self, *words)  # pyright: ignore
-
-    output.close()
-    Output.finish = finish  # pyright: ignore
-    try:
-        conversion.run(Options(num_workers=1))
-    except KeyboardInterrupt:
-        pass
-    finally:
-        Output.finish = written
+    conversion, point = hf_to_mm(beside / "hf", original / "out", LAYOUT), 0
+    journal = original / ".out.mm-convert.journal"
+    while not journal.exists() or len(whole_lines(journal.read_bytes())) < 3:  # its head, and two finished files
+        point += 5
+        assert run_killed(lambda: conversion.run(Options(num_workers=1)), point), "it is not complete before that"
     return lambda: hf_to_mm("../beside/hf", "out", LAYOUT).run(Options(num_workers=1))
 
 
