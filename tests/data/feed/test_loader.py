@@ -156,8 +156,8 @@ def test_workers_end_with_a_trainer_that_is_killed(write_dataset, model_config):
 
 
 def test_a_killed_worker_is_noticed_without_a_wait(make_loader, monkeypatch):
-    """torch itself would look for it each time that it has waited for data in vain, here after a minute."""
-    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (60.0,))
+    """torch itself would look for it each time that it has waited for data in vain, here after five minutes."""
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (300.0,))
     loader = make_loader(num_workers=2)
     next(loader)
     multiprocessing.active_children()[0].kill()
@@ -165,7 +165,7 @@ def test_a_killed_worker_is_noticed_without_a_wait(make_loader, monkeypatch):
     with pytest.raises(RuntimeError, match="exited unexpectedly"):
         while True:
             next(loader)
-    assert time.monotonic() - began < 50
+    assert time.monotonic() - began < 250
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
