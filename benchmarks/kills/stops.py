@@ -68,9 +68,10 @@ def stopped(runs: Runs, name: str, rng: random.Random, usual: float) -> Stopped 
 
 
 def problems_of(found: Stopped, num_steps: int) -> list[str]:
-    """What must not be.  A run that had just finished its last step ends as if there were no signal."""
+    """What must not be.  A run that had just finished its last step ends as if there were no signal, and the launcher
+    is ended by one (status -15) that comes before its handlers."""
     problems = [f"{found}: processes left"] if found.left else []
-    if found.status not in (143, 0) or (found.status == 0 and found.saved != num_steps):
+    if found.status not in (143, -signal.SIGTERM, 0) or (found.status == 0 and found.saved != num_steps):
         problems.append(f"{found}: another status")
     expected = {found.step, min(found.step + 1, num_steps)} if found.step else {found.before}
     return problems if found.saved in expected else [*problems, f"{found}: another checkpoint"]
