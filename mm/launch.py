@@ -1,7 +1,8 @@
 """torchrun for the scripts in ``examples/``: ``python -m mm.launch`` with torchrun's own arguments.
 
-It is the same launcher, except that Ctrl-C and a scheduler's signal end it without a traceback, and that ranks have
-time to save: torchrun itself would kill them 30 seconds after SIGTERM, and would not pass SIGUSR1 on.
+It is the same launcher, except that Ctrl-C and a scheduler's signal end it without a traceback, that ranks have time to
+save (torchrun itself would kill them 30 seconds after SIGTERM, and would not pass SIGUSR1 on), and that it does not
+give that time to a rank whose process is stopped.
 """
 
 import os
@@ -11,13 +12,19 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import suppress
+from threading import Thread
+from typing import TYPE_CHECKING
 
 from mm.ending import not_loaded
 from mm.signals import STOPPING, status_after
 
+if TYPE_CHECKING:
+    import psutil
+
 _DEFAULTS = {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", "PET_SHUTDOWN_TIMEOUT": "600"}
 """Environment variables that stand for torchrun's arguments, where the user gives none: 10 minutes for a save."""
-
+_BEAT_SECONDS = 2.0
 _NAME_SECONDS = 60.0
 """How long the name of the master may be unknown."""
 
@@ -28,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     The ranks themselves report the interruption and what is kept.
     """
     try:
+        import psutil
         from torch.distributed import run as torchrun
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -41,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (problem := _unknown_host(torchrun.parse_args(words))) is not None:
         sys.stderr.write(f"error: {problem}\n")
         return 2
+    Thread(target=_end_stopped, args=(psutil.Process(),), name="stopped ranks", daemon=True).start()
     try:
         torchrun.main(words)
     except SignalException as error:
@@ -72,6 +81,24 @@ def _unknown_host(args: Namespace) -> str | None:
                         f"{error.strerror}; give the address of node 0, or a name that `getent hosts "
                         f"{args.master_addr}` finds on every node")
         time.sleep(1.0)
+
+
+def _end_stopped(launcher: "psutil.Process") -> None:
+    """Kill ranks that are stopped by SIGSTOP when another has ended: torchrun then asks all of them to end, and a
+    stopped process hears nothing."""
+    import psutil
+
+    ranks: set[psutil.Process] = set()
+    while True:
+        time.sleep(_BEAT_SECONDS)
+        alive = set(launcher.children())
+        ranks = ranks | alive if ranks & alive else alive  # after a restart, none of the earlier ranks is alive
+        if ranks == alive:
+            continue
+        for one in launcher.children(recursive=True):  # a program may stand between a rank and its launcher
+            with suppress(psutil.NoSuchProcess):
+                if one.status() == psutil.STATUS_STOPPED:
+                    one.kill()
 
 
 if __name__ == "__main__":
