@@ -10,6 +10,7 @@ answers.
                  with a device?  .feature_cache: how much time does the cache of the ViT's features save?
     convert      How long does mm-convert take compared with a plain copy, and what do ranks read at startup?
     save         How much faster is a save in overlapping blocks?
+    kills        What does a run lose that is killed or stopped in each phase, and how fast does it end?
     kernels      Which form of each kernel is fastest on a device?
     device_hour  Runs all measurements on a device; .render writes them into docs/performance.md.
 

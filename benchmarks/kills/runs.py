@@ -37,7 +37,7 @@ class Runs:
         self._whole = self._name("whole")
 
     def _name(self, name: str) -> str:
-        return f"{self.layout.replace(' ', '')}_{name.replace(' ', '_')}"
+        return f"{self.layout}_{self.num_steps}_{name}".replace(" ", "")
 
     def folder(self, name: str) -> Path:
         return self.inputs / self._name(name)
