@@ -21,6 +21,8 @@ KILL_SECONDS = 5.0
 """A job whose rank is killed must end within this time."""
 REST_SECONDS = 10.0
 """A job whose rank is stopped must end within the limit and this time."""
+FEW = 4
+"""So many launches of a run are disturbed, or one in each phase."""
 EXPORTS = 3
 """Launches of a run that may be disturbed in the export."""
 JOIN_LIMIT = 60.0
@@ -107,6 +109,8 @@ def measure(
         num_runs += 1
         name = f"{signal.Signals(number).name} {num_runs}"
         for phase in targets(left, rng):
+            if left[phase] <= 0:
+                continue
             if phase != marks.EXPORT and runs.saved(name) == runs.num_steps:
                 continue  # a launch came to its end before the signal
             found = disturbed(runs, name, phase, rng, usual[phase], number)
@@ -134,7 +138,8 @@ def measure(
 def targets(left: Counter[str], rng: random.Random) -> Iterator[str]:
     """The phases of one run, in random order; the export comes last, because nothing is left to train after it."""
     wanted = [phase for phase, count in left.items() if count > 0 and phase != marks.EXPORT]
-    yield from rng.sample(wanted, len(wanted))
+    for _ in range(max(1, FEW // max(1, len(wanted)))):
+        yield from rng.sample(wanted, len(wanted))
     for _ in range(min(left[marks.EXPORT], EXPORTS)):
         yield marks.EXPORT
 
