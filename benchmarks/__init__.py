@@ -12,6 +12,7 @@ answers.
     save         How much faster is a save in overlapping blocks?
     kills        What does a run lose that is killed or stopped in each phase, and how fast does it end?
     kernels      Which form of each kernel is fastest on a device?
+    soak         Does a run lose nothing under kills, signals, full and slow disks and a jumping clock?  Does it grow?
     device_hour  Runs all measurements on a device; .render writes them into docs/performance.md.
 
 They share ``measure`` (clocks, ratios, tables, ranks), ``records`` (files of results) and ``sides`` (both trainers).

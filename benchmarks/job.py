@@ -5,7 +5,7 @@ import random
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,10 +23,12 @@ class Job:
     def __init__(
         self, words: Sequence[str], num_ranks: int, output: Path, module: str = "mm.train",
         python: str = sys.executable, launcher_words: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
-        """``words``: the flags of ``module``, which ``python`` runs; ``output``: a file, to which all of them write."""
+        """``words``: the flags of ``module``, which ``python`` runs; ``output``: a file, to which all of them write;
+        ``environment``: more variables."""
         self.mark = f"{os.getpid()}-{time.monotonic_ns()}"
-        environment = os.environ | {
+        environment = os.environ | dict(environment or {}) | {
             MARK: self.mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
             "PET_SHUTDOWN_TIMEOUT": "60",
         }  # fmt: skip

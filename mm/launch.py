@@ -13,6 +13,7 @@ import time
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import suppress
+from tempfile import TemporaryDirectory
 from threading import Thread
 from typing import TYPE_CHECKING
 
@@ -51,13 +52,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     Thread(target=_end_stopped, args=(psutil.Process(),), name="stopped ranks", daemon=True).start()
     try:
-        torchrun.main(words)
+        with TemporaryDirectory(prefix="torchelastic_") as logs:  # torchrun would leave its own
+            os.environ.setdefault("PET_LOG_DIR", logs)
+            torchrun.main(words)
     except SignalException as error:
         return status_after(error.sigval)
     except ChildFailedError as error:  # a signal that only the ranks received
-        _, failure = error.get_first_failure()
+        statuses = [failure.exitcode for failure in error.failures.values()]
+        ended_by_torchrun = (status_after(signal.SIGTERM), -signal.SIGTERM)  # the others, once a rank has failed
+        statuses = [status for status in statuses if status not in ended_by_torchrun] or statuses
         for number in STOPPING:
-            if failure.exitcode in (status_after(number), -number):  # negative: before the rank could handle it
+            if all(status in (status_after(number), -number) for status in statuses):  # negative: before its handler
                 return status_after(number)
         raise
     except KeyboardInterrupt:  # before torchrun handles signals, and after

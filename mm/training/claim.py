@@ -106,8 +106,13 @@ class Lock:
             with suppress(FileExistsError):  # another process was faster: try again
                 self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o640)
                 break
-        os.write(self._file, self._owner.content())
-        os.fsync(self._file)
+        try:
+            os.write(self._file, self._owner.content())
+            os.fsync(self._file)
+        except OSError:  # a full disk: the next run would wait for the owner of an empty file
+            os.close(self._file)
+            path.unlink()
+            raise
         self._has_ended = threading.Event()
         threading.Thread(target=self._renew, name="lock", daemon=True).start()
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import socket
 import threading
@@ -190,3 +191,16 @@ def test_a_directory_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(UserError, match=r"--save .*file.* cannot be written"):
         take({"--save": str(tmp_path / "file")})
+
+
+def test_a_lock_that_cannot_be_written_is_not_left(tmp_path: Path) -> None:
+    """The disk accepts the new file, but none of its content, as a full one does."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    num_files = len(os.listdir("/proc/self/fd"))
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        with pytest.raises(UserError, match=rf"--save {tmp_path}: .*{LOCK_FILE} cannot be written"):
+            Claim.take({"--save": str(tmp_path)}, print)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == [] and len(os.listdir("/proc/self/fd")) == num_files

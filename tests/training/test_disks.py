@@ -51,8 +51,8 @@ def test_ranks_share_a_disk_if_one_sees_the_others_probe(one_rank: Any) -> None:
 def test_best_on_another_disk_is_refused(results: dict) -> None:
     (problem,), other = results["linked"]
     assert other == [problem]
-    assert re.match(r"linked/best is not shared by the same ranks as --save linked: by \S+ \(ranks 0 to 1\), but --save "
-                    r"by \S+ \(rank 0\); \S+ \(rank 1\); remove the link", problem)
+    assert re.match(r"linked/best is not shared by the same ranks as --save linked: by \S+ \(ranks 0 to 1\), but "
+                    r"--save by \S+ \(rank 0\); \S+ \(rank 1\); remove the link", problem)
 
 
 @pytest.mark.parametrize(
