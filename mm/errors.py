@@ -138,6 +138,13 @@ def writing(path: str | Path, flag: str = "") -> Iterator[None]:
                         f"{cure}") from error
 
 
+def refuse_special(path: Path) -> None:
+    """Raise UserError for a pipe, socket or device in the place of a file: a directory from elsewhere may contain one,
+    and opening it can wait for ever."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise UserError(f"{path}: is not a regular file but a pipe, a socket or a device; copy or download it again.")
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return `` (did you mean 'x'?)`` for the known word closest to ``word``, or an empty string.
 

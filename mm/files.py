@@ -14,8 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from mm.errors import UserError
-
 _LOOK_SECONDS = 0.2
 
 
@@ -58,13 +56,6 @@ def wait_until_visible(path: Path, seconds: float) -> bool:
                 os.listdir(folder)  # asks the server again
         time.sleep(_LOOK_SECONDS)
     return True
-
-
-def refuse_special(path: Path) -> None:
-    """Raise UserError for a pipe, socket or device in the place of a file: a directory from elsewhere may contain one,
-    and opening it can wait for ever."""
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise UserError(f"{path}: is not a regular file but a pipe, a socket or a device; copy or download it again.")
 
 
 def json_value(raw: bytes | str) -> Any:

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _kept(words: Sequence[str]) -> str:
     """What remains after a signal that ended the run at once, for its message."""
-    from mm.formats.training import find_checkpoint  # loads torch
+    from mm.formats.checkpoints import find_checkpoint  # loads torch
 
     given = TRAIN.split(words)
     if "--dry-run" in given.given or "--check" in given.given:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mm.errors import UserError
-from mm.files import refuse_special, replace_file, wait_until_visible, whole_lines, write_whole
+from mm.errors import UserError, refuse_special
+from mm.files import replace_file, wait_until_visible, whole_lines, write_whole
 
 
 @pytest.mark.parametrize("syncs", [False, True])

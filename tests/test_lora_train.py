@@ -16,9 +16,9 @@ from mm import train
 from mm.config.flags import Arguments
 from mm.config.run import load_run
 from mm.conversion.convert import Options, hf_to_mm
+from mm.formats.checkpoints import LATEST_FILE
 from mm.formats.layout import Layout
 from mm.formats.storage import Format, Storage
-from mm.formats.training import LATEST_FILE
 from mm.formats.training_reader import TrainingDirectory
 from mm.training.sources import with_start
 from tests.files import ROOT

@@ -18,7 +18,7 @@ from mm import ending
 from mm.config.model import read_model
 from mm.conversion import convert
 from mm.conversion.convert import Options
-from mm.formats import training as files
+from mm.formats import checkpoints as files
 from mm.formats.layout import Layout
 from mm.formats.storage import Format, Storage, Structure
 from mm.training.claim import Claim

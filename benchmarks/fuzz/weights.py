@@ -15,7 +15,8 @@ from mm.conversion.adapters import base_notes, check_base, export_peft, holds_ad
 from mm.conversion.convert import Options, fingerprint_of, hf_to_mm, mm_to_hf
 from mm.data.index.contents import Contents, TrainedOn
 from mm.files import whole_lines
-from mm.formats import training
+from mm.formats import checkpoints, training
+from mm.formats import training_writer as writer
 from mm.formats.adapter import AdapterDirectory
 from mm.formats.blocks import Values
 from mm.formats.hf import HFDirectory
@@ -109,7 +110,7 @@ def write_checkpoint(original: Path, beside: Path) -> Reading:
     """Two checkpoints of one run, with a moment of the optimizer, and facts of the data."""
     model, generator = MODEL.model, torch.Generator().manual_seed(0)
     for iteration in (1, 2):
-        folder = training.begin(original / "save", iteration, 0)
+        folder = writer.begin(original / "save", iteration, 0)
         pieces = []
         for one in saved_weights(model):
             values = torch.rand(one.shape, generator=generator)
@@ -120,8 +121,8 @@ def write_checkpoint(original: Path, beside: Path) -> Reading:
         random = torch.zeros(8, dtype=torch.uint8)
         pieces.append((training.CheckpointTensor.of(random.dtype, (8,), "0.safetensors", "cpu", "random"),
                        Values(random)))
-        written = training.write_pieces(folder, "0.safetensors", pieces)
-        training.commit(folder, training.CheckpointManifest(
+        written = writer.write_pieces(folder, "0.safetensors", pieces)
+        writer.commit(folder, training.CheckpointManifest(
             iteration, 4 * iteration, 1, 1, 1, model, {"step": iteration, "grad_scaler": None}, {"mm": "x"},
             tuple(written), run_id="a", best=asdict(BestSoFar(2.0, 1)),
             data=DATA.to_json(), schedule=SCHEDULE.to_json(), recent=asdict(RecentSteps((1.0,), (2.0,), 0)),
@@ -132,8 +133,8 @@ def write_checkpoint(original: Path, beside: Path) -> Reading:
 def _read_checkpoint() -> None:
     _reader_of("save")()
     for folder in sorted(Path("save").glob("iter_*")):
-        training.run_id_of(folder)
-    training.run_ids(Path("save"))
+        checkpoints.run_id_of(folder)
+    checkpoints.run_ids(Path("save"))
     stored = TrainingDirectory.open("save")
     manifest = stored.manifest
     for weight in saved_weights(manifest.model)[:3]:
@@ -143,7 +144,7 @@ def _read_checkpoint() -> None:
     stated_progress(manifest)
     if manifest.schedule is not None:
         list(changed(Schedule.from_json(manifest.schedule), SCHEDULE))
-    training.tidy(Path("save"))
+    writer.tidy(Path("save"))
 
 
 def write_adapter(original: Path, beside: Path) -> Reading:
@@ -151,11 +152,11 @@ def write_adapter(original: Path, beside: Path) -> Reading:
     MODEL.save(beside / "hf")
     lora = LoraConfig(("q_proj", "up_proj"), r=2, rank_pattern=(("q_proj", 1),), alpha_pattern=(("up_proj", 3.0),))
     model = replace(MODEL.model, lora=lora)
-    folder = training.begin(beside / "save", 1, 0)
+    folder = writer.begin(beside / "save", 1, 0)
     pieces = [(training.CheckpointTensor.of(torch.float32, one.shape, "0.safetensors", one.name, "weight"),
                Values(torch.ones(one.shape))) for one in saved_weights(model)]
-    written = training.write_pieces(folder, "0.safetensors", pieces)
-    training.commit(folder, training.CheckpointManifest(1, 4, 1, 1, 1, model, None, {}, tuple(written)))
+    written = writer.write_pieces(folder, "0.safetensors", pieces)
+    writer.commit(folder, training.CheckpointManifest(1, 4, 1, 1, 1, model, None, {}, tuple(written)))
     saved = open_beside(beside / "save", model)
     export_peft(saved, original / "peft", "../beside/hf").run(Options(num_workers=1))
     config = json.loads((original / "peft" / "adapter_config.json").read_text())

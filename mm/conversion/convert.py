@@ -27,6 +27,7 @@ from mm.formats.atomic import (
     left_bytes,
     tidy,
 )
+from mm.formats.checkpoints import LATEST_FILE
 from mm.formats.copy import execute
 from mm.formats.hf import HFDirectory
 from mm.formats.hf_target import hf_targets, is_hf_target, write_other_files
@@ -37,7 +38,6 @@ from mm.formats.qkv_order import QkvOrder
 from mm.formats.source import Source, open_hf
 from mm.formats.source import open as open_source
 from mm.formats.storage import RELEASE, Format, Storage, Structure, mindspeed_targets
-from mm.formats.training import LATEST_FILE
 from mm.progress import Progress
 from mm.weights.plan import CopyPlan, TargetFile, make_plan
 from mm.weights.views import View

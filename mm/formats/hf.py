@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from mm.config.model import ModelConfig
-from mm.errors import UserError, refuse
+from mm.errors import UserError, refuse, refuse_special
 from mm.families.known import FAMILIES
-from mm.files import json_value, refuse_special
+from mm.files import json_value
 from mm.formats.hf_config import hf_problems, language_keys, model_from_hf, stated_family
 from mm.formats.layout import Layout
 from mm.formats.safetensors import FLOAT_DTYPES, read_header, refuse_lfs_pointer

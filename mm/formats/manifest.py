@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from mm.config.model import ModelConfig, pattern_problems
-from mm.errors import UserError, naming, refuse
-from mm.files import json_object, refuse_special
+from mm.errors import UserError, naming, refuse, refuse_special
+from mm.files import json_object
 from mm.formats.layout import Layout, check_layout
 from mm.formats.safetensors import DTYPE_NAMES, DTYPES
 from mm.weights.views import Stored

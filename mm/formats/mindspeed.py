@@ -15,6 +15,7 @@ from typing import Any
 from mm import version
 from mm.config.model import ModelConfig
 from mm.errors import UserError, collected, nearest, refuse
+from mm.formats.checkpoints import LATEST_FILE, iteration_name, named_iteration
 from mm.formats.layout import Layout, check_layout
 from mm.formats.manifest import (
     MANIFEST_FILE,
@@ -38,7 +39,6 @@ from mm.formats.storage import (
     rank_of,
 )
 from mm.formats.torch_file import read_consumed_samples, read_torch_file
-from mm.formats.training import LATEST_FILE, iteration_name, named_iteration
 from mm.placement import layout_problems
 from mm.weights.plan import dtype_name
 from mm.weights.table import Weight, local_shape

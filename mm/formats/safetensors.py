@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from mm.errors import UserError
-from mm.files import json_object, refuse_special
+from mm.errors import UserError, refuse_special
+from mm.files import json_object
 from mm.weights.plan import TargetFile
 from mm.weights.views import Stored
 

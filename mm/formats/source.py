@@ -19,6 +19,7 @@ from torch import Tensor
 from mm.config.model import ModelConfig
 from mm.errors import UserError, naming, refuse
 from mm.formats.adapter import AdapterDirectory, is_peft_directory
+from mm.formats.checkpoints import LATEST_FILE, find_checkpoint
 from mm.formats.copy import check_copies_and_padding
 from mm.formats.files import Files
 from mm.formats.hf import HFDirectory, language_views
@@ -29,7 +30,7 @@ from mm.formats.manifest import MANIFEST_FILE
 from mm.formats.mindspeed import MindSpeedDirectory
 from mm.formats.qkv_order import QkvOrder, in_qkv_order
 from mm.formats.storage import Storage
-from mm.formats.training import LATEST_FILE, CheckpointManifest, find_checkpoint
+from mm.formats.training import CheckpointManifest
 from mm.formats.training_reader import TrainingDirectory
 from mm.weights.cut import cut_dim, shard_spans
 from mm.weights.plan import ViewIndex

@@ -19,8 +19,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from mm.errors import UserError, refuse
-from mm.files import refuse_special
+from mm.errors import UserError, refuse, refuse_special
 from mm.formats.inert_pickle import CodeInPickle, Opaque, global_name, load
 from mm.formats.safetensors import refuse_lfs_pointer
 from mm.weights.views import Stored

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from mm.errors import UserError, collected, refuse
+from mm.formats.checkpoints import find_checkpoint, instead_of
 from mm.formats.files import Files
 from mm.formats.layout import Layout
 from mm.formats.manifest import MANIFEST_FILE
 from mm.formats.safetensors import read_header
-from mm.formats.training import CheckpointManifest, CheckpointTensor, find_checkpoint, instead_of
+from mm.formats.training import CheckpointManifest, CheckpointTensor
 from mm.weights.cut import share_numbers
 from mm.weights.table import Weight, local_shape, shard, stored_name, unshard
 from mm.weights.trained import saved_weights

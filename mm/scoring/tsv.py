@@ -17,8 +17,8 @@ from pathlib import Path
 from mm.data.media.decoder import Decoder
 from mm.data.read.spans import UTF8_MARK, not_utf8
 from mm.data.sample import Inline
-from mm.errors import MAX_PROBLEMS, UserError, collected, nearest, refuse
-from mm.files import refuse_special, write_whole
+from mm.errors import MAX_PROBLEMS, UserError, collected, nearest, refuse, refuse_special
+from mm.files import write_whole
 
 IMAGE = "image"
 """The column with images."""

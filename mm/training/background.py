@@ -13,7 +13,8 @@ from pathlib import Path
 from mm.device.device import Device
 from mm.formats.blocks import ON_HOST
 from mm.formats.host_copies import HostCopies
-from mm.formats.training import CheckpointTensor, Retention
+from mm.formats.training import CheckpointTensor
+from mm.formats.training_writer import Retention
 from mm.parallel.agreement import together
 from mm.parallel.mesh import Mesh
 from mm.training.save import BegunSave, ToWrite

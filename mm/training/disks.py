@@ -14,7 +14,7 @@ from typing import Self, TypeVar
 
 from mm.errors import AgreedError, writing
 from mm.files import wait_until_visible
-from mm.formats.training import PROBE_PREFIX
+from mm.formats.training_writer import PROBE_PREFIX
 from mm.parallel.agreement import of_all, on_first, together
 from mm.parallel.mesh import Mesh
 from mm.parallel.ranks import ranks_text

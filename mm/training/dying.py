@@ -19,7 +19,8 @@ from threading import Condition, Event
 from typing import Any
 
 from mm.errors import UserError
-from mm.formats import training as checkpoints
+from mm.formats import checkpoints
+from mm.formats import training_writer as writer
 from mm.formats.training import CheckpointTensor
 from mm.parallel.activity import Activity, Work
 from mm.parallel.rescue import Holdings
@@ -115,7 +116,7 @@ class DyingSave:
         with self._side.behind_mark():
             planned = [one for one in (*planned_weights(self._setup), *self._states()) if one[0].stored.file in files]
             written = [piece for file, pieces in groupby(planned, lambda one: one[0].stored.file)
-                       for piece in checkpoints.write_pieces(Path(folder), file, list(pieces), device)]
+                       for piece in writer.write_pieces(Path(folder), file, list(pieces), device)]
             facts = own_optimizer_facts(self._setup, owned_states(self._setup.optimizer, self._setup.models))
         if not self._is_steady():
             raise UserError(f"the weights of rank {self._setup.mesh.rank} changed while they were written")
@@ -126,7 +127,7 @@ class DyingSave:
     def create(self) -> str:
         assert self._progress is not None, "rank 0 holds an iteration"
         self._claim.check()
-        return str(checkpoints.begin(self._directory, self._progress.iteration, num_bytes=0))
+        return str(writer.begin(self._directory, self._progress.iteration, num_bytes=0))
 
     def commit(self, folder: str, written: Sequence[Any], has_states: bool) -> str:
         assert self._progress is not None, "as above"
@@ -137,7 +138,7 @@ class DyingSave:
             pieces=tuple(CheckpointTensor.from_json(piece, Path(folder)) for one in written
                          for piece in one["tensors"]),
         )
-        return str(checkpoints.commit_dying(Path(folder), manifest))
+        return str(writer.commit_dying(Path(folder), manifest))
 
     def abandon(self, folder: str) -> None:
         shutil.rmtree(folder)

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from mm.errors import AgreedError, UserError
-from mm.formats import training as files
-from mm.formats.training import LATEST_FILE, CheckpointTensor
+from mm.formats import checkpoints
+from mm.formats import training_writer as writer
+from mm.formats.checkpoints import LATEST_FILE
+from mm.formats.training import CheckpointTensor
 from mm.parallel.agreement import all_of, of_all, on_first, together
 from mm.parallel.mesh import Mesh
 from mm.training.disks import Disks
@@ -18,14 +20,14 @@ from mm.training.disks import Disks
 
 def catch_up(directories: Sequence[Path], mesh: Mesh, disks: Disks) -> tuple[str, ...]:
     """On the other disks, complete saves that are complete on rank 0's; returns notes, the same on every rank."""
-    complete = on_first(mesh, lambda: [files.identities(directory) for directory in directories])
+    complete = on_first(mesh, lambda: [checkpoints.identities(directory) for directory in directories])
 
     def rename() -> tuple[str, ...]:
         notes = []
         for directory, on_first_disk in zip(directories, complete, strict=True) if disks.is_first else ():
-            for temporary, crc32 in files.prepared(directory).items():
-                if crc32 in on_first_disk.values() and crc32 not in files.identities(directory).values():
-                    final = files.publish(temporary)
+            for temporary, crc32 in writer.prepared(directory).items():
+                if crc32 in on_first_disk.values() and crc32 not in checkpoints.identities(directory).values():
+                    final = writer.publish(temporary)
                     notes.append(f"{_host(disks)}the save of {final} was interrupted after all disks had it, and has "
                                  f"been completed")
         return tuple(notes)
@@ -35,7 +37,7 @@ def catch_up(directories: Sequence[Path], mesh: Mesh, disks: Disks) -> tuple[str
 
 def check_held(path: Path, mesh: Mesh, disks: Disks) -> None:
     """Raise AgreedError unless the checkpoint at ``path``, which rank 0 has chosen, is on every disk."""
-    held = of_all(mesh, (_crc32(path), files.identities(path.parent)) if disks.is_first else None)
+    held = of_all(mesh, (_crc32(path), checkpoints.identities(path.parent)) if disks.is_first else None)
     by_disk = {disk: one for disk, one in enumerate(held) if one is not None}
     lacking = [disk for disk, (crc32, _) in by_disk.items() if crc32 is None or crc32 != by_disk[0][0]]
     if lacking:
@@ -73,7 +75,7 @@ def stated_disks(gathered: Sequence[Sequence[CheckpointTensor]], disks: Disks) -
 
 def _crc32(path: Path) -> int | None:
     try:
-        return files.stated(path)["crc32"]
+        return checkpoints.stated(path)["crc32"]
     except UserError:
         return None
 

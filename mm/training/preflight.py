@@ -28,10 +28,11 @@ from mm.data.index.sample_files import Split
 from mm.data.order.sampler import order_description
 from mm.data.sample import Image
 from mm.errors import UserError, collected
+from mm.formats.checkpoints import LATEST_FILE, find_checkpoint
 from mm.formats.hf import HFDirectory
 from mm.formats.hf_config import hf_problems
 from mm.formats.source import Kind, find_kind
-from mm.formats.training import LATEST_FILE, CheckpointManifest, find_checkpoint
+from mm.formats.training import CheckpointManifest
 from mm.generation.prompts import encoder_for_prompts
 from mm.scoring.questions import read_items
 from mm.training.epochs import with_steps

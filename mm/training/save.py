@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from mm.errors import UserError
-from mm.formats import training as files
+from mm.formats import training_writer as files
 from mm.formats.blocks import Host, Values
 from mm.formats.training import CheckpointManifest, CheckpointTensor
 from mm.parallel.agreement import gather, on_first, together

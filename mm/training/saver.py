@@ -9,7 +9,7 @@ from mm.config.run import Run, resolved
 from mm.conversion import convert
 from mm.conversion.adapters import export_peft, merge, open_base, open_saved
 from mm.errors import AgreedError
-from mm.formats.training import Retention, remove
+from mm.formats.training_writer import Retention, remove
 from mm.parallel.activity import Work
 from mm.parallel.agreement import on_first, together
 from mm.parallel.watchdog import Phase

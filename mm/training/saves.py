@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mm.config.run import Run
+from mm.formats.checkpoints import run_id_of, run_ids
 from mm.formats.source import Kind
-from mm.formats.training import run_id_of, run_ids, tidy
+from mm.formats.training_writer import tidy
 from mm.training.sources import Sources
 
 BEST = "best"

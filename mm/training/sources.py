@@ -12,10 +12,10 @@ from mm.config.run import Run
 from mm.conversion.adapters import holds_adapters, open_adapters, open_base
 from mm.errors import UserError, collected, refuse
 from mm.formats.adapter import is_peft_directory
+from mm.formats.checkpoints import find_checkpoint, newest_checkpoint, stated
 from mm.formats.layout import Layout
 from mm.formats.qkv_order import QkvOrder
 from mm.formats.source import Kind, Source, find_kind, holds_nothing, open_to_train
-from mm.formats.training import find_checkpoint, newest_checkpoint, stated
 
 
 def qkv_order(run: Run) -> QkvOrder:

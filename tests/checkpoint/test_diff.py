@@ -21,7 +21,8 @@ from checkpoint.diff import DiffReport, diff_directories
 from mm.conversion import convert
 from mm.conversion.convert import Options
 from mm.errors import UserError
-from mm.formats import training as checkpoint_files
+from mm.formats import training
+from mm.formats import training_writer as writer
 from mm.formats.blocks import Values
 from mm.formats.layout import Layout
 from mm.formats.safetensors import read_header
@@ -55,7 +56,7 @@ def causes(found: DiffReport) -> list[str]:
 
 def save_training(small: SmallModel, tensors: dict[str, Tensor], directory: Path, tp_size: int) -> Path:
     """Save a training checkpoint that holds weights only."""
-    temporary, pieces = checkpoint_files.begin(directory, 10, 0), []
+    temporary, pieces = writer.begin(directory, 10, 0), []
     for rank in range(tp_size):
         parts = []
         for weight in model_weights(small.model):
@@ -63,11 +64,11 @@ def save_training(small: SmallModel, tensors: dict[str, Tensor], directory: Path
                 whole = fuse(weight, [tensors[name] for name in weight.hf_names])
                 part = shard(weight, whole, tp_size, rank).contiguous()
                 file = f"rank{rank}.safetensors"
-                piece = checkpoint_files.CheckpointTensor.of(part.dtype, part.shape, file, weight.name, "weight", rank)
+                piece = training.CheckpointTensor.of(part.dtype, part.shape, file, weight.name, "weight", rank)
                 parts.append((piece, Values(part)))
-        pieces += checkpoint_files.write_pieces(temporary, f"rank{rank}.safetensors", parts)
-    manifest = checkpoint_files.CheckpointManifest(10, 0, tp_size, tp_size, 1, small.model, None, {}, tuple(pieces))
-    checkpoint_files.commit(temporary, manifest)
+        pieces += writer.write_pieces(temporary, f"rank{rank}.safetensors", parts)
+    manifest = training.CheckpointManifest(10, 0, tp_size, tp_size, 1, small.model, None, {}, tuple(pieces))
+    writer.commit(temporary, manifest)
     return directory
 
 

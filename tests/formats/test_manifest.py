@@ -12,6 +12,7 @@ import torch
 from mm.conversion.convert import Options, hf_to_mm
 from mm.errors import UserError
 from mm.formats import training
+from mm.formats import training_writer as writer
 from mm.formats.blocks import Values
 from mm.formats.layout import Layout
 from mm.formats.manifest import MANIFEST_FILE
@@ -45,10 +46,10 @@ def rewrite(path: Path, change: Change) -> None:
     (lambda found: found["pieces"].append(None), "has a damaged entry of a tensor"),
 ])  # fmt: skip
 def test_checkpoints_of_unknown_origin(tmp_path: Path, change: Change, message: str) -> None:
-    folder = training.begin(tmp_path, 1, 0)
+    folder = writer.begin(tmp_path, 1, 0)
     piece = training.CheckpointTensor.of(torch.float32, (3,), "a.safetensors", "x", "random")
-    written = training.write_pieces(folder, "a.safetensors", [(piece, Values(torch.zeros(3)))])
-    final = training.commit(folder, CheckpointManifest(1, 0, 1, 1, 1, SmallModel(2).model, None, {}, tuple(written)))
+    written = writer.write_pieces(folder, "a.safetensors", [(piece, Values(torch.zeros(3)))])
+    final = writer.commit(folder, CheckpointManifest(1, 0, 1, 1, 1, SmallModel(2).model, None, {}, tuple(written)))
     assert CheckpointManifest.read(final).iteration == 1
     rewrite(final / MANIFEST_FILE, change)
     with pytest.raises(UserError, match=message) as error:

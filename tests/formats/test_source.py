@@ -12,8 +12,8 @@ from mm.conversion import convert
 from mm.conversion.convert import Options
 from mm.errors import UserError
 from mm.formats.layout import Layout
+from mm.formats.manifest import MANIFEST_FILE
 from mm.formats.source import open as open_source
-from mm.formats.training import MANIFEST_FILE
 from tests.checkpoint.models import SmallModel, files, layouts, run, small_models
 from tests.checkpoint.test_diff import save_training
 

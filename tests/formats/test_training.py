@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from mm.errors import UserError
-from mm.formats import training as files
+from mm.formats import checkpoints
+from mm.formats import training_writer as writer
 from mm.formats.blocks import Values
+from mm.formats.manifest import MANIFEST_FILE
+from mm.formats.training import CheckpointManifest, CheckpointTensor
 from mm.formats.training_reader import TrainingDirectory
 from tests.checkpoint.models import SmallModel
 from tests.killed import run_killed
@@ -18,19 +21,19 @@ from tests.killed import run_killed
 NOBODY = 65534
 
 
-def manifest(iteration: int, pieces: list[files.CheckpointTensor], run_id: str | None) -> files.CheckpointManifest:
-    return files.CheckpointManifest(iteration, 0, 1, 1, 1, SmallModel(2).model, None, {}, tuple(pieces), run_id=run_id)
+def manifest(iteration: int, pieces: list[CheckpointTensor], run_id: str | None) -> CheckpointManifest:
+    return CheckpointManifest(iteration, 0, 1, 1, 1, SmallModel(2).model, None, {}, tuple(pieces), run_id=run_id)
 
 
 def write_small(directory: Path, iteration: int, value: float = 0.0, run_id: str | None = None) -> None:
     """Save a checkpoint of two small files."""
-    temporary = files.begin(directory, iteration, 100)
+    temporary = writer.begin(directory, iteration, 100)
     pieces = []
     for name in ("a", "b"):
         tensor = torch.full((3,), value)
-        piece = files.CheckpointTensor.of(tensor.dtype, tensor.shape, f"{name}.safetensors", name, "random")
-        pieces += files.write_pieces(temporary, piece.stored.file, [(piece, Values(tensor))])
-    files.commit(temporary, manifest(iteration, pieces, run_id))
+        piece = CheckpointTensor.of(tensor.dtype, tensor.shape, f"{name}.safetensors", name, "random")
+        pieces += writer.write_pieces(temporary, piece.stored.file, [(piece, Values(tensor))])
+    writer.commit(temporary, manifest(iteration, pieces, run_id))
 
 
 def small_value(directory: Path) -> tuple[str, float]:
@@ -51,7 +54,7 @@ def test_a_save_killed_at_any_point_leaves_a_complete_checkpoint(iteration: int,
         was_killed = run_killed(lambda at=directory: write_small(at, iteration, 2.0), after=point)
         outcomes.append(small_value(directory)[1])
         write_small(directory, iteration, 3.0)  # leftovers do not disturb the next save
-        assert small_value(directory) == (files.iteration_name(iteration), 3.0)
+        assert small_value(directory) == (checkpoints.iteration_name(iteration), 3.0)
     assert point > 15
     assert outcomes == sorted(outcomes) and set(outcomes) == {1.0, 2.0}
 
@@ -63,19 +66,20 @@ def names(directory: Path) -> list[str]:
 def test_a_run_deletes_only_its_own_checkpoints(tmp_path: Path) -> None:
     for iteration, run_id in ((1, "mine"), (2, "other"), (3, "mine"), (4, None), (5, "mine"), (6, "mine")):
         write_small(tmp_path, iteration, run_id=run_id)
-    (tmp_path / "iter_0000002" / files.MANIFEST_FILE).write_text("{")
-    assert files.run_ids(tmp_path) == {1: "mine", 2: files.UNREADABLE, 3: "mine", 4: None, 5: "mine", 6: "mine"}
-    assert files.purge(tmp_path, 5, files.Retention(1), "mine") == []
-    assert list(files.run_ids(tmp_path)) == [2, 4, 5, 6]
+    (tmp_path / "iter_0000002" / MANIFEST_FILE).write_text("{")
+    assert checkpoints.run_ids(tmp_path) == {
+        1: "mine", 2: checkpoints.UNREADABLE, 3: "mine", 4: None, 5: "mine", 6: "mine"}
+    assert writer.purge(tmp_path, 5, writer.Retention(1), "mine") == []
+    assert list(checkpoints.run_ids(tmp_path)) == [2, 4, 5, 6]
 
 
 def test_checkpoints_of_the_interval_are_never_deleted() -> None:
     earlier = [10, 15, 20, 25, 30, 35]
-    assert files.Retention(1, 20).doomed(earlier) == [10, 15, 25, 30, 35]
-    assert files.Retention(3, 20).doomed(earlier) == [10, 15, 25]  # 30, 35 and the new one are the last three
-    assert files.Retention(None, 20).doomed(earlier) == files.Retention(1, 20).doomed(earlier)
-    assert files.Retention(2).doomed(earlier) == [10, 15, 20, 25, 30]
-    assert files.Retention(9, 20).doomed(earlier) == files.Retention().doomed(earlier) == []
+    assert writer.Retention(1, 20).doomed(earlier) == [10, 15, 25, 30, 35]
+    assert writer.Retention(3, 20).doomed(earlier) == [10, 15, 25]  # 30, 35 and the new one are the last three
+    assert writer.Retention(None, 20).doomed(earlier) == writer.Retention(1, 20).doomed(earlier)
+    assert writer.Retention(2).doomed(earlier) == [10, 15, 20, 25, 30]
+    assert writer.Retention(9, 20).doomed(earlier) == writer.Retention().doomed(earlier) == []
 
 
 def test_the_others_are_deleted_if_one_checkpoint_cannot_be() -> None:
@@ -91,11 +95,11 @@ def test_the_others_are_deleted_if_one_checkpoint_cannot_be() -> None:
         closed.mkdir()
         (closed / "file").touch()
         closed.chmod(0o500)
-        (problem,) = files.purge(folder, 4, files.Retention(1), None)
+        (problem,) = writer.purge(folder, 4, writer.Retention(1), None)
         assert problem.startswith(f"the old checkpoint {folder}/iter_0000001 could not be deleted: ")
         assert "Permission denied" in problem
         left, *others = names(folder)
-        assert left.startswith("iter_0000001.tmp-") and others == ["iter_0000004", files.LATEST_FILE]
+        assert left.startswith("iter_0000001.tmp-") and others == ["iter_0000004", checkpoints.LATEST_FILE]
         (folder / left / "closed").chmod(0o700)
     finally:
         os.seteuid(0 if is_root else os.geteuid())
@@ -109,40 +113,41 @@ def test_leftovers_of_killed_saves_are_deleted_except_the_only_copy(tmp_path: Pa
     shutil.copytree(tmp_path / "iter_0000020", tmp_path / "iter_0000020.old-cd34")
     for name in ("iter_0000020.tmp-ef56", "iter_0000030.tmp-78ab", "best", "my.tmp-78ab"):
         (tmp_path / name).mkdir()
-    (tmp_path / f"{files.LATEST_FILE}.tmp-12ab").touch()
-    notes = files.tidy(tmp_path)
+    (tmp_path / f"{checkpoints.LATEST_FILE}.tmp-12ab").touch()
+    notes = writer.tidy(tmp_path)
     assert [note.split(" ")[0].removeprefix(f"{tmp_path}/") for note in notes] == [
-        "iter_0000020.old-cd34", "iter_0000020.tmp-ef56", "iter_0000030.tmp-78ab", f"{files.LATEST_FILE}.tmp-12ab"]
+        "iter_0000020.old-cd34", "iter_0000020.tmp-ef56", "iter_0000030.tmp-78ab",
+        f"{checkpoints.LATEST_FILE}.tmp-12ab"]
     assert all(note.endswith("was left over from an interrupted save and has been deleted") for note in notes)
-    assert names(tmp_path) == ["best", "iter_0000010.old-ab12", "iter_0000020", files.LATEST_FILE, "my.tmp-78ab"]
-    assert files.tidy(tmp_path) == files.tidy(tmp_path / "none") == []
+    assert names(tmp_path) == ["best", "iter_0000010.old-ab12", "iter_0000020", checkpoints.LATEST_FILE, "my.tmp-78ab"]
+    assert writer.tidy(tmp_path) == writer.tidy(tmp_path / "none") == []
 
 
 def test_advice_about_damage_names_the_newest_older_checkpoint(tmp_path: Path) -> None:
     for iteration in (10, 20, 30):
         write_small(tmp_path, iteration)
-    advice = files.instead_of(tmp_path / "iter_0000030")
-    assert f"`echo 20 > {tmp_path}/{files.LATEST_FILE}`" in advice and f"--load {tmp_path}/iter_0000020" in advice
-    assert files.instead_of(tmp_path / "iter_0000010") == (
+    advice = checkpoints.instead_of(tmp_path / "iter_0000030")
+    assert f"`echo 20 > {tmp_path}/{checkpoints.LATEST_FILE}`" in advice and f"--load {tmp_path}/iter_0000020" in advice
+    assert checkpoints.instead_of(tmp_path / "iter_0000010") == (
         f"use another checkpoint: {tmp_path} has no older one")
 
 
 def test_without_latest_the_newest_complete_checkpoint_is_used_with_a_note(tmp_path: Path) -> None:
     write_small(tmp_path, 10, 1.0)
     write_small(tmp_path, 20, 2.0)
-    (tmp_path / files.LATEST_FILE).unlink()
-    folder, (note,) = files.find_checkpoint(tmp_path)
+    (tmp_path / checkpoints.LATEST_FILE).unlink()
+    folder, (note,) = checkpoints.find_checkpoint(tmp_path)
     assert folder.name == "iter_0000020" and "newest complete checkpoint is iteration 20" in note
-    (tmp_path / files.LATEST_FILE).write_text("10\n")
-    assert files.find_checkpoint(tmp_path) == (tmp_path / "iter_0000010", ())
-    (tmp_path / files.LATEST_FILE).write_text("ten")
+    (tmp_path / checkpoints.LATEST_FILE).write_text("10\n")
+    assert checkpoints.find_checkpoint(tmp_path) == (tmp_path / "iter_0000010", ())
+    (tmp_path / checkpoints.LATEST_FILE).write_text("ten")
     with pytest.raises(UserError, match="expected the number of an iteration"):
-        files.find_checkpoint(tmp_path)
+        checkpoints.find_checkpoint(tmp_path)
 
 
 def test_a_save_that_does_not_fit_is_rejected_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="needs 1,000,000,000,000,000,000 bytes"):
-        files.begin(tmp_path / "new", 1, 10**18)
+        writer.begin(tmp_path / "new", 1, 10**18)
     assert list((tmp_path / "new").iterdir()) == []
 
 
@@ -163,6 +168,6 @@ def current_umask() -> int:
 def test_remove_deletes_only_checkpoints(tmp_path: Path) -> None:
     write_small(tmp_path / "new", 10, 1.0)
     (tmp_path / "new" / "notes.txt").write_text("mine")
-    assert files.complete_iterations(tmp_path / "new") == [10]
-    files.remove(tmp_path / "new")
+    assert checkpoints.complete_iterations(tmp_path / "new") == [10]
+    writer.remove(tmp_path / "new")
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["notes.txt"]

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from mm.formats import training as files
+from mm.formats import training_writer as writer
 from mm.formats.blocks import Values
 from mm.formats.files import Files
+from mm.formats.training import CheckpointManifest, CheckpointTensor
 from mm.formats.training_reader import TrainingDirectory
 from mm.weights.table import local_shape, model_weights, shard
 from tests.checkpoint.models import SmallModel
@@ -23,15 +24,15 @@ def test_ranks_read_only_the_shards_that_they_need(
     whole = {one.name: torch.rand(one.shape, generator=generator) for one in model_weights(model)}
     cut = [one for one in model_weights(model) if one.tp_dim is not None]
     parts = [
-        (files.CheckpointTensor.of(values.dtype, (values.numel(),), f"{rank}.safetensors", one.name, "exp_avg", rank),
+        (CheckpointTensor.of(values.dtype, (values.numel(),), f"{rank}.safetensors", one.name, "exp_avg", rank),
          Values(values))
         for rank in range(stored_size) for one in cut
         for values in [shard(one, whole[one.name], stored_size, rank).reshape(-1)]
     ]
-    temporary = files.begin(tmp_path, 1, 0)
-    pieces = [piece for rank in range(stored_size) for piece in files.write_pieces(
+    temporary = writer.begin(tmp_path, 1, 0)
+    pieces = [piece for rank in range(stored_size) for piece in writer.write_pieces(
         temporary, f"{rank}.safetensors", [one for one in parts if one[0].tp_rank == rank])]
-    files.commit(temporary, files.CheckpointManifest(1, 0, stored_size, stored_size, 1, model, None, {}, tuple(pieces)))
+    writer.commit(temporary, CheckpointManifest(1, 0, stored_size, stored_size, 1, model, None, {}, tuple(pieces)))
     stored, read, sizes = TrainingDirectory.open(tmp_path), Files.read, []
     monkeypatch.setattr(Files, "read", lambda *words: (sizes.append(len(words[-1])), read(*words))[1])
     for rank in range(tp_size):

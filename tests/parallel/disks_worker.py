@@ -17,8 +17,9 @@ Device.pick("cpu")  # before megatron is imported
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from mm.formats import training as files  # noqa: E402
-from mm.formats.training import Retention  # noqa: E402
+from mm.formats import checkpoints  # noqa: E402
+from mm.formats import training_writer as writer  # noqa: E402
+from mm.formats.training_writer import Retention  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.parallel.agreement import of_all  # noqa: E402
 from mm.training import disks as of_disks  # noqa: E402
@@ -68,7 +69,7 @@ def gather(name: str) -> Path:
         target = Path("..") / "gathered" / name
         target.mkdir(parents=True)
         for node in range(2):
-            for path in Path("..", f"node{node}", "save", name, files.iteration_name(2)).iterdir():
+            for path in Path("..", f"node{node}", "save", name, checkpoints.iteration_name(2)).iterdir():
                 copy = target / path.name
                 assert not copy.exists() or copy.read_bytes() == path.read_bytes(), path
                 copy.write_bytes(path.read_bytes())
@@ -90,7 +91,7 @@ def recovered(disks: Disks) -> dict:
     run, directory = Run(PP2), Path("save") / "late"
     run.train(1)
     run.save(directory, disks=disks)
-    publish = files.publish
+    publish = writer.publish
 
     def dies(temporary: Path) -> Path:
         if run.mesh.rank:
@@ -98,18 +99,18 @@ def recovered(disks: Disks) -> dict:
         return publish(temporary)
 
     run.train(1)
-    files.publish = dies
+    writer.publish = dies
     problems = problems_of(lambda: run.save(directory, disks=disks))
-    files.publish = publish
+    writer.publish = publish
     before = names_in(directory)
     notes = of_all(run.mesh, catch_up([directory], run.mesh, disks))
     after = names_in(directory)
-    check_held(directory / files.iteration_name(2), run.mesh, disks)
+    check_held(directory / checkpoints.iteration_name(2), run.mesh, disks)
     run.train(1)
     run.save(directory, disks=disks)
     if run.mesh.rank:
-        (directory / files.iteration_name(3)).rename(directory / "lost")
-    lost = problems_of(lambda: check_held(directory / files.iteration_name(3), run.mesh, disks))
+        (directory / checkpoints.iteration_name(3)).rename(directory / "lost")
+    lost = problems_of(lambda: check_held(directory / checkpoints.iteration_name(3), run.mesh, disks))
     return {"problems": problems, "before": before, "notes": notes, "after": after, "lost": lost}
 
 

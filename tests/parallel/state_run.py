@@ -18,8 +18,9 @@ from mm.batch import BatchTotals, StepPlan  # noqa: E402
 from mm.config import flags as arguments  # noqa: E402
 from mm.config.model import ModelConfig  # noqa: E402
 from mm.errors import UserError  # noqa: E402
+from mm.formats.checkpoints import find_checkpoint  # noqa: E402
 from mm.formats.source import open_to_train  # noqa: E402
-from mm.formats.training import ALL_KEPT, Retention, find_checkpoint  # noqa: E402
+from mm.formats.training_writer import ALL_KEPT, Retention  # noqa: E402
 from mm.model.load import initialize  # noqa: E402
 from mm.model.stage import Stage  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402

@@ -25,11 +25,13 @@ from torch import Tensor  # noqa: E402
 
 from mm.config.model import ModelConfig  # noqa: E402
 from mm.device.device import Device  # noqa: E402
-from mm.formats import training as files  # noqa: E402
+from mm.formats import training_writer as writer  # noqa: E402
 from mm.formats.blocks import Values  # noqa: E402
+from mm.formats.checkpoints import LATEST_FILE  # noqa: E402
 from mm.formats.files import Files  # noqa: E402
 from mm.formats.source import open_to_train  # noqa: E402
-from mm.formats.training import LATEST_FILE, Retention  # noqa: E402
+from mm.formats.training import CheckpointManifest, CheckpointTensor  # noqa: E402
+from mm.formats.training_writer import Retention  # noqa: E402
 from mm.model.load import fill  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.training import checkpoint as state  # noqa: E402
@@ -101,7 +103,7 @@ def optimizer_reads(directory: Path) -> dict[str, float]:
     ):
         run = Run(before)
         run.train(1)
-        manifest = files.CheckpointManifest.read(run.save(directory / name))
+        manifest = CheckpointManifest.read(run.save(directory / name))
         with counted("optimizer_") as sizes:
             Run(after, seed=2).load(directory / name)
         counts: list = [None] * dist.get_world_size()
@@ -273,7 +275,7 @@ def write_by_hand(directory: Path, tp_size: int, hf: Path) -> dict[str, Tensor]:
     """
     model = converted_model(Layout(tp=tp_size))
     tensors, generator = load_file(hf / "model.safetensors"), torch.Generator().manual_seed(0)
-    temporary, pieces, whole = files.begin(directory, 2, 0), [], {}
+    temporary, pieces, whole = writer.begin(directory, 2, 0), [], {}
     for weight in model_weights(model):
         parts = {"weight": fuse(weight, [tensors[name] for name in weight.hf_names])}
         parts |= {part: torch.rand(weight.shape, generator=generator) for part in ("exp_avg", "exp_avg_sq")}
@@ -286,11 +288,11 @@ def write_by_hand(directory: Path, tp_size: int, hf: Path) -> dict[str, Tensor]:
                     (0, held.reshape(-1)[:middle]), (middle, held.reshape(-1)[middle:])]
                 for start, values in ranges:
                     file = f"{weight.name}.{part}.{rank}.{start}.safetensors"
-                    piece = files.CheckpointTensor.of(values.dtype, values.shape, file, weight.name, part, rank, start)
+                    piece = CheckpointTensor.of(values.dtype, values.shape, file, weight.name, part, rank, start)
                     if values.numel():
-                        pieces += files.write_pieces(temporary, file, [(piece, Values(values))])
+                        pieces += writer.write_pieces(temporary, file, [(piece, Values(values))])
     optimizer = {"step": 2, "grad_scaler": None}
-    files.commit(temporary, files.CheckpointManifest(2, 8, 2, tp_size, 1, model, optimizer, {}, tuple(pieces)))
+    writer.commit(temporary, CheckpointManifest(2, 8, 2, tp_size, 1, model, optimizer, {}, tuple(pieces)))
     return whole
 
 

@@ -15,7 +15,7 @@ from mm.device.device import Device
 
 Device.pick("cpu")
 
-from mm.formats import training as files  # noqa: E402
+from mm.formats import training_writer as files  # noqa: E402
 from mm.training import disks  # noqa: E402
 
 

@@ -19,7 +19,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from mm.conversion import convert
 from mm.conversion.convert import Options
 from mm.errors import UserError
-from mm.formats import training as files
+from mm.formats import checkpoints, manifest
 from mm.formats.source import Kind, find_kind, open_training
 from mm.formats.training_reader import TrainingDirectory
 from mm.weights.names import published_name
@@ -133,7 +133,7 @@ def test_a_full_disk_fails_the_save_on_all_ranks_and_harms_nothing(results: dict
     (problem,), other = found["problems"]
     assert other == [problem]
     assert "weights_tp01_pp00.safetensors cannot be written (File too large)" in problem
-    assert found["left"] == ["iter_0000000", files.LATEST_FILE]
+    assert found["left"] == ["iter_0000000", checkpoints.LATEST_FILE]
     assert found["resumed"] == [0, 0] and found["later"] == [1, 4]
 
 
@@ -145,7 +145,7 @@ def test_ranks_read_the_optimizer_state_only_once(name: str, results: dict) -> N
 
 
 def test_only_the_newest_checkpoints_are_kept(results: dict) -> None:
-    assert results["retention"] == ["iter_0000003", "iter_0000004", files.LATEST_FILE]
+    assert results["retention"] == ["iter_0000003", "iter_0000004", checkpoints.LATEST_FILE]
 
 
 @pytest.mark.parametrize("name", ["dp2-distributed-overlap", "tp2-bf16", "pp2-tied"])
@@ -169,7 +169,7 @@ def test_a_failure_in_the_background_is_raised_on_all_ranks(results: dict) -> No
     (problem,), other = found["problems"]
     assert other == [problem]
     assert "weights_tp01_pp00.safetensors cannot be written (File too large)" in problem
-    assert found["left"] == ["iter_0000000", files.LATEST_FILE] and not found["is_pending"]
+    assert found["left"] == ["iter_0000000", checkpoints.LATEST_FILE] and not found["is_pending"]
 
 
 def test_random_weights_are_the_same_in_every_layout(results: dict) -> None:
@@ -179,7 +179,7 @@ def test_random_weights_are_the_same_in_every_layout(results: dict) -> None:
 
 
 def test_a_process_killed_in_a_save_leaves_the_last_good_checkpoint(directory: Path) -> None:
-    folder, notes = files.find_checkpoint(directory / "killed")
+    folder, notes = checkpoints.find_checkpoint(directory / "killed")
     assert folder.name == "iter_0000000"
     read_everything(folder)
     (note,) = notes
@@ -220,9 +220,9 @@ def test_load_kinds(directory: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"neither a Hugging Face directory .* it holds nothing"):
         find_kind(tmp_path)
     (tmp_path / "mindspeed" / "release" / "mp_rank_00").mkdir(parents=True)
-    (tmp_path / "mindspeed" / files.LATEST_FILE).write_text("release")
+    (tmp_path / "mindspeed" / checkpoints.LATEST_FILE).write_text("release")
     assert find_kind(tmp_path / "mindspeed") is Kind.MINDSPEED
-    (tmp_path / "mindspeed" / files.MANIFEST_FILE).write_text("{}")  # of a conversion, not of training
+    (tmp_path / "mindspeed" / manifest.MANIFEST_FILE).write_text("{}")  # of a conversion, not of training
     assert find_kind(tmp_path / "mindspeed") is Kind.MINDSPEED
     with pytest.raises(UserError, match="holds the ranks of one checkpoint; give the directory above"):
         find_kind(tmp_path / "mindspeed" / "release")
@@ -231,7 +231,7 @@ def test_load_kinds(directory: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="LoRA adapter"):
         find_kind(tmp_path / "adapter")
     (tmp_path / "broken" / "iter_0000005").mkdir(parents=True)
-    (tmp_path / "broken" / files.LATEST_FILE).write_text("5\n")
+    (tmp_path / "broken" / checkpoints.LATEST_FILE).write_text("5\n")
     with pytest.raises(UserError, match=r"iter_0000005 has no manifest.json"):
         find_kind(tmp_path / "broken")
 
@@ -257,7 +257,7 @@ def read_everything(folder: Path) -> None:
 @pytest.fixture
 def checkpoint(directory: Path, tmp_path: Path) -> Path:
     """A copy of a distributed bf16 checkpoint to damage."""
-    source, _ = files.find_checkpoint(directory / "resume" / "dp2-distributed-bf16")
+    source, _ = checkpoints.find_checkpoint(directory / "resume" / "dp2-distributed-bf16")
     return Path(shutil.copytree(source, tmp_path / source.name))
 
 
@@ -306,7 +306,7 @@ def test_truncated_swapped_and_missing_files_are_found(checkpoint: Path) -> None
 
 
 def test_a_damaged_or_foreign_manifest_is_rejected(checkpoint: Path) -> None:
-    path = checkpoint / files.MANIFEST_FILE
+    path = checkpoint / manifest.MANIFEST_FILE
     text = path.read_text()
     for changed, problem in (
         (text.replace('"consumed_samples": 8', '"consumed_samples": 9'), "is damaged"),

@@ -14,7 +14,7 @@ import pytest
 from mm.conversion import convert
 from mm.conversion.convert import Options
 from mm.errors import UserError
-from mm.formats.training import LATEST_FILE
+from mm.formats.checkpoints import LATEST_FILE
 from tests.files import json_lines
 from tests.launch import run_ranks
 from tests.tiny_inputs import flags_of, write_inputs

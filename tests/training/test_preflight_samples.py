@@ -12,7 +12,8 @@ from mm.data.index.contents import TrainedOn
 from mm.data.index.dataset import Dataset
 from mm.data.index.gauge import Gauge
 from mm.errors import UserError
-from mm.formats import training as files
+from mm.formats import training
+from mm.formats import training_writer as writer
 from mm.train import main
 from mm.training.preflight import check
 from tests.training.preflight_runs import flags, make_inputs, problems, set_preprocessing
@@ -66,8 +67,8 @@ def test_data_that_differs_from_the_checkpoints_is_found(inputs: Path):
     (contents,) = Dataset(run.data, gauge=Gauge.from_config(run.data, run.model, 64)).contents()
 
     def saved(data: dict | None) -> str:
-        folder = files.begin(inputs / "save", 1, 0)
-        files.commit(folder, files.CheckpointManifest(1, 4, 1, 1, 1, run.model, None, {}, (), data=data))
+        folder = writer.begin(inputs / "save", 1, 0)
+        writer.commit(folder, training.CheckpointManifest(1, 4, 1, 1, 1, run.model, None, {}, (), data=data))
         return str(inputs / "save")
 
     def found(*more: str) -> tuple[list[str], list[str]]:

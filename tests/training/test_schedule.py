@@ -18,7 +18,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # n
 from mm.config.model import Rates  # noqa: E402
 from mm.config.run import Run, load_run  # noqa: E402
 from mm.errors import UserError  # noqa: E402
-from mm.formats import training as files  # noqa: E402
+from mm.formats import training  # noqa: E402
+from mm.formats import training_writer as writer  # noqa: E402
 from mm.formats.source import Kind, Source  # noqa: E402
 from mm.formats.training_reader import TrainingDirectory  # noqa: E402
 from mm.training.schedule import OVERRIDE, USE_CHECKPOINT, LearningRate, Schedule, scheduled  # noqa: E402
@@ -69,9 +70,9 @@ def load(tmp_path: Path) -> LoadRun:
 def checkpoint(folder: Path, run: Run, iteration: int = 3, schedule: Schedule | None = None) -> Sources:
     """A checkpoint of ``run`` after so many iterations."""
     kept = (schedule or Schedule.of(run)).to_json()
-    temporary = files.begin(folder / "save", iteration, 0)
+    temporary = writer.begin(folder / "save", iteration, 0)
     consumed = iteration * run.global_batch_size
-    path = files.commit(temporary, files.CheckpointManifest(
+    path = writer.commit(temporary, training.CheckpointManifest(
         iteration, consumed, 2, 1, 2, run.model, None, {}, (), schedule=kept))
     return opened(path, run)
 
@@ -179,8 +180,8 @@ def test_without_the_optimizer_the_schedule_restarts(load: LoadRun, tmp_path: Pa
 
 def test_an_older_versions_checkpoint_has_no_schedule(load: LoadRun, tmp_path: Path) -> None:
     run = load()
-    folder = files.begin(tmp_path / "save", 3, 0)
-    path = files.commit(folder, files.CheckpointManifest(3, 24, 2, 1, 2, run.model, None, {}, ()))
+    folder = writer.begin(tmp_path / "save", 3, 0)
+    path = writer.commit(folder, training.CheckpointManifest(3, 24, 2, 1, 2, run.model, None, {}, ()))
     _, schedule, (note,) = scheduled(run, opened(path, run))
     assert schedule == Schedule.of(run) and "which an older version saved" in note
 

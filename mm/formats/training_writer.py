@@ -1,0 +1,215 @@
+"""Writes training checkpoints, and deletes those that are no longer wanted.
+
+A checkpoint is written under a temporary name and renamed when it is complete.
+"""
+
+import dataclasses
+import secrets
+import shutil
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from mm.errors import UserError, collected
+from mm.formats.atomic import MEGATRON_MODES, new_file, put_in_place, sync
+from mm.formats.blocks import ON_HOST, Host, Values, write_tensors
+from mm.formats.checkpoints import (
+    ITERATION_NAME,
+    LATEST_FILE,
+    LEFTOVER_NAME,
+    dying_checkpoints,
+    iteration_name,
+    run_id_of,
+    run_ids,
+    stated,
+)
+from mm.formats.manifest import MANIFEST_FILE
+from mm.formats.safetensors import safetensors_file
+from mm.formats.training import CheckpointManifest, CheckpointTensor
+
+PROBE_PREFIX = ".mm-probe-"
+"""Begins the names of files by which nodes find out whether they share a directory."""
+
+
+def begin(directory: Path, iteration: int, num_bytes: int) -> Path:
+    """Create the temporary directory that ``commit`` will rename; raises UserError unless ``num_bytes`` are free."""
+    directory.mkdir(mode=MEGATRON_MODES.directory, parents=True, exist_ok=True)
+    free_bytes = shutil.disk_usage(directory).free
+    if num_bytes > free_bytes:
+        raise UserError(
+            f"The checkpoint of iteration {iteration} needs {num_bytes:,} bytes in {directory}, but only "
+            f"{free_bytes:,} are free; make room, give another --save, or use --keep-last-checkpoints."
+        )
+    temporary = directory / f"{iteration_name(iteration)}.tmp-{secrets.token_hex(4)}"
+    temporary.mkdir(mode=MEGATRON_MODES.directory)
+    return temporary
+
+
+def write_pieces(
+    folder: Path, file: str, pieces: Sequence[tuple[CheckpointTensor, Values]], host: Host = ON_HOST
+) -> list[CheckpointTensor]:
+    """Write one safetensors file, flush it to disk, and return its pieces with their checksums.
+
+    A block is copied to the host while others are checksummed and written.  Raises UserError if the file cannot be
+    written.
+    """
+    by_name = {piece.stored.name: (piece, values) for piece, values in pieces}
+    planned = safetensors_file(
+        file, [(name, piece.stored.dtype, piece.stored.shape) for name, (piece, _) in by_name.items()])
+    with _new_file(folder / file) as opened:
+        opened.write(planned.pieces[0][1])
+        crc32s = write_tensors(opened, [(stored.name, by_name[stored.name][1]) for stored in planned.tensors], host)
+    return [dataclasses.replace(by_name[stored.name][0], stored=dataclasses.replace(stored, crc32=crc32s[stored.name]))
+            for stored in planned.tensors]
+
+
+def commit(temporary: Path, manifest: CheckpointManifest) -> Path:
+    """Make a written checkpoint the newest."""
+    prepare(temporary, manifest.text())
+    return publish(temporary)
+
+
+def commit_dying(temporary: Path, manifest: CheckpointManifest) -> Path:
+    """Complete a checkpoint that the surviving ranks of a dying run have written, under a name of its own.
+
+    ``latest`` still names the newest checkpoint that all ranks have saved.
+    """
+    prepare(temporary, manifest.text())
+    final, old = _renamed(temporary, f"{iteration_name(manifest.iteration)}.dying")
+    sync(final.parent)
+    _delete_replaced(old, final)
+    return final
+
+
+def prepare(temporary: Path, manifest_text: str) -> None:
+    """Complete a written checkpoint, so that only ``publish`` remains to be done."""
+    with _new_file(temporary / MANIFEST_FILE) as opened:
+        opened.write(manifest_text.encode())
+    sync(temporary)
+
+
+def publish(temporary: Path) -> Path:
+    """Make a prepared checkpoint the newest: rename it, then ``latest``.  Replaces one of the same iteration."""
+    final, old = _renamed(temporary, temporary.name.partition(".")[0])
+    directory = final.parent
+    latest = directory / f"{LATEST_FILE}.tmp-{secrets.token_hex(4)}"
+    with _new_file(latest) as opened:
+        opened.write(f"{int(final.name.removeprefix('iter_'))}\n".encode())
+    latest.replace(directory / LATEST_FILE)
+    sync(directory)
+    _delete_replaced(old, final)
+    return final
+
+
+def _renamed(temporary: Path, name: str) -> tuple[Path, Path]:
+    """Rename a prepared checkpoint; return it, and where one that it replaces is now."""
+    final = temporary.with_name(name)
+    old = final.with_name(f"{name.partition('.')[0]}.old-{secrets.token_hex(4)}")
+    put_in_place(temporary, final, old)
+    return final, old
+
+
+def _delete_replaced(old: Path, final: Path) -> None:
+    try:
+        if old.exists():
+            shutil.rmtree(old)
+    except OSError as error:  # the new checkpoint is complete anyway
+        warnings.warn(f"the checkpoint that {final} replaces could not be deleted: {error}", stacklevel=3)
+
+
+def prepared(directory: Path) -> dict[Path, int]:
+    """Checkpoints that were prepared but not published, with the checksums of their manifests."""
+    found = {}
+    for path in sorted(directory.glob(f"iter_*.tmp-*/{MANIFEST_FILE}")):
+        with collected([]):  # killed while it was written
+            CheckpointManifest.read(path.parent)
+            found[path.parent] = stated(path.parent)["crc32"]
+    return found
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which complete checkpoints of a run stay when a newer one is saved."""
+
+    last: int | None = None
+    """How many of the newest; None: all, or one if there is an interval."""
+    interval: int | None = None
+    """Those of iterations that are its multiples stay too."""
+
+    def doomed(self, earlier: Sequence[int]) -> list[int]:
+        """The iterations to delete among ``earlier``, ascending ones before the newest."""
+        if self.last is None and self.interval is None:
+            return []
+        old = earlier[: max(0, len(earlier) - (self.last or 1) + 1)]
+        return [iteration for iteration in old if self.interval is None or iteration % self.interval]
+
+
+ALL_KEPT = Retention()
+
+
+def purge(directory: Path, newest: int, retention: Retention, run_id: str | None) -> list[str]:
+    """Delete a run's checkpoints before ``newest`` that ``retention`` does not keep; return problems as messages.
+
+    Later checkpoints, and those of other runs, are kept.  Dying checkpoints up to ``newest`` are no longer needed.  If
+    one cannot be deleted, the others still are.
+    """
+    problems = []
+    earlier = [iteration for iteration, found in run_ids(directory).items() if iteration < newest and found == run_id]
+    outdated = [path for iteration, path in dying_checkpoints(directory)
+                if iteration <= newest and run_id_of(path) == run_id]
+    for doomed in [*(directory / iteration_name(iteration) for iteration in retention.doomed(earlier)), *outdated]:
+        # so iter_* is never half deleted
+        renamed = doomed.with_name(f"{doomed.name.partition('.')[0]}.tmp-{secrets.token_hex(4)}")
+        try:
+            doomed.rename(renamed)
+            shutil.rmtree(renamed)
+        except OSError as error:
+            problems.append(f"the old checkpoint {doomed} could not be deleted: {error}")
+    return problems
+
+
+def tidy(directory: Path) -> list[str]:
+    """Delete leftovers of interrupted saves and deletions in ``directory``, which no run may be writing.
+
+    A checkpoint that was moved aside is kept if its replacement does not exist.  Returns notes on what was deleted.
+    """
+    notes = []
+    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+        match = LEFTOVER_NAME.fullmatch(path.name)
+        is_only_one = match and match[1] == "old" and not (
+            path.with_name(path.name.partition(".")[0]) / MANIFEST_FILE).is_file()
+        if is_only_one or not (match or path.name.startswith((f"{LATEST_FILE}.tmp-", PROBE_PREFIX))):
+            continue
+        try:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            notes.append(f"{path} was left over from an interrupted save and has been deleted")
+        except OSError as error:
+            notes.append(f"{path} is left over from an interrupted save and cannot be deleted: {error}")
+    return notes
+
+
+def remove(directory: str | Path) -> None:
+    """Delete every checkpoint in ``directory``, and the directory itself if it is then empty."""
+    directory = Path(directory)
+    (directory / LATEST_FILE).unlink(missing_ok=True)
+    for path in directory.iterdir():
+        if ITERATION_NAME.fullmatch(path.name) or LEFTOVER_NAME.fullmatch(path.name):
+            shutil.rmtree(path)
+    if not any(directory.iterdir()):
+        directory.rmdir()
+
+
+@contextmanager
+def _new_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a new file, which is flushed to disk when the block ends; failures raise UserError with its name."""
+    try:
+        with new_file(path, MEGATRON_MODES.file) as opened:
+            yield opened
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written ({error.strerror}), so this checkpoint is abandoned; earlier ones are "
+            f"unchanged. Make room, or give another --save that every machine can write."
+        ) from error
