@@ -30,11 +30,11 @@ import os, sys, time
 from pathlib import Path
 from benchmarks.fuzz import driver
 from benchmarks.fuzz.kind import Kind
-from benchmarks.fuzz.mutate import some
 from mm.errors import UserError
 
 driver.MOST_SECONDS, driver.LATEST_SECONDS = 0.5, 3.0
 
+def changed(content, rng): return b"changed"
 def fails(): raise KeyError("x")
 def hangs(): time.sleep(1000)
 def computes():
@@ -48,8 +48,8 @@ def names(): raise UserError("file is damaged")
 for number, bad in enumerate((fails, hangs, computes, crashes, takes, writes, refuses, names)):
     def write(original, beside):
         (original / "file").write_text("content")
-        return lambda: Path("file").read_text(errors="replace") == "content" or bad()
-    kind = Kind(bad.__name__, write, {"file": some}, words=("x",), has_pipes=False)
+        return lambda: Path("file").read_text() == "content" or bad()
+    kind = Kind(bad.__name__, write, {"file": changed}, damages_folder=False, words=("x",))
     found = driver.run(kind, Path(sys.argv[1]) / bad.__name__, range(3, 4), 0)
     print(bad.__name__, *(one["outcome"] for one in found.findings), found.refused, sep="|")
 """
