@@ -82,6 +82,13 @@ def refuse(problems: Iterable[str]) -> None:
         raise UserError(found)
 
 
+def refuse_special(path: Path) -> None:
+    """Raise UserError for a pipe, socket or device in the place of a file: a directory from elsewhere may contain one,
+    and opening it can wait for ever."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise UserError(f"{path}: is not a regular file but a pipe, a socket or a device; copy or download it again.")
+
+
 @contextmanager
 def collected(problems: list[str], prefix: str = "") -> Iterator[None]:
     """Append errors raised inside to ``problems``, so that all problems are reported together."""
@@ -136,13 +143,6 @@ def writing(path: str | Path, flag: str = "") -> Iterator[None]:
             "give another directory, or fix its permissions")
         raise UserError(f"{flag and f'{flag}: '}{error.filename or path} cannot be written ({error.strerror}); "
                         f"{cure}") from error
-
-
-def refuse_special(path: Path) -> None:
-    """Raise UserError for a pipe, socket or device in the place of a file: a directory from elsewhere may contain one,
-    and opening it can wait for ever."""
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise UserError(f"{path}: is not a regular file but a pipe, a socket or a device; copy or download it again.")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

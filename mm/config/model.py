@@ -37,7 +37,6 @@ from mm.placement import Placement, layout_problems
 NumLayers = Annotated[Count, Le(1000)]
 """Layers of a tower: ten times the most of any published model.  Files of unknown origin may state any number, and what
 is computed for every layer would take for ever."""
-_LONGEST_PATTERN = 500
 _LONGEST_SPANS = 10_000
 """Characters of ``freeze_layers``."""
 
@@ -364,19 +363,6 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
         yield (f"img_context_token_id is {model.image_token_id}, video_token_id is {model.video_token_id} and "
                f"vision_start_token_id is {model.vision_start_token_id}; expected all below vocab_size = "
                f"{model.language.vocab_size}")
-
-
-def pattern_problems(model: ModelConfig) -> Iterator[str]:
-    """Patterns of names that are too long to be matched with every name in a short time."""
-    lora = model.lora
-    found = {"freeze_modules": model.freeze_modules, "trainable_modules": model.trainable_modules,
-             "lora_target_modules": lora.target_modules, "lora_rank_pattern": [name for name, _ in lora.rank_pattern],
-             "lora_alpha_pattern": [name for name, _ in lora.alpha_pattern]}
-    for key, patterns in found.items():
-        for pattern in patterns:
-            if len(pattern) > _LONGEST_PATTERN:
-                yield (f"{key} has a pattern of {len(pattern):,} characters, {pattern[:40]!r}...; expected at most "
-                       f"{_LONGEST_PATTERN}, because names have fewer")
 
 
 def _vision_problems(vision: VisionConfig) -> Iterator[str]:

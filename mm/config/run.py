@@ -19,8 +19,9 @@ from mm.config.dataset_files import training_files, validation_files
 from mm.config.flags import TRAIN, Arguments, flag_problems, is_same_directory, length_problems
 from mm.config.launcher import launched_ranks, world_problems
 from mm.config.lora import lora_notes, lora_problems, merged
-from mm.config.model import ModelConfig, RecomputeConfig, pattern_problems, read_model, recompute_notes
+from mm.config.model import ModelConfig, RecomputeConfig, read_model, recompute_notes
 from mm.config.notes import NoEffect
+from mm.config.patterns import long_patterns
 from mm.config.read import Document
 from mm.config.sampling import loss_problems, sampling_notes
 from mm.config.schema import changed, shown
@@ -161,7 +162,7 @@ def load_run(argv: Sequence[str], world_size: int | None = None, environment: Ma
               (*notes, *(missing if is_dry_run else ())), args.given_start)
     refuse((*problems, *_layout_problems(run), *loss_problems(args, data.value), *_context_problems(run),
             *validation_problems(args, data.value), *question_flag_problems(args),
-            *_model_problems(run, model.document), *pattern_problems(run.model),
+            *_model_problems(run, model.document), *long_patterns(run.model),
             *lora_problems(model.value.lora, args.lora, model.document, words.given), *_adapter_problems(run)))
     return run
 
@@ -209,7 +210,7 @@ def _missing_paths(words: Words, data: DataConfig | None) -> Iterator[str]:
     load = words.last("--load")
     if is_same_directory(load, words.last("--save")) and not os.path.exists(load or ""):
         del directories["--load"]  # the run creates it
-    if load is None or not any(Path(load).glob("iter_*")):  # a resumed run does not need it any more
+    if load is None or not os.path.isdir(load) or not any(Path(load).glob("iter_*")):  # a resumed run does not need it any more
         directories["--pretrained-checkpoint"] = words.last("--pretrained-checkpoint")
     if data:
         directories[f"{data_path}: model_name_or_path (a Hugging Face directory)"] = data.model_name_or_path

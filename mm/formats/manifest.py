@@ -12,14 +12,15 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from mm.config.model import ModelConfig, pattern_problems
+from mm.config.model import ModelConfig
+from mm.config.patterns import long_patterns
 from mm.errors import UserError, naming, refuse, refuse_special
 from mm.files import json_object
 from mm.formats.layout import Layout, check_layout
 from mm.formats.safetensors import DTYPE_NAMES, DTYPES
 from mm.weights.views import Stored
 
-Part = TypeVar("Part")
+Built = TypeVar("Built")
 
 MANIFEST_FILE = "manifest.json"
 
@@ -95,7 +96,7 @@ def tensor_from_json(entry: Any, folder: Path) -> Stored:
                     f"name, dtype, shape and crc32.")
 
 
-def part_from_json(kind: type[Part], content: object, what: str) -> Part:
+def built_from_json(kind: type[Built], content: object, what: str) -> Built:
     """``what``, a part of a manifest, as the dataclass ``kind``, whose ``asdict`` it is.
 
     Raises UserError if names or types are others: a manifest may be from another version, or made to do harm.
@@ -119,8 +120,8 @@ def placed_model(content: object, tp_size: object, folder: Path) -> ModelConfig:
     Raises UserError for unknown fields, invalid values, and a layout that the model cannot have.
     """
     with naming(str(folder)):
-        model = part_from_json(ModelConfig, content, "a model")
-        refuse(pattern_problems(model))
+        model = built_from_json(ModelConfig, content, "a model")
+        refuse(long_patterns(model))
         if type(tp_size) is not int:
             raise UserError(f"{MANIFEST_FILE}: tp_size is {str(tp_size)[:80]}; expected an integer.")
         check_layout(Layout.of(model, tp_size), model, MANIFEST_FILE)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mm.data.index.contents import TrainedOn
 from mm.errors import AgreedError, UserError, naming
-from mm.formats.manifest import part_from_json
+from mm.formats.manifest import built_from_json
 from mm.formats.source import Source
 from mm.formats.training import CheckpointManifest
 from mm.formats.training_reader import GATHER, TrainingDirectory
@@ -102,7 +102,7 @@ def load(
 def stated_progress(manifest: CheckpointManifest, notes: tuple[str, ...] = ()) -> TrainingProgress:
     """Where the training that saved a checkpoint was.  Raises UserError if its manifest is of another version."""
     data = TrainedOn.from_json(manifest.data) if manifest.data is not None else None
-    best = part_from_json(BestSoFar, manifest.best or {}, "a best validation")
+    best = built_from_json(BestSoFar, manifest.best or {}, "a best validation")
     return TrainingProgress(manifest.iteration, manifest.consumed_samples, data, notes, best, manifest.run_id,
                             given_start=manifest.given_start,
                             recent=RecentSteps.from_json(manifest.recent) if manifest.recent else RecentSteps())

@@ -12,7 +12,7 @@ from typing import Any
 from mm.config.model import Rates
 from mm.config.run import Run
 from mm.errors import UserError
-from mm.formats.manifest import MANIFEST_FILE, part_from_json
+from mm.formats.manifest import MANIFEST_FILE, built_from_json
 from mm.training.sources import Sources, consumed_by
 
 _PARTS = {"vision": "the ViT", "projector": "the projector", "language": "the LLM"}
@@ -82,7 +82,7 @@ class Schedule:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Schedule":
         """The inverse of ``to_json``; raises UserError for other content."""
-        found = part_from_json(cls, content, "a learning-rate schedule")
+        found = built_from_json(cls, content, "a learning-rate schedule")
         modules = {name: tuple(value) if isinstance(value, list) else value for name, value in found.modules.items()}
         if found.parts.keys() != _PARTS.keys() or modules.keys() != set(_MODULES) or not all(
                 one.keys() == {"lr", "weight_decay"} for one in found.parts.values()):

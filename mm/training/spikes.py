@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from mm.errors import AgreedError
-from mm.formats.manifest import part_from_json
+from mm.formats.manifest import built_from_json
 from mm.training.update import StepResult
 
 NUM_RECENT = 100
@@ -30,7 +30,7 @@ class RecentSteps:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "RecentSteps":
         """The inverse of ``asdict``; raises UserError for other content."""
-        return part_from_json(cls, content, "losses of the latest steps")
+        return built_from_json(cls, content, "losses of the latest steps")
 
     def max_norm(self, factor: float) -> float:
         """The gradient norm above which a step is a spike; infinite as long as too few steps are known."""

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mm.batch import IGNORE_INDEX, Grid
 from mm.config.read import read_json
 from mm.data.encode.template import Template
-from mm.data.encode.tokenizer_parts import backend_parts, part_problems
+from mm.data.encode.tokenizer_steps import backend_steps, endless_steps
 from mm.data.sample import KINDS, Image, Turn
 from mm.errors import UserError, refuse
 from mm.families.family import Family
@@ -59,7 +59,7 @@ def load_tokenizer(directory: str, families: Sequence[Family] = FAMILIES) -> Pre
     for file in sorted(path.glob("tokenizer*.json")):  # transformers may prefer one for its own version
         if file.name != "tokenizer_config.json":
             try:
-                refuse(part_problems(json_object(file.read_bytes()), str(file), families))
+                refuse(endless_steps(json_object(file.read_bytes()), str(file), families))
             except UserError:
                 raise
             except ValueError as error:
@@ -85,7 +85,7 @@ def load_tokenizer(directory: str, families: Sequence[Family] = FAMILIES) -> Pre
         problems.append(f"{directory}: its chat template has {length:,} characters, above the limit of "
                         f"{_LONGEST_TEMPLATE:,}; copy chat_template.json from the published checkpoint.")
     if tokenizer.is_fast:
-        problems += part_problems(backend_parts(tokenizer.backend_tokenizer), directory, families)
+        problems += endless_steps(backend_steps(tokenizer.backend_tokenizer), directory, families)
     if not tokenizer.chat_template:
         problems.append(f"{directory}: has no chat template; copy chat_template.json from the published checkpoint.")
     if not tokenizer.is_fast:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mm.errors import UserError
-from mm.formats.manifest import part_from_json
+from mm.formats.manifest import built_from_json
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class TrainedOn:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "TrainedOn":
         """The inverse of ``to_json``; raises UserError for other content."""
-        return part_from_json(cls, content, "a description of the data")
+        return built_from_json(cls, content, "a description of the data")
 
     def to_json(self) -> dict[str, Any]:
         """For the manifest."""

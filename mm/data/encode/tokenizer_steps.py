@@ -19,14 +19,14 @@ _INNER = ("normalizers", "pretokenizers", "decoders")
 """Keys of the steps within a step of type "Sequence"."""
 
 
-def backend_parts(backend: Any) -> dict[str, Any]:
+def backend_steps(backend: Any) -> dict[str, Any]:
     """The parts of a loaded tokenizer, as tokenizer.json has them."""
     found = {name: getattr(backend, name) for name in _STEPS}
     parts = {name: None if part is None else json.loads(part.__getstate__()) for name, part in found.items()}
     return {**parts, "model": {"type": type(backend.model).__name__}}
 
 
-def part_problems(parts: Mapping[str, Any], where: str, families: Sequence[Family]) -> Iterator[str]:
+def endless_steps(parts: Mapping[str, Any], where: str, families: Sequence[Family]) -> Iterator[str]:
     """Parts of the tokenizer in ``where`` that are not known to end."""
     patterns = {pattern for family in families for pattern in family.split_patterns}
     cure = f"copy tokenizer.json from a {' or '.join(family.title for family in families)} checkpoint."
