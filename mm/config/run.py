@@ -210,7 +210,8 @@ def _missing_paths(words: Words, data: DataConfig | None) -> Iterator[str]:
     load = words.last("--load")
     if is_same_directory(load, words.last("--save")) and not os.path.exists(load or ""):
         del directories["--load"]  # the run creates it
-    if load is None or not os.path.isdir(load) or not any(Path(load).glob("iter_*")):  # a resumed run does not need it any more
+    is_resumed = load is not None and os.path.isdir(load) and any(Path(load).glob("iter_*"))
+    if not is_resumed:  # a resumed run does not need it any more
         directories["--pretrained-checkpoint"] = words.last("--pretrained-checkpoint")
     if data:
         directories[f"{data_path}: model_name_or_path (a Hugging Face directory)"] = data.model_name_or_path
