@@ -90,8 +90,8 @@ def resized(runs: Runs, seed: int) -> dict[str, Any]:
         launch = runs.launch(name, "--async-save", num_ranks=size)
         if not is_last:
             step = runs.num_steps * (number + 1) // len(SIZES)
-            rank = rng.randrange(size)
-            launch.wait_until(lambda new, rank=rank, step=step: any(
+            rank, saved = rng.randrange(size), runs.saved(name)
+            launch.wait_until(lambda new, rank=rank, step=step, saved=saved: runs.saved(name) > saved and any(
                 mark.rank == rank and mark.phase == marks.STEP and mark.number >= step for mark in new))
             kill(next(mark.pid for mark in launch.marks.all if mark.rank == rank), signal.SIGKILL)
         ending = launch.end()
