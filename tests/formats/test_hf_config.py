@@ -217,10 +217,10 @@ def test_every_bad_value_is_named(saved, otherwise):
     with pytest.raises(UserError) as caught:
         model_from_hf(config, model)
     assert caught.value.problems == (
-        "config.json: depth is true; expected an integer of at least 1.",
+        "config.json: depth is true; expected an integer of at least 1 and at most 1000.",
         "config.json: hidden_size is {}; expected an integer of at least 1.",
         'config.json: spatial_merge_size is "2"; expected an integer of at least 1.',
-        "config.json: num_hidden_layers is 0; expected an integer of at least 1.",
+        "config.json: num_hidden_layers is 0; expected an integer of at least 1 and at most 1000.",
         'config.json: hidden_size is "abc"; expected an integer of at least 1.',
         "config.json: image_token_id is [1]; expected an integer.",
     )

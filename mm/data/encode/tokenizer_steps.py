@@ -20,22 +20,22 @@ _INNER = ("normalizers", "pretokenizers", "decoders")
 
 
 def backend_steps(backend: Any) -> dict[str, Any]:
-    """The parts of a loaded tokenizer, as tokenizer.json has them."""
+    """The steps of a loaded tokenizer, as tokenizer.json has them."""
     found = {name: getattr(backend, name) for name in _STEPS}
-    parts = {name: None if part is None else json.loads(part.__getstate__()) for name, part in found.items()}
-    return {**parts, "model": {"type": type(backend.model).__name__}}
+    steps = {name: None if step is None else json.loads(step.__getstate__()) for name, step in found.items()}
+    return {**steps, "model": {"type": type(backend.model).__name__}}
 
 
-def endless_steps(parts: Mapping[str, Any], where: str, families: Sequence[Family]) -> Iterator[str]:
-    """Parts of the tokenizer in ``where`` that are not known to end."""
+def endless_steps(steps: Mapping[str, Any], where: str, families: Sequence[Family]) -> Iterator[str]:
+    """Steps of the tokenizer in ``where`` that are not known to end."""
     patterns = {pattern for family in families for pattern in family.split_patterns}
     cure = f"copy tokenizer.json from a {' or '.join(family.title for family in families)} checkpoint."
-    model = parts.get("model")
+    model = steps.get("model")
     if not isinstance(model, dict) or model.get("type", "BPE") != "BPE":
         kind = model.get("type") if isinstance(model, dict) else model
         yield f"{where}: its model is {shown(kind)}; expected \"BPE\": {cure}"
     for name in _STEPS:
-        left = [parts.get(name)]
+        left = [steps.get(name)]
         while left:
             step = left.pop()
             if isinstance(step, dict) and step.get("type") == "Sequence":

@@ -108,10 +108,10 @@ def break_by_fifo(path):
 @pytest.mark.parametrize(("spoil", "message"), [
     (break_by_fifo, "tokenizer.json: is not a regular file"),
     (lambda path: os.truncate(path, 1 << 40), r"tokenizer.json: has 1,099,511,627,776 bytes, above the limit of"),
-    (lambda path: path.write_text("{" * 100_000), "cannot load its tokenizer: "),
+    (lambda path: path.write_text("{" * 100_000), "tokenizer.json: is not the JSON of a tokenizer "),
     (lambda path: path.write_text(json.dumps(json.loads(path.read_text()) | {
         "normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}})),
-     "cannot load its tokenizer: Precompiled"),  # a panic of the Rust library
+     'tokenizer.json: its normalizer has {"type": "Precompiled", .*which can take any time or memory'),
 ])
 def test_a_hostile_tokenizer_file_is_refused(hf_directory, tmp_path, spoil, message):
     directory = shutil.copytree(hf_directory, tmp_path / "hf")
