@@ -55,8 +55,8 @@ _LATE_SECONDS = 10.0
 look for a store that is gone until their own time limit.  torch's store client retries after half a second, then less
 and less often."""
 _LATE_SECONDS_OF_STOP = 2.0
-"""The same after a signal: the launcher ends all ranks then, and waits for this one.  It sends one too when a rank has
-died before it joined, which nobody should wait for."""
+"""The same for ranks that have had their time to join, and after a signal: a launcher sends it to all ranks when one
+has died, and those that have not joined end by it."""
 _GRACE_OF_PHASE = 1.0
 """Seconds after the end of a phase in which its rank reports that itself."""
 _MAX_DIFFERENCES = 5
@@ -81,8 +81,6 @@ class Cause:
     """The text alone does not explain it, so the report shows the stacks of all ranks."""
     is_mistake: bool = False
     """The text explains it, wherever the ranks are."""
-    is_signal: bool = False
-    """A signal that asks the run to stop."""
 
 
 class Hub:
@@ -123,6 +121,8 @@ class Hub:
         self._left: set[int] = set()
         self._start_ends = self._end_ends = float("inf")
         self._has_complained = False
+        self._is_interrupted = False
+        """Whether a signal asks a rank to stop, perhaps because another has ended."""
         self._thread = Thread(target=self._serve, name="hub", daemon=True)
         self._thread.start()
 
@@ -176,7 +176,8 @@ class Hub:
                         self._end_ends = min(self._end_ends, time.monotonic() + self._end_seconds)
                         self._lines.drop(rank)
                     case ["is interrupted", int(status)]:
-                        return Cause(rank, "", status, is_signal=True)
+                        self._is_interrupted = True
+                        return Cause(rank, "", status)
                     case ["loses", str(text)]:
                         if suspect is None:
                             suspect, until = Cause(rank, text, is_riddle=True), time.monotonic() + _DOUBT_SECONDS
@@ -285,13 +286,19 @@ class Hub:
 
     def _end_late_ranks(self, cause: Cause) -> None:
         """Wait a little for ranks that have not joined yet, and end each as it joins."""
-        until = time.monotonic() + (_LATE_SECONDS_OF_STOP if cause.is_signal else _LATE_SECONDS)
-        while len(self._joined) < self._num_ranks and (left := until - time.monotonic()) > 0:
+        began = time.monotonic()
+        while len(self._joined) < self._num_ranks:
+            is_short = self._is_interrupted or began > self._start_ends
+            left = began + (_LATE_SECONDS_OF_STOP if is_short else _LATE_SECONDS) - time.monotonic()
+            if left <= 0:
+                return
             for rank, words in self._lines.receive(left):
                 match words:
                     case ["joins", str(token), int(joining)] if rank < 0 and self._may_join(token, joining):
                         self._let_in(rank, joining)
                         self._lines.send(joining, "ends", cause.status, cause.rank, [])
+                    case ["is interrupted", int()] if rank >= 0:
+                        self._is_interrupted = True
                     case _ if rank < 0:
                         self._lines.drop(rank)  # a stranger
 
@@ -326,6 +333,8 @@ class Hub:
                         if isinstance(iteration, int):
                             held[rank] = iteration
                         waiting.discard(rank)
+                    case ["is interrupted", int()] if rank >= 0:
+                        self._is_interrupted = True
                     case None:
                         waiting.discard(rank)
         for rank in waiting:

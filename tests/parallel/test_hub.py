@@ -205,17 +205,26 @@ def test_ranks_that_are_set_up_differently_are_named(monkeypatch: pytest.MonkeyP
             "Give every machine the same packages, code, flags and JSON files, and start again.", 2)} and len(ends) == 2
 
 
-def test_a_signal_does_not_wait_long_for_ranks_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun sends it to rank 0 when rank 1 has died before it came."""
+@pytest.mark.parametrize("dies", [False, True], ids=["signal", "death and signal"])
+def test_nobody_waits_long_after_a_signal_for_ranks_that_do_not_come(
+    dies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun sends it to all ranks when one has died; the third ends by it before it comes."""
     ends: list[int] = []
     monkeypatch.setattr(hubs, "_LATE_SECONDS", 3600.0)
     monkeypatch.setattr(hubs, "end", lambda status, _: ends.append(status))
-    hub = Hub(2, 60.0)
-    first = join(hub, 0)
+    hub = Hub(3, 60.0)
+    first, second = join(hub, 0), join(hub, 1)
+    if dies:
+        second.close()
+        assert next_words(first) == ["asks"]
+        first.send(0, "tells", "somewhere", "", None)
     first.send(0, "is interrupted", 143)
     hub.join(60)
-    assert ends == [143] and next_words(first) == ["ends", 143, 0, []]
-    first.close()
+    assert ends == [1 if dies else 143]
+    assert next_words(first) == ["ends", ends[0], int(dies), []]
+    for lines in (first, second):
+        lines.close()
 
 
 def test_open_files_are_allowed_as_far_as_the_system_lets_them() -> None:
