@@ -110,11 +110,14 @@ def test_ranks_and_data_workers_end_with_a_killed_launcher(tmp_path: Path) -> No
     assert "error: torchrun has died, so its rank " in (tmp_path / "said").read_text()
 
 
-def test_a_rank_that_torchrun_did_not_start_outlives_its_parent() -> None:
+def test_a_rank_that_torchrun_did_not_start_outlives_its_parent(tmp_path: Path) -> None:
     program = ("import os, time\nfrom mm import ending\nending._BEAT_SECONDS = 0.01\nending.end_with_launcher()\n"
-               "parent = os.getppid()\nwhile os.getppid() == parent: time.sleep(0.01)\ntime.sleep(0.5)\n"
+               "parent = os.getppid()\nopen(os.environ['BEGUN'], 'w').close()\n"
+               "while os.getppid() == parent: time.sleep(0.01)\ntime.sleep(0.5)\n"
                "print('still there')")
     environment = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"} | {"RANK": "0"}
-    done = subprocess.run(["sh", "-c", '"$0" -c "$1" & sleep 1', sys.executable, program], cwd=ROOT, env=environment,
+    environment["BEGUN"] = str(tmp_path / "begun")
+    script = '"$0" -c "$1" & while [ ! -e "$BEGUN" ]; do sleep 0.1; done'
+    done = subprocess.run(["sh", "-c", script, sys.executable, program], cwd=ROOT, env=environment,
                           capture_output=True, text=True, check=True)  # it reads until the last that writes has ended
     assert done.stdout == "still there\n"

@@ -21,7 +21,8 @@ from mm.parallel.hub import LOOPBACK, Hub, own_address
 from mm.parallel.lines import Lines, call
 
 _ADDRESS = "mm/hub"
-_RETRY_SECONDS = 0.2
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
+"""Seconds between two looks for rank 0; each pause is twice as long as the one before."""
 
 
 @dataclass(frozen=True)
@@ -86,16 +87,19 @@ class Meeting:
             return Joined(hub, call(hub.address, hub.port, 0, "joins", hub.token, 0), self._own_store(hub.token))
         assert self.store is not None, "several ranks have a launcher"
         until, problem = time.monotonic() + self.timeout.total_seconds(), "it has not started"
+        pause = _FIRST_PAUSE
         while time.monotonic() < until:
             try:
-                own, port, token = json.loads(self.store.get(_ADDRESS))  # an earlier attempt's while rank 0 is late
-                return Joined(None, self._called(own, port, token), self._own_store(token))
+                if self.store.check([_ADDRESS]):  # to wait for it would delay signals, such as when rank 0 has died
+                    own, port, token = json.loads(self.store.get(_ADDRESS))  # an earlier attempt's while rank 0 is late
+                    return Joined(None, self._called(own, port, token), self._own_store(token))
             except OSError as error:
                 problem = f"port {port}: {error}"
-            except dist.DistError as error:  # the store has ended, or stayed empty
+            except dist.DistError as error:  # the store has ended
                 problem = str(error)
                 break
-            time.sleep(_RETRY_SECONDS)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
         raise UserError(f"rank {self.rank} did not reach rank 0 at {self.host} within "
                         f"{self.timeout.total_seconds() / 60:g} minutes ({problem}); see the output of rank 0's node")
 
