@@ -5,6 +5,7 @@ import resource
 import socket
 import subprocess
 import sys
+import time
 from contextlib import suppress
 
 import psutil
@@ -225,6 +226,31 @@ def test_nobody_waits_long_after_a_signal_for_ranks_that_do_not_come(
     assert next_words(first) == ["ends", ends[0], int(dies), []]
     for lines in (first, second):
         lines.close()
+
+
+WAITING = """
+import signal, sys
+from datetime import timedelta
+from torch.distributed import TCPStore
+from mm.parallel.meeting import Meeting
+
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+print("waits", flush=True)
+Meeting(1, 2, "localhost", store, timedelta(minutes=10)).join(lambda: None, 1.0)
+"""
+
+
+def test_a_rank_that_waits_for_rank_0_handles_a_signal() -> None:
+    """A launcher sends it when rank 0 has died before it was found."""
+    with subprocess.Popen([sys.executable, "-c", WAITING], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "waits\n"
+        time.sleep(1)
+        process.terminate()
+        try:
+            assert process.wait(60) == 7
+        finally:
+            process.kill()
 
 
 def test_open_files_are_allowed_as_far_as_the_system_lets_them() -> None:
