@@ -17,7 +17,7 @@ VOCABULARY = 24_000
 
 
 def write_large(folder: Path) -> Path:
-    """The inputs of all runs, with a large vocabulary: 6 million weights, and as many again in the output layer."""
+    """The inputs of all runs, with a large vocabulary: 3 million weights, and as many in the output layer."""
     write_all(folder)
     records = json.loads((folder / "samples.json").read_text())
     build(folder / "hf", [json.dumps(one) for one in records], seed=0, sizes=Sizes(vocab_size=VOCABULARY))
