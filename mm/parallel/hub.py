@@ -27,18 +27,17 @@ SILENT`` (RANK is the cause, SILENT the processes that do not answer, which any 
 import os
 import resource
 import secrets
-import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from ipaddress import ip_address
 from threading import Thread
 from typing import Any
 
 from mm.errors import printable
+from mm.parallel.door import LOOPBACK, allow_open_files, open_door
 from mm.parallel.lines import Lines
 from mm.parallel.node import Identity, kill, own_identity
 from mm.parallel.ranks import death_of, ranks_text
@@ -61,12 +60,6 @@ _GRACE_OF_PHASE = 1.0
 """Seconds after the end of a phase in which its rank reports that itself."""
 _MAX_DIFFERENCES = 5
 """Most differences between two ranks that a message names."""
-_OTHER_FILES = 512
-"""Open files of rank 0 besides its connections to all ranks."""
-
-
-LOOPBACK = "127.0.0.1"
-"""Where only this machine's processes can connect."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +92,7 @@ class Hub:
         """
         self._num_ranks, self._start_seconds, self._at_end = num_ranks, start_seconds, at_end
         self._end_seconds = end_seconds
-        door = _door(address, num_ranks)
+        door = open_door(address, num_ranks)
         self.address, self.port = address or "localhost", int(door.getsockname()[1])
         """Where it listens; "localhost" where it does so at all addresses."""
         self.token = secrets.token_hex(16)
@@ -342,31 +335,6 @@ class Hub:
         return stacks, held
 
 
-def _door(address: str | None, num_ranks: int) -> socket.socket:
-    """A socket that listens at a free port."""
-    is_dual = address is None and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if is_dual or ":" in (address or "") else socket.AF_INET
-    return socket.create_server((address or "", 0), family=family, dualstack_ipv6=is_dual, backlog=num_ranks)
-
-
-def own_address(host: str) -> str | None:
-    """The address under which other machines know this one, which they call ``host``: where the hub listens.
-
-    None if that cannot be told: this machine does not know the name, or knows several addresses or a loopback address
-    for it (as Debian does), or another machine forwards connections.
-    """
-    if host in (LOOPBACK, "localhost"):
-        return LOOPBACK
-    try:
-        found = {str(one[4][0]) for one in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
-        if len(found) > 1 or ip_address(min(found)).is_loopback:
-            return None
-        _door(min(found), 1).close()
-    except OSError:
-        return None
-    return min(found)
-
-
 def end(status: int, at_end: Callable[[], None]) -> None:
     """End this process whatever its other threads are stuck in, after ``GRACE_SECONDS``."""
     for seconds in (GRACE_SECONDS, 0.0):  # twice: the main thread goes on, and may have locked something
@@ -374,23 +342,6 @@ def end(status: int, at_end: Callable[[], None]) -> None:
             at_end()
         time.sleep(seconds)
     os._exit(status)
-
-
-def allow_open_files(num_ranks: int) -> tuple[str, ...]:
-    """Raise this process's limit on open files to what rank 0 needs; return the problem if the hard limit forbids it.
-
-    Rank 0 has a connection to each rank for the hub, and one more for gloo's gathers.
-    """
-    needed = 2 * num_ranks + _OTHER_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft >= needed or soft == resource.RLIM_INFINITY:
-        return ()
-    if hard < needed and hard != resource.RLIM_INFINITY:
-        return (f"rank 0 of {num_ranks} may open {hard} files (ulimit -Hn), but needs about {needed}: two connections "
-                f"to each rank and {_OTHER_FILES} others; raise the limit of the process that starts the launcher",)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-    return ()
-
 
 
 def _no_way_in(error: OSError) -> str:

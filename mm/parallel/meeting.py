@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from mm.errors import UserError
-from mm.parallel.hub import LOOPBACK, Hub, own_address
+from mm.parallel.door import LOOPBACK, own_address
+from mm.parallel.hub import Hub
 from mm.parallel.lines import Lines, call
 
 _ADDRESS = "mm/hub"

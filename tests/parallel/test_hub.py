@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from mm.parallel import hub as hubs
-from mm.parallel.hub import LOOPBACK, Hub, allow_open_files, own_address
+from mm.parallel.door import LOOPBACK, allow_open_files, own_address
+from mm.parallel.hub import Hub
 from mm.parallel.lines import Lines, call
 from tests.files import ROOT
 
@@ -255,7 +256,7 @@ def test_a_rank_that_waits_for_rank_0_handles_a_signal() -> None:
 
 def test_open_files_are_allowed_as_far_as_the_system_lets_them() -> None:
     """In a process of its own, whose limits it lowers for good."""
-    program = ("import resource; from mm.parallel.hub import allow_open_files as allow\n"
+    program = ("import resource; from mm.parallel.door import allow_open_files as allow\n"
                "resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 2000))\n"
                "print(allow(256), resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"
                "print(allow(700), resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"
