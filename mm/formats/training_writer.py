@@ -89,6 +89,7 @@ def prepare(temporary: Path, manifest_text: str) -> None:
     with _new_file(temporary / MANIFEST_FILE) as opened:
         opened.write(manifest_text.encode())
     sync(temporary)
+    sync(temporary.parent)
 
 
 def publish(temporary: Path) -> Path:

@@ -138,12 +138,12 @@ def _disks_of(folder: Path, flag: str, mesh: Mesh) -> tuple[Disks, list[Path]]:
     """The disks of a directory, and the directories that this rank has created for it, the innermost first."""
     if mesh.world_size == 1:
         return Disks.one(mesh), []
-    created: list[Path] = []
+    created, host = list[Path](), socket.gethostname()
     probe = folder / f"{PROBE_PREFIX}{secrets.token_hex(16)}" if os.environ.get("LOCAL_RANK", "0") == "0" else None
 
     def write() -> None:
         if probe is not None:
-            with writing(probe, flag):
+            with writing(probe, f"{host}: {flag}"):
                 created.extend(one for one in (folder, *folder.parents) if not one.exists())
                 folder.mkdir(parents=True, exist_ok=True)
                 probe.touch(exist_ok=False)
@@ -152,7 +152,7 @@ def _disks_of(folder: Path, flag: str, mesh: Mesh) -> tuple[Disks, list[Path]]:
         together(mesh, write)
         names = of_all(mesh, None if probe is None else probe.name)
         by_name = {name: rank for rank, name in enumerate(names) if name is not None}
-        hosts = tuple(of_all(mesh, socket.gethostname()))
+        hosts = tuple(of_all(mesh, host))
         if all(of_all(mesh, wait_until_visible(folder / str(names[0]), WAIT_SECONDS))):
             return Disks(mesh.rank, (0,) * mesh.world_size, hosts), created
         seen = [by_name[name] for name in _names(folder) if name in by_name]

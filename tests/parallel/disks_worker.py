@@ -125,6 +125,16 @@ def kept(disks: Disks) -> list[list[str]]:
     return [*names_in(directory), *names_in(directory / "best")]
 
 
+def unequal(disks: Disks) -> dict:
+    """Replicas of which one has a flipped sign, so that the disks would hold different files of one name."""
+    run = Run(Layout())
+    name, parameter = next(iter(run.stage.named_parameters()))
+    if run.mesh.rank:
+        parameter.data.neg_()
+    problems = problems_of(lambda: run.save(Path("save") / "unequal", disks=disks))
+    return {"name": name, "problems": problems, "left": names_in(Path("save") / "unequal")}
+
+
 def claimed(disks: Disks) -> list[list[str]]:
     """Another run writes to the disk of rank 1."""
     mesh, save = Run(PP2).mesh, {"--save": "save"}
@@ -167,7 +177,7 @@ def main(directory: str) -> None:
     found["resume"] = {name: resumed(name, layout, disks) for name, layout in LAYOUTS.items()}
     found["elsewhere"] = {name: elsewhere(name, other) for name, other in OTHERS.items()}
     found |= {"recovered": recovered(disks), "kept": kept(disks), "brought": brought(),
-              "claimed": claimed(disks)}
+              "claimed": claimed(disks), "unequal": unequal(disks)}
     if rank == 0:
         (Path(directory) / "results.json").write_text(json.dumps(found))
     parallel.stop()
