@@ -171,6 +171,9 @@ def main(directory: str) -> None:
     mesh = Run(PP2).mesh
     found = {"refused": problems_of(lambda: find_disks("save", False, mesh)), "after_refusal": names_in(Path("."))}
     shared = find_disks("../shared", False, mesh)
+    Path("linked").mkdir()
+    Path("linked", "best").symlink_to(Path("../shared").resolve())
+    found["linked"] = problems_of(lambda: find_disks("linked", True, mesh))
     disks = find_disks("save", True, mesh)
     found |= {"shared": [shared.of_ranks, os.listdir("../shared")], "disks": disks.of_ranks,
               "probes": names_in(Path("save"))}

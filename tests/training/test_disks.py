@@ -116,13 +116,6 @@ def test_a_save_of_replicas_that_differ_is_refused(results: dict) -> None:
     assert problem.startswith(f"replicas hold different values of {found['name']} (weight)")
 
 
-def test_a_save_of_replicas_that_differ_is_refused(results: dict) -> None:
-    found = results["unequal"]
-    (problem,), other = found["problems"]
-    assert other == [problem] and found["left"] == [[], []]
-    assert problem.startswith(f"replicas hold different values of {found['name']} (weight)")
-
-
 def test_a_disk_that_another_run_writes_to_is_refused(results: dict) -> None:
     (problem,), other = results["claimed"]
     assert other == [problem]

@@ -144,7 +144,7 @@ def test_copies_of_background_saves_need_host_memory(inputs: Path) -> None:
     plain = machine._copy_bytes(run_of(inputs, 8, *words), PLENTY)
     waits, split = (machine._copy_bytes(run_of(inputs, 8, *words, "--async-save", *more), PLENTY)
                     for more in ((), ("--use-distributed-optimizer",)))
-    halves = [machine._copy_bytes(run_of(inputs, 8, *words, "--async-save", *more), replace(
+    halves = [machine._copy_bytes(run_of(inputs, 8, *words, "--async-save", *more), dataclasses.replace(
         PLENTY, first_rank=first, num_ranks=4)) for more in ((), ("--save-on-each-node",)) for first in (0, 4)]
     assert halves == [waits, 0, waits, waits]
     assert plain == 0 and waits == pytest.approx(14 * params, rel=0.01) and split == pytest.approx(waits, rel=0.01)
