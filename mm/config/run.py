@@ -38,6 +38,8 @@ _PRECISION_KEYS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 }
 """Precision of the flags -> keys of each tower in the model JSON that repeat it -> the values that agree."""
 
+_MOST_MICROBATCHES = 100_000
+"""Of a replica in a step; a larger number is a mistake, and planning it would take minutes."""
 _RATE_KEYS = {"vision": "image_encoder.vision_encoder.vision", "projector": "image_encoder.vision_projector.projector",
               "language": "text_decoder.language"}
 """Part -> prefix of the keys of its rates in the model JSON."""
@@ -162,7 +164,7 @@ def load_run(argv: Sequence[str], world_size: int | None = None, environment: Ma
               (*notes, *(missing if is_dry_run else ())), args.given_start)
     refuse((*problems, *_layout_problems(run), *loss_problems(args, data.value), *_context_problems(run),
             *validation_problems(args, data.value), *question_flag_problems(args),
-            *_model_problems(run, model.document), *long_patterns(run.model),
+            *_model_problems(run, model.document), *long_patterns(run.model, f"{args.mm_model} or the command line"),
             *lora_problems(model.value.lora, args.lora, model.document, words.given), *_adapter_problems(run)))
     return run
 
@@ -276,6 +278,9 @@ def _layout_problems(run: Run) -> Iterator[str]:
         yield (f"--global-batch-size is {run.global_batch_size}, not a multiple of --micro-batch-size x data-parallel "
                f"size = {args.micro_batch_size} x {run.dp_size} = {unit}; nearest: "
                f"{_nearest_multiples(run.global_batch_size, unit)}")
+    elif run.num_microbatches > _MOST_MICROBATCHES:
+        yield (f"--global-batch-size is {run.global_batch_size}, which makes {run.num_microbatches:,} microbatches of "
+               f"a replica in each step; expected at most {_MOST_MICROBATCHES:,}")
     elif run.num_chunks > 1 and run.num_microbatches < run.num_stages:
         yield (f"--global-batch-size is {run.global_batch_size}; microbatches of a replica: {run.num_microbatches}, "
                f"but virtual chunks need at least one for each of the {run.num_stages} stages; nearest: "

@@ -145,8 +145,9 @@ class AdapterDirectory:
             raise UserError(f"{key} is {str(found)[:80]!r}; expected patterns of layer names, and their alphas.")
         alphas, problems = [], []
         for pattern, alpha in found.items():
-            if type(alpha) not in (int, float) or not abs(alpha) < sys.float_info.max:
-                problems.append(f"{key} gives {pattern[:80]!r} the alpha {str(alpha)[:80]!r}; expected a number.")
+            if type(alpha) not in (int, float) or not 0 < alpha < sys.float_info.max:
+                problems.append(
+                    f"{key} gives {pattern[:80]!r} the alpha {str(alpha)[:80]!r}; expected a number above 0.")
             elif _num_trials(pattern) > _MAX_TRIALS:
                 problems.append(f"{key} has the pattern {pattern[:80]!r}, which can take too long to match; write the "
                                 f"names of the layers instead.")

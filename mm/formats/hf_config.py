@@ -81,7 +81,8 @@ def model_from_hf(
     try:
         return TypeAdapter(ModelConfig).validate_json(json.dumps(found), strict=True)
     except ValidationError as error:
-        raise UserError(_value_problems(error, found, family, file)) from error
+        unread = f"{file} describes no model ({error.errors()[0]['msg']}); download it again."
+        raise UserError(list(_value_problems(error, found, family, file)) or unread) from error
 
 
 def _value_problems(error: ValidationError, found: Section, family: Family, file: object) -> Iterator[str]:

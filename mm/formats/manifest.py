@@ -121,7 +121,7 @@ def placed_model(content: object, tp_size: object, folder: Path) -> ModelConfig:
     """
     with naming(str(folder)):
         model = built_from_json(ModelConfig, content, "a model")
-        refuse(long_patterns(model))
+        refuse(long_patterns(model, MANIFEST_FILE))
         if type(tp_size) is not int:
             raise UserError(f"{MANIFEST_FILE}: tp_size is {str(tp_size)[:80]}; expected an integer.")
         check_layout(Layout.of(model, tp_size), model, MANIFEST_FILE)

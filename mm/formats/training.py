@@ -112,7 +112,8 @@ class CheckpointManifest:
         refuse(_field_problems(content, path))
         model = placed_model(content["model"], content["tp_size"], folder)
         pieces = tuple(CheckpointTensor.from_json(piece, folder) for piece in content["pieces"])
-        outside = next((one.stored.file for one in pieces if Path(one.stored.file).name != one.stored.file), None)
+        outside = next((one.stored.file for one in pieces
+                        if Path(one.stored.file).name != one.stored.file or not one.stored.file.isprintable()), None)
         if outside is not None:
             raise UserError(f"{path} names the file {outside!r}; expected plain file names beside it.")
         return cls(**content | {"model": model, "pieces": pieces})

@@ -34,9 +34,15 @@ def problems(tmp_path, *flags: str, **how) -> list[str]:
 
 def test_long_patterns_and_paths_are_problems(tmp_path):
     (problem,) = problems(tmp_path, "--freeze-modules", "*a" * 300)
-    assert problem.startswith("freeze_modules has a pattern of 600 characters, '*a*a") and "at most 500" in problem
-    found = problems(tmp_path, "--load", "a" * 5000)  # a longer name than any file system allows
-    assert any(one.startswith("--load is 'aaaa") and one.endswith("which is not a directory") for one in found)
+    assert "or the command line: freeze_modules has a pattern of 600 characters, '*a*a" in problem
+    assert "at most 500" in problem
+    notes = load(tmp_path, "--load", "a" * 5000).notes  # a longer name than any file system allows
+    assert any("--load is 'aaaa" in note and "which is not a directory" in note for note in notes)
+
+
+def test_microbatches_of_a_step_are_bounded(tmp_path):
+    (problem,) = problems(tmp_path, "--global-batch-size", str(2**31))
+    assert problem.startswith("--global-batch-size is 2147483648, which makes 536,870,912 microbatches of a replica")
 
 
 def test_derived_numbers(tmp_path):

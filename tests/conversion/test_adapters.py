@@ -333,6 +333,7 @@ def test_an_invalid_number_is_reported(broken: Path) -> None:
     (["q_proj"], "alpha_pattern is .*; expected patterns of layer names, and their alphas"),
     ({"q_proj": "many"}, "gives 'q_proj' the alpha 'many'; expected a number"),
     ({"q_proj": True}, "the alpha 'True'; expected a number"),
+    ({"q_proj": -3}, "the alpha '-3'; expected a number above 0"),
     ({"(": 2}, r"has the pattern '\(', which is not a regular expression"),
     *(({pattern: 2}, "can take too long to match; write the names of the layers instead") for pattern in (
         "(a+)+b", "(a|a)*b", "(a*){9}b", ".*.*.*.*.*b", "a?" * 40 + "b", "(a|aa)" * 40 + "b", "(?x:(a|a) *b)")),

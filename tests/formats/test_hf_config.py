@@ -208,6 +208,12 @@ def test_a_scaled_rotary_embedding_is_refused(key, saved):
         model_from_hf(config)
 
 
+def test_text_that_is_no_unicode_is_refused(saved):
+    config = flat(HFDirectory.open(saved).config)
+    with pytest.raises(UserError, match=r"config.json describes no model \(Invalid JSON: lone leading surrogate"):
+        model_from_hf(config | {"hidden_size": "\ud800"})
+
+
 @pytest.mark.parametrize("otherwise", [False, True])
 def test_every_bad_value_is_named(saved, otherwise):
     config = flat(HFDirectory.open(saved).config)

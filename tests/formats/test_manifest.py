@@ -43,6 +43,7 @@ def rewrite(path: Path, change: Change) -> None:
     (lambda found: found["pieces"][0].update(shape=[-1]), "has a damaged entry of a tensor"),
     (lambda found: found["pieces"][0].update(dtype=["F32"]), "has a damaged entry of a tensor"),
     (lambda found: found["pieces"][0].update(start=None), "has a damaged entry of x: part, tp_rank and start are"),
+    (lambda found: found["pieces"][0].update(file="a\0.safetensors"), r"names the file 'a\\x00.safetensors'"),
     (lambda found: found["pieces"].append(None), "has a damaged entry of a tensor"),
 ])  # fmt: skip
 def test_checkpoints_of_unknown_origin(tmp_path: Path, change: Change, message: str) -> None:

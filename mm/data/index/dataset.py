@@ -62,7 +62,8 @@ class Dataset:
         taken = None if takes_all and not rate else self._chosen(files.dataset_files, rate, seed, split)
         self._columns = Columns(tuple(records.index.rows for records in self._files), taken)
         if not len(self):
-            raise UserError(f"val_rate = {config.val_rate} leaves no samples for {split}; change it.")
+            raise UserError(f"val_rate = {config.val_rate} leaves no samples of {files.dataset_files[0].path} for "
+                            f"{split}; change it.")
 
     def _chosen(self, dataset_files: Sequence[DatasetFile], val_rate: float, seed: int, split: Split) -> IndexRows:
         """The selected records; with ``val_rate``, of this split."""

@@ -230,7 +230,10 @@ class _ImageStream:
                 if row < self._first or self._rows is None:
                     self._begin()
                 while row >= self._end:
-                    self._rows = next(self._batches).column(0)
+                    batch = next(self._batches, None)
+                    if batch is None:
+                        raise pyarrow.ArrowInvalid(f"it has {self._end} rows, fewer than it states")
+                    self._rows = batch.column(0)
                     self._first, self._end = self._end, self._end + len(self._rows)
             except (pyarrow.ArrowException, OSError) as error:
                 self._rows = None
