@@ -65,7 +65,7 @@ def _run(words: Sequence[str], signals: StopSignals) -> int:
 
             run = with_start(run)
         if run.args.dry_run or run.args.check:
-            run, _, _ = check_files(run)
+            run, _ = check_files(run, Claim())
     except UserError as error:
         return refused(error)
     if run.args.dry_run:
@@ -79,12 +79,12 @@ def _run(words: Sequence[str], signals: StopSignals) -> int:
     return status_of(lambda: train(run, signals))
 
 
-def check_files(run: Run) -> "tuple[Run, Claim, Opened]":
+def check_files(run: Run, claim: Claim) -> "tuple[Run, Opened]":
     """Check everything that needs no device, and print the notes; raises UserError with all problems.
 
-    Returns the run with the number of its steps, its claim of the directories that it writes (empty in a rehearsal),
-    and what the check has opened, for the start.  It builds the index of the samples, which other ranks that read data
-    open later; a node that cannot see it builds its own.
+    Adds the directories that the run writes to ``claim``, except in a rehearsal.  Returns the run with the number of
+    its steps, and what the check has opened, for the start.  It builds the index of the samples, which other ranks that
+    read data open later; a node that cannot see it builds its own.
     """
     from mm.training.preflight import check  # imports transformers, which the ranks that do not check may not need
     from mm.weights.trained import freeze_notes
@@ -96,10 +96,12 @@ def check_files(run: Run) -> "tuple[Run, Claim, Opened]":
     refuse([*checked.problems, *claim_problems(written)])
     run, opened = checked.run, checked.opened
     if run.args.dry_run:  # whose report ends with the notes
-        return replace(run, notes=(*run.notes, *checked.notes)), Claim(), opened
+        return replace(run, notes=(*run.notes, *checked.notes)), opened
     notes = (*run.notes, *freeze_notes(run.model), *checked.notes)
     print_notes(sorted_notes(notes) if run.args.check else notes_at_start(notes))
-    return run, Claim() if is_rehearsal else Claim.take(written, lambda text: print(text, flush=True)), opened
+    if not is_rehearsal:
+        claim.add(written, lambda text: print(text, flush=True))
+    return run, opened
 
 
 def check_node(run: Run) -> None:
@@ -127,10 +129,10 @@ def train(run: Run, signals: StopSignals) -> int:
     # The claim is released after the watchdog's end, because the surviving ranks of a failed run still save.
     with ExitStack() as last, Watchdog(
         Meeting.of_launcher(minutes), run.args.step_timeout, phases, facts) as watchdog:
+        claim = last.enter_context(Claim())
+        watchdog.at_end = claim.release  # the run may end while it is being locked
         with watchdog.phase("check"):
-            run, claim, opened = check_files(run) if is_first_rank() else (run, Claim(), None)
-        watchdog.at_end = claim.release
-        last.enter_context(claim)
+            run, opened = check_files(run, claim) if is_first_rank() else (run, None)
         from mm.device.device import Device
         from mm.device.known import peak_notes
 

@@ -154,7 +154,8 @@ def test_another_runs_checkpoints_are_neither_replaced_nor_deleted(inputs: Path)
         assert f"error: --save is {str(save)!r}, but {save} holds checkpoints of another run (iterations: 3, 6)" in said
         assert mend in said and "add --allow-used-save" in said
     busy = r"error: --log-dir .* is being written by another run, process \d+ on "
-    with Claim.take({"--log-dir": str(inputs / "used" / "logs")}, print), pytest.raises(AssertionError, match=busy):
+    with Claim() as claim, pytest.raises(AssertionError, match=busy):
+        claim.add({"--log-dir": str(inputs / "used" / "logs")}, print)
         run(inputs, "used", 1, *fresh, "--allow-used-save")
     assert {path: path.read_bytes() for path in save.rglob("*") if path.is_file()} == before
     run(inputs, "used", 1, *fresh, "--allow-used-save")

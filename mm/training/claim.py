@@ -17,7 +17,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -143,29 +143,22 @@ class Lock:
 class Claim:
     """The directories that a run has locked; none on most ranks."""
 
-    def __init__(self, locks: Sequence[Lock] = ()) -> None:
-        self._locks = locks
+    def __init__(self) -> None:
+        self._locks: tuple[Lock, ...] = ()
 
-    @classmethod
-    def take(cls, directories: Mapping[str, str], say: Callable[[str], None]) -> Self:
+    def add(self, directories: Mapping[str, str], say: Callable[[str], None]) -> None:
         """Lock the directories that these flags gave, creating missing ones; ``say`` reports a wait.
 
-        Raises UserError if another run holds one of them, or it cannot be written.
+        Raises UserError, and releases all directories, if another run holds one of them, or it cannot be written.
         """
-        locks: list[Lock] = []
         try:
             for path, flag in _lock_files(directories).items():
                 with writing(path, flag):
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    locks.append(Lock(path, flag, say))
+                    self._locks = (*self._locks, Lock(path, flag, say))
         except BaseException:
-            cls(locks).release()
+            self.release()
             raise
-        return cls(locks)
-
-    def add(self, directories: Mapping[str, str], say: Callable[[str], None]) -> None:
-        """Lock more directories, as ``take`` does."""
-        self._locks = (*self._locks, *self.take(directories, say)._locks)
 
     def check(self) -> None:
         """Raise UserError if any lock is lost."""

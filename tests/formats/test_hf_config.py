@@ -210,7 +210,7 @@ def test_a_scaled_rotary_embedding_is_refused(key, saved):
 
 def test_text_that_is_no_unicode_is_refused(saved):
     config = flat(HFDirectory.open(saved).config)
-    with pytest.raises(UserError, match=r"config.json describes no model \(Invalid JSON: lone leading surrogate"):
+    with pytest.raises(UserError, match=r"config.json describes no model \(Invalid JSON: "):
         model_from_hf(config | {"hidden_size": "\ud800"})
 
 

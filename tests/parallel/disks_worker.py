@@ -138,7 +138,9 @@ def unequal(disks: Disks) -> dict:
 def claimed(disks: Disks) -> list[list[str]]:
     """Another run writes to the disk of rank 1."""
     mesh, save = Run(PP2).mesh, {"--save": "save"}
-    with Claim.take(save, print) if mesh.rank else Claim() as other, Claim() as claim:
+    with Claim() as other, Claim() as claim:
+        if mesh.rank:
+            other.add(save, print)
         problems = problems_of(lambda: claim_others("save", claim, mesh, disks, print))
         other.release()
         dist.barrier()

@@ -161,7 +161,7 @@ def wait(directory: Path) -> None:
     time.sleep(10 * GUARD_SECONDS)
 
 
-def die_once_expected(directory: Path, _: object) -> None:
+def die_once_expected(directory: Path, *_: object) -> None:
     """In place of rank 0's look at the files."""
     while not (directory / "waits").exists():
         time.sleep(0.01)

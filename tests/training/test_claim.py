@@ -21,7 +21,9 @@ from mm.training.claim import LOCK_FILE, Claim, Owner, claim_problems
 
 
 def take(directories: dict[str, str]) -> Claim:
-    return Claim.take(directories, print)
+    found = Claim()
+    found.add(directories, print)
+    return found
 
 
 def in_child(action: Callable[[], int]) -> int:
@@ -200,7 +202,7 @@ def test_a_lock_that_cannot_be_written_is_not_left(tmp_path: Path) -> None:
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
         with pytest.raises(UserError, match=rf"--save {tmp_path}: .*{LOCK_FILE} cannot be written"):
-            Claim.take({"--save": str(tmp_path)}, print)
+            take({"--save": str(tmp_path)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(tmp_path.iterdir()) == [] and len(os.listdir("/proc/self/fd")) == num_files
