@@ -23,7 +23,7 @@ from benchmarks.fuzz.kind import Kind, Reading
 from mm.errors import UserError, file_error
 
 MOST_SECONDS = 10.0
-"""Of a processor, for one mutation."""
+"""Seconds of a processor for one mutation."""
 LATEST_SECONDS = 30.0
 """By the clock, for a reader that sleeps: it waits for something that never comes."""
 MOST_BYTES = 1 << 30

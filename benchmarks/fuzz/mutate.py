@@ -227,7 +227,7 @@ def manifest(key: str) -> Form:
 
 
 def _crc32(value: Any) -> int:
-    """Of the content as it is parsed again: the reader sees what was put in place of the placeholders."""
+    """The checksum of the content as it is parsed again: the reader sees what was put in place of the placeholders."""
     try:
         return zlib.crc32(json.dumps(json.loads(dumped(value)), sort_keys=True).encode())
     except (RecursionError, ValueError):

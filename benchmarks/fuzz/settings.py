@@ -107,7 +107,7 @@ def write_flags(original: Path, beside: Path) -> Reading:
 
 
 def write_other_flags(original: Path, beside: Path) -> Reading:
-    """Of the commands whose parsers take seconds."""
+    """Flags of the commands whose parsers take seconds."""
     inputs(beside)
     return _read_lines(original, {
         "data": ["check", "--mm-data", str(BESIDE / "data.json"), "--limit", "3"],

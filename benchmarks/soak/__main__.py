@@ -57,7 +57,7 @@ class Soak:
         self._events: dict[str, Counted] = defaultdict(Counted)
         self._job: Job | None = None
         self._seconds: dict[str, float] = {}
-        """Of an undisturbed launch, by layout."""
+        """Seconds of an undisturbed launch, by layout."""
         self.found: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "versions": versions(), "seed": seed,
                                       "limit_seconds": limit, "is_complete": False, "launches": 0, "complete_runs": 0,
                                       "problems": []}

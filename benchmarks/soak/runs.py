@@ -21,7 +21,7 @@ CHANGING = "changing"
 COMPARED = ("iteration", "loss", "grad_norm", "lr", "consumed_samples", "num_tokens", "num_images", "validation_loss")
 ROUNDED = ("loss", "grad_norm", "validation_loss")
 MAX_LOSS_ERROR = 1e-5
-"""Of a run under changing layouts, relative to the largest loss: layouts add in different orders."""
+"""Allowed difference of losses under changing layouts, relative to the largest: layouts add in different orders."""
 PHASES = ("check", "start", "load", "data", "save", "export", "between")
 _LEFT = (".tmp-", ".old-", ".mm-convert", ".mm-train.lock")
 """Parts of names of files that a run may not leave."""

@@ -39,7 +39,7 @@ _PRECISION_KEYS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 """Precision of the flags -> keys of each tower in the model JSON that repeat it -> the values that agree."""
 
 _MOST_MICROBATCHES = 100_000
-"""Of a replica in a step; a larger number is a mistake, and planning it would take minutes."""
+"""Most microbatches of a replica in a step; a larger number is a mistake, and planning it would take minutes."""
 _RATE_KEYS = {"vision": "image_encoder.vision_encoder.vision", "projector": "image_encoder.vision_projector.projector",
               "language": "text_decoder.language"}
 """Part -> prefix of the keys of its rates in the model JSON."""

@@ -18,7 +18,7 @@ UNREADABLE = ""
 """Stands for the run id if the manifest cannot be read; no run has this id."""
 
 _MAX_DIGITS = 18
-"""Of an iteration's number."""
+"""Most digits of an iteration's number."""
 ITERATION_NAME = re.compile(r"iter_(\d{7,})")
 _DYING_NAME = re.compile(r"iter_(\d{7,})\.dying")
 LEFTOVER_NAME = re.compile(r"iter_\d{7,}\.(tmp|old)-\w+")
