@@ -90,7 +90,7 @@ def check(path: str) -> None:
                         f"install the extra [parquet], or write the records as JSONL.") from error
     try:
         pyarrow.parquet.ParquetFile(path).close()
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: is not a complete Parquet file: {error}.") from error
 
 
