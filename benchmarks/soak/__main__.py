@@ -124,7 +124,7 @@ class Soak:
         temporary, output = self._inputs / f"tmp{count}", self._inputs / f"launch_{count}.log"
         temporary.mkdir()
         words, num_ranks = words or run.words(number), LAYOUTS[layout][1]
-        self._job = job = Job(words, num_ranks, output, {
+        self._job = job = Job(words, num_ranks, output, environment={
             "TMPDIR": str(temporary), **self._clock.environment, **(environment or {})})
         self._disk.serve(job.launcher.pid)
         self.found["launches"] += 1
