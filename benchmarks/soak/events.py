@@ -6,6 +6,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,8 @@ def _go_on(launch: Launch) -> None:
     until = time.monotonic() + launch.rng.uniform(1, 6)
     while launch.job.launcher.poll() is None and time.monotonic() < until:
         time.sleep(0.05)
-    launch.job.launcher.send_signal(signal.SIGTERM)
+    with suppress(psutil.NoSuchProcess):  # it has ended by itself
+        launch.job.launcher.send_signal(signal.SIGTERM)
 
 
 def _fast_again(launch: Launch, status: int) -> list[str]:

@@ -7,8 +7,8 @@ from mm.config.model import ModelConfig
 _LONGEST_PATTERN = 500
 
 
-def long_patterns(model: ModelConfig, source: str) -> Iterator[str]:
-    """Patterns of names that are too long to be matched with every name in a short time; ``source`` states them."""
+def long_patterns(model: ModelConfig, where: str) -> Iterator[str]:
+    """Patterns of names that are too long to be matched with every name in a short time; ``where`` they are stated."""
     lora = model.lora
     found = {"freeze_modules": model.freeze_modules, "trainable_modules": model.trainable_modules,
              "lora_target_modules": lora.target_modules, "lora_rank_pattern": [name for name, _ in lora.rank_pattern],
@@ -16,5 +16,5 @@ def long_patterns(model: ModelConfig, source: str) -> Iterator[str]:
     for key, patterns in found.items():
         for pattern in patterns:
             if len(pattern) > _LONGEST_PATTERN:
-                yield (f"{source}: {key} has a pattern of {len(pattern):,} characters, {pattern[:40]!r}...; expected "
+                yield (f"{where}: {key} has a pattern of {len(pattern):,} characters, {pattern[:40]!r}...; expected "
                        f"at most {_LONGEST_PATTERN}, because names have fewer")
