@@ -37,7 +37,7 @@ def gather(mesh: Mesh, value: Result) -> list[Result]:
     return gathered or []
 
 
-def of_all(mesh: Mesh, value: Result) -> list[Result]:
+def by_rank(mesh: Mesh, value: Result) -> list[Result]:
     """Every rank's value, in the order of the ranks; the same on every rank."""
     gathered: list[Any] = [None] * mesh.world_size
     dist.all_gather_object(gathered, value, group=mesh.control_group)

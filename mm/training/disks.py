@@ -15,7 +15,7 @@ from typing import Self, TypeVar
 from mm.errors import AgreedError, writing
 from mm.files import wait_until_visible
 from mm.formats.training_writer import PROBE_PREFIX
-from mm.parallel.agreement import of_all, on_first, together
+from mm.parallel.agreement import by_rank, on_first, together
 from mm.parallel.mesh import Mesh
 from mm.parallel.ranks import ranks_text
 from mm.training.claim import Claim
@@ -82,7 +82,7 @@ def on_each_disk(mesh: Mesh, disks: Disks, action: Callable[[], Result]) -> Resu
     """
     if not disks.are_several:
         return on_first(mesh, action)
-    done = of_all(mesh, together(mesh, lambda: action() if disks.is_first else None))
+    done = by_rank(mesh, together(mesh, lambda: action() if disks.is_first else None))
     return done[disks.own]  # pyright: ignore[reportReturnType]  (of a first rank)
 
 
@@ -95,7 +95,7 @@ def find_disks(save: str | None, is_local: bool, mesh: Mesh) -> Disks:
         return Disks.one(mesh)
     disks, created = _disks_of(Path(save), "--save", mesh)
     best = Path(save) / BEST
-    if any(of_all(mesh, best.is_symlink() or best.is_mount())):  # otherwise it is on the disk of --save
+    if any(by_rank(mesh, best.is_symlink() or best.is_mount())):  # otherwise it is on the disk of --save
         of_best, _ = _disks_of(best, "--save-best", mesh)
         if of_best != disks:
             raise AgreedError(f"{best} is not shared by the same ranks as --save {save}: by {_named(of_best)}, but "
@@ -150,13 +150,13 @@ def _disks_of(folder: Path, flag: str, mesh: Mesh) -> tuple[Disks, list[Path]]:
 
     try:
         together(mesh, write)
-        names = of_all(mesh, None if probe is None else probe.name)
+        names = by_rank(mesh, None if probe is None else probe.name)
         by_name = {name: rank for rank, name in enumerate(names) if name is not None}
-        hosts = tuple(of_all(mesh, host))
-        if all(of_all(mesh, wait_until_visible(folder / str(names[0]), WAIT_SECONDS))):
+        hosts = tuple(by_rank(mesh, host))
+        if all(by_rank(mesh, wait_until_visible(folder / str(names[0]), WAIT_SECONDS))):
             return Disks(mesh.rank, (0,) * mesh.world_size, hosts), created
         seen = [by_name[name] for name in _names(folder) if name in by_name]
-        return Disks(mesh.rank, _grouped(of_all(mesh, seen)), hosts), created
+        return Disks(mesh.rank, _grouped(by_rank(mesh, seen)), hosts), created
     finally:
         if probe is not None:
             probe.unlink(missing_ok=True)

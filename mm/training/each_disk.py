@@ -13,7 +13,7 @@ from mm.formats import checkpoints
 from mm.formats import training_writer as writer
 from mm.formats.checkpoints import LATEST_FILE
 from mm.formats.training import CheckpointTensor
-from mm.parallel.agreement import all_of, of_all, on_first, together
+from mm.parallel.agreement import all_of, by_rank, on_first, together
 from mm.parallel.mesh import Mesh
 from mm.training.disks import Disks
 
@@ -37,7 +37,7 @@ def catch_up(directories: Sequence[Path], mesh: Mesh, disks: Disks) -> tuple[str
 
 def check_held(path: Path, mesh: Mesh, disks: Disks) -> None:
     """Raise AgreedError unless the checkpoint at ``path``, which rank 0 has chosen, is on every disk."""
-    held = of_all(mesh, (_crc32(path), checkpoints.identities(path.parent)) if disks.is_first else None)
+    held = by_rank(mesh, (_crc32(path), checkpoints.identities(path.parent)) if disks.is_first else None)
     by_disk = {disk: one for disk, one in enumerate(held) if one is not None}
     lacking = [disk for disk, (crc32, _) in by_disk.items() if crc32 is None or crc32 != by_disk[0][0]]
     if lacking:

@@ -103,8 +103,8 @@ class BegunSave:
 
         ``written`` returns what ``write`` did, or raises its error.  The checkpoint appears complete or not at all,
         even if it replaces one of the same iteration; until then the older ones are unchanged.  Then those that
-        ``keeps`` does not keep are deleted; a failure to do so is only a warning.  Raises UserError on every rank if
-        any rank could not write.
+        ``retention`` does not keep are deleted; a failure to do so is only a warning.  Raises UserError on every rank
+        if any rank could not write.
         """
         disks = self._disks
         try:

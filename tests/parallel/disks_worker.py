@@ -21,7 +21,7 @@ from mm.formats import checkpoints  # noqa: E402
 from mm.formats import training_writer as writer  # noqa: E402
 from mm.formats.training_writer import Retention  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
-from mm.parallel.agreement import of_all  # noqa: E402
+from mm.parallel.agreement import by_rank  # noqa: E402
 from mm.training import disks as of_disks  # noqa: E402
 from mm.training.claim import LOCK_FILE, Claim  # noqa: E402
 from mm.training.disks import Disks, claim_others, find_disks, find_disks_once  # noqa: E402
@@ -103,7 +103,7 @@ def recovered(disks: Disks) -> dict:
     problems = problems_of(lambda: run.save(directory, disks=disks))
     writer.publish = publish
     before = names_in(directory)
-    notes = of_all(run.mesh, catch_up([directory], run.mesh, disks))
+    notes = by_rank(run.mesh, catch_up([directory], run.mesh, disks))
     after = names_in(directory)
     check_held(directory / checkpoints.iteration_name(2), run.mesh, disks)
     run.train(1)
