@@ -48,7 +48,7 @@ FIRST_SECONDS = 1800.0
 _BEAT_SECONDS = 1.0
 _HUB_SECONDS = 15.0
 """How long a rank waits for another rank's part of a normal end."""
-_SILENT_SECONDS = 8.0
+_SILENT_SECONDS = 7.0
 """How long a rank that is late waits for the hub's order to end.  The hub itself waits 5 s for the ranks' answers."""
 _STANDARD_ERROR = 2
 _OWN_THREADS = ("hub", "watchdog")
