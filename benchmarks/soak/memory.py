@@ -14,8 +14,8 @@ import psutil
 from benchmarks.job import Job
 from mm.files import whole_lines
 
-NUM_STEPS = 1500
-WARM_UP_STEPS = 700
+NUM_STEPS = 3000
+WARM_UP_STEPS = 1000
 """torch records the latest 2000 collectives of a process (TORCH_FR_BUFFER_SIZE), which takes some 500 steps; allocators
 keep what the largest steps needed."""
 MAX_MIB = 0.1
@@ -72,6 +72,7 @@ class MemoryWatch:
             found[f"{role}, process {pid}"] = {
                 "first_mib": round(steady[0].mib, 2), "mib": round(steady[-1].mib, 2),
                 "mib_per_100_steps": round(_growth(steady), 3),
+                "mib_by_window": [round(one, 2) for one in _window_medians(samples)],
                 "open_files": [steady[0].num_files, steady[-1].num_files],
             }  # fmt: skip
         return found
@@ -112,10 +113,14 @@ def _role(process: psutil.Process) -> str:
     return words or "other"
 
 
-def _growth(samples: list[_Sample]) -> float:
-    """MiB per window, each of which counts with the median of its samples."""
+def _window_medians(samples: list[_Sample]) -> list[float]:
+    """MiB in each window, in their order: the median of its samples."""
     windows: dict[int, list[float]] = defaultdict(list)
     for one in samples:
         windows[one.iteration // WINDOW_STEPS].append(one.mib)
-    medians = [median(mib) for _, mib in sorted(windows.items())]
-    return median(later - earlier for earlier, later in pairwise(medians))
+    return [median(mib) for _, mib in sorted(windows.items())]
+
+
+def _growth(samples: list[_Sample]) -> float:
+    """MiB per window."""
+    return median(later - earlier for earlier, later in pairwise(_window_medians(samples)))

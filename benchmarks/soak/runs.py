@@ -138,8 +138,14 @@ def _exact(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _tree(run: Run) -> set[str]:
-    """Names of what a run has written; those of weights depend on the layout."""
+    """Names of what a run has written.
+
+    Those of weights depend on the layout.  Those of checkpoints depend on where the run was stopped: the newest and
+    their number count.
+    """
     top = {f"{folder.name}/{path.name}" for folder in (run.save, run.logs) for path in folder.iterdir()}
     hf = run.save.with_name("hf")
+    checkpoints = sorted(name for name in top if name.startswith("save/iter_"))
+    top = (top - {*checkpoints}) | {f"{len(checkpoints)} checkpoints", *checkpoints[-1:]}
     names = top | {str(path.relative_to(hf.parent)) for path in hf.rglob("*")} | set(left(run))
     return {name for name in names if not name.startswith("logs/metrics_")}

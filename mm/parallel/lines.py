@@ -149,12 +149,13 @@ def _keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_SECONDS)
 
 
-def call(host: str, port: int, rank: int, *words: Any) -> Lines:
+def call(host: str, port: int, rank: int, *words: Any, seconds: float = JOIN_SECONDS) -> Lines:
     """Connect to a listener, send ``words`` and wait for ``welcome``; return the connection under the number ``rank``.
 
-    Raises OSError if nobody listens there, or the answer is something else.
+    Raises TimeoutError if no answer comes within ``seconds``, and another OSError if nobody listens there or the answer
+    is something else.
     """
-    connection = socket.create_connection((host, port), timeout=JOIN_SECONDS)
+    connection = socket.create_connection((host, port), timeout=seconds)
     try:
         _keep_alive(connection)
         connection.sendall(json.dumps(words).encode() + b"\n")

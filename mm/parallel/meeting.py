@@ -7,6 +7,7 @@ Later keys of the attempt are prefixed with the hub's token.
 """
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable
@@ -19,7 +20,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from mm.errors import UserError
 from mm.parallel.door import LOOPBACK, own_address
 from mm.parallel.hub import Hub
-from mm.parallel.lines import Lines, call
+from mm.parallel.lines import JOIN_SECONDS, Lines, call
+from mm.parallel.node import Identity, kill, own_identity
 
 _ADDRESS = "mm/hub"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
@@ -74,17 +76,20 @@ class Meeting:
         is_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == str(num_ranks)
         return cls(rank, num_ranks, LOOPBACK if is_one_machine else host, store, timeout)
 
-    def join(self, at_end: Callable[[], None], end_seconds: float) -> Joined:
+    def join(
+        self, at_end: Callable[[], None], end_seconds: float, answer_seconds: float = math.inf,
+    ) -> Joined:  # fmt: skip
         """On rank 0 start the hub, elsewhere find it; then join it.
 
-        ``at_end`` is called before the hub ends this process; ``end_seconds``: see ``Hub``.
+        ``at_end`` is called before the hub ends this process; ``end_seconds``: see ``Hub``.  ``answer_seconds``: how
+        long a hub may leave this rank without an answer.
 
-        Raises UserError if rank 0 is not reached in time.
+        Raises UserError if rank 0 is not reached in time, and kills a rank 0 of this machine that does not answer.
         """
         if self.rank == 0:
             hub = Hub(self.num_ranks, self.timeout.total_seconds(), at_end, end_seconds, own_address(self.host))
             if self.store is not None:
-                self.store.set(_ADDRESS, json.dumps((hub.address, hub.port, hub.token)))
+                self.store.set(_ADDRESS, json.dumps((hub.address, hub.port, hub.token, own_identity())))
             return Joined(hub, call(hub.address, hub.port, 0, "joins", hub.token, 0), self._own_store(hub.token))
         assert self.store is not None, "several ranks have a launcher"
         until, problem = time.monotonic() + self.timeout.total_seconds(), "it has not started"
@@ -92,10 +97,12 @@ class Meeting:
         while time.monotonic() < until:
             try:
                 if self.store.check([_ADDRESS]):  # to wait for it would delay signals, such as when rank 0 has died
-                    own, port, token = json.loads(self.store.get(_ADDRESS))  # an earlier attempt's while rank 0 is late
-                    return Joined(None, self._called(own, port, token), self._own_store(token))
+                    # an earlier attempt's while rank 0 is late
+                    own, port, token, process = json.loads(self.store.get(_ADDRESS))
+                    problem = f"port {port}"
+                    return Joined(None, self._called(own, port, token, process, answer_seconds), self._own_store(token))
             except OSError as error:
-                problem = f"port {port}: {error}"
+                problem = f"{problem}: {error}"
             except dist.DistError as error:  # the store has ended
                 problem = str(error)
                 break
@@ -104,15 +111,24 @@ class Meeting:
         raise UserError(f"rank {self.rank} did not reach rank 0 at {self.host} within "
                         f"{self.timeout.total_seconds() / 60:g} minutes ({problem}); see the output of rank 0's node")
 
-    def _called(self, own: str, port: int, token: str) -> Lines:
-        """A connection to the hub, under the launcher's name for its machine or under that machine's ``own`` address:
-        a machine of several networks may be known under several."""
-        try:
-            return call(self.host, port, 0, "joins", token, self.rank)
-        except OSError:
-            if own in (self.host, "localhost", LOOPBACK):
-                raise
-            return call(own, port, 0, "joins", token, self.rank)
+    def _called(self, own: str, port: int, token: str, process: Identity, answer_seconds: float) -> Lines:
+        """A connection to the hub of ``process``, under the launcher's name for its machine or under that machine's
+        ``own`` address: a machine of several networks may be known under several."""
+        hosts = (self.host,) if own in (self.host, "localhost", LOOPBACK) else (self.host, own)
+        for host in hosts:
+            try:
+                return call(host, port, 0, "joins", token, self.rank, seconds=min(answer_seconds, JOIN_SECONDS))
+            except OSError as error:
+                if host != hosts[-1]:
+                    continue
+                if not isinstance(error, TimeoutError) or answer_seconds > JOIN_SECONDS:
+                    raise
+                kill([process])
+                raise UserError(
+                    f"rank {self.rank} has waited {answer_seconds:.0f} s to join rank 0 at {host}:{port}, and rank 0 "
+                    f"does not answer: it holds Python's GIL, or its process is stopped; --phase-timeouts "
+                    f"start=SECONDS sets this limit") from error
+        raise AssertionError("there is a host")
 
     def _own_store(self, token: str) -> Store | None:
         return None if self.store is None else PrefixStore(f"mm/{token}", self.store)

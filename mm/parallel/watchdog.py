@@ -177,7 +177,8 @@ class Watchdog:
             self._deadline = time.monotonic() + rest
 
     def __enter__(self) -> "Watchdog":
-        joined = self._meeting.join(lambda: self.at_end(), self._phase_seconds["between"] or math.inf)
+        end_seconds, answer_seconds = (self._phase_seconds[name] or math.inf for name in ("between", "start"))
+        joined = self._meeting.join(lambda: self.at_end(), end_seconds, answer_seconds)
         self._hub, self._lines, self._store = joined.hub, joined.lines, joined.store
         self._lines.send(0, "is process", *own_identity())
         if self._meeting.num_ranks > 1:

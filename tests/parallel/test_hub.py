@@ -1,20 +1,26 @@
 """The hub and the meeting of ranks, over real sockets: what comes in wrong, too late, or not at all."""
 
 import json
+import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
 import time
 from contextlib import suppress
+from datetime import timedelta
 
 import psutil
 import pytest
+import torch.distributed as dist
 
+from mm.errors import UserError
 from mm.parallel import hub as hubs
 from mm.parallel.door import LOOPBACK, allow_open_files, own_address
 from mm.parallel.hub import Hub
 from mm.parallel.lines import Lines, call
+from mm.parallel.meeting import Meeting
 from tests.files import ROOT
 
 
@@ -252,6 +258,28 @@ def test_a_rank_that_waits_for_rank_0_handles_a_signal() -> None:
             assert process.wait(60) == 7
         finally:
             process.kill()
+
+
+STOPPED = """
+import os, signal, sys
+from datetime import timedelta
+from torch.distributed import TCPStore
+from mm.parallel.meeting import Meeting
+
+store = TCPStore("localhost", int(sys.argv[1]), is_master=False)
+Meeting(0, 2, "127.0.0.1", store, timedelta(minutes=10)).join(lambda: None, 1.0)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_a_rank_names_and_kills_a_stopped_rank_0_that_does_not_let_it_in() -> None:
+    """Rank 0 has told its address, and is stopped before the other rank comes."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    with subprocess.Popen([sys.executable, "-c", STOPPED, str(store.port)], cwd=ROOT) as process:
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        with pytest.raises(UserError, match=r"rank 1 has waited 2 s to join rank 0 .* and rank 0 does not answer: "):
+            Meeting(1, 2, "127.0.0.1", store, timedelta(minutes=10)).join(lambda: None, 1.0, answer_seconds=2.0)
+        assert process.wait(60) == -signal.SIGKILL
 
 
 def test_open_files_are_allowed_as_far_as_the_system_lets_them() -> None:
