@@ -31,6 +31,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.job import Job
 from benchmarks.measure import command, report, versions
 from benchmarks.soak import memory
@@ -144,7 +146,13 @@ class Soak:
             return
         event.begin(launch)
         sent = time.monotonic()
-        status = job.wait()
+        try:
+            status = job.wait()
+        except psutil.TimeoutExpired:
+            self.found["problems"].append(f"{launch.run.name} ({launch.layout}): {name}: does not end\n"
+                                          f"{described(job)}\n{launch.output.read_text()[-4000:]}")
+            self._write()
+            raise
         num_left = self._num_left(launch, event.is_kill, counted)
         counted.seconds.append(time.monotonic() - sent)
         counted.statuses.append(status)
@@ -194,6 +202,18 @@ class Soak:
         self.found["events"] = {event: counted.to_json() for event, counted in sorted(self._events.items())
                                 if counted.seconds}
         report(self.found, self._output, prints=False)
+
+
+def described(job: Job) -> str:
+    """What the processes of a launch are doing: their parents, states, kernel functions, and command lines."""
+    lines = []
+    for process in job.processes():
+        with suppress(psutil.NoSuchProcess, FileNotFoundError):
+            waits = [f"{thread.name}: {(thread / 'wchan').read_text()}" for thread in
+                     Path(f"/proc/{process.pid}/task").iterdir()]  # fmt: skip
+            lines.append(f"{process.pid} of {process.ppid()}, {process.status()}: {' '.join(process.cmdline())[:150]}\n"
+                         f"  {', '.join(waits)}")
+    return "\n".join(lines)
 
 
 def main() -> int:
