@@ -71,10 +71,15 @@ def _to_launcher(number: int) -> Callable[[Launch], None]:
 
 
 def _to_one(choose: Callable[[Job], list[psutil.Process]], number: int) -> Callable[[Launch], None]:
-    """Send the signal to one of the processes; to the launcher if there are none yet, or no longer."""
+    """Send the signal to one of the processes; to the launcher if there are none yet, or no longer.  SIGSTOP waits for
+    one: nobody ends a launcher that is stopped."""
     def send(launch: Launch) -> None:
         chosen = sorted(choose(launch.job), key=lambda process: process.pid)
-        (launch.rng.choice(chosen) if chosen else launch.job.launcher).send_signal(number)
+        while number == signal.SIGSTOP and not chosen and launch.job.launcher.poll() is None:
+            time.sleep(0.01)
+            chosen = sorted(choose(launch.job), key=lambda process: process.pid)
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            (launch.rng.choice(chosen) if chosen else launch.job.launcher).send_signal(number)
 
     return send
 
@@ -118,13 +123,17 @@ def _go_on(launch: Launch) -> None:
 
 def _fast_again(launch: Launch, status: int) -> list[str]:
     launch.disk.slow(False)
-    return _stopped(launch, status)
+    return _stopped_by(signal.SIGTERM)(launch, status)
 
 
-def _stopped(launch: Launch, status: int) -> list[str]:
-    if status in (0, 128 + signal.SIGTERM, -signal.SIGTERM):  # the last one: before Python has started
-        return []
-    return [f"{launch.run.name} ({launch.layout}): status {status}\n{launch.output.read_text()[-2000:]}"]
+def _stopped_by(number: int) -> Callable[[Launch, int], list[str]]:
+    def check(launch: Launch, status: int) -> list[str]:
+        if status in (0, 128 + number, -number):  # the last one: before Python has started
+            return []
+        return [f"{launch.run.name} ({launch.layout}): {signal.Signals(number).name}: status {status}\n"
+                f"{launch.output.read_text()[-6000:]}"]
+
+    return check
 
 
 def _jump(days: int) -> Callable[[Launch], None]:
@@ -136,17 +145,17 @@ def _jump(days: int) -> Callable[[Launch], None]:
 
 
 EVENTS: dict[str, Event] = {
-    "SIGTERM to the launcher": Event(_to_launcher(signal.SIGTERM)),
-    "SIGUSR1 to the launcher": Event(_to_launcher(signal.SIGUSR1)),
-    "SIGUSR1 to a rank": Event(_to_one(Job.ranks, signal.SIGUSR1)),
+    "SIGTERM to the launcher": Event(_to_launcher(signal.SIGTERM), _stopped_by(signal.SIGTERM)),
+    "SIGUSR1 to the launcher": Event(_to_launcher(signal.SIGUSR1), _stopped_by(signal.SIGUSR1)),
+    "SIGUSR1 to a rank": Event(_to_one(Job.ranks, signal.SIGUSR1), _stopped_by(signal.SIGUSR1)),
     "SIGKILL to a rank": Event(_to_one(Job.ranks, signal.SIGKILL), is_kill=True),
     "SIGKILL to the launcher": Event(_to_launcher(signal.SIGKILL), is_kill=True),
     "SIGKILL to a data worker": Event(_to_one(Job.workers, signal.SIGKILL), is_kill=True),
     "SIGSTOP to a rank": Event(_to_one(Job.ranks, signal.SIGSTOP), is_kill=True),
     "full disk": Event(_fill, _make_room),
     "slow disk, then SIGTERM": Event(_slow, _fast_again),
-    "clock a day ahead, then SIGTERM": Event(_jump(1), _stopped),
-    "clock a day back, then SIGTERM": Event(_jump(-1), _stopped),
+    "clock a day ahead, then SIGTERM": Event(_jump(1), _stopped_by(signal.SIGTERM)),
+    "clock a day back, then SIGTERM": Event(_jump(-1), _stopped_by(signal.SIGTERM)),
 }
 
 
