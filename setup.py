@@ -36,7 +36,8 @@ setup(
         "ruamel.yaml>=0.18",
         "docstring-parser",
     ],
-    entry_points={"console_scripts": ["mm-convert = checkpoint.cli:main", "mm-data = mm.data_tool.cli:main"]},
+    entry_points={"console_scripts": ["mm-convert = checkpoint.cli:main", "mm-data = mm.data_tool.cli:main",
+                                      "mm-plan = mm.planner.cli:main"]},
     extras_require={
         "cpu": ["torch==2.13.0"],
         "decord": ["decord>=0.6; platform_machine == 'x86_64'"],

@@ -176,6 +176,10 @@ class BatchTotals:
         )
 
 
+NO_SAMPLES = BatchTotals(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+"""The totals of nothing."""
+
+
 def targets_per_segment(microbatch: Microbatch) -> Tensor:
     """int64 [num_segments]: target tokens of each sample."""
     lengths = torch.tensor(microbatch.segment_lengths, dtype=torch.int64)

@@ -26,7 +26,7 @@ FLOORS = {
     "mm.data": 5,
     "mm.data_tool": 6, "mm.plan": 6, "mm.generation": 6, "mm.scoring": 6,
     "mm.training": 7,
-    "mm.launch": 8, "mm.train": 8, "mm.generate": 8, "mm.evaluate": 8, "checkpoint": 8,
+    "mm.launch": 8, "mm.train": 8, "mm.generate": 8, "mm.evaluate": 8, "mm.planner": 8, "checkpoint": 8,
     "demo": 9,
 }  # fmt: skip
 """Folders, and files beside them, with their floors.  Each imports only itself and lower floors: two of one floor are

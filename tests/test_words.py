@@ -12,8 +12,9 @@ PACKAGES = ("mm", "checkpoint")
 PLACES = {
     "stage": ("mm",),
     "chunk": ("mm.config", "mm.formats", "mm.generation", "mm.model", "mm.parallel", "mm.placement", "mm.plan",
-              "mm.training", "checkpoint.options"),
-    "slot": ("mm.data.order.cost", "mm.formats.mindspeed", "mm.model", "mm.parallel", "mm.placement"),
+              "mm.planner", "mm.training", "checkpoint.options"),
+    "slot": ("mm.data.order.cost", "mm.formats.mindspeed", "mm.model", "mm.parallel", "mm.placement", "mm.plan",
+             "mm.planner"),
     "part": ("mm.config", "mm.formats.hf_config", "mm.plan", "mm.training.schedule", "mm.weights"),
     "cut": ("mm.model", "mm.parallel", "mm.weights", "checkpoint.causes"),
     "run": ("mm", "checkpoint"),

@@ -26,11 +26,18 @@ class VideoTimes:
 
 @dataclass(frozen=True)
 class Block:
-    """A piece of the model and its forward FLOPs: an embedding, a layer, the projector or the head."""
+    """A piece of the model and its work in a forward pass: an embedding, a layer, the projector or the head."""
 
     place: Place
     layer: int | None
+    kind: str
+    """Blocks of one kind do the same operations on matrices of the same shapes."""
     forward: float
+    """FLOPs."""
+    rows: int
+    """Patches, tokens or target tokens: its matrix products have so many rows, or a fixed fraction of them."""
+    pairs: int = 0
+    """Pairs of rows between which attention computes scores."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,6 @@ class Arithmetic:
     """Positions of the tokens of one sample, int64 [axes, num_tokens], from its token ids and grids, the ids of the
     image token and of the token before each image, the side of a merge unit in patches, and the times of its videos."""
     blocks: Callable[[ModelConfig, BatchTotals], list[Block]]
-    """Every block with matrix products, in the order of the forward pass."""
+    """Every block, in the order of the forward pass."""
     image_flops: Callable[[VisionConfig, Grid], float]
     """Forward FLOPs of one image in the ViT."""

@@ -4,10 +4,11 @@ A multiply-add counts as two, and only matrix products count: no biases and norm
 part of the model.  The ViT is included, padding is not.  Causal attention counts the pairs that it computes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from enum import Enum
 from functools import cache
 
-from mm.batch import BatchTotals, Grid
+from mm.batch import NO_SAMPLES, BatchTotals, Grid
 from mm.config.model import ModelConfig
 from mm.model.arithmetic import Block
 from mm.model.families import arithmetic_of
@@ -19,13 +20,26 @@ BlockPlace = tuple[Place, int | None]
 """Place and layer of a block."""
 
 
+class Backward(Enum):
+    """What a block's backward pass computes; the value is its FLOPs, in forward passes."""
+
+    NOTHING = (0, "nothing")
+    INPUT = (1, "the gradient of the input")
+    ADAPTERS = (1, "the gradients of the input and of adapters")
+    WEIGHTS = (2, "the gradients of the input and of the weights")
+
+    @property
+    def num_forward(self) -> int:
+        return self.value[0]
+
+
 def image_flops(model: ModelConfig, grid: Grid) -> float:
     """Forward FLOPs of one image in the ViT."""
     return arithmetic_of(model).image_flops(model.vision, grid)
 
 
 def blocks(model: ModelConfig, totals: BatchTotals) -> list[Block]:
-    """Every block with matrix products, in the order of the forward pass."""
+    """Every block, in the order of the forward pass."""
     return arithmetic_of(model).blocks(model, totals)
 
 
@@ -41,19 +55,45 @@ def slot_flops(model: ModelConfig, batches: Sequence[BatchTotals]) -> list[list[
     gradient passes through it to an earlier trained weight, and otherwise one.  The adapters' own products are not
     counted.
     """
-    path, slots = GradientPath.of(model), model.placement().slots
-    trained, adapted = _trained_blocks(model)
+    slots = block_slots(model)
+    backwards = {has_images: block_backwards(model, has_images) for has_images in (False, True)}
     costs = []
     for totals in batches:
-        forward, backward = [0.0] * len(slots), [0.0] * len(slots)
+        forward, backward = ([0.0] * len(model.placement().slots) for _ in range(2))
         for block in blocks(model, totals):
-            slot = next(number for number, spec in enumerate(slots) if owns(spec, block.place, block.layer))
-            passes = path.needs_input_gradient(block.place, block.layer, totals.num_images > 0)
-            forward[slot] += block.forward
             place = block.place, block.layer
-            backward[slot] += block.forward * (2 if place in trained else 1 if passes or place in adapted else 0)
+            forward[slots[place]] += block.forward
+            backward[slots[place]] += block.forward * backwards[totals.num_images > 0][place].num_forward
         costs.append([SlotCost(*both) for both in zip(forward, backward, strict=True)])
     return costs
+
+
+@cache
+def block_slots(model: ModelConfig) -> Mapping[BlockPlace, int]:
+    """The slot of each block."""
+    slots = model.placement().slots
+    return {place: next(number for number, spec in enumerate(slots) if owns(spec, *place))
+            for place in _block_places(model)}
+
+
+@cache
+def block_backwards(model: ModelConfig, has_images: bool) -> Mapping[BlockPlace, Backward]:
+    """What each block computes in the backward pass of a microbatch with or without images."""
+    path, (trained, adapted) = GradientPath.of(model), _trained_blocks(model)
+
+    def backward(place: BlockPlace) -> Backward:
+        if place in trained:
+            return Backward.WEIGHTS
+        if place in adapted:
+            return Backward.ADAPTERS
+        return Backward.INPUT if path.needs_input_gradient(*place, has_images) else Backward.NOTHING
+
+    return {place: backward(place) for place in _block_places(model)}
+
+
+@cache
+def _block_places(model: ModelConfig) -> tuple[BlockPlace, ...]:
+    return tuple((block.place, block.layer) for block in blocks(model, NO_SAMPLES))
 
 
 @cache

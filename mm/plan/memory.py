@@ -221,13 +221,7 @@ class ChunkMemory:
         return max(max(vision, default=0) * rows.num_patches, max(language, default=0) * rows.num_tokens)
 
     def _message_bytes(self, message: Message, rows: MicrobatchSizes) -> int:
-        vision, language = self.model.vision, self.model.language
-        return {
-            Message.NOTHING: 0,
-            Message.PATCHES: rows.num_patches * vision.hidden_size,
-            Message.VISUAL_TOKENS: rows.num_patches // vision.spatial_merge_size**2 * language.hidden_size,
-            Message.HIDDEN_STATES: rows.num_tokens * language.hidden_size,
-        }[message] * self.width // self.num_pieces
+        return message_bytes(message, rows, self.model, self.width) // self.num_pieces
 
     def _logits(self, num_rows: int) -> int:
         return num_rows * (self.model.language.vocab_size // self.tp_size) if self.spec.has_head else 0
@@ -347,6 +341,17 @@ class StageMemory:
         working = max(self.logit_bytes(rows), self.working_bytes(rows))
         held = self.kept_bytes(rows, num_microbatches) + self.ahead_bytes(rows, num_microbatches)
         return state_bytes + held + working
+
+
+def message_bytes(message: Message, rows: MicrobatchSizes, model: ModelConfig, width: int) -> int:
+    """Bytes that cross a boundary for one microbatch, on all tensor-parallel ranks together if they cut rows."""
+    vision, language = model.vision, model.language
+    return {
+        Message.NOTHING: 0,
+        Message.PATCHES: rows.num_patches * vision.hidden_size,
+        Message.VISUAL_TOKENS: rows.num_patches // vision.spatial_merge_size**2 * language.hidden_size,
+        Message.HIDDEN_STATES: rows.num_tokens * language.hidden_size,
+    }[message] * width
 
 
 def _vision_table_bytes(vision: VisionConfig) -> int:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mm.parallel.order import stage_steps
-from mm.parallel.simulation import SlotCost, simulate, step_cost
+from mm.parallel.simulation import FREE, MessageCost, SlotCost, simulate, step_cost
 
 SECONDS = st.floats(0.1, 3.0)
 
@@ -27,6 +27,31 @@ def test_chunks_divide_the_idle_time(num_stages, num_chunks, num_groups, seconds
     num_microbatches = num_groups * num_stages
     expected = (num_microbatches + (num_stages - 1) / num_chunks) * 3 * seconds
     assert step_cost([slots] * num_microbatches, num_stages) == pytest.approx(expected)
+
+
+@given(num_stages=st.integers(2, 5), seconds=SECONDS, on_its_way=SECONDS)
+def test_a_microbatch_waits_for_all_its_messages(num_stages, seconds, on_its_way) -> None:
+    slots, messages = [SlotCost(seconds, 2 * seconds)] * num_stages, [MessageCost(on_its_way, on_its_way)] * num_stages
+    assert step_cost([slots], num_stages, [messages]) == pytest.approx(
+        num_stages * 3 * seconds + 2 * (num_stages - 1) * on_its_way)
+
+
+def test_messages_follow_one_another_on_a_link() -> None:
+    """A frozen first stage is done at once; its messages arrive one after the other, and the second stage waits."""
+    slots = [SlotCost(0.0, 0.0), SlotCost(1.0, 2.0)]
+    (_, last) = simulate([slots] * 4, 2, [[MessageCost(5.0, 0.0)]] * 4)
+    assert [step.start for step in last if step.is_forward] == [5.0, 10.0, 15.0, 20.0]
+    assert last[-1].end == 23.0
+
+
+@given(num_stages=st.integers(1, 4), num_chunks=st.integers(1, 3), num_microbatches=st.integers(4, 8))
+def test_free_messages_change_nothing(num_stages, num_chunks, num_microbatches) -> None:
+    num_chunks = num_chunks if num_stages > 1 else 1
+    num_slots = num_stages * num_chunks
+    costs = [[SlotCost(1.0 + slot + microbatch / 7, 2.0 + slot) for slot in range(num_slots)]
+             for microbatch in range(num_microbatches)]  # fmt: skip
+    free = [[FREE] * (num_slots - 1)] * num_microbatches
+    assert simulate(costs, num_stages, free) == simulate(costs, num_stages)
 
 
 def test_a_frozen_prefix_only_delays_the_first_microbatch() -> None:

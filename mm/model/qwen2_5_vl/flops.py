@@ -29,11 +29,13 @@ def _vision(
     vision: VisionConfig, num_patches: int, num_image_pairs: int, num_window_pairs: int
 ) -> Iterator[Block]:
     hidden, full = vision.hidden_size, set(vision.fullatt_block_indexes)
-    yield Block(Place.PATCH_EMBEDDING, None, 2.0 * num_patches * vision.patch_elements * hidden)
+    embedding = 2.0 * num_patches * vision.patch_elements * hidden
+    yield Block(Place.PATCH_EMBEDDING, None, "patch embedding", embedding, num_patches)
     linear = 2.0 * num_patches * (4 * hidden**2 + 3 * hidden * vision.ffn_hidden_size)
     for layer in range(vision.num_layers):
-        pairs = num_image_pairs if layer in full else num_window_pairs
-        yield Block(Place.VISION_LAYER, layer, linear + 4.0 * hidden * pairs)
+        kind, pairs = ("full-attention ViT layer", num_image_pairs) if layer in full else (
+            "window-attention ViT layer", num_window_pairs)
+        yield Block(Place.VISION_LAYER, layer, kind, linear + 4.0 * hidden * pairs, num_patches, pairs)
 
 
 def _projector(model: ModelConfig, totals: BatchTotals) -> Block:
@@ -41,7 +43,7 @@ def _projector(model: ModelConfig, totals: BatchTotals) -> Block:
     projector = model.projector
     per_token = projector.input_size * merge * projector.ffn_hidden_size
     per_token += projector.ffn_hidden_size * projector.hidden_size
-    return Block(Place.PROJECTOR, None, 2.0 * totals.num_patches / merge * per_token)
+    return Block(Place.PROJECTOR, None, "projector", 2.0 * totals.num_patches / merge * per_token, totals.num_patches)
 
 
 def _language(language: LanguageConfig, totals: BatchTotals) -> Iterator[Block]:
@@ -50,7 +52,10 @@ def _language(language: LanguageConfig, totals: BatchTotals) -> Iterator[Block]:
     keys = language.num_query_groups * language.kv_channels
     per_token = hidden * (queries + 2 * keys) + queries * hidden + 3 * hidden * language.ffn_hidden_size
     per_layer = 2.0 * totals.num_tokens * per_token + 4.0 * queries * totals.num_causal_pairs
+    tokens, pairs = totals.num_tokens, totals.num_causal_pairs
+    yield Block(Place.EMBEDDING, None, "word embedding", 0.0, tokens)  # looks rows up
     for layer in range(language.num_layers):
-        yield Block(Place.LANGUAGE_LAYER, layer, per_layer)
+        yield Block(Place.LANGUAGE_LAYER, layer, "LLM layer", per_layer, tokens, pairs)
     # logits are made for target tokens only
-    yield Block(Place.HEAD, None, 2.0 * totals.num_target_tokens * hidden * language.vocab_size)
+    targets = totals.num_target_tokens
+    yield Block(Place.HEAD, None, "norm and head", 2.0 * targets * hidden * language.vocab_size, targets)

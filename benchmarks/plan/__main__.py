@@ -1,0 +1,66 @@
+"""How right ``mm-plan`` predicts step times: calibrated on the spot, predicted, and measured.
+
+    python -m benchmarks.plan [--rounds 9] [--output F]
+
+A model of 8 ViT and 8 LLM layers is trained in memory on the CPU, on one process and on two, in several layouts.  All
+cases of a number of processes take turns, so that a change of the machine's speed meets all of them.  The measured time
+is the median of the rounds, the error is the prediction over it, minus 1.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import command, report, run_ranks, table, versions
+from mm.device.device import Device
+
+
+def measure(rounds: int, is_quick: bool) -> dict[str, Any]:
+    """Every case, by ranks in processes of their own."""
+    rows: list[dict[str, Any]] = []
+    for num_ranks in (1, 2):
+        with tempfile.TemporaryDirectory() as folder:
+            output = Path(folder) / "rows.json"
+            words = ["--rounds", str(rounds), *(["--quick"] if is_quick else []), "--is-rank", "--output", str(output)]
+            run_ranks(num_ranks, "benchmarks.plan", words)
+            rows += json.loads(output.read_text())
+    errors = [abs(row["error"]) for row in rows]
+    inside = statistics.fmean(row["share_in_interval"] for row in rows)
+    return {"versions": versions(), "rows": rows, "median_error": statistics.median(errors), "worst_error": max(errors),
+            "share_in_interval": inside}  # fmt: skip
+
+
+def shown(found: dict[str, Any]) -> str:
+    """The figures as a table of Markdown."""
+    rows = [(row["case"], row["num_ranks"], f"{row['predicted']:.3f}", f"{row['low']:.3f} .. {row['high']:.3f}",
+             f"{row['measured']:.3f}", f"{row['error']:+.1%}", f"{row['bubble']:.1%}") for row in found["rows"]]
+    lines = table(("case", "processes", "predicted, s", "interval", "measured, s", "error", "bubble"), rows)
+    return "\n".join([*lines, "", f"Error: median {found['median_error']:.1%}, worst {found['worst_error']:.1%}.  "
+                                  f"{found['share_in_interval']:.0%} of all steps lie in their interval."])
+
+
+def main(argv: list[str]) -> None:
+    parser = command(__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--quick", action="store_true", help="a far smaller model: shows that it runs, not how right")
+    parser.add_argument("--is-rank", action="store_true", help=argparse.SUPPRESS)
+    flags = parser.parse_args(argv)
+    if flags.is_rank:
+        device = Device.pick("cpu")
+        from benchmarks.plan.cases import rows_of_rank
+
+        rows = rows_of_rank(device, flags.rounds, flags.quick)
+        if rows is not None:
+            report(rows, flags.output, prints=False)
+        return
+    found = measure(flags.rounds, flags.quick)
+    print(shown(found))
+    report(found, flags.output, prints=False)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,118 @@
+"""The commands of ``mm-plan``: flags become calls, and errors messages with exit status 2."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mm.config.run import Run, load_run
+from mm.data.index.dataset import Dataset
+from mm.data.index.gauge import Gauge
+from mm.ending import print_notes, refused
+from mm.errors import UserError, printable
+from mm.plan.calibration import Calibration, read_calibration
+from mm.plan.predict import Predictor
+from mm.plan.workload import workload_of
+from mm.planner.prediction_report import prediction_report
+from mm.version import software, version_line
+
+
+def run(words: Sequence[str]) -> int:
+    """Run the command that ``words`` names; returns the exit status."""
+    own, training = _split(words)
+    flags = _parser().parse_args(own)
+    try:
+        flags.run(flags, training)
+    except UserError as error:
+        return refused(error)
+    return 0
+
+
+def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words before and after ``--``, which separates our flags from those of training."""
+    place = list(words).index("--") if "--" in words else len(words)
+    return list(words[:place]), list(words[place + 1 :])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "mm-plan", description="Predicts the steps of a run: give the flags of python -m mm.train after --.")
+    parser.add_argument("--version", action="version", version=version_line("mm-plan"))
+    commands: Any = parser.add_subparsers(required=True, metavar="COMMAND")
+    calibrate = commands.add_parser(
+        "calibrate", help="measure this device with the layers of a model",
+        description="Measures each kind of layer at several sizes, updates, messages and collectives, and writes what "
+                    "predictions use.  FLAGS are those of the run that will be predicted: its model, precision, "
+                    "--seq-length, --micro-batch-size and tensor-parallel size.")
+    calibrate.add_argument("--output", type=Path, required=True, help="the file to write")
+    calibrate.add_argument("--num-processes", type=_count, default=1, help=(
+        "devices, or on a CPU processes that compute at the same time (default: %(default)s); a tensor-parallel size "
+        "needs as many"))
+    calibrate.set_defaults(run=_calibrate)
+    predict = commands.add_parser(
+        "predict", help="predict the step time of a run",
+        description="Prints how long a step takes, what the stages do meanwhile, and how sure that is.  FLAGS are "
+                    "those of the run; --world-size says how many ranks it has.  Nothing is started.")
+    predict.add_argument("--calibration", type=Path, required=True, help="the file that mm-plan calibrate has written")
+    predict.set_defaults(run=_predict)
+    return parser
+
+
+def _count(text: str) -> int:
+    """Parse a positive count; argparse reports the error."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"is {text!r}; expected an integer of at least 1")
+    return int(text)
+
+
+def _calibrate(flags: argparse.Namespace, training: Sequence[str]) -> None:
+    """Start the ranks that measure; rank 0 writes the file."""
+    run = _run(training)
+    folder = flags.output.absolute().parent
+    if flags.output.is_dir() or not folder.is_dir():
+        raise UserError(f"--output is {flags.output}; expected a file in an existing directory")
+    if run.tp_size > flags.num_processes:
+        raise UserError(f"--tensor-model-parallel-size is {run.tp_size}, but --num-processes is {flags.num_processes}; "
+                        f"layers of that size are measured on as many devices, so give --num-processes {run.tp_size}")
+    if flags.num_processes % run.tp_size:
+        raise UserError(f"--num-processes is {flags.num_processes}; expected a multiple of "
+                        f"--tensor-model-parallel-size, which is {run.tp_size}")
+    words = [sys.executable, "-m", "mm.launch", "--standalone", "--nproc_per_node", str(flags.num_processes), "-m",
+             "mm.planner.rank", str(flags.output.absolute()), *training]
+    done = subprocess.run(words, check=False, env={"OMP_NUM_THREADS": "1", **os.environ})
+    if done.returncode:
+        raise UserError(f"the processes that measure ended with status {done.returncode}; see their messages above")
+    found = read_calibration(flags.output)
+    worst = max(found.blocks, key=lambda one: one.error)
+    print(f"written: {printable(str(flags.output))}: {len(found.blocks)} kinds of blocks; laws and times differ by at "
+          f"most {worst.error:.0%} ({worst.key.kind})")
+
+
+def _predict(flags: argparse.Namespace, training: Sequence[str]) -> None:
+    calibration, run = read_calibration(flags.calibration), _run(training)
+    print_notes(_differences(calibration, run), sys.stderr)
+    gauge = Gauge.from_config(run.data, run.model, run.args.seq_length)
+    dataset = Dataset(run.data, run.args.bad_sample == "skip", gauge, run.args.seed)
+    workload = workload_of(run, dataset.columns)
+    prediction = Predictor(run, calibration).predict(workload)
+    print(printable(prediction_report(run, calibration, workload, prediction)))
+
+
+def _run(training: Sequence[str]) -> Run:
+    """The run that the training flags describe; it need not be possible here."""
+    return load_run([*training, *([] if "--dry-run" in training else ["--dry-run"])])
+
+
+def _differences(calibration: Calibration, run: Run) -> list[str]:
+    """What the calibration was measured with and the run will not have."""
+    found = []
+    if calibration.machine.precision != run.args.precision:
+        found.append(f"the calibration is in {calibration.machine.precision}, the run in {run.args.precision}")
+    here = json.loads(json.dumps(software()))
+    found += [f"the calibration was measured with {name} {was}, here is {here.get(name)}"
+              for name, was in calibration.machine.versions.items() if here.get(name) != was]
+    return found

@@ -1,0 +1,96 @@
+"""One rank of ``mm-plan calibrate``: measures blocks, updates, messages and collectives, and rank 0 writes the file."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from mm.batch import Grid
+from mm.config.flags import Arguments
+from mm.config.model import ModelConfig, layers_in
+from mm.device.device import Device
+from mm.parallel import mesh as parallel
+from mm.plan.calibration import Calibration, Machine, MeasuredBlock
+from mm.planner.links import all_reduce_laws, message_law
+from mm.planner.probes import Prober, probe_model
+from mm.planner.samples import random_microbatch
+from mm.planner.updates import step_law
+from mm.version import software
+
+_SAMPLE = tuple[Sequence[Grid], int]
+
+
+@dataclass(frozen=True)
+class ProbeSizes:
+    """The microbatches of the run that will be predicted."""
+
+    num_tokens: int
+    """Of the largest."""
+    num_patches: int
+
+
+def measure(
+    device: Device, args: Arguments, model: ModelConfig, tp_sizes: Sequence[int], sizes: ProbeSizes
+) -> Calibration:
+    """Measure everything; every rank of the job calls it and gets the same result."""
+    microbatches = [random_microbatch(model, samples) for samples in _samples(model, sizes)]
+    blocks: dict[object, MeasuredBlock] = {}
+    passes: list[float] = []
+    found = None
+    for tp_size in tp_sizes:
+        mesh = parallel.start(device, _one_stage(model), tp_size)
+        if found is None:
+            found = (step_law(device, mesh, args, model), message_law(device, mesh), all_reduce_laws(device, mesh),
+                     mesh.world_size)
+        own = replace(args, sequence_parallel=args.sequence_parallel and tp_size > 1)
+        prober = Prober(device, mesh, own, microbatches)
+        for variant in variants(model):
+            measured, more = prober.blocks(variant)
+            blocks |= {one.key: one for one in measured if one.key not in blocks}
+            passes += more
+        parallel.stop_mesh()
+    assert found is not None, "there is at least one size"
+    step, message, all_reduce, world_size = found
+    machine = Machine(device.name, args.precision, world_size, software())
+    return Calibration(machine, time.strftime("%Y-%m-%d"), tuple(blocks.values()), max(0.0, median(passes)), step,
+                       message, all_reduce)
+
+
+def variants(model: ModelConfig) -> Iterator[ModelConfig]:
+    """Probes of ``model``: as it is, with everything trained, and with layers that gradients only pass."""
+    own = probe_model(model)
+    trained = own.unfrozen.base
+    every = {name: f"0-{tower.num_layers - 1}" for name, tower in (("vision", own.vision), ("language", own.language))}
+    passed = replace(trained, vision=replace(trained.vision, freeze_layers=every["vision"]),
+                     language=replace(trained.language, freeze_layers=every["language"]))
+    assert layers_in(every["vision"]), "a probe has layers"
+    found: dict[ModelConfig, None] = dict.fromkeys((own, trained, passed))
+    yield from found
+
+
+def _one_stage(model: ModelConfig) -> ModelConfig:
+    """Groups of a job without pipeline; the probes' slots are not ranks."""
+    vision, language = (replace(tower, pipeline_num_layers=((tower.num_layers,),))
+                        for tower in (model.vision, model.language))
+    return replace(model, vision=vision, language=language)
+
+
+def _samples(model: ModelConfig, sizes: ProbeSizes) -> list[list[_SAMPLE]]:
+    """Microbatches from small to large, in one sample and in several, with much text and with many patches."""
+    tokens, patches = sizes.num_tokens, sizes.num_patches
+    found: list[list[_SAMPLE]] = []
+    for share in (8, 3, 1):
+        grid = _grid(patches // share, model)
+        found.append([([grid], max(16, tokens // share // 2))])
+    pieces = _grid(patches // 4, model)
+    found.append([([pieces], max(16, tokens // 8))] * 4)
+    found.append([([], max(32, tokens // 2))])
+    return found
+
+
+def _grid(num_patches: int, model: ModelConfig) -> Grid:
+    """An image of about ``num_patches`` patches, a little wider than high."""
+    merge = model.vision.spatial_merge_size
+    height = max(1, round((num_patches / 1.3) ** 0.5 / merge)) * merge
+    width = max(1, round(num_patches / height / merge)) * merge
+    return 1, height, width

@@ -1,0 +1,103 @@
+"""A predicted step is the simulated pipeline of its slowest replica, with messages, reduction and update."""
+
+from dataclasses import replace
+
+import pytest
+
+from mm.batch import BatchTotals
+from mm.config.data import DataConfig
+from mm.config.flags import parse
+from mm.config.model import ModelConfig
+from mm.config.run import Run
+from mm.data.order.sequence import pipeline_order
+from mm.errors import UserError
+from mm.model.flops import slot_flops
+from mm.parallel.simulation import step_cost
+from mm.plan.calibration import Calibration
+from mm.plan.costs import counts_of
+from mm.plan.laws import Law
+from mm.plan.predict import Predictor, all_reduce_law
+from mm.plan.stages import stage_sizes
+from mm.plan.workload import Workload
+from tests.plan.test_costs import by_flops
+from tests.tiny import our_config
+
+LARGE = BatchTotals(300, 480, 3, 0, 120, 2, 1, 30_000, 90_000, 20_000)
+SMALL = replace(LARGE, num_tokens=100, num_target_tokens=40, num_causal_pairs=5_000)
+
+
+def run_of(model: ModelConfig, num_ranks: int, *flags: str) -> Run:
+    args = parse(["--lr", "1e-5", "--train-iters", "1", "--seq-length", "512", "--micro-batch-size", "1", "--mm-model",
+                  "model.json", "--mm-data", "data.json", *flags])  # fmt: skip
+    return Run(args, model, DataConfig("hf", ("d.json",)), num_ranks)
+
+
+def with_links(model: ModelConfig) -> Calibration:
+    """Messages and collectives take no time."""
+    return replace(by_flops(model), message=Law(0.0, 0.0), all_reduce={2: Law(0.0, 0.0)})
+
+
+def prediction(model: ModelConfig, replicas: list[list[BatchTotals]], calibration: Calibration, num_ranks: int):
+    run = run_of(model, num_ranks)
+    return run, Predictor(run, calibration).predict(Workload((tuple(counts_of(one) for one in replicas),)))
+
+
+def test_one_rank_does_all_work_one_after_the_other() -> None:
+    model = our_config(((4,),), ((4,),))
+    _, found = prediction(model, [[LARGE, SMALL]], by_flops(model), 1)
+    work = sum(cost.forward + cost.backward for slots in slot_flops(model, [LARGE, SMALL]) for cost in slots)
+    assert found.seconds == found.pipeline == pytest.approx(work)
+    assert found.bubble == pytest.approx(0)
+    assert found.interval == (found.seconds, found.seconds)  # the laws are exact, and there is one step
+
+
+def test_stages_run_as_simulated_in_the_order_of_a_run() -> None:
+    model = our_config(((4, 0),), ((1, 3),))
+    batch = [LARGE, SMALL, SMALL, LARGE, SMALL]
+    _, found = prediction(model, [batch], with_links(model), 2)
+    costs = slot_flops(model, batch)
+    assert found.pipeline == pytest.approx(step_cost([costs[one] for one in pipeline_order(costs, 2)], 2))
+    assert 0 < found.bubble < 1
+    assert found.bound <= found.pipeline * (1 + 1e-9)
+
+
+def test_the_slowest_replica_decides() -> None:
+    model = our_config(((4, 0),), ((1, 3),))
+    _, one = prediction(model, [[LARGE] * 3], with_links(model), 2)
+    _, two = prediction(model, [[SMALL] * 3, [LARGE] * 3], with_links(model), 4)
+    assert two.pipeline == pytest.approx(one.pipeline)
+
+
+def test_messages_reduction_and_update_add_to_a_step() -> None:
+    model = our_config(((4, 0),), ((1, 3),))
+    free = with_links(model)
+    costly = replace(free, message=Law(1e6, 1.0), all_reduce={2: Law(10.0, 1.0)}, step=Law(5.0, 2.0))
+    _, before = prediction(model, [[LARGE] * 3] * 2, free, 4)
+    run, after = prediction(model, [[LARGE] * 3] * 2, costly, 4)
+    sizes: list = stage_sizes(run, model.placement())
+    assert after.reduction == 10 + max(size.gradient_bytes for size in sizes)
+    assert after.update == 5 + 2 * max(size.num_trainable_params for size in sizes)
+    assert after.pipeline >= before.pipeline + 2e6  # the first message there and the last one back
+    assert after.seconds == after.pipeline + after.reduction + after.update
+
+
+def test_a_run_of_several_ranks_needs_a_calibration_of_several() -> None:
+    model = our_config(((4, 0),), ((1, 3),))
+    with pytest.raises(UserError, match="the run has 2 ranks, but the calibration was measured by one process"):
+        Predictor(run_of(model, 2), by_flops(model))
+
+
+def test_a_group_that_was_not_measured_follows_the_nearest() -> None:
+    model = our_config(((4,),), ((4,),))
+    calibration = replace(by_flops(model), all_reduce={2: Law(1.0, 4.0), 4: Law(3.0, 6.0)})
+    assert all_reduce_law(calibration, 2) == Law(1.0, 4.0)
+    ring = all_reduce_law(calibration, 8)
+    assert (ring.fixed, ring.per_row) == pytest.approx((3 * 7 / 3, 6 * (7 / 8) / (3 / 4)))
+
+
+def test_context_parallel_ranks_share_a_microbatch() -> None:
+    model = our_config(((4,),), ((4,),))
+    run = run_of(model, 2, "--context-parallel-size", "2")
+    whole = Predictor(run_of(model, 1), by_flops(model)).predict(Workload(((counts_of([LARGE]),),)))
+    half = Predictor(run, with_links(model)).predict(Workload(((counts_of([LARGE]),),)))
+    assert whole.pipeline / 2 < half.pipeline < whole.pipeline  # three images on two ranks, and no image is cut

@@ -1,0 +1,100 @@
+"""``mm-plan`` from the command line: real processes measure this machine, runs are predicted from what they wrote."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mm.config.run import load_run
+from mm.model.flops import Backward
+from mm.plan.calibration import read_calibration
+from mm.plan.costs import COUNTS
+from mm.plan.predict import Predictor
+from mm.plan.workload import Workload
+from mm.planner import cli
+from tests.files import ROOT
+from tests.tiny_inputs import flags_of, write_inputs
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_inputs(tmp_path_factory.mktemp("plan"))
+    words = [sys.executable, "-m", "mm.planner.cli", "calibrate", "--output", str(folder / "found.json"),
+             "--num-processes", "2", "--", *flags_of(folder, "a run", 1)]  # fmt: skip
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "kinds of blocks; laws and times differ by at most" in done.stdout
+    return folder
+
+
+def said(capsys: pytest.CaptureFixture, status: int, *words: str | Path) -> str:
+    assert cli.main([*map(str, words)]) == status
+    out, err = capsys.readouterr()
+    return err if status else out
+
+
+def test_every_kind_of_block_is_measured_in_every_way_that_training_uses_it(inputs: Path) -> None:
+    found = read_calibration(inputs / "found.json")
+    ways = {(one.key.kind, one.key.backward) for one in found.blocks}
+    layers = ("window-attention ViT layer", "full-attention ViT layer", "LLM layer")
+    assert ways >= {(kind, one.name) for kind in layers for one in (Backward.WEIGHTS, Backward.INPUT)}
+    assert {kind for kind, _ in ways} == {*layers, "patch embedding", "projector", "word embedding", "norm and head"}
+    assert found.machine.num_processes == 2
+    assert set(found.all_reduce) == {2}
+    assert found.message is not None
+    assert found.message.seconds(1 << 20) > 0
+    assert found.step.seconds(1e6) > 0
+
+
+def test_a_run_is_predicted_from_its_flags(inputs: Path, capsys: pytest.CaptureFixture) -> None:
+    for num_stages in (1, 2):
+        flags = flags_of(inputs, "a run", num_stages, "--world-size", "2")
+        text = said(capsys, 0, "predict", "--calibration", inputs / "found.json", "--", *flags)
+        seconds = float(text.split()[1])
+        assert 0 < seconds < 60
+        assert ("Stages    wait for" in text) == (num_stages == 2)
+        assert "Tokens" in text and "2 processes at a time" in text
+
+
+def test_more_work_takes_longer(inputs: Path) -> None:
+    run = load_run([*flags_of(inputs, "a run", 1), "--dry-run"], 1)
+    calibration = read_calibration(inputs / "found.json")
+    predictor = Predictor(run, calibration)
+    counts = np.zeros((1, len(COUNTS)))
+    counts[:, [COUNTS.index(name) for name in ("num_tokens", "num_causal_pairs", "num_target_tokens")]] = 400, 9e4, 300
+    once, twice = (predictor.predict(Workload(((np.repeat(counts, count, axis=0),),))) for count in (1, 2))
+    assert twice.pipeline == pytest.approx(2 * once.pipeline)
+
+
+def test_what_cannot_be_predicted_is_refused(inputs: Path, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    flags = flags_of(inputs, "a run", 1)
+    found = json.loads((inputs / "found.json").read_text())
+    alone = tmp_path / "alone.json"
+    alone.write_text(json.dumps({**found, "message": None, "all_reduce": {}}))
+    text = said(capsys, 2, "predict", "--calibration", alone, "--", *flags_of(inputs, "a run", 2, "--world-size", "2"))
+    assert "give mm-plan calibrate --num-processes 2 or more" in text
+    text = said(capsys, 2, "predict", "--calibration", inputs / "found.json", "--", *flags, "--lora-r", "4",
+                "--lora-target-modules", "all-linear")  # fmt: skip
+    assert "the calibration has no " in text and "run mm-plan calibrate with the flags of this run" in text
+    for name, content, message in (("old", {**found, "format": 0}, "the format is 0; expected 1"),
+                                   ("odd", {**found, "blocks": 3}, "blocks: "), ("list", [], "the format is None")):
+        (tmp_path / name).write_text(json.dumps(content))
+        assert message in said(capsys, 2, "predict", "--calibration", tmp_path / name, "--", *flags)
+    assert "cannot be read" in said(capsys, 2, "predict", "--calibration", tmp_path / "none", "--", *flags)
+    text = said(capsys, 2, "calibrate", "--output", tmp_path, "--", *flags)
+    assert "expected a file in an existing directory" in text
+    text = said(capsys, 2, "calibrate", "--output", tmp_path / "new", "--", *flags, "--tensor-model-parallel-size", "2",
+                "--world-size", "2")  # fmt: skip
+    assert "--tensor-model-parallel-size is 2, but --num-processes is 1" in text
+    assert "--mm-model is missing" in said(capsys, 2, "predict", "--calibration", inputs / "found.json")
+
+
+def test_other_versions_are_noted(inputs: Path, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    found = json.loads((inputs / "found.json").read_text())
+    found["machine"]["versions"]["torch"] = "1.0"
+    (tmp_path / "old.json").write_text(json.dumps(found))
+    assert cli.main(["predict", "--calibration", str(tmp_path / "old.json"), "--", *flags_of(inputs, "a run", 1)]) == 0
+    assert "note: the calibration was measured with torch 1.0, here is " in capsys.readouterr().err
