@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from mm.errors import AgreedError, ReportedError, Stopped, StoppedRun, UserError, file_error, printable
 from mm.signals import StopSignals, shown, status_after
@@ -96,8 +97,16 @@ def run_command(
         sys.stdout.flush()
         sys.stderr.flush()
         if is_rank:  # at a usual end, process groups would wait for other ranks, or abort this process
-            os._exit(status_after(number))
+            leave(status_after(number))
         return status_after(number)
+
+
+def leave(status: int) -> NoReturn:
+    """End this process at once, without a usual end, at which multiprocessing would remove its temporary folder."""
+    if (multiprocessing := sys.modules.get("multiprocessing.util")) is not None:
+        with suppress(OSError):  # it may be on a full disk
+            shutil.rmtree(multiprocessing.get_temp_dir())
+    os._exit(status)
 
 
 def print_notes(notes: Iterable[str], stream: TextIO | None = None) -> None:
@@ -178,7 +187,7 @@ def status_of(action: Callable[[], int]) -> int:
     except ReportedError as error:
         _tell_the_launcher([str(error)])
         sys.stdout.flush()
-        os._exit(1)  # at a usual end, process groups that other threads still hold would abort this process
+        leave(1)  # at a usual end, process groups that other threads still hold would abort this process
 
 
 def _wait_for_the_launcher() -> None:

@@ -32,6 +32,16 @@ def test_control_characters_are_escaped(capsys) -> None:
     assert record_place("a.json", 3, odd) == f"a.json: record 3 (id '{escaped}')"
 
 
+def test_a_process_that_leaves_at_once_leaves_no_temporary_folder(tmp_path: Path) -> None:
+    program = ("from multiprocessing.util import get_temp_dir; from mm.ending import leave\n"
+               "print(get_temp_dir(), flush=True); leave(3)")  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=os.environ | {"TMPDIR": str(tmp_path)},
+                          capture_output=True, text=True, check=False)  # fmt: skip
+    assert (done.returncode, done.stderr) == (3, "")
+    assert str(tmp_path) in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_interruption_is_reported_with_what_is_kept(capsys) -> None:
     def interrupted() -> int:
         os.kill(os.getpid(), signal.SIGINT)

@@ -9,14 +9,13 @@ the pipeline in the order of a run.  Messages take no time, and a FLOP takes the
 Utilisation is the mean work of a stage over the length of the step, averaged over ``--steps`` drawn steps; for equal
 microbatches its bound is m / (m + p - 1).
 
-The search starts from the shipped or the given lists, and moves one layer at a time between two stages while that
-helps.
+The search (``mm.plan.lists``) starts from the shipped or the given lists.
 """
 
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
 from typing import Any
@@ -29,14 +28,13 @@ from mm.config.model import ModelConfig
 from mm.data.order.sequence import pipeline_order
 from mm.model.flops import slot_flops
 from mm.parallel.simulation import SlotCost, step_cost
+from mm.plan import lists as layouts
+from mm.plan.lists import Costs, best_lists
 from tests.lengths import llava, totals_of
 
 BATCHES = {"7b": (4, 12), "32b": (2, 48), "72b": (1, 96)}
 """Size -> samples per microbatch and microbatches per step of a replica, as in the script; 3B has one stage."""
 SEQ_LENGTH = 1024
-LEAST_GAIN = 1e-4
-"""A layer moves only if utilisation rises by at least this much."""
-
 Lists = tuple[tuple[int, ...], tuple[int, ...]]
 """Layers of the ViT and of the LLM on every stage."""
 
@@ -76,43 +74,35 @@ class Workload:
         spans = list(_spans(lists))
         return fmean(_utilisation([[_sum(layers, span) for span in spans] for layers in step]) for step in self._layers)
 
+    def work(self, lists: Lists) -> list[float]:
+        """What each stage works, over all steps."""
+        costs = [[_sum(layers, span) for step in self._layers for layers in step] for span in _spans(lists)]
+        return [sum(one.forward + one.backward for one in stage) for stage in costs]
+
+    def imbalance(self, lists: Lists) -> float:
+        """The busiest stage's work over the mean: utilisation is at most its inverse."""
+        work = self.work(lists)
+        return max(work) / fmean(work)
+
 
 def best(workload: Workload) -> tuple[float, Lists]:
     """The lists that no move of one layer improves, searched from the workload's own, and their utilisation first."""
-    lists = workload.shipped
-    found = workload.utilisation(lists)
-    while True:
-        tried = ((workload.utilisation(one), one) for one in _moves(lists))
-        utilisation, nearby = max(tried, default=(0.0, lists))
-        if utilisation < found + LEAST_GAIN:
-            return found, lists
-        found, lists = utilisation, nearby
+    found, cost = best_lists(layouts.Lists.of(workload.model), Costs(
+        cost=lambda one: 1 / workload.utilisation(_flat(one)),
+        least=lambda one: workload.imbalance(_flat(one)),
+        unevenness=lambda one: sum(work**2 for work in workload.work(_flat(one))),
+        fits=lambda _: True))  # fmt: skip
+    return 1 / cost, _flat(found)
+
+
+def _flat(lists: layouts.Lists) -> Lists:
+    return lists.vision[0], lists.language[0]
 
 
 def with_lists(model: ModelConfig, lists: Lists) -> ModelConfig:
     """``model`` with the given layers on each stage."""
-    vision, language = (replace(tower, pipeline_num_layers=(numbers,))
-                        for tower, numbers in zip((model.vision, model.language), lists, strict=True))
-    return replace(model, vision=vision, language=language)
-
-
-def _moves(lists: Lists) -> Iterator[Lists]:
-    """Every legal pair of lists that differs in the stage of one layer; no LLM layer precedes a ViT layer."""
-    for tower, numbers in enumerate(lists):
-        for source in range(len(numbers)):
-            for target in range(len(numbers)):
-                if source != target and numbers[source]:
-                    moved = list(numbers)
-                    moved[source] -= 1
-                    moved[target] += 1
-                    both = (tuple(moved), lists[1]) if tower == 0 else (lists[0], tuple(moved))
-                    if _is_legal(both):
-                        yield both
-
-
-def _is_legal(lists: Lists) -> bool:
-    vision, language = ([stage for stage, number in enumerate(numbers) if number] for numbers in lists)
-    return vision[-1] <= language[0]
+    vision, language = lists
+    return layouts.Lists((vision,), (language,)).applied(model)
 
 
 def _spans(lists: Lists) -> Iterator[list[range]]:

@@ -45,9 +45,6 @@ LEFT_SECONDS = 5.0
 _SHARED = Path("/dev/shm")
 _OTHERS = ("wandb-media", "wandb-artifacts")
 """Temporary folders that wandb makes when megatron imports it, and removes at a usual exit only."""
-_OF_KILLED = "pymp-"
-"""A temporary folder of Python's multiprocessing.  It remains of a process that is killed, also by the hub: when a rank
-fails, the others end in the middle of their work."""
 
 
 class Soak:
@@ -184,8 +181,7 @@ class Soak:
         files = [path.name for path in launch.temporary.iterdir()]
         shared = [path.name for path in _SHARED.iterdir()] if has_own_mounts() else []
         counted.files_left |= {re.sub(r"[0-9a-z_]{8}(?=wandb|$)", "*", name) for name in (*files, *shared)}
-        files = [name for name in files if not name.endswith(_OTHERS)
-                 and not (name.startswith(_OF_KILLED) and launch.job.launcher.returncode == 1)]
+        files = [name for name in files if not name.endswith(_OTHERS)]
         if (files or shared) and not is_kill:
             self.found["problems"].append(f"{launch.run.name}: temporary files left: {files + shared}")
         for path in shared:

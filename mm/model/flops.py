@@ -13,7 +13,8 @@ from mm.config.model import ModelConfig
 from mm.model.arithmetic import Block
 from mm.model.families import arithmetic_of
 from mm.parallel.simulation import SlotCost
-from mm.weights.table import Place, model_weights, owns
+from mm.placement import Placement
+from mm.weights.table import Place, model_weights
 from mm.weights.trained import GradientPath, is_frozen
 
 BlockPlace = tuple[Place, int | None]
@@ -71,9 +72,18 @@ def slot_flops(model: ModelConfig, batches: Sequence[BatchTotals]) -> list[list[
 @cache
 def block_slots(model: ModelConfig) -> Mapping[BlockPlace, int]:
     """The slot of each block."""
-    slots = model.placement().slots
-    return {place: next(number for number, spec in enumerate(slots) if owns(spec, *place))
-            for place in _block_places(model)}
+    return slots_of(model, model.placement())
+
+
+def slots_of(model: ModelConfig, placement: Placement) -> Mapping[BlockPlace, int]:
+    """The slot of each block of ``model`` in ``placement``, which may be another than the model's own."""
+    found: dict[BlockPlace, int] = {}
+    for slot, spec in enumerate(placement.slots):
+        for place in Place:
+            held = getattr(spec, place.value)
+            found |= dict.fromkeys(((place, layer) for layer in held) if isinstance(held, range) else
+                                   [(place, None)] * held, slot)
+    return {place: found[place] for place in _block_places(model)}
 
 
 @cache

@@ -24,7 +24,6 @@ SILENT`` (RANK is the cause, SILENT the processes that do not answer, which any 
 ``unwatched`` when the hub itself has failed.
 """
 
-import os
 import resource
 import secrets
 import sys
@@ -36,6 +35,7 @@ from dataclasses import dataclass
 from threading import Thread
 from typing import Any
 
+from mm.ending import leave
 from mm.errors import printable
 from mm.parallel.door import LOOPBACK, allow_open_files, open_door
 from mm.parallel.lines import Lines
@@ -341,7 +341,7 @@ def end(status: int, at_end: Callable[[], None]) -> None:
         with suppress(Exception):  # nothing may keep the process alive
             at_end()
         time.sleep(seconds)
-    os._exit(status)
+    leave(status)
 
 
 def _no_way_in(error: OSError) -> str:

@@ -109,22 +109,47 @@ class SlotLaws:
 
 
 def slot_laws(model: ModelConfig, cutting: Cutting, calibration: Calibration) -> SlotLaws:
-    """Add up the laws of the blocks of each slot."""
+    """Add up the laws of the blocks of each slot of ``model``."""
     slots, num_slots = block_slots(model), len(model.placement().slots)
-    fixed, is_passed = np.zeros((2, 2, num_slots)), np.zeros((2, 2, num_slots), dtype=bool)
-    per_count = np.zeros((2, 2, num_slots, len(COUNTS)))
-    rows, pairs = _linear_counts(model)
-    for has_images in (False, True):
-        keys = block_keys(model, cutting, has_images)
-        for place, slot in slots.items():
-            if not has_images and place[0] in (Place.PATCH_EMBEDDING, Place.VISION_LAYER, Place.PROJECTOR):
-                continue  # nothing passes them
-            laws = laws_of(keys[place], calibration)
-            for direction, law in enumerate((laws.forward, laws.backward)):
-                fixed[direction, int(has_images), slot] += law.fixed
-                per_count[direction, int(has_images), slot] += law.per_row * rows[place] + law.per_pair * pairs[place]
-                is_passed[direction, int(has_images), slot] |= law != Law(0.0, 0.0)
-    return SlotLaws(fixed, per_count, calibration.chunk_pass, is_passed)
+    return BlockArrays.of(model, cutting, calibration).in_slots(slots, num_slots)
+
+
+@dataclass(frozen=True)
+class BlockArrays:
+    """The laws of all blocks of a model as arrays, from which those of the slots follow for any lists."""
+
+    places: tuple[BlockPlace, ...]
+    fixed: np.ndarray
+    """[2, 2, num_blocks], as in ``SlotLaws``."""
+    per_count: np.ndarray
+    """[2, 2, num_blocks, num_counts]"""
+    chunk_pass: float
+
+    @classmethod
+    def of(cls, model: ModelConfig, cutting: Cutting, calibration: Calibration) -> "BlockArrays":
+        """Raises UserError if the calibration lacks one of the blocks."""
+        places = tuple((block.place, block.layer) for block in blocks(model, NO_SAMPLES))
+        fixed, per_count = np.zeros((2, 2, len(places))), np.zeros((2, 2, len(places), len(COUNTS)))
+        rows, pairs = _linear_counts(model)
+        for has_images in (False, True):
+            keys = block_keys(model, cutting, has_images)
+            for number, place in enumerate(places):
+                if not has_images and place[0] in (Place.PATCH_EMBEDDING, Place.VISION_LAYER, Place.PROJECTOR):
+                    continue  # nothing passes them
+                laws = laws_of(keys[place], calibration)
+                for direction, law in enumerate((laws.forward, laws.backward)):
+                    at = direction, int(has_images), number
+                    fixed[at] = law.fixed
+                    per_count[at] = law.per_row * rows[place] + law.per_pair * pairs[place]
+        return cls(places, fixed, per_count, calibration.chunk_pass)
+
+    def in_slots(self, slots: Mapping[BlockPlace, int], num_slots: int) -> SlotLaws:
+        """The laws of the slots, given the slot of each block."""
+        is_in = np.zeros((len(self.places), num_slots))
+        is_in[range(len(self.places)), [slots[place] for place in self.places]] = 1
+        has_law = (self.fixed > 0) | (self.per_count > 0).any(axis=-1)
+        return SlotLaws(self.fixed @ is_in, np.einsum("dkbc,bs->dksc", self.per_count, is_in), self.chunk_pass,
+                        (has_law @ is_in) > 0)
 
 
 @cache

@@ -4,7 +4,7 @@ Pure arithmetic over a calibration and the counts of microbatches; ``mm.plan.cos
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 
@@ -13,9 +13,11 @@ import numpy as np
 from mm.config.run import Run
 from mm.data.order.sequence import pipeline_order
 from mm.errors import UserError
+from mm.model.flops import slots_of
 from mm.parallel.simulation import MessageCost, SlotCost, TimedStep, simulate, step_cost
+from mm.placement import Placement
 from mm.plan.calibration import Calibration
-from mm.plan.costs import COUNTS, Cutting, SlotLaws, slot_laws
+from mm.plan.costs import COUNTS, BlockArrays, Cutting, SlotLaws
 from mm.plan.laws import Law
 from mm.plan.memory import WIDTHS, MicrobatchSizes, message_bytes
 from mm.plan.stages import StageSize, stage_sizes
@@ -39,8 +41,9 @@ class StepPrediction:
     """From the first forward to the last backward of the slowest replica."""
     busy: float
     """What the mean stage of that replica works meanwhile."""
-    bound: float
-    """Least time of that pipeline, whatever the lists and the order: its work spread evenly over the stages."""
+    even: float
+    """How long the same work takes with equal stages and equal microbatches.  A frozen ViT, whose stage runs ahead, can
+    make the pipeline shorter."""
     reduction: float
     update: float
     error: float
@@ -59,7 +62,7 @@ class StepPrediction:
 
 
 class Predictor:
-    """Predicts the steps of one run."""
+    """Predicts the steps of one run, with its own lists or others."""
 
     def __init__(self, run: Run, calibration: Calibration) -> None:
         """Raises UserError if the calibration lacks what the run needs."""
@@ -68,85 +71,91 @@ class Predictor:
         if (run.num_stages > 1 and calibration.message is None) or (num_copies > 1 and not calibration.all_reduce):
             raise UserError(f"the run has {run.world_size} ranks, but the calibration was measured by one process, "
                             f"without messages and collectives; give mm-plan calibrate --num-processes 2 or more")
-        self._message = calibration.message or Law(0.0, 0.0)
-        self._laws: SlotLaws = slot_laws(run.model, Cutting(run.tp_size, run.args.sequence_parallel), calibration)
-        self._sizes: list[StageSize] = stage_sizes(run, run.model.placement())
+        cutting = Cutting(run.tp_size, run.args.sequence_parallel)
+        self._blocks, self._path = BlockArrays.of(run.model, cutting, calibration), GradientPath.of(run.model)
 
     def predict(self, workload: Workload) -> StepPrediction:
         """The mean over the steps of ``workload``."""
-        pipelines, busy, bounds = zip(*map(self._pipeline, workload.steps), strict=True)
-        reduction, update = self._reduction(), self._update()
+        placement = self._run.model.placement()
+        pipelines, busy, evens = zip(*self.pipelines(workload, placement), strict=True)
+        sizes = stage_sizes(self._run, placement)
+        reduction, update = self._reduction(sizes), self._update(sizes)
         return StepPrediction(
             seconds=fmean(pipelines) + reduction + update, spread=pstdev(pipelines), pipeline=fmean(pipelines),
-            busy=fmean(busy), bound=fmean(bounds), reduction=reduction, update=update,
+            busy=fmean(busy), even=fmean(evens), reduction=reduction, update=update,
             error=self._calibration.error)
+
+    def pipelines(self, workload: Workload, placement: Placement) -> Iterator[tuple[float, float, float]]:
+        """For each step: seconds of the slowest replica's pipeline, the mean work of its stages, and the time of the
+        same work with equal stages and microbatches."""
+        laws, num_stages = self._laws(placement), placement.num_stages
+        for step, of_stages in zip(workload.steps, self._work(workload, laws, num_stages), strict=True):
+            likely = sorted(range(len(step)), key=lambda number: -of_stages[number].max())[:NUM_SIMULATED]
+            times = {number: step_cost(*self._ordered(step[number], placement, laws)) for number in likely}
+            slowest = max(likely, key=times.__getitem__)
+            mean, count = float(of_stages[slowest].mean()), len(step[slowest])
+            yield times[slowest], mean, mean * (count + num_stages - 1) / count
+
+    def least(self, workload: Workload, placement: Placement) -> float:
+        """A quick lower bound of the mean pipeline: what the busiest stage of any replica works."""
+        found = self._work(workload, self._laws(placement), placement.num_stages)
+        return fmean(max(float(stages.max()) for stages in step) for step in found)
+
+    def unevenness(self, workload: Workload, placement: Placement) -> float:
+        """The sum of squares of what the stages work on average: least if all work the same."""
+        work = self._work(workload, self._laws(placement), placement.num_stages)
+        mean = np.mean([stages for step in work for stages in step], axis=0)
+        return float(np.square(mean).sum())
 
     def timeline(self, counts: np.ndarray) -> list[list[TimedStep]]:
         """What each stage of a replica with these microbatches does, and when."""
-        costs, messages = self._ordered(counts)
-        return simulate(costs, self._run.num_stages, messages)
+        placement = self._run.model.placement()
+        return simulate(*self._ordered(counts, placement, self._laws(placement)))
 
-    def _pipeline(self, step: Sequence[np.ndarray]) -> tuple[float, float, float]:
-        """Seconds of the slowest replica, the mean work of its stages, and the bound."""
-        num_stages = self._run.num_stages
-        work = [self._laws.of(self._shared(counts)).sum(axis=(0, 1)) for counts in step]
-        of_stage = [one.reshape(-1, num_stages).sum(axis=0) for one in work]
-        likely = sorted(range(len(step)), key=lambda number: -of_stage[number].max())[:NUM_SIMULATED]
-        times = {number: step_cost(*self._arguments(step[number])) for number in likely}
-        slowest = max(times, key=lambda number: times[number])
-        mean = float(of_stage[slowest].mean())
-        count = len(step[slowest])
-        return times[slowest], mean, mean * (count + num_stages - 1) / count if num_stages > 1 else mean
+    def _laws(self, placement: Placement) -> SlotLaws:
+        return self._blocks.in_slots(slots_of(self._run.model, placement), len(placement.slots))
 
-    def _arguments(
-        self, counts: np.ndarray
-    ) -> tuple[Sequence[Sequence[SlotCost]], int, Sequence[Sequence[MessageCost]]]:
-        costs, messages = self._ordered(counts)
-        return costs, self._run.num_stages, messages
+    def _work(self, workload: Workload, laws: SlotLaws, num_stages: int) -> list[list[np.ndarray]]:
+        """By step and replica, the seconds that each stage works."""
+        return [[laws.of(self._shared(counts)).sum(axis=(0, 1)).reshape(-1, num_stages).sum(axis=0) for counts in step]
+                for step in workload.steps]  # fmt: skip
 
-    def _ordered(self, counts: np.ndarray) -> tuple[list[list[SlotCost]], list[list[MessageCost]]]:
-        """Costs and messages of the microbatches in the order in which they enter the pipeline."""
+    def _ordered(
+        self, counts: np.ndarray, placement: Placement, laws: SlotLaws
+    ) -> tuple[list[list[SlotCost]], int, list[list[MessageCost]]]:
+        """The arguments of the simulation, with microbatches in the order in which they enter the pipeline."""
         here = self._shared(counts)
-        costs, messages = self._laws.costs(here), self._messages(here)
-        if self._run.num_stages == 1:
-            return costs, messages
-        order = pipeline_order(costs, self._run.num_stages)
-        return [costs[one] for one in order], [messages[one] for one in order]
+        costs, messages, num_stages = laws.costs(here), self._messages(here, placement), placement.num_stages
+        order = pipeline_order(costs, num_stages) if num_stages > 1 else range(len(costs))
+        return [costs[one] for one in order], num_stages, [messages[one] for one in order]
 
     def _shared(self, counts: np.ndarray) -> np.ndarray:
-        """What one context-parallel rank computes of each microbatch: an even share, though images are dealt whole."""
+        """What one context-parallel rank computes of each microbatch."""
         return counts if self._run.cp_size == 1 else _divided(counts, self._run.cp_size)
 
-    def _messages(self, counts: np.ndarray) -> list[list[MessageCost]]:
-        run, law = self._run, self._message
-        path, slots = GradientPath.of(run.model), run.model.placement().slots
+    def _messages(self, counts: np.ndarray, placement: Placement) -> list[list[MessageCost]]:
+        run, law = self._run, self._calibration.message or Law(0.0, 0.0)
         columns = [COUNTS.index(name) for name in ("num_tokens", "num_patches", "num_target_tokens")]
         found = []
         for row in counts:
             sizes, has_images = MicrobatchSizes(*row[columns].astype(int).tolist()), row[COUNTS.index("num_images")] > 0
             of_slots = []
-            for spec in slots[:-1]:
+            for spec in placement.slots[:-1]:
                 num_bytes = message_bytes(spec.sends, sizes, run.model, WIDTHS[run.args.precision]) // run.num_pieces
                 seconds = law.seconds(num_bytes)
-                of_slots.append(MessageCost(seconds, seconds if path.comes_back(spec, has_images) else 0.0))
+                of_slots.append(MessageCost(seconds, seconds if self._path.comes_back(spec, has_images) else 0.0))
             found.append(of_slots)
         return found
 
-    def _reduction(self) -> float:
+    def _reduction(self, sizes: Sequence[StageSize]) -> float:
         """Seconds to sum the gradients over the ranks with the same weights."""
-        ranks = self._run.dp_size * self._run.cp_size
-        return max(self._all_reduce(ranks, size.gradient_bytes) for size in self._sizes)
+        num_copies, most = self._run.dp_size * self._run.cp_size, max(size.gradient_bytes for size in sizes)
+        return all_reduce_law(self._calibration, num_copies).seconds(most) if num_copies > 1 and most else 0.0
 
-    def _all_reduce(self, num_ranks: int, num_bytes: float) -> float:
-        if num_ranks == 1 or not num_bytes:
-            return 0.0
-        return all_reduce_law(self._calibration, num_ranks).seconds(num_bytes)
-
-    def _update(self) -> float:
-        run = self._run
+    def _update(self, sizes: Sequence[StageSize]) -> float:
+        run, law = self._run, self._calibration.step
         num_shards = run.dp_size * run.cp_size if run.args.use_distributed_optimizer else 1
-        most = max(size.num_trainable_params for size in self._sizes)
-        return self._calibration.step.fixed + self._calibration.step.per_row * most / num_shards
+        return law.fixed + law.per_row * max(size.num_trainable_params for size in sizes) / num_shards
 
 
 def all_reduce_law(calibration: Calibration, num_ranks: int) -> Law:

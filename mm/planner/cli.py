@@ -1,5 +1,6 @@
-"""``mm-plan``: how long the steps of a run take on a device, before it is started.
+"""``mm-plan``: how long the steps of a run take on a device, and with which lists they are shorter, before it starts.
 
+    mm-plan lists -- FLAGS
     mm-plan calibrate --output calibration.json --num-processes 2 -- FLAGS
     mm-plan predict --calibration calibration.json -- FLAGS
 

@@ -14,10 +14,13 @@ from mm.data.index.dataset import Dataset
 from mm.data.index.gauge import Gauge
 from mm.ending import print_notes, refused
 from mm.errors import UserError, printable
+from mm.plan.by_flops import calibration_by_flops
 from mm.plan.calibration import Calibration, read_calibration
+from mm.plan.costs import Cutting
+from mm.plan.judge import judge
 from mm.plan.predict import Predictor
-from mm.plan.workload import workload_of
-from mm.planner.prediction_report import prediction_report
+from mm.plan.workload import Workload, workload_of
+from mm.planner.reports import lists_report, prediction_report
 from mm.version import software, version_line
 
 
@@ -59,6 +62,16 @@ def _parser() -> argparse.ArgumentParser:
                     "those of the run; --world-size says how many ranks it has.  Nothing is started.")
     predict.add_argument("--calibration", type=Path, required=True, help="the file that mm-plan calibrate has written")
     predict.set_defaults(run=_predict)
+    lists = commands.add_parser(
+        "lists", help="find the pipeline lists with the shortest step",
+        description="Judges the pipeline_num_layers of the run's model JSON on its own data, and searches for better "
+                    "lists with as many stages and chunks.  Losses and gradients do not depend on them.  FLAGS are "
+                    "those of the run.")
+    lists.add_argument("--calibration", type=Path, help=(
+        "a file that mm-plan calibrate has written (default: every FLOP takes the same time)"))
+    lists.add_argument("--memory-gib", type=_count, help=(
+        "GiB of memory that a rank may need; lists that need more are not proposed (default: no limit)"))
+    lists.set_defaults(run=_lists)
     return parser
 
 
@@ -95,11 +108,31 @@ def _calibrate(flags: argparse.Namespace, training: Sequence[str]) -> None:
 def _predict(flags: argparse.Namespace, training: Sequence[str]) -> None:
     calibration, run = read_calibration(flags.calibration), _run(training)
     print_notes(_differences(calibration, run), sys.stderr)
-    gauge = Gauge.from_config(run.data, run.model, run.args.seq_length)
-    dataset = Dataset(run.data, run.args.bad_sample == "skip", gauge, run.args.seed)
-    workload = workload_of(run, dataset.columns)
+    workload = _workload(run)
     prediction = Predictor(run, calibration).predict(workload)
     print(printable(prediction_report(run, calibration, workload, prediction)))
+
+
+def _lists(flags: argparse.Namespace, training: Sequence[str]) -> None:
+    run = _run(training)
+    if run.num_stages == 1:
+        raise UserError(f"{run.args.mm_model} has one pipeline stage, so there are no lists to choose; give "
+                        f"pipeline_num_layers one number per stage")
+    if flags.calibration is None:
+        calibration = calibration_by_flops(run.model, Cutting(run.tp_size, run.args.sequence_parallel),
+                                           run.args.precision)
+    else:
+        calibration = read_calibration(flags.calibration)
+        print_notes(_differences(calibration, run), sys.stderr)
+    judged = judge(run, Predictor(run, calibration), _workload(run),
+                   None if flags.memory_gib is None else flags.memory_gib << 30)
+    print(printable(lists_report(run, judged, has_times=flags.calibration is not None)))
+
+
+def _workload(run: Run) -> Workload:
+    """Some steps of the run's own data; its index is made if there is none."""
+    gauge = Gauge.from_config(run.data, run.model, run.args.seq_length)
+    return workload_of(run, Dataset(run.data, run.args.bad_sample == "skip", gauge, run.args.seed).columns)
 
 
 def _run(training: Sequence[str]) -> Run:

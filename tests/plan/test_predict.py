@@ -58,7 +58,7 @@ def test_stages_run_as_simulated_in_the_order_of_a_run() -> None:
     costs = slot_flops(model, batch)
     assert found.pipeline == pytest.approx(step_cost([costs[one] for one in pipeline_order(costs, 2)], 2))
     assert 0 < found.bubble < 1
-    assert found.bound <= found.pipeline * (1 + 1e-9)
+    assert found.even <= found.pipeline * (1 + 1e-9)
 
 
 def test_the_slowest_replica_decides() -> None:

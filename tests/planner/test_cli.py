@@ -1,6 +1,7 @@
 """``mm-plan`` from the command line: real processes measure this machine, runs are predicted from what they wrote."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -90,6 +91,26 @@ def test_what_cannot_be_predicted_is_refused(inputs: Path, capsys: pytest.Captur
                 "--world-size", "2")  # fmt: skip
     assert "--tensor-model-parallel-size is 2, but --num-processes is 1" in text
     assert "--mm-model is missing" in said(capsys, 2, "predict", "--calibration", inputs / "found.json")
+
+
+def test_lists_are_judged_and_better_ones_found(inputs: Path, capsys: pytest.CaptureFixture) -> None:
+    """The whole LLM beside half of the ViT is far from even."""
+    model = json.loads((inputs / "model_2.json").read_text())
+    model["image_encoder"]["vision_encoder"]["pipeline_num_layers"] = [1, 7]
+    model["text_decoder"]["pipeline_num_layers"] = [0, 4]
+    (inputs / "uneven.json").write_text(json.dumps(model))
+    flags = [*flags_of(inputs, "a run", 2, "--world-size", "2"), "--mm-model", str(inputs / "uneven.json")]
+    text = said(capsys, 0, "lists", "--", *flags)
+    found = {name: float(line.split("stages used ")[1].split("%")[0]) for line in text.splitlines()
+             for name in ("Present", "Best") if line.startswith(name)}  # fmt: skip
+    assert found["Best"] > found["Present"]
+    assert "Unit      every FLOP takes the same time" in text
+    new = json.loads(re.search(r"vision_encoder\.pipeline_num_layers: (.*)", text)[1])
+    assert sum(new) == 8 and new[0] > 1
+    text = said(capsys, 0, "lists", "--calibration", inputs / "found.json", "--memory-gib", "1", "--", *flags)
+    assert re.search(r"Present +ViT \[1, 7\], LLM \[0, 4\]: pipeline .* s, stages used", text) and "Unit" not in text
+    text = said(capsys, 2, "lists", "--", *flags_of(inputs, "a run", 1))
+    assert "has one pipeline stage, so there are no lists to choose" in text
 
 
 def test_other_versions_are_noted(inputs: Path, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
