@@ -29,7 +29,7 @@ def calibration_by_flops(model: ModelConfig, cutting: Cutting, precision: str) -
             found[key] = MeasuredBlock(key, BlockLaws(law, backward), error=0.0)
     machine = Machine("any device, by FLOPs", precision, 1, {})
     sums = {2: FREE}
-    return Calibration(machine, "", tuple(found.values()), 0.0, step=FREE, message=FREE, all_reduce=sums)
+    return Calibration(machine, "", tuple(found.values()), 0.0, None, step=FREE, message=FREE, all_reduce=sums)
 
 
 def _forward_laws(model: ModelConfig) -> Iterator[tuple[BlockPlace, Law]]:

@@ -74,6 +74,8 @@ class Calibration:
     blocks: tuple[MeasuredBlock, ...]
     chunk_pass: float
     """Of the host, for each pass of a chunk besides its blocks."""
+    pipeline_pass: float | None
+    """The same in a pipeline, with its schedule and messages; None if one process measured alone."""
     step: Law
     """The rest of a step, by the trained parameters of one rank: gradient norm, update, and the host's work."""
     message: Law | None

@@ -141,7 +141,9 @@ class BlockArrays:
                     at = direction, int(has_images), number
                     fixed[at] = law.fixed
                     per_count[at] = law.per_row * rows[place] + law.per_pair * pairs[place]
-        return cls(places, fixed, per_count, calibration.chunk_pass)
+        is_pipeline = model.num_stages > 1 and calibration.pipeline_pass is not None
+        chunk_pass = max(calibration.chunk_pass, (calibration.pipeline_pass or 0.0) * is_pipeline)
+        return cls(places, fixed, per_count, chunk_pass)
 
     def in_slots(self, slots: Mapping[BlockPlace, int], num_slots: int) -> SlotLaws:
         """The laws of the slots, given the slot of each block."""

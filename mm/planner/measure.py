@@ -1,17 +1,20 @@
 """One rank of ``mm-plan calibrate``: measures blocks, updates, messages and collectives, and rank 0 writes the file."""
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from mm.batch import Grid
+from mm.batch import BatchTotals, Grid, Microbatch
 from mm.config.flags import Arguments
 from mm.config.model import ModelConfig, layers_in
 from mm.device.device import Device
 from mm.parallel import mesh as parallel
 from mm.plan.calibration import Calibration, Machine, MeasuredBlock
+from mm.plan.costs import Cutting, counts_of, slot_laws
 from mm.planner.links import all_reduce_laws, message_law
+from mm.planner.pipelines import pass_seconds, seconds_of_microbatch, two_stages
 from mm.planner.probes import Prober, probe_model
 from mm.planner.samples import random_microbatch
 from mm.planner.updates import step_law
@@ -52,8 +55,23 @@ def measure(
     assert found is not None, "there is at least one size"
     step, message, all_reduce, world_size = found
     machine = Machine(device.name, args.precision, world_size, software())
-    return Calibration(machine, time.strftime("%Y-%m-%d"), tuple(blocks.values()), max(0.0, median(passes)), step,
-                       message, all_reduce)
+    calibration = Calibration(machine, time.strftime("%Y-%m-%d"), tuple(blocks.values()), max(0.0, median(passes)),
+                              None, step, message, all_reduce)
+    if world_size % 2:
+        return calibration
+    smallest = min(microbatches, key=lambda one: one.num_tokens if one.image_grids else math.inf)
+    in_pipeline = seconds_of_microbatch(device, args, model, smallest)
+    return replace(calibration, pipeline_pass=_pipeline_pass(model, smallest, in_pipeline, calibration))
+
+
+def _pipeline_pass(
+    model: ModelConfig, microbatch: Microbatch, in_pipeline: float, calibration: Calibration
+) -> float:  # fmt: skip
+    """What a pass in the pipeline takes beyond what the laws say of its blocks."""
+    small = two_stages(model)
+    laws = slot_laws(small, Cutting(1, sequence_parallel=False), replace(calibration, chunk_pass=0.0))
+    (stages,) = laws.costs(counts_of([BatchTotals.of([microbatch], small.vision)]))
+    return pass_seconds(in_pipeline, [(one.forward, one.backward) for one in stages])
 
 
 def variants(model: ModelConfig) -> Iterator[ModelConfig]:

@@ -39,7 +39,7 @@ def by_flops(model: ModelConfig, chunk_pass: float = 0.0) -> Calibration:
             measured[key] = MeasuredBlock(key, BlockLaws(
                 forward, Law(0.0, forward.per_row * factor, forward.per_pair * factor)), 0.0)
     machine = Machine("a device", "fp32", 1, {})
-    return Calibration(machine, "2026-11-25", tuple(measured.values()), chunk_pass, Law(0.0, 0.0), None, {})
+    return Calibration(machine, "2026-11-25", tuple(measured.values()), chunk_pass, None, Law(0.0, 0.0), None, {})
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -71,6 +71,14 @@ def test_a_pass_costs_the_host_once_for_each_slot_and_direction() -> None:
                    for chunk_pass in (0.0, 1000.0))
     assert np.array_equal(more - plain > 0, np.array([[[True, True]] * 2, [[True, True]] * 2]))
     assert np.allclose(more - plain, 1000.0)
+
+
+def test_a_pass_in_a_pipeline_costs_the_host_more() -> None:
+    for layout, expected in ((LAYOUTS[0], 1.0), (LAYOUTS[1], 5.0)):
+        model = our_config(*layout)
+        plain = slot_laws(model, WHOLE, by_flops(model)).of(counts_of([TOTALS]))
+        calibration = replace(by_flops(model, chunk_pass=1.0), pipeline_pass=5.0)
+        assert np.allclose(slot_laws(model, WHOLE, calibration).of(counts_of([TOTALS])) - plain, expected)
 
 
 def test_whole_recompute_adds_a_forward_pass() -> None:

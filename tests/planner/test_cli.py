@@ -48,6 +48,7 @@ def test_every_kind_of_block_is_measured_in_every_way_that_training_uses_it(inpu
     assert found.message is not None
     assert found.message.seconds(1 << 20) > 0
     assert found.step.seconds(1e6) > 0
+    assert found.pipeline_pass is not None and found.pipeline_pass >= 0
 
 
 def test_a_run_is_predicted_from_its_flags(inputs: Path, capsys: pytest.CaptureFixture) -> None:
