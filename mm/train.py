@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mm.config.flags import TRAIN
 from mm.config.notes import notes_at_start, sorted_notes
@@ -42,16 +42,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _kept(words: Sequence[str]) -> str:
-    """What remains after a signal that ended the run at once, for its message."""
-    from mm.formats.checkpoints import find_checkpoint  # loads torch
+    """What remains after a signal that ended the run at once, for its message.
 
+    Imports nothing: the signal may have come while torch was imported, of which nothing can be imported any more then.
+    """
     given = TRAIN.split(words)
     if "--dry-run" in given.given or "--check" in given.given:
         return "an index of samples that is finished is kept"
     if (save := given.last("--save")) is None:
         return "nothing is kept, because there is no --save"
+    checkpoints: Any = sys.modules.get("mm.formats.checkpoints")
+    if checkpoints is None:
+        return f"training had not begun; {save} is as it was"
     with collected([]):
-        folder, _ = find_checkpoint(save)
+        folder, _ = checkpoints.find_checkpoint(save)
         return f"{folder} is the latest checkpoint; continue from it with --load {save}"
     return f"{save} has no checkpoint yet"
 

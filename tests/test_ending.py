@@ -42,6 +42,27 @@ def test_a_process_that_leaves_at_once_leaves_no_temporary_folder(tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_signal_while_torch_is_imported_ends_a_run_with_one_line(tmp_path: Path) -> None:
+    """After an import that was interrupted, torch cannot be imported again: a stand-in that signals each time."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(10)\n")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "samples.json").write_text("[]")
+    write_data(tmp_path, tmp_path / "samples.json")
+    model = json.loads((EXAMPLES / "model_tiny.json").read_text())
+    for tower in (model["image_encoder"]["vision_encoder"], model["text_decoder"]):
+        tower["pipeline_num_layers"] = [sum(tower["pipeline_num_layers"])]
+    (tmp_path / "model.json").write_text(json.dumps(model))
+    words = ["--mm-model", str(tmp_path / "model.json"), "--mm-data", str(tmp_path / "data.json"), "--save",
+             str(tmp_path / "save"), "--lr", "1e-5", "--train-iters", "1", "--seq-length", "64",
+             "--micro-batch-size", "1"]  # fmt: skip
+    done = subprocess.run([sys.executable, "-m", "mm.train", *words], cwd=ROOT, capture_output=True, text=True,
+                          env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}, check=False)  # fmt: skip
+    assert done.stderr == f"Stopped by SIGTERM: training had not begun; {tmp_path / 'save'} is as it was.\n"
+    assert done.returncode == 143
+
+
 def test_an_interruption_is_reported_with_what_is_kept(capsys) -> None:
     def interrupted() -> int:
         os.kill(os.getpid(), signal.SIGINT)

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Self
 
-DISK_BYTES = 160 << 20
+DISK_BYTES = 200 << 20
 """Room for three checkpoints of the tiny model and its export."""
 SLOW_BYTES_PER_SECOND = 4 << 20
 DAY_SECONDS = 24 * 60 * 60
