@@ -16,7 +16,7 @@ from mm.device.attention import Segments, by_stretch, check_cover, sdpa
 from mm.device.deterministic import Variable
 from mm.device.kernels import Fuse, Kernels, eager_leaves, fused_leaves, rms_norm
 from mm.device.partial_attention import PLAIN, Gradients, Pairs, PartialAttention, PartialOutput
-from mm.device.platform import KnownDevice, MachineFinding, Platform, torch_profiler
+from mm.device.platform import KnownDevice, Links, MachineFinding, Platform, torch_profiler
 from mm.device.shims import ADAM_SHIMS
 from mm.errors import UserError
 
@@ -181,41 +181,60 @@ def refuse_old_cuda(name: str, capability: tuple[int, int]) -> None:
 # Known types
 
 
-def _known(label: str, names: str, tflops: float, memory_mib: int | None, reference: str) -> KnownDevice:
-    return KnownDevice(label, names, tflops * 1e12, None if memory_mib is None else memory_mib * 2**20, reference)
+def _known(
+    label: str, names: str, tflops: float, memory_mib: int | None, reference: str, memory_gb: float, links: Links
+) -> KnownDevice:
+    """``memory_gb``: GB per second of the memory."""
+    memory_bytes = None if memory_mib is None else memory_mib * 2**20
+    return KnownDevice(label, names, tflops * 1e12, memory_bytes, reference, memory_gb * 1e9, links)
+
+
+# Half of the published NVLink bandwidth, which counts both directions; 16 lanes of PCIe elsewhere.  DGX and HGX systems
+# have one network adapter per GPU: 200 Gbit/s with A100, 400 Gbit/s with Hopper and Blackwell.
+_NVLINK_3, _NVLINK_4, _NVLINK_5 = Links(300e9, 25e9), Links(450e9, 50e9), Links(900e9, 50e9)
+_A800_LINKS, _H800_LINKS, _BRIDGES = Links(200e9, 25e9), Links(200e9, 50e9), Links(300e9, 50e9, node_size=2)
+_NVL72 = Links(900e9, 50e9, node_size=72)
+_PCIE_4, _PCIE_5 = Links(32e9, 12.5e9), Links(64e9, 25e9)
 
 
 _SHEETS = "https://www.nvidia.com/en-us/data-center/"
 _KNOWN_DEVICES = (
-    _known("A100 40GB", r"A100-(SXM4|PCIE)-40GB", 312, 40960, f"{_SHEETS}a100/"),
-    _known("A100 80GB", r"A100-SXM4-80GB|A100 80GB PCIe", 312, 81920, f"{_SHEETS}a100/"),
-    _known("A800", r"A800-SXM4-80GB|A800 80GB PCIe", 312, 81920, "A800 data sheet: A100's arithmetic"),
-    _known("H100", r"H100 80GB HBM3", 989, 81559, f"{_SHEETS}h100/, SXM"),
-    _known("H100 PCIe", r"H100 PCIe", 756, 81559, "H100 PCIe data sheet"),
-    _known("H100 NVL", r"H100 NVL", 835, 95830, f"{_SHEETS}h100/, NVL"),
-    _known("H800", r"H800", 989, 81559, "H800 data sheet, SXM: H100's arithmetic in bf16"),
-    _known("H800 PCIe", r"H800 PCIe", 756, 81559, "H800 data sheet, PCIe"),
-    _known("H20", r"H20", 148, 97871, "H20 data sheet"),
-    _known("H200", r"H200", 989, 143771, f"{_SHEETS}h200/, SXM"),
-    _known("H200 NVL", r"H200 NVL", 835, 143771, f"{_SHEETS}h200/, NVL"),
-    _known("GH200 96GB", r"GH200 (120GB|480GB)", 989, 97871, f"{_SHEETS}grace-hopper-superchip/"),
-    _known("GH200 144GB", r"GH200 144G HBM3e", 989, None, f"{_SHEETS}grace-hopper-superchip/"),
-    _known("B100", r"B100", 1750, None, "HGX B100: 28 PFLOP/s of 8 with sparsity (Blackwell architecture brief)"),
-    _known("B200", r"B200", 2250, 183359, f"{_SHEETS}hgx/, B200: 36 PFLOP/s of 8 with sparsity"),
-    _known("GB200", r"GB200", 2500, 189471, f"{_SHEETS}gb200-nvl72/: 360 PFLOP/s of 72 with sparsity"),
-    _known("A10", r"A10", 125, 23028, f"{_SHEETS}products/a10-gpu/"),
-    _known("A30", r"A30", 165, 24576, f"{_SHEETS}products/a30-gpu/"),
-    _known("A40", r"A40", 149.7, 46068, f"{_SHEETS}a40/"),
-    _known("L4", r"L4", 121, 23034, f"{_SHEETS}l4/"),
-    _known("L40", r"L40", 181, 46068, f"{_SHEETS}l40/"),
-    _known("L40S", r"L40S", 362, 46068, f"{_SHEETS}l40s/"),
-    _known("RTX A6000", r"RTX A6000", 154.8, 49140, "NVIDIA Ampere GA102 whitepaper, appendix"),
-    _known("RTX 6000 Ada", r"RTX 6000 Ada Generation", 364.2, 49140, "NVIDIA Ada professional whitepaper, appendix"),
-    _known("RTX 3090", r"GeForce RTX 3090", 71, 24576, "NVIDIA Ampere GA102 whitepaper: bf16 with fp32 sums"),
-    _known("RTX 4090", r"GeForce RTX 4090", 165.2, 24564, "NVIDIA Ada whitepaper: bf16 with fp32 sums"),
-    _known("RTX 5090", r"GeForce RTX 5090", 209.5, 32607, "NVIDIA RTX Blackwell whitepaper: bf16 with fp32 sums"),
+    _known("A100 40GB", r"A100-(SXM4|PCIE)-40GB", 312, 40960, f"{_SHEETS}a100/", 1555, _NVLINK_3),
+    _known("A100 80GB", r"A100-SXM4-80GB|A100 80GB PCIe", 312, 81920, f"{_SHEETS}a100/", 2039, _NVLINK_3),
+    _known("A800", r"A800-SXM4-80GB|A800 80GB PCIe", 312, 81920,
+           "A800 data sheet: A100's arithmetic", 2039, _A800_LINKS),
+    _known("H100", r"H100 80GB HBM3", 989, 81559, f"{_SHEETS}h100/, SXM", 3350, _NVLINK_4),
+    _known("H100 PCIe", r"H100 PCIe", 756, 81559, "H100 PCIe data sheet", 2000, _PCIE_5),
+    _known("H100 NVL", r"H100 NVL", 835, 95830, f"{_SHEETS}h100/, NVL", 3900, _BRIDGES),
+    _known("H800", r"H800", 989, 81559, "H800 data sheet, SXM: H100's arithmetic in bf16", 3350, _H800_LINKS),
+    _known("H800 PCIe", r"H800 PCIe", 756, 81559, "H800 data sheet, PCIe", 2000, _PCIE_5),
+    _known("H20", r"H20", 148, 97871, "H20 data sheet", 4000, _NVLINK_4),
+    _known("H200", r"H200", 989, 143771, f"{_SHEETS}h200/, SXM", 4800, _NVLINK_4),
+    _known("H200 NVL", r"H200 NVL", 835, 143771, f"{_SHEETS}h200/, NVL", 4800, _BRIDGES),
+    _known("GH200 96GB", r"GH200 (120GB|480GB)", 989, 97871, f"{_SHEETS}grace-hopper-superchip/", 4000, _NVLINK_4),
+    _known("GH200 144GB", r"GH200 144G HBM3e", 989, None, f"{_SHEETS}grace-hopper-superchip/", 4900, _NVLINK_4),
+    _known("B100", r"B100", 1750, None,
+           "HGX B100: 28 PFLOP/s of 8 with sparsity (Blackwell architecture brief)", 8000, _NVLINK_5),
+    _known("B200", r"B200", 2250, 183359, f"{_SHEETS}hgx/, B200: 36 PFLOP/s of 8 with sparsity", 8000, _NVLINK_5),
+    _known("GB200", r"GB200", 2500, 189471, f"{_SHEETS}gb200-nvl72/: 360 PFLOP/s of 72 with sparsity", 8000, _NVL72),
+    _known("A10", r"A10", 125, 23028, f"{_SHEETS}products/a10-gpu/", 600, _PCIE_4),
+    _known("A30", r"A30", 165, 24576, f"{_SHEETS}products/a30-gpu/", 933, _PCIE_4),
+    _known("A40", r"A40", 149.7, 46068, f"{_SHEETS}a40/", 696, _PCIE_4),
+    _known("L4", r"L4", 121, 23034, f"{_SHEETS}l4/", 300, _PCIE_4),
+    _known("L40", r"L40", 181, 46068, f"{_SHEETS}l40/", 864, _PCIE_4),
+    _known("L40S", r"L40S", 362, 46068, f"{_SHEETS}l40s/", 864, _PCIE_4),
+    _known("RTX A6000", r"RTX A6000", 154.8, 49140, "NVIDIA Ampere GA102 whitepaper, appendix", 768, _PCIE_4),
+    _known("RTX 6000 Ada", r"RTX 6000 Ada Generation", 364.2, 49140,
+           "NVIDIA Ada professional whitepaper, appendix", 960, _PCIE_4),
+    _known("RTX 3090", r"GeForce RTX 3090", 71, 24576,
+           "NVIDIA Ampere GA102 whitepaper: bf16 with fp32 sums", 936, _PCIE_4),
+    _known("RTX 4090", r"GeForce RTX 4090", 165.2, 24564, "NVIDIA Ada whitepaper: bf16 with fp32 sums", 1008, _PCIE_4),
+    _known("RTX 5090", r"GeForce RTX 5090", 209.5, 32607,
+           "NVIDIA RTX Blackwell whitepaper: bf16 with fp32 sums", 1792, _PCIE_5),
 )
-"""Peaks as published; those with sparsity are halved, and those of a whole system divided by its number of devices."""
+"""Peaks as published; those with sparsity are halved, and those of a whole system divided by its number of devices.
+
+Bandwidths of memory are from the same sheets, of the SXM form where there are several."""
 
 
 CUDA = Platform(

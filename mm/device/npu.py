@@ -23,7 +23,7 @@ from mm.device.attention import Segments, by_stretch, check_cover, pieces
 from mm.device.deterministic import Variable
 from mm.device.kernels import EAGER_LOGITS, Fuse, Kernels
 from mm.device.partial_attention import Gradients, Pairs, PartialAttention, PartialOutput
-from mm.device.platform import KnownDevice, MachineFinding, Platform
+from mm.device.platform import KnownDevice, Links, MachineFinding, Platform
 from mm.device.pointwise import Heads
 from mm.device.shims import ADAM_SHIMS, Shim
 from mm.errors import UserError
@@ -306,8 +306,17 @@ def hccl_buffer_mb(num_groups: int, num_with_messages: int, buffsize_mb: int = 2
 # Known types
 
 
-def _known(label: str, names: str, tflops: float | None, memory_gib: int, reference: str) -> KnownDevice:
-    return KnownDevice(label, names, None if tflops is None else tflops * 1e12, memory_gib * 2**30, reference)
+def _known(
+    label: str, names: str, tflops: float | None, memory_gib: int, reference: str, links: Links, memory_tib: float = 1.6
+) -> KnownDevice:
+    """``memory_tib``: TiB per second of the memory, from msmodeling's device profiles."""
+    peak = None if tflops is None else tflops * 1e12
+    return KnownDevice(label, names, peak, memory_gib * 2**30, reference, memory_tib * 2**40, links)
+
+
+# msmodeling's device profiles: a full mesh of HCCS in an A2, 200 Gbit/s to other nodes; A3's switches reach 384 chips,
+# of which each has two devices.
+_A2, _A3 = Links(196e9, 25e9), Links(196e9, 196e9, node_size=16)
 
 
 _CANN = "CANN's platform_config: cube cores x 8,192 FLOP x cube frequency"
@@ -315,13 +324,13 @@ _MSMODELING = "Huawei's msmodeling, device profile"
 _KNOWN_DEVICES = (
     # Huawei's data sheets give fp16, which is 6 to 14 % more: 376, 313 and 280 TFLOP/s for A2, 752 for both dies of A3.
     # Each die of a 910C (A3) is a separate device, with half of the chip's 128 GB.
-    _known("Ascend910B1", r"Ascend910B1", 363.7, 64, f"{_CANN} (24, 1.85 GHz)"),
-    _known("Ascend910B2", r"Ascend910B2", 353.9, 64, f"{_MSMODELING} ATLAS_800_A2_376T_64G (24, 1.8 GHz)"),
-    _known("Ascend910B3", r"Ascend910B3", 294.9, 64, f"{_MSMODELING} ATLAS_800_A2_313T_64G (20, 1.8 GHz)"),
-    _known("Ascend910B4", r"Ascend910B4", 245.8, 32, f"{_MSMODELING} ATLAS_800_A2_280T_32G (20, 1.5 GHz)"),
-    _known("Ascend910B4-1", r"Ascend910B4-1", 245.8, 64, f"{_MSMODELING} ATLAS_800_A2_280T_64G (20, 1.5 GHz)"),
-    _known("Ascend910_9391", r"Ascend910_9391", 363.7, 64, f"{_CANN} (24, 1.85 GHz)"),
-    _known("other Ascend910_93", r"Ascend910_93(62|72|81|82|92)", None, 64, "no number found for these types"),
+    _known("Ascend910B1", r"Ascend910B1", 363.7, 64, f"{_CANN} (24, 1.85 GHz)", _A2),
+    _known("Ascend910B2", r"Ascend910B2", 353.9, 64, f"{_MSMODELING} ATLAS_800_A2_376T_64G (24, 1.8 GHz)", _A2),
+    _known("Ascend910B3", r"Ascend910B3", 294.9, 64, f"{_MSMODELING} ATLAS_800_A2_313T_64G (20, 1.8 GHz)", _A2),
+    _known("Ascend910B4", r"Ascend910B4", 245.8, 32, f"{_MSMODELING} ATLAS_800_A2_280T_32G (20, 1.5 GHz)", _A2, 0.8),
+    _known("Ascend910B4-1", r"Ascend910B4-1", 245.8, 64, f"{_MSMODELING} ATLAS_800_A2_280T_64G (20, 1.5 GHz)", _A2),
+    _known("Ascend910_9391", r"Ascend910_9391", 363.7, 64, f"{_CANN} (24, 1.85 GHz)", _A3),
+    _known("other Ascend910_93", r"Ascend910_93(62|72|81|82|92)", None, 64, "no number found for these types", _A3),
 )
 """Peaks of the cube cores in bf16, as published."""
 

@@ -22,6 +22,18 @@ MachineFinding = tuple[bool, str]
 
 
 @dataclass(frozen=True)
+class Links:
+    """What connects devices of one type, in bytes per second of one device in one direction."""
+
+    within: float
+    """To the other devices of its node: NVLink, HCCS or PCIe, as published."""
+    between: float
+    """To other nodes.  A data center decides this, so it is the usual network adapter per device."""
+    node_size: int = 8
+    """Devices of a node."""
+
+
+@dataclass(frozen=True)
 class KnownDevice:
     """One type of accelerator."""
 
@@ -35,6 +47,9 @@ class KnownDevice:
     """The whole memory: for NVIDIA's as nvidia-smi shows it, for others as the maker states it.  None: not found."""
     reference: str
     """Where the peak is published."""
+    memory_bandwidth: float
+    """Bytes per second, read and written together, as published."""
+    links: Links
 
 
 class Runtime(Protocol):

@@ -1,11 +1,15 @@
 """The timeline of a step: each stage runs its forward and backward steps in the order of ``mm.parallel.order``.
 
 A message leaves when its step ends, follows the one before it on its link, and takes no time of the stages: the engine
-starts sends and receives ahead.
+starts sends and receives ahead.  The order of the steps does not depend on their costs, so many pipelines of one shape
+are simulated at once.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
 
 from mm.parallel.order import stage_steps
 
@@ -41,6 +45,12 @@ class TimedStep:
     end: float
 
 
+def as_array(costs: Sequence[Sequence[SlotCost | MessageCost]]) -> np.ndarray:
+    """``costs[m][s]`` as float64 [2, num_microbatches, num_slots]: forward, backward."""
+    return np.array([[[one.forward for one in row] for row in costs],
+                     [[one.backward for one in row] for row in costs]]).reshape(2, len(costs), -1)
+
+
 def simulate(
     costs: Sequence[Sequence[SlotCost]], num_stages: int, messages: Sequence[Sequence[MessageCost]] | None = None,
 ) -> list[list[TimedStep]]:  # fmt: skip
@@ -49,64 +59,87 @@ def simulate(
     ``costs[m][s]`` is the cost of microbatch m in slot s, in forward order of slots; ``messages[m][s]`` that of its
     messages between slots s and s + 1, None if they take no time.
     """
-    num_slots = len(costs[0])
-    queues = [stage_steps(len(costs), stage, num_stages, num_slots // num_stages) for stage in range(num_stages)]
-    arrivals = _Arrivals(costs, num_stages, messages)
-    timeline: list[list[TimedStep]] = [[] for _ in range(num_stages)]
-    while any(len(steps) < len(queue) for steps, queue in zip(timeline, queues, strict=True)):
-        for stage, (steps, queue) in enumerate(zip(timeline, queues, strict=True)):
-            for is_forward, (microbatch, chunk) in queue[len(steps) :]:
-                slot = chunk * num_stages + stage
-                ready = arrivals.ready(is_forward, microbatch, slot)
-                if ready is None:
-                    break
-                start = max(ready, steps[-1].end if steps else 0.0)
-                cost = costs[microbatch][slot]
-                end = start + (cost.forward if is_forward else cost.backward)
-                arrivals.add(is_forward, microbatch, slot, end)
-                steps.append(TimedStep(is_forward, microbatch, chunk, start, end))
+    of_steps = as_array(costs)
+    ends = step_ends(of_steps, num_stages, None if messages is None else as_array(messages))
+    num_chunks = len(costs[0]) // num_stages
+    timeline = []
+    for stage in range(num_stages):
+        steps = []
+        for is_forward, (microbatch, chunk) in stage_steps(len(costs), stage, num_stages, num_chunks):
+            at = int(not is_forward), microbatch, chunk * num_stages + stage
+            end = float(ends[at])
+            steps.append(TimedStep(is_forward, microbatch, chunk, end - float(of_steps[at]), end))
+        timeline.append(steps)
     return timeline
-
-
-class _Arrivals:
-    """When the input of each step is there."""
-
-    def __init__(
-        self, costs: Sequence[Sequence[SlotCost]], num_stages: int, messages: Sequence[Sequence[MessageCost]] | None,
-    ) -> None:  # fmt: skip
-        self._costs, self._num_stages, self._last = costs, num_stages, len(costs[0]) - 1
-        self._messages = messages if num_stages > 1 else None
-        self._done: dict[tuple[bool, int, int], float] = {}
-        self._arrived: dict[tuple[bool, int, int], float] = {}
-        """By the slot that receives."""
-        self._links = {is_forward: [0.0] * num_stages for is_forward in (True, False)}
-        """When the latest message of each stage has arrived."""
-
-    def add(self, is_forward: bool, microbatch: int, slot: int, end: float) -> None:
-        """A step has ended: its message leaves."""
-        self._done[is_forward, microbatch, slot] = end
-        target = slot + 1 if is_forward else slot - 1
-        if not 0 <= target <= self._last:
-            return
-        if self._messages is None:
-            self._arrived[is_forward, microbatch, target] = end
-            return
-        cost, links = self._messages[microbatch][min(slot, target)], self._links[is_forward]
-        stage = slot % self._num_stages
-        links[stage] = arrived = max(end, links[stage]) + (cost.forward if is_forward else cost.backward)
-        self._arrived[is_forward, microbatch, target] = arrived
-
-    def ready(self, is_forward: bool, microbatch: int, slot: int) -> float | None:
-        """When the step's input is ready; None if not known yet."""
-        if is_forward:
-            return 0.0 if slot == 0 else self._arrived.get((True, microbatch, slot))
-        if self._costs[microbatch][slot].backward == 0 or slot == self._last:
-            return self._done.get((True, microbatch, slot))
-        return self._arrived.get((False, microbatch, slot))
 
 
 def step_cost(
     costs: Sequence[Sequence[SlotCost]], num_stages: int, messages: Sequence[Sequence[MessageCost]] | None = None,
 ) -> float:  # fmt: skip
     """From the first stage's start to the last stage's end."""
-    return max(steps[-1].end for steps in simulate(costs, num_stages, messages))
+    return float(step_ends(as_array(costs), num_stages, None if messages is None else as_array(messages)).max())
+
+
+def step_costs(costs: np.ndarray, num_stages: int, messages: np.ndarray | None = None) -> np.ndarray:
+    """From the first stage's start to the last stage's end, of many pipelines: float64 [num_pipelines].
+
+    ``costs``: float64 [2, num_microbatches, num_slots, num_pipelines]; ``messages`` the same with one slot fewer.
+    """
+    return step_ends(costs, num_stages, messages).max(axis=(0, 1, 2))
+
+
+def step_ends(costs: np.ndarray, num_stages: int, messages: np.ndarray | None = None) -> np.ndarray:
+    """When each step ends: float64, of the shape of ``costs``, which ``step_costs`` describes; without the last
+    dimension, one pipeline.
+
+    A step begins when its stage is free and its input is there.  The input of a backward step is a gradient; without
+    one, in a slot that computes nothing in the backward pass, and in the last slot, it is the slot's own forward step.
+    """
+    _, num_microbatches, num_slots, *pipelines = costs.shape
+    last, zeros = num_slots - 1, np.zeros(pipelines)
+    has_links = messages is not None and num_stages > 1
+    ends, arrived = np.zeros_like(costs), np.zeros_like(costs)
+    free, links = [zeros] * num_stages, [[zeros] * num_stages for _ in range(2)]
+    comes_back = costs[1] > 0
+    for is_backward, microbatch, slot in _schedule(num_microbatches, num_stages, num_slots // num_stages):
+        stage, ready = slot % num_stages, arrived[is_backward, microbatch, slot]
+        if is_backward:
+            own = ends[0, microbatch, slot]
+            ready = own if slot == last else np.where(comes_back[microbatch, slot], ready, own)
+        free[stage] = end = np.maximum(ready, free[stage]) + costs[is_backward, microbatch, slot]
+        ends[is_backward, microbatch, slot] = end
+        target = slot - 1 if is_backward else slot + 1
+        if not 0 <= target <= last:
+            continue
+        if has_links:
+            assert messages is not None, "checked above"
+            link = np.maximum(end, links[is_backward][stage]) + messages[is_backward, microbatch, min(slot, target)]
+            links[is_backward][stage] = end = link
+        arrived[is_backward, microbatch, target] = end
+    return ends
+
+
+@cache
+def _schedule(num_microbatches: int, num_stages: int, num_chunks: int) -> tuple[tuple[int, int, int], ...]:
+    """Every step as (is_backward, microbatch, slot), each after all on which it depends, whatever the steps cost."""
+    last = num_stages * num_chunks - 1
+    queues = [stage_steps(num_microbatches, stage, num_stages, num_chunks) for stage in range(num_stages)]
+    numbers = [0] * num_stages
+    done, found = set[tuple[int, int, int]](), list[tuple[int, int, int]]()
+    while len(found) < 2 * num_microbatches * (last + 1):
+        before = len(found)
+        for stage, queue in enumerate(queues):
+            for is_forward, (microbatch, chunk) in queue[numbers[stage] :]:
+                slot = chunk * num_stages + stage
+                if is_forward:
+                    needed = (0, microbatch, slot - 1) if slot else None
+                else:
+                    needed = (1, microbatch, slot + 1) if slot < last else (0, microbatch, slot)
+                if needed is not None and needed not in done:
+                    break
+                one = int(not is_forward), microbatch, slot
+                done.add(one)
+                found.append(one)
+                numbers[stage] += 1
+        assert len(found) > before, "a schedule never waits for itself"
+    return tuple(found)

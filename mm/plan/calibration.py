@@ -66,6 +66,18 @@ class Machine:
 
 
 @dataclass(frozen=True)
+class Network:
+    """What connects the nodes of a run."""
+
+    node_size: int
+    """Devices of a node."""
+    fixed: float
+    """Seconds of any message."""
+    per_byte: float
+    """Seconds for each byte of a device, in one direction."""
+
+
+@dataclass(frozen=True)
 class Calibration:
     """The content of a calibration file.  All times are in seconds."""
 
@@ -82,11 +94,15 @@ class Calibration:
     """From one stage to the next, by bytes; None if one process measured alone."""
     all_reduce: Mapping[int, Law]
     """Among so many ranks, by bytes; empty if one process measured alone."""
+    network: Network | None = None
+    """None: all ranks are on one node, or as far from each other as those that measured."""
+    assumed_error: float | None = None
+    """Relative error of times that were computed rather than measured."""
 
     @property
     def error(self) -> float:
         """A typical relative error of a block's law: the median of their largest."""
-        return median(one.error for one in self.blocks)
+        return median(one.error for one in self.blocks) if self.assumed_error is None else self.assumed_error
 
     @cached_property
     def by_key(self) -> Mapping[BlockKey, MeasuredBlock]:

@@ -14,8 +14,9 @@ import numpy as np
 from mm.batch import NO_SAMPLES, BatchTotals
 from mm.config.model import ModelConfig, RecomputeConfig
 from mm.errors import UserError
-from mm.model.flops import Backward, BlockPlace, block_backwards, block_slots, blocks
+from mm.model.flops import Backward, BlockPlace, block_backwards, blocks, slots_of
 from mm.parallel.simulation import SlotCost
+from mm.placement import Placement
 from mm.plan.calibration import BlockKey, BlockLaws, Calibration
 from mm.plan.laws import Law
 from mm.weights.memory import memory_shape
@@ -25,6 +26,8 @@ COUNTS = tuple(field.name for field in fields(BatchTotals))
 """The columns of an array of microbatches."""
 WHOLE_LAYER = "layer"
 """``BlockKey.recompute`` of a layer that is recomputed as a whole."""
+_OF_IMAGES = (Place.PATCH_EMBEDDING, Place.VISION_LAYER, Place.PROJECTOR)
+"""Microbatches without images do not pass these."""
 
 
 @dataclass(frozen=True)
@@ -83,75 +86,100 @@ def recomputed_modules(recompute: RecomputeConfig) -> str:
 
 
 @dataclass(frozen=True)
-class SlotLaws:
-    """The cost of each slot as a function of a microbatch's counts: seconds [direction, has_images, slot]."""
+class BlockCosts:
+    """The costs of all blocks of a model as linear functions of a microbatch's counts.
 
-    fixed: np.ndarray
-    """[2, 2, num_slots]: if the microbatch has any rows there."""
-    per_count: np.ndarray
-    """[2, 2, num_slots, num_counts]"""
-    chunk_pass: float
-    """Seconds of a pass besides its blocks."""
-    is_passed: np.ndarray
-    """bool [2, 2, num_slots]: whether the slot has such a pass."""
-
-    def of(self, counts: np.ndarray) -> np.ndarray:
-        """Seconds [2, num_microbatches, num_slots], forward and backward, of microbatches [num_microbatches,
-        num_counts]."""
-        kinds = (counts[:, COUNTS.index("num_images")] > 0).astype(int)
-        seconds = np.einsum("dmsc,mc->dms", self.per_count[:, kinds], counts)
-        return seconds + self.fixed[:, kinds] + self.is_passed[:, kinds] * self.chunk_pass
-
-    def costs(self, counts: np.ndarray) -> list[list[SlotCost]]:
-        """The same as ``mm.parallel.simulation`` takes them."""
-        forward, backward = self.of(counts).tolist()
-        return [[SlotCost(*both) for both in zip(*rows, strict=True)] for rows in zip(forward, backward, strict=True)]
-
-
-def slot_laws(model: ModelConfig, cutting: Cutting, calibration: Calibration) -> SlotLaws:
-    """Add up the laws of the blocks of each slot of ``model``."""
-    slots, num_slots = block_slots(model), len(model.placement().slots)
-    return BlockArrays.of(model, cutting, calibration).in_slots(slots, num_slots)
-
-
-@dataclass(frozen=True)
-class BlockArrays:
-    """The laws of all blocks of a model as arrays, from which those of the slots follow for any lists."""
+    Those of slots are sums of them, for any placement.
+    """
 
     places: tuple[BlockPlace, ...]
     fixed: np.ndarray
-    """[2, 2, num_blocks], as in ``SlotLaws``."""
+    """[2, 2, num_blocks], by direction and whether the microbatch has images: if it has any rows in the block."""
     per_count: np.ndarray
     """[2, 2, num_blocks, num_counts]"""
-    chunk_pass: float
+    chunk_pass: float = 0.0
+    """Of each pass of a chunk besides its blocks."""
 
     @classmethod
-    def of(cls, model: ModelConfig, cutting: Cutting, calibration: Calibration) -> "BlockArrays":
-        """Raises UserError if the calibration lacks one of the blocks."""
+    def of(cls, model: ModelConfig, cutting: Cutting, calibration: Calibration) -> "BlockCosts":
+        """In seconds.  Raises UserError if the calibration lacks one of the blocks."""
+        found = {}
+        for has_images in (False, True):
+            keys = block_keys(model, cutting, has_images)
+            found |= {(place, has_images): laws_of(key, calibration) for place, key in keys.items()
+                      if has_images or place[0] not in _OF_IMAGES}
+        is_pipeline = model.num_stages > 1 and calibration.pipeline_pass is not None
+        chunk_pass = max(calibration.chunk_pass, (calibration.pipeline_pass or 0.0) * is_pipeline)
+        return cls._from_laws(model, found, chunk_pass)
+
+    @classmethod
+    def in_flops(cls, model: ModelConfig) -> "BlockCosts":
+        """In FLOPs, as ``mm.model.flops.slot_flops`` counts them: without recomputation."""
+        forward, found = forward_laws(model), dict[tuple[BlockPlace, bool], BlockLaws]()
+        for has_images in (False, True):
+            for place, backward in block_backwards(model, has_images).items():
+                if has_images or place[0] not in _OF_IMAGES:
+                    found[place, has_images] = BlockLaws(forward[place], forward[place].times(backward.num_forward))
+        return cls._from_laws(model, found, 0.0)
+
+    @classmethod
+    def _from_laws(
+        cls, model: ModelConfig, laws: Mapping[tuple[BlockPlace, bool], BlockLaws], chunk_pass: float
+    ) -> "BlockCosts":
         places = tuple((block.place, block.layer) for block in blocks(model, NO_SAMPLES))
         fixed, per_count = np.zeros((2, 2, len(places))), np.zeros((2, 2, len(places), len(COUNTS)))
         rows, pairs = _linear_counts(model)
-        for has_images in (False, True):
-            keys = block_keys(model, cutting, has_images)
-            for number, place in enumerate(places):
-                if not has_images and place[0] in (Place.PATCH_EMBEDDING, Place.VISION_LAYER, Place.PROJECTOR):
-                    continue  # nothing passes them
-                laws = laws_of(keys[place], calibration)
-                for direction, law in enumerate((laws.forward, laws.backward)):
+        for number, place in enumerate(places):
+            for has_images in (False, True):
+                if (found := laws.get((place, has_images))) is None:
+                    continue
+                for direction, law in enumerate((found.forward, found.backward)):
                     at = direction, int(has_images), number
                     fixed[at] = law.fixed
                     per_count[at] = law.per_row * rows[place] + law.per_pair * pairs[place]
-        is_pipeline = model.num_stages > 1 and calibration.pipeline_pass is not None
-        chunk_pass = max(calibration.chunk_pass, (calibration.pipeline_pass or 0.0) * is_pipeline)
         return cls(places, fixed, per_count, chunk_pass)
 
-    def in_slots(self, slots: Mapping[BlockPlace, int], num_slots: int) -> SlotLaws:
-        """The laws of the slots, given the slot of each block."""
-        is_in = np.zeros((len(self.places), num_slots))
-        is_in[range(len(self.places)), [slots[place] for place in self.places]] = 1
+    def of_blocks(self, counts: np.ndarray) -> np.ndarray:
+        """[2, num_microbatches, num_blocks], forward and backward, of microbatches [num_microbatches, num_counts]."""
+        kinds = _kinds(counts)
+        return np.einsum("dmbc,mc->dmb", self.per_count[:, kinds], counts) + self.fixed[:, kinds]
+
+    def of_slots(self, counts: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        """[2, num_microbatches, num_slots, num_placements], for several placements, as ``slots_of`` gives them."""
         has_law = (self.fixed > 0) | (self.per_count > 0).any(axis=-1)
-        return SlotLaws(self.fixed @ is_in, np.einsum("dkbc,bs->dksc", self.per_count, is_in), self.chunk_pass,
-                        (has_law @ is_in) > 0)
+        is_passed = np.tensordot(has_law.astype(float), slots, 1) > 0
+        return np.tensordot(self.of_blocks(counts), slots, 1) + self.chunk_pass * is_passed[:, _kinds(counts)]
+
+    def slots_of(self, model: ModelConfig, placements: Sequence[Placement]) -> np.ndarray:
+        """Which blocks are in which slot: 0.0 or 1.0 [num_blocks, num_slots, num_placements]."""
+        found = np.zeros((len(self.places), len(placements[0].slots), len(placements)))
+        for number, placement in enumerate(placements):
+            slots = slots_of(model, placement)
+            found[range(len(self.places)), [slots[place] for place in self.places], number] = 1.0
+        return found
+
+
+def slot_costs(costs: BlockCosts, model: ModelConfig, counts: np.ndarray) -> list[list[SlotCost]]:
+    """The costs of each microbatch in each slot of the placement of ``model``."""
+    forward, backward = costs.of_slots(counts, costs.slots_of(model, [model.placement()]))[..., 0].tolist()
+    return [[SlotCost(*both) for both in zip(*rows, strict=True)] for rows in zip(forward, backward, strict=True)]
+
+
+def _kinds(counts: np.ndarray) -> np.ndarray:
+    """Whether each microbatch has images, as 0 or 1."""
+    return (counts[:, COUNTS.index("num_images")] > 0).astype(int)
+
+
+@cache
+def forward_laws(model: ModelConfig) -> Mapping[BlockPlace, Law]:
+    """Forward FLOPs of each block for each of its rows and pairs, in which they are linear."""
+    of_one = [blocks(model, replace(NO_SAMPLES, **{name: 1})) for name in COUNTS]
+    found = {}
+    for same in zip(*of_one, strict=True):
+        per_row = [one.forward / one.rows for one in same if one.rows > 0 and not one.pairs]
+        per_pair = [one.forward / one.pairs for one in same if one.pairs > 0 and not one.rows]
+        found[same[0].place, same[0].layer] = Law(0.0, (per_row or [0.0])[0], (per_pair or [0.0])[0])
+    return found
 
 
 @cache

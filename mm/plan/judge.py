@@ -1,13 +1,12 @@
 """How good the pipeline lists of a run are, and which would be better, on its own data."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from statistics import fmean
+from dataclasses import dataclass
 
 from mm.config.run import Run
 from mm.placement import Placement
 from mm.plan.lists import Costs, Lists, best_lists
-from mm.plan.predict import Predictor
+from mm.plan.predict import NUM_SIMULATED, Predictor
 from mm.plan.stages import peaks, stage_sizes
 from mm.plan.workload import Workload
 
@@ -46,36 +45,30 @@ class Judgement:
 def judge(run: Run, predictor: Predictor, workload: Workload, max_bytes: int | None) -> Judgement:
     """Judge the lists of ``run``, and search for better ones that need at most ``max_bytes`` on any rank; None: as many
     as it takes."""
-    present = _judged(run, predictor, workload, Lists.of(run.model))
-    some = Workload(workload.steps[:_NUM_SEARCHED])
-    found, _ = best_lists(present.lists, Costs(
-        cost=lambda one: _pipelines(predictor, some, one)[0],
-        least=lambda one: predictor.least(some, _placed(one)),
-        unevenness=lambda one: predictor.unevenness(some, _placed(one)),
-        fits=lambda one: max_bytes is None or _peak_bytes(run, one) <= max_bytes))
-    best = min((present, _judged(run, predictor, workload, found)), key=lambda one: one.seconds)
-    even = fmean(even for _, _, even in _steps(predictor, workload, present.lists))
-    return Judgement(present, best, even)
+    present = Lists.of(run.model)
+    found, _ = best_lists(present, list_costs(run, predictor, Workload(workload.steps[:_NUM_SEARCHED]), max_bytes))
+    both = list(dict.fromkeys((present, found)))
+    pipelines = predictor.pipelines(workload, [one.placement for one in both])
+    means = zip(both, pipelines.seconds.mean(axis=0).tolist(), pipelines.busy.mean(axis=0).tolist(), strict=True)
+    judged = [JudgedLists(one, seconds, busy, peak_bytes(run, one.placement)) for one, seconds, busy in means]
+    return Judgement(judged[0], min(judged, key=lambda one: one.seconds), float(pipelines.even[:, 0].mean()))
 
 
-def _judged(run: Run, predictor: Predictor, workload: Workload, lists: Lists) -> JudgedLists:
-    return JudgedLists(lists, *_pipelines(predictor, workload, lists), _peak_bytes(run, lists))
+def list_costs(
+    run: Run, predictor: Predictor, workload: Workload, max_bytes: int | None, num_simulated: int = NUM_SIMULATED
+) -> Costs:
+    """What the search for lists asks about ``run``."""
+
+    def placements(some: Sequence[Lists]) -> list[Placement]:
+        return [one.placement for one in some]
+
+    return Costs(
+        costs=lambda some: predictor.pipelines(workload, placements(some), num_simulated).seconds.mean(axis=0),
+        least=lambda some: predictor.least(workload, placements(some)),
+        unevenness=lambda some: predictor.unevenness(workload, placements(some)),
+        fits=lambda one: max_bytes is None or peak_bytes(run, one.placement) <= max_bytes)
 
 
-def _pipelines(predictor: Predictor, workload: Workload, lists: Lists) -> tuple[float, float]:
-    """Mean seconds of the pipeline, and mean work of a stage."""
-    steps = _steps(predictor, workload, lists)
-    return fmean(seconds for seconds, _, _ in steps), fmean(busy for _, busy, _ in steps)
-
-
-def _steps(predictor: Predictor, workload: Workload, lists: Lists) -> Sequence[tuple[float, float, float]]:
-    return list(predictor.pipelines(workload, _placed(lists)))
-
-
-def _placed(lists: Lists) -> Placement:
-    return Placement.of(lists.vision, lists.language)
-
-
-def _peak_bytes(run: Run, lists: Lists) -> int:
-    other, placement = replace(run, model=lists.applied(run.model)), _placed(lists)
-    return max(peaks(other, placement, stage_sizes(other, placement)).values())
+def peak_bytes(run: Run, placement: Placement) -> int:
+    """Memory of the fullest rank if the layers of ``run`` are placed so."""
+    return max(peaks(run, placement, stage_sizes(run, placement)).values())

@@ -29,9 +29,9 @@ class Law:
         return Law(max(0.0, self.fixed - other.fixed), max(0.0, self.per_row - other.per_row),
                    max(0.0, self.per_pair - other.per_pair))
 
-    def scaled(self, factor: float) -> "Law":
-        """The law of ``factor`` times as much work for each row and pair."""
-        return Law(self.fixed, self.per_row * factor, self.per_pair * factor)
+    def times(self, factor: float) -> "Law":
+        """``factor`` times the time."""
+        return Law(self.fixed * factor, self.per_row * factor, self.per_pair * factor)
 
 
 @dataclass(frozen=True)

@@ -1,24 +1,24 @@
 """The search for the pipeline lists with the shortest step.  The caller says what a step costs and what fits.
 
 If few lists are possible, all of them are compared, so no others are better.  Otherwise the search moves one layer at a
-time between two slots while that helps.
+time between two slots while that helps.  Many lists are asked about at once, which costs hardly more than one.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations_with_replacement, pairwise
 from typing import Any
 
+import numpy as np
+
 from mm.config.model import ModelConfig
-from mm.placement import PipelineLayout, layout_problems
+from mm.placement import PipelineLayout, Placement, layout_problems
 
 LEAST_GAIN = 1e-4
 """A layer moves only if the step gets shorter by this share."""
 MAX_COMPARED = 1000
 """If no more lists than this are possible, all are compared."""
-NUM_TRIED = 8
-"""Moves of each round whose cost is computed: the most promising ones."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,8 @@ class Lists:
                        language=replace(model.language, pipeline_num_layers=self.language))
 
     @property
-    def order(self) -> tuple[PipelineLayout, PipelineLayout]:
-        """Decides between lists of equal cost."""
-        return self.vision, self.language
+    def placement(self) -> Placement:
+        return Placement.of(self.vision, self.language)
 
     def values(self) -> tuple[list[Any], list[Any]]:
         """As in the model JSON: flat with one chunk."""
@@ -90,13 +89,13 @@ class Lists:
 
 @dataclass(frozen=True)
 class Costs:
-    """What the search asks about lists."""
+    """What the search asks about lists, many at a time; each answer is float64 or bool [num_lists]."""
 
-    cost: Callable[[Lists], float]
+    costs: Callable[[Sequence[Lists]], np.ndarray]
     """What is to be least: the simulated step."""
-    least: Callable[[Lists], float]
+    least: Callable[[Sequence[Lists]], np.ndarray]
     """A quick lower bound of it."""
-    unevenness: Callable[[Lists], float]
+    unevenness: Callable[[Sequence[Lists]], np.ndarray]
     """Quick: how unevenly the stages are loaded."""
     fits: Callable[[Lists], bool]
 
@@ -108,47 +107,45 @@ def best_lists(start: Lists, of: Costs) -> tuple[Lists, float]:
     descent along ``unevenness`` finds.  Lists that do not fit are never returned, except ``start``.
     """
     if start.num_possible <= MAX_COMPARED:
-        return _compared(start, of)
-    even = _evened(start, of)
+        return _better(start, float(of.costs([start])[0]), list(start.possible()), of)
+    even = evened(start, of)
     found = [_descended(one, of) for one in dict.fromkeys((start, even)) if one == start or of.fits(one)]
     return min(found, key=lambda one: one[1])
 
 
-def _compared(start: Lists, of: Costs) -> tuple[Lists, float]:
-    """Try all possible lists, in the order of their bounds, until the bound is above the best cost."""
-    best, least = start, of.cost(start)
-    for bound, _, one in sorted((of.least(one), one.order, one) for one in start.possible()):
-        if bound >= least:
+def evened(start: Lists, of: Costs) -> Lists:
+    """The lists that load the stages most evenly, by moves of one layer."""
+    best, least = start, float(of.unevenness([start])[0])
+    while moves := list(best.moves()):
+        found = of.unevenness(moves)
+        number = int(found.argmin())
+        if found[number] >= least:
             break
-        if of.fits(one) and (cost := of.cost(one)) < least * (1 - LEAST_GAIN):
-            best, least = one, cost
-    return best, least
+        best, least = moves[number], float(found[number])
+    return best
 
 
-def _evened(start: Lists, of: Costs) -> Lists:
-    best, least = start, of.unevenness(start)
-    while True:
-        tried = ((of.unevenness(one), one.order, one) for one in best.moves())
-        unevenness, _, found = min(tried, default=(least, best.order, best))
-        if unevenness >= least:
-            return best
-        best, least = found, unevenness
+def _better(start: Lists, least: float, others: Sequence[Lists], of: Costs) -> tuple[Lists, float]:
+    """The cheapest of ``others`` that fits, if it costs noticeably less than ``least``, which ``start`` costs."""
+    bounds = of.least(others)
+    worth = [one for one, bound in zip(others, bounds, strict=True) if bound < least]
+    costs = of.costs(worth) if worth else np.zeros(0)
+    for number in costs.argsort(kind="stable"):
+        if costs[number] >= least * (1 - LEAST_GAIN):
+            break
+        if of.fits(worth[number]):
+            return worth[number], float(costs[number])
+    return start, least
 
 
 def _descended(start: Lists, of: Costs) -> tuple[Lists, float]:
-    """Take the best move until none helps: the most promising moves first, all of them before the descent ends."""
-    best, least = start, of.cost(start)
+    """Take the best move until none helps."""
+    best, least = start, float(of.costs([start])[0])
     while True:
-        near = sorted((of.least(one), one.order, one) for one in best.moves())
-        near = [one for bound, _, one in near if bound < least]
-        for tried in (near[:NUM_TRIED], near[NUM_TRIED:]):
-            cost, _, found = min(((of.cost(one), one.order, one) for one in tried if of.fits(one)),
-                                 default=(least, best.order, best))
-            if cost < least * (1 - LEAST_GAIN):
-                best, least = found, cost
-                break
-        else:
+        found, cost = _better(best, least, list(best.moves()), of)
+        if found == best:
             return best, least
+        best, least = found, cost
 
 
 def _nested(counts: list[int], num_stages: int) -> PipelineLayout:

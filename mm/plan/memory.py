@@ -4,10 +4,14 @@ Pure arithmetic over the model's settings; ``tests/test_budgets.py`` compares it
 allocations of the driver and the communication library, and the allocator's fragmentation.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import mul
+from typing import TypeVar
+
+import numpy as np
 
 from mm.config.model import ModelConfig, RecomputeConfig, Tower, VisionConfig
 from mm.model.loss import MAX_LOGIT_ROWS, max_logit_rows
@@ -221,7 +225,7 @@ class ChunkMemory:
         return max(max(vision, default=0) * rows.num_patches, max(language, default=0) * rows.num_tokens)
 
     def _message_bytes(self, message: Message, rows: MicrobatchSizes) -> int:
-        return message_bytes(message, rows, self.model, self.width) // self.num_pieces
+        return message_bytes(message, rows.num_patches, rows.num_tokens, self.model, self.width) // self.num_pieces
 
     def _logits(self, num_rows: int) -> int:
         return num_rows * (self.model.language.vocab_size // self.tp_size) if self.spec.has_head else 0
@@ -234,10 +238,28 @@ class ChunkMemory:
     def _path(self) -> GradientPath:
         return GradientPath.of(self.model)
 
-    def _of(self, place: Place, layer: int | None = None) -> list[Weight]:
-        return [weight for weight in self._weights if (weight.place, weight.layer) == (place, layer)]
+    @cached_property
+    def _by_place(self) -> Mapping[tuple[Place, int | None], list[Weight]]:
+        found = defaultdict[tuple[Place, int | None], list[Weight]](list)
+        for weight in self._weights:
+            found[weight.place, weight.layer].append(weight)
+        return found
 
-    def _layers(self, part: str) -> Iterator[tuple[LayerBytes, Keeps]]:
+    def _of(self, place: Place, layer: int | None = None) -> list[Weight]:
+        return self._by_place.get((place, layer), [])
+
+    def _layers(self, part: str) -> Sequence[tuple[LayerBytes, Keeps]]:
+        return self._vision_layers if part == "vision" else self._language_layers
+
+    @cached_property
+    def _vision_layers(self) -> Sequence[tuple[LayerBytes, Keeps]]:
+        return list(self._layers_of("vision"))
+
+    @cached_property
+    def _language_layers(self) -> Sequence[tuple[LayerBytes, Keeps]]:
+        return list(self._layers_of("language"))
+
+    def _layers_of(self, part: str) -> Iterator[tuple[LayerBytes, Keeps]]:
         tower: Tower = getattr(self.model, part)
         place = Place.VISION_LAYER if part == "vision" else Place.LANGUAGE_LAYER
         layers: range = getattr(self.spec, place.value)
@@ -343,14 +365,17 @@ class StageMemory:
         return state_bytes + held + working
 
 
-def message_bytes(message: Message, rows: MicrobatchSizes, model: ModelConfig, width: int) -> int:
+Rows = TypeVar("Rows", int, np.ndarray)
+
+
+def message_bytes(message: Message, num_patches: Rows, num_tokens: Rows, model: ModelConfig, width: int) -> Rows:
     """Bytes that cross a boundary for one microbatch, on all tensor-parallel ranks together if they cut rows."""
     vision, language = model.vision, model.language
     return {
-        Message.NOTHING: 0,
-        Message.PATCHES: rows.num_patches * vision.hidden_size,
-        Message.VISUAL_TOKENS: rows.num_patches // vision.spatial_merge_size**2 * language.hidden_size,
-        Message.HIDDEN_STATES: rows.num_tokens * language.hidden_size,
+        Message.NOTHING: 0 * num_tokens,
+        Message.PATCHES: num_patches * vision.hidden_size,
+        Message.VISUAL_TOKENS: num_patches // vision.spatial_merge_size**2 * language.hidden_size,
+        Message.HIDDEN_STATES: num_tokens * language.hidden_size,
     }[message] * width
 
 

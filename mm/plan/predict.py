@@ -1,33 +1,35 @@
 """The predicted time of a step: the slots' costs through the pipeline's schedule, then the reduction and the update.
 
-Pure arithmetic over a calibration and the counts of microbatches; ``mm.plan.costs`` adds up the laws.
+Pure arithmetic over a calibration and the counts of microbatches; ``mm.plan.costs`` adds up the laws.  Many placements
+of one run are predicted at once.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import fmean, pstdev
 
 import numpy as np
 
 from mm.config.run import Run
-from mm.data.order.sequence import pipeline_order
+from mm.data.order.sequence import in_order, pipeline_orders
 from mm.errors import UserError
-from mm.model.flops import slots_of
-from mm.parallel.simulation import MessageCost, SlotCost, TimedStep, simulate, step_cost
-from mm.placement import Placement
+from mm.parallel.simulation import MessageCost, SlotCost, TimedStep, simulate, step_costs
+from mm.placement import Message, Placement
 from mm.plan.calibration import Calibration
-from mm.plan.costs import COUNTS, BlockArrays, Cutting, SlotLaws
+from mm.plan.costs import COUNTS, BlockCosts, Cutting
 from mm.plan.laws import Law
-from mm.plan.memory import WIDTHS, MicrobatchSizes, message_bytes
+from mm.plan.memory import WIDTHS, message_bytes
 from mm.plan.stages import StageSize, stage_sizes
+from mm.plan.traffic import all_reduce_law, message_law
 from mm.plan.workload import Workload
 from mm.weights.trained import GradientPath
 
 _NINE_OF_TEN = 1.645
 """Standard deviations on both sides of the mean between which nine of ten normally distributed values lie."""
 NUM_SIMULATED = 4
-"""Replicas of each step whose pipeline is simulated: those whose stages have most to do."""
+"""Replicas of each step whose pipeline is simulated: those that have most to do."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,23 @@ class StepPrediction:
     def interval(self) -> tuple[float, float]:
         """Where nine of ten steps lie: the errors of the laws, and the spread of the data."""
         reach = _NINE_OF_TEN * math.hypot(self.spread, self.error * self.seconds)
-        return self.seconds - reach, self.seconds + reach
+        return max(0.0, self.seconds - reach), self.seconds + reach
 
     @property
     def bubble(self) -> float:
         """The share of the pipeline's time in which a stage waits."""
         return 1 - self.busy / self.pipeline
+
+
+@dataclass(frozen=True)
+class Pipelines:
+    """The slowest replica's pipeline of each step: float64 [num_steps, num_placements], in the unit of the laws."""
+
+    seconds: np.ndarray
+    busy: np.ndarray
+    """What its mean stage works."""
+    even: np.ndarray
+    """How long the same work takes with equal stages and microbatches."""
 
 
 class Predictor:
@@ -72,101 +85,130 @@ class Predictor:
             raise UserError(f"the run has {run.world_size} ranks, but the calibration was measured by one process, "
                             f"without messages and collectives; give mm-plan calibrate --num-processes 2 or more")
         cutting = Cutting(run.tp_size, run.args.sequence_parallel)
-        self._blocks, self._path = BlockArrays.of(run.model, cutting, calibration), GradientPath.of(run.model)
+        self._costs, self._flops = BlockCosts.of(run.model, cutting, calibration), BlockCosts.in_flops(run.model)
+        self._path, self._width = GradientPath.of(run.model), WIDTHS[run.args.precision]
 
     def predict(self, workload: Workload) -> StepPrediction:
         """The mean over the steps of ``workload``."""
         placement = self._run.model.placement()
-        pipelines, busy, evens = zip(*self.pipelines(workload, placement), strict=True)
+        found = self.pipelines(workload, [placement])
         sizes = stage_sizes(self._run, placement)
-        reduction, update = self._reduction(sizes), self._update(sizes)
+        reduction, update = self.reduction(sizes), self.update(sizes)
+        pipelines = found.seconds[:, 0].tolist()
         return StepPrediction(
             seconds=fmean(pipelines) + reduction + update, spread=pstdev(pipelines), pipeline=fmean(pipelines),
-            busy=fmean(busy), even=fmean(evens), reduction=reduction, update=update,
+            busy=float(found.busy.mean()), even=float(found.even.mean()), reduction=reduction, update=update,
             error=self._calibration.error)
 
-    def pipelines(self, workload: Workload, placement: Placement) -> Iterator[tuple[float, float, float]]:
-        """For each step: seconds of the slowest replica's pipeline, the mean work of its stages, and the time of the
-        same work with equal stages and microbatches."""
-        laws, num_stages = self._laws(placement), placement.num_stages
-        for step, of_stages in zip(workload.steps, self._work(workload, laws, num_stages), strict=True):
-            likely = sorted(range(len(step)), key=lambda number: -of_stages[number].max())[:NUM_SIMULATED]
-            times = {number: step_cost(*self._ordered(step[number], placement, laws)) for number in likely}
-            slowest = max(likely, key=times.__getitem__)
-            mean, count = float(of_stages[slowest].mean()), len(step[slowest])
-            yield times[slowest], mean, mean * (count + num_stages - 1) / count
+    def pipelines(
+        self, workload: Workload, placements: Sequence[Placement], num_simulated: int = NUM_SIMULATED
+    ) -> Pipelines:
+        """The slowest replica's pipeline of each step, among the ``num_simulated`` replicas with most work."""
+        slots, num_stages = self._costs.slots_of(self._run.model, placements), placements[0].num_stages
+        rows = []
+        for step in workload.steps:
+            work = [float(self._costs.of_blocks(self._shared(counts)).sum()) for counts in step]
+            likely = sorted(range(len(step)), key=lambda number: -work[number])[:num_simulated]
+            found = np.stack([self._replica(step[number], placements, slots) for number in likely])
+            slowest = found[:, 0].argmax(axis=0)
+            rows.append(np.take_along_axis(found, slowest[None, None], axis=0)[0])
+        seconds, busy, num_microbatches = np.stack(rows, axis=1)
+        return Pipelines(seconds, busy, busy * (num_microbatches + num_stages - 1) / num_microbatches)
 
-    def least(self, workload: Workload, placement: Placement) -> float:
-        """A quick lower bound of the mean pipeline: what the busiest stage of any replica works."""
-        found = self._work(workload, self._laws(placement), placement.num_stages)
-        return fmean(max(float(stages.max()) for stages in step) for step in found)
+    def _replica(self, counts: np.ndarray, placements: Sequence[Placement], slots: np.ndarray) -> np.ndarray:
+        """Pipeline, work of the mean stage and number of microbatches: [3, num_placements]."""
+        costs, messages = self._ordered(counts, placements, slots)
+        num_stages = placements[0].num_stages
+        seconds = step_costs(costs, num_stages, messages)
+        return np.stack([seconds, costs.sum(axis=(0, 1, 2)) / num_stages, np.full_like(seconds, len(counts))])
 
-    def unevenness(self, workload: Workload, placement: Placement) -> float:
+    def least(self, workload: Workload, placements: Sequence[Placement]) -> np.ndarray:
+        """A quick lower bound of the mean pipeline of each placement: what the busiest stage of any replica works."""
+        return np.mean([stages.max(axis=(0, 1)) for stages in self._work(workload, placements)], axis=0)
+
+    def unevenness(self, workload: Workload, placements: Sequence[Placement]) -> np.ndarray:
         """The sum of squares of what the stages work on average: least if all work the same."""
-        work = self._work(workload, self._laws(placement), placement.num_stages)
-        mean = np.mean([stages for step in work for stages in step], axis=0)
-        return float(np.square(mean).sum())
+        work = np.mean([stages.mean(axis=0) for stages in self._work(workload, placements)], axis=0)
+        return np.square(work).sum(axis=0)
 
     def timeline(self, counts: np.ndarray) -> list[list[TimedStep]]:
         """What each stage of a replica with these microbatches does, and when."""
         placement = self._run.model.placement()
-        return simulate(*self._ordered(counts, placement, self._laws(placement)))
+        slots = self._costs.slots_of(self._run.model, [placement])
+        costs, messages = (one[..., 0].tolist() for one in self._ordered(counts, [placement], slots))
+        return simulate([[SlotCost(*both) for both in zip(*rows, strict=True)] for rows in zip(*costs, strict=True)],
+                        placement.num_stages,
+                        [[MessageCost(*both) for both in zip(*rows, strict=True)]
+                         for rows in zip(*messages, strict=True)])
 
-    def _laws(self, placement: Placement) -> SlotLaws:
-        return self._blocks.in_slots(slots_of(self._run.model, placement), len(placement.slots))
+    def work(self, counts: np.ndarray) -> np.ndarray:
+        """[2, num_microbatches, num_blocks], forward and backward: what each block of one rank takes."""
+        return self._costs.of_blocks(self._shared(counts))
 
-    def _work(self, workload: Workload, laws: SlotLaws, num_stages: int) -> list[list[np.ndarray]]:
-        """By step and replica, the seconds that each stage works."""
-        return [[laws.of(self._shared(counts)).sum(axis=(0, 1)).reshape(-1, num_stages).sum(axis=0) for counts in step]
-                for step in workload.steps]  # fmt: skip
+    def _work(self, workload: Workload, placements: Sequence[Placement]) -> list[np.ndarray]:
+        """By step, what each stage of each replica works: [num_replicas, num_stages, num_placements]."""
+        slots, num_stages = self._costs.slots_of(self._run.model, placements), placements[0].num_stages
+
+        def of_replica(counts: np.ndarray) -> np.ndarray:
+            found = self._costs.of_slots(self._shared(counts), slots).sum(axis=(0, 1))
+            return found.reshape(-1, num_stages, len(placements)).sum(axis=0)
+
+        return [np.stack([of_replica(counts) for counts in step]) for step in workload.steps]
 
     def _ordered(
-        self, counts: np.ndarray, placement: Placement, laws: SlotLaws
-    ) -> tuple[list[list[SlotCost]], int, list[list[MessageCost]]]:
-        """The arguments of the simulation, with microbatches in the order in which they enter the pipeline."""
-        here = self._shared(counts)
-        costs, messages, num_stages = laws.costs(here), self._messages(here, placement), placement.num_stages
-        order = pipeline_order(costs, num_stages) if num_stages > 1 else range(len(costs))
-        return [costs[one] for one in order], num_stages, [messages[one] for one in order]
+        self, counts: np.ndarray, placements: Sequence[Placement], slots: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Costs and messages as ``step_costs`` takes them, with microbatches in the order in which a run sends them
+        through the pipeline, which it chooses by FLOPs."""
+        here, num_stages = self._shared(counts), placements[0].num_stages
+        costs, messages = self._costs.of_slots(here, slots), self._messages(here, placements)
+        if num_stages == 1:
+            return costs, messages
+        order = pipeline_orders(self._flops.of_slots(counts, slots), num_stages)
+        return in_order(costs, order), in_order(messages, order)
 
     def _shared(self, counts: np.ndarray) -> np.ndarray:
         """What one context-parallel rank computes of each microbatch."""
         return counts if self._run.cp_size == 1 else _divided(counts, self._run.cp_size)
 
-    def _messages(self, counts: np.ndarray, placement: Placement) -> list[list[MessageCost]]:
-        run, law = self._run, self._calibration.message or Law(0.0, 0.0)
-        columns = [COUNTS.index(name) for name in ("num_tokens", "num_patches", "num_target_tokens")]
-        found = []
-        for row in counts:
-            sizes, has_images = MicrobatchSizes(*row[columns].astype(int).tolist()), row[COUNTS.index("num_images")] > 0
-            of_slots = []
-            for spec in placement.slots[:-1]:
-                num_bytes = message_bytes(spec.sends, sizes, run.model, WIDTHS[run.args.precision]) // run.num_pieces
-                seconds = law.seconds(num_bytes)
-                of_slots.append(MessageCost(seconds, seconds if self._path.comes_back(spec, has_images) else 0.0))
-            found.append(of_slots)
+    def _messages(self, counts: np.ndarray, placements: Sequence[Placement]) -> np.ndarray:
+        """[2, num_microbatches, num_slots - 1, num_placements]"""
+        has_images, stride = counts[:, COUNTS.index("num_images")] > 0, self._run.world_size // self._run.num_stages
+        num_patches, num_tokens = (counts[:, COUNTS.index(name)] for name in ("num_patches", "num_tokens"))
+
+        @cache
+        def seconds(message: Message, law: Law, with_images: bool, without: bool) -> np.ndarray:
+            """[2, num_microbatches]; the flags say whether gradients come back."""
+            num_bytes = message_bytes(message, num_patches, num_tokens, self._run.model, self._width)
+            forward = (law.fixed + law.per_row * num_bytes / self._run.num_pieces) * (num_bytes > 0)
+            return np.stack([forward, forward * np.where(has_images, with_images, without)])
+
+        found = np.zeros((2, len(counts), len(placements[0].slots) - 1, len(placements)))
+        for number, placement in enumerate(placements):
+            for slot, spec in enumerate(placement.slots[:-1]):
+                comes_back = (self._path.comes_back(spec, one) for one in (True, False))
+                law = message_law(self._calibration, spec.stage, stride)
+                found[:, :, slot, number] = seconds(spec.sends, law, *comes_back)
         return found
 
-    def _reduction(self, sizes: Sequence[StageSize]) -> float:
+    def reduction(self, sizes: Sequence[StageSize]) -> float:
         """Seconds to sum the gradients over the ranks with the same weights."""
-        num_copies, most = self._run.dp_size * self._run.cp_size, max(size.gradient_bytes for size in sizes)
-        return all_reduce_law(self._calibration, num_copies).seconds(most) if num_copies > 1 and most else 0.0
+        run, most = self._run, max(sizes, key=lambda size: size.gradient_bytes)
+        num_copies = run.dp_size * run.cp_size
+        if num_copies == 1 or not most.gradient_bytes:
+            return 0.0
+        law = all_reduce_law(self._calibration, num_copies, run.tp_size)
+        if not run.args.use_distributed_optimizer:
+            return law.seconds(most.gradient_bytes)
+        # gradients are scattered, which is half of a sum, and weights gathered, which is the other half
+        weights = most.num_trainable_params * self._width
+        return (law.seconds(most.gradient_bytes) + law.seconds(weights)) / 2
 
-    def _update(self, sizes: Sequence[StageSize]) -> float:
+    def update(self, sizes: Sequence[StageSize]) -> float:
+        """Seconds of the optimizer."""
         run, law = self._run, self._calibration.step
         num_shards = run.dp_size * run.cp_size if run.args.use_distributed_optimizer else 1
         return law.fixed + law.per_row * max(size.num_trainable_params for size in sizes) / num_shards
-
-
-def all_reduce_law(calibration: Calibration, num_ranks: int) -> Law:
-    """The law for a group of ``num_ranks``; if none was measured, that of the next size, by the bytes of a ring."""
-    sizes = sorted(calibration.all_reduce)
-    nearest = min(sizes, key=lambda size: (abs(size - num_ranks), size))
-    law = calibration.all_reduce[nearest]
-    if nearest == num_ranks:
-        return law
-    traffic = ((num_ranks - 1) / num_ranks) / ((nearest - 1) / nearest)
-    return Law(law.fixed * (num_ranks - 1) / (nearest - 1), law.per_row * traffic)
 
 
 def _divided(counts: np.ndarray, num_ranks: int) -> np.ndarray:

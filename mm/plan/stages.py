@@ -245,13 +245,9 @@ def longest_microbatches(run: Run) -> dict[str, MicrobatchSizes]:
 
 def peaks(run: Run, placement: Placement, sizes: list[StageSize]) -> dict[str, int]:
     """Peak bytes of the largest stage, by kind of microbatch."""
-    return {
-        kind: max(
-            _peak_bytes(_memory(run, placement, stage), rows, run, size)
-            for stage, size in enumerate(sizes)
-        )
-        for kind, rows in longest_microbatches(run).items()
-    }
+    memories = [_memory(run, placement, stage) for stage in range(len(sizes))]
+    return {kind: max(_peak_bytes(memory, rows, run, size) for memory, size in zip(memories, sizes, strict=True))
+            for kind, rows in longest_microbatches(run).items()}
 
 
 def _peak_bytes(memory: StageMemory, rows: MicrobatchSizes, run: Run, size: StageSize) -> int:

@@ -12,7 +12,7 @@ from mm.config.model import ModelConfig, layers_in
 from mm.device.device import Device
 from mm.parallel import mesh as parallel
 from mm.plan.calibration import Calibration, Machine, MeasuredBlock
-from mm.plan.costs import Cutting, counts_of, slot_laws
+from mm.plan.costs import BlockCosts, Cutting, counts_of, slot_costs
 from mm.planner.links import all_reduce_laws, message_law
 from mm.planner.pipelines import pass_seconds, seconds_of_microbatch, two_stages
 from mm.planner.probes import Prober, probe_model
@@ -69,8 +69,8 @@ def _pipeline_pass(
 ) -> float:  # fmt: skip
     """What a pass in the pipeline takes beyond what the laws say of its blocks."""
     small = two_stages(model)
-    laws = slot_laws(small, Cutting(1, sequence_parallel=False), replace(calibration, chunk_pass=0.0))
-    (stages,) = laws.costs(counts_of([BatchTotals.of([microbatch], small.vision)]))
+    costs = BlockCosts.of(small, Cutting(1, sequence_parallel=False), replace(calibration, chunk_pass=0.0))
+    (stages,) = slot_costs(costs, small, counts_of([BatchTotals.of([microbatch], small.vision)]))
     return pass_seconds(in_pipeline, [(one.forward, one.backward) for one in stages])
 
 

@@ -7,6 +7,7 @@ the dry run ask here.
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 
 from mm.config.model import ModelConfig
 from mm.placement import Message, StageSpec
@@ -129,6 +130,7 @@ class GradientPath:
     """The path of the tokens: word embedding, LLM layers, norm and head."""
 
     @classmethod
+    @cache
     def of(cls, model: ModelConfig) -> "GradientPath":
         first = {"vision": math.inf, "language": math.inf}
         for weight in model_weights(model):

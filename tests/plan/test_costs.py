@@ -1,5 +1,6 @@
 """The seconds of slots are those of their blocks: with FLOPs as laws they are the FLOPs that the trainer counts."""
 
+import itertools
 from dataclasses import fields, replace
 
 import numpy as np
@@ -13,7 +14,7 @@ from mm.config.model import ModelConfig, RecomputeConfig
 from mm.errors import UserError
 from mm.model.flops import Backward, block_backwards, blocks, slot_flops
 from mm.plan.calibration import BlockLaws, Calibration, Machine, MeasuredBlock
-from mm.plan.costs import WHOLE_LAYER, Cutting, block_keys, counts_of, laws_of, slot_laws
+from mm.plan.costs import WHOLE_LAYER, BlockCosts, Cutting, block_keys, counts_of, laws_of, slot_costs
 from mm.plan.laws import Law
 from tests.tiny import our_config
 
@@ -42,13 +43,20 @@ def by_flops(model: ModelConfig, chunk_pass: float = 0.0) -> Calibration:
     return Calibration(machine, "2026-11-25", tuple(measured.values()), chunk_pass, None, Law(0.0, 0.0), None, {})
 
 
+def seconds(model: ModelConfig, calibration: Calibration, *totals: BatchTotals) -> np.ndarray:
+    """[2, num_microbatches, num_slots]"""
+    costs = BlockCosts.of(model, WHOLE, calibration)
+    return costs.of_slots(counts_of(totals), costs.slots_of(model, [model.placement()]))[..., 0]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("freeze", [(), ("vision",), ("language",), ("vision", "projector")])
 def test_flops_as_laws_give_the_flops_of_slots(layout: tuple, freeze: tuple[str, ...]) -> None:
     model = our_config(*layout, freeze=freeze)
-    found = slot_laws(model, WHOLE, by_flops(model)).costs(counts_of([TOTALS, TEXT]))
-    for costs, expected in zip(found, slot_flops(model, [TOTALS, TEXT]), strict=True):
-        for one, other in zip(costs, expected, strict=True):
+    both = BlockCosts.of(model, WHOLE, by_flops(model)), BlockCosts.in_flops(model)
+    for found, number in itertools.product(both, range(2)):
+        costs = slot_costs(found, model, counts_of([TOTALS, TEXT]))[number]
+        for one, other in zip(costs, slot_flops(model, [TOTALS, TEXT])[number], strict=True):
             assert (one.forward, one.backward) == pytest.approx((other.forward, other.backward), rel=1e-9, abs=1e-6)
 
 
@@ -57,17 +65,17 @@ def test_costs_are_linear_in_counts(counts: list[int]) -> None:
     names = [field.name for field in fields(BatchTotals)][:10]
     totals = BatchTotals(**{field.name: 0 for field in fields(BatchTotals)} | dict(zip(names, counts, strict=True)))
     model = our_config(((4, 0),), ((1, 3),))
-    laws = slot_laws(model, WHOLE, by_flops(model))
+    costs = BlockCosts.of(model, WHOLE, by_flops(model))
     if not totals.num_images:
         return
     double = replace(totals, **{name: 2 * count for name, count in zip(names, counts, strict=True)})
-    once, twice = laws.of(counts_of([totals])), laws.of(counts_of([double]))
+    once, twice = costs.of_blocks(counts_of([totals])), costs.of_blocks(counts_of([double]))
     assert np.allclose(twice, 2 * once)
 
 
 def test_a_pass_costs_the_host_once_for_each_slot_and_direction() -> None:
     model = our_config(((4, 0),), ((1, 3),), freeze=("vision", "projector"))
-    plain, more = (slot_laws(model, WHOLE, by_flops(model, chunk_pass)).of(counts_of([TOTALS, TEXT]))
+    plain, more = (seconds(model, by_flops(model, chunk_pass), TOTALS, TEXT)
                    for chunk_pass in (0.0, 1000.0))
     assert np.array_equal(more - plain > 0, np.array([[[True, True]] * 2, [[True, True]] * 2]))
     assert np.allclose(more - plain, 1000.0)
@@ -76,9 +84,9 @@ def test_a_pass_costs_the_host_once_for_each_slot_and_direction() -> None:
 def test_a_pass_in_a_pipeline_costs_the_host_more() -> None:
     for layout, expected in ((LAYOUTS[0], 1.0), (LAYOUTS[1], 5.0)):
         model = our_config(*layout)
-        plain = slot_laws(model, WHOLE, by_flops(model)).of(counts_of([TOTALS]))
+        plain = seconds(model, by_flops(model), TOTALS)
         calibration = replace(by_flops(model, chunk_pass=1.0), pipeline_pass=5.0)
-        assert np.allclose(slot_laws(model, WHOLE, calibration).of(counts_of([TOTALS])) - plain, expected)
+        assert np.allclose(seconds(model, calibration, TOTALS) - plain, expected)
 
 
 def test_whole_recompute_adds_a_forward_pass() -> None:
@@ -99,5 +107,5 @@ def test_a_block_that_was_not_measured_is_refused() -> None:
     assert Backward.ADAPTERS in block_backwards(other, has_images=True).values()
     with pytest.raises(UserError, match=r"no LLM layer of this run: matrices 96 x 48, .* on each of 1 tensor.*, "
                                         r"backward pass: the gradients of the input and of adapters, .*mm-plan cal"):
-        slot_laws(other, WHOLE, by_flops(model))
+        BlockCosts.of(other, WHOLE, by_flops(model))
     assert counts_of([NO_SAMPLES]).sum() == 0

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from itertools import combinations_with_replacement, pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,12 @@ from mm.plan.predict import Predictor
 from mm.plan.workload import workload_of
 from tests.lengths import llava
 from tests.plan.test_stages import run_of
+
+
+def of_many(cost, least, unevenness, fits) -> Costs:
+    """Costs from functions of one pair of lists."""
+    return Costs(*((lambda some, one=one: np.array([one(lists) for lists in some], dtype=float))
+                   for one in (cost, least, unevenness)), fits)
 
 
 def every(num_layers: int, num_stages: int, num_chunks: int) -> Iterator[PipelineLayout]:
@@ -69,7 +76,7 @@ def test_the_search_finds_the_best_lists_or_nearly_so(data, are_few, shape) -> N
     first = Lists(*(next(every(count, num_stages, num_chunks)) for count in (num_vision, num_language)))
     possible = list(first.possible())
     start = data.draw(st.sampled_from(possible))
-    costs = Costs(cost, lambda one: max(work(one)), lambda one: sum(x * x for x in work(one)), lambda _: True)
+    costs = of_many(cost, lambda one: max(work(one)), lambda one: sum(x * x for x in work(one)), lambda _: True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lists, "MAX_COMPARED", 1000 if are_few else 0)
         found, least = best_lists(start, costs)
@@ -81,8 +88,8 @@ def test_the_search_finds_the_best_lists_or_nearly_so(data, are_few, shape) -> N
 def test_lists_that_do_not_fit_are_not_proposed() -> None:
     """The best lists put more on the last stage, whose memory is limited here."""
     start = Lists(((4, 0),), ((4, 2),))
-    costs = Costs(lambda one: one.language[0][0], lambda one: one.language[0][0], lambda one: one.language[0][0],
-                  lambda one: one.language[0][1] <= 4)  # fmt: skip
+    costs = of_many(lambda one: one.language[0][0], lambda one: one.language[0][0], lambda one: one.language[0][0],
+                    lambda one: one.language[0][1] <= 4)  # fmt: skip
     found, least = best_lists(start, costs)
     assert (found, least) == (Lists(((4, 0),), ((2, 4),)), 2)
 

@@ -16,7 +16,7 @@ from mm.parallel.simulation import step_cost
 from mm.plan.calibration import Calibration
 from mm.plan.costs import counts_of
 from mm.plan.laws import Law
-from mm.plan.predict import Predictor, all_reduce_law
+from mm.plan.predict import Predictor
 from mm.plan.stages import stage_sizes
 from mm.plan.workload import Workload
 from tests.plan.test_costs import by_flops
@@ -85,14 +85,6 @@ def test_a_run_of_several_ranks_needs_a_calibration_of_several() -> None:
     model = our_config(((4, 0),), ((1, 3),))
     with pytest.raises(UserError, match="the run has 2 ranks, but the calibration was measured by one process"):
         Predictor(run_of(model, 2), by_flops(model))
-
-
-def test_a_group_that_was_not_measured_follows_the_nearest() -> None:
-    model = our_config(((4,),), ((4,),))
-    calibration = replace(by_flops(model), all_reduce={2: Law(1.0, 4.0), 4: Law(3.0, 6.0)})
-    assert all_reduce_law(calibration, 2) == Law(1.0, 4.0)
-    ring = all_reduce_law(calibration, 8)
-    assert (ring.fixed, ring.per_row) == pytest.approx((3 * 7 / 3, 6 * (7 / 8) / (3 / 4)))
 
 
 def test_context_parallel_ranks_share_a_microbatch() -> None:

@@ -5,12 +5,14 @@ and its neighbour on a short one, the neighbour waits.  In the order in which sa
 1.75 of the mean cost two stages a fifth of their time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+
+import numpy as np
 
 from mm.batch import BatchTotals, Microbatch
 from mm.config.model import ModelConfig
 from mm.model.flops import slot_flops
-from mm.parallel.simulation import SlotCost, step_cost
+from mm.parallel.simulation import SlotCost, as_array, step_costs
 
 
 def in_pipeline_order(model: ModelConfig, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
@@ -23,25 +25,35 @@ def in_pipeline_order(model: ModelConfig, microbatches: Sequence[Microbatch]) ->
 
 
 def pipeline_order(costs: Sequence[Sequence[SlotCost]], num_stages: int) -> list[int]:
-    """The order of the microbatches, as numbers, given the ``costs`` of their slots.
+    """The order of the microbatches, as numbers, given the ``costs`` of their slots."""
+    return pipeline_orders(as_array(costs)[..., None], num_stages)[:, 0].tolist()
 
-    Neighbours should be similar, and short ones belong at both ends, where the pipeline fills and drains.  Similarity
-    is judged by total cost and by the cost of the busiest stage, where microbatches differ in their images.
+
+def pipeline_orders(costs: np.ndarray, num_stages: int) -> np.ndarray:
+    """The order of the microbatches of many pipelines, as numbers: int64 [num_microbatches, num_pipelines].
+
+    ``costs`` is as ``mm.parallel.simulation.step_costs`` takes it.  Neighbours should be similar, and short ones belong
+    at both ends, where the pipeline fills and drains.  Similarity is judged by total cost and by the cost of the
+    busiest stage, where microbatches differ in their images.
     """
-    numbers = range(len(costs))
-
-    def of_stage(number: int, stage: int) -> float:
-        return sum(cost.forward + cost.backward for cost in costs[number][stage::num_stages])
-
-    busiest = max(range(num_stages), key=lambda stage: sum(of_stage(number, stage) for number in numbers))
+    _, num_microbatches, _, num_pipelines = costs.shape
+    of_stages = costs.sum(axis=0).reshape(num_microbatches, -1, num_stages, num_pipelines).sum(axis=1)
+    busiest = of_stages.sum(axis=0).argmax(axis=0)
     orders = [
-        list(numbers),
-        _rising_and_falling(numbers, lambda number: sum(of_stage(number, stage) for stage in range(num_stages))),
-        _rising_and_falling(numbers, lambda number: of_stage(number, busiest)),
+        np.repeat(np.arange(num_microbatches)[:, None], num_pipelines, axis=1),
+        _rising_and_falling(of_stages.sum(axis=1)),
+        _rising_and_falling(np.take_along_axis(of_stages, busiest[None, None], axis=1)[:, 0]),
     ]
-    return min(orders, key=lambda order: step_cost([costs[number] for number in order], num_stages))
+    all_costs = np.concatenate([in_order(costs, order) for order in orders], axis=-1)
+    seconds = step_costs(all_costs, num_stages).reshape(len(orders), num_pipelines)
+    return np.stack(orders)[seconds.argmin(axis=0), :, range(num_pipelines)].T
 
 
-def _rising_and_falling(numbers: Sequence[int], key: Callable[[int], float]) -> list[int]:
-    ordered = sorted(numbers, key=key)
-    return ordered[::2] + ordered[1::2][::-1]
+def in_order(costs: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """``costs`` of each pipeline with its microbatches in ``order``, as ``pipeline_orders`` gives it."""
+    return np.take_along_axis(costs, order[None, :, None], axis=1)
+
+
+def _rising_and_falling(keys: np.ndarray) -> np.ndarray:
+    ordered = keys.argsort(axis=0, kind="stable")
+    return np.concatenate([ordered[::2], ordered[1::2][::-1]])

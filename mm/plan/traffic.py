@@ -1,0 +1,42 @@
+"""How long messages and collectives take between ranks, within a node and between nodes.
+
+Ranks are numbered as in ``mm.parallel.mesh``: tensor-parallel ranks are neighbours, then context, data and pipeline.
+"""
+
+from mm.plan.calibration import Calibration
+from mm.plan.laws import Law
+
+
+def all_reduce_law(calibration: Calibration, num_ranks: int, stride: int = 1) -> Law:
+    """The sum over ``num_ranks`` ranks that are ``stride`` apart, by bytes.
+
+    Between nodes, a ring moves as many bytes through each network adapter as the node's ranks in the group share out,
+    while the ring within each node moves them to all of its ranks.
+    """
+    network = calibration.network
+    if network is None or num_ranks * stride <= network.node_size:
+        return _within_node(calibration, num_ranks)
+    num_here = max(1, network.node_size // stride)
+    within = _within_node(calibration, num_here) if num_here > 1 else Law(0.0, 0.0)
+    per_byte = 2 * (num_ranks - 1) / num_ranks * network.per_byte / num_here
+    num_nodes = -(-num_ranks // num_here)
+    return Law(within.fixed + 2 * (num_nodes - 1) * network.fixed, max(within.per_row, per_byte))
+
+
+def message_law(calibration: Calibration, stage: int, stride: int) -> Law:
+    """A message from ``stage`` to the next, whose ranks are ``stride`` apart, by bytes."""
+    found, network = calibration.message or Law(0.0, 0.0), calibration.network
+    if network is None or stage * stride // network.node_size == (stage + 1) * stride // network.node_size:
+        return found
+    return Law(network.fixed, network.per_byte)
+
+
+def _within_node(calibration: Calibration, num_ranks: int) -> Law:
+    """If no group of this size was measured, the law of the nearest size, by the bytes of a ring."""
+    sizes = sorted(calibration.all_reduce)
+    nearest = min(sizes, key=lambda size: (abs(size - num_ranks), size))
+    law = calibration.all_reduce[nearest]
+    if nearest == num_ranks:
+        return law
+    traffic = ((num_ranks - 1) / num_ranks) / ((nearest - 1) / nearest)
+    return Law(law.fixed * (num_ranks - 1) / (nearest - 1), law.per_row * traffic)
