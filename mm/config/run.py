@@ -162,7 +162,7 @@ def load_run(argv: Sequence[str], world_size: int | None = None, environment: Ma
              *lora_notes(model.value.lora, args.lora, args.mm_model), *model.notes, *data.notes)
     run = Run(args, _with_flags(model.value, args), data.value, world_size,
               (*notes, *(missing if is_dry_run else ())), args.given_start)
-    refuse((*problems, *_layout_problems(run), *loss_problems(args, data.value), *_context_problems(run),
+    refuse((*problems, *parallel_problems(run), *loss_problems(args, data.value),
             *validation_problems(args, data.value), *question_flag_problems(args),
             *_model_problems(run, model.document), *long_patterns(run.model, f"{args.mm_model} or the command line"),
             *lora_problems(model.value.lora, args.lora, model.document, words.given), *_adapter_problems(run)))
@@ -230,6 +230,12 @@ def _missing_paths(words: Words, data: DataConfig | None) -> Iterator[str]:
         with collected(problems, f"{data_path}: "):
             validation_files(data)
     yield from dict.fromkeys(problems)
+
+
+def parallel_problems(run: Run) -> Iterator[str]:
+    """What is wrong with the sizes of a run's parallel groups and batches."""
+    yield from _layout_problems(run)
+    yield from _context_problems(run)
 
 
 def _layout_problems(run: Run) -> Iterator[str]:

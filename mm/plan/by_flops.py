@@ -9,15 +9,16 @@ from mm.model.flops import block_backwards
 from mm.plan.calibration import BlockKey, BlockLaws, Calibration, Machine, MeasuredBlock
 from mm.plan.costs import WHOLE_LAYER, Cutting, block_keys, forward_laws
 from mm.plan.laws import Law
+from mm.plan.lists import one_stage
 
 FREE = Law(0.0, 0.0)
 
 
 def calibration_by_flops(model: ModelConfig, cutting: Cutting, precision: str) -> Calibration:
     """The laws of every block of ``model``."""
-    forward, found = forward_laws(model), dict[BlockKey, MeasuredBlock]()
+    forward, found = forward_laws(one_stage(model)), dict[BlockKey, MeasuredBlock]()
     for has_images in (False, True):
-        backwards = block_backwards(model, has_images)
+        backwards = block_backwards(one_stage(model), has_images)
         for place, key in block_keys(model, cutting, has_images).items():
             law = forward[place]
             again = law if key.recompute == WHOLE_LAYER else FREE

@@ -14,11 +14,12 @@ import numpy as np
 from mm.batch import NO_SAMPLES, BatchTotals
 from mm.config.model import ModelConfig, RecomputeConfig
 from mm.errors import UserError
-from mm.model.flops import Backward, BlockPlace, block_backwards, blocks, slots_of
+from mm.model.flops import Backward, BlockPlace, block_backwards, blocks
 from mm.parallel.simulation import SlotCost
 from mm.placement import Placement
 from mm.plan.calibration import BlockKey, BlockLaws, Calibration
 from mm.plan.laws import Law
+from mm.plan.lists import one_stage
 from mm.weights.memory import memory_shape
 from mm.weights.table import Place, model_weights
 
@@ -45,8 +46,8 @@ def counts_of(microbatches: Sequence[BatchTotals]) -> np.ndarray:
 
 def block_keys(model: ModelConfig, cutting: Cutting, has_images: bool) -> Mapping[BlockPlace, BlockKey]:
     """The key of each block of ``model`` in a calibration."""
-    matrices, recomputed = _matrices(model, cutting.tp_size), _recomputed(model)
-    backwards = block_backwards(model, has_images)
+    recomputed, model = _recomputed(model), one_stage(model)
+    matrices, backwards = _matrices(model, cutting.tp_size), block_backwards(model, has_images)
     return {
         place: BlockKey(block.kind, matrices[place], cutting.tp_size, cutting.sequence_parallel, backwards[place].name,
                         recomputed.get(place, "") if backwards[place] is not Backward.NOTHING else "")
@@ -103,14 +104,14 @@ class BlockCosts:
     @classmethod
     def of(cls, model: ModelConfig, cutting: Cutting, calibration: Calibration) -> "BlockCosts":
         """In seconds.  Raises UserError if the calibration lacks one of the blocks."""
-        found = {}
+        found = dict[tuple[BlockPlace, bool], BlockLaws]()
         for has_images in (False, True):
             keys = block_keys(model, cutting, has_images)
             found |= {(place, has_images): laws_of(key, calibration) for place, key in keys.items()
                       if has_images or place[0] not in _OF_IMAGES}
         is_pipeline = model.num_stages > 1 and calibration.pipeline_pass is not None
         chunk_pass = max(calibration.chunk_pass, (calibration.pipeline_pass or 0.0) * is_pipeline)
-        return cls._from_laws(model, found, chunk_pass)
+        return cls._from_laws(one_stage(model), found, chunk_pass)
 
     @classmethod
     def in_flops(cls, model: ModelConfig) -> "BlockCosts":
@@ -144,24 +145,36 @@ class BlockCosts:
         kinds = _kinds(counts)
         return np.einsum("dmbc,mc->dmb", self.per_count[:, kinds], counts) + self.fixed[:, kinds]
 
+    def of_all(self, counts: np.ndarray) -> np.ndarray:
+        """[num_microbatches]: all blocks, in both directions."""
+        kinds = _kinds(counts)
+        fixed, per_count = self.fixed.sum(axis=(0, 2)), self.per_count.sum(axis=(0, 2))
+        return (per_count[kinds] * counts).sum(axis=1) + fixed[kinds]
+
     def of_slots(self, counts: np.ndarray, slots: np.ndarray) -> np.ndarray:
         """[2, num_microbatches, num_slots, num_placements], for several placements, as ``slots_of`` gives them."""
         has_law = (self.fixed > 0) | (self.per_count > 0).any(axis=-1)
         is_passed = np.tensordot(has_law.astype(float), slots, 1) > 0
         return np.tensordot(self.of_blocks(counts), slots, 1) + self.chunk_pass * is_passed[:, _kinds(counts)]
 
-    def slots_of(self, model: ModelConfig, placements: Sequence[Placement]) -> np.ndarray:
+    def slots_of(self, placements: Sequence[Placement]) -> np.ndarray:
         """Which blocks are in which slot: 0.0 or 1.0 [num_blocks, num_slots, num_placements]."""
+        first = {place: number for number, (place, _) in reversed(list(enumerate(self.places)))}
+        held = [(place.value, number) for place, number in first.items()]
         found = np.zeros((len(self.places), len(placements[0].slots), len(placements)))
         for number, placement in enumerate(placements):
-            slots = slots_of(model, placement)
-            found[range(len(self.places)), [slots[place] for place in self.places], number] = 1.0
+            for slot, spec in enumerate(placement.slots):
+                for name, start in held:
+                    here = getattr(spec, name)  # the range of its layers, or whether it has the only block there
+                    if here:
+                        stop = start + (here.stop if isinstance(here, range) else 1)
+                        found[start + (here.start if isinstance(here, range) else 0) : stop, slot, number] = 1.0
         return found
 
 
 def slot_costs(costs: BlockCosts, model: ModelConfig, counts: np.ndarray) -> list[list[SlotCost]]:
     """The costs of each microbatch in each slot of the placement of ``model``."""
-    forward, backward = costs.of_slots(counts, costs.slots_of(model, [model.placement()]))[..., 0].tolist()
+    forward, backward = costs.of_slots(counts, costs.slots_of([model.placement()]))[..., 0].tolist()
     return [[SlotCost(*both) for both in zip(*rows, strict=True)] for rows in zip(forward, backward, strict=True)]
 
 

@@ -7,7 +7,7 @@ from mm.config.run import Run
 from mm.placement import Placement
 from mm.plan.lists import Costs, Lists, best_lists
 from mm.plan.predict import NUM_SIMULATED, Predictor
-from mm.plan.stages import peaks, stage_sizes
+from mm.plan.stages import PeakMemory
 from mm.plan.workload import Workload
 
 _NUM_SEARCHED = 2
@@ -46,18 +46,20 @@ def judge(run: Run, predictor: Predictor, workload: Workload, max_bytes: int | N
     """Judge the lists of ``run``, and search for better ones that need at most ``max_bytes`` on any rank; None: as many
     as it takes."""
     present = Lists.of(run.model)
-    found, _ = best_lists(present, list_costs(run, predictor, Workload(workload.steps[:_NUM_SEARCHED]), max_bytes))
+    memory = PeakMemory(run)
+    found, _ = best_lists(present, list_costs(predictor, memory, Workload(workload.steps[:_NUM_SEARCHED]), max_bytes))
     both = list(dict.fromkeys((present, found)))
     pipelines = predictor.pipelines(workload, [one.placement for one in both])
     means = zip(both, pipelines.seconds.mean(axis=0).tolist(), pipelines.busy.mean(axis=0).tolist(), strict=True)
-    judged = [JudgedLists(one, seconds, busy, peak_bytes(run, one.placement)) for one, seconds, busy in means]
+    judged = [JudgedLists(one, seconds, busy, max(memory.of_stages(one.placement))) for one, seconds, busy in means]
     return Judgement(judged[0], min(judged, key=lambda one: one.seconds), float(pipelines.even[:, 0].mean()))
 
 
 def list_costs(
-    run: Run, predictor: Predictor, workload: Workload, max_bytes: int | None, num_simulated: int = NUM_SIMULATED
-) -> Costs:
-    """What the search for lists asks about ``run``."""
+    predictor: Predictor, memory: PeakMemory, workload: Workload, max_bytes: int | None,
+    num_simulated: int = NUM_SIMULATED,
+) -> Costs:  # fmt: skip
+    """What the search for lists asks about one run."""
 
     def placements(some: Sequence[Lists]) -> list[Placement]:
         return [one.placement for one in some]
@@ -66,9 +68,4 @@ def list_costs(
         costs=lambda some: predictor.pipelines(workload, placements(some), num_simulated).seconds.mean(axis=0),
         least=lambda some: predictor.least(workload, placements(some)),
         unevenness=lambda some: predictor.unevenness(workload, placements(some)),
-        fits=lambda one: max_bytes is None or peak_bytes(run, one.placement) <= max_bytes)
-
-
-def peak_bytes(run: Run, placement: Placement) -> int:
-    """Memory of the fullest rank if the layers of ``run`` are placed so."""
-    return max(peaks(run, placement, stage_sizes(run, placement)).values())
+        fits=lambda one: max_bytes is None or max(memory.of_stages(one.placement)) <= max_bytes)

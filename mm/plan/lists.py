@@ -7,18 +7,20 @@ time between two slots while that helps.  Many lists are asked about at once, wh
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations_with_replacement, pairwise
 from typing import Any
 
 import numpy as np
 
 from mm.config.model import ModelConfig
-from mm.placement import PipelineLayout, Placement, layout_problems
+from mm.placement import PipelineLayout, Placement
 
 LEAST_GAIN = 1e-4
 """A layer moves only if the step gets shorter by this share."""
 MAX_COMPARED = 1000
 """If no more lists than this are possible, all are compared."""
+MANY_SLOTS, MAX_DISTANCE = 12, 3
 
 
 @dataclass(frozen=True)
@@ -33,13 +35,36 @@ class Lists:
         """The lists of ``model``."""
         return cls(model.vision.pipeline_num_layers, model.language.pipeline_num_layers)
 
+    @classmethod
+    def spread(cls, num_vision: int, num_language: int, num_stages: int, num_chunks: int) -> "Lists":
+        """Lists with about as many layers in each slot."""
+        num_layers, num_slots = num_vision + num_language, num_stages * num_chunks
+        return cls._ended([num_layers * (slot + 1) // num_slots for slot in range(num_slots)], num_vision, num_stages)
+
+    @classmethod
+    def even(cls, vision: np.ndarray, language: np.ndarray, num_stages: int, num_chunks: int) -> "Lists":
+        """Lists whose slots have about the same work, given that of each layer."""
+        num_slots, done = num_stages * num_chunks, np.cumsum(np.concatenate([vision, language]))
+        middles = done - np.concatenate([vision, language]) / 2
+        ends = np.searchsorted(middles, done[-1] * np.arange(1, num_slots + 1) / num_slots)
+        return cls._ended(ends.tolist(), len(vision), num_stages)
+
+    @classmethod
+    def _ended(cls, ends: Sequence[int], num_vision: int, num_stages: int) -> "Lists":
+        """``ends``: layers of both towers, one after the other, up to the end of each slot."""
+        spans = list(pairwise((0, *ends)))
+        vision = [min(end, num_vision) - min(start, num_vision) for start, end in spans]
+        language = [end - start - count for (start, end), count in zip(spans, vision, strict=True)]
+        return cls(_nested(vision, num_stages), _nested(language, num_stages))
+
     def applied(self, model: ModelConfig) -> ModelConfig:
         """``model`` with these lists."""
         return replace(model, vision=replace(model.vision, pipeline_num_layers=self.vision),
                        language=replace(model.language, pipeline_num_layers=self.language))
 
-    @property
+    @cached_property
     def placement(self) -> Placement:
+        """Of all layers."""
         return Placement.of(self.vision, self.language)
 
     def values(self) -> tuple[list[Any], list[Any]]:
@@ -49,12 +74,22 @@ class Lists:
         return vision, language
 
     def moves(self) -> Iterator["Lists"]:
-        """Every legal pair of lists that differs in the slot of one layer."""
+        """Every legal pair of lists that differs in the slot of one layer; with many slots, only between slots at most
+        ``MAX_DISTANCE`` apart."""
+        most = self._num_slots if self._num_slots <= MANY_SLOTS else MAX_DISTANCE
+        yield from self._moves(lambda giver, taker: 0 < abs(giver - taker) <= most)
+
+    def moves_between(self, giver: int, taker: int) -> Iterator["Lists"]:
+        """Those that move a layer from one stage to another."""
+        num_stages = len(next(iter(self.vision)))
+        yield from self._moves(lambda one, other: (one % num_stages, other % num_stages) == (giver, taker))
+
+    def _moves(self, is_wanted: Callable[[int, int], bool]) -> Iterator["Lists"]:
         for name in ("vision", "language"):
             layout: PipelineLayout = getattr(self, name)
             num_stages, counts = len(next(iter(layout))), [count for chunk in layout for count in chunk]
             for giver in (slot for slot, count in enumerate(counts) if count):
-                for taker in (slot for slot in range(len(counts)) if slot != giver):
+                for taker in (slot for slot in range(len(counts)) if is_wanted(giver, slot)):
                     moved = replace(self, **{name: _nested(
                         [count - (slot == giver) + (slot == taker) for slot, count in enumerate(counts)],
                         num_stages)})
@@ -71,10 +106,7 @@ class Lists:
         num_vision, num_language = (sum(map(sum, one)) for one in (self.vision, self.language))
         num_layers, num_stages = num_vision + num_language, len(next(iter(self.vision)))
         for ends in combinations_with_replacement(range(num_layers + 1), self._num_slots - 1):
-            spans = list(pairwise((0, *ends, num_layers)))
-            vision = [min(end, num_vision) - min(start, num_vision) for start, end in spans]
-            language = [end - start - count for (start, end), count in zip(spans, vision, strict=True)]
-            yield Lists(_nested(vision, num_stages), _nested(language, num_stages))
+            yield self._ended((*ends, num_layers), num_vision, num_stages)
 
     @property
     def _num_slots(self) -> int:
@@ -82,9 +114,9 @@ class Lists:
 
     @property
     def is_legal(self) -> bool:
-        """Whether no LLM layer comes before the last ViT layer."""
-        num_vision, num_language = (sum(map(sum, one)) for one in (self.vision, self.language))
-        return not layout_problems(self.vision, self.language, num_vision, num_language)
+        """Whether no LLM layer comes before the last ViT layer, as ``mm.placement.layout_problems`` has it."""
+        vision, language = ([count for chunk in one for count in chunk] for one in (self.vision, self.language))
+        return not any(language[: max(slot for slot, count in enumerate(vision) if count)])
 
 
 @dataclass(frozen=True)
@@ -150,3 +182,8 @@ def _descended(start: Lists, of: Costs) -> tuple[Lists, float]:
 
 def _nested(counts: list[int], num_stages: int) -> PipelineLayout:
     return tuple(tuple(counts[first : first + num_stages]) for first in range(0, len(counts), num_stages))
+
+
+def one_stage(model: ModelConfig) -> ModelConfig:
+    """``model`` in one slot."""
+    return Lists.spread(model.vision.num_layers, model.language.num_layers, 1, 1).applied(model)

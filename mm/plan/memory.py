@@ -7,7 +7,7 @@ allocations of the driver and the communication library, and the allocator's fra
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from operator import mul
 from typing import TypeVar
 
@@ -183,8 +183,8 @@ class ChunkMemory:
 
     def kept_bytes(self, rows: MicrobatchSizes) -> int:
         """Bytes that one microbatch keeps from its forward to its backward pass, without logits."""
-        vision = self._vision_per_patch() * rows.num_patches
-        return vision + self._language_per_token() * rows.num_tokens + self._head_per_target() * rows.num_targets
+        vision = self._vision_per_patch * rows.num_patches
+        return vision + self._language_per_token * rows.num_tokens + self._head_per_target * rows.num_targets
 
     def coming_bytes(self, rows: MicrobatchSizes) -> int:
         """Bytes already allocated for the next microbatch: its inputs and the buffer for its message."""
@@ -220,9 +220,14 @@ class ChunkMemory:
 
     def working_bytes(self, rows: MicrobatchSizes) -> int:
         """Bytes that the largest layer needs while it runs, besides what is kept."""
-        vision = [layer.working(keeps) for layer, keeps in self._layers("vision")]
-        language = [layer.working(keeps) for layer, keeps in self._layers("language")]
-        return max(max(vision, default=0) * rows.num_patches, max(language, default=0) * rows.num_tokens)
+        vision, language = self._working_per_row
+        return max(vision * rows.num_patches, language * rows.num_tokens)
+
+    @cached_property
+    def _working_per_row(self) -> tuple[int, int]:
+        vision, language = (max((layer.working(keeps) for layer, keeps in self._layers(part)), default=0)
+                            for part in ("vision", "language"))
+        return vision, language
 
     def _message_bytes(self, message: Message, rows: MicrobatchSizes) -> int:
         return message_bytes(message, rows.num_patches, rows.num_tokens, self.model, self.width) // self.num_pieces
@@ -273,6 +278,7 @@ class ChunkMemory:
             ulysses_size = self.ulysses_size if part == "language" else 1
             yield layer_bytes(tower, local_ffn, self.tp_size, self.width, self.num_pieces, ulysses_size), keeps
 
+    @cached_property
     def _vision_per_patch(self) -> int:
         model, spec, vision = self.model, self.spec, self.model.vision
         merged = vision.spatial_merge_size**2
@@ -282,11 +288,12 @@ class ChunkMemory:
         if spec.has_patch_embedding and not all(is_frozen(one, model) for one in self._of(Place.PATCH_EMBEDDING)):
             kept += vision.patch_elements * self.width // self.num_pieces + INT64
         if spec.has_projector:
-            kept += self._projector_per_patch()
+            kept += self._projector_per_patch
         if spec.has_embedding and self._path.leads_to_images:
             kept += INT64 // merged
         return kept
 
+    @cached_property
     def _projector_per_patch(self) -> int:
         """Bytes per patch of the norm's input and output, GELU's input and output, and the row index."""
         weights, hidden = self._of(Place.PROJECTOR), self.model.vision.hidden_size * self.width // self.num_pieces
@@ -299,6 +306,7 @@ class ChunkMemory:
         merged += sum(ranks) * self.width // self.num_pieces
         return kept + merged // self.model.vision.spatial_merge_size**2
 
+    @cached_property
     def _language_per_token(self) -> int:
         language = self.model.language
         kept = sum(layer.kept(keeps) for layer, keeps in self._layers("language"))
@@ -307,6 +315,7 @@ class ChunkMemory:
         embedding = self._of(Place.EMBEDDING)
         return kept + (INT64 if any(not is_frozen(weight, self.model) for weight in embedding) else 0)
 
+    @cached_property
     def _head_per_target(self) -> int:
         """Bytes of the final norm's input and output (from which the loss recomputes logits), and of the row index."""
         if not self.spec.has_head:
@@ -335,7 +344,7 @@ class StageMemory:
     def in_flight(self, rows: MicrobatchSizes, num_microbatches: int) -> tuple[int, ...]:
         """Number of microbatches, by chunk, whose activations are kept at the schedule's peak."""
         kept, placement = [chunk.kept_bytes(rows) for chunk in self.chunks], self.chunks[0].placement
-        moments = in_flight(num_microbatches, self.chunks[0].spec.stage, placement.num_stages, placement.num_chunks)
+        moments = _moments(num_microbatches, self.chunks[0].spec.stage, placement.num_stages, placement.num_chunks)
         return max(moments, key=lambda counts: (sum(map(mul, counts, kept)), sum(counts)))
 
     def kept_bytes(self, rows: MicrobatchSizes, num_microbatches: int) -> int:
@@ -363,6 +372,12 @@ class StageMemory:
         working = max(self.logit_bytes(rows), self.working_bytes(rows))
         held = self.kept_bytes(rows, num_microbatches) + self.ahead_bytes(rows, num_microbatches)
         return state_bytes + held + working
+
+
+@cache
+def _moments(num_microbatches: int, stage: int, num_stages: int, num_chunks: int) -> tuple[tuple[int, ...], ...]:
+    """The different states that ``in_flight`` passes through."""
+    return tuple(dict.fromkeys(in_flight(num_microbatches, stage, num_stages, num_chunks)))
 
 
 Rows = TypeVar("Rows", int, np.ndarray)

@@ -20,10 +20,12 @@ from mm.placement import Message, Placement
 from mm.plan.calibration import Calibration
 from mm.plan.costs import COUNTS, BlockCosts, Cutting
 from mm.plan.laws import Law
+from mm.plan.lists import one_stage
 from mm.plan.memory import WIDTHS, message_bytes
 from mm.plan.stages import StageSize, stage_sizes
 from mm.plan.traffic import all_reduce_law, message_law
 from mm.plan.workload import Workload
+from mm.weights.table import Place
 from mm.weights.trained import GradientPath
 
 _NINE_OF_TEN = 1.645
@@ -84,15 +86,15 @@ class Predictor:
         if (run.num_stages > 1 and calibration.message is None) or (num_copies > 1 and not calibration.all_reduce):
             raise UserError(f"the run has {run.world_size} ranks, but the calibration was measured by one process, "
                             f"without messages and collectives; give mm-plan calibrate --num-processes 2 or more")
-        cutting = Cutting(run.tp_size, run.args.sequence_parallel)
-        self._costs, self._flops = BlockCosts.of(run.model, cutting, calibration), BlockCosts.in_flops(run.model)
-        self._path, self._width = GradientPath.of(run.model), WIDTHS[run.args.precision]
+        cutting, model = Cutting(run.tp_size, run.args.sequence_parallel), one_stage(run.model)
+        self._costs, self._flops = BlockCosts.of(run.model, cutting, calibration), BlockCosts.in_flops(model)
+        self._path, self._width = GradientPath.of(model), WIDTHS[run.args.precision]
 
-    def predict(self, workload: Workload) -> StepPrediction:
-        """The mean over the steps of ``workload``."""
-        placement = self._run.model.placement()
-        found = self.pipelines(workload, [placement])
-        sizes = stage_sizes(self._run, placement)
+    def predict(self, workload: Workload, run: Run | None = None) -> StepPrediction:
+        """The mean over the steps of ``workload``.  ``run``: with other lists, chunks, or samples per microbatch."""
+        run = run or self._run
+        placement = run.model.placement()
+        found, sizes = self.pipelines(workload, [placement]), stage_sizes(run, placement)
         reduction, update = self.reduction(sizes), self.update(sizes)
         pipelines = found.seconds[:, 0].tolist()
         return StepPrediction(
@@ -104,11 +106,11 @@ class Predictor:
         self, workload: Workload, placements: Sequence[Placement], num_simulated: int = NUM_SIMULATED
     ) -> Pipelines:
         """The slowest replica's pipeline of each step, among the ``num_simulated`` replicas with most work."""
-        slots, num_stages = self._costs.slots_of(self._run.model, placements), placements[0].num_stages
+        slots, num_stages = self._costs.slots_of(placements), placements[0].num_stages
         rows = []
         for step in workload.steps:
-            work = [float(self._costs.of_blocks(self._shared(counts)).sum()) for counts in step]
-            likely = sorted(range(len(step)), key=lambda number: -work[number])[:num_simulated]
+            work = self._work_of_replicas(step)
+            likely = work.argsort(kind="stable")[::-1][:num_simulated].tolist()
             found = np.stack([self._replica(step[number], placements, slots) for number in likely])
             slowest = found[:, 0].argmax(axis=0)
             rows.append(np.take_along_axis(found, slowest[None, None], axis=0)[0])
@@ -122,9 +124,62 @@ class Predictor:
         seconds = step_costs(costs, num_stages, messages)
         return np.stack([seconds, costs.sum(axis=(0, 1, 2)) / num_stages, np.full_like(seconds, len(counts))])
 
+    def _work_of_replicas(self, step: Sequence[np.ndarray]) -> np.ndarray:
+        """What all blocks of each replica take, without the passes of chunks."""
+        work = self._costs.of_all(self._shared(np.concatenate(step)))
+        sizes = np.array([len(counts) for counts in step])
+        return np.add.reduceat(work, np.cumsum(sizes) - sizes)
+
+    def estimate(self, workload: Workload, num_stages: int, num_chunks: int) -> float:
+        """About the mean pipeline with even lists: the mean stage's work, and the costliest microbatch's way to the
+        last stage and back."""
+        found = []
+        for step in workload.steps:
+            work = self._work_of_replicas(step)
+            slowest = int(work.argmax())
+            costliest = float(self._costs.of_all(self._shared(step[slowest])).max())
+            found.append((float(work[slowest]) + costliest * (num_stages - 1) / num_chunks) / num_stages)
+        return fmean(found)
+
+    def bound(self, workload: Workload, num_stages: int, num_chunks: int) -> float:
+        """No lists make the mean pipeline shorter than this.
+
+        Stage s works w(s), after the first microbatch has passed the stages before it, and before the last one passes
+        them backward: the pipeline takes at least w(s) + r (w(0) + ... + w(s - 1)), where r is the least share of a
+        block's work that two such passes are.  If all of these are T, the work is T (1 - (1 - r)^p) / r.  With chunks,
+        only the first chunk is passed, which may be small, so r counts as 0 and T is the mean work.
+        """
+        found = []
+        for step in workload.steps:
+            work = self._work_of_replicas(step)
+            slowest = int(work.argmax())
+            share = self._least_share(step[slowest]) if num_chunks == 1 else 0.0
+            factor = share / (1 - (1 - share) ** num_stages) if share > 0 else 1 / num_stages
+            found.append(float(work[slowest]) * factor)
+        return fmean(found)
+
+    def _least_share(self, counts: np.ndarray) -> float:
+        """A block's cheapest forward and cheapest backward pass over all its passes: the least of any block."""
+        blocks = self._costs.of_blocks(self._shared(counts))
+        all_passes, passes = blocks.sum(axis=(0, 1)), blocks.min(axis=1).sum(axis=0)
+        return float((passes[all_passes > 0] / all_passes[all_passes > 0]).min(initial=1.0))
+
     def least(self, workload: Workload, placements: Sequence[Placement]) -> np.ndarray:
         """A quick lower bound of the mean pipeline of each placement: what the busiest stage of any replica works."""
         return np.mean([stages.max(axis=(0, 1)) for stages in self._work(workload, placements)], axis=0)
+
+    def layer_work(self, workload: Workload) -> tuple[np.ndarray, np.ndarray]:
+        """What the layers of the ViT and of the LLM take over all steps, with what is placed beside the first and the
+        last one of a tower."""
+        counts = self._shared(np.concatenate([one for step in workload.steps for one in step]))
+        of_blocks = dict(zip(self._costs.places, self._costs.of_blocks(counts).sum(axis=(0, 1)).tolist(), strict=True))
+        vision, language = (np.array([seconds for (place, _), seconds in of_blocks.items() if place is wanted])
+                            for wanted in (Place.VISION_LAYER, Place.LANGUAGE_LAYER))
+        vision[0] += of_blocks[Place.PATCH_EMBEDDING, None]
+        vision[-1] += of_blocks[Place.PROJECTOR, None]
+        language[0] += of_blocks[Place.EMBEDDING, None]
+        language[-1] += of_blocks[Place.HEAD, None]
+        return vision, language
 
     def unevenness(self, workload: Workload, placements: Sequence[Placement]) -> np.ndarray:
         """The sum of squares of what the stages work on average: least if all work the same."""
@@ -134,7 +189,7 @@ class Predictor:
     def timeline(self, counts: np.ndarray) -> list[list[TimedStep]]:
         """What each stage of a replica with these microbatches does, and when."""
         placement = self._run.model.placement()
-        slots = self._costs.slots_of(self._run.model, [placement])
+        slots = self._costs.slots_of([placement])
         costs, messages = (one[..., 0].tolist() for one in self._ordered(counts, [placement], slots))
         return simulate([[SlotCost(*both) for both in zip(*rows, strict=True)] for rows in zip(*costs, strict=True)],
                         placement.num_stages,
@@ -147,7 +202,7 @@ class Predictor:
 
     def _work(self, workload: Workload, placements: Sequence[Placement]) -> list[np.ndarray]:
         """By step, what each stage of each replica works: [num_replicas, num_stages, num_placements]."""
-        slots, num_stages = self._costs.slots_of(self._run.model, placements), placements[0].num_stages
+        slots, num_stages = self._costs.slots_of(placements), placements[0].num_stages
 
         def of_replica(counts: np.ndarray) -> np.ndarray:
             found = self._costs.of_slots(self._shared(counts), slots).sum(axis=(0, 1))

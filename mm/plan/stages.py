@@ -14,7 +14,7 @@ from mm.config.notes import sorted_notes
 from mm.config.run import Run
 from mm.device.known import KNOWN_DEVICES
 from mm.placement import Message, Placement, StageSpec
-from mm.plan.memory import FP32, WIDTHS, MicrobatchSizes, StageMemory
+from mm.plan.memory import FP32, WIDTHS, ChunkMemory, MicrobatchSizes, StageMemory
 from mm.weights.groups import Group, optimizer_groups
 from mm.weights.lora import describe, model_adapters, num_adapter_params
 from mm.weights.memory import memory_shape
@@ -54,6 +54,10 @@ class StageSize:
 
     def __add__(self, other: "StageSize") -> "StageSize":
         return StageSize(*map(add, astuple(self), astuple(other)))
+
+    def divided(self, count: int) -> "StageSize":
+        """The size of one of ``count`` equal stages that hold this together, rounded down."""
+        return StageSize(*(number // count for number in astuple(self)))
 
 
 def chunk_size(run: Run, spec: StageSpec) -> StageSize:
@@ -243,6 +247,29 @@ def longest_microbatches(run: Run) -> dict[str, MicrobatchSizes]:
     return {TEXT: rows(0), VISUAL: rows(num_tokens * per_token)}
 
 
+class PeakMemory:
+    """The peak memory of a run's stages for many placements with as many stages and chunks."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._kinds = run, tuple(longest_microbatches(run).values())
+        self._chunks: dict[StageSpec, tuple[StageSize, ChunkMemory]] = {}
+
+    def of_stages(self, placement: Placement) -> list[int]:
+        """Peak bytes of one rank of each stage, with the kind of microbatch that needs most."""
+        return [self._of_stage(placement, stage) for stage in range(placement.num_stages)]
+
+    def _of_stage(self, placement: Placement, stage: int) -> int:
+        chunks = [self._chunk(placement, placement[stage, chunk]) for chunk in range(placement.num_chunks)]
+        size = reduce(StageSize.__add__, (size for size, _ in chunks))
+        memory = StageMemory(tuple(chunk for _, chunk in chunks))
+        return max(_peak_bytes(memory, rows, self._run, size) for rows in self._kinds)
+
+    def _chunk(self, placement: Placement, spec: StageSpec) -> tuple[StageSize, ChunkMemory]:
+        if spec not in self._chunks:
+            self._chunks[spec] = chunk_size(self._run, spec), _chunk_memory(self._run, placement, spec)
+        return self._chunks[spec]
+
+
 def peaks(run: Run, placement: Placement, sizes: list[StageSize]) -> dict[str, int]:
     """Peak bytes of the largest stage, by kind of microbatch."""
     memories = [_memory(run, placement, stage) for stage in range(len(sizes))]
@@ -256,10 +283,13 @@ def _peak_bytes(memory: StageMemory, rows: MicrobatchSizes, run: Run, size: Stag
 
 
 def _memory(run: Run, placement: Placement, stage: int) -> StageMemory:
-    ulysses_size = 1 if run.is_ring else run.cp_size
-    return StageMemory.of(
-        run.model, placement, stage, run.tp_size, run.args.precision, run.num_pieces, ulysses_size,
-        keeps_features=run.args.vision_feature_cache is not None)
+    return StageMemory(tuple(_chunk_memory(run, placement, placement[stage, chunk])
+                             for chunk in range(placement.num_chunks)))
+
+
+def _chunk_memory(run: Run, placement: Placement, spec: StageSpec) -> ChunkMemory:
+    return ChunkMemory(run.model, placement, spec, run.tp_size, run.args.precision, run.num_pieces,
+                       1 if run.is_ring else run.cp_size, run.args.vision_feature_cache is not None)
 
 
 def _memory_table(run: Run, placement: Placement, sizes: list[StageSize]) -> list[str]:

@@ -7,7 +7,9 @@ import numpy as np
 
 from mm.config.run import Run
 from mm.data.lengths import HasLengths, Lengths
+from mm.data.order.cost import SampleSizes
 from mm.data.order.sampler import order_of
+from mm.data.order.stream import StepSamples
 from mm.plan.costs import COUNTS
 
 NUM_STEPS = 4
@@ -27,17 +29,21 @@ class Workload:
         return sum(float(one[:, column].sum()) for step in self.steps for one in step) / len(self.steps)
 
 
-def workload_of(run: Run, lengths: HasLengths, num_steps: int = NUM_STEPS) -> Workload:
-    """The first steps of ``run``; ``lengths`` covers its samples."""
-    order = order_of(run, lengths, dp_rank=0, consumed_samples=0)
-    steps = map(order.of_ranks, range(num_steps))
-    return Workload(tuple(tuple(_counts(lengths, microbatches) for microbatches in step) for step in steps))
+def workload_of(
+    run: Run, lengths: HasLengths, num_steps: int = NUM_STEPS, sizes: SampleSizes | None = None
+) -> Workload:
+    """The first steps of ``run``; ``lengths`` covers its samples, and so does ``sizes``, if the caller has them."""
+    order = order_of(run, lengths, dp_rank=0, consumed_samples=0, sizes=sizes)
+    return Workload(tuple(_counts(lengths, order.of_ranks(step)) for step in range(num_steps)))
 
 
-def _counts(lengths: HasLengths, microbatches: Sequence[Sequence[int]]) -> np.ndarray:
+def _counts(lengths: HasLengths, step: Sequence[StepSamples]) -> tuple[np.ndarray, ...]:
+    """By replica, the counts of its microbatches."""
+    microbatches = [one for replica in step for one in replica]
     samples = np.array([one for microbatch in microbatches for one in microbatch])
     sizes = np.array([len(microbatch) for microbatch in microbatches])
-    return np.add.reduceat(sample_counts(lengths.of(samples)), np.cumsum(sizes) - sizes, axis=0)
+    counts = np.add.reduceat(sample_counts(lengths.of(samples)), np.cumsum(sizes) - sizes, axis=0)
+    return tuple(np.split(counts, np.cumsum([len(replica) for replica in step])[:-1]))
 
 
 def sample_counts(lengths: Lengths) -> np.ndarray:

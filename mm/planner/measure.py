@@ -13,6 +13,7 @@ from mm.device.device import Device
 from mm.parallel import mesh as parallel
 from mm.plan.calibration import Calibration, Machine, MeasuredBlock
 from mm.plan.costs import BlockCosts, Cutting, counts_of, slot_costs
+from mm.plan.lists import one_stage
 from mm.planner.links import all_reduce_laws, message_law
 from mm.planner.pipelines import pass_seconds, seconds_of_microbatch, two_stages
 from mm.planner.probes import Prober, probe_model
@@ -41,7 +42,7 @@ def measure(
     passes: list[float] = []
     found = None
     for tp_size in tp_sizes:
-        mesh = parallel.start(device, _one_stage(model), tp_size)
+        mesh = parallel.start(device, one_stage(model), tp_size)
         if found is None:
             found = (step_law(device, mesh, args, model), message_law(device, mesh), all_reduce_laws(device, mesh),
                      mesh.world_size)
@@ -84,13 +85,6 @@ def variants(model: ModelConfig) -> Iterator[ModelConfig]:
     assert layers_in(every["vision"]), "a probe has layers"
     found: dict[ModelConfig, None] = dict.fromkeys((own, trained, passed))
     yield from found
-
-
-def _one_stage(model: ModelConfig) -> ModelConfig:
-    """Groups of a job without pipeline; the probes' slots are not ranks."""
-    vision, language = (replace(tower, pipeline_num_layers=((tower.num_layers,),))
-                        for tower in (model.vision, model.language))
-    return replace(model, vision=vision, language=language)
 
 
 def _samples(model: ModelConfig, sizes: ProbeSizes) -> list[list[_SAMPLE]]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -118,13 +119,20 @@ def _own_weights(model: ModelConfig) -> tuple[Weight, ...]:
     return tuple(weights)
 
 
+@cache
+def _by_place(model: ModelConfig) -> tuple[tuple[tuple[Place, int | None], tuple[Weight, ...]], ...]:
+    """``model_weights`` by place and layer."""
+    return tuple((place, tuple(weights))
+                 for place, weights in groupby(model_weights(model), key=lambda one: (one.place, one.layer)))
+
+
 def stage_weights(model: ModelConfig, spec: StageSpec) -> tuple[Weight, ...]:
     """The weights that the slot ``spec`` owns, in model order.
 
     In a tied model whose embedding and head live in different slots, the head's slot also owns
     ``text_decoder.output_layer.weight``: a copy of the embedding, read from the embedding's Hugging Face tensor.
     """
-    owned = [weight for weight in model_weights(model) if owns(spec, weight.place, weight.layer)]
+    owned = [weight for place, weights in _by_place(model) if owns(spec, *place) for weight in weights]
     if spec.has_head and model.language.tied and not spec.has_embedding:
         copy = _vocabulary(model.language, Place.HEAD, OUTPUT_LAYER_NAME, model.family.weights.embedding_weight)
         owned.append(replace(copy, is_tied_copy=True))

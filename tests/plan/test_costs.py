@@ -46,7 +46,7 @@ def by_flops(model: ModelConfig, chunk_pass: float = 0.0) -> Calibration:
 def seconds(model: ModelConfig, calibration: Calibration, *totals: BatchTotals) -> np.ndarray:
     """[2, num_microbatches, num_slots]"""
     costs = BlockCosts.of(model, WHOLE, calibration)
-    return costs.of_slots(counts_of(totals), costs.slots_of(model, [model.placement()]))[..., 0]
+    return costs.of_slots(counts_of(totals), costs.slots_of([model.placement()]))[..., 0]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

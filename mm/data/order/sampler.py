@@ -79,11 +79,14 @@ def order_description(run: Run) -> str:
     return f"in buckets of like cost, {how}" if SAMPLERS[sampler_name(run.data)].has_buckets else how
 
 
-def order_of(run: Run, lengths: HasLengths, dp_rank: int, consumed_samples: int) -> SampleOrder:
-    """What replica ``dp_rank`` trains on; ``lengths`` covers all samples."""
+def order_of(
+    run: Run, lengths: HasLengths, dp_rank: int, consumed_samples: int, sizes: SampleSizes | None = None
+) -> SampleOrder:
+    """What replica ``dp_rank`` trains on; ``lengths`` covers all samples, and so does ``sizes``, if the caller has
+    them."""
     data, args = run.data, run.args
     shares = BatchShares(run.dp_size, budget_of(run), args.micro_batch_size, run.microbatch_unit, run.num_stages)
-    sizes = SampleSizes(run.model, lengths)
+    sizes = sizes or SampleSizes(run.model, lengths)
     stream, deal = SAMPLERS[sampler_name(data)].order(sizes, shares, args.seed, data.is_shuffled)
     return SampleOrder(stream, deal, run.global_batch_size, dp_rank, consumed_samples)
 

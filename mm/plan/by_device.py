@@ -1,0 +1,146 @@
+"""A calibration that nobody measured: what published peaks and bandwidths of a device allow, times usual efficiencies.
+
+It tells layouts of one device apart; its times are an estimate, and ``ASSUMED_ERROR`` says so in each prediction.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mm.config.model import ModelConfig, Tower
+from mm.config.run import Run
+from mm.device.platform import KnownDevice, Links
+from mm.errors import UserError
+from mm.model.flops import block_backwards
+from mm.plan.calibration import BlockKey, BlockLaws, Calibration, Machine, MeasuredBlock, Network
+from mm.plan.costs import WHOLE_LAYER, Cutting, block_keys, forward_laws
+from mm.plan.laws import Law
+from mm.plan.lists import one_stage
+from mm.plan.memory import ALL, FP32, WIDTHS, LayerBytes, layer_bytes
+from mm.weights.table import Place
+
+PRODUCTS, ATTENTION, MEMORY, LINKS = 0.7, 0.45, 0.7, 0.7
+"""Shares of the published figures that kernels reach.  Huawei's msmodeling assumes 0.7 of the arithmetic and 0.6 of the
+memory; large products on an H200 reach 0.8; flash attention with short samples far less."""
+LAYER_SECONDS = 60e-6
+"""Of a layer's forward pass, besides its work: starts and ends of some twenty kernels of about 3 us."""
+COLLECTIVE_SECONDS = 15e-6
+"""Of any collective or message within a node; msmodeling assumes 10 us, NCCL's ring of 8 takes 20."""
+NETWORK_SECONDS = 25e-6
+ASSUMED_ERROR = 0.2
+"""Relative standard error of a predicted time."""
+UPDATE_BYTES = 30
+"""Of each trained parameter in the update: Adam reads and writes two moments and the fp32 weight, reads the gradient,
+and writes the bf16 weight."""
+_NUM_COLLECTIVES = 2
+"""Of a layer in each direction with tensor parallelism: after attention and after the MLP."""
+
+
+def calibration_by_device(run: Run, device: KnownDevice, links: Links) -> Calibration:
+    """The laws of every block of ``run``.  Raises UserError for fp32, for which no peaks are published."""
+    if run.args.precision == "fp32":
+        raise UserError(f"the run is in fp32, but the peak of {device.label} is published for 16 bits: add --bf16, or "
+                        f"measure the device with mm-plan calibrate and give --calibration")
+    cutting = Cutting(run.tp_size, run.args.sequence_parallel)
+    rates, model = _Rates.of(run, device, links), one_stage(run.model)
+    found = dict[BlockKey, MeasuredBlock]()
+    for has_images in (False, True):
+        backwards = block_backwards(model, has_images)
+        for place, key in block_keys(run.model, cutting, has_images).items():
+            if key not in found:
+                laws = rates.laws(place[0], forward_laws(model)[place], key, backwards[place].num_forward)
+                found[key] = MeasuredBlock(key, laws, ASSUMED_ERROR)
+    within = LINKS * links.within
+    return Calibration(
+        machine=Machine(device.label, run.args.precision, 1, {}), date="", blocks=tuple(found.values()),
+        chunk_pass=0.0, pipeline_pass=None,
+        step=Law(1e-3, UPDATE_BYTES / (MEMORY * device.memory_bandwidth)),
+        message=Law(COLLECTIVE_SECONDS, 1 / within), all_reduce={2: Law(COLLECTIVE_SECONDS, 1 / within)},
+        network=Network(links.node_size, NETWORK_SECONDS, 1 / (LINKS * links.between)), assumed_error=ASSUMED_ERROR)
+
+
+@dataclass(frozen=True)
+class _Rates:
+    """What one rank computes and moves in a second."""
+
+    model: ModelConfig
+    cutting: Cutting
+    width: int
+    product_flops: float
+    attention_flops: float
+    memory_bytes: float
+    link_bytes: float
+    cp_size: int
+    is_ring: bool
+
+    @classmethod
+    def of(cls, run: Run, device: KnownDevice, links: Links) -> "_Rates":
+        assert device.peak_flops is not None, "checked where the device is chosen"
+        is_on_node = run.tp_size * run.cp_size <= links.node_size
+        return cls(
+            run.model, Cutting(run.tp_size, run.args.sequence_parallel), WIDTHS[run.args.precision],
+            PRODUCTS * device.peak_flops, ATTENTION * device.peak_flops, MEMORY * device.memory_bandwidth,
+            LINKS * (links.within if is_on_node else links.between), run.cp_size, run.is_ring)
+
+    def laws(self, place: Place, flops: Law, key: BlockKey, num_backward: int) -> BlockLaws:
+        """``num_backward``: what the backward pass computes, in forward passes."""
+        tp_size = self.cutting.tp_size
+        work = Law(0.0, flops.per_row / tp_size / self.product_flops, flops.per_pair / tp_size / self.attention_flops)
+        moved, again = self._moved(place, key), self._again(key, work)
+        exchanged = self._exchanged(place)
+        forward = work + moved + exchanged
+        if not num_backward:
+            return BlockLaws(forward, Law(0.0, 0.0))
+        # gradients of activations are written and read like these, and what was kept is read again
+        backward = work.times(num_backward) + moved.times(2) + exchanged + again
+        if key.recompute == WHOLE_LAYER:
+            backward += forward
+        if self.cutting.sequence_parallel and exchanged.per_row:  # inputs of layers are gathered again
+            backward += exchanged.times(0.5)
+        return BlockLaws(forward, backward)
+
+    def _moved(self, place: Place, key: BlockKey) -> Law:
+        """Activations that a pass writes, and reads once more."""
+        if place is Place.HEAD:  # logits in the precision of the run and in fp32
+            return Law(LAYER_SECONDS, 2 * (self.width + FP32) * key.matrices[0][0] / self.memory_bytes)
+        if (tower := self._tower(place)) is None:
+            return Law(LAYER_SECONDS / 4, 4 * self.model.language.hidden_size * self.width / self.memory_bytes)
+        return Law(LAYER_SECONDS, 2 * self._bytes(tower, key).kept(ALL) / self.memory_bytes)
+
+    def _again(self, key: BlockKey, work: Law) -> Law:
+        """What the backward pass recomputes of single modules."""
+        if key.recompute in ("", WHOLE_LAYER):
+            return Law(0.0, 0.0)
+        qkv, proj, fc1, fc2 = (rows * columns for rows, columns in key.matrices[:4])
+        is_mlp = "mlp" in key.recompute.split(", ")
+        share = (fc1 + fc2) / (qkv + proj + fc1 + fc2) if is_mlp else 0.02  # norms and SwiGLU are small
+        return Law(LAYER_SECONDS / 4, share * work.per_row)
+
+    def _exchanged(self, place: Place) -> Law:
+        """Collectives of tensor parallelism, and of context parallelism in attention."""
+        found, tp_size, tower = Law(0.0, 0.0), self.cutting.tp_size, self._tower(place)
+        hidden = (tower or self.model.language).hidden_size * self.width
+        if tp_size > 1 and place is not Place.PATCH_EMBEDDING:
+            count = _NUM_COLLECTIVES if tower is not None else 1
+            per_row = 2 * (tp_size - 1) / tp_size * hidden / self.link_bytes
+            found = Law(count * COLLECTIVE_SECONDS, count * per_row)
+        if self.cp_size > 1 and place is Place.LANGUAGE_LAYER:
+            found += self._exchanged_in_attention(tp_size)
+        return found
+
+    def _exchanged_in_attention(self, tp_size: int) -> Law:
+        """Ulysses exchanges q, k, v and the output for heads; a ring passes keys and values on to all ranks."""
+        language, others = self.model.language, self.cp_size - 1
+        q, k = (heads * language.head_dim * self.width / tp_size
+                for heads in (language.num_attention_heads, language.num_query_groups))
+        if self.is_ring:
+            return Law(others * COLLECTIVE_SECONDS, others * 2 * k / self.link_bytes)
+        return Law(4 * COLLECTIVE_SECONDS, (2 * q + 2 * k) * others / self.cp_size / self.link_bytes)
+
+    def _bytes(self, tower: Tower, key: BlockKey) -> LayerBytes:
+        num_pieces = self.cutting.tp_size if self.cutting.sequence_parallel else 1
+        return layer_bytes(tower, key.matrices[2][0] // 2, self.cutting.tp_size, self.width, num_pieces)
+
+    def _tower(self, place: Place) -> Tower | None:
+        towers: Mapping[Place, Tower] = {Place.VISION_LAYER: self.model.vision,
+                                         Place.LANGUAGE_LAYER: self.model.language}
+        return towers.get(place)

@@ -1,0 +1,141 @@
+"""The layouts that a run could have, and the run with each of them.
+
+All of them train on the same samples in each step, to the same loss and gradients: tensor, context and pipeline sizes,
+chunks, samples per microbatch, packing, and recomputation.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import product
+
+from mm.config.data import DataConfig
+from mm.config.model import ModelConfig, RecomputeConfig
+from mm.config.run import Run, parallel_problems
+from mm.plan.lists import Lists
+
+AS_GIVEN, BALANCED, PACKS = "as given", "balanced", "balanced packs"
+SAMPLERS = (AS_GIVEN, BALANCED, PACKS)
+"""How samples become microbatches: as the data JSON says, or by cost, one sample after the other or in packs."""
+RECOMPUTE: Mapping[str, RecomputeConfig] = {
+    "none": RecomputeConfig(), "selective": RecomputeConfig("selective"),
+    "full": RecomputeConfig("full", "uniform", 1),
+}
+"""By name, from fast to small: of both towers; the trained layers of a frozen tower are none, so it has no effect."""
+_MAX_CHUNKS = 4
+_MAX_SAMPLES = 8
+"""Of a microbatch: more make few microbatches, and products are large enough by then."""
+_MAX_CP_SIZE = 16
+_MIN_TOKENS = 2048
+"""Fewer tokens of a sample on each context-parallel rank make small products, and memory is not what is short then."""
+
+
+@dataclass(frozen=True, order=True)
+class Choice:
+    """One layout, without its lists."""
+
+    tp_size: int
+    cp_size: int
+    num_stages: int
+    num_chunks: int
+    micro_batch_size: int
+    sampler: str
+    recompute: str
+
+    @property
+    def group(self) -> tuple[int, int, int]:
+        """Layouts of one group differ in chunks, microbatches and recomputation only."""
+        return self.tp_size, self.cp_size, self.num_stages
+
+    def applied(self, run: Run) -> Run:
+        """``run`` with this layout and as many samples in each step; its lists are legal, but not the best ones."""
+        dp_size = max(1, run.world_size // (self.tp_size * self.cp_size * self.num_stages))
+        args = replace(
+            run.args, tensor_model_parallel_size=self.tp_size, sequence_parallel=self.tp_size > 1,
+            context_parallel_size=self.cp_size, pipeline_model_parallel_size=None,
+            virtual_pipeline_model_parallel_size=None, micro_batch_size=self.micro_batch_size,
+            global_batch_size=run.global_batch_size,
+            use_distributed_optimizer=run.args.use_distributed_optimizer or dp_size * self.cp_size > 1)
+        return replace(run, args=args, model=self._model(run.model), data=self._data(run.data))
+
+    def _model(self, model: ModelConfig) -> ModelConfig:
+        lists = Lists.of(model)
+        if (self.num_stages, self.num_chunks) != (model.num_stages, model.num_chunks):
+            lists = Lists.spread(model.vision.num_layers, model.language.num_layers, self.num_stages, self.num_chunks)
+        model = lists.applied(model)
+        if self.recompute == AS_GIVEN:
+            return model
+        vision, language = (replace(tower, recompute=RECOMPUTE[self.recompute])
+                            for tower in (model.vision, model.language))
+        return replace(model, vision=vision, language=language)
+
+    def _data(self, data: DataConfig) -> DataConfig:
+        if self.sampler == AS_GIVEN:
+            return data
+        # packing changes what long samples lose, unless the data JSON says it
+        truncation = "turns" if data.drops_turns else "tokens"
+        packs = self.sampler == PACKS or data.packs
+        return replace(data, sampler_type="BalancedBatchSampler", packing=packs, truncation=truncation)
+
+    def differences(self, other: "Choice") -> dict[str, tuple[object, object]]:
+        """Fields in which ``other`` differs: own value, other's."""
+        return {field.name: both for field in fields(self)
+                if (both := (getattr(self, field.name), getattr(other, field.name)))[0] != both[1]}
+
+
+def present_choice(run: Run) -> Choice:
+    """The layout that ``run`` has."""
+    return Choice(run.tp_size, run.cp_size, run.num_stages, run.num_chunks, run.args.micro_batch_size, AS_GIVEN,
+                  AS_GIVEN)
+
+
+NAMES = {"TP": "tp_size", "CP": "cp_size", "PP": "num_stages", "VPP": "num_chunks", "MBS": "micro_batch_size",
+         "SAMPLER": "sampler", "RECOMPUTE": "recompute"}
+"""Words of ``--fix`` -> fields of ``Choice``; DP follows from the others."""
+
+
+def choices(run: Run, fixed: Mapping[str, Sequence[object]], node_size: int) -> Iterator[Choice]:
+    """Every legal layout, with the fastest recomputation that is allowed; ``fixed`` has the values that some fields may
+    have, under their names.
+
+    Tensor-parallel ranks stay within a node, and context-parallel ranks get at least ``_MIN_TOKENS`` tokens.
+    Microbatches and packing are as given if the loss is a mean over microbatches.
+    """
+    is_free, model, most_tokens = run.args.loss_unit != "microbatch", run.model, run.args.seq_length
+    num_layers = model.vision.num_layers + model.language.num_layers
+    options: dict[str, Sequence[object]] = {
+        "tp_size": [size for size in model.tp_sizes if size <= node_size],
+        "cp_size": [size for size in _powers(_MAX_CP_SIZE) if size == 1 or most_tokens // size >= _MIN_TOKENS],
+        "num_stages": [size for size in range(1, num_layers + 1) if run.world_size % size == 0],
+        "num_chunks": [*range(1, _MAX_CHUNKS + 1)],
+        "micro_batch_size": _powers(_MAX_SAMPLES) if is_free else [run.args.micro_batch_size],
+        "sampler": _samplers(run.data) if is_free else [AS_GIVEN],
+    } | {name: values for name, values in fixed.items() if name != "recompute"}
+    recompute = str(next(iter(fixed.get("recompute", RECOMPUTE))))
+    for values in product(*options.values()):
+        choice = Choice(*values, recompute)  # pyright: ignore[reportArgumentType]  (in the order of the fields)
+        if _is_divisible(choice, run) and not list(parallel_problems(choice.applied(run))):
+            yield choice
+
+
+def _is_divisible(choice: Choice, run: Run) -> bool:
+    """A quick part of ``parallel_problems``."""
+    replica_size = choice.tp_size * choice.cp_size * choice.num_stages
+    if run.world_size % replica_size or (choice.num_chunks > 1 and choice.num_stages == 1):
+        return False
+    dp_size = run.world_size // replica_size
+    unit = dp_size if choice.sampler == PACKS or run.data.packs else dp_size * choice.micro_batch_size
+    num_microbatches, rest = divmod(run.global_batch_size, unit)
+    num_layers = run.model.vision.num_layers + run.model.language.num_layers
+    return not rest and (choice.num_chunks == 1 or (
+        num_microbatches >= choice.num_stages and choice.num_chunks * choice.num_stages <= num_layers))
+
+
+def _samplers(data: DataConfig) -> list[str]:
+    """Those that keep the samples of a step: not buckets, which decide which samples are together."""
+    if data.sampler_type == "BucketBatchSampler":
+        return [AS_GIVEN]
+    return [PACKS] if data.packs else [BALANCED, PACKS]
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << power for power in range(most.bit_length())]

@@ -1,0 +1,226 @@
+"""The search for the fastest layout of a run that fits into memory, with a proof of how near it is to any other.
+
+Layouts are simulated with even lists, in the order of an estimate of their step, until no better ones are to be
+expected.  The lists of the fastest ones are then searched.  A lower bound of the step of every layout that fits, which
+holds for any lists, says how much could be missed at most.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+
+from mm.config.run import Run
+from mm.data.lengths import HasLengths
+from mm.data.order.cost import SampleSizes
+from mm.data.order.sampler import sampler_name
+from mm.errors import UserError
+from mm.plan.calibration import Calibration
+from mm.plan.choices import RECOMPUTE, Choice
+from mm.plan.judge import list_costs
+from mm.plan.lists import Lists, best_lists
+from mm.plan.predict import Predictor, StepPrediction
+from mm.plan.stages import PeakMemory, StageSize, stage_sizes
+from mm.plan.workload import Workload, workload_of
+
+NUM_STEPS = 1
+"""Steps that the search simulates: the same samples for every layout.  What it finds is predicted over more."""
+SLACK = 1.05
+"""Layouts are simulated until the estimate of the next is above the simulated time of the best ones by this factor."""
+NUM_OF_GROUP = 6
+"""Layouts of each group that are simulated: those with the best estimates that fit."""
+NUM_SEARCHED = 6
+"""Groups whose fastest layout's lists are searched."""
+_MAX_MOVES = 12
+"""Layers that are moved between stages to make even lists fit."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A layout with its lists, and what a step takes."""
+
+    choice: Choice
+    run: Run
+    step: StepPrediction
+    peak_bytes: int
+    """Of the fullest rank."""
+    workload: Workload
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of a search."""
+
+    ranking: tuple[Planned, ...]
+    """The fastest layouts that fit, fastest first."""
+    least: float
+    """No layout that was considered takes fewer seconds, whatever its lists."""
+    num_considered: int
+    num_too_large: int
+    refusals: tuple[str, ...]
+    """Why layouts could not be predicted: each reason once."""
+    smallest: Planned | None
+    """If none fits, the layout that needs the least memory."""
+
+
+@dataclass(frozen=True)
+class _Open:
+    """A layout that was not refused yet."""
+
+    choice: Choice
+    run: Run
+    predictor: Predictor
+    memory: PeakMemory
+    workload: Workload
+    bound: float
+    """Of the seconds of a step."""
+    estimate: float
+    rest: float
+    """Seconds of the reduction and the update in the bound."""
+
+
+class Search:
+    """Judges layouts of one run on its own data."""
+
+    def __init__(
+        self, run: Run, calibrate: Callable[[Run], Calibration], lengths: HasLengths, max_bytes: int | None
+    ) -> None:
+        """``calibrate`` gives the calibration for a layout, or raises UserError.  ``max_bytes``: of any rank."""
+        self._run, self._calibrate, self._lengths, self._max_bytes = run, calibrate, lengths, max_bytes
+        self._sample_sizes = SampleSizes(run.model, lengths)
+        self._predictors: dict[object, Predictor] = {}
+        self._workloads: dict[object, Workload] = {}
+        self._sizes: dict[object, StageSize] = {}
+
+    def planned(self, choice: Choice, run: Run, num_steps: int) -> Planned:
+        """``run`` as it is, predicted over ``num_steps`` steps."""
+        workload = self._workload(run, num_steps)
+        return Planned(choice, run, self._predictor(choice, run).predict(workload, run),
+                       max(PeakMemory(run).of_stages(run.model.placement())), workload)
+
+    def best(self, choices: Iterable[Choice], num_kept: int, num_steps: int) -> Found:
+        """The ``num_kept`` fastest layouts."""
+        considered = list(choices)
+        opened, refusals = list[_Open](), dict[str, None]()
+        for choice in considered:
+            try:
+                opened.append(self._opened(choice))
+            except UserError as error:
+                refusals |= dict.fromkeys(error.problems)
+        opened.sort(key=lambda one: one.estimate)
+        fitting, too_large = self._fitting(opened, num_kept)
+        promising = _best_of_groups(fitting)[:NUM_SEARCHED]
+        searched = sorted((self._with_best_lists(one, lists) for _, one, lists in promising), key=lambda one: one[0])
+        ranking = sorted((self.planned(one.choice, _placed(one.run, lists), num_steps)
+                          for _, one, lists in searched[:num_kept]), key=lambda one: one.step.seconds)
+        smallest = None if ranking or not too_large else self._smallest([one.choice for one in too_large], num_steps)
+        bounds = [one.bound for one in opened if one not in too_large]
+        return Found(tuple(ranking), min(bounds, default=0.0), len(considered), len(too_large), tuple(refusals),
+                     smallest)
+
+    def _fitting(
+        self, opened: Sequence[_Open], num_kept: int
+    ) -> tuple[list[tuple[float, _Open, Lists]], list[_Open]]:
+        """Simulated layouts with even lists, fastest first; and those that do not fit."""
+        fitting, too_large = list[tuple[float, _Open, Lists]](), list[_Open]()
+        num_tried = Counter[tuple[int, int, int]]()
+        for one in opened:
+            fastest = [seconds for seconds, _, _ in _best_of_groups(fitting)[:num_kept]]
+            if len(fastest) == num_kept and one.estimate > fastest[-1] * SLACK:
+                break
+            if num_tried[one.choice.group] >= NUM_OF_GROUP:
+                continue
+            found = self._with_even_lists(one)
+            if found is None:
+                too_large.append(one)
+            else:
+                fitting.append(found)
+                num_tried[one.choice.group] += 1
+        return sorted(fitting, key=lambda one: one[0]), too_large
+
+    def _opened(self, choice: Choice) -> _Open:
+        run = choice.applied(self._run)
+        predictor, workload = self._predictor(choice, run), self._workload(run, NUM_STEPS)
+        even = [self._even_size(run)]
+        rest = predictor.reduction(even) + predictor.update(even)
+        sizes = workload, choice.num_stages, choice.num_chunks
+        return _Open(choice, run, predictor, PeakMemory(run), workload, predictor.bound(*sizes) + rest,
+                     predictor.estimate(*sizes) + rest, rest)
+
+    def _with_even_lists(self, one: _Open) -> tuple[float, _Open, Lists] | None:
+        """The layout with even lists and the least recomputation that fits; None if none does."""
+        for recompute in self._ladder(one.choice):
+            if self._max_bytes is not None and self._even_size(one.run).total_bytes > self._max_bytes:
+                return None
+            here = one if recompute == one.choice.recompute else self._opened(replace(
+                one.choice, recompute=recompute))
+            costs = list_costs(here.predictor, here.memory, here.workload, self._max_bytes, num_simulated=1)
+            start = Lists.even(*here.predictor.layer_work(here.workload), here.choice.num_stages,
+                               here.choice.num_chunks)
+            fitting = start if costs.fits(start) else self._smaller(here, start)
+            if fitting is not None:
+                return float(costs.costs([fitting])[0]) + here.rest, here, fitting
+        return None
+
+    def _smaller(self, one: _Open, start: Lists) -> Lists | None:
+        """Lists that fit, reached by moving layers from the fullest stage to the emptiest; None if none are found."""
+        assert self._max_bytes is not None, "everything fits without a limit"
+        lists = start
+        for _ in range(_MAX_MOVES):
+            of_stages = one.memory.of_stages(lists.placement)
+            if max(of_stages) <= self._max_bytes:
+                return lists
+            giver, taker = of_stages.index(max(of_stages)), of_stages.index(min(of_stages))
+            moved = [other for other in lists.moves_between(giver, taker)
+                     if max(one.memory.of_stages(other.placement)) < max(of_stages)]
+            if not moved:
+                return None
+            lists = moved[0]
+        return None
+
+    def _ladder(self, choice: Choice) -> Sequence[str]:
+        """Recomputations to try, from fast to small."""
+        names = list(RECOMPUTE)
+        return names[names.index(choice.recompute) :] if choice.recompute in names else [choice.recompute]
+
+    def _with_best_lists(self, one: _Open, start: Lists) -> tuple[float, _Open, Lists]:
+        costs = list_costs(one.predictor, one.memory, one.workload, self._max_bytes, num_simulated=1)
+        lists, seconds = best_lists(start, costs) if one.choice.num_stages > 1 else (start, float(
+            costs.costs([start])[0]))
+        return seconds + one.rest, one, lists
+
+    def _smallest(self, too_large: Sequence[Choice], num_steps: int) -> Planned:
+        choice = min(too_large, key=lambda one: self._even_size(one.applied(self._run)).total_bytes)
+        choice = replace(choice, recompute=self._ladder(choice)[-1])
+        return self.planned(choice, choice.applied(self._run), num_steps)
+
+    def _predictor(self, choice: Choice, run: Run) -> Predictor:
+        key = choice.tp_size, choice.cp_size, choice.num_stages, choice.recompute
+        if key not in self._predictors:
+            self._predictors[key] = Predictor(run, self._calibrate(run))
+        return self._predictors[key]
+
+    def _workload(self, run: Run, num_steps: int) -> Workload:
+        in_packs = (run.num_stages, run.microbatch_unit) if run.data.packs else ()
+        key = run.dp_size, run.args.micro_batch_size, sampler_name(run.data), in_packs, num_steps
+        if key not in self._workloads:
+            self._workloads[key] = workload_of(run, self._lengths, num_steps, self._sample_sizes)
+        return self._workloads[key]
+
+    def _even_size(self, run: Run) -> StageSize:
+        """States of one rank if all stages were equal."""
+        key = run.tp_size, run.dp_size * run.cp_size, run.args.use_distributed_optimizer
+        if key not in self._sizes:
+            self._sizes[key] = reduce(StageSize.__add__, stage_sizes(run, run.model.placement()))
+        return self._sizes[key].divided(run.num_stages)
+
+
+def _best_of_groups(fitting: Sequence[tuple[float, _Open, Lists]]) -> list[tuple[float, _Open, Lists]]:
+    found = dict[tuple[int, int, int], tuple[float, _Open, Lists]]()
+    for one in sorted(fitting, key=lambda one: one[0]):
+        found.setdefault(one[1].choice.group, one)
+    return list(found.values())
+
+
+def _placed(run: Run, lists: Lists) -> Run:
+    return replace(run, model=lists.applied(run.model))
