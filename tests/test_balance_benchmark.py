@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
+from mm.plan.distributions import DISTRIBUTIONS, SEQ_LENGTH
 from tests.launch import run_ranks
-from tests.lengths import SEQ_LENGTH, SETS
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def output(tmp_path_factory) -> tuple[dict, str]:
 def test_balance_is_even_and_shortens_the_step(output: tuple[dict, str]) -> None:
     found, _ = output
     by = {(row["set"], row["sampler"]): row for row in found["rows"]}
-    for name in SETS:
+    for name in ("llava", "documents", "videos"):
         plain = by[name, "BaseRandomBatchSampler"]
         for sampler in ("BalancedBatchSampler", "BalancedBatchSampler with packing"):
             row = by[name, sampler]
@@ -36,11 +36,12 @@ def test_every_goal_is_shown(output: tuple[dict, str]) -> None:
     assert text.count("reached") + text.count("**missed**") == len(found["goals"])
 
 
-@pytest.mark.parametrize(("name", "mean_tokens"), [("LLaVA-like", 689), ("documents", 2700), ("videos", 2700)])
+@pytest.mark.parametrize(("name", "mean_tokens"), [
+    ("llava", 689), ("documents", 2700), ("videos", 2700), ("text", 600)])  # fmt: skip
 def test_sets_are_as_described(name: str, mean_tokens: int) -> None:
-    lengths = SETS[name](20_000)
+    lengths = DISTRIBUTIONS[name](20_000)
     assert lengths.num_tokens.mean() == pytest.approx(mean_tokens, rel=0.03)
     assert lengths.num_target_tokens.min() > 0 and (lengths.num_target_tokens <= lengths.num_tokens).all()
     assert lengths.num_tokens.max() <= SEQ_LENGTH
     assert (lengths.num_patches // 4 < lengths.num_tokens).all()
-    assert np.array_equal(SETS[name](100).num_tokens, SETS[name](100).num_tokens)
+    assert np.array_equal(DISTRIBUTIONS[name](100).num_tokens, DISTRIBUTIONS[name](100).num_tokens)

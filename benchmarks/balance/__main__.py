@@ -2,8 +2,8 @@
 
     python -m benchmarks.balance [--quick] [--output F]
 
-Nothing is trained: samples are arrays of lengths (``tests.lengths``), a microbatch costs its FLOPs in the shipped 7B
-model, whose ViT is frozen (``mm.model.flops``), and a step takes as long as its costliest rank.  A pipeline of four
+Nothing is trained: samples are arrays of lengths (``mm.plan.distributions``), a microbatch costs its FLOPs in the
+shipped 7B model, whose ViT is frozen (``mm.model.flops``), and a step takes as long as its costliest rank.  A pipeline of four
 stages is simulated with the microbatches in the order of a run.  Without packing a microbatch is one sample; packs hold
 at most 8,192 tokens.  The last table shows which goals are reached.
 """
@@ -27,7 +27,7 @@ from mm.data.order.sequence import pipeline_order
 from mm.data.order.stream import StepSamples, Stream, shuffled
 from mm.model.flops import slot_flops
 from mm.parallel.simulation import step_cost
-from tests.lengths import SEQ_LENGTH, SETS, llava, totals_of
+from mm.plan.distributions import DISTRIBUTIONS, SEQ_LENGTH, llava, totals_of
 
 SAMPLES_PER_RANK = 32
 """Number of samples per data-parallel rank in a global batch."""
@@ -42,6 +42,8 @@ FULLEST_PACKS, BALANCED_PACKS = "BaseRandomBatchSampler with packing", "Balanced
 
 Planned = Callable[[int], list[StepSamples]]
 """From the number of a step to the samples of each rank."""
+SETS = ("llava", "documents", "videos")
+"""Of ``mm.plan.distributions``."""
 
 
 class Samples:
@@ -140,8 +142,8 @@ def measure(is_quick: bool) -> dict[str, Any]:
     model = shipped_model("7b")
     ranks = (8,) if is_quick else (8, 64, 512)
     rows, limits, sets = [], [], {}
-    for name, draw in SETS.items():
-        samples = Samples(model, draw(4096 if is_quick else FEW_SAMPLES))
+    for name in SETS:
+        samples = Samples(model, DISTRIBUTIONS[name](4096 if is_quick else FEW_SAMPLES))
         tokens, costs = samples.sizes.num_tokens, samples.sizes.costs
         sets[name] = {"mean_tokens": float(tokens.mean()), "max_tokens": int(tokens.max()),
                       "mean_patches": float(samples.sizes.num_patches.mean()),
@@ -197,9 +199,9 @@ def goals(found: dict[str, Any]) -> list[Goal]:
             if row := by.get((name, dp_size, BALANCED_PACKS)):
                 at_most(f"{name}, {dp_size} ranks: costliest rank over the mean, worst step", bound, row["worst_step"])
                 at_most(f"{name}, {dp_size} ranks: costliest microbatch over the mean", 1.05, row["microbatches"])
-    at_least("LLaVA-like: the fullest packs of all samples, full", 0.98, plan["full"])
+    at_least("llava: the fullest packs of all samples, full", 0.98, plan["full"])
     last = found["full"][-1]
-    at_least(f"LLaVA-like, {last['dp_size']} ranks, {last['of_rank_samples']} samples each: balanced packs, full", 0.97,
+    at_least(f"llava, {last['dp_size']} ranks, {last['of_rank_samples']} samples each: balanced packs, full", 0.97,
              last["full"])
     for dp_size in (8, 64, 512):
         if row := by.get(("documents", dp_size, BALANCED_PACKS)):

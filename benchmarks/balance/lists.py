@@ -3,8 +3,8 @@
     python -m benchmarks.balance.lists [--steps N] [SIZE ...]
     python -m benchmarks.balance.lists 7b --vision-layers 32 0 --language-layers 12 16
 
-Nothing is trained: the microbatches of the shipped scripts are drawn from LLaVA-like samples (``tests.lengths``).  In
-each slot they take time in proportion to their FLOPs (``mm.model.flops``; the ViT is frozen, as shipped), and they pass
+Nothing is trained: the microbatches of the shipped scripts are drawn from LLaVA-like samples (``mm.plan.distributions``).
+In each slot they take time in proportion to their FLOPs (``mm.model.flops``; the ViT is frozen, as shipped), and they pass
 the pipeline in the order of a run.  Messages take no time, and a FLOP takes the same time in the ViT as in the LLM.
 Utilisation is the mean work of a stage over the length of the step, averaged over ``--steps`` drawn steps; for equal
 microbatches its bound is m / (m + p - 1).
@@ -29,8 +29,8 @@ from mm.data.order.sequence import pipeline_order
 from mm.model.flops import slot_flops
 from mm.parallel.simulation import SlotCost, step_cost
 from mm.plan import lists as layouts
+from mm.plan.distributions import llava, totals_of
 from mm.plan.lists import Costs, best_lists
-from tests.lengths import llava, totals_of
 
 BATCHES = {"7b": (4, 12), "32b": (2, 48), "72b": (1, 96)}
 """Size -> samples per microbatch and microbatches per step of a replica, as in the script; 3B has one stage."""

@@ -19,12 +19,12 @@ from mm.config.dataset_files import training_files, validation_files
 from mm.config.flags import TRAIN, Arguments, flag_problems, is_same_directory, length_problems
 from mm.config.launcher import launched_ranks, world_problems
 from mm.config.lora import lora_notes, lora_problems, merged
-from mm.config.model import ModelConfig, RecomputeConfig, read_model, recompute_notes
-from mm.config.notes import NoEffect
+from mm.config.model import ModelConfig, RecomputeConfig, read_model
 from mm.config.patterns import long_patterns
 from mm.config.read import Document
+from mm.config.run_notes import RATE_FLAGS, RATE_KEYS, flag_notes, frozen_notes
 from mm.config.sampling import loss_problems, sampling_notes
-from mm.config.schema import changed, shown
+from mm.config.schema import shown
 from mm.config.validation import question_flag_problems, validation_notes, validation_problems
 from mm.errors import UserError, collected, redacted, refuse
 
@@ -40,15 +40,8 @@ _PRECISION_KEYS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 
 _MOST_MICROBATCHES = 100_000
 """Most microbatches of a replica in a step; a larger number is a mistake, and planning it would take minutes."""
-_RATE_KEYS = {"vision": "image_encoder.vision_encoder.vision", "projector": "image_encoder.vision_projector.projector",
-              "language": "text_decoder.language"}
-"""Part -> prefix of the keys of its rates in the model JSON."""
-_RATE_FLAGS = {"vision": "vision_tower_lr", "projector": "mm_projector_lr"}
-"""Part -> the flag for its learning rate."""
 _PATTERNS = ("freeze_modules", "trainable_modules")
 """Flags that may be in the model JSON instead."""
-
-_PROFILE_FLAGS = ("profile_step_start", "profile_step_end", "profile_ranks", "profile_save_path")
 
 
 @dataclass(frozen=True)
@@ -137,11 +130,15 @@ class Run:
         return self.args.lr_warmup_iters
 
 
-def load_run(argv: Sequence[str], world_size: int | None = None, environment: Mapping[str, str] = os.environ) -> Run:
+def load_run(
+    argv: Sequence[str], world_size: int | None = None, environment: Mapping[str, str] = os.environ,
+    checks_layout: bool = True,
+) -> Run:  # fmt: skip
     """Read and check everything; raises UserError with all problems of the flags and of both files.
 
     The world size is ``world_size`` if given, else WORLD_SIZE of the ``environment`` (torchrun sets it), else
-    ``--world-size``, else 1.  With ``--dry-run`` a missing file or directory is a note instead of a problem.
+    ``--world-size``, else 1.  With ``--dry-run`` a missing file or directory is a note instead of a problem.  The sizes
+    of parallel groups and batches may contradict each other unless ``checks_layout``.
     """
     words = TRAIN.split(argv)
     problems: list[str] = []
@@ -157,12 +154,12 @@ def load_run(argv: Sequence[str], world_size: int | None = None, environment: Ma
     is_rehearsal = args.dry_run or args.check
     problems += world_problems(environment, args.world_size, None if is_rehearsal else "--dry-run")
     world_size = world_size or launched_ranks(environment) or args.world_size or 1
-    notes = (*TRAIN.notes(words), *_notes(args), *sampling_notes(args, data.value),
-             *validation_notes(args, data.value), *_frozen_notes(args, model.value),
+    notes = (*TRAIN.notes(words), *flag_notes(args), *sampling_notes(args, data.value),
+             *validation_notes(args, data.value), *frozen_notes(args, model.value),
              *lora_notes(model.value.lora, args.lora, args.mm_model), *model.notes, *data.notes)
     run = Run(args, _with_flags(model.value, args), data.value, world_size,
               (*notes, *(missing if is_dry_run else ())), args.given_start)
-    refuse((*problems, *parallel_problems(run), *loss_problems(args, data.value),
+    refuse((*problems, *(parallel_problems(run) if checks_layout else ()), *loss_problems(args, data.value),
             *validation_problems(args, data.value), *question_flag_problems(args),
             *_model_problems(run, model.document), *long_patterns(run.model, f"{args.mm_model} or the command line"),
             *lora_problems(model.value.lora, args.lora, model.document, words.given), *_adapter_problems(run)))
@@ -197,7 +194,7 @@ def _with_flags(model: ModelConfig, args: Arguments) -> ModelConfig:
         for tower in (model.vision, model.language)
     )
     parts: dict[str, Any] = {"vision": vision, "projector": model.projector, "language": language}
-    for part, flag in _RATE_FLAGS.items():
+    for part, flag in RATE_FLAGS.items():
         if parts[part].rates.lr is None:
             rates = dataclasses.replace(parts[part].rates, lr=getattr(args, flag))
             parts[part] = dataclasses.replace(parts[part], rates=rates)
@@ -332,8 +329,8 @@ def _model_problems(run: Run, document: Document) -> Iterator[str]:
     if contrary:
         flag = "Neither --bf16 nor --fp16 is given" if args.precision == "fp32" else f"--{args.precision} is given"
         yield f"{flag}, which means {args.precision}, but {', '.join(contrary)}; change the flag or the file"
-    for part, flag in _RATE_FLAGS.items():
-        given, key_path = getattr(args, flag), f"{_RATE_KEYS[part]}_lr"
+    for part, flag in RATE_FLAGS.items():
+        given, key_path = getattr(args, flag), f"{RATE_KEYS[part]}_lr"
         if None not in (given, document.get(key_path)) and given != document.get(key_path):
             yield (f"{flag_name(flag)} is {given:g}, but {document.at(key_path)} is {document.get(key_path):g}; both "
                    f"are the learning rate of one part, so keep one")
@@ -342,7 +339,7 @@ def _model_problems(run: Run, document: Document) -> Iterator[str]:
         if given and found and list(given) != found:
             yield (f"{flag_name(name)} is {' '.join(given)}, but {document.at(name)} is {shown(found)}; both set the "
                    f"same for all parts, so keep one")
-    own = [f"{key}_lr" for part, key in _RATE_KEYS.items() if getattr(run.model, part).rates.lr is not None]
+    own = [f"{key}_lr" for part, key in RATE_KEYS.items() if getattr(run.model, part).rates.lr is not None]
     if own and args.lr == 0.0:
         yield (f"--lr is 0, but {' and '.join(own)} is not; all rates follow the schedule of --lr in proportion. To "
                f"train only some parts, set --lr above 0 and freeze to true in the others")
@@ -357,48 +354,3 @@ def _adapter_problems(run: Run) -> Iterator[str]:
             yield (f"{flag_name(name)} is {path!r}, but there are no adapters; select linear layers for them with "
                    f"--lora-target-modules, or remove the flag"
                    f"{'; or set --load to --save, so that the same command starts a run with it' * (name[0] == 'l')}")
-
-
-def _frozen_notes(args: Arguments, model: ModelConfig) -> Iterator[str]:
-    """Settings of completely frozen parts, which have no effect; patterns are checked with the names of weights."""
-    for part, key in _RATE_KEYS.items():
-        if not getattr(model, part).freeze or model.trainable_modules or args.trainable_modules:
-            continue
-        if getattr(getattr(model, part), "freeze_layers", ""):
-            tower = key.rpartition(".")[0]
-            yield NoEffect([f"{tower}.freeze_layers"], "freeze is true for the whole part", args.mm_model)
-        rates, flag = getattr(model, part).rates, _RATE_FLAGS.get(part)
-        if flag is not None and getattr(args, flag) is not None:
-            yield NoEffect([flag_name(flag)], "freeze is true in that part of the model JSON")
-        for name in ("lr", "weight_decay"):
-            if getattr(rates, name) is not None:
-                yield NoEffect([f"{key}_{name}"], "freeze is true for that part", args.mm_model)
-
-
-def _notes(args: Arguments) -> Iterator[str]:
-    """Settings that have no effect, and important settings that are absent."""
-    if (args.load, args.load_base_model, args.pretrained_checkpoint) == (None, None, None):
-        yield "--load is absent: training starts from random weights"
-    if args.save is None:
-        interval = f", despite --save-interval {args.save_interval}" if args.save_interval else ""
-        yield f"--save is absent: no checkpoint will be written{interval}"
-    yield from recompute_notes(args.recompute, "--recompute-", "--recompute-num-layers")
-    profile_flags = [flag_name(name) for name in _PROFILE_FLAGS if name in changed(args)]
-    for names, reason, is_idle in (
-        (["--sequence-parallel"], "there is one tensor-parallel rank",
-         args.sequence_parallel and args.tensor_model_parallel_size == 1),
-        (["core_attn of --recompute-modules"], "attention scores are never kept",
-         "core_attn" in args.recompute_modules),
-        (["--pretrained-checkpoint"], f"--load is {args.load}, which is not the directory of --save",
-         args.pretrained_checkpoint is not None and not args.may_begin),
-        (["--vision-feature-cache-gib"], "it needs --vision-feature-cache",
-         args.vision_feature_cache_gib is not None and args.vision_feature_cache is None),
-        (["--lr-scale-modules"], "it needs --lr-mult", args.lr_scale_modules and args.lr_mult == 1.0),
-        (["--lr-mult"], "it needs --lr-scale-modules", args.lr_mult != 1.0 and not args.lr_scale_modules),
-        (profile_flags, "they need --profile", profile_flags and not args.profile),
-        (["--accumulate-allreduce-grads-in-fp32"], "--grad-reduce-in-bf16 overrides it, as in Megatron-LM",
-         args.grad_reduce_in_bf16 and args.accumulate_allreduce_grads_in_fp32),
-        (["--loss-scale"], "it needs --fp16", not args.fp16 and args.loss_scale is not None),
-    ):
-        if is_idle:
-            yield NoEffect(names, reason)

@@ -21,7 +21,7 @@ RECOMPUTE: Mapping[str, RecomputeConfig] = {
     "full": RecomputeConfig("full", "uniform", 1),
 }
 """By name, from fast to small: of both towers; the trained layers of a frozen tower are none, so it has no effect."""
-_MAX_CHUNKS = 4
+_MAX_CHUNKS, _MAX_SLOTS = 4, 64
 _MAX_SAMPLES = 8
 """Of a microbatch: more make few microbatches, and products are large enough by then."""
 _MAX_CP_SIZE = 16
@@ -127,7 +127,7 @@ def _is_divisible(choice: Choice, run: Run) -> bool:
     num_microbatches, rest = divmod(run.global_batch_size, unit)
     num_layers = run.model.vision.num_layers + run.model.language.num_layers
     return not rest and (choice.num_chunks == 1 or (
-        num_microbatches >= choice.num_stages and choice.num_chunks * choice.num_stages <= num_layers))
+        num_microbatches >= choice.num_stages and choice.num_chunks * choice.num_stages <= min(_MAX_SLOTS, num_layers)))
 
 
 def _samplers(data: DataConfig) -> list[str]:

@@ -145,11 +145,17 @@ class BlockCosts:
         kinds = _kinds(counts)
         return np.einsum("dmbc,mc->dmb", self.per_count[:, kinds], counts) + self.fixed[:, kinds]
 
-    def of_all(self, counts: np.ndarray) -> np.ndarray:
-        """[num_microbatches]: all blocks, in both directions."""
+    def of_all(self, counts: np.ndarray, has_fixed: bool = True) -> np.ndarray:
+        """[num_microbatches]: all blocks, in both directions; without what does not depend on the counts, if not
+        ``has_fixed``."""
         kinds = _kinds(counts)
-        fixed, per_count = self.fixed.sum(axis=(0, 2)), self.per_count.sum(axis=(0, 2))
+        fixed, per_count = self.fixed.sum(axis=(0, 2)) * has_fixed, self.per_count.sum(axis=(0, 2))
         return (per_count[kinds] * counts).sum(axis=1) + fixed[kinds]
+
+    @property
+    def fixed_of_all(self) -> float:
+        """What a microbatch with images costs in all blocks whatever its counts."""
+        return float(self.fixed[:, 1].sum())
 
     def of_slots(self, counts: np.ndarray, slots: np.ndarray) -> np.ndarray:
         """[2, num_microbatches, num_slots, num_placements], for several placements, as ``slots_of`` gives them."""

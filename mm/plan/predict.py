@@ -119,7 +119,7 @@ class Predictor:
 
     def _replica(self, counts: np.ndarray, placements: Sequence[Placement], slots: np.ndarray) -> np.ndarray:
         """Pipeline, work of the mean stage and number of microbatches: [3, num_placements]."""
-        costs, messages = self._ordered(counts, placements, slots)
+        costs, messages = self.ordered(counts, placements, slots)
         num_stages = placements[0].num_stages
         seconds = step_costs(costs, num_stages, messages)
         return np.stack([seconds, costs.sum(axis=(0, 1, 2)) / num_stages, np.full_like(seconds, len(counts))])
@@ -130,16 +130,16 @@ class Predictor:
         sizes = np.array([len(counts) for counts in step])
         return np.add.reduceat(work, np.cumsum(sizes) - sizes)
 
-    def estimate(self, workload: Workload, num_stages: int, num_chunks: int) -> float:
-        """About the mean pipeline with even lists: the mean stage's work, and the costliest microbatch's way to the
-        last stage and back."""
-        found = []
-        for step in workload.steps:
-            work = self._work_of_replicas(step)
-            slowest = int(work.argmax())
-            costliest = float(self._costs.of_all(self._shared(step[slowest])).max())
-            found.append((float(work[slowest]) + costliest * (num_stages - 1) / num_chunks) / num_stages)
-        return fmean(found)
+    def estimate(self, samples: np.ndarray, num_microbatches: int, num_chunks: int) -> tuple[float, float]:
+        """A lower bound of the mean pipeline, and about what it is with even lists and microbatches.
+
+        ``samples``: counts of the samples of a step [num_samples, num_counts], which all replicas share.
+        """
+        run = self._run
+        per_sample = self._costs.of_all(self._shared(samples), has_fixed=False)
+        work = float(per_sample.sum()) / run.dp_size / run.num_stages
+        fixed = self._costs.fixed_of_all * num_microbatches / run.num_stages
+        return work, (work + fixed) * (1 + (run.num_stages - 1) / num_chunks / num_microbatches)
 
     def bound(self, workload: Workload, num_stages: int, num_chunks: int) -> float:
         """No lists make the mean pipeline shorter than this.
@@ -189,8 +189,7 @@ class Predictor:
     def timeline(self, counts: np.ndarray) -> list[list[TimedStep]]:
         """What each stage of a replica with these microbatches does, and when."""
         placement = self._run.model.placement()
-        slots = self._costs.slots_of([placement])
-        costs, messages = (one[..., 0].tolist() for one in self._ordered(counts, [placement], slots))
+        costs, messages = (one[..., 0].tolist() for one in self.ordered(counts, [placement]))
         return simulate([[SlotCost(*both) for both in zip(*rows, strict=True)] for rows in zip(*costs, strict=True)],
                         placement.num_stages,
                         [[MessageCost(*both) for both in zip(*rows, strict=True)]
@@ -210,17 +209,26 @@ class Predictor:
 
         return [np.stack([of_replica(counts) for counts in step]) for step in workload.steps]
 
-    def _ordered(
-        self, counts: np.ndarray, placements: Sequence[Placement], slots: np.ndarray
+    def ordered(
+        self, counts: np.ndarray, placements: Sequence[Placement], slots: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Costs and messages as ``step_costs`` takes them, with microbatches in the order in which a run sends them
         through the pipeline, which it chooses by FLOPs."""
+        slots = self._costs.slots_of(placements) if slots is None else slots
         here, num_stages = self._shared(counts), placements[0].num_stages
         costs, messages = self._costs.of_slots(here, slots), self._messages(here, placements)
         if num_stages == 1:
             return costs, messages
         order = pipeline_orders(self._flops.of_slots(counts, slots), num_stages)
         return in_order(costs, order), in_order(messages, order)
+
+    def slowest(self, step: Sequence[np.ndarray]) -> np.ndarray:
+        """The microbatches of the replica with most work."""
+        return step[int(self._work_of_replicas(step).argmax())]
+
+    def flops(self, workload: Workload) -> float:
+        """Mean model FLOPs of a step."""
+        return fmean(float(self._flops.of_all(np.concatenate(step)).sum()) for step in workload.steps)
 
     def _shared(self, counts: np.ndarray) -> np.ndarray:
         """What one context-parallel rank computes of each microbatch."""

@@ -5,34 +5,39 @@ expected.  The lists of the fastest ones are then searched.  A lower bound of th
 holds for any lists, says how much could be missed at most.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from statistics import fmean
+
+import numpy as np
 
 from mm.config.run import Run
 from mm.data.lengths import HasLengths
 from mm.data.order.cost import SampleSizes
-from mm.data.order.sampler import sampler_name
+from mm.data.order.sampler import PACKS_OF_STAGE, order_of, sampler_name
 from mm.errors import UserError
 from mm.plan.calibration import Calibration
 from mm.plan.choices import RECOMPUTE, Choice
+from mm.plan.costs import COUNTS
 from mm.plan.judge import list_costs
 from mm.plan.lists import Lists, best_lists
 from mm.plan.predict import Predictor, StepPrediction
 from mm.plan.stages import PeakMemory, StageSize, stage_sizes
-from mm.plan.workload import Workload, workload_of
+from mm.plan.workload import Workload, sample_counts, workload_of
 
 NUM_STEPS = 1
 """Steps that the search simulates: the same samples for every layout.  What it finds is predicted over more."""
-SLACK = 1.05
+SLACK = 1.03
 """Layouts are simulated until the estimate of the next is above the simulated time of the best ones by this factor."""
-NUM_OF_GROUP = 6
+NUM_OF_GROUP = 4
 """Layouts of each group that are simulated: those with the best estimates that fit."""
 NUM_SEARCHED = 6
 """Groups whose fastest layout's lists are searched."""
-_MAX_MOVES = 12
-"""Layers that are moved between stages to make even lists fit."""
+_MAX_MOVES, _WORTH_MOVING = 8, 1.2
+"""Layers that are moved between stages to make even lists fit, if the fullest needs at most this times the limit."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,7 @@ class Planned:
     step: StepPrediction
     peak_bytes: int
     """Of the fullest rank."""
+    predictor: Predictor
     workload: Workload
 
 
@@ -71,7 +77,6 @@ class _Open:
     run: Run
     predictor: Predictor
     memory: PeakMemory
-    workload: Workload
     bound: float
     """Of the seconds of a step."""
     estimate: float
@@ -88,6 +93,9 @@ class Search:
         """``calibrate`` gives the calibration for a layout, or raises UserError.  ``max_bytes``: of any rank."""
         self._run, self._calibrate, self._lengths, self._max_bytes = run, calibrate, lengths, max_bytes
         self._sample_sizes = SampleSizes(run.model, lengths)
+        numbers = order_of(run, lengths, dp_rank=0, consumed_samples=0, sizes=self._sample_sizes).of_ranks(0)
+        self._samples = sample_counts(lengths.of(np.array(
+            [sample for replica in numbers for microbatch in replica for sample in microbatch])))
         self._predictors: dict[object, Predictor] = {}
         self._workloads: dict[object, Workload] = {}
         self._sizes: dict[object, StageSize] = {}
@@ -95,8 +103,9 @@ class Search:
     def planned(self, choice: Choice, run: Run, num_steps: int) -> Planned:
         """``run`` as it is, predicted over ``num_steps`` steps."""
         workload = self._workload(run, num_steps)
-        return Planned(choice, run, self._predictor(choice, run).predict(workload, run),
-                       max(PeakMemory(run).of_stages(run.model.placement())), workload)
+        predictor = self._predictor(choice, run)
+        return Planned(choice, run, predictor.predict(workload, run),
+                       max(PeakMemory(run).of_stages(run.model.placement())), predictor, workload)
 
     def best(self, choices: Iterable[Choice], num_kept: int, num_steps: int) -> Found:
         """The ``num_kept`` fastest layouts."""
@@ -140,12 +149,19 @@ class Search:
 
     def _opened(self, choice: Choice) -> _Open:
         run = choice.applied(self._run)
-        predictor, workload = self._predictor(choice, run), self._workload(run, NUM_STEPS)
-        even = [self._even_size(run)]
+        predictor, even = self._predictor(choice, run), [self._even_size(run)]
         rest = predictor.reduction(even) + predictor.update(even)
-        sizes = workload, choice.num_stages, choice.num_chunks
-        return _Open(choice, run, predictor, PeakMemory(run), workload, predictor.bound(*sizes) + rest,
-                     predictor.estimate(*sizes) + rest, rest)
+        bound, estimate = predictor.estimate(self._samples, self._num_microbatches(run), choice.num_chunks)
+        return _Open(choice, run, predictor, PeakMemory(run), bound + rest, estimate + rest, rest)
+
+    def _num_microbatches(self, run: Run) -> int:
+        """Microbatches of a replica; with packs, about as many."""
+        if run.num_microbatches is not None:
+            return run.num_microbatches
+        num_samples, budget = run.global_batch_size // run.dp_size, run.args.seq_length * run.args.micro_batch_size
+        num_tokens = float(self._samples[:, COUNTS.index("num_tokens")].sum()) / run.dp_size
+        wanted = PACKS_OF_STAGE * run.num_stages if run.num_stages > 1 and run.data.is_balanced else 1
+        return max(1, min(num_samples, max(math.ceil(num_tokens / budget), wanted)))
 
     def _with_even_lists(self, one: _Open) -> tuple[float, _Open, Lists] | None:
         """The layout with even lists and the least recomputation that fits; None if none does."""
@@ -154,9 +170,9 @@ class Search:
                 return None
             here = one if recompute == one.choice.recompute else self._opened(replace(
                 one.choice, recompute=recompute))
-            costs = list_costs(here.predictor, here.memory, here.workload, self._max_bytes, num_simulated=1)
-            start = Lists.even(*here.predictor.layer_work(here.workload), here.choice.num_stages,
-                               here.choice.num_chunks)
+            workload = self._workload(here.run, NUM_STEPS)
+            costs = list_costs(here.predictor, here.memory, workload, self._max_bytes, num_simulated=1)
+            start = Lists.even(*here.predictor.layer_work(workload), here.choice.num_stages, here.choice.num_chunks)
             fitting = start if costs.fits(start) else self._smaller(here, start)
             if fitting is not None:
                 return float(costs.costs([fitting])[0]) + here.rest, here, fitting
@@ -165,17 +181,18 @@ class Search:
     def _smaller(self, one: _Open, start: Lists) -> Lists | None:
         """Lists that fit, reached by moving layers from the fullest stage to the emptiest; None if none are found."""
         assert self._max_bytes is not None, "everything fits without a limit"
-        lists = start
+        lists: Lists | None = start
         for _ in range(_MAX_MOVES):
             of_stages = one.memory.of_stages(lists.placement)
-            if max(of_stages) <= self._max_bytes:
+            most = max(of_stages)
+            if most <= self._max_bytes:
                 return lists
-            giver, taker = of_stages.index(max(of_stages)), of_stages.index(min(of_stages))
-            moved = [other for other in lists.moves_between(giver, taker)
-                     if max(one.memory.of_stages(other.placement)) < max(of_stages)]
-            if not moved:
+            if most > _WORTH_MOVING * self._max_bytes or fmean(of_stages) > self._max_bytes:
                 return None
-            lists = moved[0]
+            moves = lists.moves_between(of_stages.index(most), of_stages.index(min(of_stages)))
+            lists = next((moved for moved in moves if max(one.memory.of_stages(moved.placement)) < most), None)
+            if lists is None:
+                return None
         return None
 
     def _ladder(self, choice: Choice) -> Sequence[str]:
@@ -184,7 +201,8 @@ class Search:
         return names[names.index(choice.recompute) :] if choice.recompute in names else [choice.recompute]
 
     def _with_best_lists(self, one: _Open, start: Lists) -> tuple[float, _Open, Lists]:
-        costs = list_costs(one.predictor, one.memory, one.workload, self._max_bytes, num_simulated=1)
+        workload = self._workload(one.run, NUM_STEPS)
+        costs = list_costs(one.predictor, one.memory, workload, self._max_bytes, num_simulated=1)
         lists, seconds = best_lists(start, costs) if one.choice.num_stages > 1 else (start, float(
             costs.costs([start])[0]))
         return seconds + one.rest, one, lists

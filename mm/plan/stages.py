@@ -253,16 +253,20 @@ class PeakMemory:
     def __init__(self, run: Run) -> None:
         self._run, self._kinds = run, tuple(longest_microbatches(run).values())
         self._chunks: dict[StageSpec, tuple[StageSize, ChunkMemory]] = {}
+        self._peaks: dict[tuple[StageSpec, ...], int] = {}
 
     def of_stages(self, placement: Placement) -> list[int]:
         """Peak bytes of one rank of each stage, with the kind of microbatch that needs most."""
         return [self._of_stage(placement, stage) for stage in range(placement.num_stages)]
 
     def _of_stage(self, placement: Placement, stage: int) -> int:
-        chunks = [self._chunk(placement, placement[stage, chunk]) for chunk in range(placement.num_chunks)]
-        size = reduce(StageSize.__add__, (size for size, _ in chunks))
-        memory = StageMemory(tuple(chunk for _, chunk in chunks))
-        return max(_peak_bytes(memory, rows, self._run, size) for rows in self._kinds)
+        specs = tuple(placement[stage, chunk] for chunk in range(placement.num_chunks))
+        if specs not in self._peaks:
+            chunks = [self._chunk(placement, spec) for spec in specs]
+            size = reduce(StageSize.__add__, (size for size, _ in chunks))
+            memory = StageMemory(tuple(chunk for _, chunk in chunks))
+            self._peaks[specs] = max(_peak_bytes(memory, rows, self._run, size) for rows in self._kinds)
+        return self._peaks[specs]
 
     def _chunk(self, placement: Placement, spec: StageSpec) -> tuple[StageSize, ChunkMemory]:
         if spec not in self._chunks:

@@ -20,6 +20,7 @@ from mm.plan.costs import Cutting
 from mm.plan.judge import judge
 from mm.plan.predict import Predictor
 from mm.plan.workload import Workload, workload_of
+from mm.planner.layouts import add_flags, layouts
 from mm.planner.reports import lists_report, prediction_report
 from mm.version import software, version_line
 
@@ -27,7 +28,11 @@ from mm.version import software, version_line
 def run(words: Sequence[str]) -> int:
     """Run the command that ``words`` names; returns the exit status."""
     own, training = _split(words)
-    flags = _parser().parse_args(own)
+    if own and own[0].startswith("--") and own[0] not in ("--help", "--version"):
+        flags, more = _layouts_parser().parse_known_args(own)
+        training = [*more, *training]
+    else:
+        flags = _parser().parse_args(own)
     try:
         flags.run(flags, training)
     except UserError as error:
@@ -41,9 +46,20 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(words[:place]), list(words[place + 1 :])
 
 
+def _layouts_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("mm-plan", allow_abbrev=False, description=(
+        "Finds the fastest layout of a run.  All other flags are those of python -m mm.train."))
+    add_flags(parser, _count)
+    parser.set_defaults(run=lambda flags, training: print(layouts(flags, training)))
+    return parser
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "mm-plan", description="Predicts the steps of a run: give the flags of python -m mm.train after --.")
+        "mm-plan", usage="mm-plan --device NAME FLAGS | mm-plan COMMAND ... -- FLAGS", description=(
+            "Without a command: finds the fastest layout of a run on a device, or on what --calibration has measured, "
+            "and with --write DIR writes it.  --fix, --lengths, --memory-gib, --node-size, --network-gbit and --top: "
+            "see docs/planning.md.  FLAGS are those of python -m mm.train."))
     parser.add_argument("--version", action="version", version=version_line("mm-plan"))
     commands: Any = parser.add_subparsers(required=True, metavar="COMMAND")
     calibrate = commands.add_parser(

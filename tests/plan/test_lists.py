@@ -13,11 +13,11 @@ from mm.placement import PipelineLayout
 from mm.plan import lists
 from mm.plan.by_flops import calibration_by_flops
 from mm.plan.costs import Cutting
+from mm.plan.distributions import llava
 from mm.plan.judge import judge
 from mm.plan.lists import LEAST_GAIN, Costs, Lists, best_lists
 from mm.plan.predict import Predictor
 from mm.plan.workload import workload_of
-from tests.lengths import llava
 from tests.plan.test_stages import run_of
 
 

@@ -7,8 +7,8 @@ from mm.config.flags import parse
 from mm.config.run import Run
 from mm.data.order.sampler import order_of
 from mm.plan.costs import COUNTS, counts_of
+from mm.plan.distributions import llava, totals_of
 from mm.plan.workload import workload_of
-from tests.lengths import llava, totals_of
 from tests.tiny import our_config
 
 LENGTHS = llava(64)

@@ -1,11 +1,12 @@
-"""Lengths of three sets of samples, drawn at random like those of published sets; each function cites its figures.
+"""Lengths of samples drawn at random like those of published datasets; each function cites its figures.
 
 There are no files, only the arrays that samplers read.  Pictures and frames have the sizes that ``smart_resize``
-computes for 14-pixel patches merged 2 x 2; a sample beyond ``SEQ_LENGTH`` tokens loses text and whole pictures.
+computes for 14-pixel patches merged 2 x 2; a sample beyond ``seq_length`` tokens loses text and whole pictures.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 
 import numpy as np
 
@@ -20,7 +21,7 @@ _MIN_TEXT = 50
 """Number of tokens reserved for text: the system's message, the template around two turns, and a few words."""
 
 
-def llava(num_samples: int, seed: int = 0) -> Lengths:
+def llava(num_samples: int, seed: int = 0, seq_length: int = SEQ_LENGTH) -> Lengths:
     """LLaVA-Instruct-158K on COCO pictures of at most 262,144 pixels, as MindSpeed-MM's script has it.
 
     Its card: 58 k conversations (126 MB of JSON), 23 k descriptions (20.5 MB), 77 k answers that reason (79.6 MB).
@@ -36,10 +37,10 @@ def llava(num_samples: int, seed: int = 0) -> Lengths:
     height, width = np.where(usual < 0.75, 480, height), np.where(usual < 0.75, 640, width)
     upright = rng.random(num_samples) < 0.3
     sides = np.column_stack([np.where(upright, width, height), np.where(upright, height, width)])
-    return _lengths(text, [[(1, *_patches(*side, 262_144))] for side in sides.tolist()], targets=0.8)
+    return _lengths(text, [[(1, *_patches(*side, 262_144))] for side in sides.tolist()], 0.8, seq_length)
 
 
-def documents(num_samples: int, seed: int = 0) -> Lengths:
+def documents(num_samples: int, seed: int = 0, seq_length: int = SEQ_LENGTH) -> Lengths:
     """Questions on scanned pages, charts and documents of several pages, pictures of at most 4,000,000 pixels.
 
     Published: DocVQA asks 50,000 questions on 12,767 scanned pages; MP-DocVQA has 48 k pages in 6 k documents, 8 each.
@@ -62,10 +63,10 @@ def documents(num_samples: int, seed: int = 0) -> Lengths:
             media.append([(1, *_patches(round(11 * dpi), round(8.5 * dpi), 4_000_000))] * int(rng.integers(2, 9)))
         else:
             media.append([])
-    return _lengths(text, media, targets=0.3)
+    return _lengths(text, media, 0.3, seq_length)
 
 
-def videos(num_samples: int, seed: int = 0) -> Lengths:
+def videos(num_samples: int, seed: int = 0, seq_length: int = SEQ_LENGTH) -> Lengths:
     """LLaVA-Video-178K, by MindSpeed-MM's settings: 2 frames a second, at most 128, frames of at most 65,536 pixels.
 
     The set's videos last up to three minutes, in parts of 0 to 30 s, 30 to 60 s, 1 to 2 and 2 to 3 minutes, 40 s at the
@@ -81,7 +82,26 @@ def videos(num_samples: int, seed: int = 0) -> Lengths:
     is_wide = rng.random(num_samples) < 0.9
     grids = [[(-(-count // 2), *(wide if one else tall))]
              for count, one in zip(frames.tolist(), is_wide.tolist(), strict=True)]  # fmt: skip
-    return _lengths(text, grids, targets=0.5)
+    return _lengths(text, grids, 0.5, seq_length)
+
+
+def text(num_samples: int, seed: int = 0, seq_length: int = SEQ_LENGTH) -> Lengths:
+    """Conversations without images: log-normal lengths of 600 tokens at the mean, with a scatter of 0.8.
+
+    Between the answers of Alpaca (about 100 tokens) and the dialogues of ShareGPT (above 1,000); the mean is ours.
+    """
+    rng = np.random.default_rng(seed)
+    words = _log_normal(rng, np.full(num_samples, 600.0), 0.8)
+    return _lengths(words, [[]] * num_samples, 0.6, seq_length)
+
+
+def mixed(shares: Mapping[str, float], num_samples: int, seed: int = 0, seq_length: int = SEQ_LENGTH) -> Lengths:
+    """A shuffled mix of ``DISTRIBUTIONS``; ``shares`` need not add up to 1."""
+    rng, total = np.random.default_rng(seed), sum(shares.values())
+    drawn = [DISTRIBUTIONS[name](max(1, round(num_samples * share / total)), seed, seq_length)
+             for name, share in shares.items()]  # fmt: skip
+    order = rng.permutation(sum(map(len, drawn)))
+    return Lengths(*(np.concatenate([getattr(one, field.name) for one in drawn])[order] for field in fields(Lengths)))
 
 
 def totals_of(lengths: Lengths, samples: Sequence[int] | np.ndarray, seq_length: int = SEQ_LENGTH) -> BatchTotals:
@@ -97,7 +117,7 @@ def totals_of(lengths: Lengths, samples: Sequence[int] | np.ndarray, seq_length:
     )  # fmt: skip
 
 
-SETS = {"LLaVA-like": llava, "documents": documents, "videos": videos}
+DISTRIBUTIONS = {"llava": llava, "documents": documents, "videos": videos, "text": text}
 
 
 def _log_normal(rng: np.random.Generator, means: np.ndarray, sigma: float) -> np.ndarray:
@@ -109,15 +129,18 @@ def _patches(height: int, width: int, max_pixels: int) -> tuple[int, int]:
     return rows // 14, columns // 14
 
 
-def _lengths(text: np.ndarray, media: list[list[tuple[int, int, int]]], targets: float) -> Lengths:
+def _lengths(
+    text: np.ndarray, media: list[list[tuple[int, int, int]]], targets: float, seq_length: int
+) -> Lengths:
+    """``targets``: share of the text that has a loss."""
     rows = []
     for words, grids in zip(text.tolist(), media, strict=True):
-        kept, left = [], SEQ_LENGTH - _MIN_TEXT
+        kept, left = [], seq_length - _MIN_TEXT
         for grid in grids:
             if math.prod(grid) // 4 + 2 <= left:
                 kept.append(grid)
                 left -= math.prod(grid) // 4 + 2
-        num_tokens = min(SEQ_LENGTH, SEQ_LENGTH - _MIN_TEXT - left + words)
+        num_tokens = min(seq_length, seq_length - _MIN_TEXT - left + words)
         rows.append((
             num_tokens, int(min(words, num_tokens) * targets), len(kept), sum(map(math.prod, kept)),
             sum(map(image_pairs, kept)), sum(window_pairs(grid, WINDOW) for grid in kept),

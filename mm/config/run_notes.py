@@ -1,0 +1,61 @@
+"""Notes on settings of a run that have no effect, and on important ones that are absent."""
+
+from collections.abc import Iterator
+
+from mm.config.command_line import flag_name
+from mm.config.flags import Arguments
+from mm.config.model import ModelConfig, recompute_notes
+from mm.config.notes import NoEffect
+from mm.config.schema import changed
+
+RATE_KEYS = {"vision": "image_encoder.vision_encoder.vision", "projector": "image_encoder.vision_projector.projector",
+              "language": "text_decoder.language"}
+"""Part -> prefix of the keys of its rates in the model JSON."""
+RATE_FLAGS = {"vision": "vision_tower_lr", "projector": "mm_projector_lr"}
+"""Part -> the flag for its learning rate."""
+_PROFILE_FLAGS = ("profile_step_start", "profile_step_end", "profile_ranks", "profile_save_path")
+
+
+def frozen_notes(args: Arguments, model: ModelConfig) -> Iterator[str]:
+    """Settings of completely frozen parts, which have no effect; patterns are checked with the names of weights."""
+    for part, key in RATE_KEYS.items():
+        if not getattr(model, part).freeze or model.trainable_modules or args.trainable_modules:
+            continue
+        if getattr(getattr(model, part), "freeze_layers", ""):
+            tower = key.rpartition(".")[0]
+            yield NoEffect([f"{tower}.freeze_layers"], "freeze is true for the whole part", args.mm_model)
+        rates, flag = getattr(model, part).rates, RATE_FLAGS.get(part)
+        if flag is not None and getattr(args, flag) is not None:
+            yield NoEffect([flag_name(flag)], "freeze is true in that part of the model JSON")
+        for name in ("lr", "weight_decay"):
+            if getattr(rates, name) is not None:
+                yield NoEffect([f"{key}_{name}"], "freeze is true for that part", args.mm_model)
+
+
+def flag_notes(args: Arguments) -> Iterator[str]:
+    """Settings that have no effect, and important settings that are absent."""
+    if (args.load, args.load_base_model, args.pretrained_checkpoint) == (None, None, None):
+        yield "--load is absent: training starts from random weights"
+    if args.save is None:
+        interval = f", despite --save-interval {args.save_interval}" if args.save_interval else ""
+        yield f"--save is absent: no checkpoint will be written{interval}"
+    yield from recompute_notes(args.recompute, "--recompute-", "--recompute-num-layers")
+    profile_flags = [flag_name(name) for name in _PROFILE_FLAGS if name in changed(args)]
+    for names, reason, is_idle in (
+        (["--sequence-parallel"], "there is one tensor-parallel rank",
+         args.sequence_parallel and args.tensor_model_parallel_size == 1),
+        (["core_attn of --recompute-modules"], "attention scores are never kept",
+         "core_attn" in args.recompute_modules),
+        (["--pretrained-checkpoint"], f"--load is {args.load}, which is not the directory of --save",
+         args.pretrained_checkpoint is not None and not args.may_begin),
+        (["--vision-feature-cache-gib"], "it needs --vision-feature-cache",
+         args.vision_feature_cache_gib is not None and args.vision_feature_cache is None),
+        (["--lr-scale-modules"], "it needs --lr-mult", args.lr_scale_modules and args.lr_mult == 1.0),
+        (["--lr-mult"], "it needs --lr-scale-modules", args.lr_mult != 1.0 and not args.lr_scale_modules),
+        (profile_flags, "they need --profile", profile_flags and not args.profile),
+        (["--accumulate-allreduce-grads-in-fp32"], "--grad-reduce-in-bf16 overrides it, as in Megatron-LM",
+         args.grad_reduce_in_bf16 and args.accumulate_allreduce_grads_in_fp32),
+        (["--loss-scale"], "it needs --fp16", not args.fp16 and args.loss_scale is not None),
+    ):
+        if is_idle:
+            yield NoEffect(names, reason)

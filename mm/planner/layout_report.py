@@ -1,0 +1,117 @@
+"""The text of ``mm-plan`` without a command."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mm.plan.choices import AS_GIVEN, Choice
+from mm.plan.costs import COUNTS
+from mm.plan.lists import Lists
+from mm.plan.search import Planned
+from mm.plan.waits import waits_of
+
+if TYPE_CHECKING:
+    from mm.planner.layouts import Plan
+
+_HEAD = ("", "TP", "CP", "PP", "VPP", "DP", "MBS", "samples", "recompute", "step, s", "nine of ten", "tok/s/device",
+         "MFU", "waits", "GiB")
+
+
+def layout_report(plan: "Plan") -> str:
+    """One sentence of advice, then the layouts, why the best is best, what limits it, and single changes."""
+    best, rows = plan.found.ranking[0], [*plan.found.ranking]
+    lines = [f"Advice    {_advice(plan, best)}", f"Based on  {plan.calibration}", f"Data      {_data(best)}", ""]
+    table = [_HEAD, *(_row(str(number), one, plan) for number, one in enumerate(rows, 1))]
+    if plan.present is not None:
+        table.append(_row("now", plan.present, plan))
+    lines += _aligned(table)
+    vision, language = Lists.of(best.run.model).values()
+    lines += ["", f"Lists     of 1: image_encoder.vision_encoder.pipeline_num_layers: {vision}",
+              f"          text_decoder.pipeline_num_layers: {language}"]
+    lines += [f"Waits     {_waits(best)}"] if best.choice.num_stages > 1 else []
+    lines += [f"Why not 2 {_difference(best, rows[1])}"] if len(rows) > 1 else []
+    lines.append(f"Searched  {plan.found.num_considered} layouts; no lists of any that fits take less than "
+                 f"{plan.found.least:.4g} s by the work alone, so 1 is within "
+                 f"{best.step.seconds / plan.found.least - 1:.1%} of what any layout can reach")
+    if plan.max_bytes is not None:
+        lines.append(f"Memory    at most {plan.max_bytes / 2**30:.1f} GiB per rank; {plan.found.num_too_large} of the "
+                     f"layouts that were looked at did not fit")
+    lines += [f"Refused   {reason}" for reason in plan.found.refusals[:2]]
+    lines += _present_lines(plan)
+    lines.append("All of these train on the same samples in each step, with the same loss and gradients.")
+    return "\n".join(lines)
+
+
+def _advice(plan: "Plan", best: Planned) -> str:
+    words = _words(best.choice, best.run.dp_size)
+    if plan.present is None:
+        return f"{words}: {best.step.seconds:.3g} s per step"
+    gain = plan.present.step.seconds / best.step.seconds
+    if gain < 1.01:
+        return "keep the present layout: nothing that was found is more than 1 % faster"
+    fits = plan.max_bytes is None or plan.present.peak_bytes <= plan.max_bytes
+    now = f"{plan.present.step.seconds:.3g} s" if fits else "the present layout, which does not fit"
+    return (f"{words}: {best.step.seconds:.3g} s per step instead of {now}"
+            f"{f', {gain:.2f} times as fast' if fits else ''}; --write DIR writes it")
+
+
+def _words(choice: Choice, dp_size: int) -> str:
+    chunks = f" with {choice.num_chunks} chunks each" if choice.num_chunks > 1 else ""
+    sampler = "" if choice.sampler == AS_GIVEN else f", {choice.sampler}"
+    return (f"TP {choice.tp_size}, CP {choice.cp_size}, PP {choice.num_stages}{chunks}, DP {dp_size}, micro batch "
+            f"{choice.micro_batch_size}{sampler}, recompute {choice.recompute}")
+
+
+def _data(best: Planned) -> str:
+    steps = best.workload.steps
+    tokens, patches = (sum(float(one[:, COUNTS.index(name)].sum()) for step in steps for one in step) / len(steps)
+                       for name in ("num_tokens", "num_patches"))
+    return (f"{best.run.global_batch_size:,} samples per step: {tokens:,.0f} tokens and {patches:,.0f} patches, the "
+            f"mean of {len(steps)} steps")
+
+
+def _row(name: str, one: Planned, plan: "Plan") -> tuple[str, ...]:
+    choice, step, (low, high) = one.choice, one.step, one.step.interval
+    peak = None if plan.device is None else plan.device.peak_flops
+    mfu = "" if peak is None else f"{one.predictor.flops(one.workload) / step.seconds / one.run.world_size / peak:.1%}"
+    tokens = one.workload.num_tokens / step.seconds / one.run.world_size
+    return (name, *map(str, (choice.tp_size, choice.cp_size, choice.num_stages, choice.num_chunks, one.run.dp_size,
+                             choice.micro_batch_size, choice.sampler, choice.recompute)),
+            f"{step.seconds:.4g}", f"{low:.3g} .. {high:.3g}", f"{tokens:,.0f}", mfu, f"{step.bubble:.1%}",
+            f"{one.peak_bytes / 2**30:.1f}")
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def _waits(one: Planned) -> str:
+    found = waits_of(one.predictor, one.workload, one.run.model.placement())
+    return (f"of 1: {found.total:.1%} of the pipeline's time: filling and draining {found.filling:.1%}, uneven stages "
+            f"{found.stages:.1%}, uneven microbatches {found.microbatches:.1%}, messages {found.messages:.1%}")
+
+
+def _difference(best: Planned, other: Planned) -> str:
+    """What costs ``other`` most."""
+    ours, theirs = best.step, other.step
+    parts = {
+        "computation and collectives of its layers": theirs.busy - ours.busy,
+        "waits in the pipeline": (theirs.pipeline - theirs.busy) - (ours.pipeline - ours.busy),
+        "the reduction of gradients": theirs.reduction - ours.reduction, "the update": theirs.update - ours.update,
+    }
+    name = max(parts, key=parts.__getitem__)
+    return (f"{theirs.seconds / ours.seconds - 1:+.1%}, within the error of prediction if below "
+            f"{ours.error:.0%}: {name} take {parts[name]:+.3g} s")
+
+
+def _present_lines(plan: "Plan") -> list[str]:
+    if plan.present_problems:
+        return ["Now       the present layout is not possible: " + "; ".join(plan.present_problems)]
+    if plan.present is None:
+        return ["Now       the calibration has not measured the blocks of the present layout"]
+    gains = [(what, plan.present.step.seconds / one.step.seconds - 1) for what, one in plan.changes]
+    helpful = [f"{what} ({gain:+.1%})" for what, gain in gains if gain > 0.005]
+    if not helpful:
+        return ["Now       no single change of the present layout makes it more than 0.5 % faster"]
+    return [f"Now       the one change that gains most: {helpful[0]}"
+            f"{'; others: ' + ', '.join(helpful[1:4]) if len(helpful) > 1 else ''}"]

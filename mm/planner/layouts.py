@@ -1,0 +1,234 @@
+"""``mm-plan`` without a command: which layout trains a run fastest on a device, on its own data."""
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+
+from mm.config.run import Run, load_run, parallel_problems
+from mm.data.index.dataset import Dataset
+from mm.data.index.gauge import Gauge
+from mm.data.lengths import HasLengths
+from mm.device.known import KNOWN_DEVICES
+from mm.device.platform import KnownDevice, Links
+from mm.ending import print_notes
+from mm.errors import UserError, nearest, printable
+from mm.plan.by_device import calibration_by_device
+from mm.plan.calibration import Calibration, read_calibration
+from mm.plan.choices import NAMES, SAMPLERS, Choice, choices, present_choice
+from mm.plan.distributions import DISTRIBUTIONS, mixed
+from mm.plan.lists import Lists
+from mm.plan.search import Found, Planned, Search
+from mm.planner.layout_report import layout_report
+from mm.planner.written import write_layout
+
+NUM_SAMPLES = 20_000
+"""Drawn from named distributions."""
+NUM_STEPS = 4
+"""Over which the layouts of the report are predicted."""
+MEMORY_SHARE = 0.92
+"""Of a device's memory, by default: the driver, communication buffers and fragmentation take the rest."""
+_NUM_SHOWN = 5
+_MOST_RANKS = 1 << 20
+
+
+def add_flags(parser: argparse.ArgumentParser, count_of: Callable[[str], int]) -> None:
+    """The flags of ``mm-plan`` without a command."""
+    parser.add_argument("--device", help="a device whose published figures are used: " + ", ".join(_labels()))
+    parser.add_argument("--calibration", type=Path, help=(
+        "a file that mm-plan calibrate has written, instead of published figures; only layouts whose blocks were "
+        "measured are considered"))
+    parser.add_argument("--memory-gib", type=count_of, help=(
+        f"GiB of memory that a rank may need (default: {MEMORY_SHARE:.0%} of the device's)"))
+    parser.add_argument("--node-size", type=count_of, help="devices of a node (default: as the device is sold)")
+    parser.add_argument("--network-gbit", type=count_of, help=(
+        "Gbit/s of one device to other nodes (default: as the device is usually built in)"))
+    parser.add_argument("--lengths", help=(
+        "instead of the run's own data: llava, documents, videos, text, or a mix such as llava=3,text=1"))
+    parser.add_argument("--fix", default="", help=(
+        "values to keep, such as TP=2,PP=4; of " + ", ".join(NAMES) + ", several as in MBS=1/2"))
+    parser.add_argument("--top", type=count_of, default=_NUM_SHOWN, help="layouts to show (default: %(default)s)")
+    parser.add_argument("--write", type=Path, help=(
+        "directory for the best layout: model.json, data.json, and layout.sh with the variables of the scripts"))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the report shows."""
+
+    run: Run
+    """As given."""
+    device: KnownDevice | None
+    calibration: str
+    """What predictions rest on."""
+    found: Found
+    present: Planned | None
+    """None if the run's own layout is not legal, which ``present_problems`` then explains."""
+    present_problems: tuple[str, ...]
+    changes: tuple[tuple[str, Planned], ...]
+    """What each single change of the present layout gives, best first."""
+    max_bytes: int | None
+
+
+def layouts(flags: argparse.Namespace, training: Sequence[str]) -> str:
+    """Search; with ``--write``, write the best layout.  Returns the report."""
+    plan = _planned(flags, training)
+    text = layout_report(plan)
+    if flags.write is not None:
+        text += "\n" + write_layout(flags.write, plan.found.ranking[0], plan.run)
+    return printable(text)
+
+
+def _planned(flags: argparse.Namespace, training: Sequence[str]) -> Plan:
+    run = load_run([*training, *([] if "--dry-run" in training else ["--dry-run"])], checks_layout=False)
+    if (flags.device is None) == (flags.calibration is None):
+        raise UserError(f"--device is {flags.device or 'absent'} and --calibration is {flags.calibration or 'absent'}; "
+                        f"give one of them: a device by name ({', '.join(_labels())}), or a file of mm-plan calibrate")
+    device = None if flags.device is None else _device(flags.device)
+    links = _links(flags, device)
+    fixed, lengths = _fixed(flags.fix), _lengths(flags.lengths, run)
+    max_bytes = None if flags.memory_gib is None else flags.memory_gib << 30
+    if max_bytes is None and device is not None and device.memory_bytes is not None:
+        max_bytes = int(MEMORY_SHARE * device.memory_bytes)
+    calibrate, what = _calibrations(flags, device, links, run)
+    legal = list(choices(run, fixed, links.node_size))
+    if not legal:
+        raise UserError(_no_layout(run, fixed, links.node_size))
+    search = Search(run, calibrate, lengths, max_bytes)
+    found = search.best(legal, flags.top, NUM_STEPS)
+    if not found.ranking:
+        raise UserError(_nothing_fits(found, max_bytes) if found.smallest else found.refusals)
+    problems = tuple(parallel_problems(run))
+    present = None if problems else _present(search, run)
+    changes = () if present is None else _changes(search, present, legal)
+    return Plan(run, device, what, found, present, problems, changes, max_bytes)
+
+
+def _labels() -> list[str]:
+    return [one.label for one in KNOWN_DEVICES if one.peak_flops is not None]
+
+
+def _device(name: str) -> KnownDevice:
+    """The known device that ``name`` means: its label, or the only one that contains the word."""
+    known = {one.label.casefold(): one for one in KNOWN_DEVICES if one.peak_flops is not None}
+    word = name.casefold()
+    found = [known[word]] if word in known else [one for label, one in known.items() if word in label]
+    if len(found) != 1:
+        several = f"which may be {' or '.join(one.label for one in found)}" if found else (
+            f"which is not known{nearest(word, known)}")
+        raise UserError(f"--device is {name!r}, {several}; expected one of {', '.join(_labels())}; or measure the "
+                        f"device with mm-plan calibrate and give --calibration")
+    return found[0]
+
+
+def _links(flags: argparse.Namespace, device: KnownDevice | None) -> Links:
+    links = device.links if device is not None else Links(np.inf, np.inf, _MOST_RANKS)
+    if flags.node_size is not None:
+        links = replace(links, node_size=flags.node_size)
+    return links if flags.network_gbit is None else replace(links, between=flags.network_gbit * 1e9 / 8)
+
+
+def _calibrations(
+    flags: argparse.Namespace, device: KnownDevice | None, links: Links, run: Run
+) -> tuple[Callable[[Run], Calibration], str]:
+    """The calibration for each layout, and what it rests on."""
+    if device is not None:
+        return (lambda one: calibration_by_device(one, device, links)), (
+            f"published figures of {device.label} ({device.reference}), {links.node_size} devices per node, "
+            f"{links.between * 8 / 1e9:.0f} Gbit/s each to other nodes; usual efficiencies, nothing was measured")
+    found = read_calibration(flags.calibration)
+    if found.machine.precision != run.args.precision:
+        print_notes([f"the calibration is in {found.machine.precision}, the run in {run.args.precision}"])
+    return (lambda _: found), f"{flags.calibration}: {found.machine.device}, {found.date}"
+
+
+def _lengths(words: str | None, run: Run) -> HasLengths:
+    """The lengths of the run's samples, whose index is made if there is none; or drawn ones."""
+    if words is None:
+        gauge = Gauge.from_config(run.data, run.model, run.args.seq_length)
+        return Dataset(run.data, run.args.bad_sample == "skip", gauge, run.args.seed).columns
+    shares: dict[str, float] = {}
+    for word in words.split(","):
+        name, _, share = word.partition("=")
+        if name not in DISTRIBUTIONS:
+            raise UserError(f"--lengths has {name!r}; expected one of {', '.join(DISTRIBUTIONS)}"
+                            f"{nearest(name, DISTRIBUTIONS)}")
+        try:
+            shares[name] = float(share or 1)
+        except ValueError:
+            shares[name] = 0.0
+        if not 0 < shares[name] < np.inf:
+            raise UserError(f"--lengths has {word!r}; expected a share above 0, as in {name}=1")
+    return mixed(shares, max(NUM_SAMPLES, NUM_STEPS * run.global_batch_size), run.args.seed, run.args.seq_length)
+
+
+def _fixed(words: str) -> Mapping[str, Sequence[object]]:
+    found: dict[str, Sequence[object]] = {}
+    for word in filter(None, words.split(",")):
+        name, _, values = word.partition("=")
+        if name.upper() not in NAMES:
+            raise UserError(f"--fix has {word!r}; expected {', '.join(NAMES)}{nearest(name.upper(), NAMES)}")
+        field = NAMES[name.upper()]
+        if field in ("sampler", "recompute"):
+            legal = SAMPLERS if field == "sampler" else ("none", "selective", "full", "as given")
+            if strange := [value for value in values.split("/") if value not in legal]:
+                raise UserError(f"--fix has {name}={strange[0]}; expected {', '.join(legal)}")
+            found[field] = values.split("/")
+        else:
+            if not all(value.isdecimal() and int(value) for value in values.split("/")):
+                raise UserError(f"--fix has {word!r}; expected an integer of at least 1, as in {name}=2")
+            found[field] = [int(value) for value in values.split("/")]
+    return found
+
+
+def _no_layout(run: Run, fixed: Mapping[str, Sequence[object]], node_size: int) -> str:
+    """Why there is no legal layout, and the nearest numbers of ranks that have one."""
+    near: list[int] = []
+    for distance in count(1):
+        near += [size for size in (run.world_size - distance, run.world_size + distance)
+                 if size > 0 and any(True for _ in choices(replace(run, world_size=size), fixed, node_size))]
+        if near or distance > run.world_size:
+            break
+    kept = f" and --fix {', '.join(f'{name}={values}' for name, values in fixed.items())}" if fixed else ""
+    cure = f"; nearest: --world-size {' or '.join(map(str, near))}" if near else "; change --global-batch-size"
+    return (f"no layout is legal for --world-size {run.world_size} with {run.global_batch_size} samples per step"
+            f"{kept}: samples must divide over data-parallel ranks and microbatches{cure}")
+
+
+def _nothing_fits(found: Found, max_bytes: int | None) -> str:
+    smallest = found.smallest
+    assert smallest is not None and max_bytes is not None, "asked where nothing fits"
+    choice, missing = smallest.choice, smallest.peak_bytes - max_bytes
+    return (f"no layout fits into {max_bytes / 2**30:.1f} GiB: the smallest of {found.num_considered} needs "
+            f"{smallest.peak_bytes / 2**30:.1f} GiB (TP {choice.tp_size}, CP {choice.cp_size}, PP {choice.num_stages}, "
+            f"recompute {choice.recompute}), {missing / 2**30:.1f} GiB too much; use more devices, a larger device, "
+            f"--lora-target-modules, a frozen part, or a shorter --seq-length")
+
+
+def _present(search: Search, run: Run) -> Planned | None:
+    """The run as it is; None if the calibration lacks its blocks."""
+    try:
+        return search.planned(present_choice(run), run, NUM_STEPS)
+    except UserError:
+        return None
+
+
+def _changes(search: Search, present: Planned, legal: Sequence[Choice]) -> tuple[tuple[str, Planned], ...]:
+    """Layouts that differ from the present one in one thing, with the best lists, fastest first."""
+    own, found = present.choice, list[tuple[str, Planned]]()
+    names = {field: name for name, field in NAMES.items()}
+    for field, name in [("lists", "the lists"), *names.items()]:
+        if field == "lists":
+            some = [own]
+        else:
+            others = dict.fromkeys(replace(own, **{field: getattr(one, field)}) for one in legal)
+            some = [one for one in others if one != own and not list(parallel_problems(one.applied(present.run)))]
+        ranking = search.best(some, 1, NUM_STEPS).ranking if some else ()
+        for one in ranking:
+            value = "" if field == "lists" else f" {getattr(own, field)} -> {getattr(one.choice, field)}"
+            if Lists.of(one.run.model) != Lists.of(present.run.model) or field != "lists":
+                found.append((f"{name}{value}", one))
+    return tuple(sorted(found, key=lambda one: one[1].step.seconds))

@@ -1,0 +1,75 @@
+"""Writes a layout as files that the trainer and its scripts take."""
+
+import copy
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+from mm.config.model import RecomputeConfig
+from mm.config.read import read_json
+from mm.config.run import Run
+from mm.errors import UserError
+from mm.files import write_whole
+from mm.plan.lists import Lists
+from mm.plan.search import Planned
+
+_TOWERS = (("image_encoder", "vision_encoder"), ("text_decoder",))
+
+
+def write_layout(folder: Path, best: Planned, given: Run) -> str:
+    """Write model.json, data.json and layout.sh into ``folder``; returns what to do with them.
+
+    The JSON files are those of ``given`` with nothing but the layout changed.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--write is {folder}, which is a file; expected a directory")
+    folder.mkdir(parents=True, exist_ok=True)
+    model, data = (copy.deepcopy(read_json(path).root) for path in (given.args.mm_model, given.args.mm_data))
+    _set_layout(model, best)
+    if best.run.data != given.data:
+        _set_sampler(data, best.run)
+    for name, content in (("model.json", model), ("data.json", data)):
+        write_whole(folder / name, (json.dumps(content, indent=4, ensure_ascii=False) + "\n").encode())
+    write_whole(folder / "layout.sh", _script(folder, best.run).encode())
+    script = shlex.quote(str(folder / "layout.sh"))
+    return (f"Written   {folder}: model.json, data.json, layout.sh; train with: source {script}; bash SCRIPT "
+            f'"${{LAYOUT_FLAGS[@]}}"')
+
+
+def _set_layout(model: dict[str, Any], best: Planned) -> None:
+    """The lists, and what is recomputed if the search decided it."""
+    for keys, values, tower in zip(_TOWERS, Lists.of(best.run.model).values(),
+                                   (best.run.model.vision, best.run.model.language), strict=True):
+        section = model
+        for key in keys:
+            section = section[key]
+        section["pipeline_num_layers"] = values
+        for name in ("granularity", "method", "num_layers", "modules"):
+            section.pop(f"recompute_{name}", None)
+        section |= _recompute_keys(tower.recompute)
+
+
+def _recompute_keys(recompute: RecomputeConfig) -> dict[str, Any]:
+    found = {"recompute_granularity": recompute.granularity, "recompute_method": recompute.method,
+             "recompute_num_layers": recompute.num_layers, "recompute_modules": list(recompute.modules) or None}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _set_sampler(data: dict[str, Any], run: Run) -> None:
+    data.setdefault("dataloader_param", {})["sampler_type"] = run.data.sampler_type
+    parameters = data.setdefault("dataset_param", {}).setdefault("basic_parameters", {})
+    parameters |= {"packing": run.data.packing, "truncation": run.data.truncation}
+
+
+def _script(folder: Path, run: Run) -> str:
+    """The variables of the training scripts, and the flags that are no variables."""
+    flags = [*(["--sequence-parallel"] if run.args.sequence_parallel else []),
+             *(["--use-distributed-optimizer"] if run.args.use_distributed_optimizer else [])]
+    variables = {
+        "TP": run.tp_size, "PP": run.num_stages, "CP": run.cp_size, "MBS": run.args.micro_batch_size,
+        "GBS": run.global_batch_size, "MM_MODEL": folder / "model.json", "MM_DATA": folder / "data.json",
+    }
+    lines = [f"export {name}={shlex.quote(str(value))}" for name, value in variables.items()]
+    return "\n".join([f"# {run.world_size} ranks: set NNODES and NPUS_PER_NODE to that product.", *lines,
+                      f"LAYOUT_FLAGS=({' '.join(flags)})", ""])
