@@ -3,9 +3,9 @@
     python -m benchmarks.balance [--quick] [--output F]
 
 Nothing is trained: samples are arrays of lengths (``mm.plan.distributions``), a microbatch costs its FLOPs in the
-shipped 7B model, whose ViT is frozen (``mm.model.flops``), and a step takes as long as its costliest rank.  A pipeline of four
-stages is simulated with the microbatches in the order of a run.  Without packing a microbatch is one sample; packs hold
-at most 8,192 tokens.  The last table shows which goals are reached.
+shipped 7B model, whose ViT is frozen (``mm.model.flops``), and a step takes as long as its costliest rank.  A pipeline
+of four stages is simulated with the microbatches in the order of a run.  Without packing a microbatch is one sample;
+packs hold at most 8,192 tokens.  The last table shows which goals are reached.
 """
 
 import sys

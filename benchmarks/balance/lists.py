@@ -3,11 +3,11 @@
     python -m benchmarks.balance.lists [--steps N] [SIZE ...]
     python -m benchmarks.balance.lists 7b --vision-layers 32 0 --language-layers 12 16
 
-Nothing is trained: the microbatches of the shipped scripts are drawn from LLaVA-like samples (``mm.plan.distributions``).
-In each slot they take time in proportion to their FLOPs (``mm.model.flops``; the ViT is frozen, as shipped), and they pass
-the pipeline in the order of a run.  Messages take no time, and a FLOP takes the same time in the ViT as in the LLM.
-Utilisation is the mean work of a stage over the length of the step, averaged over ``--steps`` drawn steps; for equal
-microbatches its bound is m / (m + p - 1).
+Nothing is trained: the microbatches of the shipped scripts are drawn from LLaVA-like samples
+(``mm.plan.distributions``).  In each slot they take time in proportion to their FLOPs (``mm.model.flops``; the ViT is
+frozen, as shipped), and they pass the pipeline in the order of a run.  Messages take no time, and a FLOP takes the same
+time in the ViT as in the LLM.  Utilisation is the mean work of a stage over the length of the step, averaged over
+``--steps`` drawn steps; for equal microbatches its bound is m / (m + p - 1).
 
 The search (``mm.plan.lists``) starts from the shipped or the given lists.
 """

@@ -112,7 +112,7 @@ def choices(run: Run, fixed: Mapping[str, Sequence[object]], node_size: int) -> 
     } | {name: values for name, values in fixed.items() if name != "recompute"}
     recompute = str(next(iter(fixed.get("recompute", RECOMPUTE))))
     for values in product(*options.values()):
-        choice = Choice(*values, recompute)  # pyright: ignore[reportArgumentType]  (in the order of the fields)
+        choice = replace(present_choice(run), **dict(zip(options, values, strict=True)), recompute=recompute)
         if _is_divisible(choice, run) and not list(parallel_problems(choice.applied(run))):
             yield choice
 

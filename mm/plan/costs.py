@@ -153,15 +153,29 @@ class BlockCosts:
         return (per_count[kinds] * counts).sum(axis=1) + fixed[kinds]
 
     @property
-    def fixed_of_all(self) -> float:
-        """What a microbatch with images costs in all blocks whatever its counts."""
-        return float(self.fixed[:, 1].sum())
+    def fixed_of_all(self) -> tuple[float, float]:
+        """What a microbatch costs in all blocks whatever its counts: at least, and with images."""
+        without, with_images = self.fixed.sum(axis=(0, 2)).tolist()
+        return min(without, with_images), with_images
+
+    def of_groups(self, counts: np.ndarray, sizes: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        """Sums of ``of_slots`` over both directions and over groups of so many microbatches in a row: [num_groups,
+        num_slots, num_placements]."""
+        starts, kinds = np.cumsum(sizes) - sizes, _kinds(counts)
+        of_blocks = np.add.reduceat(self.of_blocks(counts).sum(axis=0), starts, axis=0)
+        num_of_kinds = np.add.reduceat(np.stack([1 - kinds, kinds], axis=1), starts, axis=0)
+        num_passes = np.tensordot(num_of_kinds.astype(float), self._is_passed(slots).sum(axis=0), 1)
+        return np.tensordot(of_blocks, slots, 1) + self.chunk_pass * num_passes
 
     def of_slots(self, counts: np.ndarray, slots: np.ndarray) -> np.ndarray:
         """[2, num_microbatches, num_slots, num_placements], for several placements, as ``slots_of`` gives them."""
+        passes = self._is_passed(slots)[:, _kinds(counts)]
+        return np.tensordot(self.of_blocks(counts), slots, 1) + self.chunk_pass * passes
+
+    def _is_passed(self, slots: np.ndarray) -> np.ndarray:
+        """Whether a slot does anything for a microbatch of each kind: bool [2, 2, num_slots, num_placements]."""
         has_law = (self.fixed > 0) | (self.per_count > 0).any(axis=-1)
-        is_passed = np.tensordot(has_law.astype(float), slots, 1) > 0
-        return np.tensordot(self.of_blocks(counts), slots, 1) + self.chunk_pass * is_passed[:, _kinds(counts)]
+        return np.tensordot(has_law.astype(float), slots, 1) > 0
 
     def slots_of(self, placements: Sequence[Placement]) -> np.ndarray:
         """Which blocks are in which slot: 0.0 or 1.0 [num_blocks, num_slots, num_placements]."""

@@ -36,8 +36,9 @@ def llava(num_samples: int, seed: int = 0, seq_length: int = SEQ_LENGTH) -> Leng
     usual = rng.random(num_samples)
     height, width = np.where(usual < 0.75, 480, height), np.where(usual < 0.75, 640, width)
     upright = rng.random(num_samples) < 0.3
-    sides = np.column_stack([np.where(upright, width, height), np.where(upright, height, width)])
-    return _lengths(text, [[(1, *_patches(*side, 262_144))] for side in sides.tolist()], 0.8, seq_length)
+    sides = np.where(upright, width, height).tolist(), np.where(upright, height, width).tolist()
+    grids = [[(1, *_patches(*side, 262_144))] for side in zip(*sides, strict=True)]
+    return _lengths(text, grids, 0.8, seq_length)
 
 
 def documents(num_samples: int, seed: int = 0, seq_length: int = SEQ_LENGTH) -> Lengths:
@@ -57,7 +58,8 @@ def documents(num_samples: int, seed: int = 0, seq_length: int = SEQ_LENGTH) -> 
             dpi = rng.uniform(100, 240)
             media.append([(1, *_patches(round(11 * dpi), round(8.5 * dpi), 4_000_000))])
         elif one == 1:
-            media.append([(1, *_patches(*rng.integers(400, 1001, 2).tolist(), 4_000_000))])
+            height, width = rng.integers(400, 1001, 2).tolist()
+            media.append([(1, *_patches(height, width, 4_000_000))])
         elif one == 2:
             dpi = rng.uniform(70, 110)
             media.append([(1, *_patches(round(11 * dpi), round(8.5 * dpi), 4_000_000))] * int(rng.integers(2, 9)))

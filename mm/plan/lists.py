@@ -7,7 +7,7 @@ time between two slots while that helps.  Many lists are asked about at once, wh
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import combinations_with_replacement, pairwise
 from typing import Any
 
@@ -21,6 +21,8 @@ LEAST_GAIN = 1e-4
 MAX_COMPARED = 1000
 """If no more lists than this are possible, all are compared."""
 MANY_SLOTS, MAX_DISTANCE = 12, 3
+MAX_TRIED = 60
+"""Moves of a round whose cost is computed: those with the least bounds."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,10 @@ def _descended(start: Lists, of: Costs) -> tuple[Lists, float]:
     """Take the best move until none helps."""
     best, least = start, float(of.costs([start])[0])
     while True:
-        found, cost = _better(best, least, list(best.moves()), of)
+        moves = list(best.moves())
+        if len(moves) > MAX_TRIED:
+            moves = [moves[number] for number in of.least(moves).argsort(kind="stable")[:MAX_TRIED]]
+        found, cost = _better(best, least, moves, of)
         if found == best:
             return best, least
         best, least = found, cost
@@ -184,6 +189,7 @@ def _nested(counts: list[int], num_stages: int) -> PipelineLayout:
     return tuple(tuple(counts[first : first + num_stages]) for first in range(0, len(counts), num_stages))
 
 
+@cache
 def one_stage(model: ModelConfig) -> ModelConfig:
-    """``model`` in one slot."""
+    """``model`` in one slot: what does not depend on the lists is computed once for it."""
     return Lists.spread(model.vision.num_layers, model.language.num_layers, 1, 1).applied(model)

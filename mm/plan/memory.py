@@ -4,8 +4,7 @@ Pure arithmetic over the model's settings; ``tests/test_budgets.py`` compares it
 allocations of the driver and the communication library, and the allocator's fragmentation.
 """
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from operator import mul
@@ -19,7 +18,7 @@ from mm.parallel.order import in_flight, max_sent_ahead
 from mm.placement import Message, Placement, StageSpec
 from mm.weights.lora import matrix_pairs
 from mm.weights.memory import memory_shape
-from mm.weights.table import Fusion, Place, Weight, stage_weights
+from mm.weights.table import Fusion, Place, Weight, owns, weights_by_place
 from mm.weights.trained import GradientPath, is_frozen
 
 WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -161,6 +160,23 @@ def layer_bytes(
     )
 
 
+@cache
+def layer_memories(
+    model: ModelConfig, place: Place, tp_size: int, width: int, num_pieces: int, ulysses_size: int
+) -> Sequence[tuple[LayerBytes, Keeps]]:
+    """By layer of a tower: its bytes, and what it keeps if it is not recomputed as a whole.  For the sizes see
+    ``layer_bytes``."""
+    tower: Tower = model.vision if place is Place.VISION_LAYER else model.language
+    path, found = GradientPath.of(model), list[tuple[LayerBytes, Keeps]]()
+    for layer in range(tower.num_layers):
+        weights = weights_by_place(model)[place, layer]
+        keeps = layer_keeps(weights, model, path.needs_input_gradient(place, layer), tower.recompute)
+        fused = next(weight for weight in weights if weight.fusion is Fusion.GATE_UP)
+        local_ffn = memory_shape(fused, tp_size)[0] // 2
+        found.append((layer_bytes(tower, local_ffn, tp_size, width, num_pieces, ulysses_size), keeps))
+    return found
+
+
 @dataclass(frozen=True)
 class ChunkMemory:
     """One rank's memory for the slot ``spec``, besides its states.  ``rows``: sizes of each microbatch."""
@@ -236,22 +252,11 @@ class ChunkMemory:
         return num_rows * (self.model.language.vocab_size // self.tp_size) if self.spec.has_head else 0
 
     @cached_property
-    def _weights(self) -> tuple[Weight, ...]:
-        return stage_weights(self.model, self.spec)
-
-    @cached_property
     def _path(self) -> GradientPath:
         return GradientPath.of(self.model)
 
-    @cached_property
-    def _by_place(self) -> Mapping[tuple[Place, int | None], list[Weight]]:
-        found = defaultdict[tuple[Place, int | None], list[Weight]](list)
-        for weight in self._weights:
-            found[weight.place, weight.layer].append(weight)
-        return found
-
-    def _of(self, place: Place, layer: int | None = None) -> list[Weight]:
-        return self._by_place.get((place, layer), [])
+    def _of(self, place: Place, layer: int | None = None) -> Sequence[Weight]:
+        return weights_by_place(self.model)[place, layer] if owns(self.spec, place, layer) else ()
 
     def _layers(self, part: str) -> Sequence[tuple[LayerBytes, Keeps]]:
         return self._vision_layers if part == "vision" else self._language_layers
@@ -268,15 +273,12 @@ class ChunkMemory:
         tower: Tower = getattr(self.model, part)
         place = Place.VISION_LAYER if part == "vision" else Place.LANGUAGE_LAYER
         layers: range = getattr(self.spec, place.value)
+        ulysses_size = self.ulysses_size if part == "language" else 1
+        known = layer_memories(self.model, place, self.tp_size, self.width, self.num_pieces, ulysses_size)
+        whole = tower.recompute.whole_layers(layers)
         for layer in layers:
-            weights, passes = self._of(place, layer), self._path.needs_input_gradient(place, layer)
-            keeps = layer_keeps(weights, self.model, passes, tower.recompute)
-            if keeps != NOTHING and layer in tower.recompute.whole_layers(layers):
-                keeps = INPUT
-            fused = next(weight for weight in weights if weight.fusion is Fusion.GATE_UP)
-            local_ffn = memory_shape(fused, self.tp_size)[0] // 2
-            ulysses_size = self.ulysses_size if part == "language" else 1
-            yield layer_bytes(tower, local_ffn, self.tp_size, self.width, self.num_pieces, ulysses_size), keeps
+            bytes_of, keeps = known[layer]
+            yield bytes_of, INPUT if keeps != NOTHING and layer in whole else keeps
 
     @cached_property
     def _vision_per_patch(self) -> int:

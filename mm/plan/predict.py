@@ -130,16 +130,31 @@ class Predictor:
         sizes = np.array([len(counts) for counts in step])
         return np.add.reduceat(work, np.cumsum(sizes) - sizes)
 
-    def estimate(self, samples: np.ndarray, num_microbatches: int, num_chunks: int) -> tuple[float, float]:
-        """A lower bound of the mean pipeline, and about what it is with even lists and microbatches.
+    def estimate(
+        self, samples: np.ndarray, num_microbatches: float, least_microbatches: float, num_chunks: int
+    ) -> tuple[float, float]:
+        """A lower bound of the pipeline, and about what it is with even lists and microbatches.
 
-        ``samples``: counts of the samples of a step [num_samples, num_counts], which all replicas share.
+        ``samples``: counts of the samples of a step [num_samples, num_counts], which all replicas share; each has about
+        ``num_microbatches``, and on average at least ``least_microbatches``.
         """
         run = self._run
         per_sample = self._costs.of_all(self._shared(samples), has_fixed=False)
         work = float(per_sample.sum()) / run.dp_size / run.num_stages
-        fixed = self._costs.fixed_of_all * num_microbatches / run.num_stages
-        return work, (work + fixed) * (1 + (run.num_stages - 1) / num_chunks / num_microbatches)
+        least, fixed = (one / run.num_stages for one in self._costs.fixed_of_all)
+        of_filling = (run.num_stages - 1) / num_chunks / num_microbatches
+        return work + least * least_microbatches, (work + fixed * num_microbatches) * (1 + of_filling)
+
+    def about(self, workload: Workload, placement: Placement) -> float:
+        """About the mean pipeline, without simulating it: the busiest stage's work, and the costliest microbatch's way
+        to the last stage and back."""
+        found = []
+        for step, stages in zip(workload.steps, self._work(workload, [placement]), strict=True):
+            slowest = int(stages.max(axis=(1, 2)).argmax())
+            costliest = float(self._costs.of_all(self._shared(step[slowest])).max())
+            filling = costliest * (placement.num_stages - 1) / placement.num_chunks / placement.num_stages
+            found.append(float(stages[slowest].max()) + filling)
+        return fmean(found)
 
     def bound(self, workload: Workload, num_stages: int, num_chunks: int) -> float:
         """No lists make the mean pipeline shorter than this.
@@ -203,11 +218,12 @@ class Predictor:
         """By step, what each stage of each replica works: [num_replicas, num_stages, num_placements]."""
         slots, num_stages = self._costs.slots_of(placements), placements[0].num_stages
 
-        def of_replica(counts: np.ndarray) -> np.ndarray:
-            found = self._costs.of_slots(self._shared(counts), slots).sum(axis=(0, 1))
-            return found.reshape(-1, num_stages, len(placements)).sum(axis=0)
+        def of_step(step: Sequence[np.ndarray]) -> np.ndarray:
+            sizes = np.array([len(counts) for counts in step])
+            found = self._costs.of_groups(self._shared(np.concatenate(step)), sizes, slots)
+            return found.reshape(len(step), -1, num_stages, len(placements)).sum(axis=1)
 
-        return [np.stack([of_replica(counts) for counts in step]) for step in workload.steps]
+        return [of_step(step) for step in workload.steps]
 
     def ordered(
         self, counts: np.ndarray, placements: Sequence[Placement], slots: np.ndarray | None = None

@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from statistics import fmean
 
-import numpy as np
-
 from mm.config.run import Run
 from mm.data.lengths import HasLengths
 from mm.data.order.cost import SampleSizes
@@ -93,9 +91,9 @@ class Search:
         """``calibrate`` gives the calibration for a layout, or raises UserError.  ``max_bytes``: of any rank."""
         self._run, self._calibrate, self._lengths, self._max_bytes = run, calibrate, lengths, max_bytes
         self._sample_sizes = SampleSizes(run.model, lengths)
-        numbers = order_of(run, lengths, dp_rank=0, consumed_samples=0, sizes=self._sample_sizes).of_ranks(0)
-        self._samples = sample_counts(lengths.of(np.array(
-            [sample for replica in numbers for microbatch in replica for sample in microbatch])))
+        one_rank = replace(run, world_size=run.tp_size * run.cp_size * run.num_stages)
+        order = order_of(one_rank, lengths, dp_rank=0, consumed_samples=0, sizes=self._sample_sizes)
+        self._samples = sample_counts(lengths.of(order.stream.samples(0, run.global_batch_size)))
         self._predictors: dict[object, Predictor] = {}
         self._workloads: dict[object, Workload] = {}
         self._sizes: dict[object, StageSize] = {}
@@ -151,17 +149,18 @@ class Search:
         run = choice.applied(self._run)
         predictor, even = self._predictor(choice, run), [self._even_size(run)]
         rest = predictor.reduction(even) + predictor.update(even)
-        bound, estimate = predictor.estimate(self._samples, self._num_microbatches(run), choice.num_chunks)
+        bound, estimate = predictor.estimate(self._samples, *self._num_microbatches(run), choice.num_chunks)
         return _Open(choice, run, predictor, PeakMemory(run), bound + rest, estimate + rest, rest)
 
-    def _num_microbatches(self, run: Run) -> int:
-        """Microbatches of a replica; with packs, about as many."""
+    def _num_microbatches(self, run: Run) -> tuple[float, float]:
+        """Microbatches of a replica, and at least so many on average; with packs, the former is about right."""
         if run.num_microbatches is not None:
-            return run.num_microbatches
+            return run.num_microbatches, run.num_microbatches
         num_samples, budget = run.global_batch_size // run.dp_size, run.args.seq_length * run.args.micro_batch_size
         num_tokens = float(self._samples[:, COUNTS.index("num_tokens")].sum()) / run.dp_size
         wanted = PACKS_OF_STAGE * run.num_stages if run.num_stages > 1 and run.data.is_balanced else 1
-        return max(1, min(num_samples, max(math.ceil(num_tokens / budget), wanted)))
+        least = max(1.0, num_tokens / budget)
+        return max(1, min(num_samples, max(math.ceil(least), wanted))), min(least, num_samples)
 
     def _with_even_lists(self, one: _Open) -> tuple[float, _Open, Lists] | None:
         """The layout with even lists and the least recomputation that fits; None if none does."""
@@ -171,16 +170,17 @@ class Search:
             here = one if recompute == one.choice.recompute else self._opened(replace(
                 one.choice, recompute=recompute))
             workload = self._workload(here.run, NUM_STEPS)
-            costs = list_costs(here.predictor, here.memory, workload, self._max_bytes, num_simulated=1)
             start = Lists.even(*here.predictor.layer_work(workload), here.choice.num_stages, here.choice.num_chunks)
-            fitting = start if costs.fits(start) else self._smaller(here, start)
+            fitting = self._smaller(here, start)
             if fitting is not None:
-                return float(costs.costs([fitting])[0]) + here.rest, here, fitting
+                seconds = here.predictor.about(workload, fitting.placement) + here.rest
+                return seconds, here, fitting
         return None
 
     def _smaller(self, one: _Open, start: Lists) -> Lists | None:
         """Lists that fit, reached by moving layers from the fullest stage to the emptiest; None if none are found."""
-        assert self._max_bytes is not None, "everything fits without a limit"
+        if self._max_bytes is None:
+            return start
         lists: Lists | None = start
         for _ in range(_MAX_MOVES):
             of_stages = one.memory.of_stages(lists.placement)

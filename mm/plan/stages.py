@@ -4,8 +4,9 @@ Sizes come from the weight table, the placement and the formulas of ``mm.plan.me
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
-from functools import reduce
+from functools import cache, reduce
 from itertools import groupby
 from operator import add
 
@@ -14,11 +15,12 @@ from mm.config.notes import sorted_notes
 from mm.config.run import Run
 from mm.device.known import KNOWN_DEVICES
 from mm.placement import Message, Placement, StageSpec
+from mm.plan.lists import one_stage
 from mm.plan.memory import FP32, WIDTHS, ChunkMemory, MicrobatchSizes, StageMemory
 from mm.weights.groups import Group, optimizer_groups
 from mm.weights.lora import describe, model_adapters, num_adapter_params
 from mm.weights.memory import memory_shape
-from mm.weights.table import Place, model_weights, stage_weights
+from mm.weights.table import Place, Weight, model_weights, owns, stage_weights, weights_by_place
 from mm.weights.trained import GradientPath, freeze_notes, is_frozen
 
 _GIB = 2**30
@@ -62,10 +64,7 @@ class StageSize:
 
 def chunk_size(run: Run, spec: StageSpec) -> StageSize:
     """Parameters and bytes of ``spec`` on one rank: its tensor-parallel shard, with padding in memory."""
-    sizes = [(math.prod(memory_shape(weight, run.tp_size)), is_frozen(weight, run.model))
-             for weight in stage_weights(run.model, spec)]
-    num_params = sum(size for size, _ in sizes)
-    num_trainable = sum(size for size, frozen in sizes if not frozen)
+    num_params, num_trainable = _num_params(one_stage(run.model), run.tp_size, spec)
     state_bytes = FP32 * (2 if run.args.precision == "fp32" else 3)
     num_shards = run.dp_size * run.cp_size if run.args.use_distributed_optimizer else 1
     return StageSize(
@@ -76,6 +75,25 @@ def chunk_size(run: Run, spec: StageSpec) -> StageSize:
         optimizer_bytes=-(-num_trainable * state_bytes // num_shards),
         update_bytes=-(-num_trainable * FP32 // num_shards) if run.args.grad_reduce_in_bf16 else 0,
     )
+
+
+def _num_params(model: ModelConfig, tp_size: int, spec: StageSpec) -> tuple[int, int]:
+    """Parameters of ``spec`` on one rank, and how many are trained."""
+    sizes = [counts for (place, layer), counts in _params_by_place(model, tp_size).items() if owns(spec, place, layer)]
+    copies = [weight for weight in stage_weights(model, spec) if weight.is_tied_copy] if model.language.tied else []
+    sizes += [_params_of(copies, model, tp_size)]
+    num_params, num_trainable = map(sum, zip(*sizes, strict=True))
+    return num_params, num_trainable
+
+
+@cache
+def _params_by_place(model: ModelConfig, tp_size: int) -> Mapping[tuple[Place, int | None], tuple[int, int]]:
+    return {place: _params_of(weights, model, tp_size) for place, weights in weights_by_place(model).items()}
+
+
+def _params_of(weights: Sequence[Weight], model: ModelConfig, tp_size: int) -> tuple[int, int]:
+    sizes = [(math.prod(memory_shape(weight, tp_size)), is_frozen(weight, model)) for weight in weights]
+    return sum(size for size, _ in sizes), sum(size for size, frozen in sizes if not frozen)
 
 
 def stage_sizes(run: Run, placement: Placement) -> list[StageSize]:
@@ -292,7 +310,7 @@ def _memory(run: Run, placement: Placement, stage: int) -> StageMemory:
 
 
 def _chunk_memory(run: Run, placement: Placement, spec: StageSpec) -> ChunkMemory:
-    return ChunkMemory(run.model, placement, spec, run.tp_size, run.args.precision, run.num_pieces,
+    return ChunkMemory(one_stage(run.model), placement, spec, run.tp_size, run.args.precision, run.num_pieces,
                        1 if run.is_ring else run.cp_size, run.args.vision_feature_cache is not None)
 
 

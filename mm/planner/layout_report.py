@@ -76,7 +76,7 @@ def _row(name: str, one: Planned, plan: "Plan") -> tuple[str, ...]:
     tokens = one.workload.num_tokens / step.seconds / one.run.world_size
     return (name, *map(str, (choice.tp_size, choice.cp_size, choice.num_stages, choice.num_chunks, one.run.dp_size,
                              choice.micro_batch_size, choice.sampler, choice.recompute)),
-            f"{step.seconds:.4g}", f"{low:.3g} .. {high:.3g}", f"{tokens:,.0f}", mfu, f"{step.bubble:.1%}",
+            f"{step.seconds:.4g}", f"{low:.3g} .. {high:.3g}", f"{tokens:,.0f}", mfu, f"{max(0.0, step.bubble):.1%}",
             f"{one.peak_bytes / 2**30:.1f}")
 
 

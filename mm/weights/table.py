@@ -7,7 +7,7 @@ Our names and fused layouts are MindSpeed-MM's, except that layer numbers are gl
 local ones).  Hugging Face names are the published ones, from the model's family.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
@@ -120,10 +120,10 @@ def _own_weights(model: ModelConfig) -> tuple[Weight, ...]:
 
 
 @cache
-def _by_place(model: ModelConfig) -> tuple[tuple[tuple[Place, int | None], tuple[Weight, ...]], ...]:
-    """``model_weights`` by place and layer."""
-    return tuple((place, tuple(weights))
-                 for place, weights in groupby(model_weights(model), key=lambda one: (one.place, one.layer)))
+def weights_by_place(model: ModelConfig) -> Mapping[tuple[Place, int | None], tuple[Weight, ...]]:
+    """``model_weights`` by place and layer, in model order."""
+    return {place: tuple(weights)
+            for place, weights in groupby(model_weights(model), key=lambda one: (one.place, one.layer))}
 
 
 def stage_weights(model: ModelConfig, spec: StageSpec) -> tuple[Weight, ...]:
@@ -132,7 +132,7 @@ def stage_weights(model: ModelConfig, spec: StageSpec) -> tuple[Weight, ...]:
     In a tied model whose embedding and head live in different slots, the head's slot also owns
     ``text_decoder.output_layer.weight``: a copy of the embedding, read from the embedding's Hugging Face tensor.
     """
-    owned = [weight for place, weights in _by_place(model) if owns(spec, *place) for weight in weights]
+    owned = [weight for place, weights in weights_by_place(model).items() if owns(spec, *place) for weight in weights]
     if spec.has_head and model.language.tied and not spec.has_embedding:
         copy = _vocabulary(model.language, Place.HEAD, OUTPUT_LAYER_NAME, model.family.weights.embedding_weight)
         owned.append(replace(copy, is_tied_copy=True))

@@ -1,0 +1,133 @@
+"""The search for layouts: against every layout with every pair of lists, and within memory."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mm.config.run import Run, parallel_problems
+from mm.device.known import KNOWN_DEVICES
+from mm.errors import UserError
+from mm.plan.by_device import calibration_by_device
+from mm.plan.calibration import Calibration
+from mm.plan.choices import AS_GIVEN, BALANCED, Choice, choices, present_choice
+from mm.plan.distributions import llava, mixed
+from mm.plan.lists import Lists
+from mm.plan.predict import Predictor
+from mm.plan.search import Found, Search
+from mm.plan.stages import PeakMemory
+from mm.plan.waits import waits_of
+from mm.plan.workload import Workload, workload_of
+from tests.plan.test_predict import run_of
+from tests.tiny import our_config
+
+H200 = next(one for one in KNOWN_DEVICES if one.label == "H200")
+SLOW = replace(H200, peak_flops=1e12)
+"""So slow that the tiny model takes longer to compute than to start kernels."""
+
+
+def by_device(run: Run) -> Calibration:
+    return calibration_by_device(run, SLOW, SLOW.links)
+
+
+def tiny_run(world_size: int, freeze: tuple[str, ...] = (), *flags: str) -> Run:
+    model = our_config(((2,),), ((3,),), freeze=freeze)
+    return run_of(model, world_size, "--bf16", "--global-batch-size", "16", *flags)
+
+
+FEW = {"num_chunks": [1, 2], "num_stages": [1, 2, 4], "micro_batch_size": [1, 4], "sampler": [BALANCED]}
+
+
+def found_by_all(run: Run, considered: list[Choice], lengths) -> float:
+    """The seconds of the fastest layout with its best lists: all are tried."""
+    seconds = []
+    for choice in considered:
+        here = choice.applied(run)
+        predictor, workload = Predictor(here, by_device(here)), workload_of(here, lengths, 1)
+        for lists in Lists.of(here.model).possible():
+            seconds.append(predictor.predict(workload, replace(here, model=lists.applied(here.model))).seconds)
+    return min(seconds)
+
+
+@settings(max_examples=4, deadline=None)
+@given(seed=st.integers(0, 5), world_size=st.sampled_from([2, 4]), is_frozen=st.booleans(), is_mixed=st.booleans())
+def test_the_best_of_all_layouts_is_found_within_a_hundredth(seed, world_size, is_frozen, is_mixed) -> None:
+    run = tiny_run(world_size, ("vision", "projector") if is_frozen else ())
+    lengths = mixed({"llava": 1, "text": 1}, 64, seed, 512) if is_mixed else llava(64, seed, 512)
+    considered = list(choices(run, FEW, 8))
+    found = Search(run, by_device, lengths, None).best(considered, 1, 1)
+    least = found_by_all(run, considered, lengths)
+    assert found.least <= least * (1 + 1e-9)
+    assert least * (1 - 1e-9) <= found.ranking[0].step.seconds <= 1.01 * least
+
+
+def searched(run: Run, max_bytes: int | None, **fixed) -> Found:
+    return Search(run, by_device, llava(64, 0, 512), max_bytes).best(choices(run, {**FEW, **fixed}, 8), 3, 2)
+
+
+def test_layouts_that_do_not_fit_are_not_proposed() -> None:
+    run = tiny_run(4, (), "--seq-length", "2048")
+    free = searched(run, None)
+    sizes = sorted(one.peak_bytes for one in free.ranking)
+    limit = sizes[0] - 1
+    found = searched(run, limit)
+    assert all(one.peak_bytes <= limit for one in found.ranking)
+    assert all(max(PeakMemory(one.run).of_stages(one.run.model.placement())) == one.peak_bytes for one in found.ranking)
+    nothing = searched(run, 1000)
+    assert not nothing.ranking and nothing.smallest is not None and nothing.smallest.peak_bytes > 1000
+    assert nothing.smallest.choice.recompute == "full"
+
+
+def test_the_ranking_has_one_layout_of_each_group_and_keeps_the_samples_of_a_step() -> None:
+    found = searched(run := tiny_run(4), None)
+    groups = [one.choice.group for one in found.ranking]
+    assert len(set(groups)) == len(groups) == 3
+    seconds = [one.step.seconds for one in found.ranking]
+    assert seconds == sorted(seconds)
+    for one in found.ranking:
+        assert one.run.global_batch_size == run.global_batch_size
+        assert not list(parallel_problems(one.run))
+        assert one.workload.num_tokens == pytest.approx(found.ranking[0].workload.num_tokens)
+        assert found.least <= one.step.pipeline + one.step.reduction + one.step.update
+
+
+def test_waits_add_up_to_the_bubble() -> None:
+    found = searched(tiny_run(4, ("vision",)), None, num_stages=[4])
+    one = found.ranking[0]
+    waits = waits_of(one.predictor, one.workload, one.run.model.placement())
+    assert waits.total == pytest.approx(one.step.bubble, abs=0.02)
+    assert waits.filling > 0 and waits.messages >= 0
+
+
+def test_equal_microbatches_and_stages_only_wait_while_the_pipeline_fills() -> None:
+    run = replace(tiny_run(2), model=our_config(((2, 0),), ((0, 3),)))
+    predictor = Predictor(run, by_device(run))
+    counts = np.repeat(workload_of(run, llava(16, 0, 512), 1).steps[0][0][:1], 8, axis=0)
+    waits = waits_of(predictor, Workload(((counts,),)), run.model.placement())
+    assert waits.microbatches == pytest.approx(0)
+
+
+def test_fixed_values_are_kept_and_the_loss_of_microbatches_fixes_them() -> None:
+    run = tiny_run(4)
+    assert {(one.num_stages, one.micro_batch_size) for one in choices(run, {"num_stages": [2], "micro_batch_size": [2]},
+                                                                      8)} == {(2, 2)}
+    own = tiny_run(4, (), "--calculate-per-microbatch-loss")
+    assert {(one.micro_batch_size, one.sampler) for one in choices(own, {}, 8)} == {(1, AS_GIVEN)}
+    assert present_choice(run).applied(run).model == run.model
+
+
+def test_a_device_with_a_tenth_of_the_peak_computes_ten_times_as_long() -> None:
+    run, lengths = tiny_run(1), llava(64, 0, 512)
+    both = (replace(H200, peak_flops=peak) for peak in (1e9, 1e8))  # so little that nothing else takes noticeable time
+    one, other = (Predictor(run, calibration_by_device(run, device, device.links)).predict(workload_of(run, lengths))
+                  for device in both)
+    assert other.pipeline == pytest.approx(10 * one.pipeline, rel=0.01)
+    assert one.interval[0] < one.seconds < one.interval[1]
+
+
+def test_fp32_has_no_published_peak() -> None:
+    run = run_of(our_config(((2,),), ((3,),)), 1)
+    with pytest.raises(UserError, match="the run is in fp32, but the peak of H200 is published for 16 bits: add --bf16"):
+        calibration_by_device(run, H200, H200.links)
