@@ -25,7 +25,7 @@ def calibration_by_flops(model: ModelConfig, cutting: Cutting, precision: str) -
         for place, key in block_keys(model, cutting, has_images).items():
             law = forward[place]
             again = law if key.recompute == WHOLE_LAYER else FREE
-            backward = _times(law, backwards[place].num_forward) + again
+            backward = law * backwards[place].num_forward + again
             found[key] = MeasuredBlock(key, BlockLaws(law, backward), error=0.0)
     machine = Machine("any device, by FLOPs", precision, 1, {})
     sums = {2: FREE}
@@ -39,7 +39,3 @@ def _forward_laws(model: ModelConfig) -> Iterator[tuple[BlockPlace, Law]]:
         per_row = [one.forward / one.rows for one in same if one.rows > 0 and not one.pairs]
         per_pair = [one.forward / one.pairs for one in same if one.pairs > 0 and not one.rows]
         yield (same[0].place, same[0].layer), Law(0.0, (per_row or [0.0])[0], (per_pair or [0.0])[0])
-
-
-def _times(law: Law, factor: int) -> Law:
-    return Law(law.fixed * factor, law.per_row * factor, law.per_pair * factor)

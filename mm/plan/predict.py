@@ -14,7 +14,7 @@ from mm.config.run import Run
 from mm.data.order.sequence import pipeline_order
 from mm.errors import UserError
 from mm.model.flops import slots_of
-from mm.parallel.simulation import MessageCost, SlotCost, TimedStep, simulate, step_cost
+from mm.parallel.simulation import MessageCost, SlotCost, step_cost
 from mm.placement import Placement
 from mm.plan.calibration import Calibration
 from mm.plan.costs import COUNTS, BlockArrays, Cutting, SlotLaws
@@ -66,24 +66,23 @@ class Predictor:
 
     def __init__(self, run: Run, calibration: Calibration) -> None:
         """Raises UserError if the calibration lacks what the run needs."""
-        self._run, self._calibration = run, calibration
+        self.run, self.calibration = run, calibration
         num_copies = run.dp_size * run.cp_size
         if (run.num_stages > 1 and calibration.message is None) or (num_copies > 1 and not calibration.all_reduce):
             raise UserError(f"the run has {run.world_size} ranks, but the calibration was measured by one process, "
                             f"without messages and collectives; give mm-plan calibrate --num-processes 2 or more")
         cutting = Cutting(run.tp_size, run.args.sequence_parallel)
-        self._blocks, self._path = BlockArrays.of(run.model, cutting, calibration), GradientPath.of(run.model)
+        self.blocks, self._path = BlockArrays.of(run.model, cutting, calibration), GradientPath.of(run.model)
 
     def predict(self, workload: Workload) -> StepPrediction:
         """The mean over the steps of ``workload``."""
-        placement = self._run.model.placement()
+        placement = self.run.model.placement()
         pipelines, busy, evens = zip(*self.pipelines(workload, placement), strict=True)
-        sizes = stage_sizes(self._run, placement)
-        reduction, update = self._reduction(sizes), self._update(sizes)
+        reduction, update = self.after_pipeline(placement)
         return StepPrediction(
             seconds=fmean(pipelines) + reduction + update, spread=pstdev(pipelines), pipeline=fmean(pipelines),
             busy=fmean(busy), even=fmean(evens), reduction=reduction, update=update,
-            error=self._calibration.error)
+            error=self.calibration.error)
 
     def pipelines(self, workload: Workload, placement: Placement) -> Iterator[tuple[float, float, float]]:
         """For each step: seconds of the slowest replica's pipeline, the mean work of its stages, and the time of the
@@ -107,34 +106,43 @@ class Predictor:
         mean = np.mean([stages for step in work for stages in step], axis=0)
         return float(np.square(mean).sum())
 
-    def timeline(self, counts: np.ndarray) -> list[list[TimedStep]]:
-        """What each stage of a replica with these microbatches does, and when."""
-        placement = self._run.model.placement()
-        return simulate(*self._ordered(counts, placement, self._laws(placement)))
+    def after_pipeline(self, placement: Placement) -> tuple[float, float]:
+        """Seconds of the gradients' reduction and of the update."""
+        sizes = stage_sizes(self.run, placement)
+        return self._reduction(sizes), self._update(sizes)
+
+    def entering(self, counts: np.ndarray) -> np.ndarray:
+        """Microbatches in the order in which they enter the pipeline."""
+        placement = self.run.model.placement()
+        return counts[self._order(self._laws(placement).costs(self.shared(counts)), placement.num_stages)]
 
     def _laws(self, placement: Placement) -> SlotLaws:
-        return self._blocks.in_slots(slots_of(self._run.model, placement), len(placement.slots))
+        return self.blocks.in_slots(slots_of(self.run.model, placement), len(placement.slots))
 
     def _work(self, workload: Workload, laws: SlotLaws, num_stages: int) -> list[list[np.ndarray]]:
         """By step and replica, the seconds that each stage works."""
-        return [[laws.of(self._shared(counts)).sum(axis=(0, 1)).reshape(-1, num_stages).sum(axis=0) for counts in step]
+        return [[laws.of(self.shared(counts)).sum(axis=(0, 1)).reshape(-1, num_stages).sum(axis=0) for counts in step]
                 for step in workload.steps]  # fmt: skip
 
     def _ordered(
         self, counts: np.ndarray, placement: Placement, laws: SlotLaws
     ) -> tuple[list[list[SlotCost]], int, list[list[MessageCost]]]:
         """The arguments of the simulation, with microbatches in the order in which they enter the pipeline."""
-        here = self._shared(counts)
-        costs, messages, num_stages = laws.costs(here), self._messages(here, placement), placement.num_stages
-        order = pipeline_order(costs, num_stages) if num_stages > 1 else range(len(costs))
+        here = self.shared(counts)
+        costs, messages, num_stages = laws.costs(here), self.messages(here, placement), placement.num_stages
+        order = self._order(costs, num_stages)
         return [costs[one] for one in order], num_stages, [messages[one] for one in order]
 
-    def _shared(self, counts: np.ndarray) -> np.ndarray:
-        """What one context-parallel rank computes of each microbatch."""
-        return counts if self._run.cp_size == 1 else _divided(counts, self._run.cp_size)
+    def _order(self, costs: list[list[SlotCost]], num_stages: int) -> list[int]:
+        return pipeline_order(costs, num_stages) if num_stages > 1 else list(range(len(costs)))
 
-    def _messages(self, counts: np.ndarray, placement: Placement) -> list[list[MessageCost]]:
-        run, law = self._run, self._calibration.message or Law(0.0, 0.0)
+    def shared(self, counts: np.ndarray) -> np.ndarray:
+        """What one context-parallel rank computes of each microbatch."""
+        return counts if self.run.cp_size == 1 else _divided(counts, self.run.cp_size)
+
+    def messages(self, counts: np.ndarray, placement: Placement) -> list[list[MessageCost]]:
+        """Of each of these ``shared`` microbatches after each slot."""
+        run, law = self.run, self.calibration.message or Law(0.0, 0.0)
         columns = [COUNTS.index(name) for name in ("num_tokens", "num_patches", "num_target_tokens")]
         found = []
         for row in counts:
@@ -149,11 +157,11 @@ class Predictor:
 
     def _reduction(self, sizes: Sequence[StageSize]) -> float:
         """Seconds to sum the gradients over the ranks with the same weights."""
-        num_copies, most = self._run.dp_size * self._run.cp_size, max(size.gradient_bytes for size in sizes)
-        return all_reduce_law(self._calibration, num_copies).seconds(most) if num_copies > 1 and most else 0.0
+        num_copies, most = self.run.dp_size * self.run.cp_size, max(size.gradient_bytes for size in sizes)
+        return all_reduce_law(self.calibration, num_copies).seconds(most) if num_copies > 1 and most else 0.0
 
     def _update(self, sizes: Sequence[StageSize]) -> float:
-        run, law = self._run, self._calibration.step
+        run, law = self.run, self.calibration.step
         num_shards = run.dp_size * run.cp_size if run.args.use_distributed_optimizer else 1
         return law.fixed + law.per_row * max(size.num_trainable_params for size in sizes) / num_shards
 

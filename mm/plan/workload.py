@@ -27,10 +27,10 @@ class Workload:
         return sum(float(one[:, column].sum()) for step in self.steps for one in step) / len(self.steps)
 
 
-def workload_of(run: Run, lengths: HasLengths, num_steps: int = NUM_STEPS) -> Workload:
-    """The first steps of ``run``; ``lengths`` covers its samples."""
+def workload_of(run: Run, lengths: HasLengths, num_steps: int = NUM_STEPS, first: int = 1) -> Workload:
+    """Some steps of ``run`` from iteration ``first`` on; ``lengths`` covers its samples."""
     order = order_of(run, lengths, dp_rank=0, consumed_samples=0)
-    steps = map(order.of_ranks, range(num_steps))
+    steps = map(order.of_ranks, range(first - 1, first - 1 + num_steps))
     return Workload(tuple(tuple(_counts(lengths, microbatches) for microbatches in step) for step in steps))
 
 

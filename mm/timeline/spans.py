@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from mm.batch import BatchTotals
+from mm.config.flags import Arguments
 from mm.config.model import ModelConfig
 from mm.parallel.activity import Activity, Work
 from mm.placement import StageSpec
@@ -75,6 +76,12 @@ class StepSettings:
     sequence_parallel: bool
     precision: str
     use_distributed_optimizer: bool
+
+    @classmethod
+    def of(cls, args: Arguments, model: ModelConfig, world_size: int) -> "StepSettings":
+        """Those of a run."""
+        return cls(model, world_size, args.tensor_model_parallel_size, args.context_parallel_size,
+                   args.sequence_parallel, args.precision, args.use_distributed_optimizer)
 
 
 @dataclass(frozen=True)

@@ -175,8 +175,7 @@ class StepObserver:
             mesh.rank, mesh.pp_rank, mesh.dp_rank, mesh.tp_rank, held(chunk.spec for chunk in self._stage.chunks),
             _meet(mesh.control_group), self._spans, counts)
         records = gather(mesh, record)
-        settings = StepSettings(model, mesh.world_size, mesh.tp_size, mesh.cp_size, args.sequence_parallel,
-                                args.precision, args.use_distributed_optimizer)
+        settings = StepSettings.of(args, model, mesh.world_size)
         return on_first(mesh, lambda: write_timeline(
             args.log_dir, "--log-dir", [StepTimeline(iteration, tuple(aligned(records)), settings)]))
 
