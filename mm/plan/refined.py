@@ -29,9 +29,8 @@ def refined(predictor: Predictor, found: Comparison) -> Calibration:
                 error = blocks[key].error if key in blocks else calibration.error
                 blocks[key] = MeasuredBlock(
                     key, BlockLaws(laws.forward * forward[kind], laws.backward * backward[kind]), error)
-    has_passes = run.num_stages > 1 and calibration.pipeline_pass is not None
     update = found.parts[UPDATE]
     return replace(
         calibration, blocks=tuple(blocks.values()),
-        pipeline_pass=calibration.chunk_pass + found.between if has_passes else calibration.pipeline_pass,
+        pipeline_pass=calibration.chunk_pass + found.between if run.num_stages > 1 else calibration.pipeline_pass,
         step=calibration.step * (update.measured / update.predicted) if update.predicted > 0 else calibration.step)

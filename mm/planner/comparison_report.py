@@ -20,7 +20,7 @@ def comparison_report(found: Comparison, timelines: Sequence[StepTimeline]) -> s
     facts = (("Step", f"measured {found.step.measured:.4g} s, predicted {found.step.predicted:.4g} s "
                       f"({found.error:+.1%})"),
              ("Measured", f"iteration{'s' * (len(timelines) > 1)} {steps}"))
-    return Report(_sentence(found), facts, (_causes(found), _parts(found), _stages(found), _kinds(found))).text()
+    return Report(_sentence(found), facts, (_causes(found), _step(found), _stages(found), _kinds(found))).text()
 
 
 def _sentence(found: Comparison) -> str:
@@ -59,7 +59,7 @@ def _causes(found: Comparison) -> Table:
                  ("cause", "seconds", "share"), rows)
 
 
-def _parts(found: Comparison) -> Table:
+def _step(found: Comparison) -> Table:
     return Table("A step, in seconds", ("", "predicted", "measured"),
                  tuple((name, *_both(one)) for name, one in found.parts.items()))
 
@@ -85,26 +85,28 @@ def _both(one: Compared) -> tuple[str, str]:
 
 
 def _kinds(found: Comparison) -> Table:
-    rows = tuple((name, *(_factor(kind, one, found.kinds.names) for one in found.factors))
-                 for kind, name in enumerate(found.kinds.names))
-    return Table("Kinds of blocks: measured over predicted seconds, with standard errors", ("kind", *_DIRECTIONS), rows)
+    rows = tuple(row for direction, factors in zip(_DIRECTIONS, found.factors, strict=True)
+                 for row in _factor_rows(direction, factors, found.kinds.names))
+    return Table("Kinds of blocks: measured over predicted seconds, with standard errors; kinds that the passes do not "
+                 "tell apart share a line", ("", "factor", "kinds"), rows)
 
 
-def _factor(kind: int, factors: FittedFactors, names: Sequence[str]) -> str:
-    for group, error in zip(factors.groups, factors.errors, strict=True):
-        if kind in group:
-            others = ", ".join(names[one] for one in group if one != kind)
-            return f"{factors.values[kind]:.3f} +- {error:.3f}{f' with {others}' if others else ''}"
-    return "not determined"
+def _factor_rows(direction: str, factors: FittedFactors, names: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    for group, error in sorted(zip(factors.groups, factors.errors, strict=True)):
+        yield direction, f"{factors.values[group[0]]:.2f} +- {error:.2f}", ", ".join(names[kind] for kind in group)
+    known = {kind for group in factors.groups for kind in group}
+    if others := [name for kind, name in enumerate(names) if kind not in known]:
+        yield direction, "not determined", ", ".join(others)
 
 
 def refinement_lines(before: Comparison, after: Comparison, path: Path) -> str:
     """What was refined, and how right the step is predicted with it."""
     lines = [f"written: {path}: the error of these steps was {before.error:+.1%} and is {after.error:+.1%}"]
     for direction, factors in zip(_DIRECTIONS, before.factors, strict=True):
-        names = ", ".join(before.kinds.names[kind] for group in factors.groups for kind in sorted(group))
+        names = ", ".join(before.kinds.names[kind] for kind in sorted(sum(factors.groups, ())))
         lines.append(f"         refined, {direction}: {names or 'nothing'}")
-    return "\n".join([*lines, f"         refined too: {UPDATE}, {HOST}"])
+    others = (UPDATE, *([HOST] if len(before.stages) > 1 else []))
+    return "\n".join([*lines, f"         refined too: {', '.join(others)}"])
 
 
 def cause_lines(found: Comparison) -> list[str]:

@@ -48,6 +48,8 @@ _NARROWEST = 0.2
 _NARROWEST_IN_LEGEND = 1.5
 """Minimum width in pixels for a kind of box to appear in the legend."""
 _DIGIT = 7.2
+_LEGEND = 36
+"""Height of the legend."""
 _GREY = "#5a6673"
 
 
@@ -60,10 +62,14 @@ def draw(timelines: Sequence[StepTimeline], trace_name: str, notes: Sequence[str
     elements: list[str] = []
     kinds: set[str] = set()
     top = 0
-    for one in timelines:
-        drawn, found, height = _panel(one, seconds, trace_name, len(timelines) > 1)
+    for number, one in enumerate(timelines):
+        lower = _LEGEND if number else 0  # only the first has one
+        drawn, found, bottom = _panel(one, seconds)
+        drawn += [_text(24, 34 + lower, _heading(one, len(timelines) > 1), size=18, weight="bold"),
+                  _text(24, 56 + lower, _summary(one.rows, len(one.records), trace_name))]
+        top -= lower
         elements.append(f'<g transform="translate(0 {top})">\n' + "\n".join(drawn) + "\n</g>")
-        kinds, top = kinds | found, top + height
+        kinds, top = kinds | found, top + bottom
     if len(timelines) == 2:
         elements += _differences(timelines[0], timelines[1], top)
         top += 28
@@ -77,18 +83,13 @@ def draw(timelines: Sequence[StepTimeline], trace_name: str, notes: Sequence[str
             f'height="{height}" font-family="Helvetica, Arial, sans-serif">\n{body}\n</svg>\n')
 
 
-def _panel(
-    timeline: StepTimeline, seconds: float, trace_name: str, is_one_of_several: bool
-) -> tuple[list[str], set[str], int]:
-    """The elements of one timeline on a scale of so many ``seconds``, the kinds of its boxes, and its height."""
+def _panel(timeline: StepTimeline, seconds: float) -> tuple[list[str], set[str], int]:
+    """The elements of one timeline on a scale of so many ``seconds``, the kinds of its boxes, and where it ends."""
     rows, kinds = timeline.rows, set[str]()
     num_chunks, (start, _) = count_chunks(rows), extent(rows)
     pixels = _PLOT / max(seconds, 1e-9)
     bottom = _TOP + len(rows) * (_ROW + _GAP)
-    heading = "Predicted step" if timeline.is_predicted else (
-        "Measured step" if is_one_of_several else "One training step")
-    elements = [_text(24, 34, f"{heading}: iteration {timeline.iteration}", size=18, weight="bold"),
-                _text(24, 56, _summary(rows, len(timeline.records), trace_name)), *_axis(seconds, pixels, bottom)]
+    elements = list(_axis(seconds, pixels, bottom))
     for place, row in enumerate(rows):
         y = _TOP + place * (_ROW + _GAP)
         elements += [_text(24, y + 16, f"stage {row.pp_rank} (rank {row.rank})", weight="bold"),
@@ -101,6 +102,11 @@ def _panel(
                 elements += _box(kind, span, numeral(span.activity, num_chunks), start, x, y, width)
         elements += _numbers(astuple(shares(row, rows)), y + 24)
     return [*elements, *_means(rows, bottom + 30)], kinds, bottom + 30
+
+
+def _heading(timeline: StepTimeline, is_one_of_several: bool) -> str:
+    what = "Predicted" if timeline.is_predicted else "Measured" if is_one_of_several else "One training"
+    return f"{what} step: iteration {timeline.iteration}"
 
 
 def _summary(rows: Sequence[RankRecord], num_ranks: int, trace_name: str) -> str:

@@ -54,7 +54,7 @@ def test_a_prediction_stands_above_the_measured_step_on_one_scale() -> None:
     widths = [[float(box.attrib["width"]) for box in panel.iter(f"{SVG}rect") if box.find(f"{SVG}title") is not None]
               for panel in panels]
     assert widths == [[190.0, 190.0], [570.0, 190.0]]
-    headings = [next(one.text for one in panel.iter(f"{SVG}text")) for panel in panels]
+    headings = [one.text for panel in panels for one in panel.iter(f"{SVG}text") if one.attrib["font-size"] == "18"]
     assert headings == ["Predicted step: iteration 7", "Measured step: iteration 7"]
     texts = [one.text for one in picture.iter(f"{SVG}text")]
     assert "measured minus predicted: +2000.0 ms" in texts
