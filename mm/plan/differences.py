@@ -5,6 +5,7 @@ What a cause costs is simulated: the predicted pipeline becomes the measured one
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import fmean
 
 import numpy as np
@@ -91,6 +92,11 @@ class _BothSides:
         return max(steps[-1].end for one, seconds in zip(self.passes, recorded, strict=True)
                    for steps in one.timeline(seconds, between))
 
+    @cached_property
+    def predicted(self) -> float:
+        """The predicted pipeline."""
+        return self.pipeline([passes.recorded() for passes in self.passes], self.host)
+
     @property
     def host(self) -> list[float]:
         """The predicted seconds after each pass, by stage."""
@@ -111,8 +117,8 @@ def compare(predictor: Predictor, timelines: Sequence[StepTimeline]) -> Comparis
     reduction, update = predictor.after_pipeline(placement)
     causes, parts = list[dict[str, float]](), list[dict[str, Compared]]()
     for one in sides:
-        found, predicted = _pipeline_causes(one, kinds, of_both)
-        step = {DATA: Compared(0.0, one.measured.data), "pipeline": Compared(predicted, one.measured.pipeline),
+        found = _pipeline_causes(one, kinds, of_both)
+        step = {DATA: Compared(0.0, one.measured.data), "pipeline": Compared(one.predicted, one.measured.pipeline),
                 REDUCTION: Compared(reduction, one.measured.reduction), UPDATE: Compared(update, one.measured.update)}
         parts.append(step)
         causes.append(found | {name: step[name].more for name in (DATA, REDUCTION, UPDATE)})
@@ -126,8 +132,7 @@ def compare(predictor: Predictor, timelines: Sequence[StepTimeline]) -> Comparis
 
 def _sides(predictor: Predictor, kinds: Kinds, timeline: StepTimeline) -> _BothSides:
     placement = predictor.run.model.placement()
-    replicas = {record.dp_rank: record.microbatches for record in timeline.records}
-    passes = tuple(Passes.of(predictor, kinds, counts_of(replicas[one])) for one in sorted(replicas))
+    passes = tuple(Passes.of(predictor, kinds, counts_of(one)) for one in timeline.microbatches)
     return _BothSides(passes, measured_step(timeline, placement.num_stages, placement.num_chunks))
 
 
@@ -144,10 +149,10 @@ def _fitted(sides: Sequence[_BothSides]) -> tuple[FittedFactors, FittedFactors]:
     return rows(0), rows(1)
 
 
-def _pipeline_causes(one: _BothSides, kinds: Kinds, factors: np.ndarray) -> tuple[dict[str, float], float]:
-    """Seconds of each cause in the pipeline, and the predicted pipeline."""
+def _pipeline_causes(one: _BothSides, kinds: Kinds, factors: np.ndarray) -> dict[str, float]:
+    """Seconds of each cause in the pipeline."""
     applied, causes = np.ones_like(factors), dict[str, float]()
-    predicted = now = one.pipeline([passes.recorded() for passes in one.passes], one.host)
+    now = one.predicted
 
     def becomes(name: str, seconds: float) -> None:
         nonlocal now
@@ -159,7 +164,7 @@ def _pipeline_causes(one: _BothSides, kinds: Kinds, factors: np.ndarray) -> tupl
     becomes(SINGLE, one.pipeline(one.measured.recorded, one.host))
     becomes(HOST, one.pipeline(one.measured.recorded, one.measured_host.tolist()))
     becomes(MESSAGES, one.measured.pipeline)
-    return causes, predicted
+    return causes
 
 
 def _stage(one: _BothSides, stage: int) -> ComparedStage:
@@ -170,7 +175,7 @@ def _stage(one: _BothSides, stage: int) -> ComparedStage:
     forward, backward = ([Compared(*both) for both in zip(*sides, strict=True)]
                          for sides in zip(predicted.tolist(), measured.tolist(), strict=True))
     host = float(np.mean([passes.num_passes[stage] * passes.between for passes in one.passes]))
-    waits = one.pipeline([passes.recorded() for passes in one.passes], one.host) - float(predicted.sum()) - host
+    waits = one.predicted - float(predicted.sum()) - host
     return ComparedStage(tuple(forward), tuple(backward), Compared(host, float(one.measured.between[stage])),
                          Compared(waits, float(one.measured.waits[stage])))
 

@@ -54,8 +54,7 @@ def compared(predictor: Predictor, folder: Path, output: Path | None, pictures: 
 
 
 def _drawn(predictor: Predictor, measured: StepTimeline, pictures: Path) -> str:
-    replicas = {record.dp_rank: record.microbatches for record in measured.records}
-    counts = [counts_of(replicas[one]) for one in sorted(replicas)]
+    counts = [counts_of(one) for one in measured.microbatches]
     both = [predicted_timeline(predictor, counts, measured.iteration), measured]
     path = write_timeline(pictures, "--timeline", both, cause_lines(compare(predictor, [measured])))
     return f"wrote {path}, .json and .svg"

@@ -96,6 +96,12 @@ class StepTimeline:
     is_predicted: bool = False
 
     @property
+    def microbatches(self) -> tuple[tuple[BatchTotals, ...], ...]:
+        """Of each replica."""
+        replicas = {record.dp_rank: record.microbatches for record in self.records}
+        return tuple(replicas[one] for one in sorted(replicas))
+
+    @property
     def rows(self) -> tuple[RankRecord, ...]:
         """The first rank of each stage, by stage."""
         stages = sorted({record.pp_rank for record in self.records})

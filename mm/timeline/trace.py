@@ -1,11 +1,12 @@
 """The trace of a step in Chrome's format, which Perfetto reads: written, and read back for comparisons."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import FiniteFloat, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from mm.batch import BatchTotals
@@ -49,15 +50,23 @@ class _StepFacts:
 
 
 @dataclass(frozen=True)
+class _PassNumbers:
+    """What an event belongs to."""
+
+    chunk: int | None = None
+    microbatch: int | None = None
+
+
+@dataclass(frozen=True)
 class _Event:
     """What is read of an event; only spans have all of it."""
 
     ph: str
     tid: int = 0
     cat: str = ""
-    ts: float = 0.0
-    dur: float = 0.0
-    args: dict[str, Any] = field(default_factory=dict)
+    ts: FiniteFloat = 0.0
+    dur: FiniteFloat = 0.0
+    args: _PassNumbers = _PassNumbers()
 
 
 def trace(timelines: Sequence[StepTimeline]) -> dict[str, Any]:
@@ -70,11 +79,10 @@ def trace(timelines: Sequence[StepTimeline]) -> dict[str, Any]:
 
 
 def _facts(timeline: StepTimeline) -> dict[str, Any]:
-    replicas = {record.dp_rank: record.microbatches for record in timeline.records}
     ranks = tuple(_RankFacts(one.rank, one.pp_rank, one.dp_rank, one.tp_rank, one.holds) for one in timeline.records)
     return to_jsonable_python({
         "iteration": timeline.iteration, "settings": timeline.settings, "ranks": ranks,
-        "microbatches": tuple(replicas[one] for one in sorted(replicas))})
+        "microbatches": timeline.microbatches})
 
 
 def _events(timeline: StepTimeline, number: int, num_timelines: int) -> Iterator[dict[str, Any]]:
@@ -110,7 +118,13 @@ def read_trace(path: Path) -> StepTimeline:
     try:
         facts = TypeAdapter(_StepFacts).validate_python(found)
         events = TypeAdapter(tuple[_Event, ...]).validate_python(content.get("traceEvents"))
-        records = tuple(_record(one, facts, events) for one in facts.ranks)
+        spans: dict[int, list[ActivitySpan]] = defaultdict(list)
+        for event in events:
+            if event.ph == "X":
+                spans[event.tid].append(_span(event))
+        records = tuple(
+            RankRecord(one.rank, one.pp_rank, one.dp_rank, one.tp_rank, one.holds, (), tuple(spans[one.rank]),
+                       facts.microbatches[one.dp_rank]) for one in facts.ranks)
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}; {cure}") from error
@@ -119,10 +133,6 @@ def read_trace(path: Path) -> StepTimeline:
     return StepTimeline(facts.iteration, records, facts.settings)
 
 
-def _record(one: _RankFacts, facts: _StepFacts, events: Sequence[_Event]) -> RankRecord:
-    spans = tuple(
-        ActivitySpan(Activity(_WORKS[event.cat], event.args["chunk"], event.args["microbatch"]), event.ts / 1e6,
-                     (event.ts + event.dur) / 1e6)
-        for event in events if event.ph == "X" and event.tid == one.rank)
-    return RankRecord(one.rank, one.pp_rank, one.dp_rank, one.tp_rank, one.holds, (), spans,
-                      facts.microbatches[one.dp_rank])
+def _span(event: _Event) -> ActivitySpan:
+    activity = Activity(_WORKS[event.cat], event.args.chunk, event.args.microbatch)
+    return ActivitySpan(activity, event.ts / 1e6, (event.ts + event.dur) / 1e6)

@@ -73,6 +73,8 @@ def test_damaged_traces_are_refused(tmp_path: Path) -> None:
         (json.dumps({**whole, "otherData": {**facts, "microbatches": []}}), "is damaged"),
         (json.dumps({**whole, "traceEvents": [*others, {**last, "cat": "tea"}]}), "has 'tea'"),
         (json.dumps({**whole, "traceEvents": 3}), "Input should be a valid tuple"),
+        (json.dumps({**whole, "traceEvents": [*others, {**last, "ts": float("nan")}]}), "should be a finite number"),
+        (json.dumps({**whole, "traceEvents": [*others, {**last, "args": {"microbatch": 0.5}}]}), "valid integer"),
     ):
         path.write_text(content)
         with pytest.raises(UserError) as caught:
