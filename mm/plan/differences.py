@@ -40,11 +40,13 @@ class ComparedStage:
     """One stage in one step, averaged over replicas."""
 
     forward: tuple[Compared, ...]
-    """Of all microbatches, by chunk."""
+    """The passes of all microbatches, by chunk."""
     backward: tuple[Compared, ...]
     between: Compared
     """The host's work between passes."""
     waits: Compared
+    kinds: tuple[float, ...]
+    """By kind, how many seconds longer its blocks take by the fitted factors."""
 
     @property
     def busy(self) -> Compared:
@@ -80,7 +82,7 @@ class _BothSides:
     """One step, predicted and measured."""
 
     passes: tuple[Passes, ...]
-    """Of each replica."""
+    """Those of each replica."""
     measured: MeasuredStep
 
     @property
@@ -123,7 +125,7 @@ def compare(predictor: Predictor, timelines: Sequence[StepTimeline]) -> Comparis
         parts.append(step)
         causes.append(found | {name: step[name].more for name in (DATA, REDUCTION, UPDATE)})
     means = {name: _mean([one[name] for one in parts]) for name in parts[0]}
-    stages = tuple(_mean_stage([_stage(one, stage) for one in sides]) for stage in range(placement.num_stages))
+    stages = tuple(_mean_stage([_stage(one, stage, of_both) for one in sides]) for stage in range(placement.num_stages))
     return Comparison(
         step=Compared(sum(one.predicted for one in means.values()), sum(one.measured for one in means.values())),
         parts=means, causes={name: fmean(one[name] for one in causes) for name in causes[0]}, stages=stages,
@@ -167,7 +169,7 @@ def _pipeline_causes(one: _BothSides, kinds: Kinds, factors: np.ndarray) -> dict
     return causes
 
 
-def _stage(one: _BothSides, stage: int) -> ComparedStage:
+def _stage(one: _BothSides, stage: int, factors: np.ndarray) -> ComparedStage:
     num_chunks, num_stages = one.passes[0].placement.num_chunks, one.num_stages
     predicted, measured = (
         np.mean([recorded.sum(axis=1).reshape(2, num_chunks, num_stages)[:, :, stage] for recorded in side], axis=0)
@@ -176,8 +178,10 @@ def _stage(one: _BothSides, stage: int) -> ComparedStage:
                          for sides in zip(predicted.tolist(), measured.tolist(), strict=True))
     host = float(np.mean([passes.num_passes[stage] * passes.between for passes in one.passes]))
     waits = one.predicted - float(predicted.sum()) - host
+    longer = np.mean([np.einsum("dmsk,dk->k", passes.of_kinds[:, :, stage::num_stages], factors - 1)
+                      for passes in one.passes], axis=0)
     return ComparedStage(tuple(forward), tuple(backward), Compared(host, float(one.measured.between[stage])),
-                         Compared(waits, float(one.measured.waits[stage])))
+                         Compared(waits, float(one.measured.waits[stage])), tuple(longer.tolist()))
 
 
 def _mean_stage(stages: Sequence[ComparedStage]) -> ComparedStage:
@@ -186,7 +190,8 @@ def _mean_stage(stages: Sequence[ComparedStage]) -> ComparedStage:
             yield _mean(same)
 
     return ComparedStage(tuple(chunks("forward")), tuple(chunks("backward")), _mean([one.between for one in stages]),
-                         _mean([one.waits for one in stages]))
+                         _mean([one.waits for one in stages]),
+                         tuple(np.mean([one.kinds for one in stages], axis=0).tolist()))
 
 
 def _mean(times: Sequence[Compared]) -> Compared:

@@ -23,12 +23,12 @@ class MeasuredStep:
     update: float
     """The update, with the clearing of gradients at the start of the step."""
     recorded: tuple[np.ndarray, ...]
-    """Of each replica, the seconds of each pass [direction, microbatch, slot], averaged over the ranks of the stage."""
+    """By replica, the seconds of each pass [direction, microbatch, slot], averaged over the ranks of the stage."""
     between: np.ndarray
-    """Of each stage, the seconds of the pipeline in which it is busy with nothing that is recorded: the host's
-    work between its passes."""
+    """By stage, the seconds of the pipeline in which it does nothing that is recorded: the host's work between its
+    passes."""
     waits: np.ndarray
-    """Of each stage, the rest: messages, and waits for its first and after its last pass."""
+    """By stage, the rest: messages, and waits for its first and after its last pass."""
 
     @property
     def seconds(self) -> float:
@@ -58,7 +58,7 @@ def _update_begins(record: RankRecord, otherwise: float) -> float:
 
 
 def _recorded(records: Sequence[RankRecord], num_stages: int, num_chunks: int) -> np.ndarray:
-    """Of one replica."""
+    """The seconds of the passes of one replica."""
     found = np.zeros((2, len(records[0].microbatches), num_stages * num_chunks))
     num_ranks = Counter(record.pp_rank for record in records)
     for record in records:

@@ -51,7 +51,7 @@ class Passes:
     is_passed: np.ndarray
     """bool [direction, microbatch, slot]: whether the slot has such a pass."""
     inside: float
-    """Of the host, for each pass besides its blocks: while the pass is recorded."""
+    """Seconds of the host for each pass besides its blocks: while the pass is recorded."""
     between: float
     """The same after it."""
     messages: Sequence[Sequence[MessageCost]]
@@ -88,7 +88,7 @@ class Passes:
 
     @property
     def num_passes(self) -> np.ndarray:
-        """Of each stage."""
+        """By stage."""
         return self.is_passed.sum(axis=(0, 1)).reshape(-1, self.placement.num_stages).sum(axis=0)
 
 

@@ -141,7 +141,7 @@ class Predictor:
         return counts if self.run.cp_size == 1 else _divided(counts, self.run.cp_size)
 
     def messages(self, counts: np.ndarray, placement: Placement) -> list[list[MessageCost]]:
-        """Of each of these ``shared`` microbatches after each slot."""
+        """What each of these ``shared`` microbatches sends after each slot."""
         run, law = self.run, self.calibration.message or Law(0.0, 0.0)
         columns = [COUNTS.index(name) for name in ("num_tokens", "num_patches", "num_target_tokens")]
         found = []

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from textwrap import wrap
 
-from mm.plan.differences import DATA, HOST, MESSAGES, REDUCTION, UPDATE, Compared, Comparison
+from mm.plan.differences import DATA, HOST, MESSAGES, REDUCTION, SINGLE, UPDATE, Compared, Comparison
 from mm.plan.factors import FittedFactors
 from mm.report import Report, Table
 from mm.timeline.spans import StepTimeline
@@ -20,7 +20,16 @@ def comparison_report(found: Comparison, timelines: Sequence[StepTimeline]) -> s
     facts = (("Step", f"measured {found.step.measured:.4g} s, predicted {found.step.predicted:.4g} s "
                       f"({found.error:+.1%})"),
              ("Measured", f"iteration{'s' * (len(timelines) > 1)} {steps}"))
-    return Report(_sentence(found), facts, (_causes(found), _step(found), _stages(found), _kinds(found))).text()
+    tables = _causes(found), _step(found), _stages(found), _kinds(found)
+    return Report(_sentence(found), facts, tables, notes=_notes(found)).text()
+
+
+def _notes(found: Comparison) -> tuple[str, ...]:
+    """What the largest cause can come from, if its name does not say it."""
+    if abs(found.step.more) < _ALIKE * found.step.measured or _largest(found)[0] != SINGLE:
+        return ()
+    return ("single passes: some passes took longer or less than others of the same blocks and sizes, as when other "
+            "programs use the same cores, or a device changes its clock; measure more steps",)
 
 
 def _sentence(found: Comparison) -> str:
@@ -41,12 +50,15 @@ def _largest(found: Comparison) -> tuple[str, float]:
 
 
 def _stage_of(name: str, found: Comparison, more: float) -> int | None:
-    """The stage whose times differ most from the prediction in the direction of ``more``; None if no stage can be named
-    for this cause."""
+    """The stage that this cause makes slowest, or fastest if the step took less; None if no stage can be named."""
     if len(found.stages) == 1 or name in (DATA, REDUCTION, UPDATE):
         return None
-    times = [one.waits if name == MESSAGES else one.between if name == HOST else one.busy for one in found.stages]
-    return max(range(len(times)), key=lambda stage: times[stage].more * (1 if more > 0 else -1))
+    if name in found.kinds.names:
+        longer = [one.kinds[found.kinds.names.index(name)] for one in found.stages]
+    else:
+        times = [one.waits if name == MESSAGES else one.between if name == HOST else one.busy for one in found.stages]
+        longer = [one.more for one in times]
+    return max(range(len(longer)), key=lambda stage: longer[stage] * (1 if more > 0 else -1))
 
 
 def _causes(found: Comparison) -> Table:

@@ -97,7 +97,7 @@ class StepTimeline:
 
     @property
     def microbatches(self) -> tuple[tuple[BatchTotals, ...], ...]:
-        """Of each replica."""
+        """Those of each replica."""
         replicas = {record.dp_rank: record.microbatches for record in self.records}
         return tuple(replicas[one] for one in sorted(replicas))
 

@@ -46,7 +46,7 @@ class _StepFacts:
     settings: StepSettings
     ranks: tuple[_RankFacts, ...]
     microbatches: tuple[tuple[BatchTotals, ...], ...]
-    """Of each replica, in the order in which they enter the pipeline."""
+    """By replica, in the order in which they enter the pipeline."""
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,19 @@ import numpy as np
 from mm.batch import BatchTotals
 from mm.config.model import ModelConfig
 from mm.config.run import Run
+from mm.parallel.activity import Work
 from mm.plan.calibration import BlockLaws, Calibration, MeasuredBlock
 from mm.plan.costs import counts_of
 from mm.plan.drawn import predicted_timeline
 from mm.plan.laws import Law
 from mm.plan.predict import Predictor
-from mm.timeline.spans import StepTimeline
+from mm.timeline.spans import ActivitySpan, StepTimeline
 from tests.plan.test_costs import by_flops
 from tests.plan.test_predict import run_of
 from tests.tiny import our_config
 
 SECONDS = 1e-9
-"""Of one FLOP."""
+"""The time of one FLOP."""
 
 
 @cache
@@ -30,7 +31,7 @@ def model() -> ModelConfig:
 
 
 def calibration(**fields: object) -> Calibration:
-    """Of a slow device on which every FLOP takes the same time, besides which all takes some."""
+    """A slow device: every FLOP takes the same time, and everything else takes some."""
     found = by_flops(model())
     blocks = tuple(_scaled(one, {}) for one in found.blocks)
     return replace(found, blocks=blocks, chunk_pass=1e-4, pipeline_pass=3e-4, step=Law(1e-3, 1e-8),
@@ -74,3 +75,18 @@ def as_measured(truth: Calibration, replicas: Sequence[Sequence[BatchTotals]], i
     found = predicted_timeline(Predictor(run(len(replicas)), truth), [counts_of(one) for one in replicas], iteration)
     records = tuple(replace(one, microbatches=tuple(replicas[one.dp_rank])) for one in found.records)
     return replace(found, records=records, is_predicted=False)
+
+
+def with_slow_pass(timeline: StepTimeline, seconds: float) -> StepTimeline:
+    """``timeline`` whose first rank takes so much longer for its last pass, for which the others wait."""
+    first, *others = timeline.records
+    last = max(number for number, span in enumerate(first.spans) if span.activity.work is Work.BACKWARD)
+
+    def later(span: ActivitySpan, start: float, end: float) -> ActivitySpan:
+        return replace(span, start=span.start + start, end=span.end + end)
+
+    spans = tuple(later(span, seconds * (number > last), seconds * (number >= last))
+                  for number, span in enumerate(first.spans))
+    waiting = [replace(one, spans=tuple(later(span, seconds, seconds) if span.activity.work is Work.UPDATE else span
+                                        for span in one.spans)) for one in others]
+    return replace(timeline, records=(replace(first, spans=spans), *waiting))

@@ -13,7 +13,7 @@ from mm.plan.laws import Law
 from mm.plan.predict import Predictor
 from mm.plan.refined import refined
 from mm.timeline.spans import ActivitySpan
-from tests.plan.steps import as_measured, batches, calibration, run, scaled
+from tests.plan.steps import as_measured, batches, calibration, run, scaled, with_slow_pass
 
 KINDS = ("patch embedding", "window-attention ViT layer", "full-attention ViT layer", "projector", "word embedding",
          "LLM layer", "norm and head")  # fmt: skip
@@ -87,11 +87,7 @@ def test_waits_for_data_and_single_slow_passes_are_causes() -> None:
             for record in timeline.records]
     found = compare(Predictor(run(), calibration()), [replace(timeline, records=tuple(late))])
     assert found.causes[DATA] == pytest.approx(0.5)
-    first, *others = timeline.records
-    last = max(number for number, span in enumerate(first.spans) if span.activity.work is Work.BACKWARD)
-    spans = tuple(replace(span, start=span.start + 0.5 * (number > last), end=span.end + 0.5 * (number >= last))
-                  for number, span in enumerate(first.spans))
-    slow = replace(timeline, records=(replace(first, spans=spans), *others))
+    slow = with_slow_pass(timeline, 0.5)
     found = compare(Predictor(run(), calibration()), [slow])
     assert max(found.causes, key=lambda name: found.causes[name]) == SINGLE
     assert found.stages[0].busy.more == pytest.approx(0.5)

@@ -55,7 +55,7 @@ def events_of(path: Path) -> list[dict[str, Any]]:
 
 
 def boxes(path: Path) -> list[Counter[str]]:
-    """Of each timeline, how often each kind of pass is drawn."""
+    """How often each timeline of a picture has each pass."""
     picture = ElementTree.parse(path).getroot()
     return [Counter(title.text.partition(":")[0] for title in panel.iter(f"{SVG}title")
                     if "ward" in (title.text or "")) for panel in picture.iter(f"{SVG}g")]
