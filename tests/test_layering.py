@@ -22,7 +22,7 @@ FLOORS = {
     "mm.ending": 2,
     "mm.batch": 2, "mm.weights": 2,
     "mm.parallel": 3, "mm.formats": 3,
-    "mm.model": 4, "mm.conversion": 4,
+    "mm.model": 4, "mm.conversion": 4, "mm.timeline": 4,
     "mm.data": 5,
     "mm.data_tool": 6, "mm.plan": 6, "mm.generation": 6, "mm.scoring": 6,
     "mm.training": 7,

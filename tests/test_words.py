@@ -12,7 +12,7 @@ PACKAGES = ("mm", "checkpoint")
 PLACES = {
     "stage": ("mm",),
     "chunk": ("mm.config", "mm.formats", "mm.generation", "mm.model", "mm.parallel", "mm.placement", "mm.plan",
-              "mm.planner", "mm.training", "checkpoint.options"),
+              "mm.planner", "mm.timeline", "mm.training", "checkpoint.options"),
     "slot": ("mm.data.order.cost", "mm.formats.mindspeed", "mm.model", "mm.parallel", "mm.placement", "mm.plan",
              "mm.planner"),
     "part": ("mm.config", "mm.formats.hf_config", "mm.plan", "mm.training.schedule", "mm.weights"),

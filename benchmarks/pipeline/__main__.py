@@ -117,9 +117,9 @@ def worker(case: Case, num_steps: int) -> dict[str, Any]:
     from mm.model.load import initialize
     from mm.model.stage import Stage
     from mm.parallel import mesh as parallel
+    from mm.timeline.spans import seconds_of
     from mm.training.recorder import Recorder
     from mm.training.step import Setup, forward_backward
-    from mm.training.timeline import seconds_of
     from tests.parallel.messages import stand_in
 
     torch.set_num_threads(1)

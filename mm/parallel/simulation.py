@@ -51,6 +51,16 @@ def as_array(costs: Sequence[Sequence[SlotCost | MessageCost]]) -> np.ndarray:
                      [[one.backward for one in row] for row in costs]]).reshape(2, len(costs), -1)
 
 
+def as_costs(costs: np.ndarray) -> list[list[SlotCost]]:
+    """The reverse of ``as_array`` for slots."""
+    return [[SlotCost(*both) for both in zip(*rows, strict=True)] for rows in zip(*costs.tolist(), strict=True)]
+
+
+def as_messages(costs: np.ndarray) -> list[list[MessageCost]]:
+    """The reverse of ``as_array`` for messages."""
+    return [[MessageCost(*both) for both in zip(*rows, strict=True)] for rows in zip(*costs.tolist(), strict=True)]
+
+
 def simulate(
     costs: Sequence[Sequence[SlotCost]], num_stages: int, messages: Sequence[Sequence[MessageCost]] | None = None,
 ) -> list[list[TimedStep]]:  # fmt: skip

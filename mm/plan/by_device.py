@@ -41,7 +41,7 @@ def calibration_by_device(run: Run, device: KnownDevice, links: Links) -> Calibr
         raise UserError(f"the run is in fp32, but the peak of {device.label} is published for 16 bits: add --bf16, or "
                         f"measure the device with mm-plan calibrate and give --calibration")
     cutting = Cutting(run.tp_size, run.args.sequence_parallel)
-    rates, model = _Rates.of(run, device, links), one_stage(run.model)
+    rates, model = _DeviceRates.of(run, device, links), one_stage(run.model)
     found = dict[BlockKey, MeasuredBlock]()
     for has_images in (False, True):
         backwards = block_backwards(model, has_images)
@@ -59,7 +59,7 @@ def calibration_by_device(run: Run, device: KnownDevice, links: Links) -> Calibr
 
 
 @dataclass(frozen=True)
-class _Rates:
+class _DeviceRates:
     """What one rank computes and moves in a second."""
 
     model: ModelConfig
@@ -73,7 +73,7 @@ class _Rates:
     is_ring: bool
 
     @classmethod
-    def of(cls, run: Run, device: KnownDevice, links: Links) -> "_Rates":
+    def of(cls, run: Run, device: KnownDevice, links: Links) -> "_DeviceRates":
         assert device.peak_flops is not None, "checked where the device is chosen"
         is_on_node = run.tp_size * run.cp_size <= links.node_size
         return cls(
@@ -91,11 +91,11 @@ class _Rates:
         if not num_backward:
             return BlockLaws(forward, Law(0.0, 0.0))
         # gradients of activations are written and read like these, and what was kept is read again
-        backward = work.times(num_backward) + moved.times(2) + exchanged + again
+        backward = work * num_backward + moved * 2 + exchanged + again
         if key.recompute == WHOLE_LAYER:
             backward += forward
         if self.cutting.sequence_parallel and exchanged.per_row:  # inputs of layers are gathered again
-            backward += exchanged.times(0.5)
+            backward += exchanged * 0.5
         return BlockLaws(forward, backward)
 
     def _moved(self, place: Place, key: BlockKey) -> Law:

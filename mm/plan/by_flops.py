@@ -22,7 +22,7 @@ def calibration_by_flops(model: ModelConfig, cutting: Cutting, precision: str) -
         for place, key in block_keys(model, cutting, has_images).items():
             law = forward[place]
             again = law if key.recompute == WHOLE_LAYER else FREE
-            backward = law.times(backwards[place].num_forward) + again
+            backward = law * backwards[place].num_forward + again
             found[key] = MeasuredBlock(key, BlockLaws(law, backward), error=0.0)
     machine = Machine("any device, by FLOPs", precision, 1, {})
     sums = {2: FREE}

@@ -123,8 +123,10 @@ def _is_divisible(choice: Choice, run: Run) -> bool:
     if run.world_size % replica_size or (choice.num_chunks > 1 and choice.num_stages == 1):
         return False
     dp_size = run.world_size // replica_size
-    unit = dp_size if choice.sampler == PACKS or run.data.packs else dp_size * choice.micro_batch_size
-    num_microbatches, rest = divmod(run.global_batch_size, unit)
+    packs = choice.sampler == PACKS or run.data.packs
+    num_microbatches, rest = divmod(run.global_batch_size, dp_size if packs else dp_size * choice.micro_batch_size)
+    if packs and choice.num_chunks == 1:
+        return num_microbatches > 0
     num_layers = run.model.vision.num_layers + run.model.language.num_layers
     return not rest and (choice.num_chunks == 1 or (
         num_microbatches >= choice.num_stages and choice.num_chunks * choice.num_stages <= min(_MAX_SLOTS, num_layers)))

@@ -15,7 +15,7 @@ from mm.batch import NO_SAMPLES, BatchTotals
 from mm.config.model import ModelConfig, RecomputeConfig
 from mm.errors import UserError
 from mm.model.flops import Backward, BlockPlace, block_backwards, blocks
-from mm.parallel.simulation import SlotCost
+from mm.parallel.simulation import SlotCost, as_costs
 from mm.placement import Placement
 from mm.plan.calibration import BlockKey, BlockLaws, Calibration
 from mm.plan.laws import Law
@@ -120,7 +120,7 @@ class BlockCosts:
         for has_images in (False, True):
             for place, backward in block_backwards(model, has_images).items():
                 if has_images or place[0] not in _OF_IMAGES:
-                    found[place, has_images] = BlockLaws(forward[place], forward[place].times(backward.num_forward))
+                    found[place, has_images] = BlockLaws(forward[place], forward[place] * backward.num_forward)
         return cls._from_laws(model, found, 0.0)
 
     @classmethod
@@ -142,13 +142,13 @@ class BlockCosts:
 
     def of_blocks(self, counts: np.ndarray) -> np.ndarray:
         """[2, num_microbatches, num_blocks], forward and backward, of microbatches [num_microbatches, num_counts]."""
-        kinds = _kinds(counts)
+        kinds = image_kinds(counts)
         return np.einsum("dmbc,mc->dmb", self.per_count[:, kinds], counts) + self.fixed[:, kinds]
 
     def of_all(self, counts: np.ndarray, has_fixed: bool = True) -> np.ndarray:
         """[num_microbatches]: all blocks, in both directions; without what does not depend on the counts, if not
         ``has_fixed``."""
-        kinds = _kinds(counts)
+        kinds = image_kinds(counts)
         fixed, per_count = self.fixed.sum(axis=(0, 2)) * has_fixed, self.per_count.sum(axis=(0, 2))
         return (per_count[kinds] * counts).sum(axis=1) + fixed[kinds]
 
@@ -161,18 +161,18 @@ class BlockCosts:
     def of_groups(self, counts: np.ndarray, sizes: np.ndarray, slots: np.ndarray) -> np.ndarray:
         """Sums of ``of_slots`` over both directions and over groups of so many microbatches in a row: [num_groups,
         num_slots, num_placements]."""
-        starts, kinds = np.cumsum(sizes) - sizes, _kinds(counts)
+        starts, kinds = np.cumsum(sizes) - sizes, image_kinds(counts)
         of_blocks = np.add.reduceat(self.of_blocks(counts).sum(axis=0), starts, axis=0)
         num_of_kinds = np.add.reduceat(np.stack([1 - kinds, kinds], axis=1), starts, axis=0)
-        num_passes = np.tensordot(num_of_kinds.astype(float), self._is_passed(slots).sum(axis=0), 1)
+        num_passes = np.tensordot(num_of_kinds.astype(float), self.is_passed(slots).sum(axis=0), 1)
         return np.tensordot(of_blocks, slots, 1) + self.chunk_pass * num_passes
 
     def of_slots(self, counts: np.ndarray, slots: np.ndarray) -> np.ndarray:
         """[2, num_microbatches, num_slots, num_placements], for several placements, as ``slots_of`` gives them."""
-        passes = self._is_passed(slots)[:, _kinds(counts)]
+        passes = self.is_passed(slots)[:, image_kinds(counts)]
         return np.tensordot(self.of_blocks(counts), slots, 1) + self.chunk_pass * passes
 
-    def _is_passed(self, slots: np.ndarray) -> np.ndarray:
+    def is_passed(self, slots: np.ndarray) -> np.ndarray:
         """Whether a slot does anything for a microbatch of each kind: bool [2, 2, num_slots, num_placements]."""
         has_law = (self.fixed > 0) | (self.per_count > 0).any(axis=-1)
         return np.tensordot(has_law.astype(float), slots, 1) > 0
@@ -194,11 +194,10 @@ class BlockCosts:
 
 def slot_costs(costs: BlockCosts, model: ModelConfig, counts: np.ndarray) -> list[list[SlotCost]]:
     """The costs of each microbatch in each slot of the placement of ``model``."""
-    forward, backward = costs.of_slots(counts, costs.slots_of([model.placement()]))[..., 0].tolist()
-    return [[SlotCost(*both) for both in zip(*rows, strict=True)] for rows in zip(forward, backward, strict=True)]
+    return as_costs(costs.of_slots(counts, costs.slots_of([model.placement()]))[..., 0])
 
 
-def _kinds(counts: np.ndarray) -> np.ndarray:
+def image_kinds(counts: np.ndarray) -> np.ndarray:
     """Whether each microbatch has images, as 0 or 1."""
     return (counts[:, COUNTS.index("num_images")] > 0).astype(int)
 

@@ -29,8 +29,8 @@ class Law:
         return Law(max(0.0, self.fixed - other.fixed), max(0.0, self.per_row - other.per_row),
                    max(0.0, self.per_pair - other.per_pair))
 
-    def times(self, factor: float) -> "Law":
-        """``factor`` times the time."""
+    def __mul__(self, factor: float) -> "Law":
+        """The law of the same work that takes ``factor`` times as long."""
         return Law(self.fixed * factor, self.per_row * factor, self.per_pair * factor)
 
 
@@ -46,21 +46,30 @@ class Timed:
 def fitted(times: Sequence[Timed]) -> Law:
     """The law with the least sum of squared relative errors among those without a negative coefficient.
 
-    Tries each subset of the three terms, which is exact for so few.  ``times`` must have at least one positive time.
+    ``times`` must have at least one positive time.
     """
     seconds = np.array([one.seconds for one in times])
     terms = np.array([[1.0, one.rows, one.pairs] for one in times]) / seconds[:, None]
-    best, least = np.zeros(3), np.inf
-    for chosen in (list(some) for count in (1, 2, 3) for some in combinations(range(3), count)):
+    return Law(*nonnegative(terms, np.ones(len(times))).tolist())
+
+
+def nonnegative(terms: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """The x >= 0 with the least squares of ``terms @ x - target``; fewer terms if others are no better.
+
+    Tries each subset of the terms, which is exact for a few.  There must be a positive term.
+    """
+    num_terms = terms.shape[1]
+    best, least = np.zeros(num_terms), np.inf
+    for chosen in (list(some) for count in range(1, num_terms + 1) for some in combinations(range(num_terms), count)):
         if not terms[:, chosen].any(axis=0).all():
             continue  # nothing was measured with such a term
         scale = np.abs(terms[:, chosen]).max(axis=0)
-        found = np.linalg.lstsq(terms[:, chosen] / scale, np.ones(len(times)), rcond=None)[0] / scale
-        error = float(np.square(terms[:, chosen] @ found - 1).sum())
+        found = np.linalg.lstsq(terms[:, chosen] / scale, target, rcond=None)[0] / scale
+        error = float(np.square(terms[:, chosen] @ found - target).sum())
         if (found >= 0).all() and error < least - 1e-12:
-            best, least = np.zeros(3), error
+            best, least = np.zeros(num_terms), error
             best[chosen] = found
-    return Law(*best.tolist())
+    return best
 
 
 def relative_errors(law: Law, times: Sequence[Timed]) -> list[float]:

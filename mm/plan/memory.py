@@ -8,14 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from operator import mul
-from typing import TypeVar
-
-import numpy as np
 
 from mm.config.model import ModelConfig, RecomputeConfig, Tower, VisionConfig
 from mm.model.loss import MAX_LOGIT_ROWS, max_logit_rows
 from mm.parallel.order import in_flight, max_sent_ahead
 from mm.placement import Message, Placement, StageSpec
+from mm.plan.messages import message_bytes
 from mm.weights.lora import matrix_pairs
 from mm.weights.memory import memory_shape
 from mm.weights.table import Fusion, Place, Weight, owns, weights_by_place
@@ -380,20 +378,6 @@ class StageMemory:
 def _moments(num_microbatches: int, stage: int, num_stages: int, num_chunks: int) -> tuple[tuple[int, ...], ...]:
     """The different states that ``in_flight`` passes through."""
     return tuple(dict.fromkeys(in_flight(num_microbatches, stage, num_stages, num_chunks)))
-
-
-Rows = TypeVar("Rows", int, np.ndarray)
-
-
-def message_bytes(message: Message, num_patches: Rows, num_tokens: Rows, model: ModelConfig, width: int) -> Rows:
-    """Bytes that cross a boundary for one microbatch, on all tensor-parallel ranks together if they cut rows."""
-    vision, language = model.vision, model.language
-    return {
-        Message.NOTHING: 0 * num_tokens,
-        Message.PATCHES: num_patches * vision.hidden_size,
-        Message.VISUAL_TOKENS: num_patches // vision.spatial_merge_size**2 * language.hidden_size,
-        Message.HIDDEN_STATES: num_tokens * language.hidden_size,
-    }[message] * width
 
 
 def _vision_table_bytes(vision: VisionConfig) -> int:

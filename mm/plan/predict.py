@@ -15,13 +15,14 @@ import numpy as np
 from mm.config.run import Run
 from mm.data.order.sequence import in_order, pipeline_orders
 from mm.errors import UserError
-from mm.parallel.simulation import MessageCost, SlotCost, TimedStep, simulate, step_costs
+from mm.parallel.simulation import step_costs
 from mm.placement import Message, Placement
 from mm.plan.calibration import Calibration
 from mm.plan.costs import COUNTS, BlockCosts, Cutting
 from mm.plan.laws import Law
 from mm.plan.lists import one_stage
-from mm.plan.memory import WIDTHS, message_bytes
+from mm.plan.memory import WIDTHS
+from mm.plan.messages import message_bytes
 from mm.plan.stages import StageSize, stage_sizes
 from mm.plan.traffic import all_reduce_law, message_law
 from mm.plan.workload import Workload
@@ -81,18 +82,18 @@ class Predictor:
 
     def __init__(self, run: Run, calibration: Calibration) -> None:
         """Raises UserError if the calibration lacks what the run needs."""
-        self._run, self._calibration = run, calibration
+        self.run, self.calibration = run, calibration
         num_copies = run.dp_size * run.cp_size
         if (run.num_stages > 1 and calibration.message is None) or (num_copies > 1 and not calibration.all_reduce):
             raise UserError(f"the run has {run.world_size} ranks, but the calibration was measured by one process, "
                             f"without messages and collectives; give mm-plan calibrate --num-processes 2 or more")
         cutting, model = Cutting(run.tp_size, run.args.sequence_parallel), one_stage(run.model)
-        self._costs, self._flops = BlockCosts.of(run.model, cutting, calibration), BlockCosts.in_flops(model)
+        self.costs, self._flops = BlockCosts.of(run.model, cutting, calibration), BlockCosts.in_flops(model)
         self._path, self._width = GradientPath.of(model), WIDTHS[run.args.precision]
 
     def predict(self, workload: Workload, run: Run | None = None) -> StepPrediction:
         """The mean over the steps of ``workload``.  ``run``: with other lists, chunks, or samples per microbatch."""
-        run = run or self._run
+        run = run or self.run
         placement = run.model.placement()
         found, sizes = self.pipelines(workload, [placement]), stage_sizes(run, placement)
         reduction, update = self.reduction(sizes), self.update(sizes)
@@ -100,13 +101,13 @@ class Predictor:
         return StepPrediction(
             seconds=fmean(pipelines) + reduction + update, spread=pstdev(pipelines), pipeline=fmean(pipelines),
             busy=float(found.busy.mean()), even=float(found.even.mean()), reduction=reduction, update=update,
-            error=self._calibration.error)
+            error=self.calibration.error)
 
     def pipelines(
         self, workload: Workload, placements: Sequence[Placement], num_simulated: int = NUM_SIMULATED
     ) -> Pipelines:
         """The slowest replica's pipeline of each step, among the ``num_simulated`` replicas with most work."""
-        slots, num_stages = self._costs.slots_of(placements), placements[0].num_stages
+        slots, num_stages = self.costs.slots_of(placements), placements[0].num_stages
         rows = []
         for step in workload.steps:
             work = self._work_of_replicas(step)
@@ -126,7 +127,7 @@ class Predictor:
 
     def _work_of_replicas(self, step: Sequence[np.ndarray]) -> np.ndarray:
         """What all blocks of each replica take, without the passes of chunks."""
-        work = self._costs.of_all(self._shared(np.concatenate(step)))
+        work = self.costs.of_all(self.shared(np.concatenate(step)))
         sizes = np.array([len(counts) for counts in step])
         return np.add.reduceat(work, np.cumsum(sizes) - sizes)
 
@@ -138,10 +139,10 @@ class Predictor:
         ``samples``: counts of the samples of a step [num_samples, num_counts], which all replicas share; each has about
         ``num_microbatches``, and on average at least ``least_microbatches``.
         """
-        run = self._run
-        per_sample = self._costs.of_all(self._shared(samples), has_fixed=False)
+        run = self.run
+        per_sample = self.costs.of_all(self.shared(samples), has_fixed=False)
         work = float(per_sample.sum()) / run.dp_size / run.num_stages
-        least, fixed = (one / run.num_stages for one in self._costs.fixed_of_all)
+        least, fixed = (one / run.num_stages for one in self.costs.fixed_of_all)
         of_filling = (run.num_stages - 1) / num_chunks / num_microbatches
         return work + least * least_microbatches, (work + fixed * num_microbatches) * (1 + of_filling)
 
@@ -151,7 +152,7 @@ class Predictor:
         found = []
         for step, stages in zip(workload.steps, self._work(workload, [placement]), strict=True):
             slowest = int(stages.max(axis=(1, 2)).argmax())
-            costliest = float(self._costs.of_all(self._shared(step[slowest])).max())
+            costliest = float(self.costs.of_all(self.shared(step[slowest])).max())
             filling = costliest * (placement.num_stages - 1) / placement.num_chunks / placement.num_stages
             found.append(float(stages[slowest].max()) + filling)
         return fmean(found)
@@ -175,7 +176,7 @@ class Predictor:
 
     def _least_share(self, counts: np.ndarray) -> float:
         """A block's cheapest forward and cheapest backward pass over all its passes: the least of any block."""
-        blocks = self._costs.of_blocks(self._shared(counts))
+        blocks = self.costs.of_blocks(self.shared(counts))
         all_passes, passes = blocks.sum(axis=(0, 1)), blocks.min(axis=1).sum(axis=0)
         return float((passes[all_passes > 0] / all_passes[all_passes > 0]).min(initial=1.0))
 
@@ -186,8 +187,8 @@ class Predictor:
     def layer_work(self, workload: Workload) -> tuple[np.ndarray, np.ndarray]:
         """What the layers of the ViT and of the LLM take over all steps, with what is placed beside the first and the
         last one of a tower."""
-        counts = self._shared(np.concatenate([one for step in workload.steps for one in step]))
-        of_blocks = dict(zip(self._costs.places, self._costs.of_blocks(counts).sum(axis=(0, 1)).tolist(), strict=True))
+        counts = self.shared(np.concatenate([one for step in workload.steps for one in step]))
+        of_blocks = dict(zip(self.costs.places, self.costs.of_blocks(counts).sum(axis=(0, 1)).tolist(), strict=True))
         vision, language = (np.array([seconds for (place, _), seconds in of_blocks.items() if place is wanted])
                             for wanted in (Place.VISION_LAYER, Place.LANGUAGE_LAYER))
         vision[0] += of_blocks[Place.PATCH_EMBEDDING, None]
@@ -201,26 +202,13 @@ class Predictor:
         work = np.mean([stages.mean(axis=0) for stages in self._work(workload, placements)], axis=0)
         return np.square(work).sum(axis=0)
 
-    def timeline(self, counts: np.ndarray) -> list[list[TimedStep]]:
-        """What each stage of a replica with these microbatches does, and when."""
-        placement = self._run.model.placement()
-        costs, messages = (one[..., 0].tolist() for one in self.ordered(counts, [placement]))
-        return simulate([[SlotCost(*both) for both in zip(*rows, strict=True)] for rows in zip(*costs, strict=True)],
-                        placement.num_stages,
-                        [[MessageCost(*both) for both in zip(*rows, strict=True)]
-                         for rows in zip(*messages, strict=True)])
-
-    def work(self, counts: np.ndarray) -> np.ndarray:
-        """[2, num_microbatches, num_blocks], forward and backward: what each block of one rank takes."""
-        return self._costs.of_blocks(self._shared(counts))
-
     def _work(self, workload: Workload, placements: Sequence[Placement]) -> list[np.ndarray]:
         """By step, what each stage of each replica works: [num_replicas, num_stages, num_placements]."""
-        slots, num_stages = self._costs.slots_of(placements), placements[0].num_stages
+        slots, num_stages = self.costs.slots_of(placements), placements[0].num_stages
 
         def of_step(step: Sequence[np.ndarray]) -> np.ndarray:
             sizes = np.array([len(counts) for counts in step])
-            found = self._costs.of_groups(self._shared(np.concatenate(step)), sizes, slots)
+            found = self.costs.of_groups(self.shared(np.concatenate(step)), sizes, slots)
             return found.reshape(len(step), -1, num_stages, len(placements)).sum(axis=1)
 
         return [of_step(step) for step in workload.steps]
@@ -230,13 +218,26 @@ class Predictor:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Costs and messages as ``step_costs`` takes them, with microbatches in the order in which a run sends them
         through the pipeline, which it chooses by FLOPs."""
-        slots = self._costs.slots_of(placements) if slots is None else slots
-        here, num_stages = self._shared(counts), placements[0].num_stages
-        costs, messages = self._costs.of_slots(here, slots), self._messages(here, placements)
+        slots = self.costs.slots_of(placements) if slots is None else slots
+        here, num_stages = self.shared(counts), placements[0].num_stages
+        costs, messages = self.costs.of_slots(here, slots), self.messages(here, placements)
         if num_stages == 1:
             return costs, messages
         order = pipeline_orders(self._flops.of_slots(counts, slots), num_stages)
         return in_order(costs, order), in_order(messages, order)
+
+    def entering(self, counts: np.ndarray) -> np.ndarray:
+        """Microbatches in the order in which they enter the pipeline."""
+        placement = self.run.model.placement()
+        if placement.num_stages == 1:
+            return counts
+        flops = self._flops.of_slots(counts, self._flops.slots_of([placement]))
+        return counts[pipeline_orders(flops, placement.num_stages)[:, 0]]
+
+    def after_pipeline(self, placement: Placement) -> tuple[float, float]:
+        """Seconds of the gradients' reduction and of the update."""
+        sizes = stage_sizes(self.run, placement)
+        return self.reduction(sizes), self.update(sizes)
 
     def slowest(self, step: Sequence[np.ndarray]) -> np.ndarray:
         """The microbatches of the replica with most work."""
@@ -246,37 +247,37 @@ class Predictor:
         """Mean model FLOPs of a step."""
         return fmean(float(self._flops.of_all(np.concatenate(step)).sum()) for step in workload.steps)
 
-    def _shared(self, counts: np.ndarray) -> np.ndarray:
+    def shared(self, counts: np.ndarray) -> np.ndarray:
         """What one context-parallel rank computes of each microbatch."""
-        return counts if self._run.cp_size == 1 else _divided(counts, self._run.cp_size)
+        return counts if self.run.cp_size == 1 else _divided(counts, self.run.cp_size)
 
-    def _messages(self, counts: np.ndarray, placements: Sequence[Placement]) -> np.ndarray:
+    def messages(self, counts: np.ndarray, placements: Sequence[Placement]) -> np.ndarray:
         """[2, num_microbatches, num_slots - 1, num_placements]"""
-        has_images, stride = counts[:, COUNTS.index("num_images")] > 0, self._run.world_size // self._run.num_stages
+        has_images, stride = counts[:, COUNTS.index("num_images")] > 0, self.run.world_size // self.run.num_stages
         num_patches, num_tokens = (counts[:, COUNTS.index(name)] for name in ("num_patches", "num_tokens"))
 
         @cache
         def seconds(message: Message, law: Law, with_images: bool, without: bool) -> np.ndarray:
             """[2, num_microbatches]; the flags say whether gradients come back."""
-            num_bytes = message_bytes(message, num_patches, num_tokens, self._run.model, self._width)
-            forward = (law.fixed + law.per_row * num_bytes / self._run.num_pieces) * (num_bytes > 0)
+            num_bytes = message_bytes(message, num_patches, num_tokens, self.run.model, self._width)
+            forward = (law.fixed + law.per_row * num_bytes / self.run.num_pieces) * (num_bytes > 0)
             return np.stack([forward, forward * np.where(has_images, with_images, without)])
 
         found = np.zeros((2, len(counts), len(placements[0].slots) - 1, len(placements)))
         for number, placement in enumerate(placements):
             for slot, spec in enumerate(placement.slots[:-1]):
                 comes_back = (self._path.comes_back(spec, one) for one in (True, False))
-                law = message_law(self._calibration, spec.stage, stride)
+                law = message_law(self.calibration, spec.stage, stride)
                 found[:, :, slot, number] = seconds(spec.sends, law, *comes_back)
         return found
 
     def reduction(self, sizes: Sequence[StageSize]) -> float:
         """Seconds to sum the gradients over the ranks with the same weights."""
-        run, most = self._run, max(sizes, key=lambda size: size.gradient_bytes)
+        run, most = self.run, max(sizes, key=lambda size: size.gradient_bytes)
         num_copies = run.dp_size * run.cp_size
         if num_copies == 1 or not most.gradient_bytes:
             return 0.0
-        law = all_reduce_law(self._calibration, num_copies, run.tp_size)
+        law = all_reduce_law(self.calibration, num_copies, run.tp_size)
         if not run.args.use_distributed_optimizer:
             return law.seconds(most.gradient_bytes)
         # gradients are scattered, which is half of a sum, and weights gathered, which is the other half
@@ -285,7 +286,7 @@ class Predictor:
 
     def update(self, sizes: Sequence[StageSize]) -> float:
         """Seconds of the optimizer."""
-        run, law = self._run, self._calibration.step
+        run, law = self.run, self.calibration.step
         num_shards = run.dp_size * run.cp_size if run.args.use_distributed_optimizer else 1
         return law.fixed + law.per_row * max(size.num_trainable_params for size in sizes) / num_shards
 

@@ -52,7 +52,7 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search."""
 
     ranking: tuple[Planned, ...]
@@ -82,7 +82,7 @@ class _Open:
     """Seconds of the reduction and the update in the bound."""
 
 
-class Search:
+class LayoutSearch:
     """Judges layouts of one run on its own data."""
 
     def __init__(
@@ -105,7 +105,7 @@ class Search:
         return Planned(choice, run, predictor.predict(workload, run),
                        max(PeakMemory(run).of_stages(run.model.placement())), predictor, workload)
 
-    def best(self, choices: Iterable[Choice], num_kept: int, num_steps: int) -> Found:
+    def best(self, choices: Iterable[Choice], num_kept: int, num_steps: int) -> SearchResult:
         """The ``num_kept`` fastest layouts."""
         considered = list(choices)
         opened, refusals = list[_Open](), dict[str, None]()
@@ -122,7 +122,7 @@ class Search:
                           for _, one, lists in searched[:num_kept]), key=lambda one: one.step.seconds)
         smallest = None if ranking or not too_large else self._smallest([one.choice for one in too_large], num_steps)
         bounds = [one.bound for one in opened if one not in too_large]
-        return Found(tuple(ranking), min(bounds, default=0.0), len(considered), len(too_large), tuple(refusals),
+        return SearchResult(tuple(ranking), min(bounds, default=0.0), len(considered), len(too_large), tuple(refusals),
                      smallest)
 
     def _fitting(
@@ -222,7 +222,7 @@ class Search:
         in_packs = (run.num_stages, run.microbatch_unit) if run.data.packs else ()
         key = run.dp_size, run.args.micro_batch_size, sampler_name(run.data), in_packs, num_steps
         if key not in self._workloads:
-            self._workloads[key] = workload_of(run, self._lengths, num_steps, self._sample_sizes)
+            self._workloads[key] = workload_of(run, self._lengths, num_steps, sizes=self._sample_sizes)
         return self._workloads[key]
 
     def _even_size(self, run: Run) -> StageSize:

@@ -30,11 +30,12 @@ class Workload:
 
 
 def workload_of(
-    run: Run, lengths: HasLengths, num_steps: int = NUM_STEPS, sizes: SampleSizes | None = None
+    run: Run, lengths: HasLengths, num_steps: int = NUM_STEPS, first: int = 1, sizes: SampleSizes | None = None
 ) -> Workload:
-    """The first steps of ``run``; ``lengths`` covers its samples, and so does ``sizes``, if the caller has them."""
+    """Some steps of ``run`` from iteration ``first`` on; ``lengths`` covers its samples, and so does ``sizes``, if the
+    caller has them."""
     order = order_of(run, lengths, dp_rank=0, consumed_samples=0, sizes=sizes)
-    return Workload(tuple(_counts(lengths, order.of_ranks(step)) for step in range(num_steps)))
+    return Workload(tuple(_counts(lengths, order.of_ranks(step)) for step in range(first - 1, first - 1 + num_steps)))
 
 
 def _counts(lengths: HasLengths, step: Sequence[StepSamples]) -> tuple[np.ndarray, ...]:

@@ -3,6 +3,7 @@
     mm-plan lists -- FLAGS
     mm-plan calibrate --output calibration.json --num-processes 2 -- FLAGS
     mm-plan predict --calibration calibration.json -- FLAGS
+    mm-plan compare RUN_DIR --calibration calibration.json -- FLAGS
 
 FLAGS are those of ``python -m mm.train``.  The commands are in ``mm.planner.commands``, imported inside ``run_command``
 so that Ctrl-C during the import of torch also ends with a single line.

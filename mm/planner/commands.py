@@ -12,6 +12,7 @@ from typing import Any
 from mm.config.run import Run, load_run
 from mm.data.index.dataset import Dataset
 from mm.data.index.gauge import Gauge
+from mm.data.lengths import HasLengths
 from mm.ending import print_notes, refused
 from mm.errors import UserError, printable
 from mm.plan.by_flops import calibration_by_flops
@@ -19,7 +20,8 @@ from mm.plan.calibration import Calibration, read_calibration
 from mm.plan.costs import Cutting
 from mm.plan.judge import judge
 from mm.plan.predict import Predictor
-from mm.plan.workload import Workload, workload_of
+from mm.plan.workload import workload_of
+from mm.planner.compare import compared, write_prediction
 from mm.planner.layouts import add_flags, layouts
 from mm.planner.reports import lists_report, prediction_report
 from mm.version import software, version_line
@@ -77,7 +79,20 @@ def _parser() -> argparse.ArgumentParser:
         description="Prints how long a step takes, what the stages do meanwhile, and how sure that is.  FLAGS are "
                     "those of the run; --world-size says how many ranks it has.  Nothing is started.")
     predict.add_argument("--calibration", type=Path, required=True, help="the file that mm-plan calibrate has written")
+    predict.add_argument("--timeline", type=Path, metavar="DIR", help=(
+        "also write the timeline of one step to DIR, as an SVG file and a trace: iteration 1, or that of "
+        "--profile-pipeline"))
     predict.set_defaults(run=_predict)
+    compare = commands.add_parser(
+        "compare", help="compare measured steps of a run with their prediction",
+        description="Lays the steps that --profile-pipeline has measured and their prediction side by side, says where "
+                    "they differ, and refines the calibration.  FLAGS are those of the run.")
+    compare.add_argument("folder", type=Path, metavar="RUN_DIR", help="the --log-dir of the run")
+    compare.add_argument("--calibration", type=Path, required=True, help="the file that mm-plan calibrate has written")
+    compare.add_argument("--output", type=Path, help="write the calibration, refined by the run, to this file")
+    compare.add_argument("--timeline", type=Path, metavar="DIR", help=(
+        "also write both timelines of each step to DIR, as an SVG file and a trace"))
+    compare.set_defaults(run=_compare)
     lists = commands.add_parser(
         "lists", help="find the pipeline lists with the shortest step",
         description="Judges the pipeline_num_layers of the run's model JSON on its own data, and searches for better "
@@ -124,9 +139,17 @@ def _calibrate(flags: argparse.Namespace, training: Sequence[str]) -> None:
 def _predict(flags: argparse.Namespace, training: Sequence[str]) -> None:
     calibration, run = read_calibration(flags.calibration), _run(training)
     print_notes(_differences(calibration, run), sys.stderr)
-    workload = _workload(run)
-    prediction = Predictor(run, calibration).predict(workload)
-    print(printable(prediction_report(run, calibration, workload, prediction)))
+    lengths, predictor = _lengths(run), Predictor(run, calibration)
+    workload = workload_of(run, lengths)
+    print(printable(prediction_report(run, calibration, workload, predictor.predict(workload))))
+    if flags.timeline is not None:
+        print(printable(f"wrote {write_prediction(flags.timeline, predictor, lengths)}, .json and .svg"))
+
+
+def _compare(flags: argparse.Namespace, training: Sequence[str]) -> None:
+    calibration, run = read_calibration(flags.calibration), _run(training)
+    print_notes(_differences(calibration, run), sys.stderr)
+    print(printable(compared(Predictor(run, calibration), flags.folder, flags.output, flags.timeline)))
 
 
 def _lists(flags: argparse.Namespace, training: Sequence[str]) -> None:
@@ -140,15 +163,15 @@ def _lists(flags: argparse.Namespace, training: Sequence[str]) -> None:
     else:
         calibration = read_calibration(flags.calibration)
         print_notes(_differences(calibration, run), sys.stderr)
-    judged = judge(run, Predictor(run, calibration), _workload(run),
+    judged = judge(run, Predictor(run, calibration), workload_of(run, _lengths(run)),
                    None if flags.memory_gib is None else flags.memory_gib << 30)
     print(printable(lists_report(run, judged, has_times=flags.calibration is not None)))
 
 
-def _workload(run: Run) -> Workload:
-    """Some steps of the run's own data; its index is made if there is none."""
+def _lengths(run: Run) -> HasLengths:
+    """The lengths of the run's own samples; their index is made if there is none."""
     gauge = Gauge.from_config(run.data, run.model, run.args.seq_length)
-    return workload_of(run, Dataset(run.data, run.args.bad_sample == "skip", gauge, run.args.seed).columns)
+    return Dataset(run.data, run.args.bad_sample == "skip", gauge, run.args.seed).columns
 
 
 def _run(training: Sequence[str]) -> Run:

@@ -1,22 +1,39 @@
 """The text of ``mm-plan`` without a command."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
+from mm.config.run import Run
+from mm.device.platform import KnownDevice
 from mm.plan.choices import AS_GIVEN, Choice
 from mm.plan.costs import COUNTS
 from mm.plan.lists import Lists
-from mm.plan.search import Planned
+from mm.plan.search import Planned, SearchResult
 from mm.plan.waits import waits_of
-
-if TYPE_CHECKING:
-    from mm.planner.layouts import Plan
 
 _HEAD = ("", "TP", "CP", "PP", "VPP", "DP", "MBS", "samples", "recompute", "step, s", "nine of ten", "tok/s/device",
          "MFU", "waits", "GiB")
 
 
-def layout_report(plan: "Plan") -> str:
+@dataclass(frozen=True)
+class LayoutPlan:
+    """What the report shows."""
+
+    run: Run
+    """As given."""
+    device: KnownDevice | None
+    calibration: str
+    """What predictions rest on."""
+    found: SearchResult
+    present: Planned | None
+    """None if the run's own layout is not legal, which ``present_problems`` then explains."""
+    present_problems: tuple[str, ...]
+    changes: tuple[tuple[str, Planned], ...]
+    """What each single change of the present layout gives, best first."""
+    max_bytes: int | None
+
+
+def layout_report(plan: LayoutPlan) -> str:
     """One sentence of advice, then the layouts, why the best is best, what limits it, and single changes."""
     best, rows = plan.found.ranking[0], [*plan.found.ranking]
     lines = [f"Advice    {_advice(plan, best)}", f"Based on  {plan.calibration}", f"Data      {_data(best)}", ""]
@@ -41,7 +58,7 @@ def layout_report(plan: "Plan") -> str:
     return "\n".join(lines)
 
 
-def _advice(plan: "Plan", best: Planned) -> str:
+def _advice(plan: LayoutPlan, best: Planned) -> str:
     words = _words(best.choice, best.run.dp_size)
     if plan.present is None:
         return f"{words}: {best.step.seconds:.3g} s per step"
@@ -69,7 +86,7 @@ def _data(best: Planned) -> str:
             f"mean of {len(steps)} steps")
 
 
-def _row(name: str, one: Planned, plan: "Plan") -> tuple[str, ...]:
+def _row(name: str, one: Planned, plan: LayoutPlan) -> tuple[str, ...]:
     choice, step, (low, high) = one.choice, one.step, one.step.interval
     peak = None if plan.device is None else plan.device.peak_flops
     mfu = "" if peak is None else f"{one.predictor.flops(one.workload) / step.seconds / one.run.world_size / peak:.1%}"
@@ -94,17 +111,17 @@ def _waits(one: Planned) -> str:
 def _difference(best: Planned, other: Planned) -> str:
     """What costs ``other`` most."""
     ours, theirs = best.step, other.step
-    parts = {
+    losses = {
         "computation and collectives of its layers": theirs.busy - ours.busy,
         "waits in the pipeline": (theirs.pipeline - theirs.busy) - (ours.pipeline - ours.busy),
         "the reduction of gradients": theirs.reduction - ours.reduction, "the update": theirs.update - ours.update,
     }
-    name = max(parts, key=parts.__getitem__)
+    name = max(losses, key=losses.__getitem__)
     return (f"{theirs.seconds / ours.seconds - 1:+.1%}, within the error of prediction if below "
-            f"{ours.error:.0%}: {name} take {parts[name]:+.3g} s")
+            f"{ours.error:.0%}: {name} take {losses[name]:+.3g} s")
 
 
-def _present_lines(plan: "Plan") -> list[str]:
+def _present_lines(plan: LayoutPlan) -> list[str]:
     if plan.present_problems:
         return ["Now       the present layout is not possible: " + "; ".join(plan.present_problems)]
     if plan.present is None:

@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -21,8 +21,8 @@ from mm.plan.calibration import Calibration, read_calibration
 from mm.plan.choices import NAMES, SAMPLERS, Choice, choices, present_choice
 from mm.plan.distributions import DISTRIBUTIONS, mixed
 from mm.plan.lists import Lists
-from mm.plan.search import Found, Planned, Search
-from mm.planner.layout_report import layout_report
+from mm.plan.search import LayoutSearch, Planned, SearchResult
+from mm.planner.layout_report import LayoutPlan, layout_report
 from mm.planner.written import write_layout
 
 NUM_SAMPLES = 20_000
@@ -55,26 +55,8 @@ def add_flags(parser: argparse.ArgumentParser, count_of: Callable[[str], int]) -
         "directory for the best layout: model.json, data.json, and layout.sh with the variables of the scripts"))
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What the report shows."""
-
-    run: Run
-    """As given."""
-    device: KnownDevice | None
-    calibration: str
-    """What predictions rest on."""
-    found: Found
-    present: Planned | None
-    """None if the run's own layout is not legal, which ``present_problems`` then explains."""
-    present_problems: tuple[str, ...]
-    changes: tuple[tuple[str, Planned], ...]
-    """What each single change of the present layout gives, best first."""
-    max_bytes: int | None
-
-
 def layouts(flags: argparse.Namespace, training: Sequence[str]) -> str:
-    """Search; with ``--write``, write the best layout.  Returns the report."""
+    """LayoutSearch; with ``--write``, write the best layout.  Returns the report."""
     plan = _planned(flags, training)
     text = layout_report(plan)
     if flags.write is not None:
@@ -82,7 +64,7 @@ def layouts(flags: argparse.Namespace, training: Sequence[str]) -> str:
     return printable(text)
 
 
-def _planned(flags: argparse.Namespace, training: Sequence[str]) -> Plan:
+def _planned(flags: argparse.Namespace, training: Sequence[str]) -> LayoutPlan:
     run = load_run([*training, *([] if "--dry-run" in training else ["--dry-run"])], checks_layout=False)
     if (flags.device is None) == (flags.calibration is None):
         raise UserError(f"--device is {flags.device or 'absent'} and --calibration is {flags.calibration or 'absent'}; "
@@ -97,14 +79,14 @@ def _planned(flags: argparse.Namespace, training: Sequence[str]) -> Plan:
     legal = list(choices(run, fixed, links.node_size))
     if not legal:
         raise UserError(_no_layout(run, fixed, links.node_size))
-    search = Search(run, calibrate, lengths, max_bytes)
+    search = LayoutSearch(run, calibrate, lengths, max_bytes)
     found = search.best(legal, flags.top, NUM_STEPS)
     if not found.ranking:
         raise UserError(_nothing_fits(found, max_bytes) if found.smallest else found.refusals)
     problems = tuple(parallel_problems(run))
     present = None if problems else _present(search, run)
     changes = () if present is None else _changes(search, present, legal)
-    return Plan(run, device, what, found, present, problems, changes, max_bytes)
+    return LayoutPlan(run, device, what, found, present, problems, changes, max_bytes)
 
 
 def _labels() -> list[str]:
@@ -192,13 +174,15 @@ def _no_layout(run: Run, fixed: Mapping[str, Sequence[object]], node_size: int) 
                  if size > 0 and any(True for _ in choices(replace(run, world_size=size), fixed, node_size))]
         if near or distance > run.world_size:
             break
-    kept = f" and --fix {', '.join(f'{name}={values}' for name, values in fixed.items())}" if fixed else ""
+    names = {field: name for name, field in NAMES.items()}
+    words = ",".join(f"{names[field]}={'/'.join(map(str, values))}" for field, values in fixed.items())
+    kept = f" and --fix {words}" if fixed else ""
     cure = f"; nearest: --world-size {' or '.join(map(str, near))}" if near else "; change --global-batch-size"
     return (f"no layout is legal for --world-size {run.world_size} with {run.global_batch_size} samples per step"
             f"{kept}: samples must divide over data-parallel ranks and microbatches{cure}")
 
 
-def _nothing_fits(found: Found, max_bytes: int | None) -> str:
+def _nothing_fits(found: SearchResult, max_bytes: int | None) -> str:
     smallest = found.smallest
     assert smallest is not None and max_bytes is not None, "asked where nothing fits"
     choice, missing = smallest.choice, smallest.peak_bytes - max_bytes
@@ -208,7 +192,7 @@ def _nothing_fits(found: Found, max_bytes: int | None) -> str:
             f"--lora-target-modules, a frozen part, or a shorter --seq-length")
 
 
-def _present(search: Search, run: Run) -> Planned | None:
+def _present(search: LayoutSearch, run: Run) -> Planned | None:
     """The run as it is; None if the calibration lacks its blocks."""
     try:
         return search.planned(present_choice(run), run, NUM_STEPS)
@@ -216,7 +200,7 @@ def _present(search: Search, run: Run) -> Planned | None:
         return None
 
 
-def _changes(search: Search, present: Planned, legal: Sequence[Choice]) -> tuple[tuple[str, Planned], ...]:
+def _changes(search: LayoutSearch, present: Planned, legal: Sequence[Choice]) -> tuple[tuple[str, Planned], ...]:
     """Layouts that differ from the present one in one thing, with the best lists, fastest first."""
     own, found = present.choice, list[tuple[str, Planned]]()
     names = {field: name for name, field in NAMES.items()}

@@ -16,8 +16,8 @@ from typing import Any, TextIO
 from mm.config.flags import Arguments
 from mm.errors import UserError, writing
 from mm.files import json_object, whole_lines, write_whole
+from mm.timeline.spans import TIMED, label, seconds_key
 from mm.training.slow_ranks import SlowRank
-from mm.training.timeline import TIMED, label, seconds_key
 from mm.training.trackers import open_trackers
 
 _FLAG = "--log-dir"

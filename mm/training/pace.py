@@ -17,8 +17,8 @@ from mm.device.device import Device
 from mm.parallel.activity import Activity, Work
 from mm.parallel.agreement import all_of
 from mm.parallel.mesh import Mesh
+from mm.timeline.spans import WAITS
 from mm.training.slow_ranks import RankPace, RankPlace
-from mm.training.timeline import WAITS
 
 
 class _Spent(Enum):

@@ -4,9 +4,8 @@
 Steps that none of these flags selects are measured only for ``PaceMeter``, and with one rank not at all.
 """
 
-import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mm.batch import BatchTotals, StepPlan
 from mm.config.flags import Arguments
 from mm.device.device import Device
 from mm.errors import writing
@@ -21,21 +21,23 @@ from mm.model.stage import Stage
 from mm.parallel.activity import Activity
 from mm.parallel.agreement import gather, on_first
 from mm.parallel.mesh import Mesh
-from mm.training.pace import PaceMeter
-from mm.training.picture import draw
-from mm.training.slow_ranks import SlowRank, compare
-from mm.training.timeline import (
+from mm.timeline.files import write_timeline
+from mm.timeline.spans import (
     TIMED,
     ActivitySpan,
     Meetings,
     Moment,
     RankRecord,
+    StepSettings,
+    StepTimeline,
     aligned,
     flat_spans,
+    held,
     seconds_key,
     seconds_of,
-    trace,
 )
+from mm.training.pace import PaceMeter
+from mm.training.slow_ranks import SlowRank, compare
 
 _NUM_MEETINGS = 10
 """Number of barriers to compare the ranks' clocks; the two passed fastest determine the offset."""
@@ -151,10 +153,10 @@ class StepObserver:
         dist.all_reduce(seconds, dist.ReduceOp.MAX, group=self._mesh.control_group)
         return {seconds_key(work): most for work, most in zip(TIMED, seconds.tolist(), strict=True)}
 
-    def write(self, iteration: int) -> None:
-        """On every rank: write the timeline or profile that ends with this step."""
+    def write(self, iteration: int, plan: StepPlan) -> None:
+        """On every rank: write the timeline or profile that ends with this step of ``plan``."""
         if iteration == self._args.profile_pipeline:
-            self._say(f"wrote {self._write_timeline(iteration)}, .json and .svg")
+            self._say(f"wrote {self._write_timeline(iteration, plan)}, .json and .svg")
         if self._window and iteration == self._window[-1]:
             if self._profiler is not None:
                 flag = "--profile-save-path" if self._args.profile_save_path else "--log-dir"
@@ -166,26 +168,16 @@ class StepObserver:
     def _profile_path(self) -> str:
         return self._args.profile_save_path or str(Path(self._args.log_dir) / "profile")
 
-    def _write_timeline(self, iteration: int) -> Path:
-        mesh, specs = self._mesh, [chunk.spec for chunk in self._stage.chunks]
-        num_layers = [sum(len(layers) for layers in tower) for tower in (
-            [spec.vision_layers for spec in specs], [spec.language_layers for spec in specs])]
-        record = RankRecord(mesh.rank, mesh.pp_rank, mesh.dp_rank, mesh.tp_rank,
-                            f"{num_layers[0]} ViT, {num_layers[1]} LLM layers", _meet(mesh.control_group), self._spans)
+    def _write_timeline(self, iteration: int, plan: StepPlan) -> Path:
+        mesh, model, args = self._mesh, self._stage.model, self._args
+        counts = tuple(BatchTotals.of([one], model.vision) for one in plan.microbatches)
+        record = RankRecord(
+            mesh.rank, mesh.pp_rank, mesh.dp_rank, mesh.tp_rank, held(chunk.spec for chunk in self._stage.chunks),
+            _meet(mesh.control_group), self._spans, counts)
         records = gather(mesh, record)
-        path = Path(self._args.log_dir) / f"pipeline_step_{iteration}"
-        on_first(mesh, lambda: write_timeline(path, records, iteration))
-        return path
-
-
-def write_timeline(path: Path, records: Sequence[RankRecord], iteration: int) -> None:
-    """Write ``path``.json and ``path``.svg of one step; raises UserError naming a file that cannot be written."""
-    on_one_clock = aligned(records)
-    for name, text in ((f"{path}.json", json.dumps(trace(on_one_clock, iteration)) + "\n"),
-                       (f"{path}.svg", draw(on_one_clock, iteration))):
-        with writing(name, "--log-dir"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Path(name).write_text(text, encoding="utf-8")
+        settings = StepSettings.of(args, model, mesh.world_size)
+        return on_first(mesh, lambda: write_timeline(
+            args.log_dir, "--log-dir", [StepTimeline(iteration, tuple(aligned(records)), settings)]))
 
 
 def _meet(group: dist.ProcessGroup, clock: Callable[[], float] = time.perf_counter) -> Meetings:

@@ -87,7 +87,7 @@ class Trainer:
                     slow = observer.slow_ranks(iteration)
                 self.reporter.report_step(self.progress, plan, result, seconds, timers, epoch, *slow)
                 with observer.paused():
-                    observer.write(iteration)
+                    observer.write(iteration, plan)
                     if self.saver.is_written:
                         self.saver.commit()
                     if validator.is_due(iteration):

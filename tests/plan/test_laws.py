@@ -40,4 +40,3 @@ def test_nothing_takes_no_time() -> None:
     assert law.seconds(0) == 0
     assert law.seconds(2, 5) == 20
     assert law + Law(1.0, 0.0) == Law(2.0, 2.0, 3.0)
-    assert law.times(2) == Law(2.0, 4.0, 6.0)

@@ -16,7 +16,7 @@ from mm.plan.choices import AS_GIVEN, BALANCED, Choice, choices, present_choice
 from mm.plan.distributions import llava, mixed
 from mm.plan.lists import Lists
 from mm.plan.predict import Predictor
-from mm.plan.search import Found, Search
+from mm.plan.search import LayoutSearch, SearchResult
 from mm.plan.stages import PeakMemory
 from mm.plan.waits import waits_of
 from mm.plan.workload import Workload, workload_of
@@ -57,14 +57,14 @@ def test_the_best_of_all_layouts_is_found_within_a_hundredth(seed, world_size, i
     run = tiny_run(world_size, ("vision", "projector") if is_frozen else ())
     lengths = mixed({"llava": 1, "text": 1}, 64, seed, 512) if is_mixed else llava(64, seed, 512)
     considered = list(choices(run, FEW, 8))
-    found = Search(run, by_device, lengths, None).best(considered, 1, 1)
+    found = LayoutSearch(run, by_device, lengths, None).best(considered, 1, 1)
     least = found_by_all(run, considered, lengths)
     assert found.least <= least * (1 + 1e-9)
     assert least * (1 - 1e-9) <= found.ranking[0].step.seconds <= 1.01 * least
 
 
-def searched(run: Run, max_bytes: int | None, **fixed) -> Found:
-    return Search(run, by_device, llava(64, 0, 512), max_bytes).best(choices(run, {**FEW, **fixed}, 8), 3, 2)
+def searched(run: Run, max_bytes: int | None, **fixed) -> SearchResult:
+    return LayoutSearch(run, by_device, llava(64, 0, 512), max_bytes).best(choices(run, {**FEW, **fixed}, 8), 3, 2)
 
 
 def test_layouts_that_do_not_fit_are_not_proposed() -> None:
@@ -129,5 +129,5 @@ def test_a_device_with_a_tenth_of_the_peak_computes_ten_times_as_long() -> None:
 
 def test_fp32_has_no_published_peak() -> None:
     run = run_of(our_config(((2,),), ((3,),)), 1)
-    with pytest.raises(UserError, match="the run is in fp32, but the peak of H200 is published for 16 bits: add --bf16"):
+    with pytest.raises(UserError, match="in fp32, but the peak of H200 is published for 16 bits: add --bf16"):
         calibration_by_device(run, H200, H200.links)

@@ -15,6 +15,8 @@ from mm.data.feed.quarantine import LEDGER, Quarantine
 from mm.data.record_name import BadSample
 from mm.errors import UserError
 from mm.parallel.activity import Activity, Work
+from mm.timeline.files import write_timeline
+from mm.timeline.spans import TIMED, ActivitySpan, RankRecord, StepTimeline, seconds_key
 from mm.training.metrics import (
     MetricsWriter,
     ScoreMetrics,
@@ -23,8 +25,6 @@ from mm.training.metrics import (
     _keep_before,
     log_line,
 )
-from mm.training.recorder import write_timeline
-from mm.training.timeline import TIMED, ActivitySpan, RankRecord, seconds_key
 from tests.files import json_lines
 from tests.killed import run_killed
 
@@ -150,8 +150,8 @@ def test_a_full_log_dir_is_reported_with_the_file_name(tmp_path: Path) -> None:
     reports(writer.close, "metrics.jsonl")
     spans = (ActivitySpan(Activity(Work.LANGUAGE_FORWARD, 0, 0), 0.0, 1.0),)
     fill("pipeline_step_3.svg")
-    reports(lambda: write_timeline(tmp_path / "pipeline_step_3", [RankRecord(0, 0, 0, 0, "1 ViT", (), spans)], 3),
-         "pipeline_step_3.svg")
+    timeline = StepTimeline(3, (RankRecord(0, 0, 0, 0, "1 ViT", (), spans),))
+    reports(lambda: write_timeline(tmp_path, "--log-dir", [timeline]), "pipeline_step_3.svg")
     quarantine = Quarantine(2, 1.0, tmp_path / LEDGER)
     fill(LEDGER)
     reports(lambda: quarantine.add([BadSample("samples.json", 1, 0, None, None, "it is empty")]), LEDGER)

@@ -1,14 +1,17 @@
-"""What each rank did during one step, as spans that do not overlap, shares of time, and a trace.
+"""What each rank did during one step, as spans that do not overlap, and its shares of time.
 
-Pure functions of measured seconds.
+Pure functions of seconds, whether they were measured or predicted.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
+from mm.batch import BatchTotals
+from mm.config.flags import Arguments
+from mm.config.model import ModelConfig
 from mm.parallel.activity import Activity, Work
+from mm.placement import StageSpec
 
 COMPUTING = frozenset({Work.INPUTS, Work.FORWARD, Work.VISION_FORWARD, Work.LANGUAGE_FORWARD, Work.BACKWARD})
 """Useful work of a stage.  A pipeline whose stages do nothing else from first to last has no bubble."""
@@ -58,6 +61,57 @@ class RankRecord:
     meetings: Meetings
     spans: tuple[ActivitySpan, ...]
     """In order of time."""
+    microbatches: tuple[BatchTotals, ...] = ()
+    """Counts of the microbatches of its replica, in the order in which they enter the pipeline; empty if unknown."""
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What the time of a step depends on besides its microbatches."""
+
+    model: ModelConfig
+    world_size: int
+    tp_size: int
+    cp_size: int
+    sequence_parallel: bool
+    precision: str
+    use_distributed_optimizer: bool
+
+    @classmethod
+    def of(cls, args: Arguments, model: ModelConfig, world_size: int) -> "StepSettings":
+        """Those of a run."""
+        return cls(model, world_size, args.tensor_model_parallel_size, args.context_parallel_size,
+                   args.sequence_parallel, args.precision, args.use_distributed_optimizer)
+
+
+@dataclass(frozen=True)
+class StepTimeline:
+    """One step of a run, measured or predicted."""
+
+    iteration: int
+    records: tuple[RankRecord, ...]
+    """By rank, on one clock."""
+    settings: StepSettings | None = None
+    """None if they are unknown."""
+    is_predicted: bool = False
+
+    @property
+    def microbatches(self) -> tuple[tuple[BatchTotals, ...], ...]:
+        """Those of each replica."""
+        replicas = {record.dp_rank: record.microbatches for record in self.records}
+        return tuple(replicas[one] for one in sorted(replicas))
+
+    @property
+    def rows(self) -> tuple[RankRecord, ...]:
+        """The first rank of each stage, by stage."""
+        stages = sorted({record.pp_rank for record in self.records})
+        return tuple(min((one for one in self.records if one.pp_rank == stage), key=lambda one: one.rank)
+                     for stage in stages)
+
+    @property
+    def name(self) -> str:
+        """The name of its files, without their ends."""
+        return f"{'predicted' if self.is_predicted else 'pipeline'}_step_{self.iteration}"
 
 
 @dataclass(frozen=True)
@@ -84,6 +138,14 @@ def label(work: Work) -> str:
 def seconds_key(work: Work) -> str:
     """The key of its time in metrics.jsonl."""
     return f"{work.name.lower()}_seconds"
+
+
+def held(specs: Iterable[StageSpec]) -> str:
+    """What a stage with these slots holds, in words."""
+    specs = list(specs)
+    num_vision, num_language = (sum(len(getattr(spec, name)) for spec in specs) for name in (
+        "vision_layers", "language_layers"))
+    return f"{num_vision} ViT, {num_language} LLM layers"
 
 
 def flat_spans(moments: Sequence[Moment]) -> tuple[ActivitySpan, ...]:
@@ -170,24 +232,3 @@ def numeral(activity: Activity, num_chunks: int) -> str:
 def count_chunks(records: Iterable[RankRecord]) -> int:
     """Chunks of each stage; 1 without virtual chunks."""
     return max((span.activity.chunk or 0 for record in records for span in record.spans), default=0) + 1
-
-
-def trace(records: Sequence[RankRecord], iteration: int) -> dict[str, Any]:
-    """A trace in Chrome's format, which Perfetto reads: a process per stage and replica, a thread per rank."""
-    num_chunks, num_replicas = count_chunks(records), max(record.dp_rank for record in records) + 1
-    events: list[dict[str, Any]] = []
-    for record in records:
-        place = {"pid": record.pp_rank * num_replicas + record.dp_rank, "tid": record.rank}
-        process, thread = f"stage {record.pp_rank}, replica {record.dp_rank}", f"rank {record.rank}"
-        events += [{"ph": "M", "name": "process_name", "args": {"name": process}, **place},
-                   {"ph": "M", "name": "process_labels", "args": {"labels": record.holds}, **place},
-                   {"ph": "M", "name": "process_sort_index", "args": {"sort_index": place["pid"]}, **place},
-                   {"ph": "M", "name": "thread_name", "args": {"name": thread}, **place}]
-        for span in record.spans:
-            activity = span.activity
-            events.append({
-                "ph": "X", "name": f"{label(activity.work)} {numeral(activity, num_chunks)}".rstrip(),
-                "cat": activity.work.name.lower(), "ts": span.start * 1e6, "dur": span.seconds * 1e6,
-                "args": {"chunk": activity.chunk, "microbatch": activity.microbatch}, **place,
-            })  # fmt: skip
-    return {"displayTimeUnit": "ms", "otherData": {"iteration": iteration}, "traceEvents": events}

@@ -1,4 +1,6 @@
-"""Draws a step's timeline as SVG: a row per stage, a box per activity, and the utilization of the stages.
+"""Draws timelines of a step as SVG: a row per stage, a box per activity, and the utilization of the stages.
+
+Several are drawn one above the other, on one scale.
 
 The SVG is written as text, without another package.  Any browser shows it, with the full name of a box on hover.
 """
@@ -12,7 +14,7 @@ from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from mm.parallel.activity import Work
-from mm.training.timeline import ActivitySpan, RankRecord, count_chunks, extent, label, numeral, shares
+from mm.timeline.spans import ActivitySpan, RankRecord, StepTimeline, count_chunks, extent, label, numeral, shares
 
 
 class _Ink(NamedTuple):
@@ -46,21 +48,48 @@ _NARROWEST = 0.2
 _NARROWEST_IN_LEGEND = 1.5
 """Minimum width in pixels for a kind of box to appear in the legend."""
 _DIGIT = 7.2
+_LEGEND = 36
+"""Height of the legend."""
 _GREY = "#5a6673"
 
 
-def draw(records: Sequence[RankRecord], iteration: int) -> str:
-    """Draw one step as SVG.  ``records`` share one clock; the first rank of each stage is drawn."""
-    rows = [min((one for one in records if one.pp_rank == stage), key=lambda one: one.rank)
-            for stage in sorted({record.pp_rank for record in records})]
-    num_chunks, (start, end) = count_chunks(rows), extent(rows)
-    pixels = _PLOT / max(end - start, 1e-9)
-    bottom = _TOP + len(rows) * (_ROW + _GAP)
-    height = bottom + 118
-    elements = [f'<rect width="{_WIDTH}" height="{height}" fill="#ffffff"/>',
-             _text(24, 34, f"One training step: iteration {iteration}", size=18, weight="bold"),
-             _text(24, 56, _summary(rows, len(records), iteration)), *_axis(end - start, pixels, bottom)]
+def draw(timelines: Sequence[StepTimeline], trace_name: str, notes: Sequence[str] = ()) -> str:
+    """Draw one step as SVG; the first rank of each stage is drawn.
+
+    ``trace_name``: the file with every rank.  ``notes``: lines below the last timeline.
+    """
+    seconds = max(end - start for start, end in (extent(one.rows) for one in timelines))
+    elements: list[str] = []
     kinds: set[str] = set()
+    top = 0
+    for number, one in enumerate(timelines):
+        lower = _LEGEND if number else 0  # only the first has one
+        drawn, found, bottom = _panel(one, seconds)
+        drawn += [_text(24, 34 + lower, _heading(one, len(timelines) > 1), size=18, weight="bold"),
+                  _text(24, 56 + lower, _summary(one.rows, len(one.records), trace_name))]
+        top -= lower
+        elements.append(f'<g transform="translate(0 {top})">\n' + "\n".join(drawn) + "\n</g>")
+        kinds, top = kinds | found, top + bottom
+    if len(timelines) == 2:
+        elements += _differences(timelines[0], timelines[1], top)
+        top += 28
+    num_chunks = max(count_chunks(one.rows) for one in timelines)
+    lines = [*notes, *_explanation(num_chunks, any(one.is_predicted for one in timelines))]
+    elements += [*_legend(kinds), *(_text(24, top + 36 + 17 * number, line, size=11, fill=_GREY)
+                                    for number, line in enumerate(lines))]
+    height = top + 37 + 17 * len(lines)
+    body = "\n".join([f'<rect width="{_WIDTH}" height="{height}" fill="#ffffff"/>', *elements])
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
+            f'height="{height}" font-family="Helvetica, Arial, sans-serif">\n{body}\n</svg>\n')
+
+
+def _panel(timeline: StepTimeline, seconds: float) -> tuple[list[str], set[str], int]:
+    """The elements of one timeline on a scale of so many ``seconds``, the kinds of its boxes, and where it ends."""
+    rows, kinds = timeline.rows, set[str]()
+    num_chunks, (start, _) = count_chunks(rows), extent(rows)
+    pixels = _PLOT / max(seconds, 1e-9)
+    bottom = _TOP + len(rows) * (_ROW + _GAP)
+    elements = list(_axis(seconds, pixels, bottom))
     for place, row in enumerate(rows):
         y = _TOP + place * (_ROW + _GAP)
         elements += [_text(24, y + 16, f"stage {row.pp_rank} (rank {row.rank})", weight="bold"),
@@ -72,18 +101,20 @@ def draw(records: Sequence[RankRecord], iteration: int) -> str:
                 kinds |= {kind} if width >= _NARROWEST_IN_LEGEND else set()
                 elements += _box(kind, span, numeral(span.activity, num_chunks), start, x, y, width)
         elements += _numbers(astuple(shares(row, rows)), y + 24)
-    elements += [*_means(rows, bottom + 30), *_legend(kinds), *_explanation(num_chunks, bottom + 66)]
-    body = "\n".join(elements)
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
-            f'height="{height}" font-family="Helvetica, Arial, sans-serif">\n{body}\n</svg>\n')
+    return [*elements, *_means(rows, bottom + 30)], kinds, bottom + 30
 
 
-def _summary(rows: Sequence[RankRecord], num_ranks: int, iteration: int) -> str:
+def _heading(timeline: StepTimeline, is_one_of_several: bool) -> str:
+    what = "Predicted" if timeline.is_predicted else "Measured" if is_one_of_several else "One training"
+    return f"{what} step: iteration {timeline.iteration}"
+
+
+def _summary(rows: Sequence[RankRecord], num_ranks: int, trace_name: str) -> str:
     microbatches = {span.activity.microbatch for row in rows for span in row.spans} - {None}
     (start, end), num_chunks = extent(rows), count_chunks(rows)
     chunks = f", each of {num_chunks} chunks" if num_chunks > 1 else ""
     return (f"Microbatches: {len(microbatches)}, stages: {len(rows)}{chunks}, time: {1000 * (end - start):.1f} ms. "
-            f"Each row is the first rank of its stage; pipeline_step_{iteration}.json has every rank ({num_ranks}).")
+            f"Each row is the first rank of its stage; {trace_name} has every rank ({num_ranks}).")
 
 
 def _kinds(spans: Sequence[ActivitySpan]) -> Iterator[tuple[str, ActivitySpan]]:
@@ -112,10 +143,23 @@ def _means(rows: Sequence[RankRecord], y: float) -> Iterator[str]:
     """Column headers, and the means of all rows below the table."""
     for name, x in _COLUMNS.items():
         yield _text(x, _TOP - 10, name, size=11, anchor="end", fill=_GREY)
-    columns = zip(*(astuple(shares(row, rows)) for row in rows), strict=True)
     if len(rows) > 1:
         yield _text(_LEFT + _PLOT, y, "mean", size=11, anchor="end", fill=_GREY)
-        yield from _numbers([fmean(column) for column in columns], y)
+        yield from _numbers(_mean_shares(rows), y)
+
+
+def _mean_shares(rows: Sequence[RankRecord]) -> list[float]:
+    return [fmean(column) for column in zip(*(astuple(shares(row, rows)) for row in rows), strict=True)]
+
+
+def _differences(one: StepTimeline, other: StepTimeline, y: float) -> Iterator[str]:
+    """How much the mean shares of the second are above those of the first, in percentage points."""
+    (start, end), (other_start, other_end) = extent(one.rows), extent(other.rows)
+    longer = 1000 * (other_end - other_start - end + start)
+    yield _text(_LEFT + _PLOT, y + 17, f"measured minus predicted: {longer:+.1f} ms", size=11, anchor="end", fill=_GREY)
+    means = zip(_mean_shares(other.rows), _mean_shares(one.rows), strict=True)
+    for (share, before), x in zip(means, _COLUMNS.values(), strict=True):
+        yield _text(x, y + 17, f"{100 * (share - before):+.1f}", anchor="end")
 
 
 def _numbers(values: Sequence[float], y: float) -> Iterator[str]:
@@ -145,16 +189,15 @@ def _legend(kinds: Collection[str]) -> Iterator[str]:
             x += 33 + 6.2 * len(kind)
 
 
-def _explanation(num_chunks: int, y: float) -> Iterator[str]:
+def _explanation(num_chunks: int, has_prediction: bool) -> Iterator[str]:
     letters = ", with its chunk as a letter" if num_chunks > 1 else ""
-    for line in (
-        f"The number in a box is the microbatch, counted from 0{letters}.",
-        "busy: forward, backward and their inputs. waits: messages, data and gradient reduction. update: including the "
-        "wait for the global gradient norm. idle: nothing recorded. These four sum to 100 % of the step.",
-        "bubble: not busy, as a share of the time from the first forward to the last backward of any stage.",
-    ):
-        yield _text(24, y, line, size=11, fill=_GREY)
-        y += 17
+    yield f"The number in a box is the microbatch, counted from 0{letters}."
+    yield ("busy: forward, backward and their inputs. waits: messages, data and gradient reduction. update: including "
+           "the wait for the global gradient norm. idle: nothing recorded. These four sum to 100 % of the step.")
+    yield "bubble: not busy, as a share of the time from the first forward to the last backward of any stage."
+    if has_prediction:
+        yield ("predicted: other forward and idle are the host's work for a pass, inside and outside of its layers; "
+               "messages are waits for them.")
 
 
 def _text(x: float, y: float, text: str, *, size: int = 12, anchor: str = "start", weight: str = "normal",

@@ -1,0 +1,80 @@
+"""A measured step as the numbers that a prediction has too: its parts, and the seconds of every pass."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mm.parallel.activity import Work
+from mm.plan.passes import BACKWARD, FORWARD
+from mm.timeline.spans import COMPUTING, RankRecord, StepTimeline, extent, seconds_of
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """One step of all ranks.  The four parts sum to its seconds."""
+
+    data: float
+    """Waits for data before the first pass."""
+    pipeline: float
+    """From the first forward to the last backward of any rank."""
+    reduction: float
+    update: float
+    """The update, with the clearing of gradients at the start of the step."""
+    recorded: tuple[np.ndarray, ...]
+    """By replica, the seconds of each pass [direction, microbatch, slot], averaged over the ranks of the stage."""
+    between: np.ndarray
+    """By stage, the seconds of the pipeline in which it does nothing that is recorded: the host's work between its
+    passes."""
+    waits: np.ndarray
+    """By stage, the rest: messages, and waits for its first and after its last pass."""
+
+    @property
+    def seconds(self) -> float:
+        return self.data + self.pipeline + self.reduction + self.update
+
+
+def measured_step(timeline: StepTimeline, num_stages: int, num_chunks: int) -> MeasuredStep:
+    """The numbers of ``timeline``, whose ranks have the layout that the caller says."""
+    records = timeline.records
+    (start, end), (first, last) = extent(records), extent(records, COMPUTING)
+    begins = max(last, *(_update_begins(record, last) for record in records))
+    data = min(first - start, max(seconds_of(record.spans, {Work.DATA}) for record in records))
+    stages = [[record for record in records if record.pp_rank == stage] for stage in range(num_stages)]
+    between = np.array([np.mean([_unrecorded(one) for one in stage]) for stage in stages])
+    busy = np.array([np.mean([seconds_of(one.spans, COMPUTING) for one in stage]) for stage in stages])
+    replicas = sorted({record.dp_rank for record in records})
+    return MeasuredStep(
+        data=data, pipeline=last - first, reduction=begins - last, update=end - begins + first - start - data,
+        recorded=tuple(_recorded([one for one in records if one.dp_rank == replica], num_stages, num_chunks)
+                       for replica in replicas),
+        between=between, waits=last - first - busy - between)
+
+
+def _update_begins(record: RankRecord, otherwise: float) -> float:
+    return min((span.start for span in record.spans if span.activity.work in (Work.UPDATE, Work.UPDATE_WAIT)),
+               default=otherwise)
+
+
+def _recorded(records: Sequence[RankRecord], num_stages: int, num_chunks: int) -> np.ndarray:
+    """The seconds of the passes of one replica."""
+    found = np.zeros((2, len(records[0].microbatches), num_stages * num_chunks))
+    num_ranks = Counter(record.pp_rank for record in records)
+    for record in records:
+        for span in record.spans:
+            activity = span.activity
+            if activity.work in COMPUTING and activity.microbatch is not None and activity.chunk is not None:
+                direction = BACKWARD if activity.work is Work.BACKWARD else FORWARD
+                at = direction, activity.microbatch, activity.chunk * num_stages + record.pp_rank
+                found[at] += span.seconds / num_ranks[record.pp_rank]
+    return found
+
+
+def _unrecorded(record: RankRecord) -> float:
+    """Seconds between the first and the last pass of a rank in which nothing is recorded."""
+    own = [span for span in record.spans if span.activity.work in COMPUTING]
+    if not own:
+        return 0.0
+    begins, ends = own[0].start, own[-1].end
+    return max(0.0, ends - begins - sum(span.seconds for span in record.spans if begins <= span.start < ends))

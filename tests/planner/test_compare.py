@@ -1,0 +1,162 @@
+"""``mm-plan compare`` and the predicted timelines: one real run on two stages, measured by ``--profile-pipeline``."""
+
+import json
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mm.config.run import load_run
+from mm.plan.by_flops import calibration_by_flops
+from mm.plan.calibration import BlockLaws, read_calibration
+from mm.plan.costs import Cutting
+from mm.plan.laws import Law
+from mm.planner import cli
+from tests.tiny_inputs import flags_of, run, write_inputs
+
+SVG = "{http://www.w3.org/2000/svg}"
+STEP = "pipeline_step_4.json"
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A measured run, and a calibration as of a device that does 10^11 FLOPs a second."""
+    folder = write_inputs(tmp_path_factory.mktemp("compare"))
+    run(folder, "a run", 2, "--profile-pipeline", "4", "--exit-interval", "4")
+    settings = load_run([*flags(folder), "--dry-run"], environment={})
+    found = calibration_by_flops(settings.model, Cutting(1, sequence_parallel=False), "fp32")
+    blocks = tuple(replace(one, laws=BlockLaws(one.laws.forward * 1e-11, one.laws.backward * 1e-11))
+                   for one in found.blocks)
+    replace(found, blocks=blocks, chunk_pass=1e-4, pipeline_pass=3e-4, step=Law(1e-4, 1e-9),
+            message=Law(1e-5, 1e-9)).write(folder / "found.json")
+    return folder
+
+
+def flags(folder: Path, *more: str) -> list[str]:
+    return [*flags_of(folder, "a run", 2, "--world-size", "2"), *more]
+
+
+def said(capsys: pytest.CaptureFixture, status: int, *words: str | Path) -> str:
+    assert cli.main([*map(str, words)]) == status
+    out, err = capsys.readouterr()
+    return err if status else out
+
+
+def compared(capsys: pytest.CaptureFixture, folder: Path, status: int, logs: Path, *more: str | Path) -> str:
+    return said(capsys, status, "compare", logs, "--calibration", folder / "found.json", *more, "--", *flags(folder))
+
+
+def events_of(path: Path) -> list[dict[str, Any]]:
+    return [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
+
+
+def boxes(path: Path) -> list[Counter[str]]:
+    """How often each timeline of a picture has each pass."""
+    picture = ElementTree.parse(path).getroot()
+    return [Counter(title.text.partition(":")[0] for title in panel.iter(f"{SVG}title")
+                    if "ward" in (title.text or "")) for panel in picture.iter(f"{SVG}g")]
+
+
+def test_a_measured_step_has_its_settings_and_microbatches(inputs: Path) -> None:
+    facts = json.loads((inputs / "a run/logs" / STEP).read_text())["otherData"]
+    assert facts["settings"]["world_size"] == 2 and facts["settings"]["precision"] == "fp32"
+    assert [rank["holds"] for rank in facts["ranks"]] == ["5 ViT, 0 LLM layers", "3 ViT, 4 LLM layers"]
+    rows = [json.loads(line) for line in (inputs / "a run/logs/metrics.jsonl").read_text().splitlines()]
+    (row,) = [row for row in rows if row["iteration"] == 4]
+    (batch,) = facts["microbatches"]
+    for name in ("num_tokens", "num_patches", "num_images", "num_target_tokens"):
+        assert sum(one[name] for one in batch) == row[name], name
+
+
+def test_a_step_is_predicted_as_a_picture_and_a_trace(
+    inputs: Path, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    words = ("predict", "--calibration", inputs / "found.json", "--timeline", tmp_path, "--")
+    assert f"wrote {tmp_path}/predicted_step_1, .json and .svg" in said(capsys, 0, *words, *flags(inputs))
+    assert f"wrote {tmp_path}/predicted_step_4, .json and .svg" in said(
+        capsys, 0, *words, *flags(inputs, "--profile-pipeline", "4"))
+    events, measured = (events_of(folder / name) for folder, name in (
+        (tmp_path, "predicted_step_4.json"), (inputs / "a run/logs", STEP)))
+    passes = [{(event["pid"], event["tid"], event["cat"], event["args"]["chunk"], event["args"]["microbatch"])
+               for event in found if event["cat"] in ("vision_forward", "language_forward")}
+              for found in (events, measured)]
+    assert {(pid, tid, cat, chunk) for pid, tid, cat, chunk, _ in passes[0]} == {
+        (pid, tid, cat, chunk) for pid, tid, cat, chunk, _ in passes[1]}
+    (drawn,) = boxes(tmp_path / "predicted_step_4.svg")
+    assert drawn["LLM forward 0"] == drawn["LLM forward 1"] == 1
+    text = (tmp_path / "predicted_step_4.svg").read_text()
+    assert "Predicted step: iteration 4" in text and "predicted_step_4.json has every rank (2)" in text
+
+
+def test_a_run_is_compared_with_its_prediction(inputs: Path, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    logs, output = inputs / "a run/logs", tmp_path / "refined.json"
+    text = compared(capsys, inputs, 0, logs, "--output", output, "--timeline", tmp_path / "both")
+    sentence, _, step, measured, *_ = text.splitlines()
+    assert sentence.startswith("The step took ") and " s longer than predicted; the largest cause is: " in sentence
+    assert step.startswith("Step      measured ") and measured == "Measured  iteration 4"
+    shares = [line.split()[-1] for line in text.partition("share\n")[2].partition("\n\n")[0].splitlines()]
+    assert 94 <= sum(int(share.removesuffix("%")) for share in shares) <= 106  # rounded
+    for row in ("0      forward  ", "1      backward  ", "0      host between passes", "1      messages and waits"):
+        assert row in text
+    before, after = (float(word.removesuffix("%")) for word in
+                     text.partition("the error of these steps was ")[2].splitlines()[0].split(" and is "))
+    assert abs(after) < abs(before)
+    assert f"wrote {tmp_path}/both/compared_step_4, .json and .svg" in text
+    predicted, found = boxes(tmp_path / "both/compared_step_4.svg")
+    assert {"LLM forward 0", "LLM forward 1"} <= set(predicted) & set(found)
+    processes = {event["pid"] for event in events_of(tmp_path / "both/compared_step_4.json")}
+    assert processes == {0, 1, 2, 3}
+    old, new = read_calibration(inputs / "found.json"), read_calibration(output)
+    assert {one.key for one in new.blocks} >= {one.key for one in old.blocks} and new.step != old.step
+    again = said(capsys, 0, "compare", logs, "--calibration", output, "--", *flags(inputs))
+    assert f"({after:+.1f}%)" in again
+
+
+def test_a_run_that_was_not_measured_is_refused(inputs: Path, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    text = compared(capsys, inputs, 2, tmp_path)
+    assert text.startswith(f"error: {tmp_path}: no pipeline_step_*.json; expected the --log-dir of a run with "
+                           f"--profile-pipeline ITERATION; add that flag to a run")
+    assert "no such directory" in compared(capsys, inputs, 2, tmp_path / "none")
+
+
+def changed(settings: Mapping[str, Any], change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    found = json.loads(json.dumps(settings))
+    change(found)
+    return found
+
+
+def test_a_step_of_another_run_is_refused(inputs: Path, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    whole = json.loads((inputs / "a run/logs" / STEP).read_text())
+    lists = [[4, 4]]
+    for change, messages in (
+        (lambda one: one["settings"].update(tp_size=2, world_size=4), (
+            "--world-size 4, but the flags say 2; give the flags of the measured run",
+            "--tensor-model-parallel-size 2, but the flags say 1")),
+        (lambda one: one["settings"].update(precision="bf16"), ("the precision bf16, but the flags say fp32",)),
+        (lambda one: one["settings"]["model"]["vision"].update(pipeline_num_layers=lists), (
+            "pipeline_num_layers = [(4, 4)], but the flags and the model JSON say [(5, 3)]",)),
+        (lambda one: one["settings"]["model"]["language"].update(freeze=True), (
+            "text_decoder.freeze = True, but the flags and the model JSON say False",)),
+        (lambda one: one["ranks"].pop(), ("is damaged: ranks, microbatches or chunks are missing",)),
+        (lambda one: one["microbatches"][0].pop(), ("is damaged: ranks, microbatches or chunks are missing",)),
+    ):
+        (tmp_path / STEP).write_text(json.dumps({**whole, "otherData": changed(whole["otherData"], change)}))
+        text = compared(capsys, inputs, 2, tmp_path)
+        for message in messages:
+            assert f"{tmp_path / STEP}: " in text and message in text
+    (tmp_path / STEP).write_text(json.dumps(whole)[:-9])
+    assert "cannot be read (" in compared(capsys, inputs, 2, tmp_path)
+
+
+def test_other_mistakes_are_refused(inputs: Path, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    logs, full = inputs / "a run/logs", tmp_path / "a file"
+    full.write_text("")
+    for flag in ("--output", "--timeline"):
+        text = compared(capsys, inputs, 2, logs, flag, full / "x")
+        assert text.startswith(f"error: {flag}: ") and "cannot be written" in text
+    text = said(capsys, 2, "compare", logs, "--calibration", tmp_path / "none", "--", *flags(inputs))
+    assert "none: cannot be read" in text
