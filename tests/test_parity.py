@@ -118,6 +118,7 @@ def cases(draw: st.DrawFn) -> Case:
         recompute=draw(st.sampled_from((None, "uniform", "block", "selective", "selective mlp layernorm"))),
         logit_rows=draw(st.sampled_from((None, 3))),
         sequence_parallel=tp > 1 and draw(st.booleans()),
+        whole_encoder=tp > 1 and draw(st.booleans()),
         cp=cp,
         ring=tp * cp > 4 or (cp > 1 and draw(st.booleans())),  # of the 4 heads Ulysses leaves at least one
     )  # fmt: skip

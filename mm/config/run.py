@@ -239,13 +239,7 @@ def _layout_problems(run: Run) -> Iterator[str]:
     if strange:
         yield (f"--profile-ranks has {', '.join(map(str, strange))}, but the world size is {run.world_size}; expected "
                f"ranks from 0 to {run.world_size - 1}")
-    counts = {
-        "text_decoder.num_attention_heads": run.model.language.num_attention_heads,
-        "text_decoder.num_query_groups": run.model.language.num_query_groups,
-        "text_decoder.vocab_size": run.model.language.vocab_size,
-        "image_encoder.vision_encoder.num_attention_heads": run.model.vision.num_attention_heads,
-    }
-    for key, count in counts.items():
+    for key, count in run.model.counts_to_divide.items():
         if count % run.tp_size:
             yield (f"--tensor-model-parallel-size is {run.tp_size}, which does not divide {key} = {count} of "
                    f"{args.mm_model}; this model allows {', '.join(map(str, run.model.tp_sizes))}")

@@ -19,8 +19,9 @@ import torch
 from mm.config.model import ModelConfig
 from mm.formats.safetensors import safetensors_file
 from mm.formats.torch_file_writer import Tensors, TorchFile
+from mm.placement import StageSpec
 from mm.weights.plan import TargetFile
-from mm.weights.table import SINGLE_ADAPTER, Fusion, Weight, local_shape, stage_local_name, stage_weights
+from mm.weights.table import SINGLE_ADAPTER, Fusion, Weight, local_shape, stage_weights
 from mm.weights.views import View, shard_view
 
 RELEASE = "release"
@@ -72,6 +73,14 @@ class RankFile:
     tp_rank: int
     weights: Mapping[str, Weight]
     """By name, as in ``mm.weights.views.Stored``."""
+
+
+def stage_local_name(weight: Weight, spec: StageSpec) -> str:
+    """MindSpeed-MM's own name of a weight in the slot ``spec``: its layers count from 0 in every slot."""
+    if weight.layer is None:
+        return weight.name
+    first = getattr(spec, weight.place.value).start
+    return weight.name.replace(f".layers.{weight.layer}.", f".layers.{weight.layer - first}.")
 
 
 def rank_files(model: ModelConfig, tp_size: int, storage: Storage) -> Iterator[RankFile]:

@@ -8,7 +8,8 @@ from statistics import median
 
 from mm.batch import BatchTotals, Grid, Microbatch
 from mm.config.flags import Arguments
-from mm.config.model import ModelConfig, layers_in
+from mm.config.layers import layers_in
+from mm.config.model import ModelConfig
 from mm.device.device import Device
 from mm.parallel import mesh as parallel
 from mm.plan.calibration import Calibration, Machine, MeasuredBlock

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from mm.config.data import read_data
-from mm.config.model import RecomputeConfig, layers_in, read_model
+from mm.config.layers import layers_in
+from mm.config.model import RecomputeConfig, read_model
 from mm.errors import UserError
 from tests.files import EXAMPLES
 
