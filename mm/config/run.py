@@ -85,6 +85,11 @@ class Run:
         return self.tp_size if self.args.sequence_parallel else 1
 
     @property
+    def num_encoders(self) -> int:
+        """Ranks of a stage over which the images of a microbatch are divided."""
+        return self.cp_size * (self.tp_size if self.model.encodes_whole else 1)
+
+    @property
     def num_stages(self) -> int:
         """Pipeline stages."""
         return self.model.num_stages

@@ -65,9 +65,9 @@ class WordEmbedding(nn.Module):
         self.word_embeddings = VocabularyEmbedding(config, context)
 
     def forward(self, inputs: EmbeddingInputs, visual_tokens: Tensor | None) -> Tensor:
+        """``visual_tokens``: as ``VisualRows.collect`` returns them; None if the microbatch has none."""
         x = self.word_embeddings(inputs.token_ids, inputs.cut)
         if inputs.visual is None:
             return x
-        visual_tokens = inputs.visual.collect(visual_tokens, x)
-        assert visual_tokens.shape[0] == inputs.visual.index.shape[0]
+        assert visual_tokens is not None and visual_tokens.shape[0] == inputs.visual.index.shape[0]
         return replace_rows(x, inputs.visual.index, visual_tokens.to(x.dtype))

@@ -5,6 +5,7 @@ A chunk maps a message to a message.  ``mm.placement`` decides what crosses whic
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -27,6 +28,7 @@ from mm.model.layer_context import LayerContext
 from mm.model.lora import attach
 from mm.model.loss import LossInputs, loss_inputs
 from mm.model.towers import Towers, VisionInputs
+from mm.model.visual_rows import VisualRows
 from mm.parallel.activity import Journal, Work
 from mm.parallel.context import Context
 from mm.parallel.megatron import mark_parameters, parallel_config
@@ -195,10 +197,19 @@ class Chunk(nn.Module):
         if inputs.language is not None:
             with self.journal.during(Work.LANGUAGE_FORWARD):
                 if inputs.embedding is not None:
-                    x = self.text_decoder.embedding(inputs.embedding, x)
+                    x = self.text_decoder.embedding(inputs.embedding, self._collected(x, inputs.embedding.visual))
                 assert x is not None, "every microbatch has tokens"
                 x = self.text_decoder(x, inputs.language)
         return x
+
+    def _collected(self, x: Tensor | None, visual: VisualRows | None) -> Tensor | None:
+        """The visual tokens that belong here, from those that this rank has made; None if the microbatch has none."""
+        if visual is None:
+            return None
+        nothing = torch.empty(0, self.model.language.hidden_size, dtype=self.config.params_dtype,
+                              device=self.device.torch_device)
+        with nullcontext() if visual.exchange is None else self.journal.during(Work.VISUAL_EXCHANGE):
+            return visual.collect(x, nothing)
 
     def _vision(self, x: Tensor | None, inputs: ChunkInputs, vision: VisionInputs) -> Tensor:
         """Apply the ViT layers and projector of this chunk; stored features replace the layers' output."""

@@ -34,11 +34,11 @@ class VisualRows:
     """With whole encoders, where tensor-parallel ranks hold the same rows: the exchange gives each an even piece of the
     visual tokens, and then all gather them.  So no rank sends its tokens more than twice, even if it made them all."""
 
-    def collect(self, visual_tokens: Tensor | None, x: Tensor) -> Tensor:
-        """The visual tokens whose rows are here, from those made here (None: none); ``x`` gives width and dtype."""
+    def collect(self, visual_tokens: Tensor | None, nothing: Tensor) -> Tensor:
+        """The visual tokens whose rows are here, from those made here; None if that is ``nothing``, [0, hidden]."""
         if visual_tokens is None:
             assert self.exchange is not None, "a microbatch with images came without their visual tokens"
-            visual_tokens = x.new_empty(0, x.shape[1]).requires_grad_(self.needs_gradient)
+            visual_tokens = nothing.requires_grad_(self.needs_gradient)
         if self.cut is not None:
             visual_tokens = gather_rows(visual_tokens, self.cut, sums_gradients=True)
         if self.exchange is not None:

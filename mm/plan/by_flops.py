@@ -23,7 +23,8 @@ def calibration_by_flops(model: ModelConfig, cutting: Cutting, precision: str) -
     for has_images in (False, True):
         backwards = block_backwards(model, has_images)
         for place, key in block_keys(model, cutting, has_images).items():
-            law = forward[place]
+            # All tensor-parallel ranks work on a block that is cut, but each on its own images with a whole encoder.
+            law = _times(forward[place], cutting.tp_size // key.tp_size)
             again = law if key.recompute == WHOLE_LAYER else FREE
             backward = _times(law, backwards[place].num_forward) + again
             found[key] = MeasuredBlock(key, BlockLaws(law, backward), error=0.0)

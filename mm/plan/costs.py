@@ -23,6 +23,7 @@ from mm.weights.table import Place, model_weights
 
 COUNTS = tuple(field.name for field in fields(BatchTotals))
 """The columns of an array of microbatches."""
+VISION_PLACES = (Place.PATCH_EMBEDDING, Place.VISION_LAYER, Place.PROJECTOR)
 WHOLE_LAYER = "layer"
 """``BlockKey.recompute`` of a layer that is recomputed as a whole."""
 
@@ -44,11 +45,13 @@ def block_keys(model: ModelConfig, cutting: Cutting, has_images: bool) -> Mappin
     """The key of each block of ``model`` in a calibration."""
     matrices, recomputed = _matrices(model, cutting.tp_size), _recomputed(model)
     backwards = block_backwards(model, has_images)
-    return {
-        place: BlockKey(block.kind, matrices[place], cutting.tp_size, cutting.sequence_parallel, backwards[place].name,
-                        recomputed.get(place, "") if backwards[place] is not Backward.NOTHING else "")
-        for block in blocks(model, NO_SAMPLES) for place in [(block.place, block.layer)]
-    }
+    of_vision = Cutting(1, sequence_parallel=False) if model.encodes_whole else cutting
+    found: dict[BlockPlace, BlockKey] = {}
+    for block in blocks(model, NO_SAMPLES):
+        place, own = (block.place, block.layer), of_vision if block.place in VISION_PLACES else cutting
+        found[place] = BlockKey(block.kind, matrices[place], own.tp_size, own.sequence_parallel, backwards[place].name,
+                                recomputed.get(place, "") if backwards[place] is not Backward.NOTHING else "")
+    return found
 
 
 @cache
@@ -134,7 +137,7 @@ class BlockArrays:
         for has_images in (False, True):
             keys = block_keys(model, cutting, has_images)
             for number, place in enumerate(places):
-                if not has_images and place[0] in (Place.PATCH_EMBEDDING, Place.VISION_LAYER, Place.PROJECTOR):
+                if not has_images and place[0] in VISION_PLACES:
                     continue  # nothing passes them
                 laws = laws_of(keys[place], calibration)
                 for direction, law in enumerate((laws.forward, laws.backward)):

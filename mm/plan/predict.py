@@ -15,7 +15,7 @@ from mm.data.order.sequence import pipeline_order
 from mm.errors import UserError
 from mm.model.flops import slots_of
 from mm.parallel.simulation import MessageCost, SlotCost, TimedStep, simulate, step_cost
-from mm.placement import Placement
+from mm.placement import Message, Placement
 from mm.plan.calibration import Calibration
 from mm.plan.costs import COUNTS, BlockArrays, Cutting, SlotLaws
 from mm.plan.laws import Law
@@ -130,8 +130,8 @@ class Predictor:
         return [costs[one] for one in order], num_stages, [messages[one] for one in order]
 
     def _shared(self, counts: np.ndarray) -> np.ndarray:
-        """What one context-parallel rank computes of each microbatch."""
-        return counts if self._run.cp_size == 1 else _divided(counts, self._run.cp_size)
+        """What one rank computes of each microbatch: its share of the tokens, and of the images."""
+        return _divided(counts, self._run.cp_size, self._run.num_encoders)
 
     def _messages(self, counts: np.ndarray, placement: Placement) -> list[list[MessageCost]]:
         run, law = self._run, self._calibration.message or Law(0.0, 0.0)
@@ -141,7 +141,9 @@ class Predictor:
             sizes, has_images = MicrobatchSizes(*row[columns].astype(int).tolist()), row[COUNTS.index("num_images")] > 0
             of_slots = []
             for spec in placement.slots[:-1]:
-                num_bytes = message_bytes(spec.sends, sizes, run.model, WIDTHS[run.args.precision]) // run.num_pieces
+                in_pieces = spec.sends is Message.HIDDEN_STATES or not run.model.encodes_whole
+                num_bytes = message_bytes(spec.sends, sizes, run.model, WIDTHS[run.args.precision])
+                num_bytes //= run.num_pieces if in_pieces else 1
                 seconds = law.seconds(num_bytes)
                 of_slots.append(MessageCost(seconds, seconds if self._path.comes_back(spec, has_images) else 0.0))
             found.append(of_slots)
@@ -169,10 +171,13 @@ def all_reduce_law(calibration: Calibration, num_ranks: int) -> Law:
     return Law(law.fixed * (num_ranks - 1) / (nearest - 1), law.per_row * traffic)
 
 
-def _divided(counts: np.ndarray, num_ranks: int) -> np.ndarray:
-    """The costliest share of each microbatch: tokens are divided evenly, images of about the same size dealt whole."""
+def _divided(counts: np.ndarray, num_ranks: int, num_encoders: int) -> np.ndarray:
+    """The costliest share of each microbatch: tokens are divided evenly over ``num_ranks``, and whole images of about
+    the same size over ``num_encoders``."""
+    if num_encoders == 1:
+        return counts
     images = counts[:, COUNTS.index("num_images")]
-    share = np.ceil(images / num_ranks) / np.maximum(images, 1)
+    share = np.ceil(images / num_encoders) / np.maximum(images, 1)
     found = counts / num_ranks
     for name in ("num_patches", "num_image_pairs", "num_window_pairs"):
         found[:, COUNTS.index(name)] = counts[:, COUNTS.index(name)] * share

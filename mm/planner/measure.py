@@ -36,7 +36,11 @@ class ProbeSizes:
 def measure(
     device: Device, args: Arguments, model: ModelConfig, tp_sizes: Sequence[int], sizes: ProbeSizes
 ) -> Calibration:
-    """Measure everything; every rank of the job calls it and gets the same result."""
+    """Measure everything; every rank of the job calls it and gets the same result.
+
+    Whole encoders have the laws of one tensor-parallel rank.
+    """
+    model = replace(model, encoder_placement="cut")
     microbatches = [random_microbatch(model, samples) for samples in _samples(model, sizes)]
     blocks: dict[object, MeasuredBlock] = {}
     passes: list[float] = []
