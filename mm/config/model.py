@@ -294,6 +294,12 @@ def _recompute_notes_of(model: ModelConfig, path: str | Path) -> Iterator[str]:
         yield from recompute_notes(tower.recompute, f"{key}.recompute_", f"{key}.recompute_num_layers", path)
 
 
+def placement_notes(model: ModelConfig, tp_size: int, path: str | Path) -> Iterator[str]:
+    """A note on ``encoder_placement`` where it has no effect."""
+    if model.encodes_whole and tp_size == 1:
+        yield NoEffect(["encoder_placement"], "there is one tensor-parallel rank", path)
+
+
 def _towers(model: ModelConfig) -> tuple[tuple[str, Tower], ...]:
     """The towers, with their keys in the model JSON."""
     return ("image_encoder.vision_encoder", model.vision), ("text_decoder", model.language)

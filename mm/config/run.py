@@ -19,7 +19,7 @@ from mm.config.dataset_files import training_files, validation_files
 from mm.config.flags import TRAIN, Arguments, flag_problems, is_same_directory, length_problems
 from mm.config.launcher import launched_ranks, world_problems
 from mm.config.lora import lora_notes, lora_problems, merged
-from mm.config.model import ModelConfig, RecomputeConfig, read_model, recompute_notes
+from mm.config.model import ModelConfig, RecomputeConfig, placement_notes, read_model, recompute_notes
 from mm.config.notes import NoEffect
 from mm.config.patterns import long_patterns
 from mm.config.read import Document
@@ -164,6 +164,7 @@ def load_run(argv: Sequence[str], world_size: int | None = None, environment: Ma
     world_size = world_size or launched_ranks(environment) or args.world_size or 1
     notes = (*TRAIN.notes(words), *_notes(args), *sampling_notes(args, data.value),
              *validation_notes(args, data.value), *_frozen_notes(args, model.value),
+             *placement_notes(model.value, args.tensor_model_parallel_size, args.mm_model),
              *lora_notes(model.value.lora, args.lora, args.mm_model), *model.notes, *data.notes)
     run = Run(args, _with_flags(model.value, args), data.value, world_size,
               (*notes, *(missing if is_dry_run else ())), args.given_start)
