@@ -20,6 +20,7 @@ from benchmarks.measure import shipped_model
 from mm.batch import BatchTotals, Microbatch, StepPlan, normalised
 from mm.config import flags as arguments
 from mm.config.model import ModelConfig, RecomputeConfig
+from mm.data.feed.owner import deal_images
 from mm.device.device import Device
 from mm.families.qwen2_5_vl.config_json import KEYS
 from mm.model.load import set_weight
@@ -29,8 +30,9 @@ from mm.parallel.megatron import DTYPES
 from mm.training.step import Setup, forward_backward, step
 from mm.weights.memory import MemoryLayout
 from mm.weights.names import published_name
-from mm.weights.table import fuse, model_weights
+from mm.weights.table import fuse, model_weights, shard
 from tests.launch import free_port
+from tests.microbatches import own_pixels
 
 LR = 1e-5
 
@@ -51,9 +53,11 @@ def model_config(size: str, frozen: Iterable[str] = (), recompute: bool = False)
 
 
 def resized(model: ModelConfig, vision: dict[str, Any], language: dict[str, Any]) -> ModelConfig:
-    """``model`` with these settings of its towers replaced, and a projector that fits them."""
+    """``model`` with these settings of its towers replaced, and a projector and a head width that fit them."""
+    own = dataclasses.replace(model.language, **language)
+    head = {"kv_channels": own.hidden_size // own.num_attention_heads}
     towers = {"vision": dataclasses.replace(model.vision, **vision),
-              "language": dataclasses.replace(model.language, **language)}  # fmt: skip
+              "language": dataclasses.replace(own, **head)}  # fmt: skip
     hidden = towers["vision"].hidden_size
     projector = dataclasses.replace(model.projector, input_size=hidden, ffn_hidden_size=4 * hidden,
                                     hidden_size=towers["language"].hidden_size)  # fmt: skip
@@ -93,24 +97,29 @@ def random_tensors(model: ModelConfig, device: torch.device, dtype: torch.dtype)
 class Ours:
     """This trainer's step; ``tensors`` are weights by Hugging Face names."""
 
-    def __init__(self, model: ModelConfig, device: Device, precision: str, tensors: dict[str, Tensor]) -> None:
+    def __init__(
+        self, model: ModelConfig, device: Device, precision: str, tensors: dict[str, Tensor], tp_size: int = 1,
+        sequence_parallel: bool = False,
+    ) -> None:  # fmt: skip
         os.environ.setdefault("MASTER_PORT", str(free_port()))
         args = arguments.parse([
             "--lr", str(LR), "--train-iters", "1", "--clip-grad", "1.0", "--weight-decay", "0.01", "--seq-length", "1",
             "--micro-batch-size", "1", "--mm-model", "-", "--mm-data", "-", "--use-distributed-optimizer",
             *([f"--{precision}"] if precision != "fp32" else []),
         ])  # fmt: skip
-        mesh = parallel.start(device, model, tp_size=1)
-        stage = Stage(model, mesh, precision, device)
+        mesh = parallel.start(device, model, tp_size)
+        stage = Stage(model, mesh, precision, device, sequence_parallel=sequence_parallel)
         for weight in stage.weights:
-            set_weight(stage, weight, fuse(weight, [tensors[name] for name in weight.hf_names]), mesh)
+            whole = fuse(weight, [tensors[name] for name in weight.hf_names])
+            set_weight(stage, weight, shard(weight, whole, mesh.tp_size, mesh.tp_rank), mesh)
         self.setup = Setup.build(stage, mesh, args)
 
     def batches(self, microbatches: list[Microbatch]) -> list[Microbatch]:
-        """With their pixels in pinned memory, as the trainer's data thread delivers them."""
-        device = self.setup.stage.device
-        return [m if m.pixel_values is None else dataclasses.replace(m, pixel_values=device.pin(m.pixel_values))
-                for m in microbatches]  # fmt: skip
+        """With this rank's pixels in pinned memory, as the trainer's data thread delivers them."""
+        stage, context = self.setup.stage, self.setup.mesh.context
+        own = [own_pixels(deal_images(m, stage.model, context.num_encoders), context) for m in microbatches]
+        return [m if m.pixel_values is None else dataclasses.replace(m, pixel_values=stage.device.pin(m.pixel_values))
+                for m in own]  # fmt: skip
 
     def pass_over(self, microbatches: list[Microbatch]) -> float:
         """Run the forward and backward passes; returns the loss."""

@@ -105,7 +105,7 @@ def _other_order(case: _Case) -> str | None:
     hold the rows 0 1 2 3, those of the mistaken one 2 3 0 1.  So the reader gets row 2 as row 0: ``misread[0] ==
     expected[2]``.  If all of ``misread`` equals the content of the wrong directory, this is the mistake.
     """
-    weight, tp_size = case.weight, 1 if case.weight.tp_dim is None else case.found.tp_size
+    weight, (tp_size, _) = case.weight, case.weight.shards(case.found.tp_size)
     if len(case.content) < len(weight.hf_names):
         return None
     expected, content = (
@@ -230,7 +230,7 @@ def _cut_cause(view: View, tp_rank: int, right: Source, found: Source) -> str | 
         return None
     # Cause; the dimension of the right matrix that is cut; the spans that remain; whether it is then transposed.
     tries = [("the matrix is transposed", dim, view.spans, True)]
-    if weight.tp_dim is not None and found.tp_size > 1:
+    if weight.is_cut and found.tp_size > 1:
         width = weight.shape[1 - dim] // found.tp_size
         of_rank = (Span(key, tp_rank * width, width),)
         tries += [("every rank holds the whole matrix, uncut", dim, (Span(key, 0, weight.shape[dim]),), False),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mm.config.flags import VitQkvOrder
+from mm.config.model import EncoderPlacement
 from mm.conversion.convert import HF_DIR, Options
 from mm.errors import UserError, collected, naming, refuse
 from mm.formats.adapter import PREFIX
@@ -47,7 +48,11 @@ class ParallelConfig:
     tp_size: int = 1
     """Tensor-parallel size."""
     vit_tp_size: int = 0
-    """Tensor-parallel size of the ViT; only 0 or tp_size, because ViT and LLM are cut the same way."""
+    """Tensor-parallel size of the ViT; only 0 or tp_size, because ViT and LLM are cut the same way or, with
+    encoder_placement tensor_ranks, the ViT is not cut."""
+    encoder_placement: EncoderPlacement = "cut"
+    """As in the model JSON.  "tensor_ranks": the files of every tensor-parallel rank hold the whole ViT and projector.
+    """
     ep_size: int = 1
     """Expert-parallel size; only 1, because the model has no experts."""
     audio_pp_layers: LayerLists | None = None
@@ -67,10 +72,10 @@ class ParallelConfig:
         if self.vit_tp_size not in (0, self.tp_size):
             problems.append(
                 f"{flag}.vit_tp_size is {self.vit_tp_size}; expected 0 or tp_size = {self.tp_size}, because both "
-                f"towers are cut the same way."
+                f"towers are cut the same way; for a ViT that is not cut give {flag}.encoder_placement tensor_ranks."
             )
         refuse(problems)
-        return Layout(lists[0], lists[1], self.tp_size)
+        return Layout(lists[0], lists[1], self.tp_size, self.encoder_placement)
 
 
 @dataclass

@@ -75,7 +75,7 @@ class Microbatch:
     num_omitted_images: int = 0
     """Images left out because ``--seq-length`` would have cut them; known only to the rank that reads the data."""
     image_ranks: tuple[int, ...] = ()
-    """The rank of the context axis that holds each image, with its pixels, in a ``StepPlan``; () without that axis."""
+    """The rank of ``Context.encoders`` that holds each image, with its pixels, in a ``StepPlan``; () if it is one."""
     samples: tuple[int, ...] = ()
     """The numbers of its samples in the data, in order, counted from 0; empty if they are not known."""
     normalisations: tuple[Normalisation, ...] = ()

@@ -31,6 +31,7 @@ COMMANDS = {
     "speed": ("benchmarks.step", "speed", "--device", "cpu", "--size", "tiny", "--tokens", "700",
               "--num-microbatches", "2", "--warmup", "1", "--steps", "1", "--recompute", "--freeze", "vision"),
     "cpu": ("benchmarks.step", "cpu", "--quick", "--rounds", "1", "--num-microbatches", "2"),
+    "encoder": ("benchmarks.step", "encoder", "--quick", "--rounds", "1"),
     "data": ("benchmarks.data", "--quick"),
     "pipeline": ("benchmarks.pipeline", "--only", "2 virtual chunks", "--rounds", "1", "--steps", "1"),
     "convert": ("benchmarks.convert", "--size", "tiny", "--rounds", "1", "--caches", "cold"),
@@ -141,6 +142,12 @@ def test_cpu_step(started: dict[str, Future]) -> None:
     results = started["cpu"].result()
     assert [result["processes"] for result in results] == [1, 2]
     assert all(result["our_speed_over_peer"]["median"] > 0 and result["tokens_per_step"] > 0 for result in results)
+
+
+def test_encoder_placements(started: dict[str, Future]) -> None:
+    results = started["encoder"].result()
+    assert [result["pictures"] for result in results] == ["even", "mixed", "one"]
+    assert all(result["speed_over_cut"]["least"] > 0 and result["patches"] > 0 for result in results)
 
 
 def test_pipeline(started: dict[str, Future]) -> None:

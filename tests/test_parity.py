@@ -16,8 +16,8 @@ from tests.files import write_whole
 from tests.launch import results_by_size, run_ranks
 from tests.parallel.cases import CASES, NOT_FINITE, Case
 
-# Largest errors measured over all cases, fp32 on CPU: loss 1.8e-7 (5.9e-7 after the update), gradient 8.6e-6, weight
-# 1.2e-4, gradient norm 6.7e-7.
+# Largest errors measured over all cases, fp32 on CPU: loss 1.8e-7 (7.9e-7 after the update), gradient 8.6e-6, weight
+# 1.7e-4, gradient norm 6.7e-7.
 LOSS_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4
 # Adam's first update is the sign of the gradient: elements whose gradient is all rounding may step the other way.
@@ -118,6 +118,7 @@ def cases(draw: st.DrawFn) -> Case:
         recompute=draw(st.sampled_from((None, "uniform", "block", "selective", "selective mlp layernorm"))),
         logit_rows=draw(st.sampled_from((None, 3))),
         sequence_parallel=tp > 1 and draw(st.booleans()),
+        whole_encoder=tp > 1 and draw(st.booleans()),
         cp=cp,
         ring=tp * cp > 4 or (cp > 1 and draw(st.booleans())),  # of the 4 heads Ulysses leaves at least one
     )  # fmt: skip

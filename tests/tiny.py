@@ -31,6 +31,7 @@ def our_config(
     freeze_layers: tuple[str, str] = ("", ""),
     freeze_modules: tuple[str, ...] = (),
     trainable_modules: tuple[str, ...] = (),
+    num_key_heads: int = 2,
 ) -> ModelConfig:
     """The small model with the layers of the given layout.
 
@@ -57,7 +58,7 @@ def our_config(
             hidden_size=48,
             ffn_hidden_size=72,
             num_attention_heads=4,
-            num_query_groups=2,
+            num_query_groups=num_key_heads,
             vocab_size=VOCAB,
             max_position_embeddings=512,
             mrope_section=(2, 2, 2),
@@ -75,7 +76,9 @@ def our_config(
     )
 
 
-def hf_model(tied: bool = False, seed: int = 0) -> Qwen2_5_VLForConditionalGeneration:
+def hf_model(
+    tied: bool = False, seed: int = 0, num_key_heads: int = 2
+) -> Qwen2_5_VLForConditionalGeneration:
     """transformers' model of the same sizes, with random weights that leave nothing at a special value."""
     config = Qwen2_5_VLConfig(
         text_config={
@@ -84,7 +87,7 @@ def hf_model(tied: bool = False, seed: int = 0) -> Qwen2_5_VLForConditionalGener
             "intermediate_size": 72,
             "num_hidden_layers": NUM_LANGUAGE_LAYERS,
             "num_attention_heads": 4,
-            "num_key_value_heads": 2,
+            "num_key_value_heads": num_key_heads,
             "max_position_embeddings": 512,
             "rms_norm_eps": 1e-6,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2]},

@@ -3,6 +3,7 @@
     python -m benchmarks.step parity [--device cuda]
     python -m benchmarks.step speed --size 3b --mix --phases --rounds 2 [--freeze vision projector]
     python -m benchmarks.step cpu [--rounds 9] [--micro-batch-size 1] [--num-microbatches 8]
+    python -m benchmarks.step encoder [--rounds 9] [--sequence-parallel]
 
 ``parity`` compares two small random models on a mixed batch, in fp32 and bf16, with transformers in fp32 on the CPU.
 It also reports the errors of transformers' own bf16.
@@ -18,6 +19,9 @@ tolerance is missed.
 ``cpu`` has two parts: one process with one thread for each side (TP1 PP1); then our two-stage pipeline on two processes
 with one thread each, against transformers in one process with two threads.  transformers is always tuned: fused AdamW,
 SDPA, and its own linear patch embedding instead of the 3-D convolution.
+
+``encoder`` compares two placements of the ViT on two tensor-parallel processes, on batches of pictures with little
+text: cut like the LLM, or whole on both (``encoder_placement``).
 """
 
 import argparse
@@ -82,6 +86,24 @@ def cpu(flags: argparse.Namespace, own_arguments: list[str]) -> bool:
     return True
 
 
+def encoder(flags: argparse.Namespace, own_arguments: list[str]) -> bool:
+    """Time both placements in two new processes; or, with ``--is-rank``, work as one of these."""
+    if flags.is_rank:
+        device = Device.pick("cpu")
+        from benchmarks.step.encoder import measure
+
+        found = measure(device, flags.rounds, flags.quick, flags.sequence_parallel)
+        leave_process_group()
+        if found is not None:
+            report(found, flags.output)
+        return True
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "result.json"
+        run_ranks(2, "benchmarks.step", ["encoder", *own_arguments, "--is-rank", "--output", str(output)])
+        report(json.loads(output.read_text()), flags.output)
+    return True
+
+
 def keep(flags: argparse.Namespace, kind: str, device: str, size: str, result: dict[str, object]) -> None:
     """Record ``result`` if ``--records`` is given."""
     if flags.records:
@@ -97,9 +119,9 @@ def leave_process_group() -> None:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    modes = parser.add_subparsers(required=True, metavar="parity, speed or cpu")
-    parsers = {name: modes.add_parser(name) for name in ("parity", "speed", "cpu")}
-    for name, work in (("parity", parity), ("speed", timed), ("cpu", cpu)):
+    modes = parser.add_subparsers(required=True, metavar="parity, speed, cpu or encoder")
+    parsers = {name: modes.add_parser(name) for name in ("parity", "speed", "cpu", "encoder")}
+    for name, work in (("parity", parity), ("speed", timed), ("cpu", cpu), ("encoder", encoder)):
         parsers[name].set_defaults(work=work)
         parsers[name].add_argument("--output", type=Path, help="JSON file to write")
     for one in (parsers["parity"], parsers["speed"]):
@@ -108,12 +130,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
         one.add_argument("--precision", choices=("fp32", "bf16"),
                          help="default: both for parity; for speed bf16, or fp32 on a CPU")  # fmt: skip
     _add_speed_flags(parsers["speed"])
+    for one in (parsers["cpu"], parsers["encoder"]):
+        one.add_argument("--rounds", type=int, default=9)
+        one.add_argument("--quick", action="store_true", help="a far smaller model: shows that it runs, not how fast")
+        one.add_argument("--is-rank", action="store_true", help=argparse.SUPPRESS)
     one = parsers["cpu"]
-    one.add_argument("--rounds", type=int, default=9)
     one.add_argument("--micro-batch-size", type=int, default=1)
     one.add_argument("--num-microbatches", type=int, default=8, help="microbatches of one optimizer step")
-    one.add_argument("--quick", action="store_true", help="a far smaller model: shows that it runs, not how fast")
-    one.add_argument("--is-rank", action="store_true", help=argparse.SUPPRESS)
+    parsers["encoder"].add_argument("--sequence-parallel", action="store_true")
     return parser.parse_args(argv)
 
 

@@ -104,7 +104,8 @@ FLAGS: Mapping[str, FlagRow] = {
     "--hetero-parallel": Fixed((), (
         "both towers have the tensor-parallel size of the command line; remove it together with tp, pp and cp of the "
         "towers, and set pipeline_num_layers of each tower in the model JSON, which can place ViT and LLM on different "
-        "stages; --load takes the weights from before convert_base_to_hetero, or the Hugging Face directory")),
+        "stages, or encoder_placement to tensor_ranks, which keeps the ViT whole on every tensor-parallel rank; --load "
+        "takes the weights from before convert_base_to_hetero, or the Hugging Face directory")),
     "--hetero-encoder-mbs-scale": Fixed((), (
         "it has an effect only with --hetero-parallel; here all images of a microbatch pass the ViT in one call, so "
         "raise --micro-batch-size instead")),

@@ -4,18 +4,16 @@ Keys of the file without a field are in ``mm.config.foreign``.
 """
 
 import math
-import re
-import typing
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from annotated_types import Le
-from pydantic import AfterValidator, BeforeValidator, Field, Strict
+from pydantic import Field, Strict
 from pydantic.dataclasses import dataclass
 
 from mm.config.foreign import MODEL_KEYS
+from mm.config.layers import Ints, Layers, LayerSpans, NumLayers, layers_in
 from mm.config.lora import LoraConfig
 from mm.config.notes import NoEffect
 from mm.config.schema import (
@@ -34,50 +32,7 @@ from mm.families.family import Family
 from mm.families.qwen2_5_vl.family import QWEN2_5_VL
 from mm.placement import Placement, layout_problems
 
-NumLayers = Annotated[Count, Le(1000)]
-"""Layers of a tower: ten times the most of any published model.  Files of unknown origin may state any number, and what
-is computed for every layer would take for ever."""
-_LONGEST_SPANS = 10_000
-"""Characters of ``freeze_layers``."""
-
-
-def _chunks(value: Any) -> Any:
-    """Tuples of tuples; a flat list is one virtual chunk.  A strict check accepts no lists from Python."""
-    match value:
-        case [[*_], *_]:
-            chunks = typing.cast(list[Any], value)
-            return tuple(tuple(typing.cast(Any, chunk)) if isinstance(chunk, list) else chunk for chunk in chunks)
-        case [*counts]:
-            return (tuple(counts),)
-        case _:
-            return value
-
-
-def layers_in(spans: str) -> frozenset[int]:
-    """The layers that ``"0-15,20"`` names, both ends of a span included; raises ValueError for other text."""
-    layers: set[int] = set()
-    for span in spans.split(",") if spans.strip() else ():
-        found = re.fullmatch(r"\s*(\d{1,4})\s*(?:-\s*(\d{1,4})\s*)?", span)
-        if found is None or int(found[2] or found[1]) < int(found[1]):
-            raise ValueError(span)
-        layers |= {*range(int(found[1]), int(found[2] or found[1]) + 1)}
-    return frozenset(layers)
-
-
-def _spans(text: str) -> str:
-    if len(text) > _LONGEST_SPANS:
-        raise ValueError(f"{len(text)} characters")
-    layers_in(text)
-    return text
-
-
-# Strict(False): a list of JSON becomes a tuple.
-Ints = Annotated[tuple[Int, ...], Strict(False), Field(title="a list of integers")]
-Layers = Annotated[
-    tuple[Ints, ...], Strict(False), BeforeValidator(_chunks),
-    Field(title="a list of integers [pp], or a list of such lists [vpp][pp]"),
-]
-LayerSpans = Annotated[str, AfterValidator(_spans), Field(title='layers and spans of them, such as "0-15,20"')]
+EncoderPlacement = Literal["cut", "tensor_ranks"]
 Granularity = Literal["full", "selective"]
 Method = Literal["uniform", "block"]
 RecomputeModule = Literal["layernorm", "mlp_act", "mlp", "core_attn"]
@@ -223,6 +178,9 @@ class ModelConfig:
     image_token_id: Annotated[Int, Key("img_context_token_id", "image_token_id")] = QWEN2_5_VL.tokens.image_id
     video_token_id: Int = QWEN2_5_VL.tokens.video_id
     vision_start_token_id: Int = QWEN2_5_VL.tokens.vision_start_id
+    encoder_placement: Annotated[EncoderPlacement, OrDefault] = "cut"
+    """How tensor-parallel ranks share the ViT and the projector.  "cut": like the LLM, each has a part of every matrix.
+    "tensor_ranks": each has all of them, and tensor- and context-parallel ranks divide the images."""
     freeze_modules: Annotated[Patterns, OrDefault] = ()
     """Weights that are not trained, in addition to the frozen parts and layers."""
     trainable_modules: Annotated[Patterns, OrDefault] = ()
@@ -263,11 +221,22 @@ class ModelConfig:
         return len(self.language.pipeline_num_layers)
 
     @property
+    def encodes_whole(self) -> bool:
+        """Whether every tensor-parallel rank holds the whole ViT and projector, and encodes images of its own."""
+        return self.encoder_placement == "tensor_ranks"
+
+    @property
+    def counts_to_divide(self) -> dict[str, int]:
+        """What the tensor-parallel size must divide: numbers of heads and vocabulary rows, by key of the model JSON."""
+        language = {f"text_decoder.{name}": getattr(self.language, name)
+                    for name in ("num_attention_heads", "num_query_groups", "vocab_size")}
+        vision = {"image_encoder.vision_encoder.num_attention_heads": self.vision.num_attention_heads}
+        return language if self.encodes_whole else language | vision
+
+    @property
     def tp_sizes(self) -> tuple[int, ...]:
-        """Every tensor-parallel size that divides the numbers of heads and of vocabulary rows."""
-        language, vision = self.language, self.vision
-        common = math.gcd(language.num_attention_heads, language.num_query_groups, language.vocab_size,
-                          vision.num_attention_heads)
+        """Every legal tensor-parallel size."""
+        common = math.gcd(*self.counts_to_divide.values())
         small = [size for size in range(1, math.isqrt(common) + 1) if common % size == 0]
         return tuple(sorted({*small, *(common // size for size in small)}))
 
@@ -323,6 +292,12 @@ def recompute_notes(
 def _recompute_notes_of(model: ModelConfig, path: str | Path) -> Iterator[str]:
     for key, tower in _towers(model):
         yield from recompute_notes(tower.recompute, f"{key}.recompute_", f"{key}.recompute_num_layers", path)
+
+
+def placement_notes(model: ModelConfig, tp_size: int, path: str | Path) -> Iterator[str]:
+    """A note on ``encoder_placement`` where it has no effect."""
+    if model.encodes_whole and tp_size == 1:
+        yield NoEffect(["encoder_placement"], "there is one tensor-parallel rank", path)
 
 
 def _towers(model: ModelConfig) -> tuple[tuple[str, Tower], ...]:

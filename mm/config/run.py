@@ -19,7 +19,7 @@ from mm.config.dataset_files import training_files, validation_files
 from mm.config.flags import TRAIN, Arguments, flag_problems, is_same_directory, length_problems
 from mm.config.launcher import launched_ranks, world_problems
 from mm.config.lora import lora_notes, lora_problems, merged
-from mm.config.model import ModelConfig, RecomputeConfig, read_model
+from mm.config.model import ModelConfig, RecomputeConfig, placement_notes, read_model
 from mm.config.patterns import long_patterns
 from mm.config.read import Document
 from mm.config.run_notes import RATE_FLAGS, RATE_KEYS, flag_notes, frozen_notes
@@ -76,6 +76,11 @@ class Run:
     def num_pieces(self) -> int:
         """Number of pieces into which sequence parallelism cuts rows; 1 without it."""
         return self.tp_size if self.args.sequence_parallel else 1
+
+    @property
+    def num_encoders(self) -> int:
+        """Ranks of a stage over which the images of a microbatch are divided."""
+        return self.cp_size * (self.tp_size if self.model.encodes_whole else 1)
 
     @property
     def num_stages(self) -> int:
@@ -156,6 +161,7 @@ def load_run(
     world_size = world_size or launched_ranks(environment) or args.world_size or 1
     notes = (*TRAIN.notes(words), *flag_notes(args), *sampling_notes(args, data.value),
              *validation_notes(args, data.value), *frozen_notes(args, model.value),
+             *placement_notes(model.value, args.tensor_model_parallel_size, args.mm_model),
              *lora_notes(model.value.lora, args.lora, args.mm_model), *model.notes, *data.notes)
     run = Run(args, _with_flags(model.value, args), data.value, world_size,
               (*notes, *(missing if is_dry_run else ())), args.given_start)
@@ -242,13 +248,7 @@ def _layout_problems(run: Run) -> Iterator[str]:
     if strange:
         yield (f"--profile-ranks has {', '.join(map(str, strange))}, but the world size is {run.world_size}; expected "
                f"ranks from 0 to {run.world_size - 1}")
-    counts = {
-        "text_decoder.num_attention_heads": run.model.language.num_attention_heads,
-        "text_decoder.num_query_groups": run.model.language.num_query_groups,
-        "text_decoder.vocab_size": run.model.language.vocab_size,
-        "image_encoder.vision_encoder.num_attention_heads": run.model.vision.num_attention_heads,
-    }
-    for key, count in counts.items():
+    for key, count in run.model.counts_to_divide.items():
         if count % run.tp_size:
             yield (f"--tensor-model-parallel-size is {run.tp_size}, which does not divide {key} = {count} of "
                    f"{args.mm_model}; this model allows {', '.join(map(str, run.model.tp_sizes))}")

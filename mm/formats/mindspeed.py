@@ -33,6 +33,7 @@ from mm.formats.storage import (
     RankFile,
     Storage,
     Structure,
+    encoder_of,
     is_canonical_name,
     num_layers,
     rank_files,
@@ -166,7 +167,7 @@ class MindSpeedDirectory:
 
     @property
     def layout(self) -> Layout:
-        """The layout inferred from file and tensor names."""
+        """The layout inferred from file and tensor names, and from shapes in the ViT."""
         names: dict[tuple[int, int], list[str]] = {}  # by chunk and stage, of the first tensor-parallel rank
         ranks = {file: rank_of(Path(file).parent.name) or (0, 0) for file in self.contents}
         last_tp_rank, last_stage = (max(rank[axis] for rank in ranks.values()) for axis in range(2))
@@ -177,7 +178,8 @@ class MindSpeedDirectory:
         counts = [[num_layers(names.get((chunk, stage), ())) for stage in range(last_stage + 1)]
                   for chunk in range(self.num_chunks)]
         vision, language = (tuple(tuple(slot[tower] for slot in chunk) for chunk in counts) for tower in range(2))
-        return Layout(vision, language, last_tp_rank + 1)
+        shapes = ((name, one.shape) for file in self.contents.values() for name, one in file.items())
+        return Layout(vision, language, last_tp_rank + 1, encoder_of(shapes) if last_tp_rank else "cut")
 
     def placed_model(
         self, given: Layout | None, flag: str, model: ModelConfig | None = None

@@ -16,11 +16,12 @@ from enum import Enum
 
 import torch
 
-from mm.config.model import ModelConfig
+from mm.config.model import EncoderPlacement, ModelConfig
 from mm.formats.safetensors import safetensors_file
 from mm.formats.torch_file_writer import Tensors, TorchFile
+from mm.placement import StageSpec
 from mm.weights.plan import TargetFile
-from mm.weights.table import SINGLE_ADAPTER, Fusion, Weight, local_shape, stage_local_name, stage_weights
+from mm.weights.table import SINGLE_ADAPTER, Fusion, Weight, local_shape, stage_weights
 from mm.weights.views import View, shard_view
 
 RELEASE = "release"
@@ -72,6 +73,14 @@ class RankFile:
     tp_rank: int
     weights: Mapping[str, Weight]
     """By name, as in ``mm.weights.views.Stored``."""
+
+
+def stage_local_name(weight: Weight, spec: StageSpec) -> str:
+    """MindSpeed-MM's own name of a weight in the slot ``spec``: its layers count from 0 in every slot."""
+    if weight.layer is None:
+        return weight.name
+    first = getattr(spec, weight.place.value).start
+    return weight.name.replace(f".layers.{weight.layer}.", f".layers.{weight.layer - first}.")
 
 
 def rank_files(model: ModelConfig, tp_size: int, storage: Storage) -> Iterator[RankFile]:
@@ -177,6 +186,18 @@ def num_layers(names: Iterable[str]) -> tuple[int, int]:
         if match:
             counts[match[1]] = max(counts[match[1]], int(match[2]) + 1)
     return counts["image_encoder.encoder.blocks"], counts["text_decoder.decoder"]
+
+
+_VISION_QKV = re.compile(r"(?:model\d*/)?image_encoder\..*\.linear_qkv\.weight")
+
+
+def encoder_of(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> EncoderPlacement:
+    """Whether tensors of these names and shapes, of one of several tensor-parallel ranks, are those of a whole ViT.
+
+    The whole weight of q, k and v has three times as many rows as columns.
+    """
+    found = [shape for name, shape in shapes if _VISION_QKV.fullmatch(name) and len(shape) == 2]
+    return "tensor_ranks" if found and all(rows == 3 * columns for rows, columns in found) else "cut"
 
 
 def is_canonical_name(name: str) -> bool:

@@ -76,7 +76,7 @@ class TrainingDirectory:
         """
         views, misfits, problems = [], [], []
         for weight in saved_weights(self.manifest.model):
-            for tp_rank in range(self.manifest.tp_size if weight.tp_dim is not None else 1):
+            for tp_rank in range(weight.shards(self.manifest.tp_size)[0]):
                 pieces = self._pieces.get((weight.name, "weight", tp_rank))
                 if not pieces:
                     text = f"{self.path} lacks {weight.name} of tensor-parallel rank {tp_rank}; {self.instead}."
@@ -102,34 +102,42 @@ class TrainingDirectory:
 
         Raises UserError with file and tensor if something is missing or damaged.
         """
-        shards = self._shards(weight, tp_size, tp_rank)
-        if shards is None:
-            return self._range(stored_name(weight), kind, 0 if weight.tp_dim is None else tp_rank, start, stop)
-        shape = local_shape(weight, self.manifest.tp_size)
+        own, stored, needed = self._shards(weight, tp_size, tp_rank)
+        if own[0] == stored:
+            return self._range(stored_name(weight), kind, own[1], start, stop)
+        plain = dataclasses.replace(weight, is_whole=False)
+        shape = local_shape(plain, stored)
         nothing = torch.zeros(()).expand(shape)  # for shards that this rank does not need
         found = [self._range(stored_name(weight), kind, rank, 0, math.prod(shape)).reshape(shape)
-                 if rank in shards else nothing for rank in range(self.manifest.tp_size)]
-        return shard(weight, unshard(weight, found), tp_size, tp_rank).reshape(-1)[start:stop]
+                 if rank in needed else nothing for rank in range(stored)]
+        return shard(plain, unshard(plain, found), *own).reshape(-1)[start:stop]
 
-    def _shards(self, weight: Weight, tp_size: int, tp_rank: int) -> list[int] | None:
-        """The stored shards that a rank of another tensor-parallel size needs; None if its own is stored."""
-        stored_size = self.manifest.tp_size
-        if weight.tp_dim is None or tp_size == stored_size:
-            return None
-        return [rank for rank in range(stored_size)
-                if share_numbers(weight, (stored_size, rank), (tp_size, tp_rank))]
+    def _shards(self, weight: Weight, tp_size: int, tp_rank: int) -> tuple[tuple[int, int], int, list[int]]:
+        """``weight.shards`` of this rank, the number of stored shards, and which of them it needs.
+
+        Both depend on the size and on whether encoders are whole, then and now.
+        """
+        own, (num_stored, _) = weight.shards(tp_size, tp_rank), self._placed(weight).shards(self.manifest.tp_size)
+        if own[0] == num_stored:
+            return own, num_stored, [own[1]]
+        needed = [rank for rank in range(num_stored) if share_numbers(weight, (num_stored, rank), own)]
+        return own, num_stored, needed
+
+    def _placed(self, weight: Weight) -> Weight:
+        """``weight`` as the run that saved this held it."""
+        return dataclasses.replace(weight, is_whole=self.manifest.model.encodes_whole and weight.part != "language")
 
     def files_elsewhere(
         self, weight: Weight, kind: str, tp_size: int, tp_rank: int, start: int = 0, stop: int | None = None
     ) -> set[str]:
         """Files that are not here, and that a rank needs to read these elements, by default all of its shard."""
-        shards, name = self._shards(weight, tp_size, tp_rank), stored_name(weight)
-        if shards is None:
-            shards = [0 if weight.tp_dim is None else tp_rank]
+        own, num_stored, needed = self._shards(weight, tp_size, tp_rank)
+        if own[0] == num_stored:
             ranges = [(start, math.prod(local_shape(weight, tp_size)) if stop is None else stop)]
         else:
-            ranges = [(0, math.prod(local_shape(weight, self.manifest.tp_size)))] * len(shards)
-        return {piece.stored.file for rank, (first, last) in zip(shards, ranges, strict=True)
+            ranges = [(0, math.prod(local_shape(self._placed(weight), self.manifest.tp_size)))] * len(needed)
+        name = stored_name(weight)
+        return {piece.stored.file for rank, (first, last) in zip(needed, ranges, strict=True)
                 for piece, _, _ in self._covering(name, kind, rank, first, last) if self._is_elsewhere(piece)}
 
     def random_elsewhere(self, name: str) -> set[str]:

@@ -15,9 +15,10 @@ def placed(
 
     The model's pipeline_num_layers lists are used if they have that many stages; otherwise the weights are spread
     evenly.  Without ``num_stages`` the lists are used if the number of ranks allows it; otherwise there is one stage.
-    Raises UserError if ranks, heads or the vocabulary do not divide evenly.
+    Tensor-parallel ranks cut the ViT, because all of them answer the same prompts.  Raises UserError if ranks, heads or
+    the vocabulary do not divide evenly.
     """
-    own = model.num_stages
+    model, own = replace(model, encoder_placement="cut"), model.num_stages
     if num_stages is None:
         num_stages = own if world_size % (tp_size * own) == 0 else 1
     refuse(_problems(model, tp_size, num_stages, world_size))

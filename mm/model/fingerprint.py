@@ -47,8 +47,9 @@ def _digests(stage: Stage, mesh: Mesh) -> Iterator[tuple[str, str]]:
 def _whole(weight: Weight, parameter: Tensor, mesh: Mesh) -> Tensor:
     """The whole weight, without padding, gathered from the tensor-parallel ranks."""
     own = MemoryLayout.of(weight, mesh.tp_size).unpad_whole(parameter).contiguous()
-    if weight.tp_dim is None or mesh.tp_size == 1:
+    num_shards, _ = weight.shards(mesh.tp_size)
+    if num_shards == 1:
         return own
-    shards = [torch.empty_like(own) for _ in range(mesh.tp_size)]
+    shards = [torch.empty_like(own) for _ in range(num_shards)]
     dist.all_gather(shards, own, group=mesh.groups.tp)
     return unshard(weight, shards)

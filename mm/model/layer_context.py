@@ -1,6 +1,6 @@
 """What every layer is built with, and functions that build its parts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,13 @@ class LayerContext:
     @property
     def tp_size(self) -> int:
         return self.tp_group.size()
+
+    @property
+    def alone(self) -> "LayerContext":
+        """For layers that are whole on this rank: a tensor-parallel group of one rank, which never communicates."""
+        settings = replace(self.parallel, tensor_model_parallel_size=1, sequence_parallel=False)
+        one_rank = dist.ProcessGroup(0, 1)  # pyright: ignore[reportCallIssue]  (rank and size; torch's types lack it)
+        return replace(self, parallel=settings, tp_group=one_rank)
 
     def column(self, input_size: int, output_size: int, bias: bool) -> ColumnLinear:
         """A linear layer whose outputs are cut over tensor parallelism."""

@@ -5,6 +5,7 @@ A chunk maps a message to a message.  ``mm.placement`` decides what crosses whic
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -27,6 +28,7 @@ from mm.model.layer_context import LayerContext
 from mm.model.lora import attach
 from mm.model.loss import LossInputs, loss_inputs
 from mm.model.towers import Towers, VisionInputs
+from mm.model.visual_rows import VisualRows
 from mm.parallel.activity import Journal, Work
 from mm.parallel.context import Context
 from mm.parallel.megatron import mark_parameters, parallel_config
@@ -77,22 +79,25 @@ class Chunk(nn.Module):
         self.side = side
         self.made: list[MadeFeatures] = []
         """This step's features, if they are stored."""
-        self.gives_features = spec.has_projector and mesh.tp_rank == 0  # all tensor-parallel ranks have the same
-        self.cut_group = mesh.groups.tp if settings.sequence_parallel else None
-        self.context = mesh.context
+        # All tensor-parallel ranks have the same images, unless each encodes its own.
+        self.gives_features = spec.has_projector and (model.encodes_whole or mesh.tp_rank == 0)
+        self.tp_group, self.context = mesh.groups.tp, mesh.context
+        self.cut_group = self.tp_group if settings.sequence_parallel else None
+        self.vision_cut_group = None if model.encodes_whole else self.cut_group
         self.visual_gradients = GradientPath.of(model).leads_to_images
         self.towers: Towers = towers_of(model)
         towers = self.towers
         context = LayerContext(self.config, mesh.groups.tp, device)
+        encoder_context = context.alone if model.encodes_whole else context
         if spec.vision_layers:
-            self.image_encoder = nn.ModuleDict({"encoder": towers.vision_encoder(model.vision, spec, context)})
+            self.image_encoder = nn.ModuleDict({"encoder": towers.vision_encoder(model.vision, spec, encoder_context)})
             if spec.has_projector:
                 merge_factor = model.vision.spatial_merge_size**2
-                self.image_encoder["projector"] = towers.projector(model.projector, merge_factor, context)
+                self.image_encoder["projector"] = towers.projector(model.projector, merge_factor, encoder_context)
         if spec.language_layers:
             self.text_decoder = towers.language_model(model.language, spec, context)
         self.weights = stage_weights(model, spec)
-        attach(self, self.weights, model.lora.dropout, context)
+        attach(self, self.weights, model.lora.dropout, context, encoder_context)
         parameters = dict(self.named_parameters())
         names = {weight.name for weight in self.weights}
         assert set(parameters) == names, sorted(set(parameters) ^ names)
@@ -100,7 +105,8 @@ class Chunk(nn.Module):
             assert parameters[weight.name].shape == memory_shape(weight, mesh.tp_size), weight.name
             parameters[weight.name].requires_grad_(not is_frozen(weight, model))
         tied_over_slots = model.language.tied and placement.embedding_slot != placement.head_slot
-        mark_parameters(parameters, self.weights, tied_over_slots, settings.sequence_parallel)
+        mark_parameters(
+            parameters, self.weights, tied_over_slots, settings.sequence_parallel, model.encodes_whole)
 
     def set_input_tensor(self, _: list[Tensor | None]) -> None:
         """Ignored: megatron's schedule offers the received tensor here; ours is an argument of ``forward``."""
@@ -122,6 +128,7 @@ class Chunk(nn.Module):
         spec, model, device = self.spec, self.model, self.device
         cut_group, context = (None, replace(self.context, is_alone=True)) if is_whole else (
             self.cut_group, self.context)
+        vision_cut_group = None if is_whole else self.vision_cut_group
         share = context.share(microbatch) if context.size > 1 else None
         vision = embedding = language = loss = None
         grids, to_keep = context.image_grids(microbatch), ()
@@ -131,11 +138,11 @@ class Chunk(nn.Module):
                 device.copy(microbatch.features).view(self.config.params_dtype))
             keys = None if dropout_seed is None else patch_keys(
                 microbatch, context.images(microbatch), model.visual_token_ids, dropout_seed)
-            vision = self.towers.vision_inputs(grids, pixels, features, model.vision, device, cut_group, keys)
+            vision = self.towers.vision_inputs(grids, pixels, features, model.vision, device, vision_cut_group, keys)
             to_keep = self._images_to_keep(microbatch, context)
         if spec.has_embedding:
-            embedding = embedding_inputs(
-                microbatch, model.visual_token_ids, device, cut_group, share, self.visual_gradients)
+            embedding = embedding_inputs(microbatch, model.visual_token_ids, device, context, self.tp_group, cut_group,
+                                         self.visual_gradients)
         if spec.language_layers:
             keys = None if dropout_seed is None else token_keys(microbatch, dropout_seed)
             language = self.towers.language_inputs(
@@ -147,7 +154,7 @@ class Chunk(nn.Module):
     def _images_to_keep(self, microbatch: Microbatch, context: Context) -> tuple[tuple[str, int], ...]:
         """``ChunkInputs.to_keep``, on the rank that gives features and on those that hold pieces of them."""
         keys = microbatch.feature_keys
-        if not keys or not (self.gives_features or (self.spec.has_projector and self.cut_group is not None)):
+        if not keys or not (self.gives_features or (self.spec.has_projector and self.vision_cut_group is not None)):
             return ()
         images = tuple((keys[image], math.prod(microbatch.image_grids[image]))
                        for image in context.images(microbatch))
@@ -190,10 +197,19 @@ class Chunk(nn.Module):
         if inputs.language is not None:
             with self.journal.during(Work.LANGUAGE_FORWARD):
                 if inputs.embedding is not None:
-                    x = self.text_decoder.embedding(inputs.embedding, x)
+                    x = self.text_decoder.embedding(inputs.embedding, self._collected(x, inputs.embedding.visual))
                 assert x is not None, "every microbatch has tokens"
                 x = self.text_decoder(x, inputs.language)
         return x
+
+    def _collected(self, x: Tensor | None, visual: VisualRows | None) -> Tensor | None:
+        """The visual tokens that belong here, from those that this rank has made; None if the microbatch has none."""
+        if visual is None:
+            return None
+        nothing = torch.empty(0, self.model.language.hidden_size, dtype=self.config.params_dtype,
+                              device=self.device.torch_device)
+        with nullcontext() if visual.exchange is None else self.journal.during(Work.VISUAL_EXCHANGE):
+            return visual.collect(x, nothing)
 
     def _vision(self, x: Tensor | None, inputs: ChunkInputs, vision: VisionInputs) -> Tensor:
         """Apply the ViT layers and projector of this chunk; stored features replace the layers' output."""

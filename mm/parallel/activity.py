@@ -24,6 +24,8 @@ class Work(StrEnum):
     LANGUAGE_FORWARD = "LLM forward"
     BACKWARD = "backward"
     EXCHANGE = "messages"
+    VISUAL_EXCHANGE = "visual tokens"
+    """A microbatch's visual tokens go from the ranks that encoded its images to those that need them."""
     REDUCTION = "gradient reduction"
     UPDATE = "update"
     UPDATE_WAIT = "waits in update"

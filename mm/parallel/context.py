@@ -1,7 +1,8 @@
 """Context parallelism: which tokens and which images of a microbatch each rank of the context axis holds.
 
-Tokens are divided row by row, images whole.  Their number need not be a multiple of the ranks': some ranks hold fewer,
-or none.  Everything here is a pure function of lengths that every rank knows.
+Tokens are divided row by row, images whole; with whole encoders (``ModelConfig.encodes_whole``) over the ranks of the
+tensor-parallel axis too.  Their number need not be a multiple of the ranks': some ranks hold fewer, or none.
+Everything here is a pure function of lengths that every rank knows.
 """
 
 from collections.abc import Sequence
@@ -62,6 +63,9 @@ class Context:
     """How microbatches are divided over the context axis, seen from one of its ranks."""
 
     group: dist.ProcessGroup
+    encoders: dist.ProcessGroup
+    """Images are divided over its ranks: ``group``, or with whole encoders all ranks of both axes, where rank t of the
+    tensor-parallel axis and c of the context axis is t + tensor-parallel size x c."""
     is_ring: bool = False
     """Ring attention (keys and values circulate, tokens are divided in a zigzag); otherwise Ulysses."""
     is_alone: bool = False
@@ -74,6 +78,16 @@ class Context:
     @property
     def rank(self) -> int:
         return self.group.rank()
+
+    @property
+    def num_encoders(self) -> int:
+        """Ranks over which images are divided."""
+        return 1 if self.is_alone else self.encoders.size()
+
+    @property
+    def num_encoders_here(self) -> int:
+        """Ranks with the tokens of this rank that have images of their own: 1, or the tensor-parallel size."""
+        return self.num_encoders // self.size
 
     def share(self, microbatch: Microbatch) -> "Share":
         if self.is_ring:
@@ -88,7 +102,7 @@ class Context:
 
     def images(self, microbatch: Microbatch) -> tuple[int, ...]:
         """Indices of the images of ``microbatch`` that this rank holds."""
-        return images_of(microbatch, self.rank if self.size > 1 else None)
+        return images_of(microbatch, self.encoders.rank() if self.num_encoders > 1 else None)
 
     def image_grids(self, microbatch: Microbatch) -> tuple[Grid, ...]:
         """Grids of the images that this rank holds."""
@@ -96,7 +110,7 @@ class Context:
 
 
 def images_of(microbatch: Microbatch, rank: int | None) -> tuple[int, ...]:
-    """Indices of the images that a rank of the context axis holds; rank None (no context parallelism) holds all."""
+    """Indices of the images that a rank of ``Context.encoders`` holds; rank None (a single one) holds all."""
     if rank is None:
         return tuple(range(len(microbatch.image_grids)))
     assert len(microbatch.image_ranks) == len(microbatch.image_grids), "images were not dealt"

@@ -4,16 +4,22 @@ The first product of a step can overwrite a weight's buffer, so buffers need not
 marks them stale, the first writer overwrites and unmarks, and ``end`` zeroes those that no microbatch reached (the
 ViT's, if none had an image) before the reduction.  Only weights of two or more dimensions are marked; their gradients
 pass through ``take_buffer`` or ``gradient_buffer``.  megatron's hook adds the others', so ``begin`` zeroes those.
+
+``sum_over_tensor_ranks`` completes the gradients that megatron does not sum, once all others are reduced.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 _STALE = "main_grad_is_stale"
+_MIN_ELEMENTS = 1 << 20
+"""A range of a buffer with as many is summed in place; smaller ones are joined first."""
 
 
 def take_buffer(weight: Tensor) -> tuple[Tensor, bool]:
@@ -82,3 +88,39 @@ def end(models: Iterable[DistributedDataParallel]) -> None:
 def _zero(weights: list[Any]) -> None:
     if weights:
         torch._foreach_zero_([weight.main_grad for weight in weights])  # pyright: ignore[reportPrivateImportUsage]
+
+
+def sum_over_tensor_ranks(models: Iterable[DistributedDataParallel], group: dist.ProcessGroup) -> None:
+    """Sum over tensor-parallel ranks the gradients of weights that each rank applies to its own rows or images only.
+
+    These are reduced over the other ranks already, so with the distributed optimizer each rank sums its shard alone.
+    """
+    ranges = [one for model in models for one in _own_ranges(model) if one.numel()]
+    small = [one for one in ranges if one.numel() < _MIN_ELEMENTS]
+    for one in ranges:
+        if one.numel() >= _MIN_ELEMENTS:
+            dist.all_reduce(one, group=group)
+    if small:
+        joined = torch.cat(small)
+        dist.all_reduce(joined, group=group)
+        for one, summed in zip(small, joined.split([one.numel() for one in small]), strict=True):
+            one.copy_(summed)
+
+
+def _own_ranges(model: Any) -> Iterator[Tensor]:
+    """Flat ranges of the gradient buffers of ``model`` that hold such weights; neighbours are joined, with the padding
+    between them."""
+    for group in model.bucket_groups:
+        for bucket in group.buckets:
+            data, start, stop = bucket.grad_data, 0, bucket.grad_data.numel()
+            if model.ddp_config.use_distributed_optimizer:
+                size = stop // group.intra_distributed_optimizer_instance_size
+                start = size * group.intra_distributed_optimizer_instance_rank
+                stop = start + size
+            weights = sorted(bucket.params_list, key=lambda weight: weight.main_grad.storage_offset())
+            for is_summed, neighbours in groupby(weights, key=lambda weight: weight.sequence_parallel):
+                gradients = [weight.main_grad for weight in neighbours] if is_summed else []
+                places = [one.storage_offset() - data.storage_offset() for one in gradients]
+                if gradients:
+                    first, last = max(places[0], start), min(places[-1] + gradients[-1].numel(), stop)
+                    yield data[first : max(first, last)]

@@ -58,25 +58,27 @@ def parallel_config(
 
 
 def mark_parameters(
-    parameters: Mapping[str, nn.Parameter], weights: Iterable[Weight], tied_over_slots: bool, sequence_parallel: bool
+    parameters: Mapping[str, nn.Parameter], weights: Iterable[Weight], tied_over_slots: bool, sequence_parallel: bool,
+    encodes_whole: bool,
 ) -> None:
     """Set the attributes that megatron reads from each parameter; call it between building a chunk and its DDP.
 
     - ``tensor_model_parallel`` and its ``partition_*``: megatron sets them only when it draws initial values.  Its
       gradient norm counts a parameter without the mark on one tensor-parallel rank only.
-    - ``sequence_parallel``: each tensor-parallel rank has the gradient of its own rows, and ``finalize_gradients`` sums
-      them.
+    - ``sequence_parallel``: each tensor-parallel rank has the gradient of its own rows, or of its own images, and
+      ``finalize_gradients`` sums them.
     - ``shared_embedding``, if ``tied_over_slots`` (word embedding and output layer are one weight in two slots): gives
       both copies the same shard of the distributed optimizer.
     - ``shared`` on the copy in the output layer: keeps the gradient norm from counting the tied weight twice.
     """
     for weight in weights:
         parameter: Any = parameters[weight.name]  # megatron's marks are extra attributes
-        parameter.tensor_model_parallel = weight.tp_dim is not None
-        parameter.partition_dim = -1 if weight.tp_dim is None else weight.tp_dim
+        parameter.tensor_model_parallel = weight.is_cut
+        parameter.partition_dim = weight.tp_dim if weight.is_cut else -1
         parameter.partition_stride = 1
         # Replicated weights that each rank applies to its own rows; the final norm sees all rows on every rank.
-        parameter.sequence_parallel = sequence_parallel and weight.tp_dim is None and weight.place is not Place.HEAD
+        cuts_rows = sequence_parallel and weight.tp_dim is None and weight.place is not Place.HEAD
+        parameter.sequence_parallel = cuts_rows or (encodes_whole and weight.part != "language")
         if tied_over_slots and stored_name(weight) == EMBEDDING_NAME:
             parameter.shared_embedding = True
         if weight.is_tied_copy:

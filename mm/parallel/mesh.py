@@ -57,9 +57,14 @@ class Mesh:
     """gloo, the data owners of all replicas; None on other ranks.  Used by the data thread alone."""
     pixel_groups: tuple[dist.ProcessGroup | None, ...]
     """For each rank of the context axis, a gloo group of the data owner and the ranks there with the patch embedding;
-    None if that is a single rank, and on ranks outside of the group.  Used by the data thread alone."""
+    None if that is a single rank, and on ranks outside of the group.  Used by the data thread alone.  () with whole
+    encoders: no two ranks need the same pixels."""
     feature_groups: tuple[dist.ProcessGroup | None, ...]
     """The same with the ranks that hold the projector, for stored ViT features; () if the run stores none."""
+    pixel_ranks: tuple[int, ...]
+    """With whole encoders, for each rank of ``context.encoders``, the global rank with the patch embedding there."""
+    feature_ranks: tuple[int, ...]
+    """The same with the projector; both are () without whole encoders."""
     control_group: dist.ProcessGroup
     """gloo, the whole world; used by the main thread alone."""
     tied_group: dist.ProcessGroup | None
@@ -100,11 +105,13 @@ class DeviceGroup:
 
 
 def device_groups(
-    tp_size: int, pp_size: int, cp_size: int = 1, is_ring: bool = False, is_tied: bool = False
+    tp_size: int, pp_size: int, cp_size: int = 1, is_ring: bool = False, is_tied: bool = False,
+    encodes_whole: bool = False,
 ) -> tuple[DeviceGroup, ...]:
     """All groups of one rank that may communicate on the device; its other groups use gloo.
 
-    ``is_tied``: word embedding and output layer are one weight, which two stages hold.
+    ``is_tied``: word embedding and output layer are one weight, which two stages hold.  ``encodes_whole``: as
+    ``ModelConfig`` has it.
     """
     return (
         DeviceGroup("default_pg"),
@@ -113,6 +120,7 @@ def device_groups(
         *([DeviceGroup(_GRADIENT_GROUP, True)] if pp_size > 1 else []),
         *([DeviceGroup("TENSOR_MODEL_PARALLEL_GROUP")] if tp_size > 1 else []),
         *([DeviceGroup("CONTEXT_PARALLEL_GROUP", is_ring)] if cp_size > 1 else []),
+        *([DeviceGroup("TENSOR_AND_CONTEXT_PARALLEL_GROUP")] if encodes_whole and min(tp_size, cp_size) > 1 else []),
         *([DeviceGroup(_TIED_GROUP)] if is_tied and pp_size > 1 else []),
     )
 
@@ -173,19 +181,17 @@ def build_mesh(
         return tp + tp_size * (cp + cp_size * (dp + dp_size * pp))
 
     tps, cps, dps, pps = range(tp_size), range(cp_size), range(dp_size), range(pp_size)
-    tp_rank, dp_rank = rank % tp_size, rank // (tp_size * cp_size) % dp_size
-    pp_rank = rank // (tp_size * cp_size * dp_size)
+    dp_rank, pp_rank = rank // (tp_size * cp_size) % dp_size, rank // (tp_size * cp_size * dp_size)
     embedding, head = placement.embedding_slot.stage, placement.head_slot.stage
-    pixel_ranks, feature_ranks = (
-        [[sorted({at(0, dp, 0, 0)} | {at(stage, dp, cp, tp) for tp in tps}) for dp in dps] for cp in cps]
-        for stage in (placement.patch_embedding_stage, placement.projector_stage))
+    owners = [at(0, dp, 0, 0) for dp in dps]
+    with_media = [[[at(stage, dp, cp, tp) for cp in cps for tp in tps] for dp in dps]
+                  for stage in (placement.patch_embedding_stage, placement.projector_stage)]
     tied_ranks = [[at(embedding, dp, cp, tp), at(head, dp, cp, tp)] for dp in dps for cp in cps for tp in tps]
     replicas = [[at(pp, dp, cp, tp) for pp in pps for cp in cps for tp in tps] for dp in dps]
     replica_group = _my_group(replicas, timeout, "gloo")
-    owners_group = _my_group([[at(0, dp, 0, 0) for dp in dps]], timeout, "gloo")
-    pixel_groups = feature_groups = _groups_of_several(pixel_ranks, timeout)
-    if feature_ranks != pixel_ranks and keeps_features:
-        feature_groups = _groups_of_several(feature_ranks, timeout)
+    owners_group = _my_group([owners], timeout, "gloo")
+    pixel_groups, feature_groups = ((), ()) if model.encodes_whole else (
+        _media_groups(owners, with_media, tp_size, keeps_features, timeout))
     control_group = _my_group([list(range(world_size))], CONTROL_TIMEOUT, "gloo")
     tied_group = _my_group(tied_ranks, timeout, name=_TIED_GROUP) if model.language.tied and embedding != head else None
     groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -197,23 +203,32 @@ def build_mesh(
     return Mesh(
         rank=rank,
         world_size=world_size,
-        tp_rank=tp_rank,
+        tp_rank=rank % tp_size,
         tp_size=tp_size,
         pp_rank=pp_rank,
         pp_size=pp_size,
         dp_rank=dp_rank,
         dp_size=dp_size,
-        context=Context(groups.cp, is_ring),
+        context=Context(groups.cp, _encoders(model, groups), is_ring),
         groups=groups,
         replica_group=replica_group,
         owners_group=owners_group,
         pixel_groups=pixel_groups,
-        feature_groups=feature_groups if keeps_features else (),
+        feature_groups=feature_groups,
+        pixel_ranks=tuple(with_media[0][dp_rank]) if model.encodes_whole else (),
+        feature_ranks=tuple(with_media[1][dp_rank]) if model.encodes_whole else (),
         control_group=control_group,
         tied_group=tied_group,
         gradient_group=gradient_group,
-        replica_owner=at(0, dp_rank, 0, 0),
+        replica_owner=owners[dp_rank],
     )
+
+
+def _encoders(model: ModelConfig, groups: ProcessGroupCollection) -> dist.ProcessGroup:
+    """``Context.encoders``; one of the two axes' own groups if the other has a single rank, which saves buffers."""
+    if not model.encodes_whole or groups.tp.size() == 1:
+        return groups.cp
+    return groups.tp if groups.cp.size() == 1 else groups.tp_cp
 
 
 def _make_groups_of_megatron(
@@ -240,6 +255,20 @@ def _file_of(limits: dict[str, dict[str, int]]) -> Iterator[str | None]:
         json.dump(limits, file)
         file.flush()
         yield file.name
+
+
+def _media_groups(
+    owners: list[int], with_media: list[list[list[int]]], tp_size: int, keeps_features: bool, timeout: timedelta
+) -> tuple[tuple[dist.ProcessGroup | None, ...], ...]:
+    """``Mesh.pixel_groups`` and ``feature_groups``.  ``with_media``: for each of them and each replica, the ranks that
+    need the media, those of the context axis one after another."""
+    pixels, features = (
+        [[sorted({owner, *ranks[first : first + tp_size]}) for owner, ranks in zip(owners, of_replicas, strict=True)]
+         for first in range(0, len(of_replicas[0]), tp_size)] for of_replicas in with_media)
+    pixel_groups = _groups_of_several(pixels, timeout)
+    if not keeps_features:
+        return pixel_groups, ()
+    return pixel_groups, pixel_groups if features == pixels else _groups_of_several(features, timeout)
 
 
 def _groups_of_several(ranks: list[list[list[int]]], timeout: timedelta) -> tuple[dist.ProcessGroup | None, ...]:

@@ -31,7 +31,7 @@ def message_shape(
 ) -> tuple[int, int] | None:
     """[rows, width] of what crosses a boundary for one microbatch; None when nothing crosses.
 
-    Only the rows that this rank of the context axis holds.  A shape with no rows is still a message, but nothing is
+    Only the rows that this rank holds (``Context``).  A shape with no rows is still a message, but nothing is
     sent for it.
     """
     if message is Message.NOTHING:
@@ -51,10 +51,11 @@ def piece_shape(
 ) -> tuple[int, int] | None:
     """The shape of this tensor-parallel rank's piece of a message under sequence parallelism.
 
-    A piece with no rows is still a message, but nothing is sent for it.
+    A piece with no rows is still a message, but nothing is sent for it.  With whole encoders, a rank's images are not
+    cut.
     """
-    if shape is None:
-        return None
+    if shape is None or (model.encodes_whole and message is not Message.HIDDEN_STATES):
+        return shape
     here = piece_of(shape[0], model.vision.spatial_merge_size**2 if message is Message.PATCHES else 1, rank, num_ranks)
     return here.stop - here.start, shape[1]
 

@@ -179,7 +179,7 @@ def _reduce(models: list[Any], tied_group: dist.ProcessGroup | None, force_all_r
             for parameter in [p for p in group.params if p not in group.per_param_grad_ready_counts]:
                 group.register_grad_ready(parameter)
         model.finish_grad_sync(force_all_reduce=force_all_reduce)
-    _sum_over_pieces(models)
+    gradients.sum_over_tensor_ranks(models, models[0].module.tp_group)
     tied: list[Any] = [parameter for model in models for parameter in model.module.parameters()
                        if getattr(parameter, "shared_embedding", False) and parameter.requires_grad]
     if len(tied) == 2:  # both on this rank, in two of its chunks
@@ -187,15 +187,3 @@ def _reduce(models: list[Any], tied_group: dist.ProcessGroup | None, force_all_r
         tied[1].main_grad.copy_(tied[0].main_grad)
     elif tied:
         dist.all_reduce(tied[0].main_grad, group=tied_group)
-
-
-def _sum_over_pieces(models: Sequence[DistributedDataParallel]) -> None:
-    """Sum over tensor-parallel ranks the gradients of weights that each rank uses for its own rows only."""
-    parameters: list[Any] = [parameter for model in models for parameter in model.module.parameters()]
-    partial = [one.main_grad for one in parameters if one.sequence_parallel and one.requires_grad]
-    if partial:
-        flat = torch.cat([gradient.flatten() for gradient in partial])
-        dist.all_reduce(flat, group=models[0].module.cut_group)
-        sums = flat.split([gradient.numel() for gradient in partial])
-        for gradient, summed in zip(partial, sums, strict=True):
-            gradient.copy_(summed.view_as(gradient))

@@ -63,7 +63,6 @@ class _DeviceRates:
     """What one rank computes and moves in a second."""
 
     model: ModelConfig
-    cutting: Cutting
     width: int
     product_flops: float
     attention_flops: float
@@ -77,16 +76,16 @@ class _DeviceRates:
         assert device.peak_flops is not None, "checked where the device is chosen"
         is_on_node = run.tp_size * run.cp_size <= links.node_size
         return cls(
-            run.model, Cutting(run.tp_size, run.args.sequence_parallel), WIDTHS[run.args.precision],
+            run.model, WIDTHS[run.args.precision],
             PRODUCTS * device.peak_flops, ATTENTION * device.peak_flops, MEMORY * device.memory_bandwidth,
             LINKS * (links.within if is_on_node else links.between), run.cp_size, run.is_ring)
 
     def laws(self, place: Place, flops: Law, key: BlockKey, num_backward: int) -> BlockLaws:
         """``num_backward``: what the backward pass computes, in forward passes."""
-        tp_size = self.cutting.tp_size
+        tp_size = key.tp_size
         work = Law(0.0, flops.per_row / tp_size / self.product_flops, flops.per_pair / tp_size / self.attention_flops)
         moved, again = self._moved(place, key), self._again(key, work)
-        exchanged = self._exchanged(place)
+        exchanged = self._exchanged(place, key)
         forward = work + moved + exchanged
         if not num_backward:
             return BlockLaws(forward, Law(0.0, 0.0))
@@ -94,7 +93,7 @@ class _DeviceRates:
         backward = work * num_backward + moved * 2 + exchanged + again
         if key.recompute == WHOLE_LAYER:
             backward += forward
-        if self.cutting.sequence_parallel and exchanged.per_row:  # inputs of layers are gathered again
+        if key.sequence_parallel and exchanged.per_row:  # inputs of layers are gathered again
             backward += exchanged * 0.5
         return BlockLaws(forward, backward)
 
@@ -115,12 +114,14 @@ class _DeviceRates:
         share = (fc1 + fc2) / (qkv + proj + fc1 + fc2) if is_mlp else 0.02  # norms and SwiGLU are small
         return Law(LAYER_SECONDS / 4, share * work.per_row)
 
-    def _exchanged(self, place: Place) -> Law:
-        """Collectives of tensor parallelism, and of context parallelism in attention."""
-        found, tp_size, tower = Law(0.0, 0.0), self.cutting.tp_size, self._tower(place)
+    def _exchanged(self, place: Place, key: BlockKey) -> Law:
+        """Collectives of tensor parallelism, and of context parallelism in attention.  Visual tokens of whole encoders
+        are exchanged once, where they meet the text."""
+        found, tp_size, tower = Law(0.0, 0.0), key.tp_size, self._tower(place)
         hidden = (tower or self.model.language).hidden_size * self.width
         if tp_size > 1 and place is not Place.PATCH_EMBEDDING:
             count = _NUM_COLLECTIVES if tower is not None else 1
+            count += self.model.encodes_whole and place is Place.EMBEDDING
             per_row = 2 * (tp_size - 1) / tp_size * hidden / self.link_bytes
             found = Law(count * COLLECTIVE_SECONDS, count * per_row)
         if self.cp_size > 1 and place is Place.LANGUAGE_LAYER:
@@ -137,8 +138,8 @@ class _DeviceRates:
         return Law(4 * COLLECTIVE_SECONDS, (2 * q + 2 * k) * others / self.cp_size / self.link_bytes)
 
     def _bytes(self, tower: Tower, key: BlockKey) -> LayerBytes:
-        num_pieces = self.cutting.tp_size if self.cutting.sequence_parallel else 1
-        return layer_bytes(tower, key.matrices[2][0] // 2, self.cutting.tp_size, self.width, num_pieces)
+        num_pieces = key.tp_size if key.sequence_parallel else 1
+        return layer_bytes(tower, key.matrices[2][0] // 2, key.tp_size, self.width, num_pieces)
 
     def _tower(self, place: Place) -> Tower | None:
         towers: Mapping[Place, Tower] = {Place.VISION_LAYER: self.model.vision,

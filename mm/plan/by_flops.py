@@ -20,7 +20,8 @@ def calibration_by_flops(model: ModelConfig, cutting: Cutting, precision: str) -
     for has_images in (False, True):
         backwards = block_backwards(one_stage(model), has_images)
         for place, key in block_keys(model, cutting, has_images).items():
-            law = forward[place]
+            # All tensor-parallel ranks work on a block that is cut, but each on its own images with a whole encoder.
+            law = forward[place] * (cutting.tp_size // key.tp_size)
             again = law if key.recompute == WHOLE_LAYER else FREE
             backward = law * backwards[place].num_forward + again
             found[key] = MeasuredBlock(key, BlockLaws(law, backward), error=0.0)

@@ -21,6 +21,7 @@ RECOMPUTE: Mapping[str, RecomputeConfig] = {
     "full": RecomputeConfig("full", "uniform", 1),
 }
 """By name, from fast to small: of both towers; the trained layers of a frozen tower are none, so it has no effect."""
+ENCODERS = ("cut", "tensor_ranks")
 _MAX_CHUNKS, _MAX_SLOTS = 4, 64
 _MAX_SAMPLES = 8
 """Of a microbatch: more make few microbatches, and products are large enough by then."""
@@ -39,11 +40,13 @@ class Choice:
     num_chunks: int
     micro_batch_size: int
     sampler: str
+    encoder: str
+    """``encoder_placement`` of the model JSON."""
     recompute: str
 
     @property
     def group(self) -> tuple[int, int, int]:
-        """Layouts of one group differ in chunks, microbatches and recomputation only."""
+        """Layouts of one group differ in chunks, microbatches, encoder placement and recomputation only."""
         return self.tp_size, self.cp_size, self.num_stages
 
     def applied(self, run: Run) -> Run:
@@ -61,7 +64,7 @@ class Choice:
         lists = Lists.of(model)
         if (self.num_stages, self.num_chunks) != (model.num_stages, model.num_chunks):
             lists = Lists.spread(model.vision.num_layers, model.language.num_layers, self.num_stages, self.num_chunks)
-        model = lists.applied(model)
+        model = replace(lists.applied(model), encoder_placement=self.encoder)
         if self.recompute == AS_GIVEN:
             return model
         vision, language = (replace(tower, recompute=RECOMPUTE[self.recompute])
@@ -85,11 +88,12 @@ class Choice:
 def present_choice(run: Run) -> Choice:
     """The layout that ``run`` has."""
     return Choice(run.tp_size, run.cp_size, run.num_stages, run.num_chunks, run.args.micro_batch_size, AS_GIVEN,
-                  AS_GIVEN)
+                  run.model.encoder_placement, AS_GIVEN)
 
 
 NAMES = {"TP": "tp_size", "CP": "cp_size", "PP": "num_stages", "VPP": "num_chunks", "MBS": "micro_batch_size",
-         "SAMPLER": "sampler", "RECOMPUTE": "recompute"}
+         "SAMPLER": "sampler", "ENCODER": "encoder",
+         "RECOMPUTE": "recompute"}
 """Words of ``--fix`` -> fields of ``Choice``; DP follows from the others."""
 
 
@@ -109,10 +113,13 @@ def choices(run: Run, fixed: Mapping[str, Sequence[object]], node_size: int) -> 
         "num_chunks": [*range(1, _MAX_CHUNKS + 1)],
         "micro_batch_size": _powers(_MAX_SAMPLES) if is_free else [run.args.micro_batch_size],
         "sampler": _samplers(run.data) if is_free else [AS_GIVEN],
+        "encoder": ENCODERS,
     } | {name: values for name, values in fixed.items() if name != "recompute"}
     recompute = str(next(iter(fixed.get("recompute", RECOMPUTE))))
     for values in product(*options.values()):
         choice = replace(present_choice(run), **dict(zip(options, values, strict=True)), recompute=recompute)
+        if choice.tp_size == 1 and choice.encoder != ENCODERS[0]:
+            continue  # the same
         if _is_divisible(choice, run) and not list(parallel_problems(choice.applied(run))):
             yield choice
 

@@ -27,7 +27,7 @@ COUNTS = tuple(field.name for field in fields(BatchTotals))
 """The columns of an array of microbatches."""
 WHOLE_LAYER = "layer"
 """``BlockKey.recompute`` of a layer that is recomputed as a whole."""
-_OF_IMAGES = (Place.PATCH_EMBEDDING, Place.VISION_LAYER, Place.PROJECTOR)
+VISION_PLACES = (Place.PATCH_EMBEDDING, Place.VISION_LAYER, Place.PROJECTOR)
 """Microbatches without images do not pass these."""
 
 
@@ -48,11 +48,13 @@ def block_keys(model: ModelConfig, cutting: Cutting, has_images: bool) -> Mappin
     """The key of each block of ``model`` in a calibration."""
     recomputed, model = _recomputed(model), one_stage(model)
     matrices, backwards = _matrices(model, cutting.tp_size), block_backwards(model, has_images)
-    return {
-        place: BlockKey(block.kind, matrices[place], cutting.tp_size, cutting.sequence_parallel, backwards[place].name,
-                        recomputed.get(place, "") if backwards[place] is not Backward.NOTHING else "")
-        for block in blocks(model, NO_SAMPLES) for place in [(block.place, block.layer)]
-    }
+    of_vision = Cutting(1, sequence_parallel=False) if model.encodes_whole else cutting
+    found: dict[BlockPlace, BlockKey] = {}
+    for block in blocks(model, NO_SAMPLES):
+        place, own = (block.place, block.layer), of_vision if block.place in VISION_PLACES else cutting
+        found[place] = BlockKey(block.kind, matrices[place], own.tp_size, own.sequence_parallel, backwards[place].name,
+                                recomputed.get(place, "") if backwards[place] is not Backward.NOTHING else "")
+    return found
 
 
 @cache
@@ -108,7 +110,7 @@ class BlockCosts:
         for has_images in (False, True):
             keys = block_keys(model, cutting, has_images)
             found |= {(place, has_images): laws_of(key, calibration) for place, key in keys.items()
-                      if has_images or place[0] not in _OF_IMAGES}
+                      if has_images or place[0] not in VISION_PLACES}
         is_pipeline = model.num_stages > 1 and calibration.pipeline_pass is not None
         chunk_pass = max(calibration.chunk_pass, (calibration.pipeline_pass or 0.0) * is_pipeline)
         return cls._from_laws(one_stage(model), found, chunk_pass)
@@ -119,7 +121,7 @@ class BlockCosts:
         forward, found = forward_laws(model), dict[tuple[BlockPlace, bool], BlockLaws]()
         for has_images in (False, True):
             for place, backward in block_backwards(model, has_images).items():
-                if has_images or place[0] not in _OF_IMAGES:
+                if has_images or place[0] not in VISION_PLACES:
                     found[place, has_images] = BlockLaws(forward[place], forward[place] * backward.num_forward)
         return cls._from_laws(model, found, 0.0)
 

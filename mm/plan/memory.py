@@ -171,7 +171,8 @@ def layer_memories(
         keeps = layer_keeps(weights, model, path.needs_input_gradient(place, layer), tower.recompute)
         fused = next(weight for weight in weights if weight.fusion is Fusion.GATE_UP)
         local_ffn = memory_shape(fused, tp_size)[0] // 2
-        found.append((layer_bytes(tower, local_ffn, tp_size, width, num_pieces, ulysses_size), keeps))
+        division = (1, 1) if place is Place.VISION_LAYER and model.encodes_whole else (tp_size, num_pieces)
+        found.append((layer_bytes(tower, local_ffn, division[0], width, division[1], ulysses_size), keeps))
     return found
 
 
@@ -194,6 +195,11 @@ class ChunkMemory:
     @property
     def width(self) -> int:
         return WIDTHS[self.precision]
+
+    @property
+    def _vision_division(self) -> tuple[int, int]:
+        """``tp_size`` and ``num_pieces`` of the ViT and the projector."""
+        return (1, 1) if self.model.encodes_whole else (self.tp_size, self.num_pieces)
 
     def kept_bytes(self, rows: MicrobatchSizes) -> int:
         """Bytes that one microbatch keeps from its forward to its backward pass, without logits."""
@@ -244,7 +250,8 @@ class ChunkMemory:
         return vision, language
 
     def _message_bytes(self, message: Message, rows: MicrobatchSizes) -> int:
-        return message_bytes(message, rows.num_patches, rows.num_tokens, self.model, self.width) // self.num_pieces
+        num_pieces = self.num_pieces if message is Message.HIDDEN_STATES else self._vision_division[1]
+        return message_bytes(message, rows.num_patches, rows.num_tokens, self.model, self.width) // num_pieces
 
     def _logits(self, num_rows: int) -> int:
         return num_rows * (self.model.language.vocab_size // self.tp_size) if self.spec.has_head else 0
@@ -286,7 +293,7 @@ class ChunkMemory:
         if kept:
             kept += _vision_table_bytes(vision)
         if spec.has_patch_embedding and not all(is_frozen(one, model) for one in self._of(Place.PATCH_EMBEDDING)):
-            kept += vision.patch_elements * self.width // self.num_pieces + INT64
+            kept += vision.patch_elements * self.width // self._vision_division[1] + INT64
         if spec.has_projector:
             kept += self._projector_per_patch
         if spec.has_embedding and self._path.leads_to_images:
@@ -296,14 +303,15 @@ class ChunkMemory:
     @cached_property
     def _projector_per_patch(self) -> int:
         """Bytes per patch of the norm's input and output, GELU's input and output, and the row index."""
-        weights, hidden = self._of(Place.PROJECTOR), self.model.vision.hidden_size * self.width // self.num_pieces
+        weights, (_, num_pieces) = self._of(Place.PROJECTOR), self._vision_division
+        hidden = self.model.vision.hidden_size * self.width // num_pieces
         trained, (first, second), ranks = trained_layers(weights, self.model)
         passes = self._path.needs_input_gradient(Place.PROJECTOR)
         fc1 = next(weight for weight in weights if len(weight.shape) > 1)
         gelu = memory_shape(fc1, self.tp_size)[0] * self.width
-        kept = (passes or any(trained[:first])) * (hidden + FP32 // self.num_pieces) + trained[first] * hidden
+        kept = (passes or any(trained[:first])) * (hidden + FP32 // num_pieces) + trained[first] * hidden
         merged = ((passes or any(trained[:second])) + trained[second]) * gelu + (passes or any(trained)) * INT64
-        merged += sum(ranks) * self.width // self.num_pieces
+        merged += sum(ranks) * self.width // num_pieces
         return kept + merged // self.model.vision.spatial_merge_size**2
 
     @cached_property

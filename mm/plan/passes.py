@@ -12,13 +12,11 @@ from mm.batch import NO_SAMPLES
 from mm.model.flops import BlockPlace, blocks
 from mm.parallel.simulation import MessageCost, TimedStep, as_costs, as_messages, simulate
 from mm.placement import Placement
-from mm.plan.costs import image_kinds
+from mm.plan.costs import VISION_PLACES, image_kinds
 from mm.plan.predict import Predictor
 from mm.weights.table import Place
 
 FORWARD, BACKWARD = 0, 1
-VISION_PLACES = (Place.PATCH_EMBEDDING, Place.VISION_LAYER, Place.PROJECTOR)
-"""What the engine records as the forward pass of the ViT; all else belongs to the LLM."""
 
 
 @dataclass(frozen=True)

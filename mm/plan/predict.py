@@ -248,8 +248,8 @@ class Predictor:
         return fmean(float(self._flops.of_all(np.concatenate(step)).sum()) for step in workload.steps)
 
     def shared(self, counts: np.ndarray) -> np.ndarray:
-        """What one context-parallel rank computes of each microbatch."""
-        return counts if self.run.cp_size == 1 else _divided(counts, self.run.cp_size)
+        """What one rank computes of each microbatch: its share of the tokens, and of the images."""
+        return _divided(counts, self.run.cp_size, self.run.num_encoders)
 
     def messages(self, counts: np.ndarray, placements: Sequence[Placement]) -> np.ndarray:
         """[2, num_microbatches, num_slots - 1, num_placements]"""
@@ -260,7 +260,9 @@ class Predictor:
         def seconds(message: Message, law: Law, with_images: bool, without: bool) -> np.ndarray:
             """[2, num_microbatches]; the flags say whether gradients come back."""
             num_bytes = message_bytes(message, num_patches, num_tokens, self.run.model, self._width)
-            forward = (law.fixed + law.per_row * num_bytes / self.run.num_pieces) * (num_bytes > 0)
+            in_pieces = message is Message.HIDDEN_STATES or not self.run.model.encodes_whole
+            num_pieces = self.run.num_pieces if in_pieces else 1
+            forward = (law.fixed + law.per_row * num_bytes / num_pieces) * (num_bytes > 0)
             return np.stack([forward, forward * np.where(has_images, with_images, without)])
 
         found = np.zeros((2, len(counts), len(placements[0].slots) - 1, len(placements)))
@@ -291,10 +293,13 @@ class Predictor:
         return law.fixed + law.per_row * max(size.num_trainable_params for size in sizes) / num_shards
 
 
-def _divided(counts: np.ndarray, num_ranks: int) -> np.ndarray:
-    """The costliest share of each microbatch: tokens are divided evenly, images of about the same size dealt whole."""
+def _divided(counts: np.ndarray, num_ranks: int, num_encoders: int) -> np.ndarray:
+    """The costliest share of each microbatch: tokens are divided evenly over ``num_ranks``, and whole images of about
+    the same size over ``num_encoders``."""
+    if num_encoders == 1:
+        return counts
     images = counts[:, COUNTS.index("num_images")]
-    share = np.ceil(images / num_ranks) / np.maximum(images, 1)
+    share = np.ceil(images / num_encoders) / np.maximum(images, 1)
     found = counts / num_ranks
     for name in ("num_patches", "num_image_pairs", "num_window_pairs"):
         found[:, COUNTS.index(name)] = counts[:, COUNTS.index(name)] * share

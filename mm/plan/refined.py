@@ -5,9 +5,8 @@ from dataclasses import replace
 import numpy as np
 
 from mm.plan.calibration import BlockLaws, Calibration, MeasuredBlock
-from mm.plan.costs import Cutting, block_keys, laws_of
+from mm.plan.costs import VISION_PLACES, Cutting, block_keys, laws_of
 from mm.plan.differences import UPDATE, Comparison
-from mm.plan.passes import VISION_PLACES
 from mm.plan.predict import Predictor
 
 

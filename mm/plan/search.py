@@ -213,7 +213,7 @@ class LayoutSearch:
         return self.planned(choice, choice.applied(self._run), num_steps)
 
     def _predictor(self, choice: Choice, run: Run) -> Predictor:
-        key = choice.tp_size, choice.cp_size, choice.num_stages, choice.recompute
+        key = choice.tp_size, choice.cp_size, choice.num_stages, choice.encoder, choice.recompute
         if key not in self._predictors:
             self._predictors[key] = Predictor(run, self._calibrate(run))
         return self._predictors[key]
@@ -227,7 +227,7 @@ class LayoutSearch:
 
     def _even_size(self, run: Run) -> StageSize:
         """States of one rank if all stages were equal."""
-        key = run.tp_size, run.dp_size * run.cp_size, run.args.use_distributed_optimizer
+        key = run.tp_size, run.model.encodes_whole, run.dp_size * run.cp_size, run.args.use_distributed_optimizer
         if key not in self._sizes:
             self._sizes[key] = reduce(StageSize.__add__, stage_sizes(run, run.model.placement()))
         return self._sizes[key].divided(run.num_stages)

@@ -133,6 +133,8 @@ def _run_lines(run: Run) -> list[str]:
            f"{WIDTHS[args.precision]} bytes each, and no gradients, optimizer state or fp32 copies"]
           if lora.is_on else []),
         f"Ranks     {run.world_size} ranks = {_ranks(run)}",
+        *([f"Encoder   ViT and projector whole on every tensor-parallel rank; {run.num_encoders} ranks divide the "
+           f"images of a microbatch"] if run.model.encodes_whole else []),
         f"Batch     {run.global_batch_size} samples per step = {_microbatches(run)}; at most {args.seq_length} tokens "
         f"per sample",
         f"Training  {_steps(run)} in {args.precision}, loss: mean over the "
@@ -246,7 +248,7 @@ def longest_microbatches(run: Run) -> dict[str, MicrobatchSizes]:
     One is all text, every token a target.  The other is all visual tokens, which are never targets.  A mixture needs
     memory between the two.  With ``--dry-run-patches``: one microbatch with that many patches, the rest text.
 
-    Context-parallel ranks get whole images, so a rank may have one more than its share.
+    Ranks that divide the images get whole ones, so a rank may have one more than its share.
     """
     num_tokens, per_token = run.args.seq_length * run.args.micro_batch_size, run.model.vision.spatial_merge_size**2
     data, patch_pixels = run.data, run.model.vision.patch_size**2
@@ -257,7 +259,7 @@ def longest_microbatches(run: Run) -> dict[str, MicrobatchSizes]:
 
     def rows(num_patches: int) -> MicrobatchSizes:
         num_text = num_tokens - num_patches // per_token
-        share = -(-num_patches // run.cp_size) + largest_image
+        share = -(-num_patches // run.num_encoders) + largest_image
         return MicrobatchSizes(-(-num_tokens // run.cp_size), min(num_patches, share), -(-num_text // run.cp_size))
 
     if run.args.dry_run_patches is not None:
@@ -348,10 +350,11 @@ def _microbatch_lines(run: Run, kinds: dict[str, MicrobatchSizes]) -> list[str]:
         num_patches = num_tokens * run.model.vision.spatial_merge_size**2
         lines = [start, f"all text, every token a target, or all visual ({num_patches:,} patches); a mixture needs",
                  "an amount in between."]
-    if run.cp_size > 1:
+    if run.num_encoders > 1:
         held = kinds.get(STATED, kinds.get(VISUAL))
         assert held is not None, "kinds has one of the two"
-        lines += [f"Each context-parallel rank holds {held.num_tokens:,} of the tokens and at most "
+        axes = " and ".join(["context-parallel"] * (run.cp_size > 1) + ["tensor-parallel"] * run.model.encodes_whole)
+        lines += [f"Each {axes} rank holds {held.num_tokens:,} of the tokens and at most "
                   f"{held.num_patches:,} patches: its share, and one",
                   "image of image_max_pixels, because images stay whole."]
     return lines

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 from mm.config.run import Run
 from mm.device.platform import KnownDevice
-from mm.plan.choices import AS_GIVEN, Choice
+from mm.plan.choices import AS_GIVEN, ENCODERS, Choice
 from mm.plan.costs import COUNTS
 from mm.plan.lists import Lists
 from mm.plan.search import Planned, SearchResult
 from mm.plan.waits import waits_of
 
-_HEAD = ("", "TP", "CP", "PP", "VPP", "DP", "MBS", "samples", "recompute", "step, s", "nine of ten", "tok/s/device",
-         "MFU", "waits", "GiB")
+_HEAD = ("", "TP", "CP", "PP", "VPP", "DP", "MBS", "samples", "encoder", "recompute", "step, s", "nine of ten",
+         "tok/s/device", "MFU", "waits", "GiB")
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ def _advice(plan: LayoutPlan, best: Planned) -> str:
 def _words(choice: Choice, dp_size: int) -> str:
     chunks = f" with {choice.num_chunks} chunks each" if choice.num_chunks > 1 else ""
     sampler = "" if choice.sampler == AS_GIVEN else f", {choice.sampler}"
+    sampler += ", encoder whole on tensor ranks" if choice.encoder != ENCODERS[0] else ""
     return (f"TP {choice.tp_size}, CP {choice.cp_size}, PP {choice.num_stages}{chunks}, DP {dp_size}, micro batch "
             f"{choice.micro_batch_size}{sampler}, recompute {choice.recompute}")
 
@@ -92,7 +93,7 @@ def _row(name: str, one: Planned, plan: LayoutPlan) -> tuple[str, ...]:
     mfu = "" if peak is None else f"{one.predictor.flops(one.workload) / step.seconds / one.run.world_size / peak:.1%}"
     tokens = one.workload.num_tokens / step.seconds / one.run.world_size
     return (name, *map(str, (choice.tp_size, choice.cp_size, choice.num_stages, choice.num_chunks, one.run.dp_size,
-                             choice.micro_batch_size, choice.sampler, choice.recompute)),
+                             choice.micro_batch_size, choice.sampler, choice.encoder, choice.recompute)),
             f"{step.seconds:.4g}", f"{low:.3g} .. {high:.3g}", f"{tokens:,.0f}", mfu, f"{max(0.0, step.bubble):.1%}",
             f"{one.peak_bytes / 2**30:.1f}")
 

@@ -18,7 +18,7 @@ from mm.ending import print_notes
 from mm.errors import UserError, nearest, printable
 from mm.plan.by_device import calibration_by_device
 from mm.plan.calibration import Calibration, read_calibration
-from mm.plan.choices import NAMES, SAMPLERS, Choice, choices, present_choice
+from mm.plan.choices import AS_GIVEN, ENCODERS, NAMES, RECOMPUTE, SAMPLERS, Choice, choices, present_choice
 from mm.plan.distributions import DISTRIBUTIONS, mixed
 from mm.plan.lists import Lists
 from mm.plan.search import LayoutSearch, Planned, SearchResult
@@ -32,6 +32,8 @@ NUM_STEPS = 4
 MEMORY_SHARE = 0.92
 """Of a device's memory, by default: the driver, communication buffers and fragmentation take the rest."""
 _NUM_SHOWN = 5
+_WORDS = {"sampler": SAMPLERS, "encoder": ENCODERS, "recompute": (*RECOMPUTE, AS_GIVEN)}
+"""Values of ``--fix`` that are no numbers."""
 _MOST_RANKS = 1 << 20
 
 
@@ -154,8 +156,8 @@ def _fixed(words: str) -> Mapping[str, Sequence[object]]:
         if name.upper() not in NAMES:
             raise UserError(f"--fix has {word!r}; expected {', '.join(NAMES)}{nearest(name.upper(), NAMES)}")
         field = NAMES[name.upper()]
-        if field in ("sampler", "recompute"):
-            legal = SAMPLERS if field == "sampler" else ("none", "selective", "full", "as given")
+        if field in _WORDS:
+            legal = _WORDS[field]
             if strange := [value for value in values.split("/") if value not in legal]:
                 raise UserError(f"--fix has {name}={strange[0]}; expected {', '.join(legal)}")
             found[field] = values.split("/")

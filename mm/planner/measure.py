@@ -8,7 +8,8 @@ from statistics import median
 
 from mm.batch import BatchTotals, Grid, Microbatch
 from mm.config.flags import Arguments
-from mm.config.model import ModelConfig, layers_in
+from mm.config.layers import layers_in
+from mm.config.model import ModelConfig
 from mm.device.device import Device
 from mm.parallel import mesh as parallel
 from mm.plan.calibration import Calibration, Machine, MeasuredBlock
@@ -36,7 +37,11 @@ class ProbeSizes:
 def measure(
     device: Device, args: Arguments, model: ModelConfig, tp_sizes: Sequence[int], sizes: ProbeSizes
 ) -> Calibration:
-    """Measure everything; every rank of the job calls it and gets the same result."""
+    """Measure everything; every rank of the job calls it and gets the same result.
+
+    Whole encoders have the laws of one tensor-parallel rank.
+    """
+    model = replace(model, encoder_placement="cut")
     microbatches = [random_microbatch(model, samples) for samples in _samples(model, sizes)]
     blocks: dict[object, MeasuredBlock] = {}
     passes: list[float] = []

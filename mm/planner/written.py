@@ -48,6 +48,8 @@ def _set_layout(model: dict[str, Any], best: Planned) -> None:
         for name in ("granularity", "method", "num_layers", "modules"):
             section.pop(f"recompute_{name}", None)
         section |= _recompute_keys(tower.recompute)
+    if best.run.model.encodes_whole or "encoder_placement" in model:
+        model["encoder_placement"] = best.run.model.encoder_placement
 
 
 def _recompute_keys(recompute: RecomputeConfig) -> dict[str, Any]:

@@ -32,6 +32,7 @@ _INKS = {
     label(Work.FORWARD): _Ink("#7d8794", "#ffffff"),
     label(Work.INPUTS): _Ink("#b9a58a"),
     label(Work.EXCHANGE): _Ink("#f7e9c3"),
+    label(Work.VISUAL_EXCHANGE): _Ink("#e3d9a8"),
     label(Work.DATA): _Ink("#f9d9cf"),
     label(Work.REDUCTION): _Ink("#e5b94f"),
     label(Work.UPDATE): _Ink("#d9702e", "#ffffff"),

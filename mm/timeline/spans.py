@@ -19,7 +19,7 @@ COMPUTING = frozenset({Work.INPUTS, Work.FORWARD, Work.VISION_FORWARD, Work.LANG
 TIMED = tuple(work for work in Work if work is not Work.SAVE)
 """The kinds of work in a step."""
 
-WAITS = frozenset({Work.EXCHANGE, Work.REDUCTION, Work.UPDATE_WAIT})
+WAITS = frozenset({Work.EXCHANGE, Work.VISUAL_EXCHANGE, Work.REDUCTION, Work.UPDATE_WAIT})
 """Waits for other ranks, with the transfers themselves."""
 
 _INSTANT = 1e-12

@@ -81,7 +81,8 @@ def node_problems(run: Run, node: Node, notes: list[str]) -> list[str]:
 def gloo_connections(run: Run, rank: int) -> int:
     """Open files of ``rank`` for the gloo groups of ``mm.parallel.mesh``.
 
-    The groups are all ranks, its replica, the data owners, and the ranks of its replica that get pixels.  With
+    The groups are all ranks, its replica, the data owners, and the ranks of its replica that get pixels (with whole
+    encoders, which need different ones, they get them in the replica's group).  With
     TORCH_GLOO_LAZY_INIT, which that module sets unless the user did, a rank connects to log N others of a group,
     otherwise to all.
     """
@@ -90,8 +91,10 @@ def gloo_connections(run: Run, rank: int) -> int:
     in_stage = run.tp_size * run.cp_size * run.dp_size
     is_owner = rank < in_stage and rank % (run.tp_size * run.cp_size) == 0
     sizes = [run.world_size, replica, run.dp_size if is_owner else 1]
-    sizes += [run.tp_size] * (run.cp_size if is_owner else 1)
-    return sum((size.bit_length() if is_lazy else size - 1) + FILES_OF_A_GROUP for size in sizes if size > 1)
+    sizes += [] if run.model.encodes_whole else [run.tp_size] * (run.cp_size if is_owner else 1)
+    num_receivers = run.tp_size * run.cp_size if run.model.encodes_whole and is_owner and is_lazy else 0
+    return num_receivers + sum(
+        (size.bit_length() if is_lazy else size - 1) + FILES_OF_A_GROUP for size in sizes if size > 1)
 
 
 def _open_files(run: Run, node: Node) -> Iterator[MachineFinding]:

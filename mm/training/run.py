@@ -151,7 +151,7 @@ class Trainer:
             return None
         gib = args.vision_feature_cache_gib
         max_bytes = None if gib is None else int(gib * 2**30)
-        return FeatureKeeper(args.vision_feature_cache, mesh.rank, max_bytes, mesh.dp_size * mesh.cp_size)
+        return FeatureKeeper(args.vision_feature_cache, mesh.rank, max_bytes, mesh.dp_size * mesh.context.num_encoders)
 
     def _validator(self, feed: Feed) -> Validator:
         validator = Validator(self.run.args, self.setup, self._watchdog, feed.validation, self._say)

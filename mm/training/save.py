@@ -241,13 +241,13 @@ def _stored(setup: Setup, copies: bool) -> dict[str, Weight]:
     """
     mesh, saved = setup.mesh, {weight.name for weight in saved_weights(setup.stage.model)}
     own = {weight.name: weight for weight in setup.stage.weights
-           if weight.name in saved and (weight.tp_dim is not None or mesh.tp_rank == 0)}
+           if weight.name in saved and (weight.is_cut or mesh.tp_rank == 0)}
     return own if not copies else {weight.name: weight for weight in setup.stage.weights
                                    if weight.name not in own and stored_name(weight) in saved}
 
 
 def _tp_rank(weight: Weight, mesh: Mesh) -> int:
-    return 0 if weight.tp_dim is None else mesh.tp_rank
+    return weight.shards(mesh.tp_size, mesh.tp_rank)[1]
 
 
 def own_optimizer_facts(setup: Setup, owned: Sequence[OwnedState]) -> OptimizerFacts:

@@ -42,7 +42,7 @@ def check_weights(setup: Setup, iteration: int) -> None:
     ranks and tensors."""
     setup.finish_gathering()
     mesh, stage = setup.mesh, setup.stage
-    own = tuple((str(weight.hf_names), weight.name, -1 if weight.tp_dim is None else mesh.tp_rank,
+    own = tuple((str(weight.hf_names), weight.name, mesh.tp_rank if weight.is_cut else -1,
                  digest(stage.get_parameter(weight.name))) for weight in stage.weights)  # fmt: skip
     held: dict[tuple[str, int], dict[int, Digest]] = defaultdict(dict)
     names: dict[str, str] = {}

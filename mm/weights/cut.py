@@ -4,7 +4,7 @@ Byte plans need this without loading any weight.  The trick: number the indices,
 ``mm.weights.table`` to the numbers, and read off where each went.  No layout rule is repeated here.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -63,6 +63,7 @@ def shard_spans(weight: Weight, tp_size: int, tp_rank: int) -> tuple[Span, ...]:
 
 
 def share_numbers(weight: Weight, one: tuple[int, int], other: tuple[int, int]) -> bool:
-    """Whether the shards of two (TP size, TP rank) have any number of a weight with a ``tp_dim`` in common."""
-    pairs = zip(hf_ranges(weight, *one), hf_ranges(weight, *other), strict=True)
+    """Whether two shards, (number of shards, which one), have any number of a weight with a ``tp_dim`` in common."""
+    cut = replace(weight, is_whole=False)
+    pairs = zip(hf_ranges(cut, *one), hf_ranges(cut, *other), strict=True)
     return any(max(a.start, b.start) < min(a.stop, b.stop) for first, second in pairs for a in first for b in second)

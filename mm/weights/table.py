@@ -3,7 +3,7 @@
 Conversion both ways, resharding, loading, the keys a stage must hold and verification all ask here: no other module
 spells a weight name or fuses weights.  Pure shapes and tensor algebra.
 
-Our names and fused layouts are MindSpeed-MM's, except that layer numbers are global (``stage_local_name`` gives its
+Our names and fused layouts are MindSpeed-MM's, except that layer numbers are global (``mm.formats.storage`` has its
 local ones).  Hugging Face names are the published ones, from the model's family.
 """
 
@@ -16,7 +16,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from mm.config.model import LanguageConfig, ModelConfig, Tower, layers_in
+from mm.config.layers import layers_in
+from mm.config.model import LanguageConfig, ModelConfig, Tower
 from mm.errors import UserError
 from mm.families.family import LayerNames
 from mm.placement import StageSpec
@@ -86,10 +87,21 @@ class Weight(Cut):
 
     is_tied_copy: bool = False
     """Whether it is a tied model's output layer on a stage without the embedding: a copy of the embedding."""
+    is_whole: bool = False
+    """Whether every TP rank holds all of it, although it has a ``tp_dim`` (``ModelConfig.encodes_whole``)."""
 
     @property
     def is_adapter(self) -> bool:
         return self.scale is not None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether TP ranks hold different shards; otherwise each holds the whole tensor."""
+        return self.tp_dim is not None and not self.is_whole
+
+    def shards(self, tp_size: int, tp_rank: int = 0) -> tuple[int, int]:
+        """Number of different shards on ``tp_size`` TP ranks, and which of them this rank holds."""
+        return (tp_size, tp_rank) if self.is_cut else (1, 0)
 
 
 @cache
@@ -99,9 +111,11 @@ def model_weights(model: ModelConfig) -> tuple[Weight, ...]:
     A tied model has no output layer.  The table of a model is made once: a run asks for it in many places.
     """
     weights = _own_weights(model)
-    if not model.lora.is_on:
-        return weights
-    return tuple(one for weight in weights for one in (weight, *_adapters(weight, model)))
+    if model.lora.is_on:
+        weights = tuple(one for weight in weights for one in (weight, *_adapters(weight, model)))
+    if model.encodes_whole:
+        weights = tuple(weight if weight.part == "language" else replace(weight, is_whole=True) for weight in weights)
+    return weights
 
 
 def _own_weights(model: ModelConfig) -> tuple[Weight, ...]:
@@ -139,14 +153,6 @@ def stage_weights(model: ModelConfig, spec: StageSpec) -> tuple[Weight, ...]:
     return tuple(owned)
 
 
-def stage_local_name(weight: Weight, spec: StageSpec) -> str:
-    """MindSpeed-MM's own name of a weight in the slot ``spec``: its layers count from 0 in every slot."""
-    if weight.layer is None:
-        return weight.name
-    first = getattr(spec, weight.place.value).start
-    return weight.name.replace(f".layers.{weight.layer}.", f".layers.{weight.layer - first}.")
-
-
 def stored_name(weight: Weight) -> str:
     """The name under which a checkpoint keeps the state of ``weight``: a tied output layer's is the embedding's."""
     return EMBEDDING_NAME if weight.is_tied_copy else weight.name
@@ -163,8 +169,7 @@ def fuse(weight: Weight, hf_tensors: Sequence[Tensor]) -> Tensor:
         case Fusion.GATE_UP:
             return torch.cat(list(hf_tensors))
         case Fusion.PER_HEAD_QKV:
-            (tensor,) = hf_tensors
-            rest = tensor.shape[1:]
+            tensor, rest = hf_tensors[0], hf_tensors[0].shape[1:]
             return tensor.reshape(3, -1, weight.head_dim, *rest).transpose(0, 1).reshape(-1, *rest)
         case Fusion.GROUPED_QKV:
             num_groups = hf_tensors[1].shape[0] // weight.head_dim
@@ -192,7 +197,7 @@ def local_shape(weight: Weight, tp_size: int) -> tuple[int, ...]:
 def shard(weight: Weight, whole: Tensor, tp_size: int, tp_rank: int) -> Tensor:
     """One TP rank's part of a whole fused tensor, zero-padded; [gate; up] gives [gate_i; up_i]."""
     assert whole.shape == weight.shape, (weight.name, whole.shape)
-    if weight.tp_dim is None or tp_size == 1:
+    if weight.tp_dim is None or weight.shards(tp_size)[0] == 1:
         return whole
     num_blocks = num_stacked_blocks(weight)
     block_size = weight.shape[weight.tp_dim] // num_blocks
@@ -206,7 +211,7 @@ def shard(weight: Weight, whole: Tensor, tp_size: int, tp_rank: int) -> Tensor:
 def unshard(weight: Weight, shards: Sequence[Tensor]) -> Tensor:
     """The whole fused tensor from the shards of all TP ranks, without padding.  A replicated one is rank 0's."""
     assert all(shard.shape == local_shape(weight, len(shards)) for shard in shards), weight.name
-    if weight.tp_dim is None or len(shards) == 1:
+    if weight.tp_dim is None or weight.shards(len(shards))[0] == 1:
         return shards[0]
     num_blocks = num_stacked_blocks(weight)
     block_size = weight.shape[weight.tp_dim] // num_blocks
@@ -382,6 +387,7 @@ def num_stacked_blocks(weight: Weight) -> int:
 
 
 def _units_per_rank(weight: Weight, tp_size: int) -> int:
+    tp_size, _ = weight.shards(tp_size)
     if weight.num_units % tp_size and not weight.pads:
         raise UserError(
             f"{weight.name} has {weight.num_units} units (heads, key/value groups or vocabulary rows) along dimension "
@@ -393,7 +399,8 @@ def _units_per_rank(weight: Weight, tp_size: int) -> int:
 def _rank_range(weight: Weight, block_size: int, tp_size: int, tp_rank: int) -> range:
     """The real (not padding) part of a block of ``block_size`` that belongs to one rank."""
     unit_size, per_rank = block_size // weight.num_units, _units_per_rank(weight, tp_size)
-    return range(*(min(index * per_rank, weight.num_units) * unit_size for index in (tp_rank, tp_rank + 1)))
+    _, shard = weight.shards(tp_size, tp_rank)
+    return range(*(min(index * per_rank, weight.num_units) * unit_size for index in (shard, shard + 1)))
 
 
 def _zero_pad(tensor: Tensor, dim: int, size: int) -> Tensor:

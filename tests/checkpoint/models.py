@@ -110,7 +110,7 @@ def small_models(draw) -> SmallModel:
 
 @st.composite
 def layouts(draw, small: SmallModel) -> Layout:
-    """A valid layout: stages without layers, the ViT over several stages and chunks."""
+    """A valid layout: stages without layers, the ViT over several stages and chunks, cut or whole."""
     num_stages, num_chunks = draw(st.integers(1, 8)), draw(st.sampled_from((1, 1, 2, 3)))
     num_slots = num_stages * num_chunks
     last_vision = draw(st.integers(0, num_slots - 1))
@@ -125,7 +125,8 @@ def layouts(draw, small: SmallModel) -> Layout:
     ends = max(slot for slot, count in enumerate(vision) if count)
     language = counts(small.language_layers, ends, num_slots - 1)
     tp_size = draw(st.sampled_from([size for size in (1, 2, 4, 8) if small.max_tp_size % size == 0]))
-    return Layout(nested(vision, num_stages), nested(language, num_stages), tp_size)
+    encoder = draw(st.sampled_from(("cut", "tensor_ranks"))) if tp_size > 1 else "cut"
+    return Layout(nested(vision, num_stages), nested(language, num_stages), tp_size, encoder)
 
 
 def nested(counts: list[int], num_stages: int) -> PipelineLayout:

@@ -80,6 +80,30 @@ def test_diff(hf, tmp_path, capsys):
     assert "does not exist" in capsys.readouterr().err
 
 
+def test_a_whole_encoder(hf, tmp_path, capsys):
+    """Each tensor-parallel rank holds the whole ViT and projector; other layouts are made of it, and it of others."""
+    target = {"target_parallel_config__llm_pp_layers": "[3]", "target_parallel_config__vit_pp_layers": "[2]"}
+    assert to_mm(hf, tmp_path / "whole", parallel_config__tp_size=2,
+                 parallel_config__encoder_placement="tensor_ranks") == 0
+    held = weights(tmp_path / "whole")
+    shared = [(file, name) for file in held if "rank_00" in file for name in held[file] if "image_encoder." in name]
+    assert shared and all(torch.equal(held[file][name], held[file.replace("rank_00", "rank_01")][name])
+                          for file, name in shared)
+    assert run("show", dir=tmp_path / "whole") == 0
+    assert "tp_size 2, encoder_placement tensor_ranks" in capsys.readouterr().out
+    assert run("verify", mm_dir=tmp_path / "whole", hf_config__hf_dir=hf) == 0
+    assert run("diff", source_dir=tmp_path / "whole", target_dir=hf) == 0
+    two = {**target, "target_parallel_config__tp_size": 2}
+    assert run("resplit", source_dir=tmp_path / "whole", target_dir=tmp_path / "cut", **two) == 0
+    assert run("resplit", source_dir=tmp_path / "cut", target_dir=tmp_path / "again", **two,
+               target_parallel_config__encoder_placement="tensor_ranks") == 0
+    assert run("mm_to_hf", mm_dir=tmp_path / "again", save_hf_dir=tmp_path / "back", hf_config__hf_dir=hf) == 0
+    assert files(tmp_path / "back") == files(hf)
+    assert to_mm(hf, tmp_path / "no", parallel_config__tp_size=2, parallel_config__vit_tp_size=1) == 2
+    assert "for a ViT that is not cut give --cfg.parallel_config.encoder_placement tensor_ranks" in (
+        capsys.readouterr().err)
+
+
 def test_vit_only(hf, tmp_path, capsys):
     assert to_mm(hf, tmp_path / "mm", save_vit_only="true") == 0
     names = {name for tensors in weights(tmp_path / "mm").values() for name in tensors}

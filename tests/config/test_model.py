@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from mm.config.data import read_data
-from mm.config.model import RecomputeConfig, layers_in, read_model
+from mm.config.layers import layers_in
+from mm.config.model import RecomputeConfig, placement_notes, read_model
 from mm.errors import UserError
 from tests.files import EXAMPLES
 
@@ -65,6 +66,20 @@ def test_freeze_when_absent_and_given(tmp_path):
     assert (config.vision.freeze, config.projector.freeze, config.language.freeze) == (True, False, False)
     config = model(tmp_path, **{f"{VISION}.freeze": False, f"{LANGUAGE}.freeze": True})
     assert (config.vision.freeze, config.projector.freeze, config.language.freeze) == (False, True, True)
+
+
+def test_a_whole_encoder_does_not_restrict_the_tensor_parallel_size(tmp_path):
+    """Each rank has all heads of the ViT, here 6, which 4 does not divide."""
+    odd = {f"{VISION}.num_attention_heads": 6, f"{VISION}.hidden_size": 96, f"{PROJECTOR}.input_size": 96,
+           f"{PROJECTOR}.ffn_hidden_size": 384}  # fmt: skip
+    cut, whole = (model(tmp_path, encoder_placement=one, **odd) for one in (None, "tensor_ranks"))
+    assert (cut.encoder_placement, cut.tp_sizes, cut.encodes_whole) == ("cut", (1, 2), False)
+    assert (whole.encoder_placement, whole.tp_sizes, whole.encodes_whole) == ("tensor_ranks", (1, 2, 4), True)
+    (problem,) = problems(read_model, tmp_path, "model_7b.json", {"encoder_placement": "tensor_rank"})
+    assert 'encoder_placement is "tensor_rank"; supported: "cut" or "tensor_ranks"' in problem
+    assert not [*placement_notes(whole, 2, "m.json")]
+    (note,) = placement_notes(whole, 1, "m.json")
+    assert str(note) == "encoder_placement of m.json: no effect: there is one tensor-parallel rank"
 
 
 def test_block_recomputes_the_first_layers_of_each_chunk_and_uniform_all():

@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 
 from mm.config.data import Paths
 from mm.config.foreign import Fixed, Inert
-from mm.config.model import Layers
+from mm.config.layers import Layers
 from mm.config.schema import STRICT, Count, Int, Key, Number, OrDefault, ReadSettings, read_settings
 from mm.errors import UserError
 

@@ -22,6 +22,7 @@ LAYOUTS = {  # name: (processes, model JSON, what the same run on the CPU is cal
     "pp2": (2, "model_2", "fp32", ("--profile-pipeline", "2", "--log-timers")),
     "tp2-bf16": (2, "model_1", "bf16", ("--bf16", "--tensor-model-parallel-size", "2", "--use-distributed-optimizer")),
     "tp2-sequence": (2, "model_1", "fp32", ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
+    "tp2-whole-encoder": (2, "model_whole", "fp32", ("--tensor-model-parallel-size", "2")),
     "cp2-ulysses": (2, "model_1", "fp32", ("--context-parallel-size", "2")),
     "cp2-ring-bf16": (2, "model_1", "bf16", ("--bf16", "--context-parallel-size", "2", "--context-parallel-algo",
                                              "megatron_cp_algo", "--use-distributed-optimizer")),
@@ -77,6 +78,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where all runs have left what they made."""
     inputs = write_inputs(tmp_path_factory.mktemp("npu"))
     model = json.loads((inputs / "model_1.json").read_text())
+    (inputs / "model_whole.json").write_text(json.dumps(model | {"encoder_placement": "tensor_ranks"}))
     model["image_encoder"]["vision_encoder"]["freeze"] = True
     (inputs / "model_frozen.json").write_text(json.dumps(model))
     launch(inputs, "cpu", 1, list(REFERENCES))

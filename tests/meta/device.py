@@ -147,6 +147,8 @@ class Recorder(TorchDispatchMode):
         self.tallies: defaultdict[tuple[str, str], Tally] = defaultdict(Tally)
         self.host_reads: Counter[str] = Counter()
         self.collectives: Counter[str] = Counter()
+        self.collective_bytes: Counter[str] = Counter()
+        """Of the largest tensor of each: all rows of a gather or a reduce-scatter."""
         self.num_copies = 0
         """Tensors copied from the host."""
         self.live_bytes = self.peak_bytes = 0
@@ -166,6 +168,7 @@ class Recorder(TorchDispatchMode):
         self.tallies.clear()
         self.host_reads.clear()
         self.collectives.clear()
+        self.collective_bytes.clear()
         self.num_copies, self.in_flight_bytes = 0, None
         self.peak_bytes = self._bytes_before = self.live_bytes
 
@@ -227,6 +230,7 @@ class Recorder(TorchDispatchMode):
         outputs = _tensors(out)
         if func.namespace == "c10d":
             self.collectives[name] += 1
+            self.collective_bytes[name] += max((one.nbytes for one in (*inputs, *outputs)), default=0)
         elif self._counts and any(tensor.is_meta for tensor in (*inputs, *outputs)):
             self._watch(outputs)
             if not (func.is_view or name in _NO_KERNEL or _does_nothing(name, args, outputs)):

@@ -56,6 +56,8 @@ class Case:
     sequence_parallel: bool = False
     cp_size: int = 1
     is_ring: bool = False
+    whole_encoder: bool = False
+    """Whether every tensor-parallel rank has the whole ViT and projector, and images of its own."""
     lora_rank: int = 0
     """Rank of the adapters on all linear layers of trained parts; 0: no adapters."""
     forward_only: bool = False
@@ -79,7 +81,8 @@ class Case:
             "projector": dataclasses.replace(model.projector, freeze="projector" in self.freeze),
         }  # fmt: skip
         lora = LoraConfig(("all-linear",), r=self.lora_rank) if self.lora_rank else LoraConfig()
-        return dataclasses.replace(model, **parts, freeze_modules=self.freeze_modules, lora=lora)
+        return dataclasses.replace(model, **parts, freeze_modules=self.freeze_modules, lora=lora,
+                                   encoder_placement="tensor_ranks" if self.whole_encoder else "cut")
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,8 @@ class Trace:
     host_reads: dict[str, int]
     """By phase: how often the host waited for a value."""
     collectives: dict[str, int]
+    collective_bytes: dict[str, int]
+    """By collective: bytes of its largest tensor, summed."""
     num_copies: int
     """Tensors copied to the device."""
     state_bytes: int
@@ -159,7 +164,8 @@ def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> T
         "--lr", "1e-5", "--train-iters", "1", "--clip-grad", "1.0", "--weight-decay", "0.01", "--seq-length", "1",
         "--micro-batch-size", "1", "--mm-model", "-", "--mm-data", "-", "--use-distributed-optimizer", "--bf16",
     ])  # fmt: skip
-    batch = [deal_images(random_microbatch(model, [SAMPLE] * case.num_samples, seed), model, case.cp_size)
+    num_encoders = mesh.context.num_encoders
+    batch = [deal_images(random_microbatch(model, [SAMPLE] * case.num_samples, seed), model, num_encoders)
              for seed in range(case.num_microbatches)]
     totals = BatchTotals.of(batch, model.vision)
     with recorder:
@@ -187,6 +193,7 @@ def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> T
         operators=operators,
         host_reads=dict(recorder.host_reads),
         collectives=dict(recorder.collectives),
+        collective_bytes=dict(recorder.collective_bytes),
         num_copies=recorder.num_copies,
         state_bytes=recorder.live_bytes,
         in_flight_bytes=recorder.in_flight_bytes or 0,
@@ -209,7 +216,8 @@ def report(traced: Trace, num_operators: int = 12) -> str:
         f"states {traced.state_bytes / 1e9:.2f} GB, kept for the backward pass {traced.in_flight_bytes / 1e9:.2f} GB, "
         f"peak {traced.peak_bytes / 1e9:.2f} GB",
         f"host reads {sum(traced.host_reads.values())} {traced.host_reads}, copies to the device {traced.num_copies}, "
-        f"collectives {traced.collectives}",
+        f"collectives {sum(traced.collectives.values())} {traced.collectives}, "
+        f"{sum(traced.collective_bytes.values()) / 1e9:.2f} GB",
     ]
     for phase, operators in traced.operators.items():
         lines += ["", _row(phase, traced.total(phase))]
@@ -231,6 +239,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--recompute", default="none", choices=tuple(RECOMPUTE))
     parser.add_argument("--tp-size", type=int, default=1)
     parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument("--whole-encoder", action="store_true", help="encoder_placement tensor_ranks")
     parser.add_argument("--vision-layers", nargs="*", type=int, help="layers of the ViT on each pipeline stage")
     parser.add_argument("--language-layers", nargs="*", type=int, help="layers of the LLM on each pipeline stage")
     parser.add_argument("--stage", type=int, default=0, help="the pipeline stage that is traced")
@@ -243,7 +252,8 @@ def main(argv: Sequence[str]) -> None:
     num_samples = max(1, round(flags.tokens / SAMPLE_TOKENS))
     layers = (tuple(flags.vision_layers), tuple(flags.language_layers)) if flags.vision_layers else None
     case = Case(flags.size, num_samples, flags.num_microbatches, tuple(flags.freeze), recompute=flags.recompute,
-                tp_size=flags.tp_size, layers=layers, stage=flags.stage, sequence_parallel=flags.sequence_parallel)
+                tp_size=flags.tp_size, layers=layers, stage=flags.stage, sequence_parallel=flags.sequence_parallel,
+                whole_encoder=flags.whole_encoder)
     traced = trace(case)
     print(report(traced), flush=True)
     if flags.output:

@@ -1,6 +1,7 @@
 """Where visual tokens go among the words."""
 
 import torch
+import torch.distributed as dist
 
 from mm.device.device import Device
 from tests.tiny import IMAGE, VIDEO, VOCAB, microbatch, random_sample
@@ -8,11 +9,14 @@ from tests.tiny import IMAGE, VIDEO, VOCAB, microbatch, random_sample
 Device.pick("cpu")  # importing megatron needs it
 
 from mm.model.embedding import embedding_inputs  # noqa: E402
+from mm.parallel.context import Context  # noqa: E402
+
+ALONE = Context(dist.ProcessGroup(0, 1), dist.ProcessGroup(0, 1))
 
 
 def test_the_gradients_of_tokens_that_pictures_overwrite_do_not_meet_on_one_row() -> None:
     packed = microbatch([random_sample(torch.Generator(), ((1, 24, 24),), 12)])
-    found = embedding_inputs(packed, (IMAGE, VIDEO), Device.pick("cpu"))
+    found = embedding_inputs(packed, (IMAGE, VIDEO), Device.pick("cpu"), ALONE, ALONE.group)
     is_visual = packed.token_ids == IMAGE
     assert found.visual is not None and len(found.visual.index) == 144
     assert torch.equal(found.visual.index, is_visual.nonzero().squeeze(1))

@@ -26,6 +26,8 @@ class Case:
     tp: int = 1
     dp: int = 1
     tied: bool = False
+    num_key_heads: int = 2
+    """Key/value heads of the LLM; tensor parallelism of 4 needs 4."""
     freeze: tuple[str, ...] = ()
     freeze_layers: tuple[str, str] = ("", "")
     """Frozen layers of the ViT and the LLM, in the syntax of the model JSON."""
@@ -54,6 +56,8 @@ class Case:
     """Whether messages come only when they are wanted."""
     fused: bool = False
     """Whether the leaves are those that CUDA compiles, here as they are written."""
+    whole_encoder: bool = False
+    """Whether every tensor-parallel rank has the whole ViT and projector, and images of its own."""
     groups: bool = False
     """Groups of the optimizer: ``GROUP_FLAGS`` and the rates of parts beside them."""
 
@@ -86,7 +90,7 @@ class Case:
         """The same training on one rank: what transformers does."""
         return replace(self, name="", vision=(4,), language=(4,), tp=1, dp=1, distributed_optimizer=False,
                        overlap=False, recompute=None, logit_rows=None, sequence_parallel=False, cp=1, ring=False,
-                       waits=False)
+                       waits=False, whole_encoder=False)
 
 
 ALL = ("vision", "projector", "language")
@@ -104,6 +108,7 @@ FEW_TOKENS: dict[str, Any] = {
     "text_tokens": (1, 2, 1, 1, 3, 7, 1, 9),
 }
 """Microbatches of one token, two and three among others: a context or tensor-parallel rank is left without any."""
+ONE_IMAGE_OUTWEIGHS_ALL: tuple[tuple[Grid, ...], ...] = (((1, 2, 2),), ((1, 16, 20), (1, 2, 4)), ((1, 4, 2),))
 CASES = (
     Case("tp1"),
     Case("tp1-few-tokens", **FEW_TOKENS),
@@ -224,6 +229,49 @@ CASES = (
          sequence_parallel=True, recompute="selective"),
     Case("ring2-pp2-dp2-distributed-optimizer-overlap", (4, 0), (0, 4), cp=2, ring=True, dp=2, micro_batch_size=1,
          batch="images on one rank", distributed_optimizer=True, overlap=True),
+    # whole encoders: every tensor- and context-parallel rank has images of its own
+    *(replace(case, name=f"whole-{case.name}", whole_encoder=True) for case in (
+        Case("tp2", tp=2),
+        Case("tp2-tied-recompute", tp=2, tied=True, recompute="uniform"),
+        Case("tp2-few-tokens", tp=2, **FEW_TOKENS),
+        Case("tp2-text-only", tp=2, batch="text"),
+        Case("tp2-one-image-outweighs-all", tp=2, grids=ONE_IMAGE_OUTWEIGHS_ALL, micro_batch_size=3),
+        Case("tp2-vision-frozen", tp=2, freeze=("vision",)),
+        Case("tp2-encoder-frozen", tp=2, freeze=("vision", "projector")),
+        Case("tp2-only-vision-trained", tp=2, freeze=("projector", "language")),
+        Case("tp2-layers-frozen", tp=2, freeze_layers=("0-1,3", "0,2"), freeze_modules=("embed", "fc1")),
+        Case("tp2-groups-clipped", tp=2, groups=True, clip_grad=1e-6),
+        Case("tp2-sp", tp=2, sequence_parallel=True),
+        Case("tp2-sp-few-tokens", tp=2, sequence_parallel=True, **FEW_TOKENS),
+        Case("tp2-sp-one-image-outweighs-all", tp=2, sequence_parallel=True, grids=ONE_IMAGE_OUTWEIGHS_ALL,
+             micro_batch_size=3),
+        Case("tp2-sp-encoder-frozen", tp=2, sequence_parallel=True, freeze=("vision", "projector")),
+        Case("tp2-sp-fused-recompute", tp=2, fused=True, sequence_parallel=True, recompute="selective mlp layernorm"),
+        Case("tp2-sp-norms-and-biases-trained", tp=2, sequence_parallel=True, freeze=ALL,
+             trainable_modules=("norm", "bias")),
+        Case("tp2-sp-video", tp=2, sequence_parallel=True, batch="video", micro_batch_size=3),
+        Case("tp4", tp=4, num_key_heads=4),
+        Case("tp4-sp-one-sample", tp=4, num_key_heads=4, sequence_parallel=True, micro_batch_size=1),
+        Case("tp2-pp2-vit-on-both", (3, 1), (0, 4), tp=2),
+        Case("tp2-pp2-sp-few-tokens", (4, 0), (0, 4), tp=2, sequence_parallel=True, **FEW_TOKENS),
+        Case("tp2-pp2-first-of-vit-frozen", (2, 2), (0, 4), tp=2, freeze_layers=("0-1", ""),
+             freeze_modules=("patch_embed",)),
+        Case("tp2-pp2-vpp2-tied", ((2, 1), (1, 0)), ((0, 0), (1, 3)), tp=2, tied=True, micro_batch_size=1),
+        Case("tp2-pp2-vpp2-sp-text-at-both-ends", ((2, 1), (1, 0)), ((0, 0), (1, 3)), tp=2, sequence_parallel=True,
+             grids=TEXT_AT_BOTH_ENDS, micro_batch_size=1),
+        Case("tp2-cp2", tp=2, cp=2),
+        Case("tp2-cp2-sp-few-tokens", tp=2, cp=2, sequence_parallel=True, **FEW_TOKENS),
+        Case("tp2-ring2-few-tokens", tp=2, cp=2, ring=True, **FEW_TOKENS),
+        Case("tp2-ring2-sp-vision-frozen", tp=2, cp=2, ring=True, sequence_parallel=True, freeze=("vision",)),
+        Case("cp2-dp2-overlap", cp=2, dp=2, distributed_optimizer=True, overlap=True),
+        Case("tp2-dp2", tp=2, dp=2, batch="images on one rank"),
+        Case("tp2-dp2-distributed-optimizer-overlap", tp=2, dp=2, batch="images on one rank",
+             distributed_optimizer=True, overlap=True),
+        Case("tp2-dp2-sp-distributed-optimizer-norms-frozen", tp=2, dp=2, sequence_parallel=True,
+             distributed_optimizer=True, freeze_modules=("norm",)),
+        Case("tp2-cp2-pp2-sp-few-tokens", (3, 1), (0, 4), tp=2, cp=2, sequence_parallel=True, **FEW_TOKENS),
+        Case("tp2-ring2-pp2-vpp2", ((2, 1), (1, 0)), ((0, 0), (1, 3)), tp=2, cp=2, ring=True, recompute="selective"),
+    )),
 )
 
 

@@ -16,10 +16,16 @@ class Fault:
     flags: tuple[str, ...] = ()
     phase: str = ""
     """In which it happens instead of a step."""
+    model: str = "model_2"
+    """JSON file of the model: two stages, or ``WHOLE``."""
 
 
+WHOLE = "model_whole"
+"""One stage, with the whole ViT on two tensor-parallel ranks."""
 FAULTS = (
     Fault("sleeps", "sleeps", flags=("--step-timeout", "8", "--check-p2p")),
+    Fault("sleeps over its images", "sleeps", work=Work.VISION_FORWARD, model=WHOLE,
+          flags=("--step-timeout", "8", "--tensor-model-parallel-size", "2")),
     Fault("killed", "killed"),
     Fault("killed with the hub", "killed", rank=0, work=Work.FORWARD),
     Fault("raises", "raises", work=Work.LANGUAGE_FORWARD),

@@ -71,6 +71,12 @@ CASES = (
     _case("tp2-pp2", (3, 1), (0, 4), tp=2),
     _case("tp2-pp2-sp-mixed", (3, 1), (0, 4), ONLY_LANGUAGE, tp=2, sequence_parallel=True),
     _case("cp2-pp2-frozen-vision", (3, 1), (0, 4), cp=2, freeze=("vision", "projector")),
+    _case("whole-tp2", tp=2, whole_encoder=True),
+    _case("whole-tp2-sp-few-tokens", tp=2, whole_encoder=True, sequence_parallel=True, **FEW_TOKENS),
+    _case("whole-tp2-sp-mixed-recompute", lora=ONLY_LANGUAGE, tp=2, whole_encoder=True, sequence_parallel=True,
+          recompute="selective"),
+    _case("whole-tp2-pp2", (3, 1), (0, 4), tp=2, whole_encoder=True),
+    _case("whole-tp2-dp2-distributed-optimizer", tp=2, dp=2, whole_encoder=True, distributed_optimizer=True),
 )
 """Compared with PEFT."""
 
@@ -93,5 +99,7 @@ DROPOUT_CASES = (
     _dropped("pp2-vpp2", **VPP),
     _dropped("dp2", dp=2),
     _dropped("tp2-cp2-sp", tp=2, cp=2, sequence_parallel=True, micro_batch_size=1),
+    _dropped("whole-tp2", tp=2, whole_encoder=True),
+    _dropped("whole-tp2-cp2-sp", tp=2, cp=2, whole_encoder=True, sequence_parallel=True, micro_batch_size=1),
 )
 """Compared with each other."""

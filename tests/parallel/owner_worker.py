@@ -32,10 +32,16 @@ class Layout:
     tp: int
     dp: int
     cp: int = 1
+    whole_encoder: bool = False
 
     @property
     def config(self) -> ModelConfig:
-        return our_config((self.vision,), (self.language,))
+        placement = "tensor_ranks" if self.whole_encoder else "cut"
+        return replace(our_config((self.vision,), (self.language,)), encoder_placement=placement)
+
+    @property
+    def num_encoders(self) -> int:
+        return self.cp * (self.tp if self.whole_encoder else 1)
 
 
 LAYOUTS = (
@@ -49,6 +55,10 @@ LAYOUTS = (
     Layout("cp2-pp2-patches-on-second", (0, 4), (0, 4), tp=1, dp=1, cp=2),
     Layout("tp2-cp2", (4,), (4,), tp=2, dp=1, cp=2),
     Layout("cp4", (4,), (4,), tp=1, dp=1, cp=4),
+    Layout("whole-tp2-cp2", (4,), (4,), tp=2, dp=1, cp=2, whole_encoder=True),
+    Layout("whole-tp2-pp2-patches-on-second", (0, 4), (0, 4), tp=2, dp=1, whole_encoder=True),
+    Layout("whole-tp2-pp2", (3, 1), (0, 4), tp=2, dp=1, whole_encoder=True),
+    Layout("whole-tp2-dp2", (4,), (4,), tp=2, dp=2, whole_encoder=True),
 )
 
 ONE, TWO = ((1, 4, 6),), ((1, 2, 4), (2, 4, 4))

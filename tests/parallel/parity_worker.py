@@ -78,7 +78,7 @@ def adam_group(name: str, parameter: torch.nn.Parameter, case: Case) -> dict:
 def reference(case: Case) -> dict:
     """Loss, gradients, gradient norm and updated weights of transformers' model."""
     microbatches = [microbatch for rank in batch_of(case) for microbatch in rank]
-    model = hf_model(case.tied)
+    model = hf_model(case.tied, num_key_heads=case.num_key_heads)
     before = {name: tensor.clone() for name, tensor in hf_tensors(model).items()}
     config = config_of(case)
     frozen = {name for weight in model_weights(config) if is_frozen(weight, config) for name in weight.hf_names}
@@ -149,7 +149,8 @@ class Engine:
 
 def config_of(case: Case) -> ModelConfig:
     config = our_config(case.vision_chunks, case.language_chunks, case.tied, case.freeze, case.freeze_layers,
-                        case.freeze_modules, case.trainable_modules)
+                        case.freeze_modules, case.trainable_modules, case.num_key_heads)
+    config = replace(config, encoder_placement="tensor_ranks") if case.whole_encoder else config
     if case.groups:
         config = replace(config, vision=replace(config.vision, rates=Rates(VISION_LR)),
                          projector=replace(config.projector, rates=Rates(PROJECTOR_LR, PROJECTOR_DECAY)))
@@ -192,7 +193,7 @@ def build(case: Case, before: dict[str, Tensor], config: ModelConfig | None = No
         batches.append([replace(microbatch(pair), samples=tuple(itertools.islice(numbers, len(pair))))
                         for pair in rank])
     totals = BatchTotals.of([one for rank in batches for one in rank], config.vision)
-    mine = (deal_images(one, config, case.cp) for one in batches[mesh.dp_rank])
+    mine = (deal_images(one, config, mesh.context.num_encoders) for one in batches[mesh.dp_rank])
     plan = StepPlan(tuple(own_pixels(one, mesh.context) for one in mine), totals)
     return Engine(case, config, placement, Setup.build(stage, mesh, args), weights, plan)
 
@@ -224,7 +225,7 @@ def gradient_errors(engine: Engine, expected: dict[str, Tensor]) -> tuple[dict[s
 
 def refuses_a_gradient_that_is_not_finite(case: Case) -> bool:
     """Whether one NaN on the last rank makes every rank refuse the update, with all weights as they were."""
-    engine = build(case, hf_tensors(hf_model(case.tied)))
+    engine = build(case, hf_tensors(hf_model(case.tied, num_key_heads=case.num_key_heads)))
     loss = forward_backward(engine.setup, engine.plan)
     before = {name: one.detach().clone() for name, one in engine.setup.stage.named_parameters()}
     ranges = {one.name: (one.start, one.stop) for one in owned_states(engine.setup.optimizer, engine.setup.models)}

@@ -47,6 +47,7 @@ CASES = (
          micro_batch_size=1),
     Case("ulysses", (3, 1), (0, 4), cp=2, **FEW),
     Case("ring", (3, 1), (0, 4), cp=2, ring=True, **FEW),
+    Case("whole-encoder", (3, 1), (0, 4), tp=2, sequence_parallel=True, whole_encoder=True, **FEW),
 )
 
 

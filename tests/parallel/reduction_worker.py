@@ -22,6 +22,7 @@ LAYOUTS = {
     "dp2-distributed": Layout(flags=("--use-distributed-optimizer",)),
     "tp2": Layout(tp=2),
     "tp2-sequence": Layout(tp=2, flags=("--sequence-parallel",)),
+    "tp2-whole-encoder": Layout(tp=2, whole_encoder=True),
     "pp2-tied": Layout((4, 0), (1, 3), tied=True),
 }
 

@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mm.device.device import Device
@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d  # noqa: E402
 from mm.batch import BatchTotals, StepPlan  # noqa: E402
 from mm.config import flags as arguments  # noqa: E402
 from mm.config.model import ModelConfig  # noqa: E402
+from mm.data.feed.owner import deal_images  # noqa: E402
 from mm.errors import UserError  # noqa: E402
 from mm.formats.checkpoints import find_checkpoint  # noqa: E402
 from mm.formats.source import open_to_train  # noqa: E402
@@ -32,6 +33,7 @@ from mm.training.save import BegunSave  # noqa: E402
 from mm.training.step import Setup, forward_backward, step  # noqa: E402
 from mm.weights.memory import memory_shape  # noqa: E402
 from mm.weights.table import model_weights, unshard  # noqa: E402
+from tests.microbatches import own_pixels  # noqa: E402
 from tests.parallel.cases import Lists, nested  # noqa: E402
 from tests.tiny import microbatch, our_config, random_sample, without_padding  # noqa: E402
 
@@ -52,11 +54,13 @@ class Layout:
     freeze_modules: tuple[str, ...] = ()
     precision: str = "fp32"
     flags: tuple[str, ...] = ()
+    whole_encoder: bool = False
 
     @property
     def model(self) -> ModelConfig:
-        return our_config(nested(self.vision), nested(self.language), self.tied, self.freeze, self.freeze_layers,
-                          self.freeze_modules)
+        config = our_config(nested(self.vision), nested(self.language), self.tied, self.freeze, self.freeze_layers,
+                            self.freeze_modules)
+        return replace(config, encoder_placement="tensor_ranks" if self.whole_encoder else "cut")
 
 
 @dataclass
@@ -67,7 +71,7 @@ class CurrentMesh:
     mesh: parallel.Mesh | None = None
 
     def of(self, layout: Layout) -> parallel.Mesh:
-        key = (layout.vision, layout.language, layout.tp, layout.cp, layout.tied)
+        key = (layout.vision, layout.language, layout.tp, layout.cp, layout.tied, layout.whole_encoder)
         if key != self.key:
             parallel.stop_mesh()
             gc.collect()
@@ -104,9 +108,10 @@ class Run:
         generator = torch.Generator().manual_seed(self.progress.iteration)
         grids = ((), ((1, 4, 6),), ((1, 4, 4), (1, 2, 4)), ())
         samples = [random_sample(generator, grid, 9 + 5 * i) for i, grid in enumerate(grids)]
-        batch = [microbatch(samples[:2]), microbatch(samples[2:])]
+        batch, context = [microbatch(samples[:2]), microbatch(samples[2:])], self.mesh.context
         share = len(batch) // self.mesh.dp_size
-        mine = batch[self.mesh.dp_rank * share : (self.mesh.dp_rank + 1) * share]
+        mine = [own_pixels(deal_images(one, self.config, context.num_encoders), context)
+                for one in batch[self.mesh.dp_rank * share : (self.mesh.dp_rank + 1) * share]]
         return StepPlan(tuple(mine), BatchTotals.of(batch, self.config.vision))
 
     def train(self, num_steps: int) -> list[float]:

@@ -44,6 +44,8 @@ from tests.parallel.state_run import Layout, Run, different, problems_of  # noqa
 DISTRIBUTED = ("--use-distributed-optimizer",)
 OVERLAP = (*DISTRIBUTED, "--overlap-grad-reduce", "--overlap-param-gather")
 REDUCED = ("--grad-reduce-in-bf16",)
+WHOLE = Layout(tp=2, whole_encoder=True)
+"""Its encoder is whole on both tensor-parallel ranks."""
 TP2, PP2, DP2 = Layout(tp=2), Layout((3, 1), (0, 4)), Layout(flags=DISTRIBUTED)
 GROUPS = ("--lr-scale-modules", "image_encoder", "--lr-mult", "0.1", "--weight-decay-exclude-modules", "mlp")
 FROZEN = {"freeze": ("vision",), "freeze_layers": ("", "1-2"), "freeze_modules": ("fc2", "norm")}
@@ -59,6 +61,8 @@ SAME_LAYOUT = {
     "dp2-vision-and-more-frozen": Layout(flags=DISTRIBUTED, **FROZEN),
     "tp2": TP2,
     "tp2-bf16": Layout(tp=2, precision="bf16"),
+    "tp2-whole-encoder-bf16": Layout(tp=2, precision="bf16", whole_encoder=True),
+    "tp2-whole-encoder-sequence": Layout(tp=2, whole_encoder=True, flags=(*DISTRIBUTED, "--sequence-parallel")),
     "pp2": PP2,
     "pp2-tied": Layout((4, 0), (1, 3), tied=True),
     "pp2-vpp2-overlap": Layout(*VIRTUAL, tied=True, flags=OVERLAP),
@@ -68,6 +72,7 @@ CHAINS = {
     "untied": (TP2, PP2, DP2, Layout(*VIRTUAL)),
     "tied": tuple(dataclasses.replace(one, tied=True) for one in (DP2, PP2, TP2, Layout(*VIRTUAL))),
     "bf16": tuple(dataclasses.replace(one, precision="bf16") for one in (TP2, DP2, Layout())),
+    "whole encoder": (WHOLE, TP2, WHOLE, PP2, WHOLE),
     "groups": tuple(dataclasses.replace(one, flags=(*one.flags, *GROUPS)) for one in (PP2, DP2)),
     "frozen": tuple(dataclasses.replace(one, **FROZEN) for one in (PP2, DP2)),
 }

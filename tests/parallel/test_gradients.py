@@ -83,3 +83,23 @@ def test_every_weight_that_is_not_zeroed_is_written_by_us(
     monkeypatch.setattr(gradients, "end", watch)
     two_steps(one_rank, PLANS["text, then pictures"], True, **config)
     assert left == []
+
+
+def test_the_ranges_that_tensor_ranks_sum_are_those_of_their_own_rows_and_images(one_rank: Any) -> None:
+    """No other weight's gradient is in them, however small the weight; neighbours make one range."""
+    from mm.config import flags as arguments
+    from mm.model.stage import Stage
+    from mm.parallel.gradients import _own_ranges
+    from mm.training.step import Setup
+
+    model = replace(our_config(((4,),), ((4,),)), encoder_placement="tensor_ranks")
+    args = arguments.parse(["--lr", "1e-3", "--train-iters", "1", "--micro-batch-size", "2", "--seq-length", "512",
+                            "--mm-model", "m.json", "--mm-data", "d.json", "--use-distributed-optimizer"])
+    setup = Setup.build(Stage(model, one_rank, "fp32", Device.pick("cpu")), one_rank, args)
+    ranges = [one for ddp in setup.models for one in _own_ranges(ddp)]
+    assert len(ranges) == 1
+    for one in ranges:
+        one.fill_(1.0)
+    for weight in setup.stage.weights:
+        gradient: Any = setup.stage.get_parameter(weight.name).main_grad  # pyright: ignore[reportAttributeAccessIssue]
+        assert bool((gradient == (weight.part != "language")).all()), weight.name

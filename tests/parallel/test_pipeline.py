@@ -50,6 +50,7 @@ BOUNDARIES = {
                       (False, False, False, True, True, True, True), (False, False, False, False, True, True, True)),
     "frozen-twice": ((VISUAL,), (False,), (False,)),
     "ulysses": ((PATCHES,), (True,), (False,)),
+    "whole-encoder": ((PATCHES,), (True,), (False,)),
 }
 FROZEN_STAGES = {"vision-frozen": 1, "vision-and-projector-frozen": 2, "only-projector": 1, "first-of-vit-frozen": 1,
                  "first-of-llm-frozen": 3, "frozen-recompute": 2, "frozen-twice": 1}  # fmt: skip
@@ -85,6 +86,8 @@ def _messages_of(case: Case, rank: int) -> Iterator[Seen]:
         num_patches = sum(t * h * w for sample in samples for t, h, w in sample.grids)
         if case.cp > 1:
             num_tokens, num_patches = share_of(samples, axis_rank, case.cp)
+        if case.whole_encoder:  # it cuts no patches
+            _, num_patches = share_of(samples, axis_rank, case.tp)
         for boundary, what in enumerate(crosses):
             rows, width, unit = {
                 NOTHING: (0, 0, 1),
@@ -92,7 +95,7 @@ def _messages_of(case: Case, rank: int) -> Iterator[Seen]:
                 VISUAL: (num_patches // 4, LANGUAGE_HIDDEN, 1),
                 HIDDEN: (num_tokens, LANGUAGE_HIDDEN, 1),
             }[what]
-            if case.sequence_parallel:
+            if case.sequence_parallel and not case.whole_encoder:
                 here = piece_of(rows, unit, axis_rank, case.tp)
                 rows = here.stop - here.start
             before, after, num_bytes = boundary % case.pp, (boundary + 1) % case.pp, FLOAT_BYTES * rows * width
@@ -104,7 +107,7 @@ def _messages_of(case: Case, rank: int) -> Iterator[Seen]:
 
 
 def share_of(samples: list[RawSample], rank: int, size: int) -> tuple[int, int]:
-    """Tokens and patches that a rank of the context axis holds."""
+    """Tokens and patches that a rank of the context axis holds; with whole encoders, the patches of any rank."""
     one = deal_images(microbatch(samples), our_config(((4,),), ((4,),)), size)
     grids = [grid for grid, holder in zip(one.image_grids, one.image_ranks, strict=True) if holder == rank]
     return len(even_rows(one.num_tokens, size)[rank]), sum(t * h * w for t, h, w in grids)

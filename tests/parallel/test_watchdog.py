@@ -16,13 +16,15 @@ from mm.device.device import Device
 from mm.parallel.checked import Transfer, difference
 from mm.training.claim import LOCK_FILE
 from tests.launch import run_ranks
-from tests.parallel.faults import FAULTS
+from tests.parallel.faults import FAULTS, WHOLE
 from tests.tiny_inputs import write_inputs
 
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = write_inputs(tmp_path_factory.mktemp("watchdog"))
+    model = json.loads((directory / "model_1.json").read_text())
+    (directory / f"{WHOLE}.json").write_text(json.dumps(model | {"encoder_placement": "tensor_ranks"}))
     run_ranks(0, "tests.parallel.watchdog_worker", str(directory), timeout_seconds=500)
     return directory
 
@@ -61,6 +63,15 @@ def test_a_stopped_rank_is_named_after_the_limit_of_its_phase(fault, jobs: Path)
     else:
         places = report.partition("Where the ranks were:\n")[2]
         assert re.match(r"  rank 1, last known: .* \(and does not answer: it holds Python's GIL, or", places), report
+
+
+def test_a_rank_that_waits_for_the_visual_tokens_of_another_says_so(jobs: Path) -> None:
+    report = said(jobs, "sleeps over its images")
+    assert report.startswith("error: iteration 2 has taken more than 8 s")
+    places = r"iteration 2, {} of microbatch (\d), chunk 0 \(samples \d\)\n"
+    waits = re.search(r"\n  rank 0, stage 0, tensor-parallel rank 0, .*: " + places.format("visual tokens"), report)
+    works = re.search(r"\n  rank 1, stage 0, tensor-parallel rank 1, .*: " + places.format("ViT forward"), report)
+    assert waits and works and waits[1] == works[1], report
 
 
 def test_a_killed_rank_is_named_first(jobs: Path) -> None:

@@ -26,7 +26,7 @@ from mm import train  # noqa: E402
 from mm.batch import StepPlan  # noqa: E402
 from mm.errors import UserError  # noqa: E402
 from mm.parallel import watchdog  # noqa: E402
-from mm.parallel.activity import Activity  # noqa: E402
+from mm.parallel.activity import Activity, Work  # noqa: E402
 from mm.parallel.watchdog import Watchdog  # noqa: E402
 from mm.training import preflight, run  # noqa: E402, F401
 from mm.training.feed import Feed  # noqa: E402
@@ -50,8 +50,9 @@ class FaultyTrainer(run.Trainer):
         super().run_steps()
 
     def begin(self, activity: Activity) -> None:
-        """In the second step, at the work of microbatch 1 that the fault names."""
-        is_there = activity.work is self.fault.work and activity.microbatch in (1, None)
+        """In the second step, at the work of microbatch 1 that the fault names; of any that has images, in the ViT."""
+        is_there = activity.work is self.fault.work and (
+            activity.microbatch in (1, None) or activity.work is Work.VISION_FORWARD)
         if self.progress.iteration != ITERATION - 1 or not is_there:
             return
         Path(self.run.args.log_dir, "began").write_text(str(time.monotonic()), encoding="utf-8")
@@ -116,7 +117,7 @@ def run_with(fault: Fault, inputs: Path) -> int:
         Watchdog.meet = lambda _: wait(inputs / fault.name)
     is_alike = fault.kind == "set up otherwise" and os.environ["RANK"] != str(fault.rank)
     return train.main([
-        "--device", "cpu", "--mm-model", str(inputs / "model_2.json"), "--mm-data", str(inputs / "data.json"),
+        "--device", "cpu", "--mm-model", str(inputs / f"{fault.model}.json"), "--mm-data", str(inputs / "data.json"),
         "--micro-batch-size", "1", "--global-batch-size", "4", "--seq-length", "512", "--train-iters", "3", "--lr",
         "1e-3", "--num-workers", "0", "--log-interval", "1", "--log-dir", str(inputs / fault.name),
         *save_flags(inputs, fault), *(() if is_alike else fault.flags),

@@ -13,8 +13,9 @@ from mm.config.lora import LoraConfig
 from mm.config.model import ModelConfig, RecomputeConfig
 from mm.errors import UserError
 from mm.model.flops import Backward, block_backwards, blocks, slot_flops
+from mm.plan.by_flops import calibration_by_flops
 from mm.plan.calibration import BlockLaws, Calibration, Machine, MeasuredBlock
-from mm.plan.costs import WHOLE_LAYER, BlockCosts, Cutting, block_keys, counts_of, laws_of, slot_costs
+from mm.plan.costs import VISION_PLACES, WHOLE_LAYER, BlockCosts, Cutting, block_keys, counts_of, laws_of, slot_costs
 from mm.plan.laws import Law
 from tests.tiny import our_config
 
@@ -99,6 +100,20 @@ def test_whole_recompute_adds_a_forward_pass() -> None:
     laws, before = laws_of(keys[recomputed[0]], calibration), calibration.blocks[-2].laws
     assert laws.forward == before.forward
     assert laws.backward == before.backward + before.forward
+
+
+def test_whole_encoders_have_the_laws_of_one_tensor_parallel_rank() -> None:
+    cut = our_config(((4,),), ((4,),))
+    model = replace(cut, encoder_placement="tensor_ranks")
+    found, alone, two = (block_keys(one, Cutting(size, sequence_parallel=size > 1), has_images=True)
+                         for one, size in ((model, 2), (cut, 1), (cut, 2)))
+    for place, key in found.items():
+        assert key == (alone if place[0] in VISION_PLACES else two)[place]
+    by_key = calibration_by_flops(model, Cutting(2, sequence_parallel=True), "bf16").by_key
+    plain = calibration_by_flops(cut, Cutting(1, sequence_parallel=False), "bf16").by_key
+    for place, key in found.items():  # per FLOP of both ranks together
+        factor = 2 if place[0] in VISION_PLACES else 1
+        assert by_key[key].laws.forward.per_row == factor * plain[alone[place]].laws.forward.per_row
 
 
 def test_a_block_that_was_not_measured_is_refused() -> None:

@@ -149,6 +149,20 @@ def test_cached_vit_features_arrive_in_whole_rows() -> None:
     assert more(alone) == 400 * (1280 - 1176) * 2
 
 
+def test_a_whole_encoder_keeps_whole_layers_of_its_own_images() -> None:
+    """Nothing of the ViT is cut, not even with sequence parallelism: a patch costs what it costs on one rank."""
+    alone = stages([16, 16, 0], [0, 0, 36])
+    whole = [dataclasses.replace(one, tp_size=2, num_pieces=2, model=dataclasses.replace(
+        one.model, encoder_placement="tensor_ranks")) for one in alone]
+    rows = MicrobatchSizes(0, 400, 0)
+    for one, other in zip(alone[:2], whole[:2], strict=True):
+        assert other.kept_bytes(rows) == one.kept_bytes(rows) > 0
+        assert other.coming_bytes(rows) == one.coming_bytes(rows)
+        assert other.working_bytes(rows) == one.working_bytes(rows)
+    text = MicrobatchSizes(400, 0, 0)
+    assert whole[2].kept_bytes(text) < alone[2].kept_bytes(text)
+
+
 def test_messages_that_a_frozen_prefix_sends_ahead_count() -> None:
     """Up to 4 x stages + 1 messages, at most one per microbatch; none if a gradient comes back."""
     lists, rows, patches = ([16, 16, 0], [0, 0, 36]), MicrobatchSizes(100, 400, 0), 400 * 1280 * 2

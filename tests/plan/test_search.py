@@ -37,7 +37,8 @@ def tiny_run(world_size: int, freeze: tuple[str, ...] = (), *flags: str) -> Run:
     return run_of(model, world_size, "--bf16", "--global-batch-size", "16", *flags)
 
 
-FEW = {"num_chunks": [1, 2], "num_stages": [1, 2, 4], "micro_batch_size": [1, 4], "sampler": [BALANCED]}
+FEW = {"num_chunks": [1, 2], "num_stages": [1, 2, 4], "micro_batch_size": [1, 4], "sampler": [BALANCED],
+       "encoder": ["cut"]}  # fmt: skip
 
 
 def found_by_all(run: Run, considered: list[Choice], lengths) -> float:

@@ -96,6 +96,22 @@ def test_tensor_parallel_ranks_hold_parts():
     assert 2 * half.num_params == whole.num_params + replicated
 
 
+def test_a_whole_encoder_is_whole_on_every_rank_and_its_ranks_divide_the_images():
+    cut = run_of("3b", [32], [36], 2, freeze="l", tensor_model_parallel_size=2, bf16=True)
+    whole = dataclasses.replace(cut, model=dataclasses.replace(cut.model, encoder_placement="tensor_ranks"))
+    (one,), (other,) = sizes(cut), sizes(whole)
+    encoder = 668_684_288 + VISION_PADDING
+    assert other.num_trainable_params == encoder and other.num_params - one.num_params == (
+        encoder - one.num_trainable_params)
+    assert "Encoder   ViT and projector whole on every tensor-parallel rank; 2 ranks divide the images of a" in (
+        stage_report(whole))
+    assert "Each tensor-parallel rank holds 1,024 of the tokens and at most 4,096 patches" in stage_report(whole)
+    assert "Encoder " not in stage_report(cut)
+    short, long = (longest_microbatches(dataclasses.replace(whole, args=dataclasses.replace(
+        whole.args, seq_length=length)))[VISUAL].num_patches for length in (100_000, 200_000))
+    assert long - short == 4 * 100_000 // 2  # a share, and one image beside it
+
+
 def test_tied_copy_counts_on_its_rank_but_not_in_the_model():
     run = run_of("3b", [32, 0], [18, 18], 2)
     assert num_model_params(run) == 3_754_622_976

@@ -21,7 +21,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict:
     return json.loads(output.read_text())
 
 
-@pytest.mark.parametrize("layout", ["dp2-distributed", "tp2", "tp2-sequence", "pp2-tied"])
+@pytest.mark.parametrize("layout", ["dp2-distributed", "tp2", "tp2-sequence", "tp2-whole-encoder", "pp2-tied"])
 def test_gradients_in_bf16(found: dict, layout: str) -> None:
     assert found[layout]["dtypes"] == [["torch.float32"], ["torch.bfloat16"]]
     assert 1e-4 < found[layout]["error"] <= TOLERANCE, found

@@ -147,7 +147,7 @@ class DataOwner(Iterator[StepPlan]):
         head, problems, light = from_message(message)
         if head.num_failed:
             raise AgreedError(problems)
-        light = [deal_images(one, self._model, mesh.cp_size) for one in light]
+        light = [deal_images(one, self._model, mesh.context.num_encoders) for one in light]
         whole = tuple(self._share_media(*pair) for pair in zip(light, owned or [None] * len(light), strict=True))
         return StepPlan(whole, head.totals), read
 
@@ -191,9 +191,11 @@ class DataOwner(Iterator[StepPlan]):
         """
         mesh, vision = self._mesh, self._model.vision
         if light.skips_vision:
-            features = self._share_rows(light, owned and owned.features, light.feature_bytes, mesh.feature_groups)
+            features = self._share_rows(
+                light, owned and owned.features, light.feature_bytes, mesh.feature_groups, mesh.feature_ranks)
             return replace(light, features=self._pinned(features) if self._holds_projector else None)
-        pixels = self._share_rows(light, owned and owned.pixel_values, vision.patch_elements, mesh.pixel_groups)
+        pixels = self._share_rows(
+            light, owned and owned.pixel_values, vision.patch_elements, mesh.pixel_groups, mesh.pixel_ranks)
         return replace(light, pixel_values=self._pinned(pixels) if self._holds_patch_embedding else None)
 
     def _pinned(self, rows: Tensor | None) -> Tensor | None:
@@ -201,30 +203,40 @@ class DataOwner(Iterator[StepPlan]):
 
     def _share_rows(
         self, microbatch: Microbatch, owned: Tensor | None, width: int,
-        groups: Sequence[dist.ProcessGroup | None],
+        groups: Sequence[dist.ProcessGroup | None], ranks: Sequence[int],
     ) -> Tensor | None:
-        """The owner, which has the rows of all images, sends each rank of the context axis the rows of its images.
+        """The owner, which has the rows of all images, sends each rank of ``Context.encoders`` the rows of its images.
 
-        ``groups``: for each rank of the context axis, the group of the owner and the ranks that need the rows.
+        ``groups``: for each of these ranks, the group of the owner and the ranks that need the rows; or ``ranks``: the
+        only global rank that needs them.
         """
-        mesh, kept = self._mesh, None
-        for rank, group in enumerate(groups):
-            images = images_of(microbatch, rank if mesh.cp_size > 1 else None)
-            if not images or (group is None and owned is None):
+        mesh, kept, sent = self._mesh, None, list[dist.Work | None]()
+        own = mesh.context.encoders.rank()
+        for rank in range(mesh.context.num_encoders):
+            images = images_of(microbatch, rank if mesh.context.num_encoders > 1 else None)
+            group = mesh.replica_group if ranks else groups[rank]
+            if not images or (owned is None and (group is None or (ranks and ranks[rank] != mesh.rank))):
                 continue
             if owned is None:
                 num_patches = sum(math.prod(microbatch.image_grids[image]) for image in images)
                 rows = torch.empty(num_patches, width, dtype=torch.uint8)
             else:
                 rows = _rows_of(owned, microbatch, images)
-            if group is not None:
+            if not ranks and group is not None:
                 dist.broadcast(rows, src=mesh.replica_owner, group=group)
-            kept = rows if rank == mesh.cp_rank else kept
+            elif ranks and owned is None:
+                dist.recv(rows, mesh.replica_owner, group)
+            elif ranks and ranks[rank] != mesh.rank:
+                sent.append(dist.isend(rows, ranks[rank], group))
+            kept = rows if rank == own else kept
+        for work in sent:
+            assert work is not None, "torch returns one on the ranks of the group"
+            work.wait()
         return kept
 
 
 def deal_images(microbatch: Microbatch, model: ModelConfig, num_ranks: int) -> Microbatch:
-    """Assign each image of ``microbatch`` to a rank of the context axis, evening out the ViT's work.
+    """Assign each image of ``microbatch`` to one of ``num_ranks`` ranks, evening out the ViT's work.
 
     Depends only on the grids, so every rank gets the same result.
     """

@@ -44,7 +44,7 @@ def expected_totals(layout: Layout, step: int) -> dict[str, int]:
 
 
 def with_media_of(microbatch: Microbatch, rank: int) -> Microbatch:
-    """The microbatch with the pixels or features of this context rank's images only."""
+    """The microbatch with the pixels or features of the images of this rank of ``Context.encoders``."""
     for name in ("pixel_values", "features"):
         rows = getattr(microbatch, name)
         if rows is not None and microbatch.image_ranks:
@@ -63,8 +63,11 @@ def test_every_rank_gets_its_replicas_batches(received: list[dict], layout: Layo
         assert len(mine["steps"]) == len(STEPS)
         for step, (given, owned) in enumerate(zip(mine["steps"], batches(mine["place"]["dp"]), strict=True)):
             ordered = in_pipeline_order(layout.config, owned)
-            dealt = [deal_images(microbatch, layout.config, layout.cp) for microbatch in ordered]
-            expected = [fingerprint(with_media_of(microbatch, mine["place"]["cp"])) for microbatch in dealt]
+            dealt = [deal_images(microbatch, layout.config, layout.num_encoders) for microbatch in ordered]
+            encoder = mine["place"]["cp"]
+            if layout.whole_encoder:
+                encoder = mine["place"]["tp"] + layout.tp * encoder
+            expected = [fingerprint(with_media_of(microbatch, encoder)) for microbatch in dealt]
             if not spec.has_patch_embedding:
                 expected = [microbatch | {"pixels": None} for microbatch in expected]
             if not spec.has_projector:

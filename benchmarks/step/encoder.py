@@ -1,0 +1,83 @@
+"""Steps of two tensor-parallel ranks with a ViT that they cut, and with a whole one on each, in turn.
+
+Started by ``python -m benchmarks.step encoder``; import it after ``Device.pick``.
+"""
+
+import statistics
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.measure import median_ratio
+from benchmarks.sides import Ours, random_tensors
+from benchmarks.step.cpu import model_of
+from mm.batch import BatchTotals, Microbatch
+from mm.config.model import EncoderPlacement, ModelConfig
+from mm.device.device import Device
+from tests.microbatches import random_microbatch
+from tests.workload import Sample
+
+NUM_WARMUP, NUM_STEPS, NUM_MICROBATCHES = 1, 3, 2
+NUM_TEXT_TOKENS = 40
+PICTURES: dict[str, list[Sample]] = {
+    "even": [(((1, 24, 16), (1, 16, 24)), NUM_TEXT_TOKENS)] * 3,
+    "mixed": [(((1, 12, 16), (1, 24, 24)), NUM_TEXT_TOKENS), (((1, 16, 20),), NUM_TEXT_TOKENS),
+              (((1, 20, 28), (1, 8, 12), (1, 16, 16)), NUM_TEXT_TOKENS)],
+    "one": [(((1, 40, 56),), 3 * NUM_TEXT_TOKENS)],
+}  # fmt: skip
+"""Samples of a microbatch with little text: pictures that two ranks share evenly, about evenly, and not at all."""
+PLACEMENTS: tuple[EncoderPlacement, ...] = ("cut", "tensor_ranks")
+
+
+def measure(device: Device, rounds: int, is_quick: bool, sequence_parallel: bool) -> list[dict[str, Any]] | None:
+    """For each of ``PICTURES``, the time of a step in both placements; returned on the first rank only."""
+    torch.set_num_threads(1)
+    model = model_of(1, is_quick)
+    model = replace(model, vision=replace(model.vision, freeze=False))
+    tensors = random_tensors(model, device.torch_device, torch.float32)
+    seconds = {name: {placement: list[float]() for placement in PLACEMENTS} for name in PICTURES}
+    firsts: list[tuple[float, float]] = []
+    for _ in range(rounds):
+        for placement in PLACEMENTS:
+            ours = Ours(replace(model, encoder_placement=placement), device, "fp32", tensors, 2, sequence_parallel)
+            for name in PICTURES:
+                times, first = _times(ours, batch_of(name, model))
+                seconds[name][placement] += times
+                firsts += [first] if name == next(iter(PICTURES)) else []  # the others follow different roundings
+            ours.close()
+    for values in zip(*firsts, strict=True):
+        assert max(values) - min(values) < 1e-5 * max(values), f"not the same training: {firsts}"
+    if dist.get_rank():
+        return None
+    return [
+        {"pictures": name, "sequence_parallel": sequence_parallel,
+         "speed_over_cut": median_ratio(of["cut"], of["tensor_ranks"]),
+         "step_seconds": {placement: statistics.median(times) for placement, times in of.items()},
+         **_sizes(name, model)}
+        for name, of in seconds.items()
+    ]  # fmt: skip
+
+
+def batch_of(name: str, model: ModelConfig) -> list[Microbatch]:
+    return [random_microbatch(model, PICTURES[name], seed) for seed in range(NUM_MICROBATCHES)]
+
+
+def _times(ours: Ours, batch: list[Microbatch]) -> tuple[list[float], tuple[float, float]]:
+    """Seconds of some steps, and loss and gradient norm of the first, which warms up."""
+    own, times, first = ours.batches(batch), list[float](), (0.0, 0.0)
+    for number in range(NUM_WARMUP + NUM_STEPS):
+        dist.barrier()
+        start = time.perf_counter()
+        result = ours.step(own)
+        dist.barrier()
+        first = result if number == 0 else first
+        times += [time.perf_counter() - start] if number >= NUM_WARMUP else []
+    return times, first
+
+
+def _sizes(name: str, model: ModelConfig) -> dict[str, int]:
+    totals = BatchTotals.of(batch_of(name, model), model.vision)
+    return {"tokens": totals.num_tokens, "patches": totals.num_patches, "images": totals.num_images}

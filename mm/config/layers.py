@@ -1,0 +1,55 @@
+"""Numbers and lists of layers in the model JSON, as types of its fields."""
+
+import re
+import typing
+from typing import Annotated, Any
+
+from annotated_types import Le
+from pydantic import AfterValidator, BeforeValidator, Field, Strict
+
+from mm.config.schema import Count, Int
+
+NumLayers = Annotated[Count, Le(1000)]
+"""Layers of a tower: ten times the most of any published model.  Files of unknown origin may state any number, and what
+is computed for every layer would take for ever."""
+_LONGEST_SPANS = 10_000
+"""Characters of ``freeze_layers``."""
+
+
+def _chunks(value: Any) -> Any:
+    """Tuples of tuples; a flat list is one virtual chunk.  A strict check accepts no lists from Python."""
+    match value:
+        case [[*_], *_]:
+            chunks = typing.cast(list[Any], value)
+            return tuple(tuple(typing.cast(Any, chunk)) if isinstance(chunk, list) else chunk for chunk in chunks)
+        case [*counts]:
+            return (tuple(counts),)
+        case _:
+            return value
+
+
+def layers_in(spans: str) -> frozenset[int]:
+    """The layers that ``"0-15,20"`` names, both ends of a span included; raises ValueError for other text."""
+    layers: set[int] = set()
+    for span in spans.split(",") if spans.strip() else ():
+        found = re.fullmatch(r"\s*(\d{1,4})\s*(?:-\s*(\d{1,4})\s*)?", span)
+        if found is None or int(found[2] or found[1]) < int(found[1]):
+            raise ValueError(span)
+        layers |= {*range(int(found[1]), int(found[2] or found[1]) + 1)}
+    return frozenset(layers)
+
+
+def _spans(text: str) -> str:
+    if len(text) > _LONGEST_SPANS:
+        raise ValueError(f"{len(text)} characters")
+    layers_in(text)
+    return text
+
+
+# Strict(False): a list of JSON becomes a tuple.
+Ints = Annotated[tuple[Int, ...], Strict(False), Field(title="a list of integers")]
+Layers = Annotated[
+    tuple[Ints, ...], Strict(False), BeforeValidator(_chunks),
+    Field(title="a list of integers [pp], or a list of such lists [vpp][pp]"),
+]
+LayerSpans = Annotated[str, AfterValidator(_spans), Field(title='layers and spans of them, such as "0-15,20"')]
