@@ -13,7 +13,8 @@ from mm.config.generate import load_asking
 from mm.config.model import read_model
 from mm.config.run import load_run
 from mm.generation.layout import placed
-from mm.plan.stages import num_model_params, stage_report
+from mm.plan.sizes import num_model_params
+from mm.plan.stages import stage_report
 from tests.files import EXAMPLES, ROOT
 
 SIZES = {  # size -> (world size, TP, PP, DP, global batch, parameters)

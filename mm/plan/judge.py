@@ -7,7 +7,7 @@ from mm.config.run import Run
 from mm.placement import Placement
 from mm.plan.lists import Costs, Lists, best_lists
 from mm.plan.predict import NUM_SIMULATED, Predictor
-from mm.plan.stages import PeakMemory
+from mm.plan.sizes import PeakMemory
 from mm.plan.workload import Workload
 
 _NUM_SEARCHED = 2

@@ -23,7 +23,7 @@ from mm.plan.laws import Law
 from mm.plan.lists import one_stage
 from mm.plan.memory import WIDTHS
 from mm.plan.messages import message_bytes
-from mm.plan.stages import StageSize, stage_sizes
+from mm.plan.sizes import StageSize, stage_sizes
 from mm.plan.traffic import all_reduce_law, message_law
 from mm.plan.workload import Workload
 from mm.weights.table import Place

@@ -23,7 +23,7 @@ from mm.plan.costs import COUNTS
 from mm.plan.judge import list_costs
 from mm.plan.lists import Lists, best_lists
 from mm.plan.predict import Predictor, StepPrediction
-from mm.plan.stages import PeakMemory, StageSize, stage_sizes
+from mm.plan.sizes import PeakMemory, StageSize, stage_sizes
 from mm.plan.workload import Workload, sample_counts, workload_of
 
 NUM_STEPS = 1

@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from mm.config.run import Run
 from mm.device.platform import MachineFinding
 from mm.device.platforms import PLATFORMS
-from mm.plan.stages import stage_sizes
+from mm.plan.sizes import stage_sizes
 
 DISTRIBUTION = "qwen2_5_vl-3d"
 PACKAGES = ("torch", "megatron-core", "transformers")

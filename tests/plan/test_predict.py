@@ -17,7 +17,7 @@ from mm.plan.calibration import Calibration
 from mm.plan.costs import counts_of
 from mm.plan.laws import Law
 from mm.plan.predict import Predictor
-from mm.plan.stages import stage_sizes
+from mm.plan.sizes import stage_sizes
 from mm.plan.workload import Workload
 from tests.plan.test_costs import by_flops
 from tests.tiny import our_config

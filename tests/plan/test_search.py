@@ -17,7 +17,7 @@ from mm.plan.distributions import llava, mixed
 from mm.plan.lists import Lists
 from mm.plan.predict import Predictor
 from mm.plan.search import LayoutSearch, SearchResult
-from mm.plan.stages import PeakMemory
+from mm.plan.sizes import PeakMemory
 from mm.plan.waits import waits_of
 from mm.plan.workload import Workload, workload_of
 from tests.plan.test_predict import run_of

@@ -11,7 +11,8 @@ from mm.config.model import Rates, RecomputeConfig, read_model
 from mm.config.run import Run
 from mm.device.known import KNOWN_DEVICES, known_device
 from mm.plan.memory import StageMemory
-from mm.plan.stages import TEXT, VISUAL, longest_microbatches, num_model_params, peaks, stage_report, stage_sizes
+from mm.plan.sizes import TEXT, VISUAL, longest_microbatches, num_model_params, peaks, stage_sizes
+from mm.plan.stages import stage_report
 from tests.files import EXAMPLES
 
 VISION_PADDING = 32 * 4 * (2 * (1280 + 1) + 1280)

@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from mm.config.run import Run, load_run
-from mm.plan.stages import num_model_params
+from mm.plan.sizes import num_model_params
 from mm.training import machine
 from mm.training.machine import Node, gloo_connections, microbatch_pixel_bytes, node_problems
 from tests.files import ROOT

@@ -1,0 +1,169 @@
+"""How large the stages of a run are: their states, and the peak of their memory.
+
+Sizes come from the weight table, the placement and the formulas of ``mm.plan.memory``; nothing is measured.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from functools import cache, reduce
+from operator import add
+
+from mm.config.model import ModelConfig
+from mm.config.run import Run
+from mm.placement import Placement, StageSpec
+from mm.plan.lists import one_stage
+from mm.plan.memory import FP32, WIDTHS, ChunkMemory, MicrobatchSizes, StageMemory
+from mm.weights.memory import memory_shape
+from mm.weights.table import Place, Weight, model_weights, owns, stage_weights, weights_by_place
+from mm.weights.trained import is_frozen
+
+
+@dataclass(frozen=True)
+class StageSize:
+    """States of one rank of a stage.  Frozen weights have neither gradients nor optimizer state.
+
+    The two Adam moments are fp32, and so is the copy of weights in bf16 or fp16.  Gradients are fp32 unless they are
+    reduced in bf16.
+    """
+
+    num_params: int
+    num_trainable_params: int
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    update_bytes: int
+    """fp32 copies of bf16 gradients.  They exist only in the update, without activations, and are not states."""
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+
+    def __add__(self, other: "StageSize") -> "StageSize":
+        return StageSize(*map(add, astuple(self), astuple(other)))
+
+    def divided(self, count: int) -> "StageSize":
+        """The size of one of ``count`` equal stages that hold this together, rounded down."""
+        return StageSize(*(number // count for number in astuple(self)))
+
+
+def chunk_size(run: Run, spec: StageSpec) -> StageSize:
+    """Parameters and bytes of ``spec`` on one rank: its tensor-parallel shard, with padding in memory."""
+    num_params, num_trainable = _num_params(one_stage(run.model), run.tp_size, spec)
+    state_bytes = FP32 * (2 if run.args.precision == "fp32" else 3)
+    num_shards = run.dp_size * run.cp_size if run.args.use_distributed_optimizer else 1
+    return StageSize(
+        num_params=num_params,
+        num_trainable_params=num_trainable,
+        weight_bytes=num_params * WIDTHS[run.args.precision],
+        gradient_bytes=num_trainable * (WIDTHS["bf16"] if run.args.grad_reduce_in_bf16 else FP32),
+        optimizer_bytes=-(-num_trainable * state_bytes // num_shards),
+        update_bytes=-(-num_trainable * FP32 // num_shards) if run.args.grad_reduce_in_bf16 else 0,
+    )
+
+
+def _num_params(model: ModelConfig, tp_size: int, spec: StageSpec) -> tuple[int, int]:
+    """Parameters of ``spec`` on one rank, and how many are trained."""
+    sizes = [counts for (place, layer), counts in _params_by_place(model, tp_size).items() if owns(spec, place, layer)]
+    copies = [weight for weight in stage_weights(model, spec) if weight.is_tied_copy] if model.language.tied else []
+    sizes += [_params_of(copies, model, tp_size)]
+    num_params, num_trainable = map(sum, zip(*sizes, strict=True))
+    return num_params, num_trainable
+
+
+@cache
+def _params_by_place(model: ModelConfig, tp_size: int) -> Mapping[tuple[Place, int | None], tuple[int, int]]:
+    return {place: _params_of(weights, model, tp_size) for place, weights in weights_by_place(model).items()}
+
+
+def _params_of(weights: Sequence[Weight], model: ModelConfig, tp_size: int) -> tuple[int, int]:
+    sizes = [(math.prod(memory_shape(weight, tp_size)), is_frozen(weight, model)) for weight in weights]
+    return sum(size for size, _ in sizes), sum(size for size, frozen in sizes if not frozen)
+
+
+def stage_sizes(run: Run, placement: Placement) -> list[StageSize]:
+    """Size of one rank of each stage: the sum over its chunks."""
+    return [reduce(StageSize.__add__, (chunk_size(run, placement[stage, chunk]) for chunk in range(run.num_chunks)))
+            for stage in range(run.num_stages)]
+
+
+def num_model_params(run: Run) -> int:
+    """Parameters of the whole model, each counted once: no adapters, no padding, no second copy of a tied embedding."""
+    return sum(math.prod(weight.shape) for weight in model_weights(run.model.base))
+
+
+TEXT, VISUAL, STATED = "text", "visual", "stated"
+
+
+def longest_microbatches(run: Run) -> dict[str, MicrobatchSizes]:
+    """One rank's rows of the longest microbatch, in its two extremes.
+
+    One is all text, every token a target.  The other is all visual tokens, which are never targets.  A mixture needs
+    memory between the two.  With ``--dry-run-patches``: one microbatch with that many patches, the rest text.
+
+    Ranks that divide the images get whole ones, so a rank may have one more than its share.
+    """
+    num_tokens, per_token = run.args.seq_length * run.args.micro_batch_size, run.model.vision.spatial_merge_size**2
+    data, patch_pixels = run.data, run.model.vision.patch_size**2
+    largest_image = data.image_max_pixels // patch_pixels
+    if data.attr.videos is not None:  # a video stays whole, like an image
+        num_pairs = -(-data.video_maxlen // run.model.vision.temporal_patch_size)
+        largest_image = max(largest_image, num_pairs * data.video_max_pixels // patch_pixels)
+
+    def rows(num_patches: int) -> MicrobatchSizes:
+        num_text = num_tokens - num_patches // per_token
+        share = -(-num_patches // run.num_encoders) + largest_image
+        return MicrobatchSizes(-(-num_tokens // run.cp_size), min(num_patches, share), -(-num_text // run.cp_size))
+
+    if run.args.dry_run_patches is not None:
+        return {STATED: rows(run.args.dry_run_patches)}
+    return {TEXT: rows(0), VISUAL: rows(num_tokens * per_token)}
+
+
+class PeakMemory:
+    """The peak memory of a run's stages for many placements with as many stages and chunks."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._kinds = run, tuple(longest_microbatches(run).values())
+        self._chunks: dict[StageSpec, tuple[StageSize, ChunkMemory]] = {}
+        self._peaks: dict[tuple[StageSpec, ...], int] = {}
+
+    def of_stages(self, placement: Placement) -> list[int]:
+        """Peak bytes of one rank of each stage, with the kind of microbatch that needs most."""
+        return [self._of_stage(placement, stage) for stage in range(placement.num_stages)]
+
+    def _of_stage(self, placement: Placement, stage: int) -> int:
+        specs = tuple(placement[stage, chunk] for chunk in range(placement.num_chunks))
+        if specs not in self._peaks:
+            chunks = [self._chunk(placement, spec) for spec in specs]
+            size = reduce(StageSize.__add__, (size for size, _ in chunks))
+            memory = StageMemory(tuple(chunk for _, chunk in chunks))
+            self._peaks[specs] = max(peak_bytes(memory, rows, self._run, size) for rows in self._kinds)
+        return self._peaks[specs]
+
+    def _chunk(self, placement: Placement, spec: StageSpec) -> tuple[StageSize, ChunkMemory]:
+        if spec not in self._chunks:
+            self._chunks[spec] = chunk_size(self._run, spec), _chunk_memory(self._run, placement, spec)
+        return self._chunks[spec]
+
+
+def peaks(run: Run, placement: Placement, sizes: list[StageSize]) -> dict[str, int]:
+    """Peak bytes of the largest stage, by kind of microbatch."""
+    memories = [stage_memory(run, placement, stage) for stage in range(len(sizes))]
+    return {kind: max(peak_bytes(memory, rows, run, size) for memory, size in zip(memories, sizes, strict=True))
+            for kind, rows in longest_microbatches(run).items()}
+
+
+def peak_bytes(memory: StageMemory, rows: MicrobatchSizes, run: Run, size: StageSize) -> int:
+    """Peak bytes of a stage: while it computes or in the update, whichever is more."""
+    return max(memory.peak_bytes(rows, run.held_microbatches, size.total_bytes), size.total_bytes + size.update_bytes)
+
+
+def stage_memory(run: Run, placement: Placement, stage: int) -> StageMemory:
+    return StageMemory(tuple(_chunk_memory(run, placement, placement[stage, chunk])
+                             for chunk in range(placement.num_chunks)))
+
+
+def _chunk_memory(run: Run, placement: Placement, spec: StageSpec) -> ChunkMemory:
+    return ChunkMemory(one_stage(run.model), placement, spec, run.tp_size, run.args.precision, run.num_pieces,
+                       1 if run.is_ring else run.cp_size, run.args.vision_feature_cache is not None)
