@@ -147,7 +147,8 @@ def test_cpu_step(started: dict[str, Future]) -> None:
 def test_encoder_placements(started: dict[str, Future]) -> None:
     results = started["encoder"].result()
     assert [result["pictures"] for result in results] == ["even", "mixed", "one"]
-    assert all(result["speed_over_cut"]["least"] > 0 and result["patches"] > 0 for result in results)
+    assert all(result["time_ratio"]["least"] > 0 and result["patches"] > 0 for result in results)
+    assert all(result["processor_seconds"]["cut"] > 0 for result in results)
 
 
 def test_pipeline(started: dict[str, Future]) -> None:

@@ -33,12 +33,13 @@ PLACEMENTS: tuple[EncoderPlacement, ...] = ("cut", "tensor_ranks")
 
 
 def measure(device: Device, rounds: int, is_quick: bool, sequence_parallel: bool) -> list[dict[str, Any]] | None:
-    """For each of ``PICTURES``, the time of a step in both placements; returned on the first rank only."""
+    """For each of ``PICTURES``, the time of a step in both placements, and the processor time of the rank that needs
+    more; ratios are of cut to whole.  Returned on the first rank only."""
     torch.set_num_threads(1)
     model = model_of(1, is_quick)
     model = replace(model, vision=replace(model.vision, freeze=False))
     tensors = random_tensors(model, device.torch_device, torch.float32)
-    seconds = {name: {placement: list[float]() for placement in PLACEMENTS} for name in PICTURES}
+    seconds = {name: {placement: list[tuple[float, float]]() for placement in PLACEMENTS} for name in PICTURES}
     firsts: list[tuple[float, float]] = []
     for _ in range(rounds):
         for placement in PLACEMENTS:
@@ -54,8 +55,11 @@ def measure(device: Device, rounds: int, is_quick: bool, sequence_parallel: bool
         return None
     return [
         {"pictures": name, "sequence_parallel": sequence_parallel,
-         "speed_over_cut": median_ratio(of["cut"], of["tensor_ranks"]),
-         "step_seconds": {placement: statistics.median(times) for placement, times in of.items()},
+         **{f"{kind}_ratio": median_ratio(*([one[number] for one in of[placement]] for placement in PLACEMENTS))
+            for number, kind in enumerate(("time", "processor"))},
+         **{f"{kind}_seconds": {placement: statistics.median(one[number] for one in times)
+                                for placement, times in of.items()}
+            for number, kind in enumerate(("time", "processor"))},
          **_sizes(name, model)}
         for name, of in seconds.items()
     ]  # fmt: skip
@@ -65,16 +69,19 @@ def batch_of(name: str, model: ModelConfig) -> list[Microbatch]:
     return [random_microbatch(model, PICTURES[name], seed) for seed in range(NUM_MICROBATCHES)]
 
 
-def _times(ours: Ours, batch: list[Microbatch]) -> tuple[list[float], tuple[float, float]]:
-    """Seconds of some steps, and loss and gradient norm of the first, which warms up."""
-    own, times, first = ours.batches(batch), list[float](), (0.0, 0.0)
+def _times(ours: Ours, batch: list[Microbatch]) -> tuple[list[tuple[float, float]], tuple[float, float]]:
+    """Seconds and processor seconds of some steps, and loss and gradient norm of the first, which warms up."""
+    own, times, first = ours.batches(batch), list[tuple[float, float]](), (0.0, 0.0)
     for number in range(NUM_WARMUP + NUM_STEPS):
         dist.barrier()
-        start = time.perf_counter()
+        start, work_start = time.perf_counter(), time.process_time()
         result = ours.step(own)
+        work = torch.tensor(time.process_time() - work_start)
         dist.barrier()
+        taken = time.perf_counter() - start
+        dist.all_reduce(work, op=dist.ReduceOp.MAX)
         first = result if number == 0 else first
-        times += [time.perf_counter() - start] if number >= NUM_WARMUP else []
+        times += [(taken, float(work))] if number >= NUM_WARMUP else []
     return times, first
 
 

@@ -95,6 +95,8 @@ def sum_over_tensor_ranks(models: Iterable[DistributedDataParallel], group: dist
 
     These are reduced over the other ranks already, so with the distributed optimizer each rank sums its shard alone.
     """
+    if group.size() == 1:
+        return
     ranges = [one for model in models for one in _own_ranges(model) if one.numel()]
     small = [one for one in ranges if one.numel() < _MIN_ELEMENTS]
     for one in ranges:
