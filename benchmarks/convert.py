@@ -39,8 +39,9 @@ from mm.formats.hf_config import model_from_hf
 from mm.formats.layout import Layout
 from mm.formats.safetensors import safetensors_file
 from mm.weights.memory import memory_shape
+from mm.weights.placed import stage_weights
 from mm.weights.readers import readers
-from mm.weights.table import local_shape, model_weights, stage_weights
+from mm.weights.table import local_shape, model_weights
 
 MAX_RATIO = {"warm": 1.4, "cold": 1.7}
 MAX_MEMORY_BYTES = 512 << 20

@@ -20,8 +20,9 @@ from mm.config.model import EncoderPlacement, ModelConfig
 from mm.formats.safetensors import safetensors_file
 from mm.formats.torch_file_writer import Tensors, TorchFile
 from mm.placement import StageSpec
+from mm.weights.placed import stage_weights
 from mm.weights.plan import TargetFile
-from mm.weights.table import SINGLE_ADAPTER, Fusion, Weight, local_shape, stage_weights
+from mm.weights.table import SINGLE_ADAPTER, Fusion, Weight, local_shape
 from mm.weights.views import View, shard_view
 
 RELEASE = "release"

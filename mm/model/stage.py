@@ -34,7 +34,7 @@ from mm.parallel.context import Context
 from mm.parallel.megatron import mark_parameters, parallel_config
 from mm.parallel.mesh import Mesh
 from mm.weights.memory import memory_shape
-from mm.weights.table import stage_weights
+from mm.weights.placed import stage_weights
 from mm.weights.trained import GradientPath, is_frozen
 
 

@@ -16,7 +16,8 @@ from mm.placement import Message, Placement, StageSpec
 from mm.plan.messages import message_bytes
 from mm.weights.lora import matrix_pairs
 from mm.weights.memory import memory_shape
-from mm.weights.table import Fusion, Place, Weight, owns, weights_by_place
+from mm.weights.placed import owns, weights_by_place
+from mm.weights.table import Fusion, Place, Weight
 from mm.weights.trained import GradientPath, is_frozen
 
 WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}

@@ -15,7 +15,8 @@ from mm.placement import Placement, StageSpec
 from mm.plan.lists import one_stage
 from mm.plan.memory import FP32, WIDTHS, ChunkMemory, MicrobatchSizes, StageMemory
 from mm.weights.memory import memory_shape
-from mm.weights.table import Place, Weight, model_weights, owns, stage_weights, weights_by_place
+from mm.weights.placed import owns, stage_weights, weights_by_place
+from mm.weights.table import Place, Weight, model_weights
 from mm.weights.trained import is_frozen
 
 

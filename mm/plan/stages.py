@@ -26,7 +26,8 @@ from mm.plan.sizes import (
 )
 from mm.weights.groups import Group, optimizer_groups
 from mm.weights.lora import describe, model_adapters, num_adapter_params
-from mm.weights.table import Place, stage_weights
+from mm.weights.placed import stage_weights
+from mm.weights.table import Place
 from mm.weights.trained import GradientPath, freeze_notes, is_frozen
 
 _GIB = 2**30

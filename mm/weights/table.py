@@ -7,11 +7,10 @@ Our names and fused layouts are MindSpeed-MM's, except that layer numbers are gl
 local ones).  Hugging Face names are the published ones, from the model's family.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ from mm.config.layers import layers_in
 from mm.config.model import LanguageConfig, ModelConfig, Tower
 from mm.errors import UserError
 from mm.families.family import LayerNames
-from mm.placement import StageSpec
 from mm.weights.names import ALL_LINEAR, chosen, is_target, live_name, matches
 
 Names = tuple[str, ...]
@@ -125,32 +123,12 @@ def _own_weights(model: ModelConfig) -> tuple[Weight, ...]:
         weights += _TableSection("vision", Place.VISION_LAYER, layer).transformer(
             f"image_encoder.encoder.blocks.layers.{layer}", names.vision_layer, vision)
     weights += _projector(model)
-    weights.append(_vocabulary(language, Place.EMBEDDING, EMBEDDING_NAME, names.embedding_weight))
+    weights.append(vocabulary(language, Place.EMBEDDING, EMBEDDING_NAME, names.embedding_weight))
     for layer in range(language.num_layers):
         weights += _TableSection("language", Place.LANGUAGE_LAYER, layer).transformer(
             f"text_decoder.decoder.layers.{layer}", names.language_layer, language)
     weights += _head(model)
     return tuple(weights)
-
-
-@cache
-def weights_by_place(model: ModelConfig) -> Mapping[tuple[Place, int | None], tuple[Weight, ...]]:
-    """``model_weights`` by place and layer, in model order."""
-    return {place: tuple(weights)
-            for place, weights in groupby(model_weights(model), key=lambda one: (one.place, one.layer))}
-
-
-def stage_weights(model: ModelConfig, spec: StageSpec) -> tuple[Weight, ...]:
-    """The weights that the slot ``spec`` owns, in model order.
-
-    In a tied model whose embedding and head live in different slots, the head's slot also owns
-    ``text_decoder.output_layer.weight``: a copy of the embedding, read from the embedding's Hugging Face tensor.
-    """
-    owned = [weight for place, weights in weights_by_place(model).items() if owns(spec, *place) for weight in weights]
-    if spec.has_head and model.language.tied and not spec.has_embedding:
-        copy = _vocabulary(model.language, Place.HEAD, OUTPUT_LAYER_NAME, model.family.weights.embedding_weight)
-        owned.append(replace(copy, is_tied_copy=True))
-    return tuple(owned)
 
 
 def stored_name(weight: Weight) -> str:
@@ -367,18 +345,12 @@ def _head(model: ModelConfig) -> Iterator[Weight]:
     yield from _TableSection("language", Place.HEAD).norm(
         "text_decoder.decoder.final_layernorm", names.final_norm, language.hidden_size)
     if not language.tied:
-        yield _vocabulary(language, Place.HEAD, OUTPUT_LAYER_NAME, names.output_layer_weight)
+        yield vocabulary(language, Place.HEAD, OUTPUT_LAYER_NAME, names.output_layer_weight)
 
 
-def _vocabulary(language: LanguageConfig, place: Place, name: str, hf_name: str) -> Weight:
+def vocabulary(language: LanguageConfig, place: Place, name: str, hf_name: str) -> Weight:
     shape = (language.vocab_size, language.hidden_size)
     return _TableSection("language", place).weight(name, (hf_name,), (shape,), Cut(0, language.vocab_size))
-
-
-def owns(spec: StageSpec, place: Place, layer: int | None) -> bool:
-    """Whether the slot ``spec`` holds a place of the model."""
-    owned = getattr(spec, place.value)
-    return owned if layer is None else layer in owned
 
 
 def num_stacked_blocks(weight: Weight) -> int:

@@ -19,13 +19,8 @@ from mm.formats.hf_config import for_both_versions
 from mm.formats.layout import Layout
 from mm.formats.source import open as open_source
 from mm.formats.source import open_to_train
-from mm.weights.table import (
-    OUTPUT_LAYER_NAME,
-    Weight,
-    model_weights,
-    shard,
-    stage_weights,
-)
+from mm.weights.placed import stage_weights
+from mm.weights.table import OUTPUT_LAYER_NAME, Weight, model_weights, shard
 from tests import tiny
 from tests.formats.test_hf_config import flat
 from tests.saved_hf import Spelling, as_single_file, cast, save, weight_files

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from mm.formats.source import open as open_source
-from mm.weights.table import model_weights, stage_weights, unshard
+from mm.weights.placed import stage_weights
+from mm.weights.table import model_weights, unshard
 from tests.parallel.cases import CASES
 from tests.tiny import hf_model, hf_tensors, our_config
 from tests.unfuse import unfuse

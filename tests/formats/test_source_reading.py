@@ -27,7 +27,8 @@ from mm.formats.source import open as open_source
 from mm.formats.source import open_to_train
 from mm.formats.storage import Format, Storage, Structure
 from mm.weights.cut import cut_dim
-from mm.weights.table import EMBEDDING_NAME, fuse, model_weights, shard, stage_weights
+from mm.weights.placed import stage_weights
+from mm.weights.table import EMBEDDING_NAME, fuse, model_weights, shard
 from tests.checkpoint.models import SmallModel, layouts, small_models, write_sparse_mm
 from tests.files import EXAMPLES
 

@@ -28,7 +28,8 @@ from mm.training.optimizer_state import MOMENTS, owned_states
 from mm.training.save import BegunSave
 from mm.training.step import forward_backward
 from mm.weights.lora import model_adapters
-from mm.weights.table import model_weights, stage_weights
+from mm.weights.placed import stage_weights
+from mm.weights.table import model_weights
 from mm.weights.trained import is_frozen, saved_among, saved_weights
 from tests.parallel.cases import Case, batch_of
 from tests.parallel.lora_cases import CASES, DROPOUT_CASES, MIXED, LoraCase

@@ -9,7 +9,8 @@ from mm.config.flags import parse
 from mm.config.model import ModelConfig, Rates
 from mm.weights.groups import Group, group_facts, group_of, group_problems, optimizer_groups
 from mm.weights.names import matches
-from mm.weights.table import OUTPUT_LAYER_NAME, model_weights, stage_weights
+from mm.weights.placed import stage_weights
+from mm.weights.table import OUTPUT_LAYER_NAME, model_weights
 from tests.tiny import our_config
 
 ARGV = ["--mm-model", "m", "--mm-data", "d", "--micro-batch-size", "1", "--seq-length", "8", "--train-iters", "1",

@@ -14,6 +14,7 @@ from mm.formats.hf import are_module_names
 from mm.formats.storage import stage_local_name
 from mm.placement import layout_problems
 from mm.weights.names import live_name, published_name
+from mm.weights.placed import stage_weights
 from mm.weights.table import (
     EMBEDDING_NAME,
     OUTPUT_LAYER_NAME,
@@ -26,7 +27,6 @@ from mm.weights.table import (
     model_weights,
     padded_ffn,
     shard,
-    stage_weights,
     unshard,
 )
 from tests.saved_hf import Spelling, spell
