@@ -134,15 +134,16 @@ class Costs:
     fits: Callable[[Lists], bool]
 
 
-def best_lists(start: Lists, of: Costs) -> tuple[Lists, float]:
+def best_lists(start: Lists, of: Costs, is_even: bool = False) -> tuple[Lists, float]:
     """The lists of least cost, or if very many are possible those that no move of one layer improves; and their cost.
 
-    In the latter case two descents: from ``start``, and from the lists that load the stages most evenly, which a
-    descent along ``unevenness`` finds.  Lists that do not fit are never returned, except ``start``.
+    In the latter case two descents: from ``start``, and unless that ``is_even`` already, from the lists that load the
+    stages most evenly, which a descent along ``unevenness`` finds.  Lists that do not fit are never returned, except
+    ``start``.
     """
     if start.num_possible <= MAX_COMPARED:
         return _better(start, float(of.costs([start])[0]), list(start.possible()), of)
-    even = evened(start, of)
+    even = start if is_even else evened(start, of)
     found = [_descended(one, of) for one in dict.fromkeys((start, even)) if one == start or of.fits(one)]
     return min(found, key=lambda one: one[1])
 

@@ -33,7 +33,7 @@ SLACK = 1.03
 NUM_OF_GROUP = 4
 """Layouts of each group that are simulated: those with the best estimates that fit."""
 NUM_SEARCHED = 6
-"""Groups whose fastest layout's lists are searched."""
+"""Groups whose fastest layout's lists are searched, by default."""
 _MAX_MOVES, _WORTH_MOVING = 8, 1.2
 """Layers that are moved between stages to make even lists fit, if the fullest needs at most this times the limit."""
 
@@ -105,8 +105,10 @@ class LayoutSearch:
         return Planned(choice, run, predictor.predict(workload, run),
                        max(PeakMemory(run).of_stages(run.model.placement())), predictor, workload)
 
-    def best(self, choices: Iterable[Choice], num_kept: int, num_steps: int) -> SearchResult:
-        """The ``num_kept`` fastest layouts."""
+    def best(
+        self, choices: Iterable[Choice], num_kept: int, num_steps: int, num_searched: int = NUM_SEARCHED
+    ) -> SearchResult:
+        """The ``num_kept`` fastest layouts, after a search for the lists of ``num_searched``."""
         considered = list(choices)
         opened, refusals = list[_Open](), dict[str, None]()
         for choice in considered:
@@ -116,7 +118,7 @@ class LayoutSearch:
                 refusals |= dict.fromkeys(error.problems)
         opened.sort(key=lambda one: one.estimate)
         fitting, too_large = self._fitting(opened, num_kept)
-        promising = _best_of_groups(fitting)[:NUM_SEARCHED]
+        promising = _best_of_groups(fitting)[: max(num_searched, num_kept)]
         searched = sorted((self._with_best_lists(one, lists) for _, one, lists in promising), key=lambda one: one[0])
         ranking = sorted((self.planned(one.choice, _placed(one.run, lists), num_steps)
                           for _, one, lists in searched[:num_kept]), key=lambda one: one.step.seconds)
@@ -203,7 +205,7 @@ class LayoutSearch:
     def _with_best_lists(self, one: _Open, start: Lists) -> tuple[float, _Open, Lists]:
         workload = self._workload(one.run, NUM_STEPS)
         costs = list_costs(one.predictor, one.memory, workload, self._max_bytes, num_simulated=1)
-        lists, seconds = best_lists(start, costs) if one.choice.num_stages > 1 else (start, float(
+        lists, seconds = best_lists(start, costs, is_even=True) if one.choice.num_stages > 1 else (start, float(
             costs.costs([start])[0]))
         return seconds + one.rest, one, lists
 

@@ -25,6 +25,8 @@ class LayoutPlan:
     calibration: str
     """What predictions rest on."""
     found: SearchResult
+    seconds: float
+    """What the search took."""
     present: Planned | None
     """None if the run's own layout is not legal, which ``present_problems`` then explains."""
     present_problems: tuple[str, ...]
@@ -46,8 +48,8 @@ def layout_report(plan: LayoutPlan) -> str:
               f"          text_decoder.pipeline_num_layers: {language}"]
     lines += [f"Waits     {_waits(best)}"] if best.choice.num_stages > 1 else []
     lines += [f"Why not 2 {_difference(best, rows[1])}"] if len(rows) > 1 else []
-    lines.append(f"Searched  {plan.found.num_considered} layouts; no lists of any that fits take less than "
-                 f"{plan.found.least:.4g} s by the work alone, so 1 is within "
+    lines.append(f"Searched  {plan.found.num_considered} layouts in {plan.seconds:.1f} s; none that fits can take less "
+                 f"than {plan.found.least:.4g} s, whatever its lists, so 1 is within "
                  f"{best.step.seconds / plan.found.least - 1:.1%} of what any layout can reach")
     if plan.max_bytes is not None:
         lines.append(f"Memory    at most {plan.max_bytes / 2**30:.1f} GiB per rank; {plan.found.num_too_large} of the "

@@ -1,6 +1,7 @@
 """``mm-plan`` without a command: which layout trains a run fastest on a device, on its own data."""
 
 import argparse
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
@@ -81,14 +82,15 @@ def _planned(flags: argparse.Namespace, training: Sequence[str]) -> LayoutPlan:
     legal = list(choices(run, fixed, links.node_size))
     if not legal:
         raise UserError(_no_layout(run, fixed, links.node_size))
-    search = LayoutSearch(run, calibrate, lengths, max_bytes)
+    search, began = LayoutSearch(run, calibrate, lengths, max_bytes), time.perf_counter()
     found = search.best(legal, flags.top, NUM_STEPS)
+    seconds = time.perf_counter() - began
     if not found.ranking:
         raise UserError(_nothing_fits(found, max_bytes) if found.smallest else found.refusals)
     problems = tuple(parallel_problems(run))
     present = None if problems else _present(search, run)
     changes = () if present is None else _changes(search, present, legal)
-    return LayoutPlan(run, device, what, found, present, problems, changes, max_bytes)
+    return LayoutPlan(run, device, what, found, seconds, present, problems, changes, max_bytes)
 
 
 def _labels() -> list[str]:
@@ -212,7 +214,7 @@ def _changes(search: LayoutSearch, present: Planned, legal: Sequence[Choice]) ->
         else:
             others = dict.fromkeys(replace(own, **{field: getattr(one, field)}) for one in legal)
             some = [one for one in others if one != own and not list(parallel_problems(one.applied(present.run)))]
-        ranking = search.best(some, 1, NUM_STEPS).ranking if some else ()
+        ranking = search.best(some, 1, NUM_STEPS, num_searched=1).ranking if some else ()
         for one in ranking:
             value = "" if field == "lists" else f" {getattr(own, field)} -> {getattr(one.choice, field)}"
             if Lists.of(one.run.model) != Lists.of(present.run.model) or field != "lists":
