@@ -57,7 +57,7 @@ def judge(run: Run, predictor: Predictor, workload: Workload, max_bytes: int | N
 
 def list_costs(
     predictor: Predictor, memory: PeakMemory, workload: Workload, max_bytes: int | None,
-    num_simulated: int = NUM_SIMULATED,
+    num_simulated: int = NUM_SIMULATED, is_rough: bool = False,
 ) -> Costs:  # fmt: skip
     """What the search for lists asks about one run."""
 
@@ -65,7 +65,8 @@ def list_costs(
         return [one.placement for one in some]
 
     return Costs(
-        costs=lambda some: predictor.pipelines(workload, placements(some), num_simulated).seconds.mean(axis=0),
+        costs=lambda some: predictor.pipelines(
+            workload, placements(some), num_simulated, is_rough).seconds.mean(axis=0),
         least=lambda some: predictor.least(workload, placements(some)),
         unevenness=lambda some: predictor.unevenness(workload, placements(some)),
         fits=lambda one: max_bytes is None or max(memory.of_stages(one.placement)) <= max_bytes)

@@ -20,7 +20,7 @@ LEAST_GAIN = 1e-4
 """A layer moves only if the step gets shorter by this share."""
 MAX_COMPARED = 1000
 """If no more lists than this are possible, all are compared."""
-MANY_SLOTS, MAX_DISTANCE = 12, 3
+MANY_SLOTS, MAX_DISTANCE = 12, 1
 MAX_TRIED = 60
 """Moves of a round whose cost is computed: those with the least bounds."""
 

@@ -104,23 +104,29 @@ class Predictor:
             error=self.calibration.error)
 
     def pipelines(
-        self, workload: Workload, placements: Sequence[Placement], num_simulated: int = NUM_SIMULATED
-    ) -> Pipelines:
-        """The slowest replica's pipeline of each step, among the ``num_simulated`` replicas with most work."""
+        self, workload: Workload, placements: Sequence[Placement], num_simulated: int = NUM_SIMULATED,
+        is_rough: bool = False,
+    ) -> Pipelines:  # fmt: skip
+        """The slowest replica's pipeline of each step, among the ``num_simulated`` replicas with most work.
+
+        ``is_rough``: with the microbatches in the order of the first placement, which is quicker.
+        """
         slots, num_stages = self.costs.slots_of(placements), placements[0].num_stages
         rows = []
         for step in workload.steps:
             work = self._work_of_replicas(step)
             likely = work.argsort(kind="stable")[::-1][:num_simulated].tolist()
-            found = np.stack([self._replica(step[number], placements, slots) for number in likely])
+            found = np.stack([self._replica(step[number], placements, slots, is_rough) for number in likely])
             slowest = found[:, 0].argmax(axis=0)
             rows.append(np.take_along_axis(found, slowest[None, None], axis=0)[0])
         seconds, busy, num_microbatches = np.stack(rows, axis=1)
         return Pipelines(seconds, busy, busy * (num_microbatches + num_stages - 1) / num_microbatches)
 
-    def _replica(self, counts: np.ndarray, placements: Sequence[Placement], slots: np.ndarray) -> np.ndarray:
+    def _replica(
+        self, counts: np.ndarray, placements: Sequence[Placement], slots: np.ndarray, is_rough: bool
+    ) -> np.ndarray:
         """Pipeline, work of the mean stage and number of microbatches: [3, num_placements]."""
-        costs, messages = self.ordered(counts, placements, slots)
+        costs, messages = self.ordered(counts, placements, slots, is_rough)
         num_stages = placements[0].num_stages
         seconds = step_costs(costs, num_stages, messages)
         return np.stack([seconds, costs.sum(axis=(0, 1, 2)) / num_stages, np.full_like(seconds, len(counts))])
@@ -214,8 +220,9 @@ class Predictor:
         return [of_step(step) for step in workload.steps]
 
     def ordered(
-        self, counts: np.ndarray, placements: Sequence[Placement], slots: np.ndarray | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
+        self, counts: np.ndarray, placements: Sequence[Placement], slots: np.ndarray | None = None,
+        is_rough: bool = False,
+    ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
         """Costs and messages as ``step_costs`` takes them, with microbatches in the order in which a run sends them
         through the pipeline, which it chooses by FLOPs."""
         slots = self.costs.slots_of(placements) if slots is None else slots
@@ -223,6 +230,9 @@ class Predictor:
         costs, messages = self.costs.of_slots(here, slots), self.messages(here, placements)
         if num_stages == 1:
             return costs, messages
+        if is_rough:
+            (order,) = pipeline_orders(self._flops.of_slots(counts, slots[..., :1]), num_stages).T
+            return costs[:, order], messages[:, order]
         order = pipeline_orders(self._flops.of_slots(counts, slots), num_stages)
         return in_order(costs, order), in_order(messages, order)
 

@@ -204,7 +204,7 @@ class LayoutSearch:
 
     def _with_best_lists(self, one: _Open, start: Lists) -> tuple[float, _Open, Lists]:
         workload = self._workload(one.run, NUM_STEPS)
-        costs = list_costs(one.predictor, one.memory, workload, self._max_bytes, num_simulated=1)
+        costs = list_costs(one.predictor, one.memory, workload, self._max_bytes, num_simulated=1, is_rough=True)
         lists, seconds = best_lists(start, costs, is_even=True) if one.choice.num_stages > 1 else (start, float(
             costs.costs([start])[0]))
         return seconds + one.rest, one, lists
