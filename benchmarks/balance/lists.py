@@ -88,9 +88,9 @@ class Workload:
 def best(workload: Workload) -> tuple[float, Lists]:
     """The lists that no move of one layer improves, searched from the workload's own, and their utilisation first."""
     found, cost = best_lists(layouts.Lists.of(workload.model), Costs(
-        cost=lambda one: 1 / workload.utilisation(_flat(one)),
-        least=lambda one: workload.imbalance(_flat(one)),
-        unevenness=lambda one: sum(work**2 for work in workload.work(_flat(one))),
+        costs=lambda some: np.array([1 / workload.utilisation(_flat(one)) for one in some]),
+        least=lambda some: np.array([workload.imbalance(_flat(one)) for one in some]),
+        unevenness=lambda some: np.array([sum(work**2 for work in workload.work(_flat(one))) for one in some]),
         fits=lambda _: True))  # fmt: skip
     return 1 / cost, _flat(found)
 
