@@ -38,7 +38,8 @@ from mm.training.step import Setup, forward_backward  # noqa: E402
 from mm.training.update import StepResult, update  # noqa: E402
 from mm.weights.memory import MemoryLayout  # noqa: E402
 from mm.weights.names import published_name  # noqa: E402
-from mm.weights.table import Weight, model_weights, shard, stage_weights  # noqa: E402
+from mm.weights.placed import stage_weights  # noqa: E402
+from mm.weights.table import Weight, model_weights, shard  # noqa: E402
 from mm.weights.trained import is_frozen  # noqa: E402
 from tests.devices import kernels_of  # noqa: E402
 from tests.files import write_whole  # noqa: E402
