@@ -115,7 +115,7 @@ class Ours:
         self.setup = Setup.build(stage, mesh, args)
 
     def batches(self, microbatches: list[Microbatch]) -> list[Microbatch]:
-        """With this rank's pixels in pinned memory, as the trainer's data thread delivers them."""
+        """The microbatches with this rank's pixels in pinned memory, as the trainer's data thread delivers them."""
         stage, context = self.setup.stage, self.setup.mesh.context
         own = [own_pixels(deal_images(m, stage.model, context.num_encoders), context) for m in microbatches]
         return [m if m.pixel_values is None else dataclasses.replace(m, pixel_values=stage.device.pin(m.pixel_values))

@@ -48,8 +48,7 @@ class ParallelConfig:
     tp_size: int = 1
     """Tensor-parallel size."""
     vit_tp_size: int = 0
-    """Tensor-parallel size of the ViT; only 0 or tp_size, because ViT and LLM are cut the same way or, with
-    encoder_placement tensor_ranks, the ViT is not cut."""
+    """Tensor-parallel size of the ViT; only 0 or tp_size, also with encoder_placement tensor_ranks."""
     encoder_placement: EncoderPlacement = "cut"
     """As in the model JSON.  "tensor_ranks": the files of every tensor-parallel rank hold the whole ViT and projector.
     """
@@ -72,7 +71,7 @@ class ParallelConfig:
         if self.vit_tp_size not in (0, self.tp_size):
             problems.append(
                 f"{flag}.vit_tp_size is {self.vit_tp_size}; expected 0 or tp_size = {self.tp_size}, because both "
-                f"towers are cut the same way; for a ViT that is not cut give {flag}.encoder_placement tensor_ranks."
+                f"towers are cut the same way; for a ViT that is not cut, give {flag}.encoder_placement tensor_ranks."
             )
         refuse(problems)
         return Layout(lists[0], lists[1], self.tp_size, self.encoder_placement)

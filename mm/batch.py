@@ -75,7 +75,7 @@ class Microbatch:
     num_omitted_images: int = 0
     """Images left out because ``--seq-length`` would have cut them; known only to the rank that reads the data."""
     image_ranks: tuple[int, ...] = ()
-    """The rank of ``Context.encoders`` that holds each image, with its pixels, in a ``StepPlan``; () if it is one."""
+    """The rank of ``Context.encoders`` that holds each image, in a ``StepPlan`` with its pixels; () for only one."""
     samples: tuple[int, ...] = ()
     """The numbers of its samples in the data, in order, counted from 0; empty if they are not known."""
     normalisations: tuple[Normalisation, ...] = ()

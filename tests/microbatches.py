@@ -78,7 +78,7 @@ def _random_sample(model: ModelConfig, grids: tuple[Grid, ...], num_text: int, g
 
 
 def own_pixels(microbatch: Microbatch, context: "Context") -> Microbatch:  # noqa: F821
-    """``microbatch``, which has the pixels of all images, with only those of this rank on the context axis."""
+    """``microbatch``, which has the pixels of all images, with only those of this rank of ``Context.encoders``."""
     images = context.images(microbatch)
     if len(images) == len(microbatch.image_grids):
         return microbatch

@@ -43,7 +43,7 @@ FULLEST_PACKS, BALANCED_PACKS = "BaseRandomBatchSampler with packing", "Balanced
 Planned = Callable[[int], list[StepSamples]]
 """From the number of a step to the samples of each rank."""
 SETS = ("llava", "documents", "videos")
-"""Of ``mm.plan.distributions``."""
+"""Names of the compared ``mm.plan.distributions``."""
 
 
 class Samples:

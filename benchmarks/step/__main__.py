@@ -87,7 +87,7 @@ def cpu(flags: argparse.Namespace, own_arguments: list[str]) -> bool:
 
 
 def encoder(flags: argparse.Namespace, own_arguments: list[str]) -> bool:
-    """Time both placements in two new processes; or, with ``--is-rank``, work as one of these."""
+    """Time both placements in two new processes; with ``--is-rank``, be one of them."""
     if flags.is_rank:
         device = Device.pick("cpu")
         from benchmarks.step.encoder import measure

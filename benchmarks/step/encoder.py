@@ -1,4 +1,4 @@
-"""Steps of two tensor-parallel ranks with a ViT that they cut, and with a whole one on each, in turn.
+"""Times steps of two tensor-parallel ranks, in turn with a ViT cut over both and with a whole ViT on each.
 
 Started by ``python -m benchmarks.step encoder``; import it after ``Device.pick``.
 """
@@ -6,7 +6,7 @@ Started by ``python -m benchmarks.step encoder``; import it after ``Device.pick`
 import statistics
 import time
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -28,13 +28,13 @@ PICTURES: dict[str, list[Sample]] = {
               (((1, 20, 28), (1, 8, 12), (1, 16, 16)), NUM_TEXT_TOKENS)],
     "one": [(((1, 40, 56),), 3 * NUM_TEXT_TOKENS)],
 }  # fmt: skip
-"""Samples of a microbatch with little text: pictures that two ranks share evenly, about evenly, and not at all."""
-PLACEMENTS: tuple[EncoderPlacement, ...] = ("cut", "tensor_ranks")
+"""Samples of a microbatch with little text, whose pictures two ranks can divide evenly, about evenly, or not at all."""
+PLACEMENTS: tuple[EncoderPlacement, ...] = get_args(EncoderPlacement)
 
 
 def measure(device: Device, rounds: int, is_quick: bool, sequence_parallel: bool) -> list[dict[str, Any]] | None:
-    """For each of ``PICTURES``, the time of a step in both placements, and the processor time of the rank that needs
-    more; ratios are of cut to whole.  Returned on the first rank only."""
+    """For each of ``PICTURES``, the time of a step in both placements, and the processor time of the busier rank.
+    Ratios are cut / whole.  Only the first rank returns a result."""
     torch.set_num_threads(1)
     model = model_of(1, is_quick)
     model = replace(model, vision=replace(model.vision, freeze=False))
@@ -47,7 +47,7 @@ def measure(device: Device, rounds: int, is_quick: bool, sequence_parallel: bool
             for name in PICTURES:
                 times, first = _times(ours, batch_of(name, model))
                 seconds[name][placement] += times
-                firsts += [first] if name == next(iter(PICTURES)) else []  # the others follow different roundings
+                firsts += [first] if name == next(iter(PICTURES)) else []  # later ones start from other roundings
             ours.close()
     for values in zip(*firsts, strict=True):
         assert max(values) - min(values) < 1e-5 * max(values), f"not the same training: {firsts}"
@@ -70,7 +70,7 @@ def batch_of(name: str, model: ModelConfig) -> list[Microbatch]:
 
 
 def _times(ours: Ours, batch: list[Microbatch]) -> tuple[list[tuple[float, float]], tuple[float, float]]:
-    """Seconds and processor seconds of some steps, and loss and gradient norm of the first, which warms up."""
+    """Seconds and processor seconds of the timed steps, and loss and gradient norm of the first warm-up step."""
     own, times, first = ours.batches(batch), list[tuple[float, float]](), (0.0, 0.0)
     for number in range(NUM_WARMUP + NUM_STEPS):
         dist.barrier()

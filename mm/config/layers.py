@@ -1,4 +1,4 @@
-"""Numbers and lists of layers in the model JSON, as types of its fields."""
+"""Types of the model JSON's fields that count or list layers."""
 
 import re
 import typing
@@ -13,7 +13,7 @@ NumLayers = Annotated[Count, Le(1000)]
 """Layers of a tower: ten times the most of any published model.  Files of unknown origin may state any number, and what
 is computed for every layer would take for ever."""
 _LONGEST_SPANS = 10_000
-"""Characters of ``freeze_layers``."""
+"""Most characters of ``freeze_layers``."""
 
 
 def _chunks(value: Any) -> Any:
@@ -46,7 +46,7 @@ def _spans(text: str) -> str:
     return text
 
 
-# Strict(False): a list of JSON becomes a tuple.
+# Strict(False): a JSON list becomes a tuple.
 Ints = Annotated[tuple[Int, ...], Strict(False), Field(title="a list of integers")]
 Layers = Annotated[
     tuple[Ints, ...], Strict(False), BeforeValidator(_chunks),

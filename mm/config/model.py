@@ -179,8 +179,8 @@ class ModelConfig:
     video_token_id: Int = QWEN2_5_VL.tokens.video_id
     vision_start_token_id: Int = QWEN2_5_VL.tokens.vision_start_id
     encoder_placement: Annotated[EncoderPlacement, OrDefault] = "cut"
-    """How tensor-parallel ranks share the ViT and the projector.  "cut": like the LLM, each has a part of every matrix.
-    "tensor_ranks": each has all of them, and tensor- and context-parallel ranks divide the images."""
+    """How tensor-parallel ranks share the ViT and the projector.  "cut": as in the LLM, each has part of every matrix.
+    "tensor_ranks": each has every whole matrix, and tensor- and context-parallel ranks divide the images."""
     freeze_modules: Annotated[Patterns, OrDefault] = ()
     """Weights that are not trained, in addition to the frozen parts and layers."""
     trainable_modules: Annotated[Patterns, OrDefault] = ()

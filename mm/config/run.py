@@ -142,8 +142,8 @@ def load_run(
     """Read and check everything; raises UserError with all problems of the flags and of both files.
 
     The world size is ``world_size`` if given, else WORLD_SIZE of the ``environment`` (torchrun sets it), else
-    ``--world-size``, else 1.  With ``--dry-run`` a missing file or directory is a note instead of a problem.  The sizes
-    of parallel groups and batches may contradict each other unless ``checks_layout``.
+    ``--world-size``, else 1.  With ``--dry-run`` a missing file or directory is a note instead of a problem.
+    ``checks_layout``: also check that the sizes of parallel groups and batches fit each other.
     """
     words = TRAIN.split(argv)
     problems: list[str] = []

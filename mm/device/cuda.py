@@ -184,7 +184,7 @@ def refuse_old_cuda(name: str, capability: tuple[int, int]) -> None:
 def _known(
     label: str, names: str, tflops: float, memory_mib: int | None, reference: str, memory_gb: float, links: Links
 ) -> KnownDevice:
-    """``memory_gb``: GB per second of the memory."""
+    """``memory_gb``: memory bandwidth in GB/s."""
     memory_bytes = None if memory_mib is None else memory_mib * 2**20
     return KnownDevice(label, names, tflops * 1e12, memory_bytes, reference, memory_gb * 1e9, links)
 
@@ -234,7 +234,7 @@ _KNOWN_DEVICES = (
 )
 """Peaks as published; those with sparsity are halved, and those of a whole system divided by its number of devices.
 
-Bandwidths of memory are from the same sheets, of the SXM form where there are several."""
+Memory bandwidths are from the same sheets, those of the SXM form where an entry covers several forms."""
 
 
 CUDA = Platform(

@@ -309,13 +309,13 @@ def hccl_buffer_mb(num_groups: int, num_with_messages: int, buffsize_mb: int = 2
 def _known(
     label: str, names: str, tflops: float | None, memory_gib: int, reference: str, links: Links, memory_tib: float = 1.6
 ) -> KnownDevice:
-    """``memory_tib``: TiB per second of the memory, from msmodeling's device profiles."""
+    """``memory_tib``: memory bandwidth in TiB/s, from msmodeling's device profiles."""
     peak = None if tflops is None else tflops * 1e12
     return KnownDevice(label, names, peak, memory_gib * 2**30, reference, memory_tib * 2**40, links)
 
 
-# msmodeling's device profiles: a full mesh of HCCS in an A2, 200 Gbit/s to other nodes; A3's switches reach 384 chips,
-# of which each has two devices.
+# From msmodeling's device profiles: an A2 has a full mesh of HCCS and 200 Gbit/s to other nodes; A3's switches connect
+# 384 chips, each with two devices.
 _A2, _A3 = Links(196e9, 25e9), Links(196e9, 196e9, node_size=16)
 
 

@@ -23,14 +23,14 @@ MachineFinding = tuple[bool, str]
 
 @dataclass(frozen=True)
 class Links:
-    """What connects devices of one type, in bytes per second of one device in one direction."""
+    """The links between devices of one type, in bytes per second per device and direction."""
 
     within: float
     """To the other devices of its node: NVLink, HCCS or PCIe, as published."""
     between: float
-    """To other nodes.  A data center decides this, so it is the usual network adapter per device."""
+    """To other nodes.  This depends on the data center, so it assumes the usual network adapter per device."""
     node_size: int = 8
-    """Devices of a node."""
+    """Devices in a node."""
 
 
 @dataclass(frozen=True)

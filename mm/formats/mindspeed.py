@@ -167,7 +167,7 @@ class MindSpeedDirectory:
 
     @property
     def layout(self) -> Layout:
-        """The layout inferred from file and tensor names, and from shapes in the ViT."""
+        """The layout inferred from file and tensor names, and from the shapes of the ViT's tensors."""
         names: dict[tuple[int, int], list[str]] = {}  # by chunk and stage, of the first tensor-parallel rank
         ranks = {file: rank_of(Path(file).parent.name) or (0, 0) for file in self.contents}
         last_tp_rank, last_stage = (max(rank[axis] for rank in ranks.values()) for axis in range(2))

@@ -193,9 +193,9 @@ _VISION_QKV = re.compile(r"(?:model\d*/)?image_encoder\..*\.linear_qkv\.weight")
 
 
 def encoder_of(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> EncoderPlacement:
-    """Whether tensors of these names and shapes, of one of several tensor-parallel ranks, are those of a whole ViT.
+    """The placement of the encoder, from names and shapes of tensors on several tensor-parallel ranks.
 
-    The whole weight of q, k and v has three times as many rows as columns.
+    The uncut weight of q, k and v has three times as many rows as columns.
     """
     found = [shape for name, shape in shapes if _VISION_QKV.fullmatch(name) and len(shape) == 2]
     return "tensor_ranks" if found and all(rows == 3 * columns for rows, columns in found) else "cut"

@@ -18,7 +18,7 @@ from mm.formats.manifest import MANIFEST_FILE
 from mm.formats.safetensors import read_header
 from mm.formats.training import CheckpointManifest, CheckpointTensor
 from mm.weights.cut import share_numbers
-from mm.weights.table import Weight, local_shape, shard, stored_name, unshard
+from mm.weights.table import Weight, local_shape, placed, shard, stored_name, unshard
 from mm.weights.trained import saved_weights
 from mm.weights.views import Misfit, Stored, View, shard_view
 
@@ -115,17 +115,17 @@ class TrainingDirectory:
     def _shards(self, weight: Weight, tp_size: int, tp_rank: int) -> tuple[tuple[int, int], int, list[int]]:
         """``weight.shards`` of this rank, the number of stored shards, and which of them it needs.
 
-        Both depend on the size and on whether encoders are whole, then and now.
+        All three depend on the tensor-parallel size and on whether the encoder is whole, when saved and now.
         """
-        own, (num_stored, _) = weight.shards(tp_size, tp_rank), self._placed(weight).shards(self.manifest.tp_size)
+        own = weight.shards(tp_size, tp_rank)
+        num_stored, _ = self._as_stored(weight).shards(self.manifest.tp_size)
         if own[0] == num_stored:
             return own, num_stored, [own[1]]
         needed = [rank for rank in range(num_stored) if share_numbers(weight, (num_stored, rank), own)]
         return own, num_stored, needed
 
-    def _placed(self, weight: Weight) -> Weight:
-        """``weight`` as the run that saved this held it."""
-        return dataclasses.replace(weight, is_whole=self.manifest.model.encodes_whole and weight.part != "language")
+    def _as_stored(self, weight: Weight) -> Weight:
+        return placed(weight, self.manifest.model)
 
     def files_elsewhere(
         self, weight: Weight, kind: str, tp_size: int, tp_rank: int, start: int = 0, stop: int | None = None
@@ -135,7 +135,7 @@ class TrainingDirectory:
         if own[0] == num_stored:
             ranges = [(start, math.prod(local_shape(weight, tp_size)) if stop is None else stop)]
         else:
-            ranges = [(0, math.prod(local_shape(self._placed(weight), self.manifest.tp_size)))] * len(needed)
+            ranges = [(0, math.prod(local_shape(self._as_stored(weight), self.manifest.tp_size)))] * len(needed)
         name = stored_name(weight)
         return {piece.stored.file for rank, (first, last) in zip(needed, ranges, strict=True)
                 for piece, _, _ in self._covering(name, kind, rank, first, last) if self._is_elsewhere(piece)}

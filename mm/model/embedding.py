@@ -14,7 +14,7 @@ from mm.model.layer_context import LayerContext
 from mm.model.rows import replace_rows
 from mm.model.visual_rows import VisualRows, plan_visual_rows
 from mm.model.vocabulary import VocabularyEmbedding
-from mm.parallel.context import Context
+from mm.parallel.context import Context, Share
 from mm.parallel.pieces import Pieces
 
 
@@ -33,22 +33,22 @@ class EmbeddingInputs:
 
 def embedding_inputs(
     microbatch: Microbatch, visual_token_ids: tuple[int, int], device: Device, context: Context,
-    tp_group: dist.ProcessGroup, cut_group: dist.ProcessGroup | None = None, visual_gradients: bool = False,
+    tp_group: dist.ProcessGroup, cut_group: dist.ProcessGroup | None = None, share: Share | None = None,
+    visual_gradients: bool = False,
 ) -> EmbeddingInputs:
     """Plan where the visual tokens go, and copy the token ids to the device.
 
     ``visual_token_ids``: placeholders for the visual tokens of images and of videos, which are in one common order.
-    ``cut_group``: the ranks among which this rank's rows are cut.  ``visual_gradients``: whether visual tokens need
+    ``cut_group``: the ranks over which this rank's rows are cut.  ``share``: ``context.share(microbatch)``, None if
+    this rank has all rows.  ``visual_gradients``: whether visual tokens need
     gradients.
     """
     is_visual = torch.isin(microbatch.token_ids, torch.tensor(visual_token_ids))
     spread = torch.arange(microbatch.num_tokens).remainder(min(visual_token_ids))
     # Without images, a visual token can only come from an answer of the model; it is embedded like any other.
     token_ids = torch.where(is_visual, spread, microbatch.token_ids) if microbatch.image_grids else microbatch.token_ids
-    rows = [torch.arange(microbatch.num_tokens)]
-    if context.size > 1:
-        share = context.share(microbatch)
-        rows, token_ids = share.rows, token_ids[share.here]
+    rows = [torch.arange(microbatch.num_tokens)] if share is None else share.rows
+    token_ids = token_ids[rows[context.rank]]
     cut = None if cut_group is None else CutRows(Pieces(len(token_ids), cut_group))
     if not microbatch.image_grids:
         return EmbeddingInputs(device.copy(token_ids), None, cut)

@@ -26,7 +26,8 @@ class LayerContext:
 
     @property
     def alone(self) -> "LayerContext":
-        """For layers that are whole on this rank: a tensor-parallel group of one rank, which never communicates."""
+        """The context of layers that are whole on this rank: its tensor-parallel group has one rank, which never
+        communicates."""
         settings = replace(self.parallel, tensor_model_parallel_size=1, sequence_parallel=False)
         one_rank = dist.ProcessGroup(0, 1)  # pyright: ignore[reportCallIssue]  (rank and size; torch's types lack it)
         return replace(self, parallel=settings, tp_group=one_rank)

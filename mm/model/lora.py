@@ -116,17 +116,12 @@ def _place(number: int, base: Weight, tp_size: int) -> tuple[tuple[int, int, int
     return (1, 1, size), slice(0, 1)
 
 
-def attach(
-    chunk: nn.Module, weights: Sequence[Weight], probability: float, context: LayerContext,
-    encoder_context: LayerContext,
-) -> None:
-    """Give the linear layers of ``chunk`` the adapters among ``weights``, under the names of the table.
-
-    ``encoder_context``: that of the layers of ViT and projector.
-    """
+def attach(chunk: nn.Module, weights: Sequence[Weight], probability: float, context: LayerContext) -> None:
+    """Give the linear layers of ``chunk`` the adapters among ``weights``, under the names of the table."""
+    alone = context.alone
     for base, a, b in matrix_pairs(weights):
         path = base.name.removesuffix(".weight")
         layer: Any = chunk.get_submodule(path)
-        adapter = Adapter(a, b, base, probability, context if base.part == "language" else encoder_context)
+        adapter = Adapter(a, b, base, probability, alone if base.is_whole else context)
         layer.add_module(a.name.removeprefix(f"{path}.").partition(".")[0], adapter)
         layer.adapters = (*layer.adapters, adapter)

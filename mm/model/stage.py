@@ -97,7 +97,7 @@ class Chunk(nn.Module):
         if spec.language_layers:
             self.text_decoder = towers.language_model(model.language, spec, context)
         self.weights = stage_weights(model, spec)
-        attach(self, self.weights, model.lora.dropout, context, encoder_context)
+        attach(self, self.weights, model.lora.dropout, context)
         parameters = dict(self.named_parameters())
         names = {weight.name for weight in self.weights}
         assert set(parameters) == names, sorted(set(parameters) ^ names)
@@ -105,8 +105,7 @@ class Chunk(nn.Module):
             assert parameters[weight.name].shape == memory_shape(weight, mesh.tp_size), weight.name
             parameters[weight.name].requires_grad_(not is_frozen(weight, model))
         tied_over_slots = model.language.tied and placement.embedding_slot != placement.head_slot
-        mark_parameters(
-            parameters, self.weights, tied_over_slots, settings.sequence_parallel, model.encodes_whole)
+        mark_parameters(parameters, self.weights, tied_over_slots, settings.sequence_parallel)
 
     def set_input_tensor(self, _: list[Tensor | None]) -> None:
         """Ignored: megatron's schedule offers the received tensor here; ours is an argument of ``forward``."""
@@ -142,7 +141,7 @@ class Chunk(nn.Module):
             to_keep = self._images_to_keep(microbatch, context)
         if spec.has_embedding:
             embedding = embedding_inputs(microbatch, model.visual_token_ids, device, context, self.tp_group, cut_group,
-                                         self.visual_gradients)
+                                         share, self.visual_gradients)
         if spec.language_layers:
             keys = None if dropout_seed is None else token_keys(microbatch, dropout_seed)
             language = self.towers.language_inputs(
@@ -203,13 +202,15 @@ class Chunk(nn.Module):
         return x
 
     def _collected(self, x: Tensor | None, visual: VisualRows | None) -> Tensor | None:
-        """The visual tokens that belong here, from those that this rank has made; None if the microbatch has none."""
+        """The visual tokens whose rows are here, given those that this rank made; None if the microbatch has none."""
         if visual is None:
             return None
-        nothing = torch.empty(0, self.model.language.hidden_size, dtype=self.config.params_dtype,
-                              device=self.device.torch_device)
+        if x is None:
+            assert visual.exchange is not None, "a microbatch with images came without their visual tokens"
+            x = torch.empty(0, self.model.language.hidden_size, dtype=self.config.params_dtype,
+                            device=self.device.torch_device, requires_grad=visual.needs_gradient)
         with nullcontext() if visual.exchange is None else self.journal.during(Work.VISUAL_EXCHANGE):
-            return visual.collect(x, nothing)
+            return visual.collect(x)
 
     def _vision(self, x: Tensor | None, inputs: ChunkInputs, vision: VisionInputs) -> Tensor:
         """Apply the ViT layers and projector of this chunk; stored features replace the layers' output."""

@@ -34,22 +34,19 @@ class VisualRows:
     """With whole encoders, where tensor-parallel ranks hold the same rows: the exchange gives each an even piece of the
     visual tokens, and then all gather them.  So no rank sends its tokens more than twice, even if it made them all."""
 
-    def collect(self, visual_tokens: Tensor | None, nothing: Tensor) -> Tensor:
-        """The visual tokens whose rows are here, from those made here; None if that is ``nothing``, [0, hidden]."""
-        if visual_tokens is None:
-            assert self.exchange is not None, "a microbatch with images came without their visual tokens"
-            visual_tokens = nothing.requires_grad_(self.needs_gradient)
+    def collect(self, visual_tokens: Tensor) -> Tensor:
+        """The visual tokens whose rows are here, from those made here, which may be none: [0, hidden]."""
         if self.cut is not None:
             visual_tokens = gather_rows(visual_tokens, self.cut, sums_gradients=True)
         if self.exchange is not None:
             visual_tokens = self.exchange(visual_tokens)
         if self.spread is not None:
-            # Each of these ranks has the whole gradient of all of them, and returns that of its piece only.
+            # Each of these ranks has the whole gradient of all visual tokens, and returns only that of its piece.
             visual_tokens = gather_rows(visual_tokens, self.spread, sums_gradients=False)
         return visual_tokens if self.here is None else visual_tokens[self.here]
 
     def to_device(self, copy: Callable[[Tensor], Tensor]) -> "VisualRows":
-        """``copy`` takes a host tensor to the device (``Device.copy``)."""
+        """The same on the device; ``copy`` copies a host tensor there (``Device.copy``)."""
         exchange = None if self.exchange is None else self.exchange.to_device(copy)
         return replace(self, index=copy(self.index), exchange=exchange)
 
@@ -60,14 +57,15 @@ def plan_visual_rows(
 ) -> VisualRows:
     """Plan where the visual tokens at rows ``places`` of the packed microbatch go; on the host.
 
-    ``rows``: of each context-parallel rank; ``cut``: of this rank's rows, None without sequence parallelism.
+    ``rows``: those of each context-parallel rank.  ``cut``: how sequence parallelism cuts this rank's rows, None
+    without it.
     """
-    rank = context.rank if context.size > 1 else 0
+    rank = context.rank
     held_by, index = _held(places, rows)
     made_by = _makers(microbatch, len(places)) if context.num_encoders > 1 else torch.zeros_like(places)
     own = index[held_by == rank]
-    if context.num_encoders_here > 1:
-        wanted_by = _tensor_ranks(held_by, index, rows, cut is not None, tp_group.size()) + tp_group.size() * held_by
+    if context.encoders_per_share > 1:
+        wanted_by = _tensor_rank_of(held_by, index, rows, cut is not None, tp_group.size()) + tp_group.size() * held_by
         exchange = _exchange(made_by, wanted_by, context.encoders)
         if cut is not None:
             in_piece = index[wanted_by == context.encoders.rank()] - cut.pieces.here.start
@@ -99,7 +97,7 @@ def _makers(microbatch: Microbatch, num_visual_tokens: int) -> Tensor:
     return made_by.repeat_interleave(num_patches // max(patches_per_token, 1))
 
 
-def _tensor_ranks(
+def _tensor_rank_of(
     held_by: Tensor, index: Tensor, rows: Sequence[Tensor], cuts_rows: bool, num_ranks: int
 ) -> Tensor:
     """int64: the tensor-parallel rank to which the exchange brings each visual token.
@@ -117,7 +115,7 @@ def _tensor_ranks(
 
 
 def _exchange(made_by: Tensor, wanted_by: Tensor, group: dist.ProcessGroup) -> Exchange:
-    """Move rows from the ranks of ``group`` that made them to those that want them, which keep their order."""
+    """An exchange that moves rows from the ranks of ``group`` that made them to those that want them, in order."""
     sent, received = wanted_by[made_by == group.rank()], made_by[wanted_by == group.rank()]
 
     def counts(ranks: Tensor) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Context parallelism: which tokens and which images of a microbatch each rank of the context axis holds.
 
-Tokens are divided row by row, images whole; with whole encoders (``ModelConfig.encodes_whole``) over the ranks of the
-tensor-parallel axis too.  Their number need not be a multiple of the ranks': some ranks hold fewer, or none.
+Tokens are divided row by row, and images stay whole; with whole encoders (``ModelConfig.encodes_whole``), the ranks of
+the tensor-parallel axis divide the images too.  Numbers need not divide evenly: some ranks hold fewer, or none.
 Everything here is a pure function of lengths that every rank knows.
 """
 
@@ -65,7 +65,7 @@ class Context:
     group: dist.ProcessGroup
     encoders: dist.ProcessGroup
     """Images are divided over its ranks: ``group``, or with whole encoders all ranks of both axes, where rank t of the
-    tensor-parallel axis and c of the context axis is t + tensor-parallel size x c."""
+    tensor-parallel axis and rank c of the context axis is number t + tensor-parallel size x c."""
     is_ring: bool = False
     """Ring attention (keys and values circulate, tokens are divided in a zigzag); otherwise Ulysses."""
     is_alone: bool = False
@@ -77,7 +77,7 @@ class Context:
 
     @property
     def rank(self) -> int:
-        return self.group.rank()
+        return 0 if self.is_alone else self.group.rank()
 
     @property
     def num_encoders(self) -> int:
@@ -85,8 +85,9 @@ class Context:
         return 1 if self.is_alone else self.encoders.size()
 
     @property
-    def num_encoders_here(self) -> int:
-        """Ranks with the tokens of this rank that have images of their own: 1, or the tensor-parallel size."""
+    def encoders_per_share(self) -> int:
+        """Ranks that hold the same tokens but images of their own: the tensor-parallel size with whole encoders, else
+        1."""
         return self.num_encoders // self.size
 
     def share(self, microbatch: Microbatch) -> "Share":
@@ -110,7 +111,7 @@ class Context:
 
 
 def images_of(microbatch: Microbatch, rank: int | None) -> tuple[int, ...]:
-    """Indices of the images that a rank of ``Context.encoders`` holds; rank None (a single one) holds all."""
+    """Indices of the images that a rank of ``Context.encoders`` holds; None is a single rank, which holds all."""
     if rank is None:
         return tuple(range(len(microbatch.image_grids)))
     assert len(microbatch.image_ranks) == len(microbatch.image_grids), "images were not dealt"
@@ -132,13 +133,6 @@ class Share:
     @property
     def num_rows(self) -> tuple[int, ...]:
         return tuple(map(len, self.rows))
-
-    def rank_of_rows(self) -> Tensor:
-        """int64 [num_tokens]: the rank that holds each row of the packed microbatch."""
-        ranks = torch.empty(sum(self.num_rows), dtype=torch.int64)
-        for rank, rows in enumerate(self.rows):
-            ranks[rows] = rank
-        return ranks
 
     def find(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Which of ``rows`` (int64, of the packed microbatch) this rank holds (bool), and their indices in ``here``."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 _STALE = "main_grad_is_stale"
 _MIN_ELEMENTS = 1 << 20
-"""A range of a buffer with as many is summed in place; smaller ones are joined first."""
+"""A range of a buffer with at least this many elements is summed in place; smaller ones are joined first."""
 
 
 def take_buffer(weight: Tensor) -> tuple[Tensor, bool]:
@@ -93,7 +93,7 @@ def _zero(weights: list[Any]) -> None:
 def sum_over_tensor_ranks(models: Iterable[DistributedDataParallel], group: dist.ProcessGroup) -> None:
     """Sum over tensor-parallel ranks the gradients of weights that each rank applies to its own rows or images only.
 
-    These are reduced over the other ranks already, so with the distributed optimizer each rank sums its shard alone.
+    They are already reduced over the other ranks, so with the distributed optimizer each rank sums only its shard.
     """
     if group.size() == 1:
         return
@@ -110,8 +110,8 @@ def sum_over_tensor_ranks(models: Iterable[DistributedDataParallel], group: dist
 
 
 def _own_ranges(model: Any) -> Iterator[Tensor]:
-    """Flat ranges of the gradient buffers of ``model`` that hold such weights; neighbours are joined, with the padding
-    between them."""
+    """Flat ranges of ``model``'s gradient buffers that ``sum_over_tensor_ranks`` sums; neighbours are joined, with the
+    padding between them."""
     for group in model.bucket_groups:
         for bucket in group.buckets:
             data, start, stop = bucket.grad_data, 0, bucket.grad_data.numel()

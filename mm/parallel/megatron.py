@@ -58,8 +58,7 @@ def parallel_config(
 
 
 def mark_parameters(
-    parameters: Mapping[str, nn.Parameter], weights: Iterable[Weight], tied_over_slots: bool, sequence_parallel: bool,
-    encodes_whole: bool,
+    parameters: Mapping[str, nn.Parameter], weights: Iterable[Weight], tied_over_slots: bool, sequence_parallel: bool
 ) -> None:
     """Set the attributes that megatron reads from each parameter; call it between building a chunk and its DDP.
 
@@ -78,7 +77,7 @@ def mark_parameters(
         parameter.partition_stride = 1
         # Replicated weights that each rank applies to its own rows; the final norm sees all rows on every rank.
         cuts_rows = sequence_parallel and weight.tp_dim is None and weight.place is not Place.HEAD
-        parameter.sequence_parallel = cuts_rows or (encodes_whole and weight.part != "language")
+        parameter.sequence_parallel = cuts_rows or weight.is_whole
         if tied_over_slots and stored_name(weight) == EMBEDDING_NAME:
             parameter.shared_embedding = True
         if weight.is_tied_copy:

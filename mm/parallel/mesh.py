@@ -62,7 +62,7 @@ class Mesh:
     feature_groups: tuple[dist.ProcessGroup | None, ...]
     """The same with the ranks that hold the projector, for stored ViT features; () if the run stores none."""
     pixel_ranks: tuple[int, ...]
-    """With whole encoders, for each rank of ``context.encoders``, the global rank with the patch embedding there."""
+    """With whole encoders, for each rank of ``context.encoders``, the global rank that holds its patch embedding."""
     feature_ranks: tuple[int, ...]
     """The same with the projector; both are () without whole encoders."""
     control_group: dist.ProcessGroup
@@ -110,8 +110,8 @@ def device_groups(
 ) -> tuple[DeviceGroup, ...]:
     """All groups of one rank that may communicate on the device; its other groups use gloo.
 
-    ``is_tied``: word embedding and output layer are one weight, which two stages hold.  ``encodes_whole``: as
-    ``ModelConfig`` has it.
+    ``is_tied``: word embedding and output layer are one weight, which two stages hold.  ``encodes_whole``: see
+    ``ModelConfig``.
     """
     return (
         DeviceGroup("default_pg"),
@@ -225,7 +225,7 @@ def build_mesh(
 
 
 def _encoders(model: ModelConfig, groups: ProcessGroupCollection) -> dist.ProcessGroup:
-    """``Context.encoders``; one of the two axes' own groups if the other has a single rank, which saves buffers."""
+    """``Context.encoders``; if one axis has a single rank, the group of the other axis, which saves buffers."""
     if not model.encodes_whole or groups.tp.size() == 1:
         return groups.cp
     return groups.tp if groups.cp.size() == 1 else groups.tp_cp
@@ -260,8 +260,8 @@ def _file_of(limits: dict[str, dict[str, int]]) -> Iterator[str | None]:
 def _media_groups(
     owners: list[int], with_media: list[list[list[int]]], tp_size: int, keeps_features: bool, timeout: timedelta
 ) -> tuple[tuple[dist.ProcessGroup | None, ...], ...]:
-    """``Mesh.pixel_groups`` and ``feature_groups``.  ``with_media``: for each of them and each replica, the ranks that
-    need the media, those of the context axis one after another."""
+    """``Mesh.pixel_groups`` and ``feature_groups``.  ``with_media``: for each of the two and each replica, the ranks
+    that need the media, ordered by rank of the context axis."""
     pixels, features = (
         [[sorted({owner, *ranks[first : first + tp_size]}) for owner, ranks in zip(owners, of_replicas, strict=True)]
          for first in range(0, len(of_replicas[0]), tp_size)] for of_replicas in with_media)

@@ -179,6 +179,7 @@ def _reduce(models: list[Any], tied_group: dist.ProcessGroup | None, force_all_r
             for parameter in [p for p in group.params if p not in group.per_param_grad_ready_counts]:
                 group.register_grad_ready(parameter)
         model.finish_grad_sync(force_all_reduce=force_all_reduce)
+    assert not force_all_reduce, "tensor-parallel ranks sum their own shards only; megatron never asks for more"
     gradients.sum_over_tensor_ranks(models, models[0].module.tp_group)
     tied: list[Any] = [parameter for model in models for parameter in model.module.parameters()
                        if getattr(parameter, "shared_embedding", False) and parameter.requires_grad]

@@ -8,10 +8,13 @@ are simulated at once.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TypeVar
 
 import numpy as np
 
 from mm.parallel.order import stage_steps
+
+Number = TypeVar("Number", float, np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,12 @@ def step_cost(
     return float(step_ends(as_array(costs), num_stages, None if messages is None else as_array(messages)).max())
 
 
+def even_step_cost(busy: Number, num_microbatches: Number, num_stages: int, num_chunks: int) -> Number:
+    """The cost of a step with equal stages and microbatches, in which each stage works for ``busy``: by a factor of
+    (m + (p - 1) / v) / m more (Megatron-LM, arXiv:2104.04473, section 2.2)."""
+    return busy * (num_microbatches + (num_stages - 1) / num_chunks) / num_microbatches
+
+
 def step_costs(costs: np.ndarray, num_stages: int, messages: np.ndarray | None = None) -> np.ndarray:
     """From the first stage's start to the last stage's end, of many pipelines: float64 [num_pipelines].
 
@@ -100,10 +109,10 @@ def step_costs(costs: np.ndarray, num_stages: int, messages: np.ndarray | None =
 
 def step_ends(costs: np.ndarray, num_stages: int, messages: np.ndarray | None = None) -> np.ndarray:
     """When each step ends: float64, of the shape of ``costs``, which ``step_costs`` describes; without the last
-    dimension, one pipeline.
+    dimension, for one pipeline.
 
-    A step begins when its stage is free and its input is there.  The input of a backward step is a gradient; without
-    one, in a slot that computes nothing in the backward pass, and in the last slot, it is the slot's own forward step.
+    A step begins when its stage is free and its input is there.  The input of a backward step is the next slot's
+    gradient.  In the last slot, and in a slot with no work in the backward pass, it is the slot's own forward step.
     """
     _, num_microbatches, num_slots, *pipelines = costs.shape
     last, zeros = num_slots - 1, np.zeros(pipelines)

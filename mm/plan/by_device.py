@@ -1,4 +1,4 @@
-"""A calibration that nobody measured: what published peaks and bandwidths of a device allow, times usual efficiencies.
+"""A calibration without measurements: the published peaks and bandwidths of a device, times usual efficiencies.
 
 It tells layouts of one device apart; its times are an estimate, and ``ASSUMED_ERROR`` says so in each prediction.
 """
@@ -19,26 +19,29 @@ from mm.plan.memory import ALL, FP32, WIDTHS, LayerBytes, layer_bytes
 from mm.weights.table import Place
 
 PRODUCTS, ATTENTION, MEMORY, LINKS = 0.7, 0.45, 0.7, 0.7
-"""Shares of the published figures that kernels reach.  Huawei's msmodeling assumes 0.7 of the arithmetic and 0.6 of the
-memory; large products on an H200 reach 0.8; flash attention with short samples far less."""
+"""Assumed fractions of the published figures that kernels reach.  Huawei's msmodeling assumes 0.7 of the arithmetic
+and 0.6 of the memory bandwidth.  Attention over short samples reaches less than matrix products."""
 LAYER_SECONDS = 60e-6
-"""Of a layer's forward pass, besides its work: starts and ends of some twenty kernels of about 3 us."""
+"""Assumed fixed time of a layer's forward pass: launching and draining about twenty kernels, 3 us each."""
 COLLECTIVE_SECONDS = 15e-6
-"""Of any collective or message within a node; msmodeling assumes 10 us, NCCL's ring of 8 takes 20."""
+"""Assumed latency of a collective or message within a node; msmodeling assumes 10 us."""
 NETWORK_SECONDS = 25e-6
+"""Assumed latency of a message between nodes."""
+SMALL_MODULES = 0.02
+"""Assumed cost of recomputing norms and SwiGLU, as a share of a layer's matrix products."""
 ASSUMED_ERROR = 0.2
 """Relative standard error of a predicted time."""
 UPDATE_BYTES = 30
-"""Of each trained parameter in the update: Adam reads and writes two moments and the fp32 weight, reads the gradient,
-and writes the bf16 weight."""
+"""Memory traffic of the update per trained parameter: Adam reads and writes two moments and the fp32 weight, reads the
+gradient, and writes the bf16 weight."""
 _NUM_COLLECTIVES = 2
-"""Of a layer in each direction with tensor parallelism: after attention and after the MLP."""
+"""Collectives of a tensor-parallel layer in each direction: after attention and after the MLP."""
 
 
 def calibration_by_device(run: Run, device: KnownDevice, links: Links) -> Calibration:
     """The laws of every block of ``run``.  Raises UserError for fp32, for which no peaks are published."""
     if run.args.precision == "fp32":
-        raise UserError(f"the run is in fp32, but the peak of {device.label} is published for 16 bits: add --bf16, or "
+        raise UserError(f"the run is in fp32, but the published peak of {device.label} is for 16 bits; add --bf16, or "
                         f"measure the device with mm-plan calibrate and give --calibration")
     cutting = Cutting(run.tp_size, run.args.sequence_parallel)
     rates, model = _DeviceRates.of(run, device, links), one_stage(run.model)
@@ -81,7 +84,7 @@ class _DeviceRates:
             LINKS * (links.within if is_on_node else links.between), run.cp_size, run.is_ring)
 
     def laws(self, place: Place, flops: Law, key: BlockKey, num_backward: int) -> BlockLaws:
-        """``num_backward``: what the backward pass computes, in forward passes."""
+        """``num_backward``: work of the backward pass, in forward passes."""
         tp_size = key.tp_size
         work = Law(0.0, flops.per_row / tp_size / self.product_flops, flops.per_pair / tp_size / self.attention_flops)
         moved, again = self._moved(place, key), self._again(key, work)
@@ -89,7 +92,7 @@ class _DeviceRates:
         forward = work + moved + exchanged
         if not num_backward:
             return BlockLaws(forward, Law(0.0, 0.0))
-        # gradients of activations are written and read like these, and what was kept is read again
+        # gradients are written and read like activations, and the kept activations are read again
         backward = work * num_backward + moved * 2 + exchanged + again
         if key.recompute == WHOLE_LAYER:
             backward += forward
@@ -98,7 +101,7 @@ class _DeviceRates:
         return BlockLaws(forward, backward)
 
     def _moved(self, place: Place, key: BlockKey) -> Law:
-        """Activations that a pass writes, and reads once more."""
+        """The time to write activations in a pass and to read them once more."""
         if place is Place.HEAD:  # logits in the precision of the run and in fp32
             return Law(LAYER_SECONDS, 2 * (self.width + FP32) * key.matrices[0][0] / self.memory_bytes)
         if (tower := self._tower(place)) is None:
@@ -106,12 +109,12 @@ class _DeviceRates:
         return Law(LAYER_SECONDS, 2 * self._bytes(tower, key).kept(ALL) / self.memory_bytes)
 
     def _again(self, key: BlockKey, work: Law) -> Law:
-        """What the backward pass recomputes of single modules."""
+        """The time to recompute single modules in the backward pass."""
         if key.recompute in ("", WHOLE_LAYER):
             return Law(0.0, 0.0)
         qkv, proj, fc1, fc2 = (rows * columns for rows, columns in key.matrices[:4])
         is_mlp = "mlp" in key.recompute.split(", ")
-        share = (fc1 + fc2) / (qkv + proj + fc1 + fc2) if is_mlp else 0.02  # norms and SwiGLU are small
+        share = (fc1 + fc2) / (qkv + proj + fc1 + fc2) if is_mlp else SMALL_MODULES
         return Law(LAYER_SECONDS / 4, share * work.per_row)
 
     def _exchanged(self, place: Place, key: BlockKey) -> Law:
@@ -129,7 +132,7 @@ class _DeviceRates:
         return found
 
     def _exchanged_in_attention(self, tp_size: int) -> Law:
-        """Ulysses exchanges q, k, v and the output for heads; a ring passes keys and values on to all ranks."""
+        """Ulysses redistributes q, k, v and the output by heads; a ring passes keys and values around all ranks."""
         language, others = self.model.language, self.cp_size - 1
         q, k = (heads * language.head_dim * self.width / tp_size
                 for heads in (language.num_attention_heads, language.num_query_groups))

@@ -70,11 +70,11 @@ class Network:
     """What connects the nodes of a run."""
 
     node_size: int
-    """Devices of a node."""
+    """Devices in a node."""
     fixed: float
-    """Seconds of any message."""
+    """Seconds per message, whatever its size."""
     per_byte: float
-    """Seconds for each byte of a device, in one direction."""
+    """Seconds per byte from or to one device."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Calibration:
     date: str
     blocks: tuple[MeasuredBlock, ...]
     chunk_pass: float
-    """Of the host, for each pass of a chunk besides its blocks."""
+    """The host's time for each pass of a chunk besides its blocks."""
     pipeline_pass: float | None
     """The same in a pipeline, with its schedule and messages; None if one process measured alone."""
     step: Law
@@ -95,7 +95,7 @@ class Calibration:
     all_reduce: Mapping[int, Law]
     """Among so many ranks, by bytes; empty if one process measured alone."""
     network: Network | None = None
-    """None: all ranks are on one node, or as far from each other as those that measured."""
+    """None: all ranks are on one node, or connected like those that measured."""
     assumed_error: float | None = None
     """Relative error of times that were computed rather than measured."""
 

@@ -1,33 +1,35 @@
 """The layouts that a run could have, and the run with each of them.
 
-All of them train on the same samples in each step, to the same loss and gradients: tensor, context and pipeline sizes,
-chunks, samples per microbatch, packing, and recomputation.
+All of them train on the same samples in each step, with the same loss and gradients.  They differ in tensor, context
+and pipeline sizes, chunks, samples per microbatch, packing, encoder placement and recomputation.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import product
+from typing import get_args
 
 from mm.config.data import DataConfig
-from mm.config.model import ModelConfig, RecomputeConfig
+from mm.config.model import EncoderPlacement, ModelConfig, RecomputeConfig
 from mm.config.run import Run, parallel_problems
 from mm.plan.lists import Lists
 
 AS_GIVEN, BALANCED, PACKS = "as given", "balanced", "balanced packs"
 SAMPLERS = (AS_GIVEN, BALANCED, PACKS)
-"""How samples become microbatches: as the data JSON says, or by cost, one sample after the other or in packs."""
+"""How samples become microbatches: as the data JSON says, or balanced by cost, unpacked or in packs."""
 RECOMPUTE: Mapping[str, RecomputeConfig] = {
     "none": RecomputeConfig(), "selective": RecomputeConfig("selective"),
     "full": RecomputeConfig("full", "uniform", 1),
 }
-"""By name, from fast to small: of both towers; the trained layers of a frozen tower are none, so it has no effect."""
-ENCODERS = ("cut", "tensor_ranks")
+"""Settings for both towers, from fast to small.  A frozen tower keeps no activations, so they have no effect there."""
+ENCODERS: Sequence[EncoderPlacement] = get_args(EncoderPlacement)
 _MAX_CHUNKS, _MAX_SLOTS = 4, 64
 _MAX_SAMPLES = 8
-"""Of a microbatch: more make few microbatches, and products are large enough by then."""
+"""Most samples in a microbatch: with more, few microbatches are left, and matrix products hardly get faster."""
 _MAX_CP_SIZE = 16
 _MIN_TOKENS = 2048
-"""Fewer tokens of a sample on each context-parallel rank make small products, and memory is not what is short then."""
+"""Fewest tokens of the longest sample per context-parallel rank: fewer make small matrix products, and such short
+samples fit anyway."""
 
 
 @dataclass(frozen=True, order=True)
@@ -40,17 +42,17 @@ class Choice:
     num_chunks: int
     micro_batch_size: int
     sampler: str
-    encoder: str
+    encoder: EncoderPlacement
     """``encoder_placement`` of the model JSON."""
     recompute: str
 
     @property
     def group(self) -> tuple[int, int, int]:
-        """Layouts of one group differ in chunks, microbatches, encoder placement and recomputation only."""
+        """Layouts with the same group differ in chunks, microbatches, encoder placement and recomputation only."""
         return self.tp_size, self.cp_size, self.num_stages
 
     def applied(self, run: Run) -> Run:
-        """``run`` with this layout and as many samples in each step; its lists are legal, but not the best ones."""
+        """``run`` with this layout and the same number of samples per step.  Its lists are legal, but not the best."""
         dp_size = max(1, run.world_size // (self.tp_size * self.cp_size * self.num_stages))
         args = replace(
             run.args, tensor_model_parallel_size=self.tp_size, sequence_parallel=self.tp_size > 1,
@@ -74,15 +76,10 @@ class Choice:
     def _data(self, data: DataConfig) -> DataConfig:
         if self.sampler == AS_GIVEN:
             return data
-        # packing changes what long samples lose, unless the data JSON says it
+        # packing would change the default truncation of long samples, so it is stated
         truncation = "turns" if data.drops_turns else "tokens"
         packs = self.sampler == PACKS or data.packs
         return replace(data, sampler_type="BalancedBatchSampler", packing=packs, truncation=truncation)
-
-    def differences(self, other: "Choice") -> dict[str, tuple[object, object]]:
-        """Fields in which ``other`` differs: own value, other's."""
-        return {field.name: both for field in fields(self)
-                if (both := (getattr(self, field.name), getattr(other, field.name)))[0] != both[1]}
 
 
 def present_choice(run: Run) -> Choice:
@@ -92,14 +89,12 @@ def present_choice(run: Run) -> Choice:
 
 
 NAMES = {"TP": "tp_size", "CP": "cp_size", "PP": "num_stages", "VPP": "num_chunks", "MBS": "micro_batch_size",
-         "SAMPLER": "sampler", "ENCODER": "encoder",
-         "RECOMPUTE": "recompute"}
+         "SAMPLER": "sampler", "ENCODER": "encoder", "RECOMPUTE": "recompute"}
 """Words of ``--fix`` -> fields of ``Choice``; DP follows from the others."""
 
 
 def choices(run: Run, fixed: Mapping[str, Sequence[object]], node_size: int) -> Iterator[Choice]:
-    """Every legal layout, with the fastest recomputation that is allowed; ``fixed`` has the values that some fields may
-    have, under their names.
+    """Every legal layout, with the fastest recomputation allowed.  ``fixed``: name of a field -> its allowed values.
 
     Tensor-parallel ranks stay within a node, and context-parallel ranks get at least ``_MIN_TOKENS`` tokens.
     Microbatches and packing are as given if the loss is a mean over microbatches.
@@ -107,7 +102,7 @@ def choices(run: Run, fixed: Mapping[str, Sequence[object]], node_size: int) -> 
     is_free, model, most_tokens = run.args.loss_unit != "microbatch", run.model, run.args.seq_length
     num_layers = model.vision.num_layers + model.language.num_layers
     options: dict[str, Sequence[object]] = {
-        "tp_size": [size for size in model.tp_sizes if size <= node_size],
+        "tp_size": [size for size in replace(model, encoder_placement="tensor_ranks").tp_sizes if size <= node_size],
         "cp_size": [size for size in _powers(_MAX_CP_SIZE) if size == 1 or most_tokens // size >= _MIN_TOKENS],
         "num_stages": [size for size in range(1, num_layers + 1) if run.world_size % size == 0],
         "num_chunks": [*range(1, _MAX_CHUNKS + 1)],
@@ -119,13 +114,14 @@ def choices(run: Run, fixed: Mapping[str, Sequence[object]], node_size: int) -> 
     for values in product(*options.values()):
         choice = replace(present_choice(run), **dict(zip(options, values, strict=True)), recompute=recompute)
         if choice.tp_size == 1 and choice.encoder != ENCODERS[0]:
-            continue  # the same
+            continue  # one rank holds the whole ViT in either placement
         if _is_divisible(choice, run) and not list(parallel_problems(choice.applied(run))):
             yield choice
 
 
 def _is_divisible(choice: Choice, run: Run) -> bool:
-    """A quick part of ``parallel_problems``."""
+    """Whether the sizes divide evenly: a quick filter that drops layouts that ``parallel_problems`` refuses, and those
+    with empty chunks."""
     replica_size = choice.tp_size * choice.cp_size * choice.num_stages
     if run.world_size % replica_size or (choice.num_chunks > 1 and choice.num_stages == 1):
         return False
@@ -140,7 +136,8 @@ def _is_divisible(choice: Choice, run: Run) -> bool:
 
 
 def _samplers(data: DataConfig) -> list[str]:
-    """Those that keep the samples of a step: not buckets, which decide which samples are together."""
+    """The samplers that keep the samples of each step.  A bucket sampler cannot be replaced: it decides which samples
+    share a step."""
     if data.sampler_type == "BucketBatchSampler":
         return [AS_GIVEN]
     return [PACKS] if data.packs else [BALANCED, PACKS]

@@ -92,20 +92,20 @@ def recomputed_modules(recompute: RecomputeConfig) -> str:
 class BlockCosts:
     """The costs of all blocks of a model as linear functions of a microbatch's counts.
 
-    Those of slots are sums of them, for any placement.
+    For any placement, the costs of slots are sums of these.
     """
 
     places: tuple[BlockPlace, ...]
     fixed: np.ndarray
-    """[2, 2, num_blocks], by direction and whether the microbatch has images: if it has any rows in the block."""
+    """[2, 2, num_blocks], by direction and whether the microbatch has images: the part that no count changes."""
     per_count: np.ndarray
     """[2, 2, num_blocks, num_counts]"""
     chunk_pass: float = 0.0
-    """Of each pass of a chunk besides its blocks."""
+    """The cost of each pass of a chunk besides its blocks."""
 
     @classmethod
     def of(cls, model: ModelConfig, cutting: Cutting, calibration: Calibration) -> "BlockCosts":
-        """In seconds.  Raises UserError if the calibration lacks one of the blocks."""
+        """The costs in seconds.  Raises UserError if the calibration lacks one of the blocks."""
         found = dict[tuple[BlockPlace, bool], BlockLaws]()
         for has_images in (False, True):
             keys = block_keys(model, cutting, has_images)
@@ -117,7 +117,7 @@ class BlockCosts:
 
     @classmethod
     def in_flops(cls, model: ModelConfig) -> "BlockCosts":
-        """In FLOPs, as ``mm.model.flops.slot_flops`` counts them: without recomputation."""
+        """The costs in FLOPs, as ``mm.model.flops.slot_flops`` counts them: without recomputation."""
         forward, found = forward_laws(model), dict[tuple[BlockPlace, bool], BlockLaws]()
         for has_images in (False, True):
             for place, backward in block_backwards(model, has_images).items():
@@ -148,20 +148,20 @@ class BlockCosts:
         return np.einsum("dmbc,mc->dmb", self.per_count[:, kinds], counts) + self.fixed[:, kinds]
 
     def of_all(self, counts: np.ndarray, has_fixed: bool = True) -> np.ndarray:
-        """[num_microbatches]: all blocks, in both directions; without what does not depend on the counts, if not
-        ``has_fixed``."""
+        """Costs [num_microbatches] of all blocks in both directions; without ``has_fixed``, only the part that depends
+        on the counts."""
         kinds = image_kinds(counts)
         fixed, per_count = self.fixed.sum(axis=(0, 2)) * has_fixed, self.per_count.sum(axis=(0, 2))
         return (per_count[kinds] * counts).sum(axis=1) + fixed[kinds]
 
     @property
     def fixed_of_all(self) -> tuple[float, float]:
-        """What a microbatch costs in all blocks whatever its counts: at least, and with images."""
+        """What a microbatch costs in all blocks whatever its counts: the least, and with images."""
         without, with_images = self.fixed.sum(axis=(0, 2)).tolist()
         return min(without, with_images), with_images
 
     def of_groups(self, counts: np.ndarray, sizes: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """Sums of ``of_slots`` over both directions and over groups of so many microbatches in a row: [num_groups,
+        """Sums of ``of_slots`` over both directions and over groups of ``sizes`` consecutive microbatches: [num_groups,
         num_slots, num_placements]."""
         starts, kinds = np.cumsum(sizes) - sizes, image_kinds(counts)
         of_blocks = np.add.reduceat(self.of_blocks(counts).sum(axis=0), starts, axis=0)
@@ -206,7 +206,7 @@ def image_kinds(counts: np.ndarray) -> np.ndarray:
 
 @cache
 def forward_laws(model: ModelConfig) -> Mapping[BlockPlace, Law]:
-    """Forward FLOPs of each block for each of its rows and pairs, in which they are linear."""
+    """Forward FLOPs of each block per row and per pair; they are linear in both."""
     of_one = [blocks(model, replace(NO_SAMPLES, **{name: 1})) for name in COUNTS]
     found = {}
     for same in zip(*of_one, strict=True):

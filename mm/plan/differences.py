@@ -1,6 +1,7 @@
 """Where a predicted step and a measured one differ: by kind of block, stage, host, messages, data and update.
 
-What a cause costs is simulated: the predicted pipeline becomes the measured one in steps, and each step is a cause.
+What a cause costs is simulated: one change after another turns the predicted pipeline into the measured one, and each
+change is a cause.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ import numpy as np
 from mm.plan.costs import counts_of
 from mm.plan.factors import FittedFactors, fitted_factors
 from mm.plan.measured import MeasuredStep, measured_step
-from mm.plan.passes import Kinds, Passes
+from mm.plan.passes import BACKWARD, FORWARD, Kinds, Passes
 from mm.plan.predict import Predictor
 from mm.timeline.spans import StepTimeline
 
@@ -46,7 +47,7 @@ class ComparedStage:
     """The host's work between passes."""
     waits: Compared
     kinds: tuple[float, ...]
-    """By kind, how many seconds longer its blocks take by the fitted factors."""
+    """By kind, how many seconds longer its blocks take according to the fitted factors."""
 
     @property
     def busy(self) -> Compared:
@@ -69,7 +70,7 @@ class Comparison:
     factors: tuple[FittedFactors, FittedFactors]
     """Measured over predicted seconds of the kinds, forward and backward."""
     between: float
-    """The host's measured seconds for a pass besides those that are recorded."""
+    """The host's measured seconds per pass besides the recorded ones."""
 
     @property
     def error(self) -> float:
@@ -82,7 +83,7 @@ class _BothSides:
     """One step, predicted and measured."""
 
     passes: tuple[Passes, ...]
-    """Those of each replica."""
+    """The predicted passes of each replica."""
     measured: MeasuredStep
 
     @property
@@ -90,13 +91,13 @@ class _BothSides:
         return self.passes[0].placement.num_stages
 
     def pipeline(self, recorded: Sequence[np.ndarray], between: Sequence[float]) -> float:
-        """Seconds of the slowest replica."""
+        """Seconds of the slowest replica's pipeline."""
         return max(steps[-1].end for one, seconds in zip(self.passes, recorded, strict=True)
                    for steps in one.timeline(seconds, between))
 
     @cached_property
     def predicted(self) -> float:
-        """The predicted pipeline."""
+        """Seconds of the predicted pipeline."""
         return self.pipeline([passes.recorded() for passes in self.passes], self.host)
 
     @property
@@ -111,7 +112,7 @@ class _BothSides:
 
 
 def compare(predictor: Predictor, timelines: Sequence[StepTimeline]) -> Comparison:
-    """Predict the measured steps with their own microbatches, and divide the difference."""
+    """Predict the measured steps with their own microbatches, and divide the difference among its causes."""
     kinds, placement = Kinds.of(predictor), predictor.run.model.placement()
     sides = [_sides(predictor, kinds, one) for one in timelines]
     factors = _fitted(sides)
@@ -139,7 +140,7 @@ def _sides(predictor: Predictor, kinds: Kinds, timeline: StepTimeline) -> _BothS
 
 
 def _fitted(sides: Sequence[_BothSides]) -> tuple[FittedFactors, FittedFactors]:
-    def rows(direction: int) -> FittedFactors:
+    def of_direction(direction: int) -> FittedFactors:
         predicted, measured = [], []
         for one in sides:
             for passes, recorded in zip(one.passes, one.measured.recorded, strict=True):
@@ -148,11 +149,11 @@ def _fitted(sides: Sequence[_BothSides]) -> tuple[FittedFactors, FittedFactors]:
                 measured.append(np.maximum(recorded[direction][is_passed] - passes.inside, 0.0))
         return fitted_factors(np.concatenate(predicted), np.concatenate(measured))
 
-    return rows(0), rows(1)
+    return of_direction(FORWARD), of_direction(BACKWARD)
 
 
 def _pipeline_causes(one: _BothSides, kinds: Kinds, factors: np.ndarray) -> dict[str, float]:
-    """Seconds of each cause in the pipeline."""
+    """Seconds that each cause adds to the pipeline."""
     applied, causes = np.ones_like(factors), dict[str, float]()
     now = one.predicted
 

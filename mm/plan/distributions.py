@@ -88,9 +88,9 @@ def videos(num_samples: int, seed: int = 0, seq_length: int = SEQ_LENGTH) -> Len
 
 
 def text(num_samples: int, seed: int = 0, seq_length: int = SEQ_LENGTH) -> Lengths:
-    """Conversations without images: log-normal lengths of 600 tokens at the mean, with a scatter of 0.8.
+    """Conversations without images: log-normal lengths with a mean of 600 tokens and a sigma of 0.8.
 
-    Between the answers of Alpaca (about 100 tokens) and the dialogues of ShareGPT (above 1,000); the mean is ours.
+    The mean is our choice, between Alpaca's answers (about 100 tokens) and ShareGPT's dialogues (above 1,000).
     """
     rng = np.random.default_rng(seed)
     words = _log_normal(rng, np.full(num_samples, 600.0), 0.8)
@@ -134,7 +134,7 @@ def _patches(height: int, width: int, max_pixels: int) -> tuple[int, int]:
 def _lengths(
     text: np.ndarray, media: list[list[tuple[int, int, int]]], targets: float, seq_length: int
 ) -> Lengths:
-    """``targets``: share of the text that has a loss."""
+    """``targets``: the share of the text that has a loss."""
     rows = []
     for words, grids in zip(text.tolist(), media, strict=True):
         kept, left = [], seq_length - _MIN_TEXT

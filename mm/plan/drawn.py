@@ -58,7 +58,7 @@ def _spans(steps: Sequence[TimedStep], stage: int, passes: Passes, kinds: Kinds)
 
 
 def _ending(own_end: float, end: float, reduction: float, update: float) -> Iterator[ActivitySpan]:
-    """A stage reduces its gradients when its passes have ended, and waits for the others with the update."""
+    """A stage reduces its gradients when its passes have ended, and waits for the others before the update."""
     reduced = own_end + reduction
     if reduction:
         yield ActivitySpan(Activity(Work.REDUCTION), own_end, reduced)

@@ -1,7 +1,7 @@
 """How many times as long as predicted the blocks of each kind took: factors fitted to measured passes.
 
-A kind gets a factor only if the passes determine it.  Kinds that take part in the same passes in like shares, such as
-two kinds of ViT layers, get one together if the passes do not tell them apart.
+A kind gets a factor only if the passes determine it.  Kinds that take part in the same passes in similar shares, such
+as two kinds of ViT layers, share a factor if the passes do not tell them apart.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class FittedFactors:
 
 
 def fitted_factors(predicted: np.ndarray, measured: np.ndarray) -> FittedFactors:
-    """Factors with the least squares of ``predicted @ factors - measured``.
+    """Factors that minimize the squares of ``predicted @ factors - measured``; none is negative.
 
     ``predicted``: seconds of each kind in each pass [num_passes, num_kinds]; ``measured``: those of the whole passes.
     """
@@ -56,7 +56,7 @@ def fitted_factors(predicted: np.ndarray, measured: np.ndarray) -> FittedFactors
 
 
 def _solved(terms: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The factors, and the standard error of each: infinite for a term that others can replace."""
+    """The factors, and the standard error of each, which is infinite for a term that others can replace."""
     scale = max(float(np.abs(target).max()), 1e-12)
     terms, target = terms / scale, target / scale
     orthogonal, triangle = np.linalg.qr(terms)  # as many equations as terms, with the same solution
@@ -75,7 +75,7 @@ def _error(terms: np.ndarray, number: int, spread: float) -> float:
 
 
 def _most_alike(terms: np.ndarray, number: int) -> int | None:
-    """The other term that is most alike; None if none is alike."""
+    """The other term that is most like this one; None if none is similar enough."""
     directions = terms / np.linalg.norm(terms, axis=0)
     likeness = directions.T @ directions[:, number]
     likeness[number] = -1.0

@@ -1,4 +1,4 @@
-"""How good the pipeline lists of a run are, and which would be better, on its own data."""
+"""Judges the pipeline lists of a run on its own data, and finds better ones."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,23 +6,23 @@ from dataclasses import dataclass
 from mm.config.run import Run
 from mm.placement import Placement
 from mm.plan.lists import Costs, Lists, best_lists
-from mm.plan.predict import NUM_SIMULATED, Predictor
+from mm.plan.predict import Predictor
 from mm.plan.sizes import PeakMemory
 from mm.plan.workload import Workload
 
 _NUM_SEARCHED = 2
-"""Steps that the search simulates; what it finds is judged by all."""
+"""Steps that the search simulates; its result is judged on all steps."""
 
 
 @dataclass(frozen=True)
 class JudgedLists:
-    """Lists, with what their pipelines take."""
+    """Lists, with the time and memory that their pipelines need."""
 
     lists: Lists
     seconds: float
     """Mean pipeline of the slowest replica; in forward FLOPs without a calibration."""
     busy: float
-    """What the mean stage of that replica works meanwhile."""
+    """Mean work of that replica's stages in the meantime."""
     peak_bytes: int
     """Memory of the fullest rank."""
 
@@ -43,8 +43,8 @@ class Judgement:
 
 
 def judge(run: Run, predictor: Predictor, workload: Workload, max_bytes: int | None) -> Judgement:
-    """Judge the lists of ``run``, and search for better ones that need at most ``max_bytes`` on any rank; None: as many
-    as it takes."""
+    """Judge the lists of ``run``, and search for better ones that need at most ``max_bytes`` on any rank; None sets no
+    limit."""
     present = Lists.of(run.model)
     memory = PeakMemory(run)
     found, _ = best_lists(present, list_costs(predictor, memory, Workload(workload.steps[:_NUM_SEARCHED]), max_bytes))
@@ -56,17 +56,15 @@ def judge(run: Run, predictor: Predictor, workload: Workload, max_bytes: int | N
 
 
 def list_costs(
-    predictor: Predictor, memory: PeakMemory, workload: Workload, max_bytes: int | None,
-    num_simulated: int = NUM_SIMULATED, is_rough: bool = False,
-) -> Costs:  # fmt: skip
-    """What the search for lists asks about one run."""
+    predictor: Predictor, memory: PeakMemory, workload: Workload, max_bytes: int | None, is_rough: bool = False
+) -> Costs:
+    """The costs that the search for lists asks for.  ``is_rough``: see ``Predictor.pipelines``."""
 
     def placements(some: Sequence[Lists]) -> list[Placement]:
         return [one.placement for one in some]
 
     return Costs(
-        costs=lambda some: predictor.pipelines(
-            workload, placements(some), num_simulated, is_rough).seconds.mean(axis=0),
+        costs=lambda some: predictor.pipelines(workload, placements(some), is_rough).seconds.mean(axis=0),
         least=lambda some: predictor.least(workload, placements(some)),
         unevenness=lambda some: predictor.unevenness(workload, placements(some)),
         fits=lambda one: max_bytes is None or max(memory.of_stages(one.placement)) <= max_bytes)

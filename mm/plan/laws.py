@@ -54,9 +54,9 @@ def fitted(times: Sequence[Timed]) -> Law:
 
 
 def nonnegative(terms: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """The x >= 0 with the least squares of ``terms @ x - target``; fewer terms if others are no better.
+    """The x >= 0 that minimizes the squares of ``terms @ x - target``, with fewer terms if more are no better.
 
-    Tries each subset of the terms, which is exact for a few.  There must be a positive term.
+    Tries each subset of the terms, which is exact, and quick for a few.  There must be a positive term.
     """
     num_terms = terms.shape[1]
     best, least = np.zeros(num_terms), np.inf

@@ -1,7 +1,7 @@
 """The search for the pipeline lists with the shortest step.  The caller says what a step costs and what fits.
 
 If few lists are possible, all of them are compared, so no others are better.  Otherwise the search moves one layer at a
-time between two slots while that helps.  Many lists are asked about at once, which costs hardly more than one.
+time between two slots while that helps.  Asking about many lists at once costs hardly more than asking about one.
 """
 
 import math
@@ -22,7 +22,7 @@ MAX_COMPARED = 1000
 """If no more lists than this are possible, all are compared."""
 MANY_SLOTS, MAX_DISTANCE = 12, 1
 MAX_TRIED = 60
-"""Moves of a round whose cost is computed: those with the least bounds."""
+"""Most moves of a round whose cost is computed: those with the lowest bounds."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class Lists:
 
     @classmethod
     def spread(cls, num_vision: int, num_language: int, num_stages: int, num_chunks: int) -> "Lists":
-        """Lists with about as many layers in each slot."""
+        """Lists with about the same number of layers in each slot."""
         num_layers, num_slots = num_vision + num_language, num_stages * num_chunks
         return cls._ended([num_layers * (slot + 1) // num_slots for slot in range(num_slots)], num_vision, num_stages)
 
     @classmethod
     def even(cls, vision: np.ndarray, language: np.ndarray, num_stages: int, num_chunks: int) -> "Lists":
-        """Lists whose slots have about the same work, given that of each layer."""
+        """Lists whose slots have about the same work, given the work of each layer."""
         num_slots, done = num_stages * num_chunks, np.cumsum(np.concatenate([vision, language]))
         middles = done - np.concatenate([vision, language]) / 2
         ends = np.searchsorted(middles, done[-1] * np.arange(1, num_slots + 1) / num_slots)
@@ -53,7 +53,7 @@ class Lists:
 
     @classmethod
     def _ended(cls, ends: Sequence[int], num_vision: int, num_stages: int) -> "Lists":
-        """``ends``: layers of both towers, one after the other, up to the end of each slot."""
+        """``ends``: number of layers up to the end of each slot, counting the ViT's before the LLM's."""
         spans = list(pairwise((0, *ends)))
         vision = [min(end, num_vision) - min(start, num_vision) for start, end in spans]
         language = [end - start - count for (start, end), count in zip(spans, vision, strict=True)]
@@ -66,7 +66,7 @@ class Lists:
 
     @cached_property
     def placement(self) -> Placement:
-        """Of all layers."""
+        """The placement of all layers."""
         return Placement.of(self.vision, self.language)
 
     def values(self) -> tuple[list[Any], list[Any]]:
@@ -82,7 +82,7 @@ class Lists:
         yield from self._moves(lambda giver, taker: 0 < abs(giver - taker) <= most)
 
     def moves_between(self, giver: int, taker: int) -> Iterator["Lists"]:
-        """Those that move a layer from one stage to another."""
+        """Every legal pair of lists that moves one layer from stage ``giver`` to stage ``taker``."""
         num_stages = len(next(iter(self.vision)))
         yield from self._moves(lambda one, other: (one % num_stages, other % num_stages) == (giver, taker))
 
@@ -126,18 +126,18 @@ class Costs:
     """What the search asks about lists, many at a time; each answer is float64 or bool [num_lists]."""
 
     costs: Callable[[Sequence[Lists]], np.ndarray]
-    """What is to be least: the simulated step."""
+    """The cost to minimize: the simulated step."""
     least: Callable[[Sequence[Lists]], np.ndarray]
     """A quick lower bound of it."""
     unevenness: Callable[[Sequence[Lists]], np.ndarray]
-    """Quick: how unevenly the stages are loaded."""
+    """How unevenly the stages are loaded; quick to compute."""
     fits: Callable[[Lists], bool]
 
 
 def best_lists(start: Lists, of: Costs, is_even: bool = False) -> tuple[Lists, float]:
     """The lists of least cost, or if very many are possible those that no move of one layer improves; and their cost.
 
-    In the latter case two descents: from ``start``, and unless that ``is_even`` already, from the lists that load the
+    In the latter case it descends from ``start`` and, unless that ``is_even`` already, from the lists that load the
     stages most evenly, which a descent along ``unevenness`` finds.  Lists that do not fit are never returned, except
     ``start``.
     """
@@ -149,7 +149,7 @@ def best_lists(start: Lists, of: Costs, is_even: bool = False) -> tuple[Lists, f
 
 
 def evened(start: Lists, of: Costs) -> Lists:
-    """The lists that load the stages most evenly, by moves of one layer."""
+    """The lists that load the stages most evenly, found by moves of one layer."""
     best, least = start, float(of.unevenness([start])[0])
     while moves := list(best.moves()):
         found = of.unevenness(moves)
@@ -192,5 +192,5 @@ def _nested(counts: list[int], num_stages: int) -> PipelineLayout:
 
 @cache
 def one_stage(model: ModelConfig) -> ModelConfig:
-    """``model`` in one slot: what does not depend on the lists is computed once for it."""
+    """``model`` in one slot, for computing once what does not depend on the lists."""
     return Lists.spread(model.vision.num_layers, model.language.num_layers, 1, 1).applied(model)

@@ -1,4 +1,4 @@
-"""A measured step as the numbers that a prediction has too: its parts, and the seconds of every pass."""
+"""A measured step in the numbers of a prediction: its parts, and the seconds of every pass."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ class MeasuredStep:
     recorded: tuple[np.ndarray, ...]
     """By replica, the seconds of each pass [direction, microbatch, slot], averaged over the ranks of the stage."""
     between: np.ndarray
-    """By stage, the seconds of the pipeline in which it does nothing that is recorded: the host's work between its
-    passes."""
+    """By stage, the seconds of the pipeline in which nothing is recorded on it: the host's work between its passes.
+    """
     waits: np.ndarray
     """By stage, the rest: messages, and waits for its first and after its last pass."""
 
@@ -36,7 +36,7 @@ class MeasuredStep:
 
 
 def measured_step(timeline: StepTimeline, num_stages: int, num_chunks: int) -> MeasuredStep:
-    """The numbers of ``timeline``, whose ranks have the layout that the caller says."""
+    """The numbers of ``timeline``, measured with this many stages and chunks."""
     records = timeline.records
     (start, end), (first, last) = extent(records), extent(records, COMPUTING)
     begins = max(last, *(_update_begins(record, last) for record in records))

@@ -159,11 +159,16 @@ def layer_bytes(
     )
 
 
+def vision_division(model: ModelConfig, tp_size: int, num_pieces: int) -> tuple[int, int]:
+    """``tp_size`` and ``num_pieces`` of the ViT and the projector."""
+    return (1, 1) if model.encodes_whole else (tp_size, num_pieces)
+
+
 @cache
 def layer_memories(
     model: ModelConfig, place: Place, tp_size: int, width: int, num_pieces: int, ulysses_size: int
 ) -> Sequence[tuple[LayerBytes, Keeps]]:
-    """By layer of a tower: its bytes, and what it keeps if it is not recomputed as a whole.  For the sizes see
+    """For each layer of a tower: its bytes, and what it keeps if it is not recomputed as a whole.  For the sizes, see
     ``layer_bytes``."""
     tower: Tower = model.vision if place is Place.VISION_LAYER else model.language
     path, found = GradientPath.of(model), list[tuple[LayerBytes, Keeps]]()
@@ -172,8 +177,8 @@ def layer_memories(
         keeps = layer_keeps(weights, model, path.needs_input_gradient(place, layer), tower.recompute)
         fused = next(weight for weight in weights if weight.fusion is Fusion.GATE_UP)
         local_ffn = memory_shape(fused, tp_size)[0] // 2
-        division = (1, 1) if place is Place.VISION_LAYER and model.encodes_whole else (tp_size, num_pieces)
-        found.append((layer_bytes(tower, local_ffn, division[0], width, division[1], ulysses_size), keeps))
+        own = vision_division(model, tp_size, num_pieces) if place is Place.VISION_LAYER else (tp_size, num_pieces)
+        found.append((layer_bytes(tower, local_ffn, own[0], width, own[1], ulysses_size), keeps))
     return found
 
 
@@ -199,8 +204,7 @@ class ChunkMemory:
 
     @property
     def _vision_division(self) -> tuple[int, int]:
-        """``tp_size`` and ``num_pieces`` of the ViT and the projector."""
-        return (1, 1) if self.model.encodes_whole else (self.tp_size, self.num_pieces)
+        return vision_division(self.model, self.tp_size, self.num_pieces)
 
     def kept_bytes(self, rows: MicrobatchSizes) -> int:
         """Bytes that one microbatch keeps from its forward to its backward pass, without logits."""
@@ -385,7 +389,7 @@ class StageMemory:
 
 @cache
 def _moments(num_microbatches: int, stage: int, num_stages: int, num_chunks: int) -> tuple[tuple[int, ...], ...]:
-    """The different states that ``in_flight`` passes through."""
+    """The distinct states that ``in_flight`` passes through."""
     return tuple(dict.fromkeys(in_flight(num_microbatches, stage, num_stages, num_chunks)))
 
 

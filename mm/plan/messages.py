@@ -1,4 +1,4 @@
-"""How many bytes cross the boundaries of stages."""
+"""How many bytes cross the boundaries between stages."""
 
 from typing import TypeVar
 

@@ -1,4 +1,4 @@
-"""What the passes of a replica's step take, by kind of block, and the pipeline that follows from it.
+"""How long the passes of a replica's step take, by kind of block, and the pipeline that follows from that.
 
 ``mm.plan.predict`` adds all blocks of a slot up; comparisons with a measured step need them apart.
 """
@@ -49,14 +49,14 @@ class Passes:
     is_passed: np.ndarray
     """bool [direction, microbatch, slot]: whether the slot has such a pass."""
     inside: float
-    """Seconds of the host for each pass besides its blocks: while the pass is recorded."""
+    """The host's seconds per pass besides its blocks, while the pass is recorded."""
     between: float
-    """The same after it."""
+    """The host's seconds after each pass, which are not recorded."""
     messages: Sequence[Sequence[MessageCost]]
 
     @classmethod
     def of(cls, predictor: Predictor, kinds: Kinds, counts: np.ndarray) -> "Passes":
-        """Those of the microbatches ``counts`` [num_microbatches, num_counts]."""
+        """The passes of the microbatches ``counts`` [num_microbatches, num_counts]."""
         placement, here, costs = predictor.run.model.placement(), predictor.shared(counts), predictor.costs
         is_in = costs.slots_of([placement])
         is_of = np.zeros((len(kinds.by_place), len(kinds.names)))
@@ -68,7 +68,7 @@ class Passes:
                    as_messages(predictor.messages(here, [placement])[..., 0]))
 
     def recorded(self, factors: np.ndarray | None = None) -> np.ndarray:
-        """Seconds [direction, microbatch, slot] while each pass is recorded, with the seconds of blocks times
+        """The recorded seconds of each pass [direction, microbatch, slot], with the seconds of blocks multiplied by
         ``factors`` [direction, kind]."""
         of_blocks = self.of_kinds.sum(axis=-1) if factors is None else np.einsum("dmsk,dk->dms", self.of_kinds, factors)
         return of_blocks + self.inside * self.is_passed
@@ -83,5 +83,5 @@ class Passes:
 
     @property
     def num_passes(self) -> np.ndarray:
-        """By stage."""
+        """The number of passes of each stage."""
         return self.is_passed.sum(axis=(0, 1)).reshape(-1, self.placement.num_stages).sum(axis=0)

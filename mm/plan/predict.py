@@ -15,7 +15,7 @@ import numpy as np
 from mm.config.run import Run
 from mm.data.order.sequence import in_order, pipeline_orders
 from mm.errors import UserError
-from mm.parallel.simulation import step_costs
+from mm.parallel.simulation import even_step_cost, step_costs
 from mm.placement import Message, Placement
 from mm.plan.calibration import Calibration
 from mm.plan.costs import COUNTS, BlockCosts, Cutting
@@ -56,7 +56,7 @@ class StepPrediction:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Where nine of ten steps lie: the errors of the laws, and the spread of the data."""
+        """The interval of nine of ten steps, from the error of the laws and the spread of the data."""
         reach = _NINE_OF_TEN * math.hypot(self.spread, self.error * self.seconds)
         return max(0.0, self.seconds - reach), self.seconds + reach
 
@@ -72,7 +72,7 @@ class Pipelines:
 
     seconds: np.ndarray
     busy: np.ndarray
-    """What its mean stage works."""
+    """Mean work of its stages."""
     even: np.ndarray
     """How long the same work takes with equal stages and microbatches."""
 
@@ -83,8 +83,8 @@ class Predictor:
     def __init__(self, run: Run, calibration: Calibration) -> None:
         """Raises UserError if the calibration lacks what the run needs."""
         self.run, self.calibration = run, calibration
-        num_copies = run.dp_size * run.cp_size
-        if (run.num_stages > 1 and calibration.message is None) or (num_copies > 1 and not calibration.all_reduce):
+        sums = run.dp_size * run.cp_size > 1 or (run.model.encodes_whole and run.tp_size > 1)
+        if (run.num_stages > 1 and calibration.message is None) or (sums and not calibration.all_reduce):
             raise UserError(f"the run has {run.world_size} ranks, but the calibration was measured by one process, "
                             f"without messages and collectives; give mm-plan calibrate --num-processes 2 or more")
         cutting, model = Cutting(run.tp_size, run.args.sequence_parallel), one_stage(run.model)
@@ -104,23 +104,22 @@ class Predictor:
             error=self.calibration.error)
 
     def pipelines(
-        self, workload: Workload, placements: Sequence[Placement], num_simulated: int = NUM_SIMULATED,
-        is_rough: bool = False,
+        self, workload: Workload, placements: Sequence[Placement], is_rough: bool = False
     ) -> Pipelines:  # fmt: skip
-        """The slowest replica's pipeline of each step, among the ``num_simulated`` replicas with most work.
+        """The slowest replica's pipeline of each step, among the ``NUM_SIMULATED`` replicas with most work.
 
-        ``is_rough``: with the microbatches in the order of the first placement, which is quicker.
+        ``is_rough``: all placements get the microbatches in the order of the first one, which is quicker.
         """
         slots, num_stages = self.costs.slots_of(placements), placements[0].num_stages
         rows = []
         for step in workload.steps:
             work = self._work_of_replicas(step)
-            likely = work.argsort(kind="stable")[::-1][:num_simulated].tolist()
+            likely = work.argsort(kind="stable")[::-1][:NUM_SIMULATED].tolist()
             found = np.stack([self._replica(step[number], placements, slots, is_rough) for number in likely])
             slowest = found[:, 0].argmax(axis=0)
             rows.append(np.take_along_axis(found, slowest[None, None], axis=0)[0])
         seconds, busy, num_microbatches = np.stack(rows, axis=1)
-        return Pipelines(seconds, busy, busy * (num_microbatches + num_stages - 1) / num_microbatches)
+        return Pipelines(seconds, busy, even_step_cost(busy, num_microbatches, num_stages, placements[0].num_chunks))
 
     def _replica(
         self, counts: np.ndarray, placements: Sequence[Placement], slots: np.ndarray, is_rough: bool
@@ -132,67 +131,44 @@ class Predictor:
         return np.stack([seconds, costs.sum(axis=(0, 1, 2)) / num_stages, np.full_like(seconds, len(counts))])
 
     def _work_of_replicas(self, step: Sequence[np.ndarray]) -> np.ndarray:
-        """What all blocks of each replica take, without the passes of chunks."""
+        """The time of all blocks of each replica, without the fixed cost of passes."""
         work = self.costs.of_all(self.shared(np.concatenate(step)))
         sizes = np.array([len(counts) for counts in step])
         return np.add.reduceat(work, np.cumsum(sizes) - sizes)
 
-    def estimate(
+    def estimated(
         self, samples: np.ndarray, num_microbatches: float, least_microbatches: float, num_chunks: int
     ) -> tuple[float, float]:
-        """A lower bound of the pipeline, and about what it is with even lists and microbatches.
+        """A lower bound of the mean pipeline, and an estimate of it with even lists and microbatches.
 
-        ``samples``: counts of the samples of a step [num_samples, num_counts], which all replicas share; each has about
-        ``num_microbatches``, and on average at least ``least_microbatches``.
+        ``samples``: counts of all samples of a step, [num_samples, num_counts].  Each replica has ``num_microbatches``,
+        or with packs about as many, and on average at least ``least_microbatches``.
         """
         run = self.run
-        per_sample = self.costs.of_all(self.shared(samples), has_fixed=False)
+        per_sample = self.costs.of_all(_evenly_divided(samples, run.cp_size, run.num_encoders), has_fixed=False)
         work = float(per_sample.sum()) / run.dp_size / run.num_stages
         least, fixed = (one / run.num_stages for one in self.costs.fixed_of_all)
         of_filling = (run.num_stages - 1) / num_chunks / num_microbatches
         return work + least * least_microbatches, (work + fixed * num_microbatches) * (1 + of_filling)
 
     def about(self, workload: Workload, placement: Placement) -> float:
-        """About the mean pipeline, without simulating it: the busiest stage's work, and the costliest microbatch's way
-        to the last stage and back."""
+        """An estimate of the mean pipeline without simulation: the work of the busiest stage, plus the way of the
+        costliest microbatch to the last stage and back."""
         found = []
         for step, stages in zip(workload.steps, self._work(workload, [placement]), strict=True):
-            slowest = int(stages.max(axis=(1, 2)).argmax())
-            costliest = float(self.costs.of_all(self.shared(step[slowest])).max())
+            busiest = int(stages.max(axis=(1, 2)).argmax())
+            costliest = float(self.costs.of_all(self.shared(step[busiest])).max())
             filling = costliest * (placement.num_stages - 1) / placement.num_chunks / placement.num_stages
-            found.append(float(stages[slowest].max()) + filling)
+            found.append(float(stages[busiest].max()) + filling)
         return fmean(found)
-
-    def bound(self, workload: Workload, num_stages: int, num_chunks: int) -> float:
-        """No lists make the mean pipeline shorter than this.
-
-        Stage s works w(s), after the first microbatch has passed the stages before it, and before the last one passes
-        them backward: the pipeline takes at least w(s) + r (w(0) + ... + w(s - 1)), where r is the least share of a
-        block's work that two such passes are.  If all of these are T, the work is T (1 - (1 - r)^p) / r.  With chunks,
-        only the first chunk is passed, which may be small, so r counts as 0 and T is the mean work.
-        """
-        found = []
-        for step in workload.steps:
-            work = self._work_of_replicas(step)
-            slowest = int(work.argmax())
-            share = self._least_share(step[slowest]) if num_chunks == 1 else 0.0
-            factor = share / (1 - (1 - share) ** num_stages) if share > 0 else 1 / num_stages
-            found.append(float(work[slowest]) * factor)
-        return fmean(found)
-
-    def _least_share(self, counts: np.ndarray) -> float:
-        """A block's cheapest forward and cheapest backward pass over all its passes: the least of any block."""
-        blocks = self.costs.of_blocks(self.shared(counts))
-        all_passes, passes = blocks.sum(axis=(0, 1)), blocks.min(axis=1).sum(axis=0)
-        return float((passes[all_passes > 0] / all_passes[all_passes > 0]).min(initial=1.0))
 
     def least(self, workload: Workload, placements: Sequence[Placement]) -> np.ndarray:
-        """A quick lower bound of the mean pipeline of each placement: what the busiest stage of any replica works."""
+        """A quick lower bound of each placement's mean pipeline: the work of the busiest stage of any replica."""
         return np.mean([stages.max(axis=(0, 1)) for stages in self._work(workload, placements)], axis=0)
 
     def layer_work(self, workload: Workload) -> tuple[np.ndarray, np.ndarray]:
-        """What the layers of the ViT and of the LLM take over all steps, with what is placed beside the first and the
-        last one of a tower."""
+        """The time of each ViT layer and of each LLM layer over all steps.  The first and the last layer of a tower
+        include the blocks placed with them."""
         counts = self.shared(np.concatenate([one for step in workload.steps for one in step]))
         of_blocks = dict(zip(self.costs.places, self.costs.of_blocks(counts).sum(axis=(0, 1)).tolist(), strict=True))
         vision, language = (np.array([seconds for (place, _), seconds in of_blocks.items() if place is wanted])
@@ -204,12 +180,12 @@ class Predictor:
         return vision, language
 
     def unevenness(self, workload: Workload, placements: Sequence[Placement]) -> np.ndarray:
-        """The sum of squares of what the stages work on average: least if all work the same."""
+        """The sum of squares of the stages' mean work; it is least if all stages work the same."""
         work = np.mean([stages.mean(axis=0) for stages in self._work(workload, placements)], axis=0)
         return np.square(work).sum(axis=0)
 
     def _work(self, workload: Workload, placements: Sequence[Placement]) -> list[np.ndarray]:
-        """By step, what each stage of each replica works: [num_replicas, num_stages, num_placements]."""
+        """By step, the work of each stage of each replica: [num_replicas, num_stages, num_placements]."""
         slots, num_stages = self.costs.slots_of(placements), placements[0].num_stages
 
         def of_step(step: Sequence[np.ndarray]) -> np.ndarray:
@@ -223,8 +199,8 @@ class Predictor:
         self, counts: np.ndarray, placements: Sequence[Placement], slots: np.ndarray | None = None,
         is_rough: bool = False,
     ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-        """Costs and messages as ``step_costs`` takes them, with microbatches in the order in which a run sends them
-        through the pipeline, which it chooses by FLOPs."""
+        """Costs and messages as ``step_costs`` takes them.  Microbatches are in the order of the run, which chooses it
+        by FLOPs."""
         slots = self.costs.slots_of(placements) if slots is None else slots
         here, num_stages = self.shared(counts), placements[0].num_stages
         costs, messages = self.costs.of_slots(here, slots), self.messages(here, placements)
@@ -262,7 +238,7 @@ class Predictor:
         return _divided(counts, self.run.cp_size, self.run.num_encoders)
 
     def messages(self, counts: np.ndarray, placements: Sequence[Placement]) -> np.ndarray:
-        """[2, num_microbatches, num_slots - 1, num_placements]"""
+        """Seconds of messages, forward and backward [2, num_microbatches, num_slots - 1, num_placements]."""
         has_images, stride = counts[:, COUNTS.index("num_images")] > 0, self.run.world_size // self.run.num_stages
         num_patches, num_tokens = (counts[:, COUNTS.index(name)] for name in ("num_patches", "num_tokens"))
 
@@ -285,6 +261,18 @@ class Predictor:
 
     def reduction(self, sizes: Sequence[StageSize]) -> float:
         """Seconds to sum the gradients over the ranks with the same weights."""
+        return self._reduction_of_copies(sizes) + self._reduction_of_encoders(sizes)
+
+    def _reduction_of_encoders(self, sizes: Sequence[StageSize]) -> float:
+        """Tensor-parallel ranks sum the gradients of whole encoders: with the distributed optimizer, each only its
+        shard."""
+        run, most = self.run, max(size.whole_gradient_bytes for size in sizes)
+        if run.tp_size == 1 or not most:
+            return 0.0
+        num_shards = run.dp_size * run.cp_size if run.args.use_distributed_optimizer else 1
+        return all_reduce_law(self.calibration, run.tp_size).seconds(most / num_shards)
+
+    def _reduction_of_copies(self, sizes: Sequence[StageSize]) -> float:
         run, most = self.run, max(sizes, key=lambda size: size.gradient_bytes)
         num_copies = run.dp_size * run.cp_size
         if num_copies == 1 or not most.gradient_bytes:
@@ -292,7 +280,7 @@ class Predictor:
         law = all_reduce_law(self.calibration, num_copies, run.tp_size)
         if not run.args.use_distributed_optimizer:
             return law.seconds(most.gradient_bytes)
-        # gradients are scattered, which is half of a sum, and weights gathered, which is the other half
+        # a reduce-scatter of gradients and an all-gather of weights are half of an all-reduce each
         weights = most.num_trainable_params * self._width
         return (law.seconds(most.gradient_bytes) + law.seconds(weights)) / 2
 
@@ -303,6 +291,10 @@ class Predictor:
         return law.fixed + law.per_row * max(size.num_trainable_params for size in sizes) / num_shards
 
 
+_OF_IMAGES = ("num_patches", "num_image_pairs", "num_window_pairs")
+"""Counts that are divided over ranks by whole images."""
+
+
 def _divided(counts: np.ndarray, num_ranks: int, num_encoders: int) -> np.ndarray:
     """The costliest share of each microbatch: tokens are divided evenly over ``num_ranks``, and whole images of about
     the same size over ``num_encoders``."""
@@ -311,6 +303,12 @@ def _divided(counts: np.ndarray, num_ranks: int, num_encoders: int) -> np.ndarra
     images = counts[:, COUNTS.index("num_images")]
     share = np.ceil(images / num_encoders) / np.maximum(images, 1)
     found = counts / num_ranks
-    for name in ("num_patches", "num_image_pairs", "num_window_pairs"):
+    for name in _OF_IMAGES:
         found[:, COUNTS.index(name)] = counts[:, COUNTS.index(name)] * share
     return found
+
+
+def _evenly_divided(counts: np.ndarray, num_ranks: int, num_encoders: int) -> np.ndarray:
+    """The mean share of each microbatch: at most what ``_divided`` gives."""
+    is_of_images = np.isin(COUNTS, _OF_IMAGES)
+    return counts / np.where(is_of_images, num_encoders, num_ranks)

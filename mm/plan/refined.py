@@ -23,7 +23,7 @@ def refined(predictor: Predictor, found: Comparison) -> Calibration:
     for has_images in (False, True):
         keys = block_keys(run.model, Cutting(run.tp_size, run.args.sequence_parallel), has_images)
         for place, key in keys.items():
-            if has_images or place[0] not in VISION_PLACES:  # else nothing passes them
+            if has_images or place[0] not in VISION_PLACES:  # otherwise nothing passes them
                 laws, kind = laws_of(key, calibration), found.kinds.by_place[place]
                 error = blocks[key].error if key in blocks else calibration.error
                 blocks[key] = MeasuredBlock(

@@ -1,4 +1,4 @@
-"""How large the stages of a run are: their states, and the peak of their memory.
+"""How large the stages of a run are: their states, and their peak memory.
 
 Sizes come from the weight table, the placement and the formulas of ``mm.plan.memory``; nothing is measured.
 """
@@ -33,6 +33,8 @@ class StageSize:
     weight_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
+    whole_gradient_bytes: int
+    """Those of ``gradient_bytes`` that tensor-parallel ranks also sum: of encoders that each of them holds whole."""
     update_bytes: int
     """fp32 copies of bf16 gradients.  They exist only in the update, without activations, and are not states."""
 
@@ -50,36 +52,40 @@ class StageSize:
 
 def chunk_size(run: Run, spec: StageSpec) -> StageSize:
     """Parameters and bytes of ``spec`` on one rank: its tensor-parallel shard, with padding in memory."""
-    num_params, num_trainable = _num_params(one_stage(run.model), run.tp_size, spec)
+    num_params, num_trainable, num_whole = _num_params(one_stage(run.model), run.tp_size, spec)
+    gradient_width = WIDTHS["bf16"] if run.args.grad_reduce_in_bf16 else FP32
     state_bytes = FP32 * (2 if run.args.precision == "fp32" else 3)
     num_shards = run.dp_size * run.cp_size if run.args.use_distributed_optimizer else 1
     return StageSize(
         num_params=num_params,
         num_trainable_params=num_trainable,
         weight_bytes=num_params * WIDTHS[run.args.precision],
-        gradient_bytes=num_trainable * (WIDTHS["bf16"] if run.args.grad_reduce_in_bf16 else FP32),
+        gradient_bytes=num_trainable * gradient_width,
+        whole_gradient_bytes=num_whole * gradient_width,
         optimizer_bytes=-(-num_trainable * state_bytes // num_shards),
         update_bytes=-(-num_trainable * FP32 // num_shards) if run.args.grad_reduce_in_bf16 else 0,
     )
 
 
-def _num_params(model: ModelConfig, tp_size: int, spec: StageSpec) -> tuple[int, int]:
-    """Parameters of ``spec`` on one rank, and how many are trained."""
-    sizes = [counts for (place, layer), counts in _params_by_place(model, tp_size).items() if owns(spec, place, layer)]
+def _num_params(model: ModelConfig, tp_size: int, spec: StageSpec) -> tuple[int, int, int]:
+    """``_params_of`` the weights of ``spec``."""
+    counts = [one for (place, layer), one in _params_by_place(model, tp_size).items() if owns(spec, place, layer)]
     copies = [weight for weight in stage_weights(model, spec) if weight.is_tied_copy] if model.language.tied else []
-    sizes += [_params_of(copies, model, tp_size)]
-    num_params, num_trainable = map(sum, zip(*sizes, strict=True))
-    return num_params, num_trainable
+    num_params, num_trainable, num_whole = map(sum, zip(*counts, _params_of(copies, model, tp_size), strict=True))
+    return num_params, num_trainable, num_whole
 
 
 @cache
-def _params_by_place(model: ModelConfig, tp_size: int) -> Mapping[tuple[Place, int | None], tuple[int, int]]:
+def _params_by_place(model: ModelConfig, tp_size: int) -> Mapping[tuple[Place, int | None], tuple[int, int, int]]:
     return {place: _params_of(weights, model, tp_size) for place, weights in weights_by_place(model).items()}
 
 
-def _params_of(weights: Sequence[Weight], model: ModelConfig, tp_size: int) -> tuple[int, int]:
-    sizes = [(math.prod(memory_shape(weight, tp_size)), is_frozen(weight, model)) for weight in weights]
-    return sum(size for size, _ in sizes), sum(size for size, frozen in sizes if not frozen)
+def _params_of(weights: Sequence[Weight], model: ModelConfig, tp_size: int) -> tuple[int, int, int]:
+    """Parameters of ``weights`` on one rank; those that are trained; and of these, those of a whole encoder."""
+    found = [(math.prod(memory_shape(weight, tp_size)), not is_frozen(weight, model), weight.is_whole)
+             for weight in weights]
+    return (sum(size for size, _, _ in found), sum(size for size, is_trained, _ in found if is_trained),
+            sum(size for size, is_trained, is_whole in found if is_trained and is_whole))
 
 
 def stage_sizes(run: Run, placement: Placement) -> list[StageSize]:
@@ -130,7 +136,7 @@ class PeakMemory:
         self._peaks: dict[tuple[StageSpec, ...], int] = {}
 
     def of_stages(self, placement: Placement) -> list[int]:
-        """Peak bytes of one rank of each stage, with the kind of microbatch that needs most."""
+        """Peak bytes of one rank of each stage, for the kind of microbatch that needs most."""
         return [self._of_stage(placement, stage) for stage in range(placement.num_stages)]
 
     def _of_stage(self, placement: Placement, stage: int) -> int:

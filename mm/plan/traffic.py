@@ -8,10 +8,10 @@ from mm.plan.laws import Law
 
 
 def all_reduce_law(calibration: Calibration, num_ranks: int, stride: int = 1) -> Law:
-    """The sum over ``num_ranks`` ranks that are ``stride`` apart, by bytes.
+    """The law of a sum over ``num_ranks`` ranks that are ``stride`` apart, by bytes.
 
-    Between nodes, a ring moves as many bytes through each network adapter as the node's ranks in the group share out,
-    while the ring within each node moves them to all of its ranks.
+    Between nodes, the group's ranks on a node divide the bytes of a ring over their network adapters, while the ring
+    within each node moves the bytes to all of these ranks.
     """
     network = calibration.network
     if network is None or num_ranks * stride <= network.node_size:
@@ -24,7 +24,7 @@ def all_reduce_law(calibration: Calibration, num_ranks: int, stride: int = 1) ->
 
 
 def message_law(calibration: Calibration, stage: int, stride: int) -> Law:
-    """A message from ``stage`` to the next, whose ranks are ``stride`` apart, by bytes."""
+    """The law of a message from ``stage`` to the next, whose ranks are ``stride`` apart, by bytes."""
     found, network = calibration.message or Law(0.0, 0.0), calibration.network
     if network is None or stage * stride // network.node_size == (stage + 1) * stride // network.node_size:
         return found
@@ -32,7 +32,7 @@ def message_law(calibration: Calibration, stage: int, stride: int) -> Law:
 
 
 def _within_node(calibration: Calibration, num_ranks: int) -> Law:
-    """If no group of this size was measured, the law of the nearest size, by the bytes of a ring."""
+    """The law of a sum within a node; if this size was not measured, the nearest size's, scaled by a ring's bytes."""
     sizes = sorted(calibration.all_reduce)
     nearest = min(sizes, key=lambda size: (abs(size - num_ranks), size))
     law = calibration.all_reduce[nearest]

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,16 +53,21 @@ def _layouts_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("mm-plan", allow_abbrev=False, description=(
         "Finds the fastest layout of a run.  All other flags are those of python -m mm.train."))
     add_flags(parser, _count)
-    parser.set_defaults(run=lambda flags, training: print(layouts(flags, training)))
+    parser.set_defaults(run=_layouts)
     return parser
+
+
+def _layouts(flags: argparse.Namespace, training: Sequence[str]) -> None:
+    for text in layouts(flags, training):
+        print(text)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "mm-plan", usage="mm-plan --device NAME FLAGS | mm-plan COMMAND ... -- FLAGS", description=(
             "Without a command: finds the fastest layout of a run on a device, or on what --calibration has measured, "
-            "and with --write DIR writes it.  --fix, --lengths, --memory-gib, --node-size, --network-gbit and --top: "
-            "see docs/planning.md.  FLAGS are those of python -m mm.train."))
+            "and with --write DIR writes it.  docs/planning.md explains --fix, --lengths, --memory-gib, --node-size, "
+            "--network-gbit and --top.  FLAGS are those of python -m mm.train."))
     parser.add_argument("--version", action="version", version=version_line("mm-plan"))
     commands: Any = parser.add_subparsers(required=True, metavar="COMMAND")
     calibrate = commands.add_parser(
@@ -85,8 +91,8 @@ def _parser() -> argparse.ArgumentParser:
     predict.set_defaults(run=_predict)
     compare = commands.add_parser(
         "compare", help="compare measured steps of a run with their prediction",
-        description="Lays the steps that --profile-pipeline has measured and their prediction side by side, says where "
-                    "they differ, and refines the calibration.  FLAGS are those of the run.")
+        description="Compares the steps that --profile-pipeline has measured with their prediction, says where they "
+                    "differ, and refines the calibration.  FLAGS are those of the run.")
     compare.add_argument("folder", type=Path, metavar="RUN_DIR", help="the --log-dir of the run")
     compare.add_argument("--calibration", type=Path, required=True, help="the file that mm-plan calibrate has written")
     compare.add_argument("--output", type=Path, help="write the calibration, refined by the run, to this file")
@@ -125,6 +131,10 @@ def _calibrate(flags: argparse.Namespace, training: Sequence[str]) -> None:
     if flags.num_processes % run.tp_size:
         raise UserError(f"--num-processes is {flags.num_processes}; expected a multiple of "
                         f"--tensor-model-parallel-size, which is {run.tp_size}")
+    if run.tp_size not in replace(run.model, encoder_placement="cut").tp_sizes:
+        raise UserError(f"--tensor-model-parallel-size is {run.tp_size}, which does not divide the ViT's "
+                        f"{run.model.vision.num_attention_heads} heads; calibrate measures a ViT that is cut, although "
+                        f"this run keeps it whole, so give it a size that does: another one is then not measured")
     words = [sys.executable, "-m", "mm.launch", "--standalone", "--nproc_per_node", str(flags.num_processes), "-m",
              "mm.planner.rank", str(flags.output.absolute()), *training]
     done = subprocess.run(words, check=False, env={"OMP_NUM_THREADS": "1", **os.environ})
@@ -136,9 +146,16 @@ def _calibrate(flags: argparse.Namespace, training: Sequence[str]) -> None:
           f"most {worst.error:.0%} ({worst.key.kind})")
 
 
+def _calibration(path: Path, run: Run) -> Calibration:
+    """Read it, and print how it differs from ``run``."""
+    found = read_calibration(path)
+    print_notes(_differences(found, run), sys.stderr)
+    return found
+
+
 def _predict(flags: argparse.Namespace, training: Sequence[str]) -> None:
-    calibration, run = read_calibration(flags.calibration), _run(training)
-    print_notes(_differences(calibration, run), sys.stderr)
+    run = _run(training)
+    calibration = _calibration(flags.calibration, run)
     lengths, predictor = _lengths(run), Predictor(run, calibration)
     workload = workload_of(run, lengths)
     print(printable(prediction_report(run, calibration, workload, predictor.predict(workload))))
@@ -147,8 +164,8 @@ def _predict(flags: argparse.Namespace, training: Sequence[str]) -> None:
 
 
 def _compare(flags: argparse.Namespace, training: Sequence[str]) -> None:
-    calibration, run = read_calibration(flags.calibration), _run(training)
-    print_notes(_differences(calibration, run), sys.stderr)
+    run = _run(training)
+    calibration = _calibration(flags.calibration, run)
     print(printable(compared(Predictor(run, calibration), flags.folder, flags.output, flags.timeline)))
 
 
@@ -161,8 +178,7 @@ def _lists(flags: argparse.Namespace, training: Sequence[str]) -> None:
         calibration = calibration_by_flops(run.model, Cutting(run.tp_size, run.args.sequence_parallel),
                                            run.args.precision)
     else:
-        calibration = read_calibration(flags.calibration)
-        print_notes(_differences(calibration, run), sys.stderr)
+        calibration = _calibration(flags.calibration, run)
     judged = judge(run, Predictor(run, calibration), workload_of(run, _lengths(run)),
                    None if flags.memory_gib is None else flags.memory_gib << 30)
     print(printable(lists_report(run, judged, has_times=flags.calibration is not None)))

@@ -1,9 +1,10 @@
-"""``mm-plan compare``, and the timelines that ``mm-plan`` writes: reads measured steps, checks that they are of the run
-that the flags describe, and compares them with its prediction."""
+"""``mm-plan compare``, and the timelines that ``mm-plan`` writes: reads measured steps, checks that they belong to
+the run that the flags describe, and compares them with its prediction."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
+from mm.config.command_line import flag_name
 from mm.config.run import Run
 from mm.data.lengths import HasLengths
 from mm.errors import refuse, writing
@@ -20,14 +21,16 @@ from mm.timeline.spans import StepSettings, StepTimeline
 
 _FLAGS = {"world_size": "--world-size", "tp_size": "--tensor-model-parallel-size", "cp_size": "--context-parallel-size",
           "sequence_parallel": "--sequence-parallel", "precision": "the precision",
-          "use_distributed_optimizer": "--use-distributed-optimizer"}  # fmt: skip
-"""What the user says, by the field of ``StepSettings``."""
+          **{name: flag_name(name) for name in (
+              "use_distributed_optimizer", "grad_reduce_in_bf16", "overlap_grad_reduce", "overlap_param_gather",
+              "context_parallel_algo")}}  # fmt: skip
+"""Field of ``StepSettings`` -> what the user calls it."""
 _TIMELESS = ("rates", "init_method_std", "max_position_embeddings")
-"""Fields of a model on which the time of a step does not depend."""
+"""Fields of a model that do not affect the time of a step."""
 
 
 def write_prediction(folder: Path, predictor: Predictor, lengths: HasLengths) -> Path:
-    """Write the predicted timeline of one step; return the path of its files without ends."""
+    """Write the predicted timeline of one step; returns the path of its files without their suffixes."""
     iteration = predictor.run.args.profile_pipeline or 1
     (replicas,) = workload_of(predictor.run, lengths, num_steps=1, first=iteration).steps
     ordered = [predictor.entering(counts) for counts in replicas]
@@ -35,9 +38,9 @@ def write_prediction(folder: Path, predictor: Predictor, lengths: HasLengths) ->
 
 
 def compared(predictor: Predictor, folder: Path, output: Path | None, pictures: Path | None) -> str:
-    """Compare all measured steps in ``folder``; write the refined calibration and the timelines where they are wanted.
+    """Compare all measured steps in ``folder``; write the refined calibration and the timelines to the paths given.
 
-    Raises UserError if there are none, or they are of another run.
+    Raises UserError if there are no steps, or if they belong to another run.
     """
     timelines = measured_steps(folder)
     refuse(problem for one in timelines for problem in _problems(folder / f"{one.name}.json", one, predictor.run))
@@ -63,7 +66,6 @@ def _drawn(predictor: Predictor, measured: StepTimeline, pictures: Path) -> str:
 def _problems(path: Path, timeline: StepTimeline, run: Run) -> Iterator[str]:
     """How the settings of a measured step differ from those of ``run``, and what its records lack."""
     expected, found = StepSettings.of(run.args, run.model, run.world_size), timeline.settings
-    assert found is not None, "a measured step has settings"
     cure = "give the flags of the measured run"
     for field, flag in _FLAGS.items():
         was, now = getattr(found, field), getattr(expected, field)
@@ -74,12 +76,12 @@ def _problems(path: Path, timeline: StepTimeline, run: Run) -> Iterator[str]:
         yield (f"{path}: the step was measured with {one.json_name} = {one.first!r}, but the flags and the model JSON "
                f"say {one.second!r}; {cure}")
     if not other and found.world_size == expected.world_size and not _is_whole(timeline, run):
-        yield (f"{path}: is damaged: ranks, microbatches or chunks are missing or too many; measure the step again "
+        yield (f"{path}: is damaged: ranks, microbatches or chunks are missing or surplus; measure the step again "
                f"with --profile-pipeline")
 
 
 def _is_whole(timeline: StepTimeline, run: Run) -> bool:
-    """Whether there is a record of every rank, and every span is of a pass that there is."""
+    """Whether every rank has a record, and every span belongs to a pass of the run."""
     places = {(record.pp_rank, record.dp_rank) for record in timeline.records}
     expected = {(stage, replica) for stage in range(run.num_stages) for replica in range(run.dp_size)}
     return places == expected and len(timeline.records) == run.world_size and all(

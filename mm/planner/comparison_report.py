@@ -15,7 +15,7 @@ _DIRECTIONS = ("forward", "backward")
 
 
 def comparison_report(found: Comparison, timelines: Sequence[StepTimeline]) -> str:
-    """What explains most of the difference; then causes, parts of the step, stages and kinds of blocks."""
+    """The largest cause of the difference; then all causes, parts of the step, stages and kinds of blocks."""
     steps = ", ".join(str(one.iteration) for one in timelines)
     facts = (("Step", f"measured {found.step.measured:.4g} s, predicted {found.step.predicted:.4g} s "
                       f"({found.error:+.1%})"),
@@ -25,17 +25,17 @@ def comparison_report(found: Comparison, timelines: Sequence[StepTimeline]) -> s
 
 
 def _notes(found: Comparison) -> tuple[str, ...]:
-    """What the largest cause can come from, if its name does not say it."""
+    """What may be behind the largest cause, if its name does not say it."""
     if abs(found.step.more) < _ALIKE * found.step.measured or _largest(found)[0] != SINGLE:
         return ()
-    return ("single passes: some passes took longer or less than others of the same blocks and sizes, as when other "
+    return ("single passes: some passes took longer or shorter than others of the same blocks and sizes, as when other "
             "programs use the same cores, or a device changes its clock; measure more steps",)
 
 
 def _sentence(found: Comparison) -> str:
     more = found.step.more
     if abs(more) < _ALIKE * found.step.measured:
-        return f"The prediction is right: it differs from the measured step by {abs(found.error):.1%}"
+        return f"The prediction is accurate: it differs from the measured step by {abs(found.error):.1%}"
     name, seconds = _largest(found)
     stage = _stage_of(name, found, more)
     where = "" if stage is None else f", above all on stage {stage}"
@@ -62,7 +62,7 @@ def _stage_of(name: str, found: Comparison, more: float) -> int | None:
 
 
 def _causes(found: Comparison) -> Table:
-    """From the largest to the smallest, those that cost anything."""
+    """The causes that cost anything, largest first."""
     more, least = found.step.more, 1e-4 * found.step.measured
     ordered = sorted(found.causes.items(), key=lambda one: -abs(one[1]))
     rows = tuple((name, f"{seconds:+.4f}", f"{seconds / more:.0%}" if more else "") for name, seconds in ordered
@@ -112,7 +112,7 @@ def _factor_rows(direction: str, factors: FittedFactors, names: Sequence[str]) -
 
 
 def refinement_lines(before: Comparison, after: Comparison, path: Path) -> str:
-    """What was refined, and how right the step is predicted with it."""
+    """What was refined, and the error of the prediction before and after."""
     lines = [f"written: {path}: the error of these steps was {before.error:+.1%} and is {after.error:+.1%}"]
     for direction, factors in zip(_DIRECTIONS, before.factors, strict=True):
         names = ", ".join(before.kinds.names[kind] for kind in sorted(sum(factors.groups, ())))

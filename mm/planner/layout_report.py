@@ -11,7 +11,9 @@ from mm.plan.lists import Lists
 from mm.plan.search import Planned, SearchResult
 from mm.plan.waits import waits_of
 
-_HEAD = ("", "TP", "CP", "PP", "VPP", "DP", "MBS", "samples", "encoder", "recompute", "step, s", "nine of ten",
+MIN_SPEEDUP = 1.01
+"""Least speedup for which the report advises a change."""
+_HEAD = ("", "TP", "CP", "PP", "VPP", "DP", "MBS", "samples", "encoder", "recompute", "step, s", "90% interval",
          "tok/s/device", "MFU", "waits", "GiB")
 
 
@@ -20,13 +22,13 @@ class LayoutPlan:
     """What the report shows."""
 
     run: Run
-    """As given."""
+    """The run as given."""
     device: KnownDevice | None
     calibration: str
-    """What predictions rest on."""
+    """The source of the predictions."""
     found: SearchResult
     seconds: float
-    """What the search took."""
+    """Duration of the search."""
     present: Planned | None
     """None if the run's own layout is not legal, which ``present_problems`` then explains."""
     present_problems: tuple[str, ...]
@@ -44,16 +46,16 @@ def layout_report(plan: LayoutPlan) -> str:
         table.append(_row("now", plan.present, plan))
     lines += _aligned(table)
     vision, language = Lists.of(best.run.model).values()
-    lines += ["", f"Lists     of 1: image_encoder.vision_encoder.pipeline_num_layers: {vision}",
+    lines += ["", f"Lists     layout 1: image_encoder.vision_encoder.pipeline_num_layers: {vision}",
               f"          text_decoder.pipeline_num_layers: {language}"]
     lines += [f"Waits     {_waits(best)}"] if best.choice.num_stages > 1 else []
     lines += [f"Why not 2 {_difference(best, rows[1])}"] if len(rows) > 1 else []
-    lines.append(f"Searched  {plan.found.num_considered} layouts in {plan.seconds:.1f} s; none that fits can take less "
-                 f"than {plan.found.least:.4g} s, whatever its lists, so 1 is within "
-                 f"{best.step.seconds / plan.found.least - 1:.1%} of what any layout can reach")
+    lines.append(f"Searched  {plan.found.num_considered} layouts in {plan.seconds:.1f} s; no layout that fits can "
+                 f"take less than {plan.found.least:.4g} s, whatever its lists, so layout 1 is at most "
+                 f"{best.step.seconds / plan.found.least - 1:.1%} slower than the best possible")
     if plan.max_bytes is not None:
-        lines.append(f"Memory    at most {plan.max_bytes / 2**30:.1f} GiB per rank; {plan.found.num_too_large} of the "
-                     f"layouts that were looked at did not fit")
+        lines.append(f"Memory    at most {plan.max_bytes / 2**30:.1f} GiB per rank; no lists that fit were found for "
+                     f"{plan.found.num_too_large} layouts")
     lines += [f"Refused   {reason}" for reason in plan.found.refusals[:2]]
     lines += _present_lines(plan)
     lines.append("All of these train on the same samples in each step, with the same loss and gradients.")
@@ -64,13 +66,14 @@ def _advice(plan: LayoutPlan, best: Planned) -> str:
     words = _words(best.choice, best.run.dp_size)
     if plan.present is None:
         return f"{words}: {best.step.seconds:.3g} s per step"
+    seconds = f"{words}: {best.step.seconds:.3g} s per step"
+    if plan.max_bytes is not None and plan.present.peak_bytes > plan.max_bytes:
+        return f"{seconds}; the present layout does not fit; --write DIR writes the new one"
     gain = plan.present.step.seconds / best.step.seconds
-    if gain < 1.01:
-        return "keep the present layout: nothing that was found is more than 1 % faster"
-    fits = plan.max_bytes is None or plan.present.peak_bytes <= plan.max_bytes
-    now = f"{plan.present.step.seconds:.3g} s" if fits else "the present layout, which does not fit"
-    return (f"{words}: {best.step.seconds:.3g} s per step instead of {now}"
-            f"{f', {gain:.2f} times as fast' if fits else ''}; --write DIR writes it")
+    if gain < MIN_SPEEDUP:
+        return f"keep the present layout: no layout that was found is more than {MIN_SPEEDUP - 1:.0%} faster"
+    return (f"{seconds} instead of {plan.present.step.seconds:.3g} s, {gain:.2f} times as fast; --write DIR writes the "
+            f"new layout")
 
 
 def _words(choice: Choice, dp_size: int) -> str:
@@ -107,30 +110,30 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 def _waits(one: Planned) -> str:
     found = waits_of(one.predictor, one.workload, one.run.model.placement())
-    return (f"of 1: {found.total:.1%} of the pipeline's time: filling and draining {found.filling:.1%}, uneven stages "
-            f"{found.stages:.1%}, uneven microbatches {found.microbatches:.1%}, messages {found.messages:.1%}")
+    return (f"layout 1: {found.total:.1%} of the pipeline's time: filling and draining {found.filling:.1%}, uneven "
+            f"stages {found.stages:.1%}, uneven microbatches {found.microbatches:.1%}, messages {found.messages:.1%}")
 
 
 def _difference(best: Planned, other: Planned) -> str:
-    """What costs ``other`` most."""
+    """The largest reason why ``other`` is slower."""
     ours, theirs = best.step, other.step
-    losses = {
-        "computation and collectives of its layers": theirs.busy - ours.busy,
+    more = {
+        "computation and collectives of the layers": theirs.busy - ours.busy,
         "waits in the pipeline": (theirs.pipeline - theirs.busy) - (ours.pipeline - ours.busy),
-        "the reduction of gradients": theirs.reduction - ours.reduction, "the update": theirs.update - ours.update,
+        "reduction of gradients": theirs.reduction - ours.reduction, "update": theirs.update - ours.update,
     }
-    name = max(losses, key=losses.__getitem__)
-    return (f"{theirs.seconds / ours.seconds - 1:+.1%}, within the error of prediction if below "
-            f"{ours.error:.0%}: {name} take {losses[name]:+.3g} s")
+    name, share = max(more, key=more.__getitem__), theirs.seconds / ours.seconds - 1
+    uncertain = f", which is less than the {ours.error:.0%} error of predictions" if share < ours.error else ""
+    return f"{share:+.1%}{uncertain}; most of it: {name}, {more[name]:+.3g} s"
 
 
 def _present_lines(plan: LayoutPlan) -> list[str]:
     if plan.present_problems:
-        return ["Now       the present layout is not possible: " + "; ".join(plan.present_problems)]
+        return ["Now       the present layout is not legal: " + "; ".join(plan.present_problems)]
     if plan.present is None:
-        return ["Now       the calibration has not measured the blocks of the present layout"]
+        return ["Now       the calibration lacks blocks of the present layout"]
     gains = [(what, plan.present.step.seconds / one.step.seconds - 1) for what, one in plan.changes]
-    helpful = [f"{what} ({gain:+.1%})" for what, gain in gains if gain > 0.005]
+    helpful = [f"{what} ({gain:+.1%} speed)" for what, gain in gains if gain > 0.005]
     if not helpful:
         return ["Now       no single change of the present layout makes it more than 0.5 % faster"]
     return [f"Now       the one change that gains most: {helpful[0]}"

@@ -2,9 +2,8 @@
 
 import argparse
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -27,14 +26,17 @@ from mm.planner.layout_report import LayoutPlan, layout_report
 from mm.planner.written import write_layout
 
 NUM_SAMPLES = 20_000
-"""Drawn from named distributions."""
+"""Samples drawn from the distributions of ``--lengths``."""
 NUM_STEPS = 4
-"""Over which the layouts of the report are predicted."""
+"""Steps over which the layouts of the report are predicted."""
 MEMORY_SHARE = 0.92
-"""Of a device's memory, by default: the driver, communication buffers and fragmentation take the rest."""
+"""Fraction of a device's memory that a rank may need by default.  The driver, communication buffers and fragmentation
+take the rest."""
+_FARTHEST = 32
+"""How far from the given world size the error message looks for a legal one."""
 _NUM_SHOWN = 5
 _WORDS = {"sampler": SAMPLERS, "encoder": ENCODERS, "recompute": (*RECOMPUTE, AS_GIVEN)}
-"""Values of ``--fix`` that are no numbers."""
+"""Fields of ``--fix`` whose values are words, with the legal ones."""
 _MOST_RANKS = 1 << 20
 
 
@@ -45,26 +47,26 @@ def add_flags(parser: argparse.ArgumentParser, count_of: Callable[[str], int]) -
         "a file that mm-plan calibrate has written, instead of published figures; only layouts whose blocks were "
         "measured are considered"))
     parser.add_argument("--memory-gib", type=count_of, help=(
-        f"GiB of memory that a rank may need (default: {MEMORY_SHARE:.0%} of the device's)"))
-    parser.add_argument("--node-size", type=count_of, help="devices of a node (default: as the device is sold)")
+        f"GiB of memory that a rank may use (default: {MEMORY_SHARE:.0%} of the device's)"))
+    parser.add_argument("--node-size", type=count_of, help=(
+        "devices in a node (default: that of the maker's usual server)"))
     parser.add_argument("--network-gbit", type=count_of, help=(
-        "Gbit/s of one device to other nodes (default: as the device is usually built in)"))
+        "network bandwidth per device to other nodes, in Gbit/s (default: the device's usual network adapter)"))
     parser.add_argument("--lengths", help=(
         "instead of the run's own data: llava, documents, videos, text, or a mix such as llava=3,text=1"))
     parser.add_argument("--fix", default="", help=(
-        "values to keep, such as TP=2,PP=4; of " + ", ".join(NAMES) + ", several as in MBS=1/2"))
+        "values to keep, such as TP=2,PP=4, or several for one name, such as MBS=1/2; names: " + ", ".join(NAMES)))
     parser.add_argument("--top", type=count_of, default=_NUM_SHOWN, help="layouts to show (default: %(default)s)")
     parser.add_argument("--write", type=Path, help=(
         "directory for the best layout: model.json, data.json, and layout.sh with the variables of the scripts"))
 
 
-def layouts(flags: argparse.Namespace, training: Sequence[str]) -> str:
-    """LayoutSearch; with ``--write``, write the best layout.  Returns the report."""
+def layouts(flags: argparse.Namespace, training: Sequence[str]) -> Iterator[str]:
+    """Search, and return the report.  With ``--write``, also write the best layout."""
     plan = _planned(flags, training)
-    text = layout_report(plan)
+    yield printable(layout_report(plan))
     if flags.write is not None:
-        text += "\n" + write_layout(flags.write, plan.found.ranking[0], plan.run)
-    return printable(text)
+        yield printable(write_layout(flags.write, plan.found.ranking[0], plan.run))
 
 
 def _planned(flags: argparse.Namespace, training: Sequence[str]) -> LayoutPlan:
@@ -82,8 +84,8 @@ def _planned(flags: argparse.Namespace, training: Sequence[str]) -> LayoutPlan:
     legal = list(choices(run, fixed, links.node_size))
     if not legal:
         raise UserError(_no_layout(run, fixed, links.node_size))
-    search, began = LayoutSearch(run, calibrate, lengths, max_bytes), time.perf_counter()
-    found = search.best(legal, flags.top, NUM_STEPS)
+    search, began = LayoutSearch(run, calibrate, lengths, max_bytes, NUM_STEPS), time.perf_counter()
+    found = search.best(legal, flags.top)
     seconds = time.perf_counter() - began
     if not found.ranking:
         raise UserError(_nothing_fits(found, max_bytes) if found.smallest else found.refusals)
@@ -120,14 +122,15 @@ def _links(flags: argparse.Namespace, device: KnownDevice | None) -> Links:
 def _calibrations(
     flags: argparse.Namespace, device: KnownDevice | None, links: Links, run: Run
 ) -> tuple[Callable[[Run], Calibration], str]:
-    """The calibration for each layout, and what it rests on."""
+    """A function from a layout to its calibration, and a description of the source."""
     if device is not None:
         return (lambda one: calibration_by_device(one, device, links)), (
             f"published figures of {device.label} ({device.reference}), {links.node_size} devices per node, "
-            f"{links.between * 8 / 1e9:.0f} Gbit/s each to other nodes; usual efficiencies, nothing was measured")
+            f"{links.between * 8 / 1e9:.0f} Gbit/s each to other nodes; usual efficiencies; nothing was measured")
     found = read_calibration(flags.calibration)
     if found.machine.precision != run.args.precision:
-        print_notes([f"the calibration is in {found.machine.precision}, the run in {run.args.precision}"])
+        print_notes([f"the calibration was measured in {found.machine.precision}, but the run is in "
+                     f"{run.args.precision}"])
     return (lambda _: found), f"{flags.calibration}: {found.machine.device}, {found.date}"
 
 
@@ -172,18 +175,17 @@ def _fixed(words: str) -> Mapping[str, Sequence[object]]:
 
 def _no_layout(run: Run, fixed: Mapping[str, Sequence[object]], node_size: int) -> str:
     """Why there is no legal layout, and the nearest numbers of ranks that have one."""
-    near: list[int] = []
-    for distance in count(1):
-        near += [size for size in (run.world_size - distance, run.world_size + distance)
-                 if size > 0 and any(True for _ in choices(replace(run, world_size=size), fixed, node_size))]
-        if near or distance > run.world_size:
-            break
+    def has_layouts(world_size: int) -> bool:
+        return world_size > 0 and any(True for _ in choices(replace(run, world_size=world_size), fixed, node_size))
+
+    nearest_first = ((run.world_size - distance, run.world_size + distance) for distance in range(1, _FARTHEST + 1))
+    near = next((sizes for both in nearest_first if (sizes := list(filter(has_layouts, both)))), [])
     names = {field: name for name, field in NAMES.items()}
     words = ",".join(f"{names[field]}={'/'.join(map(str, values))}" for field, values in fixed.items())
     kept = f" and --fix {words}" if fixed else ""
-    cure = f"; nearest: --world-size {' or '.join(map(str, near))}" if near else "; change --global-batch-size"
+    cure = f"nearest: --world-size {' or '.join(map(str, near))}" if near else "change --global-batch-size or --fix"
     return (f"no layout is legal for --world-size {run.world_size} with {run.global_batch_size} samples per step"
-            f"{kept}: samples must divide over data-parallel ranks and microbatches{cure}")
+            f"{kept}: TP must divide heads and vocabulary, TP x CP x PP the ranks, and DP x MBS the samples; {cure}")
 
 
 def _nothing_fits(found: SearchResult, max_bytes: int | None) -> str:
@@ -192,20 +194,20 @@ def _nothing_fits(found: SearchResult, max_bytes: int | None) -> str:
     choice, missing = smallest.choice, smallest.peak_bytes - max_bytes
     return (f"no layout fits into {max_bytes / 2**30:.1f} GiB: the smallest of {found.num_considered} needs "
             f"{smallest.peak_bytes / 2**30:.1f} GiB (TP {choice.tp_size}, CP {choice.cp_size}, PP {choice.num_stages}, "
-            f"recompute {choice.recompute}), {missing / 2**30:.1f} GiB too much; use more devices, a larger device, "
-            f"--lora-target-modules, a frozen part, or a shorter --seq-length")
+            f"recompute {choice.recompute}), which is {missing / 2**30:.1f} GiB too much; use more or larger devices, "
+            f"train adapters with --lora-target-modules, freeze a part, or reduce --seq-length")
 
 
 def _present(search: LayoutSearch, run: Run) -> Planned | None:
     """The run as it is; None if the calibration lacks its blocks."""
     try:
-        return search.planned(present_choice(run), run, NUM_STEPS)
+        return search.planned(present_choice(run), run)
     except UserError:
         return None
 
 
 def _changes(search: LayoutSearch, present: Planned, legal: Sequence[Choice]) -> tuple[tuple[str, Planned], ...]:
-    """Layouts that differ from the present one in one thing, with the best lists, fastest first."""
+    """Layouts that differ from the present one in one field, with their best lists, fastest first."""
     own, found = present.choice, list[tuple[str, Planned]]()
     names = {field: name for name, field in NAMES.items()}
     for field, name in [("lists", "the lists"), *names.items()]:
@@ -214,7 +216,7 @@ def _changes(search: LayoutSearch, present: Planned, legal: Sequence[Choice]) ->
         else:
             others = dict.fromkeys(replace(own, **{field: getattr(one, field)}) for one in legal)
             some = [one for one in others if one != own and not list(parallel_problems(one.applied(present.run)))]
-        ranking = search.best(some, 1, NUM_STEPS, num_searched=1).ranking if some else ()
+        ranking = search.best(some, 1, num_searched=1).ranking if some else ()
         for one in ranking:
             value = "" if field == "lists" else f" {getattr(own, field)} -> {getattr(one.choice, field)}"
             if Lists.of(one.run.model) != Lists.of(present.run.model) or field != "lists":

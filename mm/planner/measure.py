@@ -30,7 +30,7 @@ class ProbeSizes:
     """The microbatches of the run that will be predicted."""
 
     num_tokens: int
-    """Of the largest."""
+    """Tokens of the largest microbatch."""
     num_patches: int
 
 

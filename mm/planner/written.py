@@ -1,4 +1,4 @@
-"""Writes a layout as files that the trainer and its scripts take."""
+"""Writes a layout to files that the trainer and its scripts read."""
 
 import copy
 import json
@@ -18,10 +18,15 @@ _TOWERS = (("image_encoder", "vision_encoder"), ("text_decoder",))
 
 
 def write_layout(folder: Path, best: Planned, given: Run) -> str:
-    """Write model.json, data.json and layout.sh into ``folder``; returns what to do with them.
+    """Write model.json, data.json and layout.sh into ``folder``; returns instructions for using them.
 
     The JSON files are those of ``given`` with nothing but the layout changed.
     """
+    run, folder = best.run, folder.absolute()
+    if run.global_batch_size % (run.args.micro_batch_size * run.dp_size):
+        raise UserError(f"--write: the training scripts need {run.global_batch_size} samples per step to be a multiple "
+                        f"of MBS x DP = {run.args.micro_batch_size} x {run.dp_size}, which does not hold for the "
+                        f"best layout; add --fix MBS=1, or call python -m mm.train without a script")
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--write is {folder}, which is a file; expected a directory")
     folder.mkdir(parents=True, exist_ok=True)
@@ -38,7 +43,7 @@ def write_layout(folder: Path, best: Planned, given: Run) -> str:
 
 
 def _set_layout(model: dict[str, Any], best: Planned) -> None:
-    """The lists, and what is recomputed if the search decided it."""
+    """Set the lists, the recomputation and the placement of the encoder."""
     for keys, values, tower in zip(_TOWERS, Lists.of(best.run.model).values(),
                                    (best.run.model.vision, best.run.model.language), strict=True):
         section = model
@@ -65,7 +70,7 @@ def _set_sampler(data: dict[str, Any], run: Run) -> None:
 
 
 def _script(folder: Path, run: Run) -> str:
-    """The variables of the training scripts, and the flags that are no variables."""
+    """The content of layout.sh: variables of the training scripts, and flags that have no variable."""
     flags = [*(["--sequence-parallel"] if run.args.sequence_parallel else []),
              *(["--use-distributed-optimizer"] if run.args.use_distributed_optimizer else [])]
     variables = {
@@ -73,5 +78,5 @@ def _script(folder: Path, run: Run) -> str:
         "GBS": run.global_batch_size, "MM_MODEL": folder / "model.json", "MM_DATA": folder / "data.json",
     }
     lines = [f"export {name}={shlex.quote(str(value))}" for name, value in variables.items()]
-    return "\n".join([f"# {run.world_size} ranks: set NNODES and NPUS_PER_NODE to that product.", *lines,
+    return "\n".join([f"# {run.world_size} ranks: NNODES x NPUS_PER_NODE must be {run.world_size}.", *lines,
                       f"LAYOUT_FLAGS=({' '.join(flags)})", ""])

@@ -13,9 +13,9 @@ from mm.timeline.trace import read_trace, trace
 def write_timeline(
     folder: str | Path, flag: str, timelines: Sequence[StepTimeline], notes: Sequence[str] = ()
 ) -> Path:
-    """Write the .json and .svg of one step, or of a prediction and the measured step; return their path without ends.
+    """Write the .json and .svg of one step, or of a prediction and the measured step; returns the path without suffix.
 
-    ``flag`` has given the folder.  ``notes`` are lines below the picture.  Raises UserError naming a file that cannot
+    ``flag`` gave the folder.  ``notes`` are lines below the picture.  Raises UserError naming a file that cannot
     be written.
     """
     first = timelines[0]
@@ -29,7 +29,7 @@ def write_timeline(
 
 
 def measured_steps(folder: Path) -> list[StepTimeline]:
-    """All steps that --profile-pipeline has measured into a --log-dir.  Raises UserError if there are none."""
+    """All measured steps that --profile-pipeline has written to a --log-dir.  Raises UserError if there are none."""
     paths = sorted(folder.glob("pipeline_step_*.json"), key=lambda path: (len(path.name), path.name))
     if not paths:
         what = "no pipeline_step_*.json" if folder.is_dir() else "no such directory"

@@ -64,7 +64,7 @@ def draw(timelines: Sequence[StepTimeline], trace_name: str, notes: Sequence[str
     kinds: set[str] = set()
     top = 0
     for number, one in enumerate(timelines):
-        lower = _LEGEND if number else 0  # only the first has one
+        lower = _LEGEND if number else 0  # only the first panel has one
         drawn, found, bottom = _panel(one, seconds)
         drawn += [_text(24, 34 + lower, _heading(one, len(timelines) > 1), size=18, weight="bold"),
                   _text(24, 56 + lower, _summary(one.rows, len(one.records), trace_name))]
@@ -154,7 +154,7 @@ def _mean_shares(rows: Sequence[RankRecord]) -> list[float]:
 
 
 def _differences(one: StepTimeline, other: StepTimeline, y: float) -> Iterator[str]:
-    """How much the mean shares of the second are above those of the first, in percentage points."""
+    """By how many percentage points the mean shares of the second timeline exceed those of the first."""
     (start, end), (other_start, other_end) = extent(one.rows), extent(other.rows)
     longer = 1000 * (other_end - other_start - end + start)
     yield _text(_LEFT + _PLOT, y + 17, f"measured minus predicted: {longer:+.1f} ms", size=11, anchor="end", fill=_GREY)
@@ -193,12 +193,12 @@ def _legend(kinds: Collection[str]) -> Iterator[str]:
 def _explanation(num_chunks: int, has_prediction: bool) -> Iterator[str]:
     letters = ", with its chunk as a letter" if num_chunks > 1 else ""
     yield f"The number in a box is the microbatch, counted from 0{letters}."
-    yield ("busy: forward, backward and their inputs. waits: messages, data and gradient reduction. update: including "
-           "the wait for the global gradient norm. idle: nothing recorded. These four sum to 100 % of the step.")
+    yield ("busy: forward, backward and their inputs. waits: messages, visual tokens, data, gradient reduction and the "
+           "gradient norm. update: without that. idle: nothing recorded. These four sum to 100 % of the step.")
     yield "bubble: not busy, as a share of the time from the first forward to the last backward of any stage."
     if has_prediction:
         yield ("predicted: other forward and idle are the host's work for a pass, inside and outside of its layers; "
-               "messages are waits for them.")
+               "messages are only the waits for messages.")
 
 
 def _text(x: float, y: float, text: str, *, size: int = 12, anchor: str = "start", weight: str = "normal",

@@ -76,12 +76,17 @@ class StepSettings:
     sequence_parallel: bool
     precision: str
     use_distributed_optimizer: bool
+    grad_reduce_in_bf16: bool
+    overlap_grad_reduce: bool
+    overlap_param_gather: bool
+    context_parallel_algo: str
 
     @classmethod
     def of(cls, args: Arguments, model: ModelConfig, world_size: int) -> "StepSettings":
-        """Those of a run."""
+        """The settings of a run."""
         return cls(model, world_size, args.tensor_model_parallel_size, args.context_parallel_size,
-                   args.sequence_parallel, args.precision, args.use_distributed_optimizer)
+                   args.sequence_parallel, args.precision, args.use_distributed_optimizer, args.grad_reduce_in_bf16,
+                   args.overlap_grad_reduce, args.overlap_param_gather, args.context_parallel_algo)
 
 
 @dataclass(frozen=True)
@@ -91,13 +96,12 @@ class StepTimeline:
     iteration: int
     records: tuple[RankRecord, ...]
     """By rank, on one clock."""
-    settings: StepSettings | None = None
-    """None if they are unknown."""
+    settings: StepSettings
     is_predicted: bool = False
 
     @property
     def microbatches(self) -> tuple[tuple[BatchTotals, ...], ...]:
-        """Those of each replica."""
+        """The microbatches of each replica."""
         replicas = {record.dp_rank: record.microbatches for record in self.records}
         return tuple(replicas[one] for one in sorted(replicas))
 
@@ -110,7 +114,7 @@ class StepTimeline:
 
     @property
     def name(self) -> str:
-        """The name of its files, without their ends."""
+        """The name of its files, without their suffixes."""
         return f"{'predicted' if self.is_predicted else 'pipeline'}_step_{self.iteration}"
 
 
@@ -121,7 +125,7 @@ class TimeShares:
     busy: float
     """Forward and backward, including preparation of their inputs."""
     waits: float
-    """Waits for messages, data and gradient reduction, and for other ranks in the update."""
+    """Waits for messages, visual tokens, data and gradient reduction, and for other ranks in the update."""
     update: float
     """The update, without its waits for other ranks."""
     idle: float

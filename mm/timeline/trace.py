@@ -29,7 +29,7 @@ _WORKS = {work.name.lower(): work for work in Work}
 
 @dataclass(frozen=True)
 class _RankFacts:
-    """What the file says of a rank besides its events."""
+    """What the file says about a rank besides its events."""
 
     rank: int
     pp_rank: int
@@ -40,7 +40,7 @@ class _RankFacts:
 
 @dataclass(frozen=True)
 class _StepFacts:
-    """What the file says of the step besides its events."""
+    """What the file says about the step besides its events."""
 
     iteration: int
     settings: StepSettings
@@ -51,7 +51,7 @@ class _StepFacts:
 
 @dataclass(frozen=True)
 class _PassNumbers:
-    """What an event belongs to."""
+    """The pass to which an event belongs."""
 
     chunk: int | None = None
     microbatch: int | None = None
@@ -59,7 +59,7 @@ class _PassNumbers:
 
 @dataclass(frozen=True)
 class _Event:
-    """What is read of an event; only spans have all of it."""
+    """The fields of an event that are read; only spans have all of them."""
 
     ph: str
     tid: int = 0
@@ -70,7 +70,7 @@ class _Event:
 
 
 def trace(timelines: Sequence[StepTimeline]) -> dict[str, Any]:
-    """A process per stage and replica, a thread per rank.  Of several timelines, the processes of a stage follow one
+    """A process per stage and replica, a thread per rank.  With several timelines, the processes of a stage follow one
     another."""
     events = [event for number, one in enumerate(timelines) for event in _events(one, number, len(timelines))]
     first = timelines[0]
@@ -105,7 +105,7 @@ def _events(timeline: StepTimeline, number: int, num_timelines: int) -> Iterator
 
 
 def read_trace(path: Path) -> StepTimeline:
-    """Read the measured trace of one step.  Raises UserError for a file that ``trace`` has not written so."""
+    """Read the measured trace of one step.  Raises UserError for a file that ``trace`` has not written."""
     refuse_special(path)
     cure = "measure the step again with --profile-pipeline"
     try:
@@ -114,7 +114,8 @@ def read_trace(path: Path) -> StepTimeline:
         raise UserError(f"{path}: cannot be read ({error}); expected the trace of a step; {cure}") from error
     found = content.get("otherData")
     if not isinstance(found, dict) or not found.get("settings") or "ranks" not in found:
-        raise UserError(f"{path}: has no settings and microbatches of its step, as an older version wrote it; {cure}")
+        raise UserError(f"{path}: has no settings and microbatches of its step, perhaps because an older version wrote "
+                        f"it; {cure}")
     try:
         facts = TypeAdapter(_StepFacts).validate_python(found)
         events = TypeAdapter(tuple[_Event, ...]).validate_python(content.get("traceEvents"))

@@ -81,8 +81,8 @@ def node_problems(run: Run, node: Node, notes: list[str]) -> list[str]:
 def gloo_connections(run: Run, rank: int) -> int:
     """Open files of ``rank`` for the gloo groups of ``mm.parallel.mesh``.
 
-    The groups are all ranks, its replica, the data owners, and the ranks of its replica that get pixels (with whole
-    encoders, which need different ones, they get them in the replica's group).  With
+    The groups are all ranks, its replica, the data owners, and the ranks of its replica that get the same pixels.
+    Ranks with whole encoders need different pixels and get them in the replica's group instead.  With
     TORCH_GLOO_LAZY_INIT, which that module sets unless the user did, a rank connects to log N others of a group,
     otherwise to all.
     """

@@ -63,7 +63,7 @@ def shard_spans(weight: Weight, tp_size: int, tp_rank: int) -> tuple[Span, ...]:
 
 
 def share_numbers(weight: Weight, one: tuple[int, int], other: tuple[int, int]) -> bool:
-    """Whether two shards, (number of shards, which one), have any number of a weight with a ``tp_dim`` in common."""
+    """Whether two shards (number of shards, which one) of a weight with a ``tp_dim`` have any number in common."""
     cut = replace(weight, is_whole=False)
     pairs = zip(hf_ranges(cut, *one), hf_ranges(cut, *other), strict=True)
     return any(max(a.start, b.start) < min(a.stop, b.stop) for first, second in pairs for a in first for b in second)

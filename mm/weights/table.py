@@ -86,7 +86,8 @@ class Weight(Cut):
     is_tied_copy: bool = False
     """Whether it is a tied model's output layer on a stage without the embedding: a copy of the embedding."""
     is_whole: bool = False
-    """Whether every TP rank holds all of it, although it has a ``tp_dim`` (``ModelConfig.encodes_whole``)."""
+    """Whether it belongs to an encoder that every TP rank holds whole (``ModelConfig.encodes_whole``), whatever its
+    ``tp_dim``."""
 
     @property
     def is_adapter(self) -> bool:
@@ -111,9 +112,12 @@ def model_weights(model: ModelConfig) -> tuple[Weight, ...]:
     weights = _own_weights(model)
     if model.lora.is_on:
         weights = tuple(one for weight in weights for one in (weight, *_adapters(weight, model)))
-    if model.encodes_whole:
-        weights = tuple(weight if weight.part == "language" else replace(weight, is_whole=True) for weight in weights)
-    return weights
+    return tuple(placed(weight, model) for weight in weights) if model.encodes_whole else weights
+
+
+def placed(weight: Weight, model: ModelConfig) -> Weight:
+    """``weight`` as tensor-parallel ranks hold it with the ``encoder_placement`` of ``model``."""
+    return replace(weight, is_whole=model.encodes_whole and weight.part != "language")
 
 
 def _own_weights(model: ModelConfig) -> tuple[Weight, ...]:

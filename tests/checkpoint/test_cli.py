@@ -81,7 +81,7 @@ def test_diff(hf, tmp_path, capsys):
 
 
 def test_a_whole_encoder(hf, tmp_path, capsys):
-    """Each tensor-parallel rank holds the whole ViT and projector; other layouts are made of it, and it of others."""
+    """Each tensor-parallel rank holds the whole ViT and projector; it converts to other layouts and back."""
     target = {"target_parallel_config__llm_pp_layers": "[3]", "target_parallel_config__vit_pp_layers": "[2]"}
     assert to_mm(hf, tmp_path / "whole", parallel_config__tp_size=2,
                  parallel_config__encoder_placement="tensor_ranks") == 0
@@ -100,7 +100,7 @@ def test_a_whole_encoder(hf, tmp_path, capsys):
     assert run("mm_to_hf", mm_dir=tmp_path / "again", save_hf_dir=tmp_path / "back", hf_config__hf_dir=hf) == 0
     assert files(tmp_path / "back") == files(hf)
     assert to_mm(hf, tmp_path / "no", parallel_config__tp_size=2, parallel_config__vit_tp_size=1) == 2
-    assert "for a ViT that is not cut give --cfg.parallel_config.encoder_placement tensor_ranks" in (
+    assert "for a ViT that is not cut, give --cfg.parallel_config.encoder_placement tensor_ranks" in (
         capsys.readouterr().err)
 
 

@@ -148,7 +148,7 @@ class Recorder(TorchDispatchMode):
         self.host_reads: Counter[str] = Counter()
         self.collectives: Counter[str] = Counter()
         self.collective_bytes: Counter[str] = Counter()
-        """Of the largest tensor of each: all rows of a gather or a reduce-scatter."""
+        """Bytes of the largest tensor of each collective: all rows of a gather or a reduce-scatter."""
         self.num_copies = 0
         """Tensors copied from the host."""
         self.live_bytes = self.peak_bytes = 0

@@ -15,7 +15,7 @@ class Fault:
     work: Work = Work.BACKWARD
     flags: tuple[str, ...] = ()
     phase: str = ""
-    """In which it happens instead of a step."""
+    """The phase in which it happens instead of a step."""
     model: str = "model_2"
     """JSON file of the model: two stages, or ``WHOLE``."""
 

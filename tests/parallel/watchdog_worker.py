@@ -50,7 +50,7 @@ class FaultyTrainer(run.Trainer):
         super().run_steps()
 
     def begin(self, activity: Activity) -> None:
-        """In the second step, at the work of microbatch 1 that the fault names; of any that has images, in the ViT."""
+        """Cause the fault in the second step, at its work on microbatch 1; in the ViT, on any with images."""
         is_there = activity.work is self.fault.work and (
             activity.microbatch in (1, None) or activity.work is Work.VISION_FORWARD)
         if self.progress.iteration != ITERATION - 1 or not is_there:

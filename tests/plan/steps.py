@@ -31,7 +31,7 @@ def model() -> ModelConfig:
 
 
 def calibration(**fields: object) -> Calibration:
-    """A slow device: every FLOP takes the same time, and everything else takes some."""
+    """A slow device: every FLOP takes the same time, and everything else takes time too."""
     found = by_flops(model())
     blocks = tuple(_scaled(one, {}) for one in found.blocks)
     return replace(found, blocks=blocks, chunk_pass=1e-4, pipeline_pass=3e-4, step=Law(1e-3, 1e-8),
@@ -39,7 +39,7 @@ def calibration(**fields: object) -> Calibration:
 
 
 def scaled(one: Calibration, factors: Mapping[str, tuple[float, float]]) -> Calibration:
-    """``one`` with the laws of some kinds times the factors, forward and backward."""
+    """``one`` with the laws of some kinds multiplied by the factors, forward and backward."""
     return replace(one, blocks=tuple(_scaled(block, factors, 1.0) for block in one.blocks))
 
 
@@ -78,7 +78,7 @@ def as_measured(truth: Calibration, replicas: Sequence[Sequence[BatchTotals]], i
 
 
 def with_slow_pass(timeline: StepTimeline, seconds: float) -> StepTimeline:
-    """``timeline`` whose first rank takes so much longer for its last pass, for which the others wait."""
+    """``timeline`` with a last pass of the first rank that is ``seconds`` longer, for which the others wait."""
     first, *others = timeline.records
     last = max(number for number, span in enumerate(first.spans) if span.activity.work is Work.BACKWARD)
 

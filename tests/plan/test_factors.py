@@ -1,4 +1,4 @@
-"""Factors are found where the passes determine them, together where they do not tell kinds apart, and else not."""
+"""Factors are found where passes determine them, shared where passes do not tell kinds apart, and otherwise 1."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def test_factors_bear_noise(seed: int) -> None:
 
 
 def test_kinds_that_the_passes_do_not_tell_apart_share_a_factor() -> None:
-    """The first two in every pass in the same ratio, the third alone."""
+    """The first two kinds share passes in one ratio; the third is alone in its passes."""
     predicted = np.array([[1.0, 2.0, 0.0], [2.0, 4.0, 0.0], [3.0, 6.0, 0.0], [0.0, 0.0, 1.0], [0.0, 0.0, 2.0]])
     found = fitted_factors(predicted, predicted @ np.array([1.2, 1.2, 3.0]))
     assert found.values == pytest.approx((1.2, 1.2, 3.0))

@@ -10,6 +10,7 @@ from mm.plan.passes import Kinds, Passes
 from mm.plan.predict import Predictor
 from mm.timeline.spans import ActivitySpan, RankRecord, StepTimeline, extent
 from tests.plan.steps import as_measured, batches, calibration, run
+from tests.timeline.records import SETTINGS
 
 
 def test_a_step_by_hand() -> None:
@@ -22,7 +23,7 @@ def test_a_step_by_hand() -> None:
                       for work, at, start, end in times)
         return RankRecord(number, 0, 0, number, "", (), spans, tuple(batches(1, 1)[0]))
 
-    found = measured_step(StepTimeline(1, (rank(0, 0.0), rank(1, 0.4))), 1, 1)
+    found = measured_step(StepTimeline(1, (rank(0, 0.0), rank(1, 0.4)), SETTINGS), 1, 1)
     assert (found.data, found.pipeline, found.reduction, found.update) == pytest.approx((1.0, 7.0, 2.0, 3.0))
     assert found.recorded[0][:, 0, 0].tolist() == pytest.approx([2.7, 3.0])
     assert found.between.tolist() == pytest.approx([0.5])

@@ -1,4 +1,4 @@
-"""The search for layouts: against every layout with every pair of lists, and within memory."""
+"""The search for layouts, compared with every layout and every pair of its lists, and with limited memory."""
 
 from dataclasses import replace
 
@@ -42,7 +42,7 @@ FEW = {"num_chunks": [1, 2], "num_stages": [1, 2, 4], "micro_batch_size": [1, 4]
 
 
 def found_by_all(run: Run, considered: list[Choice], lengths) -> float:
-    """The seconds of the fastest layout with its best lists: all are tried."""
+    """The seconds of the fastest layout with its best lists, found by trying all."""
     seconds = []
     for choice in considered:
         here = choice.applied(run)
@@ -58,14 +58,14 @@ def test_the_best_of_all_layouts_is_found_within_a_hundredth(seed, world_size, i
     run = tiny_run(world_size, ("vision", "projector") if is_frozen else ())
     lengths = mixed({"llava": 1, "text": 1}, 64, seed, 512) if is_mixed else llava(64, seed, 512)
     considered = list(choices(run, FEW, 8))
-    found = LayoutSearch(run, by_device, lengths, None).best(considered, 1, 1)
+    found = LayoutSearch(run, by_device, lengths, None, 1).best(considered, 1)
     least = found_by_all(run, considered, lengths)
     assert found.least <= least * (1 + 1e-9)
     assert least * (1 - 1e-9) <= found.ranking[0].step.seconds <= 1.01 * least
 
 
 def searched(run: Run, max_bytes: int | None, **fixed) -> SearchResult:
-    return LayoutSearch(run, by_device, llava(64, 0, 512), max_bytes).best(choices(run, {**FEW, **fixed}, 8), 3, 2)
+    return LayoutSearch(run, by_device, llava(64, 0, 512), max_bytes, 2).best(choices(run, {**FEW, **fixed}, 8), 3)
 
 
 def test_layouts_that_do_not_fit_are_not_proposed() -> None:
@@ -130,5 +130,20 @@ def test_a_device_with_a_tenth_of_the_peak_computes_ten_times_as_long() -> None:
 
 def test_fp32_has_no_published_peak() -> None:
     run = run_of(our_config(((2,),), ((3,),)), 1)
-    with pytest.raises(UserError, match="in fp32, but the peak of H200 is published for 16 bits: add --bf16"):
+    with pytest.raises(UserError, match="in fp32, but the published peak of H200 is for 16 bits; add --bf16"):
         calibration_by_device(run, H200, H200.links)
+
+
+@pytest.mark.parametrize("world_size", [1, 4, 6])
+def test_no_legal_layout_is_left_out(world_size: int) -> None:
+    """The quick filter agrees with the trainer's own rules."""
+    run = tiny_run(world_size)
+    found = set(choices(run, {}, 8))
+    assert found
+    for one in found:
+        for field, values in (("num_stages", (1, 2, 3, 4)), ("num_chunks", (1, 2)), ("micro_batch_size", (1, 2, 4, 8))):
+            for value in values:
+                other = replace(one, **{field: value})
+                is_legal = not list(parallel_problems(other.applied(run)))
+                has_layers = other.num_stages * other.num_chunks <= 5 or other.num_chunks == 1
+                assert (other in found) == (is_legal and has_layers and world_size % other.num_stages == 0)

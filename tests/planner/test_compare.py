@@ -24,7 +24,7 @@ STEP = "pipeline_step_4.json"
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A measured run, and a calibration as of a device that does 10^11 FLOPs a second."""
+    """A measured run, and the calibration of a device that does 10^11 FLOPs a second."""
     folder = write_inputs(tmp_path_factory.mktemp("compare"))
     run(folder, "a run", 2, "--profile-pipeline", "4", "--exit-interval", "4")
     settings = load_run([*flags(folder), "--dry-run"], environment={})
@@ -55,7 +55,7 @@ def events_of(path: Path) -> list[dict[str, Any]]:
 
 
 def boxes(path: Path) -> list[Counter[str]]:
-    """How often each timeline of a picture has each pass."""
+    """How often each pass occurs in each timeline of a picture."""
     picture = ElementTree.parse(path).getroot()
     return [Counter(title.text.partition(":")[0] for title in panel.iter(f"{SVG}title")
                     if "ward" in (title.text or "")) for panel in picture.iter(f"{SVG}g")]

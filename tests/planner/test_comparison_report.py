@@ -1,4 +1,4 @@
-"""What ``mm-plan compare`` says of a difference, on top of its tables."""
+"""What ``mm-plan compare`` says about a difference, above its tables."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.plan.steps import as_measured, batches, calibration, run, scaled, wit
 
 
 @pytest.mark.parametrize(("truth", "beginning", "end"), [
-    (calibration(), "The prediction is right: it differs from the measured step by ", "%"),
+    (calibration(), "The prediction is accurate: it differs from the measured step by ", "%"),
     (scaled(calibration(), {"LLM layer": (3.0, 3.0)}), "The step took ",
      " s longer than predicted; the largest cause is: LLM layer, {largest} s, above all on stage 1"),
     (scaled(calibration(), {"LLM layer": (0.2, 0.2)}), "The step took ",
@@ -39,7 +39,7 @@ def test_single_slow_passes_are_explained() -> None:
     slow = with_slow_pass(as_measured(calibration(), batches(1)), 0.5)
     text = comparison_report(compare(Predictor(run(), calibration()), [slow]), [slow])
     assert "the largest cause is: single passes" in text.splitlines()[0]
-    assert text.splitlines()[-1].startswith("note: single passes: some passes took longer or less than others")
+    assert text.splitlines()[-1].startswith("note: single passes: some passes took longer or shorter than others")
 
 
 def test_what_was_refined_is_said() -> None:

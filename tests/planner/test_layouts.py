@@ -71,7 +71,7 @@ def test_a_device_that_is_too_small_recomputes_and_splits_more(capsys: pytest.Ca
     (["--device", "h200", "--world-size", "7", "--fix", "PP=2"],
      r"no layout is legal for --world-size 7 .* nearest: --world-size 6 or 8"),
     (["--device", "h200", "--memory-gib", "2"], r"no layout fits into 2.0 GiB: the smallest of \d+ needs [\d.]+ GiB .*"
-                                                r"GiB too much; use more devices"),
+                                                r"GiB too much; use more or larger devices"),
     (["--calibration", "none.json"], r"none.json: cannot be read"),
 ])  # fmt: skip
 def test_what_cannot_be_planned_is_refused(words, message, capsys: pytest.CaptureFixture) -> None:
@@ -82,4 +82,4 @@ def test_what_cannot_be_planned_is_refused(words, message, capsys: pytest.Captur
 def test_a_present_layout_that_is_not_possible_is_explained(capsys: pytest.CaptureFixture) -> None:
     other = flags(world_size=1, global_batch_size=8, lora_target_modules="all-linear")
     text = said(capsys, 0, "--device", "h200", "--fix", "PP=1,MBS=1", *other)
-    assert "Now       the present layout is not possible: The world size is 1, not a multiple of" in text
+    assert "Now       the present layout is not legal: The world size is 1, not a multiple of" in text

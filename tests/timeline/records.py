@@ -3,7 +3,13 @@
 from hypothesis import strategies as st
 
 from mm.parallel.activity import Activity
-from mm.timeline.spans import TIMED, Moment, RankRecord, StepTimeline, flat_spans
+from mm.timeline.spans import TIMED, Moment, RankRecord, StepSettings, StepTimeline, flat_spans
+from tests.tiny import our_config
+
+SETTINGS = StepSettings(
+    model=our_config(((4, 0),), ((1, 3),)), world_size=2, tp_size=1, cp_size=1, sequence_parallel=False,
+    precision="fp32", use_distributed_optimizer=False, grad_reduce_in_bf16=False, overlap_grad_reduce=False,
+    overlap_param_gather=False, context_parallel_algo="ulysses_cp_algo")
 
 
 @st.composite
@@ -42,4 +48,4 @@ records = st.lists(steps(), min_size=1, max_size=3).map(
 
 def timeline(found: list[RankRecord], iteration: int = 7, is_predicted: bool = False) -> StepTimeline:
     """One step of these ranks, on a clock that they share already."""
-    return StepTimeline(iteration, tuple(found), is_predicted=is_predicted)
+    return StepTimeline(iteration, tuple(found), SETTINGS, is_predicted)

@@ -12,12 +12,10 @@ from mm.batch import BatchTotals
 from mm.errors import UserError
 from mm.parallel.activity import Activity, Work
 from mm.timeline.files import measured_steps, write_timeline
-from mm.timeline.spans import Moment, RankRecord, StepSettings
+from mm.timeline.spans import Moment, RankRecord
 from mm.timeline.trace import read_trace, trace
-from tests.timeline.records import record, records, timeline
-from tests.tiny import our_config
+from tests.timeline.records import SETTINGS, record, records, timeline
 
-SETTINGS = StepSettings(our_config(((4, 0),), ((1, 3),)), 2, 1, 1, False, "fp32", False)
 COUNTS = (BatchTotals(300, 480, 3, 0, 120, 2, 1, 30_000, 90_000, 20_000),) * 2
 
 
@@ -35,7 +33,7 @@ def test_the_trace_has_every_span_of_every_rank(found: list[RankRecord]) -> None
 @settings(max_examples=20)
 @given(records)
 def test_what_is_written_is_read_back(found: list[RankRecord]) -> None:
-    written = replace(timeline([replace(one, microbatches=COUNTS, dp_rank=0) for one in found]), settings=SETTINGS)
+    written = timeline([replace(one, microbatches=COUNTS, dp_rank=0) for one in found])
     with TemporaryDirectory() as folder:
         write_timeline(folder, "--log-dir", [written])
         (back,) = measured_steps(Path(folder))
@@ -61,7 +59,7 @@ def test_prediction_and_measurement_of_a_stage_follow_one_another() -> None:
 def test_damaged_traces_are_refused(tmp_path: Path) -> None:
     work = Activity(Work.BACKWARD, 0, 0)
     one = replace(record(0, [Moment(0, work), Moment(1, None)]), microbatches=COUNTS)
-    write_timeline(tmp_path, "--log-dir", [replace(timeline([one]), settings=SETTINGS)])
+    write_timeline(tmp_path, "--log-dir", [timeline([one])])
     path = tmp_path / "pipeline_step_7.json"
     whole = json.loads(path.read_text())
     facts, events = whole["otherData"], whole["traceEvents"]

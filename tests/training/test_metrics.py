@@ -27,6 +27,7 @@ from mm.training.metrics import (
 )
 from tests.files import json_lines
 from tests.killed import run_killed
+from tests.timeline.records import SETTINGS
 
 STEP = StepMetrics(
     iteration=5, consumed_samples=960, loss=1.25, lr=1e-5, grad_norm=2.0, loss_scale=1.0, step_seconds=0.87004,
@@ -150,7 +151,7 @@ def test_a_full_log_dir_is_reported_with_the_file_name(tmp_path: Path) -> None:
     reports(writer.close, "metrics.jsonl")
     spans = (ActivitySpan(Activity(Work.LANGUAGE_FORWARD, 0, 0), 0.0, 1.0),)
     fill("pipeline_step_3.svg")
-    timeline = StepTimeline(3, (RankRecord(0, 0, 0, 0, "1 ViT", (), spans),))
+    timeline = StepTimeline(3, (RankRecord(0, 0, 0, 0, "1 ViT", (), spans),), SETTINGS)
     reports(lambda: write_timeline(tmp_path, "--log-dir", [timeline]), "pipeline_step_3.svg")
     quarantine = Quarantine(2, 1.0, tmp_path / LEDGER)
     fill(LEDGER)

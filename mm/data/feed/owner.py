@@ -207,8 +207,8 @@ class DataOwner(Iterator[StepPlan]):
     ) -> Tensor | None:
         """The owner, which has the rows of all images, sends each rank of ``Context.encoders`` the rows of its images.
 
-        ``groups``: for each of these ranks, the group of the owner and the ranks that need the rows; or ``ranks``: the
-        only global rank that needs them.
+        ``groups``: for each of these ranks, the group of the owner and the ranks that need the rows.  ``ranks``, if not
+        empty, replaces it: for each of these ranks, the only global rank that needs the rows.
         """
         mesh, kept, sent = self._mesh, None, list[dist.Work | None]()
         own = mesh.context.encoders.rank()

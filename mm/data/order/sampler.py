@@ -82,8 +82,8 @@ def order_description(run: Run) -> str:
 def order_of(
     run: Run, lengths: HasLengths, dp_rank: int, consumed_samples: int, sizes: SampleSizes | None = None
 ) -> SampleOrder:
-    """What replica ``dp_rank`` trains on; ``lengths`` covers all samples, and so does ``sizes``, if the caller has
-    them."""
+    """What replica ``dp_rank`` trains on.  ``lengths`` covers all samples; ``sizes`` are theirs, computed here if
+    absent."""
     data, args = run.data, run.args
     shares = BatchShares(run.dp_size, budget_of(run), args.micro_batch_size, run.microbatch_unit, run.num_stages)
     sizes = sizes or SampleSizes(run.model, lengths)

@@ -30,7 +30,7 @@ def pipeline_order(costs: Sequence[Sequence[SlotCost]], num_stages: int) -> list
 
 
 def pipeline_orders(costs: np.ndarray, num_stages: int) -> np.ndarray:
-    """The order of the microbatches of many pipelines, as numbers: int64 [num_microbatches, num_pipelines].
+    """The order of the microbatches in each of many pipelines, as numbers: int64 [num_microbatches, num_pipelines].
 
     ``costs`` is as ``mm.parallel.simulation.step_costs`` takes it.  Neighbours should be similar, and short ones belong
     at both ends, where the pipeline fills and drains.  Similarity is judged by total cost and by the cost of the
