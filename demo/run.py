@@ -1,26 +1,29 @@
 """The demo from end to end: ``make demo`` or ``python -m demo.run``.
 
 A tiny Qwen2.5-VL with random weights learns to read scanned digits, in pictures and in short videos, on two CPU
-processes.  The run is interrupted and resumes under another parallel layout, the result is exported, and
-``transformers`` alone answers questions on held-out pictures and videos with it.  Then adapters for the export learn
-another question.  Every training step goes through the shell script that a user would run.  The losses of the first
-steps must match ``golden.json``.  With ``--quick`` only these steps and a few steps of the adapters are trained, and no
-accuracy is required: that tests the path, not the learning.
+processes, in pipeline stages whose layers mm-plan has chosen.  The run is interrupted and resumes under another
+parallel layout, the result is exported, and ``transformers`` alone answers questions on held-out pictures and videos
+with it.  Then adapters for the export learn another question.  Every training step goes through the shell script that
+a user would run.  The losses of the first steps must match ``golden.json``.  With ``--quick`` only these steps and a
+few steps of the adapters are trained, and no accuracy is required: that tests the path, not the learning.
 """
 
 import argparse
 import json
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 from safetensors.torch import load_file
 from transformers.utils import logging as transformers_logging
 
 from demo import digits, evaluate, even_odd, figures, golden, tiny_checkpoint
+from demo.planned import Planner
 from demo.stages import ROOT, Clock, DemoError, run_python, run_script
 
 EXAMPLES = ROOT / "examples/qwen2.5vl"
@@ -72,14 +75,15 @@ class Layout:
 
     tensor: int
     pipeline: int
-    vision: tuple[int, ...]
-    language: tuple[int, ...]
+    vision: Sequence[Any]
+    language: Sequence[Any]
 
     def __str__(self) -> str:
         return f"TP={self.tensor} PP={self.pipeline} ViT {list(self.vision)} LLM {list(self.language)}"
 
 
 PIPELINE = Layout(tensor=1, pipeline=2, vision=(5, 3), language=(0, 4))
+"""Its lists are where mm-plan begins."""
 TENSOR = Layout(tensor=2, pipeline=1, vision=(8,), language=(4,))
 
 
@@ -138,9 +142,17 @@ def demo(run: Run, plan: Plan, *, write_golden: bool) -> None:
     clock.stage("writing 1,797 scanned digits and a tiny checkpoint")
     dataset = prepare(run, plan)
 
-    clock.stage(f"training on 2 processes, {PIPELINE}, steps 1 to {plan.exit_iteration}")
-    train(run, plan, PIPELINE, run / "checkpoint", 1,
+    clock.stage("measuring this machine and planning the layout of two pipeline stages with mm-plan")
+    planner = Planner(run / "plan", variables(run, plan, PIPELINE, run / "checkpoint"))
+    planner.plan()
+    vision, language = planner.lists()
+    planned = Layout(PIPELINE.tensor, PIPELINE.pipeline, vision, language)
+    shutil.copy(planner.model_json, run.model_json(planned))
+
+    clock.stage(f"training on 2 processes, {planned}, steps 1 to {plan.exit_iteration}")
+    train(run, plan, planned, run / "checkpoint", 1,
           ("--exit-interval", str(plan.exit_iteration), "--profile-pipeline", str(PICTURED_ITERATION)))
+    predicted, measured = planner.compare(run.logs, PICTURED_ITERATION)
     first_resumed = plan.exit_iteration + 1
     clock.stage(f"resuming as {TENSOR}, steps {first_resumed} to {plan.train_iters}, then exporting")
     train(run, plan, TENSOR, run.save, first_resumed, ("--export-hf", str(run.export)))
@@ -156,7 +168,7 @@ def demo(run: Run, plan: Plan, *, write_golden: bool) -> None:
 
     clock.stage("drawing the loss curve and the answers")
     answers, video_answers = read_answers(run, dataset)
-    figures.draw_loss(records, plan.exit_iteration, (str(PIPELINE), str(TENSOR)), run / "loss.png")
+    figures.draw_loss(records, plan.exit_iteration, (str(planned), str(TENSOR)), run / "loss.png")
     figures.draw_answers(answers, "digits", run / "answers.png")
     figures.draw_answers(video_answers, "videos", run / "video_answers.png")
     summary = {
@@ -173,7 +185,9 @@ def demo(run: Run, plan: Plan, *, write_golden: bool) -> None:
         "final_loss": records[-1]["loss"],
         "train_iters": plan.train_iters,
         "interrupted_after": plan.exit_iteration,
-        "layouts": [str(PIPELINE), str(TENSOR)],
+        "layouts": [str(planned), str(TENSOR)],
+        "predicted_step_seconds": predicted,
+        "measured_step_seconds": measured,
         "seconds": round(clock.seconds(), 1),
         "versions": {name: version(name) for name in ("torch", "megatron-core", "transformers")},
     }
@@ -217,7 +231,14 @@ def prepare(run: Run, plan: Plan) -> digits.DigitsDataset:
 def train(run: Run, plan: Plan, layout: Layout, load: Path, first: int, flags: tuple[str, ...]) -> None:
     """Run the tiny script under ``layout`` from the checkpoint ``load``, starting at iteration ``first``."""
     last = plan.exit_iteration if first == 1 else plan.train_iters
-    variables = {
+    flags = ("--lr-decay-iters", str(plan.schedule_iters), *flags)
+    log = run / f"train_tp{layout.tensor}_pp{layout.pipeline}.log"
+    run_script(variables(run, plan, layout, load), flags, log, first, last)
+
+
+def variables(run: Run, plan: Plan, layout: Layout, load: Path) -> dict[str, str]:
+    """The variables of the tiny script."""
+    return {
         "NPUS_PER_NODE": "2",
         "TP": str(layout.tensor),
         "PP": str(layout.pipeline),
@@ -228,8 +249,6 @@ def train(run: Run, plan: Plan, layout: Layout, load: Path, first: int, flags: t
         "LOG_DIR": str(run.logs),
         "TRAIN_ITERS": str(plan.train_iters),
     }
-    flags = ("--lr-decay-iters", str(plan.schedule_iters), *flags)
-    run_script(variables, flags, run / f"train_tp{layout.tensor}_pp{layout.pipeline}.log", first, last)
 
 
 def read_metrics(run: Run, plan: Plan) -> list[dict]:

@@ -68,6 +68,22 @@ def run_script(variables: dict[str, str], flags: Sequence[str], log: Path, first
         )
 
 
+def plan_script(variables: dict[str, str], words: Sequence[str | Path], log: Path) -> str:
+    """Run mm-plan with ``words`` on the tiny script's flags, with its output in ``log``; returns the output.
+
+    Raises DemoError when it fails.
+    """
+    environment = script_environment() | variables | {"MM_PLAN": " ".join(map(str, words))}
+    done = subprocess.run(["bash", SCRIPT], cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)  # fmt: skip
+    log.write_text(done.stdout, encoding="utf-8")
+    if done.returncode:
+        tail = "\n".join(done.stdout.splitlines()[-_NUM_TAIL_LINES:])
+        raise DemoError(f"mm-plan {environment['MM_PLAN']} ended with status {done.returncode}. The end of {log}:\n"
+                        f"{tail}")
+    return done.stdout
+
+
 def run_python(module: str, arguments: Sequence[str], log: Path) -> None:
     """Run ``python -m module`` with its output in ``log``.  Raises DemoError when it fails."""
     command = [sys.executable, "-m", module, *arguments]

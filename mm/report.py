@@ -1,12 +1,15 @@
-"""A report on a dataset: facts, tables, histograms and problems, as text for the terminal and as one HTML page."""
+"""A report: facts, tables, bars, histograms and problems, as text for the terminal and as one HTML page."""
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 
 import numpy as np
 
-from mm.errors import MAX_PROBLEMS, printable
+from mm.errors import MAX_PROBLEMS, UserError, printable
+from mm.files import write_whole
 
 _BAR_CHARACTERS = 40
 
@@ -42,6 +45,26 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Bars:
+    """One number for each of several things, and the limit of all."""
+
+    title: str
+    unit: str
+    values: tuple[tuple[str, float], ...]
+    limit: float | None = None
+
+    @property
+    def heading(self) -> str:
+        limit = "" if self.limit is None else f"; limit {self.limit:,.1f}"
+        return f"{self.title} ({self.unit}{limit})"
+
+    @property
+    def end(self) -> float:
+        """The length of the longest bar that fits."""
+        return max([value for _, value in self.values] + [self.limit or 0.0]) or 1.0
+
+
+@dataclass(frozen=True)
 class Problem:
     """What is wrong with one sample or file."""
 
@@ -51,7 +74,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that is reported about a dataset."""
+    """Everything that is reported, such as about a dataset or a plan."""
 
     title: str
     facts: tuple[tuple[str, str], ...]
@@ -61,6 +84,7 @@ class Report:
     notes: tuple[str, ...] = ()
     sections: tuple["Report", ...] = ()
     """Reports on the splits of a dataset, such as training and validation, each under its title."""
+    bars: tuple[Bars, ...] = ()
 
     def text(self) -> str:
         """Text for the terminal, with at most ``MAX_PROBLEMS`` problems."""
@@ -73,10 +97,10 @@ class Report:
         return printable("\n\n".join("\n".join(block) for block in blocks if block))
 
     def _blocks(self) -> list[list[str]]:
-        """Blocks of lines: title, facts, each table and each histogram."""
+        """Blocks of lines: title, facts, tables, bars and histograms."""
         width = max((len(name) for name, _ in self.facts), default=0)
         return [[self.title], [f"{name.ljust(width)}  {value}" for name, value in self.facts],
-                *map(_table_lines, self.tables), *map(_bars, self.histograms)]
+                *map(_table_lines, self.tables), *map(_bar_lines, self.bars), *map(_histogram_lines, self.histograms)]
 
     def html(self) -> str:
         """One self-contained page: no script, no font, no network."""
@@ -90,6 +114,7 @@ class Report:
         facts = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in self.facts)
         blocks = [f'<table class="facts">{facts}</table>'] if facts else []
         blocks += map(_html_table, self.tables)
+        blocks += map(_html_bars, self.bars)
         if self.histograms:
             blocks.append(f'<div class="histograms">{"".join(map(_svg, self.histograms))}</div>')
         blocks += [f"<h2>{escape(section.title)}</h2>\n{section.body()}" for section in self.sections]
@@ -101,6 +126,25 @@ def page(title: str, body: str) -> str:
     return printable(
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
         f"<style>{_STYLE}</style></head><body><main>\n<h1>{escape(title)}</h1>\n{body}\n</main></body></html>\n")
+
+
+def check_page(path: Path | None) -> None:
+    """Raise UserError for an ``--html`` that cannot be written, before any work is done."""
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise UserError(f"--html is {path}, which is a directory; name a file in it, such as {path / 'report.html'}.")
+    if not folder.is_dir():
+        raise UserError(f"--html is {path}, but there is no directory {folder}; create it, or name another file.")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise UserError(f"--html is {path}, which cannot be written; name another file, or change its permissions.")
+
+
+def write_page(path: Path, html: str) -> str:
+    """Write a page; returns the line that says so."""
+    write_whole(path, html.encode())
+    return printable(f"written: {path}")
 
 
 def _round_width(least: float) -> int:
@@ -120,7 +164,7 @@ def _table_lines(table: Table) -> list[str]:
                            for row in rows)]
 
 
-def _bars(histogram: Histogram) -> list[str]:
+def _histogram_lines(histogram: Histogram) -> list[str]:
     most = max(histogram.counts, default=0)
     names = [f"{edge:,.0f}" for edge in histogram.edges[:-1]]
     width = max(map(len, names), default=0)
@@ -129,10 +173,24 @@ def _bars(histogram: Histogram) -> list[str]:
     return [f"{histogram.title} ({histogram.unit}, from)", *bars]
 
 
+def _bar_lines(bars: Bars) -> list[str]:
+    width = max((len(name) for name, _ in bars.values), default=0)
+    return [bars.heading, *(f"{name.ljust(width)}  {'#' * round(value / bars.end * _BAR_CHARACTERS)} {value:,.1f}"
+                            for name, value in bars.values)]
+
+
 def _html_table(table: Table) -> str:
     header = "".join(f"<th>{escape(cell)}</th>" for cell in table.header)
     rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in table.rows)
     return f"<h2>{escape(table.title)}</h2><table><tr>{header}</tr>{rows}</table>"
+
+
+def _html_bars(bars: Bars) -> str:
+    rows = "".join(
+        f'<tr><th>{escape(name)}</th><td class="bar"><svg viewBox="0 0 100 4" preserveAspectRatio="none">'
+        f'<rect width="{100 * value / bars.end:.2f}" height="4"/></svg></td><td>{value:,.1f}</td></tr>'
+        for name, value in bars.values)
+    return f'<h2>{escape(bars.heading)}</h2><table class="bars">{rows}</table>'
 
 
 _WIDTH, _HEIGHT, _BOTTOM = 460, 190, 24
@@ -164,15 +222,16 @@ def _svg_bars(counts: Sequence[int], edges: Sequence[float], each: float, scale:
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1d2733; background: #f5f6f8; margin: 0 }
-main { max-width: 1000px; margin: 0 auto; padding: 24px }
+main { max-width: 1200px; margin: 0 auto; padding: 24px }
 h1 { font-size: 24px } h2 { font-size: 18px; margin-top: 32px }
 table { border-collapse: collapse; background: #fff; width: 100% }
 th, td { text-align: left; padding: 5px 10px; border: 1px solid #dde2e8; vertical-align: top; overflow-wrap: anywhere }
-th { background: #eef1f5; font-weight: 600 } .facts { width: auto }
+th { background: #eef1f5; font-weight: 600; white-space: nowrap } .facts { width: auto }
 .histograms { display: flex; flex-wrap: wrap; gap: 20px; margin-top: 24px }
 figure { margin: 0; background: #fff; border: 1px solid #dde2e8; padding: 12px; flex: 0 1 462px }
-svg { width: 100%; height: auto } rect { fill: #3b7dd8 } line { stroke: #8a94a3 }
-text { font-size: 12px; fill: #5b6675 } small { color: #5b6675 }
+svg { width: 100%; height: auto } figure rect, .bar rect { fill: #3b7dd8 } figure line { stroke: #8a94a3 }
+figure text { font-size: 12px; fill: #5b6675 } small { color: #5b6675 }
+.bars th, .bars td { white-space: nowrap } .bar { width: 100% } .bar svg { height: 16px; display: block }
 .turns { background: #fff; border: 1px solid #dde2e8; padding: 14px; white-space: pre-wrap; overflow-wrap: anywhere }
 .target { background: #cdeccf } .media { background: #dbe7fb } .turns span { border-radius: 3px }
 img { max-width: 320px; border: 1px solid #dde2e8; margin: 4px }

@@ -1,11 +1,13 @@
 """Signals that ask a program to stop: Ctrl-C, SIGTERM from schedulers, and SIGUSR1, which schedulers send earlier.
 
-The first raises ``Stopped`` in the main thread.  While a run defers it, it is only recorded, and the run stops where
-it can save.  A second one ends the process at once.
+The first raises ``Stopped`` in the main thread, again and again if code of others swallows it, as some imports do.
+While a run defers it, it is only recorded, and the run stops where it can save.  A second one ends the process at once.
 """
 
 import os
+import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +20,8 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _AGAIN_SECONDS = 2.0
 """A signal may reach a rank several times: from the terminal, the launcher and the scheduler.  One that comes this long
 after the first is a second request."""
+_REMINDER_SECONDS = 1.0
+"""How often it is checked whether ``Stopped`` was swallowed."""
 
 Handler = signal.Handlers | Callable[[int, FrameType | None], object] | int | None
 
@@ -55,6 +59,9 @@ class StopSignals:
         self.received: int | None = None
         """The signal that came first."""
         self._is_deferring = False
+        self._has_raised = self._has_ended = False
+        self._num_reminders = 0
+        """Signals that this process has sent itself and that have not been read yet."""
         self._before: dict[int, Handler] = {}
         self._wakeup = -1
 
@@ -68,12 +75,12 @@ class StopSignals:
         reader, self._wakeup = os.pipe()
         os.set_blocking(self._wakeup, False)
         signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
-        threading.Thread(target=_end_at_second, args=(reader, frozenset(self._before)), name="signals",
-                         daemon=True).start()
+        threading.Thread(target=self._watch, args=(reader,), name="signals", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         """Restore the handlers, unless the program is ending because of a signal."""
+        self._has_ended = True
         if self._wakeup < 0 or self.received is not None:
             return
         signal.set_wakeup_fd(-1)
@@ -91,21 +98,43 @@ class StopSignals:
             self._is_deferring = False
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        if self.received is not None:
+        if self.received is None:
+            self.received = number
+        elif not self._has_raised or self._has_ended or _is_handling_stopped():
             return  # the thread decides
-        self.received = number
         if not self._is_deferring:
-            raise Stopped(number)
+            self._has_raised = True
+            raise Stopped(self.received)
+
+    def _watch(self, reader: int) -> None:
+        """Read the numbers of arriving signals, and end the process at a second request.  Remind the main thread until
+        it ends."""
+        first = None
+        with open(reader, "rb", buffering=0) as pipe:
+            while True:
+                if not select.select([pipe], [], [], None if first is None else _REMINDER_SECONDS)[0]:
+                    self._remind()
+                    continue
+                if not (received := pipe.read(1)):
+                    return
+                if received[0] not in self._before:
+                    continue
+                if self._num_reminders:
+                    self._num_reminders -= 1
+                elif first is None:
+                    first = time.monotonic()
+                elif time.monotonic() - first > _AGAIN_SECONDS:
+                    os._exit(status_after(received[0]))
+
+    def _remind(self) -> None:
+        if self._has_raised and not (self._has_ended or self._is_deferring) and self.received is not None:
+            self._num_reminders += 1
+            signal.pthread_kill(threading.main_thread().ident or 0, self.received)
 
 
-def _end_at_second(reader: int, handled: frozenset[int]) -> None:
-    """Read the numbers of arriving signals, and end the process at a second request."""
-    first = None
-    with open(reader, "rb", buffering=0) as pipe:
-        while received := pipe.read(1):
-            if received[0] not in handled:
-                continue
-            if first is None:
-                first = time.monotonic()
-            elif time.monotonic() - first > _AGAIN_SECONDS:
-                os._exit(status_after(received[0]))
+def _is_handling_stopped() -> bool:
+    """Whether the interrupted code is ending because of ``Stopped``, so that it was not swallowed."""
+    error = sys.exc_info()[1]
+    while error is not None and not isinstance(error, Stopped):
+        error = error.__context__
+    return error is not None

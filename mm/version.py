@@ -8,6 +8,8 @@ from pathlib import Path
 VERSION = "0.1.0"
 _DECISIVE = ("torch", "megatron-core", "transformers")
 """Packages whose versions belong in a bug report."""
+CODE = "the code in mm/"
+"""Name of the code itself in ``software()``."""
 
 
 def version_line(program: str) -> str:
@@ -20,7 +22,7 @@ def software() -> dict[str, str]:
     """What must be the same on all machines of a run: versions, and a checksum of the code itself, by name."""
     major, minor, _ = platform.python_version_tuple()
     return {"Python": f"{major}.{minor}", **{package: _installed(package) for package in _DECISIVE},
-            "the code in mm/": f"{VERSION}, crc32 {_code_crc32(Path(__file__).parent):08x}"}
+            CODE: f"{VERSION}, crc32 {_code_crc32(Path(__file__).parent):08x}"}
 
 
 def _code_crc32(folder: Path) -> int:

@@ -33,6 +33,9 @@ COMMANDS = {
     "cpu": ("benchmarks.step", "cpu", "--quick", "--rounds", "1", "--num-microbatches", "2"),
     "encoder": ("benchmarks.step", "encoder", "--quick", "--rounds", "1"),
     "data": ("benchmarks.data", "--quick"),
+    "plan": ("benchmarks.plan", "--quick", "--rounds", "1"),
+    "shipped": ("benchmarks.plan.shipped", "--size", "7b", "--data", "llava"),
+    "meta": ("benchmarks.plan.meta", "--device", "h200", "--step", "3B"),
     "pipeline": ("benchmarks.pipeline", "--only", "2 virtual chunks", "--rounds", "1", "--steps", "1"),
     "convert": ("benchmarks.convert", "--size", "tiny", "--rounds", "1", "--caches", "cold"),
     "save": ("benchmarks.save", "--device", "cpu", "--mib", "1", "--rounds", "1"),
@@ -78,6 +81,27 @@ def test_a_save_in_blocks_is_compared_with_one_thing_after_another(started: dict
     result = started["save"].result()
     names = {name for name, one in result.items() if isinstance(one, dict) and "times_as_fast" in one}
     assert names == {"save, blocks of 16 MiB", "read", "wait for --async-save"}
+
+
+def test_predictions_are_compared_with_measured_steps(started: dict[str, Future]) -> None:
+    """How right they are is for the whole benchmark: its quick model is far too small."""
+    result = started["plan"].result()
+    assert len(result["rows"]) == 13 and 0 <= result["share_in_interval"] <= 1
+    for row in result["rows"]:
+        assert 0 <= row["low"] < row["predicted"] < row["high"] and row["measured"] > 0
+        assert row["error"] == pytest.approx(row["predicted"] / row["measured"] - 1)
+
+
+def test_planned_layouts_beat_those_of_the_scripts(started: dict[str, Future]) -> None:
+    theirs, same_sizes, ours = started["shipped"].result()
+    assert (theirs["name"], theirs["speedup"]) == ("MindSpeed-MM", 1.0) and 0.8 < theirs["share_of_bound"] < 0.95
+    assert ours["seconds"] <= same_sizes["seconds"] < theirs["seconds"]
+    assert same_sizes["share_of_bound"] > 0.96
+
+
+def test_kernels_of_a_step_predict_about_what_the_laws_do(started: dict[str, Future]) -> None:
+    (row,) = started["meta"].result()
+    assert 0.8 < row["ratio"] < 1.25
 
 
 def num_vision_params() -> int:

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mm.report import Histogram, Problem, Report, Table
+from mm.report import Bars, Histogram, Problem, Report, Table
 
 values = st.lists(st.integers(0, 100_000), max_size=60).map(lambda numbers: np.array(numbers, dtype=np.int64))
 
@@ -31,13 +31,15 @@ REPORT = Report(
     (Histogram("Tokens", "a sample", (0, 10, 20), (3, 7)),),
     tuple(Problem(f"a.json:{number}", "has <script>alert(1)</script> in it") for number in range(25)),
     ("one note",),
+    bars=(Bars("Memory", "GiB", (("stage 0", 30.0), ("stage 10", 15.0)), limit=60.0),),
 )
 
 
 def test_the_text_shows_everything() -> None:
     text = REPORT.text()
-    for part in ("A <b>file</b>.json", "samples  1,234", "plain     1.23", "Tokens (a sample, from)", "note: one note",
-                 "a.json:19: has", "... and 5 more problems; --html PAGE lists them all"):
+    for part in ("A <b>file</b>.json", "samples  1,234", "Memory (GiB; limit 60.0)", "stage 0   " + "#" * 20 + " 30.0",
+                 "plain     1.23", "Tokens (a sample, from)", "note: one note", "a.json:19: has",
+                 "... and 5 more problems; --html PAGE lists them all"):
         assert part in text
     assert " 0  ################## 3\n10  " + "#" * 40 + " 7" in text and "a.json:20:" not in text
 
@@ -71,6 +73,7 @@ def test_the_page_is_well_formed_and_has_no_script() -> None:
     reader.close()
     text = " ".join(reader.words)
     assert not reader.stack and not reader.tags & {"script", "link", "iframe", "img"}
-    for part in ("A <b>file</b>.json", "5 & more", "balanced", "0 to 10: 3", "25 problems", "<script>alert(1)"):
+    for part in ("A <b>file</b>.json", "5 & more", "balanced", "0 to 10: 3", "25 problems", "<script>alert(1)",
+                 "stage 10", "15.0"):
         assert part in text
     assert Report("x", ()).html().count("No problems") == 1

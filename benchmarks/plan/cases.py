@@ -32,7 +32,6 @@ from mm.planner.samples import random_microbatch
 from mm.training.step import Setup, step
 
 NUM_MICROBATCHES = 8
-NUM_WARMUP = 2
 _SIZES = ProbeSizes(num_tokens=768, num_patches=1024)
 _LORA = LoraConfig(r=8, target_modules=("all-linear",))
 
@@ -140,28 +139,29 @@ def rows_of_rank(device: Device, rounds: int, is_quick: bool) -> list[dict[str, 
     torch.set_num_threads(1)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     plain, lora = CASES[1][0], CASES[1][3]
+    began = time.perf_counter()
     found = measure(device, arguments(1), model_of(plain, is_quick), range(1, world_size + 1), _SIZES)
     more = measure(device, arguments(1), model_of(lora, is_quick), [1], _SIZES)
     calibration = replace(found, blocks=(*found.blocks, *(one for one in more.blocks if one.key not in found.by_key)))
+    calibrated = time.perf_counter() - began
     times: dict[Case, list[float]] = {case: [] for case in CASES[world_size]}
     predictions = {}
-    for number in range(1 + rounds // 3):  # building a case costs more than its steps
+    for _ in range(rounds):
         for case in times:
             trained = Trained(case, device, is_quick, calibration)
             predictions[case] = trained.prediction
-            for count in range(NUM_WARMUP + 3):
-                seconds = list(trained.seconds())
-                times[case] += seconds if number and count >= NUM_WARMUP else []
+            list(trained.seconds())  # warms up
+            times[case] += trained.seconds()
             trained.close()
     if dist.get_rank():
         return None
     rows = []
     for case, seconds in times.items():
-        predicted, measured = predictions[case], statistics.median(seconds or [1.0])
+        predicted, measured = predictions[case], statistics.median(seconds)
         low, high = predicted.interval
         rows.append({"case": case.name, "num_ranks": world_size, "predicted": predicted.seconds, "low": low,
                      "high": high, "measured": measured, "error": predicted.seconds / measured - 1,
-                     "bubble": predicted.bubble,
-                     "share_in_interval": statistics.fmean(low <= one <= high for one in seconds or [1.0]),
-                     "spread": [min(seconds or [1.0]), max(seconds or [1.0])]})  # fmt: skip
+                     "bubble": predicted.bubble, "calibration_seconds": calibrated,
+                     "share_in_interval": statistics.fmean(low <= one <= high for one in seconds),
+                     "spread": [min(seconds), max(seconds)]})  # fmt: skip
     return rows

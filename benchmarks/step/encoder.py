@@ -1,6 +1,7 @@
 """Times steps of two tensor-parallel ranks, in turn with a ViT cut over both and with a whole ViT on each.
 
-Started by ``python -m benchmarks.step encoder``; import it after ``Device.pick``.
+``mm-plan``'s ratio stands beside the measured one: this machine is calibrated first.  Started by ``python -m
+benchmarks.step encoder``; import it after ``Device.pick``.
 """
 
 import statistics
@@ -15,8 +16,16 @@ from benchmarks.measure import median_ratio
 from benchmarks.sides import Ours, random_tensors
 from benchmarks.step.cpu import model_of
 from mm.batch import BatchTotals, Microbatch
+from mm.config.data import DataConfig
+from mm.config.flags import parse
 from mm.config.model import EncoderPlacement, ModelConfig
+from mm.config.run import Run
 from mm.device.device import Device
+from mm.plan.costs import counts_of
+from mm.plan.predict import Predictor
+from mm.plan.workload import Workload
+from mm.planner.measure import ProbeSizes
+from mm.planner.measure import measure as calibrate
 from tests.microbatches import random_microbatch
 from tests.workload import Sample
 
@@ -38,6 +47,7 @@ def measure(device: Device, rounds: int, is_quick: bool, sequence_parallel: bool
     torch.set_num_threads(1)
     model = model_of(1, is_quick)
     model = replace(model, vision=replace(model.vision, freeze=False))
+    predicted = predicted_ratios(device, model, sequence_parallel)
     tensors = random_tensors(model, device.torch_device, torch.float32)
     seconds = {name: {placement: list[tuple[float, float]]() for placement in PLACEMENTS} for name in PICTURES}
     firsts: list[tuple[float, float]] = []
@@ -54,7 +64,7 @@ def measure(device: Device, rounds: int, is_quick: bool, sequence_parallel: bool
     if dist.get_rank():
         return None
     return [
-        {"pictures": name, "sequence_parallel": sequence_parallel,
+        {"pictures": name, "sequence_parallel": sequence_parallel, "predicted_ratio": predicted[name],
          **{f"{kind}_ratio": median_ratio(*([one[number] for one in of[placement]] for placement in PLACEMENTS))
             for number, kind in enumerate(("time", "processor"))},
          **{f"{kind}_seconds": {placement: statistics.median(one[number] for one in times)
@@ -63,6 +73,24 @@ def measure(device: Device, rounds: int, is_quick: bool, sequence_parallel: bool
          **_sizes(name, model)}
         for name, of in seconds.items()
     ]  # fmt: skip
+
+
+def predicted_ratios(device: Device, model: ModelConfig, sequence_parallel: bool) -> dict[str, float]:
+    """The predicted time of a step, cut / whole, for each of ``PICTURES``."""
+    args = parse(["--lr", "1e-5", "--train-iters", "1", "--seq-length", "1", "--micro-batch-size", "1", "--mm-model",
+                  "-", "--mm-data", "-", "--use-distributed-optimizer", "--tensor-model-parallel-size", "2",
+                  *(["--sequence-parallel"] if sequence_parallel else [])])  # fmt: skip
+    totals = {name: [BatchTotals.of([one], model.vision) for one in batch_of(name, model)] for name in PICTURES}
+    sizes = ProbeSizes(max(one.num_tokens for batch in totals.values() for one in batch),
+                       max(one.num_patches for batch in totals.values() for one in batch))
+    calibration, found = calibrate(device, args, model, [1, 2], sizes), dict[str, float]()
+    for name, batch in totals.items():
+        cut, whole = (
+            Predictor(run, calibration).predict(Workload(((counts_of(batch),),))).seconds
+            for placement in PLACEMENTS
+            for run in [Run(args, replace(model, encoder_placement=placement), DataConfig("hf", ("data.json",)), 2)])
+        found[name] = cut / whole
+    return found
 
 
 def batch_of(name: str, model: ModelConfig) -> list[Microbatch]:

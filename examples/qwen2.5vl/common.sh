@@ -22,6 +22,9 @@
 # process checks everything before several are launched, so that a mistake is reported once and ends the script with
 # status 2.  All paths are relative to the repository root.
 #
+# MM_PLAN plans the run of the script instead of starting it: the words of mm-plan, without the flags of training, as in
+# MM_PLAN="--device h200 --write best" or MM_PLAN="predict --calibration FILE".
+#
 # From the environment: MASTER_ADDR MASTER_PORT NODE_RANK, MAX_RESTARTS, GBS, OVERLAP, SAVE_PATH, LOG_DIR, PYTHON,
 # CANN_ENV, ATB_ENV.
 
@@ -211,7 +214,12 @@ launch() {
         --load "$SAVE_PATH" --pretrained-checkpoint "$LOAD_PATH" "$@")
     local rehearse=(env -u WORLD_SIZE -u RANK -u LOCAL_RANK "$PYTHON" -m mm.train "${flags[@]}"
         --world-size "$WORLD_SIZE")
-    local flag log status rehearsal
+    local flag log status rehearsal words
+    if [[ -n "${MM_PLAN:-}" ]]; then
+        read -ra words <<<"$MM_PLAN"
+        exec env -u WORLD_SIZE -u RANK -u LOCAL_RANK "$PYTHON" -m mm.planner.cli "${words[@]}" -- "${flags[@]}" \
+            --world-size "$WORLD_SIZE"
+    fi
     for flag in "$@"; do
         if [[ " --dry-run --check --help -h " == *" $flag "* ]]; then
             exec "${rehearse[@]}"

@@ -6,7 +6,6 @@ below that adds its parser, and list it in ``_COMMANDS``.
 
 import argparse
 import dataclasses
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,8 +24,7 @@ from mm.data_tool.show import Shown
 from mm.data_tool.survey import MediaFindings, look, survey
 from mm.ending import print_notes, refused
 from mm.errors import MAX_PROBLEMS, UserError, printable, refuse
-from mm.files import write_whole
-from mm.report import Report
+from mm.report import check_page, write_page
 from mm.version import version_line
 
 
@@ -120,13 +118,14 @@ def _add_stats(commands: Any) -> None:
 
 
 def _check(flags: argparse.Namespace) -> None:
-    _check_page(flags.html)
+    check_page(flags.html)
     problems: list[str] = []
     splits, gauge, model = _measured(flags, problems)
     if splits:
         report = survey(flags.mm_data, splits, model, flags.seq_length, look(splits, gauge.encoder, flags.deep))
         print(report.text())
-        _write_page(flags.html, report)
+        if flags.html is not None:
+            print("\n" + write_page(flags.html, report.html()))
         if count := len(report.problems):
             listed = "" if count <= MAX_PROBLEMS or flags.html else (
                 f", of which {MAX_PROBLEMS} are shown (--html PAGE lists all)")
@@ -168,7 +167,7 @@ def _add_show(commands: Any) -> None:
 
 
 def _show(flags: argparse.Namespace) -> None:
-    _check_page(flags.html)
+    check_page(flags.html)
     problems: list[str] = []
     splits, gauge, _ = _measured(flags, problems)
     dataset = splits.get(flags.split)
@@ -179,26 +178,8 @@ def _show(flags: argparse.Namespace) -> None:
         f"--sample is {flags.sample}; there are {len(dataset)} samples for {flags.split}, counted from 0"])
     shown = Shown.of(dataset[flags.sample], gauge.encoder)
     print(shown.text(sys.stdout.isatty()))
-    _write_page(flags.html, shown)
-
-
-def _check_page(path: Path | None) -> None:
-    """Refuse a page that cannot be written, before any work is done."""
-    if path is None:
-        return
-    folder = path.absolute().parent
-    if path.is_dir():
-        raise UserError(f"--html is {path}, which is a directory; name a file in it, such as {path / 'report.html'}.")
-    if not folder.is_dir():
-        raise UserError(f"--html is {path}, but there is no directory {folder}; create it, or name another file.")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise UserError(f"--html is {path}, which cannot be written; name another file, or change its permissions.")
-
-
-def _write_page(path: Path | None, shown: Report | Shown) -> None:
-    if path is not None:
-        write_whole(path, shown.html().encode())
-        print(printable(f"\nwritten: {path}"))
+    if flags.html is not None:
+        print("\n" + write_page(flags.html, shown.html()))
 
 
 def _add_mock(commands: Any) -> None:

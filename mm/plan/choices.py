@@ -6,6 +6,7 @@ and pipeline sizes, chunks, samples per microbatch, packing, encoder placement a
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from typing import get_args
 
@@ -60,18 +61,8 @@ class Choice:
             virtual_pipeline_model_parallel_size=None, micro_batch_size=self.micro_batch_size,
             global_batch_size=run.global_batch_size,
             use_distributed_optimizer=run.args.use_distributed_optimizer or dp_size * self.cp_size > 1)
-        return replace(run, args=args, model=self._model(run.model), data=self._data(run.data))
-
-    def _model(self, model: ModelConfig) -> ModelConfig:
-        lists = Lists.of(model)
-        if (self.num_stages, self.num_chunks) != (model.num_stages, model.num_chunks):
-            lists = Lists.spread(model.vision.num_layers, model.language.num_layers, self.num_stages, self.num_chunks)
-        model = replace(lists.applied(model), encoder_placement=self.encoder)
-        if self.recompute == AS_GIVEN:
-            return model
-        vision, language = (replace(tower, recompute=RECOMPUTE[self.recompute])
-                            for tower in (model.vision, model.language))
-        return replace(model, vision=vision, language=language)
+        model = _placed(run.model, self.num_stages, self.num_chunks, self.encoder, self.recompute)
+        return replace(run, args=args, model=model, data=self._data(run.data))
 
     def _data(self, data: DataConfig) -> DataConfig:
         if self.sampler == AS_GIVEN:
@@ -80,6 +71,21 @@ class Choice:
         truncation = "turns" if data.drops_turns else "tokens"
         packs = self.sampler == PACKS or data.packs
         return replace(data, sampler_type="BalancedBatchSampler", packing=packs, truncation=truncation)
+
+
+@lru_cache(1024)
+def _placed(
+    model: ModelConfig, num_stages: int, num_chunks: int, encoder: EncoderPlacement, recompute: str
+) -> ModelConfig:
+    """``model`` with its own lists if they have these stages and chunks, or else lists of about equal length."""
+    lists = Lists.of(model)
+    if (num_stages, num_chunks) != (model.num_stages, model.num_chunks):
+        lists = Lists.spread(model.vision.num_layers, model.language.num_layers, num_stages, num_chunks)
+    model = replace(lists.applied(model), encoder_placement=encoder)
+    if recompute == AS_GIVEN:
+        return model
+    vision, language = (replace(tower, recompute=RECOMPUTE[recompute]) for tower in (model.vision, model.language))
+    return replace(model, vision=vision, language=language)
 
 
 def present_choice(run: Run) -> Choice:

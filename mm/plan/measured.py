@@ -8,7 +8,7 @@ import numpy as np
 
 from mm.parallel.activity import Work
 from mm.plan.passes import BACKWARD, FORWARD
-from mm.timeline.spans import COMPUTING, RankRecord, StepTimeline, extent, seconds_of
+from mm.timeline.spans import COMPUTING, ActivitySpan, RankRecord, StepTimeline, extent, seconds_of
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def measured_step(timeline: StepTimeline, num_stages: int, num_chunks: int) -> M
     begins = max(last, *(_update_begins(record, last) for record in records))
     data = min(first - start, max(seconds_of(record.spans, {Work.DATA}) for record in records))
     stages = [[record for record in records if record.pp_rank == stage] for stage in range(num_stages)]
-    between = np.array([np.mean([_unrecorded(one) for one in stage]) for stage in stages])
+    between = np.array([np.mean([unrecorded(one.spans) for one in stage]) for stage in stages])
     busy = np.array([np.mean([seconds_of(one.spans, COMPUTING) for one in stage]) for stage in stages])
     replicas = sorted({record.dp_rank for record in records})
     return MeasuredStep(
@@ -71,10 +71,10 @@ def _recorded(records: Sequence[RankRecord], num_stages: int, num_chunks: int) -
     return found
 
 
-def _unrecorded(record: RankRecord) -> float:
+def unrecorded(spans: Sequence[ActivitySpan]) -> float:
     """Seconds between the first and the last pass of a rank in which nothing is recorded."""
-    own = [span for span in record.spans if span.activity.work in COMPUTING]
+    own = [span for span in spans if span.activity.work in COMPUTING]
     if not own:
         return 0.0
     begins, ends = own[0].start, own[-1].end
-    return max(0.0, ends - begins - sum(span.seconds for span in record.spans if begins <= span.start < ends))
+    return max(0.0, ends - begins - sum(span.seconds for span in spans if begins <= span.start < ends))

@@ -7,7 +7,7 @@ allocations of the driver and the communication library, and the allocator's fra
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from operator import mul
+from operator import le, mul
 
 from mm.config.model import ModelConfig, RecomputeConfig, Tower, VisionConfig
 from mm.model.loss import MAX_LOGIT_ROWS, max_logit_rows
@@ -389,8 +389,10 @@ class StageMemory:
 
 @cache
 def _moments(num_microbatches: int, stage: int, num_stages: int, num_chunks: int) -> tuple[tuple[int, ...], ...]:
-    """The distinct states that ``in_flight`` passes through."""
-    return tuple(dict.fromkeys(in_flight(num_microbatches, stage, num_stages, num_chunks)))
+    """The states that ``in_flight`` passes through, without those that hold no more of any chunk than another."""
+    found = dict.fromkeys(in_flight(num_microbatches, stage, num_stages, num_chunks))
+    return tuple(one for one in found if not any(
+        other != one and all(map(le, one, other)) for other in found))
 
 
 def _vision_table_bytes(vision: VisionConfig) -> int:

@@ -90,6 +90,7 @@ class Predictor:
         cutting, model = Cutting(run.tp_size, run.args.sequence_parallel), one_stage(run.model)
         self.costs, self._flops = BlockCosts.of(run.model, cutting, calibration), BlockCosts.in_flops(model)
         self._path, self._width = GradientPath.of(model), WIDTHS[run.args.precision]
+        self._samples, self._seconds_of_samples = np.zeros((0, len(COUNTS))), 0.0
 
     def predict(self, workload: Workload, run: Run | None = None) -> StepPrediction:
         """The mean over the steps of ``workload``.  ``run``: with other lists, chunks, or samples per microbatch."""
@@ -145,11 +146,17 @@ class Predictor:
         or with packs about as many, and on average at least ``least_microbatches``.
         """
         run = self.run
-        per_sample = self.costs.of_all(_evenly_divided(samples, run.cp_size, run.num_encoders), has_fixed=False)
-        work = float(per_sample.sum()) / run.dp_size / run.num_stages
+        work = self._work_of_samples(samples) / run.dp_size / run.num_stages
         least, fixed = (one / run.num_stages for one in self.costs.fixed_of_all)
         of_filling = (run.num_stages - 1) / num_chunks / num_microbatches
         return work + least * least_microbatches, (work + fixed * num_microbatches) * (1 + of_filling)
+
+    def _work_of_samples(self, samples: np.ndarray) -> float:
+        """The time of all samples, divided evenly over the ranks of a replica, without fixed costs."""
+        if self._samples is not samples:
+            divided = _evenly_divided(samples, self.run.cp_size, self.run.num_encoders)
+            self._samples, self._seconds_of_samples = samples, float(self.costs.of_all(divided, has_fixed=False).sum())
+        return self._seconds_of_samples
 
     def about(self, workload: Workload, placement: Placement) -> float:
         """An estimate of the mean pipeline without simulation: the work of the busiest stage, plus the way of the

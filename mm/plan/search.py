@@ -23,7 +23,7 @@ from mm.plan.costs import COUNTS
 from mm.plan.judge import list_costs
 from mm.plan.lists import Lists, best_lists
 from mm.plan.predict import Predictor, StepPrediction
-from mm.plan.sizes import PeakMemory, StageSize, stage_sizes
+from mm.plan.sizes import ChunkSizes, PeakMemory, StageSize, stage_sizes
 from mm.plan.workload import Workload, sample_counts, workload_of
 
 NUM_SEARCH_STEPS = 1
@@ -46,10 +46,15 @@ class Planned:
     choice: Choice
     run: Run
     step: StepPrediction
-    peak_bytes: int
-    """Memory of the fullest rank."""
+    stage_bytes: tuple[int, ...]
+    """Peak memory of a rank of each stage."""
     predictor: Predictor
     workload: Workload
+
+    @property
+    def peak_bytes(self) -> int:
+        """Memory of the fullest rank."""
+        return max(self.stage_bytes)
 
 
 @dataclass(frozen=True)
@@ -115,12 +120,13 @@ class LayoutSearch:
         self._predictors: dict[object, Predictor] = {}
         self._workloads: dict[object, Workload] = {}
         self._sizes: dict[object, StageSize] = {}
+        self._chunks: dict[object, ChunkSizes] = {}
 
     def planned(self, choice: Choice, run: Run) -> Planned:
         """``run``, which has the layout ``choice``, with its lists."""
         workload, predictor = self._workload(run, self._num_steps), self._predictor(choice, run)
         return Planned(choice, run, predictor.predict(workload, run),
-                       max(PeakMemory(run).of_stages(run.model.placement())), predictor, workload)
+                       tuple(PeakMemory(run).of_stages(run.model.placement())), predictor, workload)
 
     def best(self, choices: Iterable[Choice], num_kept: int, num_searched: int = NUM_SEARCHED) -> SearchResult:
         """The ``num_kept`` fastest layouts, after a search for the lists of ``num_searched``."""
@@ -165,7 +171,7 @@ class LayoutSearch:
         predictor, states = self._predictor(choice, run), self._even_size(run)
         rest = predictor.reduction([states]) + predictor.update([states])
         bound, estimate = predictor.estimated(self._mean_samples, *self._num_microbatches(run), choice.num_chunks)
-        return _Open(choice, run, predictor, PeakMemory(run), bound + rest, estimate + rest, rest, states)
+        return _Open(choice, run, predictor, self._memory(choice, run), bound + rest, estimate + rest, rest, states)
 
     def _num_microbatches(self, run: Run) -> tuple[float, float]:
         """Microbatches of a replica, which is an estimate with packs, and a lower bound of their mean."""
@@ -235,6 +241,10 @@ class LayoutSearch:
         if key not in self._predictors:
             self._predictors[key] = Predictor(run, self._calibrate(run))
         return self._predictors[key]
+
+    def _memory(self, choice: Choice, run: Run) -> PeakMemory:
+        key = choice.tp_size, choice.cp_size, choice.num_stages, choice.num_chunks, choice.encoder, choice.recompute
+        return PeakMemory(run, self._chunks.setdefault(key, {}))
 
     def _search_workload(self, layout: _Open) -> Workload:
         """For each step of the search, the replica with the most work."""

@@ -127,12 +127,17 @@ def longest_microbatches(run: Run) -> dict[str, MicrobatchSizes]:
     return {TEXT: rows(0), VISUAL: rows(num_tokens * per_token)}
 
 
+ChunkSizes = dict[StageSpec, tuple[StageSize, ChunkMemory]]
+"""States and other memory of each chunk."""
+
+
 class PeakMemory:
     """The peak memory of a run's stages for many placements with as many stages and chunks."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, chunks: ChunkSizes | None = None) -> None:
+        """``chunks``: those of runs that differ from ``run`` in lists and microbatches only; new ones are added."""
         self._run, self._kinds = run, tuple(longest_microbatches(run).values())
-        self._chunks: dict[StageSpec, tuple[StageSize, ChunkMemory]] = {}
+        self._chunks = {} if chunks is None else chunks
         self._peaks: dict[tuple[StageSpec, ...], int] = {}
 
     def of_stages(self, placement: Placement) -> list[int]:

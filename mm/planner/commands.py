@@ -1,7 +1,6 @@
 """The commands of ``mm-plan``: flags become calls, and errors messages with exit status 2."""
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -14,18 +13,19 @@ from mm.config.run import Run, load_run
 from mm.data.index.dataset import Dataset
 from mm.data.index.gauge import Gauge
 from mm.data.lengths import HasLengths
-from mm.ending import print_notes, refused
+from mm.ending import refused
 from mm.errors import UserError, printable
 from mm.plan.by_flops import calibration_by_flops
-from mm.plan.calibration import Calibration, read_calibration
+from mm.plan.calibration import read_calibration
 from mm.plan.costs import Cutting
 from mm.plan.judge import judge
 from mm.plan.predict import Predictor
 from mm.plan.workload import workload_of
 from mm.planner.compare import compared, write_prediction
 from mm.planner.layouts import add_flags, layouts
+from mm.planner.machine import ACCEPT, ACCEPT_HELP, calibration_for
 from mm.planner.reports import lists_report, prediction_report
-from mm.version import software, version_line
+from mm.version import version_line
 
 
 def run(words: Sequence[str]) -> int:
@@ -85,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Prints how long a step takes, what the stages do meanwhile, and how sure that is.  FLAGS are "
                     "those of the run; --world-size says how many ranks it has.  Nothing is started.")
     predict.add_argument("--calibration", type=Path, required=True, help="the file that mm-plan calibrate has written")
+    _add_accept(predict)
     predict.add_argument("--timeline", type=Path, metavar="DIR", help=(
         "also write the timeline of one step to DIR, as an SVG file and a trace: iteration 1, or that of "
         "--profile-pipeline"))
@@ -95,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
                     "differ, and refines the calibration.  FLAGS are those of the run.")
     compare.add_argument("folder", type=Path, metavar="RUN_DIR", help="the --log-dir of the run")
     compare.add_argument("--calibration", type=Path, required=True, help="the file that mm-plan calibrate has written")
+    _add_accept(compare)
     compare.add_argument("--output", type=Path, help="write the calibration, refined by the run, to this file")
     compare.add_argument("--timeline", type=Path, metavar="DIR", help=(
         "also write both timelines of each step to DIR, as an SVG file and a trace"))
@@ -106,10 +108,15 @@ def _parser() -> argparse.ArgumentParser:
                     "those of the run.")
     lists.add_argument("--calibration", type=Path, help=(
         "a file that mm-plan calibrate has written (default: every FLOP takes the same time)"))
+    _add_accept(lists)
     lists.add_argument("--memory-gib", type=_count, help=(
         "GiB of memory that a rank may need; lists that need more are not proposed (default: no limit)"))
     lists.set_defaults(run=_lists)
     return parser
+
+
+def _add_accept(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(ACCEPT, action="store_true", help=ACCEPT_HELP)
 
 
 def _count(text: str) -> int:
@@ -146,16 +153,9 @@ def _calibrate(flags: argparse.Namespace, training: Sequence[str]) -> None:
           f"most {worst.error:.0%} ({worst.key.kind})")
 
 
-def _calibration(path: Path, run: Run) -> Calibration:
-    """Read it, and print how it differs from ``run``."""
-    found = read_calibration(path)
-    print_notes(_differences(found, run), sys.stderr)
-    return found
-
-
 def _predict(flags: argparse.Namespace, training: Sequence[str]) -> None:
     run = _run(training)
-    calibration = _calibration(flags.calibration, run)
+    calibration = calibration_for(flags.calibration, run, flags.accept_calibration)
     lengths, predictor = _lengths(run), Predictor(run, calibration)
     workload = workload_of(run, lengths)
     print(printable(prediction_report(run, calibration, workload, predictor.predict(workload))))
@@ -165,7 +165,7 @@ def _predict(flags: argparse.Namespace, training: Sequence[str]) -> None:
 
 def _compare(flags: argparse.Namespace, training: Sequence[str]) -> None:
     run = _run(training)
-    calibration = _calibration(flags.calibration, run)
+    calibration = calibration_for(flags.calibration, run, flags.accept_calibration)
     print(printable(compared(Predictor(run, calibration), flags.folder, flags.output, flags.timeline)))
 
 
@@ -178,7 +178,7 @@ def _lists(flags: argparse.Namespace, training: Sequence[str]) -> None:
         calibration = calibration_by_flops(run.model, Cutting(run.tp_size, run.args.sequence_parallel),
                                            run.args.precision)
     else:
-        calibration = _calibration(flags.calibration, run)
+        calibration = calibration_for(flags.calibration, run, flags.accept_calibration)
     judged = judge(run, Predictor(run, calibration), workload_of(run, _lengths(run)),
                    None if flags.memory_gib is None else flags.memory_gib << 30)
     print(printable(lists_report(run, judged, has_times=flags.calibration is not None)))
@@ -193,14 +193,3 @@ def _lengths(run: Run) -> HasLengths:
 def _run(training: Sequence[str]) -> Run:
     """The run that the training flags describe; it need not be possible here."""
     return load_run([*training, *([] if "--dry-run" in training else ["--dry-run"])])
-
-
-def _differences(calibration: Calibration, run: Run) -> list[str]:
-    """What the calibration was measured with and the run will not have."""
-    found = []
-    if calibration.machine.precision != run.args.precision:
-        found.append(f"the calibration is in {calibration.machine.precision}, the run in {run.args.precision}")
-    here = json.loads(json.dumps(software()))
-    found += [f"the calibration was measured with {name} {was}, here is {here.get(name)}"
-              for name, was in calibration.machine.versions.items() if here.get(name) != was]
-    return found

@@ -1,20 +1,30 @@
-"""The text of ``mm-plan`` without a command."""
+"""The report of ``mm-plan`` without a command: for the terminal, and as an HTML page with the timeline of a step."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from mm.config.run import Run
+from mm.data.lengths import HasLengths
 from mm.device.platform import KnownDevice
 from mm.plan.choices import AS_GIVEN, ENCODERS, Choice
 from mm.plan.costs import COUNTS
+from mm.plan.drawn import predicted_timeline
 from mm.plan.lists import Lists
+from mm.plan.predict import Predictor
 from mm.plan.search import Planned, SearchResult
 from mm.plan.waits import waits_of
+from mm.report import Bars, Histogram, Report, Table, page
+from mm.timeline.picture import draw
 
 MIN_SPEEDUP = 1.01
 """Least speedup for which the report advises a change."""
 _HEAD = ("", "TP", "CP", "PP", "VPP", "DP", "MBS", "samples", "encoder", "recompute", "step, s", "90% interval",
          "tok/s/device", "MFU", "waits", "GiB")
+_MAX_SAMPLES = 20_000
+"""Samples in the histograms of the page."""
+_MAX_CHANGES = 5
 
 
 @dataclass(frozen=True)
@@ -23,6 +33,7 @@ class LayoutPlan:
 
     run: Run
     """The run as given."""
+    lengths: HasLengths
     device: KnownDevice | None
     calibration: str
     """The source of the predictions."""
@@ -34,39 +45,79 @@ class LayoutPlan:
     present_problems: tuple[str, ...]
     changes: tuple[tuple[str, Planned], ...]
     """What each single change of the present layout gives, best first."""
+    learnt: tuple[tuple[str, Planned], ...]
+    """The best layout after changes that alter what is learnt."""
     max_bytes: int | None
 
 
-def layout_report(plan: LayoutPlan) -> str:
-    """One sentence of advice, then the layouts, why the best is best, what limits it, and single changes."""
-    best, rows = plan.found.ranking[0], [*plan.found.ranking]
-    lines = [f"Advice    {_advice(plan, best)}", f"Based on  {plan.calibration}", f"Data      {_data(best)}", ""]
-    table = [_HEAD, *(_row(str(number), one, plan) for number, one in enumerate(rows, 1))]
-    if plan.present is not None:
-        table.append(_row("now", plan.present, plan))
-    lines += _aligned(table)
+def layout_report(plan: LayoutPlan) -> Report:
+    """One sentence of advice, why the best is best and what limits it, then the layouts and possible changes."""
+    best, *others = plan.found.ranking
+    rows = [_row(str(number), one, plan) for number, one in enumerate(plan.found.ranking, 1)]
+    rows += [] if plan.present is None else [_row("now", plan.present, plan)]
+    tables = [Table("Layouts: all train on the same samples in each step, with the same loss and gradients", _HEAD,
+                    tuple(rows))]
+    if plan.changes and plan.present is not None:
+        base = plan.present.step.seconds
+        tables.append(Table("Single changes of the present layout", ("change", "step, s", "speed"), tuple(
+            (what, f"{one.step.seconds:.4g}", f"{base / one.step.seconds - 1:+.1%}")
+            for what, one in plan.changes[:_MAX_CHANGES])))
+    if plan.learnt:
+        base = _samples_per_second(best)
+        head = ("change", "step, s", "samples/s", "GiB")
+        tables.append(Table("Changes of what is learnt, with layout 1", head, tuple(
+            (what, f"{one.step.seconds:.4g}", f"{_samples_per_second(one) / base - 1:+.1%}",
+             f"{one.peak_bytes / 2**30:.1f}") for what, one in plan.learnt)))
+    limit = None if plan.max_bytes is None else plan.max_bytes / 2**30
+    memory = tuple((f"stage {stage}", num_bytes / 2**30) for stage, num_bytes in enumerate(best.stage_bytes))
+    return Report(
+        f"Layouts for {plan.run.world_size} ranks and {plan.run.args.mm_model}", tuple(_facts(plan, best, others)),
+        tuple(tables), bars=(Bars("Memory of layout 1", "GiB per rank", memory, limit),))
+
+
+def layout_page(plan: LayoutPlan, report: Report) -> str:
+    """The report as a page of its own, with the lengths of the samples and the predicted step of layout 1."""
+    best = plan.found.ranking[0]
+    numbers = np.arange(len(plan.lengths))
+    if len(numbers) > _MAX_SAMPLES:
+        numbers = np.sort(np.random.default_rng(0).choice(numbers, _MAX_SAMPLES, replace=False))
+    sizes = plan.lengths.of(numbers)
+    histograms = (Histogram.of("Tokens", "per sample", sizes.num_tokens),
+                  Histogram.of("Patches", "per sample", sizes.num_patches))
+    predictor = Predictor(best.run, best.predictor.calibration)
+    entering = predictor.entering(predictor.slowest(best.workload.steps[0]))
+    step = draw([predicted_timeline(predictor, [entering], 1)])
+    body = replace(report, histograms=histograms).body()
+    return page(report.title, f"{body}\n<h2>The slowest replica of layout 1 in a step</h2>\n{step}")
+
+
+def _facts(plan: LayoutPlan, best: Planned, others: Sequence[Planned]) -> Iterator[tuple[str, str]]:
+    yield "Advice", _advice(plan, best)
+    yield "Based on", plan.calibration
+    yield "Data", _data(best)
     vision, language = Lists.of(best.run.model).values()
-    lines += ["", f"Lists     layout 1: image_encoder.vision_encoder.pipeline_num_layers: {vision}",
-              f"          text_decoder.pipeline_num_layers: {language}"]
-    lines += [f"Waits     {_waits(best)}"] if best.choice.num_stages > 1 else []
-    lines += [f"Why not 2 {_difference(best, rows[1])}"] if len(rows) > 1 else []
-    lines.append(f"Searched  {plan.found.num_considered} layouts in {plan.seconds:.1f} s; no layout that fits can "
-                 f"take less than {plan.found.least:.4g} s, whatever its lists, so layout 1 is at most "
-                 f"{best.step.seconds / plan.found.least - 1:.1%} slower than the best possible")
+    yield "ViT", f"layout 1: image_encoder.vision_encoder.pipeline_num_layers: {vision}"
+    yield "LLM", f"layout 1: text_decoder.pipeline_num_layers: {language}"
+    if best.choice.num_stages > 1:
+        yield "Waits", _waits(best)
+    if others:
+        yield "Why not 2", _difference(best, others[0])
+    yield "Searched", (
+        f"{plan.found.num_considered} layouts in {plan.seconds:.1f} s; no layout that fits can take less than "
+        f"{plan.found.least:.4g} s, whatever its lists, so layout 1 is at most "
+        f"{best.step.seconds / plan.found.least - 1:.1%} slower than the best possible")
     if plan.max_bytes is not None:
-        lines.append(f"Memory    at most {plan.max_bytes / 2**30:.1f} GiB per rank; no lists that fit were found for "
-                     f"{plan.found.num_too_large} layouts")
-    lines += [f"Refused   {reason}" for reason in plan.found.refusals[:2]]
-    lines += _present_lines(plan)
-    lines.append("All of these train on the same samples in each step, with the same loss and gradients.")
-    return "\n".join(lines)
+        count = plan.found.num_too_large
+        yield "Memory", (f"at most {plan.max_bytes / 2**30:.1f} GiB per rank"
+                         f"{f'; no lists that fit were found for {count} layouts' if count else ''}")
+    yield from (("Refused", reason) for reason in plan.found.refusals[:2])
+    yield "Now", _now(plan)
 
 
 def _advice(plan: LayoutPlan, best: Planned) -> str:
-    words = _words(best.choice, best.run.dp_size)
+    seconds = f"{_words(best.choice, best.run.dp_size)}: {best.step.seconds:.3g} s per step"
     if plan.present is None:
-        return f"{words}: {best.step.seconds:.3g} s per step"
-    seconds = f"{words}: {best.step.seconds:.3g} s per step"
+        return seconds
     if plan.max_bytes is not None and plan.present.peak_bytes > plan.max_bytes:
         return f"{seconds}; the present layout does not fit; --write DIR writes the new one"
     gain = plan.present.step.seconds / best.step.seconds
@@ -103,9 +154,8 @@ def _row(name: str, one: Planned, plan: LayoutPlan) -> tuple[str, ...]:
             f"{one.peak_bytes / 2**30:.1f}")
 
 
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+def _samples_per_second(one: Planned) -> float:
+    return one.run.global_batch_size / one.step.seconds
 
 
 def _waits(one: Planned) -> str:
@@ -127,14 +177,13 @@ def _difference(best: Planned, other: Planned) -> str:
     return f"{share:+.1%}{uncertain}; most of it: {name}, {more[name]:+.3g} s"
 
 
-def _present_lines(plan: LayoutPlan) -> list[str]:
+def _now(plan: LayoutPlan) -> str:
     if plan.present_problems:
-        return ["Now       the present layout is not legal: " + "; ".join(plan.present_problems)]
+        return "the present layout is not legal: " + "; ".join(plan.present_problems)
     if plan.present is None:
-        return ["Now       the calibration lacks blocks of the present layout"]
+        return "the calibration lacks blocks of the present layout"
     gains = [(what, plan.present.step.seconds / one.step.seconds - 1) for what, one in plan.changes]
-    helpful = [f"{what} ({gain:+.1%} speed)" for what, gain in gains if gain > 0.005]
-    if not helpful:
-        return ["Now       no single change of the present layout makes it more than 0.5 % faster"]
-    return [f"Now       the one change that gains most: {helpful[0]}"
-            f"{'; others: ' + ', '.join(helpful[1:4]) if len(helpful) > 1 else ''}"]
+    what, gain = gains[0] if gains else ("", 0.0)
+    if gain < MIN_SPEEDUP - 1:
+        return f"no single change of the present layout makes it more than {MIN_SPEEDUP - 1:.0%} faster"
+    return f"the one change that gains most: {what} ({gain:+.1%} speed)"

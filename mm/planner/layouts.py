@@ -14,16 +14,18 @@ from mm.data.index.gauge import Gauge
 from mm.data.lengths import HasLengths
 from mm.device.known import KNOWN_DEVICES
 from mm.device.platform import KnownDevice, Links
-from mm.ending import print_notes
 from mm.errors import UserError, nearest, printable
 from mm.plan.by_device import calibration_by_device
-from mm.plan.calibration import Calibration, read_calibration
+from mm.plan.calibration import Calibration
 from mm.plan.choices import AS_GIVEN, ENCODERS, NAMES, RECOMPUTE, SAMPLERS, Choice, choices, present_choice
 from mm.plan.distributions import DISTRIBUTIONS, mixed
+from mm.plan.learnt import other_runs
 from mm.plan.lists import Lists
 from mm.plan.search import LayoutSearch, Planned, SearchResult
-from mm.planner.layout_report import LayoutPlan, layout_report
+from mm.planner.layout_report import LayoutPlan, layout_page, layout_report
+from mm.planner.machine import ACCEPT, ACCEPT_HELP, calibration_for
 from mm.planner.written import write_layout
+from mm.report import check_page, write_page
 
 NUM_SAMPLES = 20_000
 """Samples drawn from the distributions of ``--lengths``."""
@@ -46,6 +48,7 @@ def add_flags(parser: argparse.ArgumentParser, count_of: Callable[[str], int]) -
     parser.add_argument("--calibration", type=Path, help=(
         "a file that mm-plan calibrate has written, instead of published figures; only layouts whose blocks were "
         "measured are considered"))
+    parser.add_argument(ACCEPT, action="store_true", help=ACCEPT_HELP)
     parser.add_argument("--memory-gib", type=count_of, help=(
         f"GiB of memory that a rank may use (default: {MEMORY_SHARE:.0%} of the device's)"))
     parser.add_argument("--node-size", type=count_of, help=(
@@ -57,14 +60,20 @@ def add_flags(parser: argparse.ArgumentParser, count_of: Callable[[str], int]) -
     parser.add_argument("--fix", default="", help=(
         "values to keep, such as TP=2,PP=4, or several for one name, such as MBS=1/2; names: " + ", ".join(NAMES)))
     parser.add_argument("--top", type=count_of, default=_NUM_SHOWN, help="layouts to show (default: %(default)s)")
+    parser.add_argument("--html", type=Path, help=(
+        "also write the report to this HTML file, with the lengths of the samples and the timeline of a step"))
     parser.add_argument("--write", type=Path, help=(
         "directory for the best layout: model.json, data.json, and layout.sh with the variables of the scripts"))
 
 
 def layouts(flags: argparse.Namespace, training: Sequence[str]) -> Iterator[str]:
-    """Search, and return the report.  With ``--write``, also write the best layout."""
+    """Search, and return the report.  With ``--html`` and ``--write``, also write it and the best layout."""
+    check_page(flags.html)
     plan = _planned(flags, training)
-    yield printable(layout_report(plan))
+    report = layout_report(plan)
+    yield report.text()
+    if flags.html is not None:
+        yield "\n" + write_page(flags.html, layout_page(plan, report))
     if flags.write is not None:
         yield printable(write_layout(flags.write, plan.found.ranking[0], plan.run))
 
@@ -92,7 +101,8 @@ def _planned(flags: argparse.Namespace, training: Sequence[str]) -> LayoutPlan:
     problems = tuple(parallel_problems(run))
     present = None if problems else _present(search, run)
     changes = () if present is None else _changes(search, present, legal)
-    return LayoutPlan(run, device, what, found, seconds, present, problems, changes, max_bytes)
+    learnt = tuple(_learnt(found.ranking[0], run, lengths, calibrate, max_bytes))
+    return LayoutPlan(run, lengths, device, what, found, seconds, present, problems, changes, learnt, max_bytes)
 
 
 def _labels() -> list[str]:
@@ -127,10 +137,7 @@ def _calibrations(
         return (lambda one: calibration_by_device(one, device, links)), (
             f"published figures of {device.label} ({device.reference}), {links.node_size} devices per node, "
             f"{links.between * 8 / 1e9:.0f} Gbit/s each to other nodes; usual efficiencies; nothing was measured")
-    found = read_calibration(flags.calibration)
-    if found.machine.precision != run.args.precision:
-        print_notes([f"the calibration was measured in {found.machine.precision}, but the run is in "
-                     f"{run.args.precision}"])
+    found = calibration_for(flags.calibration, run, flags.accept_calibration)
     return (lambda _: found), f"{flags.calibration}: {found.machine.device}, {found.date}"
 
 
@@ -222,3 +229,15 @@ def _changes(search: LayoutSearch, present: Planned, legal: Sequence[Choice]) ->
             if Lists.of(one.run.model) != Lists.of(present.run.model) or field != "lists":
                 found.append((f"{name}{value}", one))
     return tuple(sorted(found, key=lambda one: one[1].step.seconds))
+
+
+def _learnt(
+    best: Planned, run: Run, lengths: HasLengths, calibrate: Callable[[Run], Calibration], max_bytes: int | None
+) -> Iterator[tuple[str, Planned]]:
+    """The best layout after changes that alter what is learnt, with the best lists; those that cannot be predicted or
+    do not fit are left out."""
+    for other in other_runs(run, lengths):
+        if list(parallel_problems(best.choice.applied(other.run))):
+            continue
+        search = LayoutSearch(other.run, calibrate, other.lengths, max_bytes, NUM_STEPS)
+        yield from ((other.what, one) for one in search.best([best.choice], 1, num_searched=1).ranking)

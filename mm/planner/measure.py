@@ -6,17 +6,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from mm.batch import BatchTotals, Grid, Microbatch
+from mm.batch import Grid
 from mm.config.flags import Arguments
 from mm.config.layers import layers_in
 from mm.config.model import ModelConfig
 from mm.device.device import Device
 from mm.parallel import mesh as parallel
-from mm.plan.calibration import Calibration, Machine, MeasuredBlock
-from mm.plan.costs import BlockCosts, Cutting, counts_of, slot_costs
+from mm.plan.calibration import BlockKey, Calibration, Machine, MeasuredBlock
 from mm.plan.lists import one_stage
 from mm.planner.links import all_reduce_laws, message_law
-from mm.planner.pipelines import pass_seconds, seconds_of_microbatch, two_stages
+from mm.planner.pipelines import seconds_between_passes
 from mm.planner.probes import Prober, probe_model
 from mm.planner.samples import random_microbatch
 from mm.planner.updates import step_law
@@ -43,7 +42,7 @@ def measure(
     """
     model = replace(model, encoder_placement="cut")
     microbatches = [random_microbatch(model, samples) for samples in _samples(model, sizes)]
-    blocks: dict[object, MeasuredBlock] = {}
+    blocks: dict[BlockKey, MeasuredBlock] = {}
     passes: list[float] = []
     found = None
     for tp_size in tp_sizes:
@@ -54,9 +53,8 @@ def measure(
         own = replace(args, sequence_parallel=args.sequence_parallel and tp_size > 1)
         prober = Prober(device, mesh, own, microbatches)
         for variant in variants(model):
-            measured, more = prober.blocks(variant)
-            blocks |= {one.key: one for one in measured if one.key not in blocks}
-            passes += more
+            blocks |= {one.key: one for one in prober.blocks(variant, blocks.keys())}
+        passes += prober.passes
         parallel.stop_mesh()
     assert found is not None, "there is at least one size"
     step, message, all_reduce, world_size = found
@@ -66,18 +64,8 @@ def measure(
     if world_size % 2:
         return calibration
     smallest = min(microbatches, key=lambda one: one.num_tokens if one.image_grids else math.inf)
-    in_pipeline = seconds_of_microbatch(device, args, model, smallest)
-    return replace(calibration, pipeline_pass=_pipeline_pass(model, smallest, in_pipeline, calibration))
-
-
-def _pipeline_pass(
-    model: ModelConfig, microbatch: Microbatch, in_pipeline: float, calibration: Calibration
-) -> float:  # fmt: skip
-    """What a pass in the pipeline takes beyond what the laws say of its blocks."""
-    small = two_stages(model)
-    costs = BlockCosts.of(small, Cutting(1, sequence_parallel=False), replace(calibration, chunk_pass=0.0))
-    (stages,) = slot_costs(costs, small, counts_of([BatchTotals.of([microbatch], small.vision)]))
-    return pass_seconds(in_pipeline, [(one.forward, one.backward) for one in stages])
+    between = seconds_between_passes(device, args, model, smallest)
+    return replace(calibration, pipeline_pass=calibration.chunk_pass + between)
 
 
 def variants(model: ModelConfig) -> Iterator[ModelConfig]:

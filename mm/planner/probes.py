@@ -5,8 +5,10 @@ difference of their times is the time of that block.  Forward and backward run a
 into its gradient buffers, and on a CPU with as many processes at a time as will train.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import islice
 from statistics import median
 from typing import Any
 
@@ -26,14 +28,17 @@ from mm.parallel.activity import Journal
 from mm.parallel.megatron import ddp_config, parallel_config
 from mm.parallel.mesh import Mesh
 from mm.parallel.pipeline import message_shape, piece_shape
-from mm.plan.calibration import BlockLaws, MeasuredBlock
+from mm.plan.calibration import BlockKey, BlockLaws, MeasuredBlock
 from mm.plan.costs import Cutting, block_keys
 from mm.plan.laws import Law, Timed, fitted, relative_errors
 from mm.planner.links import mean_of_ranks
 from mm.weights.table import Place
 from mm.weights.trained import GradientPath
 
-NUM_REPEATS = 5
+NUM_REPEATS = 3, 9
+"""Fewest and most repeats of a measurement, besides the first, which warms up."""
+SECONDS_EACH = 0.3
+"""A measurement is repeated for about this long: short ones vary more, and cost less."""
 _VISION = (1, 1, 3, 1, 1, 0, 0, 0, 0)
 _LANGUAGE = (0, 0, 0, 0, 0, 1, 1, 3, 1)
 _FULL_SLOT, _FULL_LAYER = 3, 5
@@ -82,25 +87,30 @@ class Prober:
     def __init__(self, device: Device, mesh: Mesh, args: Arguments, microbatches: Sequence[Microbatch]) -> None:
         self._device, self._mesh, self._args = device, mesh, args
         self._microbatches = microbatches
+        self.passes: list[float] = []
+        """The host's seconds for passes of a chunk that were measured so far."""
 
-    def blocks(self, model: ModelConfig) -> tuple[tuple[MeasuredBlock, ...], list[float]]:
-        """Measure every kind of block of ``model``, a probe; and the host's seconds for each pass of a chunk."""
-        slots = [self._slot(model, slot) for slot in range(len(_VISION))]
-        measured, passes = [], []
-        for one in _LAYERS:
+    def blocks(self, model: ModelConfig, known: Set[BlockKey]) -> tuple[MeasuredBlock, ...]:
+        """Measure the kinds of blocks of ``model``, a probe, that are not ``known``."""
+        keys = block_keys(model, Cutting(self._mesh.tp_size, self._args.sequence_parallel), has_images=True)
+        layers, others = ([one for one in some if keys[one.place] not in known] for some in (_LAYERS, _OTHERS))
+        wanted = sorted({slot for one in (*layers, *others) for slot in (one.more, one.less) if slot is not None})
+        slots = {slot: self._slot(model, slot) for slot in wanted}
+        measured = []
+        for one in layers:
             own = {direction: self._difference(slots, one, direction) for direction in ("forward", "backward")}
             measured.append(self._block(model, one.place, own))
             for direction, times in own.items():
                 alone = getattr(slots[one.less or 0], direction)
-                passes += [alone[number] - times[number] for number in times if times[number] > 0]
-        usual = max(0.0, median(passes)) if passes else 0.0
-        for one in _OTHERS:
+                self.passes += [alone[number] - times[number] for number in times if times[number] > 0]
+        usual = max(0.0, median(self.passes)) if self.passes else 0.0
+        for one in others:
             own = {direction: self._difference(slots, one, direction, usual) for direction in ("forward", "backward")}
             measured.append(self._block(model, one.place, own))
-        return tuple(measured), passes
+        return tuple(measured)
 
     def _difference(
-        self, slots: Sequence[SlotTimes], one: _Difference, direction: str, chunk_pass: float = 0.0
+        self, slots: Mapping[int, SlotTimes], one: _Difference, direction: str, chunk_pass: float = 0.0
     ) -> dict[int, float]:
         """Seconds of a block in one direction, by microbatch."""
         more: Mapping[int, float] = getattr(slots[one.more], direction)
@@ -139,18 +149,22 @@ class Prober:
         for number, microbatch in enumerate(self._microbatches):
             if chunk.spec.vision_layers and not microbatch.image_grids:
                 continue
-            found = list(self._times(model, chunk, wrapped, microbatch))
+            times = self._times(model, chunk, wrapped, microbatch)
+            warm_up = mean_of_ranks(sum(next(times)), self._mesh)
+            fewest, most = NUM_REPEATS
+            num_repeats = min(most, max(fewest, math.ceil(SECONDS_EACH / warm_up)))
+            found = list(islice(times, num_repeats))
             forward[number], backward[number] = (self._agreed([one[side] for one in found]) for side in (0, 1))
         return SlotTimes(forward, backward)
 
     def _times(
         self, model: ModelConfig, chunk: Chunk, wrapped: DistributedDataParallel, microbatch: Microbatch
     ) -> Iterator[tuple[float, float]]:
-        """Seconds of forward and backward, again and again; the first, which warms up, is left out."""
+        """Seconds of forward and backward, again and again; the first warms up."""
         device, totals = self._device, BatchTotals.of([microbatch], model.vision)
         received = self._received(model, chunk, microbatch)
         gradients.begin([wrapped], device.kernels.overwrites)
-        for repeat in range(NUM_REPEATS + 1):
+        while True:
             dist.barrier()
             device.synchronize()
             marks = [device.mark()]
@@ -163,8 +177,7 @@ class Prober:
             marks.append(device.mark())
             device.synchronize()
             began, middle, ended = device.seconds_of(marks)
-            if repeat:
-                yield middle - began, ended - middle
+            yield middle - began, ended - middle
 
     def _received(self, model: ModelConfig, chunk: Chunk, microbatch: Microbatch) -> Tensor | None:
         shape = message_shape(chunk.spec.receives, microbatch, model, self._mesh.context)

@@ -54,10 +54,10 @@ _LEGEND = 36
 _GREY = "#5a6673"
 
 
-def draw(timelines: Sequence[StepTimeline], trace_name: str, notes: Sequence[str] = ()) -> str:
+def draw(timelines: Sequence[StepTimeline], trace_name: str | None = None, notes: Sequence[str] = ()) -> str:
     """Draw one step as SVG; the first rank of each stage is drawn.
 
-    ``trace_name``: the file with every rank.  ``notes``: lines below the last timeline.
+    ``trace_name``: the file with every rank, if there is one.  ``notes``: lines below the last timeline.
     """
     seconds = max(end - start for start, end in (extent(one.rows) for one in timelines))
     elements: list[str] = []
@@ -110,12 +110,13 @@ def _heading(timeline: StepTimeline, is_one_of_several: bool) -> str:
     return f"{what} step: iteration {timeline.iteration}"
 
 
-def _summary(rows: Sequence[RankRecord], num_ranks: int, trace_name: str) -> str:
+def _summary(rows: Sequence[RankRecord], num_ranks: int, trace_name: str | None) -> str:
     microbatches = {span.activity.microbatch for row in rows for span in row.spans} - {None}
     (start, end), num_chunks = extent(rows), count_chunks(rows)
     chunks = f", each of {num_chunks} chunks" if num_chunks > 1 else ""
+    rest = "" if trace_name is None else f"; {trace_name} has every rank ({num_ranks})"
     return (f"Microbatches: {len(microbatches)}, stages: {len(rows)}{chunks}, time: {1000 * (end - start):.1f} ms. "
-            f"Each row is the first rank of its stage; {trace_name} has every rank ({num_ranks}).")
+            f"Each row is the first rank of its stage{rest}.")
 
 
 def _kinds(spans: Sequence[ActivitySpan]) -> Iterator[tuple[str, ActivitySpan]]:

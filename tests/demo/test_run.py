@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, tensor
 
 from demo import golden
 from demo.even_odd import Learnt
+from demo.planned import Planner
 from demo.run import (
     FULL,
     MINIMUM_EVEN_ODD_ACCURACY,
@@ -21,6 +23,7 @@ from demo.run import (
     DemoError,
     max_abs_diff,
 )
+from mm.plan.calibration import read_calibration
 from tests.files import json_lines
 from tests.launch import warm_python
 
@@ -50,10 +53,22 @@ def test_summary_says_what_was_measured(directory: Path):
         assert overall["num_questions"] == summary["num_even_odd_questions"]
         assert overall["score_percent"] / 100 == summary[f"even_odd_accuracy_{name}_lora"]
     assert 0 <= summary["hf_logits_max_abs_diff"] < 1e-3
-    assert summary["layouts"] == [str(PIPELINE), str(TENSOR)]
+    lists = Planner(directory / "plan", {}).lists()
+    assert summary["layouts"] == [str(replace(PIPELINE, vision=lists[0], language=lists[1])), str(TENSOR)]
     assert summary["final_loss"] == metrics(directory)[-1]["loss"]
     assert 0 <= summary["golden_losses_max_rel_diff"] <= golden.TOLERANCE
     assert set(summary["versions"]) == {"torch", "megatron-core", "transformers"}
+
+
+def test_the_layout_is_planned_and_the_step_compared_with_its_prediction(directory: Path):
+    summary, plan = json.loads((directory / "summary.json").read_text()), directory / "plan"
+    assert read_calibration(plan / "calibration.json").machine.num_processes == 2
+    assert summary["predicted_step_seconds"] > 0 and summary["measured_step_seconds"] > 0
+    assert "Memory of layout 1" in (plan / "report.html").read_text()
+    picture = (plan / f"compared_step_{PICTURED_ITERATION}.svg").read_text()
+    assert picture.index("Predicted step") < picture.index("Measured step")
+    trained = json.loads((directory / "model_tp1_pp2.json").read_text())
+    assert trained == json.loads((plan / "model.json").read_text())
 
 
 def test_the_second_layout_resumes_where_the_first_stopped(directory: Path):

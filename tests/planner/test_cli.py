@@ -16,6 +16,7 @@ from mm.plan.costs import COUNTS
 from mm.plan.predict import Predictor
 from mm.plan.workload import Workload
 from mm.planner import cli
+from mm.version import CODE
 from tests.files import ROOT
 from tests.tiny_inputs import flags_of, write_inputs
 
@@ -114,9 +115,23 @@ def test_lists_are_judged_and_better_ones_found(inputs: Path, capsys: pytest.Cap
     assert "has one pipeline stage, so there are no lists to choose" in text
 
 
-def test_other_versions_are_noted(inputs: Path, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+def test_a_calibration_of_another_machine_is_used_only_with_a_flag(
+    inputs: Path, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
     found = json.loads((inputs / "found.json").read_text())
-    found["machine"]["versions"]["torch"] = "1.0"
-    (tmp_path / "old.json").write_text(json.dumps(found))
-    assert cli.main(["predict", "--calibration", str(tmp_path / "old.json"), "--", *flags_of(inputs, "a run", 1)]) == 0
-    assert "note: the calibration was measured with torch 1.0, here is " in capsys.readouterr().err
+    found["machine"] |= {"device": "H200", "precision": "bf16"}
+    found["machine"]["versions"] |= {"torch": "1.0", CODE: "other"}
+    old = tmp_path / "old.json"
+    old.write_text(json.dumps(found))
+    differences = ("was measured on H200, here is cpu", "was measured in bf16, but the run is in fp32",
+                   "was measured with torch 1.0, here is ")  # fmt: skip
+    training = ["--world-size", "2", *flags_of(inputs, "a run", 2)]
+    for words in (["predict", "--calibration", str(old), "--", *training],
+                  ["lists", "--calibration", str(old), "--", *training],
+                  ["--calibration", str(old), *training]):  # fmt: skip
+        text = said(capsys, 2, *words)
+        assert all(f"{old}: {one}" in text for one in differences) and "add --accept-calibration" in text
+        assert cli.main([*words[:1], "--accept-calibration", *words[1:]] if words[0] != "--calibration" else
+                        ["--accept-calibration", *words]) == 0  # fmt: skip
+        said_too = capsys.readouterr().err
+        assert all(one in said_too for one in (*differences, "was measured with the code in mm/ other, here is "))

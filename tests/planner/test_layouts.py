@@ -1,6 +1,7 @@
 """``mm-plan`` without a command: a report with the best layouts, files that the trainer takes, and bad input."""
 
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -30,12 +31,18 @@ def said(capsys: pytest.CaptureFixture, status: int, *words: str) -> str:
 
 
 def test_the_best_layouts_are_shown_and_the_trainer_takes_the_best(capsys, tmp_path: Path) -> None:
+    html = tmp_path / "report.html"
     text = said(capsys, 0, "--device", "h200", "--fix", "PP=1/2,VPP=1/2,MBS=2/4", "--write", str(tmp_path / "best"),
-                *flags())  # fmt: skip
-    assert text.startswith("Advice    TP ") and "published figures of H200" in text
-    seconds = [float(found) for found in re.findall(r"^ +\d+ .*(?:none|selective|full) +([\d.]+) ", text, re.MULTILINE)]
+                "--html", str(html), *flags())  # fmt: skip
+    assert re.search(r"^Advice +TP ", text, re.MULTILINE) and "published figures of H200" in text
+    seconds = [float(found) for found in re.findall(r"^\d+ .*(?:none|selective|full) +([\d.]+) ", text, re.MULTILINE)]
     assert seconds == sorted(seconds) and len(seconds) >= 2
-    assert re.search(r"^ *now ", text, re.MULTILINE) and "Now       " in text and "Why not 2" in text
+    assert re.search(r"^now ", text, re.MULTILINE) and "Now   " in text and "Why not 2" in text
+    page = html.read_text()
+    for shown in ("Single changes of the present layout", "Changes of what is learnt, with layout 1", "stage 0",
+                  "--global-batch-size 128", "LoRA, r = 16", "images of half as many pixels"):  # fmt: skip
+        assert shown in text and shown in page
+    assert page.count("<figure>") == 2 and "Predicted step: iteration 1" in page and "<script" not in page
     least = float(re.search(r"take less than ([\d.]+) s", text)[1])
     assert least <= seconds[0]
     source = f'set -e; source {tmp_path}/best/layout.sh; NPUS_PER_NODE=8 bash {SHIPPED}/finetune_qwen2_5_vl_7b.sh'
@@ -55,8 +62,16 @@ def test_the_best_layouts_are_shown_and_the_trainer_takes_the_best(capsys, tmp_p
 def test_a_device_that_is_too_small_recomputes_and_splits_more(capsys: pytest.CaptureFixture) -> None:
     large, small = (said(capsys, 0, "--device", device, "--top", "1", *flags(lengths="documents", seq_length=4096))
                     for device in ("h200", "a100 40gb"))
-    peaks = [float(re.search(r"^ *1 .* ([\d.]+)$", text, re.MULTILINE)[1]) for text in (large, small)]
+    peaks = [float(re.search(r"^1 .* ([\d.]+)$", text, re.MULTILINE)[1]) for text in (large, small)]
     assert peaks[1] <= 0.92 * 40 < peaks[0]
+
+
+def test_a_script_plans_its_own_run(tmp_path: Path) -> None:
+    variables = {"MM_PLAN": "--device h200 --lengths llava --fix PP=2,VPP=1,MBS=4 --top 1", "LOG_DIR": str(tmp_path)}
+    done = subprocess.run(["bash", SHIPPED / "finetune_qwen2_5_vl_7b.sh"], cwd=ROOT, env={**os.environ, **variables},
+                          capture_output=True, text=True, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Layouts for 8 ranks" in done.stdout and "192 samples per step" in done.stdout
 
 
 @pytest.mark.parametrize(("words", "message"), [
@@ -82,4 +97,4 @@ def test_what_cannot_be_planned_is_refused(words, message, capsys: pytest.Captur
 def test_a_present_layout_that_is_not_possible_is_explained(capsys: pytest.CaptureFixture) -> None:
     other = flags(world_size=1, global_batch_size=8, lora_target_modules="all-linear")
     text = said(capsys, 0, "--device", "h200", "--fix", "PP=1,MBS=1", *other)
-    assert "Now       the present layout is not legal: The world size is 1, not a multiple of" in text
+    assert re.search("Now +the present layout is not legal: The world size is 1, not a multiple of", text)

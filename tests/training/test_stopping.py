@@ -143,3 +143,29 @@ def test_a_second_signal_ends_a_process_that_is_stuck() -> None:
         process.kill()
     assert process.returncode == 143
     assert took > 2  # signals that come soon after the first are the same request
+
+
+SWALLOWED = """
+import os, signal, sys, time
+from mm.ending import run_command
+
+def work():
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+    except KeyboardInterrupt:
+        print("swallowed", flush=True)
+    try:
+        time.sleep(60)
+    finally:
+        time.sleep(2.5)  # longer than it takes to remind again
+        print("ended", flush=True)
+
+sys.exit(run_command(work, lambda: ""))
+"""
+
+
+def test_a_stop_that_other_code_swallows_is_raised_again_but_does_not_interrupt_the_end() -> None:
+    done = subprocess.run([sys.executable, "-c", SWALLOWED], cwd=ROOT, capture_output=True, text=True, timeout=60,
+                          check=False)  # fmt: skip
+    assert (done.returncode, done.stdout) == (143, "swallowed\nended\n"), done.stderr

@@ -1,0 +1,99 @@
+"""A second prediction for accelerators: the kernels of a step, counted on the meta device, beside ``mm-plan``'s laws.
+
+    python -m benchmarks.plan.meta [--device h100 h200 910b3]
+
+Each kernel takes the longer of its FLOPs and its bytes at the assumed fractions of the device's published figures
+(``mm.plan.by_device``), and its launch.  The laws know only rows and pairs of whole layers.  Both see one process
+without collectives; the kernels are those of CUDA.  Nothing was measured on a device: the steps that
+``benchmarks.device_hour`` measures judge both.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from benchmarks.measure import command, report, table
+from mm.batch import image_pairs, window_pairs
+from mm.config.data import DataConfig
+from mm.config.flags import parse
+from mm.config.run import Run
+from mm.data.lengths import Lengths
+from mm.device.known import KNOWN_DEVICES
+from mm.device.platform import KnownDevice
+from mm.plan.by_device import ATTENTION, LAYER_SECONDS, MEMORY, PRODUCTS, calibration_by_device
+from mm.plan.distributions import WINDOW
+from mm.plan.predict import Predictor
+from mm.plan.workload import Workload, sample_counts
+from tests.meta.device import PHASES, Tally
+from tests.meta.step import Case, trace
+from tests.workload import SAMPLE, num_patches, num_tokens
+
+KERNEL_SECONDS = LAYER_SECONDS / 20
+"""``LAYER_SECONDS`` is that of about twenty kernels."""
+CASES = {
+    "3B": Case("3b"), "3B, ViT frozen": Case("3b", freeze=("vision", "projector")),
+    "3B, recomputed": Case("3b", recompute="full"), "3B, four samples": Case("3b", 4),
+    "7B": Case("7b"), "7B, ViT frozen": Case("7b", freeze=("vision", "projector")),
+    "7B, ViT frozen, recomputed": Case("7b", freeze=("vision", "projector"), recompute="full"),
+}  # fmt: skip
+
+
+def seconds_of(operators: Mapping[str, Tally], device: KnownDevice) -> float:
+    """The seconds of these operators' kernels.  Each operator counts as if all of its kernels were alike."""
+    assert device.peak_flops is not None, "devices are chosen among those with a peak"
+    found = 0.0
+    for name, tally in operators.items():
+        peak = device.peak_flops * (ATTENTION if "attention" in name else PRODUCTS)
+        found += max(tally.flops / peak, tally.num_bytes / (MEMORY * device.memory_bandwidth))
+        found += tally.kernels * KERNEL_SECONDS
+    return found
+
+
+def by_laws(case: Case, device: KnownDevice) -> dict[str, float]:
+    """What ``mm-plan`` predicts of the same step."""
+    model = case.model()
+    args = parse(["--lr", "1e-5", "--train-iters", "1", "--seq-length", "1", "--micro-batch-size", "1", "--mm-model",
+                  "-", "--mm-data", "-", "--use-distributed-optimizer", "--bf16"])  # fmt: skip
+    run = Run(args, model, DataConfig("hf", ("data.json",)), 1)
+    grids, tokens, patches = SAMPLE[0], num_tokens(SAMPLE), num_patches(SAMPLE)
+    columns = (tokens, SAMPLE[1] - 1, len(grids), patches, sum(map(image_pairs, grids)),
+               sum(window_pairs(grid, WINDOW) for grid in grids))  # fmt: skip
+    counts = sample_counts(Lengths(*(np.array([number]) for number in columns))) * case.num_samples
+    found = Predictor(run, calibration_by_device(run, device, device.links)).predict(
+        Workload(((np.repeat(counts, case.num_microbatches, axis=0),),)))
+    return {"passes": found.pipeline, "update": found.update}
+
+
+def rows_of(labels: list[str], names: list[str]) -> Iterator[dict[str, Any]]:
+    devices = [next(one for one in KNOWN_DEVICES if label in one.label.casefold() and one.peak_flops is not None)
+               for label in labels]
+    for name in names:
+        case = CASES[name]
+        traced = trace(case)
+        for device in devices:
+            passes = sum(seconds_of(traced.operators[phase], device) for phase in ("prepare", "forward", "backward"))
+            rest = sum(seconds_of(traced.operators[phase], device) for phase in PHASES
+                       if phase not in ("prepare", "forward", "backward"))
+            laws = by_laws(case, device)
+            yield {"case": name, "device": device.label, "passes_by_kernels": passes, "passes_by_laws": laws["passes"],
+                   "rest_by_kernels": rest, "update_by_laws": laws["update"],
+                   "ratio": laws["passes"] / passes}  # fmt: skip
+
+
+def main(argv: list[str]) -> None:
+    parser = command(__doc__)
+    parser.add_argument("--device", nargs="+", default=["h100", "h200", "910b3"])
+    parser.add_argument("--step", nargs="+", choices=CASES, default=list(CASES))
+    flags = parser.parse_args(argv)
+    rows = list(rows_of(flags.device, flags.step))
+    cells = [(row["case"], row["device"], f"{row['passes_by_kernels']:.4f}", f"{row['passes_by_laws']:.4f}",
+              f"{row['ratio']:.3f}", f"{row['rest_by_kernels']:.4f}", f"{row['update_by_laws']:.4f}") for row in rows]
+    print("\n".join(table(("step", "device", "passes by kernels, s", "by laws, s", "laws / kernels",
+                           "rest by kernels, s", "update by laws, s"), cells)))
+    report(rows, flags.output, prints=False)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,43 @@
+"""Reads calibrations for runs that they were made for: on the same device, with the same versions and precision."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from mm.config.run import Run
+from mm.device.platforms import usable_platform
+from mm.ending import print_notes
+from mm.errors import UserError
+from mm.plan.calibration import Calibration, read_calibration
+from mm.version import CODE, software
+
+ACCEPT = "--accept-calibration"
+ACCEPT_HELP = "use a calibration that was measured on another device, with other versions, or in another precision"
+
+
+def calibration_for(path: Path, run: Run, accepts: bool) -> Calibration:
+    """The calibration in ``path``.  Raises UserError if it was made for other circumstances; with ``accepts``, prints a
+    note instead."""
+    found = read_calibration(path)
+    differences = list(_differences(found, run))
+    if differences and not accepts:
+        raise UserError([f"{path}: {one}; measure again with `mm-plan calibrate --output {path}`, or add {ACCEPT} if "
+                         f"the run will be like the calibration" for one in differences])
+    now, then = software()[CODE], found.machine.versions.get(CODE)
+    notes = [] if now == then else [f"the calibration was measured with {CODE} {then}, here is {now}"]
+    print_notes([*differences, *notes], sys.stderr)
+    return found
+
+
+def _differences(calibration: Calibration, run: Run) -> Iterator[str]:
+    """What the calibration was measured with and the run will not have."""
+    machine, device = calibration.machine, usable_platform(run.args.device).runtime(0).name
+    if machine.device != device:
+        yield f"was measured on {machine.device}, here is {device}"
+    if machine.precision != run.args.precision:
+        yield f"was measured in {machine.precision}, but the run is in {run.args.precision}"
+    here = json.loads(json.dumps(software()))
+    for name, was in machine.versions.items():
+        if name != CODE and here.get(name) != was:
+            yield f"was measured with {name} {was}, here is {here.get(name)}"
