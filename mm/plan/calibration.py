@@ -17,7 +17,7 @@ from mm.errors import UserError
 from mm.files import write_whole
 from mm.plan.laws import Law
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,18 @@ class Network:
 
 
 @dataclass(frozen=True)
+class DeviceSpeeds:
+    """What one device reaches outside of a model: how much of it the layers use shows where time goes."""
+
+    product_flops: float
+    """FLOP/s of a large matrix product."""
+    copy_bytes: float
+    """Bytes per second read and written by a copy in its memory."""
+    host_bytes: float
+    """Bytes per second copied from pinned memory of the host."""
+
+
+@dataclass(frozen=True)
 class Calibration:
     """The content of a calibration file.  All times are in seconds."""
 
@@ -94,6 +106,8 @@ class Calibration:
     """From one stage to the next, by bytes; None if one process measured alone."""
     all_reduce: Mapping[int, Law]
     """Among so many ranks, by bytes; empty if one process measured alone."""
+    speeds: DeviceSpeeds | None = None
+    """None if nothing was measured."""
     network: Network | None = None
     """None: all ranks are on one node, or connected like those that measured."""
     assumed_error: float | None = None

@@ -9,15 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mm.config.run import Run, load_run
 from mm.data.index.dataset import Dataset
 from mm.data.index.gauge import Gauge
 from mm.data.lengths import HasLengths
-from mm.ending import refused
+from mm.ending import print_notes, refused
 from mm.errors import UserError, printable
 from mm.plan.by_flops import calibration_by_flops
 from mm.plan.calibration import read_calibration
-from mm.plan.costs import Cutting
+from mm.plan.costs import COUNTS, Cutting
 from mm.plan.judge import judge
 from mm.plan.predict import Predictor
 from mm.plan.workload import workload_of
@@ -143,7 +145,7 @@ def _calibrate(flags: argparse.Namespace, training: Sequence[str]) -> None:
                         f"{run.model.vision.num_attention_heads} heads; calibrate measures a ViT that is cut, although "
                         f"this run keeps it whole, so give it a size that does: another one is then not measured")
     words = [sys.executable, "-m", "mm.launch", "--standalone", "--nproc_per_node", str(flags.num_processes), "-m",
-             "mm.planner.rank", str(flags.output.absolute()), *training]
+             "mm.planner.rank", str(flags.output.absolute()), *map(str, _largest_microbatch(run)), *training]
     done = subprocess.run(words, check=False, env={"OMP_NUM_THREADS": "1", **os.environ})
     if done.returncode:
         raise UserError(f"the processes that measure ended with status {done.returncode}; see their messages above")
@@ -151,6 +153,24 @@ def _calibrate(flags: argparse.Namespace, training: Sequence[str]) -> None:
     worst = max(found.blocks, key=lambda one: one.error)
     print(f"written: {printable(str(flags.output))}: {len(found.blocks)} kinds of blocks; laws and times differ by at "
           f"most {worst.error:.0%} ({worst.key.kind})")
+    if (speeds := found.speeds) is not None:
+        print(f"each of {found.machine.num_processes} devices: {speeds.product_flops / 1e12:,.3g} TFLOP/s in matrix "
+              f"products, copies of {speeds.copy_bytes / 1e9:,.3g} GB/s in memory and {speeds.host_bytes / 1e9:,.3g} "
+              f"GB/s from the host")
+
+
+def _largest_microbatch(run: Run) -> tuple[int, int]:
+    """Most tokens and most patches of the microbatches of some steps; without data, those that the flags allow."""
+    num_tokens = run.args.seq_length * run.args.micro_batch_size
+    num_patches = num_tokens * run.model.vision.spatial_merge_size**2 // 2
+    try:
+        steps = workload_of(run, _lengths(run)).steps
+    except UserError as error:
+        print_notes([f"the data cannot be read, so microbatches of up to {num_tokens:,} tokens are measured: {error}"])
+        return num_tokens, num_patches
+    most = np.concatenate([counts for step in steps for counts in step]).max(axis=0)
+    tokens, patches = (int(most[COUNTS.index(name)]) for name in ("num_tokens", "num_patches"))
+    return tokens, patches or num_patches
 
 
 def _predict(flags: argparse.Namespace, training: Sequence[str]) -> None:

@@ -1,6 +1,7 @@
 """``mm-plan`` without a command: which layout trains a run fastest on a device, on its own data."""
 
 import argparse
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -214,7 +215,8 @@ def _present(search: LayoutSearch, run: Run) -> Planned | None:
 
 
 def _changes(search: LayoutSearch, present: Planned, legal: Sequence[Choice]) -> tuple[tuple[str, Planned], ...]:
-    """Layouts that differ from the present one in one field, with their best lists, fastest first."""
+    """Layouts that differ from the present one in one field, with their best lists, fastest first; without those that
+    gain no more than better lists alone."""
     own, found = present.choice, list[tuple[str, Planned]]()
     names = {field: name for name, field in NAMES.items()}
     for field, name in [("lists", "the lists"), *names.items()]:
@@ -228,7 +230,9 @@ def _changes(search: LayoutSearch, present: Planned, legal: Sequence[Choice]) ->
             value = "" if field == "lists" else f" {getattr(own, field)} -> {getattr(one.choice, field)}"
             if Lists.of(one.run.model) != Lists.of(present.run.model) or field != "lists":
                 found.append((f"{name}{value}", one))
-    return tuple(sorted(found, key=lambda one: one[1].step.seconds))
+    best_lists = min((one.step.seconds for name, one in found if name == "the lists"), default=math.inf)
+    return tuple(sorted((both for both in found if both[0] == "the lists" or both[1].step.seconds < best_lists),
+                        key=lambda both: both[1].step.seconds))
 
 
 def _learnt(

@@ -25,7 +25,7 @@ def calibration_for(path: Path, run: Run, accepts: bool) -> Calibration:
         raise UserError([f"{path}: {one}; measure again with `mm-plan calibrate --output {path}`, or add {ACCEPT} if "
                          f"the run will be like the calibration" for one in differences])
     now, then = software()[CODE], found.machine.versions.get(CODE)
-    notes = [] if now == then else [f"the calibration was measured with {CODE} {then}, here is {now}"]
+    notes = [] if then in (None, now) else [f"the calibration was measured with {CODE} {then}, here is {now}"]
     print_notes([*differences, *notes], sys.stderr)
     return found
 

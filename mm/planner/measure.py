@@ -12,12 +12,14 @@ from mm.config.layers import layers_in
 from mm.config.model import ModelConfig
 from mm.device.device import Device
 from mm.parallel import mesh as parallel
+from mm.parallel.megatron import DTYPES
 from mm.plan.calibration import BlockKey, Calibration, Machine, MeasuredBlock
 from mm.plan.lists import one_stage
 from mm.planner.links import all_reduce_laws, message_law
 from mm.planner.pipelines import seconds_between_passes
 from mm.planner.probes import Prober, probe_model
 from mm.planner.samples import random_microbatch
+from mm.planner.speeds import measured_speeds
 from mm.planner.updates import step_law
 from mm.version import software
 
@@ -49,7 +51,7 @@ def measure(
         mesh = parallel.start(device, one_stage(model), tp_size)
         if found is None:
             found = (step_law(device, mesh, args, model), message_law(device, mesh), all_reduce_laws(device, mesh),
-                     mesh.world_size)
+                     measured_speeds(device, mesh, model, DTYPES[args.precision], sizes.num_tokens), mesh.world_size)
         own = replace(args, sequence_parallel=args.sequence_parallel and tp_size > 1)
         prober = Prober(device, mesh, own, microbatches)
         for variant in variants(model):
@@ -57,10 +59,10 @@ def measure(
         passes += prober.passes
         parallel.stop_mesh()
     assert found is not None, "there is at least one size"
-    step, message, all_reduce, world_size = found
+    step, message, all_reduce, speeds, world_size = found
     machine = Machine(device.name, args.precision, world_size, software())
     calibration = Calibration(machine, time.strftime("%Y-%m-%d"), tuple(blocks.values()), max(0.0, median(passes)),
-                              None, step, message, all_reduce)
+                              None, step, message, all_reduce, speeds)
     if world_size % 2:
         return calibration
     smallest = min(microbatches, key=lambda one: one.num_tokens if one.image_grids else math.inf)

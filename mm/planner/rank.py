@@ -1,4 +1,4 @@
-"""One rank of ``mm-plan calibrate``: ``python -m mm.planner.rank FILE FLAGS`` under a launcher."""
+"""One rank of ``mm-plan calibrate``: ``python -m mm.planner.rank FILE TOKENS PATCHES FLAGS`` under a launcher."""
 
 import sys
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ from mm.ending import is_first_rank, run_command, status_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure; rank 0 writes the file.  Returns the exit status."""
+    """Measure microbatches of up to so many tokens and patches; rank 0 writes the file.  Returns the exit status."""
     words = sys.argv[1:] if argv is None else argv
     return run_command(lambda: status_of(lambda: _measure(words)), lambda: "nothing was written", is_rank=True)
 
 
 def _measure(words: Sequence[str]) -> int:
-    output, training = Path(words[0]), [*words[1:], *([] if "--dry-run" in words else ["--dry-run"])]
-    run = load_run(training, environment={})
+    output, (num_tokens, num_patches) = Path(words[0]), map(int, words[1:3])
+    run = load_run([*words[3:], *([] if "--dry-run" in words else ["--dry-run"])], environment={})
     from mm.device.device import Device
 
     device = Device.pick(run.args.device, run.args.deterministic_mode)
@@ -24,8 +24,7 @@ def _measure(words: Sequence[str]) -> int:
     from mm.parallel import mesh as parallel
     from mm.planner.measure import ProbeSizes, measure
 
-    num_tokens = run.args.seq_length * run.args.micro_batch_size
-    sizes = ProbeSizes(num_tokens, num_tokens * run.model.vision.spatial_merge_size**2 // 2)
+    sizes = ProbeSizes(num_tokens, num_patches)
     found = measure(device, run.args, run.model, sorted({1, run.tp_size}), sizes)
     if is_first_rank():
         found.write(output)

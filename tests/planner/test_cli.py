@@ -1,5 +1,6 @@
 """``mm-plan`` from the command line: real processes measure this machine, runs are predicted from what they wrote."""
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -29,6 +30,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "kinds of blocks; laws and times differ by at most" in done.stdout
+    assert "each of 2 devices: " in done.stdout and "TFLOP/s in matrix products" in done.stdout
     return folder
 
 
@@ -49,6 +51,7 @@ def test_every_kind_of_block_is_measured_in_every_way_that_training_uses_it(inpu
     assert found.message is not None
     assert found.message.seconds(1 << 20) > 0
     assert found.step.seconds(1e6) > 0
+    assert found.speeds is not None and min(dataclasses.astuple(found.speeds)) > 0
     assert found.pipeline_pass is not None and found.pipeline_pass >= 0
 
 
@@ -82,7 +85,7 @@ def test_what_cannot_be_predicted_is_refused(inputs: Path, capsys: pytest.Captur
     text = said(capsys, 2, "predict", "--calibration", inputs / "found.json", "--", *flags, "--lora-r", "4",
                 "--lora-target-modules", "all-linear")  # fmt: skip
     assert "the calibration has no " in text and "run mm-plan calibrate with the flags of this run" in text
-    for name, content, message in (("old", {**found, "format": 0}, "the format is 0; expected 1"),
+    for name, content, message in (("old", {**found, "format": 0}, "the format is 0; expected 2"),
                                    ("odd", {**found, "blocks": 3}, "blocks: "), ("list", [], "the format is None")):
         (tmp_path / name).write_text(json.dumps(content))
         assert message in said(capsys, 2, "predict", "--calibration", tmp_path / name, "--", *flags)
@@ -128,10 +131,10 @@ def test_a_calibration_of_another_machine_is_used_only_with_a_flag(
     training = ["--world-size", "2", *flags_of(inputs, "a run", 2)]
     for words in (["predict", "--calibration", str(old), "--", *training],
                   ["lists", "--calibration", str(old), "--", *training],
-                  ["--calibration", str(old), *training]):  # fmt: skip
+                  ["--calibration", str(old), "--fix", "PP=1/2", "--", *training]):  # fmt: skip
         text = said(capsys, 2, *words)
         assert all(f"{old}: {one}" in text for one in differences) and "add --accept-calibration" in text
-        assert cli.main([*words[:1], "--accept-calibration", *words[1:]] if words[0] != "--calibration" else
-                        ["--accept-calibration", *words]) == 0  # fmt: skip
+        place = words.index("--calibration")
+        assert cli.main([*words[:place], "--accept-calibration", *words[place:]]) == 0
         said_too = capsys.readouterr().err
         assert all(one in said_too for one in (*differences, "was measured with the code in mm/ other, here is "))

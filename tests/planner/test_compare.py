@@ -31,8 +31,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = calibration_by_flops(settings.model, Cutting(1, sequence_parallel=False), "fp32")
     blocks = tuple(replace(one, laws=BlockLaws(one.laws.forward * 1e-11, one.laws.backward * 1e-11))
                    for one in found.blocks)
-    replace(found, blocks=blocks, chunk_pass=1e-4, pipeline_pass=3e-4, step=Law(1e-4, 1e-9),
-            message=Law(1e-5, 1e-9)).write(folder / "found.json")
+    replace(found, machine=replace(found.machine, device="cpu"), blocks=blocks, chunk_pass=1e-4, pipeline_pass=3e-4,
+            step=Law(1e-4, 1e-9), message=Law(1e-5, 1e-9)).write(folder / "found.json")
     return folder
 
 

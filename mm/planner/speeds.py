@@ -1,0 +1,45 @@
+"""Measures how fast this device is outside of a model: matrix products, and copies in its memory and from the host."""
+
+from collections.abc import Callable
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from mm.config.model import ModelConfig
+from mm.device.device import Device
+from mm.parallel.mesh import Mesh
+from mm.plan.calibration import DeviceSpeeds
+from mm.planner.links import mean_of_ranks
+
+NUM_REPEATS = 5
+_COPIED_BYTES = 64 << 20
+_MAX_ROWS = 4096
+
+
+def measured_speeds(device: Device, mesh: Mesh, model: ModelConfig, dtype: torch.dtype, num_rows: int) -> DeviceSpeeds:
+    """The speeds of one rank while all measure.  The product is that of an MLP of the LLM with ``num_rows`` rows."""
+    language, at = model.language, device.torch_device
+    rows, inner, outer = min(num_rows, _MAX_ROWS), language.hidden_size, language.ffn_hidden_size
+    left, right = torch.ones(rows, inner, dtype=dtype, device=at), torch.ones(inner, outer, dtype=dtype, device=at)
+    whole = torch.ones(_COPIED_BYTES, dtype=torch.uint8, device=at)
+    target, on_host = torch.empty_like(whole), device.pin(torch.ones(_COPIED_BYTES, dtype=torch.uint8))
+    return DeviceSpeeds(
+        product_flops=2.0 * rows * inner * outer / _seconds(device, mesh, lambda: torch.mm(left, right)),
+        copy_bytes=2.0 * _COPIED_BYTES / _seconds(device, mesh, lambda: target.copy_(whole)),
+        host_bytes=_COPIED_BYTES / _seconds(device, mesh, lambda: target.copy_(on_host, non_blocking=True)))
+
+
+def _seconds(device: Device, mesh: Mesh, work: Callable[[], object]) -> float:
+    """The median of the repeats, without the first, which warms up; averaged over the ranks."""
+    seconds: list[float] = []
+    for _ in range(NUM_REPEATS + 1):
+        dist.barrier()
+        device.synchronize()
+        marks = [device.mark()]
+        work()
+        marks.append(device.mark())
+        device.synchronize()
+        began, ended = device.seconds_of(marks)
+        seconds.append(ended - began)
+    return mean_of_ranks(median(seconds[1:]), mesh)
