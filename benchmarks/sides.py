@@ -117,7 +117,7 @@ class Ours:
     def batches(self, microbatches: list[Microbatch]) -> list[Microbatch]:
         """The microbatches with this rank's pixels in pinned memory, as the trainer's data thread delivers them."""
         stage, context = self.setup.stage, self.setup.mesh.context
-        own = [own_pixels(deal_images(m, stage.model, context.num_encoders), context) for m in microbatches]
+        own = [own_pixels(m, context) for m in deal_images(microbatches, stage.model, context.num_encoders)]
         return [m if m.pixel_values is None else dataclasses.replace(m, pixel_values=stage.device.pin(m.pixel_values))
                 for m in own]  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Types that data, engine and model share: a packed microbatch, the totals of a batch, the plan of a step."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -186,6 +186,24 @@ def targets_per_segment(microbatch: Microbatch) -> Tensor:
     segments = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     is_target = (microbatch.labels != IGNORE_INDEX).long()
     return torch.zeros_like(lengths).index_add_(0, segments, is_target)
+
+
+def batches_of_encoder(microbatches: Sequence[Microbatch], size: int) -> list[tuple[int, ...]]:
+    """``encoder_batches`` of ``microbatches``."""
+    return encoder_batches([one.skips_vision if one.image_grids else None for one in microbatches], size)
+
+
+def encoder_batches(skip_vision: Sequence[bool | None], size: int) -> list[tuple[int, ...]]:
+    """The numbers of the microbatches whose images pass the ViT together: among each ``size`` consecutive ones, those
+    with images.
+
+    ``skip_vision``: whether each skips the ViT, None without images.  Those that do pass only the projector together.
+    """
+    found: dict[tuple[int, bool], list[int]] = {}
+    for number, skips in enumerate(skip_vision):
+        if skips is not None:
+            found.setdefault((number // size, skips), []).append(number)
+    return [tuple(batch) for batch in found.values()]
 
 
 def image_pairs(grid: Grid) -> int:

@@ -37,6 +37,11 @@ class StageSpec:
     receives: Message
     sends: Message
 
+    @property
+    def has_whole_vit(self) -> bool:
+        """Whether every ViT layer is in this slot, with the projector."""
+        return self.has_patch_embedding and self.has_projector
+
 
 @dataclass(frozen=True)
 class Placement:

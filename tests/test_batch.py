@@ -8,7 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mm.batch import IGNORE_INDEX, BatchTotals, Microbatch, Normalisation, normalised, targets_per_segment
+from mm.batch import (
+    IGNORE_INDEX,
+    BatchTotals,
+    Microbatch,
+    Normalisation,
+    encoder_batches,
+    normalised,
+    targets_per_segment,
+)
 from mm.model.qwen2_5_vl.positions import plan_vision
 from tests.tiny import our_config
 
@@ -114,3 +122,17 @@ def test_normalised_bytes_are_those_of_numpy(dtype, monkeypatch) -> None:
     row = (np.arange(256, dtype=np.float32) / np.float32(255) - mean) / std
     expected = torch.from_numpy(row).flatten().repeat(7, 1).to(dtype)
     assert torch.equal(normalised(patches, rule.constants(), dtype), expected)
+
+
+@given(st.lists(st.sampled_from((None, False, True)), max_size=12), st.integers(1, 5))
+def test_neighbours_with_images_pass_the_vit_together(skip_vision: list[bool | None], size: int) -> None:
+    """Every microbatch with images is in one batch, with all others of its ``size`` neighbours that do as it does."""
+    batches = encoder_batches(skip_vision, size)
+    of_number = {number: batch for batch in batches for number in batch}
+    assert sorted(of_number) == [number for number, skips in enumerate(skip_vision) if skips is not None]
+    assert sum(map(len, batches)) == len(of_number)
+    for one, of_one in of_number.items():
+        assert list(of_one) == sorted(of_one)
+        for other in of_number:
+            are_alike = one // size == other // size and skip_vision[one] == skip_vision[other]
+            assert (other in of_one) == are_alike

@@ -101,6 +101,13 @@ MEMORY_CASES = {
         "3b", layers=FEW_LAYERS, full_attention=FULL, tp_size=2, sequence_parallel=True, whole_encoder=True),
     "3B, few layers, TP 2, frozen whole encoder, adapters": Case(
         "3b", layers=FEW_LAYERS, full_attention=FULL, tp_size=2, freeze=FROZEN_VIT, whole_encoder=True, lora_rank=64),
+    "3B, few layers, four encoded together": Case("3b", 3, num_microbatches=4, layers=FEW_LAYERS, full_attention=FULL,
+                                                  encoder_batch=4),
+    "3B, few layers, three of four encoded together, TP 2, sequence": Case(
+        "3b", 3, num_microbatches=4, layers=FEW_LAYERS, full_attention=FULL, encoder_batch=3, tp_size=2,
+        sequence_parallel=True),
+    "3B, first of two stages, two encoded together": Case(
+        "3b", 4, num_microbatches=4, layers=((4, 0), (1, 3)), full_attention=FULL, encoder_batch=2),
     "3B, few layers, Ulysses 2": Case("3b", layers=FEW_LAYERS, full_attention=FULL, cp_size=2),
     "3B, few layers, Ulysses 4": Case("3b", layers=FEW_LAYERS, full_attention=FULL, cp_size=4, freeze=FROZEN_VIT),
     "3B, few layers, ring of 2": Case("3b", layers=FEW_LAYERS, full_attention=FULL, cp_size=2, is_ring=True),
@@ -197,9 +204,11 @@ def rows_of(step: Trace) -> MicrobatchSizes:
     return MicrobatchSizes(step.num_tokens, step.num_patches, step.num_targets)
 
 
-@pytest.mark.parametrize("name", MEMORY_CASES)
+@pytest.mark.parametrize("name", [
+    name for name, case in MEMORY_CASES.items() if case.encoder_batch in (1, case.num_microbatches)])
 def test_kept_bytes_are_those_of_the_formula(traced, name: str) -> None:
-    """Measured at most 1.5 % off (messages that are on their way), else 0.7 %."""
+    """When the first backward pass begins, which is the peak unless passes of the ViT for several microbatches overlap
+    later.  Measured at most 1.5 % off (messages that are on their way), else 0.7 %."""
     case, step, memory = MEMORY_CASES[name], traced(MEMORY_CASES[name]), formulas(MEMORY_CASES[name])
     (chunk,), rows = memory.chunks, rows_of(step)
     (num_in_flight,) = memory.in_flight(rows, case.num_microbatches)

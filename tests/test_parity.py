@@ -102,6 +102,7 @@ def cases(draw: st.DrawFn) -> Case:
         return tuple(tuple(counts[first : first + pp]) for first in range(0, num_slots, pp))
 
     distributed = draw(st.booleans())
+    encoder_batch = draw(st.integers(1, num_microbatches))
     return Case(
         "drawn", nested(vision), nested(language), tp, dp,
         tied=draw(st.booleans()),
@@ -119,6 +120,7 @@ def cases(draw: st.DrawFn) -> Case:
         logit_rows=draw(st.sampled_from((None, 3))),
         sequence_parallel=tp > 1 and draw(st.booleans()),
         whole_encoder=tp > 1 and draw(st.booleans()),
+        encoder_batch=encoder_batch,
         cp=cp,
         ring=tp * cp > 4 or (cp > 1 and draw(st.booleans())),  # of the 4 heads Ulysses leaves at least one
     )  # fmt: skip

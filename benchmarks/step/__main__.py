@@ -20,8 +20,9 @@ tolerance is missed.
 with one thread each, against transformers in one process with two threads.  transformers is always tuned: fused AdamW,
 SDPA, and its own linear patch embedding instead of the 3-D convolution.
 
-``encoder`` compares two placements of the ViT on two tensor-parallel processes, on batches of pictures with little
-text: cut like the LLM, or whole on both (``encoder_placement``).
+``encoder`` compares ViTs on two tensor-parallel processes, on batches of pictures with little text: cut like the LLM,
+whole on both (``encoder_placement``), or whole with the images of all microbatches in one pass
+(``encoder_batch_microbatches``).
 """
 
 import argparse
@@ -87,7 +88,7 @@ def cpu(flags: argparse.Namespace, own_arguments: list[str]) -> bool:
 
 
 def encoder(flags: argparse.Namespace, own_arguments: list[str]) -> bool:
-    """Time both placements in two new processes; with ``--is-rank``, be one of them."""
+    """Time all encoders in two new processes; with ``--is-rank``, be one of them."""
     if flags.is_rank:
         device = Device.pick("cpu")
         from benchmarks.step.encoder import measure

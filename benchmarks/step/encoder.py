@@ -1,4 +1,5 @@
-"""Times steps of two tensor-parallel ranks, in turn with a ViT cut over both and with a whole ViT on each.
+"""Times steps of two tensor-parallel ranks, in turn with a ViT cut over both, with a whole ViT on each, and with whole
+ViTs that encode the images of all microbatches together.
 
 ``mm-plan``'s ratio stands beside the measured one: this machine is calibrated first.  Started by ``python -m
 benchmarks.step encoder``; import it after ``Device.pick``.
@@ -7,7 +8,7 @@ benchmarks.step encoder``; import it after ``Device.pick``.
 import statistics
 import time
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from benchmarks.step.cpu import model_of
 from mm.batch import BatchTotals, Microbatch
 from mm.config.data import DataConfig
 from mm.config.flags import parse
-from mm.config.model import EncoderPlacement, ModelConfig
+from mm.config.model import ModelConfig
 from mm.config.run import Run
 from mm.device.device import Device
 from mm.plan.costs import counts_of
@@ -38,25 +39,30 @@ PICTURES: dict[str, list[Sample]] = {
     "one": [(((1, 40, 56),), 3 * NUM_TEXT_TOKENS)],
 }  # fmt: skip
 """Samples of a microbatch with little text, whose pictures two ranks can divide evenly, about evenly, or not at all."""
-PLACEMENTS: tuple[EncoderPlacement, ...] = get_args(EncoderPlacement)
+CUT, WHOLE, TOGETHER = "cut", "whole", "together"
+ENCODERS: dict[str, dict[str, Any]] = {
+    CUT: {}, WHOLE: {"encoder_placement": "tensor_ranks"},
+    TOGETHER: {"encoder_placement": "tensor_ranks", "encoder_batch_microbatches": NUM_MICROBATCHES},
+}
+"""Settings of the model JSON."""
 
 
 def measure(device: Device, rounds: int, is_quick: bool, sequence_parallel: bool) -> list[dict[str, Any]] | None:
-    """For each of ``PICTURES``, the time of a step in both placements, and the processor time of the busier rank.
-    Ratios are cut / whole.  Only the first rank returns a result."""
+    """For each of ``PICTURES``, the time of a step with each of ``ENCODERS``, and the processor time of the busier
+    rank.  Ratios are cut / whole and cut / together.  Only the first rank returns a result."""
     torch.set_num_threads(1)
     model = model_of(1, is_quick)
     model = replace(model, vision=replace(model.vision, freeze=False))
     predicted = predicted_ratios(device, model, sequence_parallel)
     tensors = random_tensors(model, device.torch_device, torch.float32)
-    seconds = {name: {placement: list[tuple[float, float]]() for placement in PLACEMENTS} for name in PICTURES}
+    seconds = {name: {encoder: list[tuple[float, float]]() for encoder in ENCODERS} for name in PICTURES}
     firsts: list[tuple[float, float]] = []
     for _ in range(rounds):
-        for placement in PLACEMENTS:
-            ours = Ours(replace(model, encoder_placement=placement), device, "fp32", tensors, 2, sequence_parallel)
+        for encoder, fields in ENCODERS.items():
+            ours = Ours(replace(model, **fields), device, "fp32", tensors, 2, sequence_parallel)
             for name in PICTURES:
                 times, first = _times(ours, batch_of(name, model))
-                seconds[name][placement] += times
+                seconds[name][encoder] += times
                 firsts += [first] if name == next(iter(PICTURES)) else []  # later ones start from other roundings
             ours.close()
     for values in zip(*firsts, strict=True):
@@ -65,31 +71,32 @@ def measure(device: Device, rounds: int, is_quick: bool, sequence_parallel: bool
         return None
     return [
         {"pictures": name, "sequence_parallel": sequence_parallel, "predicted_ratio": predicted[name],
-         **{f"{kind}_ratio": median_ratio(*([one[number] for one in of[placement]] for placement in PLACEMENTS))
+         **{f"{kind}_ratio": {encoder: median_ratio(*([one[number] for one in of[side]] for side in (CUT, encoder)))
+                              for encoder in (WHOLE, TOGETHER)}
             for number, kind in enumerate(("time", "processor"))},
-         **{f"{kind}_seconds": {placement: statistics.median(one[number] for one in times)
-                                for placement, times in of.items()}
+         **{f"{kind}_seconds": {encoder: statistics.median(one[number] for one in times)
+                                for encoder, times in of.items()}
             for number, kind in enumerate(("time", "processor"))},
          **_sizes(name, model)}
         for name, of in seconds.items()
     ]  # fmt: skip
 
 
-def predicted_ratios(device: Device, model: ModelConfig, sequence_parallel: bool) -> dict[str, float]:
-    """The predicted time of a step, cut / whole, for each of ``PICTURES``."""
+def predicted_ratios(device: Device, model: ModelConfig, sequence_parallel: bool) -> dict[str, dict[str, float]]:
+    """The predicted time of a step, cut / whole and cut / together, for each of ``PICTURES``."""
     args = parse(["--lr", "1e-5", "--train-iters", "1", "--seq-length", "1", "--micro-batch-size", "1", "--mm-model",
                   "-", "--mm-data", "-", "--use-distributed-optimizer", "--tensor-model-parallel-size", "2",
                   *(["--sequence-parallel"] if sequence_parallel else [])])  # fmt: skip
     totals = {name: [BatchTotals.of([one], model.vision) for one in batch_of(name, model)] for name in PICTURES}
     sizes = ProbeSizes(max(one.num_tokens for batch in totals.values() for one in batch),
                        max(one.num_patches for batch in totals.values() for one in batch))
-    calibration, found = calibrate(device, args, model, [1, 2], sizes), dict[str, float]()
+    calibration, found = calibrate(device, args, model, [1, 2], sizes), dict[str, dict[str, float]]()
     for name, batch in totals.items():
-        cut, whole = (
-            Predictor(run, calibration).predict(Workload(((counts_of(batch),),))).seconds
-            for placement in PLACEMENTS
-            for run in [Run(args, replace(model, encoder_placement=placement), DataConfig("hf", ("data.json",)), 2)])
-        found[name] = cut / whole
+        seconds = {
+            encoder: Predictor(Run(args, replace(model, **fields), DataConfig("hf", ("data.json",)), 2),
+                               calibration).predict(Workload(((counts_of(batch),),))).seconds
+            for encoder, fields in ENCODERS.items()}
+        found[name] = {encoder: seconds[CUT] / seconds[encoder] for encoder in (WHOLE, TOGETHER)}
     return found
 
 

@@ -181,6 +181,8 @@ class ModelConfig:
     encoder_placement: Annotated[EncoderPlacement, OrDefault] = "cut"
     """How tensor-parallel ranks share the ViT and the projector.  "cut": as in the LLM, each has part of every matrix.
     "tensor_ranks": each has every whole matrix, and tensor- and context-parallel ranks divide the images."""
+    encoder_batch_microbatches: Annotated[Count, OrDefault] = 1
+    """Consecutive microbatches whose images pass the ViT together.  No effect if the ViT is divided over slots."""
     freeze_modules: Annotated[Patterns, OrDefault] = ()
     """Weights that are not trained, in addition to the frozen parts and layers."""
     trainable_modules: Annotated[Patterns, OrDefault] = ()
@@ -224,6 +226,12 @@ class ModelConfig:
     def encodes_whole(self) -> bool:
         """Whether every tensor-parallel rank holds the whole ViT and projector, and encodes images of its own."""
         return self.encoder_placement == "tensor_ranks"
+
+    @property
+    def encoder_batch_size(self) -> int:
+        """``encoder_batch_microbatches`` if one slot has the whole ViT, else 1: no other slot has all patches that the
+        next microbatches will bring."""
+        return self.encoder_batch_microbatches if any(spec.has_whole_vit for spec in self.placement().slots) else 1
 
     @property
     def counts_to_divide(self) -> dict[str, int]:
@@ -295,9 +303,13 @@ def _recompute_notes_of(model: ModelConfig, path: str | Path) -> Iterator[str]:
 
 
 def placement_notes(model: ModelConfig, tp_size: int, path: str | Path) -> Iterator[str]:
-    """A note on ``encoder_placement`` where it has no effect."""
+    """Notes on ``encoder_placement`` and ``encoder_batch_microbatches`` where they have no effect."""
     if model.encodes_whole and tp_size == 1:
         yield NoEffect(["encoder_placement"], "there is one tensor-parallel rank", path)
+    if model.encoder_batch_microbatches != model.encoder_batch_size:
+        key = "image_encoder.vision_encoder.pipeline_num_layers"
+        yield NoEffect(["encoder_batch_microbatches"], f"{key} divides the ViT over several positions; put all of its "
+                                                       f"layers on one", path)
 
 
 def _towers(model: ModelConfig) -> tuple[tuple[str, Tower], ...]:

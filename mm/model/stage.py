@@ -3,51 +3,35 @@
 A chunk maps a message to a message.  ``mm.placement`` decides what crosses which boundary; this module only computes.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from itertools import groupby
+from dataclasses import dataclass
 
 import torch
 from megatron.core.enums import ModelType
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from mm.batch import BatchTotals, Microbatch, normalised
 from mm.config.flags import LossUnit
 from mm.config.model import ModelConfig
 from mm.device.device import Device
 from mm.device.side import SideQueue
-from mm.model.attention import AttentionInputs
-from mm.model.cut_rows import gather_rows
-from mm.model.dropout import patch_keys, token_keys
-from mm.model.embedding import EmbeddingInputs, embedding_inputs
+from mm.model.cut_rows import CutRows, gather_rows
 from mm.model.families import towers_of
 from mm.model.layer_context import LayerContext
 from mm.model.lora import attach
-from mm.model.loss import LossInputs, loss_inputs
+from mm.model.loss import LossInputs
+from mm.model.prepare import ChunkInputs, Preparation
+from mm.model.together import EncodedTogether
 from mm.model.towers import Towers, VisionInputs
 from mm.model.visual_rows import VisualRows
 from mm.parallel.activity import Journal, Work
-from mm.parallel.context import Context
 from mm.parallel.megatron import mark_parameters, parallel_config
 from mm.parallel.mesh import Mesh
+from mm.parallel.pieces import Pieces
 from mm.weights.memory import memory_shape
 from mm.weights.placed import stage_weights
-from mm.weights.trained import GradientPath, is_frozen
-
-
-@dataclass(frozen=True)
-class ChunkInputs:
-    """A chunk's inputs from one microbatch, on the device; None for parts that it does not need."""
-
-    vision: VisionInputs | None
-    embedding: EmbeddingInputs | None
-    language: AttentionInputs | None
-    loss: LossInputs | None
-    to_keep: tuple[tuple[str, int], ...] = ()
-    """(key, number of patches) of each image here; the key is "" if its features are not to be stored."""
+from mm.weights.trained import is_frozen
 
 
 @dataclass(frozen=True)
@@ -74,18 +58,16 @@ class Chunk(nn.Module):
         self.model = model
         self.config = settings  # where megatron's DDP and schedules look for it
         self.device = device
-        self.loss_unit: LossUnit = loss_unit
         self.journal = journal
         self.side = side
         self.made: list[MadeFeatures] = []
         """This step's features, if they are stored."""
-        # All tensor-parallel ranks have the same images, unless each encodes its own.
-        self.gives_features = spec.has_projector and (model.encodes_whole or mesh.tp_rank == 0)
-        self.tp_group, self.context = mesh.groups.tp, mesh.context
-        self.cut_group = self.tp_group if settings.sequence_parallel else None
-        self.vision_cut_group = None if model.encodes_whole else self.cut_group
-        self.visual_gradients = GradientPath.of(model).leads_to_images
+        self.tp_group = mesh.groups.tp
         self.towers: Towers = towers_of(model)
+        self.prepare = Preparation(
+            model, spec, mesh, self.towers, device, settings.params_dtype, loss_unit, settings.sequence_parallel)
+        self.vision_cut_group = self.prepare.vision_cut_group
+        self.gives_features = self.prepare.gives_features
         towers = self.towers
         context = LayerContext(self.config, mesh.groups.tp, device)
         encoder_context = context.alone if model.encodes_whole else context
@@ -110,69 +92,6 @@ class Chunk(nn.Module):
     def set_input_tensor(self, _: list[Tensor | None]) -> None:
         """Ignored: megatron's schedule offers the received tensor here; ours is an argument of ``forward``."""
 
-    def prepare(
-        self, microbatch: Microbatch, totals: BatchTotals | None, dropout_seed: int | None = None, sums: bool = False,
-        is_whole: bool = False,
-    ) -> ChunkInputs:
-        """Derive this chunk's inputs from the plan on the host and start copying them to the device.
-
-        ``totals`` may be None if no loss is needed.  ``dropout_seed``: as in ``StepPlan``; None drops nothing.
-        ``sums``: the loss is the sum over the microbatch's targets.  ``is_whole``: neither sequence nor context
-        parallelism divides this microbatch, though they divide others.
-
-        Made only when the slot needs them: ``vision`` if this rank has images and ViT layers (without the projector,
-        not if the microbatch skips the ViT), with pixels at the patch embedding; ``embedding`` at the word embedding;
-        ``language`` for LLM layers; ``loss`` at the head, given ``totals``.
-        """
-        spec, model, device = self.spec, self.model, self.device
-        cut_group, context = (None, replace(self.context, is_alone=True)) if is_whole else (
-            self.cut_group, self.context)
-        vision_cut_group = None if is_whole else self.vision_cut_group
-        share = context.share(microbatch) if context.size > 1 else None
-        vision = embedding = language = loss = None
-        grids, to_keep = context.image_grids(microbatch), ()
-        if grids and spec.vision_layers and (spec.has_projector or not microbatch.skips_vision):
-            pixels = self._pixels(microbatch, context) if spec.has_patch_embedding else None
-            features = None if microbatch.features is None else (
-                device.copy(microbatch.features).view(self.config.params_dtype))
-            keys = None if dropout_seed is None else patch_keys(
-                microbatch, context.images(microbatch), model.visual_token_ids, dropout_seed)
-            vision = self.towers.vision_inputs(grids, pixels, features, model.vision, device, vision_cut_group, keys)
-            to_keep = self._images_to_keep(microbatch, context)
-        if spec.has_embedding:
-            embedding = embedding_inputs(microbatch, model.visual_token_ids, device, context, self.tp_group, cut_group,
-                                         share, self.visual_gradients)
-        if spec.language_layers:
-            keys = None if dropout_seed is None else token_keys(microbatch, dropout_seed)
-            language = self.towers.language_inputs(
-                microbatch, model.language, self.config.params_dtype, device, cut_group, share, keys)
-        if spec.has_head and totals is not None:
-            loss = loss_inputs(microbatch, totals, None if sums else self.loss_unit, device, share)
-        return ChunkInputs(vision, embedding, language, loss, to_keep)
-
-    def _images_to_keep(self, microbatch: Microbatch, context: Context) -> tuple[tuple[str, int], ...]:
-        """``ChunkInputs.to_keep``, on the rank that gives features and on those that hold pieces of them."""
-        keys = microbatch.feature_keys
-        if not keys or not (self.gives_features or (self.spec.has_projector and self.vision_cut_group is not None)):
-            return ()
-        images = tuple((keys[image], math.prod(microbatch.image_grids[image]))
-                       for image in context.images(microbatch))
-        return images if any(key for key, _ in images) else ()
-
-    def _pixels(self, microbatch: Microbatch, context: Context) -> Tensor | None:
-        """Copy the images' bytes to the device and normalise them there."""
-        if microbatch.pixel_values is None:
-            return None
-        bytes_here, rows, start = self.device.copy(microbatch.pixel_values), [], 0
-        rules = [(microbatch.normalisations[image], math.prod(microbatch.image_grids[image]))
-                 for image in context.images(microbatch)]
-        for rule, some in groupby(rules, key=lambda one: one[0]):
-            stop = start + sum(num_patches for _, num_patches in some)
-            constants = self.device.copy(rule.constants())
-            rows.append(normalised(bytes_here[start:stop], constants, self.config.params_dtype))
-            start = stop
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
-
     def forward(self, inputs: ChunkInputs, received: Tensor | None) -> Tensor:
         """Message in, message out; the chunk with the head returns the microbatch's share of the loss.
 
@@ -184,8 +103,8 @@ class Chunk(nn.Module):
         if inputs.loss is not None:
             with self.journal.during(Work.LANGUAGE_FORWARD):
                 return self._loss(x, inputs, inputs.loss)
-        # A chunk that only passes a message on must return a copy: megatron frees outputs after sending.
-        return x.clone() if x is received else x
+        # megatron frees an output once it is sent, so it must share no memory with a message or any other tensor
+        return x.clone() if x is received or x._base is not None else x
 
     def hidden_states(self, inputs: ChunkInputs, received: Tensor | None) -> Tensor | None:
         """Everything but the output layer and loss; None if there is nothing to pass on."""
@@ -193,6 +112,8 @@ class Chunk(nn.Module):
         if inputs.vision is not None:
             with self.journal.during(Work.VISION_FORWARD):
                 x = self._vision(x, inputs, inputs.vision)
+        if inputs.together is not None:
+            x = self._own(inputs.together, is_sent=inputs.embedding is None)
         if inputs.language is not None:
             with self.journal.during(Work.LANGUAGE_FORWARD):
                 if inputs.embedding is not None:
@@ -223,7 +144,20 @@ class Chunk(nn.Module):
             seen = self.image_encoder["encoder"](x, vision)
             if inputs.to_keep:
                 self._give(self.towers.features_of(seen, vision), inputs.to_keep)
-        return self.image_encoder["projector"](seen, vision) if spec.has_projector else seen
+        made: Tensor = self.image_encoder["projector"](seen, vision) if spec.has_projector else seen
+        if inputs.together is not None:
+            if self.vision_cut_group is not None:  # pieces of all rows are not pieces of each microbatch's rows
+                pieces = Pieces(sum(inputs.together.num_tokens), self.vision_cut_group)
+                made = gather_rows(made, CutRows(pieces), sums_gradients=True)
+            inputs.together.fill(made)
+        return made
+
+    def _own(self, together: EncodedTogether, is_sent: bool) -> Tensor | None:
+        """The next microbatch's visual tokens, or what this rank sends of them."""
+        x = together.take()
+        if x is None or not is_sent or self.vision_cut_group is None:
+            return x
+        return x[Pieces(len(x), self.vision_cut_group).here].clone()
 
     def _give(self, features: Tensor, images: tuple[tuple[str, int], ...]) -> None:
         """Start copying ``features`` to the host; nothing waits for them before the step ends."""

@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel.schedules import (
 )
 from torch import Tensor
 
-from mm.batch import StepPlan
+from mm.batch import Microbatch, StepPlan, batches_of_encoder
 from mm.parallel import gradients
 from mm.parallel.activity import Journal, Work
 from mm.parallel.megatron import settings_of_schedule
@@ -119,6 +119,10 @@ class _Inputs:
         self._chunks, self._plan, self._side, self._sums = chunks, plan, chunks[0].side, sums
         self._passes = deque(passes)
         self._prepared: deque[tuple[ChunkPass, Any]] = deque()
+        self._encoded_with: dict[int, tuple[Microbatch, ...]] = {}
+        for batch in batches_of_encoder(plan.microbatches, chunks[0].model.encoder_batch_size):
+            members = tuple(plan.microbatches[number] for number in batch)
+            self._encoded_with |= dict.fromkeys(batch, members)
 
     def take(self, microbatch: int, chunk: int) -> Any:
         """The inputs of the next forward step, ready on the device."""
@@ -137,7 +141,8 @@ class _Inputs:
             module = self._chunks[chunk]
             with module.journal.during(Work.INPUTS, chunk, microbatch), self._side.behind_mark():
                 inputs = module.prepare(
-                    self._plan.microbatches[microbatch], self._plan.totals, self._plan.dropout_seed, self._sums)
+                    self._plan.microbatches[microbatch], self._plan.totals, self._plan.dropout_seed, self._sums,
+                    encoded_with=self._encoded_with.get(microbatch, ()))
                 self._prepared.append((chunk_pass, inputs))
 
     def end(self) -> None:

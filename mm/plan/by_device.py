@@ -14,8 +14,8 @@ from mm.model.flops import block_backwards
 from mm.plan.calibration import BlockKey, BlockLaws, Calibration, Machine, MeasuredBlock, Network
 from mm.plan.costs import WHOLE_LAYER, Cutting, block_keys, forward_laws
 from mm.plan.laws import Law
+from mm.plan.layer_memory import ALL, FP32, WIDTHS, LayerBytes, layer_bytes
 from mm.plan.lists import one_stage
-from mm.plan.memory import ALL, FP32, WIDTHS, LayerBytes, layer_bytes
 from mm.weights.table import Place
 
 PRODUCTS, ATTENTION, MEMORY, LINKS = 0.7, 0.45, 0.7, 0.7

@@ -1,7 +1,7 @@
 """The layouts that a run could have, and the run with each of them.
 
 All of them train on the same samples in each step, with the same loss and gradients.  They differ in tensor, context
-and pipeline sizes, chunks, samples per microbatch, packing, encoder placement and recomputation.
+and pipeline sizes, chunks, samples per microbatch, packing, encoder placement and batch, and recomputation.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +24,8 @@ RECOMPUTE: Mapping[str, RecomputeConfig] = {
 }
 """Settings for both towers, from fast to small.  A frozen tower keeps no activations, so they have no effect there."""
 ENCODERS: Sequence[EncoderPlacement] = get_args(EncoderPlacement)
+ENCODER_BATCHES = (1, 2, 4, 8)
+"""Microbatches whose images pass the ViT together, as the search tries them."""
 _MAX_CHUNKS, _MAX_SLOTS = 4, 64
 _MAX_SAMPLES = 8
 """Most samples in a microbatch: with more, few microbatches are left, and matrix products hardly get faster."""
@@ -46,10 +48,12 @@ class Choice:
     encoder: EncoderPlacement
     """``encoder_placement`` of the model JSON."""
     recompute: str
+    encoder_batch: int = 1
+    """``encoder_batch_microbatches`` of the model JSON."""
 
     @property
     def group(self) -> tuple[int, int, int]:
-        """Layouts with the same group differ in chunks, microbatches, encoder placement and recomputation only."""
+        """Layouts with the same group differ in chunks, microbatches, the encoder and recomputation only."""
         return self.tp_size, self.cp_size, self.num_stages
 
     def applied(self, run: Run) -> Run:
@@ -61,7 +65,8 @@ class Choice:
             virtual_pipeline_model_parallel_size=None, micro_batch_size=self.micro_batch_size,
             global_batch_size=run.global_batch_size,
             use_distributed_optimizer=run.args.use_distributed_optimizer or dp_size * self.cp_size > 1)
-        model = _placed(run.model, self.num_stages, self.num_chunks, self.encoder, self.recompute)
+        model = replace(_placed(run.model, self.num_stages, self.num_chunks, self.encoder, self.recompute),
+                        encoder_batch_microbatches=self.encoder_batch)
         return replace(run, args=args, model=model, data=self._data(run.data))
 
     def _data(self, data: DataConfig) -> DataConfig:
@@ -91,16 +96,18 @@ def _placed(
 def present_choice(run: Run) -> Choice:
     """The layout that ``run`` has."""
     return Choice(run.tp_size, run.cp_size, run.num_stages, run.num_chunks, run.args.micro_batch_size, AS_GIVEN,
-                  run.model.encoder_placement, AS_GIVEN)
+                  run.model.encoder_placement, AS_GIVEN, run.model.encoder_batch_microbatches)
 
 
 NAMES = {"TP": "tp_size", "CP": "cp_size", "PP": "num_stages", "VPP": "num_chunks", "MBS": "micro_batch_size",
-         "SAMPLER": "sampler", "ENCODER": "encoder", "RECOMPUTE": "recompute"}
+         "SAMPLER": "sampler", "ENCODER": "encoder", "RECOMPUTE": "recompute", "EB": "encoder_batch"}
 """Words of ``--fix`` -> fields of ``Choice``; DP follows from the others."""
 
 
 def choices(run: Run, fixed: Mapping[str, Sequence[object]], node_size: int) -> Iterator[Choice]:
-    """Every legal layout, with the fastest recomputation allowed.  ``fixed``: name of a field -> its allowed values.
+    """Every legal layout, with the fastest recomputation allowed and the encoder batch of ``run``.
+
+    ``fixed``: name of a field -> its allowed values.
 
     Tensor-parallel ranks stay within a node, and context-parallel ranks get at least ``_MIN_TOKENS`` tokens.
     Microbatches and packing are as given if the loss is a mean over microbatches.

@@ -1,28 +1,36 @@
 """Formulas for the memory one rank needs besides its states: activations, logits, and the working set of a layer.
 
-Pure arithmetic over the model's settings; ``tests/test_budgets.py`` compares it with a traced step.  Not counted:
-allocations of the driver and the communication library, and the allocator's fragmentation.
+Pure arithmetic over the model's settings; ``mm.plan.layer_memory`` says what one layer keeps and needs.
+``tests/test_budgets.py`` compares all of it with a traced step.  Not counted: allocations of the driver and the
+communication library, and the allocator's fragmentation.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
-from operator import le, mul
+from operator import le
 
-from mm.config.model import ModelConfig, RecomputeConfig, Tower, VisionConfig
+from mm.config.model import ModelConfig, Tower, VisionConfig
 from mm.model.loss import MAX_LOGIT_ROWS, max_logit_rows
 from mm.parallel.order import in_flight, max_sent_ahead
 from mm.placement import Message, Placement, StageSpec
+from mm.plan.layer_memory import (
+    FP32,
+    INPUT,
+    INT64,
+    NOTHING,
+    WIDTHS,
+    Keeps,
+    LayerBytes,
+    layer_memories,
+    trained_layers,
+    vision_division,
+)
 from mm.plan.messages import message_bytes
-from mm.weights.lora import matrix_pairs
 from mm.weights.memory import memory_shape
 from mm.weights.placed import owns, weights_by_place
-from mm.weights.table import Fusion, Place, Weight
+from mm.weights.table import Place, Weight
 from mm.weights.trained import GradientPath, is_frozen
-
-WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes per element of weights and activations, by precision."""
-FP32, INT64 = 4, 8
 
 
 @dataclass(frozen=True)
@@ -32,154 +40,6 @@ class MicrobatchSizes:
     num_tokens: int
     num_patches: int
     num_targets: int
-
-
-@dataclass(frozen=True)
-class Keeps:
-    """Which tensors a layer keeps from its forward pass for the backward pass."""
-
-    input: bool = False
-    """The layer's input, for full recompute; then nothing else is kept."""
-    num_residuals: int = 0
-    """Inputs of norms."""
-    num_norm_outputs: int = 0
-    attention: bool = False
-    swiglu_input: bool = False
-    swiglu_output: bool = False
-    adapter_numbers: int = 0
-    """Hidden elements of adapters per row: the sum of their ranks."""
-
-
-NOTHING, INPUT = Keeps(), Keeps(input=True)
-ALL = Keeps(False, 2, 2, True, True, True)
-"""Everything that the gradients of a trained layer need."""
-
-
-def trained_layers(weights: Sequence[Weight], model: ModelConfig) -> tuple[list[bool], list[int], list[int]]:
-    """Describe the base weights among ``weights``, in model order.
-
-    Returns for each whether it or an adapter of it is trained; the indices of linear layers' matrices; and for each of
-    these matrices the sum of its adapters' ranks.
-    """
-    base_weights = [weight for weight in weights if not weight.is_adapter]
-    ranks = dict.fromkeys((weight.name for weight in base_weights), 0)
-    for base, a, _ in matrix_pairs(weights):
-        ranks[base.name] += a.shape[0]
-    linear = [index for index, weight in enumerate(base_weights) if len(weight.shape) > 1]
-    trained = [ranks[weight.name] > 0 or not is_frozen(weight, model) for weight in base_weights]
-    return trained, linear, [ranks[base_weights[index].name] for index in linear]
-
-
-def layer_keeps(weights: Sequence[Weight], model: ModelConfig, passes: bool, recompute: RecomputeConfig) -> Keeps:
-    """What one layer keeps, given its ``weights`` in model order.  ``passes``: the layer's input needs a gradient.
-
-    Two conditions matter.  A linear layer that is *trained* (itself or an adapter) keeps its input.  A gradient that is
-    *needed* before an operation (``needs_gradient``: the layer's input or an earlier weight needs one) makes the
-    operation keep its operands.
-
-    - residuals (inputs of norms): if needed before the next linear layer, or if the norm's output or the MLP is
-      recomputed
-    - norm outputs: if the next linear layer is trained, unless recomputed
-    - attention: if needed before or in qkv
-    - SwiGLU's input: if needed before fc2, or if its output is recomputed for a trained fc2; not if the MLP is
-      recomputed
-    - SwiGLU's output: if fc2 is trained, unless recomputed
-    """
-    trained, (qkv, _, fc1, fc2), ranks = trained_layers(weights, model)
-
-    def needs_gradient(stop: int) -> bool:
-        return passes or any(trained[:stop])
-
-    if not needs_gradient(len(trained)):
-        return NOTHING
-    norms, mlp, mlp_act = map(recompute.recomputes, ("layernorm", "mlp", "mlp_act"))
-    return Keeps(
-        num_residuals=((needs_gradient(qkv) or (norms and trained[qkv]))
-                       + (mlp or needs_gradient(fc1) or (norms and trained[fc1]))),
-        num_norm_outputs=(trained[qkv] and not norms) + (trained[fc1] and not (norms or mlp)),
-        attention=needs_gradient(qkv + 1),
-        swiglu_input=not mlp and (needs_gradient(fc2) or (mlp_act and trained[fc2])),
-        swiglu_output=trained[fc2] and not (mlp or mlp_act),
-        adapter_numbers=sum(ranks[:2] if mlp else ranks),
-    )
-
-
-@dataclass(frozen=True)
-class LayerBytes:
-    """Bytes per row of each tensor that a layer's forward pass creates and its backward pass reads."""
-
-    input: int
-    residuals: int
-    """Inputs of both norms, and the norms' scale factors."""
-    norm_outputs: int
-    attention: int
-    """q, k, v, the output and the log-sum-exp."""
-    swiglu_input: int
-    swiglu_output: int
-    gathered: int
-    """All rows of a linear layer's input, gathered under sequence parallelism."""
-    adapter_number: int
-    """One hidden element of an adapter."""
-
-    def kept(self, keeps: Keeps) -> int:
-        norms = keeps.num_residuals * self.residuals + keeps.num_norm_outputs * self.norm_outputs
-        swiglu = keeps.swiglu_input * self.swiglu_input + keeps.swiglu_output * self.swiglu_output
-        hidden = keeps.adapter_numbers * self.adapter_number
-        return keeps.input * self.input + norms // 2 + keeps.attention * self.attention + swiglu + hidden
-
-    def working(self, keeps: Keeps) -> int:
-        """Bytes per row needed while the layer runs, besides what is kept.
-
-        These are its other activations and, in the backward pass, the gradients of its input and of SwiGLU's output and
-        input, and the intermediates of SwiGLU's backward.
-        """
-        activations = self.kept(replace(ALL, adapter_numbers=keeps.adapter_numbers)) - self.kept(keeps)
-        gradients = 0 if keeps == NOTHING else self.input + 2 * self.swiglu_input + self.swiglu_output
-        return activations + gradients + self.gathered
-
-
-def layer_bytes(
-    tower: Tower, local_ffn: int, tp_size: int, width: int, num_pieces: int = 1, ulysses_size: int = 1
-) -> LayerBytes:
-    """``local_ffn``: columns of one rank's SwiGLU output.  ``num_pieces``, ``ulysses_size``: see ``ChunkMemory``."""
-    whole = tower.hidden_size * width
-    hidden = whole // num_pieces
-    q = tower.num_attention_heads * tower.head_dim // tp_size * width
-    k = max(tower.num_query_groups // tp_size, ulysses_size) * tower.head_dim * width
-    exchanged = q if ulysses_size > 1 else 0  # attention's output before and after the all-to-all
-    return LayerBytes(
-        input=hidden,
-        residuals=2 * hidden + 2 * FP32 // num_pieces,
-        norm_outputs=2 * hidden,
-        attention=2 * (q + k) + exchanged + FP32 * tower.num_attention_heads // tp_size,
-        swiglu_input=2 * local_ffn * width,
-        swiglu_output=local_ffn * width,
-        gathered=whole if num_pieces > 1 else 0,
-        adapter_number=-(-width // num_pieces),
-    )
-
-
-def vision_division(model: ModelConfig, tp_size: int, num_pieces: int) -> tuple[int, int]:
-    """``tp_size`` and ``num_pieces`` of the ViT and the projector."""
-    return (1, 1) if model.encodes_whole else (tp_size, num_pieces)
-
-
-@cache
-def layer_memories(
-    model: ModelConfig, place: Place, tp_size: int, width: int, num_pieces: int, ulysses_size: int
-) -> Sequence[tuple[LayerBytes, Keeps]]:
-    """For each layer of a tower: its bytes, and what it keeps if it is not recomputed as a whole.  For the sizes, see
-    ``layer_bytes``."""
-    tower: Tower = model.vision if place is Place.VISION_LAYER else model.language
-    path, found = GradientPath.of(model), list[tuple[LayerBytes, Keeps]]()
-    for layer in range(tower.num_layers):
-        weights = weights_by_place(model)[place, layer]
-        keeps = layer_keeps(weights, model, path.needs_input_gradient(place, layer), tower.recompute)
-        fused = next(weight for weight in weights if weight.fusion is Fusion.GATE_UP)
-        local_ffn = memory_shape(fused, tp_size)[0] // 2
-        own = vision_division(model, tp_size, num_pieces) if place is Place.VISION_LAYER else (tp_size, num_pieces)
-        found.append((layer_bytes(tower, local_ffn, own[0], width, own[1], ulysses_size), keeps))
-    return found
 
 
 @dataclass(frozen=True)
@@ -206,13 +66,31 @@ class ChunkMemory:
     def _vision_division(self) -> tuple[int, int]:
         return vision_division(self.model, self.tp_size, self.num_pieces)
 
-    def kept_bytes(self, rows: MicrobatchSizes) -> int:
-        """Bytes that one microbatch keeps from its forward to its backward pass, without logits."""
-        vision = self._vision_per_patch * rows.num_patches
-        return vision + self._language_per_token * rows.num_tokens + self._head_per_target * rows.num_targets
+    @property
+    def encoder_batch_size(self) -> int:
+        """Microbatches whose images pass the ViT together."""
+        return self.model.encoder_batch_microbatches if self.spec.has_whole_vit else 1
 
-    def coming_bytes(self, rows: MicrobatchSizes) -> int:
-        """Bytes already allocated for the next microbatch: its inputs and the buffer for its message."""
+    def kept_bytes(self, rows: MicrobatchSizes, count: int = 1, num_microbatches: int = 1) -> int:
+        """Bytes that ``count`` consecutive ones of ``num_microbatches`` keep from their forward to their backward
+        passes, without logits."""
+        num_patches = self._num_encoded(count, num_microbatches) * rows.num_patches
+        others = self._language_per_token * rows.num_tokens + self._head_per_target * rows.num_targets
+        return self._vision_per_patch * num_patches + others * count
+
+    def _num_encoded(self, count: int, num_microbatches: int) -> int:
+        """The most microbatches whose images the ViT keeps while ``count`` consecutive ones are in flight: all of each
+        pass of the ViT to which one of them belongs."""
+        size = self.encoder_batch_size
+        if size == 1 or not count:
+            return count
+        return min(size * (1 - (1 - count) // size), num_microbatches)
+
+    def coming_bytes(self, rows: MicrobatchSizes, num_microbatches: int | None = None) -> int:
+        """Bytes already allocated for the next of ``num_microbatches``: its inputs and the buffer for its message.
+
+        None: there are many.
+        """
         spec, vision, language = self.spec, self.model.vision, self.model.language
         per_patch = _vision_table_bytes(vision) if spec.vision_layers else 0
         per_token = 2 * language.head_dim * self.width if spec.language_layers else 0
@@ -220,8 +98,12 @@ class ChunkMemory:
         message = self._message_bytes(spec.receives, rows)
         pixels = vision.patch_elements * self.width if spec.has_patch_embedding else 0
         features = vision.hidden_size * self.width if self.keeps_features and spec.has_projector else 0
-        media = max(rows.num_patches * pixels + message, rows.num_patches * features)
-        return rows.num_patches * per_patch + rows.num_tokens * per_token + media
+        size = self.encoder_batch_size
+        if size > 1 and num_microbatches is not None:  # the images of the first pass of the ViT are there already
+            size = min(size, max(0, num_microbatches - size))
+        num_patches = rows.num_patches * size
+        media = max(num_patches * pixels + message, rows.num_patches * features)
+        return num_patches * per_patch + rows.num_tokens * per_token + media
 
     def ahead_bytes(self, rows: MicrobatchSizes) -> int:
         """Bytes of a microbatch's message to the next stage, or 0 if the slot waits for a gradient in return."""
@@ -246,13 +128,20 @@ class ChunkMemory:
     def working_bytes(self, rows: MicrobatchSizes) -> int:
         """Bytes that the largest layer needs while it runs, besides what is kept."""
         vision, language = self._working_per_row
-        return max(vision * rows.num_patches, language * rows.num_tokens)
+        return max(vision * rows.num_patches * self.encoder_batch_size, language * rows.num_tokens)
 
     @cached_property
     def _working_per_row(self) -> tuple[int, int]:
         vision, language = (max((layer.working(keeps) for layer, keeps in self._layers(part)), default=0)
                             for part in ("vision", "language"))
-        return vision, language
+        # the gradients of visual tokens, as they come and joined
+        return vision + 2 * self._together_per_patch * self._path.leads_to_images, language
+
+    @property
+    def _together_per_patch(self) -> int:
+        """Bytes per patch of the visual tokens that wait for their microbatches."""
+        hidden = self.model.language.hidden_size * self.width
+        return hidden // self.model.vision.spatial_merge_size**2 if self.encoder_batch_size > 1 else 0
 
     def _message_bytes(self, message: Message, rows: MicrobatchSizes) -> int:
         num_pieces = self.num_pieces if message is Message.HIDDEN_STATES else self._vision_division[1]
@@ -303,7 +192,7 @@ class ChunkMemory:
             kept += self._projector_per_patch
         if spec.has_embedding and self._path.leads_to_images:
             kept += INT64 // merged
-        return kept
+        return kept + self._together_per_patch
 
     @cached_property
     def _projector_per_patch(self) -> int:
@@ -356,16 +245,21 @@ class StageMemory:
 
     def in_flight(self, rows: MicrobatchSizes, num_microbatches: int) -> tuple[int, ...]:
         """Number of microbatches, by chunk, whose activations are kept at the schedule's peak."""
-        kept, placement = [chunk.kept_bytes(rows) for chunk in self.chunks], self.chunks[0].placement
+        placement = self.chunks[0].placement
         moments = _moments(num_microbatches, self.chunks[0].spec.stage, placement.num_stages, placement.num_chunks)
-        return max(moments, key=lambda counts: (sum(map(mul, counts, kept)), sum(counts)))
+        return max(moments, key=lambda counts: (self._kept_bytes(rows, counts, num_microbatches), sum(counts)))
+
+    def _kept_bytes(self, rows: MicrobatchSizes, counts: Sequence[int], num_microbatches: int) -> int:
+        """Bytes of activations with ``counts`` microbatches in flight."""
+        return sum(chunk.kept_bytes(rows, count, num_microbatches)
+                   for chunk, count in zip(self.chunks, counts, strict=True))
 
     def kept_bytes(self, rows: MicrobatchSizes, num_microbatches: int) -> int:
         """Bytes of activations at the schedule's peak, and of what is already allocated for the next microbatch."""
-        kept, counts = (chunk.kept_bytes(rows) for chunk in self.chunks), self.in_flight(rows, num_microbatches)
+        counts = self.in_flight(rows, num_microbatches)
         is_last = sum(counts) == num_microbatches * len(self.chunks)
-        coming = 0 if is_last else max(chunk.coming_bytes(rows) for chunk in self.chunks)
-        return sum(map(mul, counts, kept)) + coming
+        coming = 0 if is_last else max(chunk.coming_bytes(rows, num_microbatches) for chunk in self.chunks)
+        return self._kept_bytes(rows, counts, num_microbatches) + coming
 
     def logit_bytes(self, rows: MicrobatchSizes) -> int:
         return max(chunk.logit_bytes(rows) for chunk in self.chunks)

@@ -57,13 +57,14 @@ class Passes:
     @classmethod
     def of(cls, predictor: Predictor, kinds: Kinds, counts: np.ndarray) -> "Passes":
         """The passes of the microbatches ``counts`` [num_microbatches, num_counts]."""
-        placement, here, costs = predictor.run.model.placement(), predictor.shared(counts), predictor.costs
+        placement, costs, here = predictor.run.model.placement(), predictor.costs, predictor.shared(counts)
         is_in = costs.slots_of([placement])
         is_of = np.zeros((len(kinds.by_place), len(kinds.names)))
         for number, place in enumerate(costs.places):
             is_of[number, kinds.by_place[place]] = 1
         inside = predictor.calibration.chunk_pass
-        return cls(placement, np.einsum("dmb,bs,bk->dmsk", costs.of_blocks(here), is_in[..., 0], is_of, optimize=True),
+        of_blocks = predictor.of_blocks(counts, placement)
+        return cls(placement, np.einsum("dmb,bs,bk->dmsk", of_blocks, is_in[..., 0], is_of, optimize=True),
                    costs.is_passed(is_in)[..., 0][:, image_kinds(here)], inside, costs.chunk_pass - inside,
                    as_messages(predictor.messages(here, [placement])[..., 0]))
 

@@ -6,25 +6,28 @@ of one run are predicted at once.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from statistics import fmean, pstdev
 
 import numpy as np
 
+from mm.batch import encoder_batches
 from mm.config.run import Run
 from mm.data.order.sequence import in_order, pipeline_orders
 from mm.errors import UserError
 from mm.parallel.simulation import even_step_cost, step_costs
 from mm.placement import Message, Placement
 from mm.plan.calibration import Calibration
-from mm.plan.costs import COUNTS, BlockCosts, Cutting
+from mm.plan.costs import COUNTS, VISION_PLACES, BlockCosts, Cutting, image_kinds
 from mm.plan.laws import Law
+from mm.plan.layer_memory import WIDTHS
 from mm.plan.lists import one_stage
-from mm.plan.memory import WIDTHS
 from mm.plan.messages import message_bytes
+from mm.plan.reduction import reduction_seconds, update_seconds
+from mm.plan.shares import divided, evenly_divided
 from mm.plan.sizes import StageSize, stage_sizes
-from mm.plan.traffic import all_reduce_law, message_law
+from mm.plan.traffic import message_law
 from mm.plan.workload import Workload
 from mm.weights.table import Place
 from mm.weights.trained import GradientPath
@@ -97,7 +100,7 @@ class Predictor:
         run = run or self.run
         placement = run.model.placement()
         found, sizes = self.pipelines(workload, [placement]), stage_sizes(run, placement)
-        reduction, update = self.reduction(sizes), self.update(sizes)
+        reduction, update = self.after(sizes)
         pipelines = found.seconds[:, 0].tolist()
         return StepPrediction(
             seconds=fmean(pipelines) + reduction + update, spread=pstdev(pipelines), pipeline=fmean(pipelines),
@@ -154,8 +157,8 @@ class Predictor:
     def _work_of_samples(self, samples: np.ndarray) -> float:
         """The time of all samples, divided evenly over the ranks of a replica, without fixed costs."""
         if self._samples is not samples:
-            divided = _evenly_divided(samples, self.run.cp_size, self.run.num_encoders)
-            self._samples, self._seconds_of_samples = samples, float(self.costs.of_all(divided, has_fixed=False).sum())
+            work = self.costs.of_all(self._evenly_shared(samples), has_fixed=False)
+            self._samples, self._seconds_of_samples = samples, float(work.sum())
         return self._seconds_of_samples
 
     def about(self, workload: Workload, placement: Placement) -> float:
@@ -171,7 +174,7 @@ class Predictor:
 
     def least(self, workload: Workload, placements: Sequence[Placement]) -> np.ndarray:
         """A quick lower bound of each placement's mean pipeline: the work of the busiest stage of any replica."""
-        return np.mean([stages.max(axis=(0, 1)) for stages in self._work(workload, placements)], axis=0)
+        return np.mean([stages.max(axis=(0, 1)) for stages in self._work(workload, placements, is_bound=True)], axis=0)
 
     def layer_work(self, workload: Workload) -> tuple[np.ndarray, np.ndarray]:
         """The time of each ViT layer and of each LLM layer over all steps.  The first and the last layer of a tower
@@ -191,13 +194,22 @@ class Predictor:
         work = np.mean([stages.mean(axis=0) for stages in self._work(workload, placements)], axis=0)
         return np.square(work).sum(axis=0)
 
-    def _work(self, workload: Workload, placements: Sequence[Placement]) -> list[np.ndarray]:
-        """By step, the work of each stage of each replica: [num_replicas, num_stages, num_placements]."""
+    def _work(
+        self, workload: Workload, placements: Sequence[Placement], is_bound: bool = False
+    ) -> list[np.ndarray]:
+        """By step, the work of each stage of each replica: [num_replicas, num_stages, num_placements].
+
+        ``is_bound``: at most that.  Microbatches that pass the ViT together save the fixed costs of its other passes,
+        and divide their images more evenly.
+        """
         slots, num_stages = self.costs.slots_of(placements), placements[0].num_stages
+        costs, shared = self.costs, self.shared
+        if is_bound and self.run.model.encoder_batch_microbatches > 1:
+            costs, shared = self._costs_of_rows, self._evenly_shared
 
         def of_step(step: Sequence[np.ndarray]) -> np.ndarray:
             sizes = np.array([len(counts) for counts in step])
-            found = self.costs.of_groups(self.shared(np.concatenate(step)), sizes, slots)
+            found = costs.of_groups(shared(np.concatenate(step)), sizes, slots)
             return found.reshape(len(step), -1, num_stages, len(placements)).sum(axis=1)
 
         return [of_step(step) for step in workload.steps]
@@ -210,14 +222,49 @@ class Predictor:
         by FLOPs."""
         slots = self.costs.slots_of(placements) if slots is None else slots
         here, num_stages = self.shared(counts), placements[0].num_stages
-        costs, messages = self.costs.of_slots(here, slots), self.messages(here, placements)
+        messages = self.messages(here, placements)
         if num_stages == 1:
-            return costs, messages
-        if is_rough:
-            (order,) = pipeline_orders(self._flops.of_slots(counts, slots[..., :1]), num_stages).T
-            return costs[:, order], messages[:, order]
-        order = pipeline_orders(self._flops.of_slots(counts, slots), num_stages)
-        return in_order(costs, order), in_order(messages, order)
+            order = np.broadcast_to(np.arange(len(counts))[:, None], (len(counts), len(placements)))
+        elif is_rough:
+            of_first = pipeline_orders(self._flops.of_slots(counts, slots[..., :1]), num_stages)
+            order = np.broadcast_to(of_first, (len(counts), len(placements)))
+        else:
+            order = pipeline_orders(self._flops.of_slots(counts, slots), num_stages)
+        if self.run.model.encoder_batch_microbatches > 1:
+            costs = [self._of_slots(counts[one], placement, slots[..., number])
+                     for number, (placement, one) in enumerate(zip(placements, order.T, strict=True))]
+            return np.stack(costs, axis=-1), in_order(messages, order)
+        return in_order(self.costs.of_slots(here, slots), order), in_order(messages, order)
+
+    def _of_slots(self, counts: np.ndarray, placement: Placement, slots: np.ndarray) -> np.ndarray:
+        """Costs [2, num_microbatches, num_slots] of microbatches in their order, some of which share a pass of the ViT.
+
+        A pass that takes no time still waits for its gradient.
+        """
+        passes = self.costs.is_passed(slots[..., None])[..., 0][:, image_kinds(counts)]
+        found = np.tensordot(self.of_blocks(counts, placement), slots, 1)
+        return np.where(passes, np.maximum(found + self.costs.chunk_pass, np.finfo(float).tiny), 0.0)
+
+    def of_blocks(self, counts: np.ndarray, placement: Placement) -> np.ndarray:
+        """Costs [2, num_microbatches, num_blocks] of microbatches in their order.
+
+        A pass of the ViT for several microbatches is in the forward pass of the first and the backward pass of the
+        last.
+        """
+        found = self.costs.of_blocks(self.shared(counts))
+        size = self.run.model.encoder_batch_microbatches
+        if size == 1 or not any(spec.has_whole_vit for spec in placement.slots):
+            return found
+        images = counts[:, [COUNTS.index(name) for name in ("num_images", "num_cached_images")]].tolist()
+        skip_vision = [num_cached > 0 if num_images else None for num_images, num_cached in images]
+        batches = [list(batch) for batch in encoder_batches(skip_vision, size)]
+        if batches:
+            is_vision = np.array([place in VISION_PLACES for place, _ in self.costs.places])
+            of_batches = self.costs.of_blocks(self.shared(np.stack([counts[batch].sum(axis=0) for batch in batches])))
+            found[:, [number for batch in batches for number in batch]] *= ~is_vision
+            for direction, end in enumerate((0, -1)):
+                found[direction, [batch[end] for batch in batches]] += of_batches[direction] * is_vision
+        return found
 
     def entering(self, counts: np.ndarray) -> np.ndarray:
         """Microbatches in the order in which they enter the pipeline."""
@@ -229,8 +276,11 @@ class Predictor:
 
     def after_pipeline(self, placement: Placement) -> tuple[float, float]:
         """Seconds of the gradients' reduction and of the update."""
-        sizes = stage_sizes(self.run, placement)
-        return self.reduction(sizes), self.update(sizes)
+        return self.after(stage_sizes(self.run, placement))
+
+    def after(self, sizes: Sequence[StageSize]) -> tuple[float, float]:
+        """``after_pipeline`` with stages of these sizes."""
+        return reduction_seconds(self.run, self.calibration, sizes), update_seconds(self.run, self.calibration, sizes)
 
     def slowest(self, step: Sequence[np.ndarray]) -> np.ndarray:
         """The microbatches of the replica with most work."""
@@ -242,7 +292,16 @@ class Predictor:
 
     def shared(self, counts: np.ndarray) -> np.ndarray:
         """What one rank computes of each microbatch: its share of the tokens, and of the images."""
-        return _divided(counts, self.run.cp_size, self.run.num_encoders)
+        return divided(counts, self.run.cp_size, self.run.num_encoders)
+
+    def _evenly_shared(self, counts: np.ndarray) -> np.ndarray:
+        return evenly_divided(counts, self.run.cp_size, self.run.num_encoders)
+
+    @cached_property
+    def _costs_of_rows(self) -> BlockCosts:
+        """The costs without the fixed ones of the ViT."""
+        is_vision = np.array([place in VISION_PLACES for place, _ in self.costs.places])
+        return replace(self.costs, fixed=self.costs.fixed * ~is_vision)
 
     def messages(self, counts: np.ndarray, placements: Sequence[Placement]) -> np.ndarray:
         """Seconds of messages, forward and backward [2, num_microbatches, num_slots - 1, num_placements]."""
@@ -265,57 +324,3 @@ class Predictor:
                 law = message_law(self.calibration, spec.stage, stride)
                 found[:, :, slot, number] = seconds(spec.sends, law, *comes_back)
         return found
-
-    def reduction(self, sizes: Sequence[StageSize]) -> float:
-        """Seconds to sum the gradients over the ranks with the same weights."""
-        return self._reduction_of_copies(sizes) + self._reduction_of_encoders(sizes)
-
-    def _reduction_of_encoders(self, sizes: Sequence[StageSize]) -> float:
-        """Tensor-parallel ranks sum the gradients of whole encoders: with the distributed optimizer, each only its
-        shard."""
-        run, most = self.run, max(size.whole_gradient_bytes for size in sizes)
-        if run.tp_size == 1 or not most:
-            return 0.0
-        num_shards = run.dp_size * run.cp_size if run.args.use_distributed_optimizer else 1
-        return all_reduce_law(self.calibration, run.tp_size).seconds(most / num_shards)
-
-    def _reduction_of_copies(self, sizes: Sequence[StageSize]) -> float:
-        run, most = self.run, max(sizes, key=lambda size: size.gradient_bytes)
-        num_copies = run.dp_size * run.cp_size
-        if num_copies == 1 or not most.gradient_bytes:
-            return 0.0
-        law = all_reduce_law(self.calibration, num_copies, run.tp_size)
-        if not run.args.use_distributed_optimizer:
-            return law.seconds(most.gradient_bytes)
-        # a reduce-scatter of gradients and an all-gather of weights are half of an all-reduce each
-        weights = most.num_trainable_params * self._width
-        return (law.seconds(most.gradient_bytes) + law.seconds(weights)) / 2
-
-    def update(self, sizes: Sequence[StageSize]) -> float:
-        """Seconds of the optimizer."""
-        run, law = self.run, self.calibration.step
-        num_shards = run.dp_size * run.cp_size if run.args.use_distributed_optimizer else 1
-        return law.fixed + law.per_row * max(size.num_trainable_params for size in sizes) / num_shards
-
-
-_OF_IMAGES = ("num_patches", "num_image_pairs", "num_window_pairs")
-"""Counts that are divided over ranks by whole images."""
-
-
-def _divided(counts: np.ndarray, num_ranks: int, num_encoders: int) -> np.ndarray:
-    """The costliest share of each microbatch: tokens are divided evenly over ``num_ranks``, and whole images of about
-    the same size over ``num_encoders``."""
-    if num_encoders == 1:
-        return counts
-    images = counts[:, COUNTS.index("num_images")]
-    share = np.ceil(images / num_encoders) / np.maximum(images, 1)
-    found = counts / num_ranks
-    for name in _OF_IMAGES:
-        found[:, COUNTS.index(name)] = counts[:, COUNTS.index(name)] * share
-    return found
-
-
-def _evenly_divided(counts: np.ndarray, num_ranks: int, num_encoders: int) -> np.ndarray:
-    """The mean share of each microbatch: at most what ``_divided`` gives."""
-    is_of_images = np.isin(COUNTS, _OF_IMAGES)
-    return counts / np.where(is_of_images, num_encoders, num_ranks)

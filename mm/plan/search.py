@@ -34,6 +34,8 @@ NUM_OF_GROUP = 4
 """Most layouts of a group that get lists: those that fit and have the best estimates."""
 NUM_SEARCHED = 6
 """Groups whose fastest layout's lists are searched, by default."""
+_LEAST_GAIN = 0.01
+"""A larger encoder batch, which needs memory, must make the step shorter by this share."""
 _MAX_MOVES, _WORTH_MOVING = 8, 1.2
 """Most layers moved between stages to make even lists fit, and how many times the limit the fullest stage may need for
 a try."""
@@ -128,8 +130,12 @@ class LayoutSearch:
         return Planned(choice, run, predictor.predict(workload, run),
                        tuple(PeakMemory(run).of_stages(run.model.placement())), predictor, workload)
 
-    def best(self, choices: Iterable[Choice], num_kept: int, num_searched: int = NUM_SEARCHED) -> SearchResult:
-        """The ``num_kept`` fastest layouts, after a search for the lists of ``num_searched``."""
+    def best(
+        self, choices: Iterable[Choice], num_kept: int, num_searched: int = NUM_SEARCHED,
+        encoder_batches: Sequence[int] = (),
+    ) -> SearchResult:  # fmt: skip
+        """The ``num_kept`` fastest layouts, after a search for the lists of ``num_searched``.  ``encoder_batches``:
+        encoder batches that are tried with these, besides their own."""
         considered = list(choices)
         opened, refusals = list[_Open](), dict[str, None]()
         for choice in considered:
@@ -141,8 +147,8 @@ class LayoutSearch:
         fitting, too_large = self._fitting(opened, num_kept)
         promising = _best_of_groups(fitting)[: max(num_searched, num_kept)]
         searched = sorted(map(self._with_best_lists, promising), key=lambda one: one.seconds)
-        ranking = sorted((self.planned(one.layout.choice, _placed(one.layout.run, one.lists))
-                          for one in searched[:num_kept]), key=lambda one: one.step.seconds)
+        ranking = sorted((self._with_best_batch(one, encoder_batches) for one in searched[:num_kept]),
+                         key=lambda one: one.step.seconds)
         smallest = self._smallest(too_large) if too_large and not ranking else None
         bounds = [one.bound for one in opened if not self._is_too_large(one)]
         return SearchResult(tuple(ranking), min(bounds, default=0.0), len(considered), len(too_large), tuple(refusals),
@@ -169,7 +175,7 @@ class LayoutSearch:
     def _opened(self, choice: Choice) -> _Open:
         run = choice.applied(self._run)
         predictor, states = self._predictor(choice, run), self._even_size(run)
-        rest = predictor.reduction([states]) + predictor.update([states])
+        rest = sum(predictor.after([states]))
         bound, estimate = predictor.estimated(self._mean_samples, *self._num_microbatches(run), choice.num_chunks)
         return _Open(choice, run, predictor, self._memory(choice, run), bound + rest, estimate + rest, rest, states)
 
@@ -231,19 +237,33 @@ class LayoutSearch:
         lists, seconds = best_lists(one.lists, costs, is_even=True)
         return _Listed(layout, lists, seconds + layout.rest)
 
+    def _with_best_batch(self, one: _Listed, encoder_batches: Sequence[int]) -> Planned:
+        """The layout with another encoder batch if one that fits makes it noticeably faster."""
+        choice, lists = one.layout.choice, one.lists
+        best = self.planned(choice, _placed(one.layout.run, lists))
+        if not any(spec.has_whole_vit for spec in lists.placement.slots):
+            return best
+        for other in (replace(choice, encoder_batch=size) for size in encoder_batches if size != choice.encoder_batch):
+            found = self.planned(other, _placed(other.applied(self._run), lists))
+            fits = self._max_bytes is None or found.peak_bytes <= self._max_bytes
+            if fits and found.step.seconds < best.step.seconds * (1 - _LEAST_GAIN):
+                best = found
+        return best
+
     def _smallest(self, too_large: Sequence[_Open]) -> Planned:
         choice = min(too_large, key=lambda one: one.states.total_bytes).choice
         choice = replace(choice, recompute=self._recomputations(choice)[-1])
         return self.planned(choice, choice.applied(self._run))
 
     def _predictor(self, choice: Choice, run: Run) -> Predictor:
-        key = choice.tp_size, choice.cp_size, choice.num_stages, choice.encoder, choice.recompute
+        key = choice.tp_size, choice.cp_size, choice.num_stages, choice.encoder, choice.recompute, choice.encoder_batch
         if key not in self._predictors:
             self._predictors[key] = Predictor(run, self._calibrate(run))
         return self._predictors[key]
 
     def _memory(self, choice: Choice, run: Run) -> PeakMemory:
-        key = choice.tp_size, choice.cp_size, choice.num_stages, choice.num_chunks, choice.encoder, choice.recompute
+        key = (choice.tp_size, choice.cp_size, choice.num_stages, choice.num_chunks, choice.encoder, choice.recompute,
+               choice.encoder_batch)
         return PeakMemory(run, self._chunks.setdefault(key, {}))
 
     def _search_workload(self, layout: _Open) -> Workload:

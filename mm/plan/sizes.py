@@ -12,8 +12,9 @@ from operator import add
 from mm.config.model import ModelConfig
 from mm.config.run import Run
 from mm.placement import Placement, StageSpec
+from mm.plan.layer_memory import FP32, WIDTHS
 from mm.plan.lists import one_stage
-from mm.plan.memory import FP32, WIDTHS, ChunkMemory, MicrobatchSizes, StageMemory
+from mm.plan.memory import ChunkMemory, MicrobatchSizes, StageMemory
 from mm.weights.memory import memory_shape
 from mm.weights.placed import owns, stage_weights, weights_by_place
 from mm.weights.table import Place, Weight, model_weights

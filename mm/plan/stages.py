@@ -11,7 +11,8 @@ from mm.config.notes import sorted_notes
 from mm.config.run import Run
 from mm.device.known import KNOWN_DEVICES
 from mm.placement import Message, Placement, StageSpec
-from mm.plan.memory import WIDTHS, MicrobatchSizes
+from mm.plan.layer_memory import WIDTHS
+from mm.plan.memory import MicrobatchSizes
 from mm.plan.sizes import (
     STATED,
     VISUAL,
@@ -69,6 +70,8 @@ def _run_lines(run: Run) -> list[str]:
         f"Ranks     {run.world_size} ranks = {_ranks(run)}",
         *([f"Encoder   ViT and projector whole on every tensor-parallel rank; {run.num_encoders} ranks divide the "
            f"images of a microbatch"] if run.model.encodes_whole else []),
+        *([f"Images    of {run.model.encoder_batch_size} consecutive microbatches pass the ViT together"]
+          if run.model.encoder_batch_size > 1 else []),
         f"Batch     {run.global_batch_size} samples per step = {_microbatches(run)}; at most {args.seq_length} tokens "
         f"per sample",
         f"Training  {_steps(run)} in {args.precision}, loss: mean over the "

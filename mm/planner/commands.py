@@ -160,17 +160,18 @@ def _calibrate(flags: argparse.Namespace, training: Sequence[str]) -> None:
 
 
 def _largest_microbatch(run: Run) -> tuple[int, int]:
-    """Most tokens and most patches of the microbatches of some steps; without data, those that the flags allow."""
+    """Most tokens of a microbatch in some steps, and most patches of a pass of the ViT; without data, those that the
+    flags allow."""
     num_tokens = run.args.seq_length * run.args.micro_batch_size
     num_patches = num_tokens * run.model.vision.spatial_merge_size**2 // 2
     try:
         steps = workload_of(run, _lengths(run)).steps
     except UserError as error:
         print_notes([f"the data cannot be read, so microbatches of up to {num_tokens:,} tokens are measured: {error}"])
-        return num_tokens, num_patches
+        return num_tokens, num_patches * run.model.encoder_batch_size
     most = np.concatenate([counts for step in steps for counts in step]).max(axis=0)
     tokens, patches = (int(most[COUNTS.index(name)]) for name in ("num_tokens", "num_patches"))
-    return tokens, patches or num_patches
+    return tokens, (patches or num_patches) * run.model.encoder_batch_size
 
 
 def _predict(flags: argparse.Namespace, training: Sequence[str]) -> None:

@@ -131,6 +131,7 @@ def _words(choice: Choice, dp_size: int) -> str:
     chunks = f" with {choice.num_chunks} chunks each" if choice.num_chunks > 1 else ""
     sampler = "" if choice.sampler == AS_GIVEN else f", {choice.sampler}"
     sampler += ", encoder whole on tensor ranks" if choice.encoder != ENCODERS[0] else ""
+    sampler += f", images of {choice.encoder_batch} microbatches encoded together" if choice.encoder_batch > 1 else ""
     return (f"TP {choice.tp_size}, CP {choice.cp_size}, PP {choice.num_stages}{chunks}, DP {dp_size}, micro batch "
             f"{choice.micro_batch_size}{sampler}, recompute {choice.recompute}")
 
@@ -148,8 +149,9 @@ def _row(name: str, one: Planned, plan: LayoutPlan) -> tuple[str, ...]:
     peak = None if plan.device is None else plan.device.peak_flops
     mfu = "" if peak is None else f"{one.predictor.flops(one.workload) / step.seconds / one.run.world_size / peak:.1%}"
     tokens = one.workload.num_tokens / step.seconds / one.run.world_size
+    encoder = choice.encoder + (f" x {choice.encoder_batch}" if choice.encoder_batch > 1 else "")
     return (name, *map(str, (choice.tp_size, choice.cp_size, choice.num_stages, choice.num_chunks, one.run.dp_size,
-                             choice.micro_batch_size, choice.sampler, choice.encoder, choice.recompute)),
+                             choice.micro_batch_size, choice.sampler, encoder, choice.recompute)),
             f"{step.seconds:.4g}", f"{low:.3g} .. {high:.3g}", f"{tokens:,.0f}", mfu, f"{max(0.0, step.bubble):.1%}",
             f"{one.peak_bytes / 2**30:.1f}")
 

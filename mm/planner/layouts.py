@@ -18,7 +18,17 @@ from mm.device.platform import KnownDevice, Links
 from mm.errors import UserError, nearest, printable
 from mm.plan.by_device import calibration_by_device
 from mm.plan.calibration import Calibration
-from mm.plan.choices import AS_GIVEN, ENCODERS, NAMES, RECOMPUTE, SAMPLERS, Choice, choices, present_choice
+from mm.plan.choices import (
+    AS_GIVEN,
+    ENCODER_BATCHES,
+    ENCODERS,
+    NAMES,
+    RECOMPUTE,
+    SAMPLERS,
+    Choice,
+    choices,
+    present_choice,
+)
 from mm.plan.distributions import DISTRIBUTIONS, mixed
 from mm.plan.learnt import other_runs
 from mm.plan.lists import Lists
@@ -95,13 +105,14 @@ def _planned(flags: argparse.Namespace, training: Sequence[str]) -> LayoutPlan:
     if not legal:
         raise UserError(_no_layout(run, fixed, links.node_size))
     search, began = LayoutSearch(run, calibrate, lengths, max_bytes, NUM_STEPS), time.perf_counter()
-    found = search.best(legal, flags.top)
+    batches = () if "encoder_batch" in fixed else ENCODER_BATCHES
+    found = search.best(legal, flags.top, encoder_batches=batches)
     seconds = time.perf_counter() - began
     if not found.ranking:
         raise UserError(_nothing_fits(found, max_bytes) if found.smallest else found.refusals)
     problems = tuple(parallel_problems(run))
     present = None if problems else _present(search, run)
-    changes = () if present is None else _changes(search, present, legal)
+    changes = () if present is None else _changes(search, present, legal, batches)
     learnt = tuple(_learnt(found.ranking[0], run, lengths, calibrate, max_bytes))
     return LayoutPlan(run, lengths, device, what, found, seconds, present, problems, changes, learnt, max_bytes)
 
@@ -214,7 +225,9 @@ def _present(search: LayoutSearch, run: Run) -> Planned | None:
         return None
 
 
-def _changes(search: LayoutSearch, present: Planned, legal: Sequence[Choice]) -> tuple[tuple[str, Planned], ...]:
+def _changes(
+    search: LayoutSearch, present: Planned, legal: Sequence[Choice], encoder_batches: Sequence[int]
+) -> tuple[tuple[str, Planned], ...]:
     """Layouts that differ from the present one in one field, with their best lists, fastest first; without those that
     gain no more than better lists alone."""
     own, found = present.choice, list[tuple[str, Planned]]()
@@ -223,7 +236,8 @@ def _changes(search: LayoutSearch, present: Planned, legal: Sequence[Choice]) ->
         if field == "lists":
             some = [own]
         else:
-            others = dict.fromkeys(replace(own, **{field: getattr(one, field)}) for one in legal)
+            values = [getattr(one, field) for one in legal] + list(encoder_batches) * (field == "encoder_batch")
+            others = dict.fromkeys(replace(own, **{field: value}) for value in values)
             some = [one for one in others if one != own and not list(parallel_problems(one.applied(present.run)))]
         ranking = search.best(some, 1, num_searched=1).ranking if some else ()
         for one in ranking:

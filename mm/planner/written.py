@@ -43,7 +43,7 @@ def write_layout(folder: Path, best: Planned, given: Run) -> str:
 
 
 def _set_layout(model: dict[str, Any], best: Planned) -> None:
-    """Set the lists, the recomputation and the placement of the encoder."""
+    """Set the lists, the recomputation, and the placement and batch of the encoder."""
     for keys, values, tower in zip(_TOWERS, Lists.of(best.run.model).values(),
                                    (best.run.model.vision, best.run.model.language), strict=True):
         section = model
@@ -55,6 +55,8 @@ def _set_layout(model: dict[str, Any], best: Planned) -> None:
         section |= _recompute_keys(tower.recompute)
     if best.run.model.encodes_whole or "encoder_placement" in model:
         model["encoder_placement"] = best.run.model.encoder_placement
+    if best.run.model.encoder_batch_microbatches > 1 or "encoder_batch_microbatches" in model:
+        model["encoder_batch_microbatches"] = best.run.model.encoder_batch_microbatches
 
 
 def _recompute_keys(recompute: RecomputeConfig) -> dict[str, Any]:

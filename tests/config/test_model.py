@@ -82,6 +82,21 @@ def test_a_whole_encoder_does_not_restrict_the_tensor_parallel_size(tmp_path):
     assert str(note) == "encoder_placement of m.json: no effect: there is one tensor-parallel rank"
 
 
+def test_images_are_encoded_together_where_one_slot_has_the_whole_vit(tmp_path):
+    whole = model(tmp_path, encoder_batch_microbatches=4)
+    assert (whole.encoder_batch_microbatches, whole.encoder_batch_size) == (4, 4)
+    assert model(tmp_path, encoder_batch_microbatches=None).encoder_batch_size == 1
+    assert not [*placement_notes(whole, 1, "m.json")]
+    divided = model(tmp_path, **{"encoder_batch_microbatches": 4, f"{VISION}.pipeline_num_layers": [20, 12],
+                                 f"{LANGUAGE}.pipeline_num_layers": [0, 28]})
+    assert divided.encoder_batch_size == 1
+    (note,) = placement_notes(divided, 1, "m.json")
+    assert str(note) == (f"encoder_batch_microbatches of m.json: no effect: {VISION}.pipeline_num_layers divides the "
+                         f"ViT over several positions; put all of its layers on one")
+    (problem,) = problems(read_model, tmp_path, "model_7b.json", {"encoder_batch_microbatches": 0})
+    assert "encoder_batch_microbatches is 0" in problem
+
+
 def test_block_recomputes_the_first_layers_of_each_chunk_and_uniform_all():
     block, chunks = RecomputeConfig("full", "block", 2), (range(0, 1), range(1, 5), range(5, 5), range(5, 8))
     assert [list(block.whole_layers(layers)) for layers in chunks] == [[0], [1, 2], [], [5, 6]]

@@ -58,6 +58,8 @@ class Case:
     is_ring: bool = False
     whole_encoder: bool = False
     """Whether every tensor-parallel rank has the whole ViT and projector, and images of its own."""
+    encoder_batch: int = 1
+    """Microbatches whose images pass the ViT together."""
     lora_rank: int = 0
     """Rank of the adapters on all linear layers of trained parts; 0: no adapters."""
     forward_only: bool = False
@@ -82,7 +84,8 @@ class Case:
         }  # fmt: skip
         lora = LoraConfig(("all-linear",), r=self.lora_rank) if self.lora_rank else LoraConfig()
         return dataclasses.replace(model, **parts, freeze_modules=self.freeze_modules, lora=lora,
-                                   encoder_placement="tensor_ranks" if self.whole_encoder else "cut")
+                                   encoder_placement="tensor_ranks" if self.whole_encoder else "cut",
+                                   encoder_batch_microbatches=self.encoder_batch)
 
 
 @dataclass(frozen=True)
@@ -154,9 +157,9 @@ def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> T
         """Make the recorder count what ``chunk`` does in its method ``phase`` as that phase."""
         work = getattr(chunk, phase)
 
-        def recorded(*args: object) -> object:
+        def recorded(*args: object, **named: object) -> object:
             with recorder.doing(phase):
-                return work(*args)
+                return work(*args, **named)
 
         setattr(chunk, phase, recorded)
 
@@ -165,8 +168,8 @@ def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> T
         "--micro-batch-size", "1", "--mm-model", "-", "--mm-data", "-", "--use-distributed-optimizer", "--bf16",
     ])  # fmt: skip
     num_encoders = mesh.context.num_encoders
-    batch = [deal_images(random_microbatch(model, [SAMPLE] * case.num_samples, seed), model, num_encoders)
-             for seed in range(case.num_microbatches)]
+    batch = deal_images([random_microbatch(model, [SAMPLE] * case.num_samples, seed)
+                         for seed in range(case.num_microbatches)], model, num_encoders)
     totals = BatchTotals.of(batch, model.vision)
     with recorder:
         stage = Stage(model, mesh, "bf16", MetaDevice.of(recorder), sequence_parallel=case.sequence_parallel)

@@ -58,6 +58,8 @@ class Case:
     """Whether the leaves are those that CUDA compiles, here as they are written."""
     whole_encoder: bool = False
     """Whether every tensor-parallel rank has the whole ViT and projector, and images of its own."""
+    encoder_batch: int = 1
+    """Microbatches whose images pass the ViT together."""
     groups: bool = False
     """Groups of the optimizer: ``GROUP_FLAGS`` and the rates of parts beside them."""
 
@@ -90,7 +92,7 @@ class Case:
         """The same training on one rank: what transformers does."""
         return replace(self, name="", vision=(4,), language=(4,), tp=1, dp=1, distributed_optimizer=False,
                        overlap=False, recompute=None, logit_rows=None, sequence_parallel=False, cp=1, ring=False,
-                       waits=False, whole_encoder=False)
+                       waits=False, whole_encoder=False, encoder_batch=1)
 
 
 ALL = ("vision", "projector", "language")
@@ -204,6 +206,7 @@ CASES = (
     Case("pp2-vpp2-images-at-both-ends", ((2, 1), (1, 0)), ((0, 0), (1, 3)), grids=IMAGES_AT_BOTH_ENDS,
          micro_batch_size=1),
     Case("tp2-pp2-per-microbatch", (3, 1), (0, 4), tp=2, loss_unit="microbatch"),
+    Case("tp2-pp2-sp-vit-stage", (4, 0), (0, 4), tp=2, sequence_parallel=True, batch="video"),
     Case("tp2-dp2-distributed-optimizer", tp=2, dp=2, distributed_optimizer=True),
     Case("dp2-pp2-distributed-optimizer-groups", (2, 2), (0, 4), dp=2, distributed_optimizer=True, groups=True),
     Case("dp2-pp2-distributed-optimizer-tied", (3, 1), (0, 4), dp=2, distributed_optimizer=True, tied=True),
@@ -271,6 +274,41 @@ CASES = (
              distributed_optimizer=True, freeze_modules=("norm",)),
         Case("tp2-cp2-pp2-sp-few-tokens", (3, 1), (0, 4), tp=2, cp=2, sequence_parallel=True, **FEW_TOKENS),
         Case("tp2-ring2-pp2-vpp2", ((2, 1), (1, 0)), ((0, 0), (1, 3)), tp=2, cp=2, ring=True, recompute="selective"),
+    )),
+    # images of several microbatches in one pass of the ViT
+    *(replace(case, name=f"together-{case.name}", encoder_batch=max(2, case.encoder_batch)) for case in (
+        Case("tp1", recompute="selective"),
+        Case("tp1-all-few-tokens", **FEW_TOKENS, encoder_batch=8),
+        Case("tp1-three-few-tokens", **FEW_TOKENS, encoder_batch=3, tied=True, recompute="uniform"),
+        Case("tp1-encoder-frozen", freeze=("vision", "projector"), encoder_batch=4),
+        Case("tp1-only-projector", freeze=("vision", "language")),
+        Case("tp1-fused-clipped", fused=True, clip_grad=1e-6, encoder_batch=4),
+        Case("tp2-groups", tp=2, groups=True),
+        Case("tp2-sp", tp=2, sequence_parallel=True, encoder_batch=3),
+        Case("tp2-sp-few-tokens", tp=2, sequence_parallel=True, encoder_batch=4, **FEW_TOKENS),
+        Case("whole-tp2-few-tokens", tp=2, whole_encoder=True, encoder_batch=4, **FEW_TOKENS),
+        Case("whole-tp2-sp-vision-frozen", tp=2, sequence_parallel=True, whole_encoder=True, freeze=("vision",)),
+        Case("cp2-few-tokens", cp=2, encoder_batch=3, **FEW_TOKENS),
+        Case("ring2-video", cp=2, ring=True, batch="video"),
+        Case("dp2-images-on-one-rank-overlap", dp=2, batch="images on one rank", distributed_optimizer=True,
+             overlap=True),
+        Case("dp2-text-last-overlap", dp=2, grids=(_IMAGE, _IMAGE, (), _IMAGE, (), ()), micro_batch_size=1,
+             overlap=True, encoder_batch=3),
+        Case("pp2-vit-stage-images-at-both-ends", (4, 0), (0, 4), grids=IMAGES_AT_BOTH_ENDS, micro_batch_size=1,
+             encoder_batch=4),
+        Case("pp2-tied-text-at-both-ends", (4, 0), (1, 3), tied=True, grids=TEXT_AT_BOTH_ENDS, micro_batch_size=1),
+        Case("pp2-vit-on-last", (0, 4), (0, 4), freeze_layers=("0-1", ""), freeze_modules=("patch_embed",)),
+        Case("pp2-vit-on-both-has-no-effect", (3, 1), (0, 4)),
+        Case("pp2-vpp2-few-tokens", ((4, 0), (0, 0)), ((0, 1), (1, 2)), encoder_batch=3, **FEW_TOKENS),
+        Case("tp2-pp2-sp-few-tokens", (4, 0), (0, 4), tp=2, sequence_parallel=True, encoder_batch=3, **FEW_TOKENS),
+        Case("tp2-dp2-sp-overlap", tp=2, dp=2, batch="images on one rank", sequence_parallel=True,
+             distributed_optimizer=True, overlap=True),
+        Case("whole-tp2-cp2-sp-few-tokens", tp=2, cp=2, sequence_parallel=True, whole_encoder=True, encoder_batch=4,
+             **FEW_TOKENS),
+        Case("whole-tp2-pp2-vpp2-tied", ((0, 4), (0, 0)), ((0, 0), (2, 2)), tp=2, tied=True, whole_encoder=True,
+             micro_batch_size=1),
+        Case("tp2-ring2-pp2-sp", (4, 0), (1, 3), tp=2, cp=2, ring=True, sequence_parallel=True, encoder_batch=4,
+             micro_batch_size=1),
     )),
 )
 

@@ -33,11 +33,13 @@ class Layout:
     dp: int
     cp: int = 1
     whole_encoder: bool = False
+    encoder_batch: int = 1
 
     @property
     def config(self) -> ModelConfig:
         placement = "tensor_ranks" if self.whole_encoder else "cut"
-        return replace(our_config((self.vision,), (self.language,)), encoder_placement=placement)
+        return replace(our_config((self.vision,), (self.language,)), encoder_placement=placement,
+                       encoder_batch_microbatches=self.encoder_batch)
 
     @property
     def num_encoders(self) -> int:
@@ -59,6 +61,7 @@ LAYOUTS = (
     Layout("whole-tp2-pp2-patches-on-second", (0, 4), (0, 4), tp=2, dp=1, whole_encoder=True),
     Layout("whole-tp2-pp2", (3, 1), (0, 4), tp=2, dp=1, whole_encoder=True),
     Layout("whole-tp2-dp2", (4,), (4,), tp=2, dp=2, whole_encoder=True),
+    Layout("whole-tp2-cp2-together", (4,), (4,), tp=2, dp=1, cp=2, whole_encoder=True, encoder_batch=2),
 )
 
 ONE, TWO = ((1, 4, 6),), ((1, 2, 4), (2, 4, 4))

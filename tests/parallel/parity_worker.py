@@ -151,7 +151,8 @@ class Engine:
 def config_of(case: Case) -> ModelConfig:
     config = our_config(case.vision_chunks, case.language_chunks, case.tied, case.freeze, case.freeze_layers,
                         case.freeze_modules, case.trainable_modules, case.num_key_heads)
-    config = replace(config, encoder_placement="tensor_ranks") if case.whole_encoder else config
+    config = replace(config, encoder_batch_microbatches=case.encoder_batch,
+                     encoder_placement="tensor_ranks" if case.whole_encoder else "cut")
     if case.groups:
         config = replace(config, vision=replace(config.vision, rates=Rates(VISION_LR)),
                          projector=replace(config.projector, rates=Rates(PROJECTOR_LR, PROJECTOR_DECAY)))
@@ -194,7 +195,7 @@ def build(case: Case, before: dict[str, Tensor], config: ModelConfig | None = No
         batches.append([replace(microbatch(pair), samples=tuple(itertools.islice(numbers, len(pair))))
                         for pair in rank])
     totals = BatchTotals.of([one for rank in batches for one in rank], config.vision)
-    mine = (deal_images(one, config, mesh.context.num_encoders) for one in batches[mesh.dp_rank])
+    mine = deal_images(batches[mesh.dp_rank], config, mesh.context.num_encoders)
     plan = StepPlan(tuple(own_pixels(one, mesh.context) for one in mine), totals)
     return Engine(case, config, placement, Setup.build(stage, mesh, args), weights, plan)
 

@@ -110,8 +110,8 @@ class Run:
         samples = [random_sample(generator, grid, 9 + 5 * i) for i, grid in enumerate(grids)]
         batch, context = [microbatch(samples[:2]), microbatch(samples[2:])], self.mesh.context
         share = len(batch) // self.mesh.dp_size
-        mine = [own_pixels(deal_images(one, self.config, context.num_encoders), context)
-                for one in batch[self.mesh.dp_rank * share : (self.mesh.dp_rank + 1) * share]]
+        own = batch[self.mesh.dp_rank * share : (self.mesh.dp_rank + 1) * share]
+        mine = [own_pixels(one, context) for one in deal_images(own, self.config, context.num_encoders)]
         return StepPlan(tuple(mine), BatchTotals.of(batch, self.config.vision))
 
     def train(self, num_steps: int) -> list[float]:

@@ -108,7 +108,7 @@ def _messages_of(case: Case, rank: int) -> Iterator[Seen]:
 
 def share_of(samples: list[RawSample], rank: int, size: int) -> tuple[int, int]:
     """Tokens and patches that a rank of the context axis holds; with whole encoders, the patches of any rank."""
-    one = deal_images(microbatch(samples), our_config(((4,),), ((4,),)), size)
+    (one,) = deal_images([microbatch(samples)], our_config(((4,),), ((4,),)), size)
     grids = [grid for grid, holder in zip(one.image_grids, one.image_ranks, strict=True) if holder == rank]
     return len(even_rows(one.num_tokens, size)[rank]), sum(t * h * w for t, h, w in grids)
 

@@ -6,10 +6,14 @@
 import dataclasses
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mm.config.model import ModelConfig, RecomputeConfig, read_model
 from mm.model.loss import MAX_LOGIT_ROWS
-from mm.plan.memory import ALL, INPUT, NOTHING, ChunkMemory, Keeps, MicrobatchSizes, StageMemory, layer_bytes
+from mm.parallel.order import stage_steps
+from mm.plan.layer_memory import ALL, INPUT, NOTHING, Keeps, layer_bytes
+from mm.plan.memory import ChunkMemory, MicrobatchSizes, StageMemory
 from tests.plan.test_stages import EXAMPLES, run_of
 
 TOKENS = MicrobatchSizes(num_tokens=100, num_patches=0, num_targets=0)
@@ -161,6 +165,31 @@ def test_a_whole_encoder_keeps_whole_layers_of_its_own_images() -> None:
         assert other.working_bytes(rows) == one.working_bytes(rows)
     text = MicrobatchSizes(400, 0, 0)
     assert whole[2].kept_bytes(text) < alone[2].kept_bytes(text)
+
+
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 12))
+def test_microbatches_that_are_encoded_together_are_kept_together(
+    num_stages: int, encoder_batch: int, num_microbatches: int
+) -> None:
+    """As many as the schedule of the first stage keeps, counted one by one; exactly if there are enough to reach it."""
+    chunk, *_ = stages([32, *[0] * (num_stages - 1)], [*[0] * (num_stages - 1), 36])
+    together = dataclasses.replace(chunk, model=dataclasses.replace(
+        chunk.model, encoder_batch_microbatches=encoder_batch))
+    rows = MicrobatchSizes(0, 400, 0)
+    of_one = together.kept_bytes(rows)
+    most, forward, backward = 0, 0, 0
+    for is_forward, _ in stage_steps(num_microbatches, 0, num_stages, 1):
+        forward, backward = forward + is_forward, backward + (not is_forward)
+        if forward > backward:
+            start = backward // encoder_batch * encoder_batch
+            stop = min(num_microbatches, -(-forward // encoder_batch) * encoder_batch)
+            most = max(most, stop - start)
+    (count,) = StageMemory((together,)).in_flight(rows, num_microbatches)
+    found = together.kept_bytes(rows, count, num_microbatches)
+    assert found >= most * of_one
+    if num_microbatches >= encoder_batch * (num_stages + 1):
+        assert found == most * of_one
+    assert together.working_bytes(rows) > encoder_batch * chunk.working_bytes(rows) * (encoder_batch > 1)
 
 
 def test_messages_that_a_frozen_prefix_sends_ahead_count() -> None:

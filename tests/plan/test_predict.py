@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from mm.batch import BatchTotals
@@ -13,8 +14,8 @@ from mm.data.order.sequence import pipeline_order
 from mm.errors import UserError
 from mm.model.flops import slot_flops
 from mm.parallel.simulation import step_cost
-from mm.plan.calibration import Calibration
-from mm.plan.costs import counts_of
+from mm.plan.calibration import BlockLaws, Calibration
+from mm.plan.costs import VISION_PLACES, counts_of
 from mm.plan.laws import Law
 from mm.plan.predict import Predictor
 from mm.plan.sizes import stage_sizes
@@ -85,6 +86,45 @@ def test_a_run_of_several_ranks_needs_a_calibration_of_several() -> None:
     model = our_config(((4, 0),), ((1, 3),))
     with pytest.raises(UserError, match="the run has 2 ranks, but the calibration was measured by one process"):
         Predictor(run_of(model, 2), by_flops(model))
+
+
+TEXT = replace(LARGE, num_patches=0, num_images=0, num_image_pairs=0, num_window_pairs=0)
+
+
+def with_fixed(model: ModelConfig, fixed: float) -> Calibration:
+    """Each block also costs ``fixed`` per pass."""
+    found = with_links(model)
+    return replace(found, blocks=tuple(replace(one, laws=BlockLaws(*(
+        replace(law, fixed=fixed) for law in (one.laws.forward, one.laws.backward)))) for one in found.blocks))
+
+
+def test_images_that_are_encoded_together_share_the_fixed_costs_of_the_vit() -> None:
+    """One pass for three of four microbatches, in the first forward and the last backward pass of those with images."""
+    alone = our_config(((4, 0),), ((0, 4),))
+    together = replace(alone, encoder_batch_microbatches=4)
+    counts = counts_of([TEXT, LARGE, SMALL, TEXT, LARGE])[:4]
+    one, other = (Predictor(run_of(model, 2), with_fixed(alone, 1e9)) for model in (alone, together))
+    placement = alone.placement()
+    before, after = one.of_blocks(counts, placement), other.of_blocks(counts, placement)
+    is_vision = [place in VISION_PLACES for place, _ in one.costs.places]
+    num_blocks = sum(is_vision)
+    assert np.array_equal(before[..., ~np.array(is_vision)], after[..., ~np.array(is_vision)])
+    before, after = before[..., is_vision], after[..., is_vision]
+    saved = (before.sum(axis=(1, 2)) - after.sum(axis=(1, 2))) / 1e9
+    assert saved == pytest.approx([num_blocks, num_blocks])
+    assert (after.sum(axis=2) > 0).tolist() == [[False, True, False, False], [False, False, True, False]]
+    divided = our_config(((2, 2),), ((0, 4),)).placement()
+    assert np.array_equal(one.of_blocks(counts, divided), other.of_blocks(counts, divided))
+
+
+def test_a_bound_holds_with_images_that_are_encoded_together() -> None:
+    model = replace(our_config(((4, 0),), ((0, 4),)), encoder_batch_microbatches=3)
+    predictor = Predictor(run_of(model, 2), with_fixed(model, 1e9))
+    workload, placements = Workload(((counts_of([LARGE, SMALL, TEXT, LARGE, SMALL, SMALL]),),)), [model.placement()]
+    found = predictor.pipelines(workload, placements).seconds[0, 0]
+    assert 0 < predictor.least(workload, placements)[0] <= found
+    assert found < Predictor(run_of(replace(model, encoder_batch_microbatches=1), 2), predictor.calibration).pipelines(
+        workload, placements).seconds[0, 0]
 
 
 def test_context_parallel_ranks_share_a_microbatch() -> None:

@@ -11,12 +11,12 @@ from mm.config.run import Run, parallel_problems
 from mm.device.known import KNOWN_DEVICES
 from mm.errors import UserError
 from mm.plan.by_device import calibration_by_device
-from mm.plan.calibration import Calibration
+from mm.plan.calibration import BlockLaws, Calibration
 from mm.plan.choices import AS_GIVEN, BALANCED, Choice, choices, present_choice
 from mm.plan.distributions import llava, mixed
 from mm.plan.lists import Lists
 from mm.plan.predict import Predictor
-from mm.plan.search import LayoutSearch, SearchResult
+from mm.plan.search import LayoutSearch, Planned, SearchResult
 from mm.plan.sizes import PeakMemory
 from mm.plan.waits import waits_of
 from mm.plan.workload import Workload, workload_of
@@ -92,6 +92,32 @@ def test_the_ranking_has_one_layout_of_each_group_and_keeps_the_samples_of_a_ste
         assert not list(parallel_problems(one.run))
         assert one.workload.num_tokens == pytest.approx(found.ranking[0].workload.num_tokens)
         assert found.least <= one.step.pipeline + one.step.reduction + one.step.update
+
+
+def test_images_are_encoded_together_where_that_gains_and_fits() -> None:
+    """On one rank there is no pipeline to fill, so larger batches only save fixed costs of the ViT's layers.
+
+    A step has four microbatches.
+    """
+    run, lengths = tiny_run(1), llava(64, 0, 512)
+
+    def costly(one: Run) -> Calibration:
+        found = by_device(one)
+        return replace(found, blocks=tuple(replace(block, laws=BlockLaws(*(
+            replace(law, fixed=10 * law.fixed) for law in (block.laws.forward, block.laws.backward))))
+            for block in found.blocks))
+
+    def best(max_bytes: int | None, *encoder_batches: int) -> Planned:
+        search = LayoutSearch(run, costly, lengths, max_bytes, 2)
+        (found,) = search.best(choices(run, FEW, 8), 1, encoder_batches=encoder_batches).ranking
+        return found
+
+    alone, together = best(None), best(None, 1, 2, 4, 8)
+    assert (alone.choice.encoder_batch, together.run.model.encoder_batch_microbatches) == (1, 4)
+    assert together.step.seconds < 0.99 * alone.step.seconds and together.peak_bytes > alone.peak_bytes
+    limited = best(together.peak_bytes - 1, 1, 2, 4, 8)
+    assert limited.choice.encoder_batch == 2 and limited.peak_bytes < together.peak_bytes
+    assert LayoutSearch(run, costly, lengths, None, 2).best(choices(run, FEW, 8), 1).least <= together.step.seconds
 
 
 def test_waits_add_up_to_the_bubble() -> None:

@@ -59,6 +59,14 @@ def test_the_best_layouts_are_shown_and_the_trainer_takes_the_best(capsys, tmp_p
     assert written == given  # nothing else has changed
 
 
+def test_the_encoder_batch_can_be_fixed_and_is_written(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    text = said(capsys, 0, "--device", "h200", "--fix", "TP=2,PP=1,MBS=1,ENCODER=tensor_ranks,EB=4", "--write",
+                str(tmp_path), *flags())  # fmt: skip
+    assert "tensor_ranks x 4" in text
+    model = json.loads((tmp_path / "model.json").read_text())
+    assert (model["encoder_placement"], model["encoder_batch_microbatches"]) == ("tensor_ranks", 4)
+
+
 def test_a_device_that_is_too_small_recomputes_and_splits_more(capsys: pytest.CaptureFixture) -> None:
     large, small = (said(capsys, 0, "--device", device, "--top", "1", *flags(lengths="documents", seq_length=4096))
                     for device in ("h200", "a100 40gb"))

@@ -23,6 +23,9 @@ CASES: dict[str, tuple[int, list[int], list[int], bool, tuple[str, ...]]] = {
     "TP 2, sequence": (2, [8], [4], False, ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
     "TP 2, whole encoder": (2, [8], [4], False, ("--tensor-model-parallel-size", "2")),
     "TP 2, whole encoder, sequence": (2, [8], [4], True, ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
+    "ViT on its own stage, microbatches encoded together": (2, [8, 0], [0, 4], False, ()),
+    "TP 2, sequence, microbatches encoded together": (
+        2, [8], [4], False, ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
     "CP 2": (2, [8], [4], False, ("--context-parallel-size", "2")),
     "ring 2": (2, [8], [4], True, ("--context-parallel-size", "2", "--context-parallel-algo", "megatron_cp_algo")),
     "DP 2": (2, [8], [4], False, ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")),
@@ -57,6 +60,7 @@ def write_cases(directory: Path) -> None:
         encoder["vision_projector"]["freeze"] = freezes_projector
         model["text_decoder"]["pipeline_num_layers"] = language
         model["encoder_placement"] = "tensor_ranks" if "whole" in name else None
+        model["encoder_batch_microbatches"] = 2 if "together" in name else None
         (directory / f"{name}.json").write_text(json.dumps(model))
         (directory / f"{name}.argv.json").write_text(json.dumps(short_flags(
             directory, name, name, "data", 2 * STEPS_OF_EPOCH, "--exit-interval", str(STEPS_OF_EPOCH),

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from queue import Queue, SimpleQueue
 from threading import Thread
 
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mm.batch import BatchTotals, Microbatch, StepPlan
+from mm.batch import BatchTotals, Microbatch, StepPlan, batches_of_encoder
 from mm.config.model import ModelConfig
 from mm.data.feed.loader import ReadStep
 from mm.data.feed.message import Head, from_message, to_message
@@ -147,7 +148,7 @@ class DataOwner(Iterator[StepPlan]):
         head, problems, light = from_message(message)
         if head.num_failed:
             raise AgreedError(problems)
-        light = [deal_images(one, self._model, mesh.context.num_encoders) for one in light]
+        light = deal_images(light, self._model, mesh.context.num_encoders)
         whole = tuple(self._share_media(*pair) for pair in zip(light, owned or [None] * len(light), strict=True))
         return StepPlan(whole, head.totals), read
 
@@ -235,15 +236,22 @@ class DataOwner(Iterator[StepPlan]):
         return kept
 
 
-def deal_images(microbatch: Microbatch, model: ModelConfig, num_ranks: int) -> Microbatch:
-    """Assign each image of ``microbatch`` to one of ``num_ranks`` ranks, evening out the ViT's work.
+def deal_images(microbatches: Sequence[Microbatch], model: ModelConfig, num_ranks: int) -> list[Microbatch]:
+    """Assign each image of a step's ``microbatches`` to one of ``num_ranks`` ranks, evening out the ViT's work in each
+    of its passes.
 
     Depends only on the grids, so every rank gets the same result.
     """
+    dealt = list(microbatches)
     if num_ranks == 1:
-        return microbatch
-    costs = [image_flops(model, grid) for grid in microbatch.image_grids]
-    return replace(microbatch, image_ranks=deal(costs, num_ranks))
+        return dealt
+    for batch in batches_of_encoder(microbatches, model.encoder_batch_size):
+        costs = [image_flops(model, grid) for number in batch for grid in microbatches[number].image_grids]
+        ranks = iter(deal(costs, num_ranks))
+        for number in batch:
+            one = microbatches[number]
+            dealt[number] = replace(one, image_ranks=tuple(islice(ranks, len(one.image_grids))))
+    return dealt
 
 
 def _rows_of(rows: Tensor, microbatch: Microbatch, images: Sequence[int]) -> Tensor:

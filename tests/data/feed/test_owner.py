@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mm.batch import BatchTotals, Microbatch
+from mm.config.model import ModelConfig
 from mm.data.feed.owner import deal_images
 from mm.data.order.sequence import in_pipeline_order
 from tests.launch import run_ranks
@@ -23,7 +24,9 @@ from tests.parallel.owner_worker import (
     Layout,
     batches,
     fingerprint,
+    torch_generator,
 )
+from tests.tiny import microbatch, our_config, random_sample
 
 RANKS = range(4)
 
@@ -43,15 +46,15 @@ def expected_totals(layout: Layout, step: int) -> dict[str, int]:
     return {name: reduce(operator.add, [part[name] for part in parts]) for name in parts[0]}
 
 
-def with_media_of(microbatch: Microbatch, rank: int) -> Microbatch:
+def with_media_of(one: Microbatch, rank: int) -> Microbatch:
     """The microbatch with the pixels or features of the images of this rank of ``Context.encoders``."""
     for name in ("pixel_values", "features"):
-        rows = getattr(microbatch, name)
-        if rows is not None and microbatch.image_ranks:
-            parts = rows.split([math.prod(grid) for grid in microbatch.image_grids])
-            own = [part for part, holder in zip(parts, microbatch.image_ranks, strict=True) if holder == rank]
-            microbatch = replace(microbatch, **{name: torch.cat(own) if own else None})
-    return microbatch
+        rows = getattr(one, name)
+        if rows is not None and one.image_ranks:
+            parts = rows.split([math.prod(grid) for grid in one.image_grids])
+            own = [part for part, holder in zip(parts, one.image_ranks, strict=True) if holder == rank]
+            one = replace(one, **{name: torch.cat(own) if own else None})
+    return one
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
@@ -63,17 +66,34 @@ def test_every_rank_gets_its_replicas_batches(received: list[dict], layout: Layo
         assert len(mine["steps"]) == len(STEPS)
         for step, (given, owned) in enumerate(zip(mine["steps"], batches(mine["place"]["dp"]), strict=True)):
             ordered = in_pipeline_order(layout.config, owned)
-            dealt = [deal_images(microbatch, layout.config, layout.num_encoders) for microbatch in ordered]
+            dealt = deal_images(ordered, layout.config, layout.num_encoders)
             encoder = mine["place"]["cp"]
             if layout.whole_encoder:
                 encoder = mine["place"]["tp"] + layout.tp * encoder
-            expected = [fingerprint(with_media_of(microbatch, encoder)) for microbatch in dealt]
+            expected = [fingerprint(with_media_of(one, encoder)) for one in dealt]
             if not spec.has_patch_embedding:
-                expected = [microbatch | {"pixels": None} for microbatch in expected]
+                expected = [one | {"pixels": None} for one in expected]
             if not spec.has_projector:
-                expected = [microbatch | {"features": None} for microbatch in expected]
+                expected = [one | {"features": None} for one in expected]
             assert given["microbatches"] == expected, (rank, step)
             assert given["totals"] == expected_totals(layout, step), (rank, step)
+
+
+def test_images_that_are_encoded_together_are_dealt_together() -> None:
+    """Two microbatches with one image each: both go to one rank if each is dealt alone, to two if together."""
+    one_image = microbatch([random_sample(torch_generator(0), ((1, 4, 6),), 8)])
+    config = our_config(((4,),), ((4,),))
+    together = replace(config, encoder_batch_microbatches=2)
+    batch = [one_image, microbatch([random_sample(torch_generator(0), (), 8)]), one_image, one_image]
+
+    def dealt(config: ModelConfig) -> list[tuple[int, ...]]:
+        return [one.image_ranks for one in deal_images(batch, config, 2)]
+
+    assert dealt(config) == [(0,), (), (0,), (0,)]
+    assert dealt(together) == [(0,), (), (0,), (1,)]
+    some_cached = [*batch[:2], *(replace(one, feature_bytes=24) for one in batch[2:])]
+    both = replace(config, encoder_batch_microbatches=4)
+    assert [one.image_ranks for one in deal_images(some_cached, both, 2)] == [(0,), (), (0,), (1,)]
 
 
 @pytest.mark.parametrize("case", [layout.name for layout in LAYOUTS])

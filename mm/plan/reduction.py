@@ -1,0 +1,45 @@
+"""How long a step takes after its pipeline: the reduction of gradients and the update."""
+
+from collections.abc import Sequence
+
+from mm.config.run import Run
+from mm.plan.calibration import Calibration
+from mm.plan.layer_memory import WIDTHS
+from mm.plan.sizes import StageSize
+from mm.plan.traffic import all_reduce_law
+
+
+def reduction_seconds(run: Run, calibration: Calibration, sizes: Sequence[StageSize]) -> float:
+    """Seconds to sum the gradients over the ranks with the same weights."""
+    return _of_copies(run, calibration, sizes) + _of_encoders(run, calibration, sizes)
+
+
+def _of_encoders(run: Run, calibration: Calibration, sizes: Sequence[StageSize]) -> float:
+    """Tensor-parallel ranks sum the gradients of whole encoders; with the distributed optimizer, of its shard only."""
+    most = max(size.whole_gradient_bytes for size in sizes)
+    if run.tp_size == 1 or not most:
+        return 0.0
+    return all_reduce_law(calibration, run.tp_size).seconds(most / _num_shards(run))
+
+
+def _of_copies(run: Run, calibration: Calibration, sizes: Sequence[StageSize]) -> float:
+    most, num_copies = max(sizes, key=lambda size: size.gradient_bytes), run.dp_size * run.cp_size
+    if num_copies == 1 or not most.gradient_bytes:
+        return 0.0
+    law = all_reduce_law(calibration, num_copies, run.tp_size)
+    if not run.args.use_distributed_optimizer:
+        return law.seconds(most.gradient_bytes)
+    # a reduce-scatter of gradients and an all-gather of weights are half of an all-reduce each
+    weights = most.num_trainable_params * WIDTHS[run.args.precision]
+    return (law.seconds(most.gradient_bytes) + law.seconds(weights)) / 2
+
+
+def update_seconds(run: Run, calibration: Calibration, sizes: Sequence[StageSize]) -> float:
+    """Seconds of the optimizer."""
+    law = calibration.step
+    return law.fixed + law.per_row * max(size.num_trainable_params for size in sizes) / _num_shards(run)
+
+
+def _num_shards(run: Run) -> int:
+    """Ranks over which the optimizer's states are divided."""
+    return run.dp_size * run.cp_size if run.args.use_distributed_optimizer else 1
