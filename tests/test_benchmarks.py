@@ -36,6 +36,8 @@ COMMANDS = {
     "plan": ("benchmarks.plan", "--quick", "--rounds", "1"),
     "shipped": ("benchmarks.plan.shipped", "--size", "7b", "--data", "llava"),
     "meta": ("benchmarks.plan.meta", "--device", "h200", "--step", "3B"),
+    "device": ("benchmarks.plan.device", "--device", "cpu", "--size", "tiny", "--tokens", "689", "--num-microbatches",
+               "1", "--warmup", "1", "--steps", "1"),
     "pipeline": ("benchmarks.pipeline", "--only", "2 virtual chunks", "--rounds", "1", "--steps", "1"),
     "convert": ("benchmarks.convert", "--size", "tiny", "--rounds", "1", "--caches", "cold"),
     "save": ("benchmarks.save", "--device", "cpu", "--mib", "1", "--rounds", "1"),
@@ -182,6 +184,15 @@ def test_pipeline(started: dict[str, Future]) -> None:
     ((name, found),) = started["pipeline"].result()["sleep"].items()
     assert name == "2 virtual chunks" and found["ideal_seconds"] == pytest.approx((16 + 3 / 2) * 0.09)
     assert 0 < found["share_of_ideal"] < 1
+
+
+def test_predictions_of_a_device(started: dict[str, Future]) -> None:
+    """The CPU has no published figures, so two of three predictions are absent here."""
+    results = started["device"].result()
+    assert [result["case"] for result in results] == ["all trained", "ViT frozen"]
+    for result in results:
+        assert result["by_figures"] is None and result["by_kernels"] is None
+        assert 0 < result["low"] < result["calibrated"] < result["high"] and result["measured"] > 0
 
 
 def test_convert(started: dict[str, Future]) -> None:

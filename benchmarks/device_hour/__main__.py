@@ -83,6 +83,8 @@ STEPS = (
     Step("large", 240, "FLOP/s and memory of a 7B step",
          _speed("--num-microbatches", "4", "--recompute", *FROZEN, size="7b")),
     Step("towers", 180, "speed over transformers of the ViT and the LLM alone", _kernels("towers")),
+    Step("predictions", 300, "time of 3B steps beside predictions by published figures, kernels and a calibration",
+         ("benchmarks.plan.device",)),
     Step("loader", 150, "time that a step waits for the loader", ("benchmarks.data.loader",)),
 )  # fmt: skip
 

@@ -49,6 +49,7 @@ def block(records: list[dict]) -> str:
         _titled("Parts of a step, in ms", ("step", "side", *PHASES), _phase_rows(results)),
         _titled("Towers alone, forward and backward", ("tower", "side", "rows", "ms", "TFLOP/s"), _tower_rows(results)),
         _titled("Parity with transformers in fp32 on the CPU", PARITY_HEAD, _parity_rows(results)),
+        _titled("mm-plan's predictions of a step, in seconds", PREDICTION_HEAD, _prediction_rows(results)),
         _titled("Loader", LOADER_HEAD, _loader_rows(results)),
         *_kernel_tables(results),
         _titled("Commands", ("command", "ended", "s"), _command_rows(results)),
@@ -137,6 +138,17 @@ def _parity_rows(results: Results) -> Iterator[tuple[str, ...]]:
             ours = [case["ours"][key] for key in (LOSS, NORM, "gradient_error_max")]
             yield (name, *map(_number, ours), _number(case["transformers"]["gradient_error_max"]),
                    "passed" if case["passed"] else "**missed**")  # fmt: skip
+
+
+PREDICTION_HEAD = ("step", "measured", "by published figures", "by kernels", "calibrated", "interval")
+
+
+def _prediction_rows(results: Results) -> Iterator[tuple[str, ...]]:
+    """Each prediction with its error."""
+    for one in results.of("prediction"):
+        cells = ("" if (found := one[name]) is None else f"{found:.3f} ({found / one['measured'] - 1:+.1%})"
+                 for name in ("by_figures", "by_kernels", "calibrated"))
+        yield one["case"], f"{one['measured']:.3f}", *cells, f"{one['low']:.3f} .. {one['high']:.3f}"
 
 
 LOADER_HEAD = ("workers", "cores", "samples/s", "step, s", "wait, s (largest)", "share of the step")

@@ -18,7 +18,7 @@ from benchmarks.measure import command, report, table
 from mm.config.run import Run, load_run
 from mm.device.known import KNOWN_DEVICES
 from mm.plan.by_device import calibration_by_device
-from mm.plan.choices import choices, present_choice
+from mm.plan.choices import ENCODER_BATCHES, choices, present_choice
 from mm.plan.distributions import mixed
 from mm.plan.lists import Lists
 from mm.plan.search import LayoutSearch, Planned
@@ -80,7 +80,7 @@ def rows_of(size: str, data: str, label: str) -> Iterator[dict[str, Any]]:
     yield _row(size, data, "MindSpeed-MM", present, present)
     kept = {"tp_size": [script.tp_size], "num_stages": [len(script.lists[0])], "cp_size": [1]}
     for name, fixed in (("its TP and PP", kept), ("all layouts", {})):
-        found = search.best(choices(run, fixed, device.links.node_size), 1)
+        found = search.best(choices(run, fixed, device.links.node_size), 1, encoder_batches=ENCODER_BATCHES)
         for one in found.ranking:
             yield _row(size, data, name, one, present) | {"least": found.least}
 
@@ -90,7 +90,8 @@ def _row(size: str, data: str, name: str, one: Planned, present: Planned) -> dic
     counts = fmean(fmean(map(len, step)) for step in one.workload.steps)
     bound = counts / (counts + num_stages - 1)
     words = (f"TP {choice.tp_size}, CP {choice.cp_size}, PP {num_stages} x {choice.num_chunks}, MBS "
-             f"{choice.micro_batch_size}, {choice.sampler}, {choice.encoder}, recompute {choice.recompute}")
+             f"{choice.micro_batch_size}, {choice.sampler}, {choice.encoder} x {choice.encoder_batch}, recompute "
+             f"{choice.recompute}")
     used = one.step.busy / one.step.pipeline
     return {"size": size, "data": data, "name": name, "layout": words, "seconds": one.step.seconds,
             "speedup": present.step.seconds / one.step.seconds, "used": used, "bound": bound,

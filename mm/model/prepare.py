@@ -113,7 +113,8 @@ class Preparation:
             return (), self._together
         per_token = self._model.vision.spatial_merge_size**2
         num_tokens = [sum(map(math.prod, self.context.image_grids(one))) // per_token for one in members]
-        self._together = EncodedTogether(num_tokens)
+        are_exchanged = self._spec.has_embedding and self.context.num_encoders > 1
+        self._together = EncodedTogether(num_tokens, are_exchanged)
         return members, self._together
 
     def _vision_inputs(

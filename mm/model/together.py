@@ -17,9 +17,14 @@ class EncodedTogether:
     of the microbatch whose gradient comes last.
     """
 
-    def __init__(self, num_tokens: Sequence[int]) -> None:
-        """``num_tokens``: visual tokens that this rank makes of each microbatch, which may be none."""
+    def __init__(self, num_tokens: Sequence[int], are_exchanged: bool) -> None:
+        """``num_tokens``: visual tokens that this rank makes of each microbatch, which may be none.
+
+        ``are_exchanged``: each microbatch then brings a gradient, even of no rows.  So all ranks of the exchange run
+        their ViT's backward pass in the same microbatch, at the same time, and none waits for another's.
+        """
         self.num_tokens = tuple(num_tokens)
+        self._numbers = [number for number, count in enumerate(num_tokens) if count or are_exchanged]
         self._next = 0
         self._made: Tensor | None = None
         self._rows: tuple[Tensor, ...] = ()
@@ -30,9 +35,10 @@ class EncodedTogether:
         self._made, self._rows = made, made.detach().split(self.num_tokens)
 
     def take(self) -> Tensor | None:
-        """The visual tokens of the next microbatch, as a tensor of its own; None if this rank made none."""
+        """The visual tokens of the next microbatch, as a tensor of its own; None if this rank made none of it, and
+        exchanges none or made none at all."""
         number, self._next = self._next, self._next + 1
-        if not self.num_tokens[number]:
+        if number not in self._numbers or not any(self.num_tokens):
             return None
         assert self._made is not None, "the first of these microbatches encodes the images of all"
         if not self._made.requires_grad:
@@ -42,9 +48,8 @@ class EncodedTogether:
     def take_gradient(self, number: int, gradient: Tensor) -> None:
         """``gradient`` of the visual tokens of microbatch ``number``; the last one to come starts the backward pass."""
         self._gradients[number] = gradient
-        numbers = [number for number, count in enumerate(self.num_tokens) if count]
-        if len(self._gradients) == len(numbers):
-            whole = torch.cat([self._gradients[number] for number in numbers])
+        if len(self._gradients) == len(self._numbers):
+            whole = torch.cat([self._gradients[number] for number in self._numbers])
             made, self._made, self._rows, self._gradients = self._made, None, (), {}
             assert made is not None, "each microbatch has one backward pass"
             torch.autograd.backward(made, whole)
