@@ -57,7 +57,7 @@ class Preparation:
         self.gives_features = spec.has_projector and (model.encodes_whole or mesh.tp_rank == 0)
         """Whether this rank gives the features to be stored: all tensor-parallel ranks have the same images, unless
         each encodes its own."""
-        self._model, self._spec, self._towers, self._device, self._dtype = model, spec, towers, device, dtype
+        self._model, self._spec, self._towers, self.device, self._dtype = model, spec, towers, device, dtype
         self._tp_group = mesh.groups.tp
         self._loss_unit: LossUnit = loss_unit
         self._visual_gradients = GradientPath.of(model).leads_to_images
@@ -79,7 +79,7 @@ class Preparation:
         not if the microbatch skips the ViT), with pixels at the patch embedding; ``embedding`` at the word embedding;
         ``language`` for LLM layers; ``loss`` at the head, given ``totals``.
         """
-        spec, model, device = self._spec, self._model, self._device
+        spec, model, device = self._spec, self._model, self.device
         cut_group, context = (None, replace(self.context, is_alone=True)) if is_whole else (
             self.cut_group, self.context)
         share = context.share(microbatch) if context.size > 1 else None
@@ -122,7 +122,7 @@ class Preparation:
         dropout_seed: int | None,
     ) -> tuple[VisionInputs | None, tuple[tuple[str, int], ...]]:
         """``vision`` and ``to_keep`` for the images of ``microbatches``.  All or none skip the ViT."""
-        spec, model, device, first = self._spec, self._model, self._device, microbatches[0]
+        spec, model, device, first = self._spec, self._model, self.device, microbatches[0]
         grids = [grid for one in microbatches for grid in context.image_grids(one)]
         if not grids or not (spec.has_projector or not first.skips_vision):
             return None, ()
@@ -152,12 +152,12 @@ class Preparation:
         """Copy the images' bytes to the device and normalise them there, neighbours of one rule at a time."""
         if microbatch.pixel_values is None:
             return []
-        bytes_here, rows, start = self._device.copy(microbatch.pixel_values), list[Tensor](), 0
+        bytes_here, rows, start = self.device.copy(microbatch.pixel_values), list[Tensor](), 0
         rules = [(microbatch.normalisations[image], math.prod(microbatch.image_grids[image]))
                  for image in context.images(microbatch)]
         for rule, some in groupby(rules, key=lambda one: one[0]):
             stop = start + sum(num_patches for _, num_patches in some)
-            constants = self._device.copy(rule.constants())
+            constants = self.device.copy(rule.constants())
             rows.append(normalised(bytes_here[start:stop], constants, self._dtype))
             start = stop
         return rows

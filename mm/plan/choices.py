@@ -18,11 +18,13 @@ from mm.plan.lists import Lists
 AS_GIVEN, BALANCED, PACKS = "as given", "balanced", "balanced packs"
 SAMPLERS = (AS_GIVEN, BALANCED, PACKS)
 """How samples become microbatches: as the data JSON says, or balanced by cost, unpacked or in packs."""
-RECOMPUTE: Mapping[str, RecomputeConfig] = {
-    "none": RecomputeConfig(), "selective": RecomputeConfig("selective"),
-    "full": RecomputeConfig("full", "uniform", 1),
-}
-"""Settings for both towers, from fast to small.  A frozen tower keeps no activations, so they have no effect there."""
+_NONE, _SELECTIVE, _FULL = RecomputeConfig(), RecomputeConfig("selective"), RecomputeConfig("full", "uniform", 1)
+RECOMPUTE: Mapping[str, tuple[RecomputeConfig, RecomputeConfig]] = {
+    "none": (_NONE, _NONE), "selective": (_SELECTIVE, _SELECTIVE), "ViT full": (_FULL, _SELECTIVE),
+    "LLM full": (_SELECTIVE, _FULL), "full": (_FULL, _FULL),
+}  # fmt: skip
+"""Settings of the ViT and of the LLM, from fast to small.  A frozen tower keeps no activations, so they have no effect
+there."""
 ENCODERS: Sequence[EncoderPlacement] = get_args(EncoderPlacement)
 ENCODER_BATCHES = (1, 2, 4, 8)
 """Microbatches whose images pass the ViT together, as the search tries them."""
@@ -89,7 +91,8 @@ def _placed(
     model = replace(lists.applied(model), encoder_placement=encoder)
     if recompute == AS_GIVEN:
         return model
-    vision, language = (replace(tower, recompute=RECOMPUTE[recompute]) for tower in (model.vision, model.language))
+    towers = zip((model.vision, model.language), RECOMPUTE[recompute], strict=True)
+    vision, language = (replace(tower, recompute=how) for tower, how in towers)
     return replace(model, vision=vision, language=language)
 
 

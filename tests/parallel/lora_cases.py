@@ -76,6 +76,9 @@ CASES = (
     _case("whole-tp2-sp-mixed-recompute", lora=ONLY_LANGUAGE, tp=2, whole_encoder=True, sequence_parallel=True,
           recompute="selective"),
     _case("whole-tp2-pp2", (3, 1), (0, 4), tp=2, whole_encoder=True),
+    _case("together-tp1-recompute-mlp", encoder_batch=4, recompute="selective mlp layernorm"),
+    _case("together-whole-tp2-sp-few-tokens", tp=2, whole_encoder=True, encoder_batch=3, sequence_parallel=True,
+          **FEW_TOKENS),
     _case("whole-tp2-dp2-distributed-optimizer", tp=2, dp=2, whole_encoder=True, distributed_optimizer=True),
 )
 """Compared with PEFT."""
@@ -100,6 +103,9 @@ DROPOUT_CASES = (
     _dropped("dp2", dp=2),
     _dropped("tp2-cp2-sp", tp=2, cp=2, sequence_parallel=True, micro_batch_size=1),
     _dropped("whole-tp2", tp=2, whole_encoder=True),
+    _dropped("together-tp1", encoder_batch=2, micro_batch_size=1),
+    _dropped("together-whole-tp2-sp", tp=2, whole_encoder=True, encoder_batch=3, sequence_parallel=True,
+             micro_batch_size=1),
     _dropped("whole-tp2-cp2-sp", tp=2, cp=2, whole_encoder=True, sequence_parallel=True, micro_batch_size=1),
 )
 """Compared with each other."""

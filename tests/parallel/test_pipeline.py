@@ -257,7 +257,8 @@ def whole_model(one_rank: Any):
     from mm.model.stage import Stage
 
     (chunk,) = Stage(our_config(((4,),), ((4,),)), one_rank, "fp32", device).chunks
-    chunk.device = dataclasses.replace(device, platform=dataclasses.replace(CPU, name="meta", runtime=MetaRuntime))
+    meta = dataclasses.replace(device, platform=dataclasses.replace(CPU, name="meta", runtime=MetaRuntime))
+    chunk.device = chunk.prepare.device = meta
     return chunk.to("meta")
 
 

@@ -120,10 +120,10 @@ def counting(trace: Trace, stage: "Stage") -> Iterator[None]:  # noqa: F821
     import torch
 
     def on_host(prepare: Callable) -> Callable:
-        def host_work(*args):
+        def host_work(*args, **named):
             trace.in_host_work = True
             try:
-                return prepare(*args)
+                return prepare(*args, **named)
             finally:
                 trace.in_host_work = False
 
@@ -133,12 +133,13 @@ def counting(trace: Trace, stage: "Stage") -> Iterator[None]:  # noqa: F821
         trace.num_kept += 1
         return tensor
 
-    for chunk in stage.chunks:
-        chunk.prepare = on_host(chunk.prepare)
+    preparations = [chunk.prepare for chunk in stage.chunks]
+    for chunk, prepare in zip(stage.chunks, preparations, strict=True):
+        chunk.prepare = on_host(prepare)
     try:
         with (layers_counted(trace, stage), reads_counted(trace, lambda: not trace.in_host_work), watch(trace),
               torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)):
             yield
     finally:
-        for chunk in stage.chunks:
-            del chunk.prepare
+        for chunk, prepare in zip(stage.chunks, preparations, strict=True):
+            chunk.prepare = prepare

@@ -12,7 +12,7 @@ from mm.device.known import KNOWN_DEVICES
 from mm.errors import UserError
 from mm.plan.by_device import calibration_by_device
 from mm.plan.calibration import BlockLaws, Calibration
-from mm.plan.choices import AS_GIVEN, BALANCED, Choice, choices, present_choice
+from mm.plan.choices import AS_GIVEN, BALANCED, RECOMPUTE, Choice, choices, present_choice
 from mm.plan.distributions import llava, mixed
 from mm.plan.lists import Lists
 from mm.plan.predict import Predictor
@@ -79,6 +79,22 @@ def test_layouts_that_do_not_fit_are_not_proposed() -> None:
     nothing = searched(run, 1000)
     assert not nothing.ranking and nothing.smallest is not None and nothing.smallest.peak_bytes > 1000
     assert nothing.smallest.choice.recompute == "full"
+
+
+def test_one_tower_is_recomputed_if_that_is_enough() -> None:
+    """With less memory from limit to limit, the kinds of recomputation come in their order, and each is applied."""
+    run, found = replace(tiny_run(1, (), "--seq-length", "2048"), model=our_config(((8,),), ((8,),))), []
+    for name in RECOMPUTE:
+        one = replace(present_choice(run), recompute=name).applied(run)
+        found.append(max(PeakMemory(one).of_stages(one.model.placement())))
+        granularity = [tower.recompute.granularity for tower in (one.model.vision, one.model.language)]
+        assert granularity == {"none": [None, None], "selective": ["selective"] * 2, "ViT full": ["full", "selective"],
+                               "LLM full": ["selective", "full"], "full": ["full", "full"]}[name]
+    assert found[0] >= found[1] > max(found[2:4]) >= min(found[2:4]) > found[4]
+    fixed = {"num_stages": [1], "micro_batch_size": [1], "sampler": [BALANCED], "encoder": ["cut"]}
+    search = LayoutSearch(run, by_device, llava(64, 0, 512), found[2], 1)
+    (best,) = search.best(choices(run, fixed, 8), 1).ranking
+    assert best.choice.recompute == "ViT full" and best.peak_bytes == found[2]
 
 
 def test_the_ranking_has_one_layout_of_each_group_and_keeps_the_samples_of_a_step() -> None:
