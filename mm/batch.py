@@ -37,13 +37,15 @@ _ROWS_AT_A_TIME = 16_384
 """Patches; their float32 numbers take 77 MB beside the result."""
 
 
-def normalised(patches: Tensor, constants: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def normalised(
+    patches: Tensor, constants: Tensor, dtype: torch.dtype = torch.float32, into: Tensor | None = None
+) -> Tensor:
     """Bytes [num_patches, 3 x frames x side x side] as numbers, rounded to ``dtype`` at the end.
 
     Three roundings in float32, not one fused multiply-add: this is what transformers' numpy code rounds to, for every
-    byte.  All divisors are tensors: CUDA multiplies by the reciprocal of a number.
+    byte.  All divisors are tensors: CUDA multiplies by the reciprocal of a number.  ``into``: where to write them.
     """
-    numbers = torch.empty(patches.shape, dtype=dtype, device=patches.device)
+    numbers = torch.empty(patches.shape, dtype=dtype, device=patches.device) if into is None else into
     divisor, mean, std = constants
     for start in range(0, len(patches), _ROWS_AT_A_TIME):
         rows = slice(start, start + _ROWS_AT_A_TIME)
@@ -197,7 +199,8 @@ def encoder_batches(skip_vision: Sequence[bool | None], size: int) -> list[tuple
     """The numbers of the microbatches whose images pass the ViT together: among each ``size`` consecutive ones, those
     with images.
 
-    ``skip_vision``: whether each skips the ViT, None without images.  Those that do pass only the projector together.
+    ``skip_vision``: whether each skips the ViT, None without images.  Microbatches that skip
+    the ViT pass only the projector together.
     """
     found: dict[tuple[int, bool], list[int]] = {}
     for number, skips in enumerate(skip_vision):

@@ -4,8 +4,8 @@
 
 With the best lists, the layers of the ViT are on the first stages.  If instead every stage encoded an equal share of
 each microbatch's images, the lists would hold the LLM alone.  The table gives this advantages that no program has: the
-shares are exactly equal, they are there when the LLM needs them, moving visual tokens and their gradients between the
-stages costs nothing.  Both have the fastest recomputation that fits, and no chunks.
+shares are exactly equal, they are there when the LLM needs them, and moving visual tokens and their gradients between
+the stages costs nothing.  Both have the fastest recomputation that fits, and no chunks.
 """
 
 import sys
@@ -57,8 +57,10 @@ def rows_of(size: str, data: str, device: KnownDevice) -> Iterator[dict[str, Any
                 steps = [best.predictor.slowest(step) for step in best.workload.steps]
                 if best.peak_bytes <= max_bytes:
                     lists.append(fmean(with_lists(best.predictor, counts, best.run) for counts in steps))
-                if divided_bytes(best.run) <= max_bytes:
-                    everywhere.append(fmean(divided(best.predictor, counts, best.run) for counts in steps))
+                own = replace(best.choice, recompute=recompute).applied(best.run)
+                if divided_bytes(own) <= max_bytes:
+                    predictor = Predictor(own, calibration_by_device(own, device, device.links))
+                    everywhere.append(fmean(divided(predictor, counts, own) for counts in steps))
         yield {"size": size, "data": data, "vision": "frozen" if is_frozen else "trained", "lists": min(lists),
                "divided": min(everywhere), "gain": min(lists) / min(everywhere) - 1}  # fmt: skip
 

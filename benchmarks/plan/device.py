@@ -2,9 +2,9 @@
 
     python -m benchmarks.plan.device [--device cuda] [--size 3b] [--tokens 4134] [--num-microbatches 2]
 
-Three predictions, each without a look at the measured step: by published figures, by the kernels that the meta device
-counts (``benchmarks.plan.meta``), and by a calibration on the spot.  The first two need a device whose figures are
-known.
+Three predictions, none of which uses the measured step: by published figures, by the kernels that the meta device
+counts (``benchmarks.plan.meta``), and by a calibration on the same device just before.  The first two need a device
+whose figures are known.
 """
 
 import multiprocessing
@@ -72,9 +72,9 @@ def measured(case: Case, device: Device, num_warmup: int, num_steps: int) -> dic
         device.synchronize()
         seconds.append(time.perf_counter() - start)
     ours.close()
-    low, high = prediction.interval
+    (low, high), timed = prediction.interval, seconds[num_warmup:]
     return {"calibrated": prediction.seconds, "low": low, "high": high, "calibration_seconds": calibrated,
-            "measured": statistics.median(seconds[num_warmup:]), "spread": [min(seconds), max(seconds[num_warmup:])],
+            "measured": statistics.median(timed), "spread": [min(timed), max(timed)],
             "tokens": sum(one.num_tokens for one in batch)}  # fmt: skip
 
 

@@ -229,8 +229,10 @@ class ModelConfig:
 
     @property
     def encoder_batch_size(self) -> int:
-        """``encoder_batch_microbatches`` if one slot has the whole ViT, else 1: no other slot has all patches that the
-        next microbatches will bring."""
+        """``encoder_batch_microbatches`` if one slot has the whole ViT, else 1.
+
+        A slot with only some of the ViT's layers gets patches one microbatch at a time.
+        """
         return self.encoder_batch_microbatches if any(spec.has_whole_vit for spec in self.placement().slots) else 1
 
     @property

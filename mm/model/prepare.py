@@ -1,6 +1,6 @@
 """What a chunk needs of a microbatch: derived from the plan on the host, and copied to the device.
 
-Computes nothing of the model: ``mm.model.stage`` does.
+``mm.model.stage`` does the model's own computation.
 """
 
 import math
@@ -50,7 +50,7 @@ class Preparation:
         self, model: ModelConfig, spec: StageSpec, mesh: Mesh, towers: Towers, device: Device, dtype: torch.dtype,
         loss_unit: LossUnit, cuts_rows: bool,
     ) -> None:
-        """``cuts_rows``: sequence parallelism."""
+        """``cuts_rows``: whether sequence parallelism is on."""
         self.context = mesh.context
         self.cut_group = mesh.groups.tp if cuts_rows else None
         self.vision_cut_group = None if model.encodes_whole else self.cut_group
@@ -61,8 +61,8 @@ class Preparation:
         self._tp_group = mesh.groups.tp
         self._loss_unit: LossUnit = loss_unit
         self._visual_gradients = GradientPath.of(model).leads_to_images
-        self._together: EncodedTogether | None = None
-        """The latest one that was begun."""
+        self._together: dict[bool, EncodedTogether] = {}
+        """By whether the ViT is skipped: the encoder batch whose microbatches are being prepared."""
 
     def __call__(
         self, microbatch: Microbatch, totals: BatchTotals | None, dropout_seed: int | None = None, sums: bool = False,
@@ -108,14 +108,15 @@ class Preparation:
     ) -> tuple[Sequence[Microbatch], EncodedTogether]:
         """The microbatches whose images pass the ViT in the forward step of ``microbatch``, and where its visual tokens
         come from."""
+        kind = microbatch.skips_vision
         if microbatch is not members[0]:
-            assert self._together is not None, "microbatches are prepared in their order"
-            return (), self._together
+            together = self._together.pop(kind) if microbatch is members[-1] else self._together[kind]
+            return (), together
         per_token = self._model.vision.spatial_merge_size**2
         num_tokens = [sum(map(math.prod, self.context.image_grids(one))) // per_token for one in members]
         are_exchanged = self._spec.has_embedding and self.context.num_encoders > 1
-        self._together = EncodedTogether(num_tokens, are_exchanged)
-        return members, self._together
+        self._together[kind] = EncodedTogether(num_tokens, are_exchanged)
+        return members, self._together[kind]
 
     def _vision_inputs(
         self, microbatches: Sequence[Microbatch], context: Context, cut_group: dist.ProcessGroup | None,
@@ -128,7 +129,7 @@ class Preparation:
             return None, ()
         pixels = features = keys = None
         if spec.has_patch_embedding and not first.skips_vision:
-            pixels = _joined([rows for one in microbatches for rows in self._pixels(one, context)])
+            pixels = self._pixels(microbatches, context)
         elif spec.has_projector and first.skips_vision:
             features = _joined([device.copy(one.features).view(self._dtype)
                                 for one in microbatches if one.features is not None])
@@ -148,19 +149,22 @@ class Preparation:
                        for one in microbatches for image in context.images(one))
         return images if any(key for key, _ in images) else ()
 
-    def _pixels(self, microbatch: Microbatch, context: Context) -> list[Tensor]:
-        """Copy the images' bytes to the device and normalise them there, neighbours of one rule at a time."""
-        if microbatch.pixel_values is None:
-            return []
-        bytes_here, rows, start = self.device.copy(microbatch.pixel_values), list[Tensor](), 0
-        rules = [(microbatch.normalisations[image], math.prod(microbatch.image_grids[image]))
-                 for image in context.images(microbatch)]
-        for rule, some in groupby(rules, key=lambda one: one[0]):
-            stop = start + sum(num_patches for _, num_patches in some)
-            constants = self.device.copy(rule.constants())
-            rows.append(normalised(bytes_here[start:stop], constants, self._dtype))
-            start = stop
-        return rows
+    def _pixels(self, microbatches: Sequence[Microbatch], context: Context) -> Tensor:
+        """Copy the images' bytes to the device and normalise them there, consecutive images with the same normalisation
+        at a time."""
+        given = [(one, one.pixel_values) for one in microbatches if one.pixel_values is not None]
+        num_rows, (_, first) = sum(len(rows) for _, rows in given), given[0]
+        found, end = torch.empty(num_rows, first.shape[1], dtype=self._dtype, device=self.device.torch_device), 0
+        for one, rows in given:
+            bytes_here, start = self.device.copy(rows), 0
+            rules = [(one.normalisations[image], math.prod(one.image_grids[image])) for image in context.images(one)]
+            for rule, some in groupby(rules, key=lambda one: one[0]):
+                stop = start + sum(num_patches for _, num_patches in some)
+                constants = self.device.copy(rule.constants())
+                normalised(bytes_here[start:stop], constants, self._dtype, found[end + start : end + stop])
+                start = stop
+            end += start
+        return found
 
 
 def _joined(rows: Sequence[Tensor]) -> Tensor:

@@ -1,6 +1,7 @@
 """Visual tokens of several microbatches from one pass through the ViT, whose gradients go back in one pass too.
 
-Knows nothing of the pipeline: microbatches take their visual tokens in order, and their backward passes come in any.
+Knows nothing of the pipeline: microbatches take their visual tokens in order, their backward passes may run in any
+order.
 """
 
 from collections.abc import Sequence
@@ -20,8 +21,8 @@ class EncodedTogether:
     def __init__(self, num_tokens: Sequence[int], are_exchanged: bool) -> None:
         """``num_tokens``: visual tokens that this rank makes of each microbatch, which may be none.
 
-        ``are_exchanged``: each microbatch then brings a gradient, even of no rows.  So all ranks of the exchange run
-        their ViT's backward pass in the same microbatch, at the same time, and none waits for another's.
+        ``are_exchanged``: every microbatch then brings a gradient, even one without rows here.  So all ranks of the
+        exchange run the ViT's backward pass in the same microbatch, and none waits for another.
         """
         self.num_tokens = tuple(num_tokens)
         self._numbers = [number for number, count in enumerate(num_tokens) if count or are_exchanged]
@@ -35,8 +36,8 @@ class EncodedTogether:
         self._made, self._rows = made, made.detach().split(self.num_tokens)
 
     def take(self) -> Tensor | None:
-        """The visual tokens of the next microbatch, as a tensor of its own; None if this rank made none of it, and
-        exchanges none or made none at all."""
+        """The visual tokens of the next microbatch, as a tensor of its own; None if this rank made none of them and no
+        exchange needs it, or if it made none for any of the microbatches."""
         number, self._next = self._next, self._next + 1
         if number not in self._numbers or not any(self.num_tokens):
             return None

@@ -115,7 +115,7 @@ class _Inputs:
     """The inputs of a rank's forward steps, besides messages: prepared while the device runs the step before."""
 
     def __init__(self, chunks: Sequence[Any], plan: StepPlan, passes: Sequence[ChunkPass], sums: bool) -> None:
-        """``sums``: see ``mm.model.stage.Chunk.prepare``."""
+        """``sums``: see ``mm.model.prepare.Preparation``."""
         self._chunks, self._plan, self._side, self._sums = chunks, plan, chunks[0].side, sums
         self._passes = deque(passes)
         self._prepared: deque[tuple[ChunkPass, Any]] = deque()

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from typing import get_args
+from typing import Any, get_args
 
 from mm.config.data import DataConfig
 from mm.config.model import EncoderPlacement, ModelConfig, RecomputeConfig
@@ -108,7 +108,7 @@ NAMES = {"TP": "tp_size", "CP": "cp_size", "PP": "num_stages", "VPP": "num_chunk
 
 
 def choices(run: Run, fixed: Mapping[str, Sequence[object]], node_size: int) -> Iterator[Choice]:
-    """Every legal layout, with the fastest recomputation allowed and the encoder batch of ``run``.
+    """Every legal layout, with the fastest recomputation and the smallest encoder batch allowed.
 
     ``fixed``: name of a field -> its allowed values.
 
@@ -125,14 +125,20 @@ def choices(run: Run, fixed: Mapping[str, Sequence[object]], node_size: int) -> 
         "micro_batch_size": _powers(_MAX_SAMPLES) if is_free else [run.args.micro_batch_size],
         "sampler": _samplers(run.data) if is_free else [AS_GIVEN],
         "encoder": ENCODERS,
-    } | {name: values for name, values in fixed.items() if name != "recompute"}
-    recompute = str(next(iter(fixed.get("recompute", RECOMPUTE))))
+    } | {name: values for name, values in fixed.items() if name not in ("recompute", "encoder_batch")}
+    of_all: dict[str, Any] = {"recompute": next(iter(fixed.get("recompute", RECOMPUTE))),
+                              "encoder_batch": encoder_batches(fixed)[0]}
     for values in product(*options.values()):
-        choice = replace(present_choice(run), **dict(zip(options, values, strict=True)), recompute=recompute)
+        choice = replace(present_choice(run), **of_all, **dict(zip(options, values, strict=True)))
         if choice.tp_size == 1 and choice.encoder != ENCODERS[0]:
             continue  # one rank holds the whole ViT in either placement
         if _is_divisible(choice, run) and not list(parallel_problems(choice.applied(run))):
             yield choice
+
+
+def encoder_batches(fixed: Mapping[str, Sequence[object]]) -> list[int]:
+    """The encoder batches allowed, smallest first."""
+    return sorted(value for value in fixed.get("encoder_batch", ENCODER_BATCHES) if isinstance(value, int))
 
 
 def _is_divisible(choice: Choice, run: Run) -> bool:

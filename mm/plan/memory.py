@@ -72,8 +72,8 @@ class ChunkMemory:
         return self.model.encoder_batch_microbatches if self.spec.has_whole_vit else 1
 
     def kept_bytes(self, rows: MicrobatchSizes, count: int = 1, num_microbatches: int = 1) -> int:
-        """Bytes that ``count`` consecutive ones of ``num_microbatches`` keep from their forward to their backward
-        passes, without logits."""
+        """Bytes that ``count`` consecutive microbatches of a step with ``num_microbatches`` keep from their forward to
+        their backward passes, without logits."""
         num_patches = self._num_encoded(count, num_microbatches) * rows.num_patches
         others = self._language_per_token * rows.num_tokens + self._head_per_target * rows.num_targets
         return self._vision_per_patch * num_patches + others * count
@@ -87,9 +87,9 @@ class ChunkMemory:
         return min(size * (1 - (1 - count) // size), num_microbatches)
 
     def coming_bytes(self, rows: MicrobatchSizes, num_microbatches: int | None = None) -> int:
-        """Bytes already allocated for the next of ``num_microbatches``: its inputs and the buffer for its message.
+        """Bytes already allocated for the next microbatch: its inputs and the buffer for its message.
 
-        None: there are many.
+        ``num_microbatches``: of the step; None: many.
         """
         spec, vision, language = self.spec, self.model.vision, self.model.language
         per_patch = _vision_table_bytes(vision) if spec.vision_layers else 0
@@ -102,7 +102,7 @@ class ChunkMemory:
         if size > 1 and num_microbatches is not None:  # the images of the first pass of the ViT are there already
             size = min(size, max(0, num_microbatches - size))
         num_patches = rows.num_patches * size
-        media = max(num_patches * pixels + message, rows.num_patches * features)
+        media = max(num_patches * pixels + message, num_patches * features)
         return num_patches * per_patch + rows.num_tokens * per_token + media
 
     def ahead_bytes(self, rows: MicrobatchSizes) -> int:

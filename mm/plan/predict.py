@@ -199,8 +199,8 @@ class Predictor:
     ) -> list[np.ndarray]:
         """By step, the work of each stage of each replica: [num_replicas, num_stages, num_placements].
 
-        ``is_bound``: at most that.  Microbatches that pass the ViT together save the fixed costs of its other passes,
-        and divide their images more evenly.
+        ``is_bound``: a lower bound of it instead.  Microbatches that pass the ViT together pay the fixed costs of one
+        pass, and divide their images more evenly.
         """
         slots, num_stages = self.costs.slots_of(placements), placements[0].num_stages
         costs, shared = self.costs, self.shared
@@ -299,7 +299,7 @@ class Predictor:
 
     @cached_property
     def _costs_of_rows(self) -> BlockCosts:
-        """The costs without the fixed ones of the ViT."""
+        """The costs without the ViT's fixed costs."""
         is_vision = np.array([place in VISION_PLACES for place, _ in self.costs.places])
         return replace(self.costs, fixed=self.costs.fixed * ~is_vision)
 

@@ -15,7 +15,8 @@ def reduction_seconds(run: Run, calibration: Calibration, sizes: Sequence[StageS
 
 
 def _of_encoders(run: Run, calibration: Calibration, sizes: Sequence[StageSize]) -> float:
-    """Tensor-parallel ranks sum the gradients of whole encoders; with the distributed optimizer, of its shard only."""
+    """Tensor-parallel ranks sum the gradients of whole encoders; with the distributed optimizer, each sums its shard.
+    """
     most = max(size.whole_gradient_bytes for size in sizes)
     if run.tp_size == 1 or not most:
         return 0.0

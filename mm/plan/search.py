@@ -35,7 +35,7 @@ NUM_OF_GROUP = 4
 NUM_SEARCHED = 6
 """Groups whose fastest layout's lists are searched, by default."""
 _LEAST_GAIN = 0.01
-"""A larger encoder batch, which needs memory, must make the step shorter by this share."""
+"""A larger encoder batch, which needs more memory, must make the step shorter by this share."""
 _MAX_MOVES, _WORTH_MOVING = 8, 1.2
 """Most layers moved between stages to make even lists fit, and how many times the limit the fullest stage may need for
 a try."""
@@ -135,7 +135,7 @@ class LayoutSearch:
         encoder_batches: Sequence[int] = (),
     ) -> SearchResult:  # fmt: skip
         """The ``num_kept`` fastest layouts, after a search for the lists of ``num_searched``.  ``encoder_batches``:
-        encoder batches that are tried with these, besides their own."""
+        other encoder batches to try for the layouts that are kept."""
         considered = list(choices)
         opened, refusals = list[_Open](), dict[str, None]()
         for choice in considered:

@@ -115,7 +115,7 @@ def _facts(plan: LayoutPlan, best: Planned, others: Sequence[Planned]) -> Iterat
 
 
 def _advice(plan: LayoutPlan, best: Planned) -> str:
-    seconds = f"{_words(best.choice, best.run.dp_size)}: {best.step.seconds:.3g} s per step"
+    seconds = f"{_words(best.choice, best.run)}: {best.step.seconds:.3g} s per step"
     if plan.present is None:
         return seconds
     if plan.max_bytes is not None and plan.present.peak_bytes > plan.max_bytes:
@@ -127,12 +127,13 @@ def _advice(plan: LayoutPlan, best: Planned) -> str:
             f"new layout")
 
 
-def _words(choice: Choice, dp_size: int) -> str:
+def _words(choice: Choice, run: Run) -> str:
     chunks = f" with {choice.num_chunks} chunks each" if choice.num_chunks > 1 else ""
+    num_together = run.model.encoder_batch_size
     sampler = "" if choice.sampler == AS_GIVEN else f", {choice.sampler}"
     sampler += ", encoder whole on tensor ranks" if choice.encoder != ENCODERS[0] else ""
-    sampler += f", images of {choice.encoder_batch} microbatches encoded together" if choice.encoder_batch > 1 else ""
-    return (f"TP {choice.tp_size}, CP {choice.cp_size}, PP {choice.num_stages}{chunks}, DP {dp_size}, micro batch "
+    sampler += f", images of {num_together} microbatches encoded together" if num_together > 1 else ""
+    return (f"TP {choice.tp_size}, CP {choice.cp_size}, PP {choice.num_stages}{chunks}, DP {run.dp_size}, micro batch "
             f"{choice.micro_batch_size}{sampler}, recompute {choice.recompute}")
 
 
@@ -149,7 +150,8 @@ def _row(name: str, one: Planned, plan: LayoutPlan) -> tuple[str, ...]:
     peak = None if plan.device is None else plan.device.peak_flops
     mfu = "" if peak is None else f"{one.predictor.flops(one.workload) / step.seconds / one.run.world_size / peak:.1%}"
     tokens = one.workload.num_tokens / step.seconds / one.run.world_size
-    encoder = choice.encoder + (f" x {choice.encoder_batch}" if choice.encoder_batch > 1 else "")
+    num_together = one.run.model.encoder_batch_size
+    encoder = choice.encoder + (f" x {num_together}" if num_together > 1 else "")
     return (name, *map(str, (choice.tp_size, choice.cp_size, choice.num_stages, choice.num_chunks, one.run.dp_size,
                              choice.micro_batch_size, choice.sampler, encoder, choice.recompute)),
             f"{step.seconds:.4g}", f"{low:.3g} .. {high:.3g}", f"{tokens:,.0f}", mfu, f"{max(0.0, step.bubble):.1%}",

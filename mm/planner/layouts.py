@@ -20,13 +20,13 @@ from mm.plan.by_device import calibration_by_device
 from mm.plan.calibration import Calibration
 from mm.plan.choices import (
     AS_GIVEN,
-    ENCODER_BATCHES,
     ENCODERS,
     NAMES,
     RECOMPUTE,
     SAMPLERS,
     Choice,
     choices,
+    encoder_batches,
     present_choice,
 )
 from mm.plan.distributions import DISTRIBUTIONS, mixed
@@ -105,7 +105,7 @@ def _planned(flags: argparse.Namespace, training: Sequence[str]) -> LayoutPlan:
     if not legal:
         raise UserError(_no_layout(run, fixed, links.node_size))
     search, began = LayoutSearch(run, calibrate, lengths, max_bytes, NUM_STEPS), time.perf_counter()
-    batches = () if "encoder_batch" in fixed else ENCODER_BATCHES
+    batches = encoder_batches(fixed)
     found = search.best(legal, flags.top, encoder_batches=batches)
     seconds = time.perf_counter() - began
     if not found.ranking:
@@ -226,7 +226,7 @@ def _present(search: LayoutSearch, run: Run) -> Planned | None:
 
 
 def _changes(
-    search: LayoutSearch, present: Planned, legal: Sequence[Choice], encoder_batches: Sequence[int]
+    search: LayoutSearch, present: Planned, legal: Sequence[Choice], batches: Sequence[int]
 ) -> tuple[tuple[str, Planned], ...]:
     """Layouts that differ from the present one in one field, with their best lists, fastest first; without those that
     gain no more than better lists alone."""
@@ -235,12 +235,16 @@ def _changes(
     for field, name in [("lists", "the lists"), *names.items()]:
         if field == "lists":
             some = [own]
+        elif field == "encoder_batch":
+            some = [replace(own, encoder_batch=batches[0])]
         else:
-            values = [getattr(one, field) for one in legal] + list(encoder_batches) * (field == "encoder_batch")
-            others = dict.fromkeys(replace(own, **{field: value}) for value in values)
+            others = dict.fromkeys(replace(own, **{field: getattr(one, field)}) for one in legal)
             some = [one for one in others if one != own and not list(parallel_problems(one.applied(present.run)))]
-        ranking = search.best(some, 1, num_searched=1).ranking if some else ()
+        tried = batches if field == "encoder_batch" else ()
+        ranking = search.best(some, 1, num_searched=1, encoder_batches=tried).ranking if some else ()
         for one in ranking:
+            if field == "encoder_batch" and one.choice.encoder_batch == own.encoder_batch:
+                continue
             value = "" if field == "lists" else f" {getattr(own, field)} -> {getattr(one.choice, field)}"
             if Lists.of(one.run.model) != Lists.of(present.run.model) or field != "lists":
                 found.append((f"{name}{value}", one))

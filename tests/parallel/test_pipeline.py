@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from mm.batch import BatchTotals
+from mm.batch import BatchTotals, batches_of_encoder
 from mm.data.feed.owner import deal_images
 from mm.device.cpu import CPU, HostRuntime
 from mm.device.device import Device
@@ -260,6 +260,43 @@ def whole_model(one_rank: Any):
     meta = dataclasses.replace(device, platform=dataclasses.replace(CPU, name="meta", runtime=MetaRuntime))
     chunk.device = chunk.prepare.device = meta
     return chunk.to("meta")
+
+
+def test_cached_and_other_microbatches_of_one_encoder_batch_keep_apart(one_rank) -> None:
+    """They alternate within four neighbours: losses and gradients are those of microbatches that are encoded alone."""
+    from mm.model.stage import Stage
+
+    (chunk,) = Stage(our_config(((4,),), ((4,),)), one_rank, "fp32", Device.pick("cpu")).chunks
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in chunk.parameters():
+            parameter.normal_(0.0, 0.05, generator=generator)
+    batch = []
+    for number in range(4):
+        one = microbatch([random_sample(generator, ((1, 4, 6),), 9), random_sample(generator, ((1, 2, 4),), 5)])
+        if number % 2:
+            features = torch.randn(one.num_patches, chunk.model.vision.hidden_size, generator=generator)
+            one = dataclasses.replace(one, pixel_values=None, features=features.view(torch.uint8),
+                                      feature_bytes=4 * features.shape[1])
+        batch.append(one)
+    totals = BatchTotals.of(batch, chunk.model.vision)
+
+    def run(size: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+        chunk.zero_grad()
+        members = {number: [batch[one] for one in found] for found in batches_of_encoder(batch, size)
+                   for number in found}
+        losses = [chunk(chunk.prepare(one, totals, encoded_with=members[number]), None)
+                  for number, one in enumerate(batch)]
+        for loss in losses:
+            loss.backward()
+        return [float(loss.detach()) for loss in losses], {
+            name: one.grad.clone() for name, one in chunk.named_parameters()}
+
+    (alone, gradients), (together, found) = run(1), run(4)
+    assert len(set(alone)) == 4 and together == pytest.approx(alone, rel=1e-6)
+    for name, gradient in gradients.items():
+        assert torch.allclose(found[name], gradient, rtol=1e-4, atol=1e-6), name
+    assert not chunk.prepare._together  # nothing outlives its microbatches
 
 
 @pytest.mark.parametrize("grids", [((1, 8, 12), (1, 10, 6)), ()], ids=["images", "text"])
