@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
-from mm.config.flags import DeviceName
+from mm.config.flags import Arguments, DeviceName, parse
 from mm.config.model import ModelConfig, read_model
 from tests.files import EXAMPLES
 from tests.launch import free_port
@@ -40,6 +40,12 @@ def command(doc: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="JSON file to write")
     return parser
+
+
+def step_arguments(*flags: str) -> Arguments:
+    """The flags of a step whose model and data do not come from files."""
+    return parse(["--lr", "1e-5", "--train-iters", "1", "--seq-length", "1", "--micro-batch-size", "1", "--mm-model",
+                  "-", "--mm-data", "-", *flags])  # fmt: skip
 
 
 def report(found: Any, output: Path | None, *, prints: bool = True) -> None:

@@ -190,7 +190,7 @@ def targets_per_segment(microbatch: Microbatch) -> Tensor:
     return torch.zeros_like(lengths).index_add_(0, segments, is_target)
 
 
-def batches_of_encoder(microbatches: Sequence[Microbatch], size: int) -> list[tuple[int, ...]]:
+def encoder_batches_of(microbatches: Sequence[Microbatch], size: int) -> list[tuple[int, ...]]:
     """``encoder_batches`` of ``microbatches``."""
     return encoder_batches([one.skips_vision if one.image_grids else None for one in microbatches], size)
 
@@ -199,8 +199,8 @@ def encoder_batches(skip_vision: Sequence[bool | None], size: int) -> list[tuple
     """The numbers of the microbatches whose images pass the ViT together: among each ``size`` consecutive ones, those
     with images.
 
-    ``skip_vision``: whether each skips the ViT, None without images.  Microbatches that skip
-    the ViT pass only the projector together.
+    ``skip_vision``: whether each skips the ViT, None without images.  Microbatches that skip it pass only the projector
+    together.
     """
     found: dict[tuple[int, bool], list[int]] = {}
     for number, skips in enumerate(skip_vision):

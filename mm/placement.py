@@ -69,6 +69,11 @@ class Placement:
         return self.slots[chunk * self.num_stages + stage]
 
     @property
+    def has_whole_vit(self) -> bool:
+        """Whether one slot has every ViT layer."""
+        return any(spec.has_whole_vit for spec in self.slots)
+
+    @property
     def patch_embedding_stage(self) -> int:
         return next(spec.stage for spec in self.slots if spec.has_patch_embedding)
 

@@ -35,6 +35,7 @@ COMMANDS = {
     "data": ("benchmarks.data", "--quick"),
     "plan": ("benchmarks.plan", "--quick", "--rounds", "1"),
     "shipped": ("benchmarks.plan.shipped", "--size", "7b", "--data", "llava"),
+    "search": ("benchmarks.plan.search", "--size", "7b", "--rounds", "1"),
     "meta": ("benchmarks.plan.meta", "--device", "h200", "--step", "3B"),
     "device": ("benchmarks.plan.device", "--device", "cpu", "--size", "tiny", "--tokens", "689", "--num-microbatches",
                "1", "--warmup", "1", "--steps", "1"),
@@ -184,6 +185,11 @@ def test_pipeline(started: dict[str, Future]) -> None:
     ((name, found),) = started["pipeline"].result()["sleep"].items()
     assert name == "2 virtual chunks" and found["ideal_seconds"] == pytest.approx((16 + 3 / 2) * 0.09)
     assert 0 < found["share_of_ideal"] < 1
+
+
+def test_search(started: dict[str, Future]) -> None:
+    (result,) = started["search"].result()["searches"]
+    assert result["num_layouts"] > 100 and result["seconds"] > 0 and 0 < result["bound"] <= result["step_seconds"]
 
 
 def test_predictions_of_a_device(started: dict[str, Future]) -> None:

@@ -218,11 +218,11 @@ def test_kept_bytes_are_those_of_the_formula(traced, name: str) -> None:
 
 @pytest.mark.parametrize("name", MEMORY_CASES)
 def test_peak_is_that_of_the_formula(traced, name: str) -> None:
-    """Measured at most 2.8 % off, and 5.3 % where a few recomputed layers work on little else: it counts all that such
+    """Measured at most 2.8 % off, and 4.1 % where a few recomputed layers work on little else: it counts all that such
     a layer makes as alive at once."""
     case, step = MEMORY_CASES[name], traced(MEMORY_CASES[name])
     peak = formulas(case).peak_bytes(rows_of(step), case.num_microbatches, step.state_bytes)
-    assert peak == pytest.approx(step.peak_bytes, rel=0.055)
+    assert peak == pytest.approx(step.peak_bytes, rel=0.05)
 
 
 @pytest.mark.parametrize("name", [

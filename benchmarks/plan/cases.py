@@ -11,10 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.measure import step_arguments
 from benchmarks.sides import model_config, resized
 from mm.batch import BatchTotals, Grid, Microbatch, StepPlan
 from mm.config.data import DataConfig
-from mm.config.flags import Arguments, parse
+from mm.config.flags import Arguments
 from mm.config.lora import LoraConfig
 from mm.config.model import ModelConfig
 from mm.config.run import Run
@@ -130,8 +131,7 @@ class Trained:
 
 
 def arguments(tp_size: int) -> Arguments:
-    return parse(["--lr", "1e-5", "--train-iters", "1", "--seq-length", "1", "--micro-batch-size", "1", "--mm-model",
-                  "-", "--mm-data", "-", "--tensor-model-parallel-size", str(tp_size)])  # fmt: skip
+    return step_arguments("--tensor-model-parallel-size", str(tp_size))
 
 
 def rows_of_rank(device: Device, rounds: int, is_quick: bool) -> list[dict[str, Any]] | None:

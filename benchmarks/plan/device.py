@@ -16,12 +16,11 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.measure import command, report
+from benchmarks.measure import command, report, step_arguments
 from benchmarks.plan.meta import by_laws, seconds_of
 from benchmarks.records import Records, add_record_flags
 from mm.batch import BatchTotals
 from mm.config.data import DataConfig
-from mm.config.flags import parse
 from mm.config.run import Run
 from mm.device.device import Device
 from mm.device.known import known_device
@@ -54,9 +53,7 @@ def measured(case: Case, device: Device, num_warmup: int, num_steps: int) -> dic
     model, precision = case.model(), "fp32" if device.kind == "cpu" else "bf16"
     batch = [random_microbatch(model, equal_samples(case.num_samples * SAMPLE_TOKENS), seed)
              for seed in range(case.num_microbatches)]
-    args = parse(["--lr", "1e-5", "--train-iters", "1", "--seq-length", "1", "--micro-batch-size", "1", "--mm-model",
-                  "-", "--mm-data", "-", "--use-distributed-optimizer",
-                  *([f"--{precision}"] if precision != "fp32" else [])])  # fmt: skip
+    args = step_arguments("--use-distributed-optimizer", *([f"--{precision}"] if precision != "fp32" else []))
     began = time.perf_counter()
     calibration = measure(device, args, model, [1], ProbeSizes(batch[0].num_tokens, batch[0].num_patches))
     calibrated = time.perf_counter() - began

@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measure import command, report, table
+from benchmarks.measure import command, report, step_arguments, table
 from mm.batch import image_pairs, window_pairs
 from mm.config.data import DataConfig
-from mm.config.flags import parse
 from mm.config.run import Run
 from mm.data.lengths import Lengths
 from mm.device.known import KNOWN_DEVICES
@@ -54,8 +53,7 @@ def seconds_of(operators: Mapping[str, Tally], device: KnownDevice) -> float:
 def by_laws(case: Case, device: KnownDevice) -> dict[str, float]:
     """What ``mm-plan`` predicts of the same step."""
     model = case.model()
-    args = parse(["--lr", "1e-5", "--train-iters", "1", "--seq-length", "1", "--micro-batch-size", "1", "--mm-model",
-                  "-", "--mm-data", "-", "--use-distributed-optimizer", "--bf16"])  # fmt: skip
+    args = step_arguments("--use-distributed-optimizer", "--bf16")
     run = Run(args, model, DataConfig("hf", ("data.json",)), 1)
     grids, tokens, patches = SAMPLE[0], num_tokens(SAMPLE), num_patches(SAMPLE)
     columns = (tokens, SAMPLE[1] - 1, len(grids), patches, sum(map(image_pairs, grids)),

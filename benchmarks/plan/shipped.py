@@ -18,7 +18,7 @@ from benchmarks.measure import command, report, table
 from mm.config.run import Run, load_run
 from mm.device.known import KNOWN_DEVICES
 from mm.plan.by_device import calibration_by_device
-from mm.plan.choices import ENCODER_BATCHES, choices, present_choice
+from mm.plan.choices import ENCODER_BATCH_SIZES, choices, present_choice
 from mm.plan.distributions import mixed
 from mm.plan.lists import Lists
 from mm.plan.search import LayoutSearch, Planned
@@ -80,7 +80,7 @@ def rows_of(size: str, data: str, label: str) -> Iterator[dict[str, Any]]:
     yield _row(size, data, "MindSpeed-MM", present, present)
     kept = {"tp_size": [script.tp_size], "num_stages": [len(script.lists[0])], "cp_size": [1]}
     for name, fixed in (("its TP and PP", kept), ("all layouts", {})):
-        found = search.best(choices(run, fixed, device.links.node_size), 1, encoder_batches=ENCODER_BATCHES)
+        found = search.best(choices(run, fixed, device.links.node_size), 1, encoder_batch_sizes=ENCODER_BATCH_SIZES)
         for one in found.ranking:
             yield _row(size, data, name, one, present) | {"least": found.least}
 

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.measure import median_ratio
+from benchmarks.measure import median_ratio, step_arguments
 from benchmarks.sides import Ours, random_tensors
 from benchmarks.step.cpu import model_of
 from mm.batch import BatchTotals, Microbatch
 from mm.config.data import DataConfig
-from mm.config.flags import parse
 from mm.config.model import ModelConfig
 from mm.config.run import Run
 from mm.device.device import Device
@@ -84,9 +83,8 @@ def measure(device: Device, rounds: int, is_quick: bool, sequence_parallel: bool
 
 def predicted_ratios(device: Device, model: ModelConfig, sequence_parallel: bool) -> dict[str, dict[str, float]]:
     """The predicted time of a step, cut / whole and cut / together, for each of ``PICTURES``."""
-    args = parse(["--lr", "1e-5", "--train-iters", "1", "--seq-length", "1", "--micro-batch-size", "1", "--mm-model",
-                  "-", "--mm-data", "-", "--use-distributed-optimizer", "--tensor-model-parallel-size", "2",
-                  *(["--sequence-parallel"] if sequence_parallel else [])])  # fmt: skip
+    args = step_arguments("--use-distributed-optimizer", "--tensor-model-parallel-size", "2",
+                          *(["--sequence-parallel"] if sequence_parallel else []))
     totals = {name: [BatchTotals.of([one], model.vision) for one in batch_of(name, model)] for name in PICTURES}
     sizes = ProbeSizes(max(one.num_tokens for batch in totals.values() for one in batch),
                        max(one.num_patches for batch in totals.values() for one in batch))

@@ -233,7 +233,7 @@ class ModelConfig:
 
         A slot with only some of the ViT's layers gets patches one microbatch at a time.
         """
-        return self.encoder_batch_microbatches if any(spec.has_whole_vit for spec in self.placement().slots) else 1
+        return self.encoder_batch_microbatches if self.placement().has_whole_vit else 1
 
     @property
     def counts_to_divide(self) -> dict[str, int]:

@@ -157,7 +157,7 @@ class Chunk(nn.Module):
         x = together.take()
         if x is None or not is_sent or self.vision_cut_group is None:
             return x
-        return x[Pieces(len(x), self.vision_cut_group).here].clone()
+        return x[Pieces(len(x), self.vision_cut_group).here]
 
     def _give(self, features: Tensor, images: tuple[tuple[str, int], ...]) -> None:
         """Start copying ``features`` to the host; nothing waits for them before the step ends."""

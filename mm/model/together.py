@@ -1,6 +1,6 @@
 """Visual tokens of several microbatches from one pass through the ViT, whose gradients go back in one pass too.
 
-Knows nothing of the pipeline: microbatches take their visual tokens in order, their backward passes may run in any
+Knows nothing of the pipeline: microbatches take their visual tokens in order; their backward passes may run in any
 order.
 """
 

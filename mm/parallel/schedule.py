@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel.schedules import (
 )
 from torch import Tensor
 
-from mm.batch import Microbatch, StepPlan, batches_of_encoder
+from mm.batch import Microbatch, StepPlan, encoder_batches_of
 from mm.parallel import gradients
 from mm.parallel.activity import Journal, Work
 from mm.parallel.megatron import settings_of_schedule
@@ -120,7 +120,7 @@ class _Inputs:
         self._passes = deque(passes)
         self._prepared: deque[tuple[ChunkPass, Any]] = deque()
         self._encoded_with: dict[int, tuple[Microbatch, ...]] = {}
-        for batch in batches_of_encoder(plan.microbatches, chunks[0].model.encoder_batch_size):
+        for batch in encoder_batches_of(plan.microbatches, chunks[0].model.encoder_batch_size):
             members = tuple(plan.microbatches[number] for number in batch)
             self._encoded_with |= dict.fromkeys(batch, members)
 

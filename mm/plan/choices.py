@@ -26,7 +26,7 @@ RECOMPUTE: Mapping[str, tuple[RecomputeConfig, RecomputeConfig]] = {
 """Settings of the ViT and of the LLM, from fast to small.  A frozen tower keeps no activations, so they have no effect
 there."""
 ENCODERS: Sequence[EncoderPlacement] = get_args(EncoderPlacement)
-ENCODER_BATCHES = (1, 2, 4, 8)
+ENCODER_BATCH_SIZES = (1, 2, 4, 8)
 """Microbatches whose images pass the ViT together, as the search tries them."""
 _MAX_CHUNKS, _MAX_SLOTS = 4, 64
 _MAX_SAMPLES = 8
@@ -127,7 +127,7 @@ def choices(run: Run, fixed: Mapping[str, Sequence[object]], node_size: int) -> 
         "encoder": ENCODERS,
     } | {name: values for name, values in fixed.items() if name not in ("recompute", "encoder_batch")}
     of_all: dict[str, Any] = {"recompute": next(iter(fixed.get("recompute", RECOMPUTE))),
-                              "encoder_batch": encoder_batches(fixed)[0]}
+                              "encoder_batch": encoder_batch_sizes(fixed)[0]}
     for values in product(*options.values()):
         choice = replace(present_choice(run), **of_all, **dict(zip(options, values, strict=True)))
         if choice.tp_size == 1 and choice.encoder != ENCODERS[0]:
@@ -136,9 +136,9 @@ def choices(run: Run, fixed: Mapping[str, Sequence[object]], node_size: int) -> 
             yield choice
 
 
-def encoder_batches(fixed: Mapping[str, Sequence[object]]) -> list[int]:
+def encoder_batch_sizes(fixed: Mapping[str, Sequence[object]]) -> list[int]:
     """The encoder batches allowed, smallest first."""
-    return sorted(value for value in fixed.get("encoder_batch", ENCODER_BATCHES) if isinstance(value, int))
+    return sorted(value for value in fixed.get("encoder_batch", ENCODER_BATCH_SIZES) if isinstance(value, int))
 
 
 def _is_divisible(choice: Choice, run: Run) -> bool:

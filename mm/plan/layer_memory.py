@@ -115,10 +115,14 @@ class LayerBytes:
     def working(self, keeps: Keeps) -> int:
         """Bytes per row needed while the layer runs, besides what is kept.
 
-        These are its other activations and, in the backward pass, the gradients of its input and of SwiGLU's output and
-        input, and the intermediates of SwiGLU's backward.
+        In the backward pass these are the gradients of its input and of SwiGLU's output and input, and the
+        intermediates of SwiGLU's backward; and, unless SwiGLU's input is kept, its other activations.  If it is kept,
+        norms' and SwiGLU's outputs are computed again one at a time, for a product that needs less than SwiGLU's
+        backward.
         """
-        activations = self.kept(replace(ALL, adapter_numbers=keeps.adapter_numbers)) - self.kept(keeps)
+        activations = 0
+        if not keeps.swiglu_input:
+            activations = self.kept(replace(ALL, adapter_numbers=keeps.adapter_numbers)) - self.kept(keeps)
         gradients = 0 if keeps == NOTHING else self.input + 2 * self.swiglu_input + self.swiglu_output
         return activations + gradients + self.gathered
 

@@ -253,7 +253,7 @@ class Predictor:
         """
         found = self.costs.of_blocks(self.shared(counts))
         size = self.run.model.encoder_batch_microbatches
-        if size == 1 or not any(spec.has_whole_vit for spec in placement.slots):
+        if size == 1 or not placement.has_whole_vit:
             return found
         images = counts[:, [COUNTS.index(name) for name in ("num_images", "num_cached_images")]].tolist()
         skip_vision = [num_cached > 0 if num_images else None for num_images, num_cached in images]

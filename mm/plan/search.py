@@ -132,9 +132,9 @@ class LayoutSearch:
 
     def best(
         self, choices: Iterable[Choice], num_kept: int, num_searched: int = NUM_SEARCHED,
-        encoder_batches: Sequence[int] = (),
+        encoder_batch_sizes: Sequence[int] = (),
     ) -> SearchResult:  # fmt: skip
-        """The ``num_kept`` fastest layouts, after a search for the lists of ``num_searched``.  ``encoder_batches``:
+        """The ``num_kept`` fastest layouts, after a search for the lists of ``num_searched``.  ``encoder_batch_sizes``:
         other encoder batches to try for the layouts that are kept."""
         considered = list(choices)
         opened, refusals = list[_Open](), dict[str, None]()
@@ -147,7 +147,7 @@ class LayoutSearch:
         fitting, too_large = self._fitting(opened, num_kept)
         promising = _best_of_groups(fitting)[: max(num_searched, num_kept)]
         searched = sorted(map(self._with_best_lists, promising), key=lambda one: one.seconds)
-        ranking = sorted((self._with_best_batch(one, encoder_batches) for one in searched[:num_kept]),
+        ranking = sorted((self._with_best_batch(one, encoder_batch_sizes) for one in searched[:num_kept]),
                          key=lambda one: one.step.seconds)
         smallest = self._smallest(too_large) if too_large and not ranking else None
         bounds = [one.bound for one in opened if not self._is_too_large(one)]
@@ -237,13 +237,16 @@ class LayoutSearch:
         lists, seconds = best_lists(one.lists, costs, is_even=True)
         return _Listed(layout, lists, seconds + layout.rest)
 
-    def _with_best_batch(self, one: _Listed, encoder_batches: Sequence[int]) -> Planned:
+    def _with_best_batch(self, one: _Listed, encoder_batch_sizes: Sequence[int]) -> Planned:
         """The layout with another encoder batch if one that fits makes it noticeably faster."""
         choice, lists = one.layout.choice, one.lists
         best = self.planned(choice, _placed(one.layout.run, lists))
-        if not any(spec.has_whole_vit for spec in lists.placement.slots):
+        if not lists.placement.has_whole_vit:
             return best
-        for other in (replace(choice, encoder_batch=size) for size in encoder_batches if size != choice.encoder_batch):
+        for size in encoder_batch_sizes:
+            if size == choice.encoder_batch:
+                continue
+            other = replace(choice, encoder_batch=size)
             found = self.planned(other, _placed(other.applied(self._run), lists))
             fits = self._max_bytes is None or found.peak_bytes <= self._max_bytes
             if fits and found.step.seconds < best.step.seconds * (1 - _LEAST_GAIN):

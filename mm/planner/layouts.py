@@ -26,7 +26,7 @@ from mm.plan.choices import (
     SAMPLERS,
     Choice,
     choices,
-    encoder_batches,
+    encoder_batch_sizes,
     present_choice,
 )
 from mm.plan.distributions import DISTRIBUTIONS, mixed
@@ -105,14 +105,14 @@ def _planned(flags: argparse.Namespace, training: Sequence[str]) -> LayoutPlan:
     if not legal:
         raise UserError(_no_layout(run, fixed, links.node_size))
     search, began = LayoutSearch(run, calibrate, lengths, max_bytes, NUM_STEPS), time.perf_counter()
-    batches = encoder_batches(fixed)
-    found = search.best(legal, flags.top, encoder_batches=batches)
+    batch_sizes = encoder_batch_sizes(fixed)
+    found = search.best(legal, flags.top, encoder_batch_sizes=batch_sizes)
     seconds = time.perf_counter() - began
     if not found.ranking:
         raise UserError(_nothing_fits(found, max_bytes) if found.smallest else found.refusals)
     problems = tuple(parallel_problems(run))
     present = None if problems else _present(search, run)
-    changes = () if present is None else _changes(search, present, legal, batches)
+    changes = () if present is None else _changes(search, present, legal, batch_sizes)
     learnt = tuple(_learnt(found.ranking[0], run, lengths, calibrate, max_bytes))
     return LayoutPlan(run, lengths, device, what, found, seconds, present, problems, changes, learnt, max_bytes)
 
@@ -226,7 +226,7 @@ def _present(search: LayoutSearch, run: Run) -> Planned | None:
 
 
 def _changes(
-    search: LayoutSearch, present: Planned, legal: Sequence[Choice], batches: Sequence[int]
+    search: LayoutSearch, present: Planned, legal: Sequence[Choice], batch_sizes: Sequence[int]
 ) -> tuple[tuple[str, Planned], ...]:
     """Layouts that differ from the present one in one field, with their best lists, fastest first; without those that
     gain no more than better lists alone."""
@@ -236,12 +236,12 @@ def _changes(
         if field == "lists":
             some = [own]
         elif field == "encoder_batch":
-            some = [replace(own, encoder_batch=batches[0])]
+            some = [replace(own, encoder_batch=batch_sizes[0])]
         else:
             others = dict.fromkeys(replace(own, **{field: getattr(one, field)}) for one in legal)
             some = [one for one in others if one != own and not list(parallel_problems(one.applied(present.run)))]
-        tried = batches if field == "encoder_batch" else ()
-        ranking = search.best(some, 1, num_searched=1, encoder_batches=tried).ranking if some else ()
+        tried = batch_sizes if field == "encoder_batch" else ()
+        ranking = search.best(some, 1, num_searched=1, encoder_batch_sizes=tried).ranking if some else ()
         for one in ranking:
             if field == "encoder_batch" and one.choice.encoder_batch == own.encoder_batch:
                 continue

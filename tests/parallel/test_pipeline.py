@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from mm.batch import BatchTotals, batches_of_encoder
+from mm.batch import BatchTotals, encoder_batches_of
 from mm.data.feed.owner import deal_images
 from mm.device.cpu import CPU, HostRuntime
 from mm.device.device import Device
@@ -283,7 +283,7 @@ def test_cached_and_other_microbatches_of_one_encoder_batch_keep_apart(one_rank)
 
     def run(size: int) -> tuple[list[float], dict[str, torch.Tensor]]:
         chunk.zero_grad()
-        members = {number: [batch[one] for one in found] for found in batches_of_encoder(batch, size)
+        members = {number: [batch[one] for one in found] for found in encoder_batches_of(batch, size)
                    for number in found}
         losses = [chunk(chunk.prepare(one, totals, encoded_with=members[number]), None)
                   for number, one in enumerate(batch)]

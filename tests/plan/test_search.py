@@ -123,9 +123,9 @@ def test_images_are_encoded_together_where_that_gains_and_fits() -> None:
             replace(law, fixed=10 * law.fixed) for law in (block.laws.forward, block.laws.backward))))
             for block in found.blocks))
 
-    def best(max_bytes: int | None, *encoder_batches: int) -> Planned:
+    def best(max_bytes: int | None, *encoder_batch_sizes: int) -> Planned:
         search = LayoutSearch(run, costly, lengths, max_bytes, 2)
-        (found,) = search.best(choices(run, FEW, 8), 1, encoder_batches=encoder_batches).ranking
+        (found,) = search.best(choices(run, FEW, 8), 1, encoder_batch_sizes=encoder_batch_sizes).ranking
         return found
 
     alone, together = best(None), best(None, 1, 2, 4, 8)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mm.batch import BatchTotals, Microbatch, StepPlan, batches_of_encoder
+from mm.batch import BatchTotals, Microbatch, StepPlan, encoder_batches_of
 from mm.config.model import ModelConfig
 from mm.data.feed.loader import ReadStep
 from mm.data.feed.message import Head, from_message, to_message
@@ -245,7 +245,7 @@ def deal_images(microbatches: Sequence[Microbatch], model: ModelConfig, num_rank
     dealt = list(microbatches)
     if num_ranks == 1:
         return dealt
-    for batch in batches_of_encoder(microbatches, model.encoder_batch_size):
+    for batch in encoder_batches_of(microbatches, model.encoder_batch_size):
         costs = [image_flops(model, grid) for number in batch for grid in microbatches[number].image_grids]
         ranks = iter(deal(costs, num_ranks))
         for number in batch:
