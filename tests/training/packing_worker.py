@@ -30,7 +30,7 @@ from tests.files import json_lines  # noqa: E402
 
 NUM_STEPS = 3
 SLOW_RANK = 1
-SLOW_WORK_SECONDS, SLOW_DATA_SECONDS = 0.2, 0.6
+SLOW_WORK_SECONDS, SLOW_DATA_SECONDS = 0.3, 0.9
 """For a microbatch, and for a step."""
 
 
