@@ -92,9 +92,9 @@ def samples_of(step: list) -> list[int]:
 
 @pytest.mark.parametrize(("name", "cause"), [("slow work", "work"), ("slow data", "data")])
 def test_a_slow_rank_is_named(ran: tuple[dict, str], name: str, cause: str) -> None:
-    """Rank 1 sleeps 0.6 s a step in its forward passes, or reads a step's samples for 0.9 s.
+    """Rank 1 sleeps 0.6 s a step in its forward passes, or reads a step's samples for 0.9 s, most of which it waits.
 
-    By how much it is slower depends on what else the machine does, so only the seconds that it slept are asserted.
+    A busy machine slows the other replica too, so the share is compared only with the seconds of its own row.
     """
     results, said = ran
     rows = results[name]["metrics"]
@@ -104,7 +104,11 @@ def test_a_slow_rank_is_named(ran: tuple[dict, str], name: str, cause: str) -> N
     assert [one["ranks"] for one in first].count([1]) >= 2, first
     slow = [one for one in first if one["ranks"] == [1]]
     assert {(one["stage"], one["cause"], one["compared_with"]) for one in slow} == {(0, cause, "replicas")}
-    assert all(one[f"{cause}_seconds"] > 0.5 for one in slow), slow
+    least_seconds = {"work": 0.59, "data": 0.2}[cause]  # the next samples are read during the step
+    for one in slow:
+        assert one[f"{cause}_seconds"] > least_seconds, one
+        own_seconds = one["work_seconds"] + one["data_seconds"]
+        assert one["share"] == pytest.approx(own_seconds / one["median_seconds"] - 1)
     assert compared[-1]["slowest_rank_share"] == first[-1]["share"]
     says = {"work": "its own work takes", "data": "it waits"}[cause]
     noted = rf"note: rank 1 \(host .*, cpu, stage 0\) has taken .* above --slow-rank-share 0.1; .*{says}"
