@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import Semaphore
 
 from mm.device.device import Device
 
@@ -19,8 +20,10 @@ DEVICE = Device.pick("cpu")  # before megatron is imported
 
 import torch.distributed as dist  # noqa: E402
 
+from mm.batch import StepPlan  # noqa: E402
 from mm.config.run import load_run  # noqa: E402
 from mm.data.feed.loader import ReadStep, StepLoader  # noqa: E402
+from mm.data.feed.owner import DataOwner  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.parallel.meeting import Meeting  # noqa: E402
 from mm.parallel.watchdog import Watchdog  # noqa: E402
@@ -47,20 +50,26 @@ class Result:
 def slow_rank(name: str, trainer: Trainer) -> Iterator[None]:
     """In the cases "slow work" and "slow data", one rank sleeps before its forward passes, or reads its samples slowly.
 
-    It is the second replica's at the first stage.
+    It is the second replica's at the first stage.  A slow read begins when the trainer asks for it: begun during the
+    step before, a long step on a busy machine would hide it.
     """
-    read = StepLoader.__next__
+    read, ask, asked = StepLoader.__next__, DataOwner.__next__, Semaphore(0)
 
     def read_slowly(loader: StepLoader) -> ReadStep:
+        asked.acquire()
         time.sleep(SLOW_DATA_SECONDS)
         return read(loader)
+
+    def ask_for_a_step(owner: DataOwner) -> StepPlan:
+        asked.release()
+        return ask(owner)
 
     if trainer.mesh.rank == SLOW_RANK and name == "slow work":
         trainer.setup.stage.chunks[0].register_forward_pre_hook(lambda *_: time.sleep(SLOW_WORK_SECONDS))
     if trainer.mesh.rank == SLOW_RANK and name == "slow data":
-        StepLoader.__next__ = read_slowly
+        StepLoader.__next__, DataOwner.__next__ = read_slowly, ask_for_a_step
     yield
-    StepLoader.__next__ = read
+    StepLoader.__next__, DataOwner.__next__ = read, ask
 
 
 def train(directory: Path, name: str) -> Result:

@@ -14,7 +14,7 @@ from tests.tiny_inputs import short_flags, write_inputs
 PACKING = {"basic_parameters": {"packing": True}}
 BALANCED = {"sampler_type": "BalancedBatchSampler"}
 SLOW = ("--train-iters", "8", "--log-interval", "2", "--global-batch-size", "4", "--lr-decay-style", "constant",
-        "--slow-rank-share", "0.1")  # fmt: skip
+        "--slow-rank-share", "0.4")  # fmt: skip
 CASES: dict[str, tuple[dict, dict, tuple[str, ...]]] = {  # what is in the data JSON, and flags
     "plain": ({}, {}, ()),
     "packed evenly": (PACKING, BALANCED, ()),
@@ -92,10 +92,7 @@ def samples_of(step: list) -> list[int]:
 
 @pytest.mark.parametrize(("name", "cause"), [("slow work", "work"), ("slow data", "data")])
 def test_a_slow_rank_is_named(ran: tuple[dict, str], name: str, cause: str) -> None:
-    """Rank 1 sleeps 0.6 s a step in its forward passes, or reads a step's samples for 0.9 s, most of which it waits.
-
-    A busy machine slows the other replica too, so the share is compared only with the seconds of its own row.
-    """
+    """Rank 1 sleeps 0.6 s a step in its forward passes, or reads a step's samples for 0.9 s."""
     results, said = ran
     rows = results[name]["metrics"]
     compared = [row for row in rows if row["slowest_ranks"]]
@@ -104,14 +101,14 @@ def test_a_slow_rank_is_named(ran: tuple[dict, str], name: str, cause: str) -> N
     assert [one["ranks"] for one in first].count([1]) >= 2, first
     slow = [one for one in first if one["ranks"] == [1]]
     assert {(one["stage"], one["cause"], one["compared_with"]) for one in slow} == {(0, cause, "replicas")}
-    least_seconds = {"work": 0.59, "data": 0.2}[cause]  # the next samples are read during the step
+    least_seconds = {"work": 0.59, "data": 0.89}[cause]
     for one in slow:
-        assert one[f"{cause}_seconds"] > least_seconds, one
+        assert one["share"] > 0.4 and one[f"{cause}_seconds"] > least_seconds, one
         own_seconds = one["work_seconds"] + one["data_seconds"]
         assert one["share"] == pytest.approx(own_seconds / one["median_seconds"] - 1)
     assert compared[-1]["slowest_rank_share"] == first[-1]["share"]
     says = {"work": "its own work takes", "data": "it waits"}[cause]
-    noted = rf"note: rank 1 \(host .*, cpu, stage 0\) has taken .* above --slow-rank-share 0.1; .*{says}"
+    noted = rf"note: rank 1 \(host .*, cpu, stage 0\) has taken .* above --slow-rank-share 0.4; .*{says}"
     assert re.search(noted, said)
     assert " slowest ranks over the last 2 steps: rank 1 (host " in said
     others = results["slow work"]["metrics"]
