@@ -12,9 +12,6 @@ from typing import Any
 import numpy as np
 
 from mm.config.run import Run, load_run
-from mm.data.index.dataset import Dataset
-from mm.data.index.gauge import Gauge
-from mm.data.lengths import HasLengths
 from mm.ending import print_notes, refused
 from mm.errors import UserError, printable
 from mm.plan.by_flops import calibration_by_flops
@@ -24,7 +21,7 @@ from mm.plan.judge import judge
 from mm.plan.predict import Predictor
 from mm.plan.workload import workload_of
 from mm.planner.compare import compared, write_prediction
-from mm.planner.layouts import add_flags, layouts
+from mm.planner.layouts import add_flags, layouts, lengths_of
 from mm.planner.machine import ACCEPT, ACCEPT_HELP, calibration_for
 from mm.planner.reports import lists_report, prediction_report
 from mm.version import version_line
@@ -165,7 +162,7 @@ def _largest_microbatch(run: Run) -> tuple[int, int]:
     num_tokens = run.args.seq_length * run.args.micro_batch_size
     num_patches = num_tokens * run.model.vision.spatial_merge_size**2 // 2
     try:
-        steps = workload_of(run, _lengths(run)).steps
+        steps = workload_of(run, lengths_of(run)).steps
     except UserError as error:
         print_notes([f"the data cannot be read, so microbatches of up to {num_tokens:,} tokens are measured: {error}"])
         return num_tokens, num_patches * run.model.encoder_batch_size
@@ -177,7 +174,7 @@ def _largest_microbatch(run: Run) -> tuple[int, int]:
 def _predict(flags: argparse.Namespace, training: Sequence[str]) -> None:
     run = _run(training)
     calibration = calibration_for(flags.calibration, run, flags.accept_calibration)
-    lengths, predictor = _lengths(run), Predictor(run, calibration)
+    lengths, predictor = lengths_of(run), Predictor(run, calibration)
     workload = workload_of(run, lengths)
     print(printable(prediction_report(run, calibration, workload, predictor.predict(workload))))
     if flags.timeline is not None:
@@ -200,15 +197,9 @@ def _lists(flags: argparse.Namespace, training: Sequence[str]) -> None:
                                            run.args.precision)
     else:
         calibration = calibration_for(flags.calibration, run, flags.accept_calibration)
-    judged = judge(run, Predictor(run, calibration), workload_of(run, _lengths(run)),
+    judged = judge(run, Predictor(run, calibration), workload_of(run, lengths_of(run)),
                    None if flags.memory_gib is None else flags.memory_gib << 30)
     print(printable(lists_report(run, judged, has_times=flags.calibration is not None)))
-
-
-def _lengths(run: Run) -> HasLengths:
-    """The lengths of the run's own samples; their index is made if there is none."""
-    gauge = Gauge.from_config(run.data, run.model, run.args.seq_length)
-    return Dataset(run.data, run.args.bad_sample == "skip", gauge, run.args.seed).columns
 
 
 def _run(training: Sequence[str]) -> Run:

@@ -96,7 +96,8 @@ def _planned(flags: argparse.Namespace, training: Sequence[str]) -> LayoutPlan:
                         f"give one of them: a device by name ({', '.join(_labels())}), or a file of mm-plan calibrate")
     device = None if flags.device is None else _device(flags.device)
     links = _links(flags, device)
-    fixed, lengths = _fixed(flags.fix), _lengths(flags.lengths, run)
+    fixed = _fixed(flags.fix)
+    lengths = lengths_of(run) if flags.lengths is None else _drawn_lengths(flags.lengths, run)
     max_bytes = None if flags.memory_gib is None else flags.memory_gib << 30
     if max_bytes is None and device is not None and device.memory_bytes is not None:
         max_bytes = int(MEMORY_SHARE * device.memory_bytes)
@@ -153,11 +154,14 @@ def _calibrations(
     return (lambda _: found), f"{flags.calibration}: {found.machine.device}, {found.date}"
 
 
-def _lengths(words: str | None, run: Run) -> HasLengths:
-    """The lengths of the run's samples, whose index is made if there is none; or drawn ones."""
-    if words is None:
-        gauge = Gauge.from_config(run.data, run.model, run.args.seq_length)
-        return Dataset(run.data, run.args.bad_sample == "skip", gauge, run.args.seed).columns
+def lengths_of(run: Run) -> HasLengths:
+    """The lengths of the run's own samples; their index is made if there is none."""
+    gauge = Gauge.from_config(run.data, run.model, run.args.seq_length)
+    return Dataset(run.data, run.args.bad_sample == "skip", gauge, run.args.seed).columns
+
+
+def _drawn_lengths(words: str, run: Run) -> HasLengths:
+    """Lengths drawn from the distributions that ``--lengths`` names."""
     shares: dict[str, float] = {}
     for word in words.split(","):
         name, _, share = word.partition("=")

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from mm import progress
 from mm.planner import cli
 from tests.files import ROOT
+from tests.tiny_inputs import flags_of, write_inputs
 
 SHIPPED = ROOT / "examples/qwen2.5vl"
 
@@ -65,6 +67,24 @@ def test_the_encoder_batch_can_be_fixed_and_is_written(capsys: pytest.CaptureFix
     assert "tensor_ranks x 4" in text
     model = json.loads((tmp_path / "model.json").read_text())
     assert (model["encoder_placement"], model["encoder_batch_microbatches"]) == ("tensor_ranks", 4)
+
+
+def test_an_absent_index_is_made_with_its_progress_shown(
+    capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a terminal, progress is lines; the second plan reads the index and shows none."""
+    monkeypatch.setattr(progress, "EVERY_SECONDS", 0.0)
+    inputs, planned = write_inputs(tmp_path), []
+    for _ in range(2):
+        assert cli.main(flags_of(inputs, "a run", 1, "--bf16", "--world-size", "1", "--device", "h200", "--fix",
+                                 "PP=1,MBS=1", "--top", "1")) == 0  # fmt: skip
+        planned.append(capsys.readouterr())
+    first, second = planned
+    data = json.loads((inputs / "data.json").read_text())["dataset_param"]["basic_parameters"]["dataset"]
+    assert re.search(rf"^checking {re.escape(data)}: [\d.]+ \w+ of .*\(100%\)", first.err, re.MULTILINE), first.err
+    assert "checking" not in second.err
+    table = [[line for line in one.out.splitlines() if line.startswith("1 ")] for one in planned]
+    assert table[0] and table[0] == table[1]
 
 
 def test_a_device_that_is_too_small_recomputes_and_splits_more(capsys: pytest.CaptureFixture) -> None:
