@@ -4,6 +4,7 @@ Import it after ``Device.pick``.
 """
 
 import dataclasses
+import functools
 import importlib.util
 import math
 import os
@@ -163,6 +164,13 @@ class Ours:
         parallel.stop_mesh()
 
 
+@functools.cache
+def _use_linear_patch_embedding() -> None:
+    """Make transformers' ViT embed patches by a matrix product; once a process, as older transformers need it."""
+    config = hf_config(model_config("tiny"))
+    register_fusion_patches(Qwen2_5_VLForConditionalGeneration, config, {"patch_embeddings": True})
+
+
 class Peer:
     """transformers' model in a plain loop, tuned: fused AdamW, SDPA or FlashAttention, a linear patch embedding.
 
@@ -175,7 +183,7 @@ class Peer:
         attention: str = "sdpa", recompute: bool = False,
     ) -> None:  # fmt: skip
         config = hf_config(model)
-        register_fusion_patches(Qwen2_5_VLForConditionalGeneration, config, {"patch_embeddings": True})
+        _use_linear_patch_embedding()
         with torch.device(device):
             self.model = Qwen2_5_VLForConditionalGeneration._from_config(
                 config, dtype=DTYPES[precision], attn_implementation=attention

@@ -28,6 +28,7 @@ COMMANDS = {
     # parity is a command of its own below: here its limit ends it, as a command that fails
     "hour": ("benchmarks.device_hour", "--rehearse", "--steps", *HOUR, "--limit", "parity=1"),
     "parity": ("benchmarks.step", "parity", "--device", "cpu"),
+    "train": ("benchmarks.step", "train", "--device", "cpu", "--precision", "bf16"),
     "speed": ("benchmarks.step", "speed", "--device", "cpu", "--size", "tiny", "--tokens", "700",
               "--num-microbatches", "2", "--warmup", "1", "--steps", "1", "--recompute", "--freeze", "vision"),
     "cpu": ("benchmarks.step", "cpu", "--quick", "--rounds", "1", "--num-microbatches", "2"),
@@ -93,6 +94,12 @@ def test_predictions_are_compared_with_measured_steps(started: dict[str, Future]
     for row in result["rows"]:
         assert 0 <= row["low"] < row["predicted"] < row["high"] and row["measured"] > 0
         assert row["error"] == pytest.approx(row["predicted"] / row["measured"] - 1)
+
+
+def test_runs_of_the_program_are_compared(started: dict[str, Future]) -> None:
+    result = started["train"].result()
+    assert result["cases"]["bf16"]["resumes_to_the_bit"] and result["cases"]["bf16"]["exports_the_same_file"]
+    assert 1e-3 < result["cases"]["bf16"]["loss_error"] < 6e-2  # measured 2.8e-2; the reference is in fp32
 
 
 def test_planned_layouts_beat_those_of_the_scripts(started: dict[str, Future]) -> None:

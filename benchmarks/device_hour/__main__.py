@@ -66,8 +66,9 @@ def _speed(*words: str, size: str = "3b", peer: bool = False) -> tuple[str, ...]
 
 
 STEPS = (
-    Step("tests", 150, "correctness", ("pytest", "-q", "-W", "default", "tests/device", "tests/model", "-k", "cuda")),
-    Step("parity", 180, "correctness", ("benchmarks.step", "parity")),
+    Step("tests", 150, "correctness", ("pytest", "-q", "-W", "default", "tests/device", "-k", "cuda")),
+    Step("parity", 240, "correctness", ("benchmarks.step", "parity")),
+    Step("train", 150, "correctness of the program itself", ("benchmarks.step", "train")),
     Step("ceilings", 200, "ceilings; matrix products, weight gradients, ffn widths, forms of Adam",
          _kernels("ceilings", "gemm", "optimizer")),
     Step("kernels", 240, "forms of attention, SwiGLU, rope and RMSNorm", _kernels("attention", "pointwise")),
@@ -91,6 +92,7 @@ STEPS = (
 REHEARSAL = {
     "tests": ("-k", "cuda_float32_path"),
     "parity": ("--device", "cpu", "--precision", "fp32"),
+    "train": ("--device", "cpu"),
     "loader": ("--size", "tiny", "--samples", "6", "--samples-per-step", "2", "--steps", "2", "--workers", "1"),
 }
 REHEARSED_KERNELS = ("--device", "cpu", "--size", "tiny")

@@ -32,7 +32,7 @@ def block(records: list[dict]) -> str:
     """The text between the marks."""
     results = Results.latest(records)
     machines = results.of("machine")
-    if not any(one["kind"] in ("kernel", "side", "tower", "loader", "parity") for one in results.records):
+    if not any(one["kind"] in ("kernel", "side", "tower", "loader", "parity", "train") for one in results.records):
         return "\n".join([NOTHING, *table(("what", "measured"), _goal_rows(results)), ""])
     devices = sorted({one["device"] for one in machines} - {"no device", None})
     if len(devices) > 1:
@@ -49,6 +49,7 @@ def block(records: list[dict]) -> str:
         _titled("Parts of a step, in ms", ("step", "side", *PHASES), _phase_rows(results)),
         _titled("Towers alone, forward and backward", ("tower", "side", "rows", "ms", "TFLOP/s"), _tower_rows(results)),
         _titled("Parity with transformers in fp32 on the CPU", PARITY_HEAD, _parity_rows(results)),
+        _titled("A tiny run of the program, beside the same in fp32 on the CPU", TRAIN_HEAD, _train_rows(results)),
         _titled("mm-plan's predictions of a step, in seconds", PREDICTION_HEAD, _prediction_rows(results)),
         _titled("Loader", LOADER_HEAD, _loader_rows(results)),
         *_kernel_tables(results),
@@ -137,6 +138,17 @@ def _parity_rows(results: Results) -> Iterator[tuple[str, ...]]:
         for name, case in one["cases"].items():
             ours = [case["ours"][key] for key in (LOSS, NORM, "gradient_error_max")]
             yield (name, *map(_number, ours), _number(case["transformers"]["gradient_error_max"]),
+                   "passed" if case["passed"] else "**missed**")  # fmt: skip
+
+
+TRAIN_HEAD = ("precision", "largest error of the loss", "of the gradient norm", "resumed and exported to the bit", "")
+
+
+def _train_rows(results: Results) -> Iterator[tuple[str, ...]]:
+    for one in results.of("train"):
+        for precision, case in one["cases"].items():
+            is_same = case["resumes_to_the_bit"] and case["exports_the_same_file"]
+            yield (precision, _number(case[LOSS]), _number(case[NORM]), "yes" if is_same else "**no**",
                    "passed" if case["passed"] else "**missed**")  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """One training step: does it compute what transformers computes, and how fast is it?
 
     python -m benchmarks.step parity [--device cuda]
+    python -m benchmarks.step train [--device cuda]
     python -m benchmarks.step speed --size 3b --mix --phases --rounds 2 [--freeze vision projector]
     python -m benchmarks.step cpu [--rounds 9] [--micro-batch-size 1] [--num-microbatches 8]
     python -m benchmarks.step encoder [--rounds 9] [--sequence-parallel]
@@ -8,13 +9,16 @@
 ``parity`` compares two small random models on a mixed batch, in fp32 and bf16, with transformers in fp32 on the CPU.
 It also reports the errors of transformers' own bf16.
 
+``train`` runs the program itself on the tiny model: its losses are those of the CPU, and a run that stops and resumes
+equals the uninterrupted one to the bit.
+
 ``speed`` times whole steps (schedule, gradient clipping, Adam) of the real sizes with random weights on one device,
 ours and transformers' in turn for ``--rounds`` rounds, each side in a new process.  Samples are equal, of 689 tokens,
 315 of them visual; with ``--mix`` their lengths and pictures differ, so that transformers pads, and our attention
 handles segments of different lengths.
 
-``parity`` and ``speed`` print JSON and append each result to ``--records`` at once; the exit status is 1 when a
-tolerance is missed.
+``parity``, ``train`` and ``speed`` print JSON and append each result to ``--records`` at once; the exit status is 1
+when a tolerance is missed.
 
 ``cpu`` has two parts: one process with one thread for each side (TP1 PP1); then our two-stage pipeline on two processes
 with one thread each, against transformers in one process with two threads.  transformers is always tuned: fused AdamW,
@@ -41,11 +45,25 @@ def parity(flags: argparse.Namespace, _: list[str]) -> bool:
     device = Device.pick(flags.device)
     from benchmarks.step.parity import errors_of
 
-    result, passed = errors_of(device, [flags.precision] if flags.precision else ["fp32", "bf16"])
+    result, passed = errors_of(device, precisions(flags))
     leave_process_group()
     keep(flags, "parity", device.name, "small", {"passed": passed, **result})
     report(result, flags.output)
     return passed
+
+
+def train(flags: argparse.Namespace, _: list[str]) -> bool:
+    device = Device.pick(flags.device)
+    from benchmarks.step.train import runs_of
+
+    result, passed = runs_of(device, precisions(flags))
+    keep(flags, "train", device.name, "small", {"passed": passed, **result})
+    report(result, flags.output)
+    return passed
+
+
+def precisions(flags: argparse.Namespace) -> list[str]:
+    return [flags.precision] if flags.precision else ["fp32", "bf16"]
 
 
 def timed(flags: argparse.Namespace, own_arguments: list[str]) -> bool:
@@ -120,16 +138,17 @@ def leave_process_group() -> None:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    modes = parser.add_subparsers(required=True, metavar="parity, speed, cpu or encoder")
-    parsers = {name: modes.add_parser(name) for name in ("parity", "speed", "cpu", "encoder")}
-    for name, work in (("parity", parity), ("speed", timed), ("cpu", cpu), ("encoder", encoder)):
+    modes = parser.add_subparsers(required=True, metavar="parity, train, speed, cpu or encoder")
+    works = {"parity": parity, "train": train, "speed": timed, "cpu": cpu, "encoder": encoder}
+    parsers = {name: modes.add_parser(name) for name in works}
+    for name, work in works.items():
         parsers[name].set_defaults(work=work)
         parsers[name].add_argument("--output", type=Path, help="JSON file to write")
-    for one in (parsers["parity"], parsers["speed"]):
+    for one in (parsers["parity"], parsers["train"], parsers["speed"]):
         one.add_argument("--device", default="auto", choices=DEVICES)
         add_record_flags(one, "step")
         one.add_argument("--precision", choices=("fp32", "bf16"),
-                         help="default: both for parity; for speed bf16, or fp32 on a CPU")  # fmt: skip
+                         help="default: both for parity and train; for speed bf16, or fp32 on a CPU")  # fmt: skip
     _add_speed_flags(parsers["speed"])
     for one in (parsers["cpu"], parsers["encoder"]):
         one.add_argument("--rounds", type=int, default=9)

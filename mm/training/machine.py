@@ -65,7 +65,7 @@ class Node:
             num_ranks=int(environment.get("LOCAL_WORLD_SIZE", "1")),
             open_files=1 << 62 if soft == resource.RLIM_INFINITY else soft,
             shared_bytes=_free_bytes(_SHARED_MEMORY),
-            host_bytes=min(psutil.virtual_memory().available, *_container_bytes()),
+            host_bytes=min((psutil.virtual_memory().available, *_container_bytes())),
             versions=versions,
         )
 

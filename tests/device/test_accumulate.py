@@ -93,7 +93,7 @@ def test_a_buffer_in_the_dtype_of_the_rows_is_rounded_once_a_product(npu) -> Non
 )
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 def test_on_cuda(dtype) -> None:
-    gradient, x = (tensor.cuda() for tensor in rows(dtype))
+    gradient, x = (tensor.to("cuda") for tensor in rows(dtype))
     buffer = torch.randn(OUTPUT, INPUT, device="cuda")
     expected = buffer.double() + gradient.double().t() @ x.double()
     cuda_accumulate(buffer, gradient, x)

@@ -59,6 +59,19 @@ def test_the_limits_are_those_of_this_process() -> None:
     assert node.open_files == 200 and node.shared_bytes == pytest.approx(shared.f_bavail * shared.f_frsize, rel=0.5)
 
 
+def test_host_memory_is_what_the_container_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a container has no file of a limit."""
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(machine, "_CGROUP_LIMITS", (limit,))
+    assert 1 << 20 < Node.here({}).host_bytes <= psutil.virtual_memory().total
+    limit.write_text("5000\n")
+    limit.with_name("memory.current").write_text("3000\n")
+    limit.with_name("memory.stat").write_text("file 900\ninactive_file 700\n")
+    assert Node.here({}).host_bytes == 5000 - 3000 + 700
+    limit.write_text("max\n")
+    assert Node.here({}).host_bytes > 1 << 20
+
+
 def test_open_files_of_1024_ranks(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "0")
     run = run_of(inputs, 1024)
