@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import pytest
 
+from mm.plan.by_device import ROUNDED_BYTES
 from mm.plan.memory import MicrobatchSizes, StageMemory
 from mm.weights.memory import memory_shape
 from mm.weights.table import model_weights
@@ -243,6 +244,17 @@ def test_states_are_those_of_the_dry_run(traced) -> None:
 
     (size,) = sizes(run_of("3b", [32], [36], 1, bf16=True))
     assert size.total_bytes == pytest.approx(traced(WHOLE).state_bytes, abs=1e5)
+
+
+def test_rounded_moments_take_half_and_are_widened_by_the_block(traced) -> None:
+    """14 bytes a trained parameter instead of 18; the update moves 36 more."""
+    from tests.plan.test_stages import run_of, sizes
+
+    case = replace(WHOLE, rounded=True)
+    (size,) = sizes(run_of("3b", [32], [36], 1, bf16=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"))
+    assert size.total_bytes == 14 * size.num_params == pytest.approx(traced(case).state_bytes, abs=1e5)
+    more = cost(traced(case), "update").gigabytes - cost(traced(WHOLE), "update").gigabytes
+    assert 1e9 * more / size.num_params == pytest.approx(sum(ROUNDED_BYTES.values()), rel=0.02)
 
 
 def test_frozen_weights_beside_adapters_cost_their_bytes_only(traced) -> None:

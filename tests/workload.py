@@ -28,6 +28,11 @@ def num_tokens(sample: Sample) -> int:
     return num_text + sum(t * h * w // 4 + 2 for t, h, w in grids)
 
 
+def num_targets(sample: Sample) -> int:
+    """The last half of the text, without the token that begins it, as ``tests.microbatches`` makes it."""
+    return (sample[1] + 1) // 2 - 1
+
+
 def num_patches(sample: Sample) -> int:
     return sum(t * h * w for t, h, w in sample[0])
 

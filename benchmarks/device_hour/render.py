@@ -15,7 +15,9 @@ from pathlib import Path
 from benchmarks.device_hour.goals import goals
 from benchmarks.measure import report, table
 from benchmarks.records import LOSS, NORM, OURS, PEER, Results, read_records
+from mm.device.known import known_device
 from tests.files import ROOT
+from tests.workload import equal_samples, mixed_samples
 
 KEPT = Path(__file__).with_name("records.jsonl")
 BEGIN = "<!-- measured on a device: written by python -m benchmarks.device_hour.render -->"
@@ -86,8 +88,8 @@ def _goal_rows(results: Results) -> Iterator[tuple[str, ...]]:
         yield goal.what, "not measured" if goal.value is None else f"{_number(goal.value)}{unit}"
 
 
-STEP_HEAD = ("command", "side", "tokens", "seconds (least .. largest)", "tokens/s", "of published peak",
-             "of measured ceiling", "GiB allocated", "reserved", "by formula")  # fmt: skip
+STEP_HEAD = ("command", "side", "tokens", "seconds (least .. largest)", "by published figures", "tokens/s",
+             "of published peak", "of measured ceiling", "GiB allocated", "reserved", "by formula")  # fmt: skip
 
 
 def _steps(results: Results) -> Iterator[tuple[str, str, dict]]:
@@ -105,15 +107,38 @@ def _step_rows(results: Results) -> Iterator[tuple[str, ...]]:
 
     for label, side, step in _steps(results):
         seconds = step["step_seconds"]
+        predicted = _predicted(results, label, step) if side == OURS else None
         yield (label, side, f"{step['tokens']:,}",
                f"{seconds['median']:.3f} ({seconds['min']:.3f} .. {seconds['max']:.3f})",
+               "" if predicted is None else _with_error(predicted, seconds["median"]),
                _number(step["tokens_per_second"]), percent(step["mfu"]), percent(step["share_of_measured_ceiling"]),
                _number(step["max_memory_gib"]), _number(step["max_reserved_gib"]),
                _number(sum(step["expected_memory_gib"].values())) if side == OURS else "")  # fmt: skip
     for one in results.of("comparison"):
         for side in (OURS, PEER):
             if error := one.get(side, {}).get("error"):
-                yield one["label"], side, "", error[:120].replace("|", "/"), *[""] * 6
+                yield one["label"], side, "", error[:120].replace("|", "/"), *[""] * 7
+
+
+def _predicted(results: Results, label: str, step: dict) -> float | None:
+    """Seconds of a timed step as ``mm-plan`` predicts them today by published figures; None if the device has none."""
+    known, runs = known_device(step["device"]), results.of("comparison", label=label)
+    if known is None or known.peak_flops is None or not runs:
+        return None
+    (run,) = runs
+    # imported here, because it takes seconds
+    from benchmarks.plan.meta import predicted_step
+    from tests.meta.step import Case
+
+    case = Case(run["size"], freeze=tuple(run["frozen"]), recompute="full" if run["recompute"] else "none")
+    tokens = step["tokens"] // run["num_microbatches"]
+    samples = [mixed_samples(tokens, seed) if run["mix"] else equal_samples(tokens)
+               for seed in range(run["num_microbatches"])]
+    return predicted_step(case.model(), samples, known).seconds
+
+
+def _with_error(predicted: float, measured: float) -> str:
+    return f"{predicted:.3f} ({predicted / measured - 1:+.1%})"
 
 
 PHASES = ("start", "forward", "backward", "optimizer")
@@ -152,15 +177,18 @@ def _train_rows(results: Results) -> Iterator[tuple[str, ...]]:
                    "passed" if case["passed"] else "**missed**")  # fmt: skip
 
 
-PREDICTION_HEAD = ("step", "measured", "by published figures", "by kernels", "calibrated", "interval")
+PREDICTION_HEAD = ("step", "measured (least .. largest)", "by published figures", "by kernels", "calibrated",
+                   "interval")  # fmt: skip
 
 
 def _prediction_rows(results: Results) -> Iterator[tuple[str, ...]]:
     """Each prediction with its error."""
     for one in results.of("prediction"):
-        cells = ("" if (found := one[name]) is None else f"{found:.3f} ({found / one['measured'] - 1:+.1%})"
+        cells = ("" if (found := one[name]) is None else _with_error(found, one["measured"])
                  for name in ("by_figures", "by_kernels", "calibrated"))
-        yield one["case"], f"{one['measured']:.3f}", *cells, f"{one['low']:.3f} .. {one['high']:.3f}"
+        least, largest = one["spread"]
+        yield (one["case"], f"{one['measured']:.3f} ({least:.3f} .. {largest:.3f})", *cells,
+               f"{one['low']:.3f} .. {one['high']:.3f}")  # fmt: skip
 
 
 LOADER_HEAD = ("workers", "cores", "samples/s", "step, s", "wait, s (largest)", "share of the step")

@@ -4,12 +4,11 @@
 
 Each kernel takes the longer of its FLOPs and its bytes at the assumed fractions of the device's published figures
 (``mm.plan.by_device``), and its launch.  The laws know only rows and pairs of whole layers.  Both see one process
-without collectives; the kernels are those of CUDA.  Nothing was measured on a device: the steps that
-``benchmarks.device_hour`` measures judge both.
+without collectives; the kernels are those of CUDA.  The steps that ``benchmarks.device_hour`` measures judge both.
 """
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,17 +16,18 @@ import numpy as np
 from benchmarks.measure import command, report, step_arguments, table
 from mm.batch import image_pairs, window_pairs
 from mm.config.data import DataConfig
+from mm.config.model import ModelConfig
 from mm.config.run import Run
 from mm.data.lengths import Lengths
 from mm.device.known import KNOWN_DEVICES
 from mm.device.platform import KnownDevice
 from mm.plan.by_device import ATTENTION, LAYER_SECONDS, MEMORY, PRODUCTS, calibration_by_device
 from mm.plan.distributions import WINDOW
-from mm.plan.predict import Predictor
+from mm.plan.predict import Predictor, StepPrediction
 from mm.plan.workload import Workload, sample_counts
 from tests.meta.device import PHASES, Tally
 from tests.meta.step import Case, trace
-from tests.workload import SAMPLE, num_patches, num_tokens
+from tests.workload import SAMPLE, Sample, num_patches, num_targets, num_tokens
 
 KERNEL_SECONDS = LAYER_SECONDS / 20
 """``LAYER_SECONDS`` is that of about twenty kernels."""
@@ -50,18 +50,22 @@ def seconds_of(operators: Mapping[str, Tally], device: KnownDevice) -> float:
     return found
 
 
-def by_laws(case: Case, device: KnownDevice) -> dict[str, float]:
+def by_laws(case: Case, device: KnownDevice) -> StepPrediction:
     """What ``mm-plan`` predicts of the same step."""
-    model = case.model()
-    args = step_arguments("--use-distributed-optimizer", "--bf16")
-    run = Run(args, model, DataConfig("hf", ("data.json",)), 1)
-    grids, tokens, patches = SAMPLE[0], num_tokens(SAMPLE), num_patches(SAMPLE)
-    columns = (tokens, SAMPLE[1] - 1, len(grids), patches, sum(map(image_pairs, grids)),
-               sum(window_pairs(grid, WINDOW) for grid in grids))  # fmt: skip
-    counts = sample_counts(Lengths(*(np.array([number]) for number in columns))) * case.num_samples
-    found = Predictor(run, calibration_by_device(run, device, device.links)).predict(
-        Workload(((np.repeat(counts, case.num_microbatches, axis=0),),)))
-    return {"passes": found.pipeline, "update": found.update}
+    return predicted_step(case.model(), [[SAMPLE] * case.num_samples] * case.num_microbatches, device)
+
+
+def predicted_step(model: ModelConfig, microbatches: Sequence[Sequence[Sample]], device: KnownDevice) -> StepPrediction:
+    """What ``mm-plan`` predicts of a step of one rank in bf16 with these microbatches, by published figures."""
+    run = Run(step_arguments("--use-distributed-optimizer", "--bf16"), model, DataConfig("hf", ("data.json",)), 1)
+    counts = np.stack([sample_counts(_lengths(samples)).sum(axis=0) for samples in microbatches])
+    return Predictor(run, calibration_by_device(run, device, device.links)).predict(Workload(((counts,),)))
+
+
+def _lengths(samples: Sequence[Sample]) -> Lengths:
+    rows = [(num_tokens(one), num_targets(one), len(one[0]), num_patches(one), sum(map(image_pairs, one[0])),
+             sum(window_pairs(grid, WINDOW) for grid in one[0])) for one in samples]  # fmt: skip
+    return Lengths(*np.array(rows).T)
 
 
 def rows_of(labels: list[str], names: list[str]) -> Iterator[dict[str, Any]]:
@@ -75,9 +79,8 @@ def rows_of(labels: list[str], names: list[str]) -> Iterator[dict[str, Any]]:
             rest = sum(seconds_of(traced.operators[phase], device) for phase in PHASES
                        if phase not in ("prepare", "forward", "backward"))
             laws = by_laws(case, device)
-            yield {"case": name, "device": device.label, "passes_by_kernels": passes, "passes_by_laws": laws["passes"],
-                   "rest_by_kernels": rest, "update_by_laws": laws["update"],
-                   "ratio": laws["passes"] / passes}  # fmt: skip
+            yield {"case": name, "device": device.label, "passes_by_kernels": passes, "passes_by_laws": laws.pipeline,
+                   "rest_by_kernels": rest, "update_by_laws": laws.update, "ratio": laws.pipeline / passes}  # fmt: skip
 
 
 def main(argv: list[str]) -> None:

@@ -45,7 +45,7 @@ def parity(flags: argparse.Namespace, _: list[str]) -> bool:
     device = Device.pick(flags.device)
     from benchmarks.step.parity import errors_of
 
-    result, passed = errors_of(device, precisions(flags))
+    result, passed = errors_of(device, [flags.precision] if flags.precision else ["fp32", "bf16"])
     leave_process_group()
     keep(flags, "parity", device.name, "small", {"passed": passed, **result})
     report(result, flags.output)
@@ -56,14 +56,10 @@ def train(flags: argparse.Namespace, _: list[str]) -> bool:
     device = Device.pick(flags.device)
     from benchmarks.step.train import runs_of
 
-    result, passed = runs_of(device, precisions(flags))
+    result, passed = runs_of(device, flags.precision)
     keep(flags, "train", device.name, "small", {"passed": passed, **result})
     report(result, flags.output)
     return passed
-
-
-def precisions(flags: argparse.Namespace) -> list[str]:
-    return [flags.precision] if flags.precision else ["fp32", "bf16"]
 
 
 def timed(flags: argparse.Namespace, own_arguments: list[str]) -> bool:
@@ -148,7 +144,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         one.add_argument("--device", default="auto", choices=DEVICES)
         add_record_flags(one, "step")
         one.add_argument("--precision", choices=("fp32", "bf16"),
-                         help="default: both for parity and train; for speed bf16, or fp32 on a CPU")  # fmt: skip
+                         help="default: both for parity, and moments in bf16 too for train; for speed bf16, or fp32 "
+                              "on a CPU")  # fmt: skip
     _add_speed_flags(parsers["speed"])
     for one in (parsers["cpu"], parsers["encoder"]):
         one.add_argument("--rounds", type=int, default=9)

@@ -191,6 +191,10 @@ class Arguments:
     adam_eps: Positive = Field(1e-8, description="added to the denominator")
     clip_grad: NotNegative = Field(1.0, description="clip gradients to this global norm; 0 = no clipping")
     use_distributed_optimizer: bool = Field(False, description="split optimizer state over the data-parallel ranks")
+    exp_avg_dtype: Literal["fp32", "bf16"] = Field(
+        "fp32", description="dtype of Adam's first moment between steps; bf16 halves its memory")
+    exp_avg_sq_dtype: Literal["fp32", "bf16"] = Field("fp32", description=(
+        "dtype of Adam's second moment between steps; bf16 halves its memory and rounds at random"))
     accumulate_allreduce_grads_in_fp32: bool = Field(
         False, description="sum and reduce gradients in fp32 (default); --grad-reduce-in-bf16 switches it off")
     grad_reduce_in_bf16: bool = Field(

@@ -14,6 +14,7 @@ from mm.device.accelerator import AcceleratorRuntime
 from mm.device.accumulate import plain_accumulate
 from mm.device.attention import Segments, by_stretch, check_cover, sdpa
 from mm.device.deterministic import Variable
+from mm.device.hashing import rounded_at_random
 from mm.device.kernels import Fuse, Kernels, eager_leaves, fused_leaves, rms_norm
 from mm.device.partial_attention import PLAIN, Gradients, Pairs, PartialAttention, PartialOutput
 from mm.device.platform import KnownDevice, Links, MachineFinding, Platform, torch_profiler
@@ -122,9 +123,11 @@ def cuda_accumulate(buffer: Tensor, gradient: Tensor, x: Tensor, overwrites: boo
 
 
 def _kernels(fuse: Fuse | None) -> Kernels:
-    leaves = eager_leaves() if fuse is None else fused_leaves(fuse)
+    leaves, rounded = eager_leaves(), rounded_at_random
+    if fuse is not None:
+        leaves, rounded = fused_leaves(fuse), fuse(rounded_at_random)
     return Kernels(cuda_attention, PartialAttention(_partial_forward, _partial_backward), rms_norm, *leaves,
-                   cuda_accumulate)
+                   cuda_accumulate, rounded)
 
 
 # Checks of the machine, and settings before the first work on the device

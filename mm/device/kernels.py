@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from mm.device import pointwise
+from mm.device import hashing, pointwise
 from mm.device.accumulate import Accumulate
 from mm.device.attention import Kernel
 from mm.device.partial_attention import PartialAttention
@@ -68,6 +68,8 @@ class Kernels:
     """(qkv, cos, sin, bias) -> rotated queries, rotated keys, values; shapes and dtypes as in ``mm.device.pointwise``.
     """
     accumulate: Accumulate
+    rounded_at_random: Leaf = hashing.rounded_at_random
+    """``hashing.rounded_at_random``, as one kernel where leaves are compiled."""
     overwrites: bool = True
     """Whether ``accumulate`` can overwrite a buffer as cheaply as add to it, so that the buffer need not be zeroed
     first.  ATB's product can only add."""

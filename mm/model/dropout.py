@@ -12,21 +12,11 @@ import torch
 from torch import Tensor
 
 from mm.batch import Microbatch
+from mm.device.hashing import mixed
 
 _BITS = 0xFFFFFFFF
 _PLACES_AT_A_TIME = 1 << 22
 """Elements of a matrix hashed at once; each int64 intermediate takes 32 MiB."""
-
-
-def mixed(numbers: Tensor) -> Tensor:
-    """Hash int64 numbers in 0 to 2^32 - 1 into the same range.
-
-    The rounds of "[16 21f0aaad 15 735a2d97 15]" from https://github.com/skeeto/hash-prospector.  Its factors are below
-    2^31, so no product overflows int64.
-    """
-    numbers = (numbers ^ (numbers >> 16)) * 0x21F0AAAD & _BITS
-    numbers = (numbers ^ (numbers >> 15)) * 0x735A2D97 & _BITS
-    return numbers ^ (numbers >> 15)
 
 
 def seed_of(*words: object) -> int:

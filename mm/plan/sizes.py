@@ -11,6 +11,7 @@ from operator import add
 
 from mm.config.model import ModelConfig
 from mm.config.run import Run
+from mm.device.hashing import ROUNDED_AT_ONCE
 from mm.placement import Placement, StageSpec
 from mm.plan.layer_memory import FP32, WIDTHS
 from mm.plan.lists import one_stage
@@ -25,8 +26,8 @@ from mm.weights.trained import is_frozen
 class StageSize:
     """States of one rank of a stage.  Frozen weights have neither gradients nor optimizer state.
 
-    The two Adam moments are fp32, and so is the copy of weights in bf16 or fp16.  Gradients are fp32 unless they are
-    reduced in bf16.
+    The copy of weights in bf16 or fp16 is fp32, and so are the two Adam moments unless ``--exp-avg-dtype`` and
+    ``--exp-avg-sq-dtype`` say otherwise.  Gradients are fp32 unless they are reduced in bf16.
     """
 
     num_params: int
@@ -37,7 +38,8 @@ class StageSize:
     whole_gradient_bytes: int
     """Those of ``gradient_bytes`` that tensor-parallel ranks also sum: of encoders that each of them holds whole."""
     update_bytes: int
-    """fp32 copies of bf16 gradients.  They exist only in the update, without activations, and are not states."""
+    """fp32 copies of bf16 gradients, and of a block of bf16 moments.  They exist only in the update, without
+    activations, and are not states."""
 
     @property
     def total_bytes(self) -> int:
@@ -55,7 +57,8 @@ def chunk_size(run: Run, spec: StageSpec) -> StageSize:
     """Parameters and bytes of ``spec`` on one rank: its tensor-parallel shard, with padding in memory."""
     num_params, num_trainable, num_whole = _num_params(one_stage(run.model), run.tp_size, spec)
     gradient_width = WIDTHS["bf16"] if run.args.grad_reduce_in_bf16 else FP32
-    state_bytes = FP32 * (2 if run.args.precision == "fp32" else 3)
+    moment_widths = [WIDTHS[dtype] for dtype in (run.args.exp_avg_dtype, run.args.exp_avg_sq_dtype)]
+    state_bytes = sum(moment_widths) + (FP32 if run.args.precision != "fp32" else 0)
     num_shards = run.dp_size * run.cp_size if run.args.use_distributed_optimizer else 1
     return StageSize(
         num_params=num_params,
@@ -64,8 +67,15 @@ def chunk_size(run: Run, spec: StageSpec) -> StageSize:
         gradient_bytes=num_trainable * gradient_width,
         whole_gradient_bytes=num_whole * gradient_width,
         optimizer_bytes=-(-num_trainable * state_bytes // num_shards),
-        update_bytes=-(-num_trainable * FP32 // num_shards) if run.args.grad_reduce_in_bf16 else 0,
+        update_bytes=(-(-num_trainable * FP32 // num_shards) if run.args.grad_reduce_in_bf16 else 0)
+        + _widened_bytes(moment_widths, -(-num_trainable // num_shards)),
     )
+
+
+def _widened_bytes(moment_widths: Sequence[int], num_trainable: int) -> int:
+    """fp32 copies of the bf16 moments of one block of the update, and the rounded ones."""
+    widened = [width for width in moment_widths if width < FP32]
+    return min(ROUNDED_AT_ONCE, num_trainable) * (FP32 * len(widened) + max(widened, default=0))
 
 
 def _num_params(model: ModelConfig, tp_size: int, spec: StageSpec) -> tuple[int, int, int]:

@@ -23,7 +23,7 @@ _FLAGS = {"world_size": "--world-size", "tp_size": "--tensor-model-parallel-size
           "sequence_parallel": "--sequence-parallel", "precision": "the precision",
           **{name: flag_name(name) for name in (
               "use_distributed_optimizer", "grad_reduce_in_bf16", "overlap_grad_reduce", "overlap_param_gather",
-              "context_parallel_algo")}}  # fmt: skip
+              "context_parallel_algo", "exp_avg_dtype", "exp_avg_sq_dtype")}}  # fmt: skip
 """Field of ``StepSettings`` -> what the user calls it."""
 _TIMELESS = ("rates", "init_method_std", "max_position_embeddings")
 """Fields of a model that do not affect the time of a step."""

@@ -80,13 +80,16 @@ class StepSettings:
     overlap_grad_reduce: bool
     overlap_param_gather: bool
     context_parallel_algo: str
+    exp_avg_dtype: str = "fp32"
+    exp_avg_sq_dtype: str = "fp32"
 
     @classmethod
     def of(cls, args: Arguments, model: ModelConfig, world_size: int) -> "StepSettings":
         """The settings of a run."""
         return cls(model, world_size, args.tensor_model_parallel_size, args.context_parallel_size,
                    args.sequence_parallel, args.precision, args.use_distributed_optimizer, args.grad_reduce_in_bf16,
-                   args.overlap_grad_reduce, args.overlap_param_gather, args.context_parallel_algo)
+                   args.overlap_grad_reduce, args.overlap_param_gather, args.context_parallel_algo,
+                   args.exp_avg_dtype, args.exp_avg_sq_dtype)
 
 
 @dataclass(frozen=True)

@@ -3,21 +3,26 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, ParamKey, get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 from torch import nn
 
+from mm.device.pointwise import Leaf
+from mm.training.rounded_adam import RoundedAdam
 from mm.weights.groups import Group
 
 
 def build_optimizer(
-    config: OptimizerConfig, models: Sequence[DistributedDataParallel], groups: Mapping[str, Group]
-) -> ChainedOptimizer:
+    config: OptimizerConfig, models: Sequence[DistributedDataParallel], groups: Mapping[str, Group],
+    moment_dtypes: Mapping[str, torch.dtype], rounded_at_random: Leaf,
+) -> ChainedOptimizer:  # fmt: skip
     """Adam over the trainable parameters of ``models``; without any, megatron's stub, which only joins reductions.
 
     ``groups`` maps every trainable parameter of this rank to its group.  megatron creates the same groups on all ranks,
-    some of them empty; the ``lr_mult`` of a group multiplies the learning rate of the step.
+    some of them empty; the ``lr_mult`` of a group multiplies the learning rate of the step.  ``moment_dtypes``: dtypes
+    of the moments between steps; ``rounded_at_random``: the device's form of ``mm.device.hashing.rounded_at_random``.
     """
     trained = [name for model in models for name, parameter in model.module.named_parameters()
                if parameter.requires_grad]
@@ -33,6 +38,12 @@ def build_optimizer(
     assert isinstance(optimizer, ChainedOptimizer)
     for group in optimizer.param_groups:
         group["fused"] = True
+    if set(moment_dtypes.values()) != {torch.float32}:
+        chained: Any
+        for chained in optimizer.chained_optimizers:
+            if not chained.is_stub_optimizer:
+                # megatron's own moments of 16 bits are in TransformerEngine's kernel
+                chained.optimizer = RoundedAdam(chained.optimizer, moment_dtypes, rounded_at_random)
     return optimizer
 
 

@@ -9,7 +9,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer
 from torch import Tensor
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from mm.training.rounded_adam import MOMENTS, RoundedAdam
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class OwnedState:
         return int(state["step"] if "step" in state else self.group.get("step", 0))
 
     def tensors(self) -> dict[str, Tensor]:
-        """"master" if there is an fp32 copy, and the moments once they exist; all flat and fp32."""
+        """"master" if there is an fp32 copy, and the moments once they exist; all flat, in their own dtypes."""
         state = self.optimizer.state.get(self.main, {})
         found = {"master": self.main} if self.is_copy else {}
         found |= {moment: state[moment] for moment in MOMENTS if moment in state}
         return {kind: tensor.detach().reshape(-1) for kind, tensor in found.items()}
 
     def restore_moments(self, step: int, moments: dict[str, Tensor] | None) -> None:
-        """Install flat moments in the form that the optimizer itself would create.
+        """Install flat moments in the form and the dtypes that the optimizer itself would create.
 
         None allocates memory for them, which the caller fills.
         """
@@ -52,7 +52,8 @@ class OwnedState:
         else:
             self.group["step"] = step
         for moment in MOMENTS:
-            state[moment] = torch.empty_like(self.main, requires_grad=False)
+            dtype = self.optimizer.dtypes[moment] if isinstance(self.optimizer, RoundedAdam) else None
+            state[moment] = torch.empty_like(self.main, dtype=dtype, requires_grad=False)
             if moments is not None:
                 state[moment].copy_(moments[moment].reshape(self.main.shape))
         self.optimizer.state[self.main] = state

@@ -14,7 +14,7 @@ from mm.device.device import Device
 from mm.model.stage import Stage
 from mm.parallel import gradients
 from mm.parallel.activity import Work
-from mm.parallel.megatron import bind, ddp_config, optimizer_config
+from mm.parallel.megatron import bind, ddp_config, moment_dtypes, optimizer_config
 from mm.parallel.mesh import Mesh
 from mm.parallel.pipeline import PipelineCommunicator
 from mm.parallel.schedule import finalize_gradients, run_schedule
@@ -43,7 +43,8 @@ class Setup:
         models = tuple(DistributedDataParallel(settings, ddp_config(args), chunk) for chunk in stage.chunks)
         groups = {weight.name: group_of(weight, args, stage.model) for weight in stage.weights
                   if not is_frozen(weight, stage.model)}
-        optimizer = build_optimizer(optimizer_config(args, settings), models, groups)
+        optimizer = build_optimizer(optimizer_config(args, settings), models, groups, moment_dtypes(args),
+                                    stage.device.kernels.rounded_at_random)
         bind(settings, models, optimizer, partial(finalize_gradients, tied_group=mesh.tied_group))
         communicator = PipelineCommunicator(mesh, stage.model, settings, stage.device.torch_device, stage.journal,
                                             args.check_p2p, starts_ahead(args, stage.device))

@@ -86,6 +86,19 @@ def test_the_gradient_of_a_bias_is_summed_by_the_leaf_that_makes_its_rows(
     assert graphs[1:] == [0, 1, 0, 0, 0, 0], "backward once for one block of rows, and once for more"
 
 
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=on_cuda)])
+def test_rounding_at_random_is_one_kernel_for_any_number_of_elements(compiled_kernels: Kernels, where: str) -> None:
+    graphs = []
+    for number in (500, 70, 3000):
+        before = compiled_so_far()
+        numbers = [torch.randn(number, device=where) for _ in range(3)]
+        step = torch.tensor([float(number)], device=where)
+        found = compiled_kernels.rounded_at_random(*numbers, step)
+        assert torch.equal(found, kernels_of("cpu").rounded_at_random(*numbers, step))
+        graphs.append([after - one for after, one in zip(compiled_so_far(), before, strict=True)])
+    assert graphs == [[1, 1], [0, 0], [0, 0]]
+
+
 def both_leaves(
     leaves: AddNormLeaves, x: Tensor, added: Tensor, total_gradient: Tensor, gradient: Tensor, weight: Tensor,
     index: Tensor | None,

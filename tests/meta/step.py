@@ -62,6 +62,8 @@ class Case:
     """Microbatches whose images pass the ViT together."""
     lora_rank: int = 0
     """Rank of the adapters on all linear layers of trained parts; 0: no adapters."""
+    rounded: bool = False
+    """Whether Adam's moments are in bf16 between steps."""
     forward_only: bool = False
     """Trace a validation instead of a step."""
 
@@ -166,6 +168,7 @@ def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> T
     args = flags.parse([
         "--lr", "1e-5", "--train-iters", "1", "--clip-grad", "1.0", "--weight-decay", "0.01", "--seq-length", "1",
         "--micro-batch-size", "1", "--mm-model", "-", "--mm-data", "-", "--use-distributed-optimizer", "--bf16",
+        *(["--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"] if case.rounded else []),
     ])  # fmt: skip
     num_encoders = mesh.context.num_encoders
     batch = deal_images([random_microbatch(model, [SAMPLE] * case.num_samples, seed)

@@ -44,6 +44,7 @@ from tests.parallel.state_run import Layout, Run, different, problems_of  # noqa
 DISTRIBUTED = ("--use-distributed-optimizer",)
 OVERLAP = (*DISTRIBUTED, "--overlap-grad-reduce", "--overlap-param-gather")
 REDUCED = ("--grad-reduce-in-bf16",)
+ROUNDED = ("--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16")
 WHOLE = Layout(tp=2, whole_encoder=True)
 """Its encoder is whole on both tensor-parallel ranks."""
 TP2, PP2, DP2 = Layout(tp=2), Layout((3, 1), (0, 4)), Layout(flags=DISTRIBUTED)
@@ -56,6 +57,10 @@ SAME_LAYOUT = {
     "dp2-distributed-overlap": Layout(flags=OVERLAP),
     "dp2-distributed-bf16": Layout(precision="bf16", flags=DISTRIBUTED),
     "dp2-bf16-reduced-in-bf16": Layout(precision="bf16", flags=(*OVERLAP, *REDUCED)),
+    "dp2-rounded": Layout(flags=ROUNDED),
+    "dp2-distributed-rounded": Layout(flags=(*DISTRIBUTED, *ROUNDED)),
+    "dp2-distributed-bf16-rounded": Layout(precision="bf16", flags=(*OVERLAP, *ROUNDED)),
+    "pp2-tied-fp16-second-rounded": Layout((4, 0), (1, 3), tied=True, precision="fp16", flags=ROUNDED[2:]),
     "dp2-fp16": Layout(precision="fp16", flags=("--initial-loss-scale", "1024", "--loss-scale-window", "2")),
     "dp2-groups": Layout(flags=(*DISTRIBUTED, *GROUPS)),
     "dp2-vision-and-more-frozen": Layout(flags=DISTRIBUTED, **FROZEN),
@@ -72,6 +77,8 @@ CHAINS = {
     "untied": (TP2, PP2, DP2, Layout(*VIRTUAL)),
     "tied": tuple(dataclasses.replace(one, tied=True) for one in (DP2, PP2, TP2, Layout(*VIRTUAL))),
     "bf16": tuple(dataclasses.replace(one, precision="bf16") for one in (TP2, DP2, Layout())),
+    "rounded": tuple(dataclasses.replace(one, precision="bf16", flags=(*one.flags, *ROUNDED))
+                     for one in (TP2, DP2, PP2)),
     "whole encoder": (WHOLE, TP2, WHOLE, PP2, WHOLE),
     "groups": tuple(dataclasses.replace(one, flags=(*one.flags, *GROUPS)) for one in (PP2, DP2)),
     "frozen": tuple(dataclasses.replace(one, **FROZEN) for one in (PP2, DP2)),

@@ -272,6 +272,16 @@ def test_every_known_device_has_one_verdict(world_size, verdict):
     assert any(line.startswith(verdict) for line in verdicts)
 
 
+def test_moments_in_bf16_take_half_and_are_widened_in_blocks():
+    layout, options = ("3b", [32], [36], 8), {"bf16": True, "use_distributed_optimizer": True}
+    plain, first, both = (sizes(run_of(*layout, **options, **dtypes))[0] for dtypes in (
+        {}, {"exp_avg_dtype": "bf16"}, {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}))
+    shard = plain.num_trainable_params / 8
+    assert plain.optimizer_bytes / shard == pytest.approx(12)
+    assert first.optimizer_bytes / shard == pytest.approx(10) and both.optimizer_bytes / shard == pytest.approx(8)
+    assert (plain.update_bytes, first.update_bytes, both.update_bytes) == (0, 6 << 24, 10 << 24)
+
+
 def test_gradients_reduced_in_bf16_take_half_and_need_fp32_copies_in_the_update():
     layout = ("3b", [32], [36], 8)
     options = {"bf16": True, "use_distributed_optimizer": True}

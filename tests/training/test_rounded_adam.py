@@ -1,0 +1,87 @@
+"""Adam with moments in 16 bits: torch's own Adam where nothing is rounded, and unbiased where something is."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from mm.device.hashing import rounded_at_random
+from mm.training import rounded_adam
+from mm.training.rounded_adam import RoundedAdam
+
+BOTH = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+ROUNDED = dict.fromkeys(BOTH, torch.bfloat16)
+SHAPES = (7, 5), (40,), (3,), ()
+
+
+def parameters(seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+
+
+def adam_of(trained: list[Tensor], dtypes: dict[str, torch.dtype] | None, lr: float = 1e-2) -> torch.optim.AdamW:
+    """Two groups, one without weight decay; None: torch's own."""
+    groups = [{"params": trained[:2], "weight_decay": 0.1}, {"params": trained[2:], "weight_decay": 0.0}]
+    plain = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.999), fused=True)
+    return plain if dtypes is None else RoundedAdam(plain, dtypes, rounded_at_random)
+
+
+def step(adam: torch.optim.AdamW, trained: list[Tensor], seed: int, **switches: Tensor) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for one in trained:
+        one.grad = torch.randn(one.shape, generator=generator)
+    vars(adam).update(switches)
+    adam.step()
+
+
+@pytest.mark.parametrize("block", [16, 32, 1 << 24])
+def test_in_fp32_it_is_torchs_adam_to_the_bit_whatever_the_blocks(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block is a multiple of 16 numbers: the kernel rounds those that do not fill a vector otherwise."""
+    monkeypatch.setattr(rounded_adam, "ROUNDED_AT_ONCE", block)
+    ours, theirs = parameters(), parameters()
+    mine, torchs = adam_of(ours, BOTH), adam_of(theirs, None)
+    for seed in range(3):
+        scale, is_bad = torch.tensor(1.5), torch.tensor(float(seed == 1))
+        for adam, trained in ((mine, ours), (torchs, theirs)):
+            step(adam, trained, seed, grad_scale=scale, found_inf=is_bad)
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other) and mine.state[one]["step"] == torchs.state[other]["step"] == 2
+        assert all(torch.equal(mine.state[one][moment], torchs.state[other][moment]) for moment in BOTH)
+
+
+def test_a_step_that_is_not_finite_changes_nothing() -> None:
+    trained = parameters()
+    adam = adam_of(trained, ROUNDED)
+    step(adam, trained, 0)
+    before = [[one.clone(), *(value.clone() for value in adam.state[one].values())] for one in trained]
+    step(adam, trained, 1, found_inf=torch.tensor(1.0))
+    for one, values in zip(trained, before, strict=True):
+        assert all(map(torch.equal, values, [one, *adam.state[one].values()]))
+
+
+def test_groups_are_shared_with_the_optimizer_that_it_replaces() -> None:
+    trained = parameters()
+    plain = adam_of(trained, None)
+    mine = RoundedAdam(plain, ROUNDED, rounded_at_random)
+    plain.param_groups[0]["lr"] = 0.0  # as megatron sets rates
+    plain.param_groups[0]["weight_decay"] = 0.0
+    first = trained[0].detach().clone()
+    step(mine, trained, 0)
+    assert torch.equal(trained[0], first) and mine.param_groups is plain.param_groups
+    assert {mine.state[one][moment].dtype for one in trained for moment in BOTH} == {torch.bfloat16}
+
+
+def test_the_second_moment_follows_changes_that_the_nearest_number_would_lose() -> None:
+    """Gradients become ten times smaller, so the second moment should fall by a thousandth in each step; half of
+    bf16's last place is two to four thousandths."""
+    weight = torch.nn.Parameter(torch.zeros(4096))
+    adam = RoundedAdam(torch.optim.AdamW([weight], lr=1e-3, fused=True), ROUNDED, rounded_at_random)
+    exact, nearest, generator = torch.zeros(4096), torch.zeros(4096).bfloat16(), torch.Generator().manual_seed(0)
+    for number in range(1200):
+        weight.grad = torch.randn(4096, generator=generator) * (1.0 if number < 400 else 0.1)
+        square = weight.grad.square()
+        exact.mul_(0.999).addcmul_(square, torch.tensor(0.001))
+        nearest = (nearest.float() * 0.999 + 0.001 * square).bfloat16()
+        adam.step()
+    found, expected = adam.state[weight]["exp_avg_sq"].float().mean(), exact.mean()
+    assert float(found) == pytest.approx(float(expected), rel=1e-3)  # measured 7e-5
+    assert float(nearest.float().mean()) > 2 * float(expected)  # measured 2.17
