@@ -8,6 +8,7 @@ Compares the losses of the last steps.
 """
 
 import json
+import shutil
 import statistics
 import sys
 import tempfile
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import command, report, versions
-from demo.run import FULL, Layout, Run, prepare, variables
+from demo.run import FULL, TENSOR, Layout, Run, prepare, variables
 from demo.stages import run_script
 
 ALONE = Layout(tensor=1, pipeline=1, vision=(8,), language=(4,))
@@ -25,11 +26,10 @@ CASES: dict[str, tuple[str, ...]] = {"fp32": (), "bf16": ROUNDED, "fp32, another
 
 
 def compared(folder: Path, num_iters: int, num_last: int) -> dict[str, Any]:
-    """The mean loss of the last steps of each training, and how far single steps are from the first training's."""
+    """The mean loss of the last steps of each training, its standard error, and how far it is from the first one's."""
     files = Run(folder)
     prepare(files, FULL)
-    model = json.loads(files.model_json(Layout(2, 1, (8,), (4,))).read_text())
-    files.model_json(ALONE).write_text(json.dumps(model))
+    shutil.copy(files.model_json(TENSOR), files.model_json(ALONE))  # its lists are of one stage too
     with ThreadPoolExecutor(2) as pool:
         losses = dict(zip(CASES, pool.map(lambda name: _losses(files, name, num_iters), CASES), strict=True))
     last = {name: some[-num_last:] for name, some in losses.items()}

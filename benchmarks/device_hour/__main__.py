@@ -68,7 +68,7 @@ def _speed(*words: str, size: str = "3b", peer: bool = False) -> tuple[str, ...]
 STEPS = (
     Step("tests", 150, "correctness", ("pytest", "-q", "-W", "default", "tests/device", "-k", "cuda")),
     Step("parity", 240, "correctness", ("benchmarks.step", "parity")),
-    Step("train", 150, "correctness of the program itself", ("benchmarks.step", "train")),
+    Step("train", 240, "correctness of the program itself", ("benchmarks.step", "train")),
     Step("ceilings", 200, "ceilings; matrix products, weight gradients, ffn widths, forms of Adam",
          _kernels("ceilings", "gemm", "optimizer")),
     Step("kernels", 240, "forms of attention, SwiGLU, rope and RMSNorm", _kernels("attention", "pointwise")),

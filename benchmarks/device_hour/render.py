@@ -177,7 +177,7 @@ def _train_rows(results: Results) -> Iterator[tuple[str, ...]]:
                    "passed" if case["passed"] else "**missed**")  # fmt: skip
 
 
-PREDICTION_HEAD = ("step", "measured (least .. largest)", "by published figures", "by kernels", "calibrated",
+PREDICTION_HEAD = ("step", "measured (least .. largest)", "by figures, then", "by kernels, then", "calibrated",
                    "interval")  # fmt: skip
 
 

@@ -6,8 +6,8 @@ A model of 8 ViT and 8 LLM layers is trained in memory on the CPU, on one proces
 cases of a number of processes take turns, so that a change of the machine's speed meets all of them.  The measured time
 is the median of all rounds' steps, three in each; the error is the prediction over it, minus 1.
 
-The machine should be idle.  How much slower the same simple work was beside the steps than during the calibration is
-shown too, and the error of a prediction that is as much longer.
+The machine should be idle.  The table also shows by how much the machine slowed down between calibration and steps, by
+the time of the same simple work, and the error after correcting for that.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def measure(rounds: int, is_quick: bool) -> dict[str, Any]:
             rows += json.loads(output.read_text())
     inside = statistics.fmean(row["share_in_interval"] for row in rows)
     found = {"versions": versions(), "rows": rows, "share_in_interval": inside}
-    for name in ("error", "error_at_one_pace"):
+    for name in ("error", "corrected_error"):
         errors = [abs(row[name]) for row in rows]
         found |= {f"median_{name}": statistics.median(errors), f"worst_{name}": max(errors)}
     return found
@@ -43,14 +43,14 @@ def shown(found: dict[str, Any]) -> str:
     """The figures as a table of Markdown."""
     rows = [(row["case"], row["num_ranks"], f"{row['predicted']:.3f}", f"{row['low']:.3f} .. {row['high']:.3f}",
              f"{row['measured']:.3f}", f"{row['error']:+.1%}", f"{row['slower'] - 1:+.1%}",
-             f"{row['error_at_one_pace']:+.1%}", f"{row['bubble']:.1%}") for row in found["rows"]]
+             f"{row['corrected_error']:+.1%}", f"{row['bubble']:.1%}") for row in found["rows"]]
     lines = table(("case", "processes", "predicted, s", "interval", "measured, s", "error", "slower",
-                   "error at one pace", "bubble"), rows)  # fmt: skip
+                   "corrected", "bubble"), rows)  # fmt: skip
     seconds = dict.fromkeys(row["calibration_seconds"] for row in found["rows"])
     took = " and ".join(f"{one:.0f} s" for one in seconds)
-    error, at_one_pace = (f"median {found[f'median_{name}']:.1%}, worst {found[f'worst_{name}']:.1%}"
-                          for name in ("error", "error_at_one_pace"))
-    return "\n".join([*lines, "", f"Error: {error}; at one pace: {at_one_pace}.  "
+    error, corrected = (f"median {found[f'median_{name}']:.1%}, worst {found[f'worst_{name}']:.1%}"
+                          for name in ("error", "corrected_error"))
+    return "\n".join([*lines, "", f"Error: {error}; corrected for the slowdown: {corrected}.  "
                                   f"{found['share_in_interval']:.0%} of all steps lie in their interval.  "
                                   f"Calibrations, with and without LoRA, took {took}."])
 

@@ -167,11 +167,13 @@ def rows_of_rank(device: Device, rounds: int, is_quick: bool) -> list[dict[str, 
     parallel.stop_mesh()
     began = time.perf_counter()
     found = measure(device, arguments(1), model_of(plain, is_quick), range(1, world_size + 1), _SIZES)
+    paced = time.perf_counter()
     calibrating.measure()
+    began += time.perf_counter() - paced
     more = measure(device, arguments(1), model_of(lora, is_quick), [1], _SIZES)
+    calibrated = time.perf_counter() - began
     calibrating.measure()
     calibration = replace(found, blocks=(*found.blocks, *(one for one in more.blocks if one.key not in found.by_key)))
-    calibrated = time.perf_counter() - began
     times: dict[Case, list[float]] = {case: [] for case in CASES[world_size]}
     predictions = {}
     for _ in range(rounds):
@@ -192,7 +194,7 @@ def rows_of_rank(device: Device, rounds: int, is_quick: bool) -> list[dict[str, 
         slower = paces[case].seconds / calibrating.seconds
         rows.append({"case": case.name, "num_ranks": world_size, "predicted": predicted.seconds, "low": low,
                      "high": high, "measured": measured, "error": predicted.seconds / measured - 1,
-                     "slower": slower, "error_at_one_pace": predicted.seconds * slower / measured - 1,
+                     "slower": slower, "corrected_error": predicted.seconds * slower / measured - 1,
                      "bubble": predicted.bubble, "calibration_seconds": calibrated,
                      "share_in_interval": statistics.fmean(low <= one <= high for one in seconds),
                      "spread": [min(seconds), max(seconds)]})  # fmt: skip

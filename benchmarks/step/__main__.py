@@ -9,8 +9,8 @@
 ``parity`` compares two small random models on a mixed batch, in fp32 and bf16, with transformers in fp32 on the CPU.
 It also reports the errors of transformers' own bf16.
 
-``train`` runs the program itself on the tiny model: its losses are those of the CPU, and a run that stops and resumes
-equals the uninterrupted one to the bit.
+``train`` runs the program itself on the tiny model: in fp32 its losses are those of the CPU, and a run that stops and
+resumes equals the uninterrupted one to the bit.
 
 ``speed`` times whole steps (schedule, gradient clipping, Adam) of the real sizes with random weights on one device,
 ours and transformers' in turn for ``--rounds`` rounds, each side in a new process.  Samples are equal, of 689 tokens,
@@ -140,12 +140,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for name, work in works.items():
         parsers[name].set_defaults(work=work)
         parsers[name].add_argument("--output", type=Path, help="JSON file to write")
-    for one in (parsers["parity"], parsers["train"], parsers["speed"]):
+    for one, more in ((parsers["parity"], ()), (parsers["train"], ("bf16 moments",)), (parsers["speed"], ())):
         one.add_argument("--device", default="auto", choices=DEVICES)
         add_record_flags(one, "step")
-        one.add_argument("--precision", choices=("fp32", "bf16"),
-                         help="default: both for parity, and moments in bf16 too for train; for speed bf16, or fp32 "
-                              "on a CPU")  # fmt: skip
+        one.add_argument("--precision", choices=("fp32", "bf16", *more),
+                         help="default: all for parity and train; for speed bf16, or fp32 on a CPU")  # fmt: skip
     _add_speed_flags(parsers["speed"])
     for one in (parsers["cpu"], parsers["encoder"]):
         one.add_argument("--rounds", type=int, default=9)

@@ -12,7 +12,8 @@ from mm.weights.table import Place, model_weights
 from mm.weights.trained import GradientPath, is_frozen
 
 OPTIMIZER_BYTES_PER_PARAM = 30
-"""Memory traffic of one update: fp32 weight and both moments read and written, gradient read, bf16 weight written."""
+"""Least memory traffic of one update, in one pass: fp32 weight and both moments read and written, gradient read, bf16
+weight written.  ``mm.plan.by_device`` has what our kernels move."""
 FROZEN_BYTES_PER_PARAM = WIDTHS["bf16"]
 STATE_BYTES_PER_PARAM = FROZEN_BYTES_PER_PARAM + 4 * FP32
 """bf16 weight, and in fp32 gradient, weight and two moments."""

@@ -194,7 +194,7 @@ class Arguments:
     exp_avg_dtype: Literal["fp32", "bf16"] = Field(
         "fp32", description="dtype of Adam's first moment between steps; bf16 halves its memory")
     exp_avg_sq_dtype: Literal["fp32", "bf16"] = Field("fp32", description=(
-        "dtype of Adam's second moment between steps; bf16 halves its memory and rounds at random"))
+        "dtype of Adam's second moment between steps; bf16 halves its memory, with stochastic rounding"))
     accumulate_allreduce_grads_in_fp32: bool = Field(
         False, description="sum and reduce gradients in fp32 (default); --grad-reduce-in-bf16 switches it off")
     grad_reduce_in_bf16: bool = Field(

@@ -88,7 +88,7 @@ FLAGS: Mapping[str, FlagRow] = {
     "--no-load-args": Inert("arguments never come from a checkpoint"),
     "--trust-remote-code": Inert(_NO_TRUST),
     "--optimizer": Fixed(("adam",), "expected one of adam"),
-    "--use-precision-aware-optimizer": Inert("--exp-avg-dtype and --exp-avg-sq-dtype have their effect without it"),
+    "--use-precision-aware-optimizer": Inert("--exp-avg-dtype and --exp-avg-sq-dtype work without it"),
     "--main-grads-dtype": Fixed(("fp32",), "write --grad-reduce-in-bf16 for gradients in bf16"),
     "--main-params-dtype": Fixed(("fp32",), "Adam updates fp32 copies of 16-bit weights in this version"),
     **rows(Fixed((), "set lora_apply_modules or lora_mixed_training in the model JSON, where MindSpeed-MM reads them "

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-_BITS = 0xFFFFFFFF
+BITS = 0xFFFFFFFF
 ROUNDED_AT_ONCE = 1 << 24
 """Elements to round in one call: where it is not compiled, each int64 intermediate takes 128 MiB."""
 _DROPPED_BITS = 16
@@ -16,21 +16,23 @@ def mixed(numbers: Tensor) -> Tensor:
     The rounds of "[16 21f0aaad 15 735a2d97 15]" from https://github.com/skeeto/hash-prospector.  Its factors are below
     2^31, so no product overflows int64.
     """
-    numbers = (numbers ^ (numbers >> 16)) * 0x21F0AAAD & _BITS
-    numbers = (numbers ^ (numbers >> 15)) * 0x735A2D97 & _BITS
+    numbers = (numbers ^ (numbers >> 16)) * 0x21F0AAAD & BITS
+    numbers = (numbers ^ (numbers >> 15)) * 0x735A2D97 & BITS
     return numbers ^ (numbers >> 15)
 
 
-def rounded_at_random(values: Tensor, first: Tensor, second: Tensor, step: Tensor) -> Tensor:
-    """fp32 [n] ``values`` in bf16, each rounded up or down so that the mean is right; a value that bf16 has is kept.
+def rounded_at_random(values: Tensor, salts: Tensor, step: Tensor) -> Tensor:
+    """fp32 [n] ``values`` in bf16 by stochastic rounding: up or down, so that the mean is right.
 
-    What decides is a hash of the fp32 bits of ``first`` and ``second`` [n] and of ``step`` [1]: equal arguments have
-    equal results, on every device.  A leaf, as in ``mm.device.pointwise``, which can be compiled to one kernel.
+    A hash of the fp32 bits of ``salts`` [n] and of ``step`` [1] decides, so equal arguments have equal results, on
+    every device.  Values that bf16 can represent are kept.  A leaf, as in ``mm.device.pointwise``, that can be compiled
+    to one kernel.
     """
-    noise = mixed(_bits_of(first) ^ mixed(_bits_of(second) ^ mixed(_bits_of(step)))) >> (32 - _DROPPED_BITS)
+    noise = mixed(_bits_of(salts) ^ mixed(_bits_of(step))) >> (32 - _DROPPED_BITS)
     bits = (values.view(torch.int32).to(torch.int64) + noise) >> _DROPPED_BITS << _DROPPED_BITS
-    return bits.to(torch.int32).view(torch.float32).to(torch.bfloat16)
+    rounded = bits.to(torch.int32).view(torch.float32)
+    return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
 
 
 def _bits_of(numbers: Tensor) -> Tensor:
-    return numbers.view(torch.int32).to(torch.int64) & _BITS
+    return numbers.view(torch.int32).to(torch.int64) & BITS

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from mm.batch import Microbatch
-from mm.device.hashing import mixed
+from mm.device.hashing import BITS, mixed
 
-_BITS = 0xFFFFFFFF
 _PLACES_AT_A_TIME = 1 << 22
 """Elements of a matrix hashed at once; each int64 intermediate takes 32 MiB."""
 
@@ -67,7 +66,7 @@ def patch_keys(microbatch: Microbatch, images: tuple[int, ...], visual_token_ids
 
 def _sample_keys(microbatch: Microbatch, seed: int) -> Tensor:
     assert len(microbatch.samples) == len(microbatch.segment_lengths), "dropout needs to know which samples these are"
-    return mixed(mixed(torch.tensor(microbatch.samples, dtype=torch.int64) & _BITS) ^ (seed & _BITS))
+    return mixed(mixed(torch.tensor(microbatch.samples, dtype=torch.int64) & BITS) ^ (seed & BITS))
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from mm.config.model import ModelConfig, Tower
 from mm.config.run import Run
 from mm.device.platform import KnownDevice, Links
+from mm.device.platforms import PLATFORMS
 from mm.errors import UserError
 from mm.model.flops import block_backwards
 from mm.plan.calibration import BlockKey, BlockLaws, Calibration, Machine, MeasuredBlock, Network
@@ -35,9 +36,11 @@ UPDATE_BYTES = 42
 """Memory traffic of the update per trained parameter: the norm reads the gradient (4 bytes); torch's fused Adam, which
 also clips, reads and writes two moments, the fp32 weight and the gradient (32); and the copy to the bf16 weight (6).
 Measured on an H200: 47.2 ms for 3.75 billion parameters, which is 46.9 ms by this number and ``MEMORY``."""
-ROUNDED_BYTES = {"exp_avg": 12, "exp_avg_sq": 24}
-"""More traffic of the update for a moment in bf16: it is widened and rounded, and what rounds the second one at random
-reads the weight and the gradient."""
+ROUNDED_BYTES = {"exp_avg": 12, "exp_avg_sq": 20}
+"""More traffic of the update for a moment in bf16: it is widened and rounded, and stochastic rounding of the second one
+also reads the weight."""
+EAGER_ROUNDING_BYTES = 366
+"""More traffic where that rounding is not compiled to one kernel, counted by operators."""
 _NUM_COLLECTIVES = 2
 """Collectives of a tensor-parallel layer in each direction: after attention and after the MLP."""
 
@@ -57,14 +60,19 @@ def calibration_by_device(run: Run, device: KnownDevice, links: Links) -> Calibr
                 laws = rates.laws(place[0], forward_laws(model)[place], key, backwards[place].num_forward)
                 found[key] = MeasuredBlock(key, laws, ASSUMED_ERROR)
     within = LINKS * links.within
-    rounded_bytes = [one for name, one in ROUNDED_BYTES.items() if getattr(run.args, f"{name}_dtype") != "fp32"]
-    update_bytes = UPDATE_BYTES + sum(rounded_bytes)
+    update_bytes = UPDATE_BYTES + _rounding_bytes(run, device)
     return Calibration(
         machine=Machine(device.label, run.args.precision, 1, {}), date="", blocks=tuple(found.values()),
         chunk_pass=0.0, pipeline_pass=None,
         step=Law(1e-3, update_bytes / (MEMORY * device.memory_bandwidth)),
         message=Law(COLLECTIVE_SECONDS, 1 / within), all_reduce={2: Law(COLLECTIVE_SECONDS, 1 / within)},
         network=Network(links.node_size, NETWORK_SECONDS, 1 / (LINKS * links.between)), assumed_error=ASSUMED_ERROR)
+
+
+def _rounding_bytes(run: Run, device: KnownDevice) -> int:
+    found = sum(one for name, one in ROUNDED_BYTES.items() if getattr(run.args, f"{name}_dtype") != "fp32")
+    is_compiled = any(one.compiles_leaves for one in PLATFORMS if device in one.known_devices)
+    return found + (EAGER_ROUNDING_BYTES if run.args.exp_avg_sq_dtype != "fp32" and not is_compiled else 0)
 
 
 @dataclass(frozen=True)

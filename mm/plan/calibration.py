@@ -63,6 +63,8 @@ class Machine:
     num_processes: int
     """Processes that measured at the same time: on a CPU they share caches and memory bandwidth."""
     versions: Mapping[str, str]
+    exp_avg_dtype: str = "fp32"
+    exp_avg_sq_dtype: str = "fp32"
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,7 @@ class StageSize:
     whole_gradient_bytes: int
     """Those of ``gradient_bytes`` that tensor-parallel ranks also sum: of encoders that each of them holds whole."""
     update_bytes: int
-    """fp32 copies of bf16 gradients, and of a block of bf16 moments.  They exist only in the update, without
-    activations, and are not states."""
+    """fp32 copies of bf16 gradients.  They exist only in the update, without activations, and are not states."""
 
     @property
     def total_bytes(self) -> int:
@@ -67,15 +66,19 @@ def chunk_size(run: Run, spec: StageSpec) -> StageSize:
         gradient_bytes=num_trainable * gradient_width,
         whole_gradient_bytes=num_whole * gradient_width,
         optimizer_bytes=-(-num_trainable * state_bytes // num_shards),
-        update_bytes=(-(-num_trainable * FP32 // num_shards) if run.args.grad_reduce_in_bf16 else 0)
-        + _widened_bytes(moment_widths, -(-num_trainable // num_shards)),
+        update_bytes=-(-num_trainable * FP32 // num_shards) if run.args.grad_reduce_in_bf16 else 0,
     )
 
 
-def _widened_bytes(moment_widths: Sequence[int], num_trainable: int) -> int:
-    """fp32 copies of the bf16 moments of one block of the update, and the rounded ones."""
-    widened = [width for width in moment_widths if width < FP32]
-    return min(ROUNDED_AT_ONCE, num_trainable) * (FP32 * len(widened) + max(widened, default=0))
+def block_bytes(run: Run, size: StageSize) -> int:
+    """The memory that the update needs for one block of bf16 moments: fp32 copies, and the second one when rounded.
+
+    Where rounding is not compiled to one kernel, it needs some int64 numbers per element besides.
+    """
+    first, second = (WIDTHS[dtype] < FP32 for dtype in (run.args.exp_avg_dtype, run.args.exp_avg_sq_dtype))
+    num_shards = run.dp_size * run.cp_size if run.args.use_distributed_optimizer else 1
+    num_elements = min(ROUNDED_AT_ONCE, -(-size.num_trainable_params // num_shards))
+    return num_elements * (FP32 * (first + second) + WIDTHS["bf16"] * second)
 
 
 def _num_params(model: ModelConfig, tp_size: int, spec: StageSpec) -> tuple[int, int, int]:
@@ -179,7 +182,8 @@ def peaks(run: Run, placement: Placement, sizes: list[StageSize]) -> dict[str, i
 
 def peak_bytes(memory: StageMemory, rows: MicrobatchSizes, run: Run, size: StageSize) -> int:
     """Peak bytes of a stage: while it computes or in the update, whichever is more."""
-    return max(memory.peak_bytes(rows, run.held_microbatches, size.total_bytes), size.total_bytes + size.update_bytes)
+    in_update = size.total_bytes + size.update_bytes + block_bytes(run, size)
+    return max(memory.peak_bytes(rows, run.held_microbatches, size.total_bytes), in_update)
 
 
 def stage_memory(run: Run, placement: Placement, stage: int) -> StageMemory:

@@ -6,6 +6,7 @@ Sizes come from the weight table, the placement and the formulas of ``mm.plan.me
 import math
 from itertools import groupby
 
+from mm.config.flags import Arguments
 from mm.config.model import ModelConfig
 from mm.config.notes import sorted_notes
 from mm.config.run import Run
@@ -76,8 +77,15 @@ def _run_lines(run: Run) -> list[str]:
         f"per sample",
         f"Training  {_steps(run)} in {args.precision}, loss: mean over the "
         f"{'target token' if args.loss_unit == 'token' else args.loss_unit}s of the global batch, optimizer state "
-        f"{'split over the data-parallel ranks' if args.use_distributed_optimizer else 'whole on every rank'}",
+        f"{'split over the data-parallel ranks' if args.use_distributed_optimizer else 'whole on every rank'}"
+        f"{_moments(args)}",
     ]
+
+
+def _moments(args: Arguments) -> str:
+    dtypes = {"first": args.exp_avg_dtype, "second": args.exp_avg_sq_dtype}
+    rounded = [f"the {name} in {dtype}" for name, dtype in dtypes.items() if dtype != "fp32"]
+    return f", moments: {' and '.join(rounded)}" if rounded else ""
 
 
 def _steps(run: Run) -> str:

@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         "calibrate", help="measure this device with the layers of a model",
         description="Measures each kind of layer at several sizes, updates, messages and collectives, and writes what "
                     "predictions use.  FLAGS are those of the run that will be predicted: its model, precision, "
-                    "--seq-length, --micro-batch-size and tensor-parallel size.")
+                    "moments, --seq-length, --micro-batch-size and tensor-parallel size.")
     calibrate.add_argument("--output", type=Path, required=True, help="the file to write")
     calibrate.add_argument("--num-processes", type=_count, default=1, help=(
         "devices, or on a CPU processes that compute at the same time (default: %(default)s); a tensor-parallel size "

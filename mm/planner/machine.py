@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from mm.config.command_line import flag_name
 from mm.config.run import Run
 from mm.device.platforms import usable_platform
 from mm.ending import print_notes
@@ -37,6 +38,10 @@ def _differences(calibration: Calibration, run: Run) -> Iterator[str]:
         yield f"was measured on {machine.device}, here is {device}"
     if machine.precision != run.args.precision:
         yield f"was measured in {machine.precision}, but the run is in {run.args.precision}"
+    for flag in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        was, now = getattr(machine, flag), getattr(run.args, flag)
+        if was != now:
+            yield f"was measured with {flag_name(flag)} {was}, but the run has {now}"
     here = json.loads(json.dumps(software()))
     for name, was in machine.versions.items():
         if name != CODE and here.get(name) != was:

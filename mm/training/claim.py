@@ -93,35 +93,46 @@ class Owner:
 class Lock:
     """This process's lock on one directory, which a thread renews."""
 
-    def __init__(self, path: Path, flag: str, say: Callable[[str], None]) -> None:
-        """Create the lock file at ``path`` in the directory that ``flag`` gave, as soon as it is free.
+    def __init__(self, path: Path, flag: str) -> None:
+        """For the lock file at ``path`` in the directory that ``flag`` gave."""
+        self.path, self._flag, self._owner = path, flag, Owner.here()
+        self._file: int | None = None
+        self._has_ended = threading.Event()
+        self._changing = threading.Lock()
+        """Held while the file is created or removed: another thread may end the run meanwhile."""
+
+    def acquire(self, say: Callable[[str], None]) -> None:
+        """Create the lock file as soon as the directory is free, unless the run has ended; ``say`` reports a wait.
 
         Raises UserError if another process holds it.
         """
-        self.path, self._flag, self._owner = path, flag, Owner.here()
-        while True:
-            left = _left(path, flag, say)
+        while self._file is None and not self._has_ended.is_set():
+            left = _left(self.path, self._flag, say)
             if left is not None:
-                _remove(path, left)
-            with suppress(FileExistsError):  # another process was faster: try again
-                self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o640)
-                break
-        try:
-            os.write(self._file, self._owner.content())
-            os.fsync(self._file)
-        except OSError:  # a full disk: the next run would wait for the owner of an empty file
-            os.close(self._file)
-            path.unlink()
-            raise
-        self._has_ended = threading.Event()
-        threading.Thread(target=self._renew, name="lock", daemon=True).start()
+                _remove(self.path, left)
+            with suppress(FileExistsError), self._changing:  # another process was faster: try again
+                if not self._has_ended.is_set():
+                    self._file = self._created()
+        if self._file is not None:
+            threading.Thread(target=self._renew, args=[self._file], name="lock", daemon=True).start()
 
-    def _renew(self) -> None:
+    def _created(self) -> int:
+        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o640)
+        try:
+            os.write(file, self._owner.content())
+            os.fsync(file)
+        except OSError:  # a full disk: the next run would wait for the owner of an empty file
+            os.close(file)
+            self.path.unlink()
+            raise
+        return file
+
+    def _renew(self, file: int) -> None:
         while not self._has_ended.wait(BEAT_SECONDS):
             with suppress(OSError):  # one missed beat; if the lock is lost because of it, ``check`` reports that
-                os.pwrite(self._file, self._owner.content(), 0)
-                os.fsync(self._file)
-        os.close(self._file)
+                os.pwrite(file, self._owner.content(), 0)
+                os.fsync(file)
+        os.close(file)
 
     def check(self) -> None:
         """Raise UserError if the lock is lost, because this run was suspended or cut off from the disk for too long."""
@@ -132,12 +143,14 @@ class Lock:
                             f"stops writing")
 
     def release(self) -> None:
-        """Release the directory; may be called again."""
-        if not self._has_ended.is_set():
-            self._has_ended.set()
-            with suppress(UserError, OSError):
-                self.check()
-                self.path.unlink()
+        """Release the directory; may be called again, and returns when it is released."""
+        with self._changing:
+            if not self._has_ended.is_set():
+                self._has_ended.set()
+                if self._file is not None:
+                    with suppress(UserError, OSError):
+                        self.check()
+                        self.path.unlink()
 
 
 class Claim:
@@ -155,7 +168,9 @@ class Claim:
             for path, flag in _lock_files(directories).items():
                 with writing(path, flag):
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    self._locks = (*self._locks, Lock(path, flag, say))
+                    lock = Lock(path, flag)
+                    self._locks = (*self._locks, lock)  # first, so that it is released if the run ends meanwhile
+                    lock.acquire(say)
         except BaseException:
             self.release()
             raise

@@ -32,9 +32,9 @@ class RoundedAdam(torch.optim.AdamW):
     """torch's fused AdamW with moments in fp32 or bf16.
 
     The first moment is rounded to the nearest number: it forgets a tenth of itself in each step, and its error with it.
-    The second one, with a beta of 0.999, changes by less than half of what bf16 can tell apart, so the nearest number
-    would often be the one it had before; it is rounded at random instead, and right on average.  Which way depends only
-    on the state (``mm.device.hashing``), so a run that resumes rounds alike.
+    The second one, with a beta of 0.999, changes by less than half of bf16's spacing in a step, so the nearest number
+    would often be the one it had before.  It is rounded stochastically, and right on average.  The direction depends
+    only on the weight and the step (``mm.device.hashing``), so a resumed run rounds the same way.
     """
 
     def __init__(self, base: torch.optim.AdamW, dtypes: Mapping[str, torch.dtype], rounded_at_random: Leaf) -> None:
@@ -54,8 +54,7 @@ class RoundedAdam(torch.optim.AdamW):
             for block in _blocks([piece for some in pieces.values() for piece in some]):
                 self._update(group, block)
             for parameter, some in pieces.items():
-                if some:
-                    self.state[parameter]["step"].copy_(some[-1].step)
+                self.state[parameter]["step"].copy_(some[-1].step)
 
     def _pieces(self, parameter: Tensor) -> Iterator[_Piece]:
         state, gradient = self.state[parameter], parameter.grad
@@ -81,8 +80,7 @@ class RoundedAdam(torch.optim.AdamW):
             if piece.moments[0] is not first:
                 piece.moments[0].copy_(first)
             if piece.moments[1] is not second:
-                piece.moments[1].copy_(
-                    self._rounded_at_random(second, piece.parameter, piece.gradient, piece.step.view(1)))
+                piece.moments[1].copy_(self._rounded_at_random(second, piece.parameter, piece.step.view(1)))
 
 
 def _blocks(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:

@@ -160,7 +160,7 @@ class Run:
         mine = [
             ((name, "weight"), 0, parameter.detach().reshape(-1)) for name, parameter in self.stage.named_parameters()
         ] + [
-            ((owned.name, part), owned.start, tensor)
+            ((owned.name, part), owned.start, tensor.float())  # moments may be in bf16 in one of two layouts
             for owned in owned_states(self.optimizer, self.setup.models)
             for part, tensor in owned.tensors().items()
         ]

@@ -77,8 +77,9 @@ CHAINS = {
     "untied": (TP2, PP2, DP2, Layout(*VIRTUAL)),
     "tied": tuple(dataclasses.replace(one, tied=True) for one in (DP2, PP2, TP2, Layout(*VIRTUAL))),
     "bf16": tuple(dataclasses.replace(one, precision="bf16") for one in (TP2, DP2, Layout())),
-    "rounded": tuple(dataclasses.replace(one, precision="bf16", flags=(*one.flags, *ROUNDED))
-                     for one in (TP2, DP2, PP2)),
+    # what bf16 holds is exact in fp32
+    "rounded": tuple(dataclasses.replace(one, precision="bf16", flags=(*one.flags, *flags))
+                     for one, flags in ((TP2, ROUNDED), (DP2, ROUNDED), (PP2, ()), (Layout(), ROUNDED))),
     "whole encoder": (WHOLE, TP2, WHOLE, PP2, WHOLE),
     "groups": tuple(dataclasses.replace(one, flags=(*one.flags, *GROUPS)) for one in (PP2, DP2)),
     "frozen": tuple(dataclasses.replace(one, **FROZEN) for one in (PP2, DP2)),

@@ -52,6 +52,50 @@ def holder(directory: Path) -> int:
     return child
 
 
+def test_a_run_that_ends_while_it_locks_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchdog's thread ends the run right after it released the directories."""
+    is_writing, release = threading.Event(), threading.Event()
+
+    def slow_disk(_: int) -> None:
+        is_writing.set()
+        release.wait(10)
+
+    monkeypatch.setattr(claim.os, "fsync", slow_disk)
+    found = Claim()
+    locking = threading.Thread(target=found.add, args=({"--save": str(tmp_path)}, print))
+    locking.start()
+    assert is_writing.wait(10)
+    ending = threading.Thread(target=found.release)
+    ending.start()
+    time.sleep(0.1)
+    assert ending.is_alive() and (tmp_path / LOCK_FILE).exists()
+    release.set()
+    locking.join()
+    ending.join()
+    assert not (tmp_path / LOCK_FILE).exists()
+    found.add({"--log-dir": str(tmp_path / "later")}, print)  # another directory can still be locked
+    found.release()
+
+
+def test_a_second_release_returns_when_the_directory_is_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, check, is_releasing = take({"--save": str(tmp_path)}), claim.Lock.check, threading.Event()
+
+    def slow_disk(lock: claim.Lock) -> None:
+        is_releasing.set()
+        time.sleep(0.3)
+        check(lock)
+
+    monkeypatch.setattr(claim.Lock, "check", slow_disk)
+    first = threading.Thread(target=found.release)
+    first.start()
+    assert is_releasing.wait(10)
+    found.release()
+    assert not (tmp_path / LOCK_FILE).exists()
+    first.join()
+
+
 def test_a_second_run_is_rejected_while_the_first_runs(tmp_path: Path) -> None:
     with take({"--save": str(tmp_path / "a/save"), "--log-dir": str(tmp_path / "logs")}):
         for directories in ({"--save": str(tmp_path / "a" / ".." / "a/save")}, {"--save": str(tmp_path / "logs")}):
