@@ -19,10 +19,10 @@ from typing import Any
 from benchmarks.measure import command, report, versions
 from demo.run import FULL, TENSOR, Layout, Run, prepare, variables
 from demo.stages import run_script
+from tests.workload import ROUNDED_MOMENTS
 
 ALONE = Layout(tensor=1, pipeline=1, vision=(8,), language=(4,))
-ROUNDED = ("--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16")
-CASES: dict[str, tuple[str, ...]] = {"fp32": (), "bf16": ROUNDED, "fp32, another seed": ("--seed", "1")}
+CASES: dict[str, tuple[str, ...]] = {"fp32": (), "bf16": ROUNDED_MOMENTS, "fp32, another seed": ("--seed", "1")}
 
 
 def compared(folder: Path, num_iters: int, num_last: int) -> dict[str, Any]:

@@ -247,7 +247,7 @@ def test_states_are_those_of_the_dry_run(traced) -> None:
 
 
 def test_rounded_moments_take_half_and_are_widened_by_the_block(traced) -> None:
-    """14 bytes a trained parameter instead of 18; the update moves 36 more."""
+    """14 bytes a trained parameter instead of 18; the update moves 32 bytes more for each."""
     from tests.plan.test_stages import run_of, sizes
 
     case = replace(WHOLE, rounded=True)

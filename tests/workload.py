@@ -1,4 +1,4 @@
-"""The samples for timing steps and kernels: pictures by their patch grids, and texts by their lengths."""
+"""What is trained to time and to count steps: pictures by their patch grids, texts by their lengths, and flags."""
 
 import random
 
@@ -9,6 +9,8 @@ SAMPLE: Sample = (((1, 30, 42),), 372)
 """A picture of 420 x 588 pixels, COCO's usual size (1260 patches, 315 visual tokens and two around them), and its text.
 With 689 tokens it is as long as the mean sample of the data set in MindSpeed-MM's published figures."""
 SAMPLE_TOKENS = 315 + 2 + 372
+
+ROUNDED_MOMENTS = ("--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16")
 
 TINY_SAMPLE: Sample = (((1, 16, 12),), 30)
 
@@ -54,6 +56,11 @@ def mixed_samples(tokens: int, seed: int) -> list[Sample]:
             return sorted([*samples, ((), left)], key=num_tokens)
         samples.append(sample)
         left -= num_tokens(sample)
+
+
+def microbatches_of(tokens: int, num_microbatches: int, is_mixed: bool) -> list[list[Sample]]:
+    """The samples of each microbatch of a timed step; ``tokens`` are those of one microbatch."""
+    return [mixed_samples(tokens, seed) if is_mixed else equal_samples(tokens) for seed in range(num_microbatches)]
 
 
 def _grid(rng: random.Random) -> tuple[int, int, int]:

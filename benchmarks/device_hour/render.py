@@ -17,7 +17,7 @@ from benchmarks.measure import report, table
 from benchmarks.records import LOSS, NORM, OURS, PEER, Results, read_records
 from mm.device.known import known_device
 from tests.files import ROOT
-from tests.workload import equal_samples, mixed_samples
+from tests.workload import microbatches_of
 
 KEPT = Path(__file__).with_name("records.jsonl")
 BEGIN = "<!-- measured on a device: written by python -m benchmarks.device_hour.render -->"
@@ -131,9 +131,7 @@ def _predicted(results: Results, label: str, step: dict) -> float | None:
     from tests.meta.step import Case
 
     case = Case(run["size"], freeze=tuple(run["frozen"]), recompute="full" if run["recompute"] else "none")
-    tokens = step["tokens"] // run["num_microbatches"]
-    samples = [mixed_samples(tokens, seed) if run["mix"] else equal_samples(tokens)
-               for seed in range(run["num_microbatches"])]
+    samples = microbatches_of(step["tokens"] // run["num_microbatches"], run["num_microbatches"], run["mix"])
     return predicted_step(case.model(), samples, known).seconds
 
 
@@ -177,8 +175,8 @@ def _train_rows(results: Results) -> Iterator[tuple[str, ...]]:
                    "passed" if case["passed"] else "**missed**")  # fmt: skip
 
 
-PREDICTION_HEAD = ("step", "measured (least .. largest)", "by figures, then", "by kernels, then", "calibrated",
-                   "interval")  # fmt: skip
+PREDICTION_HEAD = ("step", "measured (least .. largest)", "by published figures, at the time",
+                   "by kernels, at the time", "calibrated", "interval")  # fmt: skip
 
 
 def _prediction_rows(results: Results) -> Iterator[tuple[str, ...]]:

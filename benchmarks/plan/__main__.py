@@ -49,7 +49,7 @@ def shown(found: dict[str, Any]) -> str:
     seconds = dict.fromkeys(row["calibration_seconds"] for row in found["rows"])
     took = " and ".join(f"{one:.0f} s" for one in seconds)
     error, corrected = (f"median {found[f'median_{name}']:.1%}, worst {found[f'worst_{name}']:.1%}"
-                          for name in ("error", "corrected_error"))
+                        for name in ("error", "corrected_error"))
     return "\n".join([*lines, "", f"Error: {error}; corrected for the slowdown: {corrected}.  "
                                   f"{found['share_in_interval']:.0%} of all steps lie in their interval.  "
                                   f"Calibrations, with and without LoRA, took {took}."])

@@ -34,6 +34,7 @@ from mm.training.step import Setup, step
 
 NUM_MICROBATCHES = 8
 NUM_PACED = 40
+"""Repeats of the simple work by which the machine's pace is measured."""
 _SIZES = ProbeSizes(num_tokens=768, num_patches=1024)
 _LORA = LoraConfig(r=8, target_modules=("all-linear",))
 

@@ -39,6 +39,12 @@ from benchmarks.measure import DEVICES, SIZES, report, run_ranks
 from benchmarks.records import OURS, PEER, Records, add_record_flags, append
 from benchmarks.step.speed import NUM_TIMED, NUM_WARMUP, speed, time_side
 from mm.device.device import Device
+from tests.workload import ROUNDED_MOMENTS
+
+PRECISIONS: dict[str, tuple[str, ...]] = {
+    "fp32": (), "bf16": ("--bf16",), "bf16 moments": ("--bf16", *ROUNDED_MOMENTS),
+}  # fmt: skip
+"""What ``train`` compares, by flags of the program."""
 
 
 def parity(flags: argparse.Namespace, _: list[str]) -> bool:
@@ -56,7 +62,8 @@ def train(flags: argparse.Namespace, _: list[str]) -> bool:
     device = Device.pick(flags.device)
     from benchmarks.step.train import runs_of
 
-    result, passed = runs_of(device, flags.precision)
+    names = [flags.precision] if flags.precision else PRECISIONS
+    result, passed = runs_of(device, {name: PRECISIONS[name] for name in names})
     keep(flags, "train", device.name, "small", {"passed": passed, **result})
     report(result, flags.output)
     return passed
@@ -140,10 +147,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for name, work in works.items():
         parsers[name].set_defaults(work=work)
         parsers[name].add_argument("--output", type=Path, help="JSON file to write")
-    for one, more in ((parsers["parity"], ()), (parsers["train"], ("bf16 moments",)), (parsers["speed"], ())):
+    for name in ("parity", "train", "speed"):
+        one = parsers[name]
         one.add_argument("--device", default="auto", choices=DEVICES)
         add_record_flags(one, "step")
-        one.add_argument("--precision", choices=("fp32", "bf16", *more),
+        one.add_argument("--precision", choices=PRECISIONS if name == "train" else ("fp32", "bf16"),
                          help="default: all for parity and train; for speed bf16, or fp32 on a CPU")  # fmt: skip
     _add_speed_flags(parsers["speed"])
     for one in (parsers["cpu"], parsers["encoder"]):

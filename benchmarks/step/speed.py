@@ -19,7 +19,7 @@ from mm.batch import BatchTotals, Microbatch
 from mm.config.model import ModelConfig
 from mm.device.device import Device
 from mm.model.flops import training_flops
-from tests.workload import equal_samples, mixed_samples
+from tests.workload import microbatches_of
 
 NUM_WARMUP, NUM_TIMED = 3, 7
 DEFAULT_TOKENS = {"7b": 4096}
@@ -38,10 +38,8 @@ def time_side(flags: argparse.Namespace, device: Device) -> dict:
     model = model_config(flags.size, flags.freeze, flags.recompute)
     precision = flags.precision or ("fp32" if device.kind == "cpu" else "bf16")
     tokens = flags.tokens or DEFAULT_TOKENS.get(flags.size, 8192)
-    batch = [
-        random_microbatch(model, mixed_samples(tokens, seed) if flags.mix else equal_samples(tokens), seed)
-        for seed in range(flags.num_microbatches)
-    ]
+    batch = [random_microbatch(model, samples, seed)
+             for seed, samples in enumerate(microbatches_of(tokens, flags.num_microbatches, flags.mix))]
     totals = BatchTotals.of(batch, model.vision)
     tensors = random_tensors(model, device.torch_device, DTYPES[precision])
     if flags.side == OURS:

@@ -40,7 +40,7 @@ ROUNDED_BYTES = {"exp_avg": 12, "exp_avg_sq": 20}
 """More traffic of the update for a moment in bf16: it is widened and rounded, and stochastic rounding of the second one
 also reads the weight."""
 EAGER_ROUNDING_BYTES = 366
-"""More traffic where that rounding is not compiled to one kernel, counted by operators."""
+"""More traffic where that rounding runs as single operators instead of one kernel, counted by operators."""
 _NUM_COLLECTIVES = 2
 """Collectives of a tensor-parallel layer in each direction: after attention and after the MLP."""
 
@@ -70,6 +70,7 @@ def calibration_by_device(run: Run, device: KnownDevice, links: Links) -> Calibr
 
 
 def _rounding_bytes(run: Run, device: KnownDevice) -> int:
+    """More traffic of the update, per trained parameter, for moments in bf16."""
     found = sum(one for name, one in ROUNDED_BYTES.items() if getattr(run.args, f"{name}_dtype") != "fp32")
     is_compiled = any(one.compiles_leaves for one in PLATFORMS if device in one.known_devices)
     return found + (EAGER_ROUNDING_BYTES if run.args.exp_avg_sq_dtype != "fp32" and not is_compiled else 0)

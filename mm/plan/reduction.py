@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from mm.config.run import Run
 from mm.plan.calibration import Calibration
 from mm.plan.layer_memory import WIDTHS
-from mm.plan.sizes import StageSize
+from mm.plan.sizes import StageSize, num_optimizer_shards
 from mm.plan.traffic import all_reduce_law
 
 
@@ -20,7 +20,7 @@ def _of_encoders(run: Run, calibration: Calibration, sizes: Sequence[StageSize])
     most = max(size.whole_gradient_bytes for size in sizes)
     if run.tp_size == 1 or not most:
         return 0.0
-    return all_reduce_law(calibration, run.tp_size).seconds(most / _num_shards(run))
+    return all_reduce_law(calibration, run.tp_size).seconds(most / num_optimizer_shards(run))
 
 
 def _of_copies(run: Run, calibration: Calibration, sizes: Sequence[StageSize]) -> float:
@@ -38,9 +38,4 @@ def _of_copies(run: Run, calibration: Calibration, sizes: Sequence[StageSize]) -
 def update_seconds(run: Run, calibration: Calibration, sizes: Sequence[StageSize]) -> float:
     """Seconds of the optimizer."""
     law = calibration.step
-    return law.fixed + law.per_row * max(size.num_trainable_params for size in sizes) / _num_shards(run)
-
-
-def _num_shards(run: Run) -> int:
-    """Ranks over which the optimizer's states are divided."""
-    return run.dp_size * run.cp_size if run.args.use_distributed_optimizer else 1
+    return law.fixed + law.per_row * max(size.num_trainable_params for size in sizes) / num_optimizer_shards(run)

@@ -58,7 +58,7 @@ def chunk_size(run: Run, spec: StageSpec) -> StageSize:
     gradient_width = WIDTHS["bf16"] if run.args.grad_reduce_in_bf16 else FP32
     moment_widths = [WIDTHS[dtype] for dtype in (run.args.exp_avg_dtype, run.args.exp_avg_sq_dtype)]
     state_bytes = sum(moment_widths) + (FP32 if run.args.precision != "fp32" else 0)
-    num_shards = run.dp_size * run.cp_size if run.args.use_distributed_optimizer else 1
+    num_shards = num_optimizer_shards(run)
     return StageSize(
         num_params=num_params,
         num_trainable_params=num_trainable,
@@ -70,14 +70,18 @@ def chunk_size(run: Run, spec: StageSpec) -> StageSize:
     )
 
 
+def num_optimizer_shards(run: Run) -> int:
+    """Ranks over which the optimizer's states are divided."""
+    return run.dp_size * run.cp_size if run.args.use_distributed_optimizer else 1
+
+
 def block_bytes(run: Run, size: StageSize) -> int:
     """The memory that the update needs for one block of bf16 moments: fp32 copies, and the second one when rounded.
 
     Where rounding is not compiled to one kernel, it needs some int64 numbers per element besides.
     """
     first, second = (WIDTHS[dtype] < FP32 for dtype in (run.args.exp_avg_dtype, run.args.exp_avg_sq_dtype))
-    num_shards = run.dp_size * run.cp_size if run.args.use_distributed_optimizer else 1
-    num_elements = min(ROUNDED_AT_ONCE, -(-size.num_trainable_params // num_shards))
+    num_elements = min(ROUNDED_AT_ONCE, -(-size.num_trainable_params // num_optimizer_shards(run)))
     return num_elements * (FP32 * (first + second) + WIDTHS["bf16"] * second)
 
 

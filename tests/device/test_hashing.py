@@ -1,16 +1,22 @@
 """Rounding at random by a hash: to a neighbour, right on average, and the same for the same arguments."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from mm.device.hashing import mixed, rounded_at_random
+from mm.plan.by_device import EAGER_ROUNDING_BYTES
 
 NUM_SAMPLES = 1 << 16
-MEAN_ERROR = 0.01
-"""Of the mean of that many roundings, in units of bf16's last place: five standard errors of a fair coin, 0.5 / 256."""
+MEAN_TOLERANCE = 0.01
+"""Largest error of the mean of ``NUM_SAMPLES`` roundings, in units of bf16's last place.  The standard error of as many
+fair coins is 0.5 / 256; this is five of them."""
 
 
 def arguments(seed: int, number: int = NUM_SAMPLES) -> tuple[Tensor, Tensor]:
@@ -25,7 +31,7 @@ def test_a_number_becomes_a_neighbour_and_stays_on_average(value: float, is_nega
     found = rounded_at_random(exact.expand(NUM_SAMPLES).contiguous(), *arguments(seed))
     assert found.dtype == torch.bfloat16
     share_up = float((found.double().mean() - below.double()) / unit)
-    assert share_up == pytest.approx(float((exact.double() - below.double()) / unit), abs=MEAN_ERROR)
+    assert share_up == pytest.approx(float((exact.double() - below.double()) / unit), abs=MEAN_TOLERANCE)
     assert set(found.tolist()) <= {float(below), float(below.double() + unit)}
 
 
@@ -49,3 +55,19 @@ def test_every_argument_decides() -> None:
 def test_numbers_are_hashed_without_collisions() -> None:
     numbers = torch.arange(1 << 20)
     assert len(mixed(numbers).unique()) == len(numbers)
+
+
+def test_single_operators_move_as_many_bytes_as_the_plan_assumes() -> None:
+    """Beside the 10 of one kernel: two fp32 numbers read and a bf16 one written."""
+    moved = []
+
+    class Counter(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if not func.is_view:
+                moved.extend(one.nbytes for one in tree_leaves((args, kwargs, out)) if isinstance(one, Tensor))
+            return out
+
+    with Counter():
+        rounded_at_random(*torch.empty(2, NUM_SAMPLES, device="meta"), torch.empty(1, device="meta"))
+    assert sum(moved) / NUM_SAMPLES == pytest.approx(EAGER_ROUNDING_BYTES + 10, rel=0.01)

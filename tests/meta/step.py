@@ -22,7 +22,7 @@ from mm.config.lora import LoraConfig
 from mm.config.model import ModelConfig, RecomputeConfig, read_model
 from tests.files import EXAMPLES
 from tests.meta.device import PHASES, MetaDevice, Recorder, Tally, prepare
-from tests.workload import SAMPLE, SAMPLE_TOKENS
+from tests.workload import ROUNDED_MOMENTS, SAMPLE, SAMPLE_TOKENS
 
 RECOMPUTE = {
     "none": RecomputeConfig(),
@@ -168,7 +168,7 @@ def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> T
     args = flags.parse([
         "--lr", "1e-5", "--train-iters", "1", "--clip-grad", "1.0", "--weight-decay", "0.01", "--seq-length", "1",
         "--micro-batch-size", "1", "--mm-model", "-", "--mm-data", "-", "--use-distributed-optimizer", "--bf16",
-        *(["--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"] if case.rounded else []),
+        *(ROUNDED_MOMENTS if case.rounded else ()),
     ])  # fmt: skip
     num_encoders = mesh.context.num_encoders
     batch = deal_images([random_microbatch(model, [SAMPLE] * case.num_samples, seed)

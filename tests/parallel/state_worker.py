@@ -40,11 +40,11 @@ from mm.weights.table import fuse, model_weights, shard  # noqa: E402
 from mm.weights.views import Stored  # noqa: E402
 from tests.parallel.state_background import background_fails, in_background  # noqa: E402
 from tests.parallel.state_run import Layout, Run, different, problems_of  # noqa: E402
+from tests.workload import ROUNDED_MOMENTS as ROUNDED  # noqa: E402
 
 DISTRIBUTED = ("--use-distributed-optimizer",)
 OVERLAP = (*DISTRIBUTED, "--overlap-grad-reduce", "--overlap-param-gather")
 REDUCED = ("--grad-reduce-in-bf16",)
-ROUNDED = ("--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16")
 WHOLE = Layout(tp=2, whole_encoder=True)
 """Its encoder is whole on both tensor-parallel ranks."""
 TP2, PP2, DP2 = Layout(tp=2), Layout((3, 1), (0, 4)), Layout(flags=DISTRIBUTED)
