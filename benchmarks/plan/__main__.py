@@ -3,11 +3,9 @@
     python -m benchmarks.plan [--rounds 3] [--output F]
 
 A model of 8 ViT and 8 LLM layers is trained in memory on the CPU, on one process and on two, in several layouts.  All
-cases of a number of processes take turns, so that a change of the machine's speed meets all of them.  The measured time
-is the median of all rounds' steps, three in each; the error is the prediction over it, minus 1.
-
-The machine should be idle.  The table also shows by how much the machine slowed down between calibration and steps, by
-the time of the same simple work, and the error after correcting for that.
+cases of a number of processes take turns, so that a change of the machine's speed meets all of them.  Each round trains
+the same three batches.  The measured time is the mean of the batches, of each the median of the rounds; the error is
+the prediction over it, minus 1.  The machine must be idle.
 """
 
 import argparse
@@ -32,25 +30,19 @@ def measure(rounds: int, is_quick: bool) -> dict[str, Any]:
             run_ranks(num_ranks, "benchmarks.plan", words)
             rows += json.loads(output.read_text())
     inside = statistics.fmean(row["share_in_interval"] for row in rows)
-    found = {"versions": versions(), "rows": rows, "share_in_interval": inside}
-    for name in ("error", "corrected_error"):
-        errors = [abs(row[name]) for row in rows]
-        found |= {f"median_{name}": statistics.median(errors), f"worst_{name}": max(errors)}
-    return found
+    errors = [abs(row["error"]) for row in rows]
+    return {"versions": versions(), "rows": rows, "share_in_interval": inside,
+            "median_error": statistics.median(errors), "worst_error": max(errors)}  # fmt: skip
 
 
 def shown(found: dict[str, Any]) -> str:
     """The figures as a table of Markdown."""
     rows = [(row["case"], row["num_ranks"], f"{row['predicted']:.3f}", f"{row['low']:.3f} .. {row['high']:.3f}",
-             f"{row['measured']:.3f}", f"{row['error']:+.1%}", f"{row['slower'] - 1:+.1%}",
-             f"{row['corrected_error']:+.1%}", f"{row['bubble']:.1%}") for row in found["rows"]]
-    lines = table(("case", "processes", "predicted, s", "interval", "measured, s", "error", "slower",
-                   "corrected", "bubble"), rows)  # fmt: skip
+             f"{row['measured']:.3f}", f"{row['error']:+.1%}", f"{row['bubble']:.1%}") for row in found["rows"]]
+    lines = table(("case", "processes", "predicted, s", "interval", "measured, s", "error", "bubble"), rows)
     seconds = dict.fromkeys(row["calibration_seconds"] for row in found["rows"])
     took = " and ".join(f"{one:.0f} s" for one in seconds)
-    error, corrected = (f"median {found[f'median_{name}']:.1%}, worst {found[f'worst_{name}']:.1%}"
-                        for name in ("error", "corrected_error"))
-    return "\n".join([*lines, "", f"Error: {error}; corrected for the slowdown: {corrected}.  "
+    return "\n".join([*lines, "", f"Error: median {found['median_error']:.1%}, worst {found['worst_error']:.1%}.  "
                                   f"{found['share_in_interval']:.0%} of all steps lie in their interval.  "
                                   f"Calibrations, with and without LoRA, took {took}."])
 

@@ -33,8 +33,6 @@ from mm.planner.samples import random_microbatch
 from mm.training.step import Setup, step
 
 NUM_MICROBATCHES = 8
-NUM_PACED = 40
-"""Repeats of the simple work by which the machine's pace is measured."""
 _SIZES = ProbeSizes(num_tokens=768, num_patches=1024)
 _LORA = LoraConfig(r=8, target_modules=("all-linear",))
 
@@ -132,27 +130,6 @@ class Trained:
         parallel.stop_mesh()
 
 
-class Pace:
-    """How fast the machine is: seconds of the same work on all ranks at once, half of it in the caches."""
-
-    def __init__(self) -> None:
-        self._matrix, self._long = torch.randn(512, 512), torch.randn(1 << 22)
-        self._seconds: list[float] = []
-
-    def measure(self) -> None:
-        dist.barrier()
-        began = time.perf_counter()
-        for _ in range(NUM_PACED):
-            torch.mm(self._matrix, self._matrix)
-            torch.sigmoid(self._long)
-        dist.barrier()
-        self._seconds.append(time.perf_counter() - began)
-
-    @property
-    def seconds(self) -> float:
-        return statistics.median(self._seconds)
-
-
 def arguments(tp_size: int) -> Arguments:
     return step_arguments("--tensor-model-parallel-size", str(tp_size))
 
@@ -162,40 +139,31 @@ def rows_of_rank(device: Device, rounds: int, is_quick: bool) -> list[dict[str, 
     torch.set_num_threads(1)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     plain, lora = CASES[1][0], CASES[1][3]
-    calibrating, paces = Pace(), {case: Pace() for case in CASES[world_size]}
     parallel.start(device, model_of(plain, is_quick), 1)
-    calibrating.measure()
     parallel.stop_mesh()
     began = time.perf_counter()
     found = measure(device, arguments(1), model_of(plain, is_quick), range(1, world_size + 1), _SIZES)
-    paced = time.perf_counter()
-    calibrating.measure()
-    began += time.perf_counter() - paced
     more = measure(device, arguments(1), model_of(lora, is_quick), [1], _SIZES)
     calibrated = time.perf_counter() - began
-    calibrating.measure()
     calibration = replace(found, blocks=(*found.blocks, *(one for one in more.blocks if one.key not in found.by_key)))
-    times: dict[Case, list[float]] = {case: [] for case in CASES[world_size]}
+    times: dict[Case, list[list[float]]] = {case: [] for case in CASES[world_size]}
     predictions = {}
     for _ in range(rounds):
-        for case in times:
+        for case, of_rounds in times.items():
             trained = Trained(case, device, is_quick, calibration)
             predictions[case] = trained.prediction
             list(trained.seconds())  # warms up
-            paces[case].measure()
-            times[case] += trained.seconds()
-            paces[case].measure()
+            of_rounds.append(list(trained.seconds()))
             trained.close()
     if dist.get_rank():
         return None
     rows = []
-    for case, seconds in times.items():
-        predicted, measured = predictions[case], statistics.median(seconds)
+    for case, of_rounds in times.items():
+        predicted, seconds = predictions[case], [one for each in of_rounds for one in each]
+        measured = statistics.fmean(statistics.median(of_batch) for of_batch in zip(*of_rounds, strict=True))
         low, high = predicted.interval
-        slower = paces[case].seconds / calibrating.seconds
         rows.append({"case": case.name, "num_ranks": world_size, "predicted": predicted.seconds, "low": low,
                      "high": high, "measured": measured, "error": predicted.seconds / measured - 1,
-                     "slower": slower, "corrected_error": predicted.seconds * slower / measured - 1,
                      "bubble": predicted.bubble, "calibration_seconds": calibrated,
                      "share_in_interval": statistics.fmean(low <= one <= high for one in seconds),
                      "spread": [min(seconds), max(seconds)]})  # fmt: skip

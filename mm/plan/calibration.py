@@ -51,7 +51,7 @@ class MeasuredBlock:
     key: BlockKey
     laws: BlockLaws
     error: float
-    """The largest relative error of the laws among the measured times."""
+    """Relative: from the largest misfit of a law and the spread of repeated measurements; the larger direction."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Calibration:
 
     @property
     def error(self) -> float:
-        """A typical relative error of a block's law: the median of their largest."""
+        """The usual relative error of a block: the median."""
         return median(one.error for one in self.blocks) if self.assumed_error is None else self.assumed_error
 
     @cached_property

@@ -59,9 +59,12 @@ class StepPrediction:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The interval of nine of ten steps, from the error of the laws and the spread of the data."""
-        reach = _NINE_OF_TEN * math.hypot(self.spread, self.error * self.seconds)
-        return max(0.0, self.seconds - reach), self.seconds + reach
+        """The interval of nine of ten steps, from the error of the laws and the spread of the data.
+
+        Its ends are a factor below and above the prediction: a speed may be half or twice, but no time is negative.
+        """
+        factor = math.exp(_NINE_OF_TEN * math.hypot(self.spread / self.seconds, self.error))
+        return self.seconds / factor, self.seconds * factor
 
     @property
     def bubble(self) -> float:

@@ -148,8 +148,8 @@ def _calibrate(flags: argparse.Namespace, training: Sequence[str]) -> None:
         raise UserError(f"the processes that measure ended with status {done.returncode}; see their messages above")
     found = read_calibration(flags.output)
     worst = max(found.blocks, key=lambda one: one.error)
-    print(f"written: {printable(str(flags.output))}: {len(found.blocks)} kinds of blocks; laws and times differ by at "
-          f"most {worst.error:.0%} ({worst.key.kind})")
+    print(f"written: {printable(str(flags.output))}: {len(found.blocks)} kinds of blocks; usual error of a law "
+          f"{found.error:.0%}, largest {worst.error:.0%} ({worst.key.kind})")
     if (speeds := found.speeds) is not None:
         print(f"each of {found.machine.num_processes} devices: {speeds.product_flops / 1e12:,.3g} TFLOP/s in matrix "
               f"products, copies of {speeds.copy_bytes / 1e9:,.3g} GB/s in memory and {speeds.host_bytes / 1e9:,.3g} "

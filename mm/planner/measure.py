@@ -54,8 +54,7 @@ def measure(
                      measured_speeds(device, mesh, model, DTYPES[args.precision], sizes.num_tokens), mesh.world_size)
         own = replace(args, sequence_parallel=args.sequence_parallel and tp_size > 1)
         prober = Prober(device, mesh, own, microbatches)
-        for variant in variants(model):
-            blocks |= {one.key: one for one in prober.blocks(variant, blocks.keys())}
+        blocks |= {one.key: one for one in prober.blocks(variants(model), blocks.keys())}
         passes += prober.passes
         parallel.stop_mesh()
     assert found is not None, "there is at least one size"

@@ -6,7 +6,7 @@ into its gradient buffers, and on a CPU with as many processes at a time as will
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import islice
 from statistics import median
@@ -30,55 +30,46 @@ from mm.parallel.mesh import Mesh
 from mm.parallel.pipeline import message_shape, piece_shape
 from mm.plan.calibration import BlockKey, BlockLaws, MeasuredBlock
 from mm.plan.costs import Cutting, block_keys
-from mm.plan.laws import Law, Timed, fitted, relative_errors
 from mm.planner.links import mean_of_ranks
-from mm.weights.table import Place
+from mm.planner.slots import (
+    DIFFERENCES,
+    DIRECTIONS,
+    FULL_LAYER,
+    LANGUAGE,
+    VISION,
+    Difference,
+    Round,
+    SlotTimes,
+    block_seconds,
+    law_and_error,
+    pass_seconds,
+    slots_of,
+)
 from mm.weights.trained import GradientPath
 
-NUM_REPEATS = 3, 9
-"""Fewest and most repeats of a measurement, besides the first, which warms up."""
-SECONDS_EACH = 0.3
-"""A measurement is repeated for about this long: short ones vary more, and cost less."""
-_VISION = (1, 1, 3, 1, 1, 0, 0, 0, 0)
-_LANGUAGE = (0, 0, 0, 0, 0, 1, 1, 3, 1)
-_FULL_SLOT, _FULL_LAYER = 3, 5
-"""The ViT layer with full attention, alone in its slot."""
-
-
-@dataclass(frozen=True)
-class _Difference:
-    """A block is what the slot ``more`` has beyond the slot ``less``, divided by ``count``."""
-
-    place: BlockPlace
-    more: int
-    less: int | None
-    """None: beyond the host's work for a pass."""
-    count: int = 1
-
-
-_LAYERS = (_Difference((Place.VISION_LAYER, 1), 2, 1, 2), _Difference((Place.LANGUAGE_LAYER, 1), 7, 6, 2))
-_OTHERS = (
-    _Difference((Place.PATCH_EMBEDDING, None), 0, 1), _Difference((Place.VISION_LAYER, _FULL_LAYER), _FULL_SLOT, None),
-    _Difference((Place.PROJECTOR, None), 4, 1), _Difference((Place.EMBEDDING, None), 5, 6),
-    _Difference((Place.HEAD, None), 8, 6),
-)  # fmt: skip
+NUM_ROUNDS = 3
+"""The slots are measured in turn this often: a machine's speed changes within seconds, so what is compared must be
+measured close together, and one disturbed round must not count."""
+NUM_REPEATS = 2, 5
+"""Fewest and most repeats of a measurement in a round, besides the first, which warms up."""
+SECONDS_EACH = 0.1
+"""A measurement is repeated for about this long in a round: short ones vary more, and cost less."""
 
 
 def probe_model(model: ModelConfig) -> ModelConfig:
     """A model of the widths of ``model`` whose slots differ by single blocks, with the same parts frozen."""
-    vision = replace(model.vision, num_layers=sum(_VISION), pipeline_num_layers=(_VISION,),
-                     fullatt_block_indexes=(_FULL_LAYER,), freeze_layers="")
-    language = replace(model.language, num_layers=sum(_LANGUAGE), pipeline_num_layers=(_LANGUAGE,), freeze_layers="")
+    vision = replace(model.vision, num_layers=sum(VISION), pipeline_num_layers=(VISION,),
+                     fullatt_block_indexes=(FULL_LAYER,), freeze_layers="")
+    language = replace(model.language, num_layers=sum(LANGUAGE), pipeline_num_layers=(LANGUAGE,), freeze_layers="")
     return replace(model, vision=vision, language=language)
 
 
 @dataclass(frozen=True)
-class SlotTimes:
-    """Seconds of one slot for each microbatch that was measured: forward and backward."""
+class _Probe:
+    """A probe, and what it measures."""
 
-    forward: Mapping[int, float]
-    """By the number of the microbatch."""
-    backward: Mapping[int, float]
+    model: ModelConfig
+    differences: tuple[Difference, ...]
 
 
 class Prober:
@@ -90,45 +81,37 @@ class Prober:
         self.passes: list[float] = []
         """The host's seconds for passes of a chunk that were measured so far."""
 
-    def blocks(self, model: ModelConfig, known: Set[BlockKey]) -> tuple[MeasuredBlock, ...]:
-        """Measure the kinds of blocks of ``model``, a probe, that are not ``known``."""
-        keys = block_keys(model, Cutting(self._mesh.tp_size, self._args.sequence_parallel), has_images=True)
-        layers, others = ([one for one in some if keys[one.place] not in known] for some in (_LAYERS, _OTHERS))
-        wanted = sorted({slot for one in (*layers, *others) for slot in (one.more, one.less) if slot is not None})
-        slots = {slot: self._slot(model, slot) for slot in wanted}
-        measured = []
-        for one in layers:
-            own = {direction: self._difference(slots, one, direction) for direction in ("forward", "backward")}
-            measured.append(self._block(model, one.place, own))
-            for direction, times in own.items():
-                alone = getattr(slots[one.less or 0], direction)
-                self.passes += [alone[number] - times[number] for number in times if times[number] > 0]
-        usual = max(0.0, median(self.passes)) if self.passes else 0.0
-        for one in others:
-            own = {direction: self._difference(slots, one, direction, usual) for direction in ("forward", "backward")}
-            measured.append(self._block(model, one.place, own))
-        return tuple(measured)
+    def blocks(self, models: Iterable[ModelConfig], known: Set[BlockKey]) -> tuple[MeasuredBlock, ...]:
+        """Measure the kinds of blocks of ``models``, which are probes, that are not ``known``; each kind once."""
+        probes = self._probes(models, known)
+        rounds = [[{slot: self._slot(one.model, slot) for slot in slots_of(one.differences)} for one in probes]
+                  for _ in range(NUM_ROUNDS)]
+        of_probes = list(zip(probes, zip(*rounds, strict=True), strict=True))
+        self.passes += [seconds for probe, slots in of_probes for seconds in pass_seconds(slots, probe.differences)]
+        chunk_pass = max(0.0, median(self.passes)) if self.passes else 0.0
+        return tuple(self._block(probe.model, one, slots, chunk_pass)
+                     for probe, slots in of_probes for one in probe.differences)
 
-    def _difference(
-        self, slots: Mapping[int, SlotTimes], one: _Difference, direction: str, chunk_pass: float = 0.0
-    ) -> dict[int, float]:
-        """Seconds of a block in one direction, by microbatch."""
-        more: Mapping[int, float] = getattr(slots[one.more], direction)
-        less: Mapping[int, float] = {} if one.less is None else getattr(slots[one.less], direction)
-        return {number: (seconds - less.get(number, chunk_pass if one.less is None else 0.0)) / one.count
-                for number, seconds in more.items()}
+    def _probes(self, models: Iterable[ModelConfig], known: Set[BlockKey]) -> list[_Probe]:
+        cutting = Cutting(self._mesh.tp_size, self._args.sequence_parallel)
+        found, taken = list[_Probe](), set(known)
+        for model in models:
+            keys = block_keys(model, cutting, has_images=True)
+            new = tuple(one for one in DIFFERENCES if keys[one.place] not in taken)
+            taken |= {keys[one.place] for one in new}
+            found.append(_Probe(model, new))
+        return found
 
     def _block(
-        self, model: ModelConfig, place: BlockPlace, seconds: Mapping[str, Mapping[int, float]]
+        self, model: ModelConfig, one: Difference, rounds: Sequence[Round], chunk_pass: float
     ) -> MeasuredBlock:
         cutting = Cutting(self._mesh.tp_size, self._args.sequence_parallel)
-        key = block_keys(model, cutting, has_images=True)[place]
-        laws, errors = {}, [0.0]
-        for direction, by_microbatch in seconds.items():
-            times = [Timed(*self._rows(model, place, number), one) for number, one in by_microbatch.items() if one > 0]
-            laws[direction] = law = fitted(times) if len(times) > 1 else Law(0.0, 0.0)
-            errors += map(abs, relative_errors(law, times))
-        return MeasuredBlock(key, BlockLaws(**laws), max(errors))
+        key = block_keys(model, cutting, has_images=True)[one.place]
+        seconds = {direction: block_seconds(rounds, one, direction, chunk_pass) for direction in DIRECTIONS}
+        sizes = {number: self._rows(model, one.place, number) for number in seconds["forward"]}
+        (forward, of_forward), (backward, of_backward) = (law_and_error(seconds[direction], sizes)
+                                                          for direction in DIRECTIONS)
+        return MeasuredBlock(key, BlockLaws(forward, backward), max(of_forward, of_backward))
 
     def _rows(self, model: ModelConfig, place: BlockPlace, number: int) -> tuple[int, int]:
         totals = BatchTotals.of([self._microbatches[number]], model.vision)
@@ -137,7 +120,7 @@ class Prober:
 
     def _slot(self, model: ModelConfig, slot: int) -> SlotTimes:
         """Build one slot, measure it with every microbatch, and free it."""
-        mesh = replace(self._mesh, pp_rank=slot, pp_size=len(_VISION))
+        mesh = replace(self._mesh, pp_rank=slot, pp_size=len(VISION))
         settings = parallel_config(model, self._mesh, self._args.precision, self._args.sequence_parallel)
         chunk = Chunk(model, 0, mesh, settings, self._device, "token", Journal(), self._device.side_queue())
         generator = torch.Generator(self._device.torch_device).manual_seed(slot)
