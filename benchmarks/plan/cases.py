@@ -29,11 +29,13 @@ from mm.plan.costs import counts_of
 from mm.plan.predict import Predictor
 from mm.plan.workload import Workload
 from mm.planner.measure import ProbeSizes, measure
+from mm.planner.probes import NUM_ROUNDS
 from mm.planner.samples import random_microbatch
 from mm.training.step import Setup, step
 
 NUM_MICROBATCHES = 8
 _SIZES = ProbeSizes(num_tokens=768, num_patches=1024)
+_QUICK_SIZES = ProbeSizes(num_tokens=192, num_patches=256)
 _LORA = LoraConfig(r=8, target_modules=("all-linear",))
 
 
@@ -142,8 +144,9 @@ def rows_of_rank(device: Device, rounds: int, is_quick: bool) -> list[dict[str, 
     parallel.start(device, model_of(plain, is_quick), 1)
     parallel.stop_mesh()
     began = time.perf_counter()
-    found = measure(device, arguments(1), model_of(plain, is_quick), range(1, world_size + 1), _SIZES)
-    more = measure(device, arguments(1), model_of(lora, is_quick), [1], _SIZES)
+    sizes, num_rounds = (_QUICK_SIZES, 1) if is_quick else (_SIZES, NUM_ROUNDS)
+    found = measure(device, arguments(1), model_of(plain, is_quick), range(1, world_size + 1), sizes, num_rounds)
+    more = measure(device, arguments(1), model_of(lora, is_quick), [1], sizes, num_rounds)
     calibrated = time.perf_counter() - began
     calibration = replace(found, blocks=(*found.blocks, *(one for one in more.blocks if one.key not in found.by_key)))
     times: dict[Case, list[list[float]]] = {case: [] for case in CASES[world_size]}

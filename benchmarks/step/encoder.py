@@ -26,6 +26,7 @@ from mm.plan.predict import Predictor
 from mm.plan.workload import Workload
 from mm.planner.measure import ProbeSizes
 from mm.planner.measure import measure as calibrate
+from mm.planner.probes import NUM_ROUNDS
 from tests.microbatches import random_microbatch
 from tests.workload import Sample
 
@@ -52,7 +53,7 @@ def measure(device: Device, rounds: int, is_quick: bool, sequence_parallel: bool
     torch.set_num_threads(1)
     model = model_of(1, is_quick)
     model = replace(model, vision=replace(model.vision, freeze=False))
-    predicted = predicted_ratios(device, model, sequence_parallel)
+    predicted = predicted_ratios(device, model, sequence_parallel, 1 if is_quick else NUM_ROUNDS)
     tensors = random_tensors(model, device.torch_device, torch.float32)
     seconds = {name: {encoder: list[tuple[float, float]]() for encoder in ENCODERS} for name in PICTURES}
     firsts: list[tuple[float, float]] = []
@@ -81,14 +82,20 @@ def measure(device: Device, rounds: int, is_quick: bool, sequence_parallel: bool
     ]  # fmt: skip
 
 
-def predicted_ratios(device: Device, model: ModelConfig, sequence_parallel: bool) -> dict[str, dict[str, float]]:
-    """The predicted time of a step, cut / whole and cut / together, for each of ``PICTURES``."""
+def predicted_ratios(
+    device: Device, model: ModelConfig, sequence_parallel: bool, num_rounds: int
+) -> dict[str, dict[str, float]]:
+    """The predicted time of a step, cut / whole and cut / together, for each of ``PICTURES``.
+
+    ``num_rounds``: of the calibration.
+    """
     args = step_arguments("--use-distributed-optimizer", "--tensor-model-parallel-size", "2",
                           *(["--sequence-parallel"] if sequence_parallel else []))
     totals = {name: [BatchTotals.of([one], model.vision) for one in batch_of(name, model)] for name in PICTURES}
     sizes = ProbeSizes(max(one.num_tokens for batch in totals.values() for one in batch),
                        max(one.num_patches for batch in totals.values() for one in batch))
-    calibration, found = calibrate(device, args, model, [1, 2], sizes), dict[str, dict[str, float]]()
+    calibration = calibrate(device, args, model, [1, 2], sizes, num_rounds)
+    found: dict[str, dict[str, float]] = {}
     for name, batch in totals.items():
         seconds = {
             encoder: Predictor(Run(args, replace(model, **fields), DataConfig("hf", ("data.json",)), 2),

@@ -17,7 +17,7 @@ from mm.plan.calibration import BlockKey, Calibration, Machine, MeasuredBlock
 from mm.plan.lists import one_stage
 from mm.planner.links import all_reduce_laws, message_law
 from mm.planner.pipelines import seconds_between_passes
-from mm.planner.probes import Prober, probe_model
+from mm.planner.probes import NUM_ROUNDS, Prober, probe_model
 from mm.planner.samples import random_microbatch
 from mm.planner.speeds import measured_speeds
 from mm.planner.updates import step_law
@@ -36,9 +36,12 @@ class ProbeSizes:
 
 
 def measure(
-    device: Device, args: Arguments, model: ModelConfig, tp_sizes: Sequence[int], sizes: ProbeSizes
-) -> Calibration:
+    device: Device, args: Arguments, model: ModelConfig, tp_sizes: Sequence[int], sizes: ProbeSizes,
+    num_rounds: int = NUM_ROUNDS,
+) -> Calibration:  # fmt: skip
     """Measure everything; every rank of the job calls it and gets the same result.
+
+    ``num_rounds``: how often the blocks are measured; their medians count.
 
     Whole encoders have the laws of one tensor-parallel rank.
     """
@@ -53,7 +56,7 @@ def measure(
             found = (step_law(device, mesh, args, model), message_law(device, mesh), all_reduce_laws(device, mesh),
                      measured_speeds(device, mesh, model, DTYPES[args.precision], sizes.num_tokens), mesh.world_size)
         own = replace(args, sequence_parallel=args.sequence_parallel and tp_size > 1)
-        prober = Prober(device, mesh, own, microbatches)
+        prober = Prober(device, mesh, own, microbatches, num_rounds)
         blocks |= {one.key: one for one in prober.blocks(variants(model), blocks.keys())}
         passes += prober.passes
         parallel.stop_mesh()

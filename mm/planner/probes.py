@@ -48,8 +48,8 @@ from mm.planner.slots import (
 from mm.weights.trained import GradientPath
 
 NUM_ROUNDS = 3
-"""The slots are measured in turn this often: a machine's speed changes within seconds, so what is compared must be
-measured close together, and one disturbed round must not count."""
+"""A calibration measures its slots in turn this often: a machine's speed changes within seconds, so what is compared
+must be measured close together, and one disturbed round must not count."""
 NUM_REPEATS = 2, 5
 """Fewest and most repeats of a measurement in a round, besides the first, which warms up."""
 SECONDS_EACH = 0.1
@@ -75,9 +75,11 @@ class _Probe:
 class Prober:
     """Measures the slots of probes on this rank; every rank of the job measures the same at the same time."""
 
-    def __init__(self, device: Device, mesh: Mesh, args: Arguments, microbatches: Sequence[Microbatch]) -> None:
+    def __init__(
+        self, device: Device, mesh: Mesh, args: Arguments, microbatches: Sequence[Microbatch], num_rounds: int
+    ) -> None:
         self._device, self._mesh, self._args = device, mesh, args
-        self._microbatches = microbatches
+        self._microbatches, self._num_rounds = microbatches, num_rounds
         self.passes: list[float] = []
         """The host's seconds for passes of a chunk that were measured so far."""
 
@@ -85,7 +87,7 @@ class Prober:
         """Measure the kinds of blocks of ``models``, which are probes, that are not ``known``; each kind once."""
         probes = self._probes(models, known)
         rounds = [[{slot: self._slot(one.model, slot) for slot in slots_of(one.differences)} for one in probes]
-                  for _ in range(NUM_ROUNDS)]
+                  for _ in range(self._num_rounds)]
         of_probes = list(zip(probes, zip(*rounds, strict=True), strict=True))
         self.passes += [seconds for probe, slots in of_probes for seconds in pass_seconds(slots, probe.differences)]
         chunk_pass = max(0.0, median(self.passes)) if self.passes else 0.0
