@@ -141,8 +141,6 @@ def rows_of_rank(device: Device, rounds: int, is_quick: bool) -> list[dict[str, 
     torch.set_num_threads(1)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     plain, lora = CASES[1][0], CASES[1][3]
-    parallel.start(device, model_of(plain, is_quick), 1)
-    parallel.stop_mesh()
     began = time.perf_counter()
     sizes, num_rounds = (_QUICK_SIZES, 1) if is_quick else (_SIZES, NUM_ROUNDS)
     found = measure(device, arguments(1), model_of(plain, is_quick), range(1, world_size + 1), sizes, num_rounds)

@@ -41,9 +41,8 @@ def measure(
 ) -> Calibration:  # fmt: skip
     """Measure everything; every rank of the job calls it and gets the same result.
 
-    ``num_rounds``: how often the blocks are measured; their medians count.
-
-    Whole encoders have the laws of one tensor-parallel rank.
+    ``num_rounds``: how often each block is measured; the median counts.  Whole encoders have the laws of one
+    tensor-parallel rank.
     """
     model = replace(model, encoder_placement="cut")
     microbatches = [random_microbatch(model, samples) for samples in _samples(model, sizes)]

@@ -6,7 +6,7 @@ into its gradient buffers, and on a CPU with as many processes at a time as will
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import islice
 from statistics import median
@@ -66,10 +66,10 @@ def probe_model(model: ModelConfig) -> ModelConfig:
 
 @dataclass(frozen=True)
 class _Probe:
-    """A probe, and what it measures."""
+    """A model whose slots are measured, and the kinds of blocks that follow from them."""
 
     model: ModelConfig
-    differences: tuple[Difference, ...]
+    blocks: Mapping[BlockKey, Difference]
 
 
 class Prober:
@@ -86,34 +86,33 @@ class Prober:
     def blocks(self, models: Iterable[ModelConfig], known: Set[BlockKey]) -> tuple[MeasuredBlock, ...]:
         """Measure the kinds of blocks of ``models``, which are probes, that are not ``known``; each kind once."""
         probes = self._probes(models, known)
-        rounds = [[{slot: self._slot(one.model, slot) for slot in slots_of(one.differences)} for one in probes]
+        rounds = [[{slot: self._slot(one.model, slot) for slot in slots_of(one.blocks.values())} for one in probes]
                   for _ in range(self._num_rounds)]
         of_probes = list(zip(probes, zip(*rounds, strict=True), strict=True))
-        self.passes += [seconds for probe, slots in of_probes for seconds in pass_seconds(slots, probe.differences)]
+        self.passes += [seconds for probe, own in of_probes for seconds in pass_seconds(own, probe.blocks.values())]
         chunk_pass = max(0.0, median(self.passes)) if self.passes else 0.0
-        return tuple(self._block(probe.model, one, slots, chunk_pass)
-                     for probe, slots in of_probes for one in probe.differences)
+        return tuple(MeasuredBlock(key, *self._laws(probe.model, one, own, chunk_pass))
+                     for probe, own in of_probes for key, one in probe.blocks.items())
 
     def _probes(self, models: Iterable[ModelConfig], known: Set[BlockKey]) -> list[_Probe]:
         cutting = Cutting(self._mesh.tp_size, self._args.sequence_parallel)
         found, taken = list[_Probe](), set(known)
         for model in models:
             keys = block_keys(model, cutting, has_images=True)
-            new = tuple(one for one in DIFFERENCES if keys[one.place] not in taken)
-            taken |= {keys[one.place] for one in new}
+            new = {keys[one.place]: one for one in DIFFERENCES if keys[one.place] not in taken}
+            taken |= new.keys()
             found.append(_Probe(model, new))
         return found
 
-    def _block(
+    def _laws(
         self, model: ModelConfig, one: Difference, rounds: Sequence[Round], chunk_pass: float
-    ) -> MeasuredBlock:
-        cutting = Cutting(self._mesh.tp_size, self._args.sequence_parallel)
-        key = block_keys(model, cutting, has_images=True)[one.place]
+    ) -> tuple[BlockLaws, float]:
+        """The laws of a block, and the larger of their relative errors."""
         seconds = {direction: block_seconds(rounds, one, direction, chunk_pass) for direction in DIRECTIONS}
         sizes = {number: self._rows(model, one.place, number) for number in seconds["forward"]}
         (forward, of_forward), (backward, of_backward) = (law_and_error(seconds[direction], sizes)
                                                           for direction in DIRECTIONS)
-        return MeasuredBlock(key, BlockLaws(forward, backward), max(of_forward, of_backward))
+        return BlockLaws(forward, backward), max(of_forward, of_backward)
 
     def _rows(self, model: ModelConfig, place: BlockPlace, number: int) -> tuple[int, int]:
         totals = BatchTotals.of([self._microbatches[number]], model.vision)

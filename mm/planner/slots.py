@@ -6,7 +6,7 @@ measured.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Literal
@@ -79,7 +79,7 @@ def block_seconds(
     return found
 
 
-def pass_seconds(rounds: Sequence[Round], differences: Sequence[Difference]) -> list[float]:
+def pass_seconds(rounds: Sequence[Round], differences: Collection[Difference]) -> list[float]:
     """The host's seconds for passes: how much longer a slot of one layer takes than a layer.
 
     One value for each kind of layer in ``differences``, direction and microbatch.
@@ -98,8 +98,8 @@ def pass_seconds(rounds: Sequence[Round], differences: Sequence[Difference]) -> 
 def law_and_error(seconds: Mapping[int, Sequence[float]], sizes: Mapping[int, tuple[int, int]]) -> tuple[Law, float]:
     """The law of a block in one direction, and its relative error.
 
-    ``seconds``: of each round, by microbatch; ``sizes``: the block's rows and pairs by microbatch.  The error joins the
-    law's largest misfit, and half the range of the rounds, which a usual microbatch has.
+    ``seconds``: of each round, by microbatch; ``sizes``: the block's rows and pairs by microbatch.  The error is the
+    root of two squares: the law's largest misfit, and half the range of the rounds (the median of the microbatches).
     """
     usual = {number: middle for number, rounds in seconds.items() if (middle := median(rounds)) > 0}
     times = [Timed(*sizes[number], middle) for number, middle in usual.items()]

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mm.batch import BatchTotals
 from mm.config.data import DataConfig
@@ -17,7 +19,7 @@ from mm.parallel.simulation import step_cost
 from mm.plan.calibration import BlockLaws, Calibration
 from mm.plan.costs import VISION_PLACES, counts_of
 from mm.plan.laws import Law
-from mm.plan.predict import Predictor
+from mm.plan.predict import Predictor, StepPrediction
 from mm.plan.sizes import stage_sizes
 from mm.plan.workload import Workload
 from tests.plan.test_costs import by_flops
@@ -50,6 +52,14 @@ def test_one_rank_does_all_work_one_after_the_other() -> None:
     assert found.seconds == found.pipeline == pytest.approx(work)
     assert found.bubble == pytest.approx(0)
     assert found.interval == (found.seconds, found.seconds)  # the laws are exact, and there is one step
+
+
+@given(seconds=st.floats(1e-3, 1e3), spread=st.floats(0.0, 5.0), error=st.floats(1e-3, 3.0))
+def test_an_interval_never_reaches_zero(seconds: float, spread: float, error: float) -> None:
+    found = StepPrediction(seconds, spread * seconds, seconds, seconds, seconds, 0.0, 0.0, error)
+    low, high = found.interval
+    assert 0 < low < seconds < high
+    assert seconds / low == pytest.approx(high / seconds)
 
 
 def test_stages_run_as_simulated_in_the_order_of_a_run() -> None:
