@@ -2,10 +2,11 @@
 
     python -m benchmarks.plan [--rounds 3] [--output F]
 
-A model of 8 ViT and 8 LLM layers is trained in memory on the CPU, on one process and on two, in several layouts.  All
-cases of a number of processes take turns, so that a change of the machine's speed meets all of them.  Each round trains
-the same three batches.  The measured time is the mean of the batches, of each the median of the rounds; the error is
-the prediction over it, minus 1.  The machine must be idle.
+A model of 8 ViT and 8 LLM layers is trained in memory on the CPU, on one process and on two, in several layouts.  Each
+round calibrates, and then predicts and measures all cases of a number of processes, so that a change of the machine's
+speed meets predictions and steps alike.  Each round trains the same three batches.  The measured time is the mean of
+the batches, of each the median of the rounds; the error is the median prediction over it, minus 1.  A step is in its
+interval if the prediction of its round says so.  The machine must be idle.
 """
 
 import argparse
@@ -44,7 +45,7 @@ def shown(found: dict[str, Any]) -> str:
     took = " and ".join(f"{one:.0f} s" for one in seconds)
     return "\n".join([*lines, "", f"Error: median {found['median_error']:.1%}, worst {found['worst_error']:.1%}.  "
                                   f"{found['share_in_interval']:.0%} of all steps lie in their interval.  "
-                                  f"Calibrations, with and without LoRA, took {took}."])
+                                  f"A calibration, with and without LoRA, took {took}."])
 
 
 def main(argv: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""One rank of ``benchmarks.plan``: calibrates, predicts and measures.  Import it after ``Device.pick``."""
+"""One rank of ``benchmarks.plan``: calibrates, predicts and measures, in rounds.  Import it after ``Device.pick``."""
 
 import os
 import random
@@ -26,10 +26,9 @@ from mm.parallel import mesh as parallel
 from mm.placement import PipelineLayout
 from mm.plan.calibration import Calibration
 from mm.plan.costs import counts_of
-from mm.plan.predict import Predictor
+from mm.plan.predict import Predictor, StepPrediction
 from mm.plan.workload import Workload
 from mm.planner.measure import ProbeSizes, measure
-from mm.planner.probes import NUM_ROUNDS
 from mm.planner.samples import random_microbatch
 from mm.training.step import Setup, step
 
@@ -70,6 +69,14 @@ CASES = {
     ),
 }  # fmt: skip
 """By the number of processes."""
+_QUICK = {1: (0, 3), 2: (4, 6, 7)}
+"""Places of those that the quick benchmark measures."""
+
+
+def cases_of(num_ranks: int, is_quick: bool) -> tuple[Case, ...]:
+    """The cases of ``num_ranks`` processes."""
+    every = CASES[num_ranks]
+    return tuple(every[place] for place in _QUICK[num_ranks]) if is_quick else every
 
 
 def model_of(case: Case, is_quick: bool) -> ModelConfig:
@@ -137,35 +144,51 @@ def arguments(tp_size: int) -> Arguments:
 
 
 def rows_of_rank(device: Device, rounds: int, is_quick: bool) -> list[dict[str, Any]] | None:
-    """Calibrate, then measure every case in turn; the rows on rank 0, None on the others."""
+    """In each round calibrate, then predict and measure every case; the rows on rank 0, None on the others."""
     torch.set_num_threads(1)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    plain, lora = CASES[1][0], CASES[1][3]
-    began = time.perf_counter()
-    sizes, num_rounds = (_QUICK_SIZES, 1) if is_quick else (_SIZES, NUM_ROUNDS)
-    found = measure(device, arguments(1), model_of(plain, is_quick), range(1, world_size + 1), sizes, num_rounds)
-    more = measure(device, arguments(1), model_of(lora, is_quick), [1], sizes, num_rounds)
-    calibrated = time.perf_counter() - began
-    calibration = replace(found, blocks=(*found.blocks, *(one for one in more.blocks if one.key not in found.by_key)))
-    times: dict[Case, list[list[float]]] = {case: [] for case in CASES[world_size]}
-    predictions = {}
+    found: dict[Case, list[_Measured]] = {case: [] for case in cases_of(world_size, is_quick)}
     for _ in range(rounds):
-        for case, of_rounds in times.items():
+        began = time.perf_counter()
+        calibration = _calibrated(device, world_size, is_quick)
+        calibrated = time.perf_counter() - began
+        for case, of_case in found.items():
             trained = Trained(case, device, is_quick, calibration)
-            predictions[case] = trained.prediction
             list(trained.seconds())  # warms up
-            of_rounds.append(list(trained.seconds()))
+            of_case.append(_Measured(calibrated, trained.prediction, tuple(trained.seconds())))
             trained.close()
-    if dist.get_rank():
-        return None
-    rows = []
-    for case, of_rounds in times.items():
-        predicted, seconds = predictions[case], [one for each in of_rounds for one in each]
-        measured = statistics.fmean(statistics.median(of_batch) for of_batch in zip(*of_rounds, strict=True))
-        low, high = predicted.interval
-        rows.append({"case": case.name, "num_ranks": world_size, "predicted": predicted.seconds, "low": low,
-                     "high": high, "measured": measured, "error": predicted.seconds / measured - 1,
-                     "bubble": predicted.bubble, "calibration_seconds": calibrated,
-                     "share_in_interval": statistics.fmean(low <= one <= high for one in seconds),
-                     "spread": [min(seconds), max(seconds)]})  # fmt: skip
-    return rows
+    return None if dist.get_rank() else [_row(case, world_size, of_case) for case, of_case in found.items()]
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """One round of one case."""
+
+    calibration_seconds: float
+    predicted: StepPrediction
+    seconds: tuple[float, ...]
+    """Of a step of each batch."""
+
+
+def _calibrated(device: Device, world_size: int, is_quick: bool) -> Calibration:
+    """A calibration in one round, with and without adapters."""
+    plain, lora = CASES[1][0], CASES[1][3]
+    sizes = _QUICK_SIZES if is_quick else _SIZES
+    found = measure(device, arguments(1), model_of(plain, is_quick), range(1, world_size + 1), sizes, num_rounds=1)
+    more = measure(device, arguments(1), model_of(lora, is_quick), [1], sizes, num_rounds=1)
+    return replace(found, blocks=(*found.blocks, *(one for one in more.blocks if one.key not in found.by_key)))
+
+
+def _row(case: Case, world_size: int, rounds: Sequence[_Measured]) -> dict[str, Any]:
+    predicted = sorted((one.predicted for one in rounds), key=lambda one: one.seconds)[len(rounds) // 2]
+    of_batches = zip(*(one.seconds for one in rounds), strict=True)
+    measured = statistics.fmean(map(statistics.median, of_batches))
+    low, high = predicted.interval
+    is_inside = [one.predicted.interval[0] <= seconds <= one.predicted.interval[1]
+                 for one in rounds for seconds in one.seconds]
+    every = [seconds for one in rounds for seconds in one.seconds]
+    return {"case": case.name, "num_ranks": world_size, "predicted": predicted.seconds, "low": low, "high": high,
+            "measured": measured, "error": predicted.seconds / measured - 1, "bubble": predicted.bubble,
+            "calibration_seconds": statistics.fmean(one.calibration_seconds for one in rounds),
+            "share_in_interval": statistics.fmean(is_inside), "spread": [min(every), max(every)],
+            "predictions": [one.predicted.seconds for one in rounds]}  # fmt: skip

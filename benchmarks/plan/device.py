@@ -40,8 +40,8 @@ def predicted(case: Case, device: Device, operators: Mapping[str, Mapping[str, T
             "by_kernels": sum(seconds_of(phase, known) for phase in operators.values())}  # fmt: skip
 
 
-def measured(case: Case, device: Device, num_warmup: int, num_steps: int) -> dict[str, Any]:
-    """The calibrated prediction of a step, and its measured time."""
+def measured(case: Case, device: Device, num_rounds: int, num_warmup: int, num_steps: int) -> dict[str, Any]:
+    """The prediction of a step by a calibration in ``num_rounds``, and its measured time."""
     from benchmarks.sides import Ours, random_tensors
     from mm.parallel.megatron import DTYPES
     from mm.plan.costs import counts_of
@@ -55,7 +55,8 @@ def measured(case: Case, device: Device, num_warmup: int, num_steps: int) -> dic
              for seed in range(case.num_microbatches)]
     args = step_arguments("--use-distributed-optimizer", *([f"--{precision}"] if precision != "fp32" else []))
     began = time.perf_counter()
-    calibration = measure(device, args, model, [1], ProbeSizes(batch[0].num_tokens, batch[0].num_patches))
+    calibration = measure(device, args, model, [1], ProbeSizes(batch[0].num_tokens, batch[0].num_patches),
+                          num_rounds)
     calibrated = time.perf_counter() - began
     counts = counts_of([BatchTotals.of([one], model.vision) for one in batch])
     prediction = Predictor(Run(args, model, DataConfig("hf", ("data.json",)), 1), calibration).predict(
@@ -81,6 +82,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--size", default="3b", choices=("tiny", "3b", "7b"))
     parser.add_argument("--tokens", type=int, default=6 * SAMPLE_TOKENS, help="of a microbatch, in samples of 689")
     parser.add_argument("--num-microbatches", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3, help="of the calibration")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=7)
     add_record_flags(parser, "predictions")
@@ -91,7 +93,7 @@ def main(argv: list[str]) -> None:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         for name, case in (("all trained", whole), ("ViT frozen", replace(whole, freeze=FROZEN))):
             found = {"case": name, **predicted(case, device, pool.submit(trace, case).result().operators),
-                     **measured(case, device, flags.warmup, flags.steps)}  # fmt: skip
+                     **measured(case, device, flags.rounds, flags.warmup, flags.steps)}  # fmt: skip
             records.write("prediction", **found)
             rows.append(found)
     report(rows, flags.output, prints=False)
