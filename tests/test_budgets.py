@@ -19,12 +19,13 @@ from typing import NamedTuple
 
 import pytest
 
-from mm.plan.by_device import ROUNDED_BYTES
+from mm.plan.by_device import rounding_bytes
 from mm.plan.memory import MicrobatchSizes, StageMemory
 from mm.weights.memory import memory_shape
 from mm.weights.table import model_weights
 from tests.meta.device import PHASES
 from tests.meta.step import Case, Trace, main, report, trace
+from tests.workload import NO_COPIES, REMAINDERS, ROUNDED_MOMENTS
 
 
 class Budget(NamedTuple):
@@ -246,15 +247,20 @@ def test_states_are_those_of_the_dry_run(traced) -> None:
     assert size.total_bytes == pytest.approx(traced(WHOLE).state_bytes, abs=1e5)
 
 
-def test_rounded_moments_take_half_and_are_widened_by_the_block(traced) -> None:
-    """14 bytes a trained parameter instead of 18; the update moves 32 bytes more for each."""
+@pytest.mark.parametrize(("flags", "num_bytes"), [
+    (ROUNDED_MOMENTS, 14), (REMAINDERS, 16), ((*REMAINDERS, *ROUNDED_MOMENTS), 12), (NO_COPIES, 14),
+    ((*NO_COPIES, *ROUNDED_MOMENTS), 10)], ids=lambda one: " ".join(one) if isinstance(one, tuple) else "")  # fmt: skip
+def test_states_in_16_bits_take_less_and_are_widened_by_the_block(traced, flags, num_bytes: int) -> None:
+    """Instead of 18 bytes a trained parameter; the update moves more for each, as ``mm.plan.by_device`` assumes."""
     from tests.plan.test_stages import run_of, sizes
 
-    case = replace(WHOLE, rounded=True)
-    (size,) = sizes(run_of("3b", [32], [36], 1, bf16=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"))
-    assert size.total_bytes == 14 * size.num_params == pytest.approx(traced(case).state_bytes, abs=1e5)
+    case, names = replace(WHOLE, flags=flags), [one for one in flags if one.startswith("--")]
+    given = {name.lstrip("-").replace("-", "_"): True if name in REMAINDERS else "bf16" for name in names}
+    run = run_of("3b", [32], [36], 1, bf16=True, **given)
+    (size,) = sizes(run)
+    assert size.total_bytes == num_bytes * size.num_params == pytest.approx(traced(case).state_bytes, abs=1e5)
     more = cost(traced(case), "update").gigabytes - cost(traced(WHOLE), "update").gigabytes
-    assert 1e9 * more / size.num_params == pytest.approx(sum(ROUNDED_BYTES.values()), rel=0.02)
+    assert 1e9 * more / size.num_params == pytest.approx(rounding_bytes(run.args), rel=0.02)
 
 
 def test_frozen_weights_beside_adapters_cost_their_bytes_only(traced) -> None:

@@ -11,6 +11,8 @@ With 689 tokens it is as long as the mean sample of the data set in MindSpeed-MM
 SAMPLE_TOKENS = 315 + 2 + 372
 
 ROUNDED_MOMENTS = ("--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16")
+REMAINDERS = ("--store-param-remainders",)
+NO_COPIES = ("--main-params-dtype", "bf16")
 
 TINY_SAMPLE: Sample = (((1, 16, 12),), 30)
 

@@ -5,7 +5,7 @@ help.  Flags of other programs that do nothing here are in ``mm.config.foreign``
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,11 +13,10 @@ from annotated_types import Ge
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from mm.config.command_line import CommandLine, Words
+from mm.config.command_line import CommandLine
 from mm.config.foreign import FLAGS
-from mm.config.lora import LoraConfig, pattern_pairs, pattern_problems
-from mm.config.model import Granularity, Method, RecomputeConfig, RecomputeModules, recompute_problems
-from mm.config.phases import phase_problems
+from mm.config.lora import LoraConfig, pattern_pairs
+from mm.config.model import Granularity, Method, RecomputeConfig, RecomputeModules
 from mm.config.schema import (
     NUMBERS,
     STRICT,
@@ -195,6 +194,11 @@ class Arguments:
         "fp32", description="dtype of Adam's first moment between steps; bf16 halves its memory")
     exp_avg_sq_dtype: Literal["fp32", "bf16"] = Field("fp32", description=(
         "dtype of Adam's second moment between steps; bf16 halves its memory, with stochastic rounding"))
+    main_params_dtype: Literal["fp32", "bf16"] = Field("fp32", description=(
+        "dtype of the weights that Adam updates; bf16: the bf16 weights themselves, with stochastic rounding, without "
+        "fp32 copies"))
+    store_param_remainders: bool = Field(False, description=(
+        "keep beside each bf16 weight the 16 bits that it lacks, not an fp32 copy: the same updates, half the memory"))
     accumulate_allreduce_grads_in_fp32: bool = Field(
         False, description="sum and reduce gradients in fp32 (default); --grad-reduce-in-bf16 switches it off")
     grad_reduce_in_bf16: bool = Field(
@@ -279,6 +283,11 @@ class Arguments:
         return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
 
     @property
+    def kept_copy(self) -> Literal["fp32", "remainder", "none"]:
+        """What the optimizer keeps beside a weight in 16 bits."""
+        return "remainder" if self.store_param_remainders else "none" if self.main_params_dtype == "bf16" else "fp32"
+
+    @property
     def loss_unit(self) -> LossUnit:
         """The unit over which the loss is a mean; the loss of one unit is the mean over its target tokens."""
         return "sample" if self.calculate_per_sample_loss else (
@@ -335,66 +344,3 @@ TRAIN = CommandLine(
 def parse(argv: Sequence[str]) -> Arguments:
     """Read the command line; raises UserError with every problem of single flags."""
     return TRAIN.read(TRAIN.split(argv))
-
-
-def flag_problems(args: Arguments) -> Iterator[str]:
-    """Rules between flags."""
-    if args.bf16 and args.fp16:
-        yield "--bf16 and --fp16 are both given; keep one"
-    if args.overlap_p2p_communication and args.no_overlap_p2p_communication:
-        yield "--overlap-p2p-communication and --no-overlap-p2p-communication are both given; keep one"
-    if args.grad_reduce_in_bf16 and not args.bf16:
-        yield (f"--grad-reduce-in-bf16 needs --bf16, but the run is in {args.precision}: gradients are fp32, or of the "
-               f"weights' dtype; add --bf16, or remove the flag")
-    losses = [f"--calculate-per-{unit}-loss" for unit in ("token", "sample", "microbatch")
-              if getattr(args, f"calculate_per_{unit}_loss")]
-    if len(losses) > 1:
-        yield f"{' and '.join(losses)} are all given; keep one"
-    if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
-        yield "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce"
-    for flag, value in (("--keep-last-checkpoints", args.keep_last_checkpoints),
-                        ("--save-retain-interval", args.save_retain_interval)):
-        if args.save is None and value is not None:
-            yield f"{flag} is {value}, but --save is missing"
-    if args.save_on_each_node and args.save is None:
-        yield "--save-on-each-node is given, but --save is missing"
-    if args.save_retain_interval is not None and args.save_retain_interval % (args.save_interval or 1):
-        yield (f"--save-retain-interval is {args.save_retain_interval}; expected a multiple of --save-interval = "
-               f"{args.save_interval}, because no other iterations are saved at intervals")
-    yield from phase_problems(args.phase_timeouts)
-    yield from recompute_problems(args.recompute, "--recompute-", "--recompute-num-layers")
-    yield from pattern_problems("--lora-rank-pattern", args.lora_rank_pattern, whole=True)
-    yield from pattern_problems("--lora-alpha-pattern", args.lora_alpha_pattern, whole=False)
-    if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
-        yield "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler are both given; keep one"
-    if args.min_lr > args.lr:
-        yield f"--min-lr is {args.min_lr:g}, above --lr = {args.lr:g}"
-    if args.lr_warmup_fraction is not None and args.lr_warmup_iters:
-        yield "--lr-warmup-fraction and --lr-warmup-iters are both given; keep one"
-    if args.profile and args.profile_step_start >= args.profile_step_end:
-        yield (f"--profile-step-start is {args.profile_step_start}; expected less than --profile-step-end = "
-               f"{args.profile_step_end}, before which the profiler stops")
-    if args.train_iters:
-        yield from step_problems(args)
-
-
-def step_problems(args: Arguments) -> Iterator[str]:
-    """Rules between flags and the number of steps, which with ``--num-train-epochs`` follows from the samples."""
-    if args.lr_warmup_iters >= (decay_iters := args.lr_decay_iters or args.train_iters):
-        yield (f"--lr-warmup-iters is {args.lr_warmup_iters}; expected fewer than the {decay_iters} decay steps "
-               f"({'--lr-decay-iters' if args.lr_decay_iters else '--train-iters'})")
-    if args.profile_pipeline is not None and args.profile_pipeline > args.train_iters:
-        yield (f"--profile-pipeline is {args.profile_pipeline}, but the last iteration is --train-iters = "
-               f"{args.train_iters}; give one from 1 to {args.train_iters}")
-    if args.profile and args.profile_step_start > args.train_iters:
-        yield (f"--profile-step-start is {args.profile_step_start}, but the last iteration is --train-iters = "
-               f"{args.train_iters}; give one from 1 to {args.train_iters}")
-
-
-def length_problems(words: Words) -> Iterator[str]:
-    """Problems if the length of the run is missing, or given twice."""
-    given = [flag for flag in ("--train-iters", "--num-train-epochs") if flag in words.given]
-    if len(given) > 1:
-        yield f"{' and '.join(given)} both give the length of the run; keep one"
-    if not given:
-        yield "--train-iters is missing: total number of optimizer steps; or give --num-train-epochs"

@@ -76,7 +76,7 @@ FLAGS: Mapping[str, FlagRow] = {
     **rows(Inert("it only affects memory and speed and is not supported here; --recompute-granularity saves memory"),
            "--swap-attention --swap-modules --swap-optimizer --adaptive-memory-optimization "
            "--adaptive-recompute-device-size --recompute-in-advance "
-           "--reuse-fp32-param --optimize-send-recv-comm --use-ascend-mc2 --use-ascend-coc --use-fusion-attn-v2 "
+           "--optimize-send-recv-comm --use-ascend-mc2 --use-ascend-coc --use-fusion-attn-v2 "
            "--manual-gc --manual-gc-interval --empty-unused-memory-level --tp-comm-overlap "
            "--overlap-p2p-communication-warmup-flush --no-align-grad-reduce"),
     "--override-opt_param-scheduler": SameAs("--override-opt-param-scheduler"),
@@ -88,9 +88,12 @@ FLAGS: Mapping[str, FlagRow] = {
     "--no-load-args": Inert("arguments never come from a checkpoint"),
     "--trust-remote-code": Inert(_NO_TRUST),
     "--optimizer": Fixed(("adam",), "expected one of adam"),
-    "--use-precision-aware-optimizer": Inert("--exp-avg-dtype and --exp-avg-sq-dtype work without it"),
+    "--use-precision-aware-optimizer": Inert(
+        "--exp-avg-dtype, --exp-avg-sq-dtype and --main-params-dtype work without it; where Megatron then stores "
+        "remainders of bf16 weights, add --store-param-remainders"),
+    "--no-store-param-remainders": Inert("fp32 copies of weights are kept unless --store-param-remainders is given"),
+    "--reuse-fp32-param": SameAs("--store-param-remainders"),
     "--main-grads-dtype": Fixed(("fp32",), "write --grad-reduce-in-bf16 for gradients in bf16"),
-    "--main-params-dtype": Fixed(("fp32",), "Adam updates fp32 copies of 16-bit weights in this version"),
     **rows(Fixed((), "set lora_apply_modules or lora_mixed_training in the model JSON, where MindSpeed-MM reads them "
                      "too"), "--lora-apply-modules --lora-mixed-training"),
     "--lora-target-parameters": Fixed((), "only linear layers can have adapters: use --lora-target-modules"),

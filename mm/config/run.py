@@ -16,7 +16,8 @@ from pydantic_core import to_jsonable_python
 from mm.config.command_line import Words, flag_name
 from mm.config.data import DataConfig, read_data
 from mm.config.dataset_files import training_files, validation_files
-from mm.config.flags import TRAIN, Arguments, flag_problems, is_same_directory, length_problems
+from mm.config.flag_rules import flag_problems, length_problems
+from mm.config.flags import TRAIN, Arguments, is_same_directory
 from mm.config.launcher import launched_ranks, world_problems
 from mm.config.lora import lora_notes, lora_problems, merged
 from mm.config.model import ModelConfig, RecomputeConfig, placement_notes, read_model

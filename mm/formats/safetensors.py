@@ -17,7 +17,7 @@ from mm.weights.plan import TargetFile
 from mm.weights.views import Stored
 
 DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I16": torch.int16,
     "I64": torch.int64, "U8": torch.uint8,
 }  # fmt: skip
 """All dtypes that this project writes."""

@@ -38,7 +38,8 @@ class CheckpointTensor:
     name: str
     """Name of the weight, with the global layer number."""
     kind: str
-    """"weight", "master" (its fp32 copy), "exp_avg", "exp_avg_sq", or "random" (a random state, not of a weight)."""
+    """"weight", "master" (its fp32 copy), "remainder" (what a bf16 weight lacks of that, ``mm.weights.halves``),
+    "exp_avg", "exp_avg_sq", or "random" (a random state, not of a weight)."""
     tp_rank: int
     """0 for tensors that are equal on all tensor-parallel ranks and therefore stored once."""
     start: int

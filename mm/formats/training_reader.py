@@ -18,6 +18,7 @@ from mm.formats.manifest import MANIFEST_FILE
 from mm.formats.safetensors import read_header
 from mm.formats.training import CheckpointManifest, CheckpointTensor
 from mm.weights.cut import share_numbers
+from mm.weights.halves import joined
 from mm.weights.table import Weight, local_shape, placed, shard, stored_name, unshard
 from mm.weights.trained import saved_weights
 from mm.weights.views import Misfit, Stored, View, shard_view
@@ -95,22 +96,42 @@ class TrainingDirectory:
         return views, misfits
 
     def has(self, weight: Weight, kind: str) -> bool:
-        return (stored_name(weight), kind, 0) in self._pieces
+        """Whether ``read_state`` finds it."""
+        return all((stored_name(weight), one, 0) in self._pieces for one in self._kinds(weight, kind))
+
+    def has_fp32(self, weight: Weight) -> bool:
+        """Whether it holds the weight in fp32, in whatever form."""
+        pieces = self._pieces.get((stored_name(weight), "weight", 0), ())
+        return self.has(weight, "master") or any(piece.stored.dtype == torch.float32 for piece in pieces)
+
+    def _kinds(self, weight: Weight, kind: str) -> tuple[str, ...]:
+        """The kinds of pieces that hold ``kind``: an fp32 copy may be stored as the weight and its remainder."""
+        is_joined = kind == "master" and (stored_name(weight), "remainder", 0) in self._pieces
+        return ("weight", "remainder") if is_joined else (kind,)
 
     def read_state(self, weight: Weight, kind: str, tp_size: int, tp_rank: int, start: int, stop: int) -> Tensor:
         """Elements ``start`` to ``stop`` of the flattened shard of one tensor-parallel rank: "master" or a moment.
 
         Raises UserError with file and tensor if something is missing or damaged.
         """
+        if start == stop:
+            return torch.empty(0)
+        found = [self._read_kind(weight, one, tp_size, tp_rank, start, stop) for one in self._kinds(weight, kind)]
+        return found[0] if len(found) == 1 else joined(*found)
+
+    def _read_kind(self, weight: Weight, kind: str, tp_size: int, tp_rank: int, start: int, stop: int) -> Tensor:
         own, stored, needed = self._shards(weight, tp_size, tp_rank)
         if own[0] == stored:
             return self._range(stored_name(weight), kind, own[1], start, stop)
         plain = dataclasses.replace(weight, is_whole=False)
         shape = local_shape(plain, stored)
-        nothing = torch.zeros(()).expand(shape)  # for shards that this rank does not need
-        found = [self._range(stored_name(weight), kind, rank, 0, math.prod(shape)).reshape(shape)
-                 if rank in needed else nothing for rank in range(stored)]
-        return shard(plain, unshard(plain, found), *own).reshape(-1)[start:stop]
+        found = {rank: self._range(stored_name(weight), kind, rank, 0, math.prod(shape)).reshape(shape)
+                 for rank in needed}
+        # for shards that this rank does not need
+        pieces = self._pieces.get((stored_name(weight), kind, 0))
+        nothing = torch.zeros((), dtype=pieces[0].stored.dtype if pieces else torch.float32).expand(shape)
+        shards = [found.get(rank, nothing) for rank in range(stored)]
+        return shard(plain, unshard(plain, shards), *own).reshape(-1)[start:stop]
 
     def _shards(self, weight: Weight, tp_size: int, tp_rank: int) -> tuple[tuple[int, int], int, list[int]]:
         """``weight.shards`` of this rank, the number of stored shards, and which of them it needs.
@@ -138,7 +159,8 @@ class TrainingDirectory:
             ranges = [(0, math.prod(local_shape(self._as_stored(weight), self.manifest.tp_size)))] * len(needed)
         name = stored_name(weight)
         return {piece.stored.file for rank, (first, last) in zip(needed, ranges, strict=True)
-                for piece, _, _ in self._covering(name, kind, rank, first, last) if self._is_elsewhere(piece)}
+                for one in self._kinds(weight, kind)
+                for piece, _, _ in self._covering(name, one, rank, first, last) if self._is_elsewhere(piece)}
 
     def random_elsewhere(self, name: str) -> set[str]:
         """The file of a random state, if it is not here."""

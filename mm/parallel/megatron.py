@@ -128,11 +128,6 @@ def optimizer_config(args: Arguments, settings: TransformerConfig) -> OptimizerC
     )
 
 
-def moment_dtypes(args: Arguments) -> dict[str, torch.dtype]:
-    """The dtypes of Adam's moments between steps, by megatron's names for the moments."""
-    return {"exp_avg": DTYPES[args.exp_avg_dtype], "exp_avg_sq": DTYPES[args.exp_avg_sq_dtype]}
-
-
 def bind(
     settings: TransformerConfig,
     models: Sequence[DistributedDataParallel],

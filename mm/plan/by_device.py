@@ -6,6 +6,7 @@ It tells layouts of one device apart; its times are an estimate, and ``ASSUMED_E
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mm.config.flags import Arguments
 from mm.config.model import ModelConfig, Tower
 from mm.config.run import Run
 from mm.device.platform import KnownDevice, Links
@@ -39,8 +40,11 @@ Measured on an H200: 47.2 ms for 3.75 billion parameters, which is 46.9 ms by th
 ROUNDED_BYTES = {"exp_avg": 12, "exp_avg_sq": 20}
 """More traffic of the update for a moment in bf16: it is widened and rounded, and stochastic rounding of the second one
 also reads the weight."""
+COPY_BYTES = {"fp32": 0, "remainder": 42, "none": 26}
+"""More traffic for a weight without an fp32 copy, by ``Arguments.kept_copy``: its fp32 number is joined and split by
+single operators, or widened and rounded stochastically; and no copy is read to fill the bf16 weight."""
 EAGER_ROUNDING_BYTES = 366
-"""More traffic where that rounding runs as single operators instead of one kernel, counted by operators."""
+"""More traffic where stochastic rounding runs as single operators instead of one kernel, counted by operators."""
 _NUM_COLLECTIVES = 2
 """Collectives of a tensor-parallel layer in each direction: after attention and after the MLP."""
 
@@ -60,7 +64,8 @@ def calibration_by_device(run: Run, device: KnownDevice, links: Links) -> Calibr
                 laws = rates.laws(place[0], forward_laws(model)[place], key, backwards[place].num_forward)
                 found[key] = MeasuredBlock(key, laws, ASSUMED_ERROR)
     within = LINKS * links.within
-    update_bytes = UPDATE_BYTES + _rounding_bytes(run, device)
+    is_compiled = any(one.compiles_leaves for one in PLATFORMS if device in one.known_devices)
+    update_bytes = UPDATE_BYTES + rounding_bytes(run.args, is_compiled)
     return Calibration(
         machine=Machine(device.label, run.args.precision, 1, {}), date="", blocks=tuple(found.values()),
         chunk_pass=0.0, pipeline_pass=None,
@@ -69,11 +74,14 @@ def calibration_by_device(run: Run, device: KnownDevice, links: Links) -> Calibr
         network=Network(links.node_size, NETWORK_SECONDS, 1 / (LINKS * links.between)), assumed_error=ASSUMED_ERROR)
 
 
-def _rounding_bytes(run: Run, device: KnownDevice) -> int:
-    """More traffic of the update, per trained parameter, for moments in bf16."""
-    found = sum(one for name, one in ROUNDED_BYTES.items() if getattr(run.args, f"{name}_dtype") != "fp32")
-    is_compiled = any(one.compiles_leaves for one in PLATFORMS if device in one.known_devices)
-    return found + (EAGER_ROUNDING_BYTES if run.args.exp_avg_sq_dtype != "fp32" and not is_compiled else 0)
+def rounding_bytes(args: Arguments, is_compiled: bool = True) -> int:
+    """More traffic of the update, per trained parameter, for states in 16 bits.
+
+    ``is_compiled``: whether stochastic rounding is one kernel.
+    """
+    found = sum(one for name, one in ROUNDED_BYTES.items() if getattr(args, f"{name}_dtype") != "fp32")
+    num_rounded = (args.exp_avg_sq_dtype != "fp32") + (args.kept_copy == "none")
+    return found + COPY_BYTES[args.kept_copy] + (0 if is_compiled else EAGER_ROUNDING_BYTES * num_rounded)
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,7 @@ class Machine:
     versions: Mapping[str, str]
     exp_avg_dtype: str = "fp32"
     exp_avg_sq_dtype: str = "fp32"
+    kept_copy: str = "fp32"
 
 
 @dataclass(frozen=True)

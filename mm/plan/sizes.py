@@ -21,13 +21,17 @@ from mm.weights.placed import owns, stage_weights, weights_by_place
 from mm.weights.table import Place, Weight, model_weights
 from mm.weights.trained import is_frozen
 
+COPY_BYTES = {"fp32": FP32, "remainder": 2, "none": 0}
+"""Bytes kept beside a trained weight in 16 bits, by ``Arguments.kept_copy``."""
+
 
 @dataclass(frozen=True)
 class StageSize:
     """States of one rank of a stage.  Frozen weights have neither gradients nor optimizer state.
 
-    The copy of weights in bf16 or fp16 is fp32, and so are the two Adam moments unless ``--exp-avg-dtype`` and
-    ``--exp-avg-sq-dtype`` say otherwise.  Gradients are fp32 unless they are reduced in bf16.
+    The copy of weights in bf16 or fp16 is fp32, unless ``--store-param-remainders`` or ``--main-params-dtype`` say
+    otherwise, and so are the two Adam moments unless ``--exp-avg-dtype`` and ``--exp-avg-sq-dtype`` do.  Gradients are
+    fp32 unless they are reduced in bf16.
     """
 
     num_params: int
@@ -57,7 +61,7 @@ def chunk_size(run: Run, spec: StageSpec) -> StageSize:
     num_params, num_trainable, num_whole = _num_params(one_stage(run.model), run.tp_size, spec)
     gradient_width = WIDTHS["bf16"] if run.args.grad_reduce_in_bf16 else FP32
     moment_widths = [WIDTHS[dtype] for dtype in (run.args.exp_avg_dtype, run.args.exp_avg_sq_dtype)]
-    state_bytes = sum(moment_widths) + (FP32 if run.args.precision != "fp32" else 0)
+    state_bytes = sum(moment_widths) + (COPY_BYTES[run.args.kept_copy] if run.args.precision != "fp32" else 0)
     num_shards = num_optimizer_shards(run)
     return StageSize(
         num_params=num_params,
@@ -76,13 +80,17 @@ def num_optimizer_shards(run: Run) -> int:
 
 
 def block_bytes(run: Run, size: StageSize) -> int:
-    """The memory that the update needs for one block of bf16 moments: fp32 copies, and the second one when rounded.
+    """The memory that the update needs for one block of states in 16 bits: all of them in fp32, and what rounding or
+    splitting one of them makes.
 
     Where rounding is not compiled to one kernel, it needs some int64 numbers per element besides.
     """
     first, second = (WIDTHS[dtype] < FP32 for dtype in (run.args.exp_avg_dtype, run.args.exp_avg_sq_dtype))
+    copy = run.args.kept_copy
+    salts_and_result = FP32 + WIDTHS["bf16"]
+    once_more = max(WIDTHS["bf16"] * second, salts_and_result * (copy == "none"), 2 * FP32 * (copy == "remainder"))
     num_elements = min(ROUNDED_AT_ONCE, -(-size.num_trainable_params // num_optimizer_shards(run)))
-    return num_elements * (FP32 * (first + second) + WIDTHS["bf16"] * second)
+    return num_elements * (FP32 * (first + second + (copy != "fp32")) + once_more)
 
 
 def _num_params(model: ModelConfig, tp_size: int, spec: StageSpec) -> tuple[int, int, int]:

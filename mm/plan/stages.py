@@ -78,14 +78,16 @@ def _run_lines(run: Run) -> list[str]:
         f"Training  {_steps(run)} in {args.precision}, loss: mean over the "
         f"{'target token' if args.loss_unit == 'token' else args.loss_unit}s of the global batch, optimizer state "
         f"{'split over the data-parallel ranks' if args.use_distributed_optimizer else 'whole on every rank'}"
-        f"{_moments(args)}",
+        f"{_states(args)}",
     ]
 
 
-def _moments(args: Arguments) -> str:
+def _states(args: Arguments) -> str:
     dtypes = {"first": args.exp_avg_dtype, "second": args.exp_avg_sq_dtype}
     rounded = [f"the {name} in {dtype}" for name, dtype in dtypes.items() if dtype != "fp32"]
-    return f", moments: {' and '.join(rounded)}" if rounded else ""
+    copies = {"fp32": "", "remainder": ", 16 bits beside each weight in place of an fp32 copy",
+              "none": ", no fp32 copies of weights"}  # fmt: skip
+    return (f", moments: {' and '.join(rounded)}" if rounded else "") + copies[args.kept_copy]
 
 
 def _steps(run: Run) -> str:

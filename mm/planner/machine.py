@@ -17,6 +17,11 @@ ACCEPT = "--accept-calibration"
 ACCEPT_HELP = "use a calibration that was measured on another device, with other versions, or in another precision"
 
 
+COPIES = {"fp32": "fp32 copies of 16-bit weights", "remainder": "--store-param-remainders",
+           "none": "--main-params-dtype bf16"}
+"""What the user calls the values of ``Arguments.kept_copy``."""
+
+
 def calibration_for(path: Path, run: Run, accepts: bool) -> Calibration:
     """The calibration in ``path``.  Raises UserError if it was made for other circumstances; with ``accepts``, prints a
     note instead."""
@@ -38,10 +43,12 @@ def _differences(calibration: Calibration, run: Run) -> Iterator[str]:
         yield f"was measured on {machine.device}, here is {device}"
     if machine.precision != run.args.precision:
         yield f"was measured in {machine.precision}, but the run is in {run.args.precision}"
-    for flag in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-        was, now = getattr(machine, flag), getattr(run.args, flag)
-        if was != now:
-            yield f"was measured with {flag_name(flag)} {was}, but the run has {now}"
+    for field in ("exp_avg_dtype", "exp_avg_sq_dtype", "kept_copy"):
+        was, now = getattr(machine, field), getattr(run.args, field)
+        if was != now and field == "kept_copy":
+            yield f"was measured with {COPIES[was]}, but the run has {COPIES[now]}"
+        elif was != now:
+            yield f"was measured with {flag_name(field)} {was}, but the run has {now}"
     here = json.loads(json.dumps(software()))
     for name, was in machine.versions.items():
         if name != CODE and here.get(name) != was:

@@ -14,12 +14,12 @@ from mm.config.model import ModelConfig
 from mm.device.device import Device
 from mm.model.stage import Stage
 from mm.parallel import gradients
-from mm.parallel.megatron import bind, ddp_config, moment_dtypes, optimizer_config
+from mm.parallel.megatron import bind, ddp_config, optimizer_config
 from mm.parallel.mesh import Mesh
 from mm.parallel.schedule import finalize_gradients
 from mm.plan.laws import Law, Timed, fitted
 from mm.planner.links import mean_of_ranks
-from mm.training.optimizer import build_optimizer
+from mm.training.optimizer import build_optimizer, kept_states
 from mm.training.update import update
 from mm.weights.groups import group_of
 from mm.weights.trained import is_frozen
@@ -47,7 +47,7 @@ def _timed(device: Device, mesh: Mesh, args: Arguments, model: ModelConfig) -> T
     models = [DistributedDataParallel(stage.config, ddp_config(args), chunk) for chunk in stage.chunks]
     trained = [weight for weight in stage.weights if not is_frozen(weight, model)]
     groups = {weight.name: group_of(weight, args, model) for weight in trained}
-    optimizer = build_optimizer(optimizer_config(args, stage.config), models, groups, moment_dtypes(args),
+    optimizer = build_optimizer(optimizer_config(args, stage.config), models, groups, kept_states(args),
                                 device.kernels.rounded_at_random)
     bind(stage.config, models, optimizer, partial(finalize_gradients, tied_group=mesh.tied_group))
     loss, seconds = torch.zeros((), device=device.torch_device), list[float]()

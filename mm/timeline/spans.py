@@ -82,6 +82,7 @@ class StepSettings:
     context_parallel_algo: str
     exp_avg_dtype: str = "fp32"
     exp_avg_sq_dtype: str = "fp32"
+    kept_copy: str = "fp32"
 
     @classmethod
     def of(cls, args: Arguments, model: ModelConfig, world_size: int) -> "StepSettings":
@@ -89,7 +90,7 @@ class StepSettings:
         return cls(model, world_size, args.tensor_model_parallel_size, args.context_parallel_size,
                    args.sequence_parallel, args.precision, args.use_distributed_optimizer, args.grad_reduce_in_bf16,
                    args.overlap_grad_reduce, args.overlap_param_gather, args.context_parallel_algo,
-                   args.exp_avg_dtype, args.exp_avg_sq_dtype)
+                   args.exp_avg_dtype, args.exp_avg_sq_dtype, args.kept_copy)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ All ranks load together; an error on one raises the same UserError on all.  ``mm
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,7 @@ from mm.formats.training_reader import GATHER, TrainingDirectory
 from mm.model.load import fill, read_once
 from mm.parallel.agreement import all_of, together
 from mm.parallel.mesh import Mesh
-from mm.training.optimizer_state import MOMENTS, OwnedState, is_split, owned_states, restore_scaler
+from mm.training.optimizer_state import MOMENTS, OwnedState, is_split, owned_states, restore_scaler, take_weights
 from mm.training.schedule import Schedule
 from mm.training.spikes import RecentSteps
 from mm.training.step import Setup
@@ -86,12 +86,15 @@ def load(
     read_once(stage, from_master, read_master, mesh)
 
     def restore() -> tuple[Sequence[tuple[OwnedState, int]], tuple[str, ...]]:
-        setup.optimizer.reload_model_params()  # initialize fp32 copies from the weights; saved copies replace them
+        take_weights(setup.optimizer)  # saved copies replace them
         shared = _load_optimizer(stored, source, setup) if load_optim and not finetune else ()
-        return shared, _load_random(stored, setup) if load_rng and not finetune else ()
+        notes = _load_random(stored, setup) if load_rng and not finetune else ()
+        return shared, (*(_copy_notes(stored, setup) if load_optim and not finetune else ()), *notes)
 
     shared, more_notes = together(mesh, restore)
     _broadcast(shared, mesh)
+    if is_split(setup.optimizer):  # a rank may have rounded its part of a weight otherwise than the run that saved it
+        setup.gather_weights()
     manifest = stored.manifest
     if finetune:
         return TrainingProgress(0, 0, notes=(*source.notes, *more_notes))
@@ -122,7 +125,7 @@ def _check_here(
     for state in owned_states(setup.optimizer, setup.models) if load_optim and manifest.optimizer else ():
         weight = by_name[state.name]
         numbers = MemoryLayout.of(weight, mesh.tp_size).real_range(state.start, state.stop)
-        for kind in ("master", *MOMENTS):
+        for kind in ("master", *MOMENTS) if state.has_fp32 else MOMENTS:
             lacking |= stored.files_elsewhere(weight, kind, *place, *numbers)
     for name in stage.device.random_states() if load_rng and _is_same_layout(stored, mesh) else ():
         lacking |= stored.random_elsewhere(f"{name}.{mesh.rank}")
@@ -172,10 +175,10 @@ def _load_optimizer(stored: TrainingDirectory, source: Source, setup: Setup) -> 
         weight, place = by_name[state.name], (setup.mesh.tp_size, setup.mesh.tp_rank)
         memory = MemoryLayout.of(weight, setup.mesh.tp_size)
         start, stop = memory.real_range(state.start, state.stop)
-        if state.is_copy:
+        if state.is_copy and state.has_fp32:
             values = (stored.read_state(weight, "master", *place, start, stop) if stored.has(weight, "master") else
                       source.read(weight, *place, torch.float32).reshape(-1)[start:stop])
-            state.main.data.copy_(memory.pad(values, state.start, state.stop).reshape(state.main.shape))
+            state.restore_master(memory.pad(values, state.start, state.stop))
         if step:
             state.restore_moments(step, {
                 moment: memory.pad(stored.read_state(weight, moment, *place, start, stop), state.start, state.stop)
@@ -190,8 +193,17 @@ def _broadcast(shared: Sequence[tuple[OwnedState, int]], mesh: Mesh) -> None:
     """Broadcast each optimizer state from the replica that read it, after all have finished reading."""
     group = mesh.groups.dp_cp
     for state, reader in shared:
-        for tensor in state.tensors().values():
+        for tensor in state.restored():
             dist.broadcast(tensor, dist.get_global_rank(group, reader), group)
+
+
+def _copy_notes(stored: TrainingDirectory, setup: Setup) -> Iterator[str]:
+    """A note if the checkpoint holds more of the weights than this run keeps."""
+    by_name = {weight.name: weight for weight in setup.stage.weights}
+    if any(stored.has_fp32(by_name[state.name]) and not state.has_fp32
+           for state in owned_states(setup.optimizer, setup.models)):
+        yield (f"{stored.path} holds weights in fp32, of which --main-params-dtype bf16 keeps 16 bits; to keep all, "
+               f"resume with --store-param-remainders instead")
 
 
 def _load_random(stored: TrainingDirectory, setup: Setup) -> tuple[str, ...]:

@@ -1,28 +1,42 @@
 """Megatron's Adam over one stage, with torch's fused kernel."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
-import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, ParamKey, get_megatron_optimizer
+from megatron.core.optimizer import (
+    ChainedOptimizer,
+    DistributedOptimizer,
+    OptimizerConfig,
+    ParamKey,
+    get_megatron_optimizer,
+)
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
-from torch import nn
+from torch import Tensor, nn
 
+from mm.config.flags import Arguments
 from mm.device.pointwise import Leaf
-from mm.training.rounded_adam import RoundedAdam
+from mm.parallel.megatron import DTYPES
+from mm.training.rounded_adam import KeptStates, RoundedAdam
 from mm.weights.groups import Group
+
+
+def kept_states(args: Arguments) -> KeptStates:
+    """How the run keeps the states of weights between steps."""
+    return KeptStates({"exp_avg": DTYPES[args.exp_avg_dtype], "exp_avg_sq": DTYPES[args.exp_avg_sq_dtype]},
+                      args.kept_copy)
 
 
 def build_optimizer(
     config: OptimizerConfig, models: Sequence[DistributedDataParallel], groups: Mapping[str, Group],
-    moment_dtypes: Mapping[str, torch.dtype], rounded_at_random: Leaf,
+    kept: KeptStates, rounded_at_random: Leaf,
 ) -> ChainedOptimizer:  # fmt: skip
     """Adam over the trainable parameters of ``models``; without any, megatron's stub, which only joins reductions.
 
     ``groups`` maps every trainable parameter of this rank to its group.  megatron creates the same groups on all ranks,
-    some of them empty; the ``lr_mult`` of a group multiplies the learning rate of the step.  ``moment_dtypes``: dtypes
-    of the moments between steps; ``rounded_at_random``: the device's form of ``mm.device.hashing.rounded_at_random``.
+    some of them empty; the ``lr_mult`` of a group multiplies the learning rate of the step.  ``rounded_at_random``: the
+    device's form of ``mm.device.hashing.rounded_at_random``.
     """
     trained = [name for model in models for name, parameter in model.module.named_parameters()
                if parameter.requires_grad]
@@ -38,13 +52,23 @@ def build_optimizer(
     assert isinstance(optimizer, ChainedOptimizer)
     for group in optimizer.param_groups:
         group["fused"] = True
-    if set(moment_dtypes.values()) != {torch.float32}:
+    if kept.is_rounded:
         chained: Any
         for chained in optimizer.chained_optimizers:
             if not chained.is_stub_optimizer:
-                # megatron's own moments of 16 bits are in TransformerEngine's kernel
-                chained.optimizer = RoundedAdam(chained.optimizer, moment_dtypes, rounded_at_random)
+                # megatron's own states of 16 bits are in TransformerEngine's kernel
+                weights = dict(_copies(chained)) if kept.copy != "fp32" else {}
+                chained.optimizer = RoundedAdam(chained.optimizer, kept, weights, rounded_at_random)
     return optimizer
+
+
+def _copies(chained: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """The fp32 copies that ``chained`` updates, each with the weight, or the range of it, that it is a copy of."""
+    if isinstance(chained, DistributedOptimizer):
+        copies, weights = chained.shard_fp32_from_float16_groups, chained.shard_float16_groups
+    else:
+        copies, weights = chained.fp32_from_float16_groups, chained.float16_groups
+    yield from zip(chain.from_iterable(copies), map(Tensor.detach, chain.from_iterable(weights)), strict=True)
 
 
 def _override(group: Group, config: OptimizerConfig) -> Any:

@@ -9,7 +9,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer
 from torch import Tensor
 
-from mm.training.rounded_adam import MOMENTS, RoundedAdam
+from mm.training.rounded_adam import MOMENTS, REMAINDER, RoundedAdam
+from mm.weights.halves import split
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class OwnedState:
     start: int
     stop: int
     main: Tensor
-    """The tensor that the torch optimizer updates: the fp32 parameter itself, or its fp32 copy."""
+    """The tensor that the torch optimizer updates: the fp32 parameter itself, or its fp32 copy.  Without memory if no
+    fp32 copy is kept (``RoundedAdam``)."""
     group: dict[str, Any]
     """Its parameter group."""
     is_copy: bool
@@ -33,26 +35,57 @@ class OwnedState:
         state = self.optimizer.state.get(self.main, {})
         return int(state["step"] if "step" in state else self.group.get("step", 0))
 
+    @property
+    def _weight(self) -> Tensor | None:
+        """Flat, the bf16 weight itself if no fp32 copy of it is kept."""
+        weights = self.optimizer.weights if isinstance(self.optimizer, RoundedAdam) else {}
+        return weights[self.main].view(-1) if self.main in weights else None
+
+    @property
+    def has_fp32(self) -> bool:
+        """Whether the fp32 number of each element is kept, in whatever form."""
+        return self._weight is None or REMAINDER in self.optimizer.state[self.main]
+
     def tensors(self) -> dict[str, Tensor]:
-        """"master" if there is an fp32 copy, and the moments once they exist; all flat, in their own dtypes."""
+        """What is kept beside the weight, flat and in its own dtypes: "master", an fp32 copy, or "remainder", what the
+        weight lacks of it; and the moments once they exist."""
         state = self.optimizer.state.get(self.main, {})
-        found = {"master": self.main} if self.is_copy else {}
-        found |= {moment: state[moment] for moment in MOMENTS if moment in state}
+        found = {"master": self.main} if self.is_copy and self._weight is None else {}
+        found |= {kind: state[kind] for kind in (REMAINDER, *MOMENTS) if kind in state}
         return {kind: tensor.detach().reshape(-1) for kind, tensor in found.items()}
+
+    def restored(self) -> list[Tensor]:
+        """The memory that ``restore_master`` and ``restore_moments`` fill, as numbers that every backend communicates.
+
+        NCCL knows no int16.
+        """
+        weight, kept = self._weight, list(self.tensors().values())
+        some = [*kept, weight] if weight is not None else kept
+        return [one.view(torch.uint8) if one.dtype == torch.int16 else one for one in some]
+
+    def restore_master(self, numbers: Tensor) -> None:
+        """Install flat fp32 numbers as the copy, or as the weight and its remainder."""
+        assert self.has_fp32, "nothing but a bf16 weight is kept"
+        if (weight := self._weight) is None:
+            self.main.data.copy_(numbers.reshape(self.main.shape))
+        else:
+            remainder = self.optimizer.state[self.main][REMAINDER]
+            split(numbers.to(weight.device, torch.float32), weight, remainder.view(-1))
 
     def restore_moments(self, step: int, moments: dict[str, Tensor] | None) -> None:
         """Install flat moments in the form and the dtypes that the optimizer itself would create.
 
         None allocates memory for them, which the caller fills.
         """
-        state: dict[str, Tensor] = {}
+        before = self.optimizer.state.get(self.main, {})
+        state: dict[str, Tensor] = {kind: before[kind] for kind in (REMAINDER,) if kind in before}
         if isinstance(self.optimizer, torch.optim.Adam):
             device = self.main.device if self.group["fused"] or self.group["capturable"] else "cpu"
             state["step"] = torch.full((), float(step), dtype=torch.float32, device=device)
         else:
             self.group["step"] = step
         for moment in MOMENTS:
-            dtype = self.optimizer.dtypes[moment] if isinstance(self.optimizer, RoundedAdam) else None
+            dtype = self.optimizer.kept.moments[moment] if isinstance(self.optimizer, RoundedAdam) else None
             state[moment] = torch.empty_like(self.main, dtype=dtype, requires_grad=False)
             if moments is not None:
                 state[moment].copy_(moments[moment].reshape(self.main.shape))
@@ -83,6 +116,18 @@ def _owned(name: str, parameter: Any, chained: Any) -> Iterator[OwnedState]:
     for group in optimizer.param_groups:
         if any(one is main for one in group["params"]):
             yield OwnedState(name, 0, parameter.numel(), main, group, is_copy, optimizer)
+
+
+def take_weights(optimizer: ChainedOptimizer) -> None:
+    """Reset what is kept beside the weights to the weights just loaded: copies equal them, remainders are 0."""
+    chained: Any
+    for chained in optimizer.chained_optimizers:
+        if not chained.is_stub_optimizer and isinstance(chained.optimizer, RoundedAdam) and chained.optimizer.weights:
+            for state in chained.optimizer.state.values():
+                if REMAINDER in state:
+                    state[REMAINDER].zero_()
+        else:
+            chained.reload_model_params()
 
 
 def is_split(optimizer: ChainedOptimizer) -> bool:

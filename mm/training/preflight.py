@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from mm.config.command_line import flag_name
 from mm.config.dataset_files import training_files, validation_files
 from mm.config.evaluate import evaluating_in_training
-from mm.config.flags import step_problems
+from mm.config.flag_rules import step_problems
 from mm.config.outputs import folder_problems
 from mm.config.run import Run
 from mm.conversion.adapters import base_notes, check_base, holds_adapters

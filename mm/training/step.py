@@ -14,11 +14,11 @@ from mm.device.device import Device
 from mm.model.stage import Stage
 from mm.parallel import gradients
 from mm.parallel.activity import Work
-from mm.parallel.megatron import bind, ddp_config, moment_dtypes, optimizer_config
+from mm.parallel.megatron import bind, ddp_config, optimizer_config
 from mm.parallel.mesh import Mesh
 from mm.parallel.pipeline import PipelineCommunicator
 from mm.parallel.schedule import finalize_gradients, run_schedule
-from mm.training.optimizer import build_optimizer
+from mm.training.optimizer import build_optimizer, kept_states
 from mm.training.update import StepResult, update
 from mm.weights.groups import group_of
 from mm.weights.trained import is_frozen
@@ -43,12 +43,17 @@ class Setup:
         models = tuple(DistributedDataParallel(settings, ddp_config(args), chunk) for chunk in stage.chunks)
         groups = {weight.name: group_of(weight, args, stage.model) for weight in stage.weights
                   if not is_frozen(weight, stage.model)}
-        optimizer = build_optimizer(optimizer_config(args, settings), models, groups, moment_dtypes(args),
+        optimizer = build_optimizer(optimizer_config(args, settings), models, groups, kept_states(args),
                                     stage.device.kernels.rounded_at_random)
         bind(settings, models, optimizer, partial(finalize_gradients, tied_group=mesh.tied_group))
         communicator = PipelineCommunicator(mesh, stage.model, settings, stage.device.torch_device, stage.journal,
                                             args.check_p2p, starts_ahead(args, stage.device))
         return cls(mesh, stage, models, optimizer, communicator)
+
+    def gather_weights(self) -> None:
+        """With the distributed optimizer, get the parts of weights that other ranks own from them."""
+        for model in self.models:
+            model.start_param_sync(force_sync=True)
 
     def finish_gathering(self) -> None:
         """With overlapped gathers, wait until the weights that other ranks updated last have arrived."""

@@ -21,6 +21,7 @@ from mm.device.device import Device
 from mm.errors import AgreedError
 from mm.parallel.activity import Journal, Work
 from mm.parallel.mesh import Mesh
+from mm.training.rounded_adam import RoundedAdam
 
 _NORM_EPSILON = 1e-6
 """Added to the gradient norm before dividing the maximum norm by it, as in Megatron and torch."""
@@ -205,12 +206,12 @@ def _step_clipped(inner: Sequence[Any], grad_norm: float) -> None:
 def _copy_to_model(optimizer: ChainedOptimizer) -> None:
     """Copy the updated fp32 copies to the model's weights.
 
-    megatron's ``step_with_ready_grads`` does this and ``_gather`` after its Adam, with one copy per tensor.  In fp32
-    the optimizer updates the model's weights directly.
+    megatron's ``step_with_ready_grads`` does this and ``_gather`` after its Adam, with one copy per tensor.  In fp32,
+    and where no fp32 copies are kept, the optimizer updates the model's weights directly.
     """
     chained: Any
     for chained in _trained(optimizer):
-        if _has_copies(chained):
+        if _has_copies(chained) and not (isinstance(chained.optimizer, RoundedAdam) and chained.optimizer.weights):
             weights, copies = chained._get_model_and_main_params_data_float16()
             if weights:
                 torch._foreach_copy_(weights, copies)  # pyright: ignore[reportPrivateImportUsage]

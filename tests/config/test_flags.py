@@ -5,10 +5,12 @@ import typing
 import pytest
 
 from mm.config.command_line import flag_name
-from mm.config.flags import TRAIN, Arguments, flag_problems, parse
+from mm.config.flag_rules import flag_problems
+from mm.config.flags import TRAIN, Arguments, parse
 from mm.config.foreign import FLAGS, Fixed, Inert, SameAs
 from mm.config.schema import NUMBERS, choices, fields_of
 from mm.errors import UserError
+from tests.workload import NO_COPIES, REMAINDERS
 
 REQUIRED = ["--mm-model", "m.json", "--mm-data", "d.json", "--micro-batch-size", "2", "--seq-length", "64",
             "--train-iters", "5", "--lr", "1e-4"]
@@ -194,8 +196,23 @@ def test_help_lists_every_flag_and_its_default(capsys):
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_reduction_in_bf16_needs_bf16(precision: str) -> None:
-    words = ["--mm-model", "m", "--mm-data", "d", "--micro-batch-size", "1", "--seq-length", "64", "--train-iters", "1",
-             "--lr", "1", "--grad-reduce-in-bf16", *([] if precision == "fp32" else [f"--{precision}"])]  # fmt: skip
+    words = [*REQUIRED, "--grad-reduce-in-bf16", *([] if precision == "fp32" else [f"--{precision}"])]  # fmt: skip
     (problem,) = flag_problems(parse(words))
     assert problem.startswith(f"--grad-reduce-in-bf16 needs --bf16, but the run is in {precision}")
     assert not [*flag_problems(parse([word for word in words if word != "--fp16"] + ["--bf16"]))]
+
+
+@pytest.mark.parametrize("flags", [NO_COPIES, REMAINDERS])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_weights_without_fp32_copies_need_bf16(flags: tuple[str, ...], precision: str) -> None:
+    words = [*REQUIRED, *flags]
+    (problem,) = flag_problems(parse([*words, *([] if precision == "fp32" else [f"--{precision}"])]))
+    assert problem.startswith(f"{' '.join(flags)} needs --bf16, but the run is in {precision}")
+    assert not [*flag_problems(parse([*words, "--bf16"]))]
+
+
+def test_a_weight_has_one_form_beside_the_bf16_one() -> None:
+    (problem,) = flag_problems(parse([*REQUIRED, "--bf16", *NO_COPIES, *REMAINDERS]))
+    assert problem.startswith("--main-params-dtype bf16 and --store-param-remainders are both given; keep the second")
+    assert [parse([*REQUIRED, "--bf16", *flags]).kept_copy for flags in ((), NO_COPIES, REMAINDERS)] == [
+        "fp32", "none", "remainder"]

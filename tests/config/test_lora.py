@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mm.config.flags import flag_problems, parse
+from mm.config.flag_rules import flag_problems
+from mm.config.flags import parse
 from mm.config.lora import LoraConfig, lora_notes, lora_problems, merged
 from mm.config.model import read_model
 from mm.errors import UserError

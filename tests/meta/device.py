@@ -156,6 +156,7 @@ class Recorder(TorchDispatchMode):
         """Kept for backward passes when the first of them begins."""
         self._bytes_before = 0
         self._storages: dict[int, int] = {}
+        self._held: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
         self._stage_phase, self._counts = "zero", True
 
     @property
@@ -170,6 +171,9 @@ class Recorder(TorchDispatchMode):
         self.collectives.clear()
         self.collective_bytes.clear()
         self.num_copies, self.in_flight_bytes = 0, None
+        for key, storage in self._held.items():  # Adam may have taken the memory of fp32 copies away
+            self.live_bytes += storage.nbytes() - self._storages[key]
+            self._storages[key] = storage.nbytes()
         self.peak_bytes = self._bytes_before = self.live_bytes
 
     @contextmanager
@@ -248,7 +252,7 @@ class Recorder(TorchDispatchMode):
             storage = tensor.untyped_storage()
             key = storage._cdata
             if tensor.is_meta and key not in self._storages:
-                self._storages[key] = storage.nbytes()
+                self._storages[key], self._held[key] = storage.nbytes(), storage
                 self.live_bytes += storage.nbytes()
                 self.peak_bytes = max(self.peak_bytes, self.live_bytes)
                 weakref.finalize(storage, self._free, key)

@@ -22,7 +22,7 @@ from mm.config.lora import LoraConfig
 from mm.config.model import ModelConfig, RecomputeConfig, read_model
 from tests.files import EXAMPLES
 from tests.meta.device import PHASES, MetaDevice, Recorder, Tally, prepare
-from tests.workload import ROUNDED_MOMENTS, SAMPLE, SAMPLE_TOKENS
+from tests.workload import SAMPLE, SAMPLE_TOKENS
 
 RECOMPUTE = {
     "none": RecomputeConfig(),
@@ -62,8 +62,8 @@ class Case:
     """Microbatches whose images pass the ViT together."""
     lora_rank: int = 0
     """Rank of the adapters on all linear layers of trained parts; 0: no adapters."""
-    rounded: bool = False
-    """Whether Adam's moments are in bf16 between steps."""
+    flags: tuple[str, ...] = ()
+    """Further flags of the run."""
     forward_only: bool = False
     """Trace a validation instead of a step."""
 
@@ -145,6 +145,14 @@ def trace(case: Case) -> Trace:
         parallel.stop()
 
 
+def _allocate_moments(setup: "Setup") -> None:  # noqa: F821
+    """As only the first step of a run does."""
+    setup.optimizer.prepare_grads()
+    for chained in setup.optimizer.chained_optimizers:
+        if not chained.is_stub_optimizer:
+            chained.optimizer.step()
+
+
 def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> Trace:  # noqa: F821
     from mm.batch import BatchTotals, StepPlan
     from mm.config import flags
@@ -168,7 +176,7 @@ def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> T
     args = flags.parse([
         "--lr", "1e-5", "--train-iters", "1", "--clip-grad", "1.0", "--weight-decay", "0.01", "--seq-length", "1",
         "--micro-batch-size", "1", "--mm-model", "-", "--mm-data", "-", "--use-distributed-optimizer", "--bf16",
-        *(ROUNDED_MOMENTS if case.rounded else ()),
+        *case.flags,
     ])  # fmt: skip
     num_encoders = mesh.context.num_encoders
     batch = deal_images([random_microbatch(model, [SAMPLE] * case.num_samples, seed)
@@ -180,8 +188,7 @@ def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> T
             record_phase(chunk, "prepare")
             record_phase(chunk, "forward")
         setup = Setup.build(stage, mesh, args)
-        setup.optimizer.prepare_grads()
-        setup.optimizer.step_with_ready_grads()  # allocates Adam's moments, as only the first step of a run does
+        _allocate_moments(setup)
         plan = StepPlan(tuple(own_pixels(one, mesh.context) for one in batch), totals)
         recorder.start()
         if case.forward_only:

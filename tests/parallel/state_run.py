@@ -28,9 +28,10 @@ from mm.parallel import mesh as parallel  # noqa: E402
 from mm.parallel.agreement import on_first, together  # noqa: E402
 from mm.training import checkpoint as state  # noqa: E402
 from mm.training.disks import Disks  # noqa: E402
-from mm.training.optimizer_state import owned_states, scaler_state  # noqa: E402
+from mm.training.optimizer_state import OwnedState, owned_states, scaler_state  # noqa: E402
 from mm.training.save import BegunSave  # noqa: E402
 from mm.training.step import Setup, forward_backward, step  # noqa: E402
+from mm.weights.halves import joined  # noqa: E402
 from mm.weights.memory import memory_shape  # noqa: E402
 from mm.weights.table import model_weights, unshard  # noqa: E402
 from tests.microbatches import own_pixels  # noqa: E402
@@ -162,7 +163,7 @@ class Run:
         ] + [
             ((owned.name, part), owned.start, tensor.float())  # moments may be in bf16 in one of two layouts
             for owned in owned_states(self.optimizer, self.setup.models)
-            for part, tensor in owned.tensors().items()
+            for part, tensor in self._numbers(owned).items()
         ]
         gathered: list = [None] * mesh.world_size
         dist.all_gather_object(gathered, (mesh.tp_rank, mine))
@@ -180,6 +181,15 @@ class Run:
                     shards[weight.name, part] = [without_padding(weight, one, mesh.tp_size) for one in held]
         by_name = {weight.name: weight for weight in model_weights(self.config)}
         return {f"{name}:{part}": unshard(by_name[name], one) for (name, part), one in shards.items()}
+
+
+    def _numbers(self, owned: OwnedState) -> dict[str, Tensor]:
+        """``owned.tensors``, with an fp32 copy also where the weight and a remainder are kept instead."""
+        found = owned.tensors()
+        if "remainder" in found:
+            weight = self.stage.get_parameter(owned.name).detach().reshape(-1)[owned.start : owned.stop]
+            found["master"] = joined(weight, found.pop("remainder"))
+        return found
 
 
 def different(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:

@@ -40,6 +40,7 @@ from mm.weights.table import fuse, model_weights, shard  # noqa: E402
 from mm.weights.views import Stored  # noqa: E402
 from tests.parallel.state_background import background_fails, in_background  # noqa: E402
 from tests.parallel.state_run import Layout, Run, different, problems_of  # noqa: E402
+from tests.workload import NO_COPIES, REMAINDERS  # noqa: E402
 from tests.workload import ROUNDED_MOMENTS as ROUNDED  # noqa: E402
 
 DISTRIBUTED = ("--use-distributed-optimizer",)
@@ -59,7 +60,11 @@ SAME_LAYOUT = {
     "dp2-bf16-reduced-in-bf16": Layout(precision="bf16", flags=(*OVERLAP, *REDUCED)),
     "dp2-rounded": Layout(flags=ROUNDED),
     "dp2-distributed-rounded": Layout(flags=(*DISTRIBUTED, *ROUNDED)),
-    "dp2-distributed-bf16-rounded": Layout(precision="bf16", flags=(*OVERLAP, *ROUNDED)),
+    "dp2-bf16-remainders": Layout(precision="bf16", flags=REMAINDERS),
+    "dp2-distributed-bf16-remainders-rounded": Layout(precision="bf16", flags=(*OVERLAP, *REMAINDERS, *ROUNDED)),
+    "dp2-distributed-bf16-no-copies": Layout(precision="bf16", flags=(*DISTRIBUTED, *NO_COPIES)),
+    "pp2-tied-bf16-no-copies-rounded": Layout((4, 0), (1, 3), tied=True, precision="bf16",
+                                              flags=(*NO_COPIES, *ROUNDED)),
     "pp2-tied-fp16-second-rounded": Layout((4, 0), (1, 3), tied=True, precision="fp16", flags=ROUNDED[2:]),
     "dp2-fp16": Layout(precision="fp16", flags=("--initial-loss-scale", "1024", "--loss-scale-window", "2")),
     "dp2-groups": Layout(flags=(*DISTRIBUTED, *GROUPS)),
@@ -80,6 +85,9 @@ CHAINS = {
     # what bf16 holds is exact in fp32
     "rounded": tuple(dataclasses.replace(one, precision="bf16", flags=(*one.flags, *flags))
                      for one, flags in ((TP2, ROUNDED), (DP2, ROUNDED), (PP2, ()), (Layout(), ROUNDED))),
+    "remainders": tuple(dataclasses.replace(one, precision="bf16", flags=(*one.flags, *flags))
+                        for one, flags in ((DP2, REMAINDERS), (Layout(), ()), (WHOLE, REMAINDERS), (PP2, REMAINDERS),
+                                           (Layout(), REMAINDERS), (DP2, ()))),
     "whole encoder": (WHOLE, TP2, WHOLE, PP2, WHOLE),
     "groups": tuple(dataclasses.replace(one, flags=(*one.flags, *GROUPS)) for one in (PP2, DP2)),
     "frozen": tuple(dataclasses.replace(one, **FROZEN) for one in (PP2, DP2)),
@@ -170,17 +178,30 @@ def reshard(directory: Path, layouts: tuple[Layout, ...]) -> list[dict]:
     return results
 
 
-def to_fp32(directory: Path) -> list[str]:
+def to_fp32(directory: Path, *flags: str) -> list[str]:
     """A bf16 checkpoint goes on in fp32 from its fp32 copies."""
-    run = Run(dataclasses.replace(DP2, precision="bf16"))
+    run = Run(dataclasses.replace(DP2, precision="bf16", flags=(*DISTRIBUTED, *flags)))
     run.train(2)
     run.save(directory)
     expected = run.whole()
     found = Run(TP2, seed=2).load(directory).whole()
     names = [name for name in found if name.endswith(":weight")]
+    assert all(name.replace(":weight", ":master") in expected for name in names)
     masters = {name: expected[name.replace(":weight", ":master")] for name in names}
     moments = {name: tensor for name, tensor in expected.items() if "exp_avg" in name}
     return different(masters | moments, {name: found[name] for name in (*names, *moments)})
+
+
+def to_no_copies(directory: Path) -> dict:
+    """A run that keeps no fp32 copies goes on from a checkpoint that has them."""
+    run = Run(dataclasses.replace(DP2, precision="bf16", flags=(*DISTRIBUTED, *REMAINDERS)))
+    run.train(2)
+    run.save(directory)
+    after = Run(dataclasses.replace(Layout(), precision="bf16", flags=NO_COPIES), seed=2).load(directory)
+    expected, found = run.whole(), after.whole()
+    kept = {name: tensor for name, tensor in expected.items() if not name.endswith(":master")}
+    return {"different": different(kept, found), "notes": after.progress.notes,
+            "losses": run.train(1), "resumed_losses": after.train(1)}
 
 
 def refusals(directory: Path) -> dict[str, list[list[str]]]:
@@ -346,13 +367,14 @@ def main(directory: Path) -> None:
     results = {
         "resume": {name: resume(directory / "resume" / name, layout) for name, layout in SAME_LAYOUT.items()},
         "reshard": {name: reshard(directory / "reshard" / name, layouts) for name, layouts in CHAINS.items()},
+        "to_no_copies": to_no_copies(directory / "to_no_copies"),
         "refusals": refusals(directory / "refusals"),
         "without_optimizer": without_optimizer(directory / "without_optimizer"),
         "retention": retention(directory / "retention"),
         "background": {name: in_background(directory / "background" / name, SAME_LAYOUT[name])
                        for name in ("dp2-distributed-overlap", "tp2-bf16", "pp2-tied")},
         "background_fails": background_fails(directory / "background_fails", TP2),
-        "to_fp32": to_fp32(directory / "to_fp32"),
+        "to_fp32": to_fp32(directory / "to_fp32") + to_fp32(directory / "remainders_to_fp32", *REMAINDERS),
         "damage": damage(directory / "damage"),
         "disk_full": disk_full(directory / "disk_full"),
         "random_weights": random_weights(),

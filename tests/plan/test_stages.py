@@ -283,6 +283,16 @@ def test_moments_in_bf16_take_half_and_are_widened_in_blocks():
     assert [block_bytes(run, plain) for run in runs] == [0, 4 << 24, 10 << 24]
 
 
+@pytest.mark.parametrize(("flags", "num_bytes", "of_block", "said"), [
+    ({"store_param_remainders": True}, 10, 12 << 24, "16 bits beside each weight in place of an fp32 copy"),
+    ({"main_params_dtype": "bf16"}, 8, 10 << 24, "no fp32 copies of weights")])
+def test_weights_without_fp32_copies_take_less(flags, num_bytes: int, of_block: int, said: str):
+    run = run_of("3b", [32], [36], 8, bf16=True, use_distributed_optimizer=True, **flags)
+    (size,) = sizes(run)
+    assert size.optimizer_bytes / (size.num_trainable_params / 8) == pytest.approx(num_bytes)
+    assert block_bytes(run, size) == of_block and said in stage_report(run)
+
+
 def test_gradients_reduced_in_bf16_take_half_and_need_fp32_copies_in_the_update():
     layout = ("3b", [32], [36], 8)
     options = {"bf16": True, "use_distributed_optimizer": True}

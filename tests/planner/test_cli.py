@@ -122,12 +122,13 @@ def test_a_calibration_of_another_machine_is_used_only_with_a_flag(
     inputs: Path, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
     found = json.loads((inputs / "found.json").read_text())
-    found["machine"] |= {"device": "H200", "precision": "bf16", "exp_avg_dtype": "bf16"}
+    found["machine"] |= {"device": "H200", "precision": "bf16", "exp_avg_dtype": "bf16", "kept_copy": "none"}
     found["machine"]["versions"] |= {"torch": "1.0", CODE: "other"}
     old = tmp_path / "old.json"
     old.write_text(json.dumps(found))
     differences = ("was measured on H200, here is cpu", "was measured in bf16, but the run is in fp32",
                    "was measured with --exp-avg-dtype bf16, but the run has fp32",
+                   "was measured with --main-params-dtype bf16, but the run has fp32 copies of 16-bit weights",
                    "was measured with torch 1.0, here is ")  # fmt: skip
     training = ["--world-size", "2", *flags_of(inputs, "a run", 2)]
     for words in (["predict", "--calibration", str(old), "--", *training],

@@ -137,6 +137,8 @@ def test_a_step_of_another_run_is_refused(inputs: Path, capsys: pytest.CaptureFi
             "--world-size 4, but the flags say 2; give the flags of the measured run",
             "--tensor-model-parallel-size 2, but the flags say 1")),
         (lambda one: one["settings"].update(precision="bf16"), ("the precision bf16, but the flags say fp32",)),
+        (lambda one: one["settings"].update(kept_copy="remainder"), (
+            "measured with --store-param-remainders, but the flags say fp32 copies of 16-bit weights; give ",)),
         (lambda one: one["settings"]["model"]["vision"].update(pipeline_num_layers=lists), (
             "pipeline_num_layers = [(4, 4)], but the flags and the model JSON say [(5, 3)]",)),
         (lambda one: one["settings"]["model"]["language"].update(freeze=True), (

@@ -54,10 +54,17 @@ def results(directory: Path) -> dict:
 
 
 SAME_LAYOUT = (
-    "dp2", "dp2-distributed", "dp2-distributed-overlap", "dp2-distributed-bf16", "dp2-bf16-reduced-in-bf16", "dp2-fp16",
+    "dp2", "dp2-distributed", "dp2-distributed-overlap", "dp2-distributed-bf16", "dp2-bf16-reduced-in-bf16",
+    "dp2-rounded", "dp2-distributed-rounded", "dp2-bf16-remainders", "dp2-distributed-bf16-remainders-rounded",
+    "dp2-distributed-bf16-no-copies", "pp2-tied-bf16-no-copies-rounded", "pp2-tied-fp16-second-rounded", "dp2-fp16",
     "dp2-groups", "dp2-vision-and-more-frozen", "tp2", "tp2-bf16", "tp2-whole-encoder-bf16",
-    "tp2-whole-encoder-sequence", "pp2", "pp2-tied", "pp2-nothing-trained-on-first",
+    "tp2-whole-encoder-sequence", "pp2", "pp2-tied", "pp2-vpp2-overlap", "pp2-nothing-trained-on-first",
 )  # fmt: skip
+CHAINS = ("untied", "tied", "bf16", "rounded", "remainders", "frozen", "groups", "whole encoder")
+
+
+def test_every_scenario_is_checked(results: dict) -> None:
+    assert set(results["resume"]) == set(SAME_LAYOUT) and set(results["reshard"]) == set(CHAINS)
 
 
 @pytest.mark.parametrize("name", SAME_LAYOUT)
@@ -71,18 +78,25 @@ def test_resume_is_bit_exact(name: str, results: dict) -> None:
         "given_start": None, "recent": {"losses": [], "norms": [], "num_bad": 0}}
 
 
-@pytest.mark.parametrize("name", ["untied", "tied", "bf16", "frozen", "groups", "whole encoder"])
+@pytest.mark.parametrize("name", CHAINS)
 def test_any_layout_continues_from_any_other(name: str, results: dict) -> None:
-    tolerance = BF16_LOSS_TOLERANCE if name == "bf16" else LOSS_TOLERANCE
+    is_bf16 = name in ("bf16", "rounded", "remainders")
+    tolerance = BF16_LOSS_TOLERANCE if is_bf16 else LOSS_TOLERANCE
     for measured in results["reshard"][name]:
         assert measured["different"] == [] and measured["num_compared"] > 100
         assert measured["resumed_losses"] == pytest.approx(measured["losses"], rel=tolerance)
-        if name not in ("bf16", "whole encoder"):  # some of their layouts differ in the optimizer or the encoder only
+        if not is_bf16 and name != "whole encoder":  # some of their layouts differ in the optimizer or the encoder only
             assert "random states are not restored" in measured["notes"][0]
 
 
 def test_an_fp32_run_continues_from_the_fp32_copies_of_a_bf16_checkpoint(results: dict) -> None:
     assert results["to_fp32"] == []
+
+
+def test_a_run_without_fp32_copies_takes_the_weights_of_one_with_them_and_says_what_it_drops(results: dict) -> None:
+    measured = results["to_no_copies"]
+    assert measured["different"] == [] and measured["losses"] == measured["resumed_losses"]
+    assert "of which --main-params-dtype bf16 keeps 16 bits" in measured["notes"][0]
 
 
 @pytest.mark.parametrize("written", ["tp1", "tp2"])

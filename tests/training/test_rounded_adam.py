@@ -1,4 +1,6 @@
-"""Adam with moments in 16 bits: torch's own Adam where nothing is rounded, and unbiased where something is."""
+"""Adam with states in 16 bits: torch's own Adam where nothing is rounded, and unbiased where something is."""
+
+from itertools import chain
 
 import pytest
 import torch
@@ -6,7 +8,8 @@ from torch import Tensor
 
 from mm.device.hashing import rounded_at_random
 from mm.training import rounded_adam
-from mm.training.rounded_adam import RoundedAdam
+from mm.training.rounded_adam import KeptStates, RoundedAdam
+from mm.weights.halves import joined, split
 
 BOTH = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
 ROUNDED = dict.fromkeys(BOTH, torch.bfloat16)
@@ -22,7 +25,7 @@ def adam_of(trained: list[Tensor], dtypes: dict[str, torch.dtype] | None, lr: fl
     """Two groups, one without weight decay; None: torch's own."""
     groups = [{"params": trained[:2], "weight_decay": 0.1}, {"params": trained[2:], "weight_decay": 0.0}]
     plain = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.999), fused=True)
-    return plain if dtypes is None else RoundedAdam(plain, dtypes, rounded_at_random)
+    return plain if dtypes is None else RoundedAdam(plain, KeptStates(dtypes), {}, rounded_at_random)
 
 
 def step(adam: torch.optim.AdamW, trained: list[Tensor], seed: int, **switches: Tensor) -> None:
@@ -61,7 +64,7 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
 def test_groups_are_shared_with_the_optimizer_that_it_replaces() -> None:
     trained = parameters()
     plain = adam_of(trained, None)
-    mine = RoundedAdam(plain, ROUNDED, rounded_at_random)
+    mine = RoundedAdam(plain, KeptStates(ROUNDED), {}, rounded_at_random)
     plain.param_groups[0]["lr"] = 0.0  # as megatron sets rates
     plain.param_groups[0]["weight_decay"] = 0.0
     first = trained[0].detach().clone()
@@ -74,7 +77,8 @@ def test_the_second_moment_follows_changes_that_the_nearest_number_would_lose() 
     """Gradients become ten times smaller, so the second moment should fall by a thousandth in each step; half of
     bf16's last place is two to four thousandths."""
     weight = torch.nn.Parameter(torch.zeros(4096))
-    adam = RoundedAdam(torch.optim.AdamW([weight], lr=1e-3, fused=True), ROUNDED, rounded_at_random)
+    plain = torch.optim.AdamW([weight], lr=1e-3, fused=True)
+    adam = RoundedAdam(plain, KeptStates(ROUNDED), {}, rounded_at_random)
     exact, nearest, generator = torch.zeros(4096), torch.zeros(4096).bfloat16(), torch.Generator().manual_seed(0)
     for number in range(1200):
         weight.grad = torch.randn(4096, generator=generator) * (1.0 if number < 400 else 0.1)
@@ -85,3 +89,59 @@ def test_the_second_moment_follows_changes_that_the_nearest_number_would_lose() 
     found, expected = adam.state[weight]["exp_avg_sq"].float().mean(), exact.mean()
     assert float(found) == pytest.approx(float(expected), rel=0.01)  # measured 0.0025
     assert float(nearest.float().mean()) > 2 * float(expected)  # measured 2.17
+
+
+def without_copies(numbers: list[Tensor], copy: str, dtypes: dict[str, torch.dtype]) -> tuple[RoundedAdam, list, list]:
+    """Adam over bf16 weights of which no fp32 copy is kept; the weights, and what stands for them in its groups."""
+    weights, stand_ins = [one.detach().bfloat16() for one in numbers], [one.detach().clone() for one in numbers]
+    plain = adam_of(stand_ins, None)
+    pairs = dict(zip(stand_ins, weights, strict=True))
+    return RoundedAdam(plain, KeptStates(dtypes, copy), pairs, rounded_at_random), weights, stand_ins
+
+
+@pytest.mark.parametrize("block", [32, 1 << 24])
+@pytest.mark.parametrize("dtypes", [BOTH, ROUNDED], ids=["moments in fp32", "in bf16"])
+def test_with_remainders_it_updates_fp32_numbers_to_the_bit(
+    dtypes: dict[str, torch.dtype], block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounded_adam, "ROUNDED_AT_ONCE", block)
+    exact = [torch.nn.Parameter(one.bfloat16().float()) for one in parameters()]
+    mine, weights, stand_ins = without_copies(exact, "remainder", dtypes)
+    reference = adam_of(exact, dtypes)
+    for seed in range(4):
+        scale, is_bad = torch.tensor(1.5), torch.tensor(float(seed == 1))
+        for adam, trained in ((mine, stand_ins), (reference, exact)):
+            step(adam, trained, seed, grad_scale=scale, found_inf=is_bad)
+    for number, weight, stand_in in zip(exact, weights, stand_ins, strict=True):
+        state, flat = mine.state[stand_in], number.detach().view(-1)
+        assert stand_in.untyped_storage().size() == 0
+        assert torch.equal(joined(weight.view(-1), state["remainder"].view(-1)), flat)
+        expected = torch.empty_like(weight).view(-1)
+        split(flat, expected, torch.empty(len(flat)).short())
+        assert torch.equal(weight.view(-1), expected)
+        assert all(torch.equal(state[moment], reference.state[number][moment]) for moment in BOTH)
+
+
+def test_a_weight_without_a_copy_follows_changes_that_the_nearest_number_would_lose() -> None:
+    """Each step changes the weight by a tenth of bf16's spacing; 300 steps must add up."""
+    number, lr, num_steps = torch.full((4096,), 1.5), 7.8e-4, 300
+    gradient = 0.5 + torch.rand(4096, generator=torch.Generator().manual_seed(0))
+    mine, (weight,), (stand_in,) = without_copies([number], "none", BOTH)
+    for group in mine.param_groups:
+        group |= {"lr": lr, "weight_decay": 0.0}
+    for _ in range(num_steps):
+        stand_in.grad = gradient.clone()
+        mine.step()
+    assert (number - lr).bfloat16().equal(number.bfloat16())  # the nearest number would stay for ever
+    changed = 1.5 - float(weight.double().mean())
+    assert changed == pytest.approx(lr * num_steps, rel=0.01)
+
+
+def test_a_step_that_is_not_finite_changes_no_weight_without_a_copy() -> None:
+    for copy in ("remainder", "none"):
+        mine, weights, stand_ins = without_copies(parameters(), copy, ROUNDED)
+        step(mine, stand_ins, 0)
+        states = [[weight, *mine.state[one].values()] for weight, one in zip(weights, stand_ins, strict=True)]
+        before = [[value.clone() for value in some] for some in states]
+        step(mine, stand_ins, 1, found_inf=torch.tensor(1.0))
+        assert all(map(torch.equal, chain(*states), chain(*before)))

@@ -12,8 +12,11 @@ from mm.errors import AgreedError
 from mm.weights.memory import memory_shape
 from mm.weights.table import local_shape
 from tests.tiny import hf_model, hf_tensors, microbatch, our_config, random_sample, whole, without_padding
+from tests.workload import NO_COPIES, REMAINDERS
 
 LR = 1e-3
+BESIDE = {"fp32": ["master"], "remainder": ["remainder"], "none": []}
+"""What is kept beside a bf16 weight, by ``Arguments.kept_copy``."""
 
 
 @pytest.fixture
@@ -63,18 +66,22 @@ def test_steps_change_every_weight_and_lower_the_loss(parts, plan: StepPlan) -> 
 @pytest.mark.filterwarnings("ignore:.*(reduce_scatter|all_gather_into)_tensor:FutureWarning")  # megatron's calls
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # megatron's too
 @pytest.mark.parametrize(
-    "parts", [(), ("--use-distributed-optimizer",), ("--bf16",), ("--bf16", "--use-distributed-optimizer")],
+    "parts", [(), ("--use-distributed-optimizer",), ("--bf16",), ("--bf16", "--use-distributed-optimizer"),
+              ("--bf16", *REMAINDERS), ("--bf16", "--use-distributed-optimizer", *REMAINDERS), ("--bf16", *NO_COPIES)],
     indirect=True, ids=" ".join,
 )  # fmt: skip
 def test_padding_is_zero_and_stays_zero(parts, plan: StepPlan) -> None:
     """In weights, gradients, fp32 copies and moments, with weight decay."""
     from mm.training.optimizer_state import owned_states
+    from mm.training.rounded_adam import RoundedAdam
     from mm.training.step import step
 
     padded = {one.name: one for one in parts.stage.weights if memory_shape(one, 1) != local_shape(one, 1)}
     assert len(padded) == 4 * 3 + 4 * 2  # fc1, its bias in the ViT, and fc2 of every layer
     assert all(group["weight_decay"] > 0 for one in parts.optimizer.chained_optimizers for group in
                one.optimizer.param_groups if any(p.dim() > 1 for p in group["params"]))
+    kept = next((one.optimizer.kept.copy for one in parts.optimizer.chained_optimizers
+                 if isinstance(one.optimizer, RoundedAdam)), "fp32")
     for _ in range(3):
         step(parts, plan, LR)
         kinds = Counter()
@@ -84,7 +91,7 @@ def test_padding_is_zero_and_stays_zero(parts, plan: StepPlan) -> None:
             for kind, tensor in held.items() if state.name in padded else ():
                 real = without_padding(padded[state.name], tensor.reshape(parameter.shape), tp_size=1)
                 kinds[kind] += bool(real.any())
-        expected = {"weight", "gradient", "exp_avg", "exp_avg_sq", *["master"] * (parameter.dtype != torch.float32)}
+        expected = {"weight", "gradient", "exp_avg", "exp_avg_sq", *BESIDE[kept] * (parameter.dtype != torch.float32)}
         assert kinds == dict.fromkeys(expected, len(padded))
 
 

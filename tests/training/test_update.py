@@ -17,8 +17,11 @@ from mm.batch import BatchTotals, StepPlan
 from mm.device.cpu import _TorchOnCpu
 from mm.device.device import Device
 from mm.errors import AgreedError
+from mm.weights.halves import joined
+from mm.weights.halves import split as split_numbers
 from tests.parallel.trace import Trace, counting
 from tests.tiny import hf_model, hf_tensors, microbatch, our_config, random_sample, whole
+from tests.workload import NO_COPIES, REMAINDERS, ROUNDED_MOMENTS
 
 pytestmark = [
     # megatron reads the gradients of the distributed optimizer's slices, as a comment there explains
@@ -136,6 +139,44 @@ def test_the_host_reads_once_per_step(build, device_type: type, precision: str, 
         assert trace.num_read_back == num_reads
         reduced = [one["bytes"] for one in trace.operations if one["bytes"] <= 16]
         assert reduced == [8] + [4] * (precision == "fp16") or reduced == [4] * (precision == "fp16") + [8]
+
+
+@FORMS
+@SPLITS
+@pytest.mark.parametrize("moments", [(), ROUNDED_MOMENTS], ids=["fp32", "rounded"])
+def test_weights_with_remainders_are_updated_as_their_fp32_copies_would_be(
+    build, device_type: type, split, moments: tuple[str, ...]
+) -> None:
+    """To the bit, over steps in which the weights of both are rounded alike: ties away from zero."""
+    from mm.training.optimizer_state import MOMENTS, owned_states
+
+    own = build(device_type, "bf16", *split, *moments, *REMAINDERS)
+    reference = build(device_type, "bf16", *split, *moments)
+    for _ in range(3):
+        assert own.step() == reference.step()
+        found, expected = own.tensors(), reference.tensors()
+        for state in owned_states(reference.setup.optimizer, reference.setup.models):
+            weight = reference.setup.stage.get_parameter(state.name).detach().view(-1)[state.start : state.stop]
+            master, remainder = state.tensors()["master"], found[f"{state.name}.remainder"]
+            assert torch.equal(joined(found[state.name].view(-1)[state.start : state.stop], remainder), master)
+            assert all(torch.equal(found[f"{state.name}.{kind}"], expected[f"{state.name}.{kind}"])
+                       for kind in (*MOMENTS, "step"))
+            split_numbers(master, weight, torch.empty_like(remainder))
+
+
+@FORMS
+@SPLITS
+@pytest.mark.parametrize("flags", [REMAINDERS, NO_COPIES, (*NO_COPIES, *ROUNDED_MOMENTS)], ids=" ".join)
+def test_a_bad_step_changes_nothing_without_fp32_copies(build, device_type: type, split, flags) -> None:
+    engine = build(device_type, "bf16", *split, *flags)
+    engine.step()
+    before = engine.tensors()
+    engine.spoil(math.inf)
+    with pytest.raises(AgreedError, match="the gradient norm is inf"):
+        engine.step()
+    after = engine.tensors()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert not any(name.endswith(".master") for name in after)
 
 
 def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
