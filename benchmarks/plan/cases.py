@@ -50,33 +50,33 @@ class Case:
     has_lora: bool = False
     num_samples: int = 1
     """Samples in each microbatch."""
+    is_quick: bool = False
+    """Whether the quick benchmark measures it too."""
 
 
 _ONE, _FIRST, _LAST = ((8,),), ((8, 0),), ((0, 8),)
 CASES = {
     1: (
-        Case("PP 1", _ONE, _ONE), Case("PP 1, three samples packed", _ONE, _ONE, num_samples=3),
-        Case("PP 1, ViT frozen", _ONE, _ONE, is_vision_frozen=True), Case("PP 1, LoRA", _ONE, _ONE, has_lora=True),
+        Case("PP 1", _ONE, _ONE, is_quick=True), Case("PP 1, three samples packed", _ONE, _ONE, num_samples=3),
+        Case("PP 1, ViT frozen", _ONE, _ONE, is_vision_frozen=True),
+        Case("PP 1, LoRA", _ONE, _ONE, has_lora=True, is_quick=True),
     ),
     2: (
         Case("PP 2, ViT 8 0, LLM 0 8", _FIRST, _LAST), Case("PP 2, ViT 8 0, LLM 2 6", _FIRST, ((2, 6),)),
         Case("PP 2, ViT 5 3, LLM 0 8", ((5, 3),), _LAST),
         Case("PP 2, ViT 8 0, LLM 2 6, three samples packed", _FIRST, ((2, 6),), num_samples=3),
-        Case("PP 2, ViT 8 0, LLM 2 6, ViT frozen", _FIRST, ((2, 6),), is_vision_frozen=True),
+        Case("PP 2, ViT 8 0, LLM 2 6, ViT frozen", _FIRST, ((2, 6),), is_vision_frozen=True, is_quick=True),
         Case("PP 2, ViT 8 0, LLM 2 6, LoRA", _FIRST, ((2, 6),), has_lora=True),
-        Case("two chunks, PP 2", ((4, 4), (0, 0)), ((0, 0), (4, 4))),
-        Case("TP 2", _ONE, _ONE, tp_size=2), Case("DP 2", _ONE, _ONE),
+        Case("two chunks, PP 2", ((4, 4), (0, 0)), ((0, 0), (4, 4)), is_quick=True),
+        Case("TP 2", _ONE, _ONE, tp_size=2, is_quick=True), Case("DP 2", _ONE, _ONE),
     ),
 }  # fmt: skip
 """By the number of processes."""
-_QUICK = {1: (0, 3), 2: (4, 6, 7)}
-"""Places of those that the quick benchmark measures."""
 
 
 def cases_of(num_ranks: int, is_quick: bool) -> tuple[Case, ...]:
-    """The cases of ``num_ranks`` processes."""
-    every = CASES[num_ranks]
-    return tuple(every[place] for place in _QUICK[num_ranks]) if is_quick else every
+    """The cases of ``num_ranks`` processes, or those of the quick benchmark."""
+    return tuple(case for case in CASES[num_ranks] if case.is_quick or not is_quick)
 
 
 def model_of(case: Case, is_quick: bool) -> ModelConfig:
@@ -167,7 +167,7 @@ class _Measured:
     calibration_seconds: float
     predicted: StepPrediction
     seconds: tuple[float, ...]
-    """Of a step of each batch."""
+    """The time of one step with each batch."""
 
 
 def _calibrated(device: Device, world_size: int, is_quick: bool) -> Calibration:
@@ -180,6 +180,7 @@ def _calibrated(device: Device, world_size: int, is_quick: bool) -> Calibration:
 
 
 def _row(case: Case, world_size: int, rounds: Sequence[_Measured]) -> dict[str, Any]:
+    """The median prediction of a case beside the measured time, as ``benchmarks.plan`` describes."""
     predicted = sorted((one.predicted for one in rounds), key=lambda one: one.seconds)[len(rounds) // 2]
     of_batches = zip(*(one.seconds for one in rounds), strict=True)
     measured = statistics.fmean(map(statistics.median, of_batches))

@@ -40,14 +40,15 @@ def predicted(case: Case, device: Device, operators: Mapping[str, Mapping[str, T
             "by_kernels": sum(seconds_of(phase, known) for phase in operators.values())}  # fmt: skip
 
 
-def measured(case: Case, device: Device, num_rounds: int, num_warmup: int, num_steps: int) -> dict[str, Any]:
-    """The prediction of a step by a calibration in ``num_rounds``, and its measured time."""
+def measured(case: Case, device: Device, num_rounds: int | None, num_warmup: int, num_steps: int) -> dict[str, Any]:
+    """The calibrated prediction of a step, and its measured time.  ``num_rounds``: None as in ``mm-plan calibrate``."""
     from benchmarks.sides import Ours, random_tensors
     from mm.parallel.megatron import DTYPES
     from mm.plan.costs import counts_of
     from mm.plan.predict import Predictor
     from mm.plan.workload import Workload
     from mm.planner.measure import ProbeSizes, measure
+    from mm.planner.probes import NUM_ROUNDS
     from tests.microbatches import random_microbatch
 
     model, precision = case.model(), "fp32" if device.kind == "cpu" else "bf16"
@@ -56,7 +57,7 @@ def measured(case: Case, device: Device, num_rounds: int, num_warmup: int, num_s
     args = step_arguments("--use-distributed-optimizer", *([f"--{precision}"] if precision != "fp32" else []))
     began = time.perf_counter()
     calibration = measure(device, args, model, [1], ProbeSizes(batch[0].num_tokens, batch[0].num_patches),
-                          num_rounds)
+                          num_rounds or NUM_ROUNDS)
     calibrated = time.perf_counter() - began
     counts = counts_of([BatchTotals.of([one], model.vision) for one in batch])
     prediction = Predictor(Run(args, model, DataConfig("hf", ("data.json",)), 1), calibration).predict(
@@ -82,7 +83,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--size", default="3b", choices=("tiny", "3b", "7b"))
     parser.add_argument("--tokens", type=int, default=6 * SAMPLE_TOKENS, help="of a microbatch, in samples of 689")
     parser.add_argument("--num-microbatches", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3, help="of the calibration")
+    parser.add_argument("--rounds", type=int, help="of the calibration; absent = as in mm-plan calibrate")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=7)
     add_record_flags(parser, "predictions")

@@ -36,6 +36,8 @@ DeviceName = Literal["auto", "npu", "cuda", "cpu"]
 BenchmarkName = Literal["ai2d", "chartqa", "docvqa", "mmmu"]
 Rule = Literal["choice", "exact", "anls", "relaxed"]
 """How an answer is scored; ``mm.scoring.rules`` describes each rule."""
+KeptCopy = Literal["fp32", "remainder", "none"]
+"""What the optimizer keeps beside a weight in 16 bits: an fp32 copy, what a bf16 weight lacks of it, or nothing."""
 VitQkvOrder = Literal["per_head", "whole"]
 """per_head: what MindSpeed-MM's runtime reads; whole: [Q; K; V], of its converters 2.2.0 and 2.3.0."""
 
@@ -283,8 +285,7 @@ class Arguments:
         return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
 
     @property
-    def kept_copy(self) -> Literal["fp32", "remainder", "none"]:
-        """What the optimizer keeps beside a weight in 16 bits."""
+    def kept_copy(self) -> KeptCopy:
         return "remainder" if self.store_param_remainders else "none" if self.main_params_dtype == "bf16" else "fp32"
 
     @property

@@ -18,7 +18,7 @@ from mm.formats.manifest import MANIFEST_FILE
 from mm.formats.safetensors import read_header
 from mm.formats.training import CheckpointManifest, CheckpointTensor
 from mm.weights.cut import share_numbers
-from mm.weights.halves import joined
+from mm.weights.halves import REMAINDER, joined
 from mm.weights.table import Weight, local_shape, placed, shard, stored_name, unshard
 from mm.weights.trained import saved_weights
 from mm.weights.views import Misfit, Stored, View, shard_view
@@ -106,8 +106,8 @@ class TrainingDirectory:
 
     def _kinds(self, weight: Weight, kind: str) -> tuple[str, ...]:
         """The kinds of pieces that hold ``kind``: an fp32 copy may be stored as the weight and its remainder."""
-        is_joined = kind == "master" and (stored_name(weight), "remainder", 0) in self._pieces
-        return ("weight", "remainder") if is_joined else (kind,)
+        is_joined = kind == "master" and (stored_name(weight), REMAINDER, 0) in self._pieces
+        return ("weight", REMAINDER) if is_joined else (kind,)
 
     def read_state(self, weight: Weight, kind: str, tp_size: int, tp_rank: int, start: int, stop: int) -> Tensor:
         """Elements ``start`` to ``stop`` of the flattened shard of one tensor-parallel rank: "master" or a moment.

@@ -40,7 +40,7 @@ Measured on an H200: 47.2 ms for 3.75 billion parameters, which is 46.9 ms by th
 ROUNDED_BYTES = {"exp_avg": 12, "exp_avg_sq": 20}
 """More traffic of the update for a moment in bf16: it is widened and rounded, and stochastic rounding of the second one
 also reads the weight."""
-COPY_BYTES = {"fp32": 0, "remainder": 42, "none": 26}
+COPY_TRAFFIC_BYTES = {"fp32": 0, "remainder": 42, "none": 26}
 """More traffic for a weight without an fp32 copy, by ``Arguments.kept_copy``: its fp32 number is joined and split by
 single operators, or widened and rounded stochastically; and no copy is read to fill the bf16 weight."""
 EAGER_ROUNDING_BYTES = 366
@@ -81,7 +81,7 @@ def rounding_bytes(args: Arguments, is_compiled: bool = True) -> int:
     """
     found = sum(one for name, one in ROUNDED_BYTES.items() if getattr(args, f"{name}_dtype") != "fp32")
     num_rounded = (args.exp_avg_sq_dtype != "fp32") + (args.kept_copy == "none")
-    return found + COPY_BYTES[args.kept_copy] + (0 if is_compiled else EAGER_ROUNDING_BYTES * num_rounded)
+    return found + COPY_TRAFFIC_BYTES[args.kept_copy] + (0 if is_compiled else EAGER_ROUNDING_BYTES * num_rounded)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from mm.weights.placed import owns, stage_weights, weights_by_place
 from mm.weights.table import Place, Weight, model_weights
 from mm.weights.trained import is_frozen
 
-COPY_BYTES = {"fp32": FP32, "remainder": 2, "none": 0}
+KEPT_COPY_BYTES = {"fp32": FP32, "remainder": 2, "none": 0}
 """Bytes kept beside a trained weight in 16 bits, by ``Arguments.kept_copy``."""
 
 
@@ -61,7 +61,7 @@ def chunk_size(run: Run, spec: StageSpec) -> StageSize:
     num_params, num_trainable, num_whole = _num_params(one_stage(run.model), run.tp_size, spec)
     gradient_width = WIDTHS["bf16"] if run.args.grad_reduce_in_bf16 else FP32
     moment_widths = [WIDTHS[dtype] for dtype in (run.args.exp_avg_dtype, run.args.exp_avg_sq_dtype)]
-    state_bytes = sum(moment_widths) + (COPY_BYTES[run.args.kept_copy] if run.args.precision != "fp32" else 0)
+    state_bytes = sum(moment_widths) + (KEPT_COPY_BYTES[run.args.kept_copy] if run.args.precision != "fp32" else 0)
     num_shards = num_optimizer_shards(run)
     return StageSize(
         num_params=num_params,

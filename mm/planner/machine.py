@@ -43,12 +43,12 @@ def _differences(calibration: Calibration, run: Run) -> Iterator[str]:
         yield f"was measured on {machine.device}, here is {device}"
     if machine.precision != run.args.precision:
         yield f"was measured in {machine.precision}, but the run is in {run.args.precision}"
-    for field in ("exp_avg_dtype", "exp_avg_sq_dtype", "kept_copy"):
-        was, now = getattr(machine, field), getattr(run.args, field)
-        if was != now and field == "kept_copy":
-            yield f"was measured with {COPIES[was]}, but the run has {COPIES[now]}"
-        elif was != now:
-            yield f"was measured with {flag_name(field)} {was}, but the run has {now}"
+    for flag in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        was, now = getattr(machine, flag), getattr(run.args, flag)
+        if was != now:
+            yield f"was measured with {flag_name(flag)} {was}, but the run has {now}"
+    if machine.kept_copy != run.args.kept_copy:
+        yield f"was measured with {COPIES[machine.kept_copy]}, but the run has {COPIES[run.args.kept_copy]}"
     here = json.loads(json.dumps(software()))
     for name, was in machine.versions.items():
         if name != CODE and here.get(name) != was:

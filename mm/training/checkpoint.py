@@ -93,7 +93,7 @@ def load(
 
     shared, more_notes = together(mesh, restore)
     _broadcast(shared, mesh)
-    if is_split(setup.optimizer):  # a rank may have rounded its part of a weight otherwise than the run that saved it
+    if is_split(setup.optimizer):  # a rank may round its part of a weight differently from the saving run
         setup.gather_weights()
     manifest = stored.manifest
     if finetune:

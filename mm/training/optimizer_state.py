@@ -9,8 +9,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer
 from torch import Tensor
 
-from mm.training.rounded_adam import MOMENTS, REMAINDER, RoundedAdam
-from mm.weights.halves import split
+from mm.training.rounded_adam import MOMENTS, RoundedAdam, weights_without_copies
+from mm.weights.halves import REMAINDER, split
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class OwnedState:
     @property
     def _weight(self) -> Tensor | None:
         """Flat, the bf16 weight itself if no fp32 copy of it is kept."""
-        weights = self.optimizer.weights if isinstance(self.optimizer, RoundedAdam) else {}
-        return weights[self.main].view(-1) if self.main in weights else None
+        weight = weights_without_copies(self.optimizer).get(self.main)
+        return None if weight is None else weight.view(-1)
 
     @property
     def has_fp32(self) -> bool:
@@ -55,9 +55,9 @@ class OwnedState:
         return {kind: tensor.detach().reshape(-1) for kind, tensor in found.items()}
 
     def restored(self) -> list[Tensor]:
-        """The memory that ``restore_master`` and ``restore_moments`` fill, as numbers that every backend communicates.
+        """The tensors that ``restore_master`` and ``restore_moments`` fill, for a broadcast.
 
-        NCCL knows no int16.
+        int16 is viewed as bytes, because NCCL does not support it.
         """
         weight, kept = self._weight, list(self.tensors().values())
         some = [*kept, weight] if weight is not None else kept
@@ -122,7 +122,7 @@ def take_weights(optimizer: ChainedOptimizer) -> None:
     """Reset what is kept beside the weights to the weights just loaded: copies equal them, remainders are 0."""
     chained: Any
     for chained in optimizer.chained_optimizers:
-        if not chained.is_stub_optimizer and isinstance(chained.optimizer, RoundedAdam) and chained.optimizer.weights:
+        if not chained.is_stub_optimizer and weights_without_copies(chained.optimizer):
             for state in chained.optimizer.state.values():
                 if REMAINDER in state:
                     state[REMAINDER].zero_()

@@ -6,19 +6,18 @@ Moments may be in bf16.  The fp32 copy of a bf16 weight may be left out, or be s
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from mm.config.flags import KeptCopy
 from mm.device.hashing import ROUNDED_AT_ONCE
 from mm.device.pointwise import Leaf
-from mm.weights.halves import joined, split
+from mm.weights.halves import REMAINDER, joined, split
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-REMAINDER = "remainder"
-"""The state that holds what a bf16 weight lacks of its fp32 number."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +26,7 @@ class KeptStates:
 
     moments: Mapping[str, torch.dtype]
     """fp32 or bf16, by ``MOMENTS``."""
-    copy: Literal["fp32", "remainder", "none"] = "fp32"
-    """What is kept beside a weight in bf16 or fp16: an fp32 copy, what a bf16 weight lacks of it, or nothing."""
+    copy: KeptCopy = "fp32"
 
     @property
     def is_rounded(self) -> bool:
@@ -134,6 +132,12 @@ class RoundedAdam(torch.optim.AdamW):
             # equal weights with equal updates, which Adam's first steps make, must not all be rounded alike
             salts = (updated.view(torch.int32) ^ second.view(torch.int32)).view(torch.float32)
             piece.weight.copy_(self._rounded_at_random(updated, salts, step))
+
+
+def weights_without_copies(optimizer: torch.optim.Optimizer) -> Mapping[Tensor, Tensor]:
+    """The bf16 weights that ``optimizer`` updates itself, by the tensors that stand for them in its groups; empty if it
+    updates fp32 weights or copies."""
+    return optimizer.weights if isinstance(optimizer, RoundedAdam) else {}
 
 
 def _blocks(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:

@@ -51,15 +51,14 @@ class Setup:
         return cls(mesh, stage, models, optimizer, communicator)
 
     def gather_weights(self) -> None:
-        """With the distributed optimizer, get the parts of weights that other ranks own from them."""
+        """With the distributed optimizer, gather the weights from the ranks that own their parts, and wait for them."""
         for model in self.models:
             model.start_param_sync(force_sync=True)
 
     def finish_gathering(self) -> None:
         """With overlapped gathers, wait until the weights that other ranks updated last have arrived."""
-        for model in self.models:
-            if model.ddp_config.overlap_param_gather:
-                model.start_param_sync(force_sync=True)
+        if any(model.ddp_config.overlap_param_gather for model in self.models):
+            self.gather_weights()
 
 
 def starts_ahead(args: Arguments, device: Device) -> bool:

@@ -21,7 +21,7 @@ from mm.device.device import Device
 from mm.errors import AgreedError
 from mm.parallel.activity import Journal, Work
 from mm.parallel.mesh import Mesh
-from mm.training.rounded_adam import RoundedAdam
+from mm.training.rounded_adam import weights_without_copies
 
 _NORM_EPSILON = 1e-6
 """Added to the gradient norm before dividing the maximum norm by it, as in Megatron and torch."""
@@ -211,7 +211,7 @@ def _copy_to_model(optimizer: ChainedOptimizer) -> None:
     """
     chained: Any
     for chained in _trained(optimizer):
-        if _has_copies(chained) and not (isinstance(chained.optimizer, RoundedAdam) and chained.optimizer.weights):
+        if _has_copies(chained) and not weights_without_copies(chained.optimizer):
             weights, copies = chained._get_model_and_main_params_data_float16()
             if weights:
                 torch._foreach_copy_(weights, copies)  # pyright: ignore[reportPrivateImportUsage]

@@ -10,7 +10,7 @@ Remainders of 16 bits reach from -0x8000 to 0x7FFF, so a number exactly between 
 zero.  torch rounds such a number, one of 65,536, to the even neighbour, which is as near.  NaN becomes infinity: both
 stop a training.
 
-Both functions take and fill flat tensors on any device, and cast between integers in no direction that could saturate.
+Both functions take and fill flat tensors on any device.  No cast narrows an integer, because some devices saturate.
 """
 
 import math
@@ -18,6 +18,8 @@ import math
 import torch
 from torch import Tensor
 
+REMAINDER = "remainder"
+"""Its name among the states of a weight, in memory and in checkpoints."""
 _HALF = 0x8000
 _LOW, _HIGH = 0, 1
 """The 16-bit halves of an fp32 number in memory: every device that torch runs on stores the low one first."""

@@ -49,7 +49,7 @@ def test_memory_has_a_limit_and_the_next_request_is_answered(process):
 
 @pytest.mark.parametrize("task", ["compute", "sleep"])
 def test_time_has_a_limit(process, task):
-    """Of a processor, or all time."""
+    """Processor time while it computes, elapsed time while it sleeps."""
     start = time.monotonic()
     with pytest.raises(ProcessEndedError) as error:
         process.ask({"task": task})

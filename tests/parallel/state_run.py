@@ -182,7 +182,6 @@ class Run:
         by_name = {weight.name: weight for weight in model_weights(self.config)}
         return {f"{name}:{part}": unshard(by_name[name], one) for (name, part), one in shards.items()}
 
-
     def _numbers(self, owned: OwnedState) -> dict[str, Tensor]:
         """``owned.tensors``, with an fp32 copy also where the weight and a remainder are kept instead."""
         found = owned.tensors()

@@ -77,7 +77,7 @@ def test_a_line_that_is_no_message_is_reported_and_the_hub_goes_on(line: bytes, 
 
 
 def other_addresses() -> list[str]:
-    """Of this machine, besides its loopback."""
+    """This machine's addresses besides its loopback."""
     found = [one.address for addresses in psutil.net_if_addrs().values() for one in addresses
              if one.family == socket.AF_INET and not one.address.startswith("127.")]
     return found or [pytest.skip("this machine has no network")]
