@@ -1,4 +1,4 @@
-"""Adapters in any layout train exactly PEFT's model: loss, gradient of every A and B, and weights after three steps."""
+"""Adapters in any layout train exactly PEFT's model: loss, gradient of every A and B, and weights after two steps."""
 
 import json
 from collections.abc import Callable

@@ -106,8 +106,8 @@ TEXT_AT_BOTH_ENDS = ((), _IMAGE, (), (), _IMAGE, ())
 IMAGES_AT_BOTH_ENDS = (_IMAGE, (), _IMAGE, _IMAGE, (), _IMAGE)
 """In one of the two each microbatch of a step has no image."""
 FEW_TOKENS: dict[str, Any] = {
-    "grids": ((), (), ((1, 4, 6),), (), ((1, 2, 2),), (), (), ((1, 8, 4), (1, 2, 4))), "micro_batch_size": 1,
-    "text_tokens": (1, 2, 1, 1, 3, 7, 1, 9),
+    "grids": ((), _IMAGE, (), ((1, 2, 2),), ((1, 8, 4), (1, 2, 4))), "text_tokens": (1, 1, 2, 3, 9),
+    "micro_batch_size": 1,
 }
 """Microbatches of one token, two and three among others: a context or tensor-parallel rank is left without any."""
 ONE_IMAGE_OUTWEIGHS_ALL: tuple[tuple[Grid, ...], ...] = (((1, 2, 2),), ((1, 16, 20), (1, 2, 4)), ((1, 4, 2),))
@@ -179,7 +179,7 @@ CASES = (
     Case("pp2-vpp2-text-only", ((2, 1), (1, 0)), ((0, 0), (1, 3)), batch="text"),
     Case("pp2-vpp2-layers-frozen", ((2, 1), (1, 0)), ((0, 0), (1, 3)), freeze=("projector",), recompute="block",
          freeze_layers=("0-2", "0-1"), freeze_modules=("patch_embed", "word_embeddings", "fc2")),
-    Case("pp2-vpp3-of-4-microbatches", ((2, 1), (1, 0), (0, 0)), ((0, 0), (0, 1), (1, 2)), micro_batch_size=3),
+    Case("pp2-vpp3-of-4-microbatches", ((2, 1), (1, 0), (0, 0)), ((0, 0), (0, 1), (1, 2))),
     Case("pp2-waits", (3, 1), (0, 4), waits=True),
     Case("pp2-vpp2-waits", ((2, 1), (1, 0)), ((0, 0), (1, 3)), waits=True),
     Case("dp2-images-on-one-rank-overlap", dp=2, batch="images on one rank", overlap=True),
@@ -319,18 +319,20 @@ NOT_FINITE = ("tp1", "tp2", "pp2-vit-on-both", "dp2-clipped", "dp2-distributed-o
 
 
 def batch_of(case: Case) -> list[list[list[RawSample]]]:
-    """Samples as ``[dp rank][microbatch][sample]``: twelve samples, two a microbatch, unless the case has others."""
+    """Samples as ``[dp rank][microbatch][sample]``, two a microbatch unless the case says otherwise."""
     import torch
 
     generator = torch.Generator().manual_seed(7)
     grids = case.grids or {
-        "mixed": [(), ((1, 4, 6),), ((1, 6, 10), (1, 2, 4)), (), (), (), ((1, 8, 4),), (), ((1, 2, 2),),
-                  ((1, 4, 4), (1, 4, 6)), (), ((1, 10, 6),)],
+        # two of four microbatches mix text and pictures, one has no picture, and one has them in both samples
+        "mixed": [(), ((1, 4, 6),), ((1, 6, 10), (1, 2, 4)), (), (), (), ((1, 8, 4),), ((1, 4, 4), (1, 4, 6))],
+        "mixed, longer": [(), ((1, 4, 6),), ((1, 6, 10), (1, 2, 4)), (), (), (), ((1, 8, 4),), (), ((1, 2, 2),),
+                          ((1, 4, 4), (1, 4, 6)), (), ((1, 10, 6),)],
         # one video alone, two, and between pictures
-        "video": [((3, 4, 6),), (), ((1, 4, 4), (2, 6, 10), (1, 2, 4)), ((2, 4, 4), (4, 2, 2)), (), ((5, 6, 4),)] * 2,
-        "text": [()] * 12,
+        "video": [((3, 4, 6),), (), ((1, 4, 4), (2, 6, 10), (1, 2, 4)), ((2, 4, 4), (4, 2, 2)), (), ((5, 6, 4),)],
+        "text": [()] * 8,
         "three samples": [((1, 4, 6),), (), ((1, 6, 10), (1, 2, 4))],
-        "no targets": [(), ((1, 4, 6),)] * 6,
+        "no targets": [(), ((1, 4, 6),)] * 3,
         "last without targets": [(), ((1, 4, 6),)] * 6,
         # rank 0 of two takes the first six samples
         "images on one rank": [(), ((1, 4, 6),), ((1, 6, 10), (1, 2, 4)), (), ((1, 4, 4),), ()] + [()] * 6,
@@ -338,10 +340,11 @@ def batch_of(case: Case) -> list[list[list[RawSample]]]:
     samples = [random_sample(generator, grid, length)
                for grid, length in zip(grids, cycle(case.text_tokens), strict=False)]
     # the last microbatch of either of two ranks is the samples 4 and 5, 10 and 11
-    without = {"no targets": range(12), "last without targets": (4, 5, 10, 11)}.get(case.batch, ())
+    without = {"no targets": range(6), "last without targets": (4, 5, 10, 11)}.get(case.batch, ())
     for index in without:
         samples[index].is_target[:] = False
     size = case.micro_batch_size
     microbatches = [samples[start : start + size] for start in range(0, len(samples), size)]
+    assert len(microbatches) % case.dp == 0, "some would be left out"
     per_rank = len(microbatches) // case.dp
     return [microbatches[rank * per_rank : (rank + 1) * per_rank] for rank in range(case.dp)]

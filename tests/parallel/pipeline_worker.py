@@ -21,7 +21,7 @@ from tests.parallel.trace import Trace, counting
 
 FEW: dict[str, Any] = {"grids": (((1, 4, 6),), (), ((1, 6, 10), (1, 2, 4)), ()), "micro_batch_size": 1}
 """Four microbatches, with images and without by turns, of one sample each."""
-CASES = (
+CASES = tuple(dataclasses.replace(one, batch="mixed, longer") if one.batch == "mixed" else one for one in (
     Case("mixed", (2, 2, 0, 0), (0, 0, 2, 2)),
     Case("text", (2, 2, 0, 0), (0, 0, 2, 2), batch="text"),
     Case("vision-frozen", (2, 2, 0, 0), (0, 0, 2, 2), freeze=("vision",)),
@@ -48,7 +48,8 @@ CASES = (
     Case("ulysses", (3, 1), (0, 4), cp=2, **FEW),
     Case("ring", (3, 1), (0, 4), cp=2, ring=True, **FEW),
     Case("whole-encoder", (3, 1), (0, 4), tp=2, sequence_parallel=True, whole_encoder=True, **FEW),
-)
+))
+"""With more microbatches than may be on their way."""
 
 
 class Coming:
