@@ -68,7 +68,7 @@ CASES = {
         Case("PP 2, ViT 8 0, LLM 2 6, ViT frozen", _FIRST, ((2, 6),), is_vision_frozen=True, is_quick=True),
         Case("PP 2, ViT 8 0, LLM 2 6, LoRA", _FIRST, ((2, 6),), has_lora=True),
         Case("two chunks, PP 2", ((4, 4), (0, 0)), ((0, 0), (4, 4)), is_quick=True),
-        Case("TP 2", _ONE, _ONE, tp_size=2, is_quick=True), Case("DP 2", _ONE, _ONE),
+        Case("TP 2", _ONE, _ONE, tp_size=2), Case("DP 2", _ONE, _ONE),
     ),
 }  # fmt: skip
 """By the number of processes."""
@@ -174,7 +174,8 @@ def _calibrated(device: Device, world_size: int, is_quick: bool) -> Calibration:
     """A calibration in one round, with and without adapters."""
     plain, lora = CASES[1][0], CASES[1][3]
     sizes = _QUICK_SIZES if is_quick else _SIZES
-    found = measure(device, arguments(1), model_of(plain, is_quick), range(1, world_size + 1), sizes, num_rounds=1)
+    tp_sizes = sorted({1, *(case.tp_size for case in cases_of(world_size, is_quick))})
+    found = measure(device, arguments(1), model_of(plain, is_quick), tp_sizes, sizes, num_rounds=1)
     more = measure(device, arguments(1), model_of(lora, is_quick), [1], sizes, num_rounds=1)
     return replace(found, blocks=(*found.blocks, *(one for one in more.blocks if one.key not in found.by_key)))
 

@@ -22,24 +22,30 @@ from mm.device.device import Device
 from tests.microbatches import random_microbatch
 from tests.workload import Sample
 
-NUM_WARMUP = 3
+NUM_WARMUP, NUM_QUICK_WARMUP = 3, 1
 NUM_TEXT_TOKENS = 150
 """Number of text tokens in a sample: a question, an answer of a few sentences, and the template around them."""
-LAYOUTS = {1: ((8,), (8,)), 2: ((8, 0), (0, 8))}
-"""Layers of the ViT and of the LLM, by the number of stages."""
+NUM_LAYERS, NUM_QUICK_LAYERS = 8, 2
+"""Of the ViT, and as many of the LLM; each has a stage of its own where there are two."""
 
 
 def model_of(num_stages: int, is_quick: bool) -> ModelConfig:
-    """A model of 34 M weights; ``is_quick``: one with as many but narrower layers, which only shows that all runs."""
+    """A model of 34 M weights; ``is_quick``: one with fewer and narrower layers, which only shows that all runs."""
     widths: tuple[dict[str, Any], dict[str, Any]] = (
         {"hidden_size": 320, "ffn_hidden_size": 856, "window_attn_size": 112},
         {"hidden_size": 512, "ffn_hidden_size": 1408, "mrope_section": (16, 24, 24), "vocab_size": 1024},
     )
     if is_quick:
         widths = {"hidden_size": 64, "ffn_hidden_size": 128}, {"hidden_size": 128, "ffn_hidden_size": 256}
-    vision, language = LAYOUTS[num_stages]
-    return resized(model_config("tiny"), {**widths[0], "num_layers": 8, "pipeline_num_layers": (vision,)},
-                   {**widths[1], "num_layers": 8, "pipeline_num_layers": (language,)})  # fmt: skip
+    count = NUM_QUICK_LAYERS if is_quick else NUM_LAYERS
+    empty = (0,) * (num_stages - 1)
+    full_attention = (count // 2 - 1, count - 1)
+    return resized(
+        model_config("tiny"),
+        {**widths[0], "num_layers": count, "pipeline_num_layers": ((count, *empty),),
+         "fullatt_block_indexes": full_attention},
+        {**widths[1], "num_layers": count, "pipeline_num_layers": ((*empty, count),)},
+    )  # fmt: skip
 
 
 def batch_of(model: ModelConfig, step: int, num_samples: int, num_microbatches: int) -> list[Microbatch]:
@@ -62,7 +68,8 @@ def measure(
     ours = Ours(model, device, "fp32", tensors)
     peer = Peer(model, device.torch_device, "fp32", tensors) if dist.get_rank() == 0 else None
     times: list[dict[str, float]] = []
-    for number in range(NUM_WARMUP + rounds):
+    num_warmup = NUM_QUICK_WARMUP if is_quick else NUM_WARMUP
+    for number in range(num_warmup + rounds):
         batch = batch_of(model, number, num_samples, num_microbatches)
         totals = BatchTotals.of(batch, model.vision)
         dist.barrier()
@@ -79,7 +86,7 @@ def measure(
             torch.set_num_threads(1)
             agree = abs(loss - peer_loss) < 1e-5 * peer_loss and abs(norm - peer_norm) < 1e-4 * peer_norm
             assert number or agree, f"not the same model: loss {loss} {peer_loss}, gradient norm {norm} {peer_norm}"
-            if number >= NUM_WARMUP:
+            if number >= num_warmup:
                 times.append({"ours": our_seconds, "theirs": peer_seconds, "tokens": totals.num_tokens,
                               "patches": totals.num_patches})  # fmt: skip
         dist.barrier()

@@ -1,4 +1,4 @@
-"""A hundred prompts of every kind for the demo's model, and transformers' answers to them."""
+"""Prompts of every kind for the demo's model, and transformers' answers to them."""
 
 import json
 from pathlib import Path
@@ -15,13 +15,16 @@ from tests.data.clips import even, write_clip
 from tests.data.oracle import photo, transformers_inputs
 from tests.tiny_inputs import write_inputs
 
-NUM_PROMPTS, MAX_NEW_TOKENS = 100, 8
+NUM_PROMPTS, MAX_NEW_TOKENS = 40, 8
 SAMPLING = ("--temperature", "1.3", "--top-k", "40", "--top-p", "0.95", "--repetition-penalty", "1.1", "--seed", "7")
 WORDS = ("How", "many", "pictures", "are", "there", "in", "it,", "and", "what", "is", "to", "be", "seen", "1", "2", "3")
 
 
 def write_questions(directory: Path) -> Path:
-    """The demo's checkpoint, pictures, a video, and ``prompts.jsonl``: text, one picture, two, a video, both."""
+    """The demo's checkpoint, pictures, a video, and ``prompts.jsonl``: text, one picture, two, a video, both.
+
+    All of them with texts of seven lengths, from two words to eight.
+    """
     write_inputs(directory)
     photo(84, 56, seed=1).save(directory / "wide.png")
     photo(56, 112, seed=2).save(directory / "tall.png")
