@@ -68,7 +68,7 @@ def test_every_world_size_is_run() -> None:
 
 IS_MANY = settings.get_current_profile_name() == "many"
 MAX_RANKS = 8 if IS_MANY else 4
-FEW = settings(max_examples=12, derandomize=True, suppress_health_check=list(HealthCheck))
+FEW = settings(max_examples=16, derandomize=True, suppress_health_check=list(HealthCheck))
 MANY = settings(suppress_health_check=list(HealthCheck))
 
 
