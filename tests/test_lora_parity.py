@@ -9,12 +9,12 @@ import pytest
 from tests.launch import results_by_size, run_ranks
 from tests.parallel.lora_cases import CASES, DROPOUT_CASES, LoraCase
 
-# Largest errors measured over all cases, fp32 on CPU: loss of three steps 1.7e-7, gradient 5.9e-6, weight after three
-# steps 1.5e-5.  The tolerances are those of tests/test_parity.py.
+# Largest errors measured over all cases, fp32 on CPU: loss of two steps 2.1e-7, gradient 1.1e-5, weight after two steps
+# 3.2e-5.  The tolerances are those of tests/test_parity.py.
 LOSS_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4
 WEIGHT_TOLERANCE = 2e-4
-# Of the losses with dropout in any two layouts, measured 1.6e-7; of their gradients' norms 2.6e-7.
+# Of the losses with dropout in any two layouts, measured 1.6e-7; of their gradients' norms 5.6e-7.
 DROPOUT_TOLERANCE = 1e-6
 
 

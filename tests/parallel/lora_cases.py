@@ -86,7 +86,7 @@ CASES = (
 
 def _dropped(name: str, vision: Any = (4,), language: Any = (4,), **others: Any) -> LoraCase:
     """All have the same samples, so few tokens that a context-parallel rank is left without any of them."""
-    grids, text_tokens = ((), ((1, 4, 6),), (), ((1, 8, 4), (1, 2, 4))), (1, 1, 3, 9)
+    grids, text_tokens = ((), ((1, 4, 6),), (), ((1, 8, 4), (1, 2, 4))), (1, 1, 9, 14)
     return _case(f"dropout-{name}", vision, language, DROPPED, grids=grids, text_tokens=text_tokens, **others)
 
 
