@@ -8,7 +8,7 @@ import functools
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -18,7 +18,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.fusion_mapping import register_fusion_patches
 
 from benchmarks.measure import shipped_model
-from mm.batch import BatchTotals, Microbatch, StepPlan, normalised
+from mm.batch import BatchTotals, Microbatch, StepPlan, image_passes, normalised
 from mm.config import flags as arguments
 from mm.config.model import ModelConfig, RecomputeConfig
 from mm.data.feed.owner import deal_images
@@ -100,12 +100,13 @@ class Ours:
 
     def __init__(
         self, model: ModelConfig, device: Device, precision: str, tensors: dict[str, Tensor], tp_size: int = 1,
-        sequence_parallel: bool = False,
+        sequence_parallel: bool = False, flags: Sequence[str] = ("--use-distributed-optimizer",),
     ) -> None:  # fmt: skip
+        """``flags``: further ones of the run."""
         os.environ.setdefault("MASTER_PORT", str(free_port()))
         args = arguments.parse([
             "--lr", str(LR), "--train-iters", "1", "--clip-grad", "1.0", "--weight-decay", "0.01", "--seq-length", "1",
-            "--micro-batch-size", "1", "--mm-model", "-", "--mm-data", "-", "--use-distributed-optimizer",
+            "--micro-batch-size", "1", "--mm-model", "-", "--mm-data", "-", *flags,
             *([f"--{precision}"] if precision != "fp32" else []),
         ])  # fmt: skip
         mesh = parallel.start(device, model, tp_size)
@@ -149,7 +150,10 @@ class Ours:
         settings.finalize_model_grads_func = finalize
 
     def _plan(self, microbatches: list[Microbatch]) -> StepPlan:
-        return StepPlan(tuple(microbatches), BatchTotals.of(microbatches, self.setup.stage.model.vision))
+        """Every replica has these microbatches."""
+        model, num_replicas = self.setup.stage.model, self.setup.mesh.dp_size
+        return StepPlan(tuple(microbatches), BatchTotals.of(microbatches * num_replicas, model.vision),
+                        image_passes=image_passes(microbatches, model.encoder_batch_size))
 
     def gradients(self) -> dict[str, Tensor]:
         """Gradients by our names, in fp32 on the CPU, without padding."""

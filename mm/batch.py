@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -209,6 +210,20 @@ def encoder_batches(skip_vision: Sequence[bool | None], size: int) -> list[tuple
     return [tuple(batch) for batch in found.values()]
 
 
+def image_passes(microbatches: Sequence[Microbatch], size: int) -> tuple[bool, ...]:
+    """For each microbatch, whether gradients of images flow back in its backward pass.
+
+    ``size``: as in ``encoder_batches``.  Images that pass the ViT together flow back in the last microbatch's pass.
+    """
+    last = {batch[-1] for batch in encoder_batches_of(microbatches, size)}
+    return tuple(number in last for number in range(len(microbatches)))
+
+
+def passes_of_any(replicas: Iterable[Sequence[bool]]) -> tuple[bool, ...]:
+    """``image_passes`` of a step: whether it is so in any replica; some may have fewer microbatches."""
+    return tuple(any(passes) for passes in zip_longest(*replicas, fillvalue=False))
+
+
 def image_pairs(grid: Grid) -> int:
     """Pairs of patches in a full-attention layer of the ViT, which processes each temporal slice separately."""
     t, h, w = grid
@@ -240,3 +255,5 @@ class StepPlan:
     """Over the global batch, all replicas together."""
     dropout_seed: int | None = None
     """Seed of this step's dropout; None: nothing is dropped."""
+    image_passes: tuple[bool, ...] | None = None
+    """``passes_of_any`` of all replicas' ``image_passes``; None unless the run shards gradients, which needs it."""

@@ -33,6 +33,7 @@ COMMANDS = {
               "--num-microbatches", "2", "--warmup", "1", "--steps", "1", "--recompute", "--freeze", "vision"),
     "cpu": ("benchmarks.step", "cpu", "--quick", "--rounds", "1", "--num-microbatches", "2"),
     "encoder": ("benchmarks.step", "encoder", "--quick", "--rounds", "1"),
+    "sharding": ("benchmarks.step", "sharding", "--quick", "--rounds", "1"),
     "data": ("benchmarks.data", "--quick"),
     "plan": ("benchmarks.plan", "--quick", "--rounds", "1"),
     "shipped": ("benchmarks.plan.shipped", "--size", "7b", "--data", "llava"),
@@ -40,6 +41,7 @@ COMMANDS = {
     "meta": ("benchmarks.plan.meta", "--device", "h200", "--step", "3B"),
     "device": ("benchmarks.plan.device", "--device", "cpu", "--size", "tiny", "--tokens", "689", "--num-microbatches",
                "1", "--rounds", "1", "--warmup", "1", "--steps", "1"),
+    "fits": ("benchmarks.plan.fits", "--size", "3b"),
     "pipeline": ("benchmarks.pipeline", "--only", "2 virtual chunks", "--rounds", "1", "--steps", "1"),
     "convert": ("benchmarks.convert", "--size", "tiny", "--rounds", "1", "--caches", "cold"),
     "states": ("benchmarks.states", "--iters", "3", "--last", "2", "--without", "bf16 moments", "no copies"),
@@ -114,6 +116,12 @@ def test_planned_layouts_beat_those_of_the_scripts(started: dict[str, Future]) -
     assert (theirs["name"], theirs["speedup"]) == ("MindSpeed-MM", 1.0) and 0.8 < theirs["share_of_bound"] < 0.95
     assert ours["seconds"] <= same_sizes["seconds"] < theirs["seconds"]
     assert same_sizes["share_of_bound"] > 0.96
+
+
+def test_the_page_has_the_tables_of_what_fits(started: dict[str, Future]) -> None:
+    page = (ROOT / "docs" / "planning.md").read_text().splitlines()
+    lines = started["fits"].result()
+    assert len(lines) == 3 * (3 + 3) and set(lines) <= set(page)
 
 
 def test_kernels_of_a_step_predict_about_what_the_laws_do(started: dict[str, Future]) -> None:
@@ -192,6 +200,12 @@ def test_encoder_placements(started: dict[str, Future]) -> None:
         assert result["patches"] > 0 and result["processor_seconds"]["cut"] > 0
         for encoder in ("whole", "together"):
             assert result["time_ratio"][encoder]["least"] > 0 and result["predicted_ratio"][encoder] > 0
+
+
+def test_sharding_strategies(started: dict[str, Future]) -> None:
+    result = started["sharding"].result()
+    assert list(result["ratio"]) == ["optim", "optim_grads", "optim_grads, overlapped"]
+    assert all(one["least"] > 0 for one in result["ratio"].values())
 
 
 def test_pipeline(started: dict[str, Future]) -> None:

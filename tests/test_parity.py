@@ -101,7 +101,7 @@ def cases(draw: st.DrawFn) -> Case:
     def nested(counts: list[int]) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(counts[first : first + pp]) for first in range(0, num_slots, pp))
 
-    distributed = draw(st.booleans())
+    sharding = draw(st.sampled_from(("no_shard", "optim", "optim_grads")))
     encoder_batch = draw(st.integers(1, num_microbatches))
     return Case(
         "drawn", nested(vision), nested(language), tp, dp,
@@ -112,7 +112,7 @@ def cases(draw: st.DrawFn) -> Case:
         grids=tuple(draw(st.lists(grids, min_size=num_samples, max_size=num_samples))),
         text_tokens=tuple(draw(st.lists(st.sampled_from((1, 2, 3, 9, 24)), min_size=num_samples,
                                         max_size=num_samples))),
-        distributed_optimizer=distributed,
+        sharding=sharding,
         overlap=draw(st.booleans()),
         loss_unit=draw(st.sampled_from(("token", "sample", "microbatch"))),
         micro_batch_size=size,

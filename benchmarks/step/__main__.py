@@ -5,6 +5,7 @@
     python -m benchmarks.step speed --size 3b --mix --phases --rounds 2 [--freeze vision projector]
     python -m benchmarks.step cpu [--rounds 9] [--micro-batch-size 1] [--num-microbatches 8]
     python -m benchmarks.step encoder [--rounds 9] [--sequence-parallel]
+    python -m benchmarks.step sharding [--rounds 9] [--num-microbatches 2]
 
 ``parity`` compares two small random models on a mixed batch, in fp32 and bf16, with transformers in fp32 on the CPU.
 It also reports the errors of transformers' own bf16.
@@ -27,6 +28,8 @@ SDPA, and its own linear patch embedding instead of the 3-D convolution.
 ``encoder`` compares ViTs on two tensor-parallel processes, on batches of pictures with little text: cut like the LLM,
 whole on both (``encoder_placement``), or whole with the images of all microbatches in one pass
 (``encoder_batch_microbatches``).
+
+``sharding`` compares the strategies of ``--data-parallel-sharding-strategy`` on two data-parallel processes.
 """
 
 import argparse
@@ -34,6 +37,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from benchmarks.measure import DEVICES, SIZES, report, run_ranks
 from benchmarks.records import OURS, PEER, Records, add_record_flags, append
@@ -94,10 +98,7 @@ def cpu(flags: argparse.Namespace, own_arguments: list[str]) -> bool:
         from benchmarks.step.cpu import measure
 
         found = measure(device, flags.rounds, flags.micro_batch_size, flags.num_microbatches, flags.quick)
-        leave_process_group()
-        if found is not None:
-            report(found, flags.output)
-        return True
+        return _reported(found, flags)
     results = []
     for num_stages in (1, 2):
         with tempfile.TemporaryDirectory() as folder:
@@ -112,19 +113,37 @@ def cpu(flags: argparse.Namespace, own_arguments: list[str]) -> bool:
 
 def encoder(flags: argparse.Namespace, own_arguments: list[str]) -> bool:
     """Time all encoders in two new processes; with ``--is-rank``, be one of them."""
-    if flags.is_rank:
-        device = Device.pick("cpu")
-        from benchmarks.step.encoder import measure
+    if not flags.is_rank:
+        return _on_two_ranks("encoder", flags, own_arguments)
+    device = Device.pick("cpu")
+    from benchmarks.step.encoder import measure
 
-        found = measure(device, flags.rounds, flags.quick, flags.sequence_parallel)
-        leave_process_group()
-        if found is not None:
-            report(found, flags.output)
-        return True
+    return _reported(measure(device, flags.rounds, flags.quick, flags.sequence_parallel), flags)
+
+
+def sharding(flags: argparse.Namespace, own_arguments: list[str]) -> bool:
+    """Time all strategies in two new processes; with ``--is-rank``, be one of them."""
+    if not flags.is_rank:
+        return _on_two_ranks("sharding", flags, own_arguments)
+    device = Device.pick("cpu")
+    from benchmarks.step.sharding import measure
+
+    return _reported(measure(device, flags.rounds, flags.num_microbatches, flags.quick), flags)
+
+
+def _on_two_ranks(name: str, flags: argparse.Namespace, own_arguments: list[str]) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "result.json"
-        run_ranks(2, "benchmarks.step", ["encoder", *own_arguments, "--is-rank", "--output", str(output)])
+        run_ranks(2, "benchmarks.step", [name, *own_arguments, "--is-rank", "--output", str(output)])
         report(json.loads(output.read_text()), flags.output)
+    return True
+
+
+def _reported(found: Any, flags: argparse.Namespace) -> bool:
+    """Report what a rank has found, if anything."""
+    leave_process_group()
+    if found is not None:
+        report(found, flags.output)
     return True
 
 
@@ -143,8 +162,8 @@ def leave_process_group() -> None:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    modes = parser.add_subparsers(required=True, metavar="parity, train, speed, cpu or encoder")
-    works = {"parity": parity, "train": train, "speed": timed, "cpu": cpu, "encoder": encoder}
+    modes = parser.add_subparsers(required=True, metavar="parity, train, speed, cpu, encoder or sharding")
+    works = {"parity": parity, "train": train, "speed": timed, "cpu": cpu, "encoder": encoder, "sharding": sharding}
     parsers = {name: modes.add_parser(name) for name in works}
     for name, work in works.items():
         parsers[name].set_defaults(work=work)
@@ -156,13 +175,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
         one.add_argument("--precision", choices=PRECISIONS if name == "train" else ("fp32", "bf16"),
                          help="default: all for parity and train; for speed bf16, or fp32 on a CPU")  # fmt: skip
     _add_speed_flags(parsers["speed"])
-    for one in (parsers["cpu"], parsers["encoder"]):
+    for one in (parsers["cpu"], parsers["encoder"], parsers["sharding"]):
         one.add_argument("--rounds", type=int, default=9)
         one.add_argument("--quick", action="store_true", help="a far smaller model: shows that it runs, not how fast")
         one.add_argument("--is-rank", action="store_true", help=argparse.SUPPRESS)
     one = parsers["cpu"]
     one.add_argument("--micro-batch-size", type=int, default=1)
     one.add_argument("--num-microbatches", type=int, default=8, help="microbatches of one optimizer step")
+    parsers["sharding"].add_argument("--num-microbatches", type=int, default=2, help="of each replica in a step")
     parsers["encoder"].add_argument("--sequence-parallel", action="store_true")
     return parser.parse_args(argv)
 

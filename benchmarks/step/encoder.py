@@ -61,7 +61,7 @@ def measure(device: Device, rounds: int, is_quick: bool, sequence_parallel: bool
         for encoder, fields in ENCODERS.items():
             ours = Ours(replace(model, **fields), device, "fp32", tensors, 2, sequence_parallel)
             for name in PICTURES:
-                times, first = _times(ours, batch_of(name, model), 1 if is_quick else NUM_STEPS)
+                times, first = times_of(ours, batch_of(name, model), 1 if is_quick else NUM_STEPS)
                 seconds[name][encoder] += times
                 firsts += [first] if name == next(iter(PICTURES)) else []  # later ones start from other roundings
             ours.close()
@@ -109,11 +109,11 @@ def batch_of(name: str, model: ModelConfig) -> list[Microbatch]:
     return [random_microbatch(model, PICTURES[name], seed) for seed in range(NUM_MICROBATCHES)]
 
 
-def _times(
+def times_of(
     ours: Ours, batch: list[Microbatch], num_steps: int
 ) -> tuple[list[tuple[float, float]], tuple[float, float]]:
-    """Seconds and processor seconds of ``num_steps`` timed steps, and loss and gradient norm of the first warm-up
-    step."""
+    """On every rank: seconds and processor seconds of ``num_steps`` timed steps, and loss and gradient norm of the
+    first warm-up step."""
     own, times, first = ours.batches(batch), list[tuple[float, float]](), (0.0, 0.0)
     for number in range(NUM_WARMUP + num_steps):
         dist.barrier()

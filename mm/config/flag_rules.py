@@ -31,8 +31,11 @@ def flag_problems(args: Arguments) -> Iterator[str]:
               if getattr(args, f"calculate_per_{unit}_loss")]
     if len(losses) > 1:
         yield f"{' and '.join(losses)} are all given; keep one"
-    if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
+    if args.overlap_param_gather and not (args.splits_optimizer and args.overlap_grad_reduce):
         yield "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce"
+    if args.use_distributed_optimizer and not args.splits_optimizer:
+        yield ("--use-distributed-optimizer and --data-parallel-sharding-strategy no_shard contradict each other: the "
+               "first splits optimizer state over the data-parallel ranks; remove it, or write optim for no_shard")
     for flag, value in (("--keep-last-checkpoints", args.keep_last_checkpoints),
                         ("--save-retain-interval", args.save_retain_interval)):
         if args.save is None and value is not None:

@@ -38,6 +38,8 @@ Rule = Literal["choice", "exact", "anls", "relaxed"]
 """How an answer is scored; ``mm.scoring.rules`` describes each rule."""
 KeptCopy = Literal["fp32", "remainder", "none"]
 """What the optimizer keeps beside a weight in 16 bits: an fp32 copy, what a bf16 weight lacks of it, or nothing."""
+Sharding = Literal["no_shard", "optim", "optim_grads"]
+"""What the ranks with the same weights divide among them; each includes what stands before it."""
 VitQkvOrder = Literal["per_head", "whole"]
 """per_head: what MindSpeed-MM's runtime reads; whole: [Q; K; V], of its converters 2.2.0 and 2.3.0."""
 
@@ -192,6 +194,9 @@ class Arguments:
     adam_eps: Positive = Field(1e-8, description="added to the denominator")
     clip_grad: NotNegative = Field(1.0, description="clip gradients to this global norm; 0 = no clipping")
     use_distributed_optimizer: bool = Field(False, description="split optimizer state over the data-parallel ranks")
+    data_parallel_sharding_strategy: Sharding | None = Field(None, description=(
+        "what the data-parallel ranks split: nothing (no_shard), optimizer state (optim), or gradients too "
+        "(optim_grads); absent = as --use-distributed-optimizer says"))
     exp_avg_dtype: Literal["fp32", "bf16"] = Field(
         "fp32", description="dtype of Adam's first moment between steps; bf16 halves its memory")
     exp_avg_sq_dtype: Literal["fp32", "bf16"] = Field("fp32", description=(
@@ -283,6 +288,21 @@ class Arguments:
     def precision(self) -> str:
         """"fp32", "bf16" or "fp16"."""
         return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
+
+    @property
+    def sharding(self) -> Sharding:
+        default: Sharding = "optim" if self.use_distributed_optimizer else "no_shard"
+        return self.data_parallel_sharding_strategy or default
+
+    @property
+    def splits_optimizer(self) -> bool:
+        """Whether each rank keeps its part of the optimizer's state only."""
+        return self.sharding != "no_shard"
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether each rank keeps its part of the gradients only."""
+        return self.sharding == "optim_grads"
 
     @property
     def kept_copy(self) -> KeptCopy:

@@ -100,10 +100,10 @@ FLAGS: Mapping[str, FlagRow] = {
     "--lora-register-forward-hook": Inert("gradients pass through frozen layers without hooks"),
     **rows(Fixed((), "preference training is not supported by this version"),
            "--dpo-beta --dpo-loss-type --dpo-ftx --dpo-label-smoothing --ref-model --pref-ftx --stage"),
-    "--use-torch-fsdp2": Fixed((), (
-        "weights are not sharded over data-parallel ranks in this version; use --tensor-model-parallel-size, "
-        "pipeline_num_layers in the model JSON and --use-distributed-optimizer, and --dry-run for the memory of each "
-        "stage")),
+    **rows(Fixed((), (
+        "weights are not sharded over data-parallel ranks in this version; --data-parallel-sharding-strategy "
+        "optim_grads shards the rest, --tensor-model-parallel-size and pipeline_num_layers in the model JSON divide "
+        "the weights, and --dry-run shows the memory of each stage")), "--use-torch-fsdp2 --use-megatron-fsdp"),
     "--fsdp2-config-path": Inert("it has an effect only with --use-torch-fsdp2"),
     **rows(Inert("weights are the same wherever they are first created"),
            "--init-model-with-meta-device --use-cpu-initialization --no-initialization"),

@@ -23,7 +23,7 @@ from mm.config.lora import lora_notes, lora_problems, merged
 from mm.config.model import ModelConfig, RecomputeConfig, placement_notes, read_model
 from mm.config.patterns import long_patterns
 from mm.config.read import Document
-from mm.config.run_notes import RATE_FLAGS, RATE_KEYS, flag_notes, frozen_notes
+from mm.config.run_notes import RATE_FLAGS, RATE_KEYS, flag_notes, frozen_notes, sharding_notes
 from mm.config.sampling import loss_problems, sampling_notes
 from mm.config.schema import shown
 from mm.config.validation import question_flag_problems, validation_notes, validation_problems
@@ -166,6 +166,7 @@ def load_run(
              *lora_notes(model.value.lora, args.lora, args.mm_model), *model.notes, *data.notes)
     run = Run(args, _with_flags(model.value, args), data.value, world_size,
               (*notes, *(missing if is_dry_run else ())), args.given_start)
+    run = dataclasses.replace(run, notes=(*run.notes, *sharding_notes(args, run.dp_size * run.cp_size)))
     refuse((*problems, *(parallel_problems(run) if checks_layout else ()), *loss_problems(args, data.value),
             *validation_problems(args, data.value), *question_flag_problems(args),
             *_model_problems(run, model.document), *long_patterns(run.model, f"{args.mm_model} or the command line"),

@@ -59,3 +59,9 @@ def flag_notes(args: Arguments) -> Iterator[str]:
     ):
         if is_idle:
             yield NoEffect(names, reason)
+
+
+def sharding_notes(args: Arguments, num_copies: int) -> Iterator[str]:
+    """``num_copies``: ranks with the same weights."""
+    if num_copies == 1 and args.shards_gradients:
+        yield NoEffect(["--data-parallel-sharding-strategy"], "one rank holds each weight, so nothing is sharded")

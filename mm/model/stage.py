@@ -6,6 +6,7 @@ A chunk maps a message to a message.  ``mm.placement`` decides what crosses whic
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.enums import ModelType
@@ -29,6 +30,7 @@ from mm.parallel.activity import Journal, Work
 from mm.parallel.megatron import mark_parameters, parallel_config
 from mm.parallel.mesh import Mesh
 from mm.parallel.pieces import Pieces
+from mm.parallel.sharded import Unit
 from mm.weights.memory import memory_shape
 from mm.weights.placed import stage_weights
 from mm.weights.trained import is_frozen
@@ -88,6 +90,16 @@ class Chunk(nn.Module):
             parameters[weight.name].requires_grad_(not is_frozen(weight, model))
         tied_over_slots = model.language.tied and placement.embedding_slot != placement.head_slot
         mark_parameters(parameters, self.weights, tied_over_slots, settings.sequence_parallel)
+
+    def units(self) -> Iterator[Unit]:
+        """All weights, in units that are reduced together, in the order of the forward pass."""
+        if self.spec.vision_layers:
+            encoder: Any = self.image_encoder["encoder"]
+            yield from encoder.units()
+            if self.spec.has_projector:
+                yield Unit((self.image_encoder["projector"],), is_vision=True)
+        if self.spec.language_layers:
+            yield from self.text_decoder.units()
 
     def set_input_tensor(self, _: list[Tensor | None]) -> None:
         """Ignored: megatron's schedule offers the received tensor here; ours is an argument of ``forward``."""

@@ -65,7 +65,7 @@ def mark_parameters(
     - ``tensor_model_parallel`` and its ``partition_*``: megatron sets them only when it draws initial values.  Its
       gradient norm counts a parameter without the mark on one tensor-parallel rank only.
     - ``sequence_parallel``: each tensor-parallel rank has the gradient of its own rows, or of its own images, and
-      ``finalize_gradients`` sums them.
+      ``mm.parallel.reduction`` sums them.
     - ``shared_embedding``, if ``tied_over_slots`` (word embedding and output layer are one weight in two slots): gives
       both copies the same shard of the distributed optimizer.
     - ``shared`` on the copy in the output layer: keeps the gradient norm from counting the tied weight twice.
@@ -95,7 +95,7 @@ def ddp_config(args: Arguments) -> DistributedDataParallelConfig:
         overlap_grad_reduce=args.overlap_grad_reduce,
         overlap_param_gather=args.overlap_param_gather,
         align_param_gather=args.overlap_param_gather,
-        use_distributed_optimizer=args.use_distributed_optimizer,
+        use_distributed_optimizer=args.splits_optimizer,
         average_in_collective=False,
     )
 
@@ -123,7 +123,7 @@ def optimizer_config(args: Arguments, settings: TransformerConfig) -> OptimizerC
         min_loss_scale=args.min_loss_scale,
         loss_scale_window=args.loss_scale_window,
         hysteresis=args.hysteresis,
-        use_distributed_optimizer=args.use_distributed_optimizer,
+        use_distributed_optimizer=args.splits_optimizer,
         overlap_param_gather=args.overlap_param_gather,
     )
 

@@ -6,6 +6,7 @@ shapes are exchanged, the loop never waits for the device, and a boundary that c
 
 import math
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -78,6 +79,8 @@ class PipelineCommunicator:
     ) -> None:
         """``checks``: sender and receiver compare the header of each message; no receive is then posted early."""
         self.starts_ahead = starts_ahead and not checks
+        self.leave: Callable[[int, int], None] = lambda *_: None
+        """Called with microbatch and chunk when the schedule is past a backward pass, before it waits for anything."""
         self.pp_group = mesh.groups.pp  # the schedule asks for these three by name
         self.config = parallel
         self.virtual_pipeline_model_parallel_size = parallel.virtual_pipeline_model_parallel_size
@@ -241,6 +244,8 @@ class PipelineCommunicator:
         recv_backward: bool = False,
     ) -> None:
         """Start all parts of one call together; receives go to ``_inbox``, ``_activations`` and ``_gradients``."""
+        if send_backward:
+            self.leave(*self._expected["send_backward"][0])
         activations, gradients, arrived = Batch(self.pp_group), Batch(self._gradient_group), None
         if send_forward:
             due = self._due("send_forward")

@@ -1,5 +1,5 @@
-"""One step through the pipeline's schedule: forward and backward of every microbatch, then the gradients' reduction;
-or forward alone, for validation.
+"""One step through the pipeline's schedule: forward and backward of every microbatch, then the gradients' reduction
+(``mm.parallel.reduction``); or forward alone, for validation.
 
 megatron-core's schedules run the loop, over our communicator.
 """
@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
@@ -19,12 +18,12 @@ from megatron.core.pipeline_parallel.schedules import (
 from torch import Tensor
 
 from mm.batch import Microbatch, StepPlan, encoder_batches_of
-from mm.parallel import gradients
 from mm.parallel.activity import Journal, Work
 from mm.parallel.megatron import settings_of_schedule
 from mm.parallel.mesh import Mesh
 from mm.parallel.order import ChunkPass, forward_order, group_size
 from mm.parallel.pipeline import PipelineCommunicator
+from mm.parallel.sharded import ShardedGradients
 
 
 def run_schedule(
@@ -76,6 +75,8 @@ def _run(
         chunk: Any = wrapped.module
         number = next(numbers)
         place = chunk.spec.chunk, number
+        if isinstance(wrapped, ShardedGradients) and not forward_only:
+            wrapped.start(number)
         received = communicator.take(number, chunk.spec.chunk) if mesh.pp_size > 1 else None
         own = inputs.take(number, chunk.spec.chunk)
         with journal.during(Work.FORWARD, *place):
@@ -153,43 +154,3 @@ class _Inputs:
 def _loss_is_output(output: Tensor) -> tuple[Tensor, Tensor, dict]:
     """megatron's loss function: the stage's output is already the loss, divided by the global batch's total."""
     return output, torch.zeros((), dtype=torch.int, device=output.device), {}
-
-
-def finalize_gradients(
-    models: list[DistributedDataParallel],
-    _num_tokens: Tensor | None,
-    *,
-    tied_group: dist.ProcessGroup | None,
-    pg_collection: object = None,
-    force_all_reduce: bool = False,
-) -> None:
-    """Reduce gradients over data-parallel ranks, then over the two slots of a tied embedding.
-
-    With overlapped reduction megatron reduces a bucket once all of its parameters have reported a gradient.  Those
-    that took no part in the last microbatch (the ViT in a text-only one) are reported here, last chunk first and in
-    bucket order: the order in which a rank with images reports them, so collectives match on all ranks.
-    """
-    chunk: Any = models[0].module
-    with chunk.journal.during(Work.REDUCTION):
-        _reduce(models, tied_group, force_all_reduce)
-
-
-def _reduce(models: list[Any], tied_group: dist.ProcessGroup | None, force_all_reduce: bool) -> None:
-    gradients.end(models)
-    for model in reversed(models):
-        if model.ddp_config.overlap_param_gather:
-            for group in model.bucket_groups:  # modules that no microbatch used: no hook has waited for their gather
-                group.finish_param_sync(skip_next_bucket_dispatch=True)
-        for group in model.bucket_groups if model.ddp_config.overlap_grad_reduce else ():
-            for parameter in [p for p in group.params if p not in group.per_param_grad_ready_counts]:
-                group.register_grad_ready(parameter)
-        model.finish_grad_sync(force_all_reduce=force_all_reduce)
-    assert not force_all_reduce, "tensor-parallel ranks sum their own shards only; megatron never asks for more"
-    gradients.sum_over_tensor_ranks(models, models[0].module.tp_group)
-    tied: list[Any] = [parameter for model in models for parameter in model.module.parameters()
-                       if getattr(parameter, "shared_embedding", False) and parameter.requires_grad]
-    if len(tied) == 2:  # both on this rank, in two of its chunks
-        tied[0].main_grad += tied[1].main_grad
-        tied[1].main_grad.copy_(tied[0].main_grad)
-    elif tied:
-        dist.all_reduce(tied[0].main_grad, group=tied_group)

@@ -117,7 +117,7 @@ def compare(predictor: Predictor, timelines: Sequence[StepTimeline]) -> Comparis
     sides = [_sides(predictor, kinds, one) for one in timelines]
     factors = _fitted(sides)
     of_both = np.array([one.values for one in factors])
-    reduction, update = predictor.after_pipeline(placement)
+    reduction, update = predictor.after_pipeline(placement, [one.microbatches for one in timelines])
     causes, parts = list[dict[str, float]](), list[dict[str, Compared]]()
     for one in sides:
         found = _pipeline_causes(one, kinds, of_both)

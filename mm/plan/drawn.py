@@ -20,7 +20,7 @@ def predicted_timeline(predictor: Predictor, replicas: Sequence[np.ndarray], ite
     all_passes = [Passes.of(predictor, kinds, counts) for counts in replicas]
     timelines = [one.timeline(one.recorded(), [one.between] * placement.num_stages) for one in all_passes]
     end = max(steps[-1].end for timeline in timelines for steps in timeline)
-    reduction, update = predictor.after_pipeline(placement)
+    reduction, update = predictor.after_pipeline(placement, [replicas])
     num_ranks = predictor.run.tp_size * predictor.run.cp_size
     records = []
     for dp_rank, (passes, timeline) in enumerate(zip(all_passes, timelines, strict=True)):

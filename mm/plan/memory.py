@@ -5,6 +5,7 @@ Pure arithmetic over the model's settings; ``mm.plan.layer_memory`` says what on
 communication library, and the allocator's fragmentation.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -28,7 +29,7 @@ from mm.plan.layer_memory import (
 )
 from mm.plan.messages import message_bytes
 from mm.weights.memory import memory_shape
-from mm.weights.placed import owns, weights_by_place
+from mm.weights.placed import owns, stage_weights, weights_by_place
 from mm.weights.table import Place, Weight
 from mm.weights.trained import GradientPath, is_frozen
 
@@ -40,6 +41,16 @@ class MicrobatchSizes:
     num_tokens: int
     num_patches: int
     num_targets: int
+
+
+@dataclass(frozen=True)
+class UnitBuffers:
+    """Gradient buffers that exist only while a backward pass fills and reduces them (``mm.parallel.sharded``)."""
+
+    width: int
+    """Bytes of one number."""
+    num_layers: int
+    """Layers whose buffers exist at once: one, and with overlapped reduction the one before, too."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +153,30 @@ class ChunkMemory:
         """Bytes per patch of the visual tokens that wait for their microbatches."""
         hidden = self.model.language.hidden_size * self.width
         return hidden // self.model.vision.spatial_merge_size**2 if self.encoder_batch_size > 1 else 0
+
+    @cached_property
+    def layer_gradients(self) -> int:
+        """Trained elements of the largest layer."""
+        layers = [*((Place.VISION_LAYER, layer) for layer in self.spec.vision_layers),
+                  *((Place.LANGUAGE_LAYER, layer) for layer in self.spec.language_layers)]
+        return max((self._trained_elements(self._of(*one)) for one in layers), default=0)
+
+    @cached_property
+    def head_gradients(self) -> int:
+        """Trained elements of the output layer."""
+        if not self.spec.has_head:
+            return 0
+        weights = self._of(Place.EMBEDDING) if self.shares_embedding else stage_weights(self.model, self.spec)
+        return self._trained_elements([one for one in weights if self.shares_embedding or one.is_tied_copy or (
+            one.place is Place.HEAD and len(one.shape) > 1)])
+
+    @property
+    def shares_embedding(self) -> bool:
+        """Whether the output layer is the word embedding, whose buffer then exists from the one to the other."""
+        return self.model.language.tied and self.spec.has_embedding and self.spec.has_head
+
+    def _trained_elements(self, weights: Sequence[Weight]) -> int:
+        return sum(math.prod(memory_shape(one, self.tp_size)) for one in weights if not is_frozen(one, self.model))
 
     def _message_bytes(self, message: Message, rows: MicrobatchSizes) -> int:
         num_pieces = self.num_pieces if message is Message.HIDDEN_STATES else self._vision_division[1]
@@ -267,6 +302,12 @@ class StageMemory:
     def working_bytes(self, rows: MicrobatchSizes) -> int:
         return max(chunk.working_bytes(rows) for chunk in self.chunks)
 
+    def buffer_bytes(self, buffers: UnitBuffers) -> tuple[int, int]:
+        """Bytes of the gradient buffers that exist with logits, and with the largest layers."""
+        at_layers = (chunk.layer_gradients * buffers.num_layers + chunk.head_gradients * chunk.shares_embedding
+                     for chunk in self.chunks)
+        return (max(chunk.head_gradients for chunk in self.chunks) * buffers.width, max(at_layers) * buffers.width)
+
     def ahead_bytes(self, rows: MicrobatchSizes, num_microbatches: int) -> int:
         """Bytes of messages that a slow next stage has not received: the most that may be in flight, and the next."""
         placement = self.chunks[0].placement
@@ -274,9 +315,15 @@ class StageMemory:
         messages = [one for chunk in self.chunks for one in [chunk.ahead_bytes(rows)] * min(num_microbatches, most)]
         return sum(sorted(messages)[-most:])
 
-    def peak_bytes(self, rows: MicrobatchSizes, num_microbatches: int, state_bytes: int) -> int:
-        """Peak: states, all microbatches in flight, messages sent ahead, and either logits or a running layer."""
-        working = max(self.logit_bytes(rows), self.working_bytes(rows))
+    def peak_bytes(
+        self, rows: MicrobatchSizes, num_microbatches: int, state_bytes: int, buffers: UnitBuffers | None = None
+    ) -> int:
+        """Peak: states, all microbatches in flight, messages sent ahead, and either logits or a running layer.
+
+        ``buffers``: those that exist during the backward pass, if the states hold only shards of the gradients.
+        """
+        at_logits, at_layer = self.buffer_bytes(buffers) if buffers is not None else (0, 0)
+        working = max(self.logit_bytes(rows) + at_logits, self.working_bytes(rows) + at_layer)
         held = self.kept_bytes(rows, num_microbatches) + self.ahead_bytes(rows, num_microbatches)
         return state_bytes + held + working
 

@@ -5,7 +5,7 @@ of one run are predicted at once.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from statistics import fmean, pstdev
@@ -103,7 +103,7 @@ class Predictor:
         run = run or self.run
         placement = run.model.placement()
         found, sizes = self.pipelines(workload, [placement]), stage_sizes(run, placement)
-        reduction, update = self.after(sizes)
+        reduction, update = self.after(sizes, num_passes(workload.steps))
         pipelines = found.seconds[:, 0].tolist()
         return StepPrediction(
             seconds=fmean(pipelines) + reduction + update, spread=pstdev(pipelines), pipeline=fmean(pipelines),
@@ -277,13 +277,14 @@ class Predictor:
         flops = self._flops.of_slots(counts, self._flops.slots_of([placement]))
         return counts[pipeline_orders(flops, placement.num_stages)[:, 0]]
 
-    def after_pipeline(self, placement: Placement) -> tuple[float, float]:
-        """Seconds of the gradients' reduction and of the update."""
-        return self.after(stage_sizes(self.run, placement))
+    def after_pipeline(self, placement: Placement, steps: Sequence[Sequence[Sized]]) -> tuple[float, float]:
+        """Seconds of the gradients' reduction and of the update, with the microbatches of each step and replica."""
+        return self.after(stage_sizes(self.run, placement), num_passes(steps))
 
-    def after(self, sizes: Sequence[StageSize]) -> tuple[float, float]:
-        """``after_pipeline`` with stages of these sizes."""
-        return reduction_seconds(self.run, self.calibration, sizes), update_seconds(self.run, self.calibration, sizes)
+    def after(self, sizes: Sequence[StageSize], num_passes: float) -> tuple[float, float]:
+        """``after_pipeline`` with stages of these sizes and so many microbatches of a replica."""
+        return (reduction_seconds(self.run, self.calibration, sizes, num_passes),
+                update_seconds(self.run, self.calibration, sizes))
 
     def slowest(self, step: Sequence[np.ndarray]) -> np.ndarray:
         """The microbatches of the replica with most work."""
@@ -327,3 +328,8 @@ class Predictor:
                 law = message_law(self.calibration, spec.stage, stride)
                 found[:, :, slot, number] = seconds(spec.sends, law, *comes_back)
         return found
+
+
+def num_passes(steps: Sequence[Sequence[Sized]]) -> float:
+    """The mean over ``steps`` of the most microbatches of any replica."""
+    return fmean(max(map(len, replicas)) for replicas in steps)

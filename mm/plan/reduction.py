@@ -5,13 +5,18 @@ from collections.abc import Sequence
 from mm.config.run import Run
 from mm.plan.calibration import Calibration
 from mm.plan.layer_memory import WIDTHS
-from mm.plan.sizes import StageSize, num_optimizer_shards
+from mm.plan.sizes import StageSize, num_optimizer_shards, shards_gradients
 from mm.plan.traffic import all_reduce_law
 
 
-def reduction_seconds(run: Run, calibration: Calibration, sizes: Sequence[StageSize]) -> float:
-    """Seconds to sum the gradients over the ranks with the same weights."""
-    return _of_copies(run, calibration, sizes) + _of_encoders(run, calibration, sizes)
+def reduction_seconds(
+    run: Run, calibration: Calibration, sizes: Sequence[StageSize], num_passes: float = 1.0
+) -> float:
+    """Seconds to sum the gradients over the ranks with the same weights.
+
+    ``num_passes``: microbatches of a replica in a step; shards of gradients are reduced in each one's backward pass.
+    """
+    return _of_copies(run, calibration, sizes, num_passes) + _of_encoders(run, calibration, sizes)
 
 
 def _of_encoders(run: Run, calibration: Calibration, sizes: Sequence[StageSize]) -> float:
@@ -23,16 +28,19 @@ def _of_encoders(run: Run, calibration: Calibration, sizes: Sequence[StageSize])
     return all_reduce_law(calibration, run.tp_size).seconds(most / num_optimizer_shards(run))
 
 
-def _of_copies(run: Run, calibration: Calibration, sizes: Sequence[StageSize]) -> float:
-    most, num_copies = max(sizes, key=lambda size: size.gradient_bytes), run.dp_size * run.cp_size
-    if num_copies == 1 or not most.gradient_bytes:
+def _of_copies(run: Run, calibration: Calibration, sizes: Sequence[StageSize], num_passes: float) -> float:
+    most, num_copies = max(sizes, key=lambda size: size.reduced_bytes), run.dp_size * run.cp_size
+    if num_copies == 1 or not most.reduced_bytes:
         return 0.0
     law = all_reduce_law(calibration, num_copies, run.tp_size)
-    if not run.args.use_distributed_optimizer:
-        return law.seconds(most.gradient_bytes)
+    if not run.args.splits_optimizer:
+        return law.seconds(most.reduced_bytes)
     # a reduce-scatter of gradients and an all-gather of weights are half of an all-reduce each
-    weights = most.num_trainable_params * WIDTHS[run.args.precision]
-    return (law.seconds(most.gradient_bytes) + law.seconds(weights)) / 2
+    gather = law.seconds(most.num_trainable_params * WIDTHS[run.args.precision]) / 2
+    if not shards_gradients(run):
+        return law.seconds(most.reduced_bytes) / 2 + gather
+    each_unit = law.seconds(most.reduced_bytes / most.num_units) / 2
+    return num_passes * most.num_units * each_unit + gather
 
 
 def update_seconds(run: Run, calibration: Calibration, sizes: Sequence[StageSize]) -> float:

@@ -175,8 +175,9 @@ class LayoutSearch:
     def _opened(self, choice: Choice) -> _Open:
         run = choice.applied(self._run)
         predictor, states = self._predictor(choice, run), self._even_size(run)
-        rest = sum(predictor.after([states]))
-        bound, estimate = predictor.estimated(self._mean_samples, *self._num_microbatches(run), choice.num_chunks)
+        num_microbatches = self._num_microbatches(run)
+        rest = sum(predictor.after([states], num_microbatches[1]))
+        bound, estimate = predictor.estimated(self._mean_samples, *num_microbatches, choice.num_chunks)
         return _Open(choice, run, predictor, self._memory(choice, run), bound + rest, estimate + rest, rest, states)
 
     def _num_microbatches(self, run: Run) -> tuple[float, float]:
@@ -283,7 +284,7 @@ class LayoutSearch:
 
     def _even_size(self, run: Run) -> StageSize:
         """States of one rank if all stages had the same number of parameters."""
-        key = run.tp_size, run.model.encodes_whole, run.dp_size * run.cp_size, run.args.use_distributed_optimizer
+        key = run.tp_size, run.model.encodes_whole, run.dp_size * run.cp_size, run.args.sharding
         if key not in self._sizes:
             self._sizes[key] = reduce(StageSize.__add__, stage_sizes(run, run.model.placement()))
         return self._sizes[key].divided(run.num_stages)

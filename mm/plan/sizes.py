@@ -15,7 +15,7 @@ from mm.device.hashing import ROUNDED_AT_ONCE
 from mm.placement import Placement, StageSpec
 from mm.plan.layer_memory import FP32, WIDTHS
 from mm.plan.lists import one_stage
-from mm.plan.memory import ChunkMemory, MicrobatchSizes, StageMemory
+from mm.plan.memory import ChunkMemory, MicrobatchSizes, StageMemory, UnitBuffers
 from mm.weights.memory import memory_shape
 from mm.weights.placed import owns, stage_weights, weights_by_place
 from mm.weights.table import Place, Weight, model_weights
@@ -31,7 +31,7 @@ class StageSize:
 
     The copy of weights in bf16 or fp16 is fp32, unless ``--store-param-remainders`` or ``--main-params-dtype`` say
     otherwise, and so are the two Adam moments unless ``--exp-avg-dtype`` and ``--exp-avg-sq-dtype`` do.  Gradients are
-    fp32 unless they are reduced in bf16.
+    fp32 unless they are reduced in bf16; shards of gradients are always fp32.
     """
 
     num_params: int
@@ -39,8 +39,12 @@ class StageSize:
     weight_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
+    reduced_bytes: int
+    """Gradients as they are reduced over the ranks with the same weights."""
+    num_units: int
+    """Layers and other blocks with trained weights, which are reduced one by one if gradients are sharded."""
     whole_gradient_bytes: int
-    """Those of ``gradient_bytes`` that tensor-parallel ranks also sum: of encoders that each of them holds whole."""
+    """Gradients that tensor-parallel ranks also sum, without shards: of encoders that each of them holds whole."""
     update_bytes: int
     """fp32 copies of bf16 gradients.  They exist only in the update, without activations, and are not states."""
 
@@ -58,8 +62,9 @@ class StageSize:
 
 def chunk_size(run: Run, spec: StageSpec) -> StageSize:
     """Parameters and bytes of ``spec`` on one rank: its tensor-parallel shard, with padding in memory."""
-    num_params, num_trainable, num_whole = _num_params(one_stage(run.model), run.tp_size, spec)
-    gradient_width = WIDTHS["bf16"] if run.args.grad_reduce_in_bf16 else FP32
+    num_params, num_trainable, num_whole, num_units = _num_params(one_stage(run.model), run.tp_size, spec)
+    reduced_width = WIDTHS["bf16"] if run.args.grad_reduce_in_bf16 else FP32
+    kept_width = FP32 if shards_gradients(run) else reduced_width
     moment_widths = [WIDTHS[dtype] for dtype in (run.args.exp_avg_dtype, run.args.exp_avg_sq_dtype)]
     state_bytes = sum(moment_widths) + (KEPT_COPY_BYTES[run.args.kept_copy] if run.args.precision != "fp32" else 0)
     num_shards = num_optimizer_shards(run)
@@ -67,16 +72,36 @@ def chunk_size(run: Run, spec: StageSpec) -> StageSize:
         num_params=num_params,
         num_trainable_params=num_trainable,
         weight_bytes=num_params * WIDTHS[run.args.precision],
-        gradient_bytes=num_trainable * gradient_width,
-        whole_gradient_bytes=num_whole * gradient_width,
+        gradient_bytes=-(-num_trainable * kept_width // (num_shards if shards_gradients(run) else 1)),
+        reduced_bytes=num_trainable * reduced_width,
+        num_units=num_units,
+        whole_gradient_bytes=num_whole * kept_width,
         optimizer_bytes=-(-num_trainable * state_bytes // num_shards),
-        update_bytes=-(-num_trainable * FP32 // num_shards) if run.args.grad_reduce_in_bf16 else 0,
+        update_bytes=-(-num_trainable * FP32 // num_shards) if kept_width < FP32 else 0,
     )
+
+
+def num_copies(run: Run) -> int:
+    """Ranks that hold the same weights."""
+    return run.dp_size * run.cp_size
 
 
 def num_optimizer_shards(run: Run) -> int:
     """Ranks over which the optimizer's states are divided."""
-    return run.dp_size * run.cp_size if run.args.use_distributed_optimizer else 1
+    return num_copies(run) if run.args.splits_optimizer else 1
+
+
+def shards_gradients(run: Run) -> bool:
+    """Whether each rank keeps its shard of the gradients only; a rank without peers keeps all."""
+    return run.args.shards_gradients and num_optimizer_shards(run) > 1
+
+
+def unit_buffers(run: Run) -> UnitBuffers | None:
+    """The gradient buffers of units that a backward pass needs; None if a rank keeps all gradients."""
+    if not shards_gradients(run):
+        return None
+    width = WIDTHS["bf16"] if run.args.grad_reduce_in_bf16 else FP32
+    return UnitBuffers(width, 2 if run.args.overlap_grad_reduce else 1)
 
 
 def block_bytes(run: Run, size: StageSize) -> int:
@@ -93,12 +118,13 @@ def block_bytes(run: Run, size: StageSize) -> int:
     return num_elements * (FP32 * (first + second + (copy != "fp32")) + once_more)
 
 
-def _num_params(model: ModelConfig, tp_size: int, spec: StageSpec) -> tuple[int, int, int]:
-    """``_params_of`` the weights of ``spec``."""
+def _num_params(model: ModelConfig, tp_size: int, spec: StageSpec) -> tuple[int, int, int, int]:
+    """``_params_of`` the weights of ``spec``, summed, and the number of its blocks with trained weights."""
     counts = [one for (place, layer), one in _params_by_place(model, tp_size).items() if owns(spec, place, layer)]
     copies = [weight for weight in stage_weights(model, spec) if weight.is_tied_copy] if model.language.tied else []
-    num_params, num_trainable, num_whole = map(sum, zip(*counts, _params_of(copies, model, tp_size), strict=True))
-    return num_params, num_trainable, num_whole
+    counts.append(_params_of(copies, model, tp_size))
+    num_params, num_trainable, num_whole = map(sum, zip(*counts, strict=True))
+    return num_params, num_trainable, num_whole, sum(num_trained > 0 for _, num_trained, _ in counts)
 
 
 @cache
@@ -195,7 +221,7 @@ def peaks(run: Run, placement: Placement, sizes: list[StageSize]) -> dict[str, i
 def peak_bytes(memory: StageMemory, rows: MicrobatchSizes, run: Run, size: StageSize) -> int:
     """Peak bytes of a stage: while it computes or in the update, whichever is more."""
     in_update = size.total_bytes + size.update_bytes + block_bytes(run, size)
-    return max(memory.peak_bytes(rows, run.held_microbatches, size.total_bytes), in_update)
+    return max(memory.peak_bytes(rows, run.held_microbatches, size.total_bytes, unit_buffers(run)), in_update)
 
 
 def stage_memory(run: Run, placement: Placement, stage: int) -> StageMemory:

@@ -12,6 +12,7 @@ from mm.config.notes import sorted_notes
 from mm.config.run import Run
 from mm.device.known import KNOWN_DEVICES
 from mm.placement import Message, Placement, StageSpec
+from mm.plan.fitting import Fit, cheapest_fits
 from mm.plan.layer_memory import WIDTHS
 from mm.plan.memory import MicrobatchSizes
 from mm.plan.sizes import (
@@ -33,6 +34,8 @@ from mm.weights.table import Place
 from mm.weights.trained import GradientPath, freeze_notes, is_frozen
 
 _GIB = 2**30
+_NUM_FITS = 3
+"""Sizes of devices for which the report says how the run would fit."""
 _PLACES = {
     Place.PATCH_EMBEDDING: "patch embedding",
     Place.VISION_LAYER: "ViT",
@@ -77,9 +80,13 @@ def _run_lines(run: Run) -> list[str]:
         f"per sample",
         f"Training  {_steps(run)} in {args.precision}, loss: mean over the "
         f"{'target token' if args.loss_unit == 'token' else args.loss_unit}s of the global batch, optimizer state "
-        f"{'split over the data-parallel ranks' if args.use_distributed_optimizer else 'whole on every rank'}"
+        f"{_SHARDED[args.sharding]}"
         f"{_states(args)}",
     ]
+
+
+_SHARDED = {"no_shard": "whole on every rank", "optim": "split over the data-parallel ranks",
+            "optim_grads": "and gradients split over the data-parallel ranks"}  # fmt: skip
 
 
 def _states(args: Arguments) -> str:
@@ -231,7 +238,7 @@ def _microbatch_lines(run: Run, kinds: dict[str, MicrobatchSizes]) -> list[str]:
 
 
 def _device_lines(run: Run, placement: Placement, sizes: list[StageSize]) -> list[str]:
-    """Which known devices have enough memory."""
+    """Which known devices have enough memory, and what would make the run fit the largest of the others."""
     found = peaks(run, placement, sizes)
     ordered = sorted(found.items(), key=lambda item: item[1])
     (least_kind, least), (worst_kind, worst) = ordered[0], ordered[-1]
@@ -252,7 +259,17 @@ def _device_lines(run: Run, placement: Placement, sizes: list[StageSize]) -> lis
         *(f"Fits      {device}" for device in fits),
         *(f"In part   {device}: enough for all {least_kind}, not for all {worst_kind}" for device in partly),
         *([f"Too small {', '.join(small)}"] if small else []),
+        *map(_fit_line, cheapest_fits(run, names)[:_NUM_FITS]),
     ]
+
+
+def _fit_line(fit: Fit) -> str:
+    """The cheapest change with which the run fits."""
+    if fit.flags:
+        flags = " ".join(fit.flags)
+        return f"To fit    {_gib(fit.max_bytes)} GiB: add {flags}; the peak is then {_gib(fit.peak_bytes)}"
+    return (f"To fit    {_gib(fit.max_bytes)} GiB: flags are not enough, with all of them the peak is "
+            f"{_gib(fit.peak_bytes)}; divide the weights over more ranks, as mm-plan layouts suggests")
 
 
 def _group_lines(run: Run) -> list[str]:

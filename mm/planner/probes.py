@@ -23,7 +23,7 @@ from mm.config.model import ModelConfig
 from mm.device.device import Device
 from mm.model.flops import BlockPlace, blocks
 from mm.model.stage import Chunk
-from mm.parallel import gradients
+from mm.parallel import reduction
 from mm.parallel.activity import Journal
 from mm.parallel.megatron import ddp_config, parallel_config
 from mm.parallel.mesh import Mesh
@@ -147,7 +147,7 @@ class Prober:
         """Seconds of forward and backward, again and again; the first warms up."""
         device, totals = self._device, BatchTotals.of([microbatch], model.vision)
         received = self._received(model, chunk, microbatch)
-        gradients.begin([wrapped], device.kernels.overwrites)
+        reduction.begin([wrapped], device.kernels.overwrites)
         while True:
             dist.barrier()
             device.synchronize()

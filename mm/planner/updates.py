@@ -13,10 +13,9 @@ from mm.config.flags import Arguments
 from mm.config.model import ModelConfig
 from mm.device.device import Device
 from mm.model.stage import Stage
-from mm.parallel import gradients
+from mm.parallel import reduction
 from mm.parallel.megatron import bind, ddp_config, optimizer_config
 from mm.parallel.mesh import Mesh
-from mm.parallel.schedule import finalize_gradients
 from mm.plan.laws import Law, Timed, fitted
 from mm.planner.links import mean_of_ranks
 from mm.training.optimizer import build_optimizer, kept_states
@@ -49,15 +48,15 @@ def _timed(device: Device, mesh: Mesh, args: Arguments, model: ModelConfig) -> T
     groups = {weight.name: group_of(weight, args, model) for weight in trained}
     optimizer = build_optimizer(optimizer_config(args, stage.config), models, groups, kept_states(args),
                                 device.kernels.rounded_at_random)
-    bind(stage.config, models, optimizer, partial(finalize_gradients, tied_group=mesh.tied_group))
+    bind(stage.config, models, optimizer, partial(reduction.finalize, reductions=None, tied_group=mesh.tied_group))
     loss, seconds = torch.zeros((), device=device.torch_device), list[float]()
     for _ in range(NUM_REPEATS + 1):
         dist.barrier()
         device.synchronize()
         marks = [device.mark()]
-        gradients.begin(models, device.kernels.overwrites)
+        reduction.begin(models, device.kernels.overwrites)
         optimizer.zero_grad()
-        gradients.end(models)
+        reduction.end(models)
         update(optimizer, loss, args.lr, mesh, device, journal=stage.journal)
         marks.append(device.mark())
         device.synchronize()

@@ -83,14 +83,15 @@ class StepSettings:
     exp_avg_dtype: str = "fp32"
     exp_avg_sq_dtype: str = "fp32"
     kept_copy: str = "fp32"
+    shards_gradients: bool = False
 
     @classmethod
     def of(cls, args: Arguments, model: ModelConfig, world_size: int) -> "StepSettings":
         """The settings of a run."""
         return cls(model, world_size, args.tensor_model_parallel_size, args.context_parallel_size,
-                   args.sequence_parallel, args.precision, args.use_distributed_optimizer, args.grad_reduce_in_bf16,
+                   args.sequence_parallel, args.precision, args.splits_optimizer, args.grad_reduce_in_bf16,
                    args.overlap_grad_reduce, args.overlap_param_gather, args.context_parallel_algo,
-                   args.exp_avg_dtype, args.exp_avg_sq_dtype, args.kept_copy)
+                   args.exp_avg_dtype, args.exp_avg_sq_dtype, args.kept_copy, args.shards_gradients)
 
 
 @dataclass(frozen=True)
@@ -159,8 +160,8 @@ def held(specs: Iterable[StageSpec]) -> str:
 def flat_spans(moments: Sequence[Moment]) -> tuple[ActivitySpan, ...]:
     """Spans of the innermost running activities.
 
-    Two adjacent parts of an inner activity (layers of the LLM, and its loss) are merged, dropping the outer activity's
-    instant between them.
+    Two adjacent parts of an activity inside a forward pass (layers of the LLM, and its loss) are merged, dropping the
+    instant of the forward pass between them.
     """
     spans: list[ActivitySpan] = []
     running: list[Activity] = []
@@ -173,7 +174,8 @@ def flat_spans(moments: Sequence[Moment]) -> tuple[ActivitySpan, ...]:
             continue
         span = ActivitySpan(running[-1], now.seconds, max(now.seconds, then.seconds))
         last = spans[-2:]
-        if len(running) > 1 and [one.activity for one in last] == [running[-1], running[-2]] and (
+        is_within_forward = len(running) > 1 and running[-2].work is Work.FORWARD
+        if is_within_forward and [one.activity for one in last] == [running[-1], running[-2]] and (
                 last[0].end == last[1].start):
             span = replace(span, start=last[0].start)
             del spans[-2:]

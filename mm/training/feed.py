@@ -87,7 +87,8 @@ def open_feed(
     steps = loader and (in_between(loader, due, reader.loader) if reader else loader)
     num_plans = num_steps + (sum(due) * validation.num_plans if validation else 0)
     plans = DataOwner(steps, mesh, num_plans, stage.has_patch_embedding, run.model, stage.device,
-                      opened and opened.quarantine, stage.has_projector, opened and opened.validation_quarantine)
+                      opened and opened.quarantine, stage.has_projector, opened and opened.validation_quarantine,
+                      run.args.shards_gradients)
     counted = all_of(((opened.num_samples, opened.data.began_at),) if opened else (), mesh.control_group)
     return Feed(plans, opened and opened.data, validation, *counted[0])
 

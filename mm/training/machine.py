@@ -173,7 +173,7 @@ def _copy_bytes(run: Run, node: Node) -> int:
             places.add(place)
         num_saved = size.num_trainable_params if run.model.lora.is_on else size.num_params  # see ``saved_weights``
         total += size.weight_bytes * num_saved // size.num_params * is_first_copy
-        total += size.optimizer_bytes * (is_first_copy or run.args.use_distributed_optimizer)
+        total += size.optimizer_bytes * (is_first_copy or run.args.splits_optimizer)
     return total
 
 

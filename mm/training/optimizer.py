@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from mm.config.flags import Arguments
 from mm.device.pointwise import Leaf
 from mm.parallel.megatron import DTYPES
+from mm.parallel.sharded import ShardedGradients
 from mm.training.rounded_adam import KeptStates, RoundedAdam
 from mm.weights.groups import Group
 
@@ -52,6 +53,11 @@ def build_optimizer(
     assert isinstance(optimizer, ChainedOptimizer)
     for group in optimizer.param_groups:
         group["fused"] = True
+    shards = {weight: shard for model in models if isinstance(model, ShardedGradients)
+              for unit in model.units for weight, shard in unit.shards()}  # fmt: skip
+    if shards:
+        for one in optimizer.chained_optimizers:
+            _take_gradients_from(one, shards)
     if kept.is_rounded:
         chained: Any
         for chained in optimizer.chained_optimizers:
@@ -69,6 +75,19 @@ def _copies(chained: Any) -> Iterator[tuple[Tensor, Tensor]]:
     else:
         copies, weights = chained.fp32_from_float16_groups, chained.float16_groups
     yield from zip(chain.from_iterable(copies), map(Tensor.detach, chain.from_iterable(weights)), strict=True)
+
+
+def _take_gradients_from(chained: Any, shards: Mapping[Any, Tensor]) -> None:
+    """Let ``chained`` read the gradients of its parts of the weights from ``shards``; megatron has them in buffers."""
+
+    def take() -> None:
+        pairs = zip(chain(*chained.model_float16_groups, *chained.model_fp32_groups),
+                    chain(*chained.shard_fp32_from_float16_groups, *chained.shard_fp32_groups), strict=True)
+        for weight, updated in pairs:
+            updated.grad = shards[weight]
+
+    if not chained.is_stub_optimizer:
+        chained._copy_model_grads_to_main_grads = take
 
 
 def _override(group: Group, config: OptimizerConfig) -> Any:

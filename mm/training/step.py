@@ -12,12 +12,15 @@ from mm.batch import StepPlan
 from mm.config.flags import Arguments
 from mm.device.device import Device
 from mm.model.stage import Stage
-from mm.parallel import gradients
+from mm.parallel import reduction
 from mm.parallel.activity import Work
 from mm.parallel.megatron import bind, ddp_config, optimizer_config
 from mm.parallel.mesh import Mesh
+from mm.parallel.passes import Reductions
 from mm.parallel.pipeline import PipelineCommunicator
-from mm.parallel.schedule import finalize_gradients, run_schedule
+from mm.parallel.reduction import finalize
+from mm.parallel.schedule import run_schedule
+from mm.parallel.sharded import ShardedGradients
 from mm.training.optimizer import build_optimizer, kept_states
 from mm.training.update import StepResult, update
 from mm.weights.groups import group_of
@@ -32,6 +35,8 @@ class Setup:
     stage: Stage
     models: tuple[DistributedDataParallel, ...]
     """One per chunk of the stage."""
+    reductions: Reductions | None
+    """Of ``models``, if ranks keep shards of the gradients."""
     optimizer: ChainedOptimizer
     communicator: PipelineCommunicator
 
@@ -40,15 +45,17 @@ class Setup:
         """Build DDP, optimizer and communication around ``stage``.  Its weights must already be filled, because the
         optimizer copies them."""
         settings = stage.config
-        models = tuple(DistributedDataParallel(settings, ddp_config(args), chunk) for chunk in stage.chunks)
+        models, reductions = _wrapped(stage, mesh, args)
         groups = {weight.name: group_of(weight, args, stage.model) for weight in stage.weights
                   if not is_frozen(weight, stage.model)}
         optimizer = build_optimizer(optimizer_config(args, settings), models, groups, kept_states(args),
                                     stage.device.kernels.rounded_at_random)
-        bind(settings, models, optimizer, partial(finalize_gradients, tied_group=mesh.tied_group))
+        bind(settings, models, optimizer, partial(finalize, reductions=reductions, tied_group=mesh.tied_group))
         communicator = PipelineCommunicator(mesh, stage.model, settings, stage.device.torch_device, stage.journal,
                                             args.check_p2p, starts_ahead(args, stage.device))
-        return cls(mesh, stage, models, optimizer, communicator)
+        if reductions is not None:
+            communicator.leave = reductions.leave
+        return cls(mesh, stage, models, reductions, optimizer, communicator)
 
     def gather_weights(self) -> None:
         """With the distributed optimizer, gather the weights from the ranks that own their parts, and wait for them."""
@@ -59,6 +66,17 @@ class Setup:
         """With overlapped gathers, wait until the weights that other ranks updated last have arrived."""
         if any(model.ddp_config.overlap_param_gather for model in self.models):
             self.gather_weights()
+
+
+def _wrapped(
+    stage: Stage, mesh: Mesh, args: Arguments
+) -> tuple[tuple[DistributedDataParallel, ...], Reductions | None]:
+    """The chunks of ``stage`` in megatron's DDP, and their reductions if ranks keep only shards of the gradients."""
+    settings, config = stage.config, ddp_config(args)
+    if not args.shards_gradients or mesh.dp_size * mesh.cp_size == 1:
+        return tuple(DistributedDataParallel(settings, config, chunk) for chunk in stage.chunks), None
+    models = tuple(ShardedGradients(settings, config, chunk, chunk.units()) for chunk in stage.chunks)
+    return models, Reductions(models, mesh.pp_size)
 
 
 def starts_ahead(args: Arguments, device: Device) -> bool:
@@ -85,6 +103,10 @@ def forward_backward(setup: Setup, plan: StepPlan) -> Tensor:
 
     ``update`` sums the shares in one collective with the gradient norm.
     """
-    gradients.begin(setup.models, setup.stage.device.kernels.overwrites)
+    overwrites = setup.stage.device.kernels.overwrites
+    if setup.reductions is None:
+        reduction.begin(setup.models, overwrites)
+    else:
+        setup.reductions.begin(plan, overwrites)
     setup.optimizer.zero_grad()
     return run_schedule(setup.models, plan, setup.communicator, setup.mesh)

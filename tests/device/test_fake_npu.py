@@ -27,6 +27,7 @@ LAYOUTS = {  # name: (processes, model JSON, what the same run on the CPU is cal
     "cp2-ring-bf16": (2, "model_1", "bf16", ("--bf16", "--context-parallel-size", "2", "--context-parallel-algo",
                                              "megatron_cp_algo", "--use-distributed-optimizer")),
     "dp2": (2, "model_1", "fp32", ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")),
+    "dp2-shards": (2, "model_1", "fp32", ("--data-parallel-sharding-strategy", "optim_grads", "--overlap-grad-reduce")),
 }
 REFERENCES = ("fp32", "bf16", "frozen")
 TOLERANCES = {

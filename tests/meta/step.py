@@ -54,6 +54,8 @@ class Case:
     stage: int = 0
     """The pipeline stage that is traced."""
     sequence_parallel: bool = False
+    dp_size: int = 1
+    """Replicas, each with such a batch."""
     cp_size: int = 1
     is_ring: bool = False
     whole_encoder: bool = False
@@ -135,7 +137,7 @@ def trace(case: Case) -> Trace:
     from mm.parallel import mesh as parallel
 
     model, recorder = case.model(), Recorder()
-    stage_size = case.tp_size * case.cp_size
+    stage_size = case.tp_size * case.cp_size * case.dp_size
     world_size = stage_size * model.num_stages
     dist.init_process_group("fake", store=FakeStore(), rank=case.stage * stage_size, world_size=world_size)
     try:
@@ -154,7 +156,7 @@ def _allocate_moments(setup: "Setup") -> None:  # noqa: F821
 
 
 def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> Trace:  # noqa: F821
-    from mm.batch import BatchTotals, StepPlan
+    from mm.batch import BatchTotals, StepPlan, image_passes
     from mm.config import flags
     from mm.data.feed.owner import deal_images
     from mm.model.flops import training_flops
@@ -189,7 +191,8 @@ def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> T
             record_phase(chunk, "forward")
         setup = Setup.build(stage, mesh, args)
         _allocate_moments(setup)
-        plan = StepPlan(tuple(own_pixels(one, mesh.context) for one in batch), totals)
+        passes = image_passes(batch, model.encoder_batch_size)
+        plan = StepPlan(tuple(own_pixels(one, mesh.context) for one in batch), totals, image_passes=passes)
         recorder.start()
         if case.forward_only:
             run_forward(setup.models, plan, setup.communicator, mesh)

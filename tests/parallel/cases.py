@@ -5,7 +5,7 @@ from itertools import cycle
 from typing import Any
 
 from mm.batch import Grid
-from mm.config.flags import LossUnit
+from mm.config.flags import LossUnit, Sharding
 from tests.tiny import RawSample, random_sample
 
 Lists = tuple[int, ...] | tuple[tuple[int, ...], ...]
@@ -38,7 +38,7 @@ class Case:
     """Pictures of each sample, in place of those that ``batch`` names."""
     text_tokens: tuple[int, ...] = (9, 14, 19, 24)
     """Number of text tokens of consecutive samples, repeated cyclically."""
-    distributed_optimizer: bool = False
+    sharding: Sharding = "no_shard"
     overlap: bool = False
     loss_unit: LossUnit = "token"
     micro_batch_size: int = 2
@@ -90,7 +90,7 @@ class Case:
     @property
     def without_layout(self) -> "Case":
         """The same training on one rank: what transformers does."""
-        return replace(self, name="", vision=(4,), language=(4,), tp=1, dp=1, distributed_optimizer=False,
+        return replace(self, name="", vision=(4,), language=(4,), tp=1, dp=1, sharding="no_shard",
                        overlap=False, recompute=None, logit_rows=None, sequence_parallel=False, cp=1, ring=False,
                        waits=False, whole_encoder=False, encoder_batch=1)
 
@@ -115,7 +115,7 @@ CASES = (
     Case("tp1"),
     Case("tp1-few-tokens", **FEW_TOKENS),
     Case("tp2-sp-few-tokens", tp=2, sequence_parallel=True, **FEW_TOKENS),
-    Case("cp2-few-tokens-overlap", cp=2, **FEW_TOKENS, distributed_optimizer=True, overlap=True),
+    Case("cp2-few-tokens-overlap", cp=2, **FEW_TOKENS, sharding="optim", overlap=True),
     Case("cp2-one-token", cp=2, grids=((),), text_tokens=(1,), micro_batch_size=1),
     Case("cp4-few-tokens", cp=4, **FEW_TOKENS),
     Case("ring4-few-tokens", cp=4, ring=True, **FEW_TOKENS),
@@ -139,7 +139,7 @@ CASES = (
     Case("tp2-sp-fused-odd-rows", tp=2, fused=True, sequence_parallel=True, micro_batch_size=1),
     Case("cp2-fused-few-tokens", cp=2, fused=True, **FEW_TOKENS),
     Case("pp2-fused-vit-on-both", (3, 1), (0, 4), fused=True, recompute="selective"),
-    Case("dp2-fused-tied-overlap", dp=2, fused=True, tied=True, distributed_optimizer=True, overlap=True,
+    Case("dp2-fused-tied-overlap", dp=2, fused=True, tied=True, sharding="optim", overlap=True,
          batch="images on one rank"),
     Case("tp2", tp=2),
     Case("tp2-no-targets", tp=2, batch="no targets"),
@@ -174,14 +174,42 @@ CASES = (
     Case("pp2-waits", (3, 1), (0, 4), waits=True),
     Case("pp2-vpp2-waits", ((2, 1), (1, 0)), ((0, 0), (1, 3)), waits=True),
     Case("dp2-images-on-one-rank-overlap", dp=2, batch="images on one rank", overlap=True),
-    Case("dp2-distributed-optimizer", dp=2, distributed_optimizer=True),
-    Case("dp2-distributed-optimizer-layers-frozen", dp=2, batch="images on one rank", distributed_optimizer=True,
+    Case("dp2-distributed-optimizer", dp=2, sharding="optim"),
+    Case("dp2-distributed-optimizer-layers-frozen", dp=2, batch="images on one rank", sharding="optim",
          overlap=True, freeze_layers=("0-1", "1-2"), freeze_modules=("patch_embed", "norm")),
     Case("dp2-tied-distributed-optimizer-overlap", dp=2, tied=True, batch="last without targets", logit_rows=5,
-         distributed_optimizer=True, overlap=True),
+         sharding="optim", overlap=True),
     Case("dp2-per-sample", dp=2, loss_unit="sample"),
     Case("dp2-clipped", dp=2, clip_grad=1e-6),
-    Case("dp2-distributed-optimizer-clipped", dp=2, distributed_optimizer=True, clip_grad=1e-6),
+    Case("dp2-distributed-optimizer-clipped", dp=2, sharding="optim", clip_grad=1e-6),
+    # gradients in shards: replicas with images in different microbatches, and with none; what ties units together
+    *(replace(case, name=f"shards-{case.name}", sharding="optim_grads") for case in (
+        Case("dp2", dp=2),
+        Case("dp2-overlap", dp=2, batch="images on one rank", overlap=True),
+        Case("dp2-tied-overlap", dp=2, tied=True, batch="last without targets", logit_rows=5, overlap=True),
+        Case("dp2-text-only", dp=2, batch="text"),
+        Case("dp2-groups-clipped", dp=2, groups=True, clip_grad=1e-6),
+        Case("dp2-fused-recompute", dp=2, fused=True, recompute="selective mlp layernorm", freeze_modules=("fc1",)),
+        Case("dp2-only-projector", dp=2, freeze=("vision", "language"), batch="images on one rank"),
+        Case("dp2-vision-frozen-recompute", dp=2, freeze=("vision",), recompute="uniform", overlap=True),
+        Case("cp2-few-tokens", cp=2, overlap=True, **FEW_TOKENS),
+        Case("dp2-encoded-together", dp=2, batch="images on one rank", encoder_batch=2, micro_batch_size=1),
+        Case("dp4-overlap", dp=4, micro_batch_size=1, overlap=True),
+        Case("tp2-dp2-sp-overlap", tp=2, dp=2, sequence_parallel=True, overlap=True),
+        Case("cp2-dp2", cp=2, dp=2, batch="images on one rank"),
+        Case("ring2-dp2-tied", cp=2, ring=True, dp=2, tied=True, micro_batch_size=1),
+        Case("dp2-pp2-tied-overlap", (3, 1), (0, 4), dp=2, tied=True, batch="images on one rank", overlap=True),
+        Case("dp2-pp2-vpp2-tied-on-one-rank", ((4, 0), (0, 0)), ((0, 1), (1, 2)), dp=2, tied=True, overlap=True,
+             batch="images on one rank", micro_batch_size=1),
+        # the first replica waits in its first microbatch for the second one, which has images in its last only
+        Case("dp2-pp2-only-encoder-images-at-other-ends", (4, 0), (2, 2), dp=2, freeze=("language",),
+             trainable_modules=("output_layer",), micro_batch_size=1,
+             grids=(_IMAGE, (), (), (), (), (), (), (), (), _IMAGE)),
+        # a rank whose last images of an encoder batch are not the batch's last
+        Case("cp2-pp2-encoded-together", (4, 0), (0, 4), cp=2, encoder_batch=3, **FEW_TOKENS),
+        Case("whole-tp2-dp2-sp-encoded-together", tp=2, dp=2, whole_encoder=True, sequence_parallel=True,
+             batch="images on one rank", encoder_batch=3, micro_batch_size=1),
+    )),
     Case("pp4-one-with-neither", (3, 1, 0, 0), (0, 0, 0, 4)),
     Case("pp4-first-with-neither", (0, 2, 2, 0), (0, 0, 1, 3)),
     Case("pp4-last-with-neither", (4, 0, 0, 0), (1, 3, 0, 0)),
@@ -194,27 +222,27 @@ CASES = (
          micro_batch_size=1),
     Case("tp2-pp2-per-microbatch", (3, 1), (0, 4), tp=2, loss_unit="microbatch"),
     Case("tp2-pp2-sp-vit-stage", (4, 0), (0, 4), tp=2, sequence_parallel=True, batch="video"),
-    Case("tp2-dp2-distributed-optimizer", tp=2, dp=2, distributed_optimizer=True),
-    Case("dp2-pp2-distributed-optimizer-groups", (2, 2), (0, 4), dp=2, distributed_optimizer=True, groups=True),
-    Case("dp2-pp2-distributed-optimizer-tied", (3, 1), (0, 4), dp=2, distributed_optimizer=True, tied=True),
+    Case("tp2-dp2-distributed-optimizer", tp=2, dp=2, sharding="optim"),
+    Case("dp2-pp2-distributed-optimizer-groups", (2, 2), (0, 4), dp=2, sharding="optim", groups=True),
+    Case("dp2-pp2-distributed-optimizer-tied", (3, 1), (0, 4), dp=2, sharding="optim", tied=True),
     Case("dp2-pp2-vit-stage-images-on-one-rank-gather", (4, 0), (0, 4), dp=2, batch="images on one rank",
-         distributed_optimizer=True, overlap=True),
+         sharding="optim", overlap=True),
     Case("pp4-vpp2-waits-vision-frozen", ((1, 1, 1, 1), (0, 0, 0, 0)), ((0, 0, 0, 0), (1, 1, 1, 1)), waits=True,
          freeze=("vision",)),
     Case("pp4-vpp2-tied", ((0, 2, 0, 2), (0, 0, 0, 0)), ((0, 0, 0, 0), (2, 0, 1, 1)), tied=True),
     Case("dp2-pp2-vpp2-distributed-optimizer-overlap", ((2, 1), (1, 0)), ((0, 0), (1, 3)), dp=2, tied=True,
-         batch="images on one rank", distributed_optimizer=True, overlap=True, micro_batch_size=1),
+         batch="images on one rank", sharding="optim", overlap=True, micro_batch_size=1),
     Case("dp2-pp2-vpp2-overlap-tied-on-one-rank", ((4, 0), (0, 0)), ((0, 1), (1, 2)), dp=2, tied=True,
          batch="images on one rank", overlap=True),
     Case("tp2-cp2-sp-one-sample-selective-recompute", tp=2, cp=2, sequence_parallel=True, micro_batch_size=1,
          recompute="selective"),
-    Case("cp2-dp2-images-on-one-rank-overlap", cp=2, dp=2, batch="images on one rank", distributed_optimizer=True,
+    Case("cp2-dp2-images-on-one-rank-overlap", cp=2, dp=2, batch="images on one rank", sharding="optim",
          overlap=True),
     Case("ring4-one-sample-recompute", cp=4, ring=True, micro_batch_size=1, recompute="uniform"),
     Case("tp2-ring2-pp2-sp-vpp2-tied", ((2, 1), (1, 0)), ((0, 0), (1, 3)), tp=2, cp=2, ring=True, tied=True,
          sequence_parallel=True, recompute="selective"),
     Case("ring2-pp2-dp2-distributed-optimizer-overlap", (4, 0), (0, 4), cp=2, ring=True, dp=2, micro_batch_size=1,
-         batch="images on one rank", distributed_optimizer=True, overlap=True),
+         batch="images on one rank", sharding="optim", overlap=True),
     # whole encoders: every tensor- and context-parallel rank has images of its own
     *(replace(case, name=f"whole-{case.name}", whole_encoder=True) for case in (
         Case("tp2-tied-recompute", tp=2, tied=True, recompute="uniform"),
@@ -237,11 +265,11 @@ CASES = (
         Case("tp2-pp2-vpp2-sp-text-at-both-ends", ((2, 1), (1, 0)), ((0, 0), (1, 3)), tp=2, sequence_parallel=True,
              grids=TEXT_AT_BOTH_ENDS, micro_batch_size=1),
         Case("tp2-ring2-sp-vision-frozen", tp=2, cp=2, ring=True, sequence_parallel=True, freeze=("vision",)),
-        Case("cp2-dp2-overlap", cp=2, dp=2, distributed_optimizer=True, overlap=True),
+        Case("cp2-dp2-overlap", cp=2, dp=2, sharding="optim", overlap=True),
         Case("tp2-dp2-distributed-optimizer-overlap", tp=2, dp=2, batch="images on one rank",
-             distributed_optimizer=True, overlap=True),
+             sharding="optim", overlap=True),
         Case("tp2-dp2-sp-distributed-optimizer-norms-frozen", tp=2, dp=2, sequence_parallel=True,
-             distributed_optimizer=True, freeze_modules=("norm",)),
+             sharding="optim", freeze_modules=("norm",)),
         Case("tp2-cp2-pp2-sp-few-tokens", (3, 1), (0, 4), tp=2, cp=2, sequence_parallel=True, **FEW_TOKENS),
         Case("tp2-ring2-pp2-vpp2", ((2, 1), (1, 0)), ((0, 0), (1, 3)), tp=2, cp=2, ring=True, recompute="selective"),
     )),
@@ -258,7 +286,7 @@ CASES = (
         Case("whole-tp2-sp-vision-frozen", tp=2, sequence_parallel=True, whole_encoder=True, freeze=("vision",)),
         Case("cp2-few-tokens", cp=2, encoder_batch=3, **FEW_TOKENS),
         Case("ring2-video", cp=2, ring=True, batch="video"),
-        Case("dp2-images-on-one-rank-overlap", dp=2, batch="images on one rank", distributed_optimizer=True,
+        Case("dp2-images-on-one-rank-overlap", dp=2, batch="images on one rank", sharding="optim",
              overlap=True),
         Case("dp2-text-last-overlap", dp=2, grids=(_IMAGE, _IMAGE, (), _IMAGE, (), ()), micro_batch_size=1,
              overlap=True, encoder_batch=3),
@@ -270,7 +298,7 @@ CASES = (
         Case("pp2-vpp2-few-tokens", ((4, 0), (0, 0)), ((0, 1), (1, 2)), encoder_batch=3, **FEW_TOKENS),
         Case("tp2-pp2-sp-few-tokens", (4, 0), (0, 4), tp=2, sequence_parallel=True, encoder_batch=3, **FEW_TOKENS),
         Case("tp2-dp2-sp-overlap", tp=2, dp=2, batch="images on one rank", sequence_parallel=True,
-             distributed_optimizer=True, overlap=True),
+             sharding="optim", overlap=True),
         Case("whole-tp2-cp2-sp-few-tokens", tp=2, cp=2, sequence_parallel=True, whole_encoder=True, encoder_batch=4,
              **FEW_TOKENS),
         Case("whole-tp2-pp2-vpp2-tied", ((0, 4), (0, 0)), ((0, 0), (2, 2)), tp=2, tied=True, whole_encoder=True,
@@ -282,7 +310,7 @@ CASES = (
 
 
 NOT_FINITE = ("tp1", "tp2", "pp2-vit-on-both", "dp2-clipped", "dp2-distributed-optimizer",
-              "tp2-dp2-distributed-optimizer")  # fmt: skip
+              "tp2-dp2-distributed-optimizer", "shards-dp2")  # fmt: skip
 """Cases that are also tried with a NaN in one gradient of one rank."""
 
 

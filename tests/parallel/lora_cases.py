@@ -64,10 +64,11 @@ CASES = (
     _case("pp2-vit-on-both-vision", (3, 1), (0, 4), replace(EVERY, target_modules=("blocks.2-3.attn.qkv",))),
     _case("pp2-language-on-last", (4, 0), (2, 2), replace(EVERY, target_modules=("model.layers.2-3.*",))),
     _case("pp2-vpp2", **VPP),
-    _case("dp2-distributed-optimizer", dp=2, distributed_optimizer=True),
-    _case("dp2-distributed-optimizer-overlap", dp=2, distributed_optimizer=True, overlap=True,
+    _case("dp2-distributed-optimizer", dp=2, sharding="optim"),
+    _case("dp2-distributed-optimizer-overlap", dp=2, sharding="optim", overlap=True,
           batch="images on one rank"),
     _case("dp2-overlap", dp=2, overlap=True),
+    _case("dp2-shards-recompute", dp=2, sharding="optim_grads", recompute="uniform", batch="images on one rank"),
     _case("tp2-pp2", (3, 1), (0, 4), tp=2),
     _case("tp2-pp2-sp-mixed", (3, 1), (0, 4), ONLY_LANGUAGE, tp=2, sequence_parallel=True),
     _case("cp2-pp2-frozen-vision", (3, 1), (0, 4), cp=2, freeze=("vision", "projector")),
@@ -79,7 +80,7 @@ CASES = (
     _case("together-tp1-recompute-mlp", encoder_batch=4, recompute="selective mlp layernorm"),
     _case("together-whole-tp2-sp-few-tokens", tp=2, whole_encoder=True, encoder_batch=3, sequence_parallel=True,
           **FEW_TOKENS),
-    _case("whole-tp2-dp2-distributed-optimizer", tp=2, dp=2, whole_encoder=True, distributed_optimizer=True),
+    _case("whole-tp2-dp2-distributed-optimizer", tp=2, dp=2, whole_encoder=True, sharding="optim"),
 )
 """Compared with PEFT."""
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from mm.device.device import Device
 
@@ -24,7 +25,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from mm.batch import BatchTotals, StepPlan  # noqa: E402
+from mm.batch import BatchTotals, StepPlan, image_passes, passes_of_any  # noqa: E402
 from mm.config import flags as arguments  # noqa: E402
 from mm.config.model import ModelConfig, Rates, RecomputeConfig  # noqa: E402
 from mm.data.feed.owner import deal_images  # noqa: E402
@@ -183,10 +184,10 @@ def build(case: Case, before: dict[str, Tensor], config: ModelConfig | None = No
         ["--lr", str(LR), "--weight-decay", str(WEIGHT_DECAY), "--clip-grad", str(case.clip_grad), "--train-iters", "1"]
         + ["--micro-batch-size", "2", "--seq-length", "512", "--mm-model", "m.json", "--mm-data", "d.json"]
         + list(GROUP_FLAGS) * case.groups
-        + ["--use-distributed-optimizer"] * case.distributed_optimizer
+        + ["--data-parallel-sharding-strategy", case.sharding]
         + ["--overlap-grad-reduce"] * case.overlap
         + ["--no-overlap-p2p-communication"] * case.waits
-        + ["--overlap-param-gather"] * (case.overlap and case.distributed_optimizer)
+        + ["--overlap-param-gather"] * (case.overlap and case.sharding != "no_shard")
     )
     mesh = parallel.build_mesh(config, case.tp, parallel.timedelta(minutes=2), case.cp, case.ring)
     device = _fused(DEVICE) if case.fused else DEVICE
@@ -203,7 +204,8 @@ def build(case: Case, before: dict[str, Tensor], config: ModelConfig | None = No
                         for pair in rank])
     totals = BatchTotals.of([one for rank in batches for one in rank], config.vision)
     mine = deal_images(batches[mesh.dp_rank], config, mesh.context.num_encoders)
-    plan = StepPlan(tuple(own_pixels(one, mesh.context) for one in mine), totals)
+    passes = passes_of_any(image_passes(one, config.encoder_batch_size) for one in batches)
+    plan = StepPlan(tuple(own_pixels(one, mesh.context) for one in mine), totals, image_passes=passes)
     return Engine(case, config, placement, Setup.build(stage, mesh, args), weights, plan)
 
 
@@ -214,10 +216,19 @@ def _fused(device: Device) -> Device:
     return replace(device, kernels=kernels)
 
 
+def reduced_gradient(setup: Setup, weight: Any, start: int, stop: int) -> Tensor:
+    """The reduced gradient of these elements of a flat weight, which this rank's optimizer updates."""
+    if setup.reductions is None:
+        return weight.main_grad.flatten()[start:stop]
+    assert not hasattr(weight, "main_grad"), "no gradient but the shard is kept"
+    shards = {one: shard for model in setup.models for unit in model.units for one, shard in unit.shards()}
+    return shards.get(weight, torch.zeros(0))[: stop - start]
+
+
 def gradient_errors(engine: Engine, expected: dict[str, Tensor]) -> tuple[dict[str, float], list[str]]:
     """Relative error of each reduced gradient, over all replicas; and parameters whose cuts do not cover them."""
     ranges = {one.name: (one.start, one.stop) for one in owned_states(engine.setup.optimizer, engine.setup.models)}
-    copies = 1 if engine.case.distributed_optimizer else engine.case.dp * engine.case.cp
+    copies = engine.case.dp * engine.case.cp if engine.case.sharding == "no_shard" else 1
     errors, uncovered = {}, []
     for name, parameter in engine.setup.stage.named_parameters():
         if not parameter.requires_grad:
@@ -227,7 +238,8 @@ def gradient_errors(engine: Engine, expected: dict[str, Tensor]) -> tuple[dict[s
         dist.all_reduce(covered, group=engine.setup.mesh.groups.dp_cp)
         if int(covered) != parameter.numel() * copies:
             uncovered.append(name)
-        pair = (parameter.main_grad.flatten()[start:end], engine.cut(expected, name).flatten()[start:end])
+        pair = (reduced_gradient(engine.setup, parameter, start, end),
+                engine.cut(expected, name).flatten()[start:end])
         errors[name] = relative_error([pair], engine.setup.mesh.groups.dp_cp)
     return errors, uncovered
 
@@ -238,9 +250,10 @@ def refuses_a_gradient_that_is_not_finite(case: Case) -> bool:
     loss = forward_backward(engine.setup, engine.plan)
     before = {name: one.detach().clone() for name, one in engine.setup.stage.named_parameters()}
     ranges = {one.name: (one.start, one.stop) for one in owned_states(engine.setup.optimizer, engine.setup.models)}
-    name, (start, _) = next(item for item in ranges.items() if item[0].endswith("linear_qkv.weight"))
+    name, (start, _) = next(item for item in ranges.items() if ".linear_" in item[0] and item[0].endswith("weight"))
     if engine.setup.mesh.rank == engine.setup.mesh.world_size - 1:
-        engine.setup.stage.get_parameter(name).main_grad.view(-1)[start] = float("nan")
+        parameter = engine.setup.stage.get_parameter(name)
+        reduced_gradient(engine.setup, parameter, start, start + 1)[0] = float("nan")
     try:
         engine.update(loss)
         refused = False

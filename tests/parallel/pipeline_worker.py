@@ -39,7 +39,7 @@ CASES = tuple(dataclasses.replace(one, batch="mixed, longer") if one.batch == "m
     Case("mlp-recompute", (2, 2, 0, 0), (0, 0, 2, 2), recompute="selective mlp"),
     Case("sequence-virtual", ((2, 1), (1, 0)), ((0, 0), (1, 3)), tp=2, sequence_parallel=True, recompute="selective",
          freeze_modules=("norm",), **FEW),
-    Case("distributed-overlap-virtual", ((2, 1), (1, 0)), ((0, 0), (1, 3)), dp=2, tied=True, distributed_optimizer=True,
+    Case("distributed-overlap-virtual", ((2, 1), (1, 0)), ((0, 0), (1, 3)), dp=2, tied=True, sharding="optim",
          overlap=True, **FEW),
     Case("waits", (2, 2, 0, 0), (0, 0, 2, 2), waits=True),
     Case("virtual-waits", ((1, 1, 1, 1), (0, 0, 0, 0)), ((0, 0, 0, 0), (1, 1, 1, 1)), freeze=("vision",), waits=True),

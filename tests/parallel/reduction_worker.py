@@ -7,6 +7,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from mm.device.device import Device
 
@@ -20,6 +21,7 @@ from tests.parallel.state_run import Layout, Run  # noqa: E402
 
 LAYOUTS = {
     "dp2-distributed": Layout(flags=("--use-distributed-optimizer",)),
+    "dp2-shards": Layout(flags=("--data-parallel-sharding-strategy", "optim_grads")),
     "tp2": Layout(tp=2),
     "tp2-sequence": Layout(tp=2, flags=("--sequence-parallel",)),
     "tp2-whole-encoder": Layout(tp=2, whole_encoder=True),
@@ -27,11 +29,15 @@ LAYOUTS = {
 }
 
 
+def buffers_of(model: Any) -> list[Any]:
+    return model.buffers
+
+
 def compare(layout: Layout) -> dict:
     """The error relative to the gradients in fp32, by norm of all, and the dtypes of both runs' buffers."""
     runs = [Run(dataclasses.replace(layout, precision="bf16", flags=(*layout.flags, *flags)))
             for flags in ((), ("--grad-reduce-in-bf16",))]  # fmt: skip
-    dtypes = [sorted({str(parameter.main_grad.dtype) for _, parameter in run.stage.named_parameters()})
+    dtypes = [sorted({str(buffer.grad_dtype) for model in run.setup.models for buffer in buffers_of(model)})
               for run in runs]  # fmt: skip
     expected, reduced = (run.gradients() for run in runs)
     sums = torch.zeros(2, dtype=torch.float64)

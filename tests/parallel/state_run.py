@@ -14,7 +14,7 @@ import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.distributed import distributed_c10d  # noqa: E402
 
-from mm.batch import BatchTotals, StepPlan  # noqa: E402
+from mm.batch import BatchTotals, StepPlan, image_passes, passes_of_any  # noqa: E402
 from mm.config import flags as arguments  # noqa: E402
 from mm.config.model import ModelConfig  # noqa: E402
 from mm.data.feed.owner import deal_images  # noqa: E402
@@ -111,9 +111,10 @@ class Run:
         samples = [random_sample(generator, grid, 9 + 5 * i) for i, grid in enumerate(grids)]
         batch, context = [microbatch(samples[:2]), microbatch(samples[2:])], self.mesh.context
         share = len(batch) // self.mesh.dp_size
-        own = batch[self.mesh.dp_rank * share : (self.mesh.dp_rank + 1) * share]
+        replicas = [batch[first : first + share] for first in range(0, len(batch), share)]
+        own, passes = replicas[self.mesh.dp_rank], passes_of_any(image_passes(one, 1) for one in replicas)
         mine = [own_pixels(one, context) for one in deal_images(own, self.config, context.num_encoders)]
-        return StepPlan(tuple(mine), BatchTotals.of(batch, self.config.vision))
+        return StepPlan(tuple(mine), BatchTotals.of(batch, self.config.vision), image_passes=passes)
 
     def train(self, num_steps: int) -> list[float]:
         """Losses of that many steps."""

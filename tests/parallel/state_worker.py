@@ -46,6 +46,7 @@ from tests.workload import ROUNDED_MOMENTS as ROUNDED  # noqa: E402
 DISTRIBUTED = ("--use-distributed-optimizer",)
 OVERLAP = (*DISTRIBUTED, "--overlap-grad-reduce", "--overlap-param-gather")
 REDUCED = ("--grad-reduce-in-bf16",)
+SHARDS = ("--data-parallel-sharding-strategy", "optim_grads")
 WHOLE = Layout(tp=2, whole_encoder=True)
 """Its encoder is whole on both tensor-parallel ranks."""
 TP2, PP2, DP2 = Layout(tp=2), Layout((3, 1), (0, 4)), Layout(flags=DISTRIBUTED)
@@ -58,6 +59,10 @@ SAME_LAYOUT = {
     "dp2-distributed-overlap": Layout(flags=OVERLAP),
     "dp2-distributed-bf16": Layout(precision="bf16", flags=DISTRIBUTED),
     "dp2-bf16-reduced-in-bf16": Layout(precision="bf16", flags=(*OVERLAP, *REDUCED)),
+    "dp2-shards": Layout(flags=SHARDS),
+    "dp2-shards-bf16-remainders-reduced-in-bf16": Layout(
+        precision="bf16", flags=(*SHARDS, *OVERLAP[1:], *REMAINDERS, *REDUCED)),
+    "cp2-shards-fp16": Layout(cp=2, precision="fp16", flags=(*SHARDS, "--initial-loss-scale", "1024")),
     "dp2-rounded": Layout(flags=ROUNDED),
     "dp2-distributed-rounded": Layout(flags=(*DISTRIBUTED, *ROUNDED)),
     "dp2-bf16-remainders": Layout(precision="bf16", flags=REMAINDERS),
@@ -80,6 +85,7 @@ SAME_LAYOUT = {
 }
 CHAINS = {
     "untied": (TP2, PP2, DP2, Layout(*VIRTUAL)),
+    "shards": (DP2, Layout(flags=SHARDS), PP2, Layout(flags=SHARDS), DP2),
     "tied": tuple(dataclasses.replace(one, tied=True) for one in (DP2, PP2, TP2, Layout(*VIRTUAL))),
     "bf16": tuple(dataclasses.replace(one, precision="bf16") for one in (TP2, DP2, Layout())),
     # what bf16 holds is exact in fp32

@@ -70,17 +70,17 @@ def test_every_weight_that_is_not_zeroed_is_written_by_us(
     one_rank: Any, monkeypatch: pytest.MonkeyPatch, config: dict
 ) -> None:
     """A gradient that megatron's hook added to a stale buffer would be lost or wrong: there is none to be added."""
-    from mm.parallel import gradients
+    from mm.parallel import reduction
 
     left = []
-    end = gradients.end
+    end = reduction.end
 
     def watch(models: Any) -> None:
         left.extend(name for model in models for name, weight in model.module.named_parameters()
                     if getattr(weight, "main_grad_is_stale", False))
         end(models)
 
-    monkeypatch.setattr(gradients, "end", watch)
+    monkeypatch.setattr(reduction, "end", watch)
     two_steps(one_rank, PLANS["text, then pictures"], True, **config)
     assert left == []
 
@@ -89,7 +89,7 @@ def test_the_ranges_that_tensor_ranks_sum_are_those_of_their_own_rows_and_images
     """No other weight's gradient is in them, however small the weight; neighbours make one range."""
     from mm.config import flags as arguments
     from mm.model.stage import Stage
-    from mm.parallel.gradients import _own_ranges
+    from mm.parallel.reduction import _own_ranges
     from mm.training.step import Setup
 
     model = replace(our_config(((4,),), ((4,),)), encoder_placement="tensor_ranks")

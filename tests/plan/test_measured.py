@@ -39,4 +39,4 @@ def test_a_predicted_step_is_read_as_it_was_predicted() -> None:
     for counts, recorded in zip(replicas, found.recorded, strict=True):
         passes = Passes.of(predictor, Kinds.of(predictor), counts_of(counts))
         assert np.allclose(recorded, passes.recorded(), rtol=1e-9, atol=1e-12)
-    assert found.update == pytest.approx(predictor.after_pipeline(run().model.placement())[1])
+    assert found.update == pytest.approx(predictor.after_pipeline(run().model.placement(), [[[0]]])[1])

@@ -33,6 +33,14 @@ def test_the_innermost_activity_counts() -> None:
         ActivitySpan(language, 5, 9), ActivitySpan(forward, 9, 10), ActivitySpan(update, 12, 15))
 
 
+def test_a_layers_backward_pass_between_two_reductions_is_not_lost() -> None:
+    backward, reduction = (Activity(work, 0, 3) for work in (Work.BACKWARD, Work.REDUCTION))
+    moments = [Moment(0, backward), Moment(4, reduction), Moment(5, None), Moment(9, reduction), Moment(10, None),
+               Moment(12, None)]
+    assert [(one.activity.work, one.seconds) for one in flat_spans(moments)] == [
+        (Work.BACKWARD, 4), (Work.REDUCTION, 1), (Work.BACKWARD, 4), (Work.REDUCTION, 1), (Work.BACKWARD, 2)]
+
+
 @given(steps())
 def test_spans_do_not_overlap_and_fill_the_time_of_all_activities(moments: list[Moment]) -> None:
     spans = flat_spans(moments)

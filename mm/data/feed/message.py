@@ -1,7 +1,7 @@
 """One step, without its pixels, as an int64 vector that a replica's owner sends to the other ranks.
 
-    | failed | bad | totals ... | number of microbatches | counts, ids, labels, positions, ... of each microbatch |
-    |<-------- Head ----------->|<---------- or, if an owner failed, its problems as JSON, one byte each ---------->|
+    | failed | bad | totals ... | image passes | number of microbatches | counts, ids, labels, ... of each one |
+    |<-------- Head ----------->|<------ or, if an owner failed, its problems as JSON, one byte each ------->|
 """
 
 import json
@@ -41,18 +41,23 @@ class Head:
 _HEAD_NUMBERS = 2 + len(fields(BatchTotals))
 
 
-def to_message(head: Head, problems: Sequence[str], microbatches: list[Microbatch]) -> Tensor:
-    """``problems``, if any, replace ``microbatches``."""
-    text = torch.tensor(list(json.dumps(problems).encode()))
-    return torch.cat([head.numbers(), *([text] if problems else _to_numbers(microbatches))])
+def to_message(
+    head: Head, problems: Sequence[str], microbatches: list[Microbatch], image_passes: Sequence[bool]
+) -> Tensor:
+    """``problems``, if any, replace what follows.  ``image_passes``: as in ``StepPlan``."""
+    if problems:
+        return torch.cat([head.numbers(), torch.tensor(list(json.dumps(problems).encode()))])
+    passes = torch.tensor([len(image_passes), *image_passes], dtype=torch.int64)
+    return torch.cat([head.numbers(), passes, *_to_numbers(microbatches)])
 
 
-def from_message(message: Tensor) -> tuple[Head, list[str], list[Microbatch]]:
+def from_message(message: Tensor) -> tuple[Head, list[str], list[Microbatch], tuple[bool, ...]]:
     """The inverse of ``to_message``: microbatches without pixels and features."""
     head, contents = Head.of(message[:_HEAD_NUMBERS]), message[_HEAD_NUMBERS:]
     if head.num_failed:
-        return head, json.loads(contents.to(torch.uint8).numpy().tobytes()), []
-    return head, [], _from_numbers(contents)
+        return head, json.loads(contents.to(torch.uint8).numpy().tobytes()), [], ()
+    end = 1 + int(contents[0])
+    return head, [], _from_numbers(contents[end:]), tuple(map(bool, contents[1:end].tolist()))
 
 
 def _to_numbers(microbatches: list[Microbatch]) -> list[Tensor]:

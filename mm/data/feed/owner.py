@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mm.batch import BatchTotals, Microbatch, StepPlan, encoder_batches_of
+from mm.batch import BatchTotals, Microbatch, StepPlan, encoder_batches_of, image_passes, passes_of_any
 from mm.config.model import ModelConfig
 from mm.data.feed.loader import ReadStep
 from mm.data.feed.message import Head, from_message, to_message
@@ -84,14 +84,16 @@ class DataOwner(Iterator[StepPlan]):
         quarantine: Quarantine | None = None,
         holds_projector: bool = False,
         validation_quarantine: Quarantine | None = None,
+        shares_image_passes: bool = False,
     ) -> None:
+        """``shares_image_passes``: plans say in which passes any replica has images (``StepPlan.image_passes``)."""
         assert (steps is not None) == mesh.owns_data
         self.own_wait_seconds = 0.0
         """How long the latest ``next`` waited while this rank read its samples, not for other ranks."""
         self._steps, self._mesh, self._num_left = steps, mesh, num_steps
         self._quarantine, self._validation_quarantine = quarantine, validation_quarantine
         self._holds_patch_embedding, self._holds_projector = holds_patch_embedding, holds_projector
-        self._model = model
+        self._model, self._shares_image_passes = model, shares_image_passes
         self._device = device
         self._shared: Queue[tuple[StepPlan, _Reading] | Exception] = Queue()
         self._wanted: SimpleQueue[bool] = SimpleQueue()
@@ -145,12 +147,12 @@ class DataOwner(Iterator[StepPlan]):
         if mesh.tp_size * mesh.cp_size * mesh.pp_size > 1:
             message = _share(message, mesh)
         assert message is not None, "a rank without peers owns the data"
-        head, problems, light = from_message(message)
+        head, problems, light, passes = from_message(message)
         if head.num_failed:
             raise AgreedError(problems)
         light = deal_images(light, self._model, mesh.context.num_encoders)
         whole = tuple(self._share_media(*pair) for pair in zip(light, owned or [None] * len(light), strict=True))
-        return StepPlan(whole, head.totals), read
+        return StepPlan(whole, head.totals, image_passes=passes if self._shares_image_passes else None), read
 
     def _agree(self, step: ReadStep | None, problems: tuple[str, ...]) -> tuple[list[Microbatch], Tensor]:
         """On an owner: its microbatches of the next step, and the message for them.  The head sums all owners' data.
@@ -173,7 +175,16 @@ class DataOwner(Iterator[StepPlan]):
             problems = self._leave_out(
                 bad, problems, self._validation_quarantine if is_validation else self._quarantine)
             head = replace(head, num_failed=int(bool(problems)))
-        return microbatches, to_message(head, problems, microbatches)
+        passes = self._image_passes(microbatches) if self._shares_image_passes else ()
+        return microbatches, to_message(head, problems, microbatches, passes)
+
+    def _image_passes(self, microbatches: list[Microbatch]) -> tuple[bool, ...]:
+        """On every owner: ``StepPlan.image_passes`` of all replicas, given the microbatches of this one."""
+        passes, num_replicas = image_passes(microbatches, self._model.encoder_batch_size), self._mesh.dp_size
+        replicas: list[tuple[bool, ...]] = [passes] * num_replicas
+        if num_replicas > 1:
+            dist.all_gather_object(replicas, passes, group=self._mesh.owners_group)
+        return passes_of_any(replicas)
 
     def _leave_out(
         self, bad: tuple[BadSample, ...], problems: tuple[str, ...], quarantine: Quarantine | None

@@ -1,5 +1,6 @@
 """The parts of the LLM that a stage owns: word embedding, layers with M-RoPE, norm and output layer."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from mm.model.ring import Ring
 from mm.model.vocabulary import OutputLayer
 from mm.parallel.context import Share
 from mm.parallel.pieces import Pieces
+from mm.parallel.sharded import Unit
 from mm.placement import StageSpec
 
 
@@ -62,13 +64,27 @@ class LanguageModel(nn.Module):
 
     def __init__(self, config: LanguageConfig, spec: StageSpec, context: LayerContext) -> None:
         super().__init__()
+        self.has_embedding, self.has_head = spec.has_embedding, spec.has_head
+        self.shares_embedding = config.tied and spec.has_embedding and spec.has_head
         if spec.has_embedding:
             self.embedding = WordEmbedding(config, context)
         self.decoder = LayerStack(spec.language_layers, config, context, QWEN2_5_VL.weights.language_layer.has_bias)
         if spec.has_head:
             self.decoder.final_layernorm = context.norm(config.hidden_size, config.layernorm_epsilon)
-            self.shares_embedding = config.tied and spec.has_embedding
             self.output_layer = OutputLayer(config, context, has_weight=not self.shares_embedding)
+
+    def units(self) -> Iterator[Unit]:
+        """Units of weights, in the order of the forward pass.
+
+        Norm and output layer are two, because a tied embedding and its copy in the output layer are units alike.
+        """
+        shared = (self.output_layer,) if self.shares_embedding else ()
+        if self.has_embedding:
+            yield Unit((self.embedding, *shared))
+        yield from (Unit((layer,)) for layer in self.decoder.layers.values())
+        if self.has_head:
+            yield Unit((self.decoder.final_layernorm,))
+            yield Unit((self.output_layer,))
 
     def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
         residual = Residual(x)

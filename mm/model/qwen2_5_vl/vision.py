@@ -4,7 +4,7 @@ Rows are patches in window order (see ``mm.model.qwen2_5_vl.positions``) from th
 which puts the visual tokens back in reading order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from mm.model.qwen2_5_vl.positions import VisionPlan, plan_vision
 from mm.model.qwen2_5_vl.rope import vision_cos_sin
 from mm.model.rows import Permutation
 from mm.parallel.pieces import Pieces
+from mm.parallel.sharded import Unit
 from mm.placement import StageSpec
 from mm.weights.memory import memory_ffn
 
@@ -138,6 +139,12 @@ class VisionEncoder(nn.Module):
         if spec.has_patch_embedding:
             self.patch_embed = nn.ModuleDict({"proj": PatchProjection(config, context)})
         self.blocks = LayerStack(spec.vision_layers, config, context, QWEN2_5_VL.weights.vision_layer.has_bias)
+
+    def units(self) -> Iterator[Unit]:
+        """Units of weights, in the order of the forward pass."""
+        if self.has_patch_embedding:
+            yield Unit((self.patch_embed["proj"],), is_vision=True)
+        yield from (Unit((layer,), is_vision=True) for layer in self.blocks.layers.values())
 
     def forward(self, x: Tensor, inputs: WindowedVisionInputs) -> Tensor:
         """``x``: pixel values if the stage has the patch embedding, else [num_patches, hidden] in window order.

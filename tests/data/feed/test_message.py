@@ -23,7 +23,9 @@ def test_everything_except_media_round_trips(number: int) -> None:
     for dp_rank in range(2):
         step = batches(dp_rank)[number]
         head = head_of(step, num_bad=3)
-        found_head, problems, found = from_message(to_message(head, (), step))
+        passes = tuple(bool(one.image_grids) for one in step)
+        found_head, problems, found, found_passes = from_message(to_message(head, (), step, passes))
+        assert found_passes == passes
         assert (found_head, problems) == (head, [])
         assert [fingerprint(one) for one in found] == [
             fingerprint(replace(one, pixel_values=None, features=None)) for one in step]
@@ -32,7 +34,7 @@ def test_everything_except_media_round_trips(number: int) -> None:
 def test_problems_replace_microbatches() -> None:
     reported = ("a.jsonl:3: no record", "b.json: 猫 \ud800")
     head = head_of([], num_failed=1)
-    assert from_message(to_message(head, reported, batches(0)[0])) == (head, list(reported), [])
+    assert from_message(to_message(head, reported, batches(0)[0], ())) == (head, list(reported), [], ())
 
 
 def test_heads_of_owners_add_up() -> None:

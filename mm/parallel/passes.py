@@ -1,0 +1,133 @@
+"""When units are reduced, if data-parallel ranks keep shards of the gradients: in one order on all of them.
+
+A collective needs the same order on every rank, but replicas differ: one has no images in a microbatch, another has
+fewer microbatches.  So the order follows from the plan, which all know: pass by pass, and in each pass from the last
+unit to the first, those of the ViT and the projector only if any replica has images there.  A rank goes through this
+order as its backward passes proceed, and reduces zeros where it has no gradients.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from mm.batch import StepPlan
+from mm.parallel.activity import Journal, Work
+from mm.parallel.order import backward_order, forward_order
+from mm.parallel.sharded import ShardedGradients, UnitGradients
+
+
+class Reductions:
+    """The reductions of one rank's chunks."""
+
+    def __init__(self, models: Sequence[ShardedGradients], num_stages: int) -> None:
+        self._models, self._num_stages = models, num_stages
+        chunk: Any = models[0].module
+        self._journal: Journal = chunk.journal
+        self._overwrites = False
+        self._order: list[tuple[int, int]] = []
+        """Passes of the step, as microbatch and chunk, in their order on the rank with the most microbatches."""
+        self._places: dict[tuple[int, int], int] = {}
+        self._has_images: tuple[bool, ...] = ()
+        self._now = 0
+        """The pass that runs, as an index of ``_order``."""
+        self._left: list[UnitGradients] = []
+        """What it is still to reduce, the next one last."""
+        self._running: UnitGradients | None = None
+        """The unit that is being reduced, with overlapped reduction."""
+        for chunk, model in enumerate(models):
+            self._follow(chunk, model)
+
+    def _follow(self, chunk: int, model: ShardedGradients) -> None:
+        model.started = lambda number: self._start(number, chunk)
+        model.reached = lambda number: self._reach(number, chunk)
+        model.left = self._reduce_left
+        model.begun = lambda number, place, is_last: self._begin(number, chunk, place, is_last)
+
+    def begin(self, plan: StepPlan, overwrites: bool) -> None:
+        """Call before the passes of a step.  ``overwrites``: see ``mm.parallel.reduction.begin``."""
+        assert plan.image_passes is not None, "the data owner of a run that shards gradients makes them"
+        self._overwrites, self._has_images = overwrites, plan.image_passes
+        self._order = backward_order(forward_order(len(plan.image_passes), self._num_stages, len(self._models)))
+        self._places = {one: place for place, one in enumerate(self._order)}
+        for model in self._models:
+            for weight in model.params_with_grad:
+                weight.grad_added_to_main_grad = False
+            for unit in model.units:
+                unit.begin_step()
+        self._now = -1
+        self._enter(0)
+
+    def end(self) -> None:
+        """Call after the last pass: what other ranks reduce beyond this rank's own passes, and the end of all."""
+        self._enter(len(self._order))
+        self._finish()
+        for model in self._models:
+            for unit in model.units:
+                unit.end_step()
+
+    def leave(self, microbatch: int, chunk: int) -> None:
+        """Call when this backward pass is over, or when the schedule is past it because this rank has no such pass.
+
+        Other ranks may reduce it during their backward pass and wait for this one, which must not wait first for
+        something that they do later: a message between stages, or a collective of the next forward pass.
+        """
+        self._enter(self._places[microbatch, chunk] + 1)
+
+    def _start(self, microbatch: int, chunk: int) -> None:
+        """A forward pass begins.  Without stages nothing else says that the schedule is past the passes before it."""
+        if self._num_stages == 1:
+            self._enter(self._places[microbatch, chunk])
+
+    def _reach(self, microbatch: int, chunk: int) -> None:
+        """The backward pass of ``microbatch`` in ``chunk`` runs: the passes before it have ended, or are not ours."""
+        place = self._places[microbatch, chunk]
+        if place > self._now:
+            self._enter(place)
+            self._finish()  # the last unit of the pass before; a forward pass has run since
+
+    def _begin(self, microbatch: int, chunk: int, place: int, is_last: bool) -> None:
+        """The backward pass of a unit begins, so that of the units after it has ended.
+
+        ``microbatch`` is the one whose forward pass used the unit.  Images of several microbatches pass the ViT
+        together, in the forward pass of the first; their backward pass is part of a later one.
+        """
+        self._reach(microbatch, chunk)
+        unit = self._models[chunk].units[place]
+        if is_last:
+            while unit in self._left and self._left[-1] is not unit:
+                self._reduce(self._left.pop())
+        self._open(unit)
+
+    def _reduce_left(self) -> None:
+        """Reduce what the pass has left."""
+        while self._left:
+            self._reduce(self._left.pop())
+
+    def _enter(self, place: int) -> None:
+        """Reduce what the passes before ``place`` have left, and go on with that one."""
+        while self._now < place:
+            self._reduce_left()
+            self._now += 1
+            if self._now < len(self._order):
+                microbatch, chunk = self._order[self._now]
+                self._left = [unit for unit in self._models[chunk].units
+                              if self._has_images[microbatch] or not unit.unit.is_vision]
+
+    def _reduce(self, unit: UnitGradients) -> None:
+        self._open(unit)
+        self._finish()
+        with self._journal.during(Work.REDUCTION):
+            unit.start_reducing()
+        self._running = unit
+        if unit.group.grad_reduce_handle is None:
+            self._finish()
+
+    def _open(self, unit: UnitGradients) -> None:
+        if unit is self._running:  # by the pass before; this one fills it again
+            self._finish()
+        unit.open(self._overwrites)
+
+    def _finish(self) -> None:
+        if self._running is not None:
+            with self._journal.during(Work.REDUCTION):
+                self._running.finish_reducing()
+            self._running = None

@@ -1,0 +1,163 @@
+"""The gradients of a step: what is prepared before its passes, and what is reduced after them.
+
+Reduction is over the ranks with the same weights, then over tensor-parallel ranks where megatron does not sum, then
+over the two slots of a tied embedding.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
+
+from mm.parallel.activity import Work
+from mm.parallel.gradients import mark_stale, zero_stale
+from mm.parallel.passes import Reductions
+from mm.parallel.sharded import ShardedGradients
+
+_MIN_ELEMENTS = 1 << 20
+"""A range of a buffer with at least this many elements is summed in place; smaller ones are joined first."""
+
+
+def begin(models: Iterable[DistributedDataParallel], overwrites: bool) -> None:
+    """Prepare megatron's gradient buffers for a step.
+
+    ``overwrites``: whether this device's products can overwrite (``Kernels``).
+    """
+    model: Any
+    for model in models:
+        if not overwrites:
+            model.zero_grad_buffer()
+            continue
+        # What ``zero_grad_buffer`` does besides zeroing.
+        for weight in model.params_with_grad:
+            weight.grad_added_to_main_grad = False
+        for group in model.bucket_groups + model.expert_parallel_bucket_groups:
+            group.reset()
+        mark_stale(model.params_with_grad)
+
+
+def end(models: Iterable[DistributedDataParallel]) -> None:
+    """Zero the buffers that no microbatch reached, before the rest is reduced."""
+    model: Any
+    for model in models:
+        zero_stale(model.params_with_grad)
+
+
+def finalize(
+    models: list[DistributedDataParallel],
+    _num_tokens: Tensor | None,
+    *,
+    reductions: Reductions | None,
+    tied_group: dist.ProcessGroup | None,
+    pg_collection: object = None,
+    force_all_reduce: bool = False,
+) -> None:
+    """Reduce the gradients after the last microbatch; megatron's schedules call it.
+
+    ``reductions``: of ``models``, if ranks keep shards of the gradients, most of which are reduced already.
+    """
+    chunk: Any = models[0].module
+    assert not force_all_reduce, "tensor-parallel ranks sum their own shards only; megatron never asks for more"
+    with chunk.journal.during(Work.REDUCTION):
+        _finish_gathering(models)
+        if reductions is None:
+            _reduce(models)
+        else:
+            reductions.end()
+        sum_over_tensor_ranks(models, chunk.tp_group)
+        _sum_tied(models, tied_group)
+
+
+def _finish_gathering(models: Iterable[Any]) -> None:
+    """Modules that no microbatch used: no hook has waited for their gather."""
+    for model in models:
+        if model.ddp_config.overlap_param_gather:
+            for group in model.bucket_groups:
+                group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+
+def _reduce(models: Sequence[Any]) -> None:
+    """Reduce megatron's buffers.
+
+    With overlapped reduction megatron reduces a bucket once all of its parameters have reported a gradient.  Those
+    that took no part in the last microbatch (the ViT in a text-only one) are reported here, last chunk first and in
+    bucket order: the order in which a rank with images reports them, so collectives match on all ranks.
+    """
+    end(models)
+    for model in reversed(models):
+        for group in model.bucket_groups if model.ddp_config.overlap_grad_reduce else ():
+            for parameter in [p for p in group.params if p not in group.per_param_grad_ready_counts]:
+                group.register_grad_ready(parameter)
+        model.finish_grad_sync()
+
+
+def sum_over_tensor_ranks(models: Iterable[DistributedDataParallel], group: dist.ProcessGroup) -> None:
+    """Sum over tensor-parallel ranks the gradients of weights that each rank applies to its own rows or images only.
+
+    They are already reduced over the other ranks, so with the distributed optimizer each rank sums only its shard.
+    """
+    if group.size() == 1:
+        return
+    ranges = [one for model in models for one in _own_ranges(model) if one.numel()]
+    small = [one for one in ranges if one.numel() < _MIN_ELEMENTS]
+    for one in ranges:
+        if one.numel() >= _MIN_ELEMENTS:
+            dist.all_reduce(one, group=group)
+    if small:
+        joined = torch.cat(small)
+        dist.all_reduce(joined, group=group)
+        for one, summed in zip(small, joined.split([one.numel() for one in small]), strict=True):
+            one.copy_(summed)
+
+
+def _own_ranges(model: Any) -> Iterator[Tensor]:
+    """Flat ranges of ``model``'s reduced gradients that ``sum_over_tensor_ranks`` sums."""
+    if isinstance(model, ShardedGradients):
+        yield from (shard for unit in model.units for weight, shard in unit.shards() if weight.sequence_parallel)
+        return
+    for group in model.bucket_groups:
+        for bucket in group.buckets:
+            yield from _ranges_of_bucket(bucket, group, model.ddp_config.use_distributed_optimizer)
+
+
+def _ranges_of_bucket(bucket: Any, group: Any, is_split: bool) -> Iterator[Tensor]:
+    """Neighbours are joined, with the padding between them.  ``is_split``: each rank updates its shard only."""
+    data, start, stop = bucket.grad_data, 0, bucket.grad_data.numel()
+    if is_split:
+        size = stop // group.intra_distributed_optimizer_instance_size
+        start = size * group.intra_distributed_optimizer_instance_rank
+        stop = start + size
+    weights = sorted(bucket.params_list, key=lambda weight: weight.main_grad.storage_offset())
+    for is_summed, neighbours in groupby(weights, key=lambda weight: weight.sequence_parallel):
+        gradients = [weight.main_grad for weight in neighbours] if is_summed else []
+        places = [one.storage_offset() - data.storage_offset() for one in gradients]
+        if gradients:
+            first, last = max(places[0], start), min(places[-1] + gradients[-1].numel(), stop)
+            yield data[first : max(first, last)]
+
+
+def _sum_tied(models: Sequence[Any], group: dist.ProcessGroup | None) -> None:
+    """Sum the gradients of a tied embedding over its two slots, which have the same shards."""
+    tied: list[Tensor] = [gradient for model in models for gradient in _tied_gradients(model)]
+    if len(tied) == 2:  # both on this rank, in two of its chunks
+        tied[0] += tied[1]
+        tied[1].copy_(tied[0])
+    elif tied:
+        dist.all_reduce(tied[0], group=group)
+
+
+def _tied_gradients(model: Any) -> Iterator[Tensor]:
+    """The reduced gradient of a weight that another slot holds too; only this rank's shard, if it keeps no more."""
+    if isinstance(model, ShardedGradients):
+        for unit in model.units:
+            if any(getattr(weight, "shared_embedding", False) for weight in unit.weights):
+                assert len(unit.weights) == 1, "the word embedding and its copy are units of their own"
+                yield unit.shard
+        return
+    for weight in model.module.parameters():
+        if getattr(weight, "shared_embedding", False) and weight.requires_grad:
+            yield weight.main_grad

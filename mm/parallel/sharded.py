@@ -1,0 +1,266 @@
+"""Gradients of which each data-parallel rank keeps only its shard (ZeRO-2), on megatron's buckets.
+
+megatron's DDP keeps a buffer for all gradients, and reduces it once a step.  Here each unit, a layer for example, has a
+buffer only while a backward pass fills it.  The pass reduce-scatters it to the ranks with the same weights, and each
+rank adds the shard that it gets to the sum of the step.  Shards are those of megatron's distributed optimizer, so its
+states, its gathers of weights and our checkpoints are the same as without this.
+
+``mm.parallel.passes`` decides when a unit is reduced.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.param_and_grad_buffer import (
+    _ParamAndGradBucket,
+    _ParamAndGradBucketGroup,
+    partition_buckets,
+)
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+
+from mm.parallel.gradients import mark_stale, zero_stale
+
+_ALIGNED_ELEMENTS = 64
+"""A weight starts at a multiple of this many elements of its bucket, and _BUCKET_ELEMENTS divide a bucket, as in
+megatron's ``_ParamAndGradBuffer``: 128 and 256 bytes of bf16, for cuBLAS."""
+_BUCKET_ELEMENTS = 128
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Weights whose gradients are reduced together: those of a layer, of the projector, of the word embedding."""
+
+    modules: tuple[nn.Module, ...]
+    """The modules that use them, in the order of the forward pass; the first ones own them."""
+    is_vision: bool = False
+    """Whether only microbatches with images use them."""
+
+
+class UnitGradients:
+    """The gradients of one unit on this rank: all of them while a backward pass fills them, its shard of their sum."""
+
+    def __init__(self, group: _ParamAndGradBucketGroup, unit: Unit, places: Mapping[Any, tuple[int, int]]) -> None:
+        """``places``: where each weight begins and ends in the bucket, in the order of the bucket."""
+        (bucket,) = group.buckets
+        self.unit, self.bucket, self.group, self._places = unit, bucket, group, places
+        self._shape_only, start, stop = bucket.grad_data, *self.shard_range
+        assert bucket.param_data is not None, "the optimizer is megatron's distributed one"
+        self.shard = torch.empty(stop - start, dtype=torch.float32, device=bucket.param_data.device)
+        """fp32 [bucket / ranks]: the sum over the step's microbatches and all ranks, once the step is reduced."""
+        self.is_open = self._is_summed = False
+
+    @property
+    def weights(self) -> list[Any]:
+        return self.bucket.params_list
+
+    @property
+    def shard_range(self) -> tuple[int, int]:
+        """Where this rank's shard begins and ends in the bucket."""
+        size = self.bucket.grad_data.numel() // self.group.intra_distributed_optimizer_instance_size
+        start = size * self.group.intra_distributed_optimizer_instance_rank
+        return start, start + size
+
+    def begin_step(self) -> None:
+        assert not self.is_open, "the step before reduced it"
+        self._is_summed = False
+
+    def open(self, overwrites: bool) -> None:
+        """Allocate the buffers, ``main_grad`` of each weight.  ``overwrites``: see ``reduction.begin``."""
+        if self.is_open:
+            return
+        buffer = self._shape_only.new_empty(self._shape_only.shape)
+        for weight, (start, stop) in self._places.items():
+            weight.main_grad = buffer[start:stop].view(weight.shape)
+        if overwrites:
+            mark_stale(self.weights)
+        else:
+            buffer.zero_()
+        self._set_buffer(buffer)
+        self.is_open = True
+
+    def start_reducing(self) -> None:
+        """Reduce-scatter what the buffers hold; with overlapped reduction the collective runs on."""
+        zero_stale(self.weights)
+        self.group.start_grad_sync()
+
+    def finish_reducing(self) -> None:
+        """Add the reduced shard to the sum, and free the buffers: whoever wants a gradient then finds no ``main_grad``.
+        """
+        if self.group.grad_reduce_handle is not None:
+            self.group.grad_reduce_handle.wait()
+            self.group.grad_reduce_handle = None
+        reduced = self.bucket.grad_data[slice(*self.shard_range)]
+        if self._is_summed:
+            self.shard += reduced
+        else:
+            self.shard.copy_(reduced)
+        for weight in self.weights:
+            del weight.main_grad
+        self._set_buffer(self._shape_only)
+        self.is_open, self._is_summed = False, True
+
+    def end_step(self) -> None:
+        """Without a reduction in this step, the sum is 0."""
+        assert not self.is_open, "the last pass reduced it"
+        if not self._is_summed:
+            self.shard.zero_()
+
+    def shards(self) -> Iterator[tuple[Any, Tensor]]:
+        """Each weight of which this rank's shard has a part, and that part."""
+        start, stop = self.shard_range
+        for weight, (first, last) in self._places.items():
+            begin, end = max(first, start), min(last, stop)
+            if begin < end:
+                yield weight, self.shard[begin - start : end - start]
+
+    def _set_buffer(self, buffer: Tensor) -> None:
+        self.bucket.grad_data = buffer
+        self.group.cached_grad_buffer_shard_list = [None]  # megatron's shards of the buffer before
+
+
+class _UnitBuffer:
+    """The part of megatron's ``_ParamAndGradBuffer`` that its optimizer and its bucket groups read.
+
+    megatron's buckets are views of one tensor; here each has its own, and gradients without memory until it is opened.
+    """
+
+    def __init__(self, config: DistributedDataParallelConfig, group: Any, units: Sequence[list[Any]]) -> None:
+        """``units``: the weights of each bucket."""
+        self.ddp_config, self.data_parallel_group, self.data_parallel_world_size = config, group, group.size()
+        self.params = [weight for weights in units for weight in weights]
+        self.param_indices = list(range(len(self.params)))
+        (self.param_dtype,) = {weight.dtype for weight in self.params}
+        self.grad_dtype = torch.float32 if config.grad_reduce_in_fp32 else self.param_dtype
+        self.gradient_scaling_factor = 1.0
+        self.param_index_map: dict[Any, tuple[int, int, int]] = {}
+        self.buckets: list[_ParamAndGradBucket] = []
+        self.places: list[dict[Any, tuple[int, int]]] = []
+        """By bucket: where each weight begins and ends in it."""
+        self.numel = self.numel_unpadded = 0
+        for weights in units:
+            self._append(weights)
+
+    def _append(self, weights: list[Any]) -> None:
+        places, stop = dict[Any, tuple[int, int]](), 0
+        for weight in weights:
+            start = _padded(stop, _ALIGNED_ELEMENTS)
+            places[weight] = start, (stop := start + weight.numel())
+        num_elements = _padded(stop, math.lcm(self.data_parallel_world_size, _BUCKET_ELEMENTS))
+        values = weights[0].new_zeros(num_elements, requires_grad=False)
+        for weight, (start, end) in places.items():
+            there = values[start:end].view(weight.shape)
+            there.copy_(weight.detach())
+            weight.data = there
+            self.param_index_map[weight] = self.numel + start, self.numel + end, len(self.buckets)
+        shape_only = values.new_empty((), dtype=self.grad_dtype).expand(num_elements)
+        self.buckets.append(_ParamAndGradBucket(
+            weights, values, shape_only, self.numel, stop, self.gradient_scaling_factor, len(self.buckets)))
+        self.places.append(places)
+        self.numel += num_elements
+        self.numel_unpadded += stop
+
+
+def _padded(number: int, divisor: int) -> int:
+    return -(-number // divisor) * divisor
+
+
+class ShardedGradients(DistributedDataParallel):
+    """megatron's DDP for one chunk, which keeps no gradients but this rank's shards."""
+
+    def __init__(
+        self, settings: TransformerConfig, config: DistributedDataParallelConfig, chunk: nn.Module,
+        units: Iterable[Unit],
+    ) -> None:  # fmt: skip
+        """``units``: those of ``chunk`` in the order of its forward pass."""
+        trained = [weight for weight in chunk.parameters() if weight.requires_grad]
+        for weight in trained:
+            weight.requires_grad_(False)
+        super().__init__(settings, config, chunk)  # without trained weights it allocates no buffers
+        for weight in trained:
+            weight.requires_grad_(True)
+        self.started: Callable[[int], None] = lambda _: None
+        """Called before the forward pass of a microbatch, given by its number in the step."""
+        self.reached: Callable[[int], None] = lambda _: None
+        """Called when the backward pass of a microbatch begins, if it has one."""
+        self.left: Callable[[], None] = lambda: None
+        """Called when a backward pass ends."""
+        self.begun: Callable[[int, int, bool], None] = lambda *_: None
+        """Called when the backward pass of one of a unit's modules begins: with the number of the microbatch in whose
+        forward pass it ran, the unit's place in ``units``, and whether it is the unit's last module to begin."""
+        self.units: tuple[UnitGradients, ...] = ()
+        self._microbatch = 0
+        if trained:
+            self._build(config, list(units), trained)
+
+    def _build(self, config: DistributedDataParallelConfig, units: list[Unit], trained: list[Any]) -> None:
+        left, found = set(trained), list[tuple[Unit, list[Any]]]()
+        for unit in units:
+            own = [weight for module in unit.modules for weight in module.parameters() if weight in left]
+            own = list(dict.fromkeys(own))
+            left.difference_update(own)
+            if own:
+                found.append((unit, own))
+        assert not left, "every trained weight is in a unit"
+        buffer: Any = _UnitBuffer(config, self.intra_dp_cp_group, [weights for _, weights in found])
+        self.params_with_grad = buffer.params
+        buffers: Any = [buffer]
+        self.buffers = buffers  # torch's modules have a method of this name, which megatron's DDP hides
+        # megatron's order: the first to be gathered is last
+        groups = list(partition_buckets([buffer]))
+        self.bucket_groups = groups[::-1]
+        self.param_to_bucket_group = {weight: group for group in groups for weight in group.params}
+        self.units = tuple(UnitGradients(group, unit, places)
+                           for group, (unit, _), places in zip(groups, found, buffer.places, strict=True))
+        for weight in buffer.params:
+            node = weight.expand_as(weight).grad_fn.next_functions[0][0]
+            node.register_hook(_adder(weight))
+            self.grad_accs.append(node)
+        for place, one in enumerate(self.units):
+            for module in one.unit.modules:
+                self._watch(module, place, module is one.unit.modules[0])
+
+    def _watch(self, module: nn.Module, place: int, is_last: bool) -> None:
+        """Report when the backward pass of ``module`` begins: before any of its nodes runs, after those of the modules
+        that used its output."""
+
+        def follow(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            number = self._microbatch
+            if torch.is_grad_enabled():
+                for tensor in output if isinstance(output, tuple) else (output,):
+                    if isinstance(tensor, Tensor) and tensor.requires_grad:
+                        tensor.register_hook(lambda _: self.begun(number, place, is_last))
+
+        module.register_forward_hook(follow)
+
+    def start(self, microbatch: int) -> None:
+        """Call before the forward pass of each microbatch that has a backward pass too."""
+        self._microbatch = microbatch
+        self.started(microbatch)
+
+    def forward(self, *inputs: Any, **named: Any) -> Tensor:
+        output: Tensor = super().forward(*inputs, **named)
+        if torch.is_grad_enabled() and output.requires_grad:
+            output.register_hook(partial(self._reach, self._microbatch))
+        return output
+
+    def _reach(self, number: int, _: Tensor) -> None:
+        engine: Any = torch.autograd.Variable._execution_engine
+        self.reached(number)
+        engine.queue_callback(self.left)
+
+
+def _adder(weight: Any) -> Callable[..., None]:
+    """Adds the gradients that autograd made of ``weight``, unless our backward passes have added them."""
+
+    def add(*_: Any) -> None:
+        if weight.grad is not None and not weight.grad_added_to_main_grad:
+            weight.main_grad.add_(weight.grad)
+        weight.grad = None
+
+    return add

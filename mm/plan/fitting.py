@@ -1,0 +1,129 @@
+"""The cheapest flags with which a run fits the memory of a device that is too small for it as it is.
+
+Peaks are those of ``mm.plan.sizes``.  Costs are an order of preference, not seconds: first what is exact and nearly
+free, then what takes time, last what rounds more.  Layouts are for ``mm-plan layouts``.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from mm.config.flags import Arguments
+from mm.config.model import RecomputeConfig
+from mm.config.run import Run
+from mm.plan.sizes import num_copies, peaks, stage_sizes
+
+NEARLY_EQUAL = 0.9
+"""Devices whose memories differ by less than this factor get one answer, that of the smaller."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One or more flags that take less memory."""
+
+    flags: str
+    applied: Callable[[Run], Run | None]
+    """The run with them; None if it has them, if they do not apply, or if something else that it has excludes them."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The changes with which a run fits a device; none if no changes are enough."""
+
+    max_bytes: int
+    flags: tuple[str, ...]
+    peak_bytes: int
+    """With these changes, or with all of them that go together."""
+
+
+def _with(run: Run, **fields: object) -> Run:
+    return replace(run, args=replace(run.args, **fields))
+
+
+def _sharded(strategy: str, before: tuple[str, ...]) -> Callable[[Run], Run | None]:
+    def applied(run: Run) -> Run | None:
+        if num_copies(run) == 1 or run.args.sharding not in before:
+            return None
+        return _with(run, use_distributed_optimizer=True, data_parallel_sharding_strategy=strategy)
+
+    return applied
+
+
+def _recomputed(recompute: RecomputeConfig) -> Callable[[Run], Run | None]:
+    def applied(run: Run) -> Run | None:
+        towers = {name: tower for name in ("vision", "language")
+                  if (tower := getattr(run.model, name)).recompute == RecomputeConfig()}
+        if not towers:
+            return None
+        changed = {name: replace(tower, recompute=recompute) for name, tower in towers.items()}
+        return replace(run, model=replace(run.model, **changed))
+
+    return applied
+
+
+def _in_bf16(suits: Callable[[Arguments], bool], **fields: object) -> Callable[[Run], Run | None]:
+    """A change of a run in bf16 whose flags ``suits``."""
+    return lambda run: _with(run, **fields) if run.args.bf16 and suits(run.args) else None
+
+
+CHANGES = (
+    Change("--use-distributed-optimizer", _sharded("optim", ("no_shard",))),
+    Change("--store-param-remainders", _in_bf16(lambda args: args.kept_copy == "fp32", store_param_remainders=True)),
+    Change("--recompute-granularity selective", _recomputed(RecomputeConfig("selective"))),
+    Change("--data-parallel-sharding-strategy optim_grads", _sharded("optim_grads", ("no_shard", "optim"))),
+    Change("--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", _in_bf16(
+        lambda args: "fp32" in (args.exp_avg_dtype, args.exp_avg_sq_dtype),
+        exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")),
+    Change("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+           _recomputed(RecomputeConfig("full", "uniform", 1))),
+    Change("--grad-reduce-in-bf16", _in_bf16(lambda args: not args.grad_reduce_in_bf16, grad_reduce_in_bf16=True)),
+    Change("--main-params-dtype bf16", _in_bf16(lambda args: args.kept_copy == "fp32", main_params_dtype="bf16")),
+)
+"""The cheapest first.  Each is worth more than all before it: it is taken only if those are not enough."""
+
+
+def cheapest_fits(run: Run, memories: Iterable[int]) -> list[Fit]:
+    """For each of ``memories`` (bytes) that is too small for ``run``, the cheapest changes with which it fits.
+
+    Of memories that are nearly equal, only the smallest.
+    """
+    present = _peak(run)
+    known: dict[int, int | None] = {0: present}
+    return [_cheapest(run, max_bytes, known) for max_bytes in _distinct(one for one in memories if one < present)]
+
+
+def _cheapest(run: Run, max_bytes: int, known: dict[int, int | None]) -> Fit:
+    """``known``: peaks by set of changes (bit n: ``CHANGES[n]``), None if they do not go together; more are added."""
+    for changes in range(1, 1 << len(CHANGES)):
+        if changes not in known:
+            changed = _changed(run, changes)
+            known[changes] = None if changed is None else _peak(changed)
+        peak = known[changes]
+        if peak is not None and peak <= max_bytes:
+            return Fit(max_bytes, tuple(one.flags for bit, one in enumerate(CHANGES) if changes >> bit & 1), peak)
+    return Fit(max_bytes, (), min(peak for peak in known.values() if peak is not None))
+
+
+def _changed(run: Run, changes: int) -> Run | None:
+    for bit, change in enumerate(CHANGES):
+        if changes >> bit & 1:
+            changed = change.applied(run)
+            if changed is None:
+                return None
+            run = changed
+    return run
+
+
+def _peak(run: Run) -> int:
+    placement = run.model.placement()
+    return max(peaks(run, placement, stage_sizes(run, placement)).values())
+
+
+def _distinct(memories: Iterable[int]) -> list[int]:
+    """The smallest of each group of nearly equal memories, largest group first."""
+    groups: list[list[int]] = []
+    for one in sorted(set(memories), reverse=True):
+        if groups and one >= NEARLY_EQUAL * groups[-1][0]:
+            groups[-1].append(one)
+        else:
+            groups.append([one])
+    return [min(group) for group in groups]
