@@ -173,8 +173,15 @@ def config_of(case: Case) -> ModelConfig:
     return replace(config, vision=vision, language=language)
 
 
-def build(case: Case, before: dict[str, Tensor], config: ModelConfig | None = None) -> Engine:
-    """Mesh, stage with the weights ``before``, DDP, optimizer and this replica's part of the batch.
+def mesh_of(case: Case, config: ModelConfig | None = None) -> parallel.Mesh:
+    return parallel.build_mesh(config or config_of(case), case.tp, parallel.timedelta(minutes=2), case.cp, case.ring)
+
+
+def build(
+    case: Case, before: dict[str, Tensor], config: ModelConfig | None = None, mesh: parallel.Mesh | None = None
+) -> Engine:
+    """Stage with the weights ``before``, DDP, optimizer and this replica's part of the batch; and a mesh if none is
+    given.
 
     ``config``: a model beyond what the case says, with adapters.
     """
@@ -189,7 +196,7 @@ def build(case: Case, before: dict[str, Tensor], config: ModelConfig | None = No
         + ["--no-overlap-p2p-communication"] * case.waits
         + ["--overlap-param-gather"] * (case.overlap and case.sharding != "no_shard")
     )
-    mesh = parallel.build_mesh(config, case.tp, parallel.timedelta(minutes=2), case.cp, case.ring)
+    mesh = mesh_of(case, config) if mesh is None else mesh
     device = _fused(DEVICE) if case.fused else DEVICE
     stage = Stage(config, mesh, "fp32", device, case.loss_unit, case.sequence_parallel)
     for chunk in stage.chunks:
@@ -244,9 +251,9 @@ def gradient_errors(engine: Engine, expected: dict[str, Tensor]) -> tuple[dict[s
     return errors, uncovered
 
 
-def refuses_a_gradient_that_is_not_finite(case: Case) -> bool:
+def refuses_a_gradient_that_is_not_finite(case: Case, mesh: parallel.Mesh) -> bool:
     """Whether one NaN on the last rank makes every rank refuse the update, with all weights as they were."""
-    engine = build(case, hf_tensors(hf_model(case.tied, num_key_heads=case.num_key_heads)))
+    engine = build(case, hf_tensors(hf_model(case.tied, num_key_heads=case.num_key_heads)), mesh=mesh)
     loss = forward_backward(engine.setup, engine.plan)
     before = {name: one.detach().clone() for name, one in engine.setup.stage.named_parameters()}
     ranges = {one.name: (one.start, one.stop) for one in owned_states(engine.setup.optimizer, engine.setup.models)}
@@ -261,13 +268,12 @@ def refuses_a_gradient_that_is_not_finite(case: Case) -> bool:
         refused = all(torch.equal(before[name], one) for name, one in engine.setup.stage.named_parameters())
     gathered: list = [None] * engine.setup.mesh.world_size
     dist.all_gather_object(gathered, refused)
-    parallel.stop_mesh()
     return all(gathered)
 
 
-def run_case(case: Case) -> dict:
+def run_case(case: Case, mesh: parallel.Mesh) -> dict:
     expected = from_first_rank(lambda: reference(case.without_layout))
-    engine = build(case, expected["before"])
+    engine = build(case, expected["before"], mesh=mesh)
     if case.overlap:  # the first pass only learns which gradients to wait for
         forward_backward(engine.setup, engine.plan)
     loss = forward_backward(engine.setup, engine.plan)
@@ -281,7 +287,6 @@ def run_case(case: Case) -> dict:
     }
     gathered: list = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (by_gradient, by_weight, uncovered))
-    parallel.stop_mesh()
     worst = [max(((e, n) for g in gathered for n, e in g[i].items()), default=(0.0, "")) for i in (0, 1)]
 
     def error(ours: float, theirs: float) -> float:
@@ -309,7 +314,7 @@ def run_case(case: Case) -> dict:
 
 @contextmanager
 def joined(case: Case, store: dist.Store, rank: int) -> Iterator[None]:
-    """A process group for each case: the threads of all their groups together would slow every case down."""
+    """A process group for each mesh: the threads of all their groups together would slow every case down."""
     dist.init_process_group("gloo", store=store, rank=rank, world_size=case.world_size,
                             timeout=parallel.timedelta(minutes=2))
     yield
@@ -317,16 +322,29 @@ def joined(case: Case, store: dist.Store, rank: int) -> Iterator[None]:
     gc.collect()  # cycles keep groups, and their threads: 500 after 150 cases
 
 
+def groups_of(case: Case) -> tuple:
+    """All that a case's mesh depends on: to build one takes longer than a step."""
+    config = config_of(case)
+    place = config.placement()
+    stages = (place.patch_embedding_stage, place.projector_stage, place.embedding_slot.stage, place.head_slot.stage)
+    return (case.tp, case.cp, case.dp, case.pp, *stages, case.ring, case.tied, case.whole_encoder)
+
+
 def run_all(output: Path, only: list[str], store: dist.Store, rank: int, world_size: int) -> None:
+    """Cases with equal meshes run one after another on one mesh."""
     results = {}
-    for case in CASES:
-        if case.world_size == world_size and (not only or case.name in only):
-            with joined(case, dist.PrefixStore(case.name, store), rank):
-                results[case.name] = run_case(case)
+    mine = [case for case in CASES if case.world_size == world_size and (not only or case.name in only)]
+    for _, cases in itertools.groupby(sorted(mine, key=groups_of), groups_of):
+        first, *others = cases
+        with joined(first, dist.PrefixStore(first.name, store), rank):
+            mesh = mesh_of(first)
+            for case in (first, *others):
+                found = results[case.name] = run_case(case, mesh)
                 if case.name in NOT_FINITE:
-                    results[case.name]["refused"] = refuses_a_gradient_that_is_not_finite(case)
-            if rank == 0:
-                print(case.name, json.dumps(results[case.name]), flush=True)
+                    found["refused"] = refuses_a_gradient_that_is_not_finite(case, mesh)
+                if rank == 0:
+                    print(case.name, json.dumps(found), flush=True)
+            parallel.stop_mesh()
     if rank == 0:
         output.write_text(json.dumps(results), encoding="utf-8")
 
@@ -345,7 +363,8 @@ def serve(directory: Path, store: dist.Store, rank: int) -> None:
         case = Case.from_json(fields)
         if rank < case.world_size:
             with joined(case, dist.PrefixStore(str(number), store), rank):
-                result = run_case(case)
+                result = run_case(case, mesh_of(case))
+                parallel.stop_mesh()
             if rank == 0:
                 write_whole(directory / f"{number}.found.json", json.dumps(result))
 
