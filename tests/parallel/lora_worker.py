@@ -43,6 +43,7 @@ from tests.parallel.parity_worker import (  # picks the device before all others
     gradient_errors,
     joined,
     relative_error,
+    with_meshes,
 )
 from tests.peft_oracle import peft_model, peft_tensors, table_name
 from tests.tiny import TOKENS_PER_SECOND, hf_loss, hf_model, hf_tensors
@@ -91,13 +92,13 @@ def reference(case: LoraCase) -> dict:
     return {**found, "after": peft_tensors(model)}
 
 
-def start(case: LoraCase, before: dict[str, Tensor]) -> Engine:
-    return build(case.layout, before, model_of(case))
+def start(case: LoraCase, before: dict[str, Tensor], mesh: parallel.Mesh | None = None) -> Engine:
+    return build(case.layout, before, model_of(case), mesh)
 
 
-def run_case(case: LoraCase) -> dict:
+def run_case(case: LoraCase, mesh: parallel.Mesh) -> dict:
     expected = from_first_rank(lambda: reference(case.without_layout))
-    engine = start(case, expected["before"])
+    engine = start(case, expected["before"], mesh)
     if case.layout.overlap:  # the first pass only learns which gradients to wait for
         forward_backward(engine.setup, engine.plan)
     losses = []
@@ -118,7 +119,6 @@ def run_case(case: LoraCase) -> dict:
     counts = (buffers, trained, moments, sum(one.is_copy for one in owned), weights)
     gathered: list = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (by_gradient, by_weight, uncovered, counts))
-    parallel.stop_mesh()
     worst = [max(((e, n) for g in gathered for n, e in g[i].items()), default=(0.0, "")) for i in (0, 1)]
     layout = case.layout
     return {
@@ -137,16 +137,15 @@ def run_case(case: LoraCase) -> dict:
     }
 
 
-def run_dropped(case: LoraCase) -> dict:
+def run_dropped(case: LoraCase, mesh: parallel.Mesh) -> dict:
     """Loss and norm of a step with dropout, and of another step."""
-    engine = start(case, weights_before(case))
+    engine = start(case, weights_before(case), mesh)
     others = []
     for seed in (DROPOUT_SEED + 1, None):
         engine.plan = replace(engine.plan, dropout_seed=seed)
         others.append(engine.loss())
     engine.plan = replace(engine.plan, dropout_seed=DROPOUT_SEED)
     result = engine.update(forward_backward(engine.setup, engine.plan))
-    parallel.stop_mesh()
     return {"losses": [result.loss, *others], "grad_norm": result.grad_norm}
 
 
@@ -230,12 +229,12 @@ def main(output: Path, only: list[str]) -> None:
             output.write_text(json.dumps(result), encoding="utf-8")
         return
     results = {}
-    for case in (*CASES, *DROPOUT_CASES):
-        if case.layout.world_size == world_size and (not only or case.name in only):
-            with joined(case.layout, dist.PrefixStore(case.name, store), rank):
-                results[case.name] = (run_dropped if case in DROPOUT_CASES else run_case)(case)
-            if rank == 0:
-                print(case.name, json.dumps(results[case.name]), flush=True)
+    mine = [case for case in (*CASES, *DROPOUT_CASES)
+            if case.layout.world_size == world_size and (not only or case.name in only)]
+    for case, mesh in with_meshes(mine, store, rank, lambda case: case.layout):
+        results[case.name] = (run_dropped if case in DROPOUT_CASES else run_case)(case, mesh)
+        if rank == 0:
+            print(case.name, json.dumps(results[case.name]), flush=True)
     if rank == 0:
         output.write_text(json.dumps(results), encoding="utf-8")
 

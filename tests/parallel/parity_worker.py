@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -330,21 +330,32 @@ def groups_of(case: Case) -> tuple:
     return (case.tp, case.cp, case.dp, case.pp, *stages, case.ring, case.tied, case.whole_encoder)
 
 
+def with_meshes(
+    cases: Sequence[Any], store: dist.Store, rank: int, layout_of: Callable[[Any], Case] = lambda case: case
+) -> Iterator[tuple[Any, parallel.Mesh]]:
+    """Each case with its mesh; those with equal meshes come one after another and have the same."""
+    def key(case: Any) -> tuple:
+        return groups_of(layout_of(case))
+
+    for _, equal in itertools.groupby(sorted(cases, key=key), key):
+        first, *others = equal
+        layout = layout_of(first)
+        with joined(layout, dist.PrefixStore(layout.name, store), rank):
+            mesh = mesh_of(layout)
+            for case in (first, *others):
+                yield case, mesh
+            parallel.stop_mesh()
+
+
 def run_all(output: Path, only: list[str], store: dist.Store, rank: int, world_size: int) -> None:
-    """Cases with equal meshes run one after another on one mesh."""
     results = {}
     mine = [case for case in CASES if case.world_size == world_size and (not only or case.name in only)]
-    for _, cases in itertools.groupby(sorted(mine, key=groups_of), groups_of):
-        first, *others = cases
-        with joined(first, dist.PrefixStore(first.name, store), rank):
-            mesh = mesh_of(first)
-            for case in (first, *others):
-                found = results[case.name] = run_case(case, mesh)
-                if case.name in NOT_FINITE:
-                    found["refused"] = refuses_a_gradient_that_is_not_finite(case, mesh)
-                if rank == 0:
-                    print(case.name, json.dumps(found), flush=True)
-            parallel.stop_mesh()
+    for case, mesh in with_meshes(mine, store, rank):
+        found = results[case.name] = run_case(case, mesh)
+        if case.name in NOT_FINITE:
+            found["refused"] = refuses_a_gradient_that_is_not_finite(case, mesh)
+        if rank == 0:
+            print(case.name, json.dumps(found), flush=True)
     if rank == 0:
         output.write_text(json.dumps(results), encoding="utf-8")
 
