@@ -36,7 +36,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def launch(inputs: Path, name: str, num_stages: int, *flags: str) -> str:
     """As ``run``, but with torchrun."""
-    words = flags_of(inputs, name, num_stages, "--num-workers", "1", *flags)
+    words = flags_of(inputs, name, num_stages, "--num-workers", "0", *flags)
     done = torchrun(num_stages, "mm.train", *words, timeout_seconds=200)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -151,7 +151,7 @@ def test_the_fused_step_does_not_depend_on_what_is_installed(tmp_path: Path, bes
     flags = [
         "--device", "cpu", "--mm-model", str(inputs / "model_1.json"), "--mm-data", str(inputs / "data.json"),
         "--micro-batch-size", "1", "--global-batch-size", "2", "--seq-length", "512", "--train-iters", "1", "--lr",
-        "1e-3", "--log-interval", "1", "--num-workers", "1", "--use-distributed-optimizer", "--load",
+        "1e-3", "--log-interval", "1", "--num-workers", "0", "--use-distributed-optimizer", "--load",
         str(inputs / "hf"), "--log-dir", str(tmp_path / "logs"), "--save", str(tmp_path / "save"),
     ]  # fmt: skip
     done = subprocess.run(

@@ -17,7 +17,7 @@ from tests.tiny_inputs import write_inputs
 NUM_ITERATIONS = 2
 LAYOUTS = {  # name: (processes, model JSON, what the same run on the CPU is called, more flags)
     "fp32": (1, "model_1", "fp32", ()),
-    "bf16": (1, "model_1", "bf16", ("--bf16",)),
+    "bf16": (1, "model_1", "bf16", ("--bf16", "--num-workers", "1")),
     "frozen": (1, "model_frozen", "frozen", ("--use-distributed-optimizer",)),
     "pp2": (2, "model_2", "fp32", ("--profile-pipeline", "2", "--log-timers")),
     "tp2-bf16": (2, "model_1", "bf16", ("--bf16", "--tensor-model-parallel-size", "2", "--use-distributed-optimizer")),
@@ -46,7 +46,7 @@ def flags(inputs: Path, device: str, name: str, model: str, *more: str) -> list[
     return [
         "--device", device, "--mm-model", str(inputs / f"{model}.json"), "--mm-data", str(inputs / "data.json"),
         "--micro-batch-size", "1", "--global-batch-size", "2", "--seq-length", "512", "--train-iters",
-        str(NUM_ITERATIONS), "--lr", "1e-3", "--seed", "3", "--log-interval", "1", "--num-workers", "1",
+        str(NUM_ITERATIONS), "--lr", "1e-3", "--seed", "3", "--log-interval", "1", "--num-workers", "0",
         "--clip-grad", "1.0", "--calculate-per-token-loss", "--save", str(folder / "save"),
         "--log-dir", str(folder / "logs"), "--export-hf", str(folder / "hf"), *more,
     ]  # fmt: skip

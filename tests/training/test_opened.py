@@ -29,7 +29,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def opened(inputs: Path, name: str, *flags: str) -> list[dict[str, dict[str, int]]]:
     """What each rank of a run has opened, by file."""
-    words = flags_of(inputs, name, 1, "--num-workers", "1", "--exit-interval", "1", *flags)
+    words = flags_of(inputs, name, 1, "--num-workers", "0", "--exit-interval", "1", *flags)
     run_ranks(NUM_RANKS, "tests.training.opens_worker", str(inputs), *words)
     return [json.loads((inputs / f"opens_{rank}.json").read_text()) for rank in range(NUM_RANKS)]
 

@@ -21,12 +21,15 @@ COMPARED = ("iteration", "loss", "grad_norm", "lr", "consumed_samples", "num_tok
 
 
 class Job:
-    """A command that trains on two stages, from Hugging Face weights; it may be started again after it has stopped."""
+    """A command that trains on two stages, from Hugging Face weights; it may be started again after it has stopped.
+
+    It reads the samples itself: tests/test_restart.py stops a run that has data workers.
+    """
 
     def __init__(self, inputs: Path, name: str, *more: str) -> None:
         self.folder = inputs / name
         self.words = flags_of(
-            inputs, name, 2, "--num-workers", "1", "--train-iters", str(NUM_STEPS), "--load", str(inputs / "hf"),
+            inputs, name, 2, "--num-workers", "0", "--train-iters", str(NUM_STEPS), "--load", str(inputs / "hf"),
             "--deterministic-mode", "--export-hf", str(self.folder / "hf"), *more,
         )  # fmt: skip
         self.save = self.folder / "save"
