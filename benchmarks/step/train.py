@@ -77,8 +77,9 @@ def _whole(inputs: Path, kind: str, name: str, flags: Sequence[str]) -> _Done:
 
 
 def _halves(inputs: Path, kind: str, name: str, flags: Sequence[str]) -> _Done:
-    """Stops after three of six steps, and resumes from its own checkpoint."""
-    flags = [*_exporting(inputs, name), *flags]
+    """Stops after three of six steps, and resumes from its own checkpoint.  It alone has data workers, which must not
+    change a bit."""
+    flags = [*_exporting(inputs, name), "--num-workers", "1", *flags]
     _run(inputs, name, kind, [*_from_hf(inputs), "--exit-interval", "3", *flags])
     return _run(inputs, name, kind, ["--load", str(inputs / name / "save"), *flags])
 
@@ -93,7 +94,7 @@ def _exporting(inputs: Path, name: str) -> list[str]:
 
 def _run(inputs: Path, name: str, kind: str, flags: Sequence[str]) -> _Done:
     """A training in a process of its own.  Raises SystemExit with its output if it fails."""
-    words = [sys.executable, "-m", "mm.train", *flags_of(inputs, name, 1, "--num-workers", "1"), *flags, "--device",
+    words = [sys.executable, "-m", "mm.train", *flags_of(inputs, name, 1, "--num-workers", "0"), *flags, "--device",
              kind]  # fmt: skip
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost",
             "MASTER_PORT": str(free_port())}  # fmt: skip
