@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import pytest
 
+from mm.config.run import Run
 from mm.plan.by_device import rounding_bytes
 from mm.plan.memory import MicrobatchSizes, StageMemory
 from mm.plan.sizes import unit_buffers
@@ -268,28 +269,51 @@ def test_states_in_16_bits_take_less_and_are_widened_by_the_block(traced, flags,
 SHARDS = ("--data-parallel-sharding-strategy", "optim_grads")
 
 
-@pytest.mark.parametrize("more", [(), ("--overlap-grad-reduce",), ("--grad-reduce-in-bf16",)], ids=str)
-def test_gradients_in_shards(traced, more: tuple[str, ...]) -> None:
-    """Four replicas: each keeps a quarter of the gradients, and reduces a layer at a time in each backward pass.
+SHARDED = {
+    "3B": Case("3b", 6, num_microbatches=2, layers=FEW_LAYERS, full_attention=FULL),
+    # the last unit of a pass is the embedding, whose buffer must be gone when logits are made
+    "7B, frozen ViT": Case("7b", 6, num_microbatches=2, layers=FEW_LAYERS, full_attention=FULL, freeze=FROZEN_VIT),
+    "7B, first of two stages": Case("7b", 3, num_microbatches=4, layers=((4, 0), (2, 2)), full_attention=FULL),
+}
 
-    Measured: states are the dry run's but for some padding; the peak is 2.7 to 4.4 % below the formula's.
-    """
-    from tests.plan.test_stages import run_of, sizes
 
-    case = Case("3b", 6, num_microbatches=2, layers=FEW_LAYERS, full_attention=FULL, dp_size=4, flags=(*SHARDS, *more))
-    step, whole = traced(case), traced(replace(case, flags=()))
+def sharded(case: Case, *more: str) -> tuple[Case, Run]:
+    """``case`` on four replicas whose gradients are sharded, and its run."""
+    from tests.plan.test_stages import run_of
+
     given = {name.lstrip("-").replace("-", "_"): True for name in more}
-    run = run_of("3b", [32], [36], 4, bf16=True, data_parallel_sharding_strategy="optim_grads", **given)
-    run = replace(run, model=case.model())
-    (size,) = sizes(run)
+    model = case.model()
+    run = run_of("3b", [32], [36], 4 * model.num_stages, bf16=True, data_parallel_sharding_strategy="optim_grads",
+                 **given)
+    return replace(case, dp_size=4, flags=(*SHARDS, *more)), replace(run, model=model)
+
+
+@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize("more", [(), ("--overlap-grad-reduce",)], ids=str)
+def test_the_memory_of_gradients_in_shards_is_that_of_the_dry_run(traced, name: str, more: tuple[str, ...]) -> None:
+    """States to some padding; the formula measured 1.4 to 5.2 % above the peak."""
+    from tests.plan.test_stages import sizes
+
+    case, run = sharded(SHARDED[name], *more)
+    step, size = traced(case), sizes(run)[case.stage]
     assert size.gradient_bytes == size.num_trainable_params
-    states = size.total_bytes + size.update_bytes
-    assert step.state_bytes == pytest.approx(states, rel=1e-5)
+    assert step.state_bytes == pytest.approx(size.total_bytes, rel=1e-5)
     peak = formulas(case).peak_bytes(rows_of(step), case.num_microbatches, step.state_bytes, unit_buffers(run))
-    assert peak == pytest.approx(step.peak_bytes, rel=0.05) and step.peak_bytes < whole.peak_bytes
+    assert peak == pytest.approx(step.peak_bytes, rel=0.06)
+
+
+@pytest.mark.parametrize("more", [(), ("--grad-reduce-in-bf16",)], ids=str)
+def test_gradients_in_shards(traced, more: tuple[str, ...]) -> None:
+    """Each unit is reduced in each backward pass, and the host waits for none."""
+    from tests.plan.test_stages import sizes
+
+    case, run = sharded(SHARDED["3B"], *more)
+    step, whole, (size,) = traced(case), traced(replace(case, flags=())), sizes(run)
+    assert step.state_bytes == pytest.approx(size.total_bytes + size.update_bytes, rel=1e-5)
+    assert step.peak_bytes < whole.peak_bytes
     num_units, passes = 4 + 4 + 4, case.num_microbatches  # layers, and patch and word embedding, projector, last norm
     assert step.collectives["_reduce_scatter_base_"] == num_units * passes
-    reduced = passes * whole.collective_bytes["_reduce_scatter_base_"] / (2 if "--grad-reduce-in-bf16" in more else 1)
+    reduced = passes * whole.collective_bytes["_reduce_scatter_base_"] / (2 if more else 1)
     assert step.collective_bytes["_reduce_scatter_base_"] == pytest.approx(reduced, rel=0.001)
     assert step.host_reads == whole.host_reads
     kernels, before = (one.total("forward", "backward").kernels for one in (step, whole))

@@ -32,7 +32,8 @@ def flag_problems(args: Arguments) -> Iterator[str]:
     if len(losses) > 1:
         yield f"{' and '.join(losses)} are all given; keep one"
     if args.overlap_param_gather and not (args.splits_optimizer and args.overlap_grad_reduce):
-        yield "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce"
+        yield ("--overlap-param-gather needs --overlap-grad-reduce and split optimizer state: "
+               "--use-distributed-optimizer, or --data-parallel-sharding-strategy optim or optim_grads")
     if args.use_distributed_optimizer and not args.splits_optimizer:
         yield ("--use-distributed-optimizer and --data-parallel-sharding-strategy no_shard contradict each other: the "
                "first splits optimizer state over the data-parallel ranks; remove it, or write optim for no_shard")

@@ -195,7 +195,7 @@ class Arguments:
     clip_grad: NotNegative = Field(1.0, description="clip gradients to this global norm; 0 = no clipping")
     use_distributed_optimizer: bool = Field(False, description="split optimizer state over the data-parallel ranks")
     data_parallel_sharding_strategy: Sharding | None = Field(None, description=(
-        "what the data-parallel ranks split: nothing (no_shard), optimizer state (optim), or gradients too "
+        "what the ranks with the same weights split: nothing (no_shard), optimizer state (optim), or gradients too "
         "(optim_grads); absent = as --use-distributed-optimizer says"))
     exp_avg_dtype: Literal["fp32", "bf16"] = Field(
         "fp32", description="dtype of Adam's first moment between steps; bf16 halves its memory")

@@ -27,20 +27,20 @@ class Reductions:
         """Passes of the step, as microbatch and chunk, in their order on the rank with the most microbatches."""
         self._places: dict[tuple[int, int], int] = {}
         self._has_images: tuple[bool, ...] = ()
-        self._now = 0
-        """The pass that runs, as an index of ``_order``."""
-        self._left: list[UnitGradients] = []
-        """What it is still to reduce, the next one last."""
+        self._now = self._last_begun = 0
+        """As indices of ``_order``: the pass that runs, and the last one whose backward pass has begun on this rank."""
+        self._waiting: list[UnitGradients] = []
+        """What the pass is still to reduce, the next one last."""
         self._running: UnitGradients | None = None
         """The unit that is being reduced, with overlapped reduction."""
-        for chunk, model in enumerate(models):
-            self._follow(chunk, model)
+        for number, model in enumerate(models):
+            self._follow(number, model)
 
     def _follow(self, chunk: int, model: ShardedGradients) -> None:
-        model.started = lambda number: self._start(number, chunk)
-        model.reached = lambda number: self._reach(number, chunk)
-        model.left = self._reduce_left
-        model.begun = lambda number, place, is_last: self._begin(number, chunk, place, is_last)
+        model.forward_begins = lambda microbatch: self._begin_forward(microbatch, chunk)
+        model.backward_begins = lambda microbatch: self._begin_backward(microbatch, chunk)
+        model.backward_ends = self._reduce_waiting
+        model.unit_begins = lambda microbatch, place, is_last: self._begin_unit(microbatch, chunk, place, is_last)
 
     def begin(self, plan: StepPlan, overwrites: bool) -> None:
         """Call before the passes of a step.  ``overwrites``: see ``mm.parallel.reduction.begin``."""
@@ -53,7 +53,7 @@ class Reductions:
                 weight.grad_added_to_main_grad = False
             for unit in model.units:
                 unit.begin_step()
-        self._now = -1
+        self._now = self._last_begun = -1
         self._enter(0)
 
     def end(self) -> None:
@@ -72,61 +72,66 @@ class Reductions:
         """
         self._enter(self._places[microbatch, chunk] + 1)
 
-    def _start(self, microbatch: int, chunk: int) -> None:
+    def _begin_forward(self, microbatch: int, chunk: int) -> None:
         """A forward pass begins.  Without stages nothing else says that the schedule is past the passes before it."""
         if self._num_stages == 1:
             self._enter(self._places[microbatch, chunk])
 
-    def _reach(self, microbatch: int, chunk: int) -> None:
-        """The backward pass of ``microbatch`` in ``chunk`` runs: the passes before it have ended, or are not ours."""
+    def _begin_backward(self, microbatch: int, chunk: int) -> None:
+        """A backward pass begins; those before it have ended, or are not this rank's."""
         place = self._places[microbatch, chunk]
-        if place > self._now:
+        if place > self._last_begun:
+            self._last_begun = place
             self._enter(place)
             self._finish()  # the last unit of the pass before; a forward pass has run since
 
-    def _begin(self, microbatch: int, chunk: int, place: int, is_last: bool) -> None:
+    def _begin_unit(self, microbatch: int, chunk: int, place: int, is_last: bool) -> None:
         """The backward pass of a unit begins, so that of the units after it has ended.
 
         ``microbatch`` is the one whose forward pass used the unit.  Images of several microbatches pass the ViT
-        together, in the forward pass of the first; their backward pass is part of a later one.
+        together, in the forward pass of the first; their backward pass is part of a later one, and if no other rank
+        has images in that, the unit waits for a pass in which one has.
         """
-        self._reach(microbatch, chunk)
+        self._begin_backward(microbatch, chunk)
         unit = self._models[chunk].units[place]
         if is_last:
-            while unit in self._left and self._left[-1] is not unit:
-                self._reduce(self._left.pop())
-        self._open(unit)
+            while unit in self._waiting and self._waiting[-1] is not unit:
+                self._reduce(self._waiting.pop())
+        assert unit in self._waiting or not self._is_reduced_in(unit), "its gradients would come after their reduction"
+        if unit is self._running:  # of the pass before; this one fills it again
+            self._finish()
+        unit.open(self._overwrites)
 
-    def _reduce_left(self) -> None:
-        """Reduce what the pass has left."""
-        while self._left:
-            self._reduce(self._left.pop())
+    def _is_reduced_in(self, unit: UnitGradients) -> bool:
+        """Whether the running pass reduces ``unit``."""
+        microbatch, _ = self._order[self._now]
+        return self._has_images[microbatch] or not unit.unit.is_vision
+
+    def _reduce_waiting(self) -> None:
+        """Reduce what the pass has not reduced yet."""
+        while self._waiting:
+            self._reduce(self._waiting.pop())
 
     def _enter(self, place: int) -> None:
-        """Reduce what the passes before ``place`` have left, and go on with that one."""
+        """Reduce what the passes before ``place`` have not reduced yet, and go on with that one."""
         while self._now < place:
-            self._reduce_left()
+            self._reduce_waiting()
             self._now += 1
             if self._now < len(self._order):
-                microbatch, chunk = self._order[self._now]
-                self._left = [unit for unit in self._models[chunk].units
-                              if self._has_images[microbatch] or not unit.unit.is_vision]
+                _, chunk = self._order[self._now]
+                self._waiting = [unit for unit in self._models[chunk].units if self._is_reduced_in(unit)]
 
     def _reduce(self, unit: UnitGradients) -> None:
-        self._open(unit)
         self._finish()
+        unit.open(self._overwrites)
         with self._journal.during(Work.REDUCTION):
             unit.start_reducing()
         self._running = unit
         if unit.group.grad_reduce_handle is None:
             self._finish()
 
-    def _open(self, unit: UnitGradients) -> None:
-        if unit is self._running:  # by the pass before; this one fills it again
-            self._finish()
-        unit.open(self._overwrites)
-
     def _finish(self) -> None:
+        """Wait for the reduction that runs."""
         if self._running is not None:
             with self._journal.during(Work.REDUCTION):
                 self._running.finish_reducing()

@@ -78,6 +78,7 @@ def _finish_gathering(models: Iterable[Any]) -> None:
         if model.ddp_config.overlap_param_gather:
             for group in model.bucket_groups:
                 group.finish_param_sync(skip_next_bucket_dispatch=True)
+                group.param_gather_dispatched = False
 
 
 def _reduce(models: Sequence[Any]) -> None:
@@ -117,7 +118,7 @@ def sum_over_tensor_ranks(models: Iterable[DistributedDataParallel], group: dist
 def _own_ranges(model: Any) -> Iterator[Tensor]:
     """Flat ranges of ``model``'s reduced gradients that ``sum_over_tensor_ranks`` sums."""
     if isinstance(model, ShardedGradients):
-        yield from (shard for unit in model.units for weight, shard in unit.shards() if weight.sequence_parallel)
+        yield from (one for unit in model.units for one in unit.ranges(lambda weight: weight.sequence_parallel))
         return
     for group in model.bucket_groups:
         for bucket in group.buckets:

@@ -5,13 +5,16 @@ buffer only while a backward pass fills it.  The pass reduce-scatters it to the 
 rank adds the shard that it gets to the sum of the step.  Shards are those of megatron's distributed optimizer, so its
 states, its gathers of weights and our checkpoints are the same as without this.
 
-``mm.parallel.passes`` decides when a unit is reduced.
+Other engines do not fit: torch's ``fully_shard`` rounds each microbatch's gradients to the weights' dtype, where our
+products add to fp32 buffers, and megatron-core's FSDP runs on CUDA alone.  ``mm.parallel.passes`` decides when a unit
+is reduced.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -90,7 +93,7 @@ class UnitGradients:
         self.group.start_grad_sync()
 
     def finish_reducing(self) -> None:
-        """Add the reduced shard to the sum, and free the buffers: whoever wants a gradient then finds no ``main_grad``.
+        """Add the reduced shard to the sum, and free the buffers: a late reader or writer fails, without ``main_grad``.
         """
         if self.group.grad_reduce_handle is not None:
             self.group.grad_reduce_handle.wait()
@@ -118,6 +121,14 @@ class UnitGradients:
             begin, end = max(first, start), min(last, stop)
             if begin < end:
                 yield weight, self.shard[begin - start : end - start]
+
+    def ranges(self, wanted: Callable[[Any], bool]) -> Iterator[Tensor]:
+        """The parts of this rank's shard that belong to ``wanted`` weights; neighbours are joined."""
+        for is_wanted, neighbours in groupby(self.shards(), key=lambda one: wanted(one[0])):
+            parts = [part for _, part in neighbours] if is_wanted else []
+            if parts:
+                start = parts[0].storage_offset()
+                yield self.shard[start : parts[-1].storage_offset() + parts[-1].numel()]
 
     def _set_buffer(self, buffer: Tensor) -> None:
         self.bucket.grad_data = buffer
@@ -184,13 +195,12 @@ class ShardedGradients(DistributedDataParallel):
         super().__init__(settings, config, chunk)  # without trained weights it allocates no buffers
         for weight in trained:
             weight.requires_grad_(True)
-        self.started: Callable[[int], None] = lambda _: None
+        self.forward_begins: Callable[[int], None] = lambda _: None
         """Called before the forward pass of a microbatch, given by its number in the step."""
-        self.reached: Callable[[int], None] = lambda _: None
+        self.backward_begins: Callable[[int], None] = lambda _: None
         """Called when the backward pass of a microbatch begins, if it has one."""
-        self.left: Callable[[], None] = lambda: None
-        """Called when a backward pass ends."""
-        self.begun: Callable[[int, int, bool], None] = lambda *_: None
+        self.backward_ends: Callable[[], None] = lambda: None
+        self.unit_begins: Callable[[int, int, bool], None] = lambda *_: None
         """Called when the backward pass of one of a unit's modules begins: with the number of the microbatch in whose
         forward pass it ran, the unit's place in ``units``, and whether it is the unit's last module to begin."""
         self.units: tuple[UnitGradients, ...] = ()
@@ -229,30 +239,40 @@ class ShardedGradients(DistributedDataParallel):
         """Report when the backward pass of ``module`` begins: before any of its nodes runs, after those of the modules
         that used its output."""
 
-        def follow(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            number = self._microbatch
-            if torch.is_grad_enabled():
-                for tensor in output if isinstance(output, tuple) else (output,):
-                    if isinstance(tensor, Tensor) and tensor.requires_grad:
-                        tensor.register_hook(lambda _: self.begun(number, place, is_last))
+        def follow(_module: nn.Module, inputs: Any, output: Any) -> None:
+            if not torch.is_grad_enabled():
+                return
+            microbatch, passed = self._microbatch, set(map(id, _tensors(inputs)))
+            for tensor in _tensors(output):
+                if tensor.requires_grad and id(tensor) not in passed:
+                    tensor.register_hook(lambda _: self.unit_begins(microbatch, place, is_last))
 
         module.register_forward_hook(follow)
 
     def start(self, microbatch: int) -> None:
         """Call before the forward pass of each microbatch that has a backward pass too."""
         self._microbatch = microbatch
-        self.started(microbatch)
+        self.forward_begins(microbatch)
 
     def forward(self, *inputs: Any, **named: Any) -> Tensor:
         output: Tensor = super().forward(*inputs, **named)
         if torch.is_grad_enabled() and output.requires_grad:
-            output.register_hook(partial(self._reach, self._microbatch))
+            output.register_hook(partial(self._begin_backward, self._microbatch))
         return output
 
-    def _reach(self, number: int, _: Tensor) -> None:
+    def _begin_backward(self, microbatch: int, _: Tensor) -> None:
         engine: Any = torch.autograd.Variable._execution_engine
-        self.reached(number)
-        engine.queue_callback(self.left)
+        self.backward_begins(microbatch)
+        engine.queue_callback(self.backward_ends)
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """The tensors in nested tuples: what layers take and return."""
+    for value in values if isinstance(values, tuple) else (values,):
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple):
+            yield from _tensors(value)
 
 
 def _adder(weight: Any) -> Callable[..., None]:

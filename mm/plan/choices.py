@@ -66,7 +66,8 @@ class Choice:
             context_parallel_size=self.cp_size, pipeline_model_parallel_size=None,
             virtual_pipeline_model_parallel_size=None, micro_batch_size=self.micro_batch_size,
             global_batch_size=run.global_batch_size,
-            use_distributed_optimizer=run.args.use_distributed_optimizer or dp_size * self.cp_size > 1)
+            use_distributed_optimizer=run.args.splits_optimizer or (
+                run.args.data_parallel_sharding_strategy is None and dp_size * self.cp_size > 1))
         model = replace(_placed(run.model, self.num_stages, self.num_chunks, self.encoder, self.recompute),
                         encoder_batch_microbatches=self.encoder_batch)
         return replace(run, args=args, model=model, data=self._data(run.data))

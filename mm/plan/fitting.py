@@ -43,7 +43,7 @@ def _sharded(strategy: str, before: tuple[str, ...]) -> Callable[[Run], Run | No
     def applied(run: Run) -> Run | None:
         if num_copies(run) == 1 or run.args.sharding not in before:
             return None
-        return _with(run, use_distributed_optimizer=True, data_parallel_sharding_strategy=strategy)
+        return _with(run, data_parallel_sharding_strategy=strategy)
 
     return applied
 
@@ -66,7 +66,7 @@ def _in_bf16(suits: Callable[[Arguments], bool], **fields: object) -> Callable[[
 
 
 CHANGES = (
-    Change("--use-distributed-optimizer", _sharded("optim", ("no_shard",))),
+    Change("--data-parallel-sharding-strategy optim", _sharded("optim", ("no_shard",))),
     Change("--store-param-remainders", _in_bf16(lambda args: args.kept_copy == "fp32", store_param_remainders=True)),
     Change("--recompute-granularity selective", _recomputed(RecomputeConfig("selective"))),
     Change("--data-parallel-sharding-strategy optim_grads", _sharded("optim_grads", ("no_shard", "optim"))),

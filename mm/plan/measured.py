@@ -18,8 +18,9 @@ class MeasuredStep:
     data: float
     """Waits for data before the first pass."""
     pipeline: float
-    """From the first forward to the last backward of any rank."""
+    """From the first forward to the last backward of any rank, without the reductions in between."""
     reduction: float
+    """After the last backward, and, if gradients are sharded, in the passes."""
     update: float
     """The update, with the clearing of gradients at the start of the step."""
     recorded: tuple[np.ndarray, ...]
@@ -45,11 +46,19 @@ def measured_step(timeline: StepTimeline, num_stages: int, num_chunks: int) -> M
     between = np.array([np.mean([unrecorded(one.spans) for one in stage]) for stage in stages])
     busy = np.array([np.mean([seconds_of(one.spans, COMPUTING) for one in stage]) for stage in stages])
     replicas = sorted({record.dp_rank for record in records})
+    # of each stage the rank that waits least for its peers
+    inside = max(min(_reducing(one.spans, last) for one in stage) for stage in stages)
+    pipeline = last - first - inside
     return MeasuredStep(
-        data=data, pipeline=last - first, reduction=begins - last, update=end - begins + first - start - data,
+        data=data, pipeline=pipeline, reduction=begins - last + inside, update=end - begins + first - start - data,
         recorded=tuple(_recorded([one for one in records if one.dp_rank == replica], num_stages, num_chunks)
                        for replica in replicas),
-        between=between, waits=last - first - busy - between)
+        between=between, waits=pipeline - busy - between)
+
+
+def _reducing(spans: Sequence[ActivitySpan], end: float) -> float:
+    """Seconds of reductions that begin before ``end``."""
+    return sum(span.seconds for span in spans if span.activity.work is Work.REDUCTION and span.start < end)
 
 
 def _update_begins(record: RankRecord, otherwise: float) -> float:

@@ -162,6 +162,12 @@ class ChunkMemory:
         return max((self._trained_elements(self._of(*one)) for one in layers), default=0)
 
     @cached_property
+    def embedding_gradients(self) -> int:
+        """Trained elements of the word embedding, unless the slot has the head, whose buffer is as large and exists
+        when more activations do."""
+        return 0 if self.spec.has_head else self._trained_elements(self._of(Place.EMBEDDING))
+
+    @cached_property
     def head_gradients(self) -> int:
         """Trained elements of the output layer."""
         if not self.spec.has_head:
@@ -302,11 +308,14 @@ class StageMemory:
     def working_bytes(self, rows: MicrobatchSizes) -> int:
         return max(chunk.working_bytes(rows) for chunk in self.chunks)
 
-    def buffer_bytes(self, buffers: UnitBuffers) -> tuple[int, int]:
-        """Bytes of the gradient buffers that exist with logits, and with the largest layers."""
-        at_layers = (chunk.layer_gradients * buffers.num_layers + chunk.head_gradients * chunk.shares_embedding
-                     for chunk in self.chunks)
-        return (max(chunk.head_gradients for chunk in self.chunks) * buffers.width, max(at_layers) * buffers.width)
+    def buffer_bytes(self, buffers: UnitBuffers) -> tuple[int, int, int]:
+        """Bytes of the gradient buffers that exist with logits, with a running layer, and with the word embedding's."""
+        chunks, width, num_layers = self.chunks, buffers.width, buffers.num_layers
+        at_layers = (one.layer_gradients * num_layers + one.head_gradients * one.shares_embedding for one in chunks)
+        at_embedding = (one.embedding_gradients + one.layer_gradients * (num_layers - 1) for one in chunks
+                        if one.embedding_gradients)
+        return (width * max(one.head_gradients for one in chunks), width * max(at_layers),
+                width * max(at_embedding, default=0))
 
     def ahead_bytes(self, rows: MicrobatchSizes, num_microbatches: int) -> int:
         """Bytes of messages that a slow next stage has not received: the most that may be in flight, and the next."""
@@ -322,8 +331,8 @@ class StageMemory:
 
         ``buffers``: those that exist during the backward pass, if the states hold only shards of the gradients.
         """
-        at_logits, at_layer = self.buffer_bytes(buffers) if buffers is not None else (0, 0)
-        working = max(self.logit_bytes(rows) + at_logits, self.working_bytes(rows) + at_layer)
+        at_logits, at_layer, at_embedding = (0, 0, 0) if buffers is None else self.buffer_bytes(buffers)
+        working = max(self.logit_bytes(rows) + at_logits, self.working_bytes(rows) + at_layer, at_embedding)
         held = self.kept_bytes(rows, num_microbatches) + self.ahead_bytes(rows, num_microbatches)
         return state_bytes + held + working
 

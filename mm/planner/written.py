@@ -71,10 +71,14 @@ def _set_sampler(data: dict[str, Any], run: Run) -> None:
     parameters |= {"packing": run.data.packing, "truncation": run.data.truncation}
 
 
+_SHARDING_FLAGS = {"no_shard": (), "optim": ("--use-distributed-optimizer",),
+                   "optim_grads": ("--data-parallel-sharding-strategy", "optim_grads")}  # fmt: skip
+
+
 def _script(folder: Path, run: Run) -> str:
     """The content of layout.sh: variables of the training scripts, and flags that have no variable."""
     flags = [*(["--sequence-parallel"] if run.args.sequence_parallel else []),
-             *(["--use-distributed-optimizer"] if run.args.splits_optimizer else [])]
+             *_SHARDING_FLAGS[run.args.sharding]]
     variables = {
         "TP": run.tp_size, "PP": run.num_stages, "CP": run.cp_size, "MBS": run.args.micro_batch_size,
         "GBS": run.global_batch_size, "MM_MODEL": folder / "model.json", "MM_DATA": folder / "data.json",

@@ -36,7 +36,7 @@ class Setup:
     models: tuple[DistributedDataParallel, ...]
     """One per chunk of the stage."""
     reductions: Reductions | None
-    """Of ``models``, if ranks keep shards of the gradients."""
+    """Those of ``models``, if ranks keep shards of the gradients."""
     optimizer: ChainedOptimizer
     communicator: PipelineCommunicator
 

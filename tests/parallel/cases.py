@@ -187,6 +187,9 @@ CASES = (
         Case("dp2-pp2-only-encoder-images-at-other-ends", (4, 0), (2, 2), dp=2, freeze=("language",),
              trainable_modules=("output_layer",), micro_batch_size=1,
              grids=(_IMAGE, (), (), (), (), (), (), (), (), _IMAGE)),
+        # in the cool-down, each replica lacks a pass of the other
+        Case("dp2-pp2-vpp2-images-in-different-microbatches", ((2, 1), (1, 0)), ((0, 0), (0, 4)), dp=2,
+             freeze=("language",), micro_batch_size=1, grids=((), _IMAGE, _IMAGE, ())),
         # a rank whose last images of an encoder batch are not the batch's last
         Case("cp2-pp2-encoded-together", (4, 0), (0, 4), cp=2, encoder_batch=3, **FEW_TOKENS),
         Case("whole-tp2-dp2-sp-encoded-together", tp=2, dp=2, whole_encoder=True, sequence_parallel=True,

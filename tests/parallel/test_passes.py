@@ -98,19 +98,19 @@ def rank_of(images: list[bool], all_images: tuple[bool, ...], stage: int, traini
     for is_forward, (microbatch, chunk) in stage_steps(len(images), stage, training.num_stages, training.num_chunks):
         model, slot = models[chunk], chunk * training.num_stages + stage
         if is_forward:
-            model.started(microbatch)
+            model.forward_begins(microbatch)
             yield from reduced()
             yield "forward", (microbatch, slot)
             continue
         if training.flows_back(slot, images[microbatch]):
             yield "backward", (microbatch, slot)
-            model.reached(microbatch)
+            model.backward_begins(microbatch)
             for place, unit in reversed(list(enumerate(units[chunk]))):
                 if images[microbatch] or not unit.unit.is_vision:
-                    model.begun(microbatch, place, True)
+                    model.unit_begins(microbatch, place, True)
                     assert unit.is_open
                     yield from reduced()
-            model.left()
+            model.backward_ends()
         if training.num_stages > 1:
             reductions.leave(microbatch, chunk)
         yield from reduced()
