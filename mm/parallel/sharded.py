@@ -125,10 +125,10 @@ class UnitGradients:
     def ranges(self, wanted: Callable[[Any], bool]) -> Iterator[Tensor]:
         """The parts of this rank's shard that belong to ``wanted`` weights; neighbours are joined."""
         for is_wanted, neighbours in groupby(self.shards(), key=lambda one: wanted(one[0])):
-            parts = [part for _, part in neighbours] if is_wanted else []
-            if parts:
-                start = parts[0].storage_offset()
-                yield self.shard[start : parts[-1].storage_offset() + parts[-1].numel()]
+            shards = [shard for _, shard in neighbours] if is_wanted else []
+            if shards:
+                start = shards[0].storage_offset()
+                yield self.shard[start : shards[-1].storage_offset() + shards[-1].numel()]
 
     def _set_buffer(self, buffer: Tensor) -> None:
         self.bucket.grad_data = buffer

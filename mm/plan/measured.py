@@ -47,7 +47,7 @@ def measured_step(timeline: StepTimeline, num_stages: int, num_chunks: int) -> M
     busy = np.array([np.mean([seconds_of(one.spans, COMPUTING) for one in stage]) for stage in stages])
     replicas = sorted({record.dp_rank for record in records})
     # of each stage the rank that waits least for its peers
-    inside = max(min(_reducing(one.spans, last) for one in stage) for stage in stages)
+    inside = max(min(_reducing(one.spans) for one in stage) for stage in stages)
     pipeline = last - first - inside
     return MeasuredStep(
         data=data, pipeline=pipeline, reduction=begins - last + inside, update=end - begins + first - start - data,
@@ -56,9 +56,9 @@ def measured_step(timeline: StepTimeline, num_stages: int, num_chunks: int) -> M
         between=between, waits=pipeline - busy - between)
 
 
-def _reducing(spans: Sequence[ActivitySpan], end: float) -> float:
-    """Seconds of reductions that begin before ``end``."""
-    return sum(span.seconds for span in spans if span.activity.work is Work.REDUCTION and span.start < end)
+def _reducing(spans: Sequence[ActivitySpan]) -> float:
+    """Seconds of reductions inside backward passes."""
+    return seconds_of((one for one in spans if one.activity.microbatch is not None), {Work.REDUCTION})
 
 
 def _update_begins(record: RankRecord, otherwise: float) -> float:

@@ -167,8 +167,6 @@ def test_sources_of_the_world_size(tmp_path):
     (["--save-retain-interval", "5"], {}, "--save is missing"),
     (["--save", "x", "--save-interval", "4", "--save-retain-interval", "6"], {}, "a multiple of --save-interval = 4"),
     (["--overlap-param-gather"], {}, "needs --overlap-grad-reduce and split optimizer state"),
-    (["--use-distributed-optimizer", "--data-parallel-sharding-strategy", "no_shard"], {},
-     "--data-parallel-sharding-strategy no_shard contradict each other"),
     (["--profile-pipeline", "101"], {}, "--profile-pipeline is 101, but the last iteration is --train-iters = 100"),
     (["--profile", "--profile-step-start", "12"], {}, "--profile-step-start is 12; expected less than "
      "--profile-step-end = 12, before which the profiler stops"),
