@@ -5,7 +5,8 @@ import pytest
 from mm.config.flag_rules import flag_problems
 from mm.config.flags import Arguments
 
-NEEDED = {"mm_model": "m.json", "mm_data": "d.json", "micro_batch_size": 1, "seq_length": 8, "train_iters": 1, "lr": 0.1}
+NEEDED: dict = {"mm_model": "m.json", "mm_data": "d.json", "micro_batch_size": 1, "seq_length": 8, "train_iters": 1,
+                "lr": 0.1}  # fmt: skip
 
 
 def problems(**flags: object) -> list[str]:
