@@ -160,8 +160,8 @@ def held(specs: Iterable[StageSpec]) -> str:
 def flat_spans(moments: Sequence[Moment]) -> tuple[ActivitySpan, ...]:
     """Spans of the innermost running activities.
 
-    Two adjacent parts of an activity inside a forward pass (layers of the LLM, and its loss) are merged, dropping the
-    instant of the forward pass between them.
+    Two adjacent parts of an inner activity (layers of the LLM, and its loss) are merged, dropping the outer activity's
+    instant between them.  A backward pass has more than an instant between two reductions, so it is kept.
     """
     spans: list[ActivitySpan] = []
     running: list[Activity] = []
@@ -174,8 +174,8 @@ def flat_spans(moments: Sequence[Moment]) -> tuple[ActivitySpan, ...]:
             continue
         span = ActivitySpan(running[-1], now.seconds, max(now.seconds, then.seconds))
         last = spans[-2:]
-        is_within_forward = len(running) > 1 and running[-2].work is Work.FORWARD
-        if is_within_forward and [one.activity for one in last] == [running[-1], running[-2]] and (
+        may_merge = len(running) > 1 and running[-2].work is not Work.BACKWARD
+        if may_merge and [one.activity for one in last] == [running[-1], running[-2]] and (
                 last[0].end == last[1].start):
             span = replace(span, start=last[0].start)
             del spans[-2:]
