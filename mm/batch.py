@@ -220,7 +220,7 @@ def image_passes(microbatches: Sequence[Microbatch], size: int) -> tuple[bool, .
 
 
 def passes_of_any(replicas: Iterable[Sequence[bool]]) -> tuple[bool, ...]:
-    """``image_passes`` of a step: whether it is so in any replica; some may have fewer microbatches."""
+    """``image_passes`` of all replicas together: true where it is in any of them.  Some may have fewer microbatches."""
     return tuple(any(passes) for passes in zip_longest(*replicas, fillvalue=False))
 
 

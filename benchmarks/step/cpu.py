@@ -26,7 +26,7 @@ NUM_WARMUP, NUM_QUICK_WARMUP = 3, 1
 NUM_TEXT_TOKENS = 150
 """Number of text tokens in a sample: a question, an answer of a few sentences, and the template around them."""
 NUM_LAYERS, NUM_QUICK_LAYERS = 8, 2
-"""Of the ViT, and as many of the LLM; each has a stage of its own where there are two."""
+"""Layers of each tower.  With two stages, the ViT is on the first and the LLM on the second."""
 
 
 def model_of(num_stages: int, is_quick: bool) -> ModelConfig:

@@ -291,17 +291,18 @@ class Arguments:
 
     @property
     def sharding(self) -> Sharding:
+        """The strategy, given or implied by ``--use-distributed-optimizer``."""
         default: Sharding = "optim" if self.use_distributed_optimizer else "no_shard"
         return self.data_parallel_sharding_strategy or default
 
     @property
     def splits_optimizer(self) -> bool:
-        """Whether each rank keeps its part of the optimizer's state only."""
+        """Whether each rank keeps only its shard of the optimizer's state."""
         return self.sharding != "no_shard"
 
     @property
     def shards_gradients(self) -> bool:
-        """Whether each rank keeps its part of the gradients only."""
+        """Whether each rank is to keep only its shard of the gradients."""
         return self.sharding == "optim_grads"
 
     @property

@@ -99,6 +99,16 @@ class Run:
         return self.world_size // (self.tp_size * self.cp_size * self.num_stages)
 
     @property
+    def num_copies(self) -> int:
+        """Ranks that hold the same weights, over the data and context axes."""
+        return self.dp_size * self.cp_size
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether each rank keeps its shard of the gradients only; a rank without peers keeps all."""
+        return self.args.shards_gradients and self.num_copies > 1
+
+    @property
     def global_batch_size(self) -> int:
         """Samples per step; one microbatch per replica without ``--global-batch-size``."""
         return self.args.global_batch_size or self.args.micro_batch_size * self.dp_size
@@ -166,7 +176,7 @@ def load_run(
              *lora_notes(model.value.lora, args.lora, args.mm_model), *model.notes, *data.notes)
     run = Run(args, _with_flags(model.value, args), data.value, world_size,
               (*notes, *(missing if is_dry_run else ())), args.given_start)
-    run = dataclasses.replace(run, notes=(*run.notes, *sharding_notes(args, run.dp_size * run.cp_size)))
+    run = dataclasses.replace(run, notes=(*run.notes, *sharding_notes(args, run.num_copies)))
     refuse((*problems, *(parallel_problems(run) if checks_layout else ()), *loss_problems(args, data.value),
             *validation_problems(args, data.value), *question_flag_problems(args),
             *_model_problems(run, model.document), *long_patterns(run.model, f"{args.mm_model} or the command line"),

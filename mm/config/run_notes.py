@@ -62,6 +62,6 @@ def flag_notes(args: Arguments) -> Iterator[str]:
 
 
 def sharding_notes(args: Arguments, num_copies: int) -> Iterator[str]:
-    """``num_copies``: ranks with the same weights."""
+    """A note if gradients cannot be sharded.  ``num_copies``: ranks that hold the same weights."""
     if num_copies == 1 and args.shards_gradients:
         yield NoEffect(["--data-parallel-sharding-strategy"], "one rank holds each weight, so nothing is sharded")

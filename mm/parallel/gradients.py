@@ -51,6 +51,12 @@ def gradient_from(buffer: Tensor, weight: Tensor) -> Tensor | None:
     return None
 
 
+def forget_added(weights: Iterable[Any]) -> None:
+    """Undo what ``gradient_from`` noted for megatron's hook; call it before each step."""
+    for weight in weights:
+        weight.grad_added_to_main_grad = False
+
+
 def mark_stale(weights: Iterable[Any]) -> None:
     """Prepare the buffers of ``weights`` for their first writers, whatever they hold."""
     for weight in weights:

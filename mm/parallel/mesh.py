@@ -89,6 +89,11 @@ class Mesh:
         return self.context.size
 
     @property
+    def num_copies(self) -> int:
+        """Ranks that hold the same weights."""
+        return self.dp_size * self.cp_size
+
+    @property
     def copy_rank(self) -> int:
         """Index of this rank among those that hold the same weights (over the data and context axes)."""
         return self.dp_rank * self.cp_size + self.cp_rank

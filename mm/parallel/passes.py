@@ -11,6 +11,7 @@ from typing import Any
 
 from mm.batch import StepPlan
 from mm.parallel.activity import Journal, Work
+from mm.parallel.gradients import forget_added
 from mm.parallel.order import backward_order, forward_order
 from mm.parallel.sharded import ShardedGradients, UnitGradients
 
@@ -49,8 +50,7 @@ class Reductions:
         self._order = backward_order(forward_order(len(plan.image_passes), self._num_stages, len(self._models)))
         self._places = {one: place for place, one in enumerate(self._order)}
         for model in self._models:
-            for weight in model.params_with_grad:
-                weight.grad_added_to_main_grad = False
+            forget_added(model.params_with_grad)
             for unit in model.units:
                 unit.begin_step()
         self._now = self._last_begun = -1

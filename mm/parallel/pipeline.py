@@ -351,8 +351,8 @@ class PipelineCommunicator:
 
         1. A neighbour that sends gradients back is behind by at most half the limit (``max_sent_ahead``), so it has
            already asked for the message that this stage waits for.
-        2. A neighbour that sends none can fall behind further.  This stage then waits for it, and it never for us, but
-           for steps that come earlier in the schedule: other stages' messages, other replicas' reductions.
+        2. A neighbour that sends none can fall behind further.  This stage then waits for it.  It never waits for this
+           stage, only for earlier steps of the schedule: other stages' messages and other replicas' reductions.
         3. In a forward-only step with chunks the stages form a ring: the last sends to the first.  The first asks for
            a message ``num_stages`` - 1 messages later, which is within the limit of ``num_stages``.
         """

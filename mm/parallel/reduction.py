@@ -4,7 +4,7 @@ Reduction is over the ranks with the same weights, then over tensor-parallel ran
 over the two slots of a tied embedding.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -14,9 +14,9 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from mm.parallel.activity import Work
-from mm.parallel.gradients import mark_stale, zero_stale
+from mm.parallel.gradients import forget_added, mark_stale, zero_stale
 from mm.parallel.passes import Reductions
-from mm.parallel.sharded import ShardedGradients
+from mm.parallel.sharded import ShardedGradients, shard_range
 
 _MIN_ELEMENTS = 1 << 20
 """A range of a buffer with at least this many elements is summed in place; smaller ones are joined first."""
@@ -33,8 +33,7 @@ def begin(models: Iterable[DistributedDataParallel], overwrites: bool) -> None:
             model.zero_grad_buffer()
             continue
         # What ``zero_grad_buffer`` does besides zeroing.
-        for weight in model.params_with_grad:
-            weight.grad_added_to_main_grad = False
+        forget_added(model.params_with_grad)
         for group in model.bucket_groups + model.expert_parallel_bucket_groups:
             group.reset()
         mark_stale(model.params_with_grad)
@@ -58,7 +57,7 @@ def finalize(
 ) -> None:
     """Reduce the gradients after the last microbatch; megatron's schedules call it.
 
-    ``reductions``: of ``models``, if ranks keep shards of the gradients, most of which are reduced already.
+    ``reductions``: if ranks keep shards of the gradients, the reductions of ``models``, most of which have run already.
     """
     chunk: Any = models[0].module
     assert not force_all_reduce, "tensor-parallel ranks sum their own shards only; megatron never asks for more"
@@ -103,7 +102,7 @@ def sum_over_tensor_ranks(models: Iterable[DistributedDataParallel], group: dist
     """
     if group.size() == 1:
         return
-    ranges = [one for model in models for one in _own_ranges(model) if one.numel()]
+    ranges = [one for model in models for one in _own_ranges(model)]
     small = [one for one in ranges if one.numel() < _MIN_ELEMENTS]
     for one in ranges:
         if one.numel() >= _MIN_ELEMENTS:
@@ -118,27 +117,33 @@ def sum_over_tensor_ranks(models: Iterable[DistributedDataParallel], group: dist
 def _own_ranges(model: Any) -> Iterator[Tensor]:
     """Flat ranges of ``model``'s reduced gradients that ``sum_over_tensor_ranks`` sums."""
     if isinstance(model, ShardedGradients):
-        yield from (one for unit in model.units for one in unit.ranges(lambda weight: weight.sequence_parallel))
+        for unit in model.units:
+            start, stop = unit.shard_range
+            for first, last in _summed_spans(unit.places, start, stop):
+                yield unit.shard[first - start : last - start]
         return
     for group in model.bucket_groups:
         for bucket in group.buckets:
-            yield from _ranges_of_bucket(bucket, group, model.ddp_config.use_distributed_optimizer)
+            data, start, stop = bucket.grad_data, 0, bucket.grad_data.numel()
+            if model.ddp_config.use_distributed_optimizer:
+                start, stop = shard_range(bucket, group)
+            offset = data.storage_offset()
+            weights = sorted(bucket.params_list, key=lambda weight: weight.main_grad.storage_offset())
+            firsts = [weight.main_grad.storage_offset() - offset for weight in weights]
+            places = {one: (first, first + one.numel()) for one, first in zip(weights, firsts, strict=True)}
+            for first, last in _summed_spans(places, start, stop):
+                yield data[first:last]
 
 
-def _ranges_of_bucket(bucket: Any, group: Any, is_split: bool) -> Iterator[Tensor]:
-    """Neighbours are joined, with the padding between them.  ``is_split``: each rank updates its shard only."""
-    data, start, stop = bucket.grad_data, 0, bucket.grad_data.numel()
-    if is_split:
-        size = stop // group.intra_distributed_optimizer_instance_size
-        start = size * group.intra_distributed_optimizer_instance_rank
-        stop = start + size
-    weights = sorted(bucket.params_list, key=lambda weight: weight.main_grad.storage_offset())
-    for is_summed, neighbours in groupby(weights, key=lambda weight: weight.sequence_parallel):
-        gradients = [weight.main_grad for weight in neighbours] if is_summed else []
-        places = [one.storage_offset() - data.storage_offset() for one in gradients]
-        if gradients:
-            first, last = max(places[0], start), min(places[-1] + gradients[-1].numel(), stop)
-            yield data[first : max(first, last)]
+def _summed_spans(places: Mapping[Any, tuple[int, int]], start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """What tensor-parallel ranks sum of a bucket between ``start`` and ``stop``, given where each weight is, in order.
+
+    Neighbours are joined, with the padding between them.
+    """
+    for is_summed, neighbours in groupby(places.items(), key=lambda place: place[0].sequence_parallel):
+        spans = [span for _, span in neighbours] if is_summed else []
+        if spans and (first := max(spans[0][0], start)) < (last := min(spans[-1][1], stop)):
+            yield first, last
 
 
 def _sum_tied(models: Sequence[Any], group: dist.ProcessGroup | None) -> None:

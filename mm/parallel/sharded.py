@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -51,7 +50,7 @@ class UnitGradients:
     def __init__(self, group: _ParamAndGradBucketGroup, unit: Unit, places: Mapping[Any, tuple[int, int]]) -> None:
         """``places``: where each weight begins and ends in the bucket, in the order of the bucket."""
         (bucket,) = group.buckets
-        self.unit, self.bucket, self.group, self._places = unit, bucket, group, places
+        self.unit, self.bucket, self.group, self.places = unit, bucket, group, places
         self._shape_only, start, stop = bucket.grad_data, *self.shard_range
         assert bucket.param_data is not None, "the optimizer is megatron's distributed one"
         self.shard = torch.empty(stop - start, dtype=torch.float32, device=bucket.param_data.device)
@@ -64,10 +63,7 @@ class UnitGradients:
 
     @property
     def shard_range(self) -> tuple[int, int]:
-        """Where this rank's shard begins and ends in the bucket."""
-        size = self.bucket.grad_data.numel() // self.group.intra_distributed_optimizer_instance_size
-        start = size * self.group.intra_distributed_optimizer_instance_rank
-        return start, start + size
+        return shard_range(self.bucket, self.group)
 
     def begin_step(self) -> None:
         assert not self.is_open, "the step before reduced it"
@@ -78,7 +74,7 @@ class UnitGradients:
         if self.is_open:
             return
         buffer = self._shape_only.new_empty(self._shape_only.shape)
-        for weight, (start, stop) in self._places.items():
+        for weight, (start, stop) in self.places.items():
             weight.main_grad = buffer[start:stop].view(weight.shape)
         if overwrites:
             mark_stale(self.weights)
@@ -117,22 +113,21 @@ class UnitGradients:
     def shards(self) -> Iterator[tuple[Any, Tensor]]:
         """Each weight of which this rank's shard has a part, and that part."""
         start, stop = self.shard_range
-        for weight, (first, last) in self._places.items():
+        for weight, (first, last) in self.places.items():
             begin, end = max(first, start), min(last, stop)
             if begin < end:
                 yield weight, self.shard[begin - start : end - start]
 
-    def ranges(self, wanted: Callable[[Any], bool]) -> Iterator[Tensor]:
-        """The parts of this rank's shard that belong to ``wanted`` weights; neighbours are joined."""
-        for is_wanted, neighbours in groupby(self.shards(), key=lambda one: wanted(one[0])):
-            shards = [shard for _, shard in neighbours] if is_wanted else []
-            if shards:
-                start = shards[0].storage_offset()
-                yield self.shard[start : shards[-1].storage_offset() + shards[-1].numel()]
-
     def _set_buffer(self, buffer: Tensor) -> None:
         self.bucket.grad_data = buffer
         self.group.cached_grad_buffer_shard_list = [None]  # megatron's shards of the buffer before
+
+
+def shard_range(bucket: _ParamAndGradBucket, group: _ParamAndGradBucketGroup) -> tuple[int, int]:
+    """Where this rank's shard begins and ends in ``bucket``, as megatron's distributed optimizer divides it."""
+    size = bucket.grad_data.numel() // group.intra_distributed_optimizer_instance_size
+    start = size * group.intra_distributed_optimizer_instance_rank
+    return start, start + size
 
 
 class _UnitBuffer:

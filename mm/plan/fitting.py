@@ -1,7 +1,8 @@
 """The cheapest flags with which a run fits the memory of a device that is too small for it as it is.
 
-Peaks are those of ``mm.plan.sizes``.  Costs are an order of preference, not seconds: first what is exact and nearly
-free, then what takes time, last what rounds more.  Layouts are for ``mm-plan layouts``.
+Peaks come from ``mm.plan.sizes``.  The order of the changes is a preference, not measured: exact and nearly free ones
+first, then those that take time or round, the roughest last.  Layouts stay as they are; ``mm-plan layouts`` searches
+for others.
 """
 
 from collections.abc import Callable, Iterable
@@ -10,7 +11,7 @@ from dataclasses import dataclass, replace
 from mm.config.flags import Arguments
 from mm.config.model import RecomputeConfig
 from mm.config.run import Run
-from mm.plan.sizes import num_copies, peaks, stage_sizes
+from mm.plan.sizes import peaks, stage_sizes
 
 NEARLY_EQUAL = 0.9
 """Devices whose memories differ by less than this factor get one answer, that of the smaller."""
@@ -32,7 +33,7 @@ class Fit:
     max_bytes: int
     flags: tuple[str, ...]
     peak_bytes: int
-    """With these changes, or with all of them that go together."""
+    """With these changes; if none are enough, the least that any of them reach."""
 
 
 def _with(run: Run, **fields: object) -> Run:
@@ -41,7 +42,7 @@ def _with(run: Run, **fields: object) -> Run:
 
 def _sharded(strategy: str, before: tuple[str, ...]) -> Callable[[Run], Run | None]:
     def applied(run: Run) -> Run | None:
-        if num_copies(run) == 1 or run.args.sharding not in before:
+        if run.num_copies == 1 or run.args.sharding not in before:
             return None
         return _with(run, data_parallel_sharding_strategy=strategy)
 
@@ -78,13 +79,14 @@ CHANGES = (
     Change("--grad-reduce-in-bf16", _in_bf16(lambda args: not args.grad_reduce_in_bf16, grad_reduce_in_bf16=True)),
     Change("--main-params-dtype bf16", _in_bf16(lambda args: args.kept_copy == "fp32", main_params_dtype="bf16")),
 )
-"""The cheapest first.  Each is worth more than all before it: it is taken only if those are not enough."""
+"""The cheapest first.  Each counts as dearer than all before it together, so it is added only if those are not enough.
+"""
 
 
 def cheapest_fits(run: Run, memories: Iterable[int]) -> list[Fit]:
     """For each of ``memories`` (bytes) that is too small for ``run``, the cheapest changes with which it fits.
 
-    Of memories that are nearly equal, only the smallest.
+    Nearly equal memories get one answer, for the smallest of them.
     """
     present = _peak(run)
     known: dict[int, int | None] = {0: present}

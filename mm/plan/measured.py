@@ -46,7 +46,7 @@ def measured_step(timeline: StepTimeline, num_stages: int, num_chunks: int) -> M
     between = np.array([np.mean([unrecorded(one.spans) for one in stage]) for stage in stages])
     busy = np.array([np.mean([seconds_of(one.spans, COMPUTING) for one in stage]) for stage in stages])
     replicas = sorted({record.dp_rank for record in records})
-    # of each stage the rank that waits least for its peers
+    # on each stage, count the rank that waits least for its peers
     inside = max(min(_reducing(one.spans) for one in stage) for stage in stages)
     pipeline = last - first - inside
     return MeasuredStep(

@@ -89,7 +89,7 @@ class Predictor:
     def __init__(self, run: Run, calibration: Calibration) -> None:
         """Raises UserError if the calibration lacks what the run needs."""
         self.run, self.calibration = run, calibration
-        sums = run.dp_size * run.cp_size > 1 or (run.model.encodes_whole and run.tp_size > 1)
+        sums = run.num_copies > 1 or (run.model.encodes_whole and run.tp_size > 1)
         if (run.num_stages > 1 and calibration.message is None) or (sums and not calibration.all_reduce):
             raise UserError(f"the run has {run.world_size} ranks, but the calibration was measured by one process, "
                             f"without messages and collectives; give mm-plan calibrate --num-processes 2 or more")
@@ -103,7 +103,7 @@ class Predictor:
         run = run or self.run
         placement = run.model.placement()
         found, sizes = self.pipelines(workload, [placement]), stage_sizes(run, placement)
-        reduction, update = self.after(sizes, num_passes(workload.steps))
+        reduction, update = self.after(sizes, mean_passes(workload.steps))
         pipelines = found.seconds[:, 0].tolist()
         return StepPrediction(
             seconds=fmean(pipelines) + reduction + update, spread=pstdev(pipelines), pipeline=fmean(pipelines),
@@ -279,10 +279,10 @@ class Predictor:
 
     def after_pipeline(self, placement: Placement, steps: Sequence[Sequence[Sized]]) -> tuple[float, float]:
         """Seconds of the gradients' reduction and of the update, with the microbatches of each step and replica."""
-        return self.after(stage_sizes(self.run, placement), num_passes(steps))
+        return self.after(stage_sizes(self.run, placement), mean_passes(steps))
 
     def after(self, sizes: Sequence[StageSize], num_passes: float) -> tuple[float, float]:
-        """``after_pipeline`` with stages of these sizes and so many microbatches of a replica."""
+        """``after_pipeline`` with stages of these sizes and ``num_passes`` microbatches in each replica."""
         return (reduction_seconds(self.run, self.calibration, sizes, num_passes),
                 update_seconds(self.run, self.calibration, sizes))
 
@@ -330,6 +330,6 @@ class Predictor:
         return found
 
 
-def num_passes(steps: Sequence[Sequence[Sized]]) -> float:
+def mean_passes(steps: Sequence[Sequence[Sized]]) -> float:
     """The mean over ``steps`` of the most microbatches of any replica."""
     return fmean(max(map(len, replicas)) for replicas in steps)

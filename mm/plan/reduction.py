@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from mm.config.run import Run
 from mm.plan.calibration import Calibration
 from mm.plan.layer_memory import WIDTHS
-from mm.plan.sizes import StageSize, num_optimizer_shards, shards_gradients
+from mm.plan.sizes import StageSize, num_optimizer_shards
 from mm.plan.traffic import all_reduce_law
 
 
 def reduction_seconds(
-    run: Run, calibration: Calibration, sizes: Sequence[StageSize], num_passes: float = 1.0
+    run: Run, calibration: Calibration, sizes: Sequence[StageSize], num_passes: float
 ) -> float:
     """Seconds to sum the gradients over the ranks with the same weights.
 
@@ -29,7 +29,7 @@ def _of_encoders(run: Run, calibration: Calibration, sizes: Sequence[StageSize])
 
 
 def _of_copies(run: Run, calibration: Calibration, sizes: Sequence[StageSize], num_passes: float) -> float:
-    most, num_copies = max(sizes, key=lambda size: size.reduced_bytes), run.dp_size * run.cp_size
+    most, num_copies = max(sizes, key=lambda size: size.reduced_bytes), run.num_copies
     if num_copies == 1 or not most.reduced_bytes:
         return 0.0
     law = all_reduce_law(calibration, num_copies, run.tp_size)
@@ -37,7 +37,7 @@ def _of_copies(run: Run, calibration: Calibration, sizes: Sequence[StageSize], n
         return law.seconds(most.reduced_bytes)
     # a reduce-scatter of gradients and an all-gather of weights are half of an all-reduce each
     gather = law.seconds(most.num_trainable_params * WIDTHS[run.args.precision]) / 2
-    if not shards_gradients(run):
+    if not run.shards_gradients:
         return law.seconds(most.reduced_bytes) / 2 + gather
     each_unit = law.seconds(most.reduced_bytes / most.num_units) / 2
     return num_passes * most.num_units * each_unit + gather

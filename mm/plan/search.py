@@ -284,7 +284,7 @@ class LayoutSearch:
 
     def _even_size(self, run: Run) -> StageSize:
         """States of one rank if all stages had the same number of parameters."""
-        key = run.tp_size, run.model.encodes_whole, run.dp_size * run.cp_size, run.args.sharding
+        key = run.tp_size, run.model.encodes_whole, run.num_copies, run.args.sharding
         if key not in self._sizes:
             self._sizes[key] = reduce(StageSize.__add__, stage_sizes(run, run.model.placement()))
         return self._sizes[key].divided(run.num_stages)

@@ -64,7 +64,7 @@ def chunk_size(run: Run, spec: StageSpec) -> StageSize:
     """Parameters and bytes of ``spec`` on one rank: its tensor-parallel shard, with padding in memory."""
     num_params, num_trainable, num_whole, num_units = _num_params(one_stage(run.model), run.tp_size, spec)
     reduced_width = WIDTHS["bf16"] if run.args.grad_reduce_in_bf16 else FP32
-    kept_width = FP32 if shards_gradients(run) else reduced_width
+    kept_width = FP32 if run.shards_gradients else reduced_width
     moment_widths = [WIDTHS[dtype] for dtype in (run.args.exp_avg_dtype, run.args.exp_avg_sq_dtype)]
     state_bytes = sum(moment_widths) + (KEPT_COPY_BYTES[run.args.kept_copy] if run.args.precision != "fp32" else 0)
     num_shards = num_optimizer_shards(run)
@@ -72,7 +72,7 @@ def chunk_size(run: Run, spec: StageSpec) -> StageSize:
         num_params=num_params,
         num_trainable_params=num_trainable,
         weight_bytes=num_params * WIDTHS[run.args.precision],
-        gradient_bytes=-(-num_trainable * kept_width // (num_shards if shards_gradients(run) else 1)),
+        gradient_bytes=-(-num_trainable * kept_width // (num_shards if run.shards_gradients else 1)),
         reduced_bytes=num_trainable * reduced_width,
         num_units=num_units,
         whole_gradient_bytes=num_whole * kept_width,
@@ -81,24 +81,14 @@ def chunk_size(run: Run, spec: StageSpec) -> StageSize:
     )
 
 
-def num_copies(run: Run) -> int:
-    """Ranks that hold the same weights."""
-    return run.dp_size * run.cp_size
-
-
 def num_optimizer_shards(run: Run) -> int:
     """Ranks over which the optimizer's states are divided."""
-    return num_copies(run) if run.args.splits_optimizer else 1
-
-
-def shards_gradients(run: Run) -> bool:
-    """Whether each rank keeps its shard of the gradients only; a rank without peers keeps all."""
-    return run.args.shards_gradients and num_optimizer_shards(run) > 1
+    return run.num_copies if run.args.splits_optimizer else 1
 
 
 def unit_buffers(run: Run) -> UnitBuffers | None:
     """The gradient buffers of units that a backward pass needs; None if a rank keeps all gradients."""
-    if not shards_gradients(run):
+    if not run.shards_gradients:
         return None
     width = WIDTHS["bf16"] if run.args.grad_reduce_in_bf16 else FP32
     return UnitBuffers(width, 2 if run.args.overlap_grad_reduce else 1)

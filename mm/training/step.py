@@ -36,7 +36,7 @@ class Setup:
     models: tuple[DistributedDataParallel, ...]
     """One per chunk of the stage."""
     reductions: Reductions | None
-    """Those of ``models``, if ranks keep shards of the gradients."""
+    """The reductions of ``models`` if ranks keep shards of the gradients; else None."""
     optimizer: ChainedOptimizer
     communicator: PipelineCommunicator
 
@@ -73,7 +73,7 @@ def _wrapped(
 ) -> tuple[tuple[DistributedDataParallel, ...], Reductions | None]:
     """The chunks of ``stage`` in megatron's DDP, and their reductions if ranks keep only shards of the gradients."""
     settings, config = stage.config, ddp_config(args)
-    if not args.shards_gradients or mesh.dp_size * mesh.cp_size == 1:
+    if not args.shards_gradients or mesh.num_copies == 1:
         return tuple(DistributedDataParallel(settings, config, chunk) for chunk in stage.chunks), None
     models = tuple(ShardedGradients(settings, config, chunk, chunk.units()) for chunk in stage.chunks)
     return models, Reductions(models, mesh.pp_size)

@@ -68,8 +68,8 @@ class Training:
 
     def units(self, slot: int) -> list[bool]:
         """Whether each unit of the slot is one of the ViT."""
-        is_first_half = slot == 0 or slot < self.num_slots - 1
-        return [True] * NUM_VISION * is_first_half + [False] * NUM_LANGUAGE * (slot >= self.first_trained)
+        has_vision = slot == 0 or slot < self.num_slots - 1
+        return [True] * NUM_VISION * has_vision + [False] * NUM_LANGUAGE * (slot >= self.first_trained)
 
     def flows_back(self, slot: int, has_images: bool) -> bool:
         return has_images or slot >= self.first_trained

@@ -76,7 +76,8 @@ class LanguageModel(nn.Module):
     def units(self) -> Iterator[Unit]:
         """Units of weights, in the order of the forward pass.
 
-        Norm and output layer are two, because a tied embedding and its copy in the output layer are units alike.
+        Norm and output layer are separate units, because a tied embedding and its copy in the output layer must have
+        equal shards.
         """
         shared = (self.output_layer,) if self.shares_embedding else ()
         if self.has_embedding:
