@@ -2,7 +2,10 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import IntFlag
+from functools import reduce
 from itertools import zip_longest
+from operator import or_
 
 import torch
 from torch import Tensor
@@ -210,18 +213,35 @@ def encoder_batches(skip_vision: Sequence[bool | None], size: int) -> list[tuple
     return [tuple(batch) for batch in found.values()]
 
 
-def image_passes(microbatches: Sequence[Microbatch], size: int) -> tuple[bool, ...]:
-    """For each microbatch, whether gradients of images flow back in its backward pass.
+class Images(IntFlag):
+    """What images have to do in the passes of a microbatch."""
 
-    ``size``: as in ``encoder_batches``.  Images that pass the ViT together flow back in the last microbatch's pass.
+    NONE = 0
+    PROJECTED = 1
+    """Images pass the projector in its forward pass, its own or those of several microbatches."""
+    ENCODED = 2
+    """They pass the ViT before."""
+    BACKWARD = 4
+    """Gradients of images flow back in its backward pass."""
+
+
+def image_passes(microbatches: Sequence[Microbatch], size: int) -> tuple[Images, ...]:
+    """``Images`` of each microbatch.
+
+    ``size``: as in ``encoder_batches``.  Images that pass the ViT together do so in the first microbatch's forward
+    pass, and flow back in the last one's backward pass.
     """
-    last = {batch[-1] for batch in encoder_batches_of(microbatches, size)}
-    return tuple(number in last for number in range(len(microbatches)))
+    found = [Images.NONE] * len(microbatches)
+    for batch in encoder_batches_of(microbatches, size):
+        is_encoded = not microbatches[batch[0]].skips_vision
+        found[batch[0]] |= Images.PROJECTED | (Images.ENCODED if is_encoded else Images.NONE)
+        found[batch[-1]] |= Images.BACKWARD
+    return tuple(found)
 
 
-def passes_of_any(replicas: Iterable[Sequence[bool]]) -> tuple[bool, ...]:
-    """``image_passes`` of all replicas together: true where it is in any of them.  Some may have fewer microbatches."""
-    return tuple(any(passes) for passes in zip_longest(*replicas, fillvalue=False))
+def passes_of_any(replicas: Iterable[Sequence[Images]]) -> tuple[Images, ...]:
+    """``image_passes`` of all replicas together: what any of them has.  Some may have fewer microbatches."""
+    return tuple(reduce(or_, passes) for passes in zip_longest(*replicas, fillvalue=Images.NONE))
 
 
 def image_pairs(grid: Grid) -> int:
@@ -255,5 +275,5 @@ class StepPlan:
     """Over the global batch, all replicas together."""
     dropout_seed: int | None = None
     """Seed of this step's dropout; None: nothing is dropped."""
-    image_passes: tuple[bool, ...] | None = None
+    image_passes: tuple[Images, ...] | None = None
     """``passes_of_any`` of all replicas' ``image_passes``; None unless the run shards gradients, which needs it."""

@@ -267,7 +267,8 @@ def test_states_in_16_bits_take_less_and_are_widened_by_the_block(traced, flags,
 
 
 SHARDS = ("--data-parallel-sharding-strategy", "optim_grads")
-
+WEIGHT_SHARDS = ("--data-parallel-sharding-strategy", "optim_grads_params")
+OVERLAPPED = ("--overlap-grad-reduce", "--overlap-param-gather")
 
 SHARDED = {
     "3B": Case("3b", 6, num_microbatches=2, layers=FEW_LAYERS, full_attention=FULL),
@@ -277,15 +278,15 @@ SHARDED = {
 }
 
 
-def sharded(case: Case, *more: str) -> tuple[Case, Run]:
+def sharded(case: Case, *more: str, strategy: tuple[str, str] = SHARDS) -> tuple[Case, Run]:
     """``case`` on four replicas whose gradients are sharded, and its run."""
     from tests.plan.test_stages import run_of
 
     given = {name.lstrip("-").replace("-", "_"): True for name in more}
     model = case.model()
-    run = run_of("3b", [32], [36], 4 * model.num_stages, bf16=True, data_parallel_sharding_strategy="optim_grads",
+    run = run_of("3b", [32], [36], 4 * model.num_stages, bf16=True, data_parallel_sharding_strategy=strategy[1],
                  **given)
-    return replace(case, dp_size=4, flags=(*SHARDS, *more)), replace(run, model=model)
+    return replace(case, dp_size=4, flags=(*strategy, *more)), replace(run, model=model)
 
 
 @pytest.mark.parametrize("name", SHARDED)
@@ -320,12 +321,43 @@ def test_gradients_in_shards(traced, more: tuple[str, ...]) -> None:
     assert kernels <= before + 2 * num_units * passes  # zeroing norms and biases, adding the shard
 
 
+@pytest.mark.parametrize("name", ["3B", "7B, frozen ViT"])
+@pytest.mark.parametrize("more", [(), OVERLAPPED], ids=str)
+def test_the_memory_of_weights_in_shards_is_that_of_the_dry_run(traced, name: str, more: tuple[str, ...]) -> None:
+    """States to norms and biases, which are whole besides; the formula measured 1.6 and 2.9 % above the peak."""
+    from tests.plan.test_stages import sizes
+
+    case, run = sharded(SHARDED[name], *more, strategy=WEIGHT_SHARDS)
+    step, (size,) = traced(case), sizes(run)
+    assert size.weight_bytes == size.num_params / 2
+    assert step.state_bytes == pytest.approx(size.total_bytes, rel=1e-4)
+    peak = formulas(case).peak_bytes(rows_of(step), case.num_microbatches, step.state_bytes, unit_buffers(run))
+    assert peak == pytest.approx(step.peak_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize("more", [(), OVERLAPPED], ids=str)
+def test_weights_in_shards(traced, more: tuple[str, ...]) -> None:
+    """Each unit is gathered in each forward and backward pass, the output layer once for both, and the word embedding
+    in forward passes only; the host waits for none."""
+    case, _ = sharded(SHARDED["3B"], *more, strategy=WEIGHT_SHARDS)
+    gradients, _ = sharded(SHARDED["3B"], *more)
+    step, before = traced(case), traced(gradients)
+    assert step.peak_bytes < before.peak_bytes
+    num_units = 4 + 4 + 4  # layers, and patch and word embedding, projector, last norm; the output layer is tied
+    assert step.collectives["_allgather_base_"] == case.num_microbatches * (num_units + 1 + num_units - 1)
+    gathered = 2 * case.num_microbatches * before.collective_bytes["_allgather_base_"]
+    assert step.collective_bytes["_allgather_base_"] == gathered
+    assert step.collectives["_reduce_scatter_base_"] == before.collectives["_reduce_scatter_base_"]
+    assert step.host_reads == before.host_reads
+
+
 def test_7b_fits_on_eight_devices_of_64_gb_and_on_one_of_141(traced) -> None:
     """Everything trained, 2,756 tokens in a microbatch.  Measured: 55 and 100 GB, where the states alone take 149 GB
-    with neither."""
+    with neither; and 41 GB on eight devices with weights in shards."""
     one = traced(Case("7b", 4, flags=(*NO_COPIES, *ROUNDED_MOMENTS, "--grad-reduce-in-bf16")))
     eight = traced(Case("7b", 4, dp_size=8, flags=SHARDS))
-    assert eight.peak_bytes < 64e9 and one.peak_bytes < 141e9
+    least = traced(Case("7b", 4, dp_size=8, flags=WEIGHT_SHARDS))
+    assert least.peak_bytes < 48e9 and eight.peak_bytes < 64e9 and one.peak_bytes < 141e9
 
 
 def test_frozen_weights_beside_adapters_cost_their_bytes_only(traced) -> None:

@@ -4,6 +4,8 @@ The transformers side is the oracle of the parity tests: it sees each sample alo
 positions.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
@@ -21,6 +23,11 @@ IMAGE, VIDEO, VISION_START, VISION_END = 250, 251, 252, 253
 TOKENS_PER_SECOND = 4  # transformers' default
 VOCAB = 256
 NUM_VISION_LAYERS, NUM_LANGUAGE_LAYERS = 4, 4
+
+
+def copied_weights(stage: Any) -> dict[str, Tensor]:
+    """Copies of the whole weights that a rank of ``stage`` holds, with padding."""
+    return {weight.name: values.clone() for weight, values in stage.whole_weights(stage.weights)}
 
 
 def our_config(

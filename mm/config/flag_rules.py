@@ -33,7 +33,8 @@ def flag_problems(args: Arguments) -> Iterator[str]:
         yield f"{' and '.join(losses)} are all given; keep one"
     if args.overlap_param_gather and not (args.splits_optimizer and args.overlap_grad_reduce):
         yield ("--overlap-param-gather needs --overlap-grad-reduce and split optimizer state: "
-               "--use-distributed-optimizer, or --data-parallel-sharding-strategy optim or optim_grads")
+               "--use-distributed-optimizer, or --data-parallel-sharding-strategy optim, optim_grads or "
+               "optim_grads_params")
     if args.use_distributed_optimizer and not args.splits_optimizer:
         yield ("--use-distributed-optimizer and --data-parallel-sharding-strategy no_shard contradict each other: the "
                "first splits optimizer state over the data-parallel ranks; remove it, or write optim for no_shard")

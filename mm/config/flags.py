@@ -38,7 +38,7 @@ Rule = Literal["choice", "exact", "anls", "relaxed"]
 """How an answer is scored; ``mm.scoring.rules`` describes each rule."""
 KeptCopy = Literal["fp32", "remainder", "none"]
 """What the optimizer keeps beside a weight in 16 bits: an fp32 copy, what a bf16 weight lacks of it, or nothing."""
-Sharding = Literal["no_shard", "optim", "optim_grads"]
+Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 """What the ranks with the same weights divide among them; each includes what stands before it."""
 VitQkvOrder = Literal["per_head", "whole"]
 """per_head: what MindSpeed-MM's runtime reads; whole: [Q; K; V], of its converters 2.2.0 and 2.3.0."""
@@ -195,8 +195,8 @@ class Arguments:
     clip_grad: NotNegative = Field(1.0, description="clip gradients to this global norm; 0 = no clipping")
     use_distributed_optimizer: bool = Field(False, description="split optimizer state over the data-parallel ranks")
     data_parallel_sharding_strategy: Sharding | None = Field(None, description=(
-        "what the ranks with the same weights split: nothing (no_shard), optimizer state (optim), or gradients too "
-        "(optim_grads); absent = as --use-distributed-optimizer says"))
+        "what the ranks with the same weights split: nothing (no_shard), optimizer state (optim), gradients too "
+        "(optim_grads), or weights too (optim_grads_params); absent = as --use-distributed-optimizer says"))
     exp_avg_dtype: Literal["fp32", "bf16"] = Field(
         "fp32", description="dtype of Adam's first moment between steps; bf16 halves its memory")
     exp_avg_sq_dtype: Literal["fp32", "bf16"] = Field("fp32", description=(
@@ -303,7 +303,12 @@ class Arguments:
     @property
     def shards_gradients(self) -> bool:
         """Whether each rank is to keep only its shard of the gradients."""
-        return self.sharding == "optim_grads"
+        return self.sharding in ("optim_grads", "optim_grads_params")
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether each rank is to keep only its shard of the weights."""
+        return self.sharding == "optim_grads_params"
 
     @property
     def kept_copy(self) -> KeptCopy:

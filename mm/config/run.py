@@ -109,6 +109,11 @@ class Run:
         return self.args.shards_gradients and self.num_copies > 1
 
     @property
+    def shards_weights(self) -> bool:
+        """Whether each rank keeps its shard of the weights only."""
+        return self.args.shards_weights and self.num_copies > 1
+
+    @property
     def global_batch_size(self) -> int:
         """Samples per step; one microbatch per replica without ``--global-batch-size``."""
         return self.args.global_batch_size or self.args.micro_batch_size * self.dp_size
@@ -274,6 +279,10 @@ def _layout_problems(run: Run) -> Iterator[str]:
     if args.pipeline_model_parallel_size not in (None, run.num_stages):
         yield (f"--pipeline-model-parallel-size is {args.pipeline_model_parallel_size}, but the pipeline_num_layers "
                f"lists of {args.mm_model} have {run.num_stages} stages; change one of the two (the flag is optional)")
+    if args.shards_weights and run.num_stages > 1:
+        yield (f"--data-parallel-sharding-strategy optim_grads_params needs one pipeline stage, but {args.mm_model} "
+               f"has {run.num_stages}: passes of several microbatches alternate on a stage, and each would gather the "
+               f"stage's weights again while other stages wait; give optim_grads, or lists of one number")
     if run.world_size % replica_size:
         sizes = {"tensor": run.tp_size, "context": run.cp_size, "pipeline": run.num_stages}
         used = {name: size for name, size in sizes.items() if name != "context" or size > 1}

@@ -58,6 +58,8 @@ class Values:
     """Memory layout of the parameter that ``live`` belongs to; None: no padding."""
     start: int = 0
     """Index in the flattened parameter of the first element of ``live``."""
+    is_copy: bool = False
+    """Whether ``live`` is in host memory and training does not change it."""
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,15 @@ class HostCopies:
         return sum(len(segment) for segment in self._segments)
 
     def take(self, live: Sequence[Values]) -> list[Values]:
-        """Copies of ``live``; returns when they are complete.  Earlier copies are overwritten."""
+        """Copies of ``live``; returns when they are complete.  Earlier copies are overwritten.
+
+        What is a copy already is returned as it is.
+        """
+        changing = [values for values in live if not values.is_copy]
+        copies = iter(self._copied(changing))
+        return [values if values.is_copy else next(copies) for values in live]
+
+    def _copied(self, live: Sequence[Values]) -> list[Values]:
         flats = [values.live.detach().reshape(-1) for values in live]
         places, sizes_bytes = places_in_segments([flat.nbytes for flat in flats])
         if sizes_bytes != [len(segment) for segment in self._segments]:

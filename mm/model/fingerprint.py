@@ -26,7 +26,7 @@ def vision_fingerprint(stage: Stage, mesh: Mesh) -> str:
 
     Collective over all ranks, once the weights are filled.  It takes a second for a ViT of 0.7 billion parameters.
     """
-    own = tuple(_digests(stage, mesh)) if mesh.copy_rank == 0 else ()
+    own = tuple(_digests(stage, mesh))
     digests = sorted(all_of(own, mesh.control_group))
     settings = {name: value for name, value in asdict(stage.model.vision).items() if name not in _WITHOUT_EFFECT}
     facts = [settings, str(stage.config.params_dtype), digests]
@@ -34,11 +34,11 @@ def vision_fingerprint(stage: Stage, mesh: Mesh) -> str:
 
 
 def _digests(stage: Stage, mesh: Mesh) -> Iterator[tuple[str, str]]:
-    """Name and hash of each weight of the ViT that is here, on the first tensor-parallel rank."""
-    for weight in stage.weights:
-        if weight.part == "vision":
-            assert is_frozen(weight, stage.model), f"{weight.name} is trained"
-            whole = _whole(weight, stage.get_parameter(weight.name).detach(), mesh)
+    """Name and hash of each weight of the ViT that is here, on the first of the ranks that hold it."""
+    for weight, parameter in stage.whole_weights(one for one in stage.weights if one.part == "vision"):
+        assert is_frozen(weight, stage.model), f"{weight.name} is trained"
+        if mesh.copy_rank == 0:
+            whole = _whole(weight, parameter, mesh)
             if mesh.tp_rank == 0:
                 content: Any = whole.cpu().contiguous().flatten().view(torch.uint8).numpy()
                 yield weight.name, hashlib.sha256(content).hexdigest()

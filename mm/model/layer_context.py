@@ -1,6 +1,7 @@
 """What every layer is built with, and functions that build its parts."""
 
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,9 @@ from torch import Tensor, nn
 from mm.device.device import Device
 from mm.model.linear import ColumnLinear, RowLinear
 from mm.model.norm import RMSNorm
+from mm.parallel.weight_shards import without_memory
+
+Built = TypeVar("Built", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,14 @@ class LayerContext:
     parallel: TransformerConfig
     tp_group: dist.ProcessGroup
     device: Device
+    keeps_weights: bool = True
+    """Whether modules keep the memory of their weights; else ``WeightShards`` does."""
+
+    def built(self, module: Built) -> Built:
+        """``module``, whose weights may have lost their memory: the next module can have it."""
+        if not self.keeps_weights:
+            without_memory(module)
+        return module
 
     @property
     def tp_size(self) -> int:

@@ -62,27 +62,43 @@ def fill(stage: Stage, weights: Sequence[Weight], source: Source, mesh: Mesh) ->
 def read_once(stage: Stage, weights: Sequence[Weight], read: Callable[[Weight], Tensor], mesh: Mesh) -> None:
     """Set ``weights`` to the results of ``read``: this rank's shards, as files hold them.
 
-    Several ranks, along the data and context axes, hold the same shards.  Each reads an even share of the bytes and
-    broadcasts it to the others from its parameters, which takes no extra memory.  Broadcasting starts once every rank
-    has read its share, so if one rank cannot read a file, all raise the same UserError and none is left waiting.
+    Several ranks, along the data and context axes, hold the same shards.  Each reads an even share of the bytes into
+    its parameters and broadcasts it to the others.  If they keep shards of weights, the share is held beside them until
+    then.  Broadcasting starts once every rank has read its share, so if one rank cannot read a file, all raise the same
+    UserError and none is left waiting.
     """
     group = mesh.groups.dp_cp
     parameters = [stage.get_parameter(weight.name) for weight in weights]
     chosen = readers([one.numel() * one.element_size() for one in parameters], group.size())
     share = [weight for weight, reader in zip(weights, chosen, strict=True) if reader == group.rank()]
 
+    held: dict[str, Tensor] = {}
+
     def read_share() -> None:
         progress = Progress("loading weights", len(share), "tensors", is_shown=mesh.rank == 0)
         for weight in progress.each(share):
-            set_weight(stage, weight, read(weight), mesh)
+            if stage.shards_weights:
+                held[weight.name] = _in_memory(weight, read(weight), mesh)
+            else:
+                set_weight(stage, weight, read(weight), mesh)
 
     together(mesh, read_share)
-    if group.size() > 1:
-        for parameter, reader in zip(parameters, chosen, strict=True):
-            dist.broadcast(parameter.detach(), dist.get_global_rank(group, reader), group)
+    for weight, parameter, reader in zip(weights, parameters, chosen, strict=True):
+        source = dist.get_global_rank(group, reader)
+        if stage.shards_weights:
+            whole = torch.empty_like(parameter, memory_format=torch.contiguous_format, requires_grad=False)
+            if weight.name in held:
+                whole.copy_(held.pop(weight.name))
+            dist.broadcast(whole, source, group)
+            stage.set_values(weight.name, whole)
+        elif group.size() > 1:
+            dist.broadcast(parameter.detach(), source, group)
 
 
 def set_weight(stage: Stage, weight: Weight, values: Tensor, mesh: Mesh) -> None:
     """Copy ``values``, a rank's shard as files hold it, into the parameter."""
-    with torch.no_grad():
-        stage.get_parameter(weight.name).copy_(MemoryLayout.of(weight, mesh.tp_size).pad_whole(values))
+    stage.set_values(weight.name, _in_memory(weight, values, mesh))
+
+
+def _in_memory(weight: Weight, values: Tensor, mesh: Mesh) -> Tensor:
+    return MemoryLayout.of(weight, mesh.tp_size).pad_whole(values)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mm.batch import BatchTotals, Microbatch, normalised
+from mm.batch import BatchTotals, Images, Microbatch, normalised
 from mm.config.flags import LossUnit
 from mm.config.model import ModelConfig
 from mm.device.device import Device
@@ -41,6 +41,13 @@ class ChunkInputs:
     together: EncodedTogether | None = None
     """Where its visual tokens come from if images of several microbatches pass the ViT together.  ``vision`` and
     ``to_keep`` then have all of these images in the first microbatch, and none in the others."""
+
+    @property
+    def images(self) -> Images:
+        """What images do in the chunk's forward pass."""
+        if self.vision is None:
+            return Images.NONE
+        return Images.PROJECTED | (Images.ENCODED if self.vision.features is None else Images.NONE)
 
 
 class Preparation:

@@ -3,8 +3,8 @@
 A chunk maps a message to a message.  ``mm.placement`` decides what crosses which boundary; this module only computes.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +30,11 @@ from mm.parallel.activity import Journal, Work
 from mm.parallel.megatron import mark_parameters, parallel_config
 from mm.parallel.mesh import Mesh
 from mm.parallel.pieces import Pieces
-from mm.parallel.sharded import Unit
+from mm.parallel.units import Unit
+from mm.parallel.weight_shards import UnitWeights, WeightShards
 from mm.weights.memory import memory_shape
 from mm.weights.placed import stage_weights
+from mm.weights.table import Weight
 from mm.weights.trained import is_frozen
 
 
@@ -53,7 +55,7 @@ class Chunk(nn.Module):
     model_type = ModelType.encoder_or_decoder
 
     def __init__(self, model: ModelConfig, number: int, mesh: Mesh, settings: TransformerConfig, device: Device,
-                 loss_unit: LossUnit, journal: Journal, side: SideQueue) -> None:
+                 loss_unit: LossUnit, journal: Journal, side: SideQueue, shards_weights: bool = False) -> None:
         super().__init__()
         placement = model.placement()
         self.spec = spec = placement[mesh.pp_rank, number]
@@ -71,7 +73,7 @@ class Chunk(nn.Module):
         self.vision_cut_group = self.prepare.vision_cut_group
         self.gives_features = self.prepare.gives_features
         towers = self.towers
-        context = LayerContext(self.config, mesh.groups.tp, device)
+        context = LayerContext(self.config, mesh.groups.tp, device, keeps_weights=not shards_weights)
         encoder_context = context.alone if model.encodes_whole else context
         if spec.vision_layers:
             self.image_encoder = nn.ModuleDict({"encoder": towers.vision_encoder(model.vision, spec, encoder_context)})
@@ -90,6 +92,8 @@ class Chunk(nn.Module):
             parameters[weight.name].requires_grad_(not is_frozen(weight, model))
         tied_over_slots = model.language.tied and placement.embedding_slot != placement.head_slot
         mark_parameters(parameters, self.weights, tied_over_slots, settings.sequence_parallel)
+        self.weight_shards = (
+            WeightShards(self.units(), self.parameters(), mesh.groups.dp_cp) if shards_weights else None)
 
     def units(self) -> Iterator[Unit]:
         """All weights, in units that are reduced together, in the order of the forward pass."""
@@ -97,7 +101,7 @@ class Chunk(nn.Module):
             encoder: Any = self.image_encoder["encoder"]
             yield from encoder.units()
             if self.spec.has_projector:
-                yield Unit((self.image_encoder["projector"],), is_vision=True)
+                yield Unit((self.image_encoder["projector"],), "projector")
         if self.spec.language_layers:
             yield from self.text_decoder.units()
 
@@ -188,14 +192,18 @@ class Stage:
 
     def __init__(
         self, model: ModelConfig, mesh: Mesh, precision: str, device: Device, loss_unit: LossUnit = "token",
-        sequence_parallel: bool = False,
+        sequence_parallel: bool = False, shards_weights: bool = False,
     ) -> None:
+        """``shards_weights``: a rank keeps only its shard of each weight if others hold the same ones."""
+        shards_weights &= mesh.num_copies > 1
+        assert not shards_weights or mesh.pp_size == 1, "checked with the settings"
         self.model, self.device = model, device
         self.config = parallel_config(model, mesh, precision, sequence_parallel)
         self.journal = Journal()
         side = device.side_queue()
-        self.chunks = tuple(Chunk(model, number, mesh, self.config, device, loss_unit, self.journal, side)
-                            for number in range(model.num_chunks))
+        self.chunks = tuple(
+            Chunk(model, number, mesh, self.config, device, loss_unit, self.journal, side, shards_weights)
+            for number in range(model.num_chunks))
         self.weights = tuple(weight for chunk in self.chunks for weight in chunk.weights)
         self._parameters = dict(self.named_parameters())
         assert len(self._parameters) == len(self.weights), "a name stands for one weight of the rank"
@@ -226,4 +234,46 @@ class Stage:
             yield from chunk.named_parameters()
 
     def get_parameter(self, name: str) -> nn.Parameter:
+        """The parameter; without values if ranks keep shards of weights."""
         return self._parameters[name]
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether this rank keeps only its shard of each weight."""
+        return self._weight_shards is not None
+
+    @property
+    def _weight_shards(self) -> WeightShards | None:
+        """Those of the only chunk, if ranks keep shards of weights."""
+        return self.chunks[0].weight_shards
+
+    @torch.no_grad()
+    def set_values(self, name: str, values: Tensor) -> None:
+        """Set a parameter of this rank, or this rank's shard of it, to ``values``, with padding."""
+        parameter, shards = self.get_parameter(name), self._weight_shards
+        assert parameter.shape == values.shape, name
+        if shards is None:
+            parameter.copy_(values)
+        else:
+            shards.set(parameter, values)
+
+    def whole_weights(self, weights: Iterable[Weight]) -> Iterator[tuple[Weight, Tensor]]:
+        """Each of ``weights``, in any order, with its values on this rank, which last until the next one is taken.
+
+        All ranks that hold them must go through the same ones together.
+        """
+        shards = self._weight_shards
+        if shards is None:
+            yield from ((weight, self.get_parameter(weight.name).detach()) for weight in weights)
+            return
+        by_unit: dict[UnitWeights, list[Weight]] = {}
+        for weight in weights:
+            by_unit.setdefault(shards.unit_of(self.get_parameter(weight.name)), []).append(weight)
+        for unit, some in by_unit.items():
+            with shards.opened(unit):
+                yield from ((weight, self.get_parameter(weight.name).detach()) for weight in some)
+
+    def all_whole(self) -> AbstractContextManager[None]:
+        """Hold the values of all weights while the body runs, on all ranks together."""
+        shards = self._weight_shards
+        return nullcontext() if shards is None else shards.all_opened()

@@ -26,6 +26,8 @@ class Work(StrEnum):
     EXCHANGE = "messages"
     VISUAL_EXCHANGE = "visual tokens"
     """A microbatch's visual tokens go from the ranks that encoded its images to those that need them."""
+    GATHER = "gathers weights"
+    """Those of a unit, of which each rank keeps a shard."""
     REDUCTION = "gradient reduction"
     UPDATE = "update"
     UPDATE_WAIT = "waits in update"

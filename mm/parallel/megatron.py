@@ -88,13 +88,14 @@ def ddp_config(args: Arguments) -> DistributedDataParallelConfig:
     """DDP settings: gradients are summed over data-parallel ranks, in fp32 or with ``--grad-reduce-in-bf16`` in bf16.
 
     ``align_param_gather`` keeps megatron's forward hooks from starting overlapped gathers.  ``schedule.py`` starts them
-    instead, in the same order on all ranks, because a rank without images never calls the ViT's hooks.
+    instead, in the same order on all ranks, because a rank without images never calls the ViT's hooks.  Shards of
+    weights are gathered by ``UnitPasses``, not by megatron.
     """
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=not args.grad_reduce_in_bf16,
         overlap_grad_reduce=args.overlap_grad_reduce,
-        overlap_param_gather=args.overlap_param_gather,
-        align_param_gather=args.overlap_param_gather,
+        overlap_param_gather=args.overlap_param_gather and not args.shards_weights,
+        align_param_gather=args.overlap_param_gather and not args.shards_weights,
         use_distributed_optimizer=args.splits_optimizer,
         average_in_collective=False,
     )
@@ -124,7 +125,7 @@ def optimizer_config(args: Arguments, settings: TransformerConfig) -> OptimizerC
         loss_scale_window=args.loss_scale_window,
         hysteresis=args.hysteresis,
         use_distributed_optimizer=args.splits_optimizer,
-        overlap_param_gather=args.overlap_param_gather,
+        overlap_param_gather=args.overlap_param_gather and not args.shards_weights,
     )
 
 

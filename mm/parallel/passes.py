@@ -9,11 +9,37 @@ order as its backward passes proceed, and reduces zeros where it has no gradient
 from collections.abc import Sequence
 from typing import Any
 
-from mm.batch import StepPlan
+from mm.batch import Images, StepPlan
 from mm.parallel.activity import Journal, Work
 from mm.parallel.gradients import forget_added
 from mm.parallel.order import backward_order, forward_order
 from mm.parallel.sharded import ShardedGradients, UnitGradients
+
+
+class RunningReduction:
+    """The reduction that runs: one at a time, in the background with overlapped reduction."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self.unit: UnitGradients | None = None
+        """The unit that is being reduced."""
+
+    def start(self, unit: UnitGradients, overwrites: bool) -> None:
+        """Reduce what the buffers of ``unit`` hold, zeros if it has none, once the reduction before has ended."""
+        self.finish()
+        unit.open(overwrites)
+        with self._journal.during(Work.REDUCTION):
+            unit.start_reducing()
+        self.unit = unit
+        if unit.group.grad_reduce_handle is None:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for it."""
+        if self.unit is not None:
+            with self._journal.during(Work.REDUCTION):
+                self.unit.finish_reducing()
+            self.unit = None
 
 
 class Reductions:
@@ -32,13 +58,12 @@ class Reductions:
         """As indices of ``_order``: the pass that runs, and the last one whose backward pass has begun on this rank."""
         self._waiting: list[UnitGradients] = []
         """What the pass is still to reduce, the next one last."""
-        self._running: UnitGradients | None = None
-        """The unit that is being reduced, with overlapped reduction."""
+        self._reduction = RunningReduction(self._journal)
         for number, model in enumerate(models):
             self._follow(number, model)
 
     def _follow(self, chunk: int, model: ShardedGradients) -> None:
-        model.forward_begins = lambda microbatch: self._begin_forward(microbatch, chunk)
+        model.forward_begins = lambda microbatch, _: self._begin_forward(microbatch, chunk)
         model.backward_begins = lambda microbatch: self._begin_backward(microbatch, chunk)
         model.backward_ends = self._reduce_waiting
         model.unit_begins = lambda microbatch, place, is_last: self._begin_unit(microbatch, chunk, place, is_last)
@@ -46,7 +71,8 @@ class Reductions:
     def begin(self, plan: StepPlan, overwrites: bool) -> None:
         """Call before the passes of a step.  ``overwrites``: see ``mm.parallel.reduction.begin``."""
         assert plan.image_passes is not None, "the data owner of a run that shards gradients makes them"
-        self._overwrites, self._has_images = overwrites, plan.image_passes
+        self._overwrites = overwrites
+        self._has_images = tuple(Images.BACKWARD in images for images in plan.image_passes)
         self._order = backward_order(forward_order(len(plan.image_passes), self._num_stages, len(self._models)))
         self._places = {one: place for place, one in enumerate(self._order)}
         for model in self._models:
@@ -59,7 +85,7 @@ class Reductions:
     def end(self) -> None:
         """Call after the last pass: what other ranks reduce beyond this rank's own passes, and the end of all."""
         self._enter(len(self._order))
-        self._finish()
+        self._reduction.finish()
         for model in self._models:
             for unit in model.units:
                 unit.end_step()
@@ -83,7 +109,7 @@ class Reductions:
         if place > self._last_begun:
             self._last_begun = place
             self._enter(place)
-            self._finish()  # the last unit of the pass before; a forward pass has run since
+            self._reduction.finish()  # the last unit of the pass before; a forward pass has run since
 
     def _begin_unit(self, microbatch: int, chunk: int, place: int, is_last: bool) -> None:
         """The backward pass of a unit begins, so that of the units after it has ended.
@@ -96,10 +122,10 @@ class Reductions:
         unit = self._models[chunk].units[place]
         if is_last:
             while unit in self._waiting and self._waiting[-1] is not unit:
-                self._reduce(self._waiting.pop())
+                self._reduction.start(self._waiting.pop(), self._overwrites)
         assert unit in self._waiting or not self._is_reduced_in(unit), "its gradients would come after their reduction"
-        if unit is self._running:  # of the pass before; this one fills it again
-            self._finish()
+        if unit is self._reduction.unit:  # of the pass before; this one fills it again
+            self._reduction.finish()
         unit.open(self._overwrites)
 
     def _is_reduced_in(self, unit: UnitGradients) -> bool:
@@ -110,7 +136,7 @@ class Reductions:
     def _reduce_waiting(self) -> None:
         """Reduce what the pass has not reduced yet."""
         while self._waiting:
-            self._reduce(self._waiting.pop())
+            self._reduction.start(self._waiting.pop(), self._overwrites)
 
     def _enter(self, place: int) -> None:
         """Reduce what the passes before ``place`` have not reduced yet, and go on with that one."""
@@ -120,19 +146,3 @@ class Reductions:
             if self._now < len(self._order):
                 _, chunk = self._order[self._now]
                 self._waiting = [unit for unit in self._models[chunk].units if self._is_reduced_in(unit)]
-
-    def _reduce(self, unit: UnitGradients) -> None:
-        self._finish()
-        unit.open(self._overwrites)
-        with self._journal.during(Work.REDUCTION):
-            unit.start_reducing()
-        self._running = unit
-        if unit.group.grad_reduce_handle is None:
-            self._finish()
-
-    def _finish(self) -> None:
-        """Wait for the reduction that runs."""
-        if self._running is not None:
-            with self._journal.during(Work.REDUCTION):
-                self._running.finish_reducing()
-            self._running = None

@@ -17,6 +17,7 @@ from mm.parallel.activity import Work
 from mm.parallel.gradients import forget_added, mark_stale, zero_stale
 from mm.parallel.passes import Reductions
 from mm.parallel.sharded import ShardedGradients, shard_range
+from mm.parallel.unit_passes import UnitPasses
 
 _MIN_ELEMENTS = 1 << 20
 """A range of a buffer with at least this many elements is summed in place; smaller ones are joined first."""
@@ -50,23 +51,23 @@ def finalize(
     models: list[DistributedDataParallel],
     _num_tokens: Tensor | None,
     *,
-    reductions: Reductions | None,
+    passes: Reductions | UnitPasses | None,
     tied_group: dist.ProcessGroup | None,
     pg_collection: object = None,
     force_all_reduce: bool = False,
 ) -> None:
     """Reduce the gradients after the last microbatch; megatron's schedules call it.
 
-    ``reductions``: if ranks keep shards of the gradients, the reductions of ``models``, most of which have run already.
+    ``passes``: those of ``models`` if ranks keep shards of the gradients, most of which have been reduced already.
     """
     chunk: Any = models[0].module
     assert not force_all_reduce, "tensor-parallel ranks sum their own shards only; megatron never asks for more"
     with chunk.journal.during(Work.REDUCTION):
         _finish_gathering(models)
-        if reductions is None:
+        if passes is None:
             _reduce(models)
         else:
-            reductions.end()
+            passes.end()
         sum_over_tensor_ranks(models, chunk.tp_group)
         _sum_tied(models, tied_group)
 

@@ -75,10 +75,10 @@ def _run(
         chunk: Any = wrapped.module
         number = next(numbers)
         place = chunk.spec.chunk, number
-        if isinstance(wrapped, ShardedGradients) and not forward_only:
-            wrapped.start(number)
         received = communicator.take(number, chunk.spec.chunk) if mesh.pp_size > 1 else None
         own = inputs.take(number, chunk.spec.chunk)
+        if isinstance(wrapped, ShardedGradients) and not (forward_only and wrapped.weight_shards is None):
+            wrapped.start(number, own.images)
         with journal.during(Work.FORWARD, *place):
             output = wrapped(own, received)
         inputs.prepare_next()

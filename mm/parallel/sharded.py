@@ -10,9 +10,7 @@ products add to fp32 buffers, and megatron-core's FSDP runs on CUDA alone.  ``mm
 is reduced.
 """
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,28 +24,16 @@ from megatron.core.distributed.param_and_grad_buffer import (
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
+from mm.batch import Images
 from mm.parallel.gradients import mark_stale, zero_stale
-
-_ALIGNED_ELEMENTS = 64
-"""A weight starts at a multiple of this many elements of its bucket, and _BUCKET_ELEMENTS divide a bucket, as in
-megatron's ``_ParamAndGradBuffer``: 128 and 256 bytes of bf16, for cuBLAS."""
-_BUCKET_ELEMENTS = 128
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Weights whose gradients are reduced together: those of a layer, of the projector, of the word embedding."""
-
-    modules: tuple[nn.Module, ...]
-    """The modules that use them, in the order of the forward pass; the first ones own them."""
-    is_vision: bool = False
-    """Whether only microbatches with images use them."""
+from mm.parallel.units import BucketLayout, BucketPlaces, Unit, owned_weights
+from mm.parallel.weight_shards import WeightShards
 
 
 class UnitGradients:
     """The gradients of one unit on this rank: all of them while a backward pass fills them, its shard of their sum."""
 
-    def __init__(self, group: _ParamAndGradBucketGroup, unit: Unit, places: Mapping[Any, tuple[int, int]]) -> None:
+    def __init__(self, group: _ParamAndGradBucketGroup, unit: Unit, places: BucketPlaces) -> None:
         """``places``: where each weight begins and ends in the bucket, in the order of the bucket."""
         (bucket,) = group.buckets
         self.unit, self.bucket, self.group, self.places = unit, bucket, group, places
@@ -136,8 +122,12 @@ class _UnitBuffer:
     megatron's buckets are views of one tensor; here each has its own, and gradients without memory until it is opened.
     """
 
-    def __init__(self, config: DistributedDataParallelConfig, group: Any, units: Sequence[list[Any]]) -> None:
-        """``units``: the weights of each bucket."""
+    def __init__(
+        self, config: DistributedDataParallelConfig, group: Any, units: Sequence[list[Any]], holds_weights: bool
+    ) -> None:
+        """``units``: the weights of each bucket.  ``holds_weights``: buckets have memory for them, else only for shards
+        (``WeightShards``)."""
+        self._holds_weights = holds_weights
         self.ddp_config, self.data_parallel_group, self.data_parallel_world_size = config, group, group.size()
         self.params = [weight for weights in units for weight in weights]
         self.param_indices = list(range(len(self.params)))
@@ -146,34 +136,29 @@ class _UnitBuffer:
         self.gradient_scaling_factor = 1.0
         self.param_index_map: dict[Any, tuple[int, int, int]] = {}
         self.buckets: list[_ParamAndGradBucket] = []
-        self.places: list[dict[Any, tuple[int, int]]] = []
+        self.places: list[BucketPlaces] = []
         """By bucket: where each weight begins and ends in it."""
         self.numel = self.numel_unpadded = 0
         for weights in units:
             self._append(weights)
 
     def _append(self, weights: list[Any]) -> None:
-        places, stop = dict[Any, tuple[int, int]](), 0
-        for weight in weights:
-            start = _padded(stop, _ALIGNED_ELEMENTS)
-            places[weight] = start, (stop := start + weight.numel())
-        num_elements = _padded(stop, math.lcm(self.data_parallel_world_size, _BUCKET_ELEMENTS))
-        values = weights[0].new_zeros(num_elements, requires_grad=False)
-        for weight, (start, end) in places.items():
-            there = values[start:end].view(weight.shape)
-            there.copy_(weight.detach())
-            weight.data = there
+        layout = BucketLayout.of(weights, self.data_parallel_world_size)
+        values = weights[0].new_empty((), requires_grad=False).expand(layout.num_elements)
+        if self._holds_weights:
+            values = torch.zeros_like(values, memory_format=torch.contiguous_format)
+        for weight, (start, end) in layout.places.items():
+            if self._holds_weights:
+                there = values[start:end].view(weight.shape)
+                there.copy_(weight.detach())
+                weight.data = there
             self.param_index_map[weight] = self.numel + start, self.numel + end, len(self.buckets)
-        shape_only = values.new_empty((), dtype=self.grad_dtype).expand(num_elements)
+        shape_only = values.new_empty((), dtype=self.grad_dtype).expand(layout.num_elements)
         self.buckets.append(_ParamAndGradBucket(
-            weights, values, shape_only, self.numel, stop, self.gradient_scaling_factor, len(self.buckets)))
-        self.places.append(places)
-        self.numel += num_elements
-        self.numel_unpadded += stop
-
-
-def _padded(number: int, divisor: int) -> int:
-    return -(-number // divisor) * divisor
+            weights, values, shape_only, self.numel, layout.stop, self.gradient_scaling_factor, len(self.buckets)))
+        self.places.append(layout.places)
+        self.numel += layout.num_elements
+        self.numel_unpadded += layout.stop
 
 
 class ShardedGradients(DistributedDataParallel):
@@ -181,38 +166,41 @@ class ShardedGradients(DistributedDataParallel):
 
     def __init__(
         self, settings: TransformerConfig, config: DistributedDataParallelConfig, chunk: nn.Module,
-        units: Iterable[Unit],
+        units: Iterable[Unit], weight_shards: WeightShards | None = None,
     ) -> None:  # fmt: skip
-        """``units``: those of ``chunk`` in the order of its forward pass."""
+        """``units``: those of ``chunk`` in the order of its forward pass.  ``weight_shards``: if ranks keep only shards
+        of the weights, too."""
         trained = [weight for weight in chunk.parameters() if weight.requires_grad]
         for weight in trained:
             weight.requires_grad_(False)
         super().__init__(settings, config, chunk)  # without trained weights it allocates no buffers
         for weight in trained:
             weight.requires_grad_(True)
-        self.forward_begins: Callable[[int], None] = lambda _: None
-        """Called before the forward pass of a microbatch, given by its number in the step."""
+        self.forward_begins: Callable[[int, Images], None] = lambda *_: None
+        """Called before the forward pass of a microbatch, given by its number in the step, with the images that pass
+        there."""
         self.backward_begins: Callable[[int], None] = lambda _: None
         """Called when the backward pass of a microbatch begins, if it has one."""
         self.backward_ends: Callable[[], None] = lambda: None
         self.unit_begins: Callable[[int, int, bool], None] = lambda *_: None
         """Called when the backward pass of one of a unit's modules begins: with the number of the microbatch in whose
         forward pass it ran, the unit's place in ``units``, and whether it is the unit's last module to begin."""
+        self.use_begins: Callable[[int, bool], None] = lambda *_: None
+        """With shards of weights: called when the first module of one of their ``all_units`` begins its forward pass,
+        or its backward pass, with the unit's place and which of the two it is."""
         self.units: tuple[UnitGradients, ...] = ()
+        self.weight_shards = weight_shards
         self._microbatch = 0
         if trained:
             self._build(config, list(units), trained)
+        for place, unit in enumerate(weight_shards.all_units if weight_shards else ()):
+            self._watch_use(unit.modules[0], place)
 
     def _build(self, config: DistributedDataParallelConfig, units: list[Unit], trained: list[Any]) -> None:
-        left, found = set(trained), list[tuple[Unit, list[Any]]]()
-        for unit in units:
-            own = [weight for module in unit.modules for weight in module.parameters() if weight in left]
-            own = list(dict.fromkeys(own))
-            left.difference_update(own)
-            if own:
-                found.append((unit, own))
-        assert not left, "every trained weight is in a unit"
-        buffer: Any = _UnitBuffer(config, self.intra_dp_cp_group, [weights for _, weights in found])
+        owned = zip(units, owned_weights(units, trained), strict=True)
+        found = [(unit, weights) for unit, weights in owned if weights]
+        buffer: Any = _UnitBuffer(
+            config, self.intra_dp_cp_group, [weights for _, weights in found], self.weight_shards is None)
         self.params_with_grad = buffer.params
         buffers: Any = [buffer]
         self.buffers = buffers  # torch's modules have a method of this name, which megatron's DDP hides
@@ -228,26 +216,26 @@ class ShardedGradients(DistributedDataParallel):
             self.grad_accs.append(node)
         for place, one in enumerate(self.units):
             for module in one.unit.modules:
-                self._watch(module, place, module is one.unit.modules[0])
+                is_last = module is one.unit.modules[0]
+                _watch_backward(module, lambda place=place, is_last=is_last: partial(
+                    self.unit_begins, self._microbatch, place, is_last))
 
-    def _watch(self, module: nn.Module, place: int, is_last: bool) -> None:
-        """Report when the backward pass of ``module`` begins: before any of its nodes runs, after those of the modules
-        that used its output."""
+    def _watch_use(self, module: nn.Module, place: int) -> None:
+        module.register_forward_pre_hook(lambda *_: self.use_begins(place, False))
+        _watch_backward(module, lambda: partial(self.use_begins, place, True))
 
-        def follow(_module: nn.Module, inputs: Any, output: Any) -> None:
-            if not torch.is_grad_enabled():
-                return
-            microbatch, passed = self._microbatch, set(map(id, _tensors(inputs)))
-            for tensor in _tensors(output):
-                if tensor.requires_grad and id(tensor) not in passed:
-                    tensor.register_hook(lambda _: self.unit_begins(microbatch, place, is_last))
-
-        module.register_forward_hook(follow)
-
-    def start(self, microbatch: int) -> None:
-        """Call before the forward pass of each microbatch that has a backward pass too."""
+    def start(self, microbatch: int, images: Images) -> None:
+        """Call before the forward pass of each microbatch that has a backward pass too, or if ranks keep shards of
+        weights; ``images``: what images do in it on this rank."""
         self._microbatch = microbatch
-        self.forward_begins(microbatch)
+        self.forward_begins(microbatch, images)
+
+    def start_param_sync(self, *unused: Any, **settings: Any) -> None:
+        """Gather the weights that other ranks have updated.  Shards of weights are gathered when a unit is used."""
+        if self.weight_shards is None:
+            super().start_param_sync(*unused, **settings)
+        else:
+            self.weight_shards.weights_change()
 
     def forward(self, *inputs: Any, **named: Any) -> Tensor:
         output: Tensor = super().forward(*inputs, **named)
@@ -259,6 +247,21 @@ class ShardedGradients(DistributedDataParallel):
         engine: Any = torch.autograd.Variable._execution_engine
         self.backward_begins(microbatch)
         engine.queue_callback(self.backward_ends)
+
+
+def _watch_backward(module: nn.Module, prepared: Callable[[], Callable[[], None]]) -> None:
+    """Have the result of ``prepared``, which is called in each forward pass of ``module``, called when its backward
+    pass begins: before any of its nodes runs, after those of the modules that used its output."""
+
+    def follow(_module: nn.Module, inputs: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        once, passed = [prepared()], set(map(id, _tensors(inputs)))
+        for tensor in _tensors(output):
+            if tensor.requires_grad and id(tensor) not in passed:
+                tensor.register_hook(lambda _: once.pop()() if once else None)
+
+    module.register_forward_hook(follow)
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

@@ -44,6 +44,8 @@ def _sharded(strategy: str, before: tuple[str, ...]) -> Callable[[Run], Run | No
     def applied(run: Run) -> Run | None:
         if run.num_copies == 1 or run.args.sharding not in before:
             return None
+        if strategy == "optim_grads_params" and run.num_stages > 1:
+            return None
         return _with(run, data_parallel_sharding_strategy=strategy)
 
     return applied
@@ -74,6 +76,8 @@ CHANGES = (
     Change("--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", _in_bf16(
         lambda args: "fp32" in (args.exp_avg_dtype, args.exp_avg_sq_dtype),
         exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")),
+    Change("--data-parallel-sharding-strategy optim_grads_params",
+           _sharded("optim_grads_params", ("no_shard", "optim", "optim_grads"))),
     Change("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
            _recomputed(RecomputeConfig("full", "uniform", 1))),
     Change("--grad-reduce-in-bf16", _in_bf16(lambda args: not args.grad_reduce_in_bf16, grad_reduce_in_bf16=True)),

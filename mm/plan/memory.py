@@ -45,12 +45,17 @@ class MicrobatchSizes:
 
 @dataclass(frozen=True)
 class UnitBuffers:
-    """Gradient buffers that exist only while a backward pass fills and reduces them (``mm.parallel.sharded``)."""
+    """Gradients that exist only while a backward pass fills and reduces them (``mm.parallel.sharded``), and weights
+    that are whole only while they are used (``mm.parallel.weight_shards``)."""
 
     width: int
-    """Bytes of one number."""
+    """Bytes of one gradient."""
     num_layers: int
-    """Layers whose buffers exist at once: one, and with overlapped reduction the one before, too."""
+    """Layers whose gradients exist at once: one, and with overlapped reduction the one before, too."""
+    weight_width: int = 0
+    """Bytes of one weight; 0 if all are always whole."""
+    num_open: int = 1
+    """Layers whose weights are whole at once: one, and with overlapped gathers the next one, too."""
 
 
 @dataclass(frozen=True)
@@ -157,9 +162,23 @@ class ChunkMemory:
     @cached_property
     def layer_gradients(self) -> int:
         """Trained elements of the largest layer."""
-        layers = [*((Place.VISION_LAYER, layer) for layer in self.spec.vision_layers),
+        return max(map(self._trained_elements, self._weights_of_layers), default=0)
+
+    @cached_property
+    def layer_weights(self) -> int:
+        """All elements of the largest layer."""
+        return max(map(self._elements, self._weights_of_layers), default=0)
+
+    @property
+    def _weights_of_layers(self) -> list[Sequence[Weight]]:
+        places = [*((Place.VISION_LAYER, layer) for layer in self.spec.vision_layers),
                   *((Place.LANGUAGE_LAYER, layer) for layer in self.spec.language_layers)]
-        return max((self._trained_elements(self._of(*one)) for one in layers), default=0)
+        return [self._of(*one) for one in places]
+
+    @cached_property
+    def embedding_weights(self) -> int:
+        """All elements of the word embedding."""
+        return self._elements(self._of(Place.EMBEDDING)) if self.spec.has_embedding else 0
 
     @cached_property
     def embedding_gradients(self) -> int:
@@ -170,11 +189,21 @@ class ChunkMemory:
     @cached_property
     def head_gradients(self) -> int:
         """Trained elements of the output layer."""
+        return self._trained_elements(self._head)
+
+    @cached_property
+    def head_weights(self) -> int:
+        """All elements of the output layer."""
+        return self._elements(self._head)
+
+    @property
+    def _head(self) -> Sequence[Weight]:
         if not self.spec.has_head:
-            return 0
-        weights = self._of(Place.EMBEDDING) if self.shares_embedding else stage_weights(self.model, self.spec)
-        return self._trained_elements([one for one in weights if self.shares_embedding or one.is_tied_copy or (
-            one.place is Place.HEAD and len(one.shape) > 1)])
+            return ()
+        if self.shares_embedding:
+            return self._of(Place.EMBEDDING)
+        return [one for one in stage_weights(self.model, self.spec)
+                if one.is_tied_copy or (one.place is Place.HEAD and len(one.shape) > 1)]
 
     @property
     def shares_embedding(self) -> bool:
@@ -182,7 +211,10 @@ class ChunkMemory:
         return self.model.language.tied and self.spec.has_embedding and self.spec.has_head
 
     def _trained_elements(self, weights: Sequence[Weight]) -> int:
-        return sum(math.prod(memory_shape(one, self.tp_size)) for one in weights if not is_frozen(one, self.model))
+        return self._elements([one for one in weights if not is_frozen(one, self.model)])
+
+    def _elements(self, weights: Sequence[Weight]) -> int:
+        return sum(math.prod(memory_shape(one, self.tp_size)) for one in weights)
 
     def _message_bytes(self, message: Message, rows: MicrobatchSizes) -> int:
         num_pieces = self.num_pieces if message is Message.HIDDEN_STATES else self._vision_division[1]
@@ -309,13 +341,18 @@ class StageMemory:
         return max(chunk.working_bytes(rows) for chunk in self.chunks)
 
     def buffer_bytes(self, buffers: UnitBuffers) -> tuple[int, int, int]:
-        """Bytes of the gradient buffers that exist with logits, with a running layer, and with the word embedding's."""
+        """Bytes of the gradients and weights that exist with logits, with a running layer, and with the word embedding.
+        """
         chunks, width, num_layers = self.chunks, buffers.width, buffers.num_layers
+        weight_width, num_open = buffers.weight_width, buffers.num_open
         at_layers = (one.layer_gradients * num_layers + one.head_gradients * one.shares_embedding for one in chunks)
         at_embedding = (one.embedding_gradients + one.layer_gradients * (num_layers - 1) for one in chunks
                         if one.embedding_gradients)
-        return (width * max(one.head_gradients for one in chunks), width * max(at_layers),
-                width * max(at_embedding, default=0))
+        opened = (max(one.head_weights for one in chunks), max(one.layer_weights * num_open for one in chunks),
+                  max(one.embedding_weights + one.layer_weights * (num_open - 1) for one in chunks))
+        return (width * max(one.head_gradients for one in chunks) + weight_width * opened[0],
+                width * max(at_layers) + weight_width * opened[1],
+                max(width * max(at_embedding, default=0), weight_width * opened[2]))
 
     def ahead_bytes(self, rows: MicrobatchSizes, num_microbatches: int) -> int:
         """Bytes of messages that a slow next stage has not received: the most that may be in flight, and the next."""

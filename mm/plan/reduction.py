@@ -12,9 +12,10 @@ from mm.plan.traffic import all_reduce_law
 def reduction_seconds(
     run: Run, calibration: Calibration, sizes: Sequence[StageSize], num_passes: float
 ) -> float:
-    """Seconds to sum the gradients over the ranks with the same weights.
+    """Seconds to sum the gradients over the ranks with the same weights, and to gather weights.
 
-    ``num_passes``: microbatches of a replica in a step; shards of gradients are reduced in each one's backward pass.
+    ``num_passes``: microbatches of a replica in a step.  Shards of gradients are reduced in each one's backward pass,
+    shards of weights are gathered in its forward and in its backward pass.
     """
     return _of_copies(run, calibration, sizes, num_passes) + _of_encoders(run, calibration, sizes)
 
@@ -30,7 +31,7 @@ def _of_encoders(run: Run, calibration: Calibration, sizes: Sequence[StageSize])
 
 def _of_copies(run: Run, calibration: Calibration, sizes: Sequence[StageSize], num_passes: float) -> float:
     most, num_copies = max(sizes, key=lambda size: size.reduced_bytes), run.num_copies
-    if num_copies == 1 or not most.reduced_bytes:
+    if num_copies == 1 or not (most.reduced_bytes or run.shards_weights):
         return 0.0
     law = all_reduce_law(calibration, num_copies, run.tp_size)
     if not run.args.splits_optimizer:
@@ -39,8 +40,11 @@ def _of_copies(run: Run, calibration: Calibration, sizes: Sequence[StageSize], n
     gather = law.seconds(most.num_trainable_params * WIDTHS[run.args.precision]) / 2
     if not run.shards_gradients:
         return law.seconds(most.reduced_bytes) / 2 + gather
-    each_unit = law.seconds(most.reduced_bytes / most.num_units) / 2
-    return num_passes * most.num_units * each_unit + gather
+    reduced = num_passes * most.num_units * law.seconds(most.reduced_bytes / max(1, most.num_units)) / 2
+    if not run.shards_weights:
+        return reduced + gather
+    each_block = law.seconds(most.num_params * WIDTHS[run.args.precision] / most.num_blocks) / 2
+    return reduced + num_passes * 2 * most.num_blocks * each_block
 
 
 def update_seconds(run: Run, calibration: Calibration, sizes: Sequence[StageSize]) -> float:

@@ -43,6 +43,8 @@ class StageSize:
     """Gradients as they are reduced over the ranks with the same weights."""
     num_units: int
     """Layers and other blocks with trained weights, which are reduced one by one if gradients are sharded."""
+    num_blocks: int
+    """All layers and other blocks, which are gathered one by one if weights are sharded."""
     whole_gradient_bytes: int
     """Gradients that tensor-parallel ranks also sum, without shards: of encoders that each of them holds whole."""
     update_bytes: int
@@ -62,7 +64,8 @@ class StageSize:
 
 def chunk_size(run: Run, spec: StageSpec) -> StageSize:
     """Parameters and bytes of ``spec`` on one rank: its tensor-parallel shard, with padding in memory."""
-    num_params, num_trainable, num_whole, num_units = _num_params(one_stage(run.model), run.tp_size, spec)
+    num_params, num_trainable, num_whole, num_units, num_blocks = _num_params(
+        one_stage(run.model), run.tp_size, spec)
     reduced_width = WIDTHS["bf16"] if run.args.grad_reduce_in_bf16 else FP32
     kept_width = FP32 if run.shards_gradients else reduced_width
     moment_widths = [WIDTHS[dtype] for dtype in (run.args.exp_avg_dtype, run.args.exp_avg_sq_dtype)]
@@ -71,10 +74,11 @@ def chunk_size(run: Run, spec: StageSpec) -> StageSize:
     return StageSize(
         num_params=num_params,
         num_trainable_params=num_trainable,
-        weight_bytes=num_params * WIDTHS[run.args.precision],
+        weight_bytes=-(-num_params * WIDTHS[run.args.precision] // (num_shards if run.shards_weights else 1)),
         gradient_bytes=-(-num_trainable * kept_width // (num_shards if run.shards_gradients else 1)),
         reduced_bytes=num_trainable * reduced_width,
         num_units=num_units,
+        num_blocks=num_blocks,
         whole_gradient_bytes=num_whole * kept_width,
         optimizer_bytes=-(-num_trainable * state_bytes // num_shards),
         update_bytes=-(-num_trainable * FP32 // num_shards) if kept_width < FP32 else 0,
@@ -87,11 +91,13 @@ def num_optimizer_shards(run: Run) -> int:
 
 
 def unit_buffers(run: Run) -> UnitBuffers | None:
-    """The gradient buffers of units that a backward pass needs; None if a rank keeps all gradients."""
+    """The memory of units while they are used; None if a rank keeps all gradients."""
     if not run.shards_gradients:
         return None
     width = WIDTHS["bf16"] if run.args.grad_reduce_in_bf16 else FP32
-    return UnitBuffers(width, 2 if run.args.overlap_grad_reduce else 1)
+    weight_width = WIDTHS[run.args.precision] if run.shards_weights else 0
+    return UnitBuffers(width, 2 if run.args.overlap_grad_reduce else 1, weight_width,
+                       2 if run.args.overlap_param_gather else 1)
 
 
 def block_bytes(run: Run, size: StageSize) -> int:
@@ -108,13 +114,14 @@ def block_bytes(run: Run, size: StageSize) -> int:
     return num_elements * (FP32 * (first + second + (copy != "fp32")) + once_more)
 
 
-def _num_params(model: ModelConfig, tp_size: int, spec: StageSpec) -> tuple[int, int, int, int]:
-    """``_params_of`` the weights of ``spec``, summed, and the number of its blocks with trained weights."""
+def _num_params(model: ModelConfig, tp_size: int, spec: StageSpec) -> tuple[int, int, int, int, int]:
+    """``_params_of`` the weights of ``spec``, summed, and the numbers of its blocks with trained weights and of all."""
     counts = [one for (place, layer), one in _params_by_place(model, tp_size).items() if owns(spec, place, layer)]
     copies = [weight for weight in stage_weights(model, spec) if weight.is_tied_copy] if model.language.tied else []
     counts.append(_params_of(copies, model, tp_size))
     num_params, num_trainable, num_whole = map(sum, zip(*counts, strict=True))
-    return num_params, num_trainable, num_whole, sum(num_trained > 0 for _, num_trained, _ in counts)
+    num_units, num_blocks = (sum(one[kind] > 0 for one in counts) for kind in (1, 0))
+    return num_params, num_trainable, num_whole, num_units, num_blocks
 
 
 @cache

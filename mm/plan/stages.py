@@ -86,7 +86,8 @@ def _run_lines(run: Run) -> list[str]:
 
 
 _SHARDED = {"no_shard": "whole on every rank", "optim": "split over the data-parallel ranks",
-            "optim_grads": "and gradients split over the data-parallel ranks"}  # fmt: skip
+            "optim_grads": "and gradients split over the data-parallel ranks",
+            "optim_grads_params": "gradients and weights split over the data-parallel ranks"}  # fmt: skip
 
 
 def _states(args: Arguments) -> str:

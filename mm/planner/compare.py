@@ -23,6 +23,7 @@ from mm.timeline.spans import StepSettings, StepTimeline
 _FLAGS = {"world_size": "--world-size", "tp_size": "--tensor-model-parallel-size", "cp_size": "--context-parallel-size",
           "sequence_parallel": "--sequence-parallel", "precision": "the precision",
           "shards_gradients": "--data-parallel-sharding-strategy optim_grads",
+          "shards_weights": "--data-parallel-sharding-strategy optim_grads_params",
           **{name: flag_name(name) for name in (
               "use_distributed_optimizer", "grad_reduce_in_bf16", "overlap_grad_reduce", "overlap_param_gather",
               "context_parallel_algo", "exp_avg_dtype", "exp_avg_sq_dtype")}}  # fmt: skip

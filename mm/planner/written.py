@@ -72,7 +72,8 @@ def _set_sampler(data: dict[str, Any], run: Run) -> None:
 
 
 _SHARDING_FLAGS = {"no_shard": (), "optim": ("--use-distributed-optimizer",),
-                   "optim_grads": ("--data-parallel-sharding-strategy", "optim_grads")}  # fmt: skip
+                   **{name: ("--data-parallel-sharding-strategy", name)
+                      for name in ("optim_grads", "optim_grads_params")}}  # fmt: skip
 
 
 def _script(folder: Path, run: Run) -> str:

@@ -34,6 +34,7 @@ _INKS = {
     label(Work.EXCHANGE): _Ink("#f7e9c3"),
     label(Work.VISUAL_EXCHANGE): _Ink("#e3d9a8"),
     label(Work.DATA): _Ink("#f9d9cf"),
+    label(Work.GATHER): _Ink("#d6b6d9"),
     label(Work.REDUCTION): _Ink("#e5b94f"),
     label(Work.UPDATE): _Ink("#d9702e", "#ffffff"),
     label(Work.UPDATE_WAIT): _Ink("#efc4a6"),

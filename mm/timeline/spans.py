@@ -19,7 +19,7 @@ COMPUTING = frozenset({Work.INPUTS, Work.FORWARD, Work.VISION_FORWARD, Work.LANG
 TIMED = tuple(work for work in Work if work is not Work.SAVE)
 """The kinds of work in a step."""
 
-WAITS = frozenset({Work.EXCHANGE, Work.VISUAL_EXCHANGE, Work.REDUCTION, Work.UPDATE_WAIT})
+WAITS = frozenset({Work.EXCHANGE, Work.VISUAL_EXCHANGE, Work.GATHER, Work.REDUCTION, Work.UPDATE_WAIT})
 """Waits for other ranks, with the transfers themselves."""
 
 _INSTANT = 1e-12
@@ -84,6 +84,7 @@ class StepSettings:
     exp_avg_sq_dtype: str = "fp32"
     kept_copy: str = "fp32"
     shards_gradients: bool = False
+    shards_weights: bool = False
 
     @classmethod
     def of(cls, args: Arguments, model: ModelConfig, world_size: int) -> "StepSettings":
@@ -91,7 +92,8 @@ class StepSettings:
         return cls(model, world_size, args.tensor_model_parallel_size, args.context_parallel_size,
                    args.sequence_parallel, args.precision, args.splits_optimizer, args.grad_reduce_in_bf16,
                    args.overlap_grad_reduce, args.overlap_param_gather, args.context_parallel_algo,
-                   args.exp_avg_dtype, args.exp_avg_sq_dtype, args.kept_copy, args.shards_gradients)
+                   args.exp_avg_dtype, args.exp_avg_sq_dtype, args.kept_copy, args.shards_gradients,
+                   args.shards_weights)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 from mm.config.run import Run
 from mm.device.platform import MachineFinding
 from mm.device.platforms import PLATFORMS
+from mm.plan.layer_memory import WIDTHS
 from mm.plan.sizes import stage_sizes
 
 DISTRIBUTION = "qwen2_5_vl-3d"
@@ -152,28 +153,29 @@ def _host_memory(run: Run, node: Node) -> Iterator[MachineFinding]:
     if node.host_bytes < wanted:
         yield node.host_bytes < least, (
             f"{_gib(node.host_bytes)} GiB of host memory are free, but the {node.num_ranks} ranks of this node need up "
-            f"to {_gib(wanted)} GiB: {_gib(least)} for their processes, {_gib(copies)} for the copies of --async-save, "
+            f"to {_gib(wanted)} GiB: {_gib(least)} for their processes, {_gib(copies)} for copies of what is saved, "
             f"and the rest for {owners} data owners, which prefetch steps into pinned memory. Give the container more "
             f"(`docker run --memory`), end other processes (`ps aux --sort=-rss | head`), or lower --num-workers, "
             f"prefetch_factor or --global-batch-size"
-            f"{', or remove --async-save' if copies else ''}")
+            f"{', or remove --async-save' if run.args.async_save and copies else ''}")
 
 
 def _copy_bytes(run: Run, node: Node) -> int:
-    """Host memory for what the node's ranks copy with ``--async-save``: saved weights and optimizer states."""
-    if not run.args.async_save or run.args.save is None:
+    """Host memory for what the node's ranks copy before they save it: weights if they keep shards of them, and with
+    ``--async-save`` weights and optimizer states."""
+    if run.args.save is None or not (run.args.async_save or run.shards_weights):
         return 0
     sizes, num_in_stage = stage_sizes(run, run.model.placement()), run.tp_size * run.cp_size * run.dp_size
     total, places = 0, set[tuple[int, int]]()
-    for rank in range(node.first_rank, node.first_rank + node.num_ranks):
+    for rank in range(node.first_rank, min(node.first_rank + node.num_ranks, run.world_size)):
         size, is_first_copy = sizes[rank // num_in_stage], rank % num_in_stage < run.tp_size
         if run.args.save_on_each_node:
             place = rank // num_in_stage, rank % run.tp_size
             is_first_copy = place not in places
             places.add(place)
         num_saved = size.num_trainable_params if run.model.lora.is_on else size.num_params  # see ``saved_weights``
-        total += size.weight_bytes * num_saved // size.num_params * is_first_copy
-        total += size.optimizer_bytes * (is_first_copy or run.args.splits_optimizer)
+        total += WIDTHS[run.args.precision] * num_saved * is_first_copy
+        total += size.optimizer_bytes * (is_first_copy or run.args.splits_optimizer) * run.args.async_save
     return total
 
 

@@ -58,6 +58,11 @@ def build_optimizer(
     if shards:
         for one in optimizer.chained_optimizers:
             _take_gradients_from(one, shards)
+    weight_shards = {weight: shards.shard_of(weight)[0] for model in models if isinstance(model, ShardedGradients)
+                     for shards in [model.weight_shards] if shards for weight in model.params_with_grad}  # fmt: skip
+    if weight_shards:
+        for one in optimizer.chained_optimizers:
+            _keep_weights_in(one, weight_shards)
     if kept.is_rounded:
         chained: Any
         for chained in optimizer.chained_optimizers:
@@ -88,6 +93,24 @@ def _take_gradients_from(chained: Any, shards: Mapping[Any, Tensor]) -> None:
 
     if not chained.is_stub_optimizer:
         chained._copy_model_grads_to_main_grads = take
+
+
+def _keep_weights_in(chained: Any, shards: Mapping[Any, Tensor]) -> None:
+    """Let ``chained`` update the parts of weights in ``shards``; megatron has them in whole weights, which have no
+    memory here."""
+
+    def copy_to_main(state_dict: None = None) -> None:
+        for weight, copy in zip(chain(*chained.model_float16_groups), chain(*chained.shard_fp32_from_float16_groups),
+                                strict=True):
+            copy.data.copy_(shards[weight])
+
+    if not chained.is_stub_optimizer:
+        weights = chain(*chained.model_float16_groups, *chained.model_fp32_groups)
+        updated = chain(*chained.shard_float16_groups, *chained.shard_fp32_groups)
+        for weight, own in zip(weights, updated, strict=True):
+            own.data = shards[weight]
+        copy_to_main()
+        chained._copy_model_params_to_main_params = copy_to_main
 
 
 def _override(group: Group, config: OptimizerConfig) -> Any:

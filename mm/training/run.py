@@ -47,11 +47,12 @@ class Trainer:
         self.run, self._schedule, run, args = settled.run, settled.schedule, settled.run, settled.run.args
         self.mesh, self._watchdog, self._say = mesh, watchdog, say_on_last_rank(mesh)
         self._samples, self._opened_questions = settled.samples, settled.questions
-        stage = Stage(run.model, mesh, args.precision, device, args.loss_unit, run.num_pieces > 1)
+        stage = Stage(run.model, mesh, args.precision, device, args.loss_unit, run.num_pieces > 1, args.shards_weights)
         started = start(settled, stage, mesh, self._say)
         self.setup, self.progress = started.setup, started.progress
         claim = claim or Claim()
-        self._dying = None if args.save is None or settled.disks.are_several else DyingSave(
+        has_whole = not (settled.disks.are_several or stage.shards_weights)  # what the survivors of a failure need
+        self._dying = None if args.save is None or not has_whole else DyingSave(
             args.save, self.setup, claim, resolved(run), started.base, saves_states=not args.no_save_optim)
         watchdog.follow(stage.journal, self.setup.communicator, self._dying)
         self.fingerprint = None if args.vision_feature_cache is None else vision_fingerprint(stage, mesh)

@@ -8,7 +8,7 @@ import dataclasses
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Self
@@ -73,7 +73,7 @@ class BegunSave:
         setup.finish_gathering()
         owned = owned_states(setup.optimizer, setup.models) if save_optim else []
         disks = disks or Disks.one(mesh)
-        tensors = _planned(setup, owned, save_rng, disks)
+        tensors = _planned(setup, owned, _values(setup, disks), save_rng, disks)
         of_disks = torch.zeros(mesh.world_size, dtype=torch.int64)  # bytes
         of_disks[disks.own] = sum(tensor.stored.num_bytes for tensor, _ in tensors)
         dist.all_reduce(of_disks, group=mesh.control_group)
@@ -169,7 +169,28 @@ def begun_manifest(
     )
 
 
-def _planned(setup: Setup, owned: Sequence[OwnedState], save_rng: bool, disks: Disks) -> ToWrite:
+def _values(setup: Setup, disks: Disks) -> Mapping[str, Values]:
+    """The values of the weights that a rank at this position writes, by name.
+
+    If ranks keep shards of weights, they gather them unit by unit, all together, and those that write keep copies in
+    host memory.
+    """
+    mesh, stage = setup.mesh, setup.stage
+    if not stage.shards_weights:
+        return {name: Values(parameter) for name, parameter in stage.named_parameters()}
+    some = [one for copies in _copies_of(disks) for one in _stored(setup, copies).values()]
+    return {weight.name: Values(values.to("cpu", copy=True), is_copy=True)
+            for weight, values in stage.whole_weights(some) if disks.is_writer(mesh)}
+
+
+def _copies_of(disks: Disks) -> tuple[bool, ...]:
+    """Whether ranks write the copies that other positions write as well: if these may be on other disks."""
+    return (False, True) if disks.are_several else (False,)
+
+
+def _planned(
+    setup: Setup, owned: Sequence[OwnedState], values: Mapping[str, Values], save_rng: bool, disks: Disks
+) -> ToWrite:
     """What this rank writes, file by file.
 
     Everything is written once on each disk: by one replica, one copy of a tied embedding, and one TP rank for
@@ -177,9 +198,9 @@ def _planned(setup: Setup, owned: Sequence[OwnedState], save_rng: bool, disks: D
     ranks may be on different ones.  A file of a certain name has the same content on every disk.
     """
     mesh, planned = setup.mesh, list[tuple[CheckpointTensor, Values]]()
-    for copies in (False, True) if disks.are_several else (False,):
+    for copies in _copies_of(disks):
         if disks.is_writer(mesh):
-            planned += planned_weights(setup, copies)
+            planned += planned_weights(setup, values, copies)
         if disks.is_writer(mesh) or is_split(setup.optimizer):
             planned += planned_states(setup, owned, copies)
     if save_rng:
@@ -190,15 +211,19 @@ def _planned(setup: Setup, owned: Sequence[OwnedState], save_rng: bool, disks: D
     return planned
 
 
-def planned_weights(setup: Setup, copies: bool = False) -> ToWrite:
-    """The weights that this rank's position on the axes writes, or those of which it holds ``copies``."""
+def planned_weights(setup: Setup, values: Mapping[str, Values] | None = None, copies: bool = False) -> ToWrite:
+    """The weights that this rank's position on the axes writes, or those of which it holds ``copies``.
+
+    ``values``: by default those in memory, which are whole.
+    """
     file = weights_file(setup, copies)
     planned: list[tuple[CheckpointTensor, Values]] = []
     for name, weight in _stored(setup, copies).items():
         parameter, memory = setup.stage.get_parameter(name), MemoryLayout.of(weight, setup.mesh.tp_size)
+        live = Values(parameter) if values is None else values[name]
         piece = CheckpointTensor.of(parameter.dtype, memory.file_shape, file, stored_name(weight), "weight",
                                     _tp_rank(weight, setup.mesh))
-        planned.append((piece, Values(parameter, memory)))
+        planned.append((piece, replace(live, memory=memory)))
     return planned
 
 

@@ -19,8 +19,9 @@ from mm.parallel.mesh import Mesh
 from mm.parallel.passes import Reductions
 from mm.parallel.pipeline import PipelineCommunicator
 from mm.parallel.reduction import finalize
-from mm.parallel.schedule import run_schedule
+from mm.parallel.schedule import run_forward, run_schedule
 from mm.parallel.sharded import ShardedGradients
+from mm.parallel.unit_passes import UnitPasses
 from mm.training.optimizer import build_optimizer, kept_states
 from mm.training.update import StepResult, update
 from mm.weights.groups import group_of
@@ -35,8 +36,9 @@ class Setup:
     stage: Stage
     models: tuple[DistributedDataParallel, ...]
     """One per chunk of the stage."""
-    reductions: Reductions | None
-    """The reductions of ``models`` if ranks keep shards of the gradients; else None."""
+    passes: Reductions | UnitPasses | None
+    """If ranks keep shards of the gradients: what the passes of ``models`` reduce, and gather if weights are in shards
+    too.  Else None."""
     optimizer: ChainedOptimizer
     communicator: PipelineCommunicator
 
@@ -45,17 +47,17 @@ class Setup:
         """Build DDP, optimizer and communication around ``stage``.  Its weights must already be filled, because the
         optimizer copies them."""
         settings = stage.config
-        models, reductions = _wrapped(stage, mesh, args)
+        models, passes = _wrapped(stage, mesh, args)
         groups = {weight.name: group_of(weight, args, stage.model) for weight in stage.weights
                   if not is_frozen(weight, stage.model)}
         optimizer = build_optimizer(optimizer_config(args, settings), models, groups, kept_states(args),
                                     stage.device.kernels.rounded_at_random)
-        bind(settings, models, optimizer, partial(finalize, reductions=reductions, tied_group=mesh.tied_group))
+        bind(settings, models, optimizer, partial(finalize, passes=passes, tied_group=mesh.tied_group))
         communicator = PipelineCommunicator(mesh, stage.model, settings, stage.device.torch_device, stage.journal,
                                             args.check_p2p, starts_ahead(args, stage.device))
-        if reductions is not None:
-            communicator.leave = reductions.leave
-        return cls(mesh, stage, models, reductions, optimizer, communicator)
+        if isinstance(passes, Reductions):
+            communicator.leave = passes.leave
+        return cls(mesh, stage, models, passes, optimizer, communicator)
 
     def gather_weights(self) -> None:
         """With the distributed optimizer, gather the weights from the ranks that own their parts, and wait for them."""
@@ -70,12 +72,15 @@ class Setup:
 
 def _wrapped(
     stage: Stage, mesh: Mesh, args: Arguments
-) -> tuple[tuple[DistributedDataParallel, ...], Reductions | None]:
-    """The chunks of ``stage`` in megatron's DDP, and their reductions if ranks keep only shards of the gradients."""
+) -> tuple[tuple[DistributedDataParallel, ...], Reductions | UnitPasses | None]:
+    """The chunks of ``stage`` in megatron's DDP, and their passes if ranks keep only shards of the gradients."""
     settings, config = stage.config, ddp_config(args)
     if not args.shards_gradients or mesh.num_copies == 1:
         return tuple(DistributedDataParallel(settings, config, chunk) for chunk in stage.chunks), None
-    models = tuple(ShardedGradients(settings, config, chunk, chunk.units()) for chunk in stage.chunks)
+    models = tuple(
+        ShardedGradients(settings, config, chunk, chunk.units(), chunk.weight_shards) for chunk in stage.chunks)
+    if stage.shards_weights:
+        return models, UnitPasses(models[0], stage.journal, args.overlap_param_gather)
     return models, Reductions(models, mesh.pp_size)
 
 
@@ -104,9 +109,20 @@ def forward_backward(setup: Setup, plan: StepPlan) -> Tensor:
     ``update`` sums the shares in one collective with the gradient norm.
     """
     overwrites = setup.stage.device.kernels.overwrites
-    if setup.reductions is None:
+    if setup.passes is None:
         reduction.begin(setup.models, overwrites)
     else:
-        setup.reductions.begin(plan, overwrites)
+        setup.passes.begin(plan, overwrites)
     setup.optimizer.zero_grad()
     return run_schedule(setup.models, plan, setup.communicator, setup.mesh)
+
+
+def forward(setup: Setup, plan: StepPlan) -> Tensor:
+    """The forward passes alone; see ``run_forward``."""
+    passes = setup.passes if isinstance(setup.passes, UnitPasses) else None
+    if passes is not None:
+        passes.begin(plan, overwrites=False, forward_only=True)
+    losses = run_forward(setup.models, plan, setup.communicator, setup.mesh)
+    if passes is not None:
+        passes.end()
+    return losses

@@ -16,9 +16,8 @@ from mm.config.validation import is_due
 from mm.data.feed.validation import ValidationPlan
 from mm.parallel.activity import Work
 from mm.parallel.agreement import all_of
-from mm.parallel.schedule import run_forward
 from mm.parallel.watchdog import Watchdog
-from mm.training.step import Setup
+from mm.training.step import Setup, forward
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ def validate(
             with watchdog.step(iteration, "validation"):
                 with setup.stage.journal.during(Work.DATA):
                     watchdog.plan = plan = next(data)
-                losses = run_forward(setup.models, plan, setup.communicator, setup.mesh).tolist()  # waits for the plan
+                losses = forward(setup, plan).tolist()  # waits for the device
             num_samples += plan.totals.num_target_samples
             num_target_tokens += plan.totals.num_target_tokens
             total = _added(total, losses if counts else [])

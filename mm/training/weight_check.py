@@ -42,8 +42,8 @@ def check_weights(setup: Setup, iteration: int) -> None:
     ranks and tensors."""
     setup.finish_gathering()
     mesh, stage = setup.mesh, setup.stage
-    own = tuple((str(weight.hf_names), weight.name, mesh.tp_rank if weight.is_cut else -1,
-                 digest(stage.get_parameter(weight.name))) for weight in stage.weights)  # fmt: skip
+    own = tuple((str(weight.hf_names), weight.name, mesh.tp_rank if weight.is_cut else -1, digest(values))
+                for weight, values in stage.whole_weights(stage.weights))
     held: dict[tuple[str, int], dict[int, Digest]] = defaultdict(dict)
     names: dict[str, str] = {}
     for rank, weights in all_of(((mesh.rank, own),), mesh.control_group):

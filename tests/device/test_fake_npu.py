@@ -28,6 +28,9 @@ LAYOUTS = {  # name: (processes, model JSON, what the same run on the CPU is cal
                                              "megatron_cp_algo", "--use-distributed-optimizer")),
     "dp2": (2, "model_1", "fp32", ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")),
     "dp2-shards": (2, "model_1", "fp32", ("--data-parallel-sharding-strategy", "optim_grads", "--overlap-grad-reduce")),
+    "dp2-weight-shards": (2, "model_1", "bf16", (
+        "--bf16", "--data-parallel-sharding-strategy", "optim_grads_params", "--overlap-grad-reduce",
+        "--overlap-param-gather")),
 }
 REFERENCES = ("fp32", "bf16", "frozen")
 TOLERANCES = {

@@ -161,8 +161,7 @@ def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> T
     from mm.data.feed.owner import deal_images
     from mm.model.flops import training_flops
     from mm.model.stage import Chunk, Stage
-    from mm.parallel.schedule import run_forward
-    from mm.training.step import Setup, step
+    from mm.training.step import Setup, forward, step
     from tests.microbatches import own_pixels, random_microbatch
 
     def record_phase(chunk: Chunk, phase: str) -> None:
@@ -185,7 +184,8 @@ def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> T
                          for seed in range(case.num_microbatches)], model, num_encoders)
     totals = BatchTotals.of(batch, model.vision)
     with recorder:
-        stage = Stage(model, mesh, "bf16", MetaDevice.of(recorder), sequence_parallel=case.sequence_parallel)
+        stage = Stage(model, mesh, "bf16", MetaDevice.of(recorder), sequence_parallel=case.sequence_parallel,
+                      shards_weights=args.shards_weights)
         for chunk in stage.chunks:
             record_phase(chunk, "prepare")
             record_phase(chunk, "forward")
@@ -195,7 +195,7 @@ def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> T
         plan = StepPlan(tuple(own_pixels(one, mesh.context) for one in batch), totals, image_passes=passes)
         recorder.start()
         if case.forward_only:
-            run_forward(setup.models, plan, setup.communicator, mesh)
+            forward(setup, plan)
         else:
             step(setup, plan, lr=1e-5)
     operators: dict[str, dict[str, Tally]] = {phase: {} for phase in PHASES}

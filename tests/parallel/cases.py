@@ -111,6 +111,38 @@ FEW_TOKENS: dict[str, Any] = {
 }
 """Microbatches of one token, two and three among others: a context or tensor-parallel rank is left without any."""
 ONE_IMAGE_OUTWEIGHS_ALL: tuple[tuple[Grid, ...], ...] = (((1, 2, 2),), ((1, 16, 20), (1, 2, 4)), ((1, 4, 2),))
+_SHARDED = (
+    # replicas with images in different microbatches, and with none; what ties units together
+    Case("dp2", dp=2),
+    Case("dp2-overlap", dp=2, batch="images on one rank", overlap=True),
+    Case("dp2-tied-overlap", dp=2, tied=True, batch="last without targets", logit_rows=5, overlap=True),
+    Case("dp2-text-only", dp=2, batch="text"),
+    Case("dp2-groups-clipped", dp=2, groups=True, clip_grad=1e-6),
+    Case("dp2-fused-recompute", dp=2, fused=True, recompute="selective mlp layernorm", freeze_modules=("fc1",)),
+    Case("dp2-only-projector", dp=2, freeze=("vision", "language"), batch="images on one rank"),
+    Case("dp2-vision-frozen-recompute", dp=2, freeze=("vision",), recompute="uniform", overlap=True),
+    Case("cp2-few-tokens", cp=2, overlap=True, **FEW_TOKENS),
+    Case("dp2-encoded-together", dp=2, batch="images on one rank", encoder_batch=2, micro_batch_size=1),
+    Case("dp4-overlap", dp=4, micro_batch_size=1, overlap=True),
+    Case("tp2-dp2-sp-overlap", tp=2, dp=2, sequence_parallel=True, overlap=True),
+    Case("cp2-dp2", cp=2, dp=2, batch="images on one rank"),
+    Case("ring2-dp2-tied", cp=2, ring=True, dp=2, tied=True, micro_batch_size=1),
+    Case("dp2-pp2-tied-overlap", (3, 1), (0, 4), dp=2, tied=True, batch="images on one rank", overlap=True),
+    Case("dp2-pp2-vpp2-tied-on-one-rank", ((4, 0), (0, 0)), ((0, 1), (1, 2)), dp=2, tied=True, overlap=True,
+         batch="images on one rank", micro_batch_size=1),
+    # the first replica waits in its first microbatch for the second one, which has images in its last only
+    Case("dp2-pp2-only-encoder-images-at-other-ends", (4, 0), (2, 2), dp=2, freeze=("language",),
+         trainable_modules=("output_layer",), micro_batch_size=1,
+         grids=(_IMAGE, (), (), (), (), (), (), (), (), _IMAGE)),
+    # in the cool-down, each replica lacks a pass of the other
+    Case("dp2-pp2-vpp2-images-in-different-microbatches", ((2, 1), (1, 0)), ((0, 0), (0, 4)), dp=2,
+         freeze=("language",), micro_batch_size=1, grids=((), _IMAGE, _IMAGE, ())),
+    # a rank whose last images of an encoder batch are not the batch's last
+    Case("cp2-pp2-encoded-together", (4, 0), (0, 4), cp=2, encoder_batch=3, **FEW_TOKENS),
+    Case("whole-tp2-dp2-sp-encoded-together", tp=2, dp=2, whole_encoder=True, sequence_parallel=True,
+         batch="images on one rank", encoder_batch=3, micro_batch_size=1),
+)
+"""Gradients in shards; and weights, on one stage."""
 CASES = (
     Case("tp1"),
     Case("tp2-sp-few-tokens", tp=2, sequence_parallel=True, **FEW_TOKENS),
@@ -164,37 +196,9 @@ CASES = (
     Case("dp2-per-sample", dp=2, loss_unit="sample"),
     Case("dp2-clipped", dp=2, clip_grad=1e-6),
     Case("dp2-distributed-optimizer-clipped", dp=2, sharding="optim", clip_grad=1e-6),
-    # gradients in shards: replicas with images in different microbatches, and with none; what ties units together
-    *(replace(case, name=f"shards-{case.name}", sharding="optim_grads") for case in (
-        Case("dp2", dp=2),
-        Case("dp2-overlap", dp=2, batch="images on one rank", overlap=True),
-        Case("dp2-tied-overlap", dp=2, tied=True, batch="last without targets", logit_rows=5, overlap=True),
-        Case("dp2-text-only", dp=2, batch="text"),
-        Case("dp2-groups-clipped", dp=2, groups=True, clip_grad=1e-6),
-        Case("dp2-fused-recompute", dp=2, fused=True, recompute="selective mlp layernorm", freeze_modules=("fc1",)),
-        Case("dp2-only-projector", dp=2, freeze=("vision", "language"), batch="images on one rank"),
-        Case("dp2-vision-frozen-recompute", dp=2, freeze=("vision",), recompute="uniform", overlap=True),
-        Case("cp2-few-tokens", cp=2, overlap=True, **FEW_TOKENS),
-        Case("dp2-encoded-together", dp=2, batch="images on one rank", encoder_batch=2, micro_batch_size=1),
-        Case("dp4-overlap", dp=4, micro_batch_size=1, overlap=True),
-        Case("tp2-dp2-sp-overlap", tp=2, dp=2, sequence_parallel=True, overlap=True),
-        Case("cp2-dp2", cp=2, dp=2, batch="images on one rank"),
-        Case("ring2-dp2-tied", cp=2, ring=True, dp=2, tied=True, micro_batch_size=1),
-        Case("dp2-pp2-tied-overlap", (3, 1), (0, 4), dp=2, tied=True, batch="images on one rank", overlap=True),
-        Case("dp2-pp2-vpp2-tied-on-one-rank", ((4, 0), (0, 0)), ((0, 1), (1, 2)), dp=2, tied=True, overlap=True,
-             batch="images on one rank", micro_batch_size=1),
-        # the first replica waits in its first microbatch for the second one, which has images in its last only
-        Case("dp2-pp2-only-encoder-images-at-other-ends", (4, 0), (2, 2), dp=2, freeze=("language",),
-             trainable_modules=("output_layer",), micro_batch_size=1,
-             grids=(_IMAGE, (), (), (), (), (), (), (), (), _IMAGE)),
-        # in the cool-down, each replica lacks a pass of the other
-        Case("dp2-pp2-vpp2-images-in-different-microbatches", ((2, 1), (1, 0)), ((0, 0), (0, 4)), dp=2,
-             freeze=("language",), micro_batch_size=1, grids=((), _IMAGE, _IMAGE, ())),
-        # a rank whose last images of an encoder batch are not the batch's last
-        Case("cp2-pp2-encoded-together", (4, 0), (0, 4), cp=2, encoder_batch=3, **FEW_TOKENS),
-        Case("whole-tp2-dp2-sp-encoded-together", tp=2, dp=2, whole_encoder=True, sequence_parallel=True,
-             batch="images on one rank", encoder_batch=3, micro_batch_size=1),
-    )),
+    *(replace(case, name=f"shards-{case.name}", sharding="optim_grads") for case in _SHARDED),
+    *(replace(case, name=f"weight-shards-{case.name}", sharding="optim_grads_params")
+      for case in _SHARDED if case.pp == 1),
     Case("pp4-one-with-neither", (3, 1, 0, 0), (0, 0, 0, 4)),
     Case("pp4-first-with-neither", (0, 2, 2, 0), (0, 0, 1, 3)),
     Case("pp4-last-with-neither", (4, 0, 0, 0), (1, 3, 0, 0)),

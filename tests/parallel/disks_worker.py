@@ -28,8 +28,8 @@ from mm.training.disks import Disks, claim_others, find_disks, find_disks_once  
 from mm.training.each_disk import catch_up, check_held  # noqa: E402
 from mm.training.gathered import finish_on_first  # noqa: E402
 from mm.training.save import BegunSave  # noqa: E402
+from tests.parallel.state_layouts import DISTRIBUTED, DP2, PP2, TP2  # noqa: E402
 from tests.parallel.state_run import Layout, Run, different, problems_of  # noqa: E402
-from tests.parallel.state_worker import DISTRIBUTED, DP2, PP2, TP2  # noqa: E402
 
 LAYOUTS = {
     "pp2": PP2,

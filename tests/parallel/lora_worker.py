@@ -43,6 +43,7 @@ from tests.parallel.parity_worker import (  # picks the device before all others
     gradient_errors,
     joined,
     relative_error,
+    weight_errors,
     with_meshes,
 )
 from tests.peft_oracle import peft_model, peft_tensors, table_name
@@ -109,8 +110,7 @@ def run_case(case: LoraCase, mesh: parallel.Mesh) -> dict:
         losses.append(engine.update(loss).loss)
     if case.layout.overlap:  # the updated weights arrive in the next pass
         engine.loss()
-    by_weight = {name: relative_error([(parameter.detach(), engine.cut(expected["after"], name))], None)
-                 for name, parameter in engine.setup.stage.named_parameters()}
+    by_weight = weight_errors(engine, expected["after"])
     buffers = sum(one.numel() for model in engine.setup.models for buffer in model.buffers for one in buffer.params)
     trained = sum(one.numel() for _, one in engine.setup.stage.named_parameters() if one.requires_grad)
     owned = owned_states(engine.setup.optimizer, engine.setup.models)

@@ -55,7 +55,7 @@ from tests.parallel.cases import (  # noqa: E402
     Case,
     batch_of,
 )
-from tests.tiny import hf_loss, hf_model, hf_tensors, microbatch, our_config, whole  # noqa: E402
+from tests.tiny import copied_weights, hf_loss, hf_model, hf_tensors, microbatch, our_config, whole  # noqa: E402
 
 LR, WEIGHT_DECAY = 1e-3, 0.1
 
@@ -198,7 +198,7 @@ def build(
     )
     mesh = mesh_of(case, config) if mesh is None else mesh
     device = _fused(DEVICE) if case.fused else DEVICE
-    stage = Stage(config, mesh, "fp32", device, case.loss_unit, case.sequence_parallel)
+    stage = Stage(config, mesh, "fp32", device, case.loss_unit, case.sequence_parallel, args.shards_weights)
     for chunk in stage.chunks:
         if case.logit_rows is not None and chunk.spec.has_head:
             chunk.text_decoder.output_layer.max_rows = case.logit_rows
@@ -225,7 +225,7 @@ def _fused(device: Device) -> Device:
 
 def reduced_gradient(setup: Setup, weight: Any, start: int, stop: int) -> Tensor:
     """The reduced gradient of these elements of a flat weight, which this rank's optimizer updates."""
-    if setup.reductions is None:
+    if setup.passes is None:
         return weight.main_grad.flatten()[start:stop]
     assert not hasattr(weight, "main_grad"), "no gradient but the shard is kept"
     shards = {one: shard for model in setup.models for unit in model.units for one, shard in unit.shards()}
@@ -251,11 +251,18 @@ def gradient_errors(engine: Engine, expected: dict[str, Tensor]) -> tuple[dict[s
     return errors, uncovered
 
 
+def weight_errors(engine: Engine, expected: dict[str, Tensor]) -> dict[str, float]:
+    """Relative error of each weight on this rank."""
+    stage = engine.setup.stage
+    return {weight.name: relative_error([(values, engine.cut(expected, weight.name))], None)
+            for weight, values in stage.whole_weights(stage.weights)}
+
+
 def refuses_a_gradient_that_is_not_finite(case: Case, mesh: parallel.Mesh) -> bool:
     """Whether one NaN on the last rank makes every rank refuse the update, with all weights as they were."""
     engine = build(case, hf_tensors(hf_model(case.tied, num_key_heads=case.num_key_heads)), mesh=mesh)
     loss = forward_backward(engine.setup, engine.plan)
-    before = {name: one.detach().clone() for name, one in engine.setup.stage.named_parameters()}
+    before = copied_weights(engine.setup.stage)
     ranges = {one.name: (one.start, one.stop) for one in owned_states(engine.setup.optimizer, engine.setup.models)}
     name, (start, _) = next(item for item in ranges.items() if ".linear_" in item[0] and item[0].endswith("weight"))
     if engine.setup.mesh.rank == engine.setup.mesh.world_size - 1:
@@ -265,7 +272,7 @@ def refuses_a_gradient_that_is_not_finite(case: Case, mesh: parallel.Mesh) -> bo
         engine.update(loss)
         refused = False
     except AgreedError:
-        refused = all(torch.equal(before[name], one) for name, one in engine.setup.stage.named_parameters())
+        refused = all(torch.equal(before[name], one) for name, one in copied_weights(engine.setup.stage).items())
     gathered: list = [None] * engine.setup.mesh.world_size
     dist.all_gather_object(gathered, refused)
     return all(gathered)
@@ -281,10 +288,7 @@ def run_case(case: Case, mesh: parallel.Mesh) -> dict:
     result = engine.update(loss)
     # With overlapped gathering the updated weights arrive in this pass.
     loss_after = engine.loss()
-    by_weight = {
-        name: relative_error([(parameter.detach(), engine.cut(expected["after"], name))], None)
-        for name, parameter in engine.setup.stage.named_parameters()
-    }
+    by_weight = weight_errors(engine, expected["after"])
     gathered: list = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (by_gradient, by_weight, uncovered))
     worst = [max(((e, n) for g in gathered for n, e in g[i].items()), default=(0.0, "")) for i in (0, 1)]

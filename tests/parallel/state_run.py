@@ -36,7 +36,7 @@ from mm.weights.memory import memory_shape  # noqa: E402
 from mm.weights.table import model_weights, unshard  # noqa: E402
 from tests.microbatches import own_pixels  # noqa: E402
 from tests.parallel.cases import Lists, nested  # noqa: E402
-from tests.tiny import microbatch, our_config, random_sample, without_padding  # noqa: E402
+from tests.tiny import copied_weights, microbatch, our_config, random_sample, without_padding  # noqa: E402
 
 LR = 1e-3
 
@@ -92,14 +92,14 @@ class Run:
     def __init__(self, layout: Layout, seed: int = 1, model: ModelConfig | None = None) -> None:
         self.layout, self.config = layout, model or layout.model
         self.mesh = CURRENT.of(layout)
-        stage = Stage(self.config, self.mesh, layout.precision, DEVICE,
-                      sequence_parallel="--sequence-parallel" in layout.flags)
-        initialize(stage, stage.weights, self.mesh, seed, std=0.15)
         args = arguments.parse(
             ["--lr", str(LR), "--weight-decay", "0.1", "--train-iters", "9", "--micro-batch-size", "1"]
             + ["--seq-length", "64", "--mm-model", "m", "--mm-data", "d", *layout.flags]
             + ([] if layout.precision == "fp32" else [f"--{layout.precision}"])
         )
+        stage = Stage(self.config, self.mesh, layout.precision, DEVICE, sequence_parallel=args.sequence_parallel,
+                      shards_weights=args.shards_weights)
+        initialize(stage, stage.weights, self.mesh, seed, std=0.15)
         self.setup = Setup.build(stage, self.mesh, args)
         self.stage, self.optimizer = stage, self.setup.optimizer
         self.progress = state.TrainingProgress(0, 0)
@@ -149,7 +149,7 @@ class Run:
         for model in self.setup.models:
             if model.ddp_config.overlap_param_gather:
                 model.start_param_sync(force_sync=True)
-        found = {name: parameter.detach().clone() for name, parameter in self.stage.named_parameters()}
+        found = copied_weights(self.stage)
         for owned in owned_states(self.optimizer, self.setup.models):
             found |= {f"{owned.name}:{part}": tensor.clone() for part, tensor in owned.tensors().items()}
             found[f"{owned.name}:step"] = torch.tensor(owned.step)
@@ -158,13 +158,11 @@ class Run:
 
     def whole(self) -> dict[str, Tensor]:
         """The same of the whole model, put together from all ranks without any file; padding must be zero."""
-        mesh = self.mesh
-        mine = [
-            ((name, "weight"), 0, parameter.detach().reshape(-1)) for name, parameter in self.stage.named_parameters()
-        ] + [
+        mesh, weights = self.mesh, copied_weights(self.stage)
+        mine = [((name, "weight"), 0, values.reshape(-1)) for name, values in weights.items()] + [
             ((owned.name, part), owned.start, tensor.float())  # moments may be in bf16 in one of two layouts
             for owned in owned_states(self.optimizer, self.setup.models)
-            for part, tensor in self._numbers(owned).items()
+            for part, tensor in _numbers(owned, weights).items()
         ]
         gathered: list = [None] * mesh.world_size
         dist.all_gather_object(gathered, (mesh.tp_rank, mine))
@@ -183,13 +181,14 @@ class Run:
         by_name = {weight.name: weight for weight in model_weights(self.config)}
         return {f"{name}:{part}": unshard(by_name[name], one) for (name, part), one in shards.items()}
 
-    def _numbers(self, owned: OwnedState) -> dict[str, Tensor]:
-        """``owned.tensors``, with an fp32 copy also where the weight and a remainder are kept instead."""
-        found = owned.tensors()
-        if "remainder" in found:
-            weight = self.stage.get_parameter(owned.name).detach().reshape(-1)[owned.start : owned.stop]
-            found["master"] = joined(weight, found.pop("remainder"))
-        return found
+
+def _numbers(owned: OwnedState, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """``owned.tensors``, with an fp32 copy also where the weight and a remainder are kept instead."""
+    found = owned.tensors()
+    if "remainder" in found:
+        weight = weights[owned.name].reshape(-1)[owned.start : owned.stop]
+        found["master"] = joined(weight, found.pop("remainder"))
+    return found
 
 
 def different(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:

@@ -7,6 +7,7 @@ real gradients.
 
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mm.batch import passes_of_any
+from mm.batch import Images, passes_of_any
 from mm.parallel.activity import Journal
 from mm.parallel.order import stage_steps
 from mm.parallel.passes import Reductions
@@ -78,7 +79,7 @@ class Training:
 Events = Generator[tuple[str, Any], None, list[tuple[int, int]]]
 
 
-def rank_of(images: list[bool], all_images: tuple[bool, ...], stage: int, training: Training) -> Events:
+def rank_of(images: list[bool], all_images: tuple[Images, ...], stage: int, training: Training) -> Events:
     """What one rank waits for in a step: a slot's forward or backward pass, or a reduction.  At the end, its log."""
     log: list[tuple[int, int]] = []
     units = [[FakeUnit((chunk, place), is_vision, training.is_overlapped, log) for place, is_vision in
@@ -98,7 +99,7 @@ def rank_of(images: list[bool], all_images: tuple[bool, ...], stage: int, traini
     for is_forward, (microbatch, chunk) in stage_steps(len(images), stage, training.num_stages, training.num_chunks):
         model, slot = models[chunk], chunk * training.num_stages + stage
         if is_forward:
-            model.forward_begins(microbatch)
+            model.forward_begins(microbatch, images_of(images[microbatch]))
             yield from reduced()
             yield "forward", (microbatch, slot)
             continue
@@ -121,9 +122,13 @@ def rank_of(images: list[bool], all_images: tuple[bool, ...], stage: int, traini
     return log
 
 
+def images_of(has_images: bool) -> Images:
+    return Images.BACKWARD if has_images else Images.NONE
+
+
 def run(replicas: list[list[bool]], training: Training) -> dict[tuple[int, int], list[tuple[int, int]]]:
     """Run all ranks until each is done; what each reduces, by replica and stage.  Fails if none can go on."""
-    all_images = passes_of_any(replicas)
+    all_images = passes_of_any([images_of(one) for one in images] for images in replicas)
     ranks = {(replica, stage): rank_of(images, all_images, stage, training)
              for replica, images in enumerate(replicas) for stage in range(training.num_stages)}
     waiting, found = {key: next(rank) for key, rank in ranks.items()}, dict[tuple[int, int], list]()
@@ -168,7 +173,7 @@ def test_ranks_agree_and_none_waits_for_ever(
     sizes = data.draw(st.lists(st.integers(1, 8).map(lambda count: count * unit), min_size=2, max_size=3))
     replicas = [data.draw(st.lists(st.booleans(), min_size=size, max_size=size)) for size in sizes]
     found = run(replicas, training)
-    with_images, num_passes = sum(passes_of_any(replicas)), max(sizes)
+    with_images, num_passes = sum(map(any, zip_longest(*replicas, fillvalue=False))), max(sizes)
     for stage in range(num_stages):
         logs = [found[replica, stage] for replica in range(len(replicas))]
         assert all(log == logs[0] for log in logs)

@@ -38,7 +38,11 @@ def test_a_change_that_a_run_has_is_not_offered(change: Change) -> None:
 def test_a_change_that_does_not_apply_is_not_offered() -> None:
     alone, fp32 = run_of("3b", [32], [36], 1, bf16=True), run_of("3b", [32], [36], 2)
     found = {change.flags for change in CHANGES if change.applied(alone) is None}
-    assert found == {f"--data-parallel-sharding-strategy {one}" for one in ("optim", "optim_grads")}
+    strategies = ("optim", "optim_grads", "optim_grads_params")
+    assert found == {f"--data-parallel-sharding-strategy {one}" for one in strategies}
+    staged = run_of("3b", [32, 0], [0, 36], 4, bf16=True)
+    found = {change.flags for change in CHANGES if change.applied(staged) is None}
+    assert "--data-parallel-sharding-strategy optim_grads_params" in found, "it needs one stage"
     found = {change.flags.partition(" ")[0] for change in CHANGES if change.applied(fp32) is None}
     assert found == {"--store-param-remainders", "--exp-avg-dtype", "--grad-reduce-in-bf16", "--main-params-dtype"}
     fixed = run_of("3b", [32], [36], 1, bf16=True, recompute=RecomputeConfig("selective"))

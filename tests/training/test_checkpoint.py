@@ -56,6 +56,8 @@ def results(directory: Path) -> dict:
 SAME_LAYOUT = (
     "dp2", "dp2-distributed", "dp2-distributed-overlap", "dp2-distributed-bf16", "dp2-bf16-reduced-in-bf16",
     "dp2-shards", "dp2-shards-bf16-remainders-reduced-in-bf16", "cp2-shards-fp16",
+    "dp2-weight-shards", "dp2-weight-shards-bf16-remainders-reduced-in-bf16", "cp2-weight-shards-fp16",
+    "dp2-weight-shards-bf16-no-copies-rounded",
     "dp2-rounded", "dp2-distributed-rounded", "dp2-bf16-remainders", "dp2-distributed-bf16-remainders-rounded",
     "dp2-distributed-bf16-no-copies", "pp2-tied-bf16-no-copies-rounded", "pp2-tied-fp16-second-rounded", "dp2-fp16",
     "dp2-groups", "dp2-vision-and-more-frozen", "tp2", "tp2-bf16", "tp2-whole-encoder-bf16",

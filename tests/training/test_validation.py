@@ -26,6 +26,8 @@ TOLERANCE = 1e-6
 """Measured: 1.1e-7 with TP2, 4.5e-8 with one rank, against transformers in fp32."""
 STILL = ("--lr", "0", "--global-batch-size", "4", "--eval-interval", "1")
 """Weights stay those of the checkpoint."""
+WEIGHT_SHARDS = ("--data-parallel-sharding-strategy", "optim_grads_params", "--overlap-grad-reduce",
+                 "--overlap-param-gather")
 LAYOUTS: dict[str, tuple[int, str, tuple[str, ...]]] = {  # ranks, model JSON, flags
     "dp1": (1, "model_1", ()),
     "dp2": (2, "model_1", ()),
@@ -35,12 +37,14 @@ LAYOUTS: dict[str, tuple[int, str, tuple[str, ...]]] = {  # ranks, model JSON, f
     "tp2": (2, "model_1", ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
     "cp2": (2, "model_1", ("--context-parallel-size", "2")),
     "cp2-dp2": (4, "model_1", ("--context-parallel-size", "2")),
+    "cp2-dp2, weight shards": (4, "model_1", (*WEIGHT_SHARDS, "--context-parallel-size", "2")),
     "tp2-pp2": (4, "model_2", ("--tensor-model-parallel-size", "2")),
 }
 MOVING: dict[str, tuple[str, str, tuple[str, ...]]] = {  # model JSON, data JSON, flags
     "packed evenly": ("model_2", "packed", ("--micro-batch-size", "2")),
     "chunks with overlap": ("model_chunks", "val_7", (
         "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")),
+    "weight shards": ("model_1", "packed", (*WEIGHT_SHARDS, "--micro-batch-size", "2")),
 }
 
 
@@ -71,7 +75,7 @@ def write_cases(directory: Path) -> None:
     argv, cases = partial(short_flags, directory), {}
     for name, (num_ranks, model, flags) in LAYOUTS.items():
         sets = [f"val_{size}" for size in SIZES] + (["packed"] if name in ("dp2", "dp4") else [])
-        sets += ["val_1"] if name in ("dp4", "chunks", "cp2-dp2") else []  # replicas without a sample
+        sets += ["val_1"] if name in ("dp4", "chunks", "cp2-dp2, weight shards") else []  # replicas without a sample
         runs = [argv(name, model, data, number + 1, *STILL, *flags) for number, data in enumerate(sets)]
         if name == "dp2":
             runs.append(argv(name, model, "val_13", len(runs) + 1, *STILL, "--eval-iters", "2"))
@@ -154,7 +158,7 @@ def test_ranks_have_problems_only_if_a_sample_is_bad(results: dict) -> None:
     assert {name: found for name, found in numbers.items() if any(found)} == {"dp2": [1, 1]}
 
 
-@pytest.mark.parametrize("name", ["dp4", "chunks", "cp2-dp2"])
+@pytest.mark.parametrize("name", ["dp4", "chunks", "cp2-dp2, weight shards"])
 def test_replicas_may_have_no_sample(results: dict, transformers_losses: list, name: str) -> None:
     last = validations(results[name])[-1]
     assert (last["num_samples"], last["num_target_tokens"]) == (1, transformers_losses[0][1])

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mm.batch import BatchTotals, Microbatch, Normalisation
+from mm.batch import BatchTotals, Images, Microbatch, Normalisation
 
 _NO_KEY = "0" * 32
 """Encodes "" in ``Microbatch.feature_keys``."""
@@ -42,7 +42,7 @@ _HEAD_NUMBERS = 2 + len(fields(BatchTotals))
 
 
 def to_message(
-    head: Head, problems: Sequence[str], microbatches: list[Microbatch], image_passes: Sequence[bool]
+    head: Head, problems: Sequence[str], microbatches: list[Microbatch], image_passes: Sequence[Images]
 ) -> Tensor:
     """``problems``, if any, replace what follows.  ``image_passes``: as in ``StepPlan``."""
     if problems:
@@ -51,13 +51,13 @@ def to_message(
     return torch.cat([head.numbers(), passes, *_to_numbers(microbatches)])
 
 
-def from_message(message: Tensor) -> tuple[Head, list[str], list[Microbatch], tuple[bool, ...]]:
+def from_message(message: Tensor) -> tuple[Head, list[str], list[Microbatch], tuple[Images, ...]]:
     """The inverse of ``to_message``: microbatches without pixels and features."""
     head, contents = Head.of(message[:_HEAD_NUMBERS]), message[_HEAD_NUMBERS:]
     if head.num_failed:
         return head, json.loads(contents.to(torch.uint8).numpy().tobytes()), [], ()
     end = 1 + int(contents[0])
-    return head, [], _from_numbers(contents[end:]), tuple(map(bool, contents[1:end].tolist()))
+    return head, [], _from_numbers(contents[end:]), tuple(map(Images, contents[1:end].tolist()))
 
 
 def _to_numbers(microbatches: list[Microbatch]) -> list[Tensor]:

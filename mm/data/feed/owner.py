@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mm.batch import BatchTotals, Microbatch, StepPlan, encoder_batches_of, image_passes, passes_of_any
+from mm.batch import BatchTotals, Images, Microbatch, StepPlan, encoder_batches_of, image_passes, passes_of_any
 from mm.config.model import ModelConfig
 from mm.data.feed.loader import ReadStep
 from mm.data.feed.message import Head, from_message, to_message
@@ -86,7 +86,7 @@ class DataOwner(Iterator[StepPlan]):
         validation_quarantine: Quarantine | None = None,
         shares_image_passes: bool = False,
     ) -> None:
-        """``shares_image_passes``: plans say in which passes any replica has images (``StepPlan.image_passes``)."""
+        """``shares_image_passes``: plans say what images of any replica do in each pass (``StepPlan.image_passes``)."""
         assert (steps is not None) == mesh.owns_data
         self.own_wait_seconds = 0.0
         """How long the latest ``next`` waited while this rank read its samples, not for other ranks."""
@@ -178,10 +178,10 @@ class DataOwner(Iterator[StepPlan]):
         passes = self._image_passes(microbatches) if self._shares_image_passes else ()
         return microbatches, to_message(head, problems, microbatches, passes)
 
-    def _image_passes(self, microbatches: list[Microbatch]) -> tuple[bool, ...]:
+    def _image_passes(self, microbatches: list[Microbatch]) -> tuple[Images, ...]:
         """On every owner: ``StepPlan.image_passes`` of all replicas, given the microbatches of this one."""
         passes, num_replicas = image_passes(microbatches, self._model.encoder_batch_size), self._mesh.dp_size
-        replicas: list[tuple[bool, ...]] = [passes] * num_replicas
+        replicas: list[tuple[Images, ...]] = [passes] * num_replicas
         if num_replicas > 1:
             dist.all_gather_object(replicas, passes, group=self._mesh.owners_group)
         return passes_of_any(replicas)

@@ -28,7 +28,7 @@ from mm.model.ring import Ring
 from mm.model.vocabulary import OutputLayer
 from mm.parallel.context import Share
 from mm.parallel.pieces import Pieces
-from mm.parallel.sharded import Unit
+from mm.parallel.units import Unit
 from mm.placement import StageSpec
 
 
@@ -67,7 +67,7 @@ class LanguageModel(nn.Module):
         self.has_embedding, self.has_head = spec.has_embedding, spec.has_head
         self.shares_embedding = config.tied and spec.has_embedding and spec.has_head
         if spec.has_embedding:
-            self.embedding = WordEmbedding(config, context)
+            self.embedding = context.built(WordEmbedding(config, context))
         self.decoder = LayerStack(spec.language_layers, config, context, QWEN2_5_VL.weights.language_layer.has_bias)
         if spec.has_head:
             self.decoder.final_layernorm = context.norm(config.hidden_size, config.layernorm_epsilon)
@@ -81,7 +81,7 @@ class LanguageModel(nn.Module):
         """
         shared = (self.output_layer,) if self.shares_embedding else ()
         if self.has_embedding:
-            yield Unit((self.embedding, *shared))
+            yield Unit((self.embedding, *shared), is_table=True)
         yield from (Unit((layer,)) for layer in self.decoder.layers.values())
         if self.has_head:
             yield Unit((self.decoder.final_layernorm,))

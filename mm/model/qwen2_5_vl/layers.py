@@ -86,7 +86,8 @@ class LayerStack(nn.Module):
     def __init__(self, layers: range, tower: Tower, context: LayerContext, bias: bool) -> None:
         """``bias``: of every linear layer but qkv, which always has one."""
         super().__init__()
-        self.layers = nn.ModuleDict({str(layer): TransformerLayer(tower, context, bias) for layer in layers})
+        self.layers = nn.ModuleDict({
+            str(layer): context.built(TransformerLayer(tower, context, bias)) for layer in layers})
         self.recomputed = frozenset(map(str, tower.recompute.whole_layers(layers)))
 
     def run(self, layer: str, x: Residual, inputs: AttentionInputs) -> Residual:

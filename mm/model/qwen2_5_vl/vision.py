@@ -29,7 +29,7 @@ from mm.model.qwen2_5_vl.positions import VisionPlan, plan_vision
 from mm.model.qwen2_5_vl.rope import vision_cos_sin
 from mm.model.rows import Permutation
 from mm.parallel.pieces import Pieces
-from mm.parallel.sharded import Unit
+from mm.parallel.units import Unit
 from mm.placement import StageSpec
 from mm.weights.memory import memory_ffn
 
@@ -143,8 +143,8 @@ class VisionEncoder(nn.Module):
     def units(self) -> Iterator[Unit]:
         """Units of weights, in the order of the forward pass."""
         if self.has_patch_embedding:
-            yield Unit((self.patch_embed["proj"],), is_vision=True)
-        yield from (Unit((layer,), is_vision=True) for layer in self.blocks.layers.values())
+            yield Unit((self.patch_embed["proj"],), "vision")
+        yield from (Unit((layer,), "vision") for layer in self.blocks.layers.values())
 
     def forward(self, x: Tensor, inputs: WindowedVisionInputs) -> Tensor:
         """``x``: pixel values if the stage has the patch embedding, else [num_patches, hidden] in window order.

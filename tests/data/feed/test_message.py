@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mm.batch import BatchTotals, Microbatch
+from mm.batch import BatchTotals, Microbatch, image_passes
 from mm.data.feed.message import Head, from_message, to_message
 from tests.parallel.owner_worker import STEPS, batches, fingerprint
 from tests.tiny import our_config
@@ -23,7 +23,7 @@ def test_everything_except_media_round_trips(number: int) -> None:
     for dp_rank in range(2):
         step = batches(dp_rank)[number]
         head = head_of(step, num_bad=3)
-        passes = tuple(bool(one.image_grids) for one in step)
+        passes = image_passes(step, 2)
         found_head, problems, found, found_passes = from_message(to_message(head, (), step, passes))
         assert found_passes == passes
         assert (found_head, problems) == (head, [])

@@ -1,0 +1,106 @@
+"""In which order units are gathered, used and reduced in the passes of a microbatch, if ranks keep shards of weights.
+
+Pure: all ranks with the same weights derive the same order from the plan, as their collectives need.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from mm.batch import Images
+from mm.parallel.units import Unit
+
+
+@dataclass(frozen=True)
+class Use:
+    """A module that uses a unit."""
+
+    unit: int
+    """The place of the unit that owns the module's weights."""
+    tower: Literal["vision", "projector", "language"]
+    has_backward: bool
+    """Whether gradients flow through it: weights of it, or of what comes before it, are trained."""
+    is_read_backward: bool
+    """Whether its backward pass reads the weights."""
+    is_reduced: bool
+    """Whether gradients of the unit are complete after its backward pass."""
+
+
+class Task(NamedTuple):
+    """One thing that a rank does in its turn."""
+
+    kind: Literal["gather", "use", "reduce"]
+    """"use": the module's forward or backward pass begins.  Its unit has been gathered."""
+    use: int
+    is_backward: bool
+
+
+def uses_of(units: Sequence[Unit], is_trained: Sequence[bool]) -> list[Use]:
+    """The uses of ``units``, whose first modules run in this order; ``is_trained``: whether each unit owns trained
+    weights.
+
+    A unit that owns nothing is of a module that uses an earlier unit: the output layer with a tied embedding.
+    """
+    owner = {}
+    for place, unit in enumerate(units):
+        for module in unit.modules:
+            owner.setdefault(module, place)
+    found, has_backward = list[Use](), False
+    for unit in units:
+        place = owner[unit.modules[0]]
+        has_backward |= is_trained[place]
+        is_first = unit is units[place]
+        found.append(Use(place, unit.tower, has_backward, not (is_first and unit.is_table),
+                         is_first and is_trained[place]))
+    return found
+
+
+def is_used(tower: str, images: Images, is_backward: bool) -> bool:
+    """Whether a microbatch with ``images`` uses the units of ``tower`` in this direction."""
+    if tower == "language":
+        return True
+    if is_backward:
+        return Images.BACKWARD in images
+    return (Images.ENCODED if tower == "vision" else Images.PROJECTED) in images
+
+
+def tasks_of(uses: Sequence[Use], images: Images, forward_only: bool, is_ahead: bool) -> list[Task]:
+    """What is done in the forward pass of a microbatch and in its backward pass, in order.
+
+    The output layer stays open between the two.  ``images``: those of any replica.  ``is_ahead``: the next unit is
+    gathered while one is used, and a unit is reduced while the one before it is used; else nothing overlaps.
+    """
+    forward = [place for place, use in enumerate(uses) if is_used(use.tower, images, is_backward=False)]
+    backward = [] if forward_only else [
+        place for place, use in reversed([*enumerate(uses)])
+        if use.has_backward and is_used(use.tower, images, is_backward=True)]
+    visits = [(place, False) for place in forward] + [(place, True) for place in backward]
+    kept = backward[0] if backward and backward[0] == forward[-1] else None
+    gathers = [Task("gather", place, is_backward) for place, is_backward in visits
+               if not is_backward or (uses[place].is_read_backward and place != kept)]
+    return [*_in_turn(uses, visits, gathers, is_ahead)]
+
+
+def _in_turn(
+    uses: Sequence[Use], visits: Sequence[tuple[int, bool]], gathers: list[Task], is_ahead: bool
+) -> Iterator[Task]:
+    """Each visit's gather before it, or before the one before it; each reduction after the visit that completes it."""
+    left, ahead, before = gathers[::-1], None, (0, False)
+    for place, is_backward in visits:
+        own = Task("gather", place, is_backward)
+        if ahead is None and left and left[-1] == own:
+            yield left.pop()
+        if ahead in (None, own):
+            ahead = left.pop() if is_ahead and left else None
+            if ahead is not None:
+                yield ahead
+        yield from _reduced(uses, before)
+        yield Task("use", place, is_backward)
+        before = place, is_backward
+    yield from _reduced(uses, before)
+
+
+def _reduced(uses: Sequence[Use], visit: tuple[int, bool]) -> Iterator[Task]:
+    place, is_backward = visit
+    if is_backward and uses[place].is_reduced:
+        yield Task("reduce", place, is_backward)
