@@ -10,6 +10,7 @@ without ``--async-save``: for the copy to host memory, and for the whole save.  
 of ratios.
 """
 
+import math
 import os
 import statistics
 import sys
@@ -33,17 +34,24 @@ from mm.formats.files import Files
 from mm.formats.host_copies import HostCopies
 from mm.weights.views import Stored
 
-HIDDEN, FFN = 2048, 8192
-SHAPES = ((3 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (2 * FFN, HIDDEN), (HIDDEN, FFN), (HIDDEN,), (HIDDEN,))
-"""The weights of one layer."""
+HIDDEN = 2048
+
+
+def shapes_of(hidden: int) -> tuple[tuple[int, ...], ...]:
+    """The weights of one layer."""
+    ffn = 4 * hidden
+    return (3 * hidden, hidden), (hidden, hidden), (2 * ffn, hidden), (hidden, ffn), (hidden,), (hidden,)
 
 
 def layers(num_bytes: int, device: torch.device) -> list[tuple[str, Tensor]]:
-    """Weights with moments and fp32 copies: as many layers as fill ``num_bytes``, at least one."""
+    """Weights with moments and fp32 copies: as many layers as fill ``num_bytes``, narrower ones if it is small."""
+    hidden = HIDDEN
+    while hidden > 1 and 14 * sum(map(math.prod, shapes_of(hidden))) > num_bytes:
+        hidden //= 2
     found: list[tuple[str, Tensor]] = []
     generator = torch.Generator(device).manual_seed(0)
     while not found or sum(tensor.nbytes for _, tensor in found) < num_bytes:
-        for shape in SHAPES:
+        for shape in shapes_of(hidden):
             for dtype in (torch.bfloat16, *[torch.float32] * 3):
                 tensor = torch.empty(shape, dtype=dtype, device=device).normal_(generator=generator)
                 found.append((str(len(found)), tensor))

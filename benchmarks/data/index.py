@@ -54,7 +54,7 @@ SEQ_LENGTH = 4096
 NUM_WORDS = (12, 60, 10, 40)
 """Number of words in question, answer, question, answer: LLaVA-Instruct's usual conversation."""
 NUM_TEXTS = 20_000
-"""Different turns of each kind; records take one at random."""
+"""Different turns of each kind, or as many as there are records; records take one at random."""
 DP_SIZE, GLOBAL_BATCH_SIZE = 4096, 98_304
 KEY = "generated"
 
@@ -82,8 +82,8 @@ def write_inputs(folder: Path, num_records: int, num_pictures: int) -> None:
         Image.fromarray(coarse).resize(size).save(folder / "pictures" / f"{number:012}.jpg")
     syllables = [a + b for a in "bdfgklmnprst" for b in ("a", "e", "i", "o", "ou", "an", "er", "in")]
     words = ["".join(rng.choices(syllables, k=rng.randint(1, 3))) for _ in range(3000)]
-    texts = [[json.dumps(f"{' '.join(rng.choices(words, k=count)).capitalize()}.") for _ in range(NUM_TEXTS)]
-             for count in NUM_WORDS]
+    texts = [[json.dumps(f"{' '.join(rng.choices(words, k=count)).capitalize()}.")
+              for _ in range(min(NUM_TEXTS, num_records))] for count in NUM_WORDS]
     with (folder / "records.json").open("w", encoding="utf-8") as file:
         for number in range(num_records):
             first, answer, second, last = (rng.choice(kind) for kind in texts)

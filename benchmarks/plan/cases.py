@@ -32,7 +32,8 @@ from mm.planner.measure import ProbeSizes, measure
 from mm.planner.samples import random_microbatch
 from mm.training.step import Setup, step
 
-NUM_MICROBATCHES = 8
+NUM_MICROBATCHES, NUM_BATCHES = 8, 3
+_QUICK_MICROBATCHES, _QUICK_BATCHES = 2, 1
 _SIZES = ProbeSizes(num_tokens=768, num_patches=1024)
 _QUICK_SIZES = ProbeSizes(num_tokens=192, num_patches=256)
 _LORA = LoraConfig(r=8, target_modules=("all-linear",))
@@ -94,10 +95,10 @@ def model_of(case: Case, is_quick: bool) -> ModelConfig:
     return replace(model, lora=_LORA if case.has_lora else LoraConfig())
 
 
-def batch_of(model: ModelConfig, case: Case, seed: int) -> list[Microbatch]:
+def batch_of(model: ModelConfig, case: Case, seed: int, num_microbatches: int = NUM_MICROBATCHES) -> list[Microbatch]:
     """Images of 100 to 800 patches in three of four samples, and texts of 40 to 250 tokens."""
     rng, found = random.Random(seed), list[Microbatch]()
-    for _ in range(NUM_MICROBATCHES):
+    for _ in range(num_microbatches):
         samples: list[tuple[Sequence[Grid], int]] = []
         for _ in range(case.num_samples):
             grid = 1, 2 * rng.randint(5, 14), 2 * rng.randint(5, 14)
@@ -120,7 +121,9 @@ class Trained:
                 parameter.normal_(0.0, 0.02, generator=generator)
         self._setup = Setup.build(stage, mesh, args)
         run = Run(args, model, DataConfig("hf", ("data.json",)), world_size)
-        batches = [batch_of(model, case, seed) for seed in range(3)]
+        num_batches, num_microbatches = (_QUICK_BATCHES, _QUICK_MICROBATCHES) if is_quick else (
+            NUM_BATCHES, NUM_MICROBATCHES)
+        batches = [batch_of(model, case, seed, num_microbatches) for seed in range(num_batches)]
         self._plans = [StepPlan(tuple(batch), BatchTotals.of(batch * run.dp_size, model.vision)) for batch in batches]
         counts = [counts_of([BatchTotals.of([one], model.vision) for one in batch]) for batch in batches]
         workload = Workload(tuple((one,) * run.dp_size for one in counts))
@@ -171,11 +174,14 @@ class _Measured:
 
 
 def _calibrated(device: Device, world_size: int, is_quick: bool) -> Calibration:
-    """A calibration in one round, with and without adapters."""
+    """A calibration in one round, with adapters too if a case has them."""
     plain, lora = CASES[1][0], CASES[1][3]
     sizes = _QUICK_SIZES if is_quick else _SIZES
-    tp_sizes = sorted({1, *(case.tp_size for case in cases_of(world_size, is_quick))})
+    cases = cases_of(world_size, is_quick)
+    tp_sizes = sorted({1, *(case.tp_size for case in cases)})
     found = measure(device, arguments(1), model_of(plain, is_quick), tp_sizes, sizes, num_rounds=1)
+    if not any(case.has_lora for case in cases):
+        return found
     more = measure(device, arguments(1), model_of(lora, is_quick), [1], sizes, num_rounds=1)
     return replace(found, blocks=(*found.blocks, *(one for one in more.blocks if one.key not in found.by_key)))
 

@@ -39,6 +39,11 @@ PICTURES: dict[str, list[Sample]] = {
     "one": [(((1, 40, 56),), 3 * NUM_TEXT_TOKENS)],
 }  # fmt: skip
 """Samples of a microbatch with little text, whose pictures two ranks can divide evenly, about evenly, or not at all."""
+QUICK_PICTURES: dict[str, list[Sample]] = {
+    "even": [(((1, 8, 4), (1, 4, 8)), 8)],
+    "mixed": [(((1, 4, 8), (1, 8, 8)), 8), (((1, 8, 6),), 8)],
+    "one": [(((1, 12, 16),), 16)],
+}
 CUT, WHOLE, TOGETHER = "cut", "whole", "together"
 ENCODERS: dict[str, dict[str, Any]] = {
     CUT: {}, WHOLE: {"encoder_placement": "tensor_ranks"},
@@ -48,22 +53,24 @@ ENCODERS: dict[str, dict[str, Any]] = {
 
 
 def measure(device: Device, rounds: int, is_quick: bool, sequence_parallel: bool) -> list[dict[str, Any]] | None:
-    """For each of ``PICTURES``, the time of a step with each of ``ENCODERS``, and the processor time of the busier
-    rank.  Ratios are cut / whole and cut / together.  Only the first rank returns a result."""
+    """For each of ``PICTURES`` or ``QUICK_PICTURES``, the time of a step with each of ``ENCODERS``, and the processor
+    time of the busier rank.  Ratios are cut / whole and cut / together.  Only the first rank returns a result."""
     torch.set_num_threads(1)
     model = model_of(1, is_quick)
     model = replace(model, vision=replace(model.vision, freeze=False))
-    predicted = predicted_ratios(device, model, sequence_parallel, 1 if is_quick else NUM_ROUNDS)
+    pictures = QUICK_PICTURES if is_quick else PICTURES
+    batches = {name: batch_of(samples, model) for name, samples in pictures.items()}
+    predicted = predicted_ratios(device, model, batches, sequence_parallel, 1 if is_quick else NUM_ROUNDS)
     tensors = random_tensors(model, device.torch_device, torch.float32)
-    seconds = {name: {encoder: list[tuple[float, float]]() for encoder in ENCODERS} for name in PICTURES}
+    seconds = {name: {encoder: list[tuple[float, float]]() for encoder in ENCODERS} for name in batches}
     firsts: list[tuple[float, float]] = []
     for _ in range(rounds):
         for encoder, fields in ENCODERS.items():
             ours = Ours(replace(model, **fields), device, "fp32", tensors, 2, sequence_parallel)
-            for name in PICTURES:
-                times, first = times_of(ours, batch_of(name, model), 1 if is_quick else NUM_STEPS)
+            for name, batch in batches.items():
+                times, first = times_of(ours, batch, 1 if is_quick else NUM_STEPS)
                 seconds[name][encoder] += times
-                firsts += [first] if name == next(iter(PICTURES)) else []  # later ones start from other roundings
+                firsts += [first] if name == next(iter(batches)) else []  # later ones start from other roundings
             ours.close()
     for values in zip(*firsts, strict=True):
         assert max(values) - min(values) < 1e-5 * max(values), f"not the same training: {firsts}"
@@ -77,21 +84,21 @@ def measure(device: Device, rounds: int, is_quick: bool, sequence_parallel: bool
          **{f"{kind}_seconds": {encoder: statistics.median(one[number] for one in times)
                                 for encoder, times in of.items()}
             for number, kind in enumerate(("time", "processor"))},
-         **_sizes(name, model)}
+         **_sizes(batches[name], model)}
         for name, of in seconds.items()
     ]  # fmt: skip
 
 
 def predicted_ratios(
-    device: Device, model: ModelConfig, sequence_parallel: bool, num_rounds: int
+    device: Device, model: ModelConfig, batches: dict[str, list[Microbatch]], sequence_parallel: bool, num_rounds: int
 ) -> dict[str, dict[str, float]]:
-    """The predicted time of a step, cut / whole and cut / together, for each of ``PICTURES``.
+    """The predicted time of a step, cut / whole and cut / together, for each of ``batches``.
 
     ``num_rounds``: of the calibration.
     """
     args = step_arguments("--use-distributed-optimizer", "--tensor-model-parallel-size", "2",
                           *(["--sequence-parallel"] if sequence_parallel else []))
-    totals = {name: [BatchTotals.of([one], model.vision) for one in batch_of(name, model)] for name in PICTURES}
+    totals = {name: [BatchTotals.of([one], model.vision) for one in batch] for name, batch in batches.items()}
     sizes = ProbeSizes(max(one.num_tokens for batch in totals.values() for one in batch),
                        max(one.num_patches for batch in totals.values() for one in batch))
     calibration = calibrate(device, args, model, [1, 2], sizes, num_rounds)
@@ -105,8 +112,8 @@ def predicted_ratios(
     return found
 
 
-def batch_of(name: str, model: ModelConfig) -> list[Microbatch]:
-    return [random_microbatch(model, PICTURES[name], seed) for seed in range(NUM_MICROBATCHES)]
+def batch_of(samples: list[Sample], model: ModelConfig) -> list[Microbatch]:
+    return [random_microbatch(model, samples, seed) for seed in range(NUM_MICROBATCHES)]
 
 
 def times_of(
@@ -128,6 +135,6 @@ def times_of(
     return times, first
 
 
-def _sizes(name: str, model: ModelConfig) -> dict[str, int]:
-    totals = BatchTotals.of(batch_of(name, model), model.vision)
+def _sizes(batch: list[Microbatch], model: ModelConfig) -> dict[str, int]:
+    totals = BatchTotals.of(batch, model.vision)
     return {"tokens": totals.num_tokens, "patches": totals.num_patches, "images": totals.num_images}
