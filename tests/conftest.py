@@ -1,5 +1,6 @@
 """Settings of every test process and of the processes that it starts, made before torch is imported."""
 
+import gc
 import importlib
 import os
 import sys
@@ -20,6 +21,17 @@ os.environ |= {
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # torch would import any accelerator plugin that is installed
     "HF_HUB_OFFLINE": "1",
 }
+
+
+# What is imported and collected stays until the end, so the garbage collector leaves it alone: to scan these million
+# objects takes half a second each time.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 # No example fails because it is slow: the machine may be busy.

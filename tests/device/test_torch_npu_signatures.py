@@ -15,7 +15,6 @@ import pytest
 
 from tests.stand_ins.refresh_signatures import (
     OPERATOR,
-    PACKAGES,
     RECORD,
     ROOT,
     Wheel,
@@ -24,16 +23,15 @@ from tests.stand_ins.refresh_signatures import (
     python_signature,
     schema_signature,
     stand_in_names,
+    trees,
     used_names,
 )  # fmt: skip
 
 RECORDED = json.loads(RECORD.read_text(encoding="utf-8"))
 DECLARED = RECORDED["declarations"]
-TREES = {path: ast.parse(path.read_text(encoding="utf-8"))
-         for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}  # fmt: skip
 CALLS = [
     pytest.param(node, id=f"{path.relative_to(ROOT)}:{node.lineno}")
-    for path, tree in TREES.items()
+    for path, tree in trees("npu_").items()
     for node in ast.walk(tree)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and OPERATOR.fullmatch(node.func.attr)
 ]
@@ -69,7 +67,7 @@ def test_what_is_used_is_in_torch_npu(name):
 
 def test_what_is_asked_of_torch_cuda_is_in_torch_npu():
     """On an NPU transfer_to_npu puts the public names of torch_npu.npu there; all others stay CUDA's."""
-    asked = {node.attr for path, tree in TREES.items() for node in ast.walk(tree)
+    asked = {node.attr for tree in trees("torch.cuda").values() for node in ast.walk(tree)
              if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch.cuda"}  # fmt: skip
     assert asked and asked <= set(RECORDED["torch_npu.npu.__all__"])
 

@@ -41,8 +41,14 @@ Signature = list[dict[str, Any]]
 
 def used_names() -> set[str]:
     """Dotted names below ``torch_npu`` that our packages use, such as "npu.set_device" and "npu_rms_norm"."""
-    return {name for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))
-            for name in names_in(ast.parse(path.read_text(encoding="utf-8")))}  # fmt: skip
+    return {name for tree in trees("npu", "getattr").values() for name in names_in(tree)}
+
+
+def trees(*words: str) -> dict[Path, ast.Module]:
+    """The files of our packages that hold one of ``words``: to parse all of them takes seconds."""
+    texts = {path: path.read_text(encoding="utf-8")
+             for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}  # fmt: skip
+    return {path: ast.parse(text) for path, text in texts.items() if any(word in text for word in words)}
 
 
 def names_in(tree: ast.AST) -> Iterator[str]:
