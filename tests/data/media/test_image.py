@@ -1,5 +1,6 @@
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -12,12 +13,14 @@ from transformers import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as reference_smart_resize
 
 from mm.batch import normalised
+from mm.data.media.decoder import Decoder
 from mm.data.media.image import ImageProcessor, smart_resize
 from mm.data.sample import Image as ImageItem
 from mm.errors import UserError
 from tests import llama_factory
 from tests.data.oracle import PREPROCESSOR, photo
 
+DECODER = Decoder()
 sides = st.integers(1, 6000)
 
 
@@ -39,8 +42,19 @@ def reference_patches(path, prepared=ImageOps.exif_transpose, **changes):
     return answer["pixel_values"], tuple(answer["image_grid_thw"][0].tolist())
 
 
+@pytest.fixture(scope="module", autouse=True)
+def end_decoder() -> Iterator[None]:
+    yield
+    DECODER.close()
+
+
+def processor_of(directory, *bounds, **settings):
+    """All with the same process of decoding: each of their own would start a Python for every test."""
+    return replace(ImageProcessor.from_directory(str(directory), *bounds, **settings), decoder=DECODER)
+
+
 def assert_equals_reference(path, hf_directory, max_pixels=300_000):
-    processor = ImageProcessor.from_directory(str(hf_directory), 0, max_pixels)
+    processor = processor_of(hf_directory, 0, max_pixels)
     assert_equal(path, processor, reference_patches(path, max_pixels=max_pixels))
 
 
@@ -100,7 +114,7 @@ def test_photographs_are_turned_upright_unless_that_is_switched_off(tmp_path, hf
     photo(90, 40).save(path, exif=exif)
     assert_equals_reference(path, hf_directory)
     if suffix != "tiff":  # Pillow itself turns these
-        as_they_lie = ImageProcessor.from_directory(str(hf_directory), is_upright=False)
+        as_they_lie = processor_of(hf_directory, is_upright=False)
         assert_equal(path, as_they_lie, reference_patches(path, lambda image: image))
 
 
@@ -113,7 +127,7 @@ SIZES = [(640, 480), (480, 640), (20, 40), (40, 20), (5, 3), (1, 1), (28, 28), (
 def test_llama_factorys_rule_to_the_bit(tmp_path, hf_directory, size, bounds):
     path = tmp_path / "photo.png"
     photo(*size, seed=sum(size)).save(path)
-    processor = ImageProcessor.from_directory(str(hf_directory), *bounds, rule="llamafactory", is_upright=False)
+    processor = processor_of(hf_directory, *bounds, rule="llamafactory", is_upright=False)
     assert_equal(path, processor, reference_patches(path, lambda image: llama_factory.preprocessed(image, *bounds)))
 
 
@@ -128,7 +142,7 @@ def test_llama_factorys_rule_in_every_mode(tmp_path, hf_directory, mode, suffix)
         image.putalpha(photo(90, 70, seed=5, mode="L"))
     path = tmp_path / f"photo.{suffix}"
     image.save(path)
-    processor = ImageProcessor.from_directory(str(hf_directory), 0, 3000, rule="llamafactory", is_upright=False)
+    processor = processor_of(hf_directory, 0, 3000, rule="llamafactory", is_upright=False)
     assert_equal(path, processor, reference_patches(path, lambda image: llama_factory.preprocessed(image, 0, 3000)))
 
 
