@@ -26,7 +26,7 @@ PAGES = sorted((ROOT / "docs").glob("coming-from-*.md"))
 def said(row: FlagRow) -> str:
     """What the page says of a word that has no field."""
     if isinstance(row, SameAs):
-        return f"supported: the same as `{row.flag}`"
+        return f"supported: the same as `{row.flag}{f' {row.value}' if row.value else ''}`"
     if not isinstance(row, Fixed):
         return f"no effect: {row.why}"
     supported = [str(one).lower() if isinstance(one, bool) else one for one in row.supported if one is not None]

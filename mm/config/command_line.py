@@ -23,6 +23,10 @@ from mm.version import version_line
 Built = TypeVar("Built")
 
 
+def _field_name(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
 def flag_name(field_name: str) -> str:
     """``lr_decay_style`` -> ``--lr-decay-style``."""
     return "--" + field_name.replace("_", "-")
@@ -73,6 +77,9 @@ class CommandLine(Generic[Built]):
             match row:
                 case Inert():
                     pass
+                case SameAs(ours, str(value)):
+                    problems += _lone_word_problems(flag, occurrences)
+                    values.setdefault(_field_name(ours), value)  # the flag itself decides if it is given
                 case Fixed((), why):
                     problems.append(f"{flag} is not available here: {why}")
                 case Fixed(supported, why):
@@ -83,7 +90,7 @@ class CommandLine(Generic[Built]):
                     problems.append(problem)
                 case _:
                     value = last if _takes_many(self.fields[ours]) else last[0] if last else True
-                    values[ours.removeprefix("--").replace("-", "_")] = value
+                    values[_field_name(ours)] = value
         problems += (f"{flag} is missing: {field.description}" for flag, field in self.fields.items()
                      if field.is_required() and flag not in words.given)
         refuse(problems)
@@ -128,12 +135,17 @@ class CommandLine(Generic[Built]):
         return lost + [f"{flag} is not a known flag{nearest(flag, known)}; see --help" for flag in unknown]
 
 
+def _lone_word_problems(flag: str, occurrences: list[list[str]]) -> list[str]:
+    """A problem if words follow a flag that takes none."""
+    given = [word for one in occurrences for word in one]
+    return [f"{flag} takes no value, but has {' '.join(given)!r}; give it alone, or not at all"] if given else []
+
+
 def _value_problem(flag: str, field: FieldInfo, occurrences: list[list[str]]) -> str | None:
     """The problem with the words that follow a flag, if any."""
     last = occurrences[-1]
     if field.annotation is bool:
-        given = [word for one in occurrences for word in one]
-        return f"{flag} takes no value, but has {' '.join(given)!r}; give it alone, or not at all" if given else None
+        return next(iter(_lone_word_problems(flag, occurrences)), None)
     if field.title == NUMBERS:
         return None if last and all(word.isdecimal() for word in last) else (
             f"{flag} is {' '.join(last)!r}; expected {NUMBERS}")

@@ -27,9 +27,10 @@ class Inert:
 
 @dataclass(frozen=True)
 class SameAs:
-    """Another word for ``flag``, a switch of ours."""
+    """Another word for ``flag``, a switch of ours; or for ``flag`` with ``value``, unless ``flag`` is given itself."""
 
     flag: str
+    value: str | None = None
 
 
 Row = Fixed | Inert
@@ -100,11 +101,8 @@ FLAGS: Mapping[str, FlagRow] = {
     "--lora-register-forward-hook": Inert("gradients pass through frozen layers without hooks"),
     **rows(Fixed((), "preference training is not supported by this version"),
            "--dpo-beta --dpo-loss-type --dpo-ftx --dpo-label-smoothing --ref-model --pref-ftx --stage"),
-    **rows(Fixed((), (
-        "weights are not sharded over data-parallel ranks in this version; --data-parallel-sharding-strategy "
-        "optim_grads shards the rest, --tensor-model-parallel-size and pipeline_num_layers in the model JSON divide "
-        "the weights, and --dry-run shows the memory of each stage")), "--use-torch-fsdp2 --use-megatron-fsdp"),
-    "--fsdp2-config-path": Inert("it has an effect only with --use-torch-fsdp2"),
+    **dict.fromkeys(("--use-torch-fsdp2", "--use-megatron-fsdp"),
+                    SameAs("--data-parallel-sharding-strategy", "optim_grads_params")),
     **rows(Inert("weights are the same wherever they are first created"),
            "--init-model-with-meta-device --use-cpu-initialization --no-initialization"),
     "--hetero-parallel": Fixed((), (

@@ -18,6 +18,7 @@ from mm.config.data import DataConfig, read_data
 from mm.config.dataset_files import training_files, validation_files
 from mm.config.flag_rules import flag_problems, length_problems
 from mm.config.flags import TRAIN, Arguments, is_same_directory
+from mm.config.fsdp2 import fsdp2_notes
 from mm.config.launcher import launched_ranks, world_problems
 from mm.config.lora import lora_notes, lora_problems, merged
 from mm.config.model import ModelConfig, RecomputeConfig, placement_notes, read_model
@@ -181,7 +182,11 @@ def load_run(
              *lora_notes(model.value.lora, args.lora, args.mm_model), *model.notes, *data.notes)
     run = Run(args, _with_flags(model.value, args), data.value, world_size,
               (*notes, *(missing if is_dry_run else ())), args.given_start)
-    run = dataclasses.replace(run, notes=(*run.notes, *sharding_notes(args, run.num_copies)))
+    own: tuple[str, ...] = ()
+    if args.fsdp2_config_path is not None:
+        with collected(problems):
+            own = fsdp2_notes(args.fsdp2_config_path, args, run.num_copies)
+    run = dataclasses.replace(run, notes=(*run.notes, *sharding_notes(args, run.num_copies), *own))
     refuse((*problems, *(parallel_problems(run) if checks_layout else ()), *loss_problems(args, data.value),
             *validation_problems(args, data.value), *question_flag_problems(args),
             *_model_problems(run, model.document), *long_patterns(run.model, f"{args.mm_model} or the command line"),

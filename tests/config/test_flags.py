@@ -154,8 +154,18 @@ def test_every_word_for_deterministic_mode_turns_it_on(flag):
 
 
 def test_foreign_values_map_to_our_switches():
-    assert all(fields_of(Arguments)[row.flag.removeprefix("--").replace("-", "_")].annotation is bool
-               for row in FLAGS.values() if isinstance(row, SameAs))
+    for row in (row for row in FLAGS.values() if isinstance(row, SameAs)):
+        field = fields_of(Arguments)[row.flag.removeprefix("--").replace("-", "_")]
+        assert field.annotation is bool if row.value is None else row.value in choices(field)
+
+
+@pytest.mark.parametrize("flag", ["--use-torch-fsdp2", "--use-megatron-fsdp"])
+def test_words_for_sharded_weights(flag):
+    assert parse([*REQUIRED, flag]).sharding == "optim_grads_params" and notes(flag) == ()
+    for given in ((flag, "--data-parallel-sharding-strategy", "optim_grads"),
+                  ("--data-parallel-sharding-strategy", "optim_grads", flag)):
+        assert parse([*REQUIRED, *given]).sharding == "optim_grads"
+    assert problems(flag, "1") == [f"{flag} takes no value, but has '1'; give it alone, or not at all"]
 
 
 PEER_FLAGS = """

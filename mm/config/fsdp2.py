@@ -1,0 +1,88 @@
+"""MindSpeed-MM's YAML for FSDP2 (``--fsdp2-config-path``): compared with the run, which ``optim_grads_params`` shards.
+
+The file itself sets nothing: what it asks for beyond the flags is refused, with the flag to give.
+"""
+
+from collections.abc import Iterator, Mapping
+from io import StringIO
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError
+from ruamel.yaml.nodes import MappingNode
+
+from mm.config.flags import Arguments
+from mm.config.foreign import Fixed, Inert, Row, rows
+from mm.config.read import Document, read_text
+from mm.config.schema import STRICT, read_settings
+from mm.errors import UserError
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Fsdp2Config:
+    """The keys that must agree with the flags."""
+
+    sharding_size: int | Literal["auto"] | None = Field("auto", title="a number of ranks, or auto")
+    param_dtype: Dtype | None = None
+    reduce_dtype: Dtype | None = None
+
+
+ROWS: Mapping[str, Row] = {
+    "sub_modules_to_wrap": Inert("each layer, the projector, the word embedding and the output layer is a unit"),
+    "ignored_modules": Inert("all weights are sharded, those of the ViT too"),
+    **rows(Inert("--overlap-param-gather gathers one unit ahead"),
+           "num_to_forward_prefetch num_to_backward_prefetch"),
+    "cast_forward_inputs": Inert("the inputs of a layer have the weights' dtype"),
+    "recompute_modules": Inert("--recompute-granularity, or the model JSON, decides"),
+    "reshard_after_forward": Fixed((True, None), "a unit's weights are freed after each use"),
+    "offload_to_cpu": Fixed((False, None), "weights and optimizer state stay on the device"),
+}
+
+
+def fsdp2_notes(path: str, args: Arguments, num_copies: int) -> tuple[str, ...]:
+    """Notes on keys without effect in the file at ``path``.
+
+    ``num_copies``: ranks that hold the same weights.  Raises UserError with every problem of the file, or with all
+    that contradicts ``args``.
+    """
+    return read_settings(path, Fsdp2Config, {"": ROWS}, lambda config: _contradictions(config, args, num_copies),
+                         read_yaml).notes
+
+
+def _contradictions(config: Fsdp2Config, args: Arguments, num_copies: int) -> Iterator[str]:
+    if config.sharding_size not in ("auto", None, num_copies):
+        yield (f"sharding_size is {config.sharding_size}, but weights are sharded over all {num_copies} ranks that "
+               f"hold the same ones (data x context parallel); write auto")
+    if config.param_dtype not in (None, args.precision):
+        yield (f"param_dtype is {config.param_dtype}, but the run is in {args.precision}; change it, or give "
+               f"--bf16 or --fp16")
+    reduced = "bf16" if args.grad_reduce_in_bf16 else "fp32"
+    if config.reduce_dtype not in (None, reduced):
+        yield (f"reduce_dtype is {config.reduce_dtype}, but gradients are reduced in {reduced}; change it, or "
+               f"{'remove' if reduced == 'bf16' else 'give'} --grad-reduce-in-bf16")
+
+
+def read_yaml(path: str | Path) -> Document:
+    """Read a YAML file without tags; raises UserError with ``file:line`` for wrong syntax and duplicate keys."""
+    text = read_text(path, "a YAML file")
+    reader: Any = YAML(typ="safe", pure=True)  # its types are incomplete
+    try:
+        root, node = reader.load(StringIO(text)), reader.compose(StringIO(text))
+    except MarkedYAMLError as error:
+        found: Any = error
+        mark = found.problem_mark or found.context_mark
+        line = f":{mark.line + 1}" if mark is not None else ""
+        raise UserError(f"{path}{line}: {found.problem or found.context}") from error
+    lines = dict(_keys(node)) if isinstance(node, MappingNode) else {}
+    return Document(str(path), root, lines)
+
+
+def _keys(node: Any) -> Iterator[tuple[tuple[str | int, ...], list[int]]]:
+    """The keys of the outermost object, each with its line."""
+    for key, _ in node.value:
+        yield (key.value,), [key.start_mark.line + 1]
