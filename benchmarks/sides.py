@@ -110,7 +110,8 @@ class Ours:
             *([f"--{precision}"] if precision != "fp32" else []),
         ])  # fmt: skip
         mesh = parallel.start(device, model, tp_size)
-        stage = Stage(model, mesh, precision, device, sequence_parallel=sequence_parallel)
+        stage = Stage(model, mesh, precision, device, sequence_parallel=sequence_parallel,
+                      shards_weights=args.shards_weights)
         for weight in stage.weights:
             whole = fuse(weight, [tensors[name] for name in weight.hf_names])
             set_weight(stage, weight, shard(weight, whole, mesh.tp_size, mesh.tp_rank), mesh)

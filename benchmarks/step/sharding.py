@@ -22,6 +22,9 @@ STRATEGIES = {
     "optim": ("--use-distributed-optimizer",),
     "optim_grads": ("--data-parallel-sharding-strategy", "optim_grads"),
     "optim_grads, overlapped": ("--data-parallel-sharding-strategy", "optim_grads", "--overlap-grad-reduce"),
+    "optim_grads_params": ("--data-parallel-sharding-strategy", "optim_grads_params"),
+    "optim_grads_params, overlapped": ("--data-parallel-sharding-strategy", "optim_grads_params",
+                                       "--overlap-grad-reduce", "--overlap-param-gather"),
 }
 FIRST = "no_shard"
 
