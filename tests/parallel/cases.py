@@ -1,4 +1,4 @@
-"""The layouts whose loss, gradients and first update must equal transformers'."""
+"""The layouts whose loss, gradients and first two updates must equal transformers'."""
 
 from dataclasses import dataclass, replace
 from itertools import cycle

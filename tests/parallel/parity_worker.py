@@ -78,7 +78,8 @@ def adam_group(name: str, parameter: torch.nn.Parameter, case: Case) -> dict:
 
 @cache
 def reference(case: Case) -> dict:
-    """Loss, gradients, gradient norm and updated weights of transformers' model."""
+    """Loss, gradients and gradient norm of transformers' model; and after an update, the loss and the weights after
+    another one."""
     microbatches = [microbatch for rank in batch_of(case) for microbatch in rank]
     model = hf_model(case.tied, num_key_heads=case.num_key_heads)
     before = {name: tensor.clone() for name, tensor in hf_tensors(model).items()}
@@ -86,29 +87,28 @@ def reference(case: Case) -> dict:
     frozen = {name for weight in model_weights(config) if is_frozen(weight, config) for name in weight.hf_names}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(published_name(name) not in frozen)
-    loss = hf_loss(model, microbatches, case.loss_unit)
-    if loss.requires_grad:
-        loss.backward()
     trainable = [p for p in model.parameters() if p.requires_grad]
-    for parameter in trainable:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    gradients = {name: tensor.clone() for name, tensor in hf_tensors(model, gradients=True).items()}
-    norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in trainable])) if trainable else torch.zeros(())
-    if case.clip_grad > 0.0:
-        torch.nn.utils.clip_grad_norm_(trainable, case.clip_grad)
     groups = [adam_group(name, p, case) for name, p in model.named_parameters() if p.requires_grad]
-    torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999), eps=1e-8).step()
-    with torch.no_grad():
-        loss_after = float(hf_loss(model, microbatches, case.loss_unit))
-    return {
-        "before": before,
-        "loss": float(loss),
-        "loss_after": loss_after,
-        "gradients": gradients,
-        "norm": float(norm),
-        "after": hf_tensors(model),
-    }
+    optimizer = torch.optim.AdamW(groups or [torch.zeros(())], lr=LR, betas=(0.9, 0.999), eps=1e-8)
+
+    def step() -> tuple[float, dict[str, Tensor], float]:
+        """Loss, gradients and gradient norm, before an update."""
+        loss = hf_loss(model, microbatches, case.loss_unit)
+        optimizer.zero_grad()
+        if loss.requires_grad:
+            loss.backward()
+        for parameter in trainable:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradients = {name: tensor.clone() for name, tensor in hf_tensors(model, gradients=True).items()}
+        norm = torch.stack([p.grad.norm() for p in trainable]).norm() if trainable else torch.zeros(())
+        if case.clip_grad > 0.0:
+            torch.nn.utils.clip_grad_norm_(trainable, case.clip_grad)
+        optimizer.step()
+        return float(loss), gradients, float(norm)
+
+    (loss, gradients, norm), (loss_after, _, _) = step(), step()
+    return {"before": before, "loss": loss, "loss_after": loss_after, "gradients": gradients, "norm": norm,
+            "after": hf_tensors(model)}
 
 
 def from_first_rank(compute: Callable[[], dict]) -> dict:
@@ -286,8 +286,8 @@ def run_case(case: Case, mesh: parallel.Mesh) -> dict:
     loss = forward_backward(engine.setup, engine.plan)
     by_gradient, uncovered = gradient_errors(engine, expected["gradients"])
     result = engine.update(loss)
-    # With overlapped gathering the updated weights arrive in this pass.
-    loss_after = engine.loss()
+    after = engine.update(forward_backward(engine.setup, engine.plan))
+    engine.setup.finish_gathering()
     by_weight = weight_errors(engine, expected["after"])
     gathered: list = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (by_gradient, by_weight, uncovered))
@@ -299,7 +299,7 @@ def run_case(case: Case, mesh: parallel.Mesh) -> dict:
     return {
         "loss": result.loss,
         "loss_error": error(result.loss, expected["loss"]),
-        "loss_after_error": error(loss_after, expected["loss_after"]),
+        "loss_after_error": error(after.loss, expected["loss_after"]),
         "gradient_error": worst[0][0],
         "gradient_worst": worst[0][1],
         "num_gradients": sum(len(g[0]) for g in gathered),
