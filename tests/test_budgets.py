@@ -312,7 +312,7 @@ def test_gradients_in_shards(traced, more: tuple[str, ...]) -> None:
     step, whole, (size,) = traced(case), traced(replace(case, flags=())), sizes(run)
     assert step.state_bytes == pytest.approx(size.total_bytes + size.update_bytes, rel=1e-5)
     assert step.peak_bytes < whole.peak_bytes
-    num_units, passes = 4 + 4 + 4, case.num_microbatches  # layers, and patch and word embedding, projector, last norm
+    num_units, passes = 4 + 4 + 3, case.num_microbatches  # layers, and patch and word embedding, projector
     assert step.collectives["_reduce_scatter_base_"] == num_units * passes
     reduced = passes * whole.collective_bytes["_reduce_scatter_base_"] / (2 if more else 1)
     assert step.collective_bytes["_reduce_scatter_base_"] == pytest.approx(reduced, rel=0.001)
@@ -324,7 +324,7 @@ def test_gradients_in_shards(traced, more: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("name", ["3B", "7B, frozen ViT"])
 @pytest.mark.parametrize("more", [(), OVERLAPPED], ids=str)
 def test_the_memory_of_weights_in_shards_is_that_of_the_dry_run(traced, name: str, more: tuple[str, ...]) -> None:
-    """States to norms and biases, which are whole besides; the formula measured 1.6 and 2.9 % above the peak."""
+    """States exactly, but for norms and biases, which are also kept whole; the formula measured 1.5 to 2.9 % above the peak."""
     from tests.plan.test_stages import sizes
 
     case, run = sharded(SHARDED[name], *more, strategy=WEIGHT_SHARDS)
@@ -343,7 +343,7 @@ def test_weights_in_shards(traced, more: tuple[str, ...]) -> None:
     gradients, _ = sharded(SHARDED["3B"], *more)
     step, before = traced(case), traced(gradients)
     assert step.peak_bytes < before.peak_bytes
-    num_units = 4 + 4 + 4  # layers, and patch and word embedding, projector, last norm; the output layer is tied
+    num_units = 4 + 4 + 3  # layers, and patch and word embedding, projector; the output layer is tied
     assert step.collectives["_allgather_base_"] == case.num_microbatches * (num_units + 1 + num_units - 1)
     gathered = 2 * case.num_microbatches * before.collective_bytes["_allgather_base_"]
     assert step.collective_bytes["_allgather_base_"] == gathered

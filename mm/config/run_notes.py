@@ -62,6 +62,12 @@ def flag_notes(args: Arguments) -> Iterator[str]:
 
 
 def sharding_notes(args: Arguments, num_copies: int) -> Iterator[str]:
-    """A note if gradients cannot be sharded.  ``num_copies``: ranks that hold the same weights."""
+    """Notes on what sharding cannot do.  ``num_copies``: ranks that hold the same weights."""
     if num_copies == 1 and args.shards_gradients:
         yield NoEffect(["--data-parallel-sharding-strategy"], "one rank holds each weight, so nothing is sharded")
+    elif args.shards_weights:
+        if args.save is not None:
+            yield ("with weights in shards no rank holds the whole model, so if a rank fails, the others save nothing; "
+                   "the run continues from its last checkpoint")
+        if args.check_weights_interval is not None and args.tensor_model_parallel_size == 1:
+            yield NoEffect(["--check-weights-interval"], "with weights in shards, no two ranks hold the same weights")

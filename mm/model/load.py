@@ -63,9 +63,9 @@ def read_once(stage: Stage, weights: Sequence[Weight], read: Callable[[Weight], 
     """Set ``weights`` to the results of ``read``: this rank's shards, as files hold them.
 
     Several ranks, along the data and context axes, hold the same shards.  Each reads an even share of the bytes into
-    its parameters and broadcasts it to the others.  If they keep shards of weights, the share is held beside them until
-    then.  Broadcasting starts once every rank has read its share, so if one rank cannot read a file, all raise the same
-    UserError and none is left waiting.
+    its parameters and broadcasts it to the others.  If they keep shards of weights, the share, as large as these, is
+    held beside them on the device until then.  Broadcasting starts once every rank has read its share, so if one rank
+    cannot read a file, all raise the same UserError and none is left waiting.
     """
     group = mesh.groups.dp_cp
     parameters = [stage.get_parameter(weight.name) for weight in weights]
@@ -78,7 +78,8 @@ def read_once(stage: Stage, weights: Sequence[Weight], read: Callable[[Weight], 
         progress = Progress("loading weights", len(share), "tensors", is_shown=mesh.rank == 0)
         for weight in progress.each(share):
             if stage.shards_weights:
-                held[weight.name] = _in_memory(weight, read(weight), mesh)
+                held[weight.name] = _whole(stage, weight)
+                held[weight.name].copy_(_in_memory(weight, read(weight), mesh))
             else:
                 set_weight(stage, weight, read(weight), mesh)
 
@@ -86,9 +87,7 @@ def read_once(stage: Stage, weights: Sequence[Weight], read: Callable[[Weight], 
     for weight, parameter, reader in zip(weights, parameters, chosen, strict=True):
         source = dist.get_global_rank(group, reader)
         if stage.shards_weights:
-            whole = torch.empty_like(parameter, memory_format=torch.contiguous_format, requires_grad=False)
-            if weight.name in held:
-                whole.copy_(held.pop(weight.name))
+            whole = held.pop(weight.name) if weight.name in held else _whole(stage, weight)
             dist.broadcast(whole, source, group)
             stage.set_values(weight.name, whole)
         elif group.size() > 1:
@@ -98,6 +97,12 @@ def read_once(stage: Stage, weights: Sequence[Weight], read: Callable[[Weight], 
 def set_weight(stage: Stage, weight: Weight, values: Tensor, mesh: Mesh) -> None:
     """Copy ``values``, a rank's shard as files hold it, into the parameter."""
     stage.set_values(weight.name, _in_memory(weight, values, mesh))
+
+
+def _whole(stage: Stage, weight: Weight) -> Tensor:
+    """Memory on the device for all of a parameter."""
+    parameter = stage.get_parameter(weight.name)
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
 def _in_memory(weight: Weight, values: Tensor, mesh: Mesh) -> Tensor:

@@ -187,7 +187,7 @@ class ShardedGradients(DistributedDataParallel):
         forward pass it ran, the unit's place in ``units``, and whether it is the unit's last module to begin."""
         self.use_begins: Callable[[int, bool], None] = lambda *_: None
         """With shards of weights: called when the first module of one of their ``all_units`` begins its forward pass,
-        or its backward pass, with the unit's place and which of the two it is."""
+        or its backward pass, with the unit's place, and whether it is the backward pass."""
         self.units: tuple[UnitGradients, ...] = ()
         self.weight_shards = weight_shards
         self._microbatch = 0

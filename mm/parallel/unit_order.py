@@ -39,7 +39,8 @@ def uses_of(units: Sequence[Unit], is_trained: Sequence[bool]) -> list[Use]:
     """The uses of ``units``, whose first modules run in this order; ``is_trained``: whether each unit owns trained
     weights.
 
-    A unit that owns nothing is of a module that uses an earlier unit: the output layer with a tied embedding.
+    A unit that owns nothing is of a module that uses an earlier unit: the last norm, or the output layer with a tied
+    embedding.
     """
     owner = {}
     for place, unit in enumerate(units):
@@ -67,17 +68,24 @@ def is_used(tower: str, images: Images, is_backward: bool) -> bool:
 def tasks_of(uses: Sequence[Use], images: Images, forward_only: bool, is_ahead: bool) -> list[Task]:
     """What is done in the forward pass of a microbatch and in its backward pass, in order.
 
-    The output layer stays open between the two.  ``images``: those of any replica.  ``is_ahead``: the next unit is
-    gathered while one is used, and a unit is reduced while the one before it is used; else nothing overlaps.
+    A unit stays open from one use to the next if that is its own: the output layer between the two passes.
+    ``images``: those of any replica.  ``is_ahead``: the next unit is gathered while one is used; else each gather is
+    waited for at once.
     """
     forward = [place for place, use in enumerate(uses) if is_used(use.tower, images, is_backward=False)]
     backward = [] if forward_only else [
         place for place, use in reversed([*enumerate(uses)])
         if use.has_backward and is_used(use.tower, images, is_backward=True)]
     visits = [(place, False) for place in forward] + [(place, True) for place in backward]
-    kept = backward[0] if backward and backward[0] == forward[-1] else None
-    gathers = [Task("gather", place, is_backward) for place, is_backward in visits
-               if not is_backward or (uses[place].is_read_backward and place != kept)]
+    gathers, now_open = list[Task](), None
+    for place, is_backward in visits:
+        use = uses[place]
+        if use.unit == now_open:
+            continue
+        is_read = use.is_read_backward or not is_backward
+        if is_read:
+            gathers.append(Task("gather", place, is_backward))
+        now_open = use.unit if is_read else None
     return [*_in_turn(uses, visits, gathers, is_ahead)]
 
 

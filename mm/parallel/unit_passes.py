@@ -67,8 +67,8 @@ class UnitPasses:
     def _enter(self, microbatch: int) -> None:
         """Do what is left of the microbatches before this one, and go on with it."""
         while self._now < microbatch:
-            self._do_all_but(0)
             self._close_all_but(None)
+            self._do_all_but(0)
             self._now += 1
             if self._now < len(self._images):
                 tasks = tasks_of(self._uses, self._images[self._now], self._is_forward_only, self._is_ahead)
@@ -89,8 +89,8 @@ class UnitPasses:
 
     def _end_backward(self) -> None:
         self._is_backward = False
-        self._do_all_but(0)
         self._close_all_but(None)
+        self._do_all_but(0)
 
     def _begin_use(self, use: int, is_backward: bool) -> None:
         """The forward or backward pass of a module begins: make its weights whole, and in a backward pass give it

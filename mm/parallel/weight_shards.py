@@ -96,10 +96,10 @@ class UnitWeights:
 
     def start_opening(self) -> None:
         """Start to gather the weights, on all ranks that have shards of them."""
-        if not self.is_open and not self.is_arriving:
-            for bucket in self._buckets:
-                bucket.start_gathering()
-            self.is_arriving = True
+        assert not self.is_open and not self.is_arriving, "other ranks would wait for a gather that this one omits"
+        for bucket in self._buckets:
+            bucket.start_gathering()
+        self.is_arriving = True
 
     def open(self) -> None:
         """Wait for the weights that ``start_opening`` gathers."""

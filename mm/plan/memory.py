@@ -348,7 +348,8 @@ class StageMemory:
         at_layers = (one.layer_gradients * num_layers + one.head_gradients * one.shares_embedding for one in chunks)
         at_embedding = (one.embedding_gradients + one.layer_gradients * (num_layers - 1) for one in chunks
                         if one.embedding_gradients)
-        opened = (max(one.head_weights for one in chunks), max(one.layer_weights * num_open for one in chunks),
+        opened = (max(one.head_weights + one.layer_weights * (num_open - 1) for one in chunks),
+                  max(one.layer_weights * num_open for one in chunks),
                   max(one.embedding_weights + one.layer_weights * (num_open - 1) for one in chunks))
         return (width * max(one.head_gradients for one in chunks) + weight_width * opened[0],
                 width * max(at_layers) + weight_width * opened[1],

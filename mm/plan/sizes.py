@@ -218,7 +218,11 @@ def peaks(run: Run, placement: Placement, sizes: list[StageSize]) -> dict[str, i
 def peak_bytes(memory: StageMemory, rows: MicrobatchSizes, run: Run, size: StageSize) -> int:
     """Peak bytes of a stage: while it computes or in the update, whichever is more."""
     in_update = size.total_bytes + size.update_bytes + block_bytes(run, size)
-    return max(memory.peak_bytes(rows, run.held_microbatches, size.total_bytes, unit_buffers(run)), in_update)
+    in_questions = 0
+    if run.shards_weights and run.args.eval_generate_interval is not None:  # besides its cache, which is bounded by it
+        in_questions = size.total_bytes + size.num_params * WIDTHS[run.args.precision]
+    return max(memory.peak_bytes(rows, run.held_microbatches, size.total_bytes, unit_buffers(run)), in_update,
+               in_questions)
 
 
 def stage_memory(run: Run, placement: Placement, stage: int) -> StageMemory:

@@ -79,15 +79,15 @@ def _run_lines(run: Run) -> list[str]:
         f"Batch     {run.global_batch_size} samples per step = {_microbatches(run)}; at most {args.seq_length} tokens "
         f"per sample",
         f"Training  {_steps(run)} in {args.precision}, loss: mean over the "
-        f"{'target token' if args.loss_unit == 'token' else args.loss_unit}s of the global batch, optimizer state "
+        f"{'target token' if args.loss_unit == 'token' else args.loss_unit}s of the global batch, optimizer state"
         f"{_SHARDED[args.sharding]}"
         f"{_states(args)}",
     ]
 
 
-_SHARDED = {"no_shard": "whole on every rank", "optim": "split over the data-parallel ranks",
-            "optim_grads": "and gradients split over the data-parallel ranks",
-            "optim_grads_params": "gradients and weights split over the data-parallel ranks"}  # fmt: skip
+_SHARDED = {"no_shard": " whole on every rank", "optim": " split over the data-parallel ranks",
+            "optim_grads": " and gradients split over the data-parallel ranks",
+            "optim_grads_params": ", gradients and weights split over the data-parallel ranks"}  # fmt: skip
 
 
 def _states(args: Arguments) -> str:

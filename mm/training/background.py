@@ -7,7 +7,7 @@ the same step.
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mm.device.device import Device
@@ -70,6 +70,7 @@ class BackgroundSaves:
         copies = [values for _, values in before[0].tensors] if before else together(
             mesh, lambda: self._copies.take([values for _, values in begun.tensors]))
         tensors = [(tensor, values) for (tensor, _), values in zip(begun.tensors, copies, strict=True)]
+        begun = replace(begun, tensors=())  # they may be copies themselves
         pending = _WrittenSave(begun, retention, tensors, Future())
         self._pending.append(pending)
         threading.Thread(target=_run, args=(pending, before), name="save", daemon=True).start()

@@ -157,7 +157,7 @@ def _host_memory(run: Run, node: Node) -> Iterator[MachineFinding]:
             f"and the rest for {owners} data owners, which prefetch steps into pinned memory. Give the container more "
             f"(`docker run --memory`), end other processes (`ps aux --sort=-rss | head`), or lower --num-workers, "
             f"prefetch_factor or --global-batch-size"
-            f"{', or remove --async-save' if run.args.async_save and copies else ''}")
+            f"{', or remove --async-save' if run.args.async_save else ''}")
 
 
 def _copy_bytes(run: Run, node: Node) -> int:

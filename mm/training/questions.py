@@ -3,6 +3,7 @@
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,10 @@ class QuestionSet:
         started, session = time.perf_counter(), self._session
         folder = Path(self._asked.output) / f"iter_{iteration:07d}"
         batches, problems = on_first(session.mesh, lambda: self._prepared(folder))
-        with evaluating(self._setup), self._setup.stage.all_whole():
+        with ExitStack() as asking:
+            asking.enter_context(evaluating(self._setup))
+            with self._phase("answers"):
+                asking.enter_context(self._setup.stage.all_whole())
             problems += answer_batches(session, batches, self._keep, self._phase)
         scores = on_first(session.mesh, lambda: self._finish(folder, problems))
         return QuestionScores(scores, time.perf_counter() - started)

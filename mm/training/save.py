@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mm.errors import UserError
 from mm.formats import training_writer as files
@@ -179,8 +180,22 @@ def _values(setup: Setup, disks: Disks) -> Mapping[str, Values]:
     if not stage.shards_weights:
         return {name: Values(parameter) for name, parameter in stage.named_parameters()}
     some = [one for copies in _copies_of(disks) for one in _stored(setup, copies).values()]
-    return {weight.name: Values(values.to("cpu", copy=True), is_copy=True)
-            for weight, values in stage.whole_weights(some) if disks.is_writer(mesh)}
+    parameters = {weight.name: stage.get_parameter(weight.name) for weight in some}
+    copies = together(mesh, lambda: _host_memory(parameters) if disks.is_writer(mesh) else {})
+    for weight, values in stage.whole_weights(some):
+        if weight.name in copies:
+            copies[weight.name].copy_(values)
+    return {name: Values(copy, is_copy=True) for name, copy in copies.items()}
+
+
+def _host_memory(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    try:
+        return {name: torch.empty(one.shape, dtype=one.dtype) for name, one in parameters.items()}
+    except RuntimeError as error:
+        num_bytes = sum(one.numel() * one.element_size() for one in parameters.values())
+        raise UserError(f"a save of weights in shards needs host memory for all weights that this rank writes, and "
+                        f"{num_bytes:,} bytes of it cannot be allocated ({error}); give the ranks of this node more "
+                        f"memory, or write optim_grads for optim_grads_params") from error
 
 
 def _copies_of(disks: Disks) -> tuple[bool, ...]:

@@ -35,9 +35,9 @@ class FakeWeights:
         self.unit, self.log, self.is_open, self.is_arriving = unit, log, False, False
 
     def start_opening(self) -> None:
-        if not self.is_open and not self.is_arriving:
-            self.log.append(("gather", self.unit.modules[0]))
-            self.is_arriving = True
+        assert not self.is_open and not self.is_arriving
+        self.log.append(("gather", self.unit.modules[0]))
+        self.is_arriving = True
 
     def open(self) -> None:
         assert self.is_open or self.is_arriving
@@ -82,19 +82,21 @@ class Training:
             return Unit(names, **more)
 
         return [unit("patches", tower="vision"), unit("block", tower="vision"), unit("projector", tower="projector"),
-                unit("embedding", *["head"] * self.is_tied, is_table=True), unit("first"), unit("second"),
+                unit("embedding", *["head"] * self.is_tied, is_table=True), unit("first"), unit("second", "norm"),
                 unit("norm"), unit("head")]
 
     def is_trained(self) -> list[bool]:
-        owners = {"head"} if self.is_tied else set()
-        return [unit.tower in self.trained and unit.modules[0] not in owners for unit in self.units()]
+        return [unit.tower in self.trained and self.owns(unit) for unit in self.units()]
+
+    def owns(self, unit: Unit) -> bool:
+        return unit.modules != ("norm",) and not (self.is_tied and unit.modules == ("head",))
 
 
 def events_of(own: Sequence[Images], every: tuple[Images, ...], training: Training, exchanges: bool) -> list[Event]:
     """What one rank does in a step, whose own microbatches have these images."""
     log: list[Event] = []
     units, is_trained = training.units(), training.is_trained()
-    owned = [unit for unit in units if not (training.is_tied and unit.modules == ("head",))]
+    owned = [unit for unit in units if training.owns(unit)]
     shards: Any = SimpleNamespace(
         all_units=units, units=[FakeWeights(unit, log) for unit in owned], are_held=False)
     gradients = [FakeGradients(unit, log, training.is_ahead)
@@ -214,13 +216,13 @@ def test_each_use_is_gathered_before_it_and_reduced_after_it(
     assert reduced == {one.use for one in tasks if one.kind == "use" and one.is_backward and uses[one.use].is_reduced}
 
 
-def test_the_output_layer_stays_open_and_the_word_embedding_is_not_gathered_again() -> None:
+def test_units_stay_open_between_two_uses_and_the_word_embedding_is_not_gathered_again() -> None:
     training = Training(frozenset({"language"}), False, False)
     uses = uses_of(training.units(), training.is_trained())
     tasks = tasks_of(uses, Images.NONE, False, False)
     names = [unit.modules[0] for unit in training.units()]
     gathered = [names[one.use] for one in tasks if one.kind == "gather"]
-    assert gathered == ["embedding", "first", "second", "norm", "head", "norm", "second", "first"]
+    assert gathered == ["embedding", "first", "second", "head", "norm", "first"]
     assert [names[one.use] for one in tasks if one.kind == "reduce"] == [
-        "head", "norm", "second", "first", "embedding"]
+        "head", "second", "first", "embedding"]
     assert tasks[-1] == Task("reduce", 3, True)

@@ -15,7 +15,7 @@ EXPECTED = {
     "dp4": {"2": "rank 2 differs from ranks 0 to 1, 3", "0": "rank 0 differs from ranks 1 to 3"},
     "cp2-dp2": {"3": "rank 3 differs from ranks 0 to 2"},
     "tp2-dp2": {"1": "ranks 1, 3 do not agree", "1 norm": "rank 1 differs from ranks 0, 2 to 3"},
-    "cp2-dp2-weight-shards": {},
+    "tp2-dp2-weight-shards": {"1": "ranks 0 to 3 do not agree"},
     "pp2-tied-dp2": {"0": "rank 0 differs from ranks 1 to 3", "3": "rank 3 differs from ranks 0 to 2",
                      "2": "ranks 2 to 3 do not agree"},
 }

@@ -13,6 +13,7 @@ import torch  # isort: skip  (after the device has been picked)
 import torch.distributed as dist  # isort: skip
 
 from mm.errors import AgreedError
+from mm.model.stage import Stage
 from mm.parallel import mesh as parallel
 from mm.training.weight_check import check_weights
 
@@ -24,7 +25,8 @@ LAYOUTS = {
     "dp4": (Layout(), ((2, FC1), (0, NORM))),
     "cp2-dp2": (Layout(cp=2), ((3, FC1),)),
     "tp2-dp2": (Layout(tp=2, precision="bf16", flags=("--use-distributed-optimizer",)), ((1, FC1), (1, NORM))),
-    "cp2-dp2-weight-shards": (Layout(cp=2, flags=("--data-parallel-sharding-strategy", "optim_grads_params")), ()),
+    "tp2-dp2-weight-shards": (
+        Layout(tp=2, flags=("--data-parallel-sharding-strategy", "optim_grads_params")), ((1, NORM),)),
     "pp2-tied-dp2": (Layout((4, 0), (1, 3), tied=True), ((0, EMBEDDING), (3, HEAD), (2, NORM))),
 }
 """Layout, and the ranks and weights to damage."""
@@ -34,6 +36,12 @@ def flip(weight: torch.Tensor) -> None:
     """Flip the lowest bit of the last element."""
     bits = weight.detach().view(-1).view({2: torch.int16, 4: torch.int32}[weight.element_size()])
     bits[-1] ^= 1
+
+
+def held(stage: Stage, name: str) -> torch.Tensor:
+    """What this rank keeps of a weight: the norm that is damaged begins its bucket, which is in the first shard."""
+    parameter, shards = stage.get_parameter(name), stage.chunks[0].weight_shards
+    return parameter if shards is None else shards.shard_of(parameter)[0]
 
 
 def find(run: Run) -> str:
@@ -55,8 +63,10 @@ def main(output: str) -> int:
         found = {"": find(run)}
         for rank, weight in damages:
             for _ in range(2):  # and mend it
+                if (shards := run.stage.chunks[0].weight_shards) is not None:
+                    shards.weights_change()
                 if dist.get_rank() == rank:
-                    flip(run.stage.get_parameter(weight))
+                    flip(held(run.stage, weight))
                 found.setdefault(f"{rank} {weight}", find(run))
         found["mended"] = find(run)
         results[name] = found

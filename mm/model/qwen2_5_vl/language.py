@@ -76,16 +76,20 @@ class LanguageModel(nn.Module):
     def units(self) -> Iterator[Unit]:
         """Units of weights, in the order of the forward pass.
 
-        Norm and output layer are separate units, because a tied embedding and its copy in the output layer must have
-        equal shards.
+        The last norm belongs to the last layer's unit, not to the output layer's, because a tied embedding and its copy
+        in the output layer must have equal shards.
         """
         shared = (self.output_layer,) if self.shares_embedding else ()
         if self.has_embedding:
             yield Unit((self.embedding, *shared), is_table=True)
-        yield from (Unit((layer,)) for layer in self.decoder.layers.values())
-        if self.has_head:
-            yield Unit((self.decoder.final_layernorm,))
-            yield Unit((self.output_layer,))
+        *others, last = self.decoder.layers.values()
+        yield from (Unit((layer,)) for layer in others)
+        if not self.has_head:
+            yield Unit((last,))
+            return
+        yield Unit((last, self.decoder.final_layernorm))
+        yield Unit((self.decoder.final_layernorm,))
+        yield Unit((self.output_layer,))
 
     def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
         residual = Residual(x)
