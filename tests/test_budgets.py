@@ -324,7 +324,8 @@ def test_gradients_in_shards(traced, more: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("name", ["3B", "7B, frozen ViT"])
 @pytest.mark.parametrize("more", [(), OVERLAPPED], ids=str)
 def test_the_memory_of_weights_in_shards_is_that_of_the_dry_run(traced, name: str, more: tuple[str, ...]) -> None:
-    """States exactly, but for norms and biases, which are also kept whole; the formula measured 1.5 to 2.9 % above the peak."""
+    """States exactly, but for norms and biases, which are also kept whole; the formula measured 1.5 to 2.9 % above the
+    peak."""
     from tests.plan.test_stages import sizes
 
     case, run = sharded(SHARDED[name], *more, strategy=WEIGHT_SHARDS)
