@@ -204,7 +204,8 @@ def test_encoder_placements(started: dict[str, Future]) -> None:
 
 def test_sharding_strategies(started: dict[str, Future]) -> None:
     result = started["sharding"].result()
-    assert list(result["ratio"]) == ["optim", "optim_grads", "optim_grads, overlapped"]
+    assert list(result["ratio"]) == [
+        "optim", "optim_grads", "optim_grads, overlapped", "optim_grads_params", "optim_grads_params, overlapped"]
     assert all(one["least"] > 0 for one in result["ratio"].values())
 
 
