@@ -40,8 +40,9 @@ TOLERANCES = {
 }
 AT_THE_START = ("all_gather_object", "buffer.unique().tolist()")
 """megatron compares its parameter groups, and one operator is tried on a small product."""
-AT_A_SAVE = ("checkpoint.py", "optimizer_state.py", "copy_(tensor, non_blocking=True)", "copies[weight.name].copy_(values)")
-"""The last copies a block into pinned memory, which on a device does not wait."""
+AT_A_SAVE = ("checkpoint.py", "optimizer_state.py", "copy_(tensor, non_blocking=True)",
+             "copies[weight.name].copy_(values)")
+"""The third copies a block into pinned memory, which on a device does not wait; the last is of weights in shards."""
 
 
 def flags(inputs: Path, device: str, name: str, model: str, *more: str) -> list[str]:
