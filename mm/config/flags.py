@@ -313,6 +313,12 @@ class Arguments:
         return self.sharding == "optim_grads_params"
 
     @property
+    def gathers_during_forward(self) -> bool:
+        """Whether updated weights arrive during the next forward pass.  Weights in shards never arrive as a whole; each
+        unit is gathered when it is used."""
+        return self.overlap_param_gather and not self.shards_weights
+
+    @property
     def kept_copy(self) -> KeptCopy:
         return "remainder" if self.store_param_remainders else "none" if self.main_params_dtype == "bf16" else "fp32"
 

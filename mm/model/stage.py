@@ -96,7 +96,7 @@ class Chunk(nn.Module):
             WeightShards(self.units(), self.parameters(), mesh.groups.dp_cp) if shards_weights else None)
 
     def units(self) -> Iterator[Unit]:
-        """All weights, in units that are reduced together, in the order of the forward pass."""
+        """All weights, in units that are gathered and reduced together, in the order of the forward pass."""
         if self.spec.vision_layers:
             encoder: Any = self.image_encoder["encoder"]
             yield from encoder.units()

@@ -94,8 +94,8 @@ def ddp_config(args: Arguments) -> DistributedDataParallelConfig:
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=not args.grad_reduce_in_bf16,
         overlap_grad_reduce=args.overlap_grad_reduce,
-        overlap_param_gather=args.overlap_param_gather and not args.shards_weights,
-        align_param_gather=args.overlap_param_gather and not args.shards_weights,
+        overlap_param_gather=args.gathers_during_forward,
+        align_param_gather=args.gathers_during_forward,
         use_distributed_optimizer=args.splits_optimizer,
         average_in_collective=False,
     )
@@ -125,7 +125,7 @@ def optimizer_config(args: Arguments, settings: TransformerConfig) -> OptimizerC
         loss_scale_window=args.loss_scale_window,
         hysteresis=args.hysteresis,
         use_distributed_optimizer=args.splits_optimizer,
-        overlap_param_gather=args.overlap_param_gather and not args.shards_weights,
+        overlap_param_gather=args.gathers_during_forward,
     )
 
 

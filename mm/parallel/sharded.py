@@ -7,7 +7,8 @@ states, its gathers of weights and our checkpoints are the same as without this.
 
 Other engines do not fit: torch's ``fully_shard`` rounds each microbatch's gradients to the weights' dtype, where our
 products add to fp32 buffers, and megatron-core's FSDP runs on CUDA alone.  ``mm.parallel.passes`` decides when a unit
-is reduced.
+is reduced; if ranks keep only shards of the weights, too (``mm.parallel.weight_shards``), ``mm.parallel.unit_passes``
+does.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

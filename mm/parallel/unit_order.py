@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from mm.batch import Images
-from mm.parallel.units import Unit
+from mm.parallel.units import TowerName, Unit
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Use:
 
     unit: int
     """The place of the unit that owns the module's weights."""
-    tower: Literal["vision", "projector", "language"]
+    tower: TowerName
     has_backward: bool
     """Whether gradients flow through it: weights of it, or of what comes before it, are trained."""
     is_read_backward: bool
@@ -56,7 +56,7 @@ def uses_of(units: Sequence[Unit], is_trained: Sequence[bool]) -> list[Use]:
     return found
 
 
-def is_used(tower: str, images: Images, is_backward: bool) -> bool:
+def is_used(tower: TowerName, images: Images, is_backward: bool) -> bool:
     """Whether a microbatch with ``images`` uses the units of ``tower`` in this direction."""
     if tower == "language":
         return True

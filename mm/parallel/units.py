@@ -12,6 +12,7 @@ _ALIGNED_ELEMENTS = 64
 megatron's ``_ParamAndGradBuffer``: 128 and 256 bytes of bf16, for cuBLAS."""
 _BUCKET_ELEMENTS = 128
 
+TowerName = Literal["vision", "projector", "language"]
 BucketPlaces = dict[Any, tuple[int, int]]
 """Where each weight begins and ends in its bucket, in order."""
 
@@ -22,7 +23,7 @@ class Unit:
 
     modules: tuple[nn.Module, ...]
     """The modules that use them, in the order of the forward pass; the first ones own them."""
-    tower: Literal["vision", "projector", "language"] = "language"
+    tower: TowerName = "language"
     """Only microbatches with images use those of the ViT and the projector."""
     is_table: bool = False
     """Whether the first module looks up rows of them, so that its backward pass does not read them."""

@@ -126,9 +126,11 @@ class WeightShards:
         """``units``: in the order of the forward pass.  The values of ``weights``, which may have no memory, are lost.
         """
         self.all_units = tuple(units)
+        """Also those that own nothing: of modules that use an earlier unit."""
         owned = owned_weights(self.all_units, weights)
         self.units = tuple(UnitWeights(unit, own, group)
                            for unit, own in zip(self.all_units, owned, strict=True) if own)
+        """The units that own weights."""
         self._unit_of = {weight: unit for unit in self.units for weight in unit.buckets}
         self.are_held = False
         """Whether all units are open, for as long as ``all_opened`` says."""

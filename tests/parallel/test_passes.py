@@ -19,38 +19,10 @@ from mm.batch import Images, passes_of_any
 from mm.parallel.activity import Journal
 from mm.parallel.order import stage_steps
 from mm.parallel.passes import Reductions
+from tests.parallel.fake_units import FakeGradients
 
 NUM_VISION, NUM_LANGUAGE = 2, 2
 """Trained units of a slot with such."""
-
-
-class FakeUnit:
-    """Notes what happens to it."""
-
-    def __init__(
-        self, name: tuple[int, int], is_vision: bool, is_overlapped: bool, log: list[tuple[int, int]]
-    ) -> None:
-        self.name, self.log = name, log
-        self.unit = SimpleNamespace(is_vision=is_vision)
-        self.group = SimpleNamespace(grad_reduce_handle=None)
-        self.is_overlapped, self.is_open = is_overlapped, False
-
-    def begin_step(self) -> None:
-        assert not self.is_open
-
-    end_step = begin_step
-
-    def open(self, _: bool) -> None:
-        assert self.group.grad_reduce_handle is None, "its buffer is being reduced"
-        self.is_open = True
-
-    def start_reducing(self) -> None:
-        assert self.is_open
-        self.log.append(self.name)
-        self.group.grad_reduce_handle = "a handle" if self.is_overlapped else None
-
-    def finish_reducing(self) -> None:
-        self.group.grad_reduce_handle, self.is_open = None, False
 
 
 @dataclass(frozen=True)
@@ -82,8 +54,9 @@ Events = Generator[tuple[str, Any], None, list[tuple[int, int]]]
 def rank_of(images: list[bool], all_images: tuple[Images, ...], stage: int, training: Training) -> Events:
     """What one rank waits for in a step: a slot's forward or backward pass, or a reduction.  At the end, its log."""
     log: list[tuple[int, int]] = []
-    units = [[FakeUnit((chunk, place), is_vision, training.is_overlapped, log) for place, is_vision in
-              enumerate(training.units(chunk * training.num_stages + stage))] for chunk in range(training.num_chunks)]
+    units = [[FakeGradients(SimpleNamespace(is_vision=is_vision), (chunk, place), training.is_overlapped, log)
+              for place, is_vision in enumerate(training.units(chunk * training.num_stages + stage))]
+             for chunk in range(training.num_chunks)]
     models: list[Any] = [SimpleNamespace(units=of, params_with_grad=[], module=SimpleNamespace(journal=Journal()))
                          for of in units]
     reductions, num_done = Reductions(models, training.num_stages), 0

@@ -20,6 +20,7 @@ from mm.parallel.activity import Journal
 from mm.parallel.unit_order import Task, Use, is_used, tasks_of, uses_of
 from mm.parallel.unit_passes import UnitPasses
 from mm.parallel.units import Unit
+from tests.parallel.fake_units import FakeGradients
 
 Event = tuple[str, Any]
 """A collective of the ranks with the same weights, or an "exchange" of the ranks of one replica."""
@@ -45,29 +46,6 @@ class FakeWeights:
 
     def close(self) -> None:
         self.is_open = self.is_arriving = False
-
-
-class FakeGradients:
-    def __init__(self, unit: Unit, log: list[Event], is_overlapped: bool) -> None:
-        self.unit, self.log, self.is_overlapped, self.is_open = unit, log, is_overlapped, False
-        self.group = SimpleNamespace(grad_reduce_handle=None)
-
-    def begin_step(self) -> None:
-        assert not self.is_open
-
-    end_step = begin_step
-
-    def open(self, _: bool) -> None:
-        assert self.group.grad_reduce_handle is None, "its buffer is being reduced"
-        self.is_open = True
-
-    def start_reducing(self) -> None:
-        assert self.is_open
-        self.log.append(("reduce", self.unit.modules[0]))
-        self.group.grad_reduce_handle = "a handle" if self.is_overlapped else None
-
-    def finish_reducing(self) -> None:
-        self.group.grad_reduce_handle, self.is_open = None, False
 
 
 @dataclass(frozen=True)
@@ -99,7 +77,7 @@ def events_of(own: Sequence[Images], every: tuple[Images, ...], training: Traini
     owned = [unit for unit in units if training.owns(unit)]
     shards: Any = SimpleNamespace(
         all_units=units, units=[FakeWeights(unit, log) for unit in owned], are_held=False)
-    gradients = [FakeGradients(unit, log, training.is_ahead)
+    gradients = [FakeGradients(unit, ("reduce", unit.modules[0]), training.is_ahead, log)
                  for unit, trained in zip(units, is_trained, strict=True) if trained]
     model: Any = SimpleNamespace(weight_shards=shards, units=gradients, params_with_grad=[])
     passes, uses = UnitPasses(model, Journal(), training.is_ahead), uses_of(units, is_trained)
