@@ -47,6 +47,16 @@ def pytest_testnodedown(node: Any, error: object) -> None:
         sys.stderr.write(f"\n{node.gateway.id}: {error}; exit status {node.gateway._io.popen.wait(10)}\n")
 
 
+_POLICY = os.sched_getscheduler(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def same_scheduling() -> Iterator[None]:
+    """Processes that a realtime one starts are realtime too: a few that wait in a loop would stop all others."""
+    yield
+    assert os.sched_getscheduler(0) == _POLICY, "see tests.data.clips.same_scheduling"
+
+
 @pytest.fixture(scope="session")
 def one_rank() -> Iterator[Any]:
     """The mesh of the small model on the CPU in a process group of one.

@@ -102,7 +102,7 @@ def cases(draw: st.DrawFn) -> Case:
     def nested(counts: list[int]) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(counts[first : first + pp]) for first in range(0, num_slots, pp))
 
-    sharding = draw(st.sampled_from(("no_shard", "optim", "optim_grads")))
+    sharding = draw(st.sampled_from(("no_shard", "optim", "optim_grads", *["optim_grads_params"] * 2 * (pp == 1))))
     encoder_batch = draw(st.integers(1, num_microbatches))
     return Case(
         "drawn", nested(vision), nested(language), tp, dp,

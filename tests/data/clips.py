@@ -1,7 +1,9 @@
 """Video files for tests, and independent implementations of how published programs select and convert their frames."""
 
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
@@ -18,6 +20,20 @@ VFR = [0, 10, 20, 30, 40, 50, 60, 660, 1260, 1860, 1900, 1910]
 """Ticks of a changing frame rate: seven frames at once, then long still frames."""
 
 
+@contextmanager
+def same_scheduling() -> Iterator[None]:
+    """Afterwards the thread is scheduled as before.
+
+    As root, SVT-AV1 makes the thread that encodes with it a realtime one.  All processes that this one then starts
+    would be realtime too, and a few that wait in a loop, as gloo does, would stop all others for ever.
+    """
+    policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, policy, parameters)
+
+
 def write_clip(
     path: Path, ticks: Sequence[int], size: tuple[int, int] = (96, 64), codec: str = "libx264", gop: int = 8,
     rotation: int = 0, time_base: Fraction = TICK, options: dict[str, str] | None = None, bit_rate: int = 4_000_000,
@@ -27,7 +43,7 @@ def write_clip(
     Encoded by one thread: the file depends on the number of threads.
     """
     container_options = {key: value for key, value in (options or {}).items() if key == "movflags"}
-    with av.open(str(path), "w", options=container_options) as container:
+    with same_scheduling(), av.open(str(path), "w", options=container_options) as container:
         stream = container.add_stream(codec, rate=30)
         stream.width, stream.height = size
         stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"

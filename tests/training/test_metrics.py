@@ -73,7 +73,8 @@ def test_the_time_split_is_a_mean_at_the_end_of_the_line() -> None:
     line = log_line(timed, 10000, log_tps=True, log_throughput=False)
     _, _, added = line.partition("number of nan iterations:   0 | most of any rank (ms): ")
     assert added == ("waits for data 3.0, inputs 3.0, other forward 3.0, ViT forward 3.0, LLM forward 3.0, backward "
-                     "3.0, messages 3.0, visual tokens 3.0, gradient reduction 3.0, update 3.0, waits in update 3.0 |")
+                     "3.0, messages 3.0, visual tokens 3.0, gathers weights 3.0, gradient reduction 3.0, update 3.0, "
+                     "waits in update 3.0 |")
     assert _awk(_awk(line, "{print$5}", ":"), "{print$1}", "|") == "870.0"
 
 
