@@ -27,7 +27,7 @@ from mm.weights.memory import memory_shape
 from mm.weights.table import model_weights
 from tests.meta.device import PHASES
 from tests.meta.step import Case, Trace, main, report, trace
-from tests.workload import NO_COPIES, REMAINDERS, ROUNDED_MOMENTS
+from tests.workload import NO_COPIES, OFFLOADED, REMAINDERS, ROUNDED_MOMENTS
 
 
 class Budget(NamedTuple):
@@ -264,6 +264,19 @@ def test_states_in_16_bits_take_less_and_are_widened_by_the_block(traced, flags,
     assert size.total_bytes == num_bytes * size.num_params == pytest.approx(traced(case).state_bytes, abs=1e5)
     more = cost(traced(case), "update").gigabytes - cost(traced(plain), "update").gigabytes
     assert 1e9 * more / size.num_params == pytest.approx(rounding_bytes(run.args), rel=0.02)
+
+
+def test_states_in_host_memory_are_not_on_the_device(traced) -> None:
+    """Only the attention of four layers is trained: the states are in real memory here."""
+    from tests.plan.test_stages import run_of, sizes
+
+    case = Case("3b", layers=FEW_LAYERS, full_attention=FULL, freeze=FROZEN_VIT,
+                freeze_modules=("embedding", "output_layer", "mlp", "norm"), flags=OFFLOADED)
+    run = replace(run_of("3b", [4], [4], 1, bf16=True, optimizer_cpu_offload=True), model=case.model())
+    (size,) = sizes(run)
+    assert size.optimizer_bytes == 0 and size.host_bytes == 12 * size.num_trainable_params > 4e8
+    assert size.total_bytes == pytest.approx(traced(case).state_bytes, abs=1e5)
+    assert sum(traced(case).host_reads.values()) <= STEP_HOST_READS
 
 
 SHARDS = ("--data-parallel-sharding-strategy", "optim_grads")

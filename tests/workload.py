@@ -13,6 +13,7 @@ SAMPLE_TOKENS = 315 + 2 + 372
 ROUNDED_MOMENTS = ("--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16")
 REMAINDERS = ("--store-param-remainders",)
 NO_COPIES = ("--main-params-dtype", "bf16")
+OFFLOADED = ("--optimizer-cpu-offload",)
 
 TINY_SAMPLE: Sample = (((1, 16, 12),), 30)
 

@@ -27,6 +27,9 @@ def flag_problems(args: Arguments) -> Iterator[str]:
     if all(copies.values()):
         yield (f"{' and '.join(copies)} are both given; keep the second for exact updates, or the first to save 2 more "
                f"bytes per trained weight")
+    if args.optimizer_offload_fraction != 1.0 and not args.optimizer_cpu_offload:
+        yield (f"--optimizer-offload-fraction is {args.optimizer_offload_fraction:g}, but --optimizer-cpu-offload is "
+               f"missing; add it, or remove the fraction")
     losses = [f"--calculate-per-{unit}-loss" for unit in ("token", "sample", "microbatch")
               if getattr(args, f"calculate_per_{unit}_loss")]
     if len(losses) > 1:

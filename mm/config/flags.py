@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from annotated_types import Ge
+from annotated_types import Ge, Le
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
@@ -208,6 +208,10 @@ class Arguments:
         "fp32 copies"))
     store_param_remainders: bool = Field(False, description=(
         "keep beside each bf16 weight the 16 bits that it lacks, not an fp32 copy: the same updates, half the memory"))
+    optimizer_cpu_offload: bool = Field(False, description=(
+        "keep optimizer states in host memory; they pass through the device in each update, to the same numbers"))
+    optimizer_offload_fraction: Annotated[NotNegative, Le(1)] = Field(
+        1.0, description="share of the optimizer states that --optimizer-cpu-offload keeps in host memory")
     accumulate_allreduce_grads_in_fp32: bool = Field(
         False, description="sum and reduce gradients in fp32 (default); --grad-reduce-in-bf16 switches it off")
     grad_reduce_in_bf16: bool = Field(
@@ -321,6 +325,11 @@ class Arguments:
     @property
     def kept_copy(self) -> KeptCopy:
         return "remainder" if self.store_param_remainders else "none" if self.main_params_dtype == "bf16" else "fp32"
+
+    @property
+    def host_share(self) -> float:
+        """Share of the optimizer states that are kept in host memory."""
+        return self.optimizer_offload_fraction if self.optimizer_cpu_offload else 0.0
 
     @property
     def loss_unit(self) -> LossUnit:

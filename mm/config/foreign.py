@@ -75,7 +75,7 @@ FLAGS: Mapping[str, FlagRow] = {
     "--variable-seq-lengths": Inert("always on: every rank knows all shapes of a step before it begins"),
     "--enable-dummy-optimizer": Inert("always on: a stage without trainable parameters needs no optimizer"),
     **rows(Inert("it only affects memory and speed and is not supported here; --recompute-granularity saves memory"),
-           "--swap-attention --swap-modules --swap-optimizer --adaptive-memory-optimization "
+           "--swap-attention --swap-modules --adaptive-memory-optimization "
            "--adaptive-recompute-device-size --recompute-in-advance "
            "--optimize-send-recv-comm --use-ascend-mc2 --use-ascend-coc --use-fusion-attn-v2 "
            "--manual-gc --manual-gc-interval --empty-unused-memory-level --tp-comm-overlap "
@@ -94,6 +94,11 @@ FLAGS: Mapping[str, FlagRow] = {
         "remainders of bf16 weights, add --store-param-remainders"),
     "--no-store-param-remainders": Inert("fp32 copies of weights are kept unless --store-param-remainders is given"),
     "--reuse-fp32-param": SameAs("--store-param-remainders"),
+    "--swap-optimizer": SameAs("--optimizer-cpu-offload"),
+    **rows(Inert("states in host memory pass through the device in blocks of fixed size, copied while another block is "
+                 "updated"),
+           "--swap-optimizer-times --overlap-cpu-optimizer-d2h-h2d --use-torch-optimizer-for-cpu-offload "
+           "--no-pin-cpu-grads --no-pin-cpu-params"),
     "--main-grads-dtype": Fixed(("fp32",), "write --grad-reduce-in-bf16 for gradients in bf16"),
     **rows(Fixed((), "set lora_apply_modules or lora_mixed_training in the model JSON, where MindSpeed-MM reads them "
                      "too"), "--lora-apply-modules --lora-mixed-training"),

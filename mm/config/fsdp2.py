@@ -40,7 +40,8 @@ ROWS: Mapping[str, Row] = {
     "cast_forward_inputs": Inert("the inputs of a layer have the weights' dtype"),
     "recompute_modules": Inert("--recompute-granularity, or the model JSON, decides"),
     "reshard_after_forward": Fixed((True, None), "a unit's weights are freed after each use"),
-    "offload_to_cpu": Fixed((False, None), "weights and optimizer state stay on the device"),
+    "offload_to_cpu": Fixed((False, None), "weights stay on the device; remove it, and for optimizer states in host "
+                                           "memory add --optimizer-cpu-offload"),
 }
 
 

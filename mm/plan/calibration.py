@@ -66,6 +66,8 @@ class Machine:
     exp_avg_dtype: str = "fp32"
     exp_avg_sq_dtype: str = "fp32"
     kept_copy: str = "fp32"
+    host_share: float = 0.0
+    """Share of the optimizer states in host memory."""
 
 
 @dataclass(frozen=True)

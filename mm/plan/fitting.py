@@ -80,6 +80,8 @@ CHANGES = (
            _sharded("optim_grads_params", ("no_shard", "optim", "optim_grads"))),
     Change("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
            _recomputed(RecomputeConfig("full", "uniform", 1))),
+    Change("--optimizer-cpu-offload",
+           lambda run: None if run.args.host_share else _with(run, optimizer_cpu_offload=True)),
     Change("--grad-reduce-in-bf16", _in_bf16(lambda args: not args.grad_reduce_in_bf16, grad_reduce_in_bf16=True)),
     Change("--main-params-dtype bf16", _in_bf16(lambda args: args.kept_copy == "fp32", main_params_dtype="bf16")),
 )

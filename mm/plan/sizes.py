@@ -16,13 +16,11 @@ from mm.placement import Placement, StageSpec
 from mm.plan.layer_memory import FP32, WIDTHS
 from mm.plan.lists import one_stage
 from mm.plan.memory import ChunkMemory, MicrobatchSizes, StageMemory, UnitBuffers
+from mm.plan.states import state_widths
 from mm.weights.memory import memory_shape
 from mm.weights.placed import owns, stage_weights, weights_by_place
 from mm.weights.table import Place, Weight, model_weights
 from mm.weights.trained import is_frozen
-
-KEPT_COPY_BYTES = {"fp32": FP32, "remainder": 2, "none": 0}
-"""Bytes kept beside a trained weight in 16 bits, by ``Arguments.kept_copy``."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +29,20 @@ class StageSize:
 
     The copy of weights in bf16 or fp16 is fp32, unless ``--store-param-remainders`` or ``--main-params-dtype`` say
     otherwise, and so are the two Adam moments unless ``--exp-avg-dtype`` and ``--exp-avg-sq-dtype`` do.  Gradients are
-    fp32 unless they are reduced in bf16; shards of gradients are always fp32.
+    fp32 unless they are reduced in bf16; shards of gradients are always fp32.  ``mm.plan.states`` says whose states
+    are in host memory: their share of all is within one small weight of what the flags say.
     """
 
     num_params: int
     num_trainable_params: int
     weight_bytes: int
     gradient_bytes: int
-    optimizer_bytes: int
+    copy_bytes: int
+    """What is kept beside 16-bit weights: fp32 copies or remainders."""
+    moment_bytes: int
+    """Adam's two moments."""
+    host_bytes: int
+    """Copies and moments in host memory; those on the device do not include them."""
     reduced_bytes: int
     """Gradients as they are reduced over the ranks with the same weights."""
     num_units: int
@@ -51,7 +55,13 @@ class StageSize:
     """fp32 copies of bf16 gradients.  They exist only in the update, without activations, and are not states."""
 
     @property
+    def optimizer_bytes(self) -> int:
+        """The optimizer's states on the device."""
+        return self.copy_bytes + self.moment_bytes
+
+    @property
     def total_bytes(self) -> int:
+        """All on the device."""
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
 
     def __add__(self, other: "StageSize") -> "StageSize":
@@ -68,9 +78,12 @@ def chunk_size(run: Run, spec: StageSpec) -> StageSize:
         one_stage(run.model), run.tp_size, spec)
     reduced_width = WIDTHS["bf16"] if run.args.grad_reduce_in_bf16 else FP32
     kept_width = FP32 if run.shards_gradients else reduced_width
-    moment_widths = [WIDTHS[dtype] for dtype in (run.args.exp_avg_dtype, run.args.exp_avg_sq_dtype)]
-    state_bytes = sum(moment_widths) + (KEPT_COPY_BYTES[run.args.kept_copy] if run.args.precision != "fp32" else 0)
-    num_shards = num_optimizer_shards(run)
+    copy_width, moments_width = state_widths(run.args)
+    num_shards, host_share = num_optimizer_shards(run), run.args.host_share
+
+    def share(width: int, share: float) -> int:
+        return math.ceil(num_trainable * width * share / num_shards)
+
     return StageSize(
         num_params=num_params,
         num_trainable_params=num_trainable,
@@ -80,7 +93,9 @@ def chunk_size(run: Run, spec: StageSpec) -> StageSize:
         num_units=num_units,
         num_blocks=num_blocks,
         whole_gradient_bytes=num_whole * kept_width,
-        optimizer_bytes=-(-num_trainable * state_bytes // num_shards),
+        copy_bytes=share(copy_width, 1 - host_share),
+        moment_bytes=share(moments_width, 1 - host_share),
+        host_bytes=share(copy_width + moments_width, host_share),
         update_bytes=-(-num_trainable * FP32 // num_shards) if kept_width < FP32 else 0,
     )
 
@@ -102,7 +117,7 @@ def unit_buffers(run: Run) -> UnitBuffers | None:
 
 def block_bytes(run: Run, size: StageSize) -> int:
     """The memory that the update needs for one block of states in 16 bits: all of them in fp32, and what rounding or
-    splitting one of them makes.
+    splitting one of them makes.  Of states in host memory, two blocks are on the device at a time.
 
     Where rounding is not compiled to one kernel, it needs some int64 numbers per element besides.
     """
@@ -111,7 +126,8 @@ def block_bytes(run: Run, size: StageSize) -> int:
     salts_and_result = FP32 + WIDTHS["bf16"]
     once_more = max(WIDTHS["bf16"] * second, salts_and_result * (copy == "none"), 2 * FP32 * (copy == "remainder"))
     num_elements = min(ROUNDED_AT_ONCE, -(-size.num_trainable_params // num_optimizer_shards(run)))
-    return num_elements * (FP32 * (first + second + (copy != "fp32")) + once_more)
+    passing = 2 * sum(state_widths(run.args)) if run.args.host_share else 0
+    return num_elements * (FP32 * (first + second + (copy != "fp32")) + once_more + passing)
 
 
 def _num_params(model: ModelConfig, tp_size: int, spec: StageSpec) -> tuple[int, int, int, int, int]:

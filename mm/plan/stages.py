@@ -95,7 +95,8 @@ def _states(args: Arguments) -> str:
     rounded = [f"the {name} in {dtype}" for name, dtype in dtypes.items() if dtype != "fp32"]
     copies = {"fp32": "", "remainder": ", 16 bits beside each weight in place of an fp32 copy",
               "none": ", no fp32 copies of weights"}  # fmt: skip
-    return (f", moments: {' and '.join(rounded)}" if rounded else "") + copies[args.kept_copy]
+    on_host = f", {args.host_share:.0%} of it in host memory" if args.host_share else ""
+    return (f", moments: {' and '.join(rounded)}" if rounded else "") + copies[args.kept_copy] + on_host
 
 
 def _steps(run: Run) -> str:
@@ -119,14 +120,16 @@ def _ranks(run: Run) -> str:
 
 
 def _stage_table(run: Run, placement: Placement) -> list[str]:
-    header = ("stage", "holds", "params/rank", "trainable", "weights", "gradients", "optimizer", "total")
+    is_on_host = run.args.host_share > 0
+    header = ("stage", "holds", "params/rank", "trainable", "weights", "gradients", "copies", "moments", "total",
+              *["on the host"] * is_on_host)
     rows: list[tuple[str, ...]] = [header]
     for spec in placement.slots:
         size = chunk_size(run, spec)
-        rows.append((
-            _name(spec, run), _contents(spec, run.model), f"{size.num_params:,}", f"{size.num_trainable_params:,}",
-            _gib(size.weight_bytes), _gib(size.gradient_bytes), _gib(size.optimizer_bytes), _gib(size.total_bytes),
-        ))
+        kinds = (size.weight_bytes, size.gradient_bytes, size.copy_bytes, size.moment_bytes, size.total_bytes,
+                 *[size.host_bytes] * is_on_host)
+        rows.append((_name(spec, run), _contents(spec, run.model), f"{size.num_params:,}",
+                     f"{size.num_trainable_params:,}", *map(_gib, kinds)))
     return ["Stages (one rank each; GiB of states):", *_aligned(rows)]
 
 

@@ -16,7 +16,7 @@ from mm.plan.predict import Predictor
 from mm.plan.refined import refined
 from mm.plan.workload import workload_of
 from mm.planner.comparison_report import cause_lines, comparison_report, refinement_lines
-from mm.planner.machine import COPIES
+from mm.planner.machine import COPIES, on_host
 from mm.timeline.files import measured_steps, write_timeline
 from mm.timeline.spans import StepSettings, StepTimeline
 
@@ -77,6 +77,9 @@ def _problems(path: Path, timeline: StepTimeline, run: Run) -> Iterator[str]:
     if found.kept_copy != expected.kept_copy:
         yield (f"{path}: the step was measured with {COPIES[found.kept_copy]}, but the flags say "
                f"{COPIES[expected.kept_copy]}; {cure}")
+    if found.host_share != expected.host_share:
+        yield (f"{path}: the step was measured with {on_host(found.host_share)}, but the flags say "
+               f"{on_host(expected.host_share)}; {cure}")
     other = differences(found.model, expected.model, _TIMELESS)
     for one in other:
         yield (f"{path}: the step was measured with {one.json_name} = {one.first!r}, but the flags and the model JSON "

@@ -22,6 +22,11 @@ COPIES = {"fp32": "fp32 copies of 16-bit weights", "remainder": "--store-param-r
 """What the user calls the values of ``Arguments.kept_copy``."""
 
 
+def on_host(share: float) -> str:
+    """What the user calls ``Arguments.host_share``."""
+    return f"{share:.0%} of the optimizer states in host memory"
+
+
 def calibration_for(path: Path, run: Run, accepts: bool) -> Calibration:
     """The calibration in ``path``.  Raises UserError if it was made for other circumstances; with ``accepts``, prints a
     note instead."""
@@ -49,6 +54,8 @@ def _differences(calibration: Calibration, run: Run) -> Iterator[str]:
             yield f"was measured with {flag_name(flag)} {was}, but the run has {now}"
     if machine.kept_copy != run.args.kept_copy:
         yield f"was measured with {COPIES[machine.kept_copy]}, but the run has {COPIES[run.args.kept_copy]}"
+    if machine.host_share != run.args.host_share:
+        yield f"was measured with {on_host(machine.host_share)}, but the run has {on_host(run.args.host_share)}"
     here = json.loads(json.dumps(software()))
     for name, was in machine.versions.items():
         if name != CODE and here.get(name) != was:

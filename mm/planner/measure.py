@@ -62,7 +62,7 @@ def measure(
     assert found is not None, "there is at least one size"
     step, message, all_reduce, speeds, world_size = found
     machine = Machine(device.name, args.precision, world_size, software(), args.exp_avg_dtype, args.exp_avg_sq_dtype,
-                      args.kept_copy)
+                      args.kept_copy, args.host_share)
     calibration = Calibration(machine, time.strftime("%Y-%m-%d"), tuple(blocks.values()), max(0.0, median(passes)),
                               None, step, message, all_reduce, speeds)
     if world_size % 2:

@@ -46,8 +46,7 @@ def _timed(device: Device, mesh: Mesh, args: Arguments, model: ModelConfig) -> T
     models = [DistributedDataParallel(stage.config, ddp_config(args), chunk) for chunk in stage.chunks]
     trained = [weight for weight in stage.weights if not is_frozen(weight, model)]
     groups = {weight.name: group_of(weight, args, model) for weight in trained}
-    optimizer = build_optimizer(optimizer_config(args, stage.config), models, groups, kept_states(args),
-                                device.kernels.rounded_at_random)
+    optimizer = build_optimizer(optimizer_config(args, stage.config), models, groups, kept_states(args), device)
     bind(stage.config, models, optimizer, partial(reduction.finalize, passes=None, tied_group=mesh.tied_group))
     loss, seconds = torch.zeros((), device=device.torch_device), list[float]()
     for _ in range(NUM_REPEATS + 1):

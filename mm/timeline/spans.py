@@ -85,6 +85,7 @@ class StepSettings:
     kept_copy: str = "fp32"
     shards_gradients: bool = False
     shards_weights: bool = False
+    host_share: float = 0.0
 
     @classmethod
     def of(cls, args: Arguments, model: ModelConfig, world_size: int) -> "StepSettings":
@@ -93,7 +94,7 @@ class StepSettings:
                    args.sequence_parallel, args.precision, args.splits_optimizer, args.grad_reduce_in_bf16,
                    args.overlap_grad_reduce, args.overlap_param_gather, args.context_parallel_algo,
                    args.exp_avg_dtype, args.exp_avg_sq_dtype, args.kept_copy, args.shards_gradients,
-                   args.shards_weights)
+                   args.shards_weights, args.host_share)
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ def load(
         return shared, (*(_copy_notes(stored, setup) if load_optim and not finetune else ()), *notes)
 
     shared, more_notes = together(mesh, restore)
-    _broadcast(shared, mesh)
+    _broadcast(shared, mesh, setup.stage.device.torch_device)
     if is_split(setup.optimizer):  # a rank may round its part of a weight differently from the saving run
         setup.gather_weights()
     manifest = stored.manifest
@@ -189,12 +189,15 @@ def _load_optimizer(stored: TrainingDirectory, source: Source, setup: Setup) -> 
     return list(zip(owned, chosen, strict=True)) if is_shared else ()
 
 
-def _broadcast(shared: Sequence[tuple[OwnedState, int]], mesh: Mesh) -> None:
+def _broadcast(shared: Sequence[tuple[OwnedState, int]], mesh: Mesh, device: torch.device) -> None:
     """Broadcast each optimizer state from the replica that read it, after all have finished reading."""
     group = mesh.groups.dp_cp
     for state, reader in shared:
         for tensor in state.restored():
-            dist.broadcast(tensor, dist.get_global_rank(group, reader), group)
+            sent = tensor.to(device)  # it may be in host memory
+            dist.broadcast(sent, dist.get_global_rank(group, reader), group)
+            if sent is not tensor:
+                tensor.copy_(sent)
 
 
 def _copy_notes(stored: TrainingDirectory, setup: Setup) -> Iterator[str]:

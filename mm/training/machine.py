@@ -145,7 +145,8 @@ def _shared_memory(run: Run, node: Node) -> Iterator[MachineFinding]:
 
 def _host_memory(run: Run, node: Node) -> Iterator[MachineFinding]:
     owners, pixel_bytes = _num_owners(run, node), microbatch_pixel_bytes(run)
-    least = RANK_BYTES * node.num_ranks
+    states = _state_bytes(run, node)
+    least = RANK_BYTES * node.num_ranks + states
     # the current step, the next one, which is prepared meanwhile, and microbatches in flight from workers
     held = 2 * run.held_microbatches + run.args.num_workers * run.data.prefetch_factor
     copies = _copy_bytes(run, node)
@@ -153,11 +154,20 @@ def _host_memory(run: Run, node: Node) -> Iterator[MachineFinding]:
     if node.host_bytes < wanted:
         yield node.host_bytes < least, (
             f"{_gib(node.host_bytes)} GiB of host memory are free, but the {node.num_ranks} ranks of this node need up "
-            f"to {_gib(wanted)} GiB: {_gib(least)} for their processes, {_gib(copies)} for copies of what is saved, "
+            f"to {_gib(wanted)} GiB: {_gib(least - states)} for their processes, "
+            f"{f'{_gib(states)} for optimizer states, ' if states else ''}{_gib(copies)} for copies of what is saved, "
             f"and the rest for {owners} data owners, which prefetch steps into pinned memory. Give the container more "
             f"(`docker run --memory`), end other processes (`ps aux --sort=-rss | head`), or lower --num-workers, "
             f"prefetch_factor or --global-batch-size"
+            f"{', or --optimizer-offload-fraction' if states else ''}"
             f"{', or remove --async-save' if run.args.async_save else ''}")
+
+
+def _state_bytes(run: Run, node: Node) -> int:
+    """Host memory for the optimizer states of the node's ranks (``--optimizer-cpu-offload``)."""
+    sizes, num_in_stage = stage_sizes(run, run.model.placement()), run.tp_size * run.cp_size * run.dp_size
+    ranks = range(node.first_rank, min(node.first_rank + node.num_ranks, run.world_size))
+    return sum(sizes[rank // num_in_stage].host_bytes for rank in ranks)
 
 
 def _copy_bytes(run: Run, node: Node) -> int:
@@ -175,7 +185,8 @@ def _copy_bytes(run: Run, node: Node) -> int:
             places.add(place)
         num_saved = size.num_trainable_params if run.model.lora.is_on else size.num_params  # see ``saved_weights``
         total += WIDTHS[run.args.precision] * num_saved * is_first_copy
-        total += size.optimizer_bytes * (is_first_copy or run.args.splits_optimizer) * run.args.async_save
+        if run.args.async_save and (is_first_copy or run.args.splits_optimizer):
+            total += size.optimizer_bytes + size.host_bytes
     return total
 
 

@@ -12,32 +12,33 @@ from megatron.core.optimizer import (
     ParamKey,
     get_megatron_optimizer,
 )
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 from torch import Tensor, nn
 
 from mm.config.flags import Arguments
-from mm.device.pointwise import Leaf
+from mm.device.device import Device
 from mm.parallel.megatron import DTYPES
 from mm.parallel.sharded import ShardedGradients
-from mm.training.rounded_adam import KeptStates, RoundedAdam
+from mm.training.block_adam import BlockAdam, KeptStates
 from mm.weights.groups import Group
 
 
 def kept_states(args: Arguments) -> KeptStates:
     """How the run keeps the states of weights between steps."""
     return KeptStates({"exp_avg": DTYPES[args.exp_avg_dtype], "exp_avg_sq": DTYPES[args.exp_avg_sq_dtype]},
-                      args.kept_copy)
+                      args.kept_copy, args.host_share)
 
 
 def build_optimizer(
     config: OptimizerConfig, models: Sequence[DistributedDataParallel], groups: Mapping[str, Group],
-    kept: KeptStates, rounded_at_random: Leaf,
+    kept: KeptStates, device: Device,
 ) -> ChainedOptimizer:  # fmt: skip
     """Adam over the trainable parameters of ``models``; without any, megatron's stub, which only joins reductions.
 
     ``groups`` maps every trainable parameter of this rank to its group.  megatron creates the same groups on all ranks,
-    some of them empty; the ``lr_mult`` of a group multiplies the learning rate of the step.  ``rounded_at_random``: the
-    device's form of ``mm.device.hashing.rounded_at_random``.
+    some of them empty; the ``lr_mult`` of a group multiplies the learning rate of the step.  Raises UserError if
+    states in host memory do not fit there.
     """
     trained = [name for model in models for name, parameter in model.module.named_parameters()
                if parameter.requires_grad]
@@ -63,13 +64,14 @@ def build_optimizer(
     if weight_shards:
         for one in optimizer.chained_optimizers:
             _keep_weights_in(one, weight_shards)
-    if kept.is_rounded:
+    if not kept.is_usual:
         chained: Any
         for chained in optimizer.chained_optimizers:
             if not chained.is_stub_optimizer:
-                # megatron's own states of 16 bits are in TransformerEngine's kernel
-                weights = dict(_copies(chained)) if kept.copy != "fp32" else {}
-                chained.optimizer = RoundedAdam(chained.optimizer, kept, weights, rounded_at_random)
+                # megatron's own states of 16 bits are in TransformerEngine's kernel, those in host memory are updated
+                # there, by another kernel
+                weights = dict(_copies(chained)) if kept.copy != "fp32" or kept.host_share else {}
+                chained.optimizer = BlockAdam(chained.optimizer, kept, weights, device)
     return optimizer
 
 
@@ -77,8 +79,10 @@ def _copies(chained: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """The fp32 copies that ``chained`` updates, each with the weight, or the range of it, that it is a copy of."""
     if isinstance(chained, DistributedOptimizer):
         copies, weights = chained.shard_fp32_from_float16_groups, chained.shard_float16_groups
-    else:
+    elif isinstance(chained, Float16OptimizerWithFloat16Params):
         copies, weights = chained.fp32_from_float16_groups, chained.float16_groups
+    else:
+        return  # it updates fp32 weights
     yield from zip(chain.from_iterable(copies), map(Tensor.detach, chain.from_iterable(weights)), strict=True)
 
 

@@ -9,7 +9,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer
 from torch import Tensor
 
-from mm.training.rounded_adam import MOMENTS, RoundedAdam, weights_without_copies
+from mm.training.block_adam import MASTER, MOMENTS, BlockAdam, fills_weights
 from mm.weights.halves import REMAINDER, split
 
 
@@ -22,7 +22,7 @@ class OwnedState:
     stop: int
     main: Tensor
     """The tensor that the torch optimizer updates: the fp32 parameter itself, or its fp32 copy.  Without memory if no
-    fp32 copy is kept (``RoundedAdam``)."""
+    fp32 copy is kept on the device (``BlockAdam``)."""
     group: dict[str, Any]
     """Its parameter group."""
     is_copy: bool
@@ -38,7 +38,9 @@ class OwnedState:
     @property
     def _weight(self) -> Tensor | None:
         """Flat, the bf16 weight itself if no fp32 copy of it is kept."""
-        weight = weights_without_copies(self.optimizer).get(self.main)
+        if not isinstance(self.optimizer, BlockAdam) or self.optimizer.kept.copy == "fp32":
+            return None
+        weight = self.optimizer.weights.get(self.main)
         return None if weight is None else weight.view(-1)
 
     @property
@@ -48,9 +50,11 @@ class OwnedState:
 
     def tensors(self) -> dict[str, Tensor]:
         """What is kept beside the weight, flat and in its own dtypes: "master", an fp32 copy, or "remainder", what the
-        weight lacks of it; and the moments once they exist."""
+        weight lacks of it; and the moments once they exist.  On the device or in host memory."""
+        if isinstance(self.optimizer, BlockAdam):
+            self.optimizer.settle()
         state = self.optimizer.state.get(self.main, {})
-        found = {"master": self.main} if self.is_copy and self._weight is None else {}
+        found = {MASTER: state.get(MASTER, self.main)} if self.is_copy and self._weight is None else {}
         found |= {kind: state[kind] for kind in (REMAINDER, *MOMENTS) if kind in state}
         return {kind: tensor.detach().reshape(-1) for kind, tensor in found.items()}
 
@@ -67,10 +71,12 @@ class OwnedState:
         """Install flat fp32 numbers as the copy, or as the weight and its remainder."""
         assert self.has_fp32, "nothing but a bf16 weight is kept"
         if (weight := self._weight) is None:
-            self.main.data.copy_(numbers.reshape(self.main.shape))
+            master = self.optimizer.state.get(self.main, {}).get(MASTER, self.main.data)
+            master.copy_(numbers.reshape(self.main.shape))
         else:
-            remainder = self.optimizer.state[self.main][REMAINDER]
-            split(numbers.to(weight.device, torch.float32), weight, remainder.view(-1))
+            remainder = torch.empty(weight.shape, dtype=torch.int16, device=weight.device)
+            split(numbers.to(weight.device, torch.float32), weight, remainder)
+            self.optimizer.state[self.main][REMAINDER].view(-1).copy_(remainder)
 
     def restore_moments(self, step: int, moments: dict[str, Tensor] | None) -> None:
         """Install flat moments in the form and the dtypes that the optimizer itself would create.
@@ -78,15 +84,15 @@ class OwnedState:
         None allocates memory for them, which the caller fills.
         """
         before = self.optimizer.state.get(self.main, {})
-        state: dict[str, Tensor] = {kind: before[kind] for kind in (REMAINDER,) if kind in before}
+        state: dict[str, Tensor] = {kind: before[kind] for kind in (MASTER, REMAINDER) if kind in before}
         if isinstance(self.optimizer, torch.optim.Adam):
             device = self.main.device if self.group["fused"] or self.group["capturable"] else "cpu"
             state["step"] = torch.full((), float(step), dtype=torch.float32, device=device)
         else:
             self.group["step"] = step
         for moment in MOMENTS:
-            dtype = self.optimizer.kept.moments[moment] if isinstance(self.optimizer, RoundedAdam) else None
-            state[moment] = torch.empty_like(self.main, dtype=dtype, requires_grad=False)
+            state[moment] = (self.optimizer.new_state(self.main, moment) if isinstance(self.optimizer, BlockAdam) else
+                             torch.empty_like(self.main, requires_grad=False))
             if moments is not None:
                 state[moment].copy_(moments[moment].reshape(self.main.shape))
         self.optimizer.state[self.main] = state
@@ -122,10 +128,8 @@ def take_weights(optimizer: ChainedOptimizer) -> None:
     """Reset what is kept beside the weights to the weights just loaded: copies equal them, remainders are 0."""
     chained: Any
     for chained in optimizer.chained_optimizers:
-        if not chained.is_stub_optimizer and weights_without_copies(chained.optimizer):
-            for state in chained.optimizer.state.values():
-                if REMAINDER in state:
-                    state[REMAINDER].zero_()
+        if not chained.is_stub_optimizer and fills_weights(chained.optimizer):
+            chained.optimizer.take_weights()
         else:
             chained.reload_model_params()
 

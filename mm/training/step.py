@@ -50,8 +50,7 @@ class Setup:
         models, passes = _wrapped(stage, mesh, args)
         groups = {weight.name: group_of(weight, args, stage.model) for weight in stage.weights
                   if not is_frozen(weight, stage.model)}
-        optimizer = build_optimizer(optimizer_config(args, settings), models, groups, kept_states(args),
-                                    stage.device.kernels.rounded_at_random)
+        optimizer = build_optimizer(optimizer_config(args, settings), models, groups, kept_states(args), stage.device)
         bind(settings, models, optimizer, partial(finalize, passes=passes, tied_group=mesh.tied_group))
         communicator = PipelineCommunicator(mesh, stage.model, settings, stage.device.torch_device, stage.journal,
                                             args.check_p2p, starts_ahead(args, stage.device))

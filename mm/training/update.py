@@ -21,7 +21,7 @@ from mm.device.device import Device
 from mm.errors import AgreedError
 from mm.parallel.activity import Journal, Work
 from mm.parallel.mesh import Mesh
-from mm.training.rounded_adam import weights_without_copies
+from mm.training.block_adam import fills_weights
 
 _NORM_EPSILON = 1e-6
 """Added to the gradient norm before dividing the maximum norm by it, as in Megatron and torch."""
@@ -207,11 +207,11 @@ def _copy_to_model(optimizer: ChainedOptimizer) -> None:
     """Copy the updated fp32 copies to the model's weights.
 
     megatron's ``step_with_ready_grads`` does this and ``_gather`` after its Adam, with one copy per tensor.  In fp32,
-    and where no fp32 copies are kept, the optimizer updates the model's weights directly.
+    and where fp32 copies are not kept, or not on the device, the optimizer updates the model's weights directly.
     """
     chained: Any
     for chained in _trained(optimizer):
-        if _has_copies(chained) and not weights_without_copies(chained.optimizer):
+        if _has_copies(chained) and not fills_weights(chained.optimizer):
             weights, copies = chained._get_model_and_main_params_data_float16()
             if weights:
                 torch._foreach_copy_(weights, copies)  # pyright: ignore[reportPrivateImportUsage]

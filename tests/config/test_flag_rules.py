@@ -24,6 +24,14 @@ def test_a_strategy_includes_the_distributed_optimizer(flags: dict, sharding: st
     assert (args.splits_optimizer, args.shards_gradients) == (sharding != "no_shard", sharding == "optim_grads")
 
 
+def test_a_share_in_host_memory_needs_the_offload() -> None:
+    (found,) = problems(optimizer_offload_fraction=0.5)
+    assert found.startswith("--optimizer-offload-fraction is 0.5, but --optimizer-cpu-offload is missing")
+    args = Arguments(**NEEDED, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
+    assert not list(flag_problems(args)) and args.host_share == 0.5
+    assert Arguments(**NEEDED, optimizer_cpu_offload=True).host_share == 1.0 and Arguments(**NEEDED).host_share == 0.0
+
+
 def test_strategies_that_contradict_other_flags_are_refused() -> None:
     (found,) = problems(use_distributed_optimizer=True, data_parallel_sharding_strategy="no_shard")
     assert "contradict each other" in found and "write optim for no_shard" in found

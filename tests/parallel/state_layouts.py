@@ -3,7 +3,7 @@
 import dataclasses
 
 from tests.parallel.state_run import Layout
-from tests.workload import NO_COPIES, REMAINDERS
+from tests.workload import NO_COPIES, OFFLOADED, REMAINDERS
 from tests.workload import ROUNDED_MOMENTS as ROUNDED
 
 DISTRIBUTED = ("--use-distributed-optimizer",)
@@ -41,6 +41,10 @@ SAME_LAYOUT = {
     "pp2-tied-bf16-no-copies-rounded": Layout((4, 0), (1, 3), tied=True, precision="bf16",
                                               flags=(*NO_COPIES, *ROUNDED)),
     "pp2-tied-fp16-second-rounded": Layout((4, 0), (1, 3), tied=True, precision="fp16", flags=ROUNDED[2:]),
+    "dp2-offloaded": Layout(flags=OFFLOADED),
+    "dp2-bf16-offloaded": Layout(precision="bf16", flags=OFFLOADED),
+    "dp2-weight-shards-bf16-remainders-half-offloaded": Layout(
+        precision="bf16", flags=(*WEIGHT_SHARDS, *REMAINDERS, *OFFLOADED, "--optimizer-offload-fraction", "0.5")),
     "dp2-fp16": Layout(precision="fp16", flags=("--initial-loss-scale", "1024", "--loss-scale-window", "2")),
     "dp2-groups": Layout(flags=(*DISTRIBUTED, *GROUPS)),
     "dp2-vision-and-more-frozen": Layout(flags=DISTRIBUTED, **FROZEN),
@@ -64,6 +68,8 @@ CHAINS = {
     "remainders": tuple(dataclasses.replace(one, precision="bf16", flags=(*one.flags, *flags))
                         for one, flags in ((DP2, REMAINDERS), (Layout(), ()), (WHOLE, REMAINDERS), (PP2, REMAINDERS),
                                            (Layout(), REMAINDERS), (DP2, ()))),
+    "offloaded": tuple(dataclasses.replace(one, precision="bf16", flags=(*one.flags, *flags)) for one, flags in (
+        (DP2, OFFLOADED), (Layout(), ()), (Layout(), OFFLOADED), (PP2, (*OFFLOADED, *REMAINDERS)), (DP2, ()))),
     "whole encoder": (WHOLE, TP2, WHOLE, PP2, WHOLE),
     "groups": tuple(dataclasses.replace(one, flags=(*one.flags, *GROUPS)) for one in (PP2, DP2)),
     "frozen": tuple(dataclasses.replace(one, **FROZEN) for one in (PP2, DP2)),

@@ -293,6 +293,22 @@ def test_weights_without_fp32_copies_take_less(flags, num_bytes: int, of_block: 
     assert block_bytes(run, size) == of_block and said in stage_report(run)
 
 
+@pytest.mark.parametrize(("fraction", "flags", "num_bytes"), [
+    (1.0, {}, 12), (0.25, {}, 12), (1.0, {"store_param_remainders": True, "exp_avg_dtype": "bf16"}, 8)])
+def test_states_in_host_memory_take_none_on_the_device_but_two_blocks(fraction: float, flags, num_bytes: int):
+    offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
+    runs = [run_of("3b", [32], [36], 8, bf16=True, use_distributed_optimizer=True, **flags, **more)
+            for more in ({}, offload)]
+    (plain,), (size,) = map(sizes, runs)
+    shard = plain.num_trainable_params / 8
+    assert size.host_bytes / shard == pytest.approx(fraction * num_bytes)
+    assert size.optimizer_bytes / shard == pytest.approx((1 - fraction) * num_bytes)
+    assert plain.host_bytes == 0 and size.weight_bytes == plain.weight_bytes
+    assert block_bytes(runs[1], size) - block_bytes(runs[0], plain) == 2 * num_bytes << 24
+    assert f"{fraction:.0%} of it in host memory" in stage_report(runs[1])
+    assert "on the host" in stage_report(runs[1]) and "on the host" not in stage_report(runs[0])
+
+
 def test_gradients_reduced_in_bf16_take_half_and_need_fp32_copies_in_the_update():
     layout = ("3b", [32], [36], 8)
     options = {"bf16": True, "use_distributed_optimizer": True}

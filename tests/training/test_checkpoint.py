@@ -59,11 +59,13 @@ SAME_LAYOUT = (
     "dp2-weight-shards", "dp2-weight-shards-bf16-remainders-reduced-in-bf16", "cp2-weight-shards-fp16",
     "dp2-weight-shards-bf16-no-copies-rounded",
     "dp2-rounded", "dp2-distributed-rounded", "dp2-bf16-remainders", "dp2-distributed-bf16-remainders-rounded",
-    "dp2-distributed-bf16-no-copies", "pp2-tied-bf16-no-copies-rounded", "pp2-tied-fp16-second-rounded", "dp2-fp16",
-    "dp2-groups", "dp2-vision-and-more-frozen", "tp2", "tp2-bf16", "tp2-whole-encoder-bf16",
+    "dp2-distributed-bf16-no-copies", "pp2-tied-bf16-no-copies-rounded", "pp2-tied-fp16-second-rounded",
+    "dp2-offloaded", "dp2-bf16-offloaded", "dp2-weight-shards-bf16-remainders-half-offloaded", "dp2-fp16", "dp2-groups",
+    "dp2-vision-and-more-frozen", "tp2", "tp2-bf16", "tp2-whole-encoder-bf16",
     "tp2-whole-encoder-sequence", "pp2", "pp2-tied", "pp2-vpp2-overlap", "pp2-nothing-trained-on-first",
 )  # fmt: skip
-CHAINS = ("untied", "tied", "shards", "bf16", "rounded", "remainders", "frozen", "groups", "whole encoder")
+CHAINS = ("untied", "tied", "shards", "bf16", "rounded", "remainders", "offloaded", "frozen", "groups",
+          "whole encoder")
 
 
 def test_every_scenario_is_checked(results: dict) -> None:
@@ -83,7 +85,7 @@ def test_resume_is_bit_exact(name: str, results: dict) -> None:
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_any_layout_continues_from_any_other(name: str, results: dict) -> None:
-    is_bf16 = name in ("bf16", "rounded", "remainders")
+    is_bf16 = name in ("bf16", "rounded", "remainders", "offloaded")
     tolerance = BF16_LOSS_TOLERANCE if is_bf16 else LOSS_TOLERANCE
     for measured in results["reshard"][name]:
         assert measured["different"] == [] and measured["num_compared"] > 100

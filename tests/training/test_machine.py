@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from mm.config.run import Run, load_run
-from mm.plan.sizes import num_model_params
+from mm.plan.sizes import num_model_params, stage_sizes
 from mm.training import machine
 from mm.training.machine import Node, gloo_connections, microbatch_pixel_bytes, node_problems
 from tests.files import ROOT
@@ -119,6 +119,18 @@ def test_host_memory(inputs: Path) -> None:
     assert re.search(r"2\.00 GiB of host memory are free, but the 8 ranks.*3\.00 for their processes", problem)
     problems, (note,) = findings(run, host_bytes=4 << 30)
     assert problems == [] and "docker run --memory" in note
+
+
+def test_optimizer_states_need_host_memory(inputs: Path) -> None:
+    """8 bytes of each of the model's parameters on each of the eight ranks, which is named beforehand."""
+    run = run_of(inputs, 8, "--optimizer-cpu-offload", "--global-batch-size", "64")
+    (size,) = stage_sizes(run, run.model.placement())
+    states = 8 * 8 * size.num_params
+    (problem,), _ = findings(run, host_bytes=(3 << 30) + states - (1 << 20))
+    assert f"3.00 for their processes, {states / (1 << 30):.2f} for optimizer states" in problem
+    assert "or --optimizer-offload-fraction" in problem
+    problems, _ = findings(run, host_bytes=(3 << 30) + states)
+    assert problems == []
 
 
 def test_versions_outside_the_tested_range(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

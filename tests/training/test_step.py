@@ -72,8 +72,8 @@ def test_steps_change_every_weight_and_lower_the_loss(parts, plan: StepPlan) -> 
 )  # fmt: skip
 def test_padding_is_zero_and_stays_zero(parts, plan: StepPlan) -> None:
     """In weights, gradients, fp32 copies and moments, with weight decay."""
+    from mm.training.block_adam import BlockAdam
     from mm.training.optimizer_state import owned_states
-    from mm.training.rounded_adam import RoundedAdam
     from mm.training.step import step
 
     padded = {one.name: one for one in parts.stage.weights if memory_shape(one, 1) != local_shape(one, 1)}
@@ -81,7 +81,7 @@ def test_padding_is_zero_and_stays_zero(parts, plan: StepPlan) -> None:
     assert all(group["weight_decay"] > 0 for one in parts.optimizer.chained_optimizers for group in
                one.optimizer.param_groups if any(p.dim() > 1 for p in group["params"]))
     kept = next((one.optimizer.kept.copy for one in parts.optimizer.chained_optimizers
-                 if isinstance(one.optimizer, RoundedAdam)), "fp32")
+                 if isinstance(one.optimizer, BlockAdam)), "fp32")
     for _ in range(3):
         step(parts, plan, LR)
         kinds = Counter()

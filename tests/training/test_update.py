@@ -21,7 +21,7 @@ from mm.weights.halves import joined
 from mm.weights.halves import split as split_numbers
 from tests.parallel.trace import Trace, counting
 from tests.tiny import hf_model, hf_tensors, microbatch, our_config, random_sample, whole
-from tests.workload import NO_COPIES, REMAINDERS, ROUNDED_MOMENTS
+from tests.workload import NO_COPIES, OFFLOADED, REMAINDERS, ROUNDED_MOMENTS
 
 pytestmark = [
     # megatron reads the gradients of the distributed optimizer's slices, as a comment there explains
@@ -177,6 +177,32 @@ def test_a_bad_step_changes_nothing_without_fp32_copies(build, device_type: type
     after = engine.tensors()
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     assert not any(name.endswith(".master") for name in after)
+
+
+@FORMS
+@SPLITS
+@pytest.mark.parametrize(("precision", "flags"), [
+    ("fp32", ()), ("bf16", ()), ("bf16", ROUNDED_MOMENTS), ("bf16", REMAINDERS),
+    ("bf16", (*NO_COPIES, *ROUNDED_MOMENTS)), ("fp16", ("--initial-loss-scale", "1024")),
+], ids=lambda value: value if isinstance(value, str) else " ".join(value))  # fmt: skip
+def test_states_in_host_memory_get_the_same_bits(build, device_type: type, split, precision: str, flags) -> None:
+    """All of them, or half; and a bad step changes none."""
+    half = (*OFFLOADED, "--optimizer-offload-fraction", "0.5")
+    reference, *engines = (build(device_type, precision, *split, *flags, *more) for more in ((), OFFLOADED, half))
+    for _ in range(2):
+        result, expected = reference.step(), reference.tensors()
+        for engine in engines:
+            assert engine.step() == result
+            assert_equal(engine.tensors(), expected)
+    for engine in engines if precision != "fp16" else ():
+        engine.spoil(math.inf)
+        with pytest.raises(AgreedError, match="the gradient norm is inf"):
+            engine.step()
+        assert_equal(engine.tensors(), expected)
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def error(actual: torch.Tensor, expected: torch.Tensor) -> float:

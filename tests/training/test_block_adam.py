@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from mm.device.hashing import rounded_at_random
-from mm.training import rounded_adam
-from mm.training.rounded_adam import KeptStates, RoundedAdam
+from mm.device.device import Device
+from mm.training import block_adam
+from mm.training.block_adam import BlockAdam, KeptStates
 from mm.weights.halves import joined, split
 
+DEVICE = Device.pick("cpu")
 BOTH = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
 ROUNDED = dict.fromkeys(BOTH, torch.bfloat16)
 SHAPES = (7, 5), (40,), (3,), ()
@@ -25,7 +26,7 @@ def adam_of(trained: list[Tensor], dtypes: dict[str, torch.dtype] | None, lr: fl
     """Two groups, one without weight decay; None: torch's own."""
     groups = [{"params": trained[:2], "weight_decay": 0.1}, {"params": trained[2:], "weight_decay": 0.0}]
     plain = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.999), fused=True)
-    return plain if dtypes is None else RoundedAdam(plain, KeptStates(dtypes), {}, rounded_at_random)
+    return plain if dtypes is None else BlockAdam(plain, KeptStates(dtypes), {}, DEVICE)
 
 
 def step(adam: torch.optim.AdamW, trained: list[Tensor], seed: int, **switches: Tensor) -> None:
@@ -39,7 +40,7 @@ def step(adam: torch.optim.AdamW, trained: list[Tensor], seed: int, **switches: 
 @pytest.mark.parametrize("block", [16, 32, 1 << 24])
 def test_in_fp32_it_is_torchs_adam_to_the_bit_whatever_the_blocks(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block is a multiple of 16 numbers: the kernel rounds those that do not fill a vector otherwise."""
-    monkeypatch.setattr(rounded_adam, "ROUNDED_AT_ONCE", block)
+    monkeypatch.setattr(block_adam, "ROUNDED_AT_ONCE", block)
     ours, theirs = parameters(), parameters()
     mine, torchs = adam_of(ours, BOTH), adam_of(theirs, None)
     for seed in range(3):
@@ -64,7 +65,7 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
 def test_groups_are_shared_with_the_optimizer_that_it_replaces() -> None:
     trained = parameters()
     plain = adam_of(trained, None)
-    mine = RoundedAdam(plain, KeptStates(ROUNDED), {}, rounded_at_random)
+    mine = BlockAdam(plain, KeptStates(ROUNDED), {}, DEVICE)
     plain.param_groups[0]["lr"] = 0.0  # as megatron sets rates
     plain.param_groups[0]["weight_decay"] = 0.0
     first = trained[0].detach().clone()
@@ -78,7 +79,7 @@ def test_the_second_moment_follows_changes_that_the_nearest_number_would_lose() 
     bf16's last place is two to four thousandths."""
     weight = torch.nn.Parameter(torch.zeros(4096))
     plain = torch.optim.AdamW([weight], lr=1e-3, fused=True)
-    adam = RoundedAdam(plain, KeptStates(ROUNDED), {}, rounded_at_random)
+    adam = BlockAdam(plain, KeptStates(ROUNDED), {}, DEVICE)
     exact, nearest, generator = torch.zeros(4096), torch.zeros(4096).bfloat16(), torch.Generator().manual_seed(0)
     for number in range(1200):
         weight.grad = torch.randn(4096, generator=generator) * (1.0 if number < 400 else 0.1)
@@ -91,12 +92,14 @@ def test_the_second_moment_follows_changes_that_the_nearest_number_would_lose() 
     assert float(nearest.float().mean()) > 2 * float(expected)  # measured 2.17
 
 
-def without_copies(numbers: list[Tensor], copy: str, dtypes: dict[str, torch.dtype]) -> tuple[RoundedAdam, list, list]:
-    """Adam over bf16 weights of which no fp32 copy is kept; the weights, and what stands for them in its groups."""
+def without_copies(
+    numbers: list[Tensor], copy: str, dtypes: dict[str, torch.dtype], host_share: float = 0.0
+) -> tuple[BlockAdam, list[Tensor], list[Tensor]]:
+    """Adam over bf16 weights that it fills itself; the weights, and what stands for them in its groups."""
     weights, stand_ins = [one.detach().bfloat16() for one in numbers], [one.detach().clone() for one in numbers]
     plain = adam_of(stand_ins, None)
     pairs = dict(zip(stand_ins, weights, strict=True))
-    return RoundedAdam(plain, KeptStates(dtypes, copy), pairs, rounded_at_random), weights, stand_ins
+    return BlockAdam(plain, KeptStates(dtypes, copy, host_share), pairs, DEVICE), weights, stand_ins
 
 
 @pytest.mark.parametrize("block", [32, 1 << 24])
@@ -104,7 +107,7 @@ def without_copies(numbers: list[Tensor], copy: str, dtypes: dict[str, torch.dty
 def test_with_remainders_it_updates_fp32_numbers_to_the_bit(
     dtypes: dict[str, torch.dtype], block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rounded_adam, "ROUNDED_AT_ONCE", block)
+    monkeypatch.setattr(block_adam, "ROUNDED_AT_ONCE", block)
     exact = [torch.nn.Parameter(one.bfloat16().float()) for one in parameters()]
     mine, weights, stand_ins = without_copies(exact, "remainder", dtypes)
     reference = adam_of(exact, dtypes)
@@ -120,6 +123,26 @@ def test_with_remainders_it_updates_fp32_numbers_to_the_bit(
         split(flat, expected, torch.empty(len(flat)).short())
         assert torch.equal(weight.view(-1), expected)
         assert all(torch.equal(state[moment], reference.state[number][moment]) for moment in BOTH)
+
+
+@pytest.mark.parametrize("block", [32, 1 << 24])
+@pytest.mark.parametrize("copy", ["fp32", "remainder", "none"])
+@pytest.mark.parametrize("share", [1.0, 0.7, 0.1])
+def test_states_pass_through_the_device_to_the_same_numbers(
+    share: float, copy: str, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All 79 elements; all but those of the weight with 35; and those of the two smallest weights."""
+    monkeypatch.setattr(block_adam, "ROUNDED_AT_ONCE", block)
+    mine, weights, stand_ins = without_copies(parameters(), copy, ROUNDED, share)
+    reference, others, doubles = without_copies(parameters(), copy, ROUNDED)
+    for seed in range(3):
+        for adam, trained in ((mine, stand_ins), (reference, doubles)):
+            step(adam, trained, seed, grad_scale=torch.tensor(1.5), found_inf=torch.tensor(float(seed == 1)))
+        mine.settle()
+        for one, other, stand_in, double in zip(weights, others, stand_ins, doubles, strict=True):
+            state, expected = mine.state[stand_in], reference.state[double]
+            assert torch.equal(one, other) and state.keys() == expected.keys()
+            assert all(torch.equal(state[kind], expected[kind]) for kind in state)
 
 
 def test_a_weight_without_a_copy_follows_changes_that_the_nearest_number_would_lose() -> None:

@@ -1,0 +1,85 @@
+"""Optimizer states in host memory, which pass through the device a block at a time, to be updated there.
+
+The next block comes and the one before goes while one is on the device::
+
+    to the device    block 1 | block 2 | block 3 |
+    Adam                       block 1 | block 2 | block 3
+    to the host                          block 1 | block 2 | block 3
+
+So the numbers are those that the same kernel computes from states on the device.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from mm.device.device import Device
+from mm.errors import UserError
+from mm.formats.host_copies import places_in_segments
+
+
+def host_memory(device: Device, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
+    """Zeros in host memory, pinned on an accelerator: flat tensors of these numbers of elements and dtypes.
+
+    Raises UserError if this node has too little memory.
+    """
+    sizes_bytes = [num_elements * dtype.itemsize for num_elements, dtype in sizes]
+    places, segments_bytes = places_in_segments(sizes_bytes)
+    segments = [_segment(device, num_bytes, sum(segments_bytes)) for num_bytes in segments_bytes]
+    return [segments[segment][start : start + num_bytes].view(dtype)
+            for (segment, start), num_bytes, (_, dtype) in zip(places, sizes_bytes, sizes, strict=True)]
+
+
+def _segment(device: Device, num_bytes: int, all_bytes: int) -> Tensor:
+    try:
+        pinned = device.host_buffer(num_bytes)
+        return torch.zeros(num_bytes, dtype=torch.uint8) if pinned is None else pinned.zero_()
+    except RuntimeError as error:
+        raise UserError(
+            f"--optimizer-cpu-offload keeps {all_bytes:,} bytes of this rank's optimizer states in host memory, which "
+            f"cannot be allocated ({error}); give the ranks of this node more memory, lower "
+            f"--optimizer-offload-fraction, or shard the states over more ranks (--data-parallel-sharding-strategy "
+            f"optim)") from error
+
+
+class Passage:
+    """The way of blocks from host memory through the device and back."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._coming, self._going = device.side_queue(), device.side_queue()
+        self._leaving: list[Callable[[], Tensor]] = []
+
+    def through(self, blocks: Sequence[Sequence[Tensor]], compute: Callable[[int, list[Tensor]], None]) -> None:
+        """Call ``compute`` for each block, with its number and copies on the device, which then replace the tensors in
+        host memory.  Those have arrived there after ``settle``.
+
+        Two blocks are on the device at a time.
+        """
+        coming = self._fetched(blocks[0]) if blocks else []
+        for number, block in enumerate(blocks):
+            self._coming.join()
+            self._going.join()  # the memory of the block before is free
+            here = coming
+            coming = self._fetched(blocks[number + 1]) if number + 1 < len(blocks) else []
+            compute(number, here)
+            self._going.mark()
+            with self._going.behind_mark():
+                self._leaving = [self._device.start_copying_back(one, host)
+                                 for one, host in zip(here, block, strict=True)] or self._leaving
+        self._going.join()
+
+    def settle(self) -> None:
+        """Wait until all states have arrived in host memory; in any thread."""
+        for arrived in self._leaving:
+            arrived()
+
+    def _fetched(self, block: Sequence[Tensor]) -> list[Tensor]:
+        """Copies of ``block``, which will be on the device after ``join``."""
+        copies = [torch.empty(host.shape, dtype=host.dtype, device=self._device.torch_device) for host in block]
+        self._coming.mark()
+        with self._coming.behind_mark():
+            for copy, host in zip(copies, block, strict=True):
+                copy.copy_(host, non_blocking=True)
+        return copies
