@@ -43,12 +43,13 @@ from benchmarks.measure import DEVICES, SIZES, report, run_ranks
 from benchmarks.records import OURS, PEER, Records, add_record_flags, append
 from benchmarks.step.speed import NUM_TIMED, NUM_WARMUP, speed, time_side
 from mm.device.device import Device
-from tests.workload import NO_COPIES, REMAINDERS, ROUNDED_MOMENTS
+from tests.workload import NO_COPIES, OFFLOADED, REMAINDERS, ROUNDED_MOMENTS
 
 PRECISIONS: dict[str, tuple[str, ...]] = {
     "fp32": (), "bf16": ("--bf16",), "bf16 moments": ("--bf16", *ROUNDED_MOMENTS),
     "bf16 remainders": ("--bf16", *REMAINDERS, *ROUNDED_MOMENTS),
     "bf16 weights": ("--bf16", *NO_COPIES, *ROUNDED_MOMENTS),
+    "bf16 offloaded": ("--bf16", *OFFLOADED),
 }  # fmt: skip
 """What ``train`` compares, by flags of the program."""
 
