@@ -19,10 +19,11 @@ from mm.parallel.units import BucketLayout, Unit, owned_weights
 def without_memory(module: nn.Module) -> None:
     """Free the memory of the weights of a module that has just been built, before the next one is."""
     for weight in module.parameters():
-        weight.data = _nothing(weight)
+        weight.data = placeholder(weight)
 
 
-def _nothing(weight: Tensor) -> Tensor:
+def placeholder(weight: Tensor) -> Tensor:
+    """Has the shape of ``weight`` and no memory; every number of it reads as NaN."""
     return torch.full((), torch.nan, dtype=weight.dtype, device=weight.device).expand(weight.shape)
 
 
@@ -36,11 +37,11 @@ class _Bucket:
         self._whole: Tensor | None = None
         self._gather: Any = None
         self._small = [weight for weight in weights if weight.ndim == 1]
-        self._nothing = [(weight, _nothing(weight)) for weight in weights if weight.ndim > 1]
+        self._placeholders = [(weight, placeholder(weight)) for weight in weights if weight.ndim > 1]
         for weight in self._small:
             weight.data = torch.empty_like(weight, requires_grad=False)
-        for weight, nothing in self._nothing:
-            weight.data = nothing
+        for weight, one in self._placeholders:
+            weight.data = one
 
     def shard_of(self, weight: Any) -> tuple[Tensor, int]:
         """The elements of ``weight``, flat, that this rank keeps, possibly none; and the first one's index in the
@@ -63,7 +64,7 @@ class _Bucket:
         if self._gather is not None:
             self._gather.wait()
             self._gather = None
-        for weight, _ in self._nothing:
+        for weight, _ in self._placeholders:
             start, stop = self.layout.places[weight]
             weight.data = whole[start:stop].view(weight.shape)
         if is_new and self._small:
@@ -72,8 +73,8 @@ class _Bucket:
                 [weight.data for weight in self._small], [whole[slice(*place)] for place in places if place])
 
     def close(self) -> None:
-        for weight, nothing in self._nothing:
-            weight.data = nothing
+        for weight, one in self._placeholders:
+            weight.data = one
         self._whole = None
 
 

@@ -369,10 +369,15 @@ class StageMemory:
 
         ``buffers``: those that exist during the backward pass, if the states hold only shards of the gradients.
         """
-        at_logits, at_layer, at_embedding = (0, 0, 0) if buffers is None else self.buffer_bytes(buffers)
-        working = max(self.logit_bytes(rows) + at_logits, self.working_bytes(rows) + at_layer, at_embedding)
         held = self.kept_bytes(rows, num_microbatches) + self.ahead_bytes(rows, num_microbatches)
-        return state_bytes + held + working
+        return state_bytes + held + sum(self.working_parts(rows, buffers))
+
+    def working_parts(self, rows: MicrobatchSizes, buffers: UnitBuffers | None) -> tuple[int, int]:
+        """The most that logits, a running layer or the word embedding need: bytes of their own work, and of gradients
+        and weights that exist only then."""
+        at_logits, at_layer, at_embedding = (0, 0, 0) if buffers is None else self.buffer_bytes(buffers)
+        moments = (self.logit_bytes(rows), at_logits), (self.working_bytes(rows), at_layer), (0, at_embedding)
+        return max(moments, key=sum)
 
 
 @cache

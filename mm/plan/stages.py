@@ -26,6 +26,7 @@ from mm.plan.sizes import (
     peaks,
     stage_memory,
     stage_sizes,
+    unit_buffers,
 )
 from mm.weights.groups import Group, optimizer_groups
 from mm.weights.lora import describe, model_adapters, num_adapter_params
@@ -95,7 +96,7 @@ def _states(args: Arguments) -> str:
     rounded = [f"the {name} in {dtype}" for name, dtype in dtypes.items() if dtype != "fp32"]
     copies = {"fp32": "", "remainder": ", 16 bits beside each weight in place of an fp32 copy",
               "none": ", no fp32 copies of weights"}  # fmt: skip
-    on_host = f", {args.host_share:.0%} of it in host memory" if args.host_share else ""
+    on_host = f", {args.host_share:.0%} of the optimizer state in host memory" if args.host_share else ""
     return (f", moments: {' and '.join(rounded)}" if rounded else "") + copies[args.kept_copy] + on_host
 
 
@@ -199,8 +200,9 @@ def _total_lines(run: Run, sizes: list[StageSize]) -> list[str]:
 
 def _memory_table(run: Run, placement: Placement, sizes: list[StageSize]) -> list[str]:
     """Peak memory of each stage, and its parts."""
+    buffers = unit_buffers(run)
     header = ("stage", "tokens", "in flight", "states", "activations", "sent ahead", "logits", "a layer's work",
-              "peak")
+              *["open units"] * (buffers is not None), "peak")
     rows: list[tuple[str, ...]] = [header]
     kinds = longest_microbatches(run)
     for stage, size in enumerate(sizes):
@@ -208,7 +210,9 @@ def _memory_table(run: Run, placement: Placement, sizes: list[StageSize]) -> lis
         for kind, held in kinds.items():
             count = run.held_microbatches
             bytes_of = (size.total_bytes, memory.kept_bytes(held, count), memory.ahead_bytes(held, count),
-                        memory.logit_bytes(held), memory.working_bytes(held), peak_bytes(memory, held, run, size))
+                        memory.logit_bytes(held), memory.working_bytes(held),
+                        *([memory.working_parts(held, buffers)[1]] if buffers else []),
+                        peak_bytes(memory, held, run, size))
             num_in_flight = "+".join(map(str, memory.in_flight(held, count)))
             rows.append((str(stage), kind, num_in_flight, *map(_gib, bytes_of)))
     return [
@@ -217,6 +221,8 @@ def _memory_table(run: Run, placement: Placement, sizes: list[StageSize]) -> lis
         *_microbatch_lines(run, kinds),
         "The peak includes the logits or a layer's work, whichever is larger.  Sent ahead: the most messages that a",
         "slow next stage can leave waiting.  Not counted: the driver, communication buffers and fragmentation.",
+        *(["Open units: gradients, and weights in shards, of the layers that are used at that moment."]
+          if buffers else []),
     ]
 
 

@@ -16,6 +16,7 @@ from torch.optim.adamw import adamw
 from mm.config.flags import KeptCopy
 from mm.device.device import Device
 from mm.device.hashing import ROUNDED_AT_ONCE
+from mm.parallel.weight_shards import placeholder
 from mm.plan.states import offloaded
 from mm.training.passage import Passage, host_memory
 from mm.weights.halves import REMAINDER, joined, split
@@ -112,7 +113,7 @@ class BlockAdam(torch.optim.AdamW):
                 continue
             if kept.copy == "fp32":
                 self.state[copy][MASTER] = device.start_copying_back(copy.detach(), self._host[copy][MASTER])()
-            copy.untyped_storage().resize_(0)
+            copy.data = placeholder(copy)
             if kept.copy == "remainder":
                 self.state[copy][REMAINDER] = self.new_state(copy, REMAINDER).zero_()
 

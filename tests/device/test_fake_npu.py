@@ -17,13 +17,15 @@ from tests.tiny_inputs import write_inputs
 NUM_ITERATIONS = 2
 LAYOUTS = {  # name: (processes, model JSON, what the same run on the CPU is called, more flags)
     "fp32": (1, "model_1", "fp32", ()),
-    "bf16": (1, "model_1", "bf16", ("--bf16", "--num-workers", "1")),
+    "bf16": (1, "model_1", "bf16", ("--bf16", "--num-workers", "1", "--optimizer-cpu-offload")),
     "frozen": (1, "model_frozen", "frozen", ("--use-distributed-optimizer",)),
     "pp2": (2, "model_2", "fp32", ("--profile-pipeline", "2", "--log-timers")),
-    "tp2-bf16": (2, "model_1", "bf16", ("--bf16", "--tensor-model-parallel-size", "2", "--use-distributed-optimizer")),
+    "tp2-bf16": (2, "model_1", "bf16", ("--bf16", "--tensor-model-parallel-size", "2", "--use-distributed-optimizer",
+                                        "--store-param-remainders", "--optimizer-cpu-offload")),
     "tp2-sequence": (2, "model_1", "fp32", ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
     "tp2-whole-encoder": (2, "model_whole", "fp32", ("--tensor-model-parallel-size", "2")),
-    "cp2-ulysses": (2, "model_1", "fp32", ("--context-parallel-size", "2")),
+    "cp2-ulysses": (2, "model_1", "fp32", ("--context-parallel-size", "2", "--optimizer-cpu-offload",
+                                           "--optimizer-offload-fraction", "0.5")),
     "cp2-ring-bf16": (2, "model_1", "bf16", ("--bf16", "--context-parallel-size", "2", "--context-parallel-algo",
                                              "megatron_cp_algo", "--use-distributed-optimizer")),
     "dp2": (2, "model_1", "fp32", ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")),

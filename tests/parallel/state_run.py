@@ -97,6 +97,7 @@ class Run:
             + ["--seq-length", "64", "--mm-model", "m", "--mm-data", "d", *layout.flags]
             + ([] if layout.precision == "fp32" else [f"--{layout.precision}"])
         )
+        self.args = args
         stage = Stage(self.config, self.mesh, layout.precision, DEVICE, sequence_parallel=args.sequence_parallel,
                       shards_weights=args.shards_weights)
         initialize(stage, stage.weights, self.mesh, seed, std=0.15)
