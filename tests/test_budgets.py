@@ -22,7 +22,7 @@ import pytest
 from mm.config.run import Run
 from mm.plan.by_device import rounding_bytes
 from mm.plan.memory import MicrobatchSizes, StageMemory
-from mm.plan.sizes import unit_buffers
+from mm.plan.sizes import gathered_params, unit_buffers
 from mm.weights.memory import memory_shape
 from mm.weights.table import model_weights
 from tests.meta.device import PHASES
@@ -363,6 +363,14 @@ def test_weights_in_shards(traced, more: tuple[str, ...]) -> None:
     assert step.collective_bytes["_allgather_base_"] == gathered
     assert step.collectives["_reduce_scatter_base_"] == before.collectives["_reduce_scatter_base_"]
     assert step.host_reads == before.host_reads
+
+
+@pytest.mark.parametrize("name", ["3B", "7B, frozen ViT"])
+def test_the_plan_counts_the_gathers_of_weights_in_shards(traced, name: str) -> None:
+    case, run = sharded(SHARDED[name], strategy=WEIGHT_SHARDS)
+    step, sizes = traced(case), gathered_params(run)
+    assert step.collectives["_allgather_base_"] == case.num_microbatches * len(sizes)
+    assert step.collective_bytes["_allgather_base_"] == pytest.approx(case.num_microbatches * 2 * sum(sizes), rel=1e-4)
 
 
 def test_7b_fits_on_eight_devices_of_64_gb_and_on_one_of_141(traced) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from mm.config.run import Run
 from mm.plan.calibration import Calibration
 from mm.plan.layer_memory import WIDTHS
-from mm.plan.sizes import StageSize, num_optimizer_shards
+from mm.plan.sizes import StageSize, gathered_params, num_optimizer_shards
 from mm.plan.traffic import all_reduce_law
 
 
@@ -15,7 +15,7 @@ def reduction_seconds(
     """Seconds to sum the gradients over the ranks with the same weights, and to gather weights.
 
     ``num_passes``: microbatches of a replica in a step.  Shards of gradients are reduced in each one's backward pass,
-    shards of weights are gathered in its forward and in its backward pass.
+    shards of weights are gathered in its forward and in its backward pass.  What overlaps is not taken off.
     """
     return _of_copies(run, calibration, sizes, num_passes) + _of_encoders(run, calibration, sizes)
 
@@ -43,8 +43,8 @@ def _of_copies(run: Run, calibration: Calibration, sizes: Sequence[StageSize], n
     reduced = num_passes * most.num_units * law.seconds(most.reduced_bytes / max(1, most.num_units)) / 2
     if not run.shards_weights:
         return reduced + gather
-    each_block = law.seconds(most.num_params * WIDTHS[run.args.precision] / most.num_blocks) / 2
-    return reduced + num_passes * 2 * most.num_blocks * each_block
+    gathered = sum(law.seconds(num_params * WIDTHS[run.args.precision]) for num_params in gathered_params(run)) / 2
+    return reduced + num_passes * gathered
 
 
 def update_seconds(run: Run, calibration: Calibration, sizes: Sequence[StageSize]) -> float:

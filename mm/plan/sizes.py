@@ -20,7 +20,7 @@ from mm.plan.states import state_widths
 from mm.weights.memory import memory_shape
 from mm.weights.placed import owns, stage_weights, weights_by_place
 from mm.weights.table import Place, Weight, model_weights
-from mm.weights.trained import is_frozen
+from mm.weights.trained import GradientPath, is_frozen
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,6 @@ class StageSize:
     """Gradients as they are reduced over the ranks with the same weights."""
     num_units: int
     """Layers and other blocks with trained weights, which are reduced one by one if gradients are sharded."""
-    num_blocks: int
-    """All layers and other blocks, which are gathered one by one if weights are sharded."""
     whole_gradient_bytes: int
     """Gradients that tensor-parallel ranks also sum, without shards: of encoders that each of them holds whole."""
     update_bytes: int
@@ -74,8 +72,7 @@ class StageSize:
 
 def chunk_size(run: Run, spec: StageSpec) -> StageSize:
     """Parameters and bytes of ``spec`` on one rank: its tensor-parallel shard, with padding in memory."""
-    num_params, num_trainable, num_whole, num_units, num_blocks = _num_params(
-        one_stage(run.model), run.tp_size, spec)
+    num_params, num_trainable, num_whole, num_units = _num_params(one_stage(run.model), run.tp_size, spec)
     reduced_width = WIDTHS["bf16"] if run.args.grad_reduce_in_bf16 else FP32
     kept_width = FP32 if run.shards_gradients else reduced_width
     copy_width, moments_width = state_widths(run.args)
@@ -91,7 +88,6 @@ def chunk_size(run: Run, spec: StageSpec) -> StageSize:
         gradient_bytes=-(-num_trainable * kept_width // (num_shards if run.shards_gradients else 1)),
         reduced_bytes=num_trainable * reduced_width,
         num_units=num_units,
-        num_blocks=num_blocks,
         whole_gradient_bytes=num_whole * kept_width,
         copy_bytes=share(copy_width, 1 - host_share),
         moment_bytes=share(moments_width, 1 - host_share),
@@ -130,14 +126,30 @@ def block_bytes(run: Run, size: StageSize) -> int:
     return num_elements * (FP32 * (first + second + (copy != "fp32")) + once_more + passing)
 
 
-def _num_params(model: ModelConfig, tp_size: int, spec: StageSpec) -> tuple[int, int, int, int, int]:
-    """``_params_of`` the weights of ``spec``, summed, and the numbers of its blocks with trained weights and of all."""
+def gathered_params(run: Run) -> list[int]:
+    """If weights are sharded: the parameters of each gather in the two passes of a microbatch with images.
+
+    Each layer and other block is gathered for its forward pass, and again for its backward pass if it has one.  The
+    output layer stays open between the two, and the word embedding's backward pass reads no weights.
+    """
+    model = one_stage(run.model)
+    path, sizes = GradientPath.of(model), _params_by_place(model, run.tp_size)
+    found: list[int] = []
+    for (place, layer), (num_params, _, _) in sizes.items():
+        if place is Place.HEAD and model.language.tied:
+            num_params, _, _ = sizes[Place.EMBEDDING, None]
+        is_again = place not in (Place.EMBEDDING, Place.HEAD) and path.flows_through(place, layer)
+        found += [num_params] * (1 + is_again)
+    return found
+
+
+def _num_params(model: ModelConfig, tp_size: int, spec: StageSpec) -> tuple[int, int, int, int]:
+    """``_params_of`` the weights of ``spec``, summed, and the number of its blocks with trained weights."""
     counts = [one for (place, layer), one in _params_by_place(model, tp_size).items() if owns(spec, place, layer)]
     copies = [weight for weight in stage_weights(model, spec) if weight.is_tied_copy] if model.language.tied else []
     counts.append(_params_of(copies, model, tp_size))
     num_params, num_trainable, num_whole = map(sum, zip(*counts, strict=True))
-    num_units, num_blocks = (sum(one[kind] > 0 for one in counts) for kind in (1, 0))
-    return num_params, num_trainable, num_whole, num_units, num_blocks
+    return num_params, num_trainable, num_whole, sum(one[1] > 0 for one in counts)
 
 
 @cache

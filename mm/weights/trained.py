@@ -159,6 +159,14 @@ class GradientPath:
             return self.vision < position
         return (has_images and self.leads_to_images) or self.language < position
 
+    def flows_through(self, place: Place, layer: int | None = None) -> bool:
+        """Whether a layer, or another place, has a backward pass in a microbatch with images: its weights, or others
+        on the path before it, are trained."""
+        position = _position(place, layer)
+        if place in (Place.PATCH_EMBEDDING, Place.VISION_LAYER, Place.PROJECTOR):
+            return self.vision <= position
+        return self.leads_to_images or self.language <= position
+
     def _crosses(self, message: Message, vision_layers: int, language_layers: int, has_images: bool) -> bool:
         """Whether the gradient crosses the boundary after this many layers of both towers."""
         match message:
