@@ -106,6 +106,9 @@ def _facts(plan: LayoutPlan, best: Planned, others: Sequence[Planned]) -> Iterat
         f"{plan.found.num_considered} layouts in {plan.seconds:.1f} s; no layout that fits can take less than "
         f"{plan.found.least:.4g} s, whatever its lists, so layout 1 is at most "
         f"{best.step.seconds / plan.found.least - 1:.1%} slower than the best possible")
+    if plan.run.args.shards_weights:
+        yield "Stages", ("only layouts with one pipeline stage: optim_grads_params works with no more; give "
+                         "--data-parallel-sharding-strategy optim_grads to search the others")
     if plan.max_bytes is not None:
         count = plan.found.num_too_large
         yield "Memory", (f"at most {plan.max_bytes / 2**30:.1f} GiB per rank"

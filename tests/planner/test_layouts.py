@@ -61,6 +61,13 @@ def test_the_best_layouts_are_shown_and_the_trainer_takes_the_best(capsys, tmp_p
     assert written == given  # nothing else has changed
 
 
+def test_weights_in_shards_have_layouts_with_one_stage_and_the_report_says_so(capsys) -> None:
+    text = said(capsys, 0, "--device", "h200", "--fix", "PP=1/2,VPP=1,MBS=4",
+                *flags(data_parallel_sharding_strategy="optim_grads_params"))
+    assert "give --data-parallel-sharding-strategy optim_grads to search the others" in text
+    assert "the present layout is not legal: --data-parallel-sharding-strategy optim_grads_params needs one" in text
+
+
 def test_the_encoder_batch_can_be_fixed_and_is_written(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     text = said(capsys, 0, "--device", "h200", "--fix", "TP=2,PP=1,MBS=1,ENCODER=tensor_ranks,EB=4", "--write",
                 str(tmp_path), *flags())  # fmt: skip

@@ -27,6 +27,7 @@ from mm.training.run import Trainer  # noqa: E402
 from mm.training.start import settle  # noqa: E402
 from tests.files import json_lines  # noqa: E402
 from tests.parallel.trace import Trace, layers_counted, reads_counted, watch  # noqa: E402
+from tests.tiny import copied_weights  # noqa: E402
 
 NUM_EPOCHS = 2
 
@@ -76,7 +77,7 @@ def train(directory: Path, name: str, *flags: str) -> Result:
         trainer.reporter.close()
         if mesh.rank == mesh.world_size - 1:
             result.metrics = json_lines(Path(run.args.log_dir) / "metrics.jsonl")
-        result.weights = {one: parameter.detach().clone() for one, parameter in trainer.setup.stage.named_parameters()}
+        result.weights = copied_weights(trainer.setup.stage)
         if trainer.fingerprint is not None:
             result.fingerprint_of_others += [
                 changed(trainer, "text_decoder", "image_encoder.projector"), changed(trainer, "blocks.layers.7.mlp")]

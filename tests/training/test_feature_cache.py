@@ -27,6 +27,8 @@ CASES: dict[str, tuple[int, list[int], list[int], bool, tuple[str, ...]]] = {
     "TP 2, sequence, microbatches encoded together": (
         2, [8], [4], False, ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
     "CP 2": (2, [8], [4], False, ("--context-parallel-size", "2")),
+    "CP 2, weights in shards": (2, [8], [4], True, (
+        "--context-parallel-size", "2", "--data-parallel-sharding-strategy", "optim_grads_params")),
     "ring 2": (2, [8], [4], True, ("--context-parallel-size", "2", "--context-parallel-algo", "megatron_cp_algo")),
     "DP 2": (2, [8], [4], False, ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")),
 }
