@@ -2,9 +2,12 @@
 
 import gc
 import importlib
+import multiprocessing
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -74,6 +77,21 @@ def one_rank() -> Iterator[Any]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield parallel.build_mesh(our_config(((4,),), ((4,),)), tp_size=1, timeout=parallel.timedelta(minutes=1))
     parallel.stop()
+
+
+@pytest.fixture(scope="session")
+def tracing() -> Iterator[ProcessPoolExecutor]:
+    """A process for ``tests.meta.step``, which patches it."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def traced(tracing: ProcessPoolExecutor) -> Callable[[Any], Any]:
+    """Traces a case, each once."""
+    from tests.meta.step import trace
+
+    return cache(lambda case: tracing.submit(trace, case).result())
 
 
 @pytest.fixture(scope="module")

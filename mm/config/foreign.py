@@ -95,8 +95,8 @@ FLAGS: Mapping[str, FlagRow] = {
     "--no-store-param-remainders": Inert("fp32 copies of weights are kept unless --store-param-remainders is given"),
     "--reuse-fp32-param": SameAs("--store-param-remainders"),
     "--swap-optimizer": SameAs("--optimizer-cpu-offload"),
-    **rows(Inert("states in host memory pass through the device in blocks of fixed size, copied while another block is "
-                 "updated"),
+    **rows(Inert("states in host memory pass through the device in blocks of fixed size; the next one comes while one "
+                 "is updated and goes back"),
            "--swap-optimizer-times --overlap-cpu-optimizer-d2h-h2d --use-torch-optimizer-for-cpu-offload "
            "--no-pin-cpu-grads --no-pin-cpu-params"),
     "--main-grads-dtype": Fixed(("fp32",), "write --grad-reduce-in-bf16 for gradients in bf16"),

@@ -8,6 +8,8 @@ from torch import Tensor
 from mm.errors import UserError
 from mm.formats.blocks import Host, Values
 
+_LARGEST_BYTES = 4 << 30
+"""Of a segment with more than one tensor."""
 _ALIGN_BYTES = 64
 """Alignment of copies in a segment; enough for any dtype."""
 
@@ -16,18 +18,22 @@ def places_in_segments(sizes_bytes: Sequence[int]) -> tuple[list[tuple[int, int]
     """Where tensors of these sizes are copied: the segment and byte offset of each, and the size of each segment.
 
     Sizes of segments are powers of two, because torch rounds pinned memory up to one; a single segment could take
-    nearly twice the memory.  First-fit by decreasing size.
+    nearly twice the memory.  First-fit by decreasing size; a new segment has at most the size of what is left, unless
+    one tensor is larger.
     """
     aligned = [-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes_bytes]
-    capacity = _power_of_two(max(aligned, default=0))
-    used: list[int] = []
+    left = sum(aligned)
+    used, capacities = list[int](), list[int]()
     places: dict[int, tuple[int, int]] = {}
     for index in sorted(range(len(aligned)), key=lambda one: -aligned[one]):
-        segment = next((one for one, filled in enumerate(used) if filled + aligned[index] <= capacity), len(used))
+        size = aligned[index]
+        segment = next((one for one, filled in enumerate(used) if filled + size <= capacities[one]), len(used))
         if segment == len(used):
             used.append(0)
+            capacities.append(max(_power_of_two(size), min(_LARGEST_BYTES, _power_of_two(left + 1) // 2)))
         places[index] = (segment, used[segment])
-        used[segment] += aligned[index]
+        used[segment] += size
+        left -= size
     return [places[index] for index in range(len(aligned))], [_power_of_two(filled) for filled in used]
 
 

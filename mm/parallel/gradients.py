@@ -6,13 +6,41 @@ had an image) before the reduction.  Only weights of two or more dimensions are 
 ``take_buffer`` or ``gradient_buffer``.  megatron's hook adds the others', so ``mark_stale`` zeroes those.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mm.parallel.weight_shards import placeholder
+
 _STALE = "main_grad_is_stale"
+
+
+@contextmanager
+def freed_gradients(models: Iterable[Any]) -> Iterator[None]:
+    """Free the memory of all gradients that ``models``, in megatron's DDP, keep between steps, while the body runs;
+    afterwards they are zeros."""
+    freed: list[tuple[Tensor, torch.Size, list[tuple[Tensor, torch.Size, int]]]] = []
+    for whole, views in (buffer for model in models for buffer in _buffers(model)):
+        freed.append((whole, whole.shape, [(one, one.shape, int(one.storage_offset())) for one in views]))
+        for one in (whole, *views):
+            one.data = placeholder(one)
+    yield
+    for whole, shape, places in freed:
+        whole.data = whole.new_zeros(shape)
+        for view, shape_of_view, start in places:
+            view.data = whole[start : start + shape_of_view.numel()].view(shape_of_view)
+
+
+def _buffers(model: Any) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    """Each flat tensor of gradients, and the tensors that are views of it."""
+    for buffer in model.buffers:
+        if (whole := getattr(buffer, "grad_data", None)) is not None:
+            yield whole, [*(bucket.grad_data for bucket in buffer.buckets), *(one.main_grad for one in buffer.params)]
+    for unit in getattr(model, "units", ()):  # shards, with ``mm.parallel.sharded``
+        yield unit.shard, []
 
 
 def take_buffer(weight: Tensor) -> tuple[Tensor, bool]:

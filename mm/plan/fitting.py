@@ -34,6 +34,8 @@ class Fit:
     flags: tuple[str, ...]
     peak_bytes: int
     """With these changes; if none are enough, the least that any of them reach."""
+    host_bytes: int = 0
+    """Host memory for the optimizer states of a rank with these changes."""
 
 
 def _with(run: Run, **fields: object) -> Run:
@@ -80,8 +82,8 @@ CHANGES = (
            _sharded("optim_grads_params", ("no_shard", "optim", "optim_grads"))),
     Change("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
            _recomputed(RecomputeConfig("full", "uniform", 1))),
-    Change("--optimizer-cpu-offload",
-           lambda run: None if run.args.host_share else _with(run, optimizer_cpu_offload=True)),
+    Change("--optimizer-cpu-offload", lambda run: None if run.args.host_share == 1.0 else _with(
+        run, optimizer_cpu_offload=True, optimizer_offload_fraction=1.0)),
     Change("--grad-reduce-in-bf16", _in_bf16(lambda args: not args.grad_reduce_in_bf16, grad_reduce_in_bf16=True)),
     Change("--main-params-dtype bf16", _in_bf16(lambda args: args.kept_copy == "fp32", main_params_dtype="bf16")),
 )
@@ -107,7 +109,8 @@ def _cheapest(run: Run, max_bytes: int, known: dict[int, int | None]) -> Fit:
             known[changes] = None if changed is None else _peak(changed)
         peak = known[changes]
         if peak is not None and peak <= max_bytes:
-            return Fit(max_bytes, tuple(one.flags for bit, one in enumerate(CHANGES) if changes >> bit & 1), peak)
+            flags = tuple(one.flags for bit, one in enumerate(CHANGES) if changes >> bit & 1)
+            return Fit(max_bytes, flags, peak, _host_bytes(_changed(run, changes) or run))
     return Fit(max_bytes, (), min(peak for peak in known.values() if peak is not None))
 
 
@@ -124,6 +127,10 @@ def _changed(run: Run, changes: int) -> Run | None:
 def _peak(run: Run) -> int:
     placement = run.model.placement()
     return max(peaks(run, placement, stage_sizes(run, placement)).values())
+
+
+def _host_bytes(run: Run) -> int:
+    return max(size.host_bytes for size in stage_sizes(run, run.model.placement()))
 
 
 def _distinct(memories: Iterable[int]) -> list[int]:

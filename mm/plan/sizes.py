@@ -112,8 +112,9 @@ def unit_buffers(run: Run) -> UnitBuffers | None:
 
 
 def block_bytes(run: Run, size: StageSize) -> int:
-    """The memory that the update needs for one block of states in 16 bits: all of them in fp32, and what rounding or
-    splitting one of them makes.  Of states in host memory, two blocks are on the device at a time.
+    """The memory that the update needs for one block of states that are in 16 bits or in host memory: all of them in
+    fp32, and what rounding or splitting one of them makes.  Of those in host memory, two blocks are on the device at a
+    time.
 
     Where rounding is not compiled to one kernel, it needs some int64 numbers per element besides.
     """
@@ -244,13 +245,21 @@ def peaks(run: Run, placement: Placement, sizes: list[StageSize]) -> dict[str, i
 
 
 def peak_bytes(memory: StageMemory, rows: MicrobatchSizes, run: Run, size: StageSize) -> int:
-    """Peak bytes of a stage: while it computes or in the update, whichever is more."""
+    """Peak bytes of a stage: while it computes, in the update or while it is built, whichever is most."""
     in_update = size.total_bytes + size.update_bytes + block_bytes(run, size)
     in_questions = 0
     if run.shards_weights and run.args.eval_generate_interval is not None:  # besides its cache, which is bounded by it
         in_questions = size.total_bytes + size.num_params * WIDTHS[run.args.precision]
     return max(memory.peak_bytes(rows, run.held_microbatches, size.total_bytes, unit_buffers(run)), in_update,
-               in_questions)
+               in_questions, build_bytes(run, size))
+
+
+def build_bytes(run: Run, size: StageSize) -> int:
+    """What a stage needs while it is built, if that may be more than it keeps: megatron's distributed optimizer copies
+    the trained weights into one buffer beside the gradients, before there are optimizer states."""
+    is_copied = run.args.splits_optimizer and not run.shards_gradients
+    copied = size.num_trainable_params * WIDTHS[run.args.precision] if is_copied else 0
+    return size.weight_bytes + size.gradient_bytes + copied
 
 
 def stage_memory(run: Run, placement: Placement, stage: int) -> StageMemory:

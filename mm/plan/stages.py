@@ -96,7 +96,7 @@ def _states(args: Arguments) -> str:
     rounded = [f"the {name} in {dtype}" for name, dtype in dtypes.items() if dtype != "fp32"]
     copies = {"fp32": "", "remainder": ", 16 bits beside each weight in place of an fp32 copy",
               "none": ", no fp32 copies of weights"}  # fmt: skip
-    on_host = f", {args.host_share:.0%} of the optimizer state in host memory" if args.host_share else ""
+    on_host = f", {100 * args.host_share:.3g}% of the optimizer state in host memory" if args.host_share else ""
     return (f", moments: {' and '.join(rounded)}" if rounded else "") + copies[args.kept_copy] + on_host
 
 
@@ -277,7 +277,8 @@ def _fit_line(fit: Fit) -> str:
     """The cheapest change with which the run fits."""
     if fit.flags:
         flags = " ".join(fit.flags)
-        return f"To fit    {_gib(fit.max_bytes)} GiB: add {flags}; the peak is then {_gib(fit.peak_bytes)}"
+        on_host = f", and {_gib(fit.host_bytes)} GiB of host memory a rank" if fit.host_bytes else ""
+        return f"To fit    {_gib(fit.max_bytes)} GiB: add {flags}; the peak is then {_gib(fit.peak_bytes)}{on_host}"
     return (f"To fit    {_gib(fit.max_bytes)} GiB: flags are not enough, with all of them the peak is "
             f"{_gib(fit.peak_bytes)}; divide the weights over more ranks, as mm-plan layouts suggests")
 

@@ -24,7 +24,7 @@ COPIES = {"fp32": "fp32 copies of 16-bit weights", "remainder": "--store-param-r
 
 def on_host(share: float) -> str:
     """What the user calls ``Arguments.host_share``."""
-    return f"{share:.0%} of the optimizer states in host memory"
+    return f"{100 * share:.3g}% of the optimizer states in host memory"
 
 
 def calibration_for(path: Path, run: Run, accepts: bool) -> Calibration:

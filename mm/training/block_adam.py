@@ -5,7 +5,7 @@ Moments may be in bf16.  The fp32 copy of a bf16 weight may be left out, or be s
 (``mm.weights.halves``).  While a block is updated, all of its states are in fp32, and on the device.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -115,7 +115,7 @@ class BlockAdam(torch.optim.AdamW):
                 self.state[copy][MASTER] = device.start_copying_back(copy.detach(), self._host[copy][MASTER])()
             copy.data = placeholder(copy)
             if kept.copy == "remainder":
-                self.state[copy][REMAINDER] = self.new_state(copy, REMAINDER).zero_()
+                self.state[copy][REMAINDER] = self.new_state(copy, REMAINDER)
 
     def _host_states(self, device: Device) -> dict[Tensor, dict[str, Tensor]]:
         """Host memory for the states of the parameters that have theirs there."""
@@ -130,15 +130,15 @@ class BlockAdam(torch.optim.AdamW):
         return found
 
     def new_state(self, parameter: Tensor, kind: str) -> Tensor:
-        """Memory for a state of ``parameter``, where and in the dtype in which it is kept."""
+        """Memory for a state of ``parameter``, where and in the dtype in which it is kept: zeros if it is new."""
         if parameter in self._host:
             return self._host[parameter][kind]
         dtype = self.kept.besides(parameter in self.weights)[kind]
-        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
 
-    def settle(self) -> None:
-        """Wait until the states that the last step changed are where they are kept; in any thread."""
-        self._passage.settle()
+    def settled(self) -> Callable[[], None]:
+        """A function that waits, in any thread, until what has been updated so far is where it is kept."""
+        return self._passage.settled()
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -162,7 +162,7 @@ class BlockAdam(torch.optim.AdamW):
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             for moment in MOMENTS:
-                state[moment] = self.new_state(parameter, moment).zero_()
+                state[moment] = self.new_state(parameter, moment)
         kinds = [kind for kind in (MASTER, REMAINDER, *MOMENTS) if kind in state]
         weight = self.weights.get(parameter, parameter)
         flat = [one.detach().view(-1).split(ROUNDED_AT_ONCE) for one in (weight, gradient, *map(state.get, kinds))]
@@ -195,7 +195,9 @@ class BlockAdam(torch.optim.AdamW):
         if kept_second is not second:
             kept_second.copy_(self._rounded_at_random(second, updated, step))
         if MASTER in piece.states:
-            piece.weight.copy_(updated)
+            rounded, found_inf = updated.to(piece.weight.dtype), getattr(self, "found_inf", None)
+            # a weight loaded with its remainder may be the other of two numbers that are as near: a bad step keeps it
+            piece.weight.copy_(rounded if found_inf is None else torch.where(found_inf == 1, piece.weight, rounded))
         elif REMAINDER in piece.states:
             split(updated, piece.weight, piece.states[REMAINDER])
         elif piece.weight is not updated:
@@ -205,7 +207,7 @@ class BlockAdam(torch.optim.AdamW):
 
     def take_weights(self) -> None:
         """Reset what is kept beside the weights to the weights just loaded: copies equal them, remainders are 0."""
-        self.settle()
+        self.settled()()
         for copy, weight in self.weights.items():
             if MASTER in self.state[copy]:
                 self.state[copy][MASTER].view(-1).copy_(weight.view(-1))

@@ -1,6 +1,8 @@
 """Megatron's Adam over one stage, with torch's fused kernel."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 
 from mm.config.flags import Arguments
 from mm.device.device import Device
+from mm.parallel.gradients import freed_gradients
 from mm.parallel.megatron import DTYPES
 from mm.parallel.sharded import ShardedGradients
 from mm.training.block_adam import BlockAdam, KeptStates
@@ -44,35 +47,35 @@ def build_optimizer(
                if parameter.requires_grad]
     assert sorted(trained) == sorted(groups), sorted(set(trained) ^ set(groups))
     overrides = {_key(group, groups): _override(group, config) for group in set(groups.values())}
-    optimizer = get_megatron_optimizer(
-        config,
-        list(models),
-        config_overrides=overrides,
-        use_gloo_process_groups=False,
-        pg_collection=None,
-    )
-    assert isinstance(optimizer, ChainedOptimizer)
-    for group in optimizer.param_groups:
-        group["fused"] = True
-    shards = {weight: shard for model in models if isinstance(model, ShardedGradients)
-              for unit in model.units for weight, shard in unit.shards()}  # fmt: skip
-    if shards:
-        for one in optimizer.chained_optimizers:
-            _take_gradients_from(one, shards)
-    weight_shards = {weight: shards.shard_of(weight)[0] for model in models if isinstance(model, ShardedGradients)
-                     for shards in [model.weight_shards] if shards for weight in model.params_with_grad}  # fmt: skip
-    if weight_shards:
-        for one in optimizer.chained_optimizers:
-            _keep_weights_in(one, weight_shards)
-    if not kept.is_usual:
-        chained: Any
-        for chained in optimizer.chained_optimizers:
-            if not chained.is_stub_optimizer:
-                # megatron's own states of 16 bits are in TransformerEngine's kernel, those in host memory are updated
-                # there, by another kernel
-                weights = dict(_copies(chained)) if kept.copy != "fp32" or kept.host_share else {}
-                chained.optimizer = BlockAdam(chained.optimizer, kept, weights, device)
+    with freed_gradients(models) if kept.host_share else nullcontext():  # copies are on the device until BlockAdam is
+        optimizer = get_megatron_optimizer(
+            config,
+            list(models),
+            config_overrides=overrides,
+            use_gloo_process_groups=False,
+            pg_collection=None,
+        )
+        assert isinstance(optimizer, ChainedOptimizer)
+        for group in optimizer.param_groups:
+            group["fused"] = True
+        _keep_weights_in(optimizer, models)
+        if not kept.is_usual:
+            _keep_states(optimizer, kept, device)
+    _take_gradients_from(optimizer, models)
     return optimizer
+
+
+def _keep_states(optimizer: ChainedOptimizer, kept: KeptStates, device: Device) -> None:
+    """Let the optimizer keep its states as ``kept`` says.
+
+    megatron's own states of 16 bits are in TransformerEngine's kernel; those in host memory are updated there, by
+    another kernel.
+    """
+    chained: Any
+    for chained in optimizer.chained_optimizers:
+        if not chained.is_stub_optimizer:
+            weights = dict(_copies(chained)) if kept.copy != "fp32" or kept.host_share else {}
+            chained.optimizer = BlockAdam(chained.optimizer, kept, weights, device)
 
 
 def _copies(chained: Any) -> Iterator[tuple[Tensor, Tensor]]:
@@ -86,35 +89,44 @@ def _copies(chained: Any) -> Iterator[tuple[Tensor, Tensor]]:
     yield from zip(chain.from_iterable(copies), map(Tensor.detach, chain.from_iterable(weights)), strict=True)
 
 
-def _take_gradients_from(chained: Any, shards: Mapping[Any, Tensor]) -> None:
-    """Let ``chained`` read the gradients of its parts of the weights from ``shards``; megatron has them in buffers."""
+def _take_gradients_from(optimizer: ChainedOptimizer, models: Sequence[DistributedDataParallel]) -> None:
+    """Let the optimizer read the gradients of its parts of the weights from their shards, if ``models`` keep shards;
+    megatron has them in buffers."""
+    shards = {weight: shard for model in models if isinstance(model, ShardedGradients)
+              for unit in model.units for weight, shard in unit.shards()}  # fmt: skip
 
-    def take() -> None:
+    def take(chained: Any) -> None:
         pairs = zip(chain(*chained.model_float16_groups, *chained.model_fp32_groups),
                     chain(*chained.shard_fp32_from_float16_groups, *chained.shard_fp32_groups), strict=True)
         for weight, updated in pairs:
             updated.grad = shards[weight]
 
-    if not chained.is_stub_optimizer:
-        chained._copy_model_grads_to_main_grads = take
+    chained: Any
+    for chained in optimizer.chained_optimizers if shards else ():
+        if not chained.is_stub_optimizer:
+            chained._copy_model_grads_to_main_grads = partial(take, chained)
 
 
-def _keep_weights_in(chained: Any, shards: Mapping[Any, Tensor]) -> None:
-    """Let ``chained`` update the parts of weights in ``shards``; megatron has them in whole weights, which have no
-    memory here."""
+def _keep_weights_in(optimizer: ChainedOptimizer, models: Sequence[DistributedDataParallel]) -> None:
+    """Let the optimizer update its parts of the weights in their shards, if ``models`` keep shards; megatron has them
+    in whole weights, which have no memory then."""
+    shards = {weight: shards.shard_of(weight)[0] for model in models if isinstance(model, ShardedGradients)
+              for shards in [model.weight_shards] if shards for weight in model.params_with_grad}  # fmt: skip
 
-    def copy_to_main(state_dict: None = None) -> None:
+    def copy_to_main(chained: Any, state_dict: None = None) -> None:
         for weight, copy in zip(chain(*chained.model_float16_groups), chain(*chained.shard_fp32_from_float16_groups),
                                 strict=True):
             copy.data.copy_(shards[weight])
 
-    if not chained.is_stub_optimizer:
-        weights = chain(*chained.model_float16_groups, *chained.model_fp32_groups)
-        updated = chain(*chained.shard_float16_groups, *chained.shard_fp32_groups)
-        for weight, own in zip(weights, updated, strict=True):
-            own.data = shards[weight]
-        copy_to_main()
-        chained._copy_model_params_to_main_params = copy_to_main
+    chained: Any
+    for chained in optimizer.chained_optimizers if shards else ():
+        if not chained.is_stub_optimizer:
+            weights = chain(*chained.model_float16_groups, *chained.model_fp32_groups)
+            updated = chain(*chained.shard_float16_groups, *chained.shard_fp32_groups)
+            for weight, own in zip(weights, updated, strict=True):
+                own.data = shards[weight]
+            copy_to_main(chained)
+            chained._copy_model_params_to_main_params = partial(copy_to_main, chained)
 
 
 def _override(group: Group, config: OptimizerConfig) -> Any:

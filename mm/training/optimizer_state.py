@@ -1,6 +1,6 @@
 """The state of megatron's optimizers for each parameter, as tensors by the parameter's name."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,9 +50,8 @@ class OwnedState:
 
     def tensors(self) -> dict[str, Tensor]:
         """What is kept beside the weight, flat and in its own dtypes: "master", an fp32 copy, or "remainder", what the
-        weight lacks of it; and the moments once they exist.  On the device or in host memory."""
-        if isinstance(self.optimizer, BlockAdam):
-            self.optimizer.settle()
+        weight lacks of it; and the moments once they exist.  On the device, or in host memory, where they have arrived
+        after ``settled``."""
         state = self.optimizer.state.get(self.main, {})
         found = {MASTER: state.get(MASTER, self.main)} if self.is_copy and self._weight is None else {}
         found |= {kind: state[kind] for kind in (REMAINDER, *MOMENTS) if kind in state}
@@ -132,6 +131,18 @@ def take_weights(optimizer: ChainedOptimizer) -> None:
             chained.optimizer.take_weights()
         else:
             chained.reload_model_params()
+
+
+def settled(optimizer: ChainedOptimizer) -> Callable[[], None]:
+    """A function that waits, in any thread, until the states of all updates so far have arrived in host memory."""
+    inner = [getattr(chained, "optimizer", None) for chained in optimizer.chained_optimizers]
+    waits = [one.settled() for one in inner if isinstance(one, BlockAdam)]
+
+    def wait() -> None:
+        for arrived in waits:
+            arrived()
+
+    return wait
 
 
 def is_split(optimizer: ChainedOptimizer) -> bool:

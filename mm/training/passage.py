@@ -1,12 +1,12 @@
 """Optimizer states in host memory, which pass through the device a block at a time, to be updated there.
 
-The next block comes and the one before goes while one is on the device::
+The next block comes while one is updated and goes back, so two are on the device at a time::
 
-    to the device    block 1 | block 2 | block 3 |
-    Adam                       block 1 | block 2 | block 3
-    to the host                          block 1 | block 2 | block 3
+    to the device    block 1 | block 2           | block 3           |
+    Adam                     | block 1 |         | block 2 |         | block 3 |
+    to the host                        | block 1 |         | block 2 |         | block 3
 
-So the numbers are those that the same kernel computes from states on the device.
+The numbers are those that the same kernel computes from states on the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,10 +53,7 @@ class Passage:
 
     def through(self, blocks: Sequence[Sequence[Tensor]], compute: Callable[[int, list[Tensor]], None]) -> None:
         """Call ``compute`` for each block, with its number and copies on the device, which then replace the tensors in
-        host memory.  Those have arrived there after ``settle``.
-
-        Two blocks are on the device at a time.
-        """
+        host memory.  ``settled`` says when they have arrived there."""
         coming = self._fetched(blocks[0]) if blocks else []
         for number, block in enumerate(blocks):
             self._coming.join()
@@ -70,10 +67,15 @@ class Passage:
                                  for one, host in zip(here, block, strict=True)] or self._leaving
         self._going.join()
 
-    def settle(self) -> None:
-        """Wait until all states have arrived in host memory; in any thread."""
-        for arrived in self._leaving:
-            arrived()
+    def settled(self) -> Callable[[], None]:
+        """A function that waits, in any thread, until what has been computed so far has arrived in host memory."""
+        leaving = self._leaving
+
+        def wait() -> None:
+            for arrived in leaving:
+                arrived()
+
+        return wait
 
     def _fetched(self, block: Sequence[Tensor]) -> list[Tensor]:
         """Copies of ``block``, which will be on the device after ``join``."""

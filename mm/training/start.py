@@ -132,7 +132,7 @@ def start(settled: Settled, stage: Stage, mesh: Mesh, say: Callable[[str], None]
         load.initialize(stage, adapters, mesh, args.seed, run.model.language.init_method_std)
     elif sources.adapters.kind is not Kind.TRAINING:
         load.fill(stage, saved_among(stage.weights, run.model), sources.adapters, mesh)
-    setup = Setup.build(stage, mesh, args)
+    setup = together(mesh, lambda: Setup.build(stage, mesh, args))
     started = _progress(run, setup, sources)
     loaded = sources.adapters or whole
     for note in whole.notes if whole is not None and fills_whole else ():

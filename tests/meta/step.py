@@ -118,6 +118,9 @@ class Trace:
     in_flight_bytes: int
     """Bytes kept at the first backward pass, by all microbatches that the stage has in flight then."""
     peak_bytes: int
+    """Of the step."""
+    built_peak_bytes: int
+    """Of what comes before it: model, optimizer and groups are built."""
 
     def total(self, *phases: str) -> Tally:
         return sum((tally for phase in phases for tally in self.operators.get(phase, {}).values()), Tally())
@@ -190,6 +193,7 @@ def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> T
             record_phase(chunk, "prepare")
             record_phase(chunk, "forward")
         setup = Setup.build(stage, mesh, args)
+        built_peak_bytes = recorder.peak_bytes
         _allocate_moments(setup)
         passes = image_passes(batch, model.encoder_batch_size)
         plan = StepPlan(tuple(own_pixels(one, mesh.context) for one in batch), totals, image_passes=passes)
@@ -198,15 +202,13 @@ def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> T
             forward(setup, plan)
         else:
             step(setup, plan, lr=1e-5)
-    operators: dict[str, dict[str, Tally]] = {phase: {} for phase in PHASES}
-    for (phase, name), tally in recorder.tallies.items():
-        operators[phase][name] = tally
     return Trace(
         num_tokens=mesh.context.num_tokens(batch[0]),
         num_patches=sum(map(math.prod, mesh.context.image_grids(batch[0]))),
         num_targets=_num_targets(batch[0], mesh),
         model_flops=training_flops(model, totals),
-        operators=operators,
+        operators={phase: {name: tally for (at, name), tally in recorder.tallies.items() if at == phase}
+                   for phase in PHASES},
         host_reads=dict(recorder.host_reads),
         collectives=dict(recorder.collectives),
         collective_bytes=dict(recorder.collective_bytes),
@@ -214,6 +216,7 @@ def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> T
         state_bytes=recorder.live_bytes,
         in_flight_bytes=recorder.in_flight_bytes or 0,
         peak_bytes=recorder.peak_bytes,
+        built_peak_bytes=built_peak_bytes,
     )
 
 

@@ -27,7 +27,7 @@ CASES = (
     Case("stages", 2),
     Case("killed replica", 1, INTERVAL, "killed", iteration=6, like="replicas"),
     Case("stopped replica", 1, (), "stopped", like="replicas"),
-    Case("failed shard", 1, (*SPLIT, "--bf16"), "raises", iteration=4, like="shards"),
+    Case("failed shard", 1, (*SPLIT, "--bf16", "--optimizer-cpu-offload"), "raises", iteration=4, like="shards"),
     Case("killed shard", 1, (*SPLIT, "--bf16", *INTERVAL), "killed", iteration=4, like="shards"),
     Case("stage with a mistake", 2, (), "user's mistake", like="stages"),
     Case("killed stage", 2, INTERVAL, "killed", iteration=4, like="stages"),

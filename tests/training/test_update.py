@@ -201,6 +201,19 @@ def test_states_in_host_memory_get_the_same_bits(build, device_type: type, split
         assert_equal(engine.tensors(), expected)
 
 
+def test_a_bad_step_keeps_the_other_of_two_weights_as_near_to_their_copy(build) -> None:
+    """As loaded from a checkpoint with remainders, whose ties are rounded away from zero."""
+    from mm.training.optimizer_state import owned_states
+    from mm.training.step import step
+
+    engine = build(Device, "bf16", *OFFLOADED)
+    engine.step()
+    first, *_ = owned_states(engine.setup.optimizer, engine.setup.models)
+    weight = engine.setup.stage.get_parameter(first.name).detach().view(-1)
+    first.tensors()["master"][0], weight[0] = 1.00390625, 1.0078125
+    assert not step(engine.setup, engine.plan, LR, max_norm=1e-9).updated and weight[0] == 1.0078125
+
+
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 

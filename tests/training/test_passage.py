@@ -1,0 +1,121 @@
+"""The way of optimizer states through a device whose side streams are late: copies are made when somebody waits."""
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mm.device.device import Device
+from mm.errors import UserError
+from mm.training.passage import Passage, host_memory
+
+
+class LateQueue(TorchDispatchMode):
+    """A side stream that copies nothing before ``join``, and does not keep alive what it copies from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[tuple[Tensor, Any]] = []
+
+    def mark(self) -> None: ...
+
+    @contextmanager
+    def behind_mark(self) -> Iterator[None]:
+        with self:
+            yield
+
+    def join(self) -> None:
+        for into, source in self.copies:
+            values = source()
+            assert values is not None, "the memory of a block was free before it had left"
+            into.copy_(values)
+        self.copies.clear()
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.copy_.default:
+            return func(*args, **(kwargs or {}))
+        self.copies.append((args[0], weakref.ref(args[1])))
+        return args[0]
+
+
+@dataclass(frozen=True)
+class LateDevice(Device):
+    queues: list[LateQueue] = field(default_factory=list)
+
+    def side_queue(self) -> Any:
+        self.queues.append(LateQueue())
+        return self.queues[-1]
+
+    def start_copying_back(self, tensor: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
+        assert into is not None
+        into.copy_(tensor)  # the going queue makes it late
+
+        def arrived() -> Tensor:
+            self.queues[1].join()
+            return into
+
+        return arrived
+
+
+@pytest.mark.parametrize("sizes", [[(3, 2)], [(3,), (4, 1), (2,)], [(2,), (), (5, 1), ()], []], ids=str)
+def test_each_block_is_there_when_it_is_computed_on_and_arrives(sizes: list[tuple[int, ...]]) -> None:
+    device = LateDevice(**vars(Device.pick("cpu")))
+    passage = Passage(device)
+    flat = iter(host_memory(device, [(size, torch.float32) for block in sizes for size in block]))
+    blocks = [[next(flat) for _ in block] for block in sizes]
+    for step in range(1, 4):
+
+        def compute(number: int, states: list[Tensor], step: int = step) -> None:
+            assert len(states) == len(blocks[number])
+            for state, host in zip(states, blocks[number], strict=True):
+                assert state.tolist() == [10.0 * number * (step - 1)] * len(host)
+                assert state.data_ptr() != host.data_ptr()
+                state += 10.0 * number
+
+        passage.through(blocks, compute)
+        passage.settled()()
+        for number, block in enumerate(blocks):
+            assert all(host.tolist() == [10.0 * number * step] * len(host) for host in block)
+
+
+@dataclass(frozen=True)
+class AskedDevice(Device):
+    """Notes which copies to the host were waited for, by their numbers."""
+
+    asked: list[int] = field(default_factory=list)
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def start_copying_back(self, tensor: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
+        number, arrived = next(self.numbers), super().start_copying_back(tensor, into)
+        return lambda: (self.asked.append(number), arrived())[1]
+
+
+def test_a_wait_is_for_what_was_computed_before_it_was_asked_for() -> None:
+    """A dying rank saves the last update that its device has done; the next one is queued, and may never be done."""
+    device = AskedDevice(**vars(Device.pick("cpu")))
+    passage, (state,) = Passage(device), host_memory(device, [(2, torch.float32)])
+    passage.settled()()
+    passage.through([[state], []], lambda _, states: None)
+    wait = passage.settled()
+    passage.through([[state]], lambda _, states: None)
+    wait()
+    assert device.asked == [0]
+    passage.settled()()
+    assert device.asked == [0, 1]
+
+
+def test_too_little_host_memory_is_named() -> None:
+    @dataclass(frozen=True)
+    class Full(Device):
+        def host_buffer(self, num_bytes: int) -> Tensor | None:
+            raise RuntimeError("CUDA error: out of memory")
+
+    with pytest.raises(UserError, match="keeps 4,096 bytes of this rank's optimizer states in host memory, which"):
+        host_memory(Full(**vars(Device.pick("cpu"))), [(1024, torch.float32)])
