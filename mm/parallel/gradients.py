@@ -23,19 +23,19 @@ def freed_gradients(models: Iterable[Any]) -> Iterator[None]:
     """Free the memory of all gradients that ``models``, in megatron's DDP, keep between steps, while the body runs;
     afterwards they are zeros."""
     freed: list[tuple[Tensor, torch.Size, list[tuple[Tensor, torch.Size, int]]]] = []
-    for whole, views in (buffer for model in models for buffer in _buffers(model)):
-        freed.append((whole, whole.shape, [(one, one.shape, int(one.storage_offset())) for one in views]))
-        for one in (whole, *views):
+    for whole, slices in (buffer for model in models for buffer in _buffers(model)):
+        freed.append((whole, whole.shape, [(one, one.shape, int(one.storage_offset())) for one in slices]))
+        for one in (whole, *slices):
             one.data = placeholder(one)
     yield
     for whole, shape, places in freed:
         whole.data = whole.new_zeros(shape)
-        for view, shape_of_view, start in places:
-            view.data = whole[start : start + shape_of_view.numel()].view(shape_of_view)
+        for one, shape_of_one, start in places:
+            one.data = whole[start : start + shape_of_one.numel()].view(shape_of_one)
 
 
 def _buffers(model: Any) -> Iterator[tuple[Tensor, list[Tensor]]]:
-    """Each flat tensor of gradients, and the tensors that are views of it."""
+    """Each flat tensor of gradients, and the tensors that are slices of it."""
     for buffer in model.buffers:
         if (whole := getattr(buffer, "grad_data", None)) is not None:
             yield whole, [*(bucket.grad_data for bucket in buffer.buckets), *(one.main_grad for one in buffer.params)]
