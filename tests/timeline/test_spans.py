@@ -33,12 +33,15 @@ def test_the_innermost_activity_counts() -> None:
         ActivitySpan(language, 5, 9), ActivitySpan(forward, 9, 10), ActivitySpan(update, 12, 15))
 
 
-def test_a_layers_backward_pass_between_two_reductions_is_not_lost() -> None:
-    backward, reduction = (Activity(work, 0, 3) for work in (Work.BACKWARD, Work.REDUCTION))
-    moments = [Moment(0, backward), Moment(4, reduction), Moment(5, None), Moment(9, reduction), Moment(10, None),
+@pytest.mark.parametrize(("outer", "inner"), [
+    (Work.BACKWARD, Work.REDUCTION), (Work.BACKWARD, Work.GATHER), (Work.VISION_FORWARD, Work.GATHER),
+    (Work.LANGUAGE_FORWARD, Work.GATHER), (Work.FORWARD, Work.GATHER), (Work.UPDATE, Work.UPDATE_WAIT)])
+def test_a_layers_pass_between_two_collectives_is_not_lost(outer: Work, inner: Work) -> None:
+    around, collective = (Activity(work, 0, 3) for work in (outer, inner))
+    moments = [Moment(0, around), Moment(4, collective), Moment(5, None), Moment(9, collective), Moment(10, None),
                Moment(12, None)]
     assert [(one.activity.work, one.seconds) for one in flat_spans(moments)] == [
-        (Work.BACKWARD, 4), (Work.REDUCTION, 1), (Work.BACKWARD, 4), (Work.REDUCTION, 1), (Work.BACKWARD, 2)]
+        (outer, 4), (inner, 1), (outer, 4), (inner, 1), (outer, 2)]
 
 
 @given(steps())
