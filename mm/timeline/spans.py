@@ -19,7 +19,6 @@ COMPUTING = frozenset({Work.INPUTS, Work.FORWARD, Work.VISION_FORWARD, Work.LANG
 TIMED = tuple(work for work in Work if work is not Work.SAVE)
 """The kinds of work in a step."""
 
-_TOWERS = (Work.VISION_FORWARD, Work.LANGUAGE_FORWARD)
 WAITS = frozenset({Work.EXCHANGE, Work.VISUAL_EXCHANGE, Work.GATHER, Work.REDUCTION, Work.UPDATE_WAIT})
 """Waits for other ranks, with the transfers themselves."""
 
@@ -164,8 +163,9 @@ def held(specs: Iterable[StageSpec]) -> str:
 def flat_spans(moments: Sequence[Moment]) -> tuple[ActivitySpan, ...]:
     """Spans of the innermost running activities.
 
-    Two adjacent parts of a tower's forward pass (layers of the LLM, and its loss) are merged, dropping the instant of
-    the forward pass between them.  Between two gathers or reductions is more than an instant: a layer.
+    Two adjacent parts of an inner activity (layers of the LLM, and its loss) are merged, dropping the outer activity's
+    instant between them.  Between two gathers of weights, and in a backward pass between two reductions, is more than
+    an instant: a layer.
     """
     spans: list[ActivitySpan] = []
     running: list[Activity] = []
@@ -178,7 +178,8 @@ def flat_spans(moments: Sequence[Moment]) -> tuple[ActivitySpan, ...]:
             continue
         span = ActivitySpan(running[-1], now.seconds, max(now.seconds, then.seconds))
         last = spans[-2:]
-        may_merge = len(running) > 1 and running[-2].work is Work.FORWARD and running[-1].work in _TOWERS
+        may_merge = (len(running) > 1 and running[-2].work is not Work.BACKWARD
+                     and running[-1].work is not Work.GATHER)
         if may_merge and [one.activity for one in last] == [running[-1], running[-2]] and (
                 last[0].end == last[1].start):
             span = replace(span, start=last[0].start)

@@ -35,7 +35,7 @@ def test_the_innermost_activity_counts() -> None:
 
 @pytest.mark.parametrize(("outer", "inner"), [
     (Work.BACKWARD, Work.REDUCTION), (Work.BACKWARD, Work.GATHER), (Work.VISION_FORWARD, Work.GATHER),
-    (Work.LANGUAGE_FORWARD, Work.GATHER), (Work.FORWARD, Work.GATHER), (Work.UPDATE, Work.UPDATE_WAIT)])
+    (Work.LANGUAGE_FORWARD, Work.GATHER), (Work.FORWARD, Work.GATHER)])
 def test_a_layers_pass_between_two_collectives_is_not_lost(outer: Work, inner: Work) -> None:
     around, collective = (Activity(work, 0, 3) for work in (outer, inner))
     moments = [Moment(0, around), Moment(4, collective), Moment(5, None), Moment(9, collective), Moment(10, None),
