@@ -54,10 +54,10 @@ _POLICY = os.sched_getscheduler(0)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def same_scheduling() -> Iterator[None]:
-    """Processes that a realtime one starts are realtime too: a few that wait in a loop would stop all others."""
+def scheduling_stays() -> Iterator[None]:
+    """No file of tests leaves this process realtime; ``tests.data.clips.same_scheduling`` says what would happen."""
     yield
-    assert os.sched_getscheduler(0) == _POLICY, "see tests.data.clips.same_scheduling"
+    assert os.sched_getscheduler(0) == _POLICY, "restore it, as tests.data.clips.same_scheduling does"
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from mm.errors import UserError
 from mm.formats.blocks import Host, Values
 
 _LARGEST_BYTES = 4 << 30
-"""Of a segment with more than one tensor."""
+"""The largest segment, unless a single tensor is larger."""
 _ALIGN_BYTES = 64
 """Alignment of copies in a segment; enough for any dtype."""
 
@@ -18,8 +18,8 @@ def places_in_segments(sizes_bytes: Sequence[int]) -> tuple[list[tuple[int, int]
     """Where tensors of these sizes are copied: the segment and byte offset of each, and the size of each segment.
 
     Sizes of segments are powers of two, because torch rounds pinned memory up to one; a single segment could take
-    nearly twice the memory.  First-fit by decreasing size; a new segment has at most the size of what is left, unless
-    one tensor is larger.
+    nearly twice the memory.  First-fit by decreasing size.  A new segment is no larger than what is left to place,
+    unless a single tensor needs it.
     """
     aligned = [-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes_bytes]
     left = sum(aligned)
@@ -30,7 +30,7 @@ def places_in_segments(sizes_bytes: Sequence[int]) -> tuple[list[tuple[int, int]
         segment = next((one for one, filled in enumerate(used) if filled + size <= capacities[one]), len(used))
         if segment == len(used):
             used.append(0)
-            capacities.append(max(_power_of_two(size), min(_LARGEST_BYTES, _power_of_two(left + 1) // 2)))
+            capacities.append(max(_power_of_two(size), min(_LARGEST_BYTES, _power_of_two_within(left))))
         places[index] = (segment, used[segment])
         used[segment] += size
         left -= size
@@ -40,6 +40,24 @@ def places_in_segments(sizes_bytes: Sequence[int]) -> tuple[list[tuple[int, int]
 def _power_of_two(value: int) -> int:
     """The smallest power of two that is at least ``value``; 0 for 0."""
     return 1 << (value - 1).bit_length() if value else 0
+
+
+def _power_of_two_within(value: int) -> int:
+    """The largest power of two that is at most ``value``; 0 for 0."""
+    return 1 << (value.bit_length() - 1) if value else 0
+
+
+def host_segment(host: Host, num_bytes: int, needs: str, cure: str) -> Tensor:
+    """Host memory as bytes, pinned on an accelerator.
+
+    ``needs``: what needs the memory, and ``cure``: what to do if it cannot be allocated, for the UserError that is
+    raised then.
+    """
+    try:
+        pinned = host.host_buffer(num_bytes)
+        return torch.empty(num_bytes, dtype=torch.uint8) if pinned is None else pinned
+    except RuntimeError as error:
+        raise UserError(f"{needs}, and {num_bytes:,} bytes of it cannot be allocated ({error}); {cure}") from error
 
 
 class HostCopies:
@@ -67,18 +85,11 @@ class HostCopies:
         places, sizes_bytes = places_in_segments([flat.nbytes for flat in flats])
         if sizes_bytes != [len(segment) for segment in self._segments]:
             self._segments = []  # freed before the new memory is allocated
-            self._segments = [self._memory(num_bytes) for num_bytes in sizes_bytes]
+            self._segments = [host_segment(
+                self._host, num_bytes, "--async-save needs host memory for one copy of what this rank saves",
+                "remove the flag, or give the ranks of this node more memory") for num_bytes in sizes_bytes]
         into = [self._segments[segment][at : at + flat.nbytes].view(flat.dtype)
                 for flat, (segment, at) in zip(flats, places, strict=True)]
         arriving = [self._host.start_copying_back(flat, memory) for flat, memory in zip(flats, into, strict=True)]
         return [Values(arrived(), values.memory, values.start)
                 for values, arrived in zip(live, arriving, strict=True)]
-
-    def _memory(self, num_bytes: int) -> Tensor:
-        try:
-            pinned = self._host.host_buffer(num_bytes)
-            return torch.empty(num_bytes, dtype=torch.uint8) if pinned is None else pinned
-        except RuntimeError as error:
-            raise UserError(f"--async-save needs host memory for one copy of what this rank saves, and {num_bytes:,} "
-                            f"bytes of it cannot be allocated ({error}); remove the flag, or give the ranks of this "
-                            f"node more memory") from error

@@ -21,14 +21,12 @@ from mm.plan.calibration import BlockKey, BlockLaws, Calibration
 from mm.plan.laws import Law
 from mm.plan.lists import one_stage
 from mm.weights.memory import memory_shape
-from mm.weights.table import Place, model_weights
+from mm.weights.table import VISION_PLACES, Place, model_weights
 
 COUNTS = tuple(field.name for field in fields(BatchTotals))
 """The columns of an array of microbatches."""
 WHOLE_LAYER = "layer"
 """``BlockKey.recompute`` of a layer that is recomputed as a whole."""
-VISION_PLACES = (Place.PATCH_EMBEDDING, Place.VISION_LAYER, Place.PROJECTOR)
-"""Microbatches without images do not pass these."""
 
 
 @dataclass(frozen=True)

@@ -109,8 +109,10 @@ def _cheapest(run: Run, max_bytes: int, known: dict[int, int | None]) -> Fit:
             known[changes] = None if changed is None else _peak(changed)
         peak = known[changes]
         if peak is not None and peak <= max_bytes:
+            changed = _changed(run, changes)
+            assert changed is not None, "it has a peak"
             flags = tuple(one.flags for bit, one in enumerate(CHANGES) if changes >> bit & 1)
-            return Fit(max_bytes, flags, peak, _host_bytes(_changed(run, changes) or run))
+            return Fit(max_bytes, flags, peak, _host_bytes(changed))
     return Fit(max_bytes, (), min(peak for peak in known.values() if peak is not None))
 
 

@@ -12,9 +12,9 @@ from mm.batch import NO_SAMPLES
 from mm.model.flops import BlockPlace, blocks
 from mm.parallel.simulation import MessageCost, TimedStep, as_costs, as_messages, simulate
 from mm.placement import Placement
-from mm.plan.costs import VISION_PLACES, image_kinds
+from mm.plan.costs import image_kinds
 from mm.plan.predict import Predictor
-from mm.weights.table import Place
+from mm.weights.table import VISION_PLACES, Place
 
 FORWARD, BACKWARD = 0, 1
 

@@ -19,7 +19,7 @@ from mm.errors import UserError
 from mm.parallel.simulation import even_step_cost, step_costs
 from mm.placement import Message, Placement
 from mm.plan.calibration import Calibration
-from mm.plan.costs import COUNTS, VISION_PLACES, BlockCosts, Cutting, image_kinds
+from mm.plan.costs import COUNTS, BlockCosts, Cutting, image_kinds
 from mm.plan.laws import Law
 from mm.plan.layer_memory import WIDTHS
 from mm.plan.lists import one_stage
@@ -29,7 +29,7 @@ from mm.plan.shares import divided, evenly_divided
 from mm.plan.sizes import StageSize, stage_sizes
 from mm.plan.traffic import message_law
 from mm.plan.workload import Workload
-from mm.weights.table import Place
+from mm.weights.table import VISION_PLACES, Place
 from mm.weights.trained import GradientPath
 
 _NINE_OF_TEN = 1.645

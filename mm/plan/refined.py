@@ -5,9 +5,10 @@ from dataclasses import replace
 import numpy as np
 
 from mm.plan.calibration import BlockLaws, Calibration, MeasuredBlock
-from mm.plan.costs import VISION_PLACES, Cutting, block_keys, laws_of
+from mm.plan.costs import Cutting, block_keys, laws_of
 from mm.plan.differences import UPDATE, Comparison
 from mm.plan.predict import Predictor
+from mm.weights.table import VISION_PLACES
 
 
 def refined(predictor: Predictor, found: Comparison) -> Calibration:

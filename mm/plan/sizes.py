@@ -78,7 +78,7 @@ def chunk_size(run: Run, spec: StageSpec) -> StageSize:
     copy_width, moments_width = state_widths(run.args)
     num_shards, host_share = num_optimizer_shards(run), run.args.host_share
 
-    def share(width: int, share: float) -> int:
+    def of_states(width: int, share: float) -> int:
         return math.ceil(num_trainable * width * share / num_shards)
 
     return StageSize(
@@ -89,9 +89,9 @@ def chunk_size(run: Run, spec: StageSpec) -> StageSize:
         reduced_bytes=num_trainable * reduced_width,
         num_units=num_units,
         whole_gradient_bytes=num_whole * kept_width,
-        copy_bytes=share(copy_width, 1 - host_share),
-        moment_bytes=share(moments_width, 1 - host_share),
-        host_bytes=share(copy_width + moments_width, host_share),
+        copy_bytes=of_states(copy_width, 1 - host_share),
+        moment_bytes=of_states(moments_width, 1 - host_share),
+        host_bytes=of_states(copy_width + moments_width, host_share),
         update_bytes=-(-num_trainable * FP32 // num_shards) if kept_width < FP32 else 0,
     )
 

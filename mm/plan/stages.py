@@ -28,6 +28,7 @@ from mm.plan.sizes import (
     stage_sizes,
     unit_buffers,
 )
+from mm.plan.states import on_host
 from mm.weights.groups import Group, optimizer_groups
 from mm.weights.lora import describe, model_adapters, num_adapter_params
 from mm.weights.placed import stage_weights
@@ -96,8 +97,8 @@ def _states(args: Arguments) -> str:
     rounded = [f"the {name} in {dtype}" for name, dtype in dtypes.items() if dtype != "fp32"]
     copies = {"fp32": "", "remainder": ", 16 bits beside each weight in place of an fp32 copy",
               "none": ", no fp32 copies of weights"}  # fmt: skip
-    on_host = f", {100 * args.host_share:.3g}% of the optimizer state in host memory" if args.host_share else ""
-    return (f", moments: {' and '.join(rounded)}" if rounded else "") + copies[args.kept_copy] + on_host
+    found = (f", moments: {' and '.join(rounded)}" if rounded else "") + copies[args.kept_copy]
+    return found + (f", {on_host(args.host_share)}" if args.host_share else "")
 
 
 def _steps(run: Run) -> str:

@@ -15,6 +15,11 @@ def state_widths(args: Arguments) -> tuple[int, int]:
     return copy_width, WIDTHS[args.exp_avg_dtype] + WIDTHS[args.exp_avg_sq_dtype]
 
 
+def on_host(share: float) -> str:
+    """What the user calls ``Arguments.host_share``."""
+    return f"{100 * share:.3g}% of the optimizer states in host memory"
+
+
 def offloaded(sizes: Sequence[int], share: float) -> list[int]:
     """Indices, in order, of the weights whose states are in host memory, by the weights' numbers of elements.
 

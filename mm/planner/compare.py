@@ -14,9 +14,10 @@ from mm.plan.differences import compare
 from mm.plan.drawn import predicted_timeline
 from mm.plan.predict import Predictor
 from mm.plan.refined import refined
+from mm.plan.states import on_host
 from mm.plan.workload import workload_of
 from mm.planner.comparison_report import cause_lines, comparison_report, refinement_lines
-from mm.planner.machine import COPIES, on_host
+from mm.planner.machine import COPIES
 from mm.timeline.files import measured_steps, write_timeline
 from mm.timeline.spans import StepSettings, StepTimeline
 

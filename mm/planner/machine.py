@@ -11,6 +11,7 @@ from mm.device.platforms import usable_platform
 from mm.ending import print_notes
 from mm.errors import UserError
 from mm.plan.calibration import Calibration, read_calibration
+from mm.plan.states import on_host
 from mm.version import CODE, software
 
 ACCEPT = "--accept-calibration"
@@ -20,11 +21,6 @@ ACCEPT_HELP = "use a calibration that was measured on another device, with other
 COPIES = {"fp32": "fp32 copies of 16-bit weights", "remainder": "--store-param-remainders",
            "none": "--main-params-dtype bf16"}
 """What the user calls the values of ``Arguments.kept_copy``."""
-
-
-def on_host(share: float) -> str:
-    """What the user calls ``Arguments.host_share``."""
-    return f"{100 * share:.3g}% of the optimizer states in host memory"
 
 
 def calibration_for(path: Path, run: Run, accepts: bool) -> Calibration:

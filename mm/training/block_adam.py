@@ -136,9 +136,9 @@ class BlockAdam(torch.optim.AdamW):
         dtype = self.kept.besides(parameter in self.weights)[kind]
         return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
 
-    def settled(self) -> Callable[[], None]:
+    def arrival(self) -> Callable[[], None]:
         """A function that waits, in any thread, until what has been updated so far is where it is kept."""
-        return self._passage.settled()
+        return self._passage.arrival()
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -207,7 +207,7 @@ class BlockAdam(torch.optim.AdamW):
 
     def take_weights(self) -> None:
         """Reset what is kept beside the weights to the weights just loaded: copies equal them, remainders are 0."""
-        self.settled()()
+        self.arrival()()
         for copy, weight in self.weights.items():
             if MASTER in self.state[copy]:
                 self.state[copy][MASTER].view(-1).copy_(weight.view(-1))

@@ -26,7 +26,7 @@ from mm.parallel.activity import Activity, Work
 from mm.parallel.rescue import Holdings
 from mm.training.checkpoint import TrainingProgress
 from mm.training.claim import Claim
-from mm.training.optimizer_state import owned_states, settled
+from mm.training.optimizer_state import arrival_of_states, owned_states
 from mm.training.save import (
     ToWrite,
     begun_manifest,
@@ -61,7 +61,7 @@ class DyingSave:
         self._run_facts, self._base, self._saves_states = run_facts, base, saves_states
         self._side = setup.stage.device.side_queue()
         self._changed = Condition()
-        self._settled: Callable[[], None] = lambda: None
+        self._wait_for_states: Callable[[], None] = lambda: None
         """Waits until the states of the latest update have arrived in host memory, if they are kept there."""
         self._progress: TrainingProgress | None = None
         """After the latest update; None before the first of this process."""
@@ -87,7 +87,7 @@ class DyingSave:
             if self._has_begun is not None:
                 self._is_gathered = not _gathers_late(self._setup)
                 self._side.mark()
-                self._settled = settled(self._setup.optimizer)
+                self._wait_for_states = arrival_of_states(self._setup.optimizer)
             self._progress, self._has_begun = progress, None
             self._changed.notify_all()
 
@@ -116,7 +116,7 @@ class DyingSave:
 
     def write(self, folder: str, files: Sequence[str]) -> list[Any]:
         device = self._setup.stage.device
-        self._settled()
+        self._wait_for_states()
         with self._side.behind_mark():
             planned = [one for one in (*planned_weights(self._setup), *self._states()) if one[0].stored.file in files]
             written = [piece for file, pieces in groupby(planned, lambda one: one[0].stored.file)

@@ -20,7 +20,7 @@ from mm.config.run import Run
 from mm.device.platform import MachineFinding
 from mm.device.platforms import PLATFORMS
 from mm.plan.layer_memory import WIDTHS
-from mm.plan.sizes import stage_sizes
+from mm.plan.sizes import StageSize, stage_sizes
 
 DISTRIBUTION = "qwen2_5_vl-3d"
 PACKAGES = ("torch", "megatron-core", "transformers")
@@ -145,7 +145,7 @@ def _shared_memory(run: Run, node: Node) -> Iterator[MachineFinding]:
 
 def _host_memory(run: Run, node: Node) -> Iterator[MachineFinding]:
     owners, pixel_bytes = _num_owners(run, node), microbatch_pixel_bytes(run)
-    states = _state_bytes(run, node)
+    states = sum(size.host_bytes for _, size in _sizes(run, node))
     least = RANK_BYTES * node.num_ranks + states
     # the current step, the next one, which is prepared meanwhile, and microbatches in flight from workers
     held = 2 * run.held_microbatches + run.args.num_workers * run.data.prefetch_factor
@@ -163,11 +163,11 @@ def _host_memory(run: Run, node: Node) -> Iterator[MachineFinding]:
             f"{', or remove --async-save' if run.args.async_save else ''}")
 
 
-def _state_bytes(run: Run, node: Node) -> int:
-    """Host memory for the optimizer states of the node's ranks (``--optimizer-cpu-offload``)."""
+def _sizes(run: Run, node: Node) -> Iterator[tuple[int, StageSize]]:
+    """The node's ranks, and the size of the stage of each."""
     sizes, num_in_stage = stage_sizes(run, run.model.placement()), run.tp_size * run.cp_size * run.dp_size
-    ranks = range(node.first_rank, min(node.first_rank + node.num_ranks, run.world_size))
-    return sum(sizes[rank // num_in_stage].host_bytes for rank in ranks)
+    for rank in range(node.first_rank, min(node.first_rank + node.num_ranks, run.world_size)):
+        yield rank, sizes[rank // num_in_stage]
 
 
 def _copy_bytes(run: Run, node: Node) -> int:
@@ -175,10 +175,10 @@ def _copy_bytes(run: Run, node: Node) -> int:
     ``--async-save`` weights and optimizer states."""
     if run.args.save is None or not (run.args.async_save or run.shards_weights):
         return 0
-    sizes, num_in_stage = stage_sizes(run, run.model.placement()), run.tp_size * run.cp_size * run.dp_size
+    num_in_stage = run.tp_size * run.cp_size * run.dp_size
     total, places = 0, set[tuple[int, int]]()
-    for rank in range(node.first_rank, min(node.first_rank + node.num_ranks, run.world_size)):
-        size, is_first_copy = sizes[rank // num_in_stage], rank % num_in_stage < run.tp_size
+    for rank, size in _sizes(run, node):
+        is_first_copy = rank % num_in_stage < run.tp_size
         if run.args.save_on_each_node:
             place = rank // num_in_stage, rank % run.tp_size
             is_first_copy = place not in places

@@ -51,7 +51,7 @@ class OwnedState:
     def tensors(self) -> dict[str, Tensor]:
         """What is kept beside the weight, flat and in its own dtypes: "master", an fp32 copy, or "remainder", what the
         weight lacks of it; and the moments once they exist.  On the device, or in host memory, where they have arrived
-        after ``settled``."""
+        after ``arrival_of_states``."""
         state = self.optimizer.state.get(self.main, {})
         found = {MASTER: state.get(MASTER, self.main)} if self.is_copy and self._weight is None else {}
         found |= {kind: state[kind] for kind in (REMAINDER, *MOMENTS) if kind in state}
@@ -133,10 +133,10 @@ def take_weights(optimizer: ChainedOptimizer) -> None:
             chained.reload_model_params()
 
 
-def settled(optimizer: ChainedOptimizer) -> Callable[[], None]:
+def arrival_of_states(optimizer: ChainedOptimizer) -> Callable[[], None]:
     """A function that waits, in any thread, until the states of all updates so far have arrived in host memory."""
     inner = [getattr(chained, "optimizer", None) for chained in optimizer.chained_optimizers]
-    waits = [one.settled() for one in inner if isinstance(one, BlockAdam)]
+    waits = [one.arrival() for one in inner if isinstance(one, BlockAdam)]
 
     def wait() -> None:
         for arrived in waits:

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from mm.device.device import Device
-from mm.errors import UserError
-from mm.formats.host_copies import places_in_segments
+from mm.formats.host_copies import host_segment, places_in_segments
 
 
 def host_memory(device: Device, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
@@ -26,21 +25,13 @@ def host_memory(device: Device, sizes: Sequence[tuple[int, torch.dtype]]) -> lis
     """
     sizes_bytes = [num_elements * dtype.itemsize for num_elements, dtype in sizes]
     places, segments_bytes = places_in_segments(sizes_bytes)
-    segments = [_segment(device, num_bytes, sum(segments_bytes)) for num_bytes in segments_bytes]
+    needs = (f"--optimizer-cpu-offload keeps {sum(segments_bytes):,} bytes of this rank's optimizer states in host "
+             f"memory")
+    cure = ("give the ranks of this node more memory, lower --optimizer-offload-fraction, or shard the states over "
+            "more ranks (--data-parallel-sharding-strategy optim)")
+    segments = [host_segment(device, num_bytes, needs, cure).zero_() for num_bytes in segments_bytes]
     return [segments[segment][start : start + num_bytes].view(dtype)
             for (segment, start), num_bytes, (_, dtype) in zip(places, sizes_bytes, sizes, strict=True)]
-
-
-def _segment(device: Device, num_bytes: int, all_bytes: int) -> Tensor:
-    try:
-        pinned = device.host_buffer(num_bytes)
-        return torch.zeros(num_bytes, dtype=torch.uint8) if pinned is None else pinned.zero_()
-    except RuntimeError as error:
-        raise UserError(
-            f"--optimizer-cpu-offload keeps {all_bytes:,} bytes of this rank's optimizer states in host memory, which "
-            f"cannot be allocated ({error}); give the ranks of this node more memory, lower "
-            f"--optimizer-offload-fraction, or shard the states over more ranks (--data-parallel-sharding-strategy "
-            f"optim)") from error
 
 
 class Passage:
@@ -53,7 +44,7 @@ class Passage:
 
     def through(self, blocks: Sequence[Sequence[Tensor]], compute: Callable[[int, list[Tensor]], None]) -> None:
         """Call ``compute`` for each block, with its number and copies on the device, which then replace the tensors in
-        host memory.  ``settled`` says when they have arrived there."""
+        host memory.  ``arrival`` says when they are there."""
         coming = self._fetched(blocks[0]) if blocks else []
         for number, block in enumerate(blocks):
             self._coming.join()
@@ -67,7 +58,7 @@ class Passage:
                                  for one, host in zip(here, block, strict=True)] or self._leaving
         self._going.join()
 
-    def settled(self) -> Callable[[], None]:
+    def arrival(self) -> Callable[[], None]:
         """A function that waits, in any thread, until what has been computed so far has arrived in host memory."""
         leaving = self._leaving
 

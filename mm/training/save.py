@@ -26,7 +26,7 @@ from mm.parallel.mesh import Mesh
 from mm.training.checkpoint import TrainingProgress
 from mm.training.disks import Disks, on_each_disk
 from mm.training.each_disk import stated_disks, unique_pieces
-from mm.training.optimizer_state import OwnedState, is_split, owned_states, scaler_state, settled
+from mm.training.optimizer_state import OwnedState, arrival_of_states, is_split, owned_states, scaler_state
 from mm.training.step import Setup
 from mm.weights.memory import MemoryLayout
 from mm.weights.table import Weight, stored_name
@@ -72,7 +72,7 @@ class BegunSave:
         """
         directory, mesh = Path(directory), setup.mesh
         setup.finish_gathering()
-        settled(setup.optimizer)()
+        arrival_of_states(setup.optimizer)()
         owned = owned_states(setup.optimizer, setup.models) if save_optim else []
         disks = disks or Disks.one(mesh)
         tensors = _planned(setup, owned, _values(setup, disks), save_rng, disks)

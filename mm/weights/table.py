@@ -50,6 +50,10 @@ class Place(Enum):
     """Final norm and output layer."""
 
 
+VISION_PLACES = (Place.PATCH_EMBEDDING, Place.VISION_LAYER, Place.PROJECTOR)
+"""Microbatches without images do not pass these."""
+
+
 @dataclass(frozen=True)
 class Cut:
     """How a tensor of ours is made of Hugging Face tensors, and how it is cut."""

@@ -13,7 +13,7 @@ from mm.config.model import ModelConfig
 from mm.placement import Message, StageSpec
 from mm.weights.names import matches
 from mm.weights.patterns import nearest_names
-from mm.weights.table import Place, Weight, is_held, model_weights, stored_name
+from mm.weights.table import VISION_PLACES, Place, Weight, is_held, model_weights, stored_name
 
 
 def is_frozen(weight: Weight, model: ModelConfig) -> bool:
@@ -154,18 +154,19 @@ class GradientPath:
 
     def needs_input_gradient(self, place: Place, layer: int | None = None, has_images: bool = True) -> bool:
         """Whether the input of a layer, or of another place, needs a gradient."""
-        position = _position(place, layer)
-        if place in (Place.PATCH_EMBEDDING, Place.VISION_LAYER, Place.PROJECTOR):
-            return self.vision < position
-        return (has_images and self.leads_to_images) or self.language < position
+        return self._begins_before(_position(place, layer), place, has_images)
 
     def flows_through(self, place: Place, layer: int | None = None) -> bool:
         """Whether a layer, or another place, has a backward pass in a microbatch with images: its weights, or others
         on the path before it, are trained."""
-        position = _position(place, layer)
-        if place in (Place.PATCH_EMBEDDING, Place.VISION_LAYER, Place.PROJECTOR):
-            return self.vision <= position
-        return self.leads_to_images or self.language <= position
+        return self._begins_before(_position(place, layer) + 1, place)
+
+    def _begins_before(self, position: int, place: Place, has_images: bool = True) -> bool:
+        """Whether a weight before ``position`` is trained, on the path of ``place``, or on that of the images where
+        they join the tokens."""
+        if place in VISION_PLACES:
+            return self.vision < position
+        return (has_images and self.leads_to_images) or self.language < position
 
     def _crosses(self, message: Message, vision_layers: int, language_layers: int, has_images: bool) -> bool:
         """Whether the gradient crosses the boundary after this many layers of both towers."""

@@ -118,9 +118,9 @@ class Trace:
     in_flight_bytes: int
     """Bytes kept at the first backward pass, by all microbatches that the stage has in flight then."""
     peak_bytes: int
-    """Of the step."""
+    """Peak memory during the step."""
     built_peak_bytes: int
-    """Of what comes before it: model, optimizer and groups are built."""
+    """Peak memory before the step, while the model and the optimizer are built."""
 
     def total(self, *phases: str) -> Tally:
         return sum((tally for phase in phases for tally in self.operators.get(phase, {}).values()), Tally())

@@ -22,17 +22,8 @@ from mm.config.data import DataConfig  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.plan.sizes import stage_sizes  # noqa: E402
 from mm.training.block_adam import BlockAdam  # noqa: E402
+from tests.parallel.kept_cases import STATES, STRATEGIES  # noqa: E402
 from tests.parallel.state_run import Layout, Run  # noqa: E402
-from tests.workload import NO_COPIES, OFFLOADED, REMAINDERS, ROUNDED_MOMENTS  # noqa: E402
-
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-STATES = {
-    "fp32": ("fp32", ()), "bf16": ("bf16", ()), "fp16": ("fp16", ("--initial-loss-scale", "1024")),
-    "rounded moments": ("bf16", ROUNDED_MOMENTS), "remainders": ("bf16", REMAINDERS),
-    "no copies": ("bf16", (*NO_COPIES, *ROUNDED_MOMENTS)), "reduced in bf16": ("bf16", ("--grad-reduce-in-bf16",)),
-    "offloaded": ("bf16", OFFLOADED),
-}  # fmt: skip
-"""Precision and flags."""
 
 
 def live_bytes() -> dict[int, int]:

@@ -316,7 +316,7 @@ def test_states_in_host_memory_take_none_on_the_device_but_two_blocks(fraction: 
     assert size.optimizer_bytes / shard == pytest.approx((1 - fraction) * num_bytes)
     assert plain.host_bytes == 0 and size.weight_bytes == plain.weight_bytes
     assert block_bytes(runs[1], size) - block_bytes(runs[0], plain) == 2 * num_bytes << 24
-    assert f"{fraction:.0%} of the optimizer state in host memory" in stage_report(runs[1])
+    assert f"{fraction:.0%} of the optimizer states in host memory" in stage_report(runs[1])
     assert "on the host" in stage_report(runs[1]) and "on the host" not in stage_report(runs[0])
 
 

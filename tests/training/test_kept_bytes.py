@@ -1,6 +1,7 @@
 """A rank keeps the bytes that the dry run says, counted in the tensors of two real processes.
 
-tests/test_budgets.py traces the same for models of real sizes, and the peaks of their steps.
+tests/test_budgets.py and tests/test_shard_budgets.py trace the same for models of real sizes, and the peaks of their
+steps.
 """
 
 import json
@@ -8,9 +9,8 @@ import json
 import pytest
 
 from tests.launch import run_ranks
+from tests.parallel.kept_cases import STATES, STRATEGIES
 
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-STATES = ("fp32", "bf16", "fp16", "rounded moments", "remainders", "no copies", "reduced in bf16", "offloaded")
 TOLERANCE = 0.03
 """Measured at most 1.5 %, with shards: norms and biases are also kept whole, and buckets are padded for the ranks,
 which the small model feels."""

@@ -80,7 +80,7 @@ def test_each_block_is_there_when_it_is_computed_on_and_arrives(sizes: list[tupl
                 state += 10.0 * number
 
         passage.through(blocks, compute)
-        passage.settled()()
+        passage.arrival()()
         for number, block in enumerate(blocks):
             assert all(host.tolist() == [10.0 * number * step] * len(host) for host in block)
 
@@ -101,13 +101,13 @@ def test_a_wait_is_for_what_was_computed_before_it_was_asked_for() -> None:
     """A dying rank saves the last update that its device has done; the next one is queued, and may never be done."""
     device = AskedDevice(**vars(Device.pick("cpu")))
     passage, (state,) = Passage(device), host_memory(device, [(2, torch.float32)])
-    passage.settled()()
+    passage.arrival()()
     passage.through([[state], []], lambda _, states: None)
-    wait = passage.settled()
+    wait = passage.arrival()
     passage.through([[state]], lambda _, states: None)
     wait()
     assert device.asked == [0]
-    passage.settled()()
+    passage.arrival()()
     assert device.asked == [0, 1]
 
 
@@ -117,5 +117,6 @@ def test_too_little_host_memory_is_named() -> None:
         def host_buffer(self, num_bytes: int) -> Tensor | None:
             raise RuntimeError("CUDA error: out of memory")
 
-    with pytest.raises(UserError, match="keeps 4,096 bytes of this rank's optimizer states in host memory, which"):
+    said = "keeps 4,096 bytes of this rank's optimizer states in host memory, and 4,096 bytes of it cannot be allocated"
+    with pytest.raises(UserError, match=said):
         host_memory(Full(**vars(Device.pick("cpu"))), [(1024, torch.float32)])

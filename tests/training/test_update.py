@@ -271,7 +271,7 @@ def test_a_bad_step_that_may_be_skipped_changes_nothing(build, device_type: type
         engine.spoil(math.nan)
     found = step(engine.setup, engine.plan, LR, max_norm=math.inf if fault.endswith("nan") else 0.001)
     assert not found.updated and re.match(fault, found.fault)
-    assert all(torch.equal(before[name], tensor) for name, tensor in engine.tensors().items())
+    assert_equal(engine.tensors(), before)
 
 
 @FORMS
@@ -285,7 +285,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(build, device_type: type) -> 
     loss = forward_backward(setup, engine.plan) + math.inf
     with pytest.raises(AgreedError, match="the loss is inf, so no weight was changed"):
         update(setup.optimizer, loss, LR, setup.mesh, setup.stage.device)
-    assert all(torch.equal(before[name], tensor) for name, tensor in engine.tensors().items())
+    assert_equal(engine.tensors(), before)
 
 
 @FORMS
@@ -297,7 +297,7 @@ def test_a_gradient_that_overflows_under_loss_scaling_skips_the_step(build, devi
     engine.spoil(math.inf)
     skipped = engine.step()
     assert (skipped.updated, skipped.loss_scale, skipped.grad_norm) == (False, 1024.0, 0.0) and skipped.loss > 0
-    assert all(torch.equal(before[name], tensor) for name, tensor in engine.tensors().items())
+    assert_equal(engine.tensors(), before)
     assert float(engine.setup.optimizer.get_loss_scale()) == 512.0
 
 
