@@ -18,7 +18,8 @@ from typing import NamedTuple
 import pytest
 
 from mm.plan.by_device import rounding_bytes
-from mm.plan.memory import MicrobatchSizes, StageMemory
+from mm.plan.memory import MicrobatchSizes
+from mm.plan.stage_memory import StageMemory
 from mm.weights.memory import memory_shape
 from mm.weights.table import model_weights
 from tests.meta.device import PHASES
@@ -108,6 +109,31 @@ MEMORY_CASES = {
         sequence_parallel=True),
     "3B, first of two stages, two encoded together": Case(
         "3b", 4, num_microbatches=4, layers=((4, 0), (1, 3)), full_attention=FULL, encoder_batch=2),
+    **{f"{name}, offloaded": case for name, case in {
+        "3B": Case("3b", offload=36),
+        "3B, few layers": Case("3b", layers=FEW_LAYERS, full_attention=FULL, offload=4),
+        "3B, few layers, the first two": Case("3b", layers=FEW_LAYERS, full_attention=FULL, offload=2),
+        "7B, few layers, selective": Case(
+            "7b", layers=FEW_LAYERS, full_attention=FULL, recompute="selective", offload=4),
+        "7B, full recompute": Case("7b", recompute="full", offload=36),
+        "3B, few layers, first of both frozen": Case(
+            "3b", layers=FEW_LAYERS, full_attention=FULL, freeze=FROZEN_VIT, freeze_layers=("", "0-1"),
+            freeze_modules=("embedding",), offload=4),
+        "3B, few layers, frozen ViT, adapters, selective": Case(
+            "3b", layers=FEW_LAYERS, full_attention=FULL, freeze=FROZEN_VIT, lora_rank=64, recompute="selective",
+            offload=4),
+        "3B, first of two stages": Case("3b", 4, num_microbatches=4, layers=((4, 0), (1, 3)), full_attention=FULL,
+                                        offload=4),
+        "3B, last of two stages": Case("3b", 4, num_microbatches=4, layers=((4, 0), (1, 3)), full_attention=FULL,
+                                       stage=1, offload=4),
+        "3B, few layers, TP 2, sequence, full recompute": Case(
+            "3b", layers=FEW_LAYERS, full_attention=FULL, tp_size=2, recompute="full", sequence_parallel=True,
+            offload=4),
+        "3B, few layers, four encoded together": Case("3b", 3, num_microbatches=4, layers=FEW_LAYERS,
+                                                      full_attention=FULL, encoder_batch=4, offload=4),
+        "3B, few layers, ring of 2": Case("3b", layers=FEW_LAYERS, full_attention=FULL, cp_size=2, is_ring=True,
+                                          offload=4),
+    }.items()},
     "3B, few layers, Ulysses 2": Case("3b", layers=FEW_LAYERS, full_attention=FULL, cp_size=2),
     "3B, few layers, Ulysses 4": Case("3b", layers=FEW_LAYERS, full_attention=FULL, cp_size=4, freeze=FROZEN_VIT),
     "3B, few layers, ring of 2": Case("3b", layers=FEW_LAYERS, full_attention=FULL, cp_size=2, is_ring=True),
@@ -196,21 +222,27 @@ def rows_of(step: Trace) -> MicrobatchSizes:
     name for name, case in MEMORY_CASES.items() if case.encoder_batch in (1, case.num_microbatches)])
 def test_kept_bytes_are_those_of_the_formula(traced, name: str) -> None:
     """When the first backward pass begins, which is the peak unless passes of the ViT for several microbatches overlap
-    later.  Measured at most 1.5 % off (messages that are on their way), else 0.7 %."""
+    later.  Measured at most 0.7 % off, but for a message on its way, 22.7 MB."""
     case, step, memory = MEMORY_CASES[name], traced(MEMORY_CASES[name]), formulas(MEMORY_CASES[name])
     (chunk,), rows = memory.chunks, rows_of(step)
     (num_in_flight,) = memory.in_flight(rows, case.num_microbatches)
     expected = memory.kept_bytes(rows, case.num_microbatches) + num_in_flight * chunk.kept_logit_bytes(rows)
-    assert expected == pytest.approx(step.in_flight_bytes, rel=0.02 if case.model().num_stages > 1 else 0.008)
+    expected += chunk.leaving_bytes(rows) * chunk.spec.has_head  # on other stages it has left
+    message = 23e6 if case.model().num_stages > 1 else 0
+    assert expected == pytest.approx(step.in_flight_bytes, rel=0.008, abs=message)
 
 
 @pytest.mark.parametrize("name", MEMORY_CASES)
 def test_peak_is_that_of_the_formula(traced, name: str) -> None:
     """Measured at most 2.8 % off, and 4.1 % where a few recomputed layers work on little else: it counts all that such
-    a layer makes as alive at once."""
+    a layer makes as alive at once.  The same is up to 10.4 % too much where activations are offloaded and few layers
+    have small states; 0.8 % for a model of real size."""
     case, step = MEMORY_CASES[name], traced(MEMORY_CASES[name])
     peak = formulas(case).peak_bytes(rows_of(step), case.num_microbatches, step.state_bytes)
-    assert peak == pytest.approx(step.peak_bytes, rel=0.05)
+    if case.offload and case.layers:
+        assert 0.995 <= peak / step.peak_bytes <= 1.11
+    else:
+        assert peak == pytest.approx(step.peak_bytes, rel=0.05)
 
 
 @pytest.mark.parametrize("name", [

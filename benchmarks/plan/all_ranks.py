@@ -28,10 +28,10 @@ from mm.plan.choices import PACKS, RECOMPUTE, choices
 from mm.plan.costs import VISION_PLACES
 from mm.plan.distributions import mixed
 from mm.plan.lists import Lists
-from mm.plan.memory import StageMemory
 from mm.plan.predict import Predictor
 from mm.plan.search import LayoutSearch
 from mm.plan.sizes import chunk_size, longest_microbatches, peak_bytes, stage_memory
+from mm.plan.stage_memory import StageMemory
 
 SIZES = ("7b", "32b", "72b")
 """The script of 3B has one stage."""

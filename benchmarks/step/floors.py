@@ -7,7 +7,8 @@ from mm.batch import BatchTotals
 from mm.config.model import ModelConfig
 from mm.model.flops import blocks, training_flops
 from mm.plan.layer_memory import FP32, WIDTHS
-from mm.plan.memory import MicrobatchSizes, StageMemory
+from mm.plan.memory import MicrobatchSizes
+from mm.plan.stage_memory import StageMemory
 from mm.weights.table import Place, model_weights
 from mm.weights.trained import GradientPath, is_frozen
 

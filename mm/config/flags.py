@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 from mm.config.command_line import CommandLine
 from mm.config.foreign import FLAGS
 from mm.config.lora import LoraConfig, pattern_pairs
-from mm.config.model import Granularity, Method, RecomputeConfig, RecomputeModules
+from mm.config.model import Granularity, Method, OffloadConfig, RecomputeConfig, RecomputeModules
 from mm.config.schema import (
     NUMBERS,
     STRICT,
@@ -237,6 +237,10 @@ class Arguments:
     recompute_modules: RecomputeModules = Field((), description=(
         "what selective recomputes: outputs of norms (layernorm), of SwiGLU (mlp_act), or whole MLPs (mlp); absent = "
         "layernorm mlp_act"))
+    cpu_offload_activations: bool = Field(False, description=(
+        "keep activations of layers in host memory until their backward pass, in towers without it in the JSON"))
+    cpu_offloading_num_layers: Count | None = Field(None, description=(
+        "offload activations of this many layers, the first of each stage or chunk; absent = all"))
 
     # Checkpoints
     finetune: bool = Field(False, description="load weights only and start at step 0")
@@ -364,6 +368,11 @@ class Arguments:
         """The recompute flags as one setting."""
         return RecomputeConfig(
             self.recompute_granularity, self.recompute_method, self.recompute_num_layers, self.recompute_modules)
+
+    @property
+    def offload(self) -> OffloadConfig:
+        """The flags of offloaded activations as one setting; either switches it on, the second as in Megatron-LM."""
+        return OffloadConfig(self.cpu_offload_activations or None, self.cpu_offloading_num_layers)
 
     @property
     def lora(self) -> LoraConfig:

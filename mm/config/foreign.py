@@ -74,8 +74,10 @@ FLAGS: Mapping[str, FlagRow] = {
            "--log-straggler --disable-straggler-on-startup --straggler-ctrlr-port --straggler-minmax-count"),
     "--variable-seq-lengths": Inert("always on: every rank knows all shapes of a step before it begins"),
     "--enable-dummy-optimizer": Inert("always on: a stage without trainable parameters needs no optimizer"),
+    **rows(Inert("it only affects memory; --cpu-offload-activations keeps activations of whole layers in host memory, "
+                 "and --recompute-granularity recomputes them"), "--swap-attention --swap-modules"),
     **rows(Inert("it only affects memory and speed and is not supported here; --recompute-granularity saves memory"),
-           "--swap-attention --swap-modules --adaptive-memory-optimization "
+           "--adaptive-memory-optimization "
            "--adaptive-recompute-device-size --recompute-in-advance "
            "--optimize-send-recv-comm --use-ascend-mc2 --use-ascend-coc --use-fusion-attn-v2 "
            "--manual-gc --manual-gc-interval --empty-unused-memory-level --tp-comm-overlap "
@@ -164,6 +166,10 @@ _TOWER: dict[str, Row] = {
     "context_parallel_size": Inert("the command line flag decides"),
     "sequence_parallel": Inert("the command line flag decides"),
     **rows(Fixed((None,), "every tower uses the parallel sizes of the command line"), "tp pp cp"),
+    "cpu_offloading": Inert("cpu_offloading_activations and cpu_offloading_num_layers decide"),
+    "cpu_offloading_weights": Fixed((False,), "weights stay on the device; remove it, and for fewer of them on each "
+                                              "device give --data-parallel-sharding-strategy optim_grads_params"),
+    "cpu_offloading_double_buffering": Inert("always on: one layer comes or goes while the next one is computed"),
 }
 
 MODEL_KEYS: Mapping[str, Mapping[str, Row]] = {

@@ -66,6 +66,22 @@ class RecomputeConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
+class OffloadConfig:
+    """Layers of one tower whose activations wait in host memory for the backward pass; under the names of Megatron's
+    settings."""
+
+    activations: bool | None = None
+    """Of all layers, or of the first ``num_layers``; None: if there is a ``num_layers``."""
+    num_layers: Count | None = None
+    """The first ones of each chunk; None: all."""
+
+    def layers(self, layers: range) -> range:
+        """Those of one chunk's layers whose activations are offloaded."""
+        is_on = self.num_layers is not None if self.activations is None else self.activations
+        return layers[: self.num_layers] if is_on else layers[:0]
+
+
+@dataclass(frozen=True, config=STRICT)
 class Rates:
     """One part's optimizer settings, if they differ from those of the command line."""
 
@@ -99,6 +115,7 @@ class VisionConfig:
     """Global layers that are not trained although ``freeze`` is false."""
     rates: Annotated[Rates, Key("vision_")] = Rates()
     recompute: Annotated[RecomputeConfig, Key("recompute_")] = RecomputeConfig()
+    offload: Annotated[OffloadConfig, Key("cpu_offloading_")] = OffloadConfig()
 
     @property
     def head_dim(self) -> int:
@@ -153,6 +170,7 @@ class LanguageConfig:
     """See ``VisionConfig``."""
     rates: Annotated[Rates, Key("language_")] = Rates()
     recompute: Annotated[RecomputeConfig, Key("recompute_")] = RecomputeConfig()
+    offload: Annotated[OffloadConfig, Key("cpu_offloading_")] = OffloadConfig()
 
     @property
     def head_dim(self) -> int:
@@ -290,6 +308,12 @@ def recompute_problems(recompute: RecomputeConfig, prefix: str, count: str) -> I
         yield f"{prefix}modules needs {prefix}granularity 'selective'; it is {recompute.granularity!r}"
 
 
+def offload_problems(offload: OffloadConfig, switch: str, count: str) -> Iterator[str]:
+    """``switch`` and ``count``: the names of the two settings."""
+    if offload.activations is False and offload.num_layers is not None:
+        yield f"{count} is {offload.num_layers}, but {switch} is false; set it to true, or remove {count}"
+
+
 def recompute_notes(
     recompute: RecomputeConfig, prefix: str, count: str, file: object = None
 ) -> Iterator[str]:
@@ -324,6 +348,8 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
     family = model.family
     for key, tower in _towers(model):
         yield from recompute_problems(tower.recompute, f"{key}.recompute_", f"{key}.recompute_num_layers")
+        yield from offload_problems(
+            tower.offload, f"{key}.cpu_offloading_activations", f"{key}.cpu_offloading_num_layers")
         if outside := sorted(layer for layer in layers_in(tower.freeze_layers) if layer >= tower.num_layers):
             yield (f"{key}.freeze_layers is {tower.freeze_layers!r}, which contains layer {outside[0]}; expected 0 "
                    f"to {tower.num_layers - 1}")

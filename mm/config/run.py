@@ -21,7 +21,7 @@ from mm.config.flags import TRAIN, Arguments, is_same_directory
 from mm.config.fsdp2 import fsdp2_notes
 from mm.config.launcher import launched_ranks, world_problems
 from mm.config.lora import lora_notes, lora_problems, merged
-from mm.config.model import ModelConfig, RecomputeConfig, placement_notes, read_model
+from mm.config.model import ModelConfig, OffloadConfig, RecomputeConfig, placement_notes, read_model
 from mm.config.patterns import long_patterns
 from mm.config.read import Document
 from mm.config.run_notes import RATE_FLAGS, RATE_KEYS, flag_notes, frozen_notes, sharding_notes
@@ -216,9 +216,11 @@ def _attempt(read: Callable[[Given], Value], given: Given | None, problems: list
 
 
 def _with_flags(model: ModelConfig, args: Arguments) -> ModelConfig:
-    """``model`` with the flags' patterns, adapters, recompute settings and rates where its JSON has none."""
+    """``model`` with the flags' patterns, adapters, settings of memory and rates where its JSON has none."""
     vision, language = (
-        dataclasses.replace(tower, recompute=args.recompute) if tower.recompute == RecomputeConfig() else tower
+        dataclasses.replace(
+            tower, recompute=args.recompute if tower.recompute == RecomputeConfig() else tower.recompute,
+            offload=args.offload if tower.offload == OffloadConfig() else tower.offload)
         for tower in (model.vision, model.language)
     )
     parts: dict[str, Any] = {"vision": vision, "projector": model.projector, "language": language}

@@ -23,7 +23,8 @@ from mm.families.family import ROPE_KEYS, Family, Section
 from mm.families.known import FAMILIES, TITLES, family_of
 
 FREE_ON_RESUME = ("pipeline_num_layers", "encoder_placement", "encoder_batch_microbatches", "freeze", "freeze_layers",
-                  "freeze_modules", "trainable_modules", "lora", "rates", "recompute", "init_method_std")  # fmt: skip
+                  "freeze_modules", "trainable_modules", "lora", "rates", "recompute", "offload",
+                  "init_method_std")  # fmt: skip
 """Fields of a model that may differ between save and load: they do not change what a stored tensor means.  Adapters,
 which are other tensors, are compared in ``mm.conversion.adapters``."""
 FREE_FIELDS = (*FREE_ON_RESUME, "max_position_embeddings")

@@ -17,7 +17,8 @@ from mm.weights.memory import MemoryLayout
 from mm.weights.table import Weight, unshard
 from mm.weights.trained import is_frozen
 
-_WITHOUT_EFFECT = ("pipeline_num_layers", "freeze", "freeze_layers", "rates", "recompute", "tokens_per_second")
+_WITHOUT_EFFECT = ("pipeline_num_layers", "freeze", "freeze_layers", "rates", "recompute", "offload",
+                   "tokens_per_second")
 """Settings of the ViT that do not change its output."""
 
 

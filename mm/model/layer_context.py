@@ -9,6 +9,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from mm.device.device import Device
+from mm.model.host_activations import HostActivations
 from mm.model.linear import ColumnLinear, RowLinear
 from mm.model.norm import RMSNorm
 from mm.parallel.weight_shards import without_memory
@@ -25,6 +26,8 @@ class LayerContext:
     device: Device
     keeps_weights: bool = True
     """Whether modules keep the memory of their weights; else ``WeightShards`` does."""
+    host: HostActivations | None = None
+    """Where layers keep their activations for the backward pass if ``OffloadConfig`` says so."""
 
     def built(self, module: Built) -> Built:
         """``module``, whose weights may have lost their memory: the next module can have it."""

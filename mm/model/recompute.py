@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mm.model.cut_rows import CutRows
+from mm.model.host_activations import Keep, keep_here
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,11 @@ class Remade:
     """The input of a linear layer that is recomputed for the weight's gradient instead of being kept."""
 
     made: Tensor
-    again: Callable[[], Tensor]
+    again: Callable[[Tensor], Tensor]
+    """Makes it from ``made_from``."""
+    made_from: Tensor
+    keep: Keep = keep_here
+    """How ``made_from``, and what else the linear layer saves, are kept."""
 
 
 LinearInput = Tensor | Remade
@@ -33,15 +38,20 @@ def apply_linear(
     """
     if isinstance(x, Tensor):
         return linear(x, cut, keys)
-    made, again = x.made, x.again
-    address = made.data_ptr(), made.shape
+    made, address = x.made, (x.made.data_ptr(), x.made.shape)
+    keep, again, to_keep = x.keep, x.again, [x.made_from]
 
-    def forget(kept: Tensor) -> Tensor | Callable[[], Tensor]:
-        """Other saved tensors are kept as they are: adapters save their few hidden numbers per row."""
-        return again if (kept.data_ptr(), kept.shape) == address else kept
+    def keep_saved(saved: Tensor) -> Callable[[], Tensor]:
+        """Autograd holds this function as long as what it keeps, so it must not hold tensors then."""
+        if (saved.data_ptr(), saved.shape) != address:
+            return keep(saved)
+        made_from = keep(to_keep[0])
+        return lambda: again(made_from())
 
-    with torch.autograd.graph.saved_tensors_hooks(forget, lambda kept: kept if isinstance(kept, Tensor) else kept()):
-        return linear(made, cut, keys)
+    with torch.autograd.graph.saved_tensors_hooks(keep_saved, lambda kept: kept()):
+        out = linear(made, cut, keys)
+    to_keep.clear()
+    return out
 
 
 def recomputing(modules: Iterable[nn.Module], function: Callable[..., Any], x: Tensor, *others: Any) -> Any:

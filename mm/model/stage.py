@@ -19,6 +19,7 @@ from mm.device.device import Device
 from mm.device.side import SideQueue
 from mm.model.cut_rows import CutRows, gather_rows
 from mm.model.families import towers_of
+from mm.model.host_activations import HostActivations
 from mm.model.layer_context import LayerContext
 from mm.model.lora import attach
 from mm.model.loss import LossInputs
@@ -55,7 +56,8 @@ class Chunk(nn.Module):
     model_type = ModelType.encoder_or_decoder
 
     def __init__(self, model: ModelConfig, number: int, mesh: Mesh, settings: TransformerConfig, device: Device,
-                 loss_unit: LossUnit, journal: Journal, side: SideQueue, shards_weights: bool = False) -> None:
+                 loss_unit: LossUnit, journal: Journal, side: SideQueue, shards_weights: bool = False,
+                 host: HostActivations | None = None) -> None:
         super().__init__()
         placement = model.placement()
         self.spec = spec = placement[mesh.pp_rank, number]
@@ -73,7 +75,7 @@ class Chunk(nn.Module):
         self.vision_cut_group = self.prepare.vision_cut_group
         self.gives_features = self.prepare.gives_features
         towers = self.towers
-        context = LayerContext(self.config, mesh.groups.tp, device, keeps_weights=not shards_weights)
+        context = LayerContext(self.config, mesh.groups.tp, device, keeps_weights=not shards_weights, host=host)
         encoder_context = context.alone if model.encodes_whole else context
         if spec.vision_layers:
             self.image_encoder = nn.ModuleDict({"encoder": towers.vision_encoder(model.vision, spec, encoder_context)})
@@ -200,9 +202,9 @@ class Stage:
         self.model, self.device = model, device
         self.config = parallel_config(model, mesh, precision, sequence_parallel)
         self.journal = Journal()
-        side = device.side_queue()
+        side, host = device.side_queue(), HostActivations(device)
         self.chunks = tuple(
-            Chunk(model, number, mesh, self.config, device, loss_unit, self.journal, side, shards_weights)
+            Chunk(model, number, mesh, self.config, device, loss_unit, self.journal, side, shards_weights, host)
             for number in range(model.num_chunks))
         self.weights = tuple(weight for chunk in self.chunks for weight in chunk.weights)
         self._parameters = dict(self.named_parameters())

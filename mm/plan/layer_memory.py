@@ -34,6 +34,11 @@ class Keeps:
     adapter_numbers: int = 0
     """Hidden elements of adapters per row: the sum of their ranks."""
 
+    @property
+    def keeps_input(self) -> bool:
+        """Whether the layer's input is among them, as it is or as an input of the first norm."""
+        return self.input or self.num_residuals == 2
+
 
 NOTHING, INPUT = Keeps(), Keeps(input=True)
 ALL = Keeps(False, 2, 2, True, True, True)

@@ -1,6 +1,7 @@
-"""Formulas for the memory one rank needs besides its states: activations, logits, and the working set of a layer.
+"""Formulas for the memory of one rank's chunk besides its states: activations, logits, and the working set of a layer.
 
-Pure arithmetic over the model's settings; ``mm.plan.layer_memory`` says what one layer keeps and needs.
+Pure arithmetic over the model's settings; ``mm.plan.layer_memory`` says what one layer keeps and needs, and
+``mm.plan.stage_memory`` adds chunks up to stages.
 ``tests/test_budgets.py`` compares all of it with a traced step.  Not counted: allocations of the driver and the
 communication library, and the allocator's fragmentation.
 """
@@ -8,14 +9,14 @@ communication library, and the allocator's fragmentation.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
-from operator import le
+from functools import cached_property
 
 from mm.config.model import ModelConfig, Tower, VisionConfig
+from mm.model.host_activations import PAGE_BYTES
 from mm.model.loss import MAX_LOGIT_ROWS, max_logit_rows
-from mm.parallel.order import in_flight, max_sent_ahead
 from mm.placement import Message, Placement, StageSpec
 from mm.plan.layer_memory import (
+    ALL,
     FP32,
     INPUT,
     INT64,
@@ -41,21 +42,6 @@ class MicrobatchSizes:
     num_tokens: int
     num_patches: int
     num_targets: int
-
-
-@dataclass(frozen=True)
-class UnitBuffers:
-    """Gradients that exist only while a backward pass fills and reduces them (``mm.parallel.sharded``), and weights
-    that are whole only while they are used (``mm.parallel.weight_shards``)."""
-
-    width: int
-    """Bytes of one gradient."""
-    num_layers: int
-    """Layers whose gradients exist at once: one, and with overlapped reduction the one before, too."""
-    weight_width: int = 0
-    """Bytes of one weight; 0 if all are always whole."""
-    num_open: int = 1
-    """Layers whose weights are whole at once: one, and with overlapped gathers the next one, too."""
 
 
 @dataclass(frozen=True)
@@ -142,13 +128,41 @@ class ChunkMemory:
         return self._logits(min(rows.num_targets, MAX_LOGIT_ROWS)) * (FP32 + self.width)
 
     def working_bytes(self, rows: MicrobatchSizes) -> int:
-        """Bytes that the largest layer needs while it runs, besides what is kept."""
+        """Bytes that the largest layer needs while it runs, besides what is kept on the device.
+
+        With offloaded layers these include the activations of two of them: one leaves or comes while the next one is
+        computed.  The last one of the ViT leaves during the first layer of the LLM.
+        """
         vision, language = self._working_per_row
-        return max(vision * rows.num_patches * self.encoder_batch_size, language * rows.num_tokens)
+        of_vision, of_language = (max((layer.offloaded for layer in self._layers(part)), default=0)
+                                  for part in ("vision", "language"))
+        num_patches, num_tokens = rows.num_patches * self.encoder_batch_size, rows.num_tokens
+        moments = [(vision + self._num_passing("vision") * of_vision) * num_patches,
+                   (language + self._num_passing("language") * of_language) * num_tokens]
+        if of_vision and self.spec.language_layers:
+            first = self._layers("language")[0]
+            moments.append(of_vision * num_patches + (first.offloaded + first.made) * num_tokens)
+        return max(moments)
+
+    def _num_passing(self, part: str) -> int:
+        """Offloaded layers whose activations are on the device at the same time."""
+        return min(2, sum(layer.offloaded > 0 for layer in self._layers(part)))
+
+    def leaving_bytes(self, rows: MicrobatchSizes) -> int:
+        """Bytes of the last layer's activations, if they leave: after its forward pass, beside logits."""
+        if self.spec.language_layers:
+            return self._layers("language")[-1].offloaded * rows.num_tokens
+        return self._layers("vision")[-1].offloaded * rows.num_patches if self.spec.vision_layers else 0
+
+    def host_bytes(self, rows: MicrobatchSizes, count: int = 1, num_microbatches: int = 1) -> int:
+        """Bytes in host memory of ``count`` consecutive microbatches, in whole pages; see ``kept_bytes``."""
+        num_patches = self._num_encoded(count, num_microbatches) * rows.num_patches
+        of_vision = sum(_paged(layer.offloaded * num_patches) for layer in self._layers("vision"))
+        return of_vision + count * sum(_paged(layer.offloaded * rows.num_tokens) for layer in self._layers("language"))
 
     @cached_property
     def _working_per_row(self) -> tuple[int, int]:
-        vision, language = (max((layer.working(keeps) for layer, keeps in self._layers(part)), default=0)
+        vision, language = (max((layer.working for layer in self._layers(part)), default=0)
                             for part in ("vision", "language"))
         # the gradients of visual tokens, as they come and joined
         return vision + 2 * self._together_per_patch * self._path.leads_to_images, language
@@ -230,34 +244,39 @@ class ChunkMemory:
     def _of(self, place: Place, layer: int | None = None) -> Sequence[Weight]:
         return weights_by_place(self.model)[place, layer] if owns(self.spec, place, layer) else ()
 
-    def _layers(self, part: str) -> Sequence[tuple[LayerBytes, Keeps]]:
+    def _layers(self, part: str) -> "Sequence[LayerMemory]":
         return self._vision_layers if part == "vision" else self._language_layers
 
     @cached_property
-    def _vision_layers(self) -> Sequence[tuple[LayerBytes, Keeps]]:
+    def _vision_layers(self) -> "Sequence[LayerMemory]":
         return list(self._layers_of("vision"))
 
     @cached_property
-    def _language_layers(self) -> Sequence[tuple[LayerBytes, Keeps]]:
+    def _language_layers(self) -> "Sequence[LayerMemory]":
         return list(self._layers_of("language"))
 
-    def _layers_of(self, part: str) -> Iterator[tuple[LayerBytes, Keeps]]:
+    def _layers_of(self, part: str) -> "Iterator[LayerMemory]":
         tower: Tower = getattr(self.model, part)
         place = Place.VISION_LAYER if part == "vision" else Place.LANGUAGE_LAYER
         layers: range = getattr(self.spec, place.value)
         ulysses_size = self.ulysses_size if part == "language" else 1
         known = layer_memories(self.model, place, self.tp_size, self.width, self.num_pieces, ulysses_size)
-        whole = tower.recompute.whole_layers(layers)
+        whole, leaving = tower.recompute.whole_layers(layers), tower.offload.layers(layers)
+        first = Message.PATCHES if part == "vision" else Message.HIDDEN_STATES
         for layer in layers:
             bytes_of, keeps = known[layer]
-            yield bytes_of, INPUT if keeps != NOTHING and layer in whole else keeps
+            keeps = INPUT if keeps != NOTHING and layer in whole else keeps
+            # a received message stays until its gradient is sent; so does what has no gradient
+            stays = layer == layers[0] and keeps.keeps_input and (
+                self.spec.receives is first or not self._path.needs_input_gradient(place, layer))
+            yield LayerMemory(bytes_of, keeps, layer in leaving, bytes_of.input if stays and layer in leaving else 0)
 
     @cached_property
     def _vision_per_patch(self) -> int:
         model, spec, vision = self.model, self.spec, self.model.vision
         merged = vision.spatial_merge_size**2
-        kept = sum(layer.kept(keeps) for layer, keeps in self._layers("vision"))
-        if kept:
+        kept = sum(layer.kept for layer in self._layers("vision"))
+        if any(layer.keeps != NOTHING for layer in self._layers("vision")):
             kept += _vision_table_bytes(vision)
         if spec.has_patch_embedding and not all(is_frozen(one, model) for one in self._of(Place.PATCH_EMBEDDING)):
             kept += vision.patch_elements * self.width // self._vision_division[1] + INT64
@@ -284,8 +303,8 @@ class ChunkMemory:
     @cached_property
     def _language_per_token(self) -> int:
         language = self.model.language
-        kept = sum(layer.kept(keeps) for layer, keeps in self._layers("language"))
-        if kept:
+        kept = sum(layer.kept for layer in self._layers("language"))
+        if any(layer.keeps != NOTHING for layer in self._layers("language")):
             kept += 2 * language.head_dim * self.width
         embedding = self._of(Place.EMBEDDING)
         return kept + (INT64 if any(not is_frozen(weight, self.model) for weight in embedding) else 0)
@@ -301,91 +320,37 @@ class ChunkMemory:
 
 
 @dataclass(frozen=True)
-class StageMemory:
-    """One rank's memory besides its states, over all of its chunks."""
+class LayerMemory:
+    """Bytes per row of one layer."""
 
-    chunks: tuple[ChunkMemory, ...]
+    sizes: LayerBytes
+    keeps: Keeps
+    leaves: bool
+    """Whether its activations are offloaded, but for ``stays``."""
+    stays: int
 
-    @classmethod
-    def of(
-        cls, model: ModelConfig, placement: Placement, stage: int, tp_size: int, precision: str,
-        num_pieces: int = 1, ulysses_size: int = 1, keeps_features: bool = False,
-    ) -> "StageMemory":  # fmt: skip
-        specs = [placement[stage, chunk] for chunk in range(placement.num_chunks)]
-        return cls(tuple(
-            ChunkMemory(model, placement, spec, tp_size, precision, num_pieces, ulysses_size, keeps_features)
-            for spec in specs))
+    @property
+    def kept(self) -> int:
+        """From the forward to the backward pass, on the device."""
+        return self.stays if self.leaves else self.sizes.kept(self.keeps)
 
-    def in_flight(self, rows: MicrobatchSizes, num_microbatches: int) -> tuple[int, ...]:
-        """Number of microbatches, by chunk, whose activations are kept at the schedule's peak."""
-        placement = self.chunks[0].placement
-        moments = _moments(num_microbatches, self.chunks[0].spec.stage, placement.num_stages, placement.num_chunks)
-        return max(moments, key=lambda counts: (self._kept_bytes(rows, counts, num_microbatches), sum(counts)))
+    @property
+    def offloaded(self) -> int:
+        """From the forward to the backward pass, in host memory."""
+        return self.sizes.kept(self.keeps) - self.stays if self.leaves else 0
 
-    def _kept_bytes(self, rows: MicrobatchSizes, counts: Sequence[int], num_microbatches: int) -> int:
-        """Bytes of activations with ``counts`` microbatches in flight."""
-        return sum(chunk.kept_bytes(rows, count, num_microbatches)
-                   for chunk, count in zip(self.chunks, counts, strict=True))
+    @property
+    def working(self) -> int:
+        return self.sizes.working(self.keeps)
 
-    def kept_bytes(self, rows: MicrobatchSizes, num_microbatches: int) -> int:
-        """Bytes of activations at the schedule's peak, and of what is already allocated for the next microbatch."""
-        counts = self.in_flight(rows, num_microbatches)
-        is_last = sum(counts) == num_microbatches * len(self.chunks)
-        coming = 0 if is_last else max(chunk.coming_bytes(rows, num_microbatches) for chunk in self.chunks)
-        return self._kept_bytes(rows, counts, num_microbatches) + coming
-
-    def logit_bytes(self, rows: MicrobatchSizes) -> int:
-        return max(chunk.logit_bytes(rows) for chunk in self.chunks)
-
-    def working_bytes(self, rows: MicrobatchSizes) -> int:
-        return max(chunk.working_bytes(rows) for chunk in self.chunks)
-
-    def buffer_bytes(self, buffers: UnitBuffers) -> tuple[int, int, int]:
-        """Bytes of the gradients and weights that exist with logits, with a running layer, and with the word embedding.
-        """
-        chunks, width, num_layers = self.chunks, buffers.width, buffers.num_layers
-        weight_width, num_open = buffers.weight_width, buffers.num_open
-        at_layers = (one.layer_gradients * num_layers + one.head_gradients * one.shares_embedding for one in chunks)
-        at_embedding = (one.embedding_gradients + one.layer_gradients * (num_layers - 1) for one in chunks
-                        if one.embedding_gradients)
-        opened = (max(one.head_weights + one.layer_weights * (num_open - 1) for one in chunks),
-                  max(one.layer_weights * num_open for one in chunks),
-                  max(one.embedding_weights + one.layer_weights * (num_open - 1) for one in chunks))
-        return (width * max(one.head_gradients for one in chunks) + weight_width * opened[0],
-                width * max(at_layers) + weight_width * opened[1],
-                max(width * max(at_embedding, default=0), weight_width * opened[2]))
-
-    def ahead_bytes(self, rows: MicrobatchSizes, num_microbatches: int) -> int:
-        """Bytes of messages that a slow next stage has not received: the most that may be in flight, and the next."""
-        placement = self.chunks[0].placement
-        most = max_sent_ahead(placement.num_stages, placement.num_chunks) + 1
-        messages = [one for chunk in self.chunks for one in [chunk.ahead_bytes(rows)] * min(num_microbatches, most)]
-        return sum(sorted(messages)[-most:])
-
-    def peak_bytes(
-        self, rows: MicrobatchSizes, num_microbatches: int, state_bytes: int, buffers: UnitBuffers | None = None
-    ) -> int:
-        """Peak: states, all microbatches in flight, messages sent ahead, and either logits or a running layer.
-
-        ``buffers``: those that exist during the backward pass, if the states hold only shards of the gradients.
-        """
-        held = self.kept_bytes(rows, num_microbatches) + self.ahead_bytes(rows, num_microbatches)
-        return state_bytes + held + sum(self.working_parts(rows, buffers))
-
-    def working_parts(self, rows: MicrobatchSizes, buffers: UnitBuffers | None) -> tuple[int, int]:
-        """The most that logits, a running layer or the word embedding need: bytes of their own work, and of gradients
-        and weights that exist only then."""
-        at_logits, at_layer, at_embedding = (0, 0, 0) if buffers is None else self.buffer_bytes(buffers)
-        moments = (self.logit_bytes(rows), at_logits), (self.working_bytes(rows), at_layer), (0, at_embedding)
-        return max(moments, key=sum)
+    @property
+    def made(self) -> int:
+        """What the forward pass makes and does not keep."""
+        return self.sizes.kept(ALL) - self.sizes.kept(self.keeps)
 
 
-@cache
-def _moments(num_microbatches: int, stage: int, num_stages: int, num_chunks: int) -> tuple[tuple[int, ...], ...]:
-    """The states that ``in_flight`` passes through, without those that hold no more of any chunk than another."""
-    found = dict.fromkeys(in_flight(num_microbatches, stage, num_stages, num_chunks))
-    return tuple(one for one in found if not any(
-        other != one and all(map(le, one, other)) for other in found))
+def _paged(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def _vision_table_bytes(vision: VisionConfig) -> int:

@@ -15,7 +15,8 @@ from mm.device.hashing import ROUNDED_AT_ONCE
 from mm.placement import Placement, StageSpec
 from mm.plan.layer_memory import FP32, WIDTHS
 from mm.plan.lists import one_stage
-from mm.plan.memory import ChunkMemory, MicrobatchSizes, StageMemory, UnitBuffers
+from mm.plan.memory import ChunkMemory, MicrobatchSizes
+from mm.plan.stage_memory import StageMemory, UnitBuffers
 from mm.plan.states import state_widths
 from mm.weights.memory import memory_shape
 from mm.weights.placed import owns, stage_weights, weights_by_place

@@ -283,7 +283,7 @@ class MetaDevice(Device):
 
     def start_copying_back(self, tensor: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
         """A copy to the host, for which nothing waits here."""
-        assert into is not None, "the optimizer has memory for its states"
+        assert into is not None, "states and activations have memory on the host"
         return lambda: into
 
     def start_reading(self, tensor: Tensor) -> Callable[[], list[float]]:

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 
 from mm.config.lora import LoraConfig
-from mm.config.model import ModelConfig, RecomputeConfig, read_model
+from mm.config.model import ModelConfig, OffloadConfig, RecomputeConfig, read_model
 from tests.files import EXAMPLES
 from tests.meta.device import PHASES, MetaDevice, Recorder, Tally, prepare
 from tests.workload import SAMPLE, SAMPLE_TOKENS
@@ -46,6 +46,8 @@ class Case:
     freeze_modules: tuple[str, ...] = ()
     recompute: str = "none"
     """A key of ``RECOMPUTE``, for both towers."""
+    offload: int = 0
+    """Layers of each tower and stage, the first ones, whose activations are offloaded."""
     tp_size: int = 1
     layers: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     """Layers of the ViT and of the LLM on each pipeline stage; None: all of the model on one."""
@@ -72,17 +74,17 @@ class Case:
     def model(self) -> ModelConfig:
         model = read_model(EXAMPLES / f"model_{self.size}.json").value
         vision, language = self.layers or ((model.vision.num_layers,), (model.language.num_layers,))
-        recompute = RECOMPUTE[self.recompute]
+        recompute, offload = RECOMPUTE[self.recompute], OffloadConfig(num_layers=self.offload or None)
         full = model.vision.fullatt_block_indexes if self.full_attention is None else self.full_attention
         parts = {
             "vision": dataclasses.replace(
                 model.vision, num_layers=sum(vision), pipeline_num_layers=(vision,), recompute=recompute,
-                fullatt_block_indexes=tuple(layer for layer in full if layer < sum(vision)),
+                offload=offload, fullatt_block_indexes=tuple(layer for layer in full if layer < sum(vision)),
                 freeze="vision" in self.freeze, freeze_layers=self.freeze_layers[0],
             ),
             "language": dataclasses.replace(
                 model.language, num_layers=sum(language), pipeline_num_layers=(language,), recompute=recompute,
-                freeze="language" in self.freeze, freeze_layers=self.freeze_layers[1],
+                offload=offload, freeze="language" in self.freeze, freeze_layers=self.freeze_layers[1],
             ),
             "projector": dataclasses.replace(model.projector, freeze="projector" in self.freeze),
         }  # fmt: skip

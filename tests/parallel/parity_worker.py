@@ -27,7 +27,7 @@ from torch import Tensor  # noqa: E402
 
 from mm.batch import BatchTotals, StepPlan, image_passes, passes_of_any  # noqa: E402
 from mm.config import flags as arguments  # noqa: E402
-from mm.config.model import ModelConfig, Rates, RecomputeConfig  # noqa: E402
+from mm.config.model import ModelConfig, OffloadConfig, Rates, RecomputeConfig  # noqa: E402
 from mm.data.feed.owner import deal_images  # noqa: E402
 from mm.errors import AgreedError  # noqa: E402
 from mm.model.load import set_weight  # noqa: E402
@@ -164,6 +164,10 @@ def config_of(case: Case) -> ModelConfig:
     if case.groups:
         config = replace(config, vision=replace(config.vision, rates=Rates(VISION_LR)),
                          projector=replace(config.projector, rates=Rates(PROJECTOR_LR, PROJECTOR_DECAY)))
+    if case.offload:
+        vision, language = (replace(tower, offload=OffloadConfig(num_layers=case.offload))
+                            for tower in (config.vision, config.language))
+        config = replace(config, vision=vision, language=language)
     if case.recompute is None:
         return config
     how, *rest = case.recompute.split()

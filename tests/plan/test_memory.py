@@ -13,7 +13,8 @@ from mm.config.model import ModelConfig, RecomputeConfig, read_model
 from mm.model.loss import MAX_LOGIT_ROWS
 from mm.parallel.order import stage_steps
 from mm.plan.layer_memory import ALL, INPUT, NOTHING, Keeps, layer_bytes
-from mm.plan.memory import ChunkMemory, MicrobatchSizes, StageMemory
+from mm.plan.memory import ChunkMemory, MicrobatchSizes
+from mm.plan.stage_memory import StageMemory
 from tests.plan.test_stages import EXAMPLES, run_of
 
 TOKENS = MicrobatchSizes(num_tokens=100, num_patches=0, num_targets=0)

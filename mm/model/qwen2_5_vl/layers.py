@@ -6,6 +6,7 @@ Rows are packed tokens or patches, [rows, hidden]; there is no batch dimension. 
 from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from mm.config.model import Tower
@@ -13,6 +14,7 @@ from mm.device.pointwise import biased
 from mm.model.attention import AttentionInputs
 from mm.model.cut_rows import CutRows
 from mm.model.dropout import RowKeys
+from mm.model.host_activations import Keep, LayerActivations, keep_here
 from mm.model.layer_context import LayerContext
 from mm.model.mlp import GatedMLP
 from mm.model.norm import Residual, RMSNorm
@@ -54,30 +56,36 @@ class TransformerLayer(nn.Module):
         self.recomputes_norms = tower.recompute.recomputes("layernorm")
         self.recomputes_mlp = tower.recompute.recomputes("mlp")
 
-    def forward(self, x: Residual, inputs: AttentionInputs) -> Residual:
-        """Each sublayer's output is added by the norm that follows; the MLP's by the next layer's first norm."""
-        rows, normed = self._normed(self.input_layernorm, x, self.self_attention.linear_proj.bias)
+    def forward(self, x: Residual, inputs: AttentionInputs, keep: Keep = keep_here) -> Residual:
+        """Each sublayer's output is added by the norm that follows; the MLP's by the next layer's first norm.
+
+        ``keep``: keeps what outputs are recomputed from.
+        """
+        rows, normed = self._normed(self.input_layernorm, x, self.self_attention.linear_proj.bias, keep)
         x = Residual(rows, *self.self_attention(normed, inputs))
         cut = None if inputs.cut is None else inputs.cut.unordered
         if self.recomputes_mlp:
             rows = x.total()
             added = recomputing((self.pre_mlp_layernorm, self.mlp), self._mlp, rows, cut, inputs.keys)
             return Residual(biased(rows, self.mlp.linear_fc2.bias), *added)
-        rows, normed = self._normed(self.pre_mlp_layernorm, x, self.mlp.linear_fc2.bias)
-        return Residual(rows, *self.mlp(normed, cut, inputs.keys))
+        rows, normed = self._normed(self.pre_mlp_layernorm, x, self.mlp.linear_fc2.bias, keep)
+        return Residual(rows, *self.mlp(normed, cut, inputs.keys, keep))
 
     def _mlp(self, x: Tensor, cut: CutRows | None, keys: RowKeys) -> tuple[Tensor, Tensor | None]:
         return self.mlp(self.pre_mlp_layernorm(Residual(x))[1], cut, keys)
 
-    def _normed(self, norm: RMSNorm, x: Residual, next_bias: Tensor | None) -> tuple[Tensor, LinearInput]:
+    def _normed(
+        self, norm: RMSNorm, x: Residual, next_bias: Tensor | None, keep: Keep
+    ) -> tuple[Tensor, LinearInput]:
         total, normed = norm(x, next_bias)
-        return total, Remade(normed, partial(norm.again, total)) if self.recomputes_norms else normed
+        return total, Remade(normed, norm.again, total, keep) if self.recomputes_norms else normed
 
 
 class LayerStack(nn.Module):
-    """Consecutive layers under their global numbers, some of them recomputed in the backward pass.
+    """Consecutive layers under their global numbers.
 
-    ``RecomputeConfig`` says which.  A layer through which no gradient flows is computed only once.
+    ``RecomputeConfig`` says which are recomputed in the backward pass, and ``OffloadConfig`` which keep their
+    activations in host memory.  A layer through which no gradient flows is computed only once, and keeps nothing.
     """
 
     final_layernorm: RMSNorm
@@ -89,12 +97,27 @@ class LayerStack(nn.Module):
         self.layers = nn.ModuleDict({
             str(layer): context.built(TransformerLayer(tower, context, bias)) for layer in layers})
         self.recomputed = frozenset(map(str, tower.recompute.whole_layers(layers)))
+        self.numbers = {layer: number for number, layer in enumerate(self.layers)}
+        self.host, self.num_offloaded = context.host, len(tower.offload.layers(layers))
+        self.before: LayerActivations | None = None
+        """Of the layer that ran before in the pass that runs now."""
 
     def run(self, layer: str, x: Residual, inputs: AttentionInputs) -> Residual:
         """Apply the layer with this global number."""
-        module = self.layers[layer]
         if inputs.caches is not None:
             inputs = replace(inputs, across=inputs.caches[layer])
+        number = self.numbers[layer]
+        if self.host is None or number > self.num_offloaded or not torch.is_grad_enabled():
+            return self._applied(layer, x, inputs, keep_here)
+        # a message stays here anyway: the schedule holds it until its gradient is sent
+        shared = (inputs.cos, inputs.sin, *([x.rows] if number == 0 and x.rows.is_leaf else []))
+        with self.host.layer(self.before if number else None, number < self.num_offloaded, shared) as own:
+            x = self._applied(layer, x, inputs, own.keep)
+        self.before = own
+        return x
+
+    def _applied(self, layer: str, x: Residual, inputs: AttentionInputs, keep: Keep) -> Residual:
+        module = self.layers[layer]
         if layer not in self.recomputed:
-            return module(x, inputs)
+            return module(x, inputs, keep)
         return Residual(recomputing((module,), lambda rows: module(Residual(rows), inputs).total(), x.total()))

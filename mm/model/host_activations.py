@@ -1,0 +1,219 @@
+"""Activations that wait in host memory for the backward pass of their layer.
+
+The activations of a layer leave while the next layer runs, and come while the next one is passed backward::
+
+    forward        layer 1 | layer 2 | layer 3 |         backward        layer 3 | layer 2 | layer 1
+    to the host            | of 1    | of 2    | of 3    to the device   of 2    | of 1    |
+
+So those of at most two layers are on the device.  Numbers are unchanged.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from mm.device.device import Device
+from mm.formats.host_copies import host_segment
+
+PAGE_BYTES = 16 << 20
+"""Memory is taken from the host, and copied, in pages: large enough for the speed of the link, and small enough that
+the last page of a layer wastes little."""
+_ALIGN_BYTES = 512
+_PAGES_AT_ONCE = 16
+"""Pages that are allocated together; a power of two, as is the size of a page, because torch rounds pinned memory up to
+one."""
+
+Keep = Callable[[Tensor], Callable[[], Tensor]]
+"""Keeps a tensor for the backward pass; the result gives it back."""
+
+
+def keep_here(tensor: Tensor) -> Callable[[], Tensor]:
+    """Keep a tensor as it is.  Without its graph, to which it would lead back if an operation keeps its own output."""
+    kept = tensor if tensor.is_leaf else tensor.detach()
+    return lambda: kept
+
+
+def on_pages(start: int, num_bytes: int, page_bytes: int) -> Iterator[tuple[int, slice, slice]]:
+    """Divide ``num_bytes`` that begin at ``start`` of consecutive pages: for each page its number, the bytes on it, and
+    which of ``num_bytes`` they are."""
+    done = 0
+    while done < num_bytes:
+        page, at = divmod(start + done, page_bytes)
+        count = min(page_bytes - at, num_bytes - done)
+        yield page, slice(at, at + count), slice(done, done + count)
+        done += count
+
+
+class HostPages:
+    """Pages of host memory, pinned on an accelerator.  A page that is given back is used again."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._free: list[Tensor] = []
+        self.num_bytes = 0
+        """Allocated so far."""
+
+    def take(self, num_bytes: int) -> list[Tensor]:
+        """Enough pages for ``num_bytes``.  Raises UserError if this node has too little memory."""
+        count = -(-num_bytes // PAGE_BYTES)
+        while len(self._free) < count:
+            needs = (f"--cpu-offload-activations keeps the activations of this rank in host memory, so far "
+                     f"{self.num_bytes:,} bytes")
+            cure = ("give the ranks of this node more memory, lower --cpu-offloading-num-layers, or recompute layers "
+                    "(--recompute-granularity full), of which only the inputs are kept")
+            self._free += host_segment(self._device, _PAGES_AT_ONCE * PAGE_BYTES, needs, cure).split(PAGE_BYTES)
+            self.num_bytes += _PAGES_AT_ONCE * PAGE_BYTES
+        taken = self._free[-count:] if count else []
+        del self._free[len(self._free) - count :]
+        return taken
+
+    def give_back(self, pages: list[Tensor]) -> None:
+        self._free += pages
+
+
+class _Memory:
+    """One block of the device's memory, whole, while it is there: several kept tensors may lie in it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.num_bytes, self.device = storage.nbytes(), tensor.device
+        self.here: Tensor | None = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+
+    def tensor(self, dtype: torch.dtype, start: int, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
+        """A tensor in it; ``start`` in elements."""
+        assert self.here is not None, "it has been fetched"
+        return torch.empty(0, dtype=dtype, device=self.device).set_(
+            self.here.untyped_storage(), start, shape, strides)
+
+
+class LayerActivations:
+    """What one layer keeps of one microbatch."""
+
+    def __init__(
+        self, host: "HostActivations", before: "LayerActivations | None", leaves: bool, shared: tuple[Tensor, ...]
+    ) -> None:
+        """``before``: of the layer before, which comes when this one is passed backward.  ``leaves``: if not, this only
+        makes the layer before come.  ``shared``: tensors that other layers keep, too, so they stay."""
+        self._host, self.before, self._leaves = host, before, leaves
+        self._shared = {one.untyped_storage()._cdata for one in shared}
+        self._memories: dict[int, _Memory] = {}
+        self.pages: list[Tensor] = []
+        """What it occupies in host memory."""
+        self.is_coming = self.is_used = False
+
+    def keep(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """A ``Keep``: weights, numbers that are no activations, and what other layers share stay on the device."""
+        key, base = tensor.untyped_storage()._cdata, tensor if tensor._base is None else tensor._base
+        if (not tensor.is_floating_point() or isinstance(base, nn.Parameter) or key in self._shared
+                or tensor.device != self._host.torch_device):
+            return keep_here(tensor)
+        if not self._leaves:
+            kept = keep_here(tensor)
+            return lambda: self._used(kept)
+        if key not in self._memories:
+            self._memories[key] = _Memory(tensor)
+        memory, where = self._memories[key], (tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+        return lambda: self._used(lambda: memory.tensor(*where))
+
+    def _used(self, give: Callable[[], Tensor]) -> Tensor:
+        self._host.bring(self)
+        return give()
+
+    def memories(self) -> list[tuple[_Memory, int]]:
+        """All blocks, with their places on consecutive pages."""
+        found, start = list[tuple[_Memory, int]](), 0
+        for memory in self._memories.values():
+            found.append((memory, start))
+            start += -(-memory.num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        return found
+
+    def forget(self) -> None:
+        """Leave the memory to the tensors in it: each block is freed with the last of them."""
+        self._memories.clear()
+
+    def __del__(self) -> None:
+        """A graph that is never passed backward gives its pages back, too."""
+        self._host.pages.give_back(self.pages)
+
+
+class HostActivations:
+    """The activations of one rank in host memory: of all chunks and both towers, so that one layer leaves at a time."""
+
+    def __init__(self, device: Device) -> None:
+        self.pages = HostPages(device)
+        self._device, self._queue = device, device.side_queue()
+        self._leaving: LayerActivations | None = None
+
+    @property
+    def torch_device(self) -> torch.device:
+        return self._device.torch_device
+
+    @contextmanager
+    def layer(
+        self, before: LayerActivations | None, leaves: bool, shared: tuple[Tensor, ...]
+    ) -> Iterator[LayerActivations]:
+        """Take what the body, a layer, keeps for its backward pass, and send it away; for the arguments see
+        ``LayerActivations``."""
+        own = LayerActivations(self, before, leaves, shared)
+        with torch.autograd.graph.saved_tensors_hooks(own.keep, lambda kept: kept()):
+            yield own
+        self.arrived()
+        if own.memories():
+            self._send(own)
+            self._leaving = own
+
+    def arrived(self) -> None:
+        """Free the memory of the layer that leaves, once it is in host memory; the computing stream waits for that."""
+        if self._leaving is not None:
+            self._queue.join()
+            for memory, _ in self._leaving.memories():
+                memory.here = None
+            self._leaving = None
+
+    def bring(self, own: LayerActivations) -> None:
+        """Make sure that ``own`` is on the device for the work that is queued now, and let the layer before come."""
+        if own.is_used:
+            return
+        own.is_used = True
+        if own is self._leaving:  # it is still here
+            self._leaving = None
+            self.pages.give_back(own.pages)  # the next copy into them waits in the same queue
+            own.pages = []
+            own.forget()
+        else:
+            self.arrived()
+            self._fetch(own)
+            self._queue.join()
+        if own.before is not None:
+            self._fetch(own.before)
+
+    def _send(self, own: LayerActivations) -> None:
+        memories = own.memories()
+        last, start = memories[-1]
+        own.pages = self.pages.take(start + last.num_bytes)
+        self._queue.mark()
+        with self._queue.behind_mark():
+            for memory, start in memories:
+                assert memory.here is not None, "the layer has just run"
+                for page, there, here in on_pages(start, memory.num_bytes, PAGE_BYTES):
+                    self._device.start_copying_back(memory.here[here], own.pages[page][there])
+
+    def _fetch(self, own: LayerActivations) -> None:
+        """Let ``own`` come, if it has left and does not come already."""
+        if own.is_coming or not own.pages:
+            return
+        own.is_coming = True
+        memories = own.memories()
+        for memory, _ in memories:
+            memory.here = torch.empty(memory.num_bytes, dtype=torch.uint8, device=memory.device)
+        self._queue.mark()
+        with self._queue.behind_mark():
+            for memory, start in memories:
+                assert memory.here is not None, "allocated above"
+                for page, there, here in on_pages(start, memory.num_bytes, PAGE_BYTES):
+                    memory.here[here].copy_(own.pages[page][there], non_blocking=True)
+        self.pages.give_back(own.pages)
+        own.pages = []
+        own.forget()
