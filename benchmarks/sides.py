@@ -20,7 +20,8 @@ from transformers.fusion_mapping import register_fusion_patches
 from benchmarks.measure import shipped_model
 from mm.batch import BatchTotals, Microbatch, StepPlan, image_passes, normalised
 from mm.config import flags as arguments
-from mm.config.model import ModelConfig, RecomputeConfig
+from mm.config.activations import OffloadConfig, RecomputeConfig
+from mm.config.model import ModelConfig
 from mm.data.feed.owner import deal_images
 from mm.device.device import Device
 from mm.families.qwen2_5_vl.config_json import KEYS
@@ -38,13 +39,16 @@ from tests.microbatches import own_pixels
 LR = 1e-5
 
 
-def model_config(size: str, frozen: Iterable[str] = (), recompute: bool = False) -> ModelConfig:
+def model_config(
+    size: str, frozen: Iterable[str] = (), recompute: bool = False, offload: bool = False
+) -> ModelConfig:
     """The shipped model JSON of ``size`` on one stage, with exactly the parts ``frozen`` frozen."""
     model = shipped_model(size)
     recomputed = RecomputeConfig("full", "uniform", 1) if recompute else RecomputeConfig()
     towers = {
         part: dataclasses.replace(
-            tower, pipeline_num_layers=((tower.num_layers,),), freeze=part in frozen, recompute=recomputed
+            tower, pipeline_num_layers=((tower.num_layers,),), freeze=part in frozen, recompute=recomputed,
+            offload=OffloadConfig(offload),
         )
         for part, tower in (("vision", model.vision), ("language", model.language))
     }

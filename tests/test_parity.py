@@ -53,6 +53,12 @@ def assert_exact(measured: dict, weight_tolerance: float = WEIGHT_TOLERANCE) -> 
     assert measured["num_gradients"] == measured["expected_gradients"] and not measured["uncovered"], measured
 
 
+def test_offloaded_activations_change_nothing(errors) -> None:
+    """Every error is that of the same case without them, so every number is."""
+    by_name = {case.name: errors(case) for case in CASES if case.name in ("tp1", "host-tp1")}
+    assert {**by_name["host-tp1"], "name": ""} == {**by_name["tp1"], "name": ""}
+
+
 @pytest.mark.parametrize("name", NOT_FINITE)
 def test_a_gradient_that_is_not_finite_is_refused_by_all_ranks(name: str, errors) -> None:
     (case,) = [case for case in CASES if case.name == name]
@@ -118,6 +124,7 @@ def cases(draw: st.DrawFn) -> Case:
         loss_unit=draw(st.sampled_from(("token", "sample", "microbatch"))),
         micro_batch_size=size,
         recompute=draw(st.sampled_from((None, "uniform", "block", "selective", "selective mlp layernorm"))),
+        offload=draw(st.sampled_from((0, 0, 1, 4))),
         logit_rows=draw(st.sampled_from((None, 3))),
         sequence_parallel=tp > 1 and draw(st.booleans()),
         whole_encoder=tp > 1 and draw(st.booleans()),

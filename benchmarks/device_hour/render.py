@@ -130,7 +130,8 @@ def _predicted(results: Results, label: str, step: dict) -> float | None:
     from benchmarks.plan.meta import predicted_step
     from tests.meta.step import Case
 
-    case = Case(run["size"], freeze=tuple(run["frozen"]), recompute="full" if run["recompute"] else "none")
+    case = Case(run["size"], freeze=tuple(run["frozen"]), recompute="full" if run["recompute"] else "none",
+                offload=1000 * run.get("offload", False))
     samples = microbatches_of(step["tokens"] // run["num_microbatches"], run["num_microbatches"], run["mix"])
     return predicted_step(case.model(), samples, known).seconds
 

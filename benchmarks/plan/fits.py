@@ -26,7 +26,7 @@ MEMORIES = (64.0, 79.65, 140.4)
 """GiB: of Ascend 910B and A2, of an 80 GB and of a 141 GB GPU, as their drivers report them."""
 NUM_TOKENS = 8192
 """Tokens of the one microbatch that a device holds at a time."""
-LETTERS = dict(zip((change.flags for change in CHANGES), "DRSGMWFOBN", strict=True))
+LETTERS = dict(zip((change.flags for change in CHANGES), "DRSGMWFAOBN", strict=True))
 
 
 def model_of(size: str, trained: str) -> ModelConfig:

@@ -49,7 +49,7 @@ PRECISIONS: dict[str, tuple[str, ...]] = {
     "fp32": (), "bf16": ("--bf16",), "bf16 moments": ("--bf16", *ROUNDED_MOMENTS),
     "bf16 remainders": ("--bf16", *REMAINDERS, *ROUNDED_MOMENTS),
     "bf16 weights": ("--bf16", *NO_COPIES, *ROUNDED_MOMENTS),
-    "bf16 offloaded": ("--bf16", *OFFLOADED),
+    "bf16 offloaded": ("--bf16", *OFFLOADED, "--cpu-offload-activations"),
 }  # fmt: skip
 """What ``train`` compares, by flags of the program."""
 
@@ -196,6 +196,7 @@ def _add_speed_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mix", action="store_true", help="samples of different lengths and pictures")
     parser.add_argument("--freeze", nargs="*", default=[], choices=("vision", "projector", "language"))
     parser.add_argument("--recompute", action="store_true", help="keep only layer inputs, on both sides")
+    parser.add_argument("--offload", action="store_true", help="keep activations in host memory, on our side")
     parser.add_argument("--no-peer", action="store_true", help="time our side only")
     parser.add_argument("--rounds", type=int, default=1, help="how many times each side runs, in turn")
     parser.add_argument("--warmup", type=int, default=NUM_WARMUP)

@@ -35,7 +35,7 @@ def time_side(flags: argparse.Namespace, device: Device) -> dict:
     from mm.parallel.megatron import DTYPES
     from tests.microbatches import random_microbatch
 
-    model = model_config(flags.size, flags.freeze, flags.recompute)
+    model = model_config(flags.size, flags.freeze, flags.recompute, flags.offload)
     precision = flags.precision or ("fp32" if device.kind == "cpu" else "bf16")
     tokens = flags.tokens or DEFAULT_TOKENS.get(flags.size, 8192)
     batch = [random_microbatch(model, samples, seed)
@@ -120,8 +120,8 @@ def speed(flags: argparse.Namespace, own_arguments: list[str]) -> tuple[dict, bo
         broken = [run for run in runs if "error" in run]
         found[side] = broken[0] if broken else together(runs, ceiling_tflops)
     result = {
-        "size": flags.size, "frozen": flags.freeze, "recompute": flags.recompute, "mix": flags.mix,
-        "num_microbatches": flags.num_microbatches, "rounds": flags.rounds, "versions": versions(), **found,
+        "size": flags.size, "frozen": flags.freeze, "recompute": flags.recompute, "offload": flags.offload,
+        "mix": flags.mix, "num_microbatches": flags.num_microbatches, "rounds": flags.rounds, "versions": versions(), **found,
     }  # fmt: skip
     passed = all("error" not in side for side in found.values())
     if passed and not flags.no_peer:

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
+from mm.config.activations import recompute_problems
 from mm.config.command_line import Words
 from mm.config.flags import Arguments
 from mm.config.lora import pattern_problems
-from mm.config.model import recompute_problems
 from mm.config.phases import phase_problems
 
 

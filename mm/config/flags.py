@@ -13,10 +13,10 @@ from annotated_types import Ge, Le
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from mm.config.activations import Granularity, Method, OffloadConfig, RecomputeConfig, RecomputeModules
 from mm.config.command_line import CommandLine
 from mm.config.foreign import FLAGS
 from mm.config.lora import LoraConfig, pattern_pairs
-from mm.config.model import Granularity, Method, OffloadConfig, RecomputeConfig, RecomputeModules
 from mm.config.schema import (
     NUMBERS,
     STRICT,

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from pydantic_core import to_jsonable_python
 
+from mm.config.activations import OffloadConfig, RecomputeConfig
 from mm.config.command_line import Words, flag_name
 from mm.config.data import DataConfig, read_data
 from mm.config.dataset_files import training_files, validation_files
@@ -21,7 +22,7 @@ from mm.config.flags import TRAIN, Arguments, is_same_directory
 from mm.config.fsdp2 import fsdp2_notes
 from mm.config.launcher import launched_ranks, world_problems
 from mm.config.lora import lora_notes, lora_problems, merged
-from mm.config.model import ModelConfig, OffloadConfig, RecomputeConfig, placement_notes, read_model
+from mm.config.model import ModelConfig, placement_notes, read_model
 from mm.config.patterns import long_patterns
 from mm.config.read import Document
 from mm.config.run_notes import RATE_FLAGS, RATE_KEYS, flag_notes, frozen_notes, sharding_notes

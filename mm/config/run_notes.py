@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
+from mm.config.activations import recompute_notes
 from mm.config.command_line import flag_name
 from mm.config.flags import Arguments
-from mm.config.model import ModelConfig, recompute_notes
+from mm.config.model import ModelConfig
 from mm.config.notes import NoEffect
 from mm.config.schema import changed
 

@@ -74,18 +74,33 @@ class HostPages:
 
 
 class _Memory:
-    """One block of the device's memory, whole, while it is there: several kept tensors may lie in it."""
+    """One block of the device's memory, whole, while it is there: several kept tensors of a dtype may lie in it."""
 
     def __init__(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        self.num_bytes, self.device = storage.nbytes(), tensor.device
-        self.here: Tensor | None = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        self.dtype, self.device = tensor.dtype, tensor.device
+        self._storage: torch.UntypedStorage | None = tensor.untyped_storage()  # while it lives, no other has its key
+        num_elements = self._storage.nbytes() // tensor.dtype.itemsize
+        self.num_bytes = num_elements * tensor.dtype.itemsize
+        self.here: Tensor | None = tensor.detach().as_strided((num_elements,), (1,), 0)
 
-    def tensor(self, dtype: torch.dtype, start: int, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
-        """A tensor in it; ``start`` in elements."""
+    def tensor(self, start: int, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
+        """A tensor in it."""
         assert self.here is not None, "it has been fetched"
-        return torch.empty(0, dtype=dtype, device=self.device).set_(
-            self.here.untyped_storage(), start, shape, strides)
+        return self.here.as_strided(shape, strides, start)
+
+    def free(self) -> None:
+        self.here = self._storage = None
+
+    def allocate(self) -> None:
+        """Have memory of the same size again."""
+        self.here = torch.empty(self.num_bytes // self.dtype.itemsize, dtype=self.dtype, device=self.device)
+
+    def pairs(self, pages: list[Tensor], start: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pieces of it, and their places on ``pages`` from the byte ``start``."""
+        assert self.here is not None, "copied while it is there"
+        for page, there, here in on_pages(start, self.num_bytes, PAGE_BYTES):
+            own = slice(here.start // self.dtype.itemsize, here.stop // self.dtype.itemsize)
+            yield self.here[own], pages[page][there].view(self.dtype)
 
 
 class LayerActivations:
@@ -98,23 +113,24 @@ class LayerActivations:
         makes the layer before come.  ``shared``: tensors that other layers keep, too, so they stay."""
         self._host, self.before, self._leaves = host, before, leaves
         self._shared = {one.untyped_storage()._cdata for one in shared}
-        self._memories: dict[int, _Memory] = {}
+        self._memories: dict[tuple[int, torch.dtype], _Memory] = {}
         self.pages: list[Tensor] = []
         """What it occupies in host memory."""
         self.is_coming = self.is_used = False
 
     def keep(self, tensor: Tensor) -> Callable[[], Tensor]:
         """A ``Keep``: weights, numbers that are no activations, and what other layers share stay on the device."""
-        key, base = tensor.untyped_storage()._cdata, tensor if tensor._base is None else tensor._base
-        if (not tensor.is_floating_point() or isinstance(base, nn.Parameter) or key in self._shared
+        storage, base = tensor.untyped_storage()._cdata, tensor if tensor._base is None else tensor._base
+        if (not tensor.is_floating_point() or isinstance(base, nn.Parameter) or storage in self._shared
                 or tensor.device != self._host.torch_device):
             return keep_here(tensor)
         if not self._leaves:
             kept = keep_here(tensor)
             return lambda: self._used(kept)
+        key = storage, tensor.dtype
         if key not in self._memories:
             self._memories[key] = _Memory(tensor)
-        memory, where = self._memories[key], (tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+        memory, where = self._memories[key], (int(tensor.storage_offset()), tensor.shape, tensor.stride())
         return lambda: self._used(lambda: memory.tensor(*where))
 
     def _used(self, give: Callable[[], Tensor]) -> Tensor:
@@ -169,7 +185,7 @@ class HostActivations:
         if self._leaving is not None:
             self._queue.join()
             for memory, _ in self._leaving.memories():
-                memory.here = None
+                memory.free()
             self._leaving = None
 
     def bring(self, own: LayerActivations) -> None:
@@ -196,9 +212,8 @@ class HostActivations:
         self._queue.mark()
         with self._queue.behind_mark():
             for memory, start in memories:
-                assert memory.here is not None, "the layer has just run"
-                for page, there, here in on_pages(start, memory.num_bytes, PAGE_BYTES):
-                    self._device.start_copying_back(memory.here[here], own.pages[page][there])
+                for here, there in memory.pairs(own.pages, start):
+                    self._device.start_copying_back(here, there)
 
     def _fetch(self, own: LayerActivations) -> None:
         """Let ``own`` come, if it has left and does not come already."""
@@ -207,13 +222,12 @@ class HostActivations:
         own.is_coming = True
         memories = own.memories()
         for memory, _ in memories:
-            memory.here = torch.empty(memory.num_bytes, dtype=torch.uint8, device=memory.device)
+            memory.allocate()
         self._queue.mark()
         with self._queue.behind_mark():
             for memory, start in memories:
-                assert memory.here is not None, "allocated above"
-                for page, there, here in on_pages(start, memory.num_bytes, PAGE_BYTES):
-                    memory.here[here].copy_(own.pages[page][there], non_blocking=True)
+                for here, there in memory.pairs(own.pages, start):
+                    here.copy_(there, non_blocking=True)
         self.pages.give_back(own.pages)
         own.pages = []
         own.forget()

@@ -18,6 +18,7 @@ from mm.plan.costs import WHOLE_LAYER, Cutting, block_keys, forward_laws
 from mm.plan.laws import Law
 from mm.plan.layer_memory import ALL, FP32, WIDTHS, LayerBytes, layer_bytes
 from mm.plan.lists import one_stage
+from mm.plan.offload import HOST_BYTES_PER_SECOND
 from mm.plan.states import state_widths
 from mm.weights.table import Place
 
@@ -46,9 +47,6 @@ COPY_TRAFFIC_BYTES = {"fp32": 0, "remainder": 42, "none": 26}
 single operators, or widened and rounded stochastically; and no copy is read to fill the bf16 weight."""
 EAGER_ROUNDING_BYTES = 366
 """More traffic where stochastic rounding runs as single operators instead of one kernel, counted by operators."""
-HOST_BYTES_PER_SECOND = 20e9
-"""Assumed for states in host memory, per device and direction: PCIe 4.0 with 16 lanes moves 31.5 GB/s at most, and the
-devices of a node share the host's memory.  They come and go at the same time."""
 _NUM_COLLECTIVES = 2
 """Collectives of a tensor-parallel layer in each direction: after attention and after the MLP."""
 
@@ -71,13 +69,14 @@ def calibration_by_device(run: Run, device: KnownDevice, links: Links) -> Calibr
     is_compiled = any(one.compiles_leaves for one in PLATFORMS if device in one.known_devices)
     update_bytes = UPDATE_BYTES + rounding_bytes(run.args, is_compiled)
     seconds = update_bytes / (MEMORY * device.memory_bandwidth)
-    seconds += run.args.host_share * sum(state_widths(run.args)) / HOST_BYTES_PER_SECOND
+    seconds += run.args.host_share * sum(state_widths(run.args)) / HOST_BYTES_PER_SECOND  # both ways at the same time
     return Calibration(
         machine=Machine(device.label, run.args.precision, 1, {}), date="", blocks=tuple(found.values()),
         chunk_pass=0.0, pipeline_pass=None,
         step=Law(1e-3, seconds),
         message=Law(COLLECTIVE_SECONDS, 1 / within), all_reduce={2: Law(COLLECTIVE_SECONDS, 1 / within)},
-        network=Network(links.node_size, NETWORK_SECONDS, 1 / (LINKS * links.between)), assumed_error=ASSUMED_ERROR)
+        network=Network(links.node_size, NETWORK_SECONDS, 1 / (LINKS * links.between)), assumed_error=ASSUMED_ERROR,
+        assumed_host_bytes=HOST_BYTES_PER_SECOND)
 
 
 def rounding_bytes(args: Arguments, is_compiled: bool = True) -> int:

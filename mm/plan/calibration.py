@@ -117,11 +117,18 @@ class Calibration:
     """None: all ranks are on one node, or connected like those that measured."""
     assumed_error: float | None = None
     """Relative error of times that were computed rather than measured."""
+    assumed_host_bytes: float | None = None
+    """Bytes per second to and from host memory, if ``speeds`` were not measured."""
 
     @property
     def error(self) -> float:
         """The usual relative error of a block: the median."""
         return median(one.error for one in self.blocks) if self.assumed_error is None else self.assumed_error
+
+    @property
+    def host_bytes(self) -> float | None:
+        """Bytes per second to or from host memory; None if unknown, as on no device."""
+        return self.assumed_host_bytes if self.speeds is None else self.speeds.host_bytes
 
     @cached_property
     def by_key(self) -> Mapping[BlockKey, MeasuredBlock]:

@@ -10,8 +10,9 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, get_args
 
+from mm.config.activations import RecomputeConfig
 from mm.config.data import DataConfig
-from mm.config.model import EncoderPlacement, ModelConfig, RecomputeConfig
+from mm.config.model import EncoderPlacement, ModelConfig
 from mm.config.run import Run, parallel_problems
 from mm.plan.lists import Lists
 

@@ -12,7 +12,8 @@ from functools import cache
 import numpy as np
 
 from mm.batch import NO_SAMPLES, BatchTotals
-from mm.config.model import ModelConfig, RecomputeConfig
+from mm.config.activations import RecomputeConfig
+from mm.config.model import ModelConfig
 from mm.errors import UserError
 from mm.model.flops import Backward, BlockPlace, block_backwards, blocks
 from mm.parallel.simulation import SlotCost, as_costs
@@ -20,6 +21,7 @@ from mm.placement import Placement
 from mm.plan.calibration import BlockKey, BlockLaws, Calibration
 from mm.plan.laws import Law
 from mm.plan.lists import one_stage
+from mm.plan.offload import behind_link, offloaded_bytes
 from mm.weights.memory import memory_shape
 from mm.weights.table import VISION_PLACES, Place, model_weights
 
@@ -105,10 +107,13 @@ class BlockCosts:
     def of(cls, model: ModelConfig, cutting: Cutting, calibration: Calibration) -> "BlockCosts":
         """The costs in seconds.  Raises UserError if the calibration lacks one of the blocks."""
         found = dict[tuple[BlockPlace, bool], BlockLaws]()
+        offloaded = offloaded_bytes(model, cutting.tp_size, calibration.machine.precision,
+                                    cutting.tp_size if cutting.sequence_parallel else 1)
         for has_images in (False, True):
             keys = block_keys(model, cutting, has_images)
             found |= {(place, has_images): laws_of(key, calibration) for place, key in keys.items()
                       if has_images or place[0] not in VISION_PLACES}
+        found |= {at: behind_link(found[at], offloaded[at[0]], calibration) for at in found if at[0] in offloaded}
         is_pipeline = model.num_stages > 1 and calibration.pipeline_pass is not None
         chunk_pass = max(calibration.chunk_pass, (calibration.pipeline_pass or 0.0) * is_pipeline)
         return cls._from_laws(one_stage(model), found, chunk_pass)

@@ -8,10 +8,10 @@ for others.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from mm.config.activations import OffloadConfig, RecomputeConfig
 from mm.config.flags import Arguments
-from mm.config.model import RecomputeConfig
 from mm.config.run import Run
-from mm.plan.sizes import peaks, stage_sizes
+from mm.plan.sizes import activation_bytes_on_host, peaks, stage_sizes
 
 NEARLY_EQUAL = 0.9
 """Devices whose memories differ by less than this factor get one answer, that of the smaller."""
@@ -35,7 +35,7 @@ class Fit:
     peak_bytes: int
     """With these changes; if none are enough, the least that any of them reach."""
     host_bytes: int = 0
-    """Host memory for the optimizer states of a rank with these changes."""
+    """Host memory for the optimizer states and activations of a rank with these changes."""
 
 
 def _with(run: Run, **fields: object) -> Run:
@@ -65,6 +65,15 @@ def _recomputed(recompute: RecomputeConfig) -> Callable[[Run], Run | None]:
     return applied
 
 
+def _offloaded(run: Run) -> Run | None:
+    """Only inputs of layers that are recomputed: the rest of a layer takes longer to the host than to compute again."""
+    towers = {name: getattr(run.model, name) for name in ("vision", "language")}
+    if any(tower.recompute.granularity != "full" or tower.offload != OffloadConfig() for tower in towers.values()):
+        return None
+    changed = {name: replace(tower, offload=OffloadConfig(activations=True)) for name, tower in towers.items()}
+    return replace(run, model=replace(run.model, **changed))
+
+
 def _in_bf16(suits: Callable[[Arguments], bool], **fields: object) -> Callable[[Run], Run | None]:
     """A change of a run in bf16 whose flags ``suits``."""
     return lambda run: _with(run, **fields) if run.args.bf16 and suits(run.args) else None
@@ -82,6 +91,7 @@ CHANGES = (
            _sharded("optim_grads_params", ("no_shard", "optim", "optim_grads"))),
     Change("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
            _recomputed(RecomputeConfig("full", "uniform", 1))),
+    Change("--cpu-offload-activations", _offloaded),
     Change("--optimizer-cpu-offload", lambda run: None if run.args.host_share == 1.0 else _with(
         run, optimizer_cpu_offload=True, optimizer_offload_fraction=1.0)),
     Change("--grad-reduce-in-bf16", _in_bf16(lambda args: not args.grad_reduce_in_bf16, grad_reduce_in_bf16=True)),
@@ -132,7 +142,9 @@ def _peak(run: Run) -> int:
 
 
 def _host_bytes(run: Run) -> int:
-    return max(size.host_bytes for size in stage_sizes(run, run.model.placement()))
+    placement = run.model.placement()
+    states, activations = stage_sizes(run, placement), activation_bytes_on_host(run, placement)
+    return max(size.host_bytes + num_bytes for size, num_bytes in zip(states, activations, strict=True))
 
 
 def _distinct(memories: Iterable[int]) -> list[int]:

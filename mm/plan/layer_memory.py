@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from mm.config.model import ModelConfig, RecomputeConfig, Tower
+from mm.config.activations import RecomputeConfig
+from mm.config.model import ModelConfig, Tower
 from mm.weights.lora import matrix_pairs
 from mm.weights.memory import memory_shape
 from mm.weights.placed import weights_by_place

@@ -6,7 +6,6 @@ Pure arithmetic over the model's settings; ``mm.plan.layer_memory`` says what on
 communication library, and the allocator's fragmentation.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +28,7 @@ from mm.plan.layer_memory import (
     vision_division,
 )
 from mm.plan.messages import message_bytes
+from mm.plan.params import params_by_place, params_of
 from mm.weights.memory import memory_shape
 from mm.weights.placed import owns, stage_weights, weights_by_place
 from mm.weights.table import Place, Weight
@@ -42,6 +42,36 @@ class MicrobatchSizes:
     num_tokens: int
     num_patches: int
     num_targets: int
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """Bytes per row of one layer."""
+
+    sizes: LayerBytes
+    keeps: Keeps
+    leaves: bool
+    """Whether its activations are offloaded, but for ``stays``."""
+    stays: int
+
+    @property
+    def kept(self) -> int:
+        """From the forward to the backward pass, on the device."""
+        return self.stays if self.leaves else self.sizes.kept(self.keeps)
+
+    @property
+    def offloaded(self) -> int:
+        """From the forward to the backward pass, in host memory."""
+        return self.sizes.kept(self.keeps) - self.stays if self.leaves else 0
+
+    @property
+    def working(self) -> int:
+        return self.sizes.working(self.keeps)
+
+    @property
+    def made(self) -> int:
+        """What the forward pass makes and does not keep."""
+        return self.sizes.kept(ALL) - self.sizes.kept(self.keeps)
 
 
 @dataclass(frozen=True)
@@ -134,19 +164,18 @@ class ChunkMemory:
         computed.  The last one of the ViT leaves during the first layer of the LLM.
         """
         vision, language = self._working_per_row
-        of_vision, of_language = (max((layer.offloaded for layer in self._layers(part)), default=0)
-                                  for part in ("vision", "language"))
         num_patches, num_tokens = rows.num_patches * self.encoder_batch_size, rows.num_tokens
-        moments = [(vision + self._num_passing("vision") * of_vision) * num_patches,
-                   (language + self._num_passing("language") * of_language) * num_tokens]
-        if of_vision and self.spec.language_layers:
-            first = self._layers("language")[0]
-            moments.append(of_vision * num_patches + (first.offloaded + first.made) * num_tokens)
-        return max(moments)
+        leaving, first = self._between_towers
+        return max(vision * num_patches, language * num_tokens, leaving * num_patches + first * num_tokens)
 
-    def _num_passing(self, part: str) -> int:
-        """Offloaded layers whose activations are on the device at the same time."""
-        return min(2, sum(layer.offloaded > 0 for layer in self._layers(part)))
+    @cached_property
+    def _between_towers(self) -> tuple[int, int]:
+        """Bytes per patch of the ViT's last layer, which leaves, and per token of the LLM's first, which runs."""
+        last, *_ = [layer.offloaded for layer in reversed(self._layers("vision"))] or [0]
+        if not last or not self.spec.language_layers:
+            return 0, 0
+        first = self._layers("language")[0]
+        return last, first.offloaded + first.made
 
     def leaving_bytes(self, rows: MicrobatchSizes) -> int:
         """Bytes of the last layer's activations, if they leave: after its forward pass, beside logits."""
@@ -162,8 +191,13 @@ class ChunkMemory:
 
     @cached_property
     def _working_per_row(self) -> tuple[int, int]:
-        vision, language = (max((layer.working for layer in self._layers(part)), default=0)
-                            for part in ("vision", "language"))
+        """Per patch and per token."""
+        def of(layers: Sequence[LayerMemory]) -> int:
+            offloaded = [layer.offloaded for layer in layers if layer.offloaded]
+            return max((layer.working for layer in layers), default=0) + min(2, len(offloaded)) * max(
+                offloaded, default=0)
+
+        vision, language = of(self._layers("vision")), of(self._layers("language"))
         # the gradients of visual tokens, as they come and joined
         return vision + 2 * self._together_per_patch * self._path.leads_to_images, language
 
@@ -176,18 +210,19 @@ class ChunkMemory:
     @cached_property
     def layer_gradients(self) -> int:
         """Trained elements of the largest layer."""
-        return max(map(self._trained_elements, self._weights_of_layers), default=0)
+        return max((num_trained for _, num_trained, _ in self._layer_params), default=0)
 
     @cached_property
     def layer_weights(self) -> int:
         """All elements of the largest layer."""
-        return max(map(self._elements, self._weights_of_layers), default=0)
+        return max((num_params for num_params, _, _ in self._layer_params), default=0)
 
     @property
-    def _weights_of_layers(self) -> list[Sequence[Weight]]:
+    def _layer_params(self) -> list[tuple[int, int, int]]:
         places = [*((Place.VISION_LAYER, layer) for layer in self.spec.vision_layers),
                   *((Place.LANGUAGE_LAYER, layer) for layer in self.spec.language_layers)]
-        return [self._of(*one) for one in places]
+        known = params_by_place(self.model, self.tp_size)
+        return [known[place] for place in places]
 
     @cached_property
     def embedding_weights(self) -> int:
@@ -225,10 +260,10 @@ class ChunkMemory:
         return self.model.language.tied and self.spec.has_embedding and self.spec.has_head
 
     def _trained_elements(self, weights: Sequence[Weight]) -> int:
-        return self._elements([one for one in weights if not is_frozen(one, self.model)])
+        return params_of(weights, self.model, self.tp_size)[1]
 
     def _elements(self, weights: Sequence[Weight]) -> int:
-        return sum(math.prod(memory_shape(one, self.tp_size)) for one in weights)
+        return params_of(weights, self.model, self.tp_size)[0]
 
     def _message_bytes(self, message: Message, rows: MicrobatchSizes) -> int:
         num_pieces = self.num_pieces if message is Message.HIDDEN_STATES else self._vision_division[1]
@@ -244,18 +279,18 @@ class ChunkMemory:
     def _of(self, place: Place, layer: int | None = None) -> Sequence[Weight]:
         return weights_by_place(self.model)[place, layer] if owns(self.spec, place, layer) else ()
 
-    def _layers(self, part: str) -> "Sequence[LayerMemory]":
+    def _layers(self, part: str) -> Sequence[LayerMemory]:
         return self._vision_layers if part == "vision" else self._language_layers
 
     @cached_property
-    def _vision_layers(self) -> "Sequence[LayerMemory]":
+    def _vision_layers(self) -> Sequence[LayerMemory]:
         return list(self._layers_of("vision"))
 
     @cached_property
-    def _language_layers(self) -> "Sequence[LayerMemory]":
+    def _language_layers(self) -> Sequence[LayerMemory]:
         return list(self._layers_of("language"))
 
-    def _layers_of(self, part: str) -> "Iterator[LayerMemory]":
+    def _layers_of(self, part: str) -> Iterator[LayerMemory]:
         tower: Tower = getattr(self.model, part)
         place = Place.VISION_LAYER if part == "vision" else Place.LANGUAGE_LAYER
         layers: range = getattr(self.spec, place.value)
@@ -317,36 +352,6 @@ class ChunkMemory:
         norm, hidden = self._of(Place.HEAD)[0], self.model.language.hidden_size * self.width
         enters_norm = self._path.needs_input_gradient(Place.HEAD) or not is_frozen(norm, self.model)
         return hidden + INT64 + enters_norm * (hidden + FP32)
-
-
-@dataclass(frozen=True)
-class LayerMemory:
-    """Bytes per row of one layer."""
-
-    sizes: LayerBytes
-    keeps: Keeps
-    leaves: bool
-    """Whether its activations are offloaded, but for ``stays``."""
-    stays: int
-
-    @property
-    def kept(self) -> int:
-        """From the forward to the backward pass, on the device."""
-        return self.stays if self.leaves else self.sizes.kept(self.keeps)
-
-    @property
-    def offloaded(self) -> int:
-        """From the forward to the backward pass, in host memory."""
-        return self.sizes.kept(self.keeps) - self.stays if self.leaves else 0
-
-    @property
-    def working(self) -> int:
-        return self.sizes.working(self.keeps)
-
-    @property
-    def made(self) -> int:
-        """What the forward pass makes and does not keep."""
-        return self.sizes.kept(ALL) - self.sizes.kept(self.keeps)
 
 
 def _paged(num_bytes: int) -> int:

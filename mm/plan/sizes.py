@@ -4,9 +4,8 @@ Sizes come from the weight table, the placement and the formulas of ``mm.plan.me
 """
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
-from functools import cache, reduce
+from functools import reduce
 from operator import add
 
 from mm.config.model import ModelConfig
@@ -16,12 +15,12 @@ from mm.placement import Placement, StageSpec
 from mm.plan.layer_memory import FP32, WIDTHS
 from mm.plan.lists import one_stage
 from mm.plan.memory import ChunkMemory, MicrobatchSizes
+from mm.plan.params import params_by_place, params_of
 from mm.plan.stage_memory import StageMemory, UnitBuffers
 from mm.plan.states import state_widths
-from mm.weights.memory import memory_shape
-from mm.weights.placed import owns, stage_weights, weights_by_place
-from mm.weights.table import Place, Weight, model_weights
-from mm.weights.trained import GradientPath, is_frozen
+from mm.weights.placed import owns, stage_weights
+from mm.weights.table import Place, model_weights
+from mm.weights.trained import GradientPath
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,7 @@ def gathered_params(run: Run) -> list[int]:
     output layer stays open between the two, and the word embedding's backward pass reads no weights.
     """
     model = one_stage(run.model)
-    path, sizes = GradientPath.of(model), _params_by_place(model, run.tp_size)
+    path, sizes = GradientPath.of(model), params_by_place(model, run.tp_size)
     found: list[int] = []
     for (place, layer), (num_params, _, _) in sizes.items():
         if place is Place.HEAD and model.language.tied:
@@ -146,25 +145,12 @@ def gathered_params(run: Run) -> list[int]:
 
 
 def _num_params(model: ModelConfig, tp_size: int, spec: StageSpec) -> tuple[int, int, int, int]:
-    """``_params_of`` the weights of ``spec``, summed, and the number of its blocks with trained weights."""
-    counts = [one for (place, layer), one in _params_by_place(model, tp_size).items() if owns(spec, place, layer)]
+    """``params_of`` the weights of ``spec``, summed, and the number of its blocks with trained weights."""
+    counts = [one for (place, layer), one in params_by_place(model, tp_size).items() if owns(spec, place, layer)]
     copies = [weight for weight in stage_weights(model, spec) if weight.is_tied_copy] if model.language.tied else []
-    counts.append(_params_of(copies, model, tp_size))
+    counts.append(params_of(copies, model, tp_size))
     num_params, num_trainable, num_whole = map(sum, zip(*counts, strict=True))
     return num_params, num_trainable, num_whole, sum(one[1] > 0 for one in counts)
-
-
-@cache
-def _params_by_place(model: ModelConfig, tp_size: int) -> Mapping[tuple[Place, int | None], tuple[int, int, int]]:
-    return {place: _params_of(weights, model, tp_size) for place, weights in weights_by_place(model).items()}
-
-
-def _params_of(weights: Sequence[Weight], model: ModelConfig, tp_size: int) -> tuple[int, int, int]:
-    """Parameters of ``weights`` on one rank; those that are trained; and of these, those of a whole encoder."""
-    found = [(math.prod(memory_shape(weight, tp_size)), not is_frozen(weight, model), weight.is_whole)
-             for weight in weights]
-    return (sum(size for size, _, _ in found), sum(size for size, is_trained, _ in found if is_trained),
-            sum(size for size, is_trained, is_whole in found if is_trained and is_whole))
 
 
 def stage_sizes(run: Run, placement: Placement) -> list[StageSize]:
@@ -243,6 +229,14 @@ def peaks(run: Run, placement: Placement, sizes: list[StageSize]) -> dict[str, i
     memories = [stage_memory(run, placement, stage) for stage in range(len(sizes))]
     return {kind: max(peak_bytes(memory, rows, run, size) for memory, size in zip(memories, sizes, strict=True))
             for kind, rows in longest_microbatches(run).items()}
+
+
+def activation_bytes_on_host(run: Run, placement: Placement) -> list[int]:
+    """Host memory for the offloaded activations of one rank of each stage, for the kind of microbatch that needs
+    most."""
+    memories = [stage_memory(run, placement, stage) for stage in range(placement.num_stages)]
+    return [max(memory.host_bytes(rows, run.held_microbatches) for rows in longest_microbatches(run).values())
+            for memory in memories]
 
 
 def peak_bytes(memory: StageMemory, rows: MicrobatchSizes, run: Run, size: StageSize) -> int:

@@ -12,13 +12,16 @@ from mm.config.notes import sorted_notes
 from mm.config.run import Run
 from mm.device.known import KNOWN_DEVICES
 from mm.placement import Message, Placement, StageSpec
+from mm.plan.activation_report import activation_notes, activation_rows, is_wanted
 from mm.plan.fitting import Fit, cheapest_fits
 from mm.plan.layer_memory import WIDTHS
 from mm.plan.memory import MicrobatchSizes
+from mm.plan.offload import HOST_BYTES_PER_SECOND
 from mm.plan.sizes import (
     STATED,
     VISUAL,
     StageSize,
+    activation_bytes_on_host,
     chunk_size,
     longest_microbatches,
     num_model_params,
@@ -58,6 +61,7 @@ def stage_report(run: Run) -> str:
         _boundary_lines(run, placement),
         _total_lines(run, sizes),
         _memory_table(run, placement, sizes),
+        _activation_table(run, placement, sizes),
         _device_lines(run, placement, sizes),
         _group_lines(run),
         ["Notes:", *(f"  - {note}" for note in notes)] if notes else [],
@@ -135,12 +139,12 @@ def _stage_table(run: Run, placement: Placement) -> list[str]:
     return ["Stages (one rank each; GiB of states):", *_aligned(rows)]
 
 
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    """A table whose first two columns are text, the others numbers."""
+def _aligned(rows: list[tuple[str, ...]], num_texts: int = 2) -> list[str]:
+    """A table whose first ``num_texts`` columns are text, the others numbers."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
-        cells = [cell.ljust(width) if column < 2 else cell.rjust(width)
+        cells = [cell.ljust(width) if column < num_texts else cell.rjust(width)
                  for column, (cell, width) in enumerate(zip(row, widths, strict=True))]
         lines.append("  ".join(cells).rstrip())
     return lines
@@ -201,9 +205,9 @@ def _total_lines(run: Run, sizes: list[StageSize]) -> list[str]:
 
 def _memory_table(run: Run, placement: Placement, sizes: list[StageSize]) -> list[str]:
     """Peak memory of each stage, and its parts."""
-    buffers = unit_buffers(run)
+    buffers, offloads = unit_buffers(run), any(activation_bytes_on_host(run, placement))
     header = ("stage", "tokens", "in flight", "states", "activations", "sent ahead", "logits", "a layer's work",
-              *["open units"] * (buffers is not None), "peak")
+              *["open units"] * (buffers is not None), "peak", *["on the host"] * offloads)
     rows: list[tuple[str, ...]] = [header]
     kinds = longest_microbatches(run)
     for stage, size in enumerate(sizes):
@@ -213,7 +217,7 @@ def _memory_table(run: Run, placement: Placement, sizes: list[StageSize]) -> lis
             bytes_of = (size.total_bytes, memory.kept_bytes(held, count), memory.ahead_bytes(held, count),
                         memory.logit_bytes(held), memory.working_bytes(held),
                         *([memory.working_parts(held, buffers)[1]] if buffers else []),
-                        peak_bytes(memory, held, run, size))
+                        peak_bytes(memory, held, run, size), *[memory.host_bytes(held, count)] * offloads)
             num_in_flight = "+".join(map(str, memory.in_flight(held, count)))
             rows.append((str(stage), kind, num_in_flight, *map(_gib, bytes_of)))
     return [
@@ -224,7 +228,22 @@ def _memory_table(run: Run, placement: Placement, sizes: list[StageSize]) -> lis
         "slow next stage can leave waiting.  Not counted: the driver, communication buffers and fragmentation.",
         *(["Open units: gradients, and weights in shards, of the layers that are used at that moment."]
           if buffers else []),
+        *(["On the host: offloaded activations; those of two layers are on the device, in the columns of logits and of "
+           "a", "layer's work."] if offloads else []),
     ]
+
+
+def _activation_table(run: Run, placement: Placement, sizes: list[StageSize]) -> list[str]:
+    """What it costs to recompute or to offload activations on the devices that the run fits, if it does one of the two.
+    """
+    if not is_wanted(run):
+        return []
+    first, *others = activation_rows(run, min(peaks(run, placement, sizes).values()))
+    return ["Fewer activations (ms more for a layer and microbatch; from published peaks and "
+            f"{HOST_BYTES_PER_SECOND / 1e9:g} GB/s to and from the host,", "not measured; the least is the cheapest):",
+            *_aligned([first, *others], num_texts=1), *activation_notes(run),
+            "Both: it is recomputed, and its input is offloaded.  What is offloaded crosses the link while the next "
+            "layer is", "computed; only what takes longer counts."]
 
 
 def _microbatch_lines(run: Run, kinds: dict[str, MicrobatchSizes]) -> list[str]:

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from mm.config.model import RecomputeConfig
+from mm.config.activations import RecomputeConfig
 from mm.config.read import read_json
 from mm.config.run import Run
 from mm.errors import UserError

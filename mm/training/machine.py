@@ -20,7 +20,7 @@ from mm.config.run import Run
 from mm.device.platform import MachineFinding
 from mm.device.platforms import PLATFORMS
 from mm.plan.layer_memory import WIDTHS
-from mm.plan.sizes import StageSize, stage_sizes
+from mm.plan.sizes import StageSize, activation_bytes_on_host, stage_sizes
 
 DISTRIBUTION = "qwen2_5_vl-3d"
 PACKAGES = ("torch", "megatron-core", "transformers")
@@ -149,25 +149,40 @@ def _host_memory(run: Run, node: Node) -> Iterator[MachineFinding]:
     least = RANK_BYTES * node.num_ranks + states
     # the current step, the next one, which is prepared meanwhile, and microbatches in flight from workers
     held = 2 * run.held_microbatches + run.args.num_workers * run.data.prefetch_factor
-    copies = _copy_bytes(run, node)
-    wanted = least + RANK_BYTES * owners * run.args.num_workers + owners * held * pixel_bytes + copies
+    copies, activations = _copy_bytes(run, node), _activation_bytes(run, node)
+    wanted = least + RANK_BYTES * owners * run.args.num_workers + owners * held * pixel_bytes + copies + activations
     if node.host_bytes < wanted:
         yield node.host_bytes < least, (
             f"{_gib(node.host_bytes)} GiB of host memory are free, but the {node.num_ranks} ranks of this node need up "
             f"to {_gib(wanted)} GiB: {_gib(least - states)} for their processes, "
-            f"{f'{_gib(states)} for optimizer states, ' if states else ''}{_gib(copies)} for copies of what is saved, "
+            f"{f'{_gib(states)} for optimizer states, ' if states else ''}"
+            f"{f'{_gib(activations)} for activations of the longest microbatches, ' if activations else ''}"
+            f"{_gib(copies)} for copies of what is saved, "
             f"and the rest for {owners} data owners, which prefetch steps into pinned memory. Give the container more "
             f"(`docker run --memory`), end other processes (`ps aux --sort=-rss | head`), or lower --num-workers, "
             f"prefetch_factor or --global-batch-size"
             f"{', or --optimizer-offload-fraction' if states else ''}"
+            f"{', or --cpu-offloading-num-layers' if activations else ''}"
             f"{', or remove --async-save' if run.args.async_save else ''}")
 
 
 def _sizes(run: Run, node: Node) -> Iterator[tuple[int, StageSize]]:
     """The node's ranks, and the size of the stage of each."""
-    sizes, num_in_stage = stage_sizes(run, run.model.placement()), run.tp_size * run.cp_size * run.dp_size
+    sizes = stage_sizes(run, run.model.placement())
+    yield from ((rank, sizes[stage]) for rank, stage in _stages(run, node))
+
+
+def _activation_bytes(run: Run, node: Node) -> int:
+    """Host memory for offloaded activations, if every microbatch is as long as it can be."""
+    of_stages = activation_bytes_on_host(run, run.model.placement())
+    return sum(of_stages[stage] for _, stage in _stages(run, node))
+
+
+def _stages(run: Run, node: Node) -> Iterator[tuple[int, int]]:
+    """The node's ranks, and the stage of each."""
+    num_in_stage = run.tp_size * run.cp_size * run.dp_size
     for rank in range(node.first_rank, min(node.first_rank + node.num_ranks, run.world_size)):
-        yield rank, sizes[rank // num_in_stage]
+        yield rank, rank // num_in_stage
 
 
 def _copy_bytes(run: Run, node: Node) -> int:

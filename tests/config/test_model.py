@@ -8,7 +8,7 @@ import pytest
 
 from mm.config.data import read_data
 from mm.config.layers import layers_in
-from mm.config.model import RecomputeConfig, placement_notes, read_model
+from mm.config.model import placement_notes, read_model
 from mm.errors import UserError
 from tests.files import EXAMPLES
 
@@ -97,13 +97,6 @@ def test_images_are_encoded_together_where_one_slot_has_the_whole_vit(tmp_path):
     assert "encoder_batch_microbatches is 0" in problem
 
 
-def test_block_recomputes_the_first_layers_of_each_chunk_and_uniform_all():
-    block, chunks = RecomputeConfig("full", "block", 2), (range(0, 1), range(1, 5), range(5, 5), range(5, 8))
-    assert [list(block.whole_layers(layers)) for layers in chunks] == [[0], [1, 2], [], [5, 6]]
-    assert [RecomputeConfig("full", "uniform", 2).whole_layers(layers) for layers in chunks] == list(chunks)
-    assert not any(RecomputeConfig("selective").whole_layers(layers) for layers in chunks)
-
-
 def test_layers_and_words_that_freeze(tmp_path):
     config = model(tmp_path, **{f"{VISION}.freeze_layers": "0-2, 5", f"{LANGUAGE}.freeze_layers": None,
                                 "freeze_modules": ["norm", "bias"]})
@@ -179,6 +172,9 @@ def test_keys_without_effect_are_noted_once_with_the_reason():
     ({f"{VISION}.freeze_layers": "5-3"}, 'freeze_layers is "5-3"; expected layers and spans of them, such as "0-15'),
     ({f"{VISION}.freeze_layers": [1]}, 'freeze_layers is [1]; expected layers and spans of them'),
     ({"freeze_modules": "norm"}, 'freeze_modules is "norm"; expected one or more words'),
+    ({f"{LANGUAGE}.cpu_offloading_activations": False, f"{LANGUAGE}.cpu_offloading_num_layers": 3},
+     "text_decoder.cpu_offloading_num_layers is 3, but text_decoder.cpu_offloading_activations is false; set it to"),
+    ({f"{LANGUAGE}.cpu_offloading_weights": True}, "cpu_offloading_weights is true"),
     ({f"{LANGUAGE}.recompute_granularity": "ful"}, 'granularity is "ful"; supported: "full" or "selective" (did you'),
     ({f"{LANGUAGE}.recompute_granularity": "full"}, "which also needs text_decoder.recompute_method"),
     ({f"{LANGUAGE}.recompute_num_layers": 1}, "need text_decoder.recompute_granularity 'full'"),

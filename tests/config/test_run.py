@@ -223,13 +223,6 @@ def test_missing_file_flags_are_reported_once():
     assert len(caught.value.problems) == 2
 
 
-def test_recompute_flags_apply_where_the_json_has_none(tmp_path):
-    run = load(tmp_path, "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers",
-               "1", model={f"{LANGUAGE}.recompute_granularity": "selective"})
-    assert run.model.vision.recompute.method == "uniform"
-    assert run.model.language.recompute.granularity == "selective"
-
-
 def test_what_is_frozen_comes_from_the_file_or_the_flags(tmp_path):
     assert load(tmp_path, "--freeze-modules", "norm", "bias").model.freeze_modules == ("norm", "bias")
     run = load(tmp_path, "--freeze-modules", "norm", "--trainable-modules", "layers.27",
@@ -238,23 +231,6 @@ def test_what_is_frozen_comes_from_the_file_or_the_flags(tmp_path):
     reported = load(tmp_path, model={f"{VISION}.freeze_layers": "1"}).notes
     assert any("vision_encoder.freeze_layers of" in one
                and ": no effect: freeze is true for the whole part" in one for one in reported)
-
-
-def test_the_number_of_layers_for_uniform_recompute_has_no_effect(tmp_path):
-    def reported(*flags: str, **model: object) -> list[str]:
-        found = [note for note in load(tmp_path, *flags, model=model).notes if "layer is recomputed separately" in note]
-        return [note.partition(" each")[0] for note in found]
-
-    def file(method: str, num_layers: int) -> dict[str, object]:
-        return {f"{LANGUAGE}.recompute_granularity": "full", f"{LANGUAGE}.recompute_method": method,
-                f"{LANGUAGE}.recompute_num_layers": num_layers}
-
-    flags = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers")
-    assert reported(*flags, "2") == ["--recompute-num-layers: no effect: with --recompute-method uniform"]
-    (note,) = reported(**file("uniform", 2))
-    assert note == (f"text_decoder.recompute_num_layers of {tmp_path}/model_7b.json: no effect: with "
-                    f"text_decoder.recompute_method uniform")
-    assert not reported(*flags, "1", **file("block", 2)) and not reported(**file("uniform", 1))
 
 
 def test_rates_of_parts_come_from_the_file_or_the_flags(tmp_path):

@@ -17,9 +17,10 @@ from tests.tiny_inputs import write_inputs
 NUM_ITERATIONS = 2
 LAYOUTS = {  # name: (processes, model JSON, what the same run on the CPU is called, more flags)
     "fp32": (1, "model_1", "fp32", ()),
-    "bf16": (1, "model_1", "bf16", ("--bf16", "--num-workers", "1", "--optimizer-cpu-offload")),
+    "bf16": (1, "model_1", "bf16", ("--bf16", "--num-workers", "1", "--optimizer-cpu-offload",
+                                     "--cpu-offload-activations")),
     "frozen": (1, "model_frozen", "frozen", ("--use-distributed-optimizer",)),
-    "pp2": (2, "model_2", "fp32", ("--profile-pipeline", "2", "--log-timers")),
+    "pp2": (2, "model_2", "fp32", ("--profile-pipeline", "2", "--log-timers", "--cpu-offload-activations")),
     "tp2-bf16": (2, "model_1", "bf16", ("--bf16", "--tensor-model-parallel-size", "2", "--use-distributed-optimizer",
                                         "--store-param-remainders", "--optimizer-cpu-offload")),
     "tp2-sequence": (2, "model_1", "fp32", ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
@@ -32,7 +33,8 @@ LAYOUTS = {  # name: (processes, model JSON, what the same run on the CPU is cal
     "dp2-shards": (2, "model_1", "fp32", ("--data-parallel-sharding-strategy", "optim_grads", "--overlap-grad-reduce")),
     "dp2-weight-shards": (2, "model_1", "bf16", (
         "--bf16", "--data-parallel-sharding-strategy", "optim_grads_params", "--overlap-grad-reduce",
-        "--overlap-param-gather")),
+        "--overlap-param-gather", "--cpu-offload-activations", "--recompute-granularity", "full", "--recompute-method",
+        "uniform", "--recompute-num-layers", "1")),
 }
 REFERENCES = ("fp32", "bf16", "frozen")
 TOLERANCES = {

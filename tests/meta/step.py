@@ -18,8 +18,9 @@ from datetime import timedelta
 from functools import cache
 from pathlib import Path
 
+from mm.config.activations import OffloadConfig, RecomputeConfig
 from mm.config.lora import LoraConfig
-from mm.config.model import ModelConfig, OffloadConfig, RecomputeConfig, read_model
+from mm.config.model import ModelConfig, read_model
 from tests.files import EXAMPLES
 from tests.meta.device import PHASES, MetaDevice, Recorder, Tally, prepare
 from tests.workload import SAMPLE, SAMPLE_TOKENS

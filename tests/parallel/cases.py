@@ -286,18 +286,14 @@ CASES = (*CASES, *(replace(case, name=f"host-{case.name}") for case in (
     Case("tp1", offload=4),
     Case("tp1-first-two", offload=2, tied=True, grids=TEXT_AT_BOTH_ENDS),
     Case("tp1-fused-selective", fused=True, recompute="selective mlp layernorm", offload=4),
-    Case("tp1-fused-norms", fused=True, recompute="selective layernorm mlp_act", offload=3),
     Case("tp1-recompute-block", recompute="block 2", offload=3),
     Case("tp1-layers-frozen", offload=3, freeze_layers=("0-1,3", "0,2"), freeze_modules=("embed", "fc1")),
     Case("tp2-sp-fused-recompute", tp=2, fused=True, sequence_parallel=True, recompute="uniform", offload=4),
-    Case("tp2-sp", tp=2, sequence_parallel=True, offload=1),
-    Case("ring2", cp=2, ring=True, offload=4),
     Case("cp2-images-together", cp=2, encoder_batch=3, offload=4, **FEW_TOKENS),
     Case("weight-shards-dp2", dp=2, sharding="optim_grads_params", overlap=True, offload=4),
     Case("pp2", (3, 1), (0, 4), offload=2),
     Case("pp2-vpp2-tied-recompute", ((2, 1), (1, 0)), ((0, 0), (1, 3)), tied=True, recompute="uniform", offload=4,
          micro_batch_size=1),
-    Case("pp4-vpp2", ((1, 1, 1, 1), (0, 0, 0, 0)), ((0, 0, 0, 0), (1, 1, 1, 1)), offload=4),
 )))
 
 

@@ -55,7 +55,8 @@ CASES = (
     _case("tp2", tp=2),
     _case("tp2-mixed", tp=2, lora=ONLY_LANGUAGE),
     _case("tp2-sp", tp=2, sequence_parallel=True),
-    _case("tp2-sp-selective-recompute", tp=2, sequence_parallel=True, recompute="selective", micro_batch_size=1),
+    _case("tp2-sp-selective-recompute", tp=2, sequence_parallel=True, recompute="selective", micro_batch_size=1,
+          offload=3),
     _case("cp2", cp=2),
     _case("ring2-one-sample", cp=2, ring=True, micro_batch_size=1),
     _case("cp2-few-tokens", cp=2, **FEW_TOKENS),
@@ -98,7 +99,7 @@ def _dropped(name: str, vision: Any = (4,), language: Any = (4,), **others: Any)
 DROPOUT_CASES = (
     _dropped("tp1"),
     _dropped("tp1-one-sample", micro_batch_size=1),
-    _dropped("tp1-recompute", recompute="uniform"),
+    _dropped("tp1-recompute", recompute="uniform", offload=4),
     _dropped("tp1-selective-recompute", recompute="selective"),
     _dropped("tp2", tp=2),
     _dropped("tp2-sp", tp=2, sequence_parallel=True),

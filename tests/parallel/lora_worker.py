@@ -31,6 +31,7 @@ from mm.weights.lora import model_adapters
 from mm.weights.placed import stage_weights
 from mm.weights.table import model_weights
 from mm.weights.trained import is_frozen, saved_among, saved_weights
+from tests.parallel.case_model import config_of
 from tests.parallel.cases import Case, batch_of
 from tests.parallel.lora_cases import CASES, DROPOUT_CASES, MIXED, LoraCase
 from tests.parallel.parity_worker import (  # picks the device before all others
@@ -38,7 +39,6 @@ from tests.parallel.parity_worker import (  # picks the device before all others
     WEIGHT_DECAY,
     Engine,
     build,
-    config_of,
     from_first_rank,
     gradient_errors,
     joined,

@@ -27,7 +27,7 @@ from torch import Tensor  # noqa: E402
 
 from mm.batch import BatchTotals, StepPlan, image_passes, passes_of_any  # noqa: E402
 from mm.config import flags as arguments  # noqa: E402
-from mm.config.model import ModelConfig, OffloadConfig, Rates, RecomputeConfig  # noqa: E402
+from mm.config.model import ModelConfig  # noqa: E402
 from mm.data.feed.owner import deal_images  # noqa: E402
 from mm.errors import AgreedError  # noqa: E402
 from mm.model.load import set_weight  # noqa: E402
@@ -45,6 +45,7 @@ from mm.weights.trained import is_frozen  # noqa: E402
 from tests.devices import kernels_of  # noqa: E402
 from tests.files import write_whole  # noqa: E402
 from tests.microbatches import own_pixels  # noqa: E402
+from tests.parallel.case_model import config_of  # noqa: E402
 from tests.parallel.cases import (  # noqa: E402
     CASES,
     GROUP_FLAGS,
@@ -55,7 +56,7 @@ from tests.parallel.cases import (  # noqa: E402
     Case,
     batch_of,
 )
-from tests.tiny import copied_weights, hf_loss, hf_model, hf_tensors, microbatch, our_config, whole  # noqa: E402
+from tests.tiny import copied_weights, hf_loss, hf_model, hf_tensors, microbatch, whole  # noqa: E402
 
 LR, WEIGHT_DECAY = 1e-3, 0.1
 
@@ -154,27 +155,6 @@ class Engine:
         dist.all_reduce(loss, group=self.setup.mesh.groups.dp_cp)
         dist.all_reduce(loss, group=self.setup.mesh.groups.pp)
         return float(loss)
-
-
-def config_of(case: Case) -> ModelConfig:
-    config = our_config(case.vision_chunks, case.language_chunks, case.tied, case.freeze, case.freeze_layers,
-                        case.freeze_modules, case.trainable_modules, case.num_key_heads)
-    config = replace(config, encoder_batch_microbatches=case.encoder_batch,
-                     encoder_placement="tensor_ranks" if case.whole_encoder else "cut")
-    if case.groups:
-        config = replace(config, vision=replace(config.vision, rates=Rates(VISION_LR)),
-                         projector=replace(config.projector, rates=Rates(PROJECTOR_LR, PROJECTOR_DECAY)))
-    if case.offload:
-        vision, language = (replace(tower, offload=OffloadConfig(num_layers=case.offload))
-                            for tower in (config.vision, config.language))
-        config = replace(config, vision=vision, language=language)
-    if case.recompute is None:
-        return config
-    how, *rest = case.recompute.split()
-    recompute = RecomputeConfig("selective", modules=tuple(rest)) if how == "selective" else (
-        RecomputeConfig("full", how, *map(int, rest or ["1"])))
-    vision, language = (replace(tower, recompute=recompute) for tower in (config.vision, config.language))
-    return replace(config, vision=vision, language=language)
 
 
 def mesh_of(case: Case, config: ModelConfig | None = None) -> parallel.Mesh:

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mm.batch import NO_SAMPLES, BatchTotals
+from mm.config.activations import RecomputeConfig
 from mm.config.lora import LoraConfig
-from mm.config.model import ModelConfig, RecomputeConfig
+from mm.config.model import ModelConfig
 from mm.errors import UserError
 from mm.model.flops import Backward, block_backwards, blocks, slot_flops
 from mm.plan.by_flops import calibration_by_flops

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mm.config import flags as arguments
-from mm.config.model import RecomputeConfig
+from mm.config.activations import RecomputeConfig
+from mm.config.run import Run
 from mm.plan.fitting import CHANGES, Change, _changed, _peak, cheapest_fits
 from mm.plan.stages import stage_report
 from tests.plan.test_stages import run_of
@@ -17,21 +18,31 @@ BASE = ("--lr", "0", "--train-iters", "1", "--seq-length", "1024", "--micro-batc
         "--mm-data", "d.json", "--bf16")
 
 
+OFFLOAD, FULL = "--cpu-offload-activations", RecomputeConfig("full", "uniform", 1)
+"""The change that needs another one: it is offered for recomputed layers only."""
+
+
+def before(change: Change) -> Run:
+    """A run to which ``change`` applies."""
+    return run_of("3b", [32], [36], 2, bf16=True, **({"recompute": FULL} if change.flags == OFFLOAD else {}))
+
+
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.flags)
 def test_the_flags_of_a_change_do_what_it_does(change: Change) -> None:
-    run = run_of("3b", [32], [36], 2, bf16=True)
+    run = before(change)
     changed, parsed = change.applied(run), arguments.parse([*BASE, *change.flags.split()])
     assert changed is not None and changed != run
     assert changed.args.sharding == parsed.sharding and changed.args.kept_copy == parsed.kept_copy
     names = ("exp_avg_dtype", "exp_avg_sq_dtype", "grad_reduce_in_bf16")
     assert all(getattr(changed.args, name) == getattr(parsed, name) for name in names)
     for tower in (changed.model.vision, changed.model.language):
-        assert tower.recompute == parsed.recompute
+        assert tower.recompute == (FULL if change.flags == OFFLOAD else parsed.recompute)
+        assert list(tower.offload.layers(range(4))) == list(parsed.offload.layers(range(4)))
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.flags)
 def test_a_change_that_a_run_has_is_not_offered(change: Change) -> None:
-    run = change.applied(run_of("3b", [32], [36], 2, bf16=True))
+    run = change.applied(before(change))
     assert run is not None and change.applied(run) is None
 
 
@@ -39,12 +50,13 @@ def test_a_change_that_does_not_apply_is_not_offered() -> None:
     alone, fp32 = run_of("3b", [32], [36], 1, bf16=True), run_of("3b", [32], [36], 2)
     found = {change.flags for change in CHANGES if change.applied(alone) is None}
     strategies = ("optim", "optim_grads", "optim_grads_params")
-    assert found == {f"--data-parallel-sharding-strategy {one}" for one in strategies}
+    assert found == {OFFLOAD, *(f"--data-parallel-sharding-strategy {one}" for one in strategies)}
     staged = run_of("3b", [32, 0], [0, 36], 4, bf16=True)
     found = {change.flags for change in CHANGES if change.applied(staged) is None}
     assert "--data-parallel-sharding-strategy optim_grads_params" in found, "it needs one stage"
     found = {change.flags.partition(" ")[0] for change in CHANGES if change.applied(fp32) is None}
-    assert found == {"--store-param-remainders", "--exp-avg-dtype", "--grad-reduce-in-bf16", "--main-params-dtype"}
+    assert found == {OFFLOAD, "--store-param-remainders", "--exp-avg-dtype", "--grad-reduce-in-bf16",
+                     "--main-params-dtype"}
     fixed = run_of("3b", [32], [36], 1, bf16=True, recompute=RecomputeConfig("selective"))
     assert all(change.applied(fixed) is None for change in CHANGES if "recompute" in change.flags)
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mm.config.model import ModelConfig, RecomputeConfig, read_model
+from mm.config.activations import RecomputeConfig
+from mm.config.model import ModelConfig, read_model
 from mm.model.loss import MAX_LOGIT_ROWS
 from mm.parallel.order import stage_steps
 from mm.plan.layer_memory import ALL, INPUT, NOTHING, Keeps, layer_bytes

@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from mm.config.run import Run, load_run
-from mm.plan.sizes import num_model_params, stage_sizes
+from mm.plan.sizes import activation_bytes_on_host, num_model_params, stage_sizes
 from mm.training import machine
 from mm.training.machine import Node, gloo_connections, microbatch_pixel_bytes, node_problems
 from tests.files import ROOT
@@ -131,6 +131,18 @@ def test_optimizer_states_need_host_memory(inputs: Path) -> None:
     assert "or --optimizer-offload-fraction" in problem
     problems, _ = findings(run, host_bytes=(3 << 30) + states)
     assert problems == []
+
+
+def test_activations_may_need_host_memory(inputs: Path) -> None:
+    """Whether they do depends on the samples, so it is a note."""
+    run = run_of(inputs, 8, "--cpu-offload-activations", "--global-batch-size", "64", "--num-workers", "0")
+    (activations,) = activation_bytes_on_host(run, run.model.placement())
+    plain = run_of(inputs, 8, "--global-batch-size", "64", "--num-workers", "0")
+    least = next(size for size in range(3 << 30, 99 << 30, 1 << 26) if findings(plain, host_bytes=size) == ([], []))
+    problems, (note,) = findings(run, host_bytes=least)
+    assert problems == [] and f"{8 * activations / (1 << 30):.2f} for activations of the longest microbatches" in note
+    assert "or --cpu-offloading-num-layers" in note
+    assert findings(run, host_bytes=least + 8 * activations) == ([], [])
 
 
 def test_versions_outside_the_tested_range(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

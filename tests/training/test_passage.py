@@ -1,72 +1,22 @@
 """The way of optimizer states through a device whose side streams are late: copies are made when somebody waits."""
 
 import itertools
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mm.device.device import Device
 from mm.errors import UserError
 from mm.training.passage import Passage, host_memory
-
-
-class LateQueue(TorchDispatchMode):
-    """A side stream that copies nothing before ``join``, and does not keep alive what it copies from."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.copies: list[tuple[Tensor, Any]] = []
-
-    def mark(self) -> None: ...
-
-    @contextmanager
-    def behind_mark(self) -> Iterator[None]:
-        with self:
-            yield
-
-    def join(self) -> None:
-        for into, source in self.copies:
-            values = source()
-            assert values is not None, "the memory of a block was free before it had left"
-            into.copy_(values)
-        self.copies.clear()
-
-    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.ops.aten.copy_.default:
-            return func(*args, **(kwargs or {}))
-        self.copies.append((args[0], weakref.ref(args[1])))
-        return args[0]
-
-
-@dataclass(frozen=True)
-class LateDevice(Device):
-    queues: list[LateQueue] = field(default_factory=list)
-
-    def side_queue(self) -> Any:
-        self.queues.append(LateQueue())
-        return self.queues[-1]
-
-    def start_copying_back(self, tensor: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
-        assert into is not None
-        into.copy_(tensor)  # the going queue makes it late
-
-        def arrived() -> Tensor:
-            self.queues[1].join()
-            return into
-
-        return arrived
+from tests.stand_ins.late import LateDevice
 
 
 @pytest.mark.parametrize("sizes", [[(3, 2)], [(3,), (4, 1), (2,)], [(2,), (), (5, 1), ()], []], ids=str)
 def test_each_block_is_there_when_it_is_computed_on_and_arrives(sizes: list[tuple[int, ...]]) -> None:
-    device = LateDevice(**vars(Device.pick("cpu")))
+    device = LateDevice.new()
     passage = Passage(device)
     flat = iter(host_memory(device, [(size, torch.float32) for block in sizes for size in block]))
     blocks = [[next(flat) for _ in block] for block in sizes]

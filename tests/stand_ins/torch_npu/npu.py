@@ -55,6 +55,11 @@ def synchronize(device=None): ...
 def empty_cache(): ...
 
 
+def get_amp_supported_dtype():
+    """torch asks for it in each recomputation."""
+    return [torch.float16, torch.bfloat16, torch.float32]
+
+
 def max_memory_allocated(device=None):
     return 0
 

@@ -1,0 +1,87 @@
+"""How a tower keeps activations for the backward pass: on the device, not at all, or in host memory."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal, get_args
+
+from pydantic import Field, Strict
+from pydantic.dataclasses import dataclass
+
+from mm.config.notes import NoEffect
+from mm.config.schema import STRICT, Count, OrDefault
+
+Granularity = Literal["full", "selective"]
+Method = Literal["uniform", "block"]
+RecomputeModule = Literal["layernorm", "mlp_act", "mlp", "core_attn"]
+RecomputeModules = Annotated[
+    tuple[RecomputeModule, ...], Strict(False), Field(title=f"one or more of {', '.join(get_args(RecomputeModule))}")]
+
+
+@dataclass(frozen=True, config=STRICT)
+class RecomputeConfig:
+    """Activation recompute of one tower: whole layers ("full"), or modules of each ("selective"); None is off."""
+
+    granularity: Granularity | None = None
+    method: Method | None = None
+    num_layers: Count | None = None
+    modules: Annotated[RecomputeModules, OrDefault] = ()
+    """What "selective" recomputes, in Megatron's words: the outputs of both norms ("layernorm"), the whole MLP with its
+    norm ("mlp"), and nothing for "core_attn", whose scores are never kept.  "mlp_act", the output of SwiGLU, follows
+    Megatron's "moe_act".  Empty: "layernorm" and "mlp_act", which are cheap to recompute and large to keep."""
+
+    def recomputes(self, module: RecomputeModule) -> bool:
+        """Whether this module of each layer, or its output, is recomputed; "mlp" includes "mlp_act"."""
+        modules = self.modules or ("layernorm", "mlp_act")
+        return self.granularity == "selective" and module in modules and not (module == "mlp_act" and "mlp" in modules)
+
+    def whole_layers(self, layers: range) -> range:
+        """The layers of one chunk that are recomputed as a whole, as in Megatron: the first ``num_layers`` with method
+        "block", all with "uniform"."""
+        if self.granularity != "full":
+            return layers[:0]
+        return layers[: self.num_layers if self.method == "block" else None]
+
+
+@dataclass(frozen=True, config=STRICT)
+class OffloadConfig:
+    """Layers of one tower whose activations wait in host memory for the backward pass; under the names of Megatron's
+    settings."""
+
+    activations: bool | None = None
+    """Of all layers, or of the first ``num_layers``; None: if there is a ``num_layers``."""
+    num_layers: Count | None = None
+    """The first ones of each chunk; None: all."""
+
+    def layers(self, layers: range) -> range:
+        """Those of one chunk's layers whose activations are offloaded."""
+        is_on = self.num_layers is not None if self.activations is None else self.activations
+        return layers[: self.num_layers] if is_on else layers[:0]
+
+
+def recompute_problems(recompute: RecomputeConfig, prefix: str, count: str) -> Iterator[str]:
+    """Megatron's rules for the three recompute settings.
+
+    In messages, the names of the first two start with ``prefix``, and ``count`` is the whole name of the third.
+    """
+    is_given = (recompute.method is not None, recompute.num_layers is not None)
+    if recompute.granularity == "full" and not all(is_given):
+        yield (f"{prefix}granularity is 'full', which also needs {prefix}method ('uniform' or 'block') and {count}, "
+               f"for example 'uniform' and 1")
+    if recompute.granularity != "full" and any(is_given):
+        yield f"{prefix}method and {count} need {prefix}granularity 'full'; it is {recompute.granularity!r}"
+    if recompute.granularity != "selective" and recompute.modules:
+        yield f"{prefix}modules needs {prefix}granularity 'selective'; it is {recompute.granularity!r}"
+
+
+def offload_problems(offload: OffloadConfig, switch: str, count: str) -> Iterator[str]:
+    """``switch`` and ``count``: the names of the two settings."""
+    if offload.activations is False and offload.num_layers is not None:
+        yield f"{count} is {offload.num_layers}, but {switch} is false; set it to true, or remove {count}"
+
+
+def recompute_notes(
+    recompute: RecomputeConfig, prefix: str, count: str, file: object = None
+) -> Iterator[str]:
+    """Notes on recompute settings that have no effect; for ``prefix`` and ``count`` see ``recompute_problems``."""
+    if recompute.method == "uniform" and (recompute.num_layers or 1) > 1:
+        yield NoEffect([count], f"with {prefix}method uniform each layer is recomputed separately, so one hidden state "
+                                f"per layer is kept", file)

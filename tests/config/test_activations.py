@@ -1,0 +1,60 @@
+"""How towers keep activations: from the model JSON, and from flags where that says nothing."""
+
+from mm.config.activations import OffloadConfig, RecomputeConfig
+from tests.config.test_model import LANGUAGE, VISION, model
+from tests.config.test_run import load
+
+
+def test_block_recomputes_the_first_layers_of_each_chunk_and_uniform_all():
+    block, chunks = RecomputeConfig("full", "block", 2), (range(0, 1), range(1, 5), range(5, 5), range(5, 8))
+    assert [list(block.whole_layers(layers)) for layers in chunks] == [[0], [1, 2], [], [5, 6]]
+    assert [RecomputeConfig("full", "uniform", 2).whole_layers(layers) for layers in chunks] == list(chunks)
+    assert not any(RecomputeConfig("selective").whole_layers(layers) for layers in chunks)
+
+
+def test_offload_is_of_all_layers_of_each_chunk_or_the_first():
+    chunks = (range(0, 1), range(1, 5), range(5, 5), range(5, 8))
+    for config, expected in (
+        (OffloadConfig(), [[], [], [], []]), (OffloadConfig(False), [[], [], [], []]),
+        (OffloadConfig(True), [[0], [1, 2, 3, 4], [], [5, 6, 7]]), (OffloadConfig(True, 2), [[0], [1, 2], [], [5, 6]]),
+        (OffloadConfig(None, 2), [[0], [1, 2], [], [5, 6]]),
+    ):
+        assert [list(config.layers(layers)) for layers in chunks] == expected
+
+
+def test_megatrons_names_of_offload(tmp_path):
+    config = model(tmp_path, **{f"{VISION}.cpu_offloading_activations": True, f"{LANGUAGE}.cpu_offloading": True,
+                                f"{LANGUAGE}.cpu_offloading_num_layers": 4})
+    assert (config.vision.offload, config.language.offload) == (OffloadConfig(True), OffloadConfig(None, 4))
+
+
+def test_recompute_flags_apply_where_the_json_has_none(tmp_path):
+    run = load(tmp_path, "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers",
+               "1", model={f"{LANGUAGE}.recompute_granularity": "selective"})
+    assert run.model.vision.recompute.method == "uniform"
+    assert run.model.language.recompute.granularity == "selective"
+
+
+def test_offload_flags_apply_where_the_json_has_none(tmp_path):
+    for flags, expected in ((["--cpu-offload-activations"], 28), (["--cpu-offloading-num-layers", "5"], 5),
+                            (["--cpu-offload-activations", "--cpu-offloading-num-layers", "6"], 6), ([], 0)):
+        run = load(tmp_path, *flags, model={f"{VISION}.cpu_offloading_activations": False})
+        assert len(run.model.language.offload.layers(range(28))) == expected
+        assert not run.model.vision.offload.layers(range(32))
+
+
+def test_the_number_of_layers_for_uniform_recompute_has_no_effect(tmp_path):
+    def reported(*flags: str, **model: object) -> list[str]:
+        found = [note for note in load(tmp_path, *flags, model=model).notes if "layer is recomputed separately" in note]
+        return [note.partition(" each")[0] for note in found]
+
+    def file(method: str, num_layers: int) -> dict[str, object]:
+        return {f"{LANGUAGE}.recompute_granularity": "full", f"{LANGUAGE}.recompute_method": method,
+                f"{LANGUAGE}.recompute_num_layers": num_layers}
+
+    flags = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers")
+    assert reported(*flags, "2") == ["--recompute-num-layers: no effect: with --recompute-method uniform"]
+    (note,) = reported(**file("uniform", 2))
+    assert note == (f"text_decoder.recompute_num_layers of {tmp_path}/model_7b.json: no effect: with "
+                    f"text_decoder.recompute_method uniform")
+    assert not reported(*flags, "1", **file("block", 2)) and not reported(**file("uniform", 1))

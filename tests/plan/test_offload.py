@@ -1,0 +1,101 @@
+"""Offloaded activations: the bytes that cross the link, their time beside a layer's, and the dry run's table."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mm.config.activations import OffloadConfig, RecomputeConfig
+from mm.config.run import Run
+from mm.device.known import KNOWN_DEVICES
+from mm.plan.activation_report import activation_rows
+from mm.plan.by_device import calibration_by_device
+from mm.plan.costs import BlockCosts, Cutting, counts_of
+from mm.plan.memory import MicrobatchSizes
+from mm.plan.offload import HOST_BYTES_PER_SECOND, Ways, behind_link, offloaded_bytes
+from mm.plan.sizes import stage_memory
+from mm.plan.stages import stage_report
+from mm.weights.table import Place
+from tests.plan.test_costs import TEXT, TOTALS
+from tests.plan.test_stages import run_of
+
+FULL = RecomputeConfig("full", "uniform", 1)
+SECONDS = st.floats(0, 10)
+
+
+def offloaded(run: Run, num_layers: int | None = None) -> Run:
+    vision, language = (replace(tower, offload=OffloadConfig(True, num_layers))
+                        for tower in (run.model.vision, run.model.language))
+    return replace(run, model=replace(run.model, vision=vision, language=language))
+
+
+@pytest.mark.parametrize("recompute", [RecomputeConfig(), RecomputeConfig("selective"), FULL], ids=str)
+@pytest.mark.parametrize("num_layers", [None, 3])
+def test_the_bytes_of_layers_are_those_in_host_memory(recompute: RecomputeConfig, num_layers: int | None) -> None:
+    """But for the input of the first layer, which stays if it is a message."""
+    run = offloaded(run_of("7b", [20, 12], [0, 28], 2, bf16=True, recompute=recompute), num_layers)
+    model, sizes = run.model, MicrobatchSizes(100_000, 400_000, 0)
+    found = offloaded_bytes(model, 1, "bf16", 1)
+    for stage, spec in enumerate(model.placement().slots):
+        (chunk,) = stage_memory(run, model.placement(), stage).chunks
+        patches = sum(found.get((Place.VISION_LAYER, layer), 0) for layer in spec.vision_layers)
+        tokens = sum(found.get((Place.LANGUAGE_LAYER, layer), 0) for layer in spec.language_layers)
+        message = 2 * model.vision.hidden_size * sizes.num_patches * (stage == 1)
+        expected = patches * sizes.num_patches + tokens * sizes.num_tokens - message
+        assert expected <= chunk.host_bytes(sizes) < expected + 60 * (16 << 20)  # whole pages
+
+
+def test_a_layer_takes_as_long_as_its_bytes_on_the_link() -> None:
+    run = run_of("7b", [32], [28], 1, bf16=True)
+    device = next(one for one in KNOWN_DEVICES if one.label == "H200")
+    calibration = calibration_by_device(run, device, device.links)
+    laws = calibration.blocks[-2].laws
+    assert behind_link(laws, 0, calibration) == laws
+    slow = behind_link(laws, 10**9, calibration)
+    assert slow.forward == replace(laws.forward, per_row=10**9 / HOST_BYTES_PER_SECOND)
+    assert behind_link(laws, 10**9, replace(calibration, assumed_host_bytes=None)) == laws
+    plain, more = (BlockCosts.of(one.model, Cutting(1, sequence_parallel=False), calibration).of_all(
+        counts_of([TOTALS, TEXT])) for one in (run, offloaded(run)))
+    assert np.all(more > plain)
+    # the input of a recomputed layer leaves while that layer is computed
+    run = run_of("7b", [32], [28], 1, bf16=True, recompute=FULL)
+    device = next(one for one in KNOWN_DEVICES if one.label == "A100 80GB")
+    calibration = calibration_by_device(run, device, device.links)
+    plain, hidden = (BlockCosts.of(one.model, Cutting(1, sequence_parallel=False), calibration).of_all(
+        counts_of([TOTALS, TEXT])) for one in (run, offloaded(run)))
+    assert hidden == pytest.approx(plain)
+
+
+@given(SECONDS, SECONDS, st.integers(0, 10**10), st.integers(0, 10**9))
+def test_ways_to_keep_fewer_activations(forward: float, backward: float, kept_bytes: int, input_bytes: int) -> None:
+    found = Ways.of(forward, backward, kept_bytes, input_bytes, 1e9)
+    assert found.recomputed == forward <= found.both
+    assert found.offloaded >= 0 and (found.offloaded == 0) is (kept_bytes / 1e9 <= min(forward, backward))
+    if input_bytes / 1e9 <= forward:
+        assert found.both == forward
+
+
+def test_the_report_compares_the_ways() -> None:
+    run = run_of("7b", [32], [28], 2, bf16=True, seq_length=8192)
+    assert "Fewer activations" not in stage_report(run)
+    text = stage_report(offloaded(run))
+    assert "A layer of the LLM keeps 1.21 GiB of 8,192 tokens, or its input of 0.05 GiB." in text
+    assert "A layer of the ViT keeps 1.25 GiB of 32,768 patches, or its input of 0.08 GiB." in text
+    rows = [line.split() for line in text.splitlines() if line.startswith(("B200", "GB200"))]
+    assert len(rows) == 2, "the others have too little memory"
+    assert all(float(recompute) < float(offload) for _, recompute, offload, *_ in rows)
+    assert " on the host\n" in text and "On the host: offloaded activations" in text
+    header, *all_devices = activation_rows(offloaded(run), 1 << 50)
+    assert len(header) == 7 and sum(len(row[0].split(", ")) for row in all_devices) == sum(
+        one.peak_flops is not None for one in KNOWN_DEVICES)
+    by_name = {row[0]: list(map(float, row[1:])) for row in all_devices}
+    assert by_name["L4"][1] < by_name["L4"][0], "a slow device computes longer than the link takes"
+
+
+def test_a_frozen_tower_is_left_out() -> None:
+    text = stage_report(offloaded(run_of("3b", [32], [36], 1, freeze="vp", bf16=True)))
+    assert "LLM: recompute  offload" in text and "ViT: recompute" not in text and "layer of the ViT keeps" not in text
+    fp32 = stage_report(offloaded(run_of("3b", [32], [36], 1)))
+    assert "Fewer activations" not in fp32 and " on the host\n" in fp32
