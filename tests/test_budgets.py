@@ -234,15 +234,12 @@ def test_kept_bytes_are_those_of_the_formula(traced, name: str) -> None:
 
 @pytest.mark.parametrize("name", MEMORY_CASES)
 def test_peak_is_that_of_the_formula(traced, name: str) -> None:
-    """Measured at most 2.8 % off, and 4.1 % where a few recomputed layers work on little else: it counts all that such
-    a layer makes as alive at once.  The same is up to 10.4 % too much where activations are offloaded and few layers
-    have small states; 0.8 % for a model of real size."""
+    """Measured 0.3 % below to 2.9 % above, where a few recomputed layers work on little else: it counts all that such
+    a layer makes as alive at once.  The same is up to 6.7 % where activations are offloaded and few layers have small
+    states, and 0.5 % for a model of real size."""
     case, step = MEMORY_CASES[name], traced(MEMORY_CASES[name])
     peak = formulas(case).peak_bytes(rows_of(step), case.num_microbatches, step.state_bytes)
-    if case.offload and case.layers:
-        assert 0.995 <= peak / step.peak_bytes <= 1.11
-    else:
-        assert peak == pytest.approx(step.peak_bytes, rel=0.05)
+    assert 0.995 <= peak / step.peak_bytes <= (1.07 if case.offload and case.layers else 1.03)
 
 
 @pytest.mark.parametrize("name", [

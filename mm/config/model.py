@@ -209,6 +209,11 @@ class ModelConfig:
         return self.encoder_batch_microbatches if self.placement().has_whole_vit else 1
 
     @property
+    def offloads_activations(self) -> bool:
+        """Whether any layer keeps its activations in host memory."""
+        return any(tower.offload.layers(range(1)) for tower in (self.vision, self.language))
+
+    @property
     def counts_to_divide(self) -> dict[str, int]:
         """What the tensor-parallel size must divide: numbers of heads and vocabulary rows, by key of the model JSON."""
         language = {f"text_decoder.{name}": getattr(self.language, name)

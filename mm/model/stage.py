@@ -202,7 +202,7 @@ class Stage:
         self.model, self.device = model, device
         self.config = parallel_config(model, mesh, precision, sequence_parallel)
         self.journal = Journal()
-        side, host = device.side_queue(), HostActivations(device)
+        side, host = device.side_queue(), HostActivations(device) if model.offloads_activations else None
         self.chunks = tuple(
             Chunk(model, number, mesh, self.config, device, loss_unit, self.journal, side, shards_weights, host)
             for number in range(model.num_chunks))

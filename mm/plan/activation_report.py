@@ -36,9 +36,8 @@ class _TypicalLayer:
 
 def is_wanted(run: Run) -> bool:
     """Whether the run has one of the ways, so that its user may want to know of the others."""
-    return run.args.precision != "fp32" and any(
-        tower.offload.layers(range(1)) or tower.recompute.granularity == "full"
-        for tower in (run.model.vision, run.model.language))
+    recomputes = any(tower.recompute.granularity == "full" for tower in (run.model.vision, run.model.language))
+    return run.args.precision != "fp32" and (run.model.offloads_activations or recomputes)
 
 
 def activation_rows(run: Run, min_bytes: int) -> Iterator[tuple[str, ...]]:

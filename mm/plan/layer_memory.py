@@ -121,16 +121,18 @@ class LayerBytes:
     def working(self, keeps: Keeps) -> int:
         """Bytes per row needed while the layer runs, besides what is kept.
 
-        In the backward pass these are the gradients of its input and of SwiGLU's output and input, and the
-        intermediates of SwiGLU's backward; and, unless SwiGLU's input is kept, its other activations.  If it is kept,
-        norms' and SwiGLU's outputs are computed again one at a time, for a product that needs less than SwiGLU's
-        backward.
+        The most is needed during SwiGLU's backward: the gradients of the layer's input and of SwiGLU's output and
+        input, and an intermediate where SwiGLU's backward is not one kernel, which takes the place of SwiGLU's output
+        if that was kept: it is no longer needed then.  Unless SwiGLU's input is kept, the layer's other activations are
+        there, too.  If it is kept, norms' and SwiGLU's outputs are computed again one at a time, for a product that
+        needs less.
         """
         activations = 0
         if not keeps.swiglu_input:
             activations = self.kept(replace(ALL, adapter_numbers=keeps.adapter_numbers)) - self.kept(keeps)
-        gradients = 0 if keeps == NOTHING else self.input + 2 * self.swiglu_input + self.swiglu_output
-        return activations + gradients + self.gathered
+        gradients = 0 if keeps == NOTHING else self.input + self.swiglu_input + self.swiglu_output
+        intermediate = 0 if keeps == NOTHING or keeps.swiglu_output else self.swiglu_output
+        return activations + gradients + intermediate + self.gathered
 
 
 def layer_bytes(

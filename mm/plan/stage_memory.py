@@ -82,7 +82,7 @@ class StageMemory:
         """
         chunks, width, num_layers = self.chunks, buffers.width, buffers.num_layers
         weight_width, num_open = buffers.weight_width, buffers.num_open
-        at_layers = (one.layer_gradients * num_layers + one.head_gradients * one.shares_embedding for one in chunks)
+        at_layers = (_at_a_layer(one, num_layers) for one in chunks)
         at_embedding = (one.embedding_gradients + one.layer_gradients * (num_layers - 1) for one in chunks
                         if one.embedding_gradients)
         opened = (max(one.head_weights + one.layer_weights * (num_open - 1) for one in chunks),
@@ -115,6 +115,14 @@ class StageMemory:
         at_logits, at_layer, at_embedding = (0, 0, 0) if buffers is None else self.buffer_bytes(buffers)
         moments = (self.logit_bytes(rows), at_logits), (self.working_bytes(rows), at_layer), (0, at_embedding)
         return max(moments, key=sum)
+
+
+def _at_a_layer(chunk: ChunkMemory, num_layers: int) -> int:
+    """Gradients that exist with those of a running layer: of the layers after it, and of the output layer, which is
+    reduced during the last layer's backward pass if reductions overlap, and exists until the end if it is tied."""
+    if chunk.shares_embedding:
+        return chunk.layer_gradients * num_layers + chunk.head_gradients
+    return chunk.layer_gradients + max(chunk.layer_gradients, chunk.head_gradients) * (num_layers - 1)
 
 
 @cache

@@ -21,7 +21,6 @@ from mm.plan.sizes import (
     STATED,
     VISUAL,
     StageSize,
-    activation_bytes_on_host,
     chunk_size,
     longest_microbatches,
     num_model_params,
@@ -32,6 +31,7 @@ from mm.plan.sizes import (
     unit_buffers,
 )
 from mm.plan.states import on_host
+from mm.plan.step_bytes import StepBytes
 from mm.weights.groups import Group, optimizer_groups
 from mm.weights.lora import describe, model_adapters, num_adapter_params
 from mm.weights.placed import stage_weights
@@ -62,6 +62,7 @@ def stage_report(run: Run) -> str:
         _total_lines(run, sizes),
         _memory_table(run, placement, sizes),
         _activation_table(run, placement, sizes),
+        _exchange_table(run, placement, sizes),
         _device_lines(run, placement, sizes),
         _group_lines(run),
         ["Notes:", *(f"  - {note}" for note in notes)] if notes else [],
@@ -205,7 +206,7 @@ def _total_lines(run: Run, sizes: list[StageSize]) -> list[str]:
 
 def _memory_table(run: Run, placement: Placement, sizes: list[StageSize]) -> list[str]:
     """Peak memory of each stage, and its parts."""
-    buffers, offloads = unit_buffers(run), any(activation_bytes_on_host(run, placement))
+    buffers, offloads = unit_buffers(run), run.model.offloads_activations
     header = ("stage", "tokens", "in flight", "states", "activations", "sent ahead", "logits", "a layer's work",
               *["open units"] * (buffers is not None), "peak", *["on the host"] * offloads)
     rows: list[tuple[str, ...]] = [header]
@@ -244,6 +245,20 @@ def _activation_table(run: Run, placement: Placement, sizes: list[StageSize]) ->
             *_aligned([first, *others], num_texts=1), *activation_notes(run),
             "Both: it is recomputed, and its input is offloaded.  What is offloaded crosses the link while the next "
             "layer is", "computed; only what takes longer counts."]
+
+
+def _exchange_table(run: Run, placement: Placement, sizes: list[StageSize]) -> list[str]:
+    """What a step exchanges beside the pipeline, if it exchanges anything."""
+    kinds, count = list(longest_microbatches(run).values()), run.num_microbatches or 1
+    found = [StepBytes.of(run, size, stage_memory(run, placement, stage), kinds, count)
+             for stage, size in enumerate(sizes)]
+    rows = [(str(stage), *map(_gib, (one.gradient_bytes, one.weight_bytes, one.host_bytes)))
+            for stage, one in enumerate(found)]
+    if all(one == StepBytes(0, 0, 0) for one in found):
+        return []
+    microbatches = "one pack" if run.num_microbatches is None else f"{count} microbatch{'es' if count > 1 else ''}"
+    return [f"Exchanged in a step of {microbatches} (one rank each; GiB sent, and as many received):",
+            *_aligned([("stage", "gradients", "weights", "with the host"), *rows], num_texts=1)]
 
 
 def _microbatch_lines(run: Run, kinds: dict[str, MicrobatchSizes]) -> list[str]:

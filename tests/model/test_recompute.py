@@ -21,13 +21,13 @@ def test_a_forgotten_input_is_made_again_only_for_the_weight() -> None:
 
     calls = []
 
-    def make() -> torch.Tensor:
+    def make(made_from: torch.Tensor) -> torch.Tensor:
         calls.append(torch.is_grad_enabled())
-        return hidden * 2
+        return made_from * 2
 
     linear = OurLinear(3, 5)
     hidden = torch.randn(4, 3, requires_grad=True)
-    apply_linear(linear, Remade(make(), make)).sum().backward()
+    apply_linear(linear, Remade(make(hidden), make, hidden)).sum().backward()
     assert calls == [True, False]
     found = [hidden.grad, linear.weight.grad, linear.bias.grad]
     hidden.grad, linear.weight.grad, linear.bias.grad = None, None, None
@@ -35,5 +35,5 @@ def test_a_forgotten_input_is_made_again_only_for_the_weight() -> None:
     for mine, theirs in zip(found, [hidden.grad, linear.weight.grad, linear.bias.grad], strict=True):
         assert torch.equal(mine, theirs)
     calls.clear()
-    apply_linear(linear.requires_grad_(False), Remade(make(), make)).sum().backward()
+    apply_linear(linear.requires_grad_(False), Remade(make(hidden), make, hidden)).sum().backward()
     assert calls == [True]

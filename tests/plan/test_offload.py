@@ -1,5 +1,6 @@
 """Offloaded activations: the bytes that cross the link, their time beside a layer's, and the dry run's table."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +16,7 @@ from mm.plan.by_device import calibration_by_device
 from mm.plan.costs import BlockCosts, Cutting, counts_of
 from mm.plan.memory import MicrobatchSizes
 from mm.plan.offload import HOST_BYTES_PER_SECOND, Ways, behind_link, offloaded_bytes
-from mm.plan.sizes import stage_memory
+from mm.plan.sizes import longest_microbatches, stage_memory, stage_sizes
 from mm.plan.stages import stage_report
 from mm.weights.table import Place
 from tests.plan.test_costs import TEXT, TOTALS
@@ -92,6 +93,18 @@ def test_the_report_compares_the_ways() -> None:
         one.peak_flops is not None for one in KNOWN_DEVICES)
     by_name = {row[0]: list(map(float, row[1:])) for row in all_devices}
     assert by_name["L4"][1] < by_name["L4"][0], "a slow device computes longer than the link takes"
+
+
+def test_a_step_exchanges_activations_and_states_with_the_host() -> None:
+    run = offloaded(run_of("7b", [32], [28], 2, bf16=True, global_batch_size=6, optimizer_cpu_offload=True))
+    text, (size,) = stage_report(run), stage_sizes(run, run.model.placement())
+    (chunk,) = stage_memory(run, run.model.placement(), 0).chunks
+    activations = max(map(chunk.offloaded_bytes, longest_microbatches(run).values()))
+    (line,) = re.findall(r"^Exchanged in a step of 3 microbatches .*\nstage .*\n0 (.*)$", text, re.MULTILINE)
+    gradients, weights, host = map(float, line.split())
+    assert gradients == round(size.reduced_bytes / 2**30, 2) and weights == 0
+    assert host == round((size.host_bytes + 3 * activations) / 2**30, 2)
+    assert "Exchanged" not in stage_report(run_of("7b", [32], [28], 1, bf16=True))
 
 
 def test_a_frozen_tower_is_left_out() -> None:
