@@ -121,7 +121,8 @@ def speed(flags: argparse.Namespace, own_arguments: list[str]) -> tuple[dict, bo
         found[side] = broken[0] if broken else together(runs, ceiling_tflops)
     result = {
         "size": flags.size, "frozen": flags.freeze, "recompute": flags.recompute, "offload": flags.offload,
-        "mix": flags.mix, "num_microbatches": flags.num_microbatches, "rounds": flags.rounds, "versions": versions(), **found,
+        "mix": flags.mix, "num_microbatches": flags.num_microbatches, "rounds": flags.rounds, "versions": versions(),
+        **found,
     }  # fmt: skip
     passed = all("error" not in side for side in found.values())
     if passed and not flags.no_peer:
