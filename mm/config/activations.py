@@ -47,7 +47,7 @@ class OffloadConfig:
     settings."""
 
     activations: bool | None = None
-    """Of all layers, or of the first ``num_layers``; None: if there is a ``num_layers``."""
+    """Whether layers are offloaded: all, or the first ``num_layers``; None: they are if ``num_layers`` is given."""
     num_layers: Count | None = None
     """The first ones of each chunk; None: all."""
 

@@ -166,7 +166,7 @@ _TOWER: dict[str, Row] = {
     "context_parallel_size": Inert("the command line flag decides"),
     "sequence_parallel": Inert("the command line flag decides"),
     **rows(Fixed((None,), "every tower uses the parallel sizes of the command line"), "tp pp cp"),
-    "cpu_offloading": Inert("cpu_offloading_activations and cpu_offloading_num_layers decide"),
+    "cpu_offloading": Fixed((None,), "remove it: cpu_offloading_activations and cpu_offloading_num_layers decide"),
     "cpu_offloading_weights": Fixed((False,), "weights stay on the device; remove it, and for fewer of them on each "
                                               "device give --data-parallel-sharding-strategy optim_grads_params"),
     "cpu_offloading_double_buffering": Inert("always on: one layer comes or goes while the next one is computed"),

@@ -65,9 +65,7 @@ class HostPages:
                     "(--recompute-granularity full), of which only the inputs are kept")
             self._free += host_segment(self._device, _PAGES_AT_ONCE * PAGE_BYTES, needs, cure).split(PAGE_BYTES)
             self.num_bytes += _PAGES_AT_ONCE * PAGE_BYTES
-        taken = self._free[-count:] if count else []
-        del self._free[len(self._free) - count :]
-        return taken
+        return [self._free.pop() for _ in range(count)]  # one by one: a dying layer may give pages back meanwhile
 
     def give_back(self, pages: list[Tensor]) -> None:
         self._free += pages
@@ -122,7 +120,7 @@ class LayerActivations:
         """A ``Keep``: weights, numbers that are no activations, and what other layers share stay on the device."""
         storage, base = tensor.untyped_storage()._cdata, tensor if tensor._base is None else tensor._base
         if (not tensor.is_floating_point() or isinstance(base, nn.Parameter) or storage in self._shared
-                or tensor.device != self._host.torch_device):
+                or tensor.device != self._host.torch_device or tensor.untyped_storage().nbytes() == 0):
             return keep_here(tensor)
         if not self._leaves:
             kept = keep_here(tensor)

@@ -23,7 +23,7 @@ def test_offload_is_of_all_layers_of_each_chunk_or_the_first():
 
 
 def test_megatrons_names_of_offload(tmp_path):
-    config = model(tmp_path, **{f"{VISION}.cpu_offloading_activations": True, f"{LANGUAGE}.cpu_offloading": True,
+    config = model(tmp_path, **{f"{VISION}.cpu_offloading_activations": True,
                                 f"{LANGUAGE}.cpu_offloading_num_layers": 4})
     assert (config.vision.offload, config.language.offload) == (OffloadConfig(True), OffloadConfig(None, 4))
 

@@ -289,6 +289,7 @@ CASES = (*CASES, *(replace(case, name=f"host-{case.name}") for case in (
     Case("tp1-recompute-block", recompute="block 2", offload=3),
     Case("tp1-layers-frozen", offload=3, freeze_layers=("0-1,3", "0,2"), freeze_modules=("embed", "fc1")),
     Case("tp2-sp-fused-recompute", tp=2, fused=True, sequence_parallel=True, recompute="uniform", offload=4),
+    Case("ring2-few-tokens", cp=2, ring=True, offload=4, **FEW_TOKENS),  # a rank without rows
     Case("cp2-images-together", cp=2, encoder_batch=3, offload=4, **FEW_TOKENS),
     Case("weight-shards-dp2", dp=2, sharding="optim_grads_params", overlap=True, offload=4),
     Case("pp2", (3, 1), (0, 4), offload=2),

@@ -100,7 +100,7 @@ class LayerStack(nn.Module):
         self.numbers = {layer: number for number, layer in enumerate(self.layers)}
         self.host, self.num_offloaded = context.host, len(tower.offload.layers(layers))
         self.before: LayerActivations | None = None
-        """Of the layer that ran before in the pass that runs now."""
+        """Activations of the layer that ran before in the present pass."""
 
     def run(self, layer: str, x: Residual, inputs: AttentionInputs) -> Residual:
         """Apply the layer with this global number."""
