@@ -7,7 +7,7 @@ from pydantic import Field, Strict
 from pydantic.dataclasses import dataclass
 
 from mm.config.notes import NoEffect
-from mm.config.schema import STRICT, Count, OrDefault
+from mm.config.schema import STRICT, Count, NaturalNumber, OrDefault
 
 Granularity = Literal["full", "selective"]
 Method = Literal["uniform", "block"]
@@ -48,8 +48,8 @@ class OffloadConfig:
 
     activations: bool | None = None
     """Whether layers are offloaded: all, or the first ``num_layers``; None: they are if ``num_layers`` is given."""
-    num_layers: Count | None = None
-    """The first ones of each chunk; None: all."""
+    num_layers: NaturalNumber | None = None
+    """The first ones of each chunk; None: all.  0, Megatron's default, is none."""
 
     def layers(self, layers: range) -> range:
         """Those of one chunk's layers whose activations are offloaded."""
@@ -74,7 +74,7 @@ def recompute_problems(recompute: RecomputeConfig, prefix: str, count: str) -> I
 
 def offload_problems(offload: OffloadConfig, switch: str, count: str) -> Iterator[str]:
     """``switch`` and ``count``: the names of the two settings."""
-    if offload.activations is False and offload.num_layers is not None:
+    if offload.activations is False and offload.num_layers:
         yield f"{count} is {offload.num_layers}, but {switch} is false; set it to true, or remove {count}"
 
 

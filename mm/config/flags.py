@@ -238,8 +238,8 @@ class Arguments:
         "what selective recomputes: outputs of norms (layernorm), of SwiGLU (mlp_act), or whole MLPs (mlp); absent = "
         "layernorm mlp_act"))
     cpu_offload_activations: bool = Field(False, description=(
-        "keep activations of layers in host memory until their backward pass, in towers without it in the JSON"))
-    cpu_offloading_num_layers: Count | None = Field(None, description=(
+        "keep a layer's activations in host memory until its backward pass, in towers whose JSON does not say"))
+    cpu_offloading_num_layers: NaturalNumber | None = Field(None, description=(
         "offload activations of this many layers, the first of each stage or chunk; absent = all"))
 
     # Checkpoints

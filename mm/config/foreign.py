@@ -206,6 +206,7 @@ MODEL_KEYS: Mapping[str, Mapping[str, Row]] = {
         "add_bias_linear": Fixed((True,)),
         "num_attention_heads": Inert("the projector has no attention"),
         "init_method_std": _INIT,
+        "cpu_offloading": Inert("the projector's activations stay on the device"),
     },
     "text_decoder": {
         **_TOWER,

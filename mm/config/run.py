@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 from pydantic_core import to_jsonable_python
 
-from mm.config.activations import OffloadConfig, RecomputeConfig
 from mm.config.command_line import Words, flag_name
 from mm.config.data import DataConfig, read_data
 from mm.config.dataset_files import training_files, validation_files
@@ -25,9 +24,9 @@ from mm.config.lora import lora_notes, lora_problems, merged
 from mm.config.model import ModelConfig, placement_notes, read_model
 from mm.config.patterns import long_patterns
 from mm.config.read import Document
-from mm.config.run_notes import RATE_FLAGS, RATE_KEYS, flag_notes, frozen_notes, sharding_notes
+from mm.config.run_notes import RATE_FLAGS, RATE_KEYS, flag_notes, frozen_notes, offload_notes, sharding_notes
 from mm.config.sampling import loss_problems, sampling_notes
-from mm.config.schema import shown
+from mm.config.schema import changed, shown
 from mm.config.validation import question_flag_problems, validation_notes, validation_problems
 from mm.errors import UserError, collected, redacted, refuse
 
@@ -44,6 +43,8 @@ _PRECISION_KEYS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 _MOST_MICROBATCHES = 100_000
 """Most microbatches of a replica in a step; a larger number is a mistake, and planning it would take minutes."""
 _PATTERNS = ("freeze_modules", "trainable_modules")
+_ACTIVATIONS = ("recompute", "offload")
+"""Settings of a tower that flags give where its JSON says nothing."""
 """Flags that may be in the model JSON instead."""
 
 
@@ -178,7 +179,7 @@ def load_run(
     problems += world_problems(environment, args.world_size, None if is_rehearsal else "--dry-run")
     world_size = world_size or launched_ranks(environment) or args.world_size or 1
     notes = (*TRAIN.notes(words), *flag_notes(args), *sampling_notes(args, data.value),
-             *validation_notes(args, data.value), *frozen_notes(args, model.value),
+             *validation_notes(args, data.value), *frozen_notes(args, model.value), *offload_notes(args, model.value),
              *placement_notes(model.value, args.tensor_model_parallel_size, args.mm_model),
              *lora_notes(model.value.lora, args.lora, args.mm_model), *model.notes, *data.notes)
     run = Run(args, _with_flags(model.value, args), data.value, world_size,
@@ -219,9 +220,8 @@ def _attempt(read: Callable[[Given], Value], given: Given | None, problems: list
 def _with_flags(model: ModelConfig, args: Arguments) -> ModelConfig:
     """``model`` with the flags' patterns, adapters, settings of memory and rates where its JSON has none."""
     vision, language = (
-        dataclasses.replace(
-            tower, recompute=args.recompute if tower.recompute == RecomputeConfig() else tower.recompute,
-            offload=args.offload if tower.offload == OffloadConfig() else tower.offload)
+        dataclasses.replace(tower, **{name: getattr(args, name) for name in _ACTIVATIONS
+                                      if not changed(getattr(tower, name))})
         for tower in (model.vision, model.language)
     )
     parts: dict[str, Any] = {"vision": vision, "projector": model.projector, "language": language}

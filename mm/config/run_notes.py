@@ -33,6 +33,14 @@ def frozen_notes(args: Arguments, model: ModelConfig) -> Iterator[str]:
                 yield NoEffect([f"{key}_{name}"], "freeze is true for that part", args.mm_model)
 
 
+def offload_notes(args: Arguments, model: ModelConfig) -> Iterator[str]:
+    """A note if the flags of offload change nothing in ``model``, the content of its JSON."""
+    names = [flag_name(name) for name in ("cpu_offload_activations", "cpu_offloading_num_layers")
+             if name in changed(args)]
+    if names and changed(model.vision.offload) and changed(model.language.offload):
+        yield NoEffect(names, "both towers have cpu_offloading settings in the model JSON")
+
+
 def flag_notes(args: Arguments) -> Iterator[str]:
     """Settings that have no effect, and important settings that are absent."""
     if (args.load, args.load_base_model, args.pretrained_checkpoint) == (None, None, None):

@@ -1,4 +1,4 @@
-"""A second stream of the device, for small work besides the main stream: copying the next microbatch's inputs."""
+"""A second stream of the device, for copies beside the work of the main stream: inputs, states, activations."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,6 +1,6 @@
 """Activations that wait in host memory for the backward pass of their layer.
 
-The activations of a layer leave while the next layer runs, and come while the next one is passed backward::
+The activations of a layer leave while the next layer runs, and come back during the next layer's backward pass::
 
     forward        layer 1 | layer 2 | layer 3 |         backward        layer 3 | layer 2 | layer 1
     to the host            | of 1    | of 2    | of 3    to the device   of 2    | of 1    |
@@ -21,23 +21,25 @@ PAGE_BYTES = 16 << 20
 """Memory is taken from the host, and copied, in pages: large enough for the speed of the link, and small enough that
 the last page of a layer wastes little."""
 _ALIGN_BYTES = 512
-_PAGES_AT_ONCE = 16
-"""Pages that are allocated together; a power of two, as is the size of a page, because torch rounds pinned memory up to
-one."""
+SEGMENT_BYTES = 16 * PAGE_BYTES
+"""Pages are allocated in segments.  A power of two, because torch rounds pinned memory up to one."""
 
 Keep = Callable[[Tensor], Callable[[], Tensor]]
 """Keeps a tensor for the backward pass; the result gives it back."""
 
 
 def keep_here(tensor: Tensor) -> Callable[[], Tensor]:
-    """Keep a tensor as it is.  Without its graph, to which it would lead back if an operation keeps its own output."""
+    """Keep a tensor where it is.
+
+    The kept tensor has no graph: an operation that keeps its own output would otherwise form a cycle.
+    """
     kept = tensor if tensor.is_leaf else tensor.detach()
     return lambda: kept
 
 
 def on_pages(start: int, num_bytes: int, page_bytes: int) -> Iterator[tuple[int, slice, slice]]:
-    """Divide ``num_bytes`` that begin at ``start`` of consecutive pages: for each page its number, the bytes on it, and
-    which of ``num_bytes`` they are."""
+    """Lay ``num_bytes`` on consecutive pages from the byte ``start``: for each page its number, the bytes used there,
+    and which of ``num_bytes`` they hold."""
     done = 0
     while done < num_bytes:
         page, at = divmod(start + done, page_bytes)
@@ -61,10 +63,10 @@ class HostPages:
         while len(self._free) < count:
             needs = (f"--cpu-offload-activations keeps the activations of this rank in host memory, so far "
                      f"{self.num_bytes:,} bytes")
-            cure = ("give the ranks of this node more memory, lower --cpu-offloading-num-layers, or recompute layers "
-                    "(--recompute-granularity full), of which only the inputs are kept")
-            self._free += host_segment(self._device, _PAGES_AT_ONCE * PAGE_BYTES, needs, cure).split(PAGE_BYTES)
-            self.num_bytes += _PAGES_AT_ONCE * PAGE_BYTES
+            cure = ("give the ranks of this node more memory, offload fewer layers (--cpu-offloading-num-layers), or "
+                    "keep only their inputs (--recompute-granularity full)")
+            self._free += host_segment(self._device, SEGMENT_BYTES, needs, cure).split(PAGE_BYTES)
+            self.num_bytes += SEGMENT_BYTES
         return [self._free.pop() for _ in range(count)]  # one by one: a dying layer may give pages back meanwhile
 
     def give_back(self, pages: list[Tensor]) -> None:
@@ -105,11 +107,14 @@ class LayerActivations:
     """What one layer keeps of one microbatch."""
 
     def __init__(
-        self, host: "HostActivations", before: "LayerActivations | None", leaves: bool, shared: tuple[Tensor, ...]
+        self, host: "HostActivations", before: "LayerActivations | None", is_offloaded: bool, shared: tuple[Tensor, ...]
     ) -> None:
-        """``before``: of the layer before, which comes when this one is passed backward.  ``leaves``: if not, this only
-        makes the layer before come.  ``shared``: tensors that other layers keep, too, so they stay."""
-        self._host, self.before, self._leaves = host, before, leaves
+        """``before``: those of the layer before, fetched when the backward pass reaches this layer.
+
+        ``is_offloaded``: if false, this layer's activations stay on the device.  ``shared``: tensors that stay because
+        other layers keep them, too.
+        """
+        self._host, self.before, self._is_offloaded = host, before, is_offloaded
         self._shared = {one.untyped_storage()._cdata for one in shared}
         self._memories: dict[tuple[int, torch.dtype], _Memory] = {}
         self.pages: list[Tensor] = []
@@ -122,7 +127,7 @@ class LayerActivations:
         if (not tensor.is_floating_point() or isinstance(base, nn.Parameter) or storage in self._shared
                 or tensor.device != self._host.torch_device or tensor.untyped_storage().nbytes() == 0):
             return keep_here(tensor)
-        if not self._leaves:
+        if not self._is_offloaded:
             kept = keep_here(tensor)
             return lambda: self._used(kept)
         key = storage, tensor.dtype
@@ -166,11 +171,11 @@ class HostActivations:
 
     @contextmanager
     def layer(
-        self, before: LayerActivations | None, leaves: bool, shared: tuple[Tensor, ...]
+        self, before: LayerActivations | None, is_offloaded: bool, shared: tuple[Tensor, ...]
     ) -> Iterator[LayerActivations]:
         """Take what the body, a layer, keeps for its backward pass, and send it away; for the arguments see
         ``LayerActivations``."""
-        own = LayerActivations(self, before, leaves, shared)
+        own = LayerActivations(self, before, is_offloaded, shared)
         with torch.autograd.graph.saved_tensors_hooks(own.keep, lambda kept: kept()):
             yield own
         self.arrived()

@@ -30,7 +30,7 @@ class _TypicalLayer:
     num_rows: int
     num_pairs: int
     kept_bytes: int
-    """Of all rows."""
+    """What the layer keeps of all rows."""
     input_bytes: int
 
 

@@ -3,7 +3,7 @@
 Pure arithmetic over the model's settings; ``mm.plan.memory`` adds layers up to slots and stages.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -177,3 +177,16 @@ def layer_memories(
         own = vision_division(model, tp_size, num_pieces) if place is Place.VISION_LAYER else (tp_size, num_pieces)
         found.append((layer_bytes(tower, local_ffn, own[0], width, own[1], ulysses_size), keeps))
     return found
+
+
+def kept_by_layers(
+    tower: Tower, layers: range, known: Sequence[tuple[LayerBytes, Keeps]]
+) -> Iterator[tuple[int, LayerBytes, Keeps, bool]]:
+    """For each of one chunk's ``layers``: its number, its bytes, what it keeps, and whether that is offloaded.
+
+    ``known``: the ``layer_memories`` of the tower.
+    """
+    whole, offloaded = tower.recompute.whole_layers(layers), tower.offload.layers(layers)
+    for layer in layers:
+        sizes, keeps = known[layer]
+        yield layer, sizes, INPUT if keeps != NOTHING and layer in whole else keeps, layer in offloaded

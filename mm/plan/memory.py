@@ -17,12 +17,12 @@ from mm.placement import Message, Placement, StageSpec
 from mm.plan.layer_memory import (
     ALL,
     FP32,
-    INPUT,
     INT64,
     NOTHING,
     WIDTHS,
     Keeps,
     LayerBytes,
+    kept_by_layers,
     layer_memories,
     trained_layers,
     vision_division,
@@ -50,19 +50,20 @@ class LayerMemory:
 
     sizes: LayerBytes
     keeps: Keeps
-    leaves: bool
-    """Whether its activations are offloaded, but for ``stays``."""
+    is_offloaded: bool
+    """Whether its activations wait in host memory, but for ``stays``."""
     stays: int
+    """Bytes of an offloaded layer that stay on the device: its input, if it is a message."""
 
     @property
     def kept(self) -> int:
         """From the forward to the backward pass, on the device."""
-        return self.stays if self.leaves else self.sizes.kept(self.keeps)
+        return self.stays if self.is_offloaded else self.sizes.kept(self.keeps)
 
     @property
     def offloaded(self) -> int:
         """From the forward to the backward pass, in host memory."""
-        return self.sizes.kept(self.keeps) - self.stays if self.leaves else 0
+        return self.sizes.kept(self.keeps) - self.stays if self.is_offloaded else 0
 
     @property
     def working(self) -> int:
@@ -107,7 +108,8 @@ class ChunkMemory:
         """Bytes that ``count`` consecutive microbatches of a step with ``num_microbatches`` keep from their forward to
         their backward passes, without logits."""
         num_patches = self._num_encoded(count, num_microbatches) * rows.num_patches
-        others = self._language_per_token * rows.num_tokens + self._head_per_target * rows.num_targets
+        per_token = self._language_per_token + (0 if rows.num_patches else self._text_input_per_token)
+        others = per_token * rows.num_tokens + self._head_per_target * rows.num_targets
         return self._vision_per_patch * num_patches + others * count
 
     def _num_encoded(self, count: int, num_microbatches: int) -> int:
@@ -301,15 +303,12 @@ class ChunkMemory:
         layers: range = getattr(self.spec, place.value)
         ulysses_size = self.ulysses_size if part == "language" else 1
         known = layer_memories(self.model, place, self.tp_size, self.width, self.num_pieces, ulysses_size)
-        whole, leaving = tower.recompute.whole_layers(layers), tower.offload.layers(layers)
         first = Message.PATCHES if part == "vision" else Message.HIDDEN_STATES
-        for layer in layers:
-            bytes_of, keeps = known[layer]
-            keeps = INPUT if keeps != NOTHING and layer in whole else keeps
+        for layer, sizes, keeps, is_offloaded in kept_by_layers(tower, layers, known):
             # a received message stays until its gradient is sent; so does what has no gradient
             stays = layer == layers[0] and keeps.keeps_input and (
                 self.spec.receives is first or not self._path.needs_input_gradient(place, layer))
-            yield LayerMemory(bytes_of, keeps, layer in leaving, bytes_of.input if stays and layer in leaving else 0)
+            yield LayerMemory(sizes, keeps, is_offloaded, sizes.input if stays and is_offloaded else 0)
 
     @cached_property
     def _vision_per_patch(self) -> int:
@@ -348,6 +347,15 @@ class ChunkMemory:
             kept += 2 * language.head_dim * self.width
         embedding = self._of(Place.EMBEDDING)
         return kept + (INT64 if any(not is_frozen(weight, self.model) for weight in embedding) else 0)
+
+    @cached_property
+    def _text_input_per_token(self) -> int:
+        """Bytes per token of the first layer's input that stay on the device without images: if only images lead to a
+        trained weight before it, it has no gradient then."""
+        if not self.spec.has_embedding or not all(is_frozen(one, self.model) for one in self._of(Place.EMBEDDING)):
+            return 0
+        first = self._layers("language")[0]
+        return first.sizes.input if first.is_offloaded and first.keeps.keeps_input and not first.stays else 0
 
     @cached_property
     def _head_per_target(self) -> int:

@@ -9,43 +9,42 @@ from dataclasses import dataclass, replace
 from mm.config.model import ModelConfig
 from mm.model.flops import BlockPlace
 from mm.plan.calibration import BlockLaws, Calibration
-from mm.plan.layer_memory import INPUT, NOTHING, WIDTHS, layer_memories
+from mm.plan.layer_memory import WIDTHS, kept_by_layers, layer_memories
 from mm.plan.lists import one_stage
 from mm.weights.table import Place
 
 HOST_BYTES_PER_SECOND = 20e9
-"""Assumed for a device and each direction of its way to host memory: PCIe 4.0 with 16 lanes moves 31.5 GB/s at most,
+"""Assumed for a device's link to host memory, in each direction: PCIe 4.0 with 16 lanes moves 31.5 GB/s at most,
 and the devices of a node share the host's memory."""
 
 
 def offloaded_bytes(model: ModelConfig, tp_size: int, precision: str, num_pieces: int) -> Mapping[BlockPlace, int]:
-    """Bytes per row that each offloaded layer sends to host memory, and gets back, for a microbatch.
+    """Bytes per row that each offloaded layer sends to host memory and fetches back.
 
     ``num_pieces``: as in ``ChunkMemory``.  Ranks that exchange heads for tokens keep slightly more.
     """
     found = dict[BlockPlace, int]()
+    if not model.offloads_activations:
+        return found
     for spec in model.placement().slots:
         for place, tower, layers in ((Place.VISION_LAYER, model.vision, spec.vision_layers),
                                      (Place.LANGUAGE_LAYER, model.language, spec.language_layers)):
-            if not (leaving := tower.offload.layers(layers)):
-                continue
             known = layer_memories(one_stage(model), place, tp_size, WIDTHS[precision], num_pieces, 1)
-            whole = tower.recompute.whole_layers(layers)
-            for layer in leaving:
-                sizes, keeps = known[layer]
-                found[place, layer] = sizes.kept(INPUT if layer in whole and keeps != NOTHING else keeps)
+            found |= {(place, layer): sizes.kept(keeps)
+                      for layer, sizes, keeps, is_offloaded in kept_by_layers(tower, layers, known) if is_offloaded}
     return found
 
 
 def behind_link(laws: BlockLaws, num_bytes: int, calibration: Calibration) -> BlockLaws:
-    """The laws of a layer with ``num_bytes`` per row on their way to or from host memory while it is computed.
+    """The laws of a layer during which ``num_bytes`` per row cross the link to host memory.
 
-    Whichever takes longer per row counts; attention's pairs are added to either, so this is an upper bound.
+    The slower of the two counts, row by row; attention's pairs are added to either.  The fetch of a chunk's last layer,
+    which nothing hides, is not counted.
     """
     if calibration.host_bytes is None:
         return laws
-    way = num_bytes / calibration.host_bytes
-    return BlockLaws(*(replace(law, per_row=max(law.per_row, way)) for law in (laws.forward, laws.backward)))
+    per_row = num_bytes / calibration.host_bytes
+    return BlockLaws(*(replace(law, per_row=max(law.per_row, per_row)) for law in (laws.forward, laws.backward)))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from functools import cache
 from operator import le
 
 from mm.config.model import ModelConfig
+from mm.model.host_activations import SEGMENT_BYTES
 from mm.parallel.order import in_flight, max_sent_ahead
 from mm.placement import Placement
 from mm.plan.memory import ChunkMemory, MicrobatchSizes
@@ -64,11 +65,12 @@ class StageMemory:
         return self._kept_bytes(rows, counts, num_microbatches) + coming
 
     def host_bytes(self, rows: MicrobatchSizes, num_microbatches: int) -> int:
-        """Bytes of activations in host memory, at the moment of the schedule with most of them."""
+        """Bytes of activations in host memory, in whole segments, at the moment of the schedule with most of them."""
         placement = self.chunks[0].placement
         moments = _moments(num_microbatches, self.chunks[0].spec.stage, placement.num_stages, placement.num_chunks)
-        return max(sum(chunk.host_bytes(rows, count, num_microbatches)
+        most = max(sum(chunk.host_bytes(rows, count, num_microbatches)
                        for chunk, count in zip(self.chunks, counts, strict=True)) for counts in moments)
+        return -(-most // SEGMENT_BYTES) * SEGMENT_BYTES
 
     def logit_bytes(self, rows: MicrobatchSizes) -> int:
         """Bytes of logits, and of what is offloaded meanwhile."""

@@ -229,8 +229,8 @@ def _memory_table(run: Run, placement: Placement, sizes: list[StageSize]) -> lis
         "slow next stage can leave waiting.  Not counted: the driver, communication buffers and fragmentation.",
         *(["Open units: gradients, and weights in shards, of the layers that are used at that moment."]
           if buffers else []),
-        *(["On the host: offloaded activations; those of two layers are on the device, in the columns of logits and of "
-           "a", "layer's work."] if offloads else []),
+        *(["On the host: offloaded activations.  The columns of logits and of a layer's work include those that are",
+           "on the device at that moment."] if offloads else []),
     ]
 
 
@@ -241,7 +241,7 @@ def _activation_table(run: Run, placement: Placement, sizes: list[StageSize]) ->
         return []
     first, *others = activation_rows(run, min(peaks(run, placement, sizes).values()))
     return ["Fewer activations (ms more for a layer and microbatch; from published peaks and "
-            f"{HOST_BYTES_PER_SECOND / 1e9:g} GB/s to and from the host,", "not measured; the least is the cheapest):",
+            f"{HOST_BYTES_PER_SECOND / 1e9:g} GB/s to and from the host,", "not measured):",
             *_aligned([first, *others], num_texts=1), *activation_notes(run),
             "Both: it is recomputed, and its input is offloaded.  What is offloaded crosses the link while the next "
             "layer is", "computed; only what takes longer counts."]

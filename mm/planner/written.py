@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from mm.config.activations import RecomputeConfig
+from mm.config.model import Tower
 from mm.config.read import read_json
 from mm.config.run import Run
 from mm.errors import UserError
@@ -43,25 +43,28 @@ def write_layout(folder: Path, best: Planned, given: Run) -> str:
 
 
 def _set_layout(model: dict[str, Any], best: Planned) -> None:
-    """Set the lists, the recomputation, and the placement and batch of the encoder."""
+    """Set the lists, what becomes of activations, and the placement and batch of the encoder."""
     for keys, values, tower in zip(_TOWERS, Lists.of(best.run.model).values(),
                                    (best.run.model.vision, best.run.model.language), strict=True):
         section = model
         for key in keys:
             section = section[key]
         section["pipeline_num_layers"] = values
-        for name in ("granularity", "method", "num_layers", "modules"):
-            section.pop(f"recompute_{name}", None)
-        section |= _recompute_keys(tower.recompute)
+        for name in ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules",
+                     "cpu_offloading_activations", "cpu_offloading_num_layers"):
+            section.pop(name, None)
+        section |= _activation_keys(tower)
     if best.run.model.encodes_whole or "encoder_placement" in model:
         model["encoder_placement"] = best.run.model.encoder_placement
     if best.run.model.encoder_batch_microbatches > 1 or "encoder_batch_microbatches" in model:
         model["encoder_batch_microbatches"] = best.run.model.encoder_batch_microbatches
 
 
-def _recompute_keys(recompute: RecomputeConfig) -> dict[str, Any]:
+def _activation_keys(tower: Tower) -> dict[str, Any]:
+    recompute, offload = tower.recompute, tower.offload
     found = {"recompute_granularity": recompute.granularity, "recompute_method": recompute.method,
-             "recompute_num_layers": recompute.num_layers, "recompute_modules": list(recompute.modules) or None}
+             "recompute_num_layers": recompute.num_layers, "recompute_modules": list(recompute.modules) or None,
+             "cpu_offloading_activations": offload.activations, "cpu_offloading_num_layers": offload.num_layers}
     return {key: value for key, value in found.items() if value is not None}
 
 

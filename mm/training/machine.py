@@ -162,7 +162,7 @@ def _host_memory(run: Run, node: Node) -> Iterator[MachineFinding]:
             f"(`docker run --memory`), end other processes (`ps aux --sort=-rss | head`), or lower --num-workers, "
             f"prefetch_factor or --global-batch-size"
             f"{', or --optimizer-offload-fraction' if states else ''}"
-            f"{', or --cpu-offloading-num-layers' if activations else ''}"
+            f"{', or offload fewer layers (--cpu-offloading-num-layers)' if activations else ''}"
             f"{', or remove --async-save' if run.args.async_save else ''}")
 
 

@@ -17,6 +17,7 @@ def test_offload_is_of_all_layers_of_each_chunk_or_the_first():
     for config, expected in (
         (OffloadConfig(), [[], [], [], []]), (OffloadConfig(False), [[], [], [], []]),
         (OffloadConfig(True), [[0], [1, 2, 3, 4], [], [5, 6, 7]]), (OffloadConfig(True, 2), [[0], [1, 2], [], [5, 6]]),
+        (OffloadConfig(None, 0), [[], [], [], []]), (OffloadConfig(True, 0), [[], [], [], []]),
         (OffloadConfig(None, 2), [[0], [1, 2], [], [5, 6]]),
     ):
         assert [list(config.layers(layers)) for layers in chunks] == expected
@@ -41,6 +42,14 @@ def test_offload_flags_apply_where_the_json_has_none(tmp_path):
         run = load(tmp_path, *flags, model={f"{VISION}.cpu_offloading_activations": False})
         assert len(run.model.language.offload.layers(range(28))) == expected
         assert not run.model.vision.offload.layers(range(32))
+
+
+def test_offload_flags_without_effect_are_noted(tmp_path):
+    both = {f"{VISION}.cpu_offloading_activations": False, f"{LANGUAGE}.cpu_offloading_num_layers": 3}
+    for keys, expected in ((both, 1), ({f"{VISION}.cpu_offloading_activations": False}, 0), ({}, 0)):
+        notes = load(tmp_path, "--cpu-offloading-num-layers", "5", model=keys).notes
+        unused = [note for note in notes if str(note).startswith("--cpu-offloading-num-layers: no effect")]
+        assert len(unused) == expected
 
 
 def test_the_number_of_layers_for_uniform_recompute_has_no_effect(tmp_path):

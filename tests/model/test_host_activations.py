@@ -25,6 +25,7 @@ LAYER_BYTES = ROW_BYTES * (1 + 3 + 1 + 1)
 @pytest.fixture(autouse=True)
 def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_activations, "PAGE_BYTES", PAGE_BYTES)
+    monkeypatch.setattr(host_activations, "SEGMENT_BYTES", 16 * PAGE_BYTES)
 
 
 def late_host() -> HostActivations:

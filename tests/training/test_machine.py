@@ -141,7 +141,7 @@ def test_activations_may_need_host_memory(inputs: Path) -> None:
     least = next(size for size in range(3 << 30, 99 << 30, 1 << 26) if findings(plain, host_bytes=size) == ([], []))
     problems, (note,) = findings(run, host_bytes=least)
     assert problems == [] and f"{8 * activations / (1 << 30):.2f} for activations of the longest microbatches" in note
-    assert "or --cpu-offloading-num-layers" in note
+    assert "or offload fewer layers (--cpu-offloading-num-layers)" in note
     assert findings(run, host_bytes=least + 8 * activations) == ([], [])
 
 

@@ -113,7 +113,7 @@ class LayerStack(nn.Module):
         shared = (inputs.cos, inputs.sin, *([x.rows] if number == 0 and x.rows.is_leaf else []))
         with self.host.layer(self.before if number else None, number < self.num_offloaded, shared) as own:
             x = self._applied(layer, x, inputs, own.keep)
-        self.before = own
+        self.before = own if number + 1 < len(self.layers) else None
         return x
 
     def _applied(self, layer: str, x: Residual, inputs: AttentionInputs, keep: Keep) -> Residual:
