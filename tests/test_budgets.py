@@ -91,6 +91,8 @@ MEMORY_CASES = {
     "7B, few layers, selective": Case("7b", layers=FEW_LAYERS, full_attention=FULL, recompute="selective"),
     "3B, first of two stages": Case("3b", 4, num_microbatches=4, layers=((4, 0), (1, 3)), full_attention=FULL),
     "3B, last of two stages": Case("3b", 4, num_microbatches=4, layers=((4, 0), (1, 3)), full_attention=FULL, stage=1),
+    "3B, last of two stages, after part of the ViT": Case(
+        "3b", 4, num_microbatches=4, layers=((2, 2), (0, 4)), full_attention=(1, 2), stage=1),
     "3B, few layers, TP 2": Case("3b", layers=FEW_LAYERS, full_attention=FULL, tp_size=2),
     "3B, few layers, TP 2, sequence": Case("3b", layers=FEW_LAYERS, full_attention=FULL, tp_size=2,
                                            sequence_parallel=True),

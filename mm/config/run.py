@@ -43,9 +43,9 @@ _PRECISION_KEYS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 _MOST_MICROBATCHES = 100_000
 """Most microbatches of a replica in a step; a larger number is a mistake, and planning it would take minutes."""
 _PATTERNS = ("freeze_modules", "trainable_modules")
+"""Flags that may be in the model JSON instead."""
 _ACTIVATIONS = ("recompute", "offload")
 """Settings of a tower that flags give where its JSON says nothing."""
-"""Flags that may be in the model JSON instead."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def load_run(
     run = Run(args, _with_flags(model.value, args), data.value, world_size,
               (*notes, *(missing if is_dry_run else ())), args.given_start)
     own: tuple[str, ...] = ()
-    if args.fsdp2_config_path is not None:
+    if args.fsdp2_config_path is not None and args.shards_weights:
         with collected(problems):
             own = fsdp2_notes(args.fsdp2_config_path, args, run.num_copies)
     run = dataclasses.replace(run, notes=(*run.notes, *sharding_notes(args, run.num_copies), *own))

@@ -81,26 +81,31 @@ class _Memory:
         self._storage: torch.UntypedStorage | None = tensor.untyped_storage()  # while it lives, no other has its key
         num_elements = self._storage.nbytes() // tensor.dtype.itemsize
         self.num_bytes = num_elements * tensor.dtype.itemsize
-        self.here: Tensor | None = tensor.detach().as_strided((num_elements,), (1,), 0)
+        self._here: Tensor | None = tensor.detach().as_strided((num_elements,), (1,), 0)
+
+    @property
+    def block(self) -> Tensor:
+        """All of it."""
+        assert self._here is not None, "used between allocation and freeing"
+        return self._here
 
     def tensor(self, start: int, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
         """A tensor in it."""
-        assert self.here is not None, "it has been fetched"
-        return self.here.as_strided(shape, strides, start)
+        return self.block.as_strided(shape, strides, start)
 
     def free(self) -> None:
-        self.here = self._storage = None
+        """Leave it to the tensors in it."""
+        self._here = self._storage = None
 
     def allocate(self) -> None:
         """Have memory of the same size again."""
-        self.here = torch.empty(self.num_bytes // self.dtype.itemsize, dtype=self.dtype, device=self.device)
+        self._here = torch.empty(self.num_bytes // self.dtype.itemsize, dtype=self.dtype, device=self.device)
 
     def pairs(self, pages: list[Tensor], start: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Pieces of it, and their places on ``pages`` from the byte ``start``."""
-        assert self.here is not None, "copied while it is there"
         for page, there, here in on_pages(start, self.num_bytes, PAGE_BYTES):
             own = slice(here.start // self.dtype.itemsize, here.stop // self.dtype.itemsize)
-            yield self.here[own], pages[page][there].view(self.dtype)
+            yield self.block[own], pages[page][there].view(self.dtype)
 
 
 class LayerActivations:
@@ -164,6 +169,9 @@ class HostActivations:
         self.pages = HostPages(device)
         self._device, self._queue = device, device.side_queue()
         self._leaving: LayerActivations | None = None
+        self._held: list[Tensor] = []
+        """Memory that queued copies read or write and no tensor may need any more: it must not be used again, or
+        unmapped, before they have run."""
 
     @property
     def torch_device(self) -> torch.device:
@@ -186,10 +194,15 @@ class HostActivations:
     def arrived(self) -> None:
         """Free the memory of the layer that leaves, once it is in host memory; the computing stream waits for that."""
         if self._leaving is not None:
-            self._queue.join()
+            self._join()
             for memory, _ in self._leaving.memories():
                 memory.free()
             self._leaving = None
+
+    def _join(self) -> None:
+        """Let the computing stream wait for all copies."""
+        self._queue.join()
+        self._held.clear()
 
     def bring(self, own: LayerActivations) -> None:
         """Make sure that ``own`` is on the device for the work that is queued now, and let the layer before come."""
@@ -198,13 +211,14 @@ class HostActivations:
         own.is_used = True
         if own is self._leaving:  # it is still here
             self._leaving = None
+            self._held += [memory.block for memory, _ in own.memories()]
             self.pages.give_back(own.pages)  # the next copy into them waits in the same queue
             own.pages = []
             own.forget()
         else:
             self.arrived()
             self._fetch(own)
-            self._queue.join()
+            self._join()
         if own.before is not None:
             self._fetch(own.before)
 
@@ -226,6 +240,7 @@ class HostActivations:
         memories = own.memories()
         for memory, _ in memories:
             memory.allocate()
+        self._held += [memory.block for memory, _ in memories]
         self._queue.mark()
         with self._queue.behind_mark():
             for memory, start in memories:

@@ -21,7 +21,7 @@ from mm.placement import Placement
 from mm.plan.calibration import BlockKey, BlockLaws, Calibration
 from mm.plan.laws import Law
 from mm.plan.lists import one_stage
-from mm.plan.offload import behind_link, offloaded_bytes
+from mm.plan.offload import behind_link, exposed_layers, offloaded_bytes
 from mm.weights.memory import memory_shape
 from mm.weights.table import VISION_PLACES, Place, model_weights
 
@@ -113,7 +113,9 @@ class BlockCosts:
             keys = block_keys(model, cutting, has_images)
             found |= {(place, has_images): laws_of(key, calibration) for place, key in keys.items()
                       if has_images or place[0] not in VISION_PLACES}
-        found |= {at: behind_link(found[at], offloaded[at[0]], calibration) for at in found if at[0] in offloaded}
+        exposed = exposed_layers(model)
+        found |= {at: behind_link(found[at], offloaded[at[0]], calibration, is_exposed=at[0] in exposed)
+                  for at in found if at[0] in offloaded}
         is_pipeline = model.num_stages > 1 and calibration.pipeline_pass is not None
         chunk_pass = max(calibration.chunk_pass, (calibration.pipeline_pass or 0.0) * is_pipeline)
         return cls._from_laws(one_stage(model), found, chunk_pass)

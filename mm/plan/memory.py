@@ -306,15 +306,26 @@ class ChunkMemory:
         first = Message.PATCHES if part == "vision" else Message.HIDDEN_STATES
         for layer, sizes, keeps, is_offloaded in kept_by_layers(tower, layers, known):
             # a received message stays until its gradient is sent; so does what has no gradient
+            is_message = self.spec.receives is first and not (part == "vision" and self._copies_patches)
             stays = layer == layers[0] and keeps.keeps_input and (
-                self.spec.receives is first or not self._path.needs_input_gradient(place, layer))
+                is_message or not self._path.needs_input_gradient(place, layer))
             yield LayerMemory(sizes, keeps, is_offloaded, sizes.input if stays and is_offloaded else 0)
+
+    @property
+    def _copies_patches(self) -> bool:
+        """Whether a first layer with full attention gets a copy of the message in another order, beside the message,
+        which waits for its gradient.  Rows that are cut are put in order while they are gathered."""
+        spec, vision = self.spec, self.model.vision
+        return (spec.receives is Message.PATCHES and bool(spec.vision_layers) and self._vision_division[1] == 1
+                and spec.vision_layers[0] in vision.fullatt_block_indexes
+                and self._path.needs_input_gradient(Place.VISION_LAYER, spec.vision_layers[0]))
 
     @cached_property
     def _vision_per_patch(self) -> int:
         model, spec, vision = self.model, self.spec, self.model.vision
         merged = vision.spatial_merge_size**2
         kept = sum(layer.kept for layer in self._layers("vision"))
+        kept += vision.hidden_size * self.width * self._copies_patches
         if any(layer.keeps != NOTHING for layer in self._layers("vision")):
             kept += _vision_table_bytes(vision)
         if spec.has_patch_embedding and not all(is_frozen(one, model) for one in self._of(Place.PATCH_EMBEDDING)):

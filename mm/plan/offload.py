@@ -35,16 +35,32 @@ def offloaded_bytes(model: ModelConfig, tp_size: int, precision: str, num_pieces
     return found
 
 
-def behind_link(laws: BlockLaws, num_bytes: int, calibration: Calibration) -> BlockLaws:
+def exposed_layers(model: ModelConfig) -> frozenset[BlockPlace]:
+    """Layers whose backward pass waits for their own activations.
+
+    Each layer's come back during the backward pass of the next layer of its tower in the same chunk.  The last one has
+    none: it waits, unless its backward pass follows its forward pass at once, as before the head.
+    """
+    found = set[BlockPlace]()
+    for spec in model.placement().slots:
+        for place, tower, layers, waits in (
+                (Place.VISION_LAYER, model.vision, spec.vision_layers, True),
+                (Place.LANGUAGE_LAYER, model.language, spec.language_layers, not spec.has_head)):
+            found |= {(place, layer) for layer in tower.offload.layers(layers) if waits and layer == layers[-1]}
+    return frozenset(found)
+
+
+def behind_link(laws: BlockLaws, num_bytes: int, calibration: Calibration, *, is_exposed: bool) -> BlockLaws:
     """The laws of a layer during which ``num_bytes`` per row cross the link to host memory.
 
-    The slower of the two counts, row by row; attention's pairs are added to either.  The fetch of a chunk's last layer,
-    which nothing hides, is not counted.
+    The slower of the two counts, row by row; attention's pairs are added to either.  ``is_exposed``: the layer is one
+    of ``exposed_layers``.
     """
     if calibration.host_bytes is None:
         return laws
     per_row = num_bytes / calibration.host_bytes
-    return BlockLaws(*(replace(law, per_row=max(law.per_row, per_row)) for law in (laws.forward, laws.backward)))
+    forward, backward = (replace(law, per_row=max(law.per_row, per_row)) for law in (laws.forward, laws.backward))
+    return BlockLaws(forward, replace(backward, per_row=backward.per_row + per_row) if is_exposed else backward)
 
 
 @dataclass(frozen=True)

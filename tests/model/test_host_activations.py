@@ -28,10 +28,6 @@ def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_activations, "SEGMENT_BYTES", 16 * PAGE_BYTES)
 
 
-def late_host() -> HostActivations:
-    return HostActivations(LateDevice.new())
-
-
 WEIGHTS = [torch.nn.Parameter(torch.randn(3 * WIDTH, WIDTH, generator=torch.Generator().manual_seed(layer)) / 4)
            for layer in range(4)]
 TABLE = torch.linspace(0.5, 1.5, ROWS)[:, None]
@@ -75,13 +71,15 @@ class Pass:
 
 
 ORDERS = {"one": "f0 b0", "two": "f0 f1 b0 f2 b1 b2", "all first": "f0 f1 f2 b0 b1 b2", "last first": "f0 f1 b1 b0",
-          "one without a backward pass": "f0 f1 x0 f2 b1 b2", "validation between": "f0 v f1 b0 v b1"}  # fmt: skip
+          "one without a backward pass": "f0 f1 x0 f2 b1 b2", "one whose backward pass ends early": "f0 f1 e0 f2 b1 b2",
+          "validation between": "f0 v f1 b0 v b1"}  # fmt: skip
 
 
 @pytest.mark.parametrize("num_offloaded", [1, 2, 4])
 @pytest.mark.parametrize("order", ORDERS)
 def test_gradients_are_those_without_it(order: str, num_offloaded: int) -> None:
-    host, passes, found = late_host(), dict[str, Pass](), list[int]()
+    device, passes, found = LateDevice.new(), dict[str, Pass](), list[int]()
+    host = HostActivations(device)
     for step in range(3):
         for action, name in ((one[0], one[1:]) for one in ORDERS[order].split()):
             x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(10 * step + int(name or 0)))
@@ -89,6 +87,8 @@ def test_gradients_are_those_without_it(order: str, num_offloaded: int) -> None:
                 passes[name] = Pass(host, x, num_offloaded)
             elif action == "x":
                 del passes[name]
+            elif action == "e":
+                torch.autograd.grad(passes.pop(name).loss, WEIGHTS[-1])
             elif action == "v":
                 with torch.no_grad():
                     Pass(host, x, num_offloaded)
@@ -97,12 +97,13 @@ def test_gradients_are_those_without_it(order: str, num_offloaded: int) -> None:
                 assert all(torch.equal(*both) for both in zip(mine, plain(x), strict=True))
         found.append(host.pages.num_bytes)
         assert len(host.pages._free) * PAGE_BYTES == host.pages.num_bytes  # all were given back
+    assert device.num_freed_early == 0
     assert len(set(found)) == 1
 
 
 def test_two_layers_are_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """During a layer's backward pass, its own activations and those of the layer before."""
-    host, memories, found = late_host(), weakref.WeakSet[Any](), list[int]()
+    host, memories, found = HostActivations(LateDevice.new()), weakref.WeakSet[Any](), list[int]()
     after_output: list[int] = []
     made, bring = host_activations._Memory.__init__, host.bring
 
@@ -111,7 +112,7 @@ def test_two_layers_are_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
         memories.add(self)
 
     def here() -> int:
-        return sum(one.num_bytes for one in memories if one.here is not None)
+        return sum(one.num_bytes for one in memories if one._here is not None)
 
     def watched(own: LayerActivations) -> None:
         bring(own)
@@ -130,12 +131,12 @@ def test_two_layers_are_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     backward(one)
     backward(Pass(host, torch.randn(ROWS, WIDTH), 4))  # whose last layer is still there
     backward(other)
-    assert max(found) == 2 * LAYER_BYTES and here() == 0
+    assert max(found) == 2 * LAYER_BYTES and here() == 0 and host._held == []
     assert after_output == [2 * LAYER_BYTES - ROW_BYTES] * 3  # each block goes with its last use
 
 
 def test_shared_tensors_weights_and_numbers_stay() -> None:
-    host = late_host()
+    host = HostActivations(LateDevice.new())
     own = LayerActivations(host, None, True, (TABLE,))
     for tensor in (TABLE, TABLE[:4], WEIGHTS[0], WEIGHTS[0].T, torch.arange(5), torch.ones(3, device="meta")):
         assert own.keep(tensor)().data_ptr() == tensor.data_ptr()

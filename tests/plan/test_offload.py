@@ -15,7 +15,7 @@ from mm.plan.activation_report import activation_rows
 from mm.plan.by_device import calibration_by_device
 from mm.plan.costs import BlockCosts, Cutting, counts_of
 from mm.plan.memory import MicrobatchSizes
-from mm.plan.offload import HOST_BYTES_PER_SECOND, Ways, behind_link, offloaded_bytes
+from mm.plan.offload import HOST_BYTES_PER_SECOND, Ways, behind_link, exposed_layers, offloaded_bytes
 from mm.plan.sizes import longest_microbatches, stage_memory, stage_sizes
 from mm.plan.stages import stage_report
 from mm.weights.table import Place
@@ -33,17 +33,19 @@ def offloaded(run: Run, num_layers: int | None = None) -> Run:
 
 
 @pytest.mark.parametrize("recompute", [RecomputeConfig(), RecomputeConfig("selective"), FULL], ids=str)
-@pytest.mark.parametrize("num_layers", [None, 3])
-def test_the_bytes_of_layers_are_those_in_host_memory(recompute: RecomputeConfig, num_layers: int | None) -> None:
-    """But for the input of the first layer, which stays if it is a message."""
-    run = offloaded(run_of("7b", [20, 12], [0, 28], 2, bf16=True, recompute=recompute), num_layers)
+@pytest.mark.parametrize(("num_layers", "cut"), [(None, 20), (3, 20), (None, 23)])
+def test_the_bytes_of_layers_are_those_in_host_memory(
+    recompute: RecomputeConfig, num_layers: int | None, cut: int
+) -> None:
+    """But for the input of the first layer, which stays if it is a message, not its copy in another order."""
+    run = offloaded(run_of("7b", [cut, 32 - cut], [0, 28], 2, bf16=True, recompute=recompute), num_layers)
     model, sizes = run.model, MicrobatchSizes(100_000, 400_000, 0)
     found = offloaded_bytes(model, 1, "bf16", 1)
     for stage, spec in enumerate(model.placement().slots):
         (chunk,) = stage_memory(run, model.placement(), stage).chunks
         patches = sum(found.get((Place.VISION_LAYER, layer), 0) for layer in spec.vision_layers)
         tokens = sum(found.get((Place.LANGUAGE_LAYER, layer), 0) for layer in spec.language_layers)
-        message = 2 * model.vision.hidden_size * sizes.num_patches * (stage == 1)
+        message = 2 * model.vision.hidden_size * sizes.num_patches * (stage == 1 and cut == 20)
         expected = patches * sizes.num_patches + tokens * sizes.num_tokens - message
         assert expected <= chunk.host_bytes(sizes) < expected + 60 * (16 << 20)  # whole pages
 
@@ -53,20 +55,32 @@ def test_a_layer_takes_as_long_as_its_bytes_on_the_link() -> None:
     device = next(one for one in KNOWN_DEVICES if one.label == "H200")
     calibration = calibration_by_device(run, device, device.links)
     laws = calibration.blocks[-2].laws
-    assert behind_link(laws, 0, calibration) == laws
-    slow = behind_link(laws, 10**9, calibration)
-    assert slow.forward == replace(laws.forward, per_row=10**9 / HOST_BYTES_PER_SECOND)
-    assert behind_link(laws, 10**9, replace(calibration, assumed_host_bytes=None)) == laws
+    assert behind_link(laws, 0, calibration, is_exposed=True) == laws
+    slow, exposed = (behind_link(laws, 10**9, calibration, is_exposed=one) for one in (False, True))
+    assert slow.forward == exposed.forward == replace(laws.forward, per_row=10**9 / HOST_BYTES_PER_SECOND)
+    assert exposed.backward.per_row == 2 * slow.backward.per_row == 2 * slow.forward.per_row
+    assert behind_link(laws, 10**9, replace(calibration, assumed_host_bytes=None), is_exposed=True) == laws
     plain, more = (BlockCosts.of(one.model, Cutting(1, sequence_parallel=False), calibration).of_all(
         counts_of([TOTALS, TEXT])) for one in (run, offloaded(run)))
     assert np.all(more > plain)
-    # the input of a recomputed layer leaves while that layer is computed
+    # the input of a recomputed layer crosses while that layer is computed, except that of the ViT's last one
     run = run_of("7b", [32], [28], 1, bf16=True, recompute=FULL)
     device = next(one for one in KNOWN_DEVICES if one.label == "A100 80GB")
     calibration = calibration_by_device(run, device, device.links)
     plain, hidden = (BlockCosts.of(one.model, Cutting(1, sequence_parallel=False), calibration).of_all(
         counts_of([TOTALS, TEXT])) for one in (run, offloaded(run)))
-    assert hidden == pytest.approx(plain)
+    (last,) = exposed_layers(offloaded(run).model)
+    waits = offloaded_bytes(offloaded(run).model, 1, "bf16", 1)[last] * TOTALS.num_patches / HOST_BYTES_PER_SECOND
+    assert hidden - plain == pytest.approx([waits, 0], abs=1e-9)
+
+
+def test_the_last_layer_of_a_slot_waits_for_its_activations() -> None:
+    model = offloaded(run_of("7b", [20, 12], [0, 28], 2, bf16=True)).model
+    assert exposed_layers(model) == {(Place.VISION_LAYER, 19), (Place.VISION_LAYER, 31)}
+    model = offloaded(run_of("7b", [32, 0], [8, 20], 2, bf16=True)).model
+    assert exposed_layers(model) == {(Place.VISION_LAYER, 31), (Place.LANGUAGE_LAYER, 7)}
+    model = offloaded(run_of("7b", [32, 0], [8, 20], 2, bf16=True), 7).model
+    assert exposed_layers(model) == frozenset(), "the layer after the last offloaded one hides its transfer"
 
 
 @given(SECONDS, SECONDS, st.integers(0, 10**10), st.integers(0, 10**9))

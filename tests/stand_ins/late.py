@@ -16,10 +16,13 @@ from mm.device.device import Device
 
 @dataclass(frozen=True)
 class _LateCopy:
-    into: Tensor
-    storage: StorageWeakRef
-    """It does not keep alive what is copied."""
-    address: int
+    """It keeps neither tensor alive."""
+
+    into: StorageWeakRef
+    into_address: int
+    given: StorageWeakRef
+    given_address: int
+    num_bytes: int
 
 
 class LateQueue(TorchDispatchMode):
@@ -31,6 +34,9 @@ class LateQueue(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.copies: list[_LateCopy] = []
+        self.num_freed_early = 0
+        """Copies of which one tensor was freed before they were made.  On a device that is safe only while the
+        allocator keeps the memory and nobody else uses it."""
 
     def mark(self) -> None: ...
 
@@ -41,10 +47,12 @@ class LateQueue(TorchDispatchMode):
 
     def join(self) -> None:
         for one in self.copies:
-            if one.storage.expired():
-                _spoil(one.into)
-            else:
-                ctypes.memmove(one.into.data_ptr(), one.address, one.into.nbytes)
+            is_lost = one.into.expired(), one.given.expired()
+            self.num_freed_early += any(is_lost)
+            if is_lost == (False, True):
+                _spoil(one.into_address, one.num_bytes)
+            elif is_lost == (False, False):
+                ctypes.memmove(one.into_address, one.given_address, one.num_bytes)
         self.copies.clear()
 
     def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -52,15 +60,17 @@ class LateQueue(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         into, given = args[:2]
         assert into.is_contiguous() and given.is_contiguous() and into.dtype == given.dtype
-        is_read_before = any(abs(one.address - into.data_ptr()) < into.nbytes for one in self.copies)
+        is_read_before = any(abs(one.given_address - into.data_ptr()) < into.nbytes for one in self.copies)
         if not is_read_before:
-            _spoil(into)
-        self.copies.append(_LateCopy(into, StorageWeakRef(given.untyped_storage()), given.data_ptr()))
+            _spoil(into.data_ptr(), into.nbytes)
+        self.copies.append(_LateCopy(
+            StorageWeakRef(into.untyped_storage()), into.data_ptr(),
+            StorageWeakRef(given.untyped_storage()), given.data_ptr(), into.nbytes))
         return into
 
 
-def _spoil(memory: Tensor) -> None:
-    ctypes.memset(memory.data_ptr(), 255, memory.nbytes)
+def _spoil(address: int, num_bytes: int) -> None:
+    ctypes.memset(address, 255, num_bytes)
 
 
 @dataclass(frozen=True)
@@ -72,6 +82,11 @@ class LateDevice(Device):
     @classmethod
     def new(cls) -> "LateDevice":
         return cls(**vars(Device.pick("cpu")))
+
+    @property
+    def num_freed_early(self) -> int:
+        """Summed over its queues; see ``LateQueue``."""
+        return sum(queue.num_freed_early for queue in self.queues)
 
     def side_queue(self) -> Any:
         self.queues.append(LateQueue())

@@ -56,7 +56,8 @@ def test_best_on_another_disk_is_refused(results: dict) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["pp2", "pp2-tied", "pp2-tied-distributed-bf16", "dp2", "dp2-distributed", "tp2"])
+    "name", ["pp2", "pp2-tied", "pp2-tied-distributed-bf16", "dp2", "dp2-distributed", "dp2-weight-shards",
+             "dp2-weight-shards-bf16-remainders", "tp2"])
 def test_each_rank_resumes_bit_for_bit_from_its_own_disk(name: str, results: dict) -> None:
     found = results["resume"][name]
     assert found["resumed_losses"] == found["losses"] and found["different"] == [] and found["is_random_equal"]
@@ -66,7 +67,7 @@ def test_each_rank_resumes_bit_for_bit_from_its_own_disk(name: str, results: dic
         assert any("copies" in one for one in names) == (rank == 1 and ("tied" in name or name == "tp2"))
 
 
-@pytest.mark.parametrize("name", ["pp2", "pp2-tied", "dp2", "dp2-distributed", "tp2"])
+@pytest.mark.parametrize("name", ["pp2", "pp2-tied", "dp2", "dp2-distributed", "dp2-weight-shards", "tp2"])
 def test_the_gathered_parts_load_under_another_layout(name: str, results: dict) -> None:
     found = results["elsewhere"][name]
     assert found["different"] == [] and found["num_compared"] > 200
