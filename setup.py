@@ -10,13 +10,28 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-_FILE = Path(__file__).parent / "mm/version.py"
+_ROOT = Path(__file__).parent
+_FILE = _ROOT / "mm/version.py"
 _VERSION = re.search(r'^VERSION = "(.+)"$', _FILE.read_text(encoding="utf-8"), re.MULTILINE)
 
 setup(
     name="qwen2_5_vl-3d",
     version=_VERSION[1],
+    description="3D-parallel trainer for Qwen2.5-VL on Ascend NPU, CUDA and CPU",
+    long_description=(_ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     packages=find_packages(include=["mm", "mm.*", "checkpoint", "checkpoint.*", "demo"]),
+    package_data={"mm": ["py.typed"], "checkpoint": ["py.typed"]},
     python_requires=">=3.11",
     install_requires=[
         "torch>=2.11.0a0,<2.14",
@@ -37,7 +52,8 @@ setup(
         "docstring-parser",
     ],
     entry_points={"console_scripts": ["mm-convert = checkpoint.cli:main", "mm-data = mm.data_tool.cli:main",
-                                      "mm-plan = mm.planner.cli:main"]},
+                                      "mm-evaluate = mm.evaluate:main", "mm-generate = mm.generate:main",
+                                      "mm-plan = mm.planner.cli:main", "mm-train = mm.train:main"]},
     extras_require={
         "cpu": ["torch==2.13.0"],
         "decord": ["decord>=0.6; platform_machine == 'x86_64'"],

@@ -9,6 +9,7 @@ import importlib.util
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from operator import attrgetter
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.fusion_mapping import register_fusion_patches
+from transformers.monkey_patching import apply_patches, clear_patch_mapping
 
 from benchmarks.measure import shipped_model
 from mm.batch import BatchTotals, Microbatch, StepPlan, image_passes, normalised
@@ -174,10 +176,17 @@ class Ours:
 
 
 @functools.cache
-def _use_linear_patch_embedding() -> None:
-    """Make transformers' ViT embed patches by a matrix product; once a process, as older transformers need it."""
-    config = hf_config(model_config("tiny"))
+def _use_linear_patch_embedding() -> ExitStack:
+    """Make transformers' ViT embed patches by a matrix product; once a process, as older transformers need it.
+
+    transformers would exchange the class for each model that it makes, and back, which takes seconds each time: it
+    searches all of its modules.  It stays exchanged here.
+    """
+    config, exchanged = hf_config(model_config("tiny")), ExitStack()
     register_fusion_patches(Qwen2_5_VLForConditionalGeneration, config, {"patch_embeddings": True})
+    exchanged.enter_context(apply_patches())
+    clear_patch_mapping()
+    return exchanged
 
 
 class Peer:

@@ -19,7 +19,7 @@ BASE = ("--lr", "0", "--train-iters", "1", "--seq-length", "1024", "--micro-batc
 
 
 OFFLOAD, FULL = "--cpu-offload-activations", RecomputeConfig("full", "uniform", 1)
-"""The change that needs another one: it is offered for recomputed layers only."""
+"""The change that is offered only for recomputed layers, and their recomputation."""
 
 
 def before(change: Change) -> Run:

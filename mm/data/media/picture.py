@@ -143,7 +143,7 @@ def image_remarks(path: str | Inline) -> list[str]:
 def load_image(path: str | Inline, is_upright: bool = True, on_white: bool = True) -> Image.Image:
     """Decode ``path`` to RGB, rotated upright.  ``on_white``: composite transparency on white instead of dropping it.
 
-    Of 16-bit channels the upper 8 bits are kept, and floats from 0 to 1 are scaled to 0 to 255; Pillow alone would make
+    16-bit channels keep their upper 8 bits, and floats from 0 to 1 are scaled to 0 to 255; Pillow alone would make
     these images white or black.  Raises UserError naming ``path`` when it is not a regular file or not an image, is
     truncated, has pixel values outside these ranges, or is larger than ``MAX_IMAGE_PIXELS``.
     """

@@ -1,0 +1,77 @@
+"""The files for contributors: links lead somewhere, versions agree, and a hosted run tests what ``.ci/run`` does."""
+
+import re
+import subprocess
+import sys
+from importlib.metadata import distribution
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from mm.version import VERSION
+from tests.files import ROOT
+
+PAGES = [*(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
+         *sorted((ROOT / "docs").glob("*.md"))]
+TEMPLATES = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+BODY = {"markdown", "textarea", "input", "dropdown", "checkboxes"}
+
+
+def read(path: Path) -> Any:
+    return YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_versions_agree() -> None:
+    (newest, *_) = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest.rstrip(",") == VERSION == read(ROOT / "CITATION.cff")["version"]
+
+
+def test_a_hosted_run_tests_what_ci_does() -> None:
+    (job,) = read(ROOT / ".github" / "workflows" / "tests.yml")["jobs"].values()
+    commands = [step["run"] for step in job["steps"] if "run" in step]
+    assert commands == re.findall(r"^make \w+$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+
+
+def test_the_package_says_what_it_is() -> None:
+    described = distribution("qwen2_5_vl-3d").metadata
+    assert described["Summary"] and described["Description-Content-Type"] == "text/markdown"
+    assert "Typing :: Typed" in described.get_all("Classifier", [])
+    assert (ROOT / "mm" / "py.typed").exists() and (ROOT / "checkpoint" / "py.typed").exists()
+
+
+def test_every_command_is_a_console_script() -> None:
+    scripts = {one.name: one for one in distribution("qwen2_5_vl-3d").entry_points if one.group == "console_scripts"}
+    assert set(scripts) == {f"mm-{name}" for name in ("convert", "data", "evaluate", "generate", "plan", "train")}
+    for name in scripts:
+        command = [Path(sys.executable).with_name(name), "--version"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert VERSION in done.stdout, name
+
+
+@pytest.mark.parametrize("template", [one for one in TEMPLATES if one.stem != "config"], ids=lambda one: one.stem)
+def test_issue_forms_have_what_a_form_needs(template: Path) -> None:
+    form = read(template)
+    fields = form["body"]
+    assert form["name"] and form["description"] and {one["type"] for one in fields} <= BODY
+    assert len({one["id"] for one in fields}) == len(fields)
+    assert all(one["attributes"]["label"] for one in fields)
+    assert any(one.get("validations", {}).get("required") for one in fields)
