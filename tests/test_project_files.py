@@ -1,5 +1,6 @@
 """The files for contributors: links lead somewhere, versions agree, and a hosted run tests what ``.ci/run`` does."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -38,6 +39,17 @@ def test_links_lead_somewhere(page: Path) -> None:
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+def test_every_message_of_the_troubleshooting_page_exists() -> None:
+    """In its first column, code is a part of a message, and its values are left out."""
+    rows = re.findall(r"^\| (.+?) \| .+ \| .+ \|$", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+    messages = {fragment for row in rows for fragment in re.findall(r"`([^`]+)`", row)}
+    texts = [node.value for path in [*ROOT.glob("mm/**/*.py"), *ROOT.glob("checkpoint/**/*.py")]
+             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+             if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    assert len(rows) >= 40 and len(messages) >= 25
+    assert [one for one in sorted(messages) if not any(one in text for text in texts)] == []
 
 
 def test_versions_agree() -> None:
