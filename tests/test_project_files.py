@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
@@ -41,13 +42,21 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
+def messages_in(node: ast.AST) -> Iterator[str]:
+    """Texts that are neither docstrings nor descriptions of flags."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Constant) and isinstance(child.value, str) and not isinstance(node, ast.Expr):
+            yield child.value
+        if not (isinstance(child, ast.keyword) and child.arg == "description"):
+            yield from messages_in(child)
+
+
 def test_every_message_of_the_troubleshooting_page_exists() -> None:
     """In its first column, code is a part of a message, and its values are left out."""
     rows = re.findall(r"^\| (.+?) \| .+ \| .+ \|$", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
     messages = {fragment for row in rows for fragment in re.findall(r"`([^`]+)`", row)}
-    texts = [node.value for path in [*ROOT.glob("mm/**/*.py"), *ROOT.glob("checkpoint/**/*.py")]
-             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-             if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    texts = [text for path in [*ROOT.glob("mm/**/*.py"), *ROOT.glob("checkpoint/**/*.py")]
+             for text in messages_in(ast.parse(path.read_text(encoding="utf-8")))]
     assert len(rows) >= 40 and len(messages) >= 25
     assert [one for one in sorted(messages) if not any(one in text for text in texts)] == []
 

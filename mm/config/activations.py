@@ -49,7 +49,7 @@ class OffloadConfig:
     activations: bool | None = None
     """Whether layers are offloaded: all, or the first ``num_layers``; None: they are if ``num_layers`` is given."""
     num_layers: NaturalNumber | None = None
-    """The first ones of each chunk; None: all.  0, Megatron's default, is none."""
+    """The first ones of each chunk; None: all if ``activations`` is true, else none.  0, Megatron's default: none."""
 
     def layers(self, layers: range) -> range:
         """Those of one chunk's layers whose activations are offloaded."""
@@ -85,3 +85,9 @@ def recompute_notes(
     if recompute.method == "uniform" and (recompute.num_layers or 1) > 1:
         yield NoEffect([count], f"with {prefix}method uniform each layer is recomputed separately, so one hidden state "
                                 f"per layer is kept", file)
+
+
+def offload_notes(offload: OffloadConfig, switch: str, count: str, file: object = None) -> Iterator[str]:
+    """A note if no layer is offloaded although offload is on; ``switch`` and ``count``: as in ``offload_problems``."""
+    if offload.activations and offload.num_layers == 0:
+        yield NoEffect([switch], f"{count} is 0", file)

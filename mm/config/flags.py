@@ -238,9 +238,10 @@ class Arguments:
         "what selective recomputes: outputs of norms (layernorm), of SwiGLU (mlp_act), or whole MLPs (mlp); absent = "
         "layernorm mlp_act"))
     cpu_offload_activations: bool = Field(False, description=(
-        "keep a layer's activations in host memory until its backward pass, in towers whose JSON does not say"))
+        "keep a layer's activations in host memory until its backward pass, in towers whose JSON has no such setting"))
     cpu_offloading_num_layers: NaturalNumber | None = Field(None, description=(
-        "offload activations of this many layers, the first of each stage or chunk; absent = all"))
+        "offload activations of this many layers, the first of each stage or chunk; alone it switches offload on; "
+        "absent = all with --cpu-offload-activations, else none"))
 
     # Checkpoints
     finetune: bool = Field(False, description="load weights only and start at step 0")

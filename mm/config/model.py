@@ -12,7 +12,14 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from mm.config.activations import OffloadConfig, RecomputeConfig, offload_problems, recompute_notes, recompute_problems
+from mm.config.activations import (
+    OffloadConfig,
+    RecomputeConfig,
+    offload_notes,
+    offload_problems,
+    recompute_notes,
+    recompute_problems,
+)
 from mm.config.foreign import MODEL_KEYS
 from mm.config.layers import Ints, Layers, LayerSpans, NumLayers, layers_in
 from mm.config.lora import LoraConfig
@@ -241,7 +248,7 @@ def read_model(path: str | Path) -> ReadSettings[ModelConfig]:
     """
     read = read_settings(path, ModelConfig, MODEL_KEYS, model_problems)
     model, notes = with_image_token(read.value, path)
-    return replace(read, value=model, notes=(*read.notes, *notes, *_recompute_notes_of(model, path)))
+    return replace(read, value=model, notes=(*read.notes, *notes, *_activation_notes(model, path)))
 
 
 def with_image_token(model: ModelConfig, path: str | Path) -> tuple[ModelConfig, tuple[str, ...]]:
@@ -253,9 +260,11 @@ def with_image_token(model: ModelConfig, path: str | Path) -> tuple[ModelConfig,
     return replace(model, image_token_id=model.family.tokens.image_id), (note,)
 
 
-def _recompute_notes_of(model: ModelConfig, path: str | Path) -> Iterator[str]:
+def _activation_notes(model: ModelConfig, path: str | Path) -> Iterator[str]:
     for key, tower in _towers(model):
         yield from recompute_notes(tower.recompute, f"{key}.recompute_", f"{key}.recompute_num_layers", path)
+        yield from offload_notes(
+            tower.offload, f"{key}.cpu_offloading_activations", f"{key}.cpu_offloading_num_layers", path)
 
 
 def placement_notes(model: ModelConfig, tp_size: int, path: str | Path) -> Iterator[str]:

@@ -24,7 +24,7 @@ from mm.config.lora import lora_notes, lora_problems, merged
 from mm.config.model import ModelConfig, placement_notes, read_model
 from mm.config.patterns import long_patterns
 from mm.config.read import Document
-from mm.config.run_notes import RATE_FLAGS, RATE_KEYS, flag_notes, frozen_notes, offload_notes, sharding_notes
+from mm.config.run_notes import RATE_FLAGS, RATE_KEYS, flag_notes, frozen_notes, overridden_notes, sharding_notes
 from mm.config.sampling import loss_problems, sampling_notes
 from mm.config.schema import changed, shown
 from mm.config.validation import question_flag_problems, validation_notes, validation_problems
@@ -45,7 +45,7 @@ _MOST_MICROBATCHES = 100_000
 _PATTERNS = ("freeze_modules", "trainable_modules")
 """Flags that may be in the model JSON instead."""
 _ACTIVATIONS = ("recompute", "offload")
-"""Settings of a tower that flags give where its JSON says nothing."""
+"""Tower settings that fall back to the flags if the JSON has none."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,8 @@ def load_run(
     problems += world_problems(environment, args.world_size, None if is_rehearsal else "--dry-run")
     world_size = world_size or launched_ranks(environment) or args.world_size or 1
     notes = (*TRAIN.notes(words), *flag_notes(args), *sampling_notes(args, data.value),
-             *validation_notes(args, data.value), *frozen_notes(args, model.value), *offload_notes(args, model.value),
+             *validation_notes(args, data.value), *frozen_notes(args, model.value),
+             *overridden_notes(args, model.value),
              *placement_notes(model.value, args.tensor_model_parallel_size, args.mm_model),
              *lora_notes(model.value.lora, args.lora, args.mm_model), *model.notes, *data.notes)
     run = Run(args, _with_flags(model.value, args), data.value, world_size,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from mm.config.activations import recompute_notes
+from mm.config.activations import offload_notes, recompute_notes
 from mm.config.command_line import flag_name
 from mm.config.flags import Arguments
 from mm.config.model import ModelConfig
@@ -14,6 +14,11 @@ RATE_KEYS = {"vision": "image_encoder.vision_encoder.vision", "projector": "imag
 """Part -> prefix of the keys of its rates in the model JSON."""
 RATE_FLAGS = {"vision": "vision_tower_lr", "projector": "mm_projector_lr"}
 """Part -> the flag for its learning rate."""
+_ACTIVATION_FLAGS = {
+    "recompute": ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
+    "offload": ("cpu_offload_activations", "cpu_offloading_num_layers"),
+}
+"""Setting of a tower -> the flags that give it where the model JSON does not."""
 _PROFILE_FLAGS = ("profile_step_start", "profile_step_end", "profile_ranks", "profile_save_path")
 
 
@@ -33,12 +38,12 @@ def frozen_notes(args: Arguments, model: ModelConfig) -> Iterator[str]:
                 yield NoEffect([f"{key}_{name}"], "freeze is true for that part", args.mm_model)
 
 
-def offload_notes(args: Arguments, model: ModelConfig) -> Iterator[str]:
-    """A note if the flags of offload change nothing in ``model``, the content of its JSON."""
-    names = [flag_name(name) for name in ("cpu_offload_activations", "cpu_offloading_num_layers")
-             if name in changed(args)]
-    if names and changed(model.vision.offload) and changed(model.language.offload):
-        yield NoEffect(names, "both towers have cpu_offloading settings in the model JSON")
+def overridden_notes(args: Arguments, model: ModelConfig) -> Iterator[str]:
+    """Flags about activations that change nothing in ``model``, the content of its JSON."""
+    for setting, flags in _ACTIVATION_FLAGS.items():
+        given = [flag_name(name) for name in flags if name in changed(args)]
+        if given and all(changed(getattr(tower, setting)) for tower in (model.vision, model.language)):
+            yield NoEffect(given, "the model JSON has such settings for both towers")
 
 
 def flag_notes(args: Arguments) -> Iterator[str]:
@@ -49,6 +54,7 @@ def flag_notes(args: Arguments) -> Iterator[str]:
         interval = f", despite --save-interval {args.save_interval}" if args.save_interval else ""
         yield f"--save is absent: no checkpoint will be written{interval}"
     yield from recompute_notes(args.recompute, "--recompute-", "--recompute-num-layers")
+    yield from offload_notes(args.offload, "--cpu-offload-activations", "--cpu-offloading-num-layers")
     profile_flags = [flag_name(name) for name in _PROFILE_FLAGS if name in changed(args)]
     for names, reason, is_idle in (
         (["--sequence-parallel"], "there is one tensor-parallel rank",
@@ -64,7 +70,7 @@ def flag_notes(args: Arguments) -> Iterator[str]:
         (profile_flags, "they need --profile", profile_flags and not args.profile),
         (["--accumulate-allreduce-grads-in-fp32"], "--grad-reduce-in-bf16 overrides it, as in Megatron-LM",
          args.grad_reduce_in_bf16 and args.accumulate_allreduce_grads_in_fp32),
-        (["--fsdp2-config-path"], "it needs --use-torch-fsdp2, or --data-parallel-sharding-strategy optim_grads_params",
+        (["--fsdp2-config-path"], "it needs --data-parallel-sharding-strategy optim_grads_params",
          args.fsdp2_config_path is not None and not args.shards_weights),
         (["--loss-scale"], "it needs --fp16", not args.fp16 and args.loss_scale is not None),
     ):

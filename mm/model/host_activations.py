@@ -18,11 +18,11 @@ from mm.device.device import Device
 from mm.formats.host_copies import host_segment
 
 PAGE_BYTES = 16 << 20
-"""Memory is taken from the host, and copied, in pages: large enough for the speed of the link, and small enough that
-the last page of a layer wastes little."""
+"""Memory is copied in pages: large enough for the speed of the link, and small enough that the last page of a layer
+wastes little."""
 _ALIGN_BYTES = 512
 SEGMENT_BYTES = 16 * PAGE_BYTES
-"""Pages are allocated in segments.  A power of two, because torch rounds pinned memory up to one."""
+"""Pages are allocated from the host in segments.  A power of two, because torch rounds pinned memory up to one."""
 
 Keep = Callable[[Tensor], Callable[[], Tensor]]
 """Keeps a tensor for the backward pass; the result gives it back."""
@@ -94,11 +94,11 @@ class _Memory:
         return self.block.as_strided(shape, strides, start)
 
     def free(self) -> None:
-        """Leave it to the tensors in it."""
+        """Drop this reference; the block lives as long as tensors use it."""
         self._here = self._storage = None
 
     def allocate(self) -> None:
-        """Have memory of the same size again."""
+        """Allocate a block of the same size."""
         self._here = torch.empty(self.num_bytes // self.dtype.itemsize, dtype=self.dtype, device=self.device)
 
     def pairs(self, pages: list[Tensor], start: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -170,8 +170,8 @@ class HostActivations:
         self._device, self._queue = device, device.side_queue()
         self._leaving: LayerActivations | None = None
         self._held: list[Tensor] = []
-        """Memory that queued copies read or write and no tensor may need any more: it must not be used again, or
-        unmapped, before they have run."""
+        """Blocks that queued copies still read or write, though perhaps no tensor uses them any longer.  Kept until the
+        computing stream waits for those copies: the allocator could reuse or unmap them earlier."""
 
     @property
     def torch_device(self) -> torch.device:
@@ -193,8 +193,9 @@ class HostActivations:
 
     def arrived(self) -> None:
         """Free the memory of the layer that leaves, once it is in host memory; the computing stream waits for that."""
-        if self._leaving is not None:
+        if self._leaving is not None or self._held:
             self._join()
+        if self._leaving is not None:
             for memory, _ in self._leaving.memories():
                 memory.free()
             self._leaving = None

@@ -30,7 +30,7 @@ class _TypicalLayer:
     num_rows: int
     num_pairs: int
     kept_bytes: int
-    """What the layer keeps of all rows."""
+    """What the layer keeps for all rows."""
     input_bytes: int
 
 

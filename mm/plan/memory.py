@@ -53,7 +53,7 @@ class LayerMemory:
     is_offloaded: bool
     """Whether its activations wait in host memory, but for ``stays``."""
     stays: int
-    """Bytes of an offloaded layer that stay on the device: its input, if it is a message."""
+    """Bytes of an offloaded layer that stay on the device: its input, if it is a message or has no gradient."""
 
     @property
     def kept(self) -> int:
@@ -304,17 +304,18 @@ class ChunkMemory:
         ulysses_size = self.ulysses_size if part == "language" else 1
         known = layer_memories(self.model, place, self.tp_size, self.width, self.num_pieces, ulysses_size)
         first = Message.PATCHES if part == "vision" else Message.HIDDEN_STATES
+        is_message = self.spec.receives is first and not (part == "vision" and self._copies_patches)
         for layer, sizes, keeps, is_offloaded in kept_by_layers(tower, layers, known):
             # a received message stays until its gradient is sent; so does what has no gradient
-            is_message = self.spec.receives is first and not (part == "vision" and self._copies_patches)
             stays = layer == layers[0] and keeps.keeps_input and (
                 is_message or not self._path.needs_input_gradient(place, layer))
             yield LayerMemory(sizes, keeps, is_offloaded, sizes.input if stays and is_offloaded else 0)
 
-    @property
+    @cached_property
     def _copies_patches(self) -> bool:
-        """Whether a first layer with full attention gets a copy of the message in another order, beside the message,
-        which waits for its gradient.  Rows that are cut are put in order while they are gathered."""
+        """Whether the first layer has full attention and so reorders the received message: the message waits for its
+        gradient, and the layer keeps a reordered copy beside it.  Not if rows are cut: they are reordered while they
+        are gathered."""
         spec, vision = self.spec, self.model.vision
         return (spec.receives is Message.PATCHES and bool(spec.vision_layers) and self._vision_division[1] == 1
                 and spec.vision_layers[0] in vision.fullatt_block_indexes

@@ -53,8 +53,8 @@ def exposed_layers(model: ModelConfig) -> frozenset[BlockPlace]:
 def behind_link(laws: BlockLaws, num_bytes: int, calibration: Calibration, *, is_exposed: bool) -> BlockLaws:
     """The laws of a layer during which ``num_bytes`` per row cross the link to host memory.
 
-    The slower of the two counts, row by row; attention's pairs are added to either.  ``is_exposed``: the layer is one
-    of ``exposed_layers``.
+    Per row, the slower of computation and transfer counts; attention's pairs are added to either.  ``is_exposed``: its
+    backward pass first waits for the layer's own transfer, which is added (``exposed_layers``).
     """
     if calibration.host_bytes is None:
         return laws

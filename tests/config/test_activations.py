@@ -50,6 +50,17 @@ def test_offload_flags_without_effect_are_noted(tmp_path):
         notes = load(tmp_path, "--cpu-offloading-num-layers", "5", model=keys).notes
         unused = [note for note in notes if str(note).startswith("--cpu-offloading-num-layers: no effect")]
         assert len(unused) == expected
+    kept = {f"{tower}.recompute_granularity": "selective" for tower in (VISION, LANGUAGE)}
+    notes = load(tmp_path, "--recompute-granularity", "selective", model=kept).notes
+    assert "--recompute-granularity: no effect: the model JSON has such settings for both towers" in map(str, notes)
+
+
+def test_offload_of_no_layer_is_noted(tmp_path):
+    notes = load(tmp_path, "--cpu-offload-activations", "--cpu-offloading-num-layers", "0").notes
+    assert "--cpu-offload-activations: no effect: --cpu-offloading-num-layers is 0" in map(str, notes)
+    keys = {f"{VISION}.cpu_offloading_activations": True, f"{VISION}.cpu_offloading_num_layers": 0}
+    (note,) = [one for one in load(tmp_path, model=keys).notes if "cpu_offloading_num_layers is 0" in str(one)]
+    assert str(note).startswith(f"{VISION}.cpu_offloading_activations of ")
 
 
 def test_the_number_of_layers_for_uniform_recompute_has_no_effect(tmp_path):
