@@ -170,8 +170,8 @@ class HostActivations:
         self._device, self._queue = device, device.side_queue()
         self._leaving: LayerActivations | None = None
         self._held: list[Tensor] = []
-        """Blocks that queued copies still read or write, though perhaps no tensor uses them any longer.  Kept until the
-        computing stream waits for those copies: the allocator could reuse or unmap them earlier."""
+        """Blocks that are being fetched, kept until the computing stream waits for it: if no tensor uses them any
+        longer, the allocator would reuse them while they are written."""
 
     @property
     def torch_device(self) -> torch.device:
@@ -193,9 +193,8 @@ class HostActivations:
 
     def arrived(self) -> None:
         """Free the memory of the layer that leaves, once it is in host memory; the computing stream waits for that."""
-        if self._leaving is not None or self._held:
-            self._join()
         if self._leaving is not None:
+            self._join()
             for memory, _ in self._leaving.memories():
                 memory.free()
             self._leaving = None
@@ -212,8 +211,8 @@ class HostActivations:
         own.is_used = True
         if own is self._leaving:  # it is still here
             self._leaving = None
-            self._held += [memory.block for memory, _ in own.memories()]
-            self.pages.give_back(own.pages)  # the next copy into them waits in the same queue
+            # its copy, which nobody reads, may find the memory used again; the next copy waits in the same queue
+            self.pages.give_back(own.pages)
             own.pages = []
             own.forget()
         else:

@@ -34,9 +34,8 @@ class LateQueue(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.copies: list[_LateCopy] = []
-        self.num_freed_early = 0
-        """Copies of which one tensor was freed before they were made.  On a device that is safe only while the
-        allocator keeps the memory and nobody else uses it."""
+        self.num_overwritten = 0
+        """Copies into memory that was freed before they were made: on a device they overwrite what has it then."""
 
     def mark(self) -> None: ...
 
@@ -48,7 +47,7 @@ class LateQueue(TorchDispatchMode):
     def join(self) -> None:
         for one in self.copies:
             is_lost = one.into.expired(), one.given.expired()
-            self.num_freed_early += any(is_lost)
+            self.num_overwritten += is_lost[0]
             if is_lost == (False, True):
                 _spoil(one.into_address, one.num_bytes)
             elif is_lost == (False, False):
@@ -84,9 +83,9 @@ class LateDevice(Device):
         return cls(**vars(Device.pick("cpu")))
 
     @property
-    def num_freed_early(self) -> int:
+    def num_overwritten(self) -> int:
         """Summed over its queues; see ``LateQueue``."""
-        return sum(queue.num_freed_early for queue in self.queues)
+        return sum(queue.num_overwritten for queue in self.queues)
 
     def side_queue(self) -> Any:
         self.queues.append(LateQueue())
