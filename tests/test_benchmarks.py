@@ -46,7 +46,7 @@ COMMANDS = {
     "convert": ("benchmarks.convert", "--size", "tiny", "--rounds", "1", "--caches", "cold"),
     "states": ("benchmarks.states", "--iters", "3", "--last", "2", "--without", "bf16 moments", "no copies"),
     "save": ("benchmarks.save", "--device", "cpu", "--mib", "40", "--rounds", "1"),
-    "index": ("benchmarks.data.index", "--records", "200", "--pictures", "5", "--processes", "1"),
+    "index": ("benchmarks.data.index", "--records", "800", "--pictures", "5", "--processes", "1"),
 }
 
 
@@ -380,4 +380,4 @@ def test_index(started: dict[str, Future]) -> None:
     first, second = found["first_start"], found["second_start"]
     for key in ("num_samples", "tokens_per_sample", "patches_per_sample"):
         assert first[key] == second[key] > 0
-    assert first["num_samples"] == found["records"] == 200 and found["index_megabytes"] > 0
+    assert first["num_samples"] == found["records"] == 800 and found["index_megabytes"] > 0

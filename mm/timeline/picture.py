@@ -122,14 +122,14 @@ def _summary(rows: Sequence[RankRecord], num_ranks: int, trace_name: str | None)
 
 def _kinds(spans: Sequence[ActivitySpan]) -> Iterator[tuple[str, ActivitySpan]]:
     """Each span with its kind of box; a backward pass is named after the towers of its forward pass."""
-    forward: Mapping[tuple[int | None, int | None], list[str]] = defaultdict(list)
+    forward: Mapping[tuple[int | None, int | None], set[str]] = defaultdict(set)
     for span in spans:
         activity = span.activity
         towers = forward[activity.chunk, activity.microbatch]
-        if activity.work in _TOWERS and _TOWERS[activity.work] not in towers:
-            towers.append(_TOWERS[activity.work])
-        is_backward = activity.work is Work.BACKWARD
-        yield (f"{' and '.join(towers)} backward".strip() if is_backward else label(activity.work)), span
+        if activity.work in _TOWERS:
+            towers.add(_TOWERS[activity.work])
+        named = " and ".join(tower for tower in _TOWERS.values() if tower in towers)
+        yield f"{named} backward".strip() if activity.work is Work.BACKWARD else label(activity.work), span
 
 
 def _box(kind: str, span: ActivitySpan, number: str, zero: float, x: float, y: float, width: float) -> Iterator[str]:

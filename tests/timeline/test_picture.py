@@ -32,12 +32,12 @@ def test_boxes_are_labelled() -> None:
     """A backward pass has the colour of its forward pass; only the first rank of a stage is drawn."""
     vision, language, backward = Work.VISION_FORWARD, Work.LANGUAGE_FORWARD, Work.BACKWARD
     moments = [one for index, (work, microbatch) in enumerate([
-        (vision, 0), (language, 0), (language, 1), (backward, 0), (backward, 1)])
+        (language, 0), (vision, 0), (language, 1), (backward, 0), (backward, 1)])
         for one in (Moment(index, Activity(work, 1, microbatch)), Moment(index + 1, None))]
     picture = ElementTree.fromstring(draw([timeline([record(0, moments), record(1, moments, stage=0)])], "a.json"))
     titles = [one.text for one in picture.iter(f"{SVG}title")]
     assert [title.partition(":")[0] for title in titles] == [
-        "ViT forward 0b", "LLM forward 0b", "LLM forward 1b", "ViT and LLM backward 0b", "LLM backward 1b"]
+        "LLM forward 0b", "ViT forward 0b", "LLM forward 1b", "ViT and LLM backward 0b", "LLM backward 1b"]
     assert titles[1].endswith(": 1000.00 to 2000.00 ms")
     texts = [one.text for one in picture.iter(f"{SVG}text")]
     assert {"stage 0 (rank 0)", "0b", "100.0 %", "time (ms)", "bubble"} <= set(texts)
