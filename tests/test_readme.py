@@ -125,11 +125,6 @@ def test_make_quick_runs_tests_that_exist():
     assert paths and all((ROOT / path).exists() for path in paths)
 
 
-@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README))))
-def test_link_leads_somewhere(link: str):
-    assert (ROOT / link).exists()
-
-
 def test_the_numbers_are_the_demo_s():
     text = " ".join(README.split())
     assert f"{1797 - digits.NUM_HELD_OUT:,} scanned" in text

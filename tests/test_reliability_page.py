@@ -44,16 +44,3 @@ def test_tests_and_benchmarks_exist() -> None:
     for module in modules:
         place = ROOT / module.replace(".", "/")
         assert place.with_suffix(".py").is_file() or (place / "__main__.py").is_file(), module
-
-
-@pytest.mark.parametrize("page", ["reliability", "reliability-evidence"])
-def test_links_lead_somewhere(page: str) -> None:
-    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
-    links = re.findall(r"\]\(([^)#\s]*)(?:#([\w-]+))?\)", text)
-    assert links
-    for target, anchor in links:
-        path = ROOT / "docs" / target if target else ROOT / "docs" / f"{page}.md"
-        assert path.exists(), target
-        headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE) if anchor else []
-        assert not anchor or anchor in [
-            re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings], anchor

@@ -4,7 +4,7 @@
 #     bash examples/cluster/ssh.sh HOSTFILE [NAME=VALUE ...] SCRIPT [FLAGS]
 #     bash examples/cluster/ssh.sh hosts.txt TP=8 PP=4 examples/qwen2.5vl/finetune_qwen2_5_vl_72b.sh
 #
-# HOSTFILE has one address in each line; the first one is the master.  Every machine has this directory under the same
+# HOSTFILE has one address per line; the first one is the master.  Every machine has this directory under the same
 # path, and accepts ssh without a password.  The NAMEs are variables of the script.  Each line of output begins with the
 # number of its node.
 #
@@ -12,18 +12,13 @@
 # machine reports a mistake (status 2), the others are ended, too.  The exit status is the first that is not 0.
 # SSH: the command to use in place of ssh, with its options.
 set -euo pipefail
-
-fail() {
-    echo "$*" >&2
-    exit 2
-}
+source "$(dirname "${BASH_SOURCE[0]}")/../hosts.sh"
 
 (($# >= 2)) || fail "usage: bash examples/cluster/ssh.sh HOSTFILE [NAME=VALUE ...] SCRIPT [FLAGS]"
 hostfile=$1
 shift
-[[ -r "$hostfile" ]] || fail "$hostfile cannot be read; expected a file with one address in each line"
-mapfile -t nodes < <(awk 'NF && $1 !~ /^#/ {print $1}' "$hostfile")
-((${#nodes[@]} > 0)) || fail "$hostfile has no addresses; expected one in each line"
+[[ -r "$hostfile" ]] || fail "$hostfile cannot be read; expected a file with one address per line"
+read_hosts "$hostfile"
 settings=()
 while [[ "${1:-}" =~ ^[A-Za-z_][A-Za-z0-9_]*= ]]; do
     settings+=("$1")

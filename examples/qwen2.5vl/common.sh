@@ -30,6 +30,7 @@
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+source examples/hosts.sh
 
 MASTER_ADDR=${MASTER_ADDR:-localhost}
 MASTER_PORT=${MASTER_PORT:-6000}
@@ -42,11 +43,6 @@ if [[ -z "${PYTHON:-}" ]]; then
     PYTHON=python
     if [[ -x .venv/bin/python ]]; then PYTHON=.venv/bin/python; fi
 fi
-
-fail() {
-    echo "$*" >&2
-    exit 2
-}
 
 "$PYTHON" -c 'from importlib.util import find_spec as find; exit(not (find("torch") and find("megatron")))' ||
     fail "PYTHON is $PYTHON, which has no torch or no megatron-core: run \"source .venv/bin/activate\"" \
@@ -86,8 +82,7 @@ nodes_from_hostfile() {
     local hostfile=$1 address
     [[ -f "$hostfile" ]] || return 0
     local nodes own
-    mapfile -t nodes < <(awk 'NF && $1 !~ /^#/ {print $1}' "$hostfile")
-    [[ ${#nodes[@]} -gt 0 ]] || fail "$hostfile has no addresses; expected one per line"
+    read_hosts "$hostfile"
     own=" $(hostname -I 2>/dev/null || true) $(hostname) localhost 127.0.0.1 "
     MASTER_ADDR=${nodes[0]}
     NNODES=${#nodes[@]}

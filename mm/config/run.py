@@ -24,7 +24,15 @@ from mm.config.lora import lora_notes, lora_problems, merged
 from mm.config.model import ModelConfig, placement_notes, read_model
 from mm.config.patterns import long_patterns
 from mm.config.read import Document
-from mm.config.run_notes import RATE_FLAGS, RATE_KEYS, flag_notes, frozen_notes, overridden_notes, sharding_notes
+from mm.config.run_notes import (
+    ACTIVATION_FLAGS,
+    RATE_FLAGS,
+    RATE_KEYS,
+    flag_notes,
+    frozen_notes,
+    overridden_notes,
+    sharding_notes,
+)
 from mm.config.sampling import loss_problems, sampling_notes
 from mm.config.schema import changed, shown
 from mm.config.validation import question_flag_problems, validation_notes, validation_problems
@@ -44,8 +52,6 @@ _MOST_MICROBATCHES = 100_000
 """Most microbatches of a replica in a step; a larger number is a mistake, and planning it would take minutes."""
 _PATTERNS = ("freeze_modules", "trainable_modules")
 """Flags that may be in the model JSON instead."""
-_ACTIVATIONS = ("recompute", "offload")
-"""Tower settings that fall back to the flags if the JSON has none."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +227,7 @@ def _attempt(read: Callable[[Given], Value], given: Given | None, problems: list
 def _with_flags(model: ModelConfig, args: Arguments) -> ModelConfig:
     """``model`` with the flags' patterns, adapters, settings of memory and rates where its JSON has none."""
     vision, language = (
-        dataclasses.replace(tower, **{name: getattr(args, name) for name in _ACTIVATIONS
+        dataclasses.replace(tower, **{name: getattr(args, name) for name in ACTIVATION_FLAGS
                                       if not changed(getattr(tower, name))})
         for tower in (model.vision, model.language)
     )

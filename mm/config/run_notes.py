@@ -14,7 +14,7 @@ RATE_KEYS = {"vision": "image_encoder.vision_encoder.vision", "projector": "imag
 """Part -> prefix of the keys of its rates in the model JSON."""
 RATE_FLAGS = {"vision": "vision_tower_lr", "projector": "mm_projector_lr"}
 """Part -> the flag for its learning rate."""
-_ACTIVATION_FLAGS = {
+ACTIVATION_FLAGS = {
     "recompute": ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
     "offload": ("cpu_offload_activations", "cpu_offloading_num_layers"),
 }
@@ -40,7 +40,7 @@ def frozen_notes(args: Arguments, model: ModelConfig) -> Iterator[str]:
 
 def overridden_notes(args: Arguments, model: ModelConfig) -> Iterator[str]:
     """Flags about activations that change nothing in ``model``, the content of its JSON."""
-    for setting, flags in _ACTIVATION_FLAGS.items():
+    for setting, flags in ACTIVATION_FLAGS.items():
         given = [flag_name(name) for name in flags if name in changed(args)]
         if given and all(changed(getattr(tower, setting)) for tower in (model.vision, model.language)):
             yield NoEffect(given, "the model JSON has such settings for both towers")

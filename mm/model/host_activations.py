@@ -154,12 +154,14 @@ class LayerActivations:
         return found
 
     def forget(self) -> None:
-        """Leave the memory to the tensors in it: each block is freed with the last of them."""
+        """Give the pages back, and leave the blocks to the tensors in them: each is freed with the last of them."""
+        self._host.pages.give_back(self.pages)
+        self.pages = []
         self._memories.clear()
 
     def __del__(self) -> None:
-        """A graph that is never passed backward gives its pages back, too."""
-        self._host.pages.give_back(self.pages)
+        """A graph without a backward pass gives its pages back, too."""
+        self.forget()
 
 
 class HostActivations:
@@ -212,8 +214,6 @@ class HostActivations:
         if own is self._leaving:  # it is still here
             self._leaving = None
             # its copy, which nobody reads, may find the memory used again; the next copy waits in the same queue
-            self.pages.give_back(own.pages)
-            own.pages = []
             own.forget()
         else:
             self.arrived()
@@ -246,6 +246,4 @@ class HostActivations:
             for memory, start in memories:
                 for here, there in memory.pairs(own.pages, start):
                     here.copy_(there, non_blocking=True)
-        self.pages.give_back(own.pages)
-        own.pages = []
         own.forget()

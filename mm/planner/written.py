@@ -50,10 +50,10 @@ def _set_layout(model: dict[str, Any], best: Planned) -> None:
         for key in keys:
             section = section[key]
         section["pipeline_num_layers"] = values
-        for name in ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules",
-                     "cpu_offloading_activations", "cpu_offloading_num_layers"):
-            section.pop(name, None)
-        section |= _activation_keys(tower)
+        for key, value in _activation_keys(tower).items():
+            section.pop(key, None)
+            if value is not None:
+                section[key] = value
     if best.run.model.encodes_whole or "encoder_placement" in model:
         model["encoder_placement"] = best.run.model.encoder_placement
     if best.run.model.encoder_batch_microbatches > 1 or "encoder_batch_microbatches" in model:
@@ -61,11 +61,13 @@ def _set_layout(model: dict[str, Any], best: Planned) -> None:
 
 
 def _activation_keys(tower: Tower) -> dict[str, Any]:
+    """What becomes of a tower's activations, by key of the model JSON; None: the key is left out."""
     recompute, offload = tower.recompute, tower.offload
-    found = {"recompute_granularity": recompute.granularity, "recompute_method": recompute.method,
-             "recompute_num_layers": recompute.num_layers, "recompute_modules": list(recompute.modules) or None,
-             "cpu_offloading_activations": offload.activations, "cpu_offloading_num_layers": offload.num_layers}
-    return {key: value for key, value in found.items() if value is not None}
+    return {
+        "recompute_granularity": recompute.granularity, "recompute_method": recompute.method,
+        "recompute_num_layers": recompute.num_layers, "recompute_modules": list(recompute.modules) or None,
+        "cpu_offloading_activations": offload.activations, "cpu_offloading_num_layers": offload.num_layers,
+    }  # fmt: skip
 
 
 def _set_sampler(data: dict[str, Any], run: Run) -> None:
