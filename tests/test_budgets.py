@@ -229,7 +229,7 @@ def test_kept_bytes_are_those_of_the_formula(traced, name: str) -> None:
     (chunk,), rows = memory.chunks, rows_of(step)
     (num_in_flight,) = memory.in_flight(rows, case.num_microbatches)
     expected = memory.kept_bytes(rows, case.num_microbatches) + num_in_flight * chunk.kept_logit_bytes(rows)
-    expected += chunk.leaving_bytes(rows) * chunk.spec.has_head  # on other stages it has left
+    expected += chunk.passing_bytes(rows) * chunk.spec.has_head  # on other stages it has left
     message = 23e6 if case.model().num_stages > 1 else 0
     assert expected == pytest.approx(step.in_flight_bytes, rel=0.008, abs=message)
 

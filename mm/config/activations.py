@@ -51,10 +51,18 @@ class OffloadConfig:
     num_layers: NaturalNumber | None = None
     """The first ones of each chunk; None: all if ``activations`` is true, else none.  0, Megatron's default: none."""
 
-    def layers(self, layers: range) -> range:
-        """Those of one chunk's layers whose activations are offloaded."""
-        is_on = self.num_layers is not None if self.activations is None else self.activations
-        return layers[: self.num_layers] if is_on else layers[:0]
+    @property
+    def is_on(self) -> bool:
+        return (self.num_layers is not None if self.activations is None else self.activations) and self.num_layers != 0
+
+    def layers(self, layers: range, *, is_before_head: bool) -> range:
+        """Those of one chunk's layers whose activations are offloaded.
+
+        ``is_before_head``: the head follows the last layer, whose backward pass then follows its forward pass at once;
+        its activations stay.
+        """
+        offloaded = layers[: self.num_layers] if self.is_on else layers[:0]
+        return layers[: min(len(offloaded), len(layers) - 1)] if is_before_head and layers else offloaded
 
 
 def recompute_problems(recompute: RecomputeConfig, prefix: str, count: str) -> Iterator[str]:

@@ -218,7 +218,7 @@ class ModelConfig:
     @property
     def offloads_activations(self) -> bool:
         """Whether any layer keeps its activations in host memory."""
-        return any(tower.offload.layers(range(1)) for tower in (self.vision, self.language))
+        return self.vision.offload.is_on or self.language.offload.is_on
 
     @property
     def counts_to_divide(self) -> dict[str, int]:

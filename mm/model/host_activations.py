@@ -212,8 +212,8 @@ class HostActivations:
             return
         own.is_used = True
         if own is self._leaving:  # it is still here
+            self._join()  # its copy reads blocks that are freed as they are used
             self._leaving = None
-            # its copy, which nobody reads, may find the memory used again; the next copy waits in the same queue
             own.forget()
         else:
             self.arrived()

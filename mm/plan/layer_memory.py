@@ -180,13 +180,13 @@ def layer_memories(
 
 
 def kept_by_layers(
-    tower: Tower, layers: range, known: Sequence[tuple[LayerBytes, Keeps]]
+    tower: Tower, layers: range, known: Sequence[tuple[LayerBytes, Keeps]], *, is_before_head: bool
 ) -> Iterator[tuple[int, LayerBytes, Keeps, bool]]:
     """For each of one chunk's ``layers``: its number, its bytes, what it keeps, and whether that is offloaded.
 
-    ``known``: the ``layer_memories`` of the tower.
+    ``known``: the ``layer_memories`` of the tower.  ``is_before_head``: the head follows them.
     """
-    whole, offloaded = tower.recompute.whole_layers(layers), tower.offload.layers(layers)
+    whole, offloaded = tower.recompute.whole_layers(layers), tower.offload.layers(layers, is_before_head=is_before_head)
     for layer in layers:
         sizes, keeps = known[layer]
         yield layer, sizes, INPUT if keeps != NOTHING and layer in whole else keeps, layer in offloaded

@@ -52,18 +52,26 @@ class LayerMemory:
     keeps: Keeps
     is_offloaded: bool
     """Whether its activations wait in host memory, but for ``stays``."""
+    is_passing: bool
+    """Whether its activations, but for ``stays``, are on the device only while it and its neighbours are computed: it
+    is offloaded, or before the head and the others of its stack are."""
     stays: int
-    """Bytes of an offloaded layer that stay on the device: its input, if it is a message or has no gradient."""
+    """Bytes of a passing layer that stay on the device: its input, if it is a message or has no gradient."""
 
     @property
     def kept(self) -> int:
         """From the forward to the backward pass, on the device."""
-        return self.stays if self.is_offloaded else self.sizes.kept(self.keeps)
+        return self.stays if self.is_passing else self.sizes.kept(self.keeps)
+
+    @property
+    def passing(self) -> int:
+        """On the device while it and its neighbours are computed."""
+        return self.sizes.kept(self.keeps) - self.stays if self.is_passing else 0
 
     @property
     def offloaded(self) -> int:
         """From the forward to the backward pass, in host memory."""
-        return self.sizes.kept(self.keeps) - self.stays if self.is_offloaded else 0
+        return self.passing if self.is_offloaded else 0
 
     @property
     def working(self) -> int:
@@ -162,8 +170,8 @@ class ChunkMemory:
     def working_bytes(self, rows: MicrobatchSizes) -> int:
         """Bytes that the largest layer needs while it runs, besides what is kept on the device.
 
-        With offloaded layers these include the activations of two of them: one leaves or comes while the next one is
-        computed.  The last one of the ViT leaves during the first layer of the LLM.
+        With offloaded layers these include the activations of two layers: those of one leave or come while the next
+        one is computed.  Those of the ViT's last layer leave during the first layer of the LLM.
         """
         vision, language = self._working_per_row
         num_patches, num_tokens = rows.num_patches * self.encoder_batch_size, rows.num_tokens
@@ -173,17 +181,17 @@ class ChunkMemory:
     @cached_property
     def _between_towers(self) -> tuple[int, int]:
         """Bytes per patch of the ViT's last layer, which leaves, and per token of the LLM's first, which runs."""
-        last, *_ = [layer.offloaded for layer in reversed(self._layers("vision"))] or [0]
+        last, *_ = [layer.passing for layer in reversed(self._layers("vision"))] or [0]
         if not last or not self.spec.language_layers:
             return 0, 0
         first = self._layers("language")[0]
-        return last, first.offloaded + first.made
+        return last, first.passing + first.made
 
-    def leaving_bytes(self, rows: MicrobatchSizes) -> int:
-        """Bytes of the last layer's activations, if they leave: after its forward pass, beside logits."""
+    def passing_bytes(self, rows: MicrobatchSizes) -> int:
+        """Bytes of the last layer's passing activations: after its forward pass, beside logits."""
         if self.spec.language_layers:
-            return self._layers("language")[-1].offloaded * rows.num_tokens
-        return self._layers("vision")[-1].offloaded * rows.num_patches if self.spec.vision_layers else 0
+            return self._layers("language")[-1].passing * rows.num_tokens
+        return self._layers("vision")[-1].passing * rows.num_patches if self.spec.vision_layers else 0
 
     def offloaded_bytes(self, rows: MicrobatchSizes) -> int:
         """Bytes of one microbatch that go to host memory and come back."""
@@ -200,9 +208,8 @@ class ChunkMemory:
     def _working_per_row(self) -> tuple[int, int]:
         """Per patch and per token."""
         def of(layers: Sequence[LayerMemory]) -> int:
-            offloaded = [layer.offloaded for layer in layers if layer.offloaded]
-            return max((layer.working for layer in layers), default=0) + min(2, len(offloaded)) * max(
-                offloaded, default=0)
+            passing = [layer.passing for layer in layers if layer.passing]
+            return max((layer.working for layer in layers), default=0) + min(2, len(passing)) * max(passing, default=0)
 
         vision, language = of(self._layers("vision")), of(self._layers("language"))
         # the gradients of visual tokens, as they come and joined
@@ -305,11 +312,14 @@ class ChunkMemory:
         known = layer_memories(self.model, place, self.tp_size, self.width, self.num_pieces, ulysses_size)
         first = Message.PATCHES if part == "vision" else Message.HIDDEN_STATES
         is_message = self.spec.receives is first and not (part == "vision" and self._copies_patches)
-        for layer, sizes, keeps, is_offloaded in kept_by_layers(tower, layers, known):
+        passing = tower.offload.layers(layers, is_before_head=False)
+        is_before_head = part == "language" and self.spec.has_head
+        for layer, sizes, keeps, is_offloaded in kept_by_layers(tower, layers, known, is_before_head=is_before_head):
             # a received message stays until its gradient is sent; so does what has no gradient
             stays = layer == layers[0] and keeps.keeps_input and (
                 is_message or not self._path.needs_input_gradient(place, layer))
-            yield LayerMemory(sizes, keeps, is_offloaded, sizes.input if stays and is_offloaded else 0)
+            is_passing = layer in passing
+            yield LayerMemory(sizes, keeps, is_offloaded, is_passing, sizes.input if stays and is_passing else 0)
 
     @cached_property
     def _copies_patches(self) -> bool:
@@ -367,7 +377,7 @@ class ChunkMemory:
         if not self.spec.has_embedding or not all(is_frozen(one, self.model) for one in self._of(Place.EMBEDDING)):
             return 0
         first = self._layers("language")[0]
-        return first.sizes.input if first.is_offloaded and first.keeps.keeps_input and not first.stays else 0
+        return first.sizes.input if first.is_passing and first.keeps.keeps_input and not first.stays else 0
 
     @cached_property
     def _head_per_target(self) -> int:

@@ -3,11 +3,12 @@
 Pure arithmetic over laws and formulas; nothing is measured.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from mm.config.model import ModelConfig
+from mm.config.model import ModelConfig, Tower
 from mm.model.flops import BlockPlace
+from mm.placement import StageSpec
 from mm.plan.calibration import BlockLaws, Calibration
 from mm.plan.layer_memory import WIDTHS, kept_by_layers, layer_memories
 from mm.plan.lists import one_stage
@@ -27,27 +28,29 @@ def offloaded_bytes(model: ModelConfig, tp_size: int, precision: str, num_pieces
     if not model.offloads_activations:
         return found
     for spec in model.placement().slots:
-        for place, tower, layers in ((Place.VISION_LAYER, model.vision, spec.vision_layers),
-                                     (Place.LANGUAGE_LAYER, model.language, spec.language_layers)):
+        for place, tower, layers, is_before_head in _stacks(model, spec):
             known = layer_memories(one_stage(model), place, tp_size, WIDTHS[precision], num_pieces, 1)
-            found |= {(place, layer): sizes.kept(keeps)
-                      for layer, sizes, keeps, is_offloaded in kept_by_layers(tower, layers, known) if is_offloaded}
+            kept = kept_by_layers(tower, layers, known, is_before_head=is_before_head)
+            found |= {(place, layer): sizes.kept(keeps) for layer, sizes, keeps, is_offloaded in kept if is_offloaded}
     return found
+
+
+def _stacks(model: ModelConfig, spec: StageSpec) -> Iterator[tuple[Place, Tower, range, bool]]:
+    """The layers of each tower in a slot, and whether the head follows them."""
+    yield Place.VISION_LAYER, model.vision, spec.vision_layers, False
+    yield Place.LANGUAGE_LAYER, model.language, spec.language_layers, spec.has_head
 
 
 def exposed_layers(model: ModelConfig) -> frozenset[BlockPlace]:
     """Layers whose backward pass waits for their own activations.
 
     Each layer's come back during the backward pass of the next layer of its tower in the same chunk.  The last one has
-    none: it waits, unless its backward pass follows its forward pass at once, as before the head.
+    none: it waits if it is offloaded.
     """
-    found = set[BlockPlace]()
-    for spec in model.placement().slots:
-        for place, tower, layers, waits in (
-                (Place.VISION_LAYER, model.vision, spec.vision_layers, True),
-                (Place.LANGUAGE_LAYER, model.language, spec.language_layers, not spec.has_head)):
-            found |= {(place, layer) for layer in tower.offload.layers(layers) if waits and layer == layers[-1]}
-    return frozenset(found)
+    return frozenset(
+        (place, layer) for spec in model.placement().slots
+        for place, tower, layers, is_before_head in _stacks(model, spec)
+        for layer in tower.offload.layers(layers, is_before_head=is_before_head) if layer == layers[-1])
 
 
 def behind_link(laws: BlockLaws, num_bytes: int, calibration: Calibration, *, is_exposed: bool) -> BlockLaws:

@@ -73,8 +73,8 @@ class StageMemory:
         return -(-most // SEGMENT_BYTES) * SEGMENT_BYTES
 
     def logit_bytes(self, rows: MicrobatchSizes) -> int:
-        """Bytes of logits, and of what is offloaded meanwhile."""
-        return max(chunk.logit_bytes(rows) + chunk.leaving_bytes(rows) for chunk in self.chunks)
+        """Bytes of logits, and of the last layer's passing activations."""
+        return max(chunk.logit_bytes(rows) + chunk.passing_bytes(rows) for chunk in self.chunks)
 
     def working_bytes(self, rows: MicrobatchSizes) -> int:
         return max(chunk.working_bytes(rows) for chunk in self.chunks)

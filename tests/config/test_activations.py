@@ -20,7 +20,10 @@ def test_offload_is_of_all_layers_of_each_chunk_or_the_first():
         (OffloadConfig(None, 0), [[], [], [], []]), (OffloadConfig(True, 0), [[], [], [], []]),
         (OffloadConfig(None, 2), [[0], [1, 2], [], [5, 6]]),
     ):
-        assert [list(config.layers(layers)) for layers in chunks] == expected
+        assert [list(config.layers(layers, is_before_head=False)) for layers in chunks] == expected
+        before = [list(config.layers(layers, is_before_head=True)) for layers in chunks]
+        assert before == [[layer for layer in some if layer != layers.stop - 1]
+                          for some, layers in zip(expected, chunks, strict=True)]
 
 
 def test_megatrons_names_of_offload(tmp_path):
@@ -40,8 +43,8 @@ def test_offload_flags_apply_where_the_json_has_none(tmp_path):
     for flags, expected in ((["--cpu-offload-activations"], 28), (["--cpu-offloading-num-layers", "5"], 5),
                             (["--cpu-offload-activations", "--cpu-offloading-num-layers", "6"], 6), ([], 0)):
         run = load(tmp_path, *flags, model={f"{VISION}.cpu_offloading_activations": False})
-        assert len(run.model.language.offload.layers(range(28))) == expected
-        assert not run.model.vision.offload.layers(range(32))
+        assert len(run.model.language.offload.layers(range(28), is_before_head=False)) == expected
+        assert not run.model.vision.offload.layers(range(32), is_before_head=False)
 
 
 def test_offload_flags_without_effect_are_noted(tmp_path):

@@ -97,7 +97,7 @@ def test_gradients_are_those_without_it(order: str, num_offloaded: int) -> None:
                 assert all(torch.equal(*both) for both in zip(mine, plain(x), strict=True))
         found.append(host.pages.num_bytes)
         assert len(host.pages._free) * PAGE_BYTES == host.pages.num_bytes  # all were given back
-    assert device.num_overwritten == 0
+    assert device.num_after_free == 0
     assert len(set(found)) == 1
 
 

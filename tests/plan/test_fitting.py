@@ -37,7 +37,7 @@ def test_the_flags_of_a_change_do_what_it_does(change: Change) -> None:
     assert all(getattr(changed.args, name) == getattr(parsed, name) for name in names)
     for tower in (changed.model.vision, changed.model.language):
         assert tower.recompute == (FULL if change.flags == OFFLOAD else parsed.recompute)
-        assert list(tower.offload.layers(range(4))) == list(parsed.offload.layers(range(4)))
+        assert tower.offload.is_on is parsed.offload.is_on and tower.offload.num_layers == parsed.offload.num_layers
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.flags)

@@ -79,6 +79,7 @@ def test_the_last_layer_of_a_slot_waits_for_its_activations() -> None:
     assert exposed_layers(model) == {(Place.VISION_LAYER, 19), (Place.VISION_LAYER, 31)}
     model = offloaded(run_of("7b", [32, 0], [8, 20], 2, bf16=True)).model
     assert exposed_layers(model) == {(Place.VISION_LAYER, 31), (Place.LANGUAGE_LAYER, 7)}
+    assert (Place.LANGUAGE_LAYER, 27) not in offloaded_bytes(model, 1, "bf16", 1), "before the head it stays"
     model = offloaded(run_of("7b", [32, 0], [8, 20], 2, bf16=True), 7).model
     assert exposed_layers(model) == frozenset(), "the layer after the last offloaded one hides its transfer"
 

@@ -34,8 +34,9 @@ class LateQueue(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.copies: list[_LateCopy] = []
-        self.num_overwritten = 0
-        """Copies into memory that was freed before they were made: on a device they overwrite what has it then."""
+        self.num_after_free = 0
+        """Copies from or into memory that was freed before they were made: a device would read or overwrite what has it
+        then, or memory that is unmapped."""
 
     def mark(self) -> None: ...
 
@@ -47,7 +48,7 @@ class LateQueue(TorchDispatchMode):
     def join(self) -> None:
         for one in self.copies:
             is_lost = one.into.expired(), one.given.expired()
-            self.num_overwritten += is_lost[0]
+            self.num_after_free += any(is_lost)
             if is_lost == (False, True):
                 _spoil(one.into_address, one.num_bytes)
             elif is_lost == (False, False):
@@ -83,9 +84,9 @@ class LateDevice(Device):
         return cls(**vars(Device.pick("cpu")))
 
     @property
-    def num_overwritten(self) -> int:
+    def num_after_free(self) -> int:
         """Summed over its queues; see ``LateQueue``."""
-        return sum(queue.num_overwritten for queue in self.queues)
+        return sum(queue.num_after_free for queue in self.queues)
 
     def side_queue(self) -> Any:
         self.queues.append(LateQueue())

@@ -68,7 +68,9 @@ class LanguageModel(nn.Module):
         self.shares_embedding = config.tied and spec.has_embedding and spec.has_head
         if spec.has_embedding:
             self.embedding = context.built(WordEmbedding(config, context))
-        self.decoder = LayerStack(spec.language_layers, config, context, QWEN2_5_VL.weights.language_layer.has_bias)
+        self.decoder = LayerStack(
+            spec.language_layers, config, context, QWEN2_5_VL.weights.language_layer.has_bias,
+            is_before_head=spec.has_head)  # fmt: skip
         if spec.has_head:
             self.decoder.final_layernorm = context.norm(config.hidden_size, config.layernorm_epsilon)
             self.output_layer = OutputLayer(config, context, has_weight=not self.shares_embedding)

@@ -91,14 +91,17 @@ class LayerStack(nn.Module):
     final_layernorm: RMSNorm
     """After the LLM's last layer; on the stage that has the head."""
 
-    def __init__(self, layers: range, tower: Tower, context: LayerContext, bias: bool) -> None:
-        """``bias``: of every linear layer but qkv, which always has one."""
+    def __init__(
+        self, layers: range, tower: Tower, context: LayerContext, bias: bool, *, is_before_head: bool = False
+    ) -> None:
+        """``bias``: of every linear layer but qkv, which always has one.  ``is_before_head``: the head follows."""
         super().__init__()
         self.layers = nn.ModuleDict({
             str(layer): context.built(TransformerLayer(tower, context, bias)) for layer in layers})
         self.recomputed = frozenset(map(str, tower.recompute.whole_layers(layers)))
         self.numbers = {layer: number for number, layer in enumerate(self.layers)}
-        self.host, self.num_offloaded = context.host, len(tower.offload.layers(layers))
+        self.host = context.host
+        self.num_offloaded = len(tower.offload.layers(layers, is_before_head=is_before_head))
         self.before: LayerActivations | None = None
         """Activations of the layer that ran before in the present pass."""
 
