@@ -15,7 +15,7 @@ QUICK := tests/config tests/weights tests/plan tests/model tests/formats tests/p
 # that dies ends the run and names its test: with loadfile, xdist waits for ever after it has replaced one.
 TWO_AT_A_TIME := --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: demo test quick lint lock clean
+.PHONY: demo test quick lint site lock clean
 
 demo: $(READY)
 	$(RUN) -m demo.run
@@ -29,6 +29,11 @@ quick: $(READY)
 lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m basedpyright
+
+# The documentation in English and Chinese, into build/site.
+site: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet --config-file site/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet --config-file site/mkdocs.zh.yml
 
 # The lock holds the exact version of each package and the hashes of its files for all platforms, so pip refuses a file
 # that was exchanged, whatever index it comes from.  torch and torchvision are locked by version only: the files of their

@@ -52,8 +52,9 @@ setup(
         "docstring-parser",
     ],
     entry_points={"console_scripts": ["mm-convert = checkpoint.cli:main", "mm-data = mm.data_tool.cli:main",
-                                      "mm-evaluate = mm.evaluate:main", "mm-generate = mm.generate:main",
-                                      "mm-plan = mm.planner.cli:main", "mm-train = mm.train:main"]},
+                                      "mm-doctor = mm.doctor.cli:main", "mm-evaluate = mm.evaluate:main",
+                                      "mm-generate = mm.generate:main", "mm-plan = mm.planner.cli:main",
+                                      "mm-train = mm.train:main"]},
     extras_require={
         "cpu": ["torch==2.13.0"],
         "decord": ["decord>=0.6; platform_machine == 'x86_64'"],
@@ -64,8 +65,9 @@ setup(
         "swanlab": ["swanlab>=0.10"],
         "parquet": ["pyarrow"],
         "demo": ["scikit-learn", "matplotlib"],
+        "site": ["mkdocs-material>=9.7,<10", "pymdown-extensions<13", "jieba"],  # 13 needs Python 3.11.5
         "test": [
-            "qwen2_5_vl-3d[decord,tensorboard,wandb,swanlab,parquet,demo]",
+            "qwen2_5_vl-3d[decord,tensorboard,wandb,swanlab,parquet,demo,site]",
             "pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6", "ruff", "basedpyright", "peft>=0.21", "openpyxl",
         ],
     },

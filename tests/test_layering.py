@@ -17,7 +17,7 @@ MAX_FUNCTION_LINES = 60
 
 FLOORS = {
     "mm.errors": 0, "mm.families": 0, "mm.files": 0, "mm.placement": 0, "mm.version": 0,
-    "mm.progress": 1, "mm.report": 1, "mm.signals": 1,
+    "mm.progress": 1, "mm.report": 1, "mm.requirements": 1, "mm.signals": 1,
     "mm.config": 1, "mm.device": 1,
     "mm.ending": 2,
     "mm.batch": 2, "mm.weights": 2,
@@ -27,7 +27,7 @@ FLOORS = {
     "mm.data_tool": 6, "mm.plan": 6, "mm.generation": 6, "mm.scoring": 6,
     "mm.training": 7,
     "mm.launch": 8, "mm.train": 8, "mm.generate": 8, "mm.evaluate": 8, "mm.planner": 8, "checkpoint": 8,
-    "demo": 9,
+    "demo": 9, "mm.doctor": 9,
 }  # fmt: skip
 """Folders, and files beside them, with their floors.  Each imports only itself and lower floors: two of one floor are
 neighbours that do not see each other."""

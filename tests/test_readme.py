@@ -1,9 +1,11 @@
-"""Every command of README.md does what the text says, as far as a machine without accelerators can tell."""
+"""Every command of README.md and of the first pages does what the text says, as far as a machine without accelerators
+can tell."""
 
 import os
 import re
 import subprocess
 import sys
+from importlib.metadata import distribution, metadata, requires
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,12 @@ from tests.files import ROOT
 from tests.launch import warm_python
 from tests.parallel.cases import CASES
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```bash\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
-COMMANDS = [line for block in BLOCKS for line in block.replace("\\\n", " ").splitlines() if line.strip()]
+README, START, TRAIN, INSTALL, PARITY = (
+    (ROOT / page).read_text(encoding="utf-8")
+    for page in ("README.md", "docs/start.md", "docs/train.md", "docs/install.md", "docs/parity.md"))
+BLOCKS = re.findall(r"^```bash\n(.*?)^```$", README + START + TRAIN, flags=re.DOTALL | re.MULTILINE)
+COMMANDS = list(dict.fromkeys(
+    line for block in BLOCKS for line in block.replace("\\\n", " ").splitlines() if line.strip()))
 TINY = [command for command in COMMANDS if "runs/tiny" in command]
 """They build on each other, and run in the order of the text."""
 TINY_SCRIPT = re.compile(r"bash examples/qwen2\.5vl/finetune_qwen2_5_vl_tiny\.sh .*runs/tiny")
@@ -48,7 +53,7 @@ def runnable(command: str, programs: dict[str, str]) -> str:
     for program, words in programs.items():
         if command.startswith(f".venv/bin/{program} "):
             return command.replace(f".venv/bin/{program}", words, 1)
-    raise AssertionError(f"README.md has a command that this test cannot run: {command}")
+    raise AssertionError(f"this test cannot run a command of the pages: {command}")
 
 
 def test_there_are_commands():
@@ -91,7 +96,8 @@ def test_the_tiny_model_does_what_the_text_says(tmp_path: Path):
 
 
 def test_the_number_of_layouts_is_that_of_the_parity_test():
-    assert f"under each of {len(CASES)} layouts" in README
+    assert f"under each of {len(CASES)} layouts" in PARITY and f": {len(CASES)} layouts by hand" in README
+    assert f"every gradient, {len(CASES)} layouts, in CI" in README
 
 
 @pytest.mark.parametrize(("target", "module"), [
@@ -126,7 +132,7 @@ def test_make_quick_runs_tests_that_exist():
 
 
 def test_the_numbers_are_the_demo_s():
-    text = " ".join(README.split())
+    text = " ".join(START.split())
     assert f"{1797 - digits.NUM_HELD_OUT:,} scanned" in text
     assert f"{digits.NUM_VIDEOS} short videos" in text
     assert f"about {digits.NUM_HELD_OUT} held-out images and {digits.NUM_HELD_OUT_VIDEOS} held-out videos" in text
@@ -137,4 +143,26 @@ def test_the_numbers_are_the_demo_s():
     assert f"(at most {even_odd.MAXIMUM_ACCURACY_BEFORE:.0%} without" in text
     assert f"own to {demo.MAXIMUM_LOGITS_DIFFERENCE:.0e}".replace("e-0", "e-") in text
     assert f"losses of the first {golden.NUM_STEPS} steps" in text
-    assert f"golden.json`](demo/golden.json) to {golden.TOLERANCE:.0e}".replace("e-0", "e-") in text
+    assert f"golden.json`](../demo/golden.json) to {golden.TOLERANCE:.0e}".replace("e-0", "e-") in text
+
+
+def test_the_versions_are_those_of_the_package():
+    always = [one for one in requires("qwen2_5_vl-3d") or [] if ";" not in one]
+    ranges = dict(re.findall(r"^([a-z-]+)(\S+)$", "\n".join(always), re.MULTILINE))
+    assert set(ranges["torch"].split(",")) == {">=2.11.0a0", "<2.14"} and "| torch | 2.11 to 2.13 |" in INSTALL
+    assert set(ranges["megatron-core"].split(",")) == {">=0.16", "<0.17"} and "| megatron-core | 0.16 |" in INSTALL
+    assert set(ranges["transformers"].split(",")) == {">=5.8", "<6"}
+    assert "| transformers | 5.8 or later, below 6 |" in INSTALL
+    assert metadata("qwen2_5_vl-3d")["Requires-Python"] == ">=3.11" and "| Python | 3.11 or later |" in INSTALL
+
+
+def test_the_commands_are_the_console_scripts():
+    scripts = {(one.name, one.value) for one in distribution("qwen2_5_vl-3d").entry_points}
+    rows = re.findall(r"^\| `(mm-\w+)` \| `([\w.]+)` \|", INSTALL, re.MULTILINE)
+    assert {(name, f"{module}:main") for name, module in rows} == scripts
+
+
+def test_the_extras_are_the_package_s():
+    (table,) = re.findall(r"\| extra \| for \|\n.*?\n\n", INSTALL, re.DOTALL)
+    named = re.findall(r"`(\w+)`", "".join(row.split("|")[1] for row in table.strip().splitlines()))
+    assert sorted(named) == sorted(metadata("qwen2_5_vl-3d").get_all("Provides-Extra") or [])

@@ -162,6 +162,7 @@ CPU = Platform(
     fault=lambda: None,
     versions=dict,
     version_findings=lambda _: iter(()),
+    device_files="",
     known_devices=(),
     prepare=lambda _: None,
     shims=CPU_SHIMS,

@@ -246,6 +246,7 @@ CUDA = Platform(
     fault=_fault,
     versions=_versions,
     version_findings=_version_findings,
+    device_files="/dev/nvidia[0-9]*",
     known_devices=_KNOWN_DEVICES,
     prepare=_prepare,
     shims=ADAM_SHIMS,

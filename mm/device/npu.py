@@ -341,6 +341,7 @@ NPU = Platform(
     fault=_fault,
     versions=_versions,
     version_findings=_version_findings,
+    device_files="/dev/davinci[0-9]*",
     known_devices=_KNOWN_DEVICES,
     prepare=_prepare,
     shims=NPU_SHIMS,

@@ -110,6 +110,8 @@ class Platform:
     """Installed versions of the device's libraries, whether or not the device is used."""
     version_findings: Callable[[Mapping[str, str]], Iterator[MachineFinding]]
     """Findings about versions of packages and libraries that do not work together."""
+    device_files: str
+    """A pattern of the files that such devices have in /dev, whether or not they can be used; empty for none."""
     known_devices: tuple[KnownDevice, ...]
     """Its types with peak and memory; empty if no peaks are published, as for CPUs."""
 

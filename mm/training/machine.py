@@ -5,7 +5,6 @@ follow from the run's settings.  A shortage that would certainly end the run is 
 note; each includes the command that fixes it.
 """
 
-import importlib.metadata
 import os
 import re
 import resource
@@ -14,15 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from packaging.requirements import Requirement
 
 from mm.config.run import Run
 from mm.device.platform import MachineFinding
 from mm.device.platforms import PLATFORMS
 from mm.plan.layer_memory import WIDTHS
 from mm.plan.sizes import StageSize, activation_bytes_on_host, stage_sizes
+from mm.requirements import declared, installed, is_outside
 
-DISTRIBUTION = "qwen2_5_vl-3d"
 PACKAGES = ("torch", "megatron-core", "transformers")
 """Packages whose tested range is in setup.py."""
 FILES_OF_A_RANK = 256
@@ -58,7 +56,7 @@ class Node:
     def here(cls, environment: Mapping[str, str] = os.environ) -> "Node":
         rank, local_rank = (int(environment.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        versions = {name: importlib.metadata.version(name) for name in PACKAGES if _has(name)}
+        versions = {name: version for name in PACKAGES if (version := installed(name)) is not None}
         for platform in PLATFORMS:
             versions |= platform.versions()
         return cls(
@@ -206,23 +204,13 @@ def _copy_bytes(run: Run, node: Node) -> int:
 
 
 def _versions(node: Node) -> Iterator[MachineFinding]:
-    for requirement in _requirements():
+    for requirement in declared():
         version = node.versions.get(requirement.name)
-        if version is not None and not requirement.specifier.contains(version, prereleases=True):
+        if version is not None and is_outside(requirement, version):
             yield False, (f"{requirement.name} {version} is outside the tested range, {requirement.specifier}: "
                           f"`python -m pip install '{requirement.name}{requirement.specifier}'`")
     for platform in PLATFORMS:
         yield from platform.version_findings(node.versions)
-
-
-def _requirements() -> list[Requirement]:
-    """This project's requirements for ``PACKAGES``, as in setup.py; empty if it is not installed as a package."""
-    declared = (importlib.metadata.requires(DISTRIBUTION) or ()) if _has(DISTRIBUTION) else ()
-    return [one for one in map(Requirement, declared) if one.name in PACKAGES and one.marker is None]
-
-
-def _has(distribution: str) -> bool:
-    return any(True for _ in importlib.metadata.distributions(name=distribution))
 
 
 def _free_bytes(directory: str) -> int | None:

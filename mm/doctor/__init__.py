@@ -1,0 +1,1 @@
+"""``mm-doctor``: what a run would find on this machine."""

@@ -1,0 +1,153 @@
+"""The checks of ``mm-doctor``, from those that need nothing to those that need everything."""
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from glob import glob
+from pathlib import Path
+from tempfile import TemporaryDirectory, gettempdir
+from typing import TYPE_CHECKING
+
+import psutil
+
+from mm.doctor.diagnosis import Diagnosis, Level, fault, ok
+from mm.doctor.machine import directory_findings, file_findings, host_findings, memory_findings, name_findings
+from mm.doctor.packages import missing_packages, package_findings
+from mm.doctor.variables import variable_findings
+from mm.errors import printable
+from mm.files import write_whole
+from mm.version import version_line
+
+if TYPE_CHECKING:
+    from mm.device.platform import Platform
+
+_RANK_SECONDS = 300.0
+_ERROR = re.compile(r"^(?:\[rank\d+\]: )?(\w*Error: .+|error: .+)$", re.MULTILINE)
+
+
+def run(words: Sequence[str]) -> int:
+    """Examine this machine, print each finding at once, and return the exit status: 0, or 1 if there is a fault."""
+    flags = _parser().parse_args(words)
+    lines, counts = list[str](), Counter[Level]()
+
+    def say(line: str) -> None:
+        lines.append(line)
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+
+    say(version_line("mm-doctor"))
+    say(f"{platform.platform()}, {time.strftime('%Y-%m-%d')}\n")
+    for finding in _findings(flags):
+        counts[finding.level] += 1
+        say(finding.text())
+    say("\n" + ", ".join(f"{counts[level]} {level}" for level in Level))
+    if flags.report is not None:
+        write_whole(flags.report, ("\n".join(lines) + "\n").encode())
+        sys.stdout.write(printable(f"wrote {flags.report}; attach it to an issue\n"))
+    return int(counts[Level.FAULT] > 0)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("mm-doctor", allow_abbrev=False, description=(
+        "Prints what a run would find on this machine, and how to mend it.  Exit status 1: there is a fault."))
+    parser.add_argument("--version", action="version", version=version_line("mm-doctor"))
+    parser.add_argument("--device", default="auto", metavar="auto|npu|cuda|cpu", help="what to examine (default auto)")
+    parser.add_argument("--num-processes", type=int, metavar="N",
+                        help="ranks of the trial on this machine; absent = one for each device, 2 on the CPU")
+    parser.add_argument("--directory", type=Path, action="append", metavar="DIR",
+                        help="where data is read or checkpoints are written; may be repeated (default: here)")
+    parser.add_argument("--hosts", nargs="*", default=[], metavar="HOST[:PORT]",
+                        help="other nodes, which this one must reach")
+    parser.add_argument("--port", type=int, default=29500, help="port of --hosts without one (default 29500)")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write all of it to a file, for an issue")
+    return parser
+
+
+def _findings(flags: argparse.Namespace) -> Iterator[Diagnosis]:
+    yield from package_findings()
+    missing = missing_packages()
+    interfaces = {name: [one.address for one in some] for name, some in psutil.net_if_addrs().items()}
+    num_processes = flags.num_processes or (2 if "torch" in missing else _num_devices(flags.device))
+    yield from variable_findings(os.environ, interfaces, os.cpu_count() or 1, num_processes)
+    yield from file_findings()
+    for directory in dict.fromkeys([*(flags.directory or [Path.cwd()]), Path(gettempdir())]):
+        yield from directory_findings(directory)
+    yield from name_findings()
+    yield from host_findings(flags.hosts, flags.port)
+    if missing:
+        yield fault("trial", f"not made, because {', '.join(missing)} cannot be imported", "see above")
+        return
+    yield from _of_the_node()
+    yield from _trial(flags.device, num_processes)
+
+
+def _num_devices(wanted: str) -> int:
+    from mm.device.platforms import usable_platform
+
+    name = usable_platform(wanted).name
+    if name == "cpu":
+        return 2
+    import torch
+
+    return getattr(torch, name).device_count()
+
+
+def _of_the_node() -> Iterator[Diagnosis]:
+    from mm.device.platforms import PLATFORMS
+    from mm.training.machine import Node
+
+    node = Node.here()
+    yield from memory_findings(node.host_bytes, node.shared_bytes)
+    for one in PLATFORMS:
+        yield _usable(one)
+        for is_certain, text in one.version_findings(node.versions):
+            what, _, cure = text.partition(": ")
+            yield Diagnosis(Level.FAULT if is_certain else Level.WARNING, f"{one.name} versions", what, cure)
+
+
+def _usable(one: "Platform") -> Diagnosis:
+    reason, files = one.fault(), sorted(glob(one.device_files)) if one.device_files else []
+    if reason is None:
+        return ok(f"{one.name} devices", "usable")
+    if not files:
+        return ok(f"{one.name} devices", f"none: {reason}")
+    what, _, cure = reason.partition("; ")
+    return fault(f"{one.name} devices", f"{', '.join(files)} exist, but {what}", cure)
+
+
+def _trial(wanted: str, num_processes: int) -> Iterator[Diagnosis]:
+    """What the ranks of a small job find."""
+    with TemporaryDirectory(prefix="mm-doctor-") as folder:
+        output = Path(folder) / "found.json"
+        words = [sys.executable, "-m", "mm.launch", "--standalone", "--nproc_per_node", str(num_processes), "-m",
+                 "mm.doctor.rank", str(output), wanted]
+        try:
+            done = subprocess.run(
+                words, check=False, env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONWARNINGS": "ignore"}, text=True,
+                capture_output=True, timeout=_RANK_SECONDS)
+        except subprocess.TimeoutExpired:
+            what = f"{num_processes} processes did not end within {_RANK_SECONDS:.0f} s: they wait for each other"
+            yield fault("trial", what, (
+                "see whether --num-processes 1 works; if so, look at the network interface (GLOO_SOCKET_IFNAME, "
+                "HCCL_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) and at the links between the devices"))
+            return
+        if done.returncode or not output.exists():
+            again = " ".join([*words[:-2], os.devnull, wanted])
+            what = f"{num_processes} processes ended with status {done.returncode}: {_cause(done.stderr)}"
+            yield fault("trial", what, f"to see all of it: {again}")
+            return
+        for one in json.loads(output.read_text(encoding="utf-8")):
+            yield Diagnosis(Level(one["level"]), one["name"], one["what"], one["cure"])
+
+
+def _cause(output: str) -> str:
+    """The first error that is not the launcher's, or else the last line."""
+    errors = [one for one in _ERROR.findall(output) if "ChildFailedError" not in one]
+    return (errors or output.strip().splitlines()[-1:] or ["no output"])[0]

@@ -1,0 +1,87 @@
+"""Whether the packages of this environment are those that the trainer needs, and none stands in another's place.
+
+Asks only for metadata and imports none of them: what is wrong with a package may be that it cannot be imported.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from mm.doctor.diagnosis import Diagnosis, fault, ok, warning
+from mm.requirements import DISTRIBUTION, declared, installed, is_outside
+from mm.version import VERSION
+
+_ROOT = Path(__file__).resolve().parent.parent.parent
+"""The folder that holds the package ``mm``."""
+_ADAPTOR = "mindspeed.megatron_adaptor"
+
+
+def package_findings() -> Iterator[Diagnosis]:
+    yield ok("python", f"{sys.version.split()[0]} in {sys.prefix}")
+    yield from _versions()
+    yield from _shadows()
+    yield from _command()
+    if _ADAPTOR in sys.modules:
+        yield fault("mindspeed", f"{_ADAPTOR} is loaded in every Python here, and replaces parts of megatron",
+                    "remove its import from sitecustomize.py or a .pth file of site-packages; MindSpeed may stay")
+    if sys.flags.optimize:
+        yield warning("python", "PYTHONOPTIMIZE or -O is set, which removes the program's own checks",
+                      "unset PYTHONOPTIMIZE")
+
+
+def missing_packages() -> list[str]:
+    """Names of required packages that are not installed."""
+    return [one.name for one in declared() if installed(one.name) is None]
+
+
+def _versions() -> Iterator[Diagnosis]:
+    ours = installed(DISTRIBUTION)
+    if ours is None:
+        yield fault("package", f"{DISTRIBUTION} is not installed in this Python, so its requirements are not known",
+                    f"{sys.executable} -m pip install --editable '{_ROOT}'")
+        return
+    if ours != VERSION:
+        yield warning("package", f"the source is version {VERSION}, but {ours} is installed",
+                      f"{sys.executable} -m pip install --editable '{_ROOT}'")
+    found = list[str]()
+    for requirement in declared():
+        version, name = installed(requirement.name), requirement.name
+        install = f"{sys.executable} -m pip install '{name}{requirement.specifier}'"
+        if version is None:
+            yield fault(name, "not installed", install)
+        elif is_outside(requirement, version):
+            yield warning(name, f"{version} is outside the tested range, {requirement.specifier}", install)
+        else:
+            found.append(f"{name} {version}")
+    yield ok("versions", ", ".join(found))
+
+
+def _shadows() -> Iterator[Diagnosis]:
+    """Other packages of our names, such as MindSpeed-MM's ``checkpoint``."""
+    for name in ("mm", "checkpoint"):
+        spec = importlib.util.find_spec(name)
+        places = [] if spec is None else list(spec.submodule_search_locations or [spec.origin or "built in"])
+        if places != [str(_ROOT / name)]:
+            other = ", ".join(places) or "nothing"
+            yield fault(f"package {name}", f"`import {name}` finds {other}, not {_ROOT / name}",
+                        "use an environment of its own for this trainer, apart from MindSpeed-MM's, and remove the "
+                        "other folder from PYTHONPATH")
+
+
+def _command() -> Iterator[Diagnosis]:
+    """Which ``mm-convert`` a shell starts: MindSpeed-MM has one, too."""
+    owners = {one.dist.name for one in importlib.metadata.entry_points(group="console_scripts", name="mm-convert")
+              if one.dist is not None}
+    if others := sorted(owners - {DISTRIBUTION}):
+        yield fault("mm-convert", f"{', '.join(others)} in this environment has a command of this name, too, and the "
+                    f"one installed last replaces the other", "use an environment of its own for each")
+    path, own = shutil.which("mm-convert"), Path(sys.executable).parent / "mm-convert"
+    cure = f"source {own.parent / 'activate'}"
+    if path is None:
+        yield warning("PATH", f"a shell does not find mm-convert; this environment's is {own}", cure)
+    elif not (own.exists() and os.path.samefile(path, own)):
+        yield warning("PATH", f"a shell starts {path}; this environment's is {own}", cure)
