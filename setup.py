@@ -1,8 +1,8 @@
 """Packages, dependencies and console scripts.
 
 torch is capped to the releases that were tested; the Makefile installs the CPU build first, so that this range
-never pulls a CUDA build onto a machine that has none.  Its lower end is a pre-release: by pip's rules 2.11.0a0, which
-NVIDIA's containers hold, is older than 2.11, and pip would replace it.
+never pulls a CUDA build onto a machine that has none.  Its lower end is the torch of Ascend's images; CUDA needs a
+later one, as ``mm.device.cuda`` checks.
 """
 
 import re
@@ -34,7 +34,7 @@ setup(
     package_data={"mm": ["py.typed"], "checkpoint": ["py.typed"]},
     python_requires=">=3.11",
     install_requires=[
-        "torch>=2.11.0a0,<2.14",
+        "torch>=2.7.1,<2.14",
         "megatron-core>=0.16,<0.17",
         "transformers>=5.8,<6",
         "safetensors>=0.5",
@@ -59,7 +59,7 @@ setup(
         "cpu": ["torch==2.13.0"],
         "decord": ["decord>=0.6; platform_machine == 'x86_64'"],
         "torchcodec": ["torchcodec>=0.12"],
-        "npu": ["torch_npu>=2.11,<2.14"],
+        "npu": ["torch_npu>=2.7.1,<2.14"],
         "tensorboard": ["tensorboard"],
         "wandb": ["wandb>=0.20"],
         "swanlab": ["swanlab>=0.10"],

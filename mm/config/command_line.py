@@ -5,8 +5,9 @@ here are in ``mm.config.foreign``.
 """
 
 import argparse
+import dataclasses
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -56,6 +57,10 @@ class CommandLine(Generic[Built]):
     cls: type[Built]
     foreign: Mapping[str, FlagRow]
     """Flags that are no fields."""
+    groups: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+    """The first field of each group in the help -> its title; without groups, all flags stand together."""
+    first: Sequence[str] = ()
+    """Fields that stand before the groups."""
 
     @cached_property
     def fields(self) -> Mapping[str, FieldInfo]:
@@ -115,17 +120,28 @@ class CommandLine(Generic[Built]):
             allow_abbrev=False, argument_default=argparse.SUPPRESS, formatter_class=_Help)
         parser.add_argument("--version", action="version", version=version_line(self.name),
                             help="print the version of this program and of its libraries, and exit")
+        places = self._places(parser)
         for flag, field in self.fields.items():
             is_switch = field.annotation is bool
             has_default = field.default not in (None, ()) and not is_switch and not field.is_required()
             shown = str(field.default).strip("(,)")
             default = f" (default {shown})" if has_default else ""
             metavar = "" if is_switch else "|".join(choices(field)) or flag.rpartition("-")[2].upper()
-            parser.add_argument(flag, dest=flag, nargs="*", action="append", metavar=metavar,
-                                help=f"{field.description}{default}".replace("%", "%%"))
+            places[flag](flag, dest=flag, nargs="*", action="append", metavar=metavar,
+                         help=f"{field.description}{default}".replace("%", "%%"))
         for flag in self.foreign:
             parser.add_argument(flag, dest=flag, nargs="*", action="append", help=argparse.SUPPRESS)
         return parser
+
+    def _places(self, parser: argparse.ArgumentParser) -> Mapping[str, Callable[..., Any]]:
+        """What adds each flag where it stands in the help."""
+        found: dict[str, Callable[..., Any]] = {}
+        first = parser.add_argument_group("What every run needs").add_argument if self.first else parser.add_argument
+        at = parser.add_argument
+        for name in fields_of(self.cls):
+            at = parser.add_argument_group(self.groups[name]).add_argument if name in self.groups else at
+            found[flag_name(name)] = first if name in self.first else at
+        return found
 
     def _stray_problems(self, strays: Sequence[str]) -> list[str]:
         """Unknown flags with the nearest known flag.  Words after an unknown flag are taken as its values."""

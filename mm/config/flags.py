@@ -6,7 +6,6 @@ help.  Flags of other programs that do nothing here are in ``mm.config.foreign``
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
@@ -15,8 +14,10 @@ from pydantic.dataclasses import dataclass
 
 from mm.config.activations import Granularity, Method, OffloadConfig, RecomputeConfig, RecomputeModules
 from mm.config.command_line import CommandLine
+from mm.config.flag_groups import FIRST, GROUPS
 from mm.config.foreign import FLAGS
 from mm.config.lora import LoraConfig, pattern_pairs
+from mm.config.outputs import is_same_directory
 from mm.config.schema import (
     NUMBERS,
     STRICT,
@@ -384,15 +385,10 @@ class Arguments:
             pattern_pairs(self.lora_alpha_pattern, whole=False))
 
 
-def is_same_directory(one: str | None, other: str | None) -> bool:
-    """Whether both are given and name the same directory."""
-    return one is not None and other is not None and Path(one).resolve() == Path(other).resolve()
-
-
 TRAIN = CommandLine(
     "mm.train", f"Train {TITLES} with tensor, context, pipeline and data parallelism.",
     "--mm-model JSON --mm-data JSON --micro-batch-size N --seq-length N (--train-iters N | --num-train-epochs X) "
-    "--lr X [flags]", Arguments, FLAGS)
+    "--lr X [flags]", Arguments, FLAGS, GROUPS, FIRST)
 
 
 def parse(argv: Sequence[str]) -> Arguments:

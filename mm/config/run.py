@@ -17,11 +17,12 @@ from mm.config.command_line import Words, flag_name
 from mm.config.data import DataConfig, read_data
 from mm.config.dataset_files import training_files, validation_files
 from mm.config.flag_rules import flag_problems, length_problems
-from mm.config.flags import TRAIN, Arguments, is_same_directory
+from mm.config.flags import TRAIN, Arguments
 from mm.config.fsdp2 import fsdp2_notes
 from mm.config.launcher import launched_ranks, world_problems
 from mm.config.lora import lora_notes, lora_problems, merged
 from mm.config.model import ModelConfig, placement_notes, read_model
+from mm.config.outputs import is_same_directory
 from mm.config.patterns import long_patterns
 from mm.config.read import Document
 from mm.config.run_notes import (

@@ -163,6 +163,7 @@ CPU = Platform(
     versions=dict,
     version_findings=lambda _: iter(()),
     device_files="",
+    num_devices=lambda: None,
     known_devices=(),
     prepare=lambda _: None,
     shims=CPU_SHIMS,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from mm.device.accelerator import AcceleratorRuntime
@@ -28,6 +29,8 @@ MIN_DRIVERS = {"12": 525, "13": 580}
 """CUDA major version of torch -> oldest major version of NVIDIA's driver for it (CUDA's release notes, table 2)."""
 _DRIVER = "nvidia-driver"
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
+MIN_TORCH = Version("2.11.0a0")
+"""The oldest torch that was tried on CUDA, in NVIDIA's containers."""
 _SM80 = (8, 0)
 """Compute capability of the A100: the first with bf16 products and with the kernel behind ``varlen_attn``."""
 _HALVES = (torch.float16, torch.bfloat16)
@@ -161,6 +164,7 @@ def _prepare(index: int) -> None:
     torch prefers it on Hopper and Blackwell, but it makes a plan for each exact shape: 23 to 37 ms of the host for
     every new sample length, and plans are never freed.  Flash attention takes any length.
     """
+    refuse_old_torch(torch.__version__)
     torch.cuda.set_device(index)
     refuse_old_cuda(torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index))
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -168,6 +172,16 @@ def _prepare(index: int) -> None:
 
 def _switches() -> dict[str, bool]:
     return {"cudnn_sdp": torch.backends.cuda.cudnn_sdp_enabled()}
+
+
+def refuse_old_torch(version: str) -> None:
+    """Raise UserError for a torch that is new enough for other devices only: CUDA's attention and its products of two
+    dtypes need a later one."""
+    if Version(version) < MIN_TORCH:
+        raise UserError(
+            f"torch is {version}, but CUDA needs {MIN_TORCH.base_version} or later: older ones have no varlen_attn for "
+            f"packed samples, or no product of bf16 rows with an fp32 result: "
+            f"`python -m pip install 'torch>={MIN_TORCH.base_version},<2.14'`")
 
 
 def refuse_old_cuda(name: str, capability: tuple[int, int]) -> None:
@@ -247,6 +261,7 @@ CUDA = Platform(
     versions=_versions,
     version_findings=_version_findings,
     device_files="/dev/nvidia[0-9]*",
+    num_devices=torch.cuda.device_count,
     known_devices=_KNOWN_DEVICES,
     prepare=_prepare,
     shims=ADAM_SHIMS,

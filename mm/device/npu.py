@@ -342,6 +342,7 @@ NPU = Platform(
     versions=_versions,
     version_findings=_version_findings,
     device_files="/dev/davinci[0-9]*",
+    num_devices=lambda: torch_npu().npu.device_count(),
     known_devices=_KNOWN_DEVICES,
     prepare=_prepare,
     shims=NPU_SHIMS,

@@ -112,6 +112,8 @@ class Platform:
     """Findings about versions of packages and libraries that do not work together."""
     device_files: str
     """A pattern of the files that such devices have in /dev, whether or not they can be used; empty for none."""
+    num_devices: Callable[[], int | None]
+    """How many this process sees; None if any number of processes share one."""
     known_devices: tuple[KnownDevice, ...]
     """Its types with peak and memory; empty if no peaks are published, as for CPUs."""
 

@@ -91,12 +91,7 @@ def _findings(flags: argparse.Namespace) -> Iterator[Diagnosis]:
 def _num_devices(wanted: str) -> int:
     from mm.device.platforms import usable_platform
 
-    name = usable_platform(wanted).name
-    if name == "cpu":
-        return 2
-    import torch
-
-    return getattr(torch, name).device_count()
+    return usable_platform(wanted).num_devices() or 2
 
 
 def _of_the_node() -> Iterator[Diagnosis]:

@@ -1,15 +1,18 @@
 """The command line: what it accepts, and how each error is reported."""
 
+import re
 import typing
 
 import pytest
 
 from mm.config.command_line import flag_name
+from mm.config.flag_groups import FIRST, GROUPS
 from mm.config.flag_rules import flag_problems
 from mm.config.flags import TRAIN, Arguments, parse
 from mm.config.foreign import FLAGS, Fixed, Inert, SameAs
 from mm.config.schema import NUMBERS, choices, fields_of
 from mm.errors import UserError
+from tests.files import ROOT
 from tests.workload import NO_COPIES, REMAINDERS
 
 REQUIRED = ["--mm-model", "m.json", "--mm-data", "d.json", "--micro-batch-size", "2", "--seq-length", "64",
@@ -202,6 +205,23 @@ def test_help_lists_every_flag_and_its_default(capsys):
         assert flag_name(name) in text
     assert "(default 0.999)" in text
     assert "--lora-apply-modules" not in text
+
+
+def test_help_begins_with_what_every_run_needs(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    text = capsys.readouterr().out
+    begun, *parts = re.split(r"^(\S[^\n]*):\n", text.partition("options:")[2], flags=re.MULTILINE)
+    assert parts[0::2] == ["What every run needs", *GROUPS.values()] and begun.count(" --") <= 2
+    assert re.findall(r"^  (--[\w-]+)", parts[1], re.MULTILINE) == [
+        flag_name(name) for name in FIELDS if name in FIRST]
+    assert len(FIRST) == 10 and set(FIRST) | set(GROUPS) <= set(FIELDS)
+
+
+def test_the_groups_of_the_help_are_those_of_the_source():
+    source = (ROOT / "mm/config/flags.py").read_text()
+    titles = re.findall(r"^    # (.+)\n    (\w+):", source, re.MULTILINE)
+    assert {name: title for title, name in titles} == GROUPS
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

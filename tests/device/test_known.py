@@ -3,7 +3,7 @@
 import pytest
 
 from mm.device.cpu import CPU
-from mm.device.cuda import CUDA, refuse_old_cuda
+from mm.device.cuda import CUDA, refuse_old_cuda, refuse_old_torch
 from mm.device.known import KNOWN_DEVICES, known_device, peak_flops, peak_notes
 from mm.device.npu import NPU, refuse_old_npu
 from mm.errors import UserError
@@ -67,3 +67,10 @@ def test_devices_without_bf16_are_refused_by_name() -> None:
             refuse_old_npu(name)
     for name in ("Ascend910B1", "Ascend910B4-1", "Ascend910B2C", "Ascend910_9391", "Ascend950PR_950z"):
         refuse_old_npu(name)
+
+
+def test_cuda_needs_a_later_torch_than_other_devices() -> None:
+    with pytest.raises(UserError, match=r"2\.7\.1\+cu126, but CUDA needs 2\.11\.0 or later.*torch>=2\.11\.0,<2\.14"):
+        refuse_old_torch("2.7.1+cu126")
+    for version in ("2.11.0a0+eb65b36914.nv26.2", "2.11.0", "2.13.0+cu130"):
+        refuse_old_torch(version)
