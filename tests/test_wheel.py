@@ -1,6 +1,7 @@
 """The wheel works without the source tree: built, installed into an empty environment, and its commands run there."""
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -17,11 +18,10 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An environment with the wheel, and with the packages of this one, but not the source."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"  # a build leaves files beside the source
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
-    for name in listed.stdout.splitlines():
-        if name.startswith(("mm/", "checkpoint/", "demo/")) or name in ("setup.py", "pyproject.toml", "README.md"):
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            (source / name).write_bytes((ROOT / name).read_bytes())
+    for name in ("mm", "checkpoint", "demo"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, source / name)
     run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index",
         "--wheel-dir", str(folder), str(source))
     (wheel,) = folder.glob("*.whl")

@@ -9,27 +9,29 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from glob import glob
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import psutil
 
+from mm.config.flags import DeviceName
 from mm.doctor.diagnosis import Diagnosis, Level, fault, ok
 from mm.doctor.machine import directory_findings, file_findings, host_findings, memory_findings, name_findings
-from mm.doctor.packages import missing_packages, package_findings
+from mm.doctor.packages import package_findings
 from mm.doctor.variables import variable_findings
-from mm.errors import printable
+from mm.errors import UserError, printable
 from mm.files import write_whole
 from mm.version import version_line
 
 if TYPE_CHECKING:
     from mm.device.platform import Platform
 
-_RANK_SECONDS = 300.0
-_ERROR = re.compile(r"^(?:\[rank\d+\]: )?(\w*Error: .+|error: .+)$", re.MULTILINE)
+_RANK_SECONDS, _END_SECONDS = 300.0, 20.0
+_OF_A_JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_ERROR = re.compile(r"^(?:\[rank ?\d+\]:? )?([\w.]*Error: .+|error: .+)$", re.MULTILINE)
 
 
 def run(words: Sequence[str]) -> int:
@@ -58,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("mm-doctor", allow_abbrev=False, description=(
         "Prints what a run would find on this machine, and how to mend it.  Exit status 1: there is a fault."))
     parser.add_argument("--version", action="version", version=version_line("mm-doctor"))
-    parser.add_argument("--device", default="auto", metavar="auto|npu|cuda|cpu", help="what to examine (default auto)")
+    parser.add_argument("--device", default="auto", choices=get_args(DeviceName), help="what to examine (default auto)")
     parser.add_argument("--num-processes", type=int, metavar="N",
                         help="ranks of the trial on this machine; absent = one for each device, 2 on the CPU")
     parser.add_argument("--directory", type=Path, action="append", metavar="DIR",
@@ -72,46 +74,64 @@ def _parser() -> argparse.ArgumentParser:
 
 def _findings(flags: argparse.Namespace) -> Iterator[Diagnosis]:
     yield from package_findings()
-    missing = missing_packages()
-    interfaces = {name: [one.address for one in some] for name, some in psutil.net_if_addrs().items()}
-    num_processes = flags.num_processes or (2 if "torch" in missing else _num_devices(flags.device))
-    yield from variable_findings(os.environ, interfaces, os.cpu_count() or 1, num_processes)
     yield from file_findings()
-    for directory in dict.fromkeys([*(flags.directory or [Path.cwd()]), Path(gettempdir())]):
-        yield from directory_findings(directory)
+    yield from _tried("directories", lambda: _directories(flags.directory))
     yield from name_findings()
     yield from host_findings(flags.hosts, flags.port)
-    if missing:
-        yield fault("trial", f"not made, because {', '.join(missing)} cannot be imported", "see above")
-        return
-    yield from _of_the_node()
-    yield from _trial(flags.device, num_processes)
+    yield from _tried("devices", lambda: _of_the_node(flags.device))
+    yield from _variables(flags)
+    yield from _tried("trial", lambda: _trial(flags.device, flags.num_processes or _num_devices(flags.device)))
+
+
+def _tried(name: str, check: Callable[[], Iterator[Diagnosis]]) -> Iterator[Diagnosis]:
+    """What ``check`` finds; if it fails, that is a finding, and the checks after it go on."""
+    try:
+        yield from check()
+    except (UserError, ImportError, OSError, RuntimeError) as error:
+        yield fault(name, f"{type(error).__name__}: {error}", "mend what the message and the faults above name")
+
+
+def _directories(wanted: Sequence[Path] | None) -> Iterator[Diagnosis]:
+    """Those of the user, by default the current one, and the one for temporary files."""
+    for directory in dict.fromkeys(wanted or [Path.cwd()]):
+        yield from directory_findings(directory, takes_checkpoints=True)
+    yield from directory_findings(Path(gettempdir()), takes_checkpoints=False)
+
+
+def _variables(flags: argparse.Namespace) -> Iterator[Diagnosis]:
+    interfaces = {name: [one.address for one in some] for name, some in psutil.net_if_addrs().items()}
+    try:
+        num_processes = flags.num_processes or _num_devices(flags.device)
+    except (UserError, ImportError, OSError, RuntimeError):
+        num_processes = 1  # the trial reports it
+    yield from variable_findings(os.environ, interfaces, os.cpu_count() or 1, num_processes)
 
 
 def _num_devices(wanted: str) -> int:
+    """Ranks of the trial; raises UserError if the device cannot be used."""
     from mm.device.platforms import usable_platform
 
     return usable_platform(wanted).num_devices() or 2
 
 
-def _of_the_node() -> Iterator[Diagnosis]:
+def _of_the_node(wanted: str) -> Iterator[Diagnosis]:
     from mm.device.platforms import PLATFORMS
     from mm.training.machine import Node
 
     node = Node.here()
     yield from memory_findings(node.host_bytes, node.shared_bytes)
     for one in PLATFORMS:
-        yield _usable(one)
+        yield _usable(one, is_wanted=wanted in ("auto", one.name))
         for is_certain, text in one.version_findings(node.versions):
             what, _, cure = text.partition(": ")
             yield Diagnosis(Level.FAULT if is_certain else Level.WARNING, f"{one.name} versions", what, cure)
 
 
-def _usable(one: "Platform") -> Diagnosis:
+def _usable(one: "Platform", *, is_wanted: bool) -> Diagnosis:
     reason, files = one.fault(), sorted(glob(one.device_files)) if one.device_files else []
     if reason is None:
         return ok(f"{one.name} devices", "usable")
-    if not files:
+    if not files or not is_wanted:
         return ok(f"{one.name} devices", f"none: {reason}")
     what, _, cure = reason.partition("; ")
     return fault(f"{one.name} devices", f"{', '.join(files)} exist, but {what}", cure)
@@ -121,25 +141,45 @@ def _trial(wanted: str, num_processes: int) -> Iterator[Diagnosis]:
     """What the ranks of a small job find."""
     with TemporaryDirectory(prefix="mm-doctor-") as folder:
         output = Path(folder) / "found.json"
-        words = [sys.executable, "-m", "mm.launch", "--standalone", "--nproc_per_node", str(num_processes), "-m",
-                 "mm.doctor.rank", str(output), wanted]
+        words = [sys.executable, "-m", "mm.launch", "--standalone", "--nnodes", "1", "--nproc_per_node",
+                 str(num_processes), "-m", "mm.doctor.rank", str(output), wanted]
+        process = subprocess.Popen(words, env=_environment(), text=True, stdout=subprocess.DEVNULL,
+                                   stderr=subprocess.PIPE)
         try:
-            done = subprocess.run(
-                words, check=False, env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONWARNINGS": "ignore"}, text=True,
-                capture_output=True, timeout=_RANK_SECONDS)
+            _, errors = process.communicate(timeout=_RANK_SECONDS)
         except subprocess.TimeoutExpired:
             what = f"{num_processes} processes did not end within {_RANK_SECONDS:.0f} s: they wait for each other"
             yield fault("trial", what, (
                 "see whether --num-processes 1 works; if so, look at the network interface (GLOO_SOCKET_IFNAME, "
                 "HCCL_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) and at the links between the devices"))
             return
-        if done.returncode or not output.exists():
+        finally:
+            _end(process)
+        if process.returncode or not output.exists():
             again = " ".join([*words[:-2], os.devnull, wanted])
-            what = f"{num_processes} processes ended with status {done.returncode}: {_cause(done.stderr)}"
+            what = f"{num_processes} processes ended with status {process.returncode}: {_cause(errors)}"
             yield fault("trial", what, f"to see all of it: {again}")
             return
         for one in json.loads(output.read_text(encoding="utf-8")):
             yield Diagnosis(Level(one["level"]), one["name"], one["what"], one["cure"])
+
+
+def _environment() -> dict[str, str]:
+    """This process's, without what a launcher or a pod says of a larger job."""
+    kept = {name: value for name, value in os.environ.items()
+            if not name.startswith(("PET_", "TORCHELASTIC_")) and name not in _OF_A_JOB}
+    return {"OMP_NUM_THREADS": "1", **kept, "PYTHONWARNINGS": "ignore"}
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Let the launcher end its ranks; if it is killed instead, they notice (``end_with_launcher``)."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def _cause(output: str) -> str:

@@ -1,5 +1,6 @@
 """What a machine gives to a run: open files, memory, directories, clock and the way to other machines."""
 
+import errno
 import os
 import resource
 import socket
@@ -54,8 +55,11 @@ def memory_findings(host_bytes: int, shared_bytes: int | None) -> Iterator[Diagn
         yield ok("shared memory", f"{shared_bytes / _GB:,.1f} GB free")
 
 
-def directory_findings(directory: Path) -> Iterator[Diagnosis]:
-    """Whether files can be written there, how fast, how much fits, and whether its clock is this machine's."""
+def directory_findings(directory: Path, *, takes_checkpoints: bool) -> Iterator[Diagnosis]:
+    """Whether files can be written there, how fast, how much fits, and whether its clock is this machine's.
+
+    ``takes_checkpoints``: or only small files.
+    """
     name = f"directory {directory}"
     try:
         found = os.statvfs(directory)
@@ -65,14 +69,20 @@ def directory_findings(directory: Path) -> Iterator[Diagnosis]:
             return
         speed, skew = _written(directory)
     except OSError as error:
-        yield fault(name, error.strerror or str(error), f"mkdir -p '{directory}', or choose another directory")
+        what = error.strerror or str(error)
+        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+            yield warning(name, f"{what}: enough for data, but nothing can be saved there",
+                          "choose another directory for --save")
+        else:
+            cure = f"mkdir -p '{directory}'" if error.errno == errno.ENOENT else "choose another directory"
+            yield fault(name, what, cure)
         return
     minutes = CHECKPOINT_BYTES / speed / 60
     text = (f"{free / _GB:,.0f} GB free, {speed / 1e6:,.0f} MB/s written: a checkpoint of 7B with optimizer takes "
             f"{minutes:,.0f} min")
-    if free < ENOUGH_DISK_BYTES:
+    if takes_checkpoints and free < ENOUGH_DISK_BYTES:
         yield warning(name, text, "no checkpoint of 3B fits; choose another directory for --save")
-    elif speed < SLOW_DISK_BYTES:
+    elif takes_checkpoints and speed < SLOW_DISK_BYTES:
         yield warning(name, text, "choose a faster directory for --save, or --async-save")
     else:
         yield ok(name, text)

@@ -8,6 +8,7 @@ import importlib.util
 import os
 import shutil
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,11 +32,6 @@ def package_findings() -> Iterator[Diagnosis]:
     if sys.flags.optimize:
         yield warning("python", "PYTHONOPTIMIZE or -O is set, which removes the program's own checks",
                       "unset PYTHONOPTIMIZE")
-
-
-def missing_packages() -> list[str]:
-    """Names of required packages that are not installed."""
-    return [one.name for one in declared() if installed(one.name) is None]
 
 
 def _versions() -> Iterator[Diagnosis]:
@@ -62,14 +58,18 @@ def _versions() -> Iterator[Diagnosis]:
 
 def _shadows() -> Iterator[Diagnosis]:
     """Other packages of our names, such as MindSpeed-MM's ``checkpoint``."""
+    cure = ("use an environment of its own for this trainer, apart from MindSpeed-MM's, and remove the other folder "
+            "from PYTHONPATH")
+    spec = importlib.util.find_spec("checkpoint")
+    places = [] if spec is None else list(spec.submodule_search_locations or [spec.origin or "built in"])
+    if [Path(one).resolve() for one in places] != [_ROOT / "checkpoint"]:
+        other = ", ".join(places) or "nothing"
+        yield fault("package checkpoint", f"`import checkpoint` finds {other}, not {_ROOT / 'checkpoint'}", cure)
     for name in ("mm", "checkpoint"):
-        spec = importlib.util.find_spec(name)
-        places = [] if spec is None else list(spec.submodule_search_locations or [spec.origin or "built in"])
-        if places != [str(_ROOT / name)]:
-            other = ", ".join(places) or "nothing"
-            yield fault(f"package {name}", f"`import {name}` finds {other}, not {_ROOT / name}",
-                        "use an environment of its own for this trainer, apart from MindSpeed-MM's, and remove the "
-                        "other folder from PYTHONPATH")
+        folder = Path(name).resolve()
+        if folder != _ROOT / name and any(folder.glob("*.py")):
+            yield fault(f"folder {name}", f"the current folder has its own {name}, which `python -m` would import",
+                        "start from another folder")
 
 
 def _command() -> Iterator[Diagnosis]:
@@ -79,9 +79,9 @@ def _command() -> Iterator[Diagnosis]:
     if others := sorted(owners - {DISTRIBUTION}):
         yield fault("mm-convert", f"{', '.join(others)} in this environment has a command of this name, too, and the "
                     f"one installed last replaces the other", "use an environment of its own for each")
-    path, own = shutil.which("mm-convert"), Path(sys.executable).parent / "mm-convert"
-    cure = f"source {own.parent / 'activate'}"
-    if path is None:
-        yield warning("PATH", f"a shell does not find mm-convert; this environment's is {own}", cure)
-    elif not (own.exists() and os.path.samefile(path, own)):
-        yield warning("PATH", f"a shell starts {path}; this environment's is {own}", cure)
+    path, own = shutil.which("mm-convert"), Path(sysconfig.get_path("scripts")) / "mm-convert"
+    if path is None or not own.exists() or os.path.samefile(path, own):
+        return
+    activate = own.parent / "activate"
+    cure = f"source {activate}" if activate.exists() else f"export PATH={own.parent}:$PATH"
+    yield warning("PATH", f"a shell starts {path}; this environment's is {own}", cure)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mm.doctor.diagnosis import Diagnosis, fault, ok, warning
-from mm.ending import is_first_rank, run_command, status_of
+from mm.ending import end_with_launcher, is_first_rank, run_command, status_of
 
 _NUM_ELEMENTS = 1 << 18
 _NUM_REPEATS = 5
@@ -20,6 +20,7 @@ _NUM_REPEATS = 5
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, or 2 if this device cannot be used."""
+    end_with_launcher()
     words = sys.argv[1:] if argv is None else argv
     return run_command(lambda: status_of(lambda: _examine(Path(words[0]), words[1])), lambda: "nothing was written",
                        is_rank=True)

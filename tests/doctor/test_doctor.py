@@ -1,8 +1,11 @@
 """``mm-doctor`` finds what is wrong with an environment that was broken on purpose, and its cure mends it."""
 
+import errno
 import json
 import os
+import re
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -12,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from mm.doctor import machine
-from mm.doctor.commands import run
+from mm.doctor.commands import _cause, _end, _environment, run
 from mm.doctor.diagnosis import Diagnosis, Level
 from mm.doctor.machine import directory_findings, file_findings, host_findings, memory_findings, name_findings
 from mm.doctor.step import GOLDEN
@@ -37,9 +40,11 @@ def bad(found: Iterator[Diagnosis]) -> dict[str, str]:
     return {one.name: one.level for one in some}
 
 
-def of_packages(environment: Mapping[str, str], python: str = sys.executable) -> dict[str, tuple[str, str]]:
+def of_packages(
+    environment: Mapping[str, str], python: str = sys.executable, folder: Path = Path("/")
+) -> dict[str, tuple[str, str]]:
     """Warnings and faults of packages in another process: level and text by name."""
-    done = subprocess.run([python, "-c", PACKAGES], cwd="/", env={**os.environ, **environment}, text=True,
+    done = subprocess.run([python, "-c", PACKAGES], cwd=folder, env={**os.environ, **environment}, text=True,
                           capture_output=True, check=True)
     return {one["name"]: (one["level"], f"{one['what']} {one['cure']}") for one in json.loads(done.stdout)
             if one["level"] != "ok"}
@@ -58,7 +63,12 @@ def installed(folder: Path, name: str, version: str, commands: str = "") -> None
     (info / "entry_points.txt").write_text(commands)
 
 
-def test_this_environment_is_whole(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_this_environment_is_whole(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [one for one in os.environ if one.startswith(("GLOO_", "NCCL_", "HCCL_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: "10.0.0.4")
     assert run(["--device", "cpu", "--directory", str(tmp_path), "--report", str(tmp_path / "report.txt")]) == 0
     printed = capfd.readouterr().out
     assert " 0 fault" in printed and f"mm-doctor {VERSION}" in printed
@@ -99,7 +109,10 @@ def test_a_package_is_missing(tmp_path: Path) -> None:
     (needed,) = {str(Path(module.__file__ or "").parent.parent) for module in (sys.modules["packaging"],)}
     folder = next(tmp_path.glob("lib/python*/site-packages"))
     (folder / "packaging").symlink_to(Path(needed) / "packaging")
-    found = of_packages(path_of(), str(tmp_path / "bin/python"))
+    (tmp_path / "source").mkdir()
+    for name in ("mm", "checkpoint"):  # without what an installation may have left beside them
+        (tmp_path / "source" / name).symlink_to(ROOT / name)
+    found = of_packages({**path_of(), "PYTHONPATH": str(tmp_path / "source")}, str(tmp_path / "bin/python"))
     assert found["package"][0] == "fault" and "pip install --editable" in found["package"][1]
 
 
@@ -142,16 +155,18 @@ def test_memory() -> None:
 
 def test_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = tmp_path / "missing"
-    (finding,) = directory_findings(missing)
+    (finding,) = directory_findings(missing, takes_checkpoints=True)
     assert finding.level is Level.FAULT and f"mkdir -p '{missing}'" in finding.cure
     missing.mkdir()  # the cure
-    assert bad(directory_findings(missing)) == {} and not list(missing.iterdir())
+    assert bad(directory_findings(missing, takes_checkpoints=True)) == {} and not list(missing.iterdir())
     monkeypatch.setattr(machine, "_written", lambda _: (50e6, -7.0))
-    assert bad(directory_findings(missing)) == {f"directory {missing}": "warning", "clock": "warning"}
+    slow = {f"directory {missing}": "warning", "clock": "warning"}
+    assert bad(directory_findings(missing, takes_checkpoints=True)) == slow
+    assert bad(directory_findings(missing, takes_checkpoints=False)) == {"clock": "warning"}
     monkeypatch.setattr(machine, "ENOUGH_DISK_BYTES", 1 << 60)
-    assert bad(directory_findings(missing)) == {f"directory {missing}": "warning", "clock": "warning"}
+    assert bad(directory_findings(missing, takes_checkpoints=True)) == slow
     monkeypatch.setattr(machine, "MIN_DISK_BYTES", 1 << 60)
-    assert bad(directory_findings(missing)) == {f"directory {missing}": "fault"}
+    assert bad(directory_findings(missing, takes_checkpoints=True)) == {f"directory {missing}": "fault"}
 
 
 def test_names_and_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,8 +207,53 @@ def test_the_fake_npu(tmp_path: Path) -> None:
     assert found[0]["what"].startswith("npu: ") and "mm.device.npu.npu_attention" in found[1]["what"]
 
 
-def test_a_device_that_is_not_there(capfd: pytest.CaptureFixture[str]) -> None:
-    from mm.doctor.cli import main
+def test_a_device_that_is_not_there(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The other checks are made and reported all the same."""
+    with pytest.raises(SystemExit, match="2"):
+        run(["--device", "tpu"])
+    assert "invalid choice: 'tpu'" in capfd.readouterr().err
+    report = tmp_path / "report.txt"
+    assert run(["--device", "npu", "--directory", str(tmp_path), "--report", str(report)]) == 1
+    text = report.read_text()
+    assert "fault    trial: UserError: --device npu: torch_npu is not installed" in text and " 1 fault" in text
+    assert "host memory: " in text and f"directory {tmp_path}: " in text and "variables: " in text
 
-    assert main(["--device", "tpu"]) == 2
-    assert "--device is 'tpu'; expected auto, npu, cuda or cpu" in capfd.readouterr().err
+
+@pytest.mark.parametrize("line", [
+    "[rank3]: torch.distributed.DistBackendError: NCCL error in: x.cpp", "torch.OutOfMemoryError: CUDA out of memory",
+    "[rank 1] error: --load is missing", "error: no device", "[rank0]: RuntimeError: wrong"])
+def test_the_cause_of_a_failed_trial(line: str) -> None:
+    expected = re.sub(r"^\[rank ?\d\]:? ", "", line)
+    assert _cause(f"Traceback\n{line}\ntorch.x.ChildFailedError: \nlast\n=====") == expected
+    assert _cause("only this") == "only this" and _cause("") == "no output"
+
+
+def test_a_trial_is_a_job_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a pod of a larger job."""
+    for name in ("PET_NNODES", "RANK", "MASTER_ADDR", "NCCL_DEBUG"):
+        monkeypatch.setenv(name, "4")
+    found = _environment()
+    assert "NCCL_DEBUG" in found and not found.keys() & {"PET_NNODES", "RANK", "MASTER_ADDR"}
+
+
+def test_the_ranks_end_with_the_launcher() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    _end(process)
+    assert process.poll() == -signal.SIGTERM
+    _end(process)
+
+
+def test_a_folder_that_can_only_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(machine, "_written", refused)
+    assert bad(directory_findings(tmp_path, takes_checkpoints=True)) == {f"directory {tmp_path}": "warning"}
+
+
+def test_a_checkout_behind_a_link_and_a_folder_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(ROOT)
+    assert of_packages({**path_of(), "PYTHONPATH": str(tmp_path / "link")}) == {}
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint/convert_cli.py").touch()
+    assert of_packages(path_of(), folder=tmp_path)["folder checkpoint"][0] == "fault"
