@@ -5,9 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.launch import results_by_size, run_ranks
-from tests.parallel.lora_cases import CASES, DROPOUT_CASES, LoraCase
+from tests.parallel.lora_cases import CASES, DROPOUT_CASES, MATRIX, LoraCase
 
 # Largest errors measured over all cases, fp32 on CPU: loss of two steps 2.1e-7, gradient 1.1e-5, weight after two steps
 # 3.2e-5.  The tolerances are those of tests/test_parity.py.
@@ -27,11 +28,25 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[LoraCase], dict
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_layout_equals_peft(case: LoraCase, found: Callable[[LoraCase], dict]) -> None:
-    measured = found(case)
+    assert_exact(found(case))
+
+
+def assert_exact(measured: dict) -> None:
     assert measured["loss_error"] <= LOSS_TOLERANCE, measured
     assert measured["gradient_error"] <= GRADIENT_TOLERANCE, measured
     assert measured["weight_error"] <= WEIGHT_TOLERANCE, measured
     assert measured["num_gradients"] == measured["expected_gradients"] and not measured["uncovered"], measured
+
+
+@pytest.mark.skipif(settings.get_current_profile_name() != "many", reason="--hypothesis-profile=many runs them")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_strategy_equals_peft(world_size: int, tmp_path: Path) -> None:
+    names = [case.name for case in MATRIX if case.layout.world_size == world_size]
+    run_ranks(world_size, "tests.parallel.lora_worker", str(tmp_path / "found.json"), *names)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert sorted(found) == sorted(names)
+    for name in names:
+        assert_exact(found[name])
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.files import write_whole
 from tests.launch import results_by_size, run_ranks
-from tests.parallel.cases import CASES, NOT_FINITE, Case
+from tests.parallel.cases import CASES, MATRIX, NOT_FINITE, Case
 
 # Largest errors measured over all cases, fp32 on CPU: loss 1.6e-7 (5.4e-7 after an update), gradient 6.9e-6, weight
 # after two updates 5.4e-5, gradient norm 4.8e-7.
@@ -164,3 +164,14 @@ def run_drawn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Ca
 @given(case=cases())
 def test_a_drawn_layout_equals_transformers(case: Case, run_drawn: Callable[[Case], dict]) -> None:
     assert_exact(run_drawn(case), DRAWN_WEIGHT_TOLERANCE)
+
+
+@pytest.mark.skipif(not IS_MANY, reason="56 cases that the drawn ones sample: --hypothesis-profile=many runs them all")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_strategy_equals_transformers(world_size: int, tmp_path: Path) -> None:
+    names = [case.name for case in MATRIX if case.world_size == world_size]
+    run_ranks(world_size, "tests.parallel.parity_worker", str(tmp_path / "found.json"), *names)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert sorted(found) == sorted(names)
+    for name in names:
+        assert_exact(found[name])

@@ -16,7 +16,7 @@ from mm.version import VERSION
 from tests.files import ROOT
 
 PAGES = [*(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
-         *sorted((ROOT / "docs").glob("*.md"))]
+         *sorted((ROOT / "docs").rglob("*.md"))]
 TEMPLATES = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 BODY = {"markdown", "textarea", "input", "dropdown", "checkboxes"}
 
@@ -31,7 +31,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
     assert links or page.name == "lora.md"

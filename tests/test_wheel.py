@@ -5,10 +5,12 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
 
+from mm.requirements import DISTRIBUTION
 from mm.version import VERSION
 from tests.files import ROOT
 
@@ -41,8 +43,7 @@ def run(*command: str, cwd: Path = Path("/")) -> str:
 
 def test_every_command_runs(environment: Path) -> None:
     programs = sorted((environment / "env/bin").glob("mm-*"))
-    assert [one.name for one in programs] == [
-        "mm-convert", "mm-data", "mm-doctor", "mm-evaluate", "mm-generate", "mm-plan", "mm-train"]
+    assert [one.name for one in programs] == sorted(one.name for one in distribution(DISTRIBUTION).entry_points)
     assert all(VERSION in run(str(one), "--version") for one in programs)
     python = str(environment / "env/bin/python")
     found = run(python, "-c", "import mm, checkpoint; print(mm.__path__, checkpoint.__path__)")

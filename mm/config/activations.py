@@ -53,6 +53,7 @@ class OffloadConfig:
 
     @property
     def is_on(self) -> bool:
+        """Whether any layer is offloaded; of a chunk with the head, none if it has one layer."""
         return (self.num_layers is not None if self.activations is None else self.activations) and self.num_layers != 0
 
     def layers(self, layers: range, *, is_before_head: bool) -> range:
@@ -61,8 +62,8 @@ class OffloadConfig:
         ``is_before_head``: the head follows the last layer, whose backward pass then follows its forward pass at once;
         its activations stay.
         """
-        offloaded = layers[: self.num_layers] if self.is_on else layers[:0]
-        return layers[: min(len(offloaded), len(layers) - 1)] if is_before_head and layers else offloaded
+        candidates = layers[:-1] if is_before_head else layers
+        return candidates[: self.num_layers] if self.is_on else layers[:0]
 
 
 def recompute_problems(recompute: RecomputeConfig, prefix: str, count: str) -> Iterator[str]:

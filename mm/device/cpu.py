@@ -17,7 +17,7 @@ from mm.device.attention import Segments, by_stretch, sdpa
 from mm.device.kernels import Fuse, Kernels, eager_leaves, rms_norm
 from mm.device.partial_attention import PLAIN
 from mm.device.platform import Platform, torch_profiler
-from mm.device.shims import ADAM_SHIMS, Shim
+from mm.device.shims import COMMON_SHIMS, Shim
 from mm.device.side import SideQueue
 
 
@@ -134,7 +134,7 @@ _FACTORIES = "asks for device='cuda' in a tensor factory"
 _STREAMS = "megatron orders work on CUDA streams; the CPU has none"
 
 CPU_SHIMS: tuple[Shim, ...] = (
-    *ADAM_SHIMS,
+    *COMMON_SHIMS,
     Shim("torch.cuda:current_device", lambda: torch.device("cpu"), "megatron makes buffers and weights on it"),
     Shim("torch.cuda:set_device", partial(_nothing), _STREAMS),
     Shim("torch.cuda:synchronize", partial(_nothing), _STREAMS),

@@ -19,7 +19,7 @@ from mm.device.hashing import rounded_at_random
 from mm.device.kernels import Fuse, Kernels, eager_leaves, fused_leaves, rms_norm
 from mm.device.partial_attention import PLAIN, Gradients, Pairs, PartialAttention, PartialOutput
 from mm.device.platform import KnownDevice, Links, MachineFinding, Platform, torch_profiler
-from mm.device.shims import ADAM_SHIMS
+from mm.device.shims import COMMON_SHIMS
 from mm.errors import UserError
 
 MAX_MESSAGE_CTAS = 4
@@ -264,7 +264,7 @@ CUDA = Platform(
     num_devices=torch.cuda.device_count,
     known_devices=_KNOWN_DEVICES,
     prepare=_prepare,
-    shims=ADAM_SHIMS,
+    shims=COMMON_SHIMS,
     deterministic_variables={
         "CUBLAS_WORKSPACE_CONFIG": Variable(":4096:8", (":16:8",), "torch.use_deterministic_algorithms asks for it"),
         # Ring knows every collective; Tree and the others only some

@@ -25,7 +25,7 @@ from mm.device.kernels import EAGER_LOGITS, Fuse, Kernels
 from mm.device.partial_attention import Gradients, Pairs, PartialAttention, PartialOutput
 from mm.device.platform import KnownDevice, Links, MachineFinding, Platform
 from mm.device.pointwise import Heads
-from mm.device.shims import ADAM_SHIMS, Shim
+from mm.device.shims import COMMON_SHIMS, Shim
 from mm.errors import UserError
 
 MAX_SEGMENTS = 1024
@@ -283,7 +283,7 @@ def _type_as_on_cuda(tensor: Tensor, *args: Any, **options: Any) -> object:
 
 
 NPU_SHIMS: tuple[Shim, ...] = (
-    *ADAM_SHIMS,
+    *COMMON_SHIMS,
     Shim("torch:Tensor.type", _type_as_on_cuda, "the optimizers accept torch.cuda.* type names only"),
 )
 """Replacements for megatron-core 0.16 besides those of ``transfer_to_npu``, which does not change ``Tensor.type``."""

@@ -2,7 +2,7 @@
 
 This is the only file that patches.  megatron-core is written for CUDA.  On NPUs ``torch_npu``'s own ``transfer_to_npu``
 redirects it, and the table of ``npu.py`` adds the rest; on the CPU the table of ``cpu.py`` does everything.
-``ADAM_SHIMS`` are part of every table.
+``COMMON_SHIMS`` are part of every table.
 """
 
 import importlib
@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+from mm.device.gloo import with_one_worker
 
 
 @dataclass(frozen=True)
@@ -21,14 +23,15 @@ class Shim:
     reason: str
 
 
-ADAM_SHIMS: tuple[Shim, ...] = (
+COMMON_SHIMS: tuple[Shim, ...] = (
     Shim("megatron.core.optimizer:Adam", torch.optim.AdamW,
          "megatron takes TransformerEngine's or apex's Adam where it can be imported; neither clips and guards in its "
          "kernel, and Ascend's apex has no kernel behind it and raises"),
     Shim("megatron.core.optimizer:USING_PYTORCH_OPTIMIZER", True, "goes with the line above"),
     Shim("megatron.core.optimizer.distrib_optimizer:HAVE_APEX_OR_TE", False, "goes with the lines above"),
+    Shim("torch.distributed:ProcessGroupGloo.__init__", with_one_worker, "two workers corrupt the heap: see gloo.py"),
 )
-"""torch's fused AdamW on every machine, whatever else is installed: the same arithmetic and the same states."""
+"""torch's fused AdamW on every machine, whatever else is installed (the same arithmetic and states), and safe gloo."""
 
 
 def apply_shims(shims: Sequence[Shim]) -> None:

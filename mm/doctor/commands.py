@@ -30,7 +30,10 @@ if TYPE_CHECKING:
     from mm.device.platform import Platform
 
 _RANK_SECONDS, _END_SECONDS = 300.0, 20.0
+_FAILURES = (UserError, ImportError, OSError, RuntimeError)
+"""What a check may raise on a machine that is not in order."""
 _OF_A_JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables by which a launcher places a process in a job."""
 _ERROR = re.compile(r"^(?:\[rank ?\d+\]:? )?([\w.]*Error: .+|error: .+)$", re.MULTILINE)
 
 
@@ -87,7 +90,7 @@ def _tried(name: str, check: Callable[[], Iterator[Diagnosis]]) -> Iterator[Diag
     """What ``check`` finds; if it fails, that is a finding, and the checks after it go on."""
     try:
         yield from check()
-    except (UserError, ImportError, OSError, RuntimeError) as error:
+    except _FAILURES as error:
         yield fault(name, f"{type(error).__name__}: {error}", "mend what the message and the faults above name")
 
 
@@ -102,7 +105,7 @@ def _variables(flags: argparse.Namespace) -> Iterator[Diagnosis]:
     interfaces = {name: [one.address for one in some] for name, some in psutil.net_if_addrs().items()}
     try:
         num_processes = flags.num_processes or _num_devices(flags.device)
-    except (UserError, ImportError, OSError, RuntimeError):
+    except _FAILURES:
         num_processes = 1  # the trial reports it
     yield from variable_findings(os.environ, interfaces, os.cpu_count() or 1, num_processes)
 

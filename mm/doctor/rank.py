@@ -9,12 +9,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mm.doctor.diagnosis import Diagnosis, fault, ok, warning
 from mm.ending import end_with_launcher, is_first_rank, run_command, status_of
 
+if TYPE_CHECKING:
+    from mm.device.device import Device
+    from mm.parallel.mesh import Mesh
+
 _NUM_ELEMENTS = 1 << 18
+"""In fp32: 1 MiB."""
 _NUM_REPEATS = 5
 
 
@@ -42,7 +47,7 @@ def _examine(output: Path, wanted: str) -> int:
     return 0
 
 
-def _device(device: Any) -> Iterator[Diagnosis]:
+def _device(device: "Device") -> Iterator[Diagnosis]:
     yield ok("device", f"{device.kind}: {device.name}")
     for note in device.notes:
         yield warning("device", note, "see the end of that sentence")
@@ -57,7 +62,7 @@ def _named(kernel: Any) -> str:
     return f"{inner.__module__}.{inner.__qualname__}" if hasattr(inner, "__qualname__") else type(inner).__name__
 
 
-def _links(device: Any, mesh: Any) -> Iterator[Diagnosis]:
+def _links(device: "Device", mesh: "Mesh") -> Iterator[Diagnosis]:
     """Collectives and messages between all ranks, on small tensors whose results are known."""
     if mesh.world_size == 1:
         yield warning("links", "one rank, so no link was tried", "mm-doctor --num-processes 2, or more")
@@ -76,7 +81,7 @@ def _links(device: Any, mesh: Any) -> Iterator[Diagnosis]:
                         "links off (NCCL_P2P_DISABLE=1, HCCL_INTRA_PCIE_ENABLE=1) to see which one is at fault")
 
 
-def _exchanges(device: Any, mesh: Any) -> dict[str, Callable[[], Any]]:
+def _exchanges(device: "Device", mesh: "Mesh") -> dict[str, Callable[[], Any]]:
     import torch
     import torch.distributed as dist
 
@@ -111,7 +116,7 @@ def _exchanges(device: Any, mesh: Any) -> dict[str, Callable[[], Any]]:
     return {"all-reduce": all_reduce, "all-gather": all_gather, "broadcast": broadcast, "send and receive": ring}
 
 
-def _all_agree(is_right: bool, mesh: Any) -> bool:
+def _all_agree(is_right: bool, mesh: "Mesh") -> bool:
     import torch
     import torch.distributed as dist
 
@@ -120,7 +125,7 @@ def _all_agree(is_right: bool, mesh: Any) -> bool:
     return bool(votes.item())
 
 
-def _steps(device: Any, mesh: Any) -> Iterator[Diagnosis]:
+def _steps(device: "Device", mesh: "Mesh") -> Iterator[Diagnosis]:
     from mm.doctor.step import GOLDEN, TOLERANCE, trained_step
 
     for precision, tolerance in TOLERANCE.items():

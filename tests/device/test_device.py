@@ -18,7 +18,7 @@ from mm.device.cpu import CPU_SHIMS
 from mm.device.device import Device
 from mm.device.facts import device_facts
 from mm.device.platforms import PLATFORMS
-from mm.device.shims import ADAM_SHIMS
+from mm.device.shims import COMMON_SHIMS
 from mm.errors import UserError
 from tests.devices import kernels_of, platform_of
 from tests.files import ROOT
@@ -165,7 +165,7 @@ def test_the_fused_step_does_not_depend_on_what_is_installed(tmp_path: Path, bes
 
 def test_every_device_gets_torchs_adam() -> None:
     for platform in PLATFORMS:
-        assert set(ADAM_SHIMS) <= set(platform.shims)
+        assert set(COMMON_SHIMS) <= set(platform.shims)
 
 
 def test_an_apex_without_kernels_is_never_megatrons_choice(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """A device is known by its whole name, and what is not known has no peak."""
 
+import re
+
 import pytest
 
 from mm.device.cpu import CPU
@@ -7,6 +9,7 @@ from mm.device.cuda import CUDA, refuse_old_cuda, refuse_old_torch
 from mm.device.known import KNOWN_DEVICES, known_device, peak_flops, peak_notes
 from mm.device.npu import NPU, refuse_old_npu
 from mm.errors import UserError
+from tests.files import ROOT
 
 NAMES = {  # as drivers report them
     "NVIDIA A100-SXM4-80GB": "A100 80GB", "NVIDIA A100 80GB PCIe": "A100 80GB", "NVIDIA A100-PCIE-40GB": "A100 40GB",
@@ -70,7 +73,9 @@ def test_devices_without_bf16_are_refused_by_name() -> None:
 
 
 def test_cuda_needs_a_later_torch_than_other_devices() -> None:
-    with pytest.raises(UserError, match=r"2\.7\.1\+cu126, but CUDA needs 2\.11\.0 or later.*torch>=2\.11\.0,<2\.14"):
+    with pytest.raises(UserError, match=r"2\.7\.1\+cu126, but CUDA needs 2\.11\.0 or later") as caught:
         refuse_old_torch("2.7.1+cu126")
+    (cap,) = re.findall(r'"torch>=[^"]+,(<[\d.]+)"', (ROOT / "setup.py").read_text())
+    assert f"pip install 'torch>=2.11.0,{cap}'" in str(caught.value)
     for version in ("2.11.0a0+eb65b36914.nv26.2", "2.11.0", "2.13.0+cu130"):
         refuse_old_torch(version)

@@ -20,9 +20,11 @@ from mm.doctor.diagnosis import Diagnosis, Level
 from mm.doctor.machine import directory_findings, file_findings, host_findings, memory_findings, name_findings
 from mm.doctor.step import GOLDEN
 from mm.doctor.variables import variable_findings
+from mm.plan.sizes import num_model_params
 from mm.version import VERSION
 from tests.files import ROOT
 from tests.launch import free_port, run_ranks, torchrun
+from tests.plan.test_stages import run_of
 
 INTERFACES = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.4", "fe80::1"]}
 PACKAGES = """
@@ -257,3 +259,8 @@ def test_a_checkout_behind_a_link_and_a_folder_in_the_way(tmp_path: Path) -> Non
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint/convert_cli.py").touch()
     assert of_packages(path_of(), folder=tmp_path)["folder checkpoint"][0] == "fault"
+
+
+def test_the_checkpoint_of_7b_is_as_large_as_it_says() -> None:
+    num_params = num_model_params(run_of("7b", [32], [28], 1, bf16=True))
+    assert pytest.approx(14 * num_params, rel=1e-3) == machine.CHECKPOINT_BYTES

@@ -303,6 +303,21 @@ NOT_FINITE = ("tp1", "tp2", "pp2-vit-on-both", "dp2-clipped", "dp2-distributed-o
 """Cases that are also tried with a NaN in one gradient of one rank."""
 
 
+_REPLICAS = {
+    "dp2": Case("", dp=2), "dp4": Case("", dp=4), "tp2-dp2": Case("", tp=2, dp=2), "cp2-dp2": Case("", cp=2, dp=2),
+    "dp2-pp2": Case("", (3, 1), (0, 4), dp=2),
+}  # fmt: skip
+_TRAINED: dict[str, dict[str, Any]] = {
+    "all": {}, "vision-frozen": {"freeze": ("vision",)}, "tied": {"tied": True}, "text-only": {"batch": "text"}}
+MATRIX = tuple(
+    replace(layout, name=f"matrix-{sharding}-{where}-{trained}", sharding=sharding, micro_batch_size=1, **others)
+    for sharding in ("optim", "optim_grads", "optim_grads_params")
+    for where, layout in _REPLICAS.items() for trained, others in _TRAINED.items()
+    if sharding != "optim_grads_params" or layout.pp == 1)  # weights in shards and a pipeline are refused together
+"""Every strategy with every way to have replicas and every kind of training.  ``CASES`` has the edges among them; these
+run with --hypothesis-profile=many."""
+
+
 def batch_of(case: Case) -> list[list[list[RawSample]]]:
     """Samples as ``[dp rank][microbatch][sample]``, two a microbatch unless the case says otherwise."""
     import torch

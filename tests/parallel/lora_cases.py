@@ -5,6 +5,7 @@ from typing import Any
 
 from mm.config.lora import LoraConfig
 from tests.parallel.cases import FEW_TOKENS, Case
+from tests.parallel.cases import MATRIX as LAYOUTS
 
 EVERY = LoraConfig(("all-linear", "patch_embed.proj"), r=3, alpha=5.0)
 MIXED = replace(EVERY, mixed_training=True, apply_modules=("text_decoder", "vision_encoder"))
@@ -88,6 +89,10 @@ CASES = (
     _case("whole-tp2-dp2-distributed-optimizer", tp=2, dp=2, whole_encoder=True, sharding="optim"),
 )
 """Compared with PEFT."""
+
+
+MATRIX = tuple(LoraCase(case, EVERY) for case in LAYOUTS if case.name.endswith("-all"))
+"""Adapters with every strategy and every way to have replicas; as ``tests.parallel.cases.MATRIX``."""
 
 
 def _dropped(name: str, vision: Any = (4,), language: Any = (4,), **others: Any) -> LoraCase:

@@ -33,7 +33,7 @@ from mm.weights.table import model_weights
 from mm.weights.trained import is_frozen, saved_among, saved_weights
 from tests.parallel.case_model import config_of
 from tests.parallel.cases import Case, batch_of
-from tests.parallel.lora_cases import CASES, DROPOUT_CASES, MIXED, LoraCase
+from tests.parallel.lora_cases import CASES, DROPOUT_CASES, MATRIX, MIXED, LoraCase
 from tests.parallel.parity_worker import (  # picks the device before all others
     LR,
     WEIGHT_DECAY,
@@ -229,8 +229,9 @@ def main(output: Path, only: list[str]) -> None:
             output.write_text(json.dumps(result), encoding="utf-8")
         return
     results = {}
-    mine = [case for case in (*CASES, *DROPOUT_CASES)
-            if case.layout.world_size == world_size and (not only or case.name in only)]
+    every = (*CASES, *DROPOUT_CASES)
+    wanted = [case for case in (*every, *MATRIX) if case.name in only] if only else every
+    mine = [case for case in wanted if case.layout.world_size == world_size]
     for case, mesh in with_meshes(mine, store, rank, lambda case: case.layout):
         results[case.name] = (run_dropped if case in DROPOUT_CASES else run_case)(case, mesh)
         if rank == 0:

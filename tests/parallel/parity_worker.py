@@ -49,6 +49,7 @@ from tests.parallel.case_model import config_of  # noqa: E402
 from tests.parallel.cases import (  # noqa: E402
     CASES,
     GROUP_FLAGS,
+    MATRIX,
     NOT_FINITE,
     PROJECTOR_DECAY,
     PROJECTOR_LR,
@@ -337,7 +338,8 @@ def with_meshes(
 
 def run_all(output: Path, only: list[str], store: dist.Store, rank: int, world_size: int) -> None:
     results = {}
-    mine = [case for case in CASES if case.world_size == world_size and (not only or case.name in only)]
+    wanted = [case for case in (*CASES, *MATRIX) if case.name in only] if only else CASES
+    mine = [case for case in wanted if case.world_size == world_size]
     for case, mesh in with_meshes(mine, store, rank):
         found = results[case.name] = run_case(case, mesh)
         if case.name in NOT_FINITE:
