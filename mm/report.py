@@ -1,7 +1,8 @@
 """A report: facts, tables, bars, histograms and problems, as text for the terminal and as one HTML page."""
 
 import os
-from collections.abc import Iterator, Sequence
+from base64 import b64encode
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -12,6 +13,8 @@ from mm.errors import MAX_PROBLEMS, UserError, printable
 from mm.files import write_whole
 
 _BAR_CHARACTERS = 40
+_MAX_OPEN = 10
+"""The page folds the samples of a problem if more have it."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class Table:
     title: str
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    is_folded: bool = False
+    """Whether the page shows its rows on a click only."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,10 @@ class Problem:
 
     where: str
     what: str
+    kind: str = ""
+    """The message without what differs between samples.  The page groups problems by it."""
+    path: str | None = None
+    """The image or video that causes it, if any."""
 
 
 @dataclass(frozen=True)
@@ -102,17 +111,27 @@ class Report:
         return [[self.title], [f"{name.ljust(width)}  {value}" for name, value in self.facts],
                 *map(_table_lines, self.tables), *map(_bar_lines, self.bars), *map(_histogram_lines, self.histograms)]
 
-    def html(self) -> str:
-        """One self-contained page: no script, no font, no network."""
-        rows = tuple((problem.where, problem.what) for problem in self.problems)
-        heading = f"{len(rows)} problem{'' if len(rows) == 1 else 's'}" if rows else "No problems"
-        problems = _html_table(Table(heading, ("where", "what"), rows)) if rows else f"<h2>{heading}</h2>"
-        return page(self.title, f"{self.body()}\n{problems}")
+    def html(self, pictures: Mapping[str, bytes] | None = None) -> str:
+        """One self-contained page: no script, no font, no network.  ``pictures``: a JPEG for some kinds of problems."""
+        num = len(self.problems)
+        heading = f"{num:,} problem{'s' * (num != 1)}" if num else "No problems"
+        return page(self.title, "\n".join([self.body(), f"<h2>{heading}</h2>", *self._html_problems(pictures or {})]))
+
+    def _html_problems(self, pictures: Mapping[str, bytes]) -> Iterator[str]:
+        """Each kind of problem, the most frequent first: its count, its picture, and its samples folded if many."""
+        groups: dict[str, list[Problem]] = {}
+        for problem in self.problems:
+            groups.setdefault(problem.kind, []).append(problem)
+        for kind, some in sorted(groups.items(), key=lambda group: -len(group[1])):
+            picture = picture_tag(pictures[kind], "the first") if kind in pictures else ""
+            yield f"<h3>{len(some):,} x {escape(kind)}</h3>{picture}" if kind else ""
+            rows = _html_rows(("where", "what"), [(problem.where, problem.what) for problem in some], "problems")
+            yield _folded(f"All {len(some):,}", rows) if len(some) > _MAX_OPEN else rows
 
     def body(self) -> str:
         """Everything except the problems, as a part of a page."""
         facts = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in self.facts)
-        blocks = [f'<table class="facts">{facts}</table>'] if facts else []
+        blocks = [f'<div class="wide"><table class="facts">{facts}</table></div>'] if facts else []
         blocks += map(_html_table, self.tables)
         blocks += map(_html_bars, self.bars)
         if self.histograms:
@@ -121,10 +140,16 @@ class Report:
         return "\n".join([*blocks, *(f"<p>{escape(note)}</p>" for note in self.notes)])
 
 
+def picture_tag(jpeg: bytes, name: str) -> str:
+    """An element of a page that contains an image."""
+    return f'<img alt="{escape(name)}" src="data:image/jpeg;base64,{b64encode(jpeg).decode()}">'
+
+
 def page(title: str, body: str) -> str:
     """A whole HTML document."""
     return printable(
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<style>{_STYLE}</style></head><body><main>\n<h1>{escape(title)}</h1>\n{body}\n</main></body></html>\n")
 
 
@@ -180,9 +205,20 @@ def _bar_lines(bars: Bars) -> list[str]:
 
 
 def _html_table(table: Table) -> str:
-    header = "".join(f"<th>{escape(cell)}</th>" for cell in table.header)
-    rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in table.rows)
-    return f"<h2>{escape(table.title)}</h2><table><tr>{header}</tr>{rows}</table>"
+    rows = _html_rows(table.header, table.rows)
+    return _folded(table.title, rows) if table.is_folded else f"<h2>{escape(table.title)}</h2>{rows}"
+
+
+def _folded(title: str, content: str) -> str:
+    """Content that the page shows on a click only."""
+    return f"<details><summary>{escape(title)}</summary>{content}</details>"
+
+
+def _html_rows(header: Sequence[str], rows: Sequence[Sequence[str]], style: str = "plain") -> str:
+    """A table; if it is too wide for the screen, it scrolls."""
+    names = "".join(f"<th>{escape(cell)}</th>" for cell in header)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f'<div class="wide"><table class="{style}"><tr>{names}</tr>{body}</table></div>'
 
 
 def _html_bars(bars: Bars) -> str:
@@ -223,15 +259,19 @@ def _svg_bars(counts: Sequence[int], edges: Sequence[float], each: float, scale:
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1d2733; background: #f5f6f8; margin: 0 }
 main { max-width: 1200px; margin: 0 auto; padding: 24px }
-h1 { font-size: 24px } h2 { font-size: 18px; margin-top: 32px }
+h1 { font-size: 24px; overflow-wrap: anywhere } h2 { font-size: 18px; margin-top: 32px }
 table { border-collapse: collapse; background: #fff; width: 100% }
 th, td { text-align: left; padding: 5px 10px; border: 1px solid #dde2e8; vertical-align: top; overflow-wrap: anywhere }
-th { background: #eef1f5; font-weight: 600; white-space: nowrap } .facts { width: auto }
+th { background: #eef1f5; font-weight: 600; white-space: nowrap; overflow-wrap: normal } .facts { width: auto }
 .histograms { display: flex; flex-wrap: wrap; gap: 20px; margin-top: 24px }
 figure { margin: 0; background: #fff; border: 1px solid #dde2e8; padding: 12px; flex: 0 1 462px }
 svg { width: 100%; height: auto } figure rect, .bar rect { fill: #3b7dd8 } figure line { stroke: #8a94a3 }
 figure text { font-size: 12px; fill: #5b6675 } small { color: #5b6675 }
 .bars th, .bars td { white-space: nowrap } .bar { width: 100% } .bar svg { height: 16px; display: block }
+.wide { overflow-x: auto } .plain td, .problems td { min-width: 5em } .problems td:first-child { white-space: nowrap }
+.problems td:last-child { min-width: 24em } h3 { font-size: 16px; margin: 24px 0 8px; overflow-wrap: anywhere }
+details { margin-top: 24px } summary { cursor: pointer; font-weight: 600; padding: 4px 0 }
+@media (max-width: 600px) { main { padding: 12px } .facts th { white-space: normal } }
 .turns { background: #fff; border: 1px solid #dde2e8; padding: 14px; white-space: pre-wrap; overflow-wrap: anywhere }
 .target { background: #cdeccf } .media { background: #dbe7fb } .turns span { border-radius: 3px }
 img { max-width: 320px; border: 1px solid #dde2e8; margin: 4px }

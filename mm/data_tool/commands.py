@@ -18,6 +18,7 @@ from mm.data.encode.chat import load_tokenizer
 from mm.data.index.dataset import Dataset, datasets, notes_of
 from mm.data.index.gauge import Gauge
 from mm.data.index.sample_files import SPLITS, Split
+from mm.data_tool.kinds import pictures_by_kind
 from mm.data_tool.llava import convert_llava, summary
 from mm.data_tool.mock import Mock
 from mm.data_tool.show import Shown
@@ -76,9 +77,9 @@ def _index(flags: argparse.Namespace) -> None:
     refuse(problems)
     for name, dataset in splits.items():
         lengths = dataset.lengths
-        print(f"{name}: {len(dataset)} samples, {lengths.num_tokens.sum(dtype='int64')} tokens (at most "
-              f"{lengths.num_tokens.max()} in one), {lengths.num_media.sum(dtype='int64')} images and videos of "
-              f"{lengths.num_patches.sum(dtype='int64')} patches")
+        print(f"{name}: {len(dataset):,} samples, {lengths.num_tokens.sum(dtype='int64'):,} tokens (at most "
+              f"{lengths.num_tokens.max():,} in one), {lengths.num_media.sum(dtype='int64'):,} images and videos of "
+              f"{lengths.num_patches.sum(dtype='int64'):,} patches")
     left_out = (f"left out: {one.message()}" for dataset in splits.values() for one in dataset.skipped)
     print_notes(dict.fromkeys((*notes_of(splits), *left_out)))
 
@@ -125,11 +126,11 @@ def _check(flags: argparse.Namespace) -> None:
         report = survey(flags.mm_data, splits, model, flags.seq_length, look(splits, gauge.encoder, flags.deep))
         print(report.text())
         if flags.html is not None:
-            print("\n" + write_page(flags.html, report.html()))
+            print("\n" + write_page(flags.html, report.html(pictures_by_kind(report.problems))))
         if count := len(report.problems):
             listed = "" if count <= MAX_PROBLEMS or flags.html else (
                 f", of which {MAX_PROBLEMS} are shown (--html PAGE lists all)")
-            problems.append(f"{count} problem{'s' * (count != 1)}{listed}; repair or remove these samples, or train "
+            problems.append(f"{count:,} problem{'s' * (count != 1)}{listed}; repair or remove these samples, or train "
                             f"with --bad-sample skip")
     refuse(problems)
 

@@ -21,6 +21,7 @@ from mm.data.order.stream import Deal, Stream
 from mm.data.record_name import BadSample
 from mm.data.sample import Image
 from mm.data.workers import in_processes
+from mm.data_tool.kinds import kind_of
 from mm.errors import UserError
 from mm.progress import Progress
 from mm.report import Histogram, Problem, Report, Table
@@ -206,4 +207,4 @@ class _Look:
 
 
 def _problem(bad: BadSample) -> Problem:
-    return Problem(bad.where, bad.what)
+    return Problem(bad.where, bad.what, kind_of(bad.reason, bad.path), bad.path)

@@ -1,20 +1,18 @@
-"""The page of an evaluation: scores, and the worst answers with their images, in one HTML file.
+"""The page of an evaluation: the score, the worst answers with their images, the scores of groups, and the settings.
 
 It is self-contained: images are embedded, scaled down.
 """
 
-import base64
 import html
-import io
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from PIL import Image as Pillow
-
 from mm.data.media.decoder import Decoder
+from mm.data.media.thumbnail import jpeg
 from mm.data.sample import Image, Inline, Media
-from mm.report import Report, Table, page
+from mm.report import Report, Table, page, picture_tag
 from mm.scoring.results import ScoredItem
 from mm.scoring.tsv import Cell
 
@@ -32,9 +30,11 @@ def results_page(scores: Mapping[str, Any], settings: Mapping[str, Any], found: 
     heading = f"The {len(worst)} worst answers" if len(worst) > 1 else "The worst answer"
     decoder = Decoder()
     shown = "\n".join(_answer(decoder, one) for one in worst)
-    body = report(scores, settings).body()
+    whole = report(scores, settings)
+    facts, tables = replace(whole, tables=()), replace(whole, facts=())
+    answers = f"<h2>{heading}</h2>\n{shown}" if worst else "<h2>All answers are right</h2>"
     return page(f"{scores['benchmark']}: {scores['headline']['score_percent']:.2f} %",
-                f"{body}\n" + (f"<h2>{heading}</h2>\n{shown}" if worst else "<h2>All answers are right</h2>"))
+                f"{facts.body()}\n{answers}\n{tables.body()}")
 
 
 def report(scores: Mapping[str, Any], settings: Mapping[str, Any] | None = None) -> Report:
@@ -52,7 +52,7 @@ def report(scores: Mapping[str, Any], settings: Mapping[str, Any] | None = None)
         (group, _percent(value), f"{value['num_questions']:,}") for group, value in groups.items()))
         for name, groups in scores.items() if name.startswith("by_")]
     if settings is not None:
-        tables.append(Table("Settings", ("setting", "value"), tuple(_rows(settings))))
+        tables.append(Table("Settings", ("setting", "value"), tuple(_rows(settings)), is_folded=True))
     return Report(str(scores["benchmark"]), tuple(facts), tuple(tables))
 
 
@@ -61,7 +61,7 @@ def _rows(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if isinstance(value, dict):
             yield from ((f"{name}.{inner}", text) for inner, text in _rows(value))
         else:
-            yield name, str(value)
+            yield name, "not set" if value is None else str(value)
 
 
 def _percent(value: Mapping[str, Any]) -> str:
@@ -87,9 +87,5 @@ def _image(decoder: Decoder, item: Media | Cell) -> str:
         first, *others = map(str, item.contents)
         more = f" and {len(others)} more frames" if others else ""
         return f"<p>[video {html.escape(Path(first).name)}{more}]</p>"
-    image = Pillow.fromarray(decoder.picture(
-        item.path if isinstance(item, Image) else Inline(item.where, item.content())))
-    image.thumbnail((_MAX_PIXELS, _MAX_PIXELS), Pillow.Resampling.LANCZOS)
-    stream = io.BytesIO()
-    image.save(stream, "JPEG", quality=85)
-    return f'<img alt="image" src="data:image/jpeg;base64,{base64.b64encode(stream.getvalue()).decode()}">'
+    pixels = decoder.picture(item.path if isinstance(item, Image) else Inline(item.where, item.content()))
+    return picture_tag(jpeg(pixels, _MAX_PIXELS), "image")

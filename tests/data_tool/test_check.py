@@ -73,6 +73,9 @@ def test_check_finds_them_all_and_writes_a_page(flags: list[str], tmp_path: Path
     for text in (reported.out, html.unescape(page.read_text())):
         for _, what in BROKEN.values():
             assert what in text, what
+    kinds = re.findall(r"<h3>(\d+) x (.*?)</h3>(<img)?", page.read_text())
+    assert [count for count, _, _ in kinds] == ["1"] * 10
+    assert [kind for _, kind, picture in kinds if picture] == [kind for _, kind, _ in kinds if "times" in kind]  # strip
     assert re.search(r"samples for training +61\n", reported.out)
     assert re.search(r"left out +9, and 0 too long \(0.0%\)\n", reported.out)
     assert "% full" in reported.out
@@ -223,6 +226,7 @@ def test_ids_cannot_move_the_cursor_and_all_problems_can_be_seen(flags: list[str
                         "samples, or train with --bad-sample skip\n")
     page = tmp_path / "page.html"
     assert main(["check", *own, "--html", str(page)]) == 2
+    assert "<h3>25 x " in page.read_text() and "<summary>All 25</summary>" in page.read_text()
     assert r"\x1b[2J24\ud83d" in html.unescape(page.read_text()) and "of which" not in capsys.readouterr().err
     assert main(["show", *own]) == 0
     out = capsys.readouterr().out

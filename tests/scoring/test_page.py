@@ -16,7 +16,7 @@ def test_worst_answers_beside_their_pictures(tmp_path):
     items = items_of(tmp_path, "docvqa")
     found = scored(items, answers_of("docvqa"))
     scores = summary(items, "DocVQA", found)
-    html = results_page(scores, {"load": "a <b>", "decoding": {"seed": 1}}, found)
+    html = results_page(scores, {"load": "a <b>", "decoding": {"seed": 1, "top_k": None}}, found)
     assert "<title>DocVQA: 66.48 %</title>" in html and "The 3 worst answers" in html
     worst = re.findall(r"<th>answered</th><td[^>]*>([^<]*)<", html)
     assert worst == ["a whole other answer", "12 %", "ITC Limted"]
@@ -25,7 +25,9 @@ def test_worst_answers_beside_their_pictures(tmp_path):
     shown = np.asarray(Image.open(io.BytesIO(base64.b64decode(pictures[0])))).astype(int)
     original = np.random.default_rng(0).integers(0, 256, (24, 32, 3), dtype=np.uint8)
     assert shown.shape == original.shape and np.abs(shown - original).mean() < 64  # noise, as JPEG keeps it: 33
-    assert "a &lt;b&gt;" in html and "decoding.seed" in html
+    assert "a &lt;b&gt;" in html and "<td>decoding.top_k</td><td>not set</td>" in html
+    places = [html.index(part) for part in ("<th>score</th>", "The 3 worst answers", "<summary>Settings</summary>")]
+    assert places == sorted(places)
     assert not re.search(r"<script|<link|://|src=\"(?!data:)", html)
 
 

@@ -1,0 +1,37 @@
+"""Kinds of problems: what the messages of many samples have in common, and a picture of the first of each kind.
+
+A message has no kind of its own.  Its kind is its text without what differs between samples: paths, numbers, quotes.
+"""
+
+import re
+from collections.abc import Iterable
+
+from mm.data.media.decoder import Decoder
+from mm.data.media.thumbnail import jpeg
+from mm.errors import UserError
+from mm.report import Problem
+
+_OF_ONE_SAMPLE = re.compile(
+    r"""(?<!\w)'[^']*'|"[^"]*"  # quoted
+    |(?<![\w.-])(?:[.~]{0,2}/[\w./~-]+|[\w./-]+/[\w-]+\.[\w.-]+)  # a path
+    |(?<![\w.])\d(?:[\d,.]*\d)?  # a number""", re.VERBOSE)
+_PICTURE_PIXELS = 160
+
+
+def kind_of(reason: str, path: str | None = None) -> str:
+    """The kind of a problem; ``path`` is the image or video that causes it, which may have spaces in its name."""
+    return _OF_ONE_SAMPLE.sub("…", reason if path is None else reason.replace(path, "…"))
+
+
+def pictures_by_kind(problems: Iterable[Problem]) -> dict[str, bytes]:
+    """For each kind whose first problem is about an image that can be read, that image as a small JPEG."""
+    decoder, first = Decoder(), {}
+    for problem in problems:
+        first.setdefault(problem.kind, problem.path)
+    found: dict[str, bytes] = {}
+    for kind, path in first.items():
+        try:
+            found |= {} if path is None else {kind: jpeg(decoder.picture(path), _PICTURE_PIXELS)}
+        except UserError:
+            continue  # it is a video, or the problem is that it cannot be read
+    return found
