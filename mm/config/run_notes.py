@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from mm.config.activations import offload_notes, recompute_notes
 from mm.config.command_line import flag_name
 from mm.config.flags import Arguments
+from mm.config.lora import merged
 from mm.config.model import ModelConfig
 from mm.config.notes import NoEffect
 from mm.config.schema import changed
@@ -36,6 +37,10 @@ def frozen_notes(args: Arguments, model: ModelConfig) -> Iterator[str]:
         for name in ("lr", "weight_decay"):
             if getattr(rates, name) is not None:
                 yield NoEffect([f"{key}_{name}"], "freeze is true for that part", args.mm_model)
+        if part == "vision" and model.vision.offload.is_on and not merged(model.lora, args.lora).is_on:
+            names = changed(model.vision.offload)
+            yield NoEffect([f"image_encoder.vision_encoder.cpu_offloading_{name}" for name in names],
+                           "freeze is true, and a frozen ViT keeps no activations", args.mm_model)
 
 
 def overridden_notes(args: Arguments, model: ModelConfig) -> Iterator[str]:

@@ -233,6 +233,17 @@ def test_what_is_frozen_comes_from_the_file_or_the_flags(tmp_path):
                and ": no effect: freeze is true for the whole part" in one for one in reported)
 
 
+def test_offload_of_a_frozen_vit_is_noted(tmp_path):
+    """Unless adapters may be in it; a flag concerns the LLM too."""
+    note = "vision_encoder.cpu_offloading_num_layers of"
+    settings = {f"{VISION}.cpu_offloading_num_layers": 2}
+    assert any(note in one and "keeps no activations" in one for one in load(tmp_path, model=settings).notes)
+    trained = {**settings, f"{VISION}.freeze": False}
+    for run in (load(tmp_path, model=trained), load(tmp_path, "--lora-target-modules", "linear_qkv", model=settings),
+                load(tmp_path, "--cpu-offload-activations")):
+        assert not [one for one in run.notes if "keeps no activations" in one]
+
+
 def test_rates_of_parts_come_from_the_file_or_the_flags(tmp_path):
     trained = {f"{VISION}.freeze": False, f"{PROJECTOR}.freeze": False}
     run = load(tmp_path, "--vision-tower-lr", "1e-6", "--mm-projector-lr", "1e-4",
