@@ -1,7 +1,6 @@
 """The checks of ``mm-doctor``, from those that need nothing to those that need everything."""
 
 import argparse
-import json
 import os
 import platform
 import re
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, get_args
 import psutil
 
 from mm.config.flags import DeviceName
-from mm.doctor.diagnosis import Diagnosis, Level, fault, ok
+from mm.doctor.diagnosis import Diagnosis, Level, fault, ok, read_lines
 from mm.doctor.machine import directory_findings, file_findings, host_findings, memory_findings, name_findings
 from mm.doctor.packages import package_findings
 from mm.doctor.variables import variable_findings
@@ -29,6 +28,7 @@ from mm.version import version_line
 if TYPE_CHECKING:
     from mm.device.platform import Platform
 
+_RANK = "mm.doctor.rank"
 _RANK_SECONDS, _END_SECONDS = 300.0, 20.0
 _FAILURES = (UserError, ImportError, OSError, RuntimeError)
 """What a check may raise on a machine that is not in order."""
@@ -143,28 +143,29 @@ def _usable(one: "Platform", *, is_wanted: bool) -> Diagnosis:
 def _trial(wanted: str, num_processes: int) -> Iterator[Diagnosis]:
     """What the ranks of a small job find."""
     with TemporaryDirectory(prefix="mm-doctor-") as folder:
-        output = Path(folder) / "found.json"
+        output = Path(folder) / "found.jsonl"
         words = [sys.executable, "-m", "mm.launch", "--standalone", "--nnodes", "1", "--nproc_per_node",
-                 str(num_processes), "-m", "mm.doctor.rank", str(output), wanted]
+                 str(num_processes), "-m", _RANK, str(output), wanted]
         process = subprocess.Popen(words, env=_environment(), text=True, stdout=subprocess.DEVNULL,
                                    stderr=subprocess.PIPE)
         try:
             _, errors = process.communicate(timeout=_RANK_SECONDS)
         except subprocess.TimeoutExpired:
-            what = f"{num_processes} processes did not end within {_RANK_SECONDS:.0f} s: they wait for each other"
+            errors = None
+        finally:
+            _end(process)
+        found = read_lines(output.read_bytes()) if output.exists() else []
+        yield from found
+        after = f" after: {found[-1].name}, {found[-1].what}" if found else ""
+        if errors is None:
+            what = f"{num_processes} processes wait for each other: no end within {_RANK_SECONDS:.0f} s{after}"
             yield fault("trial", what, (
                 "see whether --num-processes 1 works; if so, look at the network interface (GLOO_SOCKET_IFNAME, "
                 "HCCL_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) and at the links between the devices"))
-            return
-        finally:
-            _end(process)
-        if process.returncode or not output.exists():
+        elif process.returncode or not found:
             again = " ".join([*words[:-2], os.devnull, wanted])
-            what = f"{num_processes} processes ended with status {process.returncode}: {_cause(errors)}"
+            what = f"{num_processes} processes ended with status {process.returncode}{after}: {_cause(errors)}"
             yield fault("trial", what, f"to see all of it: {again}")
-            return
-        for one in json.loads(output.read_text(encoding="utf-8")):
-            yield Diagnosis(Level(one["level"]), one["name"], one["what"], one["cure"])
 
 
 def _environment() -> dict[str, str]:

@@ -1,9 +1,11 @@
 """One line of ``mm-doctor``."""
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 
 from mm.errors import printable
+from mm.files import json_object, whole_lines
 
 
 class Level(StrEnum):
@@ -29,6 +31,16 @@ class Diagnosis:
         """One line, and a second one with the cure."""
         cure = f"\n{'':9}cure: {self.cure}" if self.cure else ""
         return printable(f"{self.level:8} {self.name}: {self.what}{cure}")
+
+    def line(self) -> str:
+        """For ``read_lines``."""
+        return json.dumps(asdict(self)) + "\n"
+
+
+def read_lines(content: bytes) -> list[Diagnosis]:
+    """Findings in the order in which a process wrote them, without one that it was writing when it ended."""
+    rows = map(json_object, whole_lines(content))
+    return [Diagnosis(Level(one["level"]), one["name"], one["what"], one["cure"]) for one in rows]
 
 
 def ok(name: str, what: str) -> Diagnosis:

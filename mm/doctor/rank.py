@@ -1,13 +1,15 @@
 """One rank of ``mm-doctor``: ``python -m mm.doctor.rank FILE DEVICE`` under a launcher.
 
-Tries the device, its kernels, the links to the other ranks, and a training step; rank 0 writes what was found.
+Tries the device, its kernels, the links to the other ranks, and a training step.  Rank 0 writes each finding at once,
+so that those before a crash or a hang are known.
 """
 
-import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,9 +42,8 @@ def _examine(output: Path, wanted: str) -> int:
     from mm.parallel import mesh as parallel
 
     mesh = parallel.start(device, model(), tp_size=1)
-    found = [*_device(device), *_links(device, mesh), *_steps(device, mesh)]
-    if is_first_rank():
-        output.write_text(json.dumps([asdict(one) for one in found]), encoding="utf-8")
+    with open(output if is_first_rank() else os.devnull, "w", encoding="utf-8", buffering=1) as stream:
+        stream.writelines(one.line() for one in chain(_device(device), _links(device, mesh), _steps(device, mesh)))
     parallel.stop()
     return 0
 

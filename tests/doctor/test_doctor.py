@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from mm.doctor import machine
+from mm.doctor import commands, machine
 from mm.doctor.commands import _cause, _end, _environment, run
-from mm.doctor.diagnosis import Diagnosis, Level
+from mm.doctor.diagnosis import Diagnosis, Level, read_lines
 from mm.doctor.machine import directory_findings, file_findings, host_findings, memory_findings, name_findings
 from mm.doctor.step import GOLDEN
 from mm.doctor.variables import variable_findings
@@ -193,20 +193,26 @@ def test_names_and_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_device_that_computes_something_else(tmp_path: Path) -> None:
     """A norm that is 1 % off, and an all-reduce that loses a rank."""
-    run_ranks(2, "tests.doctor.broken_rank", str(tmp_path / "found.json"))
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert {one["name"] for one in found if one["level"] == "fault"} == {
-        "links", "training step in fp32", "training step in bf16"}
-    (link,) = [one for one in found if one["name"] == "links" and one["level"] == "fault"]
-    assert "all-reduce over 2 ranks gives wrong numbers" in link["what"]
+    run_ranks(2, "tests.doctor.broken_rank", str(tmp_path / "found"))
+    faults = {one.name: one.what for one in read_lines((tmp_path / "found").read_bytes()) if one.level == Level.FAULT}
+    assert faults.keys() == {"links", "training step in fp32", "training step in bf16"}
+    assert "all-reduce over 2 ranks gives wrong numbers" in faults["links"]
+
+
+def test_what_was_found_before_a_crash_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "_RANK", "tests.doctor.dying_rank")
+    *found, crash = commands._trial("cpu", 2)
+    assert [one.name for one in found] == ["device", "kernels", *["links"] * 4]
+    assert (crash.name, crash.level) == ("trial", Level.FAULT)
+    assert f"2 processes ended with status 1 after: links, {found[-1].what}: " in crash.what
 
 
 def test_the_fake_npu(tmp_path: Path) -> None:
-    done = torchrun(2, "tests.doctor.npu_rank", str(tmp_path / "found.json"))
+    done = torchrun(2, "tests.doctor.npu_rank", str(tmp_path / "found"))
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert [one for one in found if one["level"] == "fault"] == []
-    assert found[0]["what"].startswith("npu: ") and "mm.device.npu.npu_attention" in found[1]["what"]
+    found = read_lines((tmp_path / "found").read_bytes())
+    assert [one for one in found if one.level == Level.FAULT] == []
+    assert found[0].what.startswith("npu: ") and "mm.device.npu.npu_attention" in found[1].what
 
 
 def test_a_device_that_is_not_there(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
