@@ -83,13 +83,16 @@ def test_wrong_words_are_refused(tmp_path: Path, words: list[str], expected: str
 
 
 def slurm(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """``slurm.sh`` with stand-ins for Slurm's commands: two tasks, one after another."""
+    """``slurm.sh`` with stand-ins for Slurm's commands: two tasks, one after another.
+
+    The list of nodes is longer than a pipe holds, so whoever stops reading it ends its writer.
+    """
     folder.mkdir(exist_ok=True)
-    executable(folder / "scontrol", '[[ "$*" == "show hostnames n[1-2]" ]] && printf "n1\\nn2\\n"\n')
+    executable(folder / "scontrol", '[[ "$*" == "show hostnames n[1-20000]" ]] && printf "n%d\\n" {1..20000}\n')
     executable(folder / "srun", '[[ $1 == --ntasks-per-node=1 ]] || exit 9\nshift\n'
                                 'for id in 0 1; do SLURM_NODEID=$id "$@" || exit; done\n')
     environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_NNODES": "2",
-                   "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "41234"}
+                   "SLURM_JOB_NODELIST": "n[1-20000]", "SLURM_JOB_ID": "41234"}
     return subprocess.run(["bash", str(CLUSTER / "slurm.sh"), *words], cwd=ROOT, env=environment, capture_output=True,
                           text=True, check=False)
 

@@ -20,8 +20,8 @@ if (($# == 0)); then
     exit 2
 fi
 export NNODES=$SLURM_NNODES
-MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}
-export MASTER_ADDR
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")  # all, because a pipe to head could end scontrol, and this script
+export MASTER_ADDR=${MASTER_ADDR:-${hosts%%$'\n'*}}
 export MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}  # jobs on one machine need different ones
 # Without --kill-on-bad-exit: if a rank fails, those of the other nodes save what they have, and end by themselves.
 # shellcheck disable=SC2016
