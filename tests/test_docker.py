@@ -7,15 +7,13 @@ lines that the installation pages have, and were never built: no base image can 
 import os
 import re
 import shlex
-import shutil
 import subprocess
-import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
 
 from mm.version import VERSION
+from tests.bare import bare_environment, bare_variables, copied_source
 from tests.files import ROOT
 
 DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
@@ -62,15 +60,8 @@ def test_the_lines_are_those_of_the_page(name: str, page: str) -> None:
 
 def test_the_steps_of_the_cpus_run_in_an_empty_environment(tmp_path: Path) -> None:
     """With the packages of this environment at hand, so pip fetches none."""
-    context, environment = tmp_path / "workspace", tmp_path / "env"
-    for name in ("mm", "checkpoint", "demo"):
-        shutil.copytree(ROOT / name, context / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.py", "pyproject.toml", "README.md"):
-        shutil.copy(ROOT / name, context / name)
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)  # pip's is at hand
-    (packages,) = environment.glob("lib/python*/site-packages")
-    (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
+    context, environment = copied_source(tmp_path / "workspace"), bare_environment(tmp_path / "env")
+    variables = bare_variables() | {
         "PATH": f"{environment / 'bin'}:{os.environ['PATH']}",
         "PIP_NO_INDEX": "1", "PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0"}  # 0 means without
     output = ""

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 from tests.launch import results_by_size, run_ranks
 from tests.parallel.lora_cases import CASES, DROPOUT_CASES, MATRIX, LoraCase
@@ -38,9 +37,9 @@ def assert_exact(measured: dict) -> None:
     assert measured["num_gradients"] == measured["expected_gradients"] and not measured["uncovered"], measured
 
 
-@pytest.mark.skipif(settings.get_current_profile_name() != "many", reason="--hypothesis-profile=many runs them")
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_every_strategy_equals_peft(world_size: int, tmp_path: Path) -> None:
+    """With every way to have replicas."""
     names = [case.name for case in MATRIX if case.layout.world_size == world_size]
     run_ranks(world_size, "tests.parallel.lora_worker", str(tmp_path / "found.json"), *names)
     found = json.loads((tmp_path / "found.json").read_text())

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from tests.files import write_whole
 from tests.launch import results_by_size, run_ranks
-from tests.parallel.cases import CASES, MATRIX, NOT_FINITE, Case
+from tests.many import IS_MANY
+from tests.parallel.cases import CASES, DIAGONAL, MATRIX, NOT_FINITE, Case
 
 # Largest errors measured over all cases, fp32 on CPU: loss 1.6e-7 (5.4e-7 after an update), gradient 6.9e-6, weight
 # after two updates 5.4e-5, gradient norm 4.8e-7.
@@ -73,7 +74,6 @@ def test_every_world_size_is_run() -> None:
 # Any layout, freezing and batch is drawn; ``CASES`` has the edges, and what is not drawn.  A few in every run; with
 # --hypothesis-profile=many 300 others each time, on up to 8 ranks
 
-IS_MANY = settings.get_current_profile_name() == "many"
 MAX_RANKS = 8 if IS_MANY else 4
 SIZES = [sizes for sizes in itertools.product((1, 2), (1, 2, 4), (1, 2, 3, 4), (1, 2))
          if 1 < math.prod(sizes) <= MAX_RANKS]
@@ -166,10 +166,10 @@ def test_a_drawn_layout_equals_transformers(case: Case, run_drawn: Callable[[Cas
     assert_exact(run_drawn(case), DRAWN_WEIGHT_TOLERANCE)
 
 
-@pytest.mark.skipif(not IS_MANY, reason="56 cases that the drawn ones sample: --hypothesis-profile=many runs them all")
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_every_strategy_equals_transformers(world_size: int, tmp_path: Path) -> None:
-    names = [case.name for case in MATRIX if case.world_size == world_size]
+    """With every way to have replicas, and one kind of training each; with --hypothesis-profile=many, all four."""
+    names = [case.name for case in (MATRIX if IS_MANY else DIAGONAL) if case.world_size == world_size]
     run_ranks(world_size, "tests.parallel.parity_worker", str(tmp_path / "found.json"), *names)
     found = json.loads((tmp_path / "found.json").read_text())
     assert sorted(found) == sorted(names)

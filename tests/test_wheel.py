@@ -1,10 +1,7 @@
 """The wheel works without the source tree: built, installed into an empty environment, and its commands run there."""
 
-import os
-import shutil
 import subprocess
 import sys
-import sysconfig
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -12,6 +9,7 @@ import pytest
 
 from mm.requirements import DISTRIBUTION
 from mm.version import VERSION
+from tests.bare import bare_environment, bare_variables, copied_source
 from tests.files import ROOT
 
 
@@ -19,24 +17,17 @@ from tests.files import ROOT
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An environment with the wheel, and with the packages of this one, but not the source."""
     folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"  # a build leaves files beside the source
-    for name in ("mm", "checkpoint", "demo"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.py", "pyproject.toml", "README.md"):
-        shutil.copy(ROOT / name, source / name)
+    source = copied_source(folder / "source")
     run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index",
         "--wheel-dir", str(folder), str(source))
     (wheel,) = folder.glob("*.whl")
-    run(sys.executable, "-m", "venv", str(folder / "env"))
-    run(str(folder / "env/bin/python"), "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel))
-    (packages,) = folder.glob("env/lib/python*/site-packages")
-    (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")  # its own .pth files are not read
+    python = bare_environment(folder / "env") / "bin/python"
+    run(str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel))
     return folder
 
 
 def run(*command: str, cwd: Path = Path("/")) -> str:
-    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=cwd, env=bare_variables(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
     return done.stdout
 

@@ -53,7 +53,7 @@ class OffloadConfig:
 
     @property
     def is_on(self) -> bool:
-        """Whether any layer is offloaded; of a chunk with the head, none if it has one layer."""
+        """Whether the settings ask for offload; ``layers`` says of which layers."""
         return (self.num_layers is not None if self.activations is None else self.activations) and self.num_layers != 0
 
     def layers(self, layers: range, *, is_before_head: bool) -> range:

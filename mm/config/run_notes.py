@@ -28,8 +28,8 @@ def frozen_notes(args: Arguments, model: ModelConfig) -> Iterator[str]:
     for part, key in RATE_KEYS.items():
         if not getattr(model, part).freeze or model.trainable_modules or args.trainable_modules:
             continue
+        tower = key.rpartition(".")[0]
         if getattr(getattr(model, part), "freeze_layers", ""):
-            tower = key.rpartition(".")[0]
             yield NoEffect([f"{tower}.freeze_layers"], "freeze is true for the whole part", args.mm_model)
         rates, flag = getattr(model, part).rates, RATE_FLAGS.get(part)
         if flag is not None and getattr(args, flag) is not None:
@@ -39,7 +39,7 @@ def frozen_notes(args: Arguments, model: ModelConfig) -> Iterator[str]:
                 yield NoEffect([f"{key}_{name}"], "freeze is true for that part", args.mm_model)
         if part == "vision" and model.vision.offload.is_on and not merged(model.lora, args.lora).is_on:
             names = changed(model.vision.offload)
-            yield NoEffect([f"image_encoder.vision_encoder.cpu_offloading_{name}" for name in names],
+            yield NoEffect([f"{tower}.cpu_offloading_{name}" for name in names],
                            "freeze is true, and a frozen ViT keeps no activations", args.mm_model)
 
 

@@ -15,7 +15,9 @@ _OF_ONE_SAMPLE = re.compile(
     r"""(?<!\w)'[^']*'|"[^"]*"  # quoted
     |(?<![\w.-])(?:[.~]{0,2}/[\w./~-]+|[\w./-]+/[\w-]+\.[\w.-]+)  # a path
     |(?<![\w.])\d(?:[\d,.]*\d)?  # a number""", re.VERBOSE)
+"""What differs between samples of one kind."""
 _PICTURE_PIXELS = 160
+"""Longest side."""
 
 
 def kind_of(reason: str, path: str | None = None) -> str:
@@ -25,13 +27,14 @@ def kind_of(reason: str, path: str | None = None) -> str:
 
 def pictures_by_kind(problems: Iterable[Problem]) -> dict[str, bytes]:
     """For each kind whose first problem is about an image that can be read, that image as a small JPEG."""
-    decoder, first = Decoder(), {}
+    decoder, first, found = Decoder(), dict[str, Problem](), dict[str, bytes]()
     for problem in problems:
-        first.setdefault(problem.kind, problem.path)
-    found: dict[str, bytes] = {}
-    for kind, path in first.items():
+        first.setdefault(problem.kind, problem)
+    for kind, problem in first.items():
+        if problem.path is None:
+            continue
         try:
-            found |= {} if path is None else {kind: jpeg(decoder.picture(path), _PICTURE_PIXELS)}
+            found[kind] = jpeg(decoder.picture(problem.path), _PICTURE_PIXELS)
         except UserError:
             continue  # it is a video, or the problem is that it cannot be read
     return found

@@ -1,7 +1,7 @@
 """Groups of torch's gloo backend with one worker thread each, instead of two.
 
 After each collective, the worker writes the collective's name into a string that both workers of a group share, and
-takes no lock (``ProcessGroupGloo::runLoop`` in ``ProcessGroupGloo.cpp``; torch 2.13 has the fault, 2.7 does not).  Two
+takes no lock (``ProcessGroupGloo::runLoop`` in ``ProcessGroupGloo.cpp``; seen with torch 2.13, not with 2.7.1).  Two
 collectives with names of more than 15 characters that end at the same time corrupt the heap: megatron's gradient and
 weight buckets on the CPU, which are coalesced, killed processes with "malloc(): unaligned tcache chunk detected".  One
 worker runs the collectives of a group in the order in which they were started, as NCCL and HCCL do.

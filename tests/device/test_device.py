@@ -163,7 +163,7 @@ def test_the_fused_step_does_not_depend_on_what_is_installed(tmp_path: Path, bes
     assert "took torch" not in done.stdout, "megatron did not see the package beside it"
 
 
-def test_every_device_gets_torchs_adam() -> None:
+def test_every_device_gets_torchs_adam_and_safe_gloo() -> None:
     for platform in PLATFORMS:
         assert set(COMMON_SHIMS) <= set(platform.shims)
 

@@ -314,8 +314,10 @@ MATRIX = tuple(
     for sharding in ("optim", "optim_grads", "optim_grads_params")
     for where, layout in _REPLICAS.items() for trained, others in _TRAINED.items()
     if sharding != "optim_grads_params" or layout.pp == 1)  # weights in shards and a pipeline are refused together
-"""Every strategy with every way to have replicas and every kind of training.  ``CASES`` has the edges among them; these
-run with --hypothesis-profile=many."""
+"""Every strategy with every way to have replicas and every kind of training, which --hypothesis-profile=many runs."""
+DIAGONAL = tuple(case for number, case in enumerate(MATRIX)
+                 if number // len(_TRAINED) % len(_TRAINED) == number % len(_TRAINED))
+"""Every strategy with every way to have replicas, each with one kind of training in turn."""
 
 
 def batch_of(case: Case) -> list[list[list[RawSample]]]:

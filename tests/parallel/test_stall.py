@@ -8,11 +8,10 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 from tests.launch import run_ranks
+from tests.many import IS_MANY
 
-IS_MANY = settings.get_current_profile_name() == "many"
 NUM_STEPS = 200 if IS_MANY else 6
 NAMES = ("pp4", "vpp2-pp4", "vpp2-pp2-checked", *(("pp8", "vpp2-pp4-checked") if IS_MANY else ()))
 LOSS_TOLERANCE = 1e-5  # measured 8.1e-8, over the first 12 steps
