@@ -16,7 +16,6 @@ from demo.tiny_checkpoint import build
 from mm.data.record_name import record_place
 from mm.ending import print_notes, run_command
 from mm.errors import UserError, printable
-from mm.version import VERSION
 from tests.files import EXAMPLES, ROOT
 from tests.tiny_inputs import write_data
 
@@ -118,17 +117,6 @@ def test_ctrl_c_in_mm_data_is_one_line(inputs: Path) -> None:
     assert (process.returncode, out) == (130, ""), err
     assert re.fullmatch("Interrupted: finished indexes and pages are kept; [^\n]*\n", err)
     assert not list(inputs.rglob("*.npy"))
-
-
-@pytest.mark.parametrize(("module", "name"), [("mm.train", "mm.train"), ("mm.generate", "mm.generate"),
-                                              ("mm.evaluate", "mm.evaluate"), ("mm.data_tool.cli", "mm-data"),
-                                              ("checkpoint.cli", "mm-convert")])
-def test_every_command_prints_its_version(module: str, name: str) -> None:
-    done = subprocess.run([sys.executable, "-m", module, "--version"], cwd=ROOT, capture_output=True, text=True,
-                          timeout=120, check=True)
-    printed = " ".join(done.stdout.split())  # argparse breaks lines
-    assert re.fullmatch(rf"\S*{name} {re.escape(VERSION)} \(Python 3\..*, torch \d.*, transformers \d.*\)", printed)
-    assert done.stderr == ""
 
 
 @pytest.mark.parametrize("program", ["pretrain_vlm.py", "inference_vlm.py", "evaluate_vlm.py"])

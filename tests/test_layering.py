@@ -4,7 +4,7 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 import pytest
@@ -82,8 +82,12 @@ class Source:
     path: Path
     tree: ast.Module
 
-    def imports(self) -> Iterator[tuple[str, bool]]:
+    @cached_property
+    def imports(self) -> tuple[tuple[str, bool], ...]:
         """Every imported dotted name, and whether it is imported when the module is (not inside a function)."""
+        return tuple(self._imports())
+
+    def _imports(self) -> Iterator[tuple[str, bool]]:
         top_level = set(_outside_functions(self.tree))
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
@@ -117,7 +121,7 @@ def sources() -> dict[str, Source]:
 
 def our_imports(source: Source, *, top_level_only: bool = False) -> set[str]:
     """Which of our modules ``source`` imports."""
-    names = {name for name, top_level in source.imports() if top_level or not top_level_only}
+    names = {name for name, top_level in source.imports if top_level or not top_level_only}
     return {name for name in names if name in sources()} - {source.name}
 
 
@@ -237,7 +241,7 @@ def modules_under(folders: tuple[str, ...]) -> list[str]:
 def assert_never_loads(name: str, *packages: str) -> None:
     """Neither directly nor through another module of ours."""
     for loaded in {name} | reachable(name):
-        for imported, _ in sources()[loaded].imports():
+        for imported, _ in sources()[loaded].imports:
             for package in packages:
                 assert not _is_under(imported, package), f"{name} loads {imported} through {loaded}"
 
@@ -262,7 +266,7 @@ def test_each_device_is_known_to_its_own_file():
 
 
 def _devices_named(source: Source) -> Iterator[str]:
-    yield from (name for name, _ in source.imports() if name.startswith(("torch.cuda", "torch.npu", "torch_npu")))
+    yield from (name for name, _ in source.imports if name.startswith(("torch.cuda", "torch.npu", "torch_npu")))
     for node in ast.walk(source.tree):
         match node:
             case ast.Attribute(value=ast.Name("torch"), attr="cuda" | "npu") | ast.Name("torch_npu"):
@@ -317,7 +321,7 @@ def test_nothing_but_a_command_leads_from_tests_to_benchmarks():
     folders = (*PACKAGES, "tests")
     wrong = [f"{path.relative_to(ROOT)} imports {name}"
              for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))
-             for name, _ in Source(path.stem, path, ast.parse(path.read_text(encoding="utf-8"))).imports()
+             for name, _ in Source(path.stem, path, ast.parse(path.read_text(encoding="utf-8"))).imports
              if _is_under(name, "benchmarks") or (_is_under(name, "tests") and folder != "tests")]
     assert not wrong
 
