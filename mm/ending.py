@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import select
 import shutil
 import signal
 import sys
@@ -24,6 +25,8 @@ _LAUNCHER_SECONDS = 60.0
 _LAUNCHED = "TORCHELASTIC_RUN_ID"
 """Environment variable that torchrun sets in its ranks; its value identifies the launch."""
 _BEAT_SECONDS = 1.0
+_OUTPUT = 1
+"""The file descriptor of the standard output."""
 _EXTENSION = "Failed to load the backend extension: "
 """How torch begins the message of that error."""
 
@@ -80,12 +83,16 @@ def run_command(
             stream.reconfigure(errors="backslashreplace")  # a terminal may have fewer characters than the data
     try:
         with signals or StopSignals():
-            return command()
+            status = command()
+        sys.stdout.flush()
+        return status
     except ModuleNotFoundError as error:
         return not_installed(error)
     except RuntimeError as error:
         return not_loaded(error)
     except OSError as error:
+        if not is_rank and isinstance(error, BrokenPipeError) and _has_no_reader():
+            return status_after(signal.SIGPIPE)
         if (problem := file_error(error)) is None:
             raise
         return refused(problem)
@@ -99,6 +106,16 @@ def run_command(
         if is_rank:  # at a usual end, process groups would wait for other ranks, or abort this process
             leave(status_after(number))
         return status_after(number)
+
+
+def _has_no_reader() -> bool:
+    """Whether the standard output is a pipe whose reader has ended, such as ``head``; if so, drop what is unwritten."""
+    waiting = select.poll()
+    waiting.register(_OUTPUT, 0)
+    if not any(events & select.POLLERR for _, events in waiting.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), _OUTPUT)
+    return True
 
 
 def leave(status: int) -> NoReturn:

@@ -90,6 +90,18 @@ def test_a_file_that_cannot_be_read_is_named_without_a_traceback(tmp_path: Path,
         run_command(fail, lambda: "")
 
 
+def test_output_that_nobody_reads_any_more_ends_the_command_in_silence() -> None:
+    """As in ``mm-data stats | head -1``."""
+    program = ("import sys; from mm.ending import run_command\n"
+               "sys.exit(run_command(lambda: print('line\\n' * 99999), str))")
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == b"line\n"
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait(timeout=120) == 128 + signal.SIGPIPE
+
+
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """More records than can be checked before the signal arrives, with odd ids."""

@@ -1,7 +1,7 @@
 """The cheapest flags with which a run fits the memory of a device that is too small for it as it is.
 
 Peaks come from ``mm.plan.sizes``.  The order of the changes is a preference, not measured: exact and nearly free ones
-first, then those that take time or round, the roughest last.  Layouts stay as they are; ``mm-plan layouts`` searches
+first, then those that take time or round, the roughest last.  Layouts stay as they are; ``mm-plan`` searches
 for others.
 """
 

@@ -315,7 +315,7 @@ def _fit_line(fit: Fit) -> str:
         on_host = f", and {_gib(fit.host_bytes)} GiB of host memory a rank" if fit.host_bytes else ""
         return f"To fit    {_gib(fit.max_bytes)} GiB: add {flags}; the peak is then {_gib(fit.peak_bytes)}{on_host}"
     return (f"To fit    {_gib(fit.max_bytes)} GiB: flags are not enough, with all of them the peak is "
-            f"{_gib(fit.peak_bytes)}; divide the weights over more ranks, as mm-plan layouts suggests")
+            f"{_gib(fit.peak_bytes)}; divide the weights over more ranks, as mm-plan suggests")
 
 
 def _group_lines(run: Run) -> list[str]:

@@ -161,14 +161,15 @@ def _note(one: SlowRank, share: float) -> str:
     is_plural = len(one.ranks) > 1
     excess = f"{100 * one.share:.0f} % more time a step than the median of the other {one.compared_with}"
     name, median = _name(one), _ms(one.median_seconds)
+    more_work = "" if one.compared_with == "replicas" else (
+        "there is one replica only, so this stage may have more work, and `mm-plan lists` finds evener "
+        "pipeline_num_layers; if it has not, ")
     why = (
         f"of its {_ms(one.work_seconds + one.data_seconds)}, it waits {_ms(one.data_seconds)} for samples that it "
         f"reads itself (the median is {median} in all): look at that machine's disk and processors"
         if one.cause == "data" else
-        f"its own work takes {_ms(one.work_seconds)} (the median is {median}): look at that device's clock and "
-        f"temperature, and at what else runs on that machine")
-    if one.compared_with == "stages":
-        why += "; there is one replica only, so this may be a stage with more work (pipeline_num_layers)"
+        f"its own work takes {_ms(one.work_seconds)} (the median is {median}): {more_work}look at that device's clock "
+        f"and temperature, and at what else runs on that machine")
     return (f"note: {name} {'have' if is_plural else 'has'} taken {excess} in {NUM_INTERVALS} log intervals in a row, "
             f"which is above --slow-rank-share {share:g}; {why}")
 

@@ -95,4 +95,4 @@ def test_the_report_says_it() -> None:
     assert lines[1] == "To fit    140.40 GiB: add --data-parallel-sharding-strategy optim; the peak is then 133.34"
     assert "--data-parallel-sharding-strategy optim_grads" in lines[2]
     large = stage_report(replace(run_of("72b", [32], [80], 1, bf16=True, seq_length=8192)))
-    assert "flags are not enough" in large and "as mm-plan layouts suggests" in large
+    assert "flags are not enough" in large and "as mm-plan suggests" in large

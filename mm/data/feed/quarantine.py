@@ -47,8 +47,8 @@ class Quarantine:
             return
         with writing(ledger, "--log-dir"):
             ledger.parent.mkdir(parents=True, exist_ok=True)
-            with open(ledger, "a", encoding="utf-8") as stream:
-                stream.writelines(json.dumps(asdict(one)) + "\n" for one in new.values())
+            with open(ledger, "a", encoding="utf-8", errors="backslashreplace") as stream:
+                stream.writelines(json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in new.values())
         self._written |= set(new)
 
 

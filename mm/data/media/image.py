@@ -241,6 +241,8 @@ def _read_config(directory: Path, media: str) -> tuple[Path, dict[str, Any]]:
         others = " or ".join(_CONFIG_FILES[media][1:])
         raise UserError(f"{shared}: has no {media}_processor, and {directory} has no {others}, so it is unknown how "
                         f"{media}s are resized; copy preprocessor_config.json from the published checkpoint.")
+    if not directory.is_dir():
+        raise UserError(f"{directory}: no such directory; expected that of the weights, with its processor.")
     raise UserError(f"{directory}: has no preprocessor_config.json; copy it from the published checkpoint.")
 
 
