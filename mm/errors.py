@@ -148,13 +148,13 @@ def writing(path: str | Path, flag: str = "") -> Iterator[None]:
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return `` (did you mean 'x'?)`` for the known word closest to ``word``, or an empty string.
 
-    Each piece of ``word`` (between ``-``, ``_`` and ``.``) must be close to a piece of the known word as well: a flag
-    of another program often shares most letters with an unrelated one.
+    Each piece of ``word`` (between ``-``, ``_`` and ``.``) must be close to a piece of the known word as well, or begin
+    with it: a flag of another program often shares most letters with an unrelated one.
     """
     close = difflib.get_close_matches(word, list(known), n=5, cutoff=_CUTOFF)
     match = next((one for one in close if all(
         piece.isdigit() or difflib.get_close_matches(piece, _pieces(one), cutoff=_CUTOFF)
-        for piece in _pieces(word))), None)
+        or piece.startswith(tuple(filter(None, _pieces(one)))) for piece in _pieces(word))), None)
     return f" (did you mean {match!r}?)" if match else ""
 
 

@@ -225,7 +225,8 @@ launch() {
             "MASTER_ADDR, NNODES and NODE_RANK"
     fi
     if [[ "$NODE_RANK" == 0 ]] && (exec 3<>"/dev/tcp/localhost/$MASTER_PORT") 2>/dev/null; then
-        fail "MASTER_PORT $MASTER_PORT is in use on this machine, perhaps by another run; set another one"
+        fail "MASTER_PORT $MASTER_PORT is in use on this machine, perhaps by another run; set another one, such as" \
+            "MASTER_PORT=$((MASTER_PORT + 1)) bash $0"
     fi
     # The training says the notes again, in its log; a rehearsal is seen where it fails.
     rehearsal=$("${rehearse[@]}" --check) || { status=$? && echo "$rehearsal" && exit "$status"; }
@@ -305,7 +306,7 @@ report_speed() {
     local log=$1 gbs=$2 step_time tokens samples_per_second
     step_time=$(mean_of "elapsed time per iteration (ms)" "$log")
     if [[ -z "$step_time" ]]; then
-        echo "No iteration lines in $log (the node of the last rank writes them)"
+        echo "No iteration lines in $log: the node of the last rank writes them, every --log-interval steps"
         return 0
     fi
     samples_per_second=$(awk -v gbs="$gbs" -v ms="$step_time" 'BEGIN {if (ms) printf "%.3f", gbs * 1000 / ms}')

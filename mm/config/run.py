@@ -294,11 +294,15 @@ def _layout_problems(run: Run) -> Iterator[str]:
                f"change one of the two (the flag is optional)")
     if args.pipeline_model_parallel_size not in (None, run.num_stages):
         yield (f"--pipeline-model-parallel-size is {args.pipeline_model_parallel_size}, but the pipeline_num_layers "
-               f"lists of {args.mm_model} have {run.num_stages} stages; change one of the two (the flag is optional)")
+               f"lists of {args.mm_model} have {run.num_stages} stages; give lists of "
+               f"{args.pipeline_model_parallel_size} numbers (mm-plan lists finds them), or leave the flag out")
     if args.shards_weights and run.num_stages > 1:
         yield (f"--data-parallel-sharding-strategy optim_grads_params needs one pipeline stage, but {args.mm_model} "
                f"has {run.num_stages}: passes of several microbatches alternate on a stage, and each would gather the "
                f"stage's weights again while other stages wait; give optim_grads, or lists of one number")
+    wanted_stages = args.pipeline_model_parallel_size or run.num_stages
+    if run.world_size % replica_size and run.world_size % (replica_size // run.num_stages * wanted_stages) == 0:
+        return  # it fits the flag, and the lists are reported above
     if run.world_size % replica_size:
         sizes = {"tensor": run.tp_size, "context": run.cp_size, "pipeline": run.num_stages}
         used = {name: size for name, size in sizes.items() if name != "context" or size > 1}

@@ -89,8 +89,8 @@ def _question(record: Mapping[str, Any], raw: Raw, where: str, rule: Rule, media
     right = _right(record, options)
     text = "".join(map(str, prompt("options", False, question, "", options, 0))) if options else question
     as_sample = {
-        "messages": [{"role": "user", "content": with_places(text, num_media(record))}],
-        **{name: record[name] for name in ("image", "images", "video", "videos") if name in record}}
+        **{name: value for name, value in record.items() if name not in _SCORED},
+        "messages": [{"role": "user", "content": with_places(text, num_media(record))}]}
     (asked,) = read_sample(as_sample, Attributes(), media, where, is_prompt=True).turns
     return Item(_index(record, raw), where, question, asked.content, right, options, _groups(record))
 

@@ -7,6 +7,7 @@ Messages here say what is wrong with a record; the caller adds its place.
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Any, Protocol
 
 from mm.config.data import Attributes
@@ -20,6 +21,10 @@ HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 """A lone surrogate, which JSON can escape but UTF-8 cannot encode."""
 _MESSAGES = ("messages", "conversations")
 """The usual names of the column with the conversation."""
+_MEDIA = ("image", "images", "video", "videos")
+"""The usual names of the columns with media."""
+_MISSPELT = 0.8
+"""Similarity from which a key counts as one of them: ``imgae`` has it, ``image_id`` and ``image_dir`` do not."""
 
 
 class Finder(Protocol):
@@ -71,6 +76,8 @@ def read_sample(record: Any, attr: Attributes, media: Finder, where: str, is_pro
         messages = messages[:-1]
     _check_order([role for role, _ in messages], tags, is_prompt)
     coming = {kind: _column(record, getattr(attr, f"{kind}s"), kind) for kind in KINDS}
+    if not any(coming.values()):
+        _check_media_keys(record, attr)
     _check_counts(messages, coming)
     left = {kind: iter(paths) for kind, paths in coming.items()}
     return Sample(tuple(Turn(role, _filled(content, left, media)) for role, content in messages), where)
@@ -92,15 +99,17 @@ def _read_messages(record: dict[str, Any], attr: Attributes) -> tuple[list[ChatM
             wanted = _expected_column(attr)
             wanted = attr.response if wanted in record else wanted
             names = "attr.messages" if attr.formatting == "sharegpt" else "attr.prompt and attr.response"
-            raise UserError(f"has no {wanted!r}{nearest(wanted, record)}; {names} in the data JSON "
+            others = [key for key in record if key not in _MEDIA]
+            hint = next((text for column in columns or (wanted,) if (text := nearest(column, others))), "")
+            raise UserError(f"has no {wanted!r}{hint}; {names} in the data JSON "
                              f"{'must name that column' if names == 'attr.messages' else 'must name the columns'}.")
         return _alpaca(record, attr), _USUAL_TAGS[0]
     messages = record[column]
     if not isinstance(messages, list) or not messages:
         raise UserError(f"{column!r} is {described(messages)}; expected a non-empty list of messages.")
     own, first = _Tags.of(attr), messages[0]
-    tags = next((tags for tags in (own, *_USUAL_TAGS)
-                 if isinstance(first, dict) and tags.role in first and tags.content in first), own)
+    tags = max((own, *_USUAL_TAGS), key=lambda one: (one.role in first) + (one.content in first)
+               if isinstance(first, dict) else 0)
     return [_message(message, number, tags) for number, message in enumerate(messages)], tags
 
 
@@ -203,6 +212,15 @@ def _column(record: dict[str, Any], named: str | None, kind: str) -> list[MediaF
     return paths
 
 
+def _check_media_keys(record: Mapping[str, Any], attr: Attributes) -> None:
+    """Refuse a misspelt column of images or videos, without which the sample would be one of text alone."""
+    known = {*_MEDIA, *(value for value in vars(attr).values() if isinstance(value, str))}
+    for key, value in record.items():
+        close = get_close_matches(key.casefold(), _MEDIA, n=1, cutoff=_MISSPELT)
+        if close and key not in known and value and isinstance(value, str | list | Inline):
+            raise UserError(f"has {key!r}, which nothing reads (did you mean {close[0]!r}?); rename or remove it.")
+
+
 def num_media(record: Mapping[str, Any]) -> dict[str, int]:
     """The number of images and videos in the usual columns of a record."""
     given = {kind: record.get(f"{kind}s") or record.get(kind) or [] for kind in KINDS}
@@ -214,8 +232,9 @@ def _check_counts(messages: list[ChatMessage], coming: Mapping[str, list[MediaFi
     for kind, cls in KINDS.items():
         num_places = sum(isinstance(item, cls) and not item.path for item in media)
         if num_places != len(coming[kind]):
-            raise UserError(f"has {num_places} {cls.placeholder} in its messages but {len(coming[kind])} {kind}s; "
-                            f"the numbers must be equal.")
+            num = len(coming[kind])
+            raise UserError(f"has {num_places} {cls.placeholder} in its messages but {num} {kind}{'s' * (num != 1)}; "
+                            f"expected one {cls.placeholder} where each {kind} belongs.")
 
 
 def _filled(content: Content, coming: Mapping[str, Iterator[MediaField]], media: Finder) -> Content:

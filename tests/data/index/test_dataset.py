@@ -118,15 +118,15 @@ BAD_SAMPLES = {
     "no answer": (raw(USER), "does not end with a turn by 'assistant'"),
     "only system": (raw(("system", "x")), "does not end with a turn"),
     "surrogate": (raw(("user", "\ud83d"), ANSWER), "surrogate"),
-    "too few images": (raw(("user", "<image><image>"), ANSWER, images=["wide.png"]), "has 2 <image> .* but 1 images"),
-    "too many images": (raw(USER, ANSWER, images=["wide.png"]), "has 0 <image> .* but 1 images"),
+    "too few images": (raw(("user", "<image><image>"), ANSWER, images=["wide.png"]), "has 2 <image> .* but 1 image"),
+    "too many images": (raw(USER, ANSWER, images=["wide.png"]), "has 0 <image> .* but 1 image"),
     "images no list": (raw(USER, ANSWER, images={"a": 1}), "expected a list of paths"),
     "image bytes": (raw(("user", "<image>"), ANSWER, images=[{"bytes": "x"}]), "expected a list of paths"),
     "absent image": (raw(("user", "<image>"), ANSWER, images=["no.png"]), "image 'no.png' is not a regular file"),
     "folder as image": (raw(("user", "<image>"), ANSWER, images=["."]), "image '.' is not a regular file"),
     "remote image": (raw(("user", "<image>"), ANSWER, images=["http://x/a.png"]), "is not a local path"),
     "data image": (raw(("user", "<image>"), ANSWER, images=["data:image/png;base64,x"]), "contains broken base64"),
-    "too many videos": (raw(USER, ANSWER, videos=["a.mp4"]), "has 0 <video> in its messages but 1 videos"),
+    "too many videos": (raw(USER, ANSWER, videos=["a.mp4"]), "has 0 <video> in its messages but 1 video"),
     "too few videos": (raw(("user", "<video>"), ANSWER), "has 1 <video> in its messages but 0 videos"),
     "audio": (raw(USER, ANSWER, audios=["a.wav"]), "'audios', which this version does not support"),
     "placeholder in an answer": (raw(USER, ("assistant", "<image>"), images=["wide.png"]), "has 0 <image> .* but 1"),
@@ -174,7 +174,7 @@ def test_images_without_a_column_for_them_are_found(load):
     for column, value in (("images", ["wide.png"]), ("image", "wide.png"), ("image", ["wide.png"])):
         sample = load(json.dumps([raw(("user", "<image>"), ANSWER, **{column: value})]), attr=attr)[0]
         assert [part.path.rpartition("/")[2] for part in sample.media] == ["wide.png"]
-    with pytest.raises(UserError, match="has 0 <image> in its messages but 1 images"):
+    with pytest.raises(UserError, match="has 0 <image> in its messages but 1 image"):
         load(json.dumps([raw(USER, ANSWER, images=["wide.png"])]), attr=attr)
     with pytest.raises(UserError, match="has 'images' and 'image'; keep one"):
         load(json.dumps([raw(("user", "<image>"), ANSWER, images=["wide.png"], image="wide.png")]), attr=attr)

@@ -104,6 +104,30 @@ def test_bad_parts(read, part, what):
     assert what in str(error.value)
 
 
+@pytest.mark.parametrize(("record", "what"), [
+    ({"imag": "a.png"}, "'imag', which nothing reads (did you mean 'image'?)"),
+    ({"Images": ["a.png"]}, "did you mean 'images'"),
+    ({"video_1": "c.mp4"}, "did you mean 'video'"),
+])
+def test_a_misspelt_column_of_media_is_refused(read, record, what):
+    """Otherwise the sample would be one of text alone."""
+    talk = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "x"}]
+    with pytest.raises(UserError) as error:
+        read({"conversations": talk} | record)
+    assert what in str(error.value)
+    for other in ({"image_id": "a"}, {"image_dir": "d"}, {"image_width": "5"}, {"image_1": None}):
+        assert read({"conversations": talk} | other).media == ()
+
+
+def test_a_misspelt_column_of_messages_is_named(read):
+    with pytest.raises(UserError) as error:
+        read({"conversation": [], "image": "a.png"})
+    assert "has no 'messages' (did you mean 'conversation'?); attr.messages" in str(error.value)
+    with pytest.raises(UserError) as error:
+        read({"conversations": [{"from": "human", "valu": "Hi"}]})
+    assert "expected an object with 'from' and 'value'" in str(error.value)
+
+
 def test_only_user_turns_contain_media(read):
     shown = [{"type": "image", "image": "a.png"}]
     for role in ("assistant", "system"):
