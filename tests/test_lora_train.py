@@ -1,6 +1,7 @@
 """Adapters through the program itself: a run that stops and goes on, its exports, and what it says to mistakes."""
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2_5_VLForConditionalGeneration
 
@@ -71,6 +73,20 @@ def test_exports_are_what_peft_reads_and_merges(inputs: Path, trained: Path) -> 
     size = sum(one.numel() for one in load_file(trained / "adapter" / "adapter_model.safetensors").values())
     saved = [piece for piece in TrainingDirectory.open(trained / "save").manifest.pieces if piece.kind == "weight"]
     assert sum(piece.stored.num_bytes for piece in saved) == 4 * size < sum(one.numel() for one in base.values())
+
+
+def test_the_lines_of_the_page_answer_with_an_export(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The code in docs/train.md, which loads an export in transformers, gives the answer of ``mm.generate``."""
+    Image.effect_noise((120, 90), 64).convert("RGB").save(tmp_path / "image.png")
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "train.md").read_text(), re.DOTALL)
+    exec(code.replace("EXPORT", str(trained / "merged")).replace("IMAGE.jpg", str(tmp_path / "image.png")), {})
+    said = capsys.readouterr().out
+    words = ["--device", "cpu", "--max-new-tokens", "64", "--prompt", "What is in the picture?", "--image",
+             str(tmp_path / "image.png"), "--load", str(trained / "merged")]
+    (answer,) = run_commands([{"argv": words}])
+    assert said.strip() == answer["out"].strip()
 
 
 def test_answers_are_those_of_the_merged_model(inputs: Path, trained: Path) -> None:
