@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 def run(words: Sequence[str]) -> int:
     """Examine this machine, print each finding at once, and return the exit status: 0, or 1 if there is a fault."""
-    flags = _parser().parse_args(words)
+    parser = _parser()
+    flags = parser.parse_args(words)
+    if not 0 <= flags.node_rank < flags.nnodes:
+        parser.error(f"--node-rank is {flags.node_rank}; expected 0 to {flags.nnodes - 1} (--nnodes)")
     lines, counts = list[str](), Counter[Level]()
 
     def say(line: str) -> None:
@@ -62,9 +65,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hosts", nargs="*", default=[], metavar="HOST[:PORT]",
                         help="other nodes, which this one must reach")
     parser.add_argument("--port", type=int, default=29500, help="port of --hosts without one (default 29500)")
+    several = parser.add_argument_group("several nodes", "the same command on each of them, as for torchrun")
+    several.add_argument("--nnodes", type=int, default=1, metavar="N", help="how many (default 1)")
+    several.add_argument("--node-rank", type=int, default=0, metavar="R", help="the number of this one, from 0")
+    several.add_argument("--master-addr", default="localhost", metavar="HOST", help="name or address of node 0")
+    several.add_argument("--master-port", type=int, default=6000, metavar="PORT", help="free there (default 6000)")
     parser.add_argument("--no-trial", action="store_true", help="start no ranks: the devices may be busy")
     parser.add_argument("--trial-seconds", type=float, default=300.0, metavar="SECONDS",
-                        help="how long the ranks of the trial may take (default 300)")
+                        help="how long the ranks of the trial may take, and other nodes be late (default 300)")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write all of it to a file, for an issue")
     return parser
 
@@ -76,12 +84,13 @@ def _findings(flags: argparse.Namespace) -> Iterator[Diagnosis]:
         ("packages", package_findings),
         ("open files", file_findings),
         ("directories", lambda: _directories(flags.directory)),
-        ("host name", lambda: name_findings(os.environ, is_one_of_several=bool(flags.hosts))),
+        ("host name", lambda: name_findings(os.environ, is_one_of_several=bool(flags.hosts) or flags.nnodes > 1)),
         ("hosts", lambda: host_findings(flags.hosts, flags.port)),
         ("imports", lambda: import_findings(imports)),
         ("devices", lambda: _of_the_node(flags.device)),
         ("variables", lambda: _variables(flags)),
-        *([] if flags.no_trial else [("trial", lambda: _trial(flags))]),
+        *([] if flags.no_trial else [("trial", lambda: _trial(flags, Place()))]),
+        *([] if flags.nnodes == 1 else [("nodes", lambda: _between(flags))]),
     ):
         yield from _tried(name, check)
 
@@ -120,9 +129,22 @@ def _variables(flags: argparse.Namespace) -> Iterator[Diagnosis]:
     yield from variable_findings(os.environ, interfaces, os.cpu_count() or 1, num_processes)
 
 
-def _trial(flags: argparse.Namespace) -> Iterator[Diagnosis]:
+def _trial(flags: argparse.Namespace, place: Place) -> Iterator[Diagnosis]:
     num_processes = flags.num_processes or _num_devices(flags.device)
-    yield from trial_findings(flags.device, num_processes, flags.trial_seconds, Place())
+    yield from trial_findings(flags.device, num_processes, flags.trial_seconds, place)
+
+
+def _between(flags: argparse.Namespace) -> Iterator[Diagnosis]:
+    """Between the nodes: first without their devices, and if all is well with them."""
+    from mm.device.platforms import PLATFORMS
+    from mm.doctor.nodes import Nodes
+
+    versions = {name: version for one in PLATFORMS for name, version in one.versions().items()}
+    nodes = Nodes(flags.node_rank, flags.nnodes, flags.master_addr, flags.master_port, flags.trial_seconds)
+    ports = list[int]()
+    yield from nodes.findings(flags.num_processes or _num_devices(flags.device), versions, os.environ, ports)
+    if ports and not flags.no_trial:
+        yield from _trial(flags, Place(flags.node_rank, flags.nnodes, flags.master_addr, ports[0]))
 
 
 def _num_devices(wanted: str) -> int:

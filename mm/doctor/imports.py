@@ -39,12 +39,13 @@ def import_findings(process: "subprocess.Popen[str]") -> Iterator[Diagnosis]:
         output, errors = process.communicate()
         errors += f"no end within {_SECONDS:.0f} s"
     rows = [json_value(line) for line in output.splitlines() if line.startswith("[")]
-    results = {name: (module, problem, place) for name, module, problem, place in rows}
+    results = {name: (module, problem, missing, place) for name, module, problem, missing, place in rows}
     good = list[str]()
-    for name, (module, problem, place) in results.items():
+    for name, (module, problem, missing, place) in results.items():
         version = installed(name)
         if problem is not None:
-            again = f"{sys.executable} -m pip install --force-reinstall --no-deps '{name}=={version}'"
+            again = f"{sys.executable} -m pip install " + (
+                f"--force-reinstall --no-deps '{name}=={version}'" if missing is None else f"'{_package_of(missing)}'")
             yield fault(name, f"`import {module}` fails: {problem}", again if place is None else _away(module, place))
         elif place is not None:
             yield warning(name, f"`import {module}` finds {place}, not {name} {version}, which is installed",
@@ -70,18 +71,26 @@ def module_of(name: str) -> str:
     return MODULES.get(name, name.replace("-", "_"))
 
 
+def _package_of(module: str) -> str:
+    """The package that brings ``module``; it is not installed, so this is a guess if nothing of ours needs it."""
+    return next((name for name in declared_names() if module_of(name) == module), module)
+
+
 def main(names: Sequence[str]) -> None:
-    """Print for each package, as JSON: its name, its module, why its import fails or None, and the place of a stranger
-    or None."""
+    """Print for each package, as JSON, its name, its module, and what may be None: why its import fails, which other
+    module is missing for it, and the place of a stranger."""
     for name in names:
-        module, problem, place = module_of(name), None, None
+        module, problem, missing, place = module_of(name), None, None, None
         try:
             place = _stranger(name, module)
             if name not in TRIED_LATER:
                 importlib.import_module(module)
         except BaseException as error:  # an import may raise anything, and it is reported
             problem = f"{type(error).__name__}: {error}"
-        sys.stdout.write(json.dumps([name, module, problem, place]) + "\n")
+            if isinstance(error, ModuleNotFoundError) and error.name is not None:
+                other = error.name.partition(".")[0]
+                missing = None if other == module.partition(".")[0] else other
+        sys.stdout.write(json.dumps([name, module, problem, missing, place]) + "\n")
         sys.stdout.flush()
 
 
