@@ -18,7 +18,7 @@ from mm.doctor.imports import import_findings, start_imports
 from mm.doctor.machine import directory_findings, file_findings, memory_findings, temporary_findings
 from mm.doctor.network import host_findings, name_findings
 from mm.doctor.packages import package_findings
-from mm.doctor.trial import Place, trial_findings
+from mm.doctor.trial import TrialNode, trial_findings
 from mm.doctor.variables import variable_findings
 from mm.errors import UserError, printable
 from mm.files import write_whole
@@ -89,7 +89,7 @@ def _findings(flags: argparse.Namespace) -> Iterator[Diagnosis]:
         ("imports", lambda: import_findings(imports)),
         ("devices", lambda: _of_the_node(flags.device)),
         ("variables", lambda: _variables(flags)),
-        *([] if flags.no_trial else [("trial", lambda: _trial(flags, Place()))]),
+        *([] if flags.no_trial else [("trial", lambda: _trial(flags, TrialNode()))]),
         *([] if flags.nnodes == 1 else [("nodes", lambda: _between(flags))]),
     ):
         yield from _tried(name, check)
@@ -129,9 +129,9 @@ def _variables(flags: argparse.Namespace) -> Iterator[Diagnosis]:
     yield from variable_findings(os.environ, interfaces, os.cpu_count() or 1, num_processes)
 
 
-def _trial(flags: argparse.Namespace, place: Place) -> Iterator[Diagnosis]:
+def _trial(flags: argparse.Namespace, own: TrialNode) -> Iterator[Diagnosis]:
     num_processes = flags.num_processes or _num_devices(flags.device)
-    yield from trial_findings(flags.device, num_processes, flags.trial_seconds, place)
+    yield from trial_findings(flags.device, num_processes, flags.trial_seconds, own)
 
 
 def _between(flags: argparse.Namespace) -> Iterator[Diagnosis]:
@@ -144,7 +144,7 @@ def _between(flags: argparse.Namespace) -> Iterator[Diagnosis]:
     ports = list[int]()
     yield from nodes.findings(flags.num_processes or _num_devices(flags.device), versions, os.environ, ports)
     if ports and not flags.no_trial:
-        yield from _trial(flags, Place(flags.node_rank, flags.nnodes, flags.master_addr, ports[0]))
+        yield from _trial(flags, TrialNode(flags.node_rank, flags.nnodes, flags.master_addr, ports[0]))
 
 
 def _num_devices(wanted: str) -> int:

@@ -29,13 +29,13 @@ _CURE = ("check the links (nvidia-smi topo -m, npu-smi info -t topo), update the
 
 
 @dataclass(frozen=True)
-class Exchange:
+class LinkTest:
     """A collective, or a message to another rank, whose result is known."""
 
     name: str
     run: Callable[[], Tensor]
-    """Returns for each of the ``sources`` whether what arrived here is right."""
-    sources: Sequence[int] = ()
+    """Returns for each of the ``origins`` whether what arrived here is right."""
+    origins: Sequence[int] = ()
     """The ranks that sent what arrives here; () if every number mixes all of them."""
     group: dist.ProcessGroup | None = None
     """The ranks that take part, to be destroyed afterwards; None for all."""
@@ -49,7 +49,7 @@ def link_findings(
     if mesh.world_size == 1:
         yield warning("links", "one rank, so no link was tried", "mm-doctor --num-processes 2, or more")
         return
-    for one in _exchanges(device, mesh):
+    for one in _link_tests(device, mesh):
         begin(one.name)
         wrong, seconds = set[int](), list[float]()
         for _ in range(_NUM_REPEATS):
@@ -57,7 +57,7 @@ def link_findings(
             right = one.run().tolist()  # waits for the device
             seconds.append(time.perf_counter() - began)
             wrong |= {index for index, is_right in enumerate(right) if not is_right}
-        found = by_rank(mesh, ([one.sources[index] for index in sorted(wrong)] if one.sources else [], bool(wrong)))
+        found = by_rank(mesh, ([one.origins[index] for index in sorted(wrong)] if one.origins else [], bool(wrong)))
         slowest = max(by_rank(mesh, min(seconds)))
         if one.group is not None:
             dist.destroy_process_group(one.group)
@@ -65,7 +65,7 @@ def link_findings(
         if not receivers:
             yield ok("links", f"{one.name}: {1000 * slowest:.2f} ms for 1 MiB")
             continue
-        senders = sorted({rank for sources, _ in found for rank in sources})
+        senders = sorted({rank for origins, _ in found for rank in origins})
         what = f"what {_listed(senders, names)} sends arrives wrong on" if senders else "wrong numbers on"
         yield fault("links", f"{one.name}: {what} {_listed(receivers, names)}", _CURE)
 
@@ -98,7 +98,7 @@ def _speeds(device: Device, mesh: Mesh, names: Sequence[str], begin: Callable[[s
     return ok("matrix products", f"{text}, and on the slowest, {names[of_ranks.index(slowest)]}, {1000 * slowest:.2f}")
 
 
-def _exchanges(device: Device, mesh: Mesh) -> Iterator[Exchange]:
+def _link_tests(device: Device, mesh: Mesh) -> Iterator[LinkTest]:
     """First those of all ranks, then smaller groups, as a layout has them, and messages over each distance."""
     rank, size, here = mesh.rank, mesh.world_size, device.torch_device
 
@@ -134,18 +134,18 @@ def _exchanges(device: Device, mesh: Mesh) -> Iterator[Exchange]:
 
         return exchange
 
-    yield Exchange(f"all-reduce over {size} ranks", reduced(range(size), None))
-    yield Exchange(f"all-gather over {size} ranks", all_gather, range(size))
-    yield Exchange(f"broadcast over {size} ranks", broadcast, [size - 1])
+    yield LinkTest(f"all-reduce over {size} ranks", reduced(range(size), None))
+    yield LinkTest(f"all-gather over {size} ranks", all_gather, range(size))
+    yield LinkTest(f"broadcast over {size} ranks", broadcast, [size - 1])
     distances = [1 << power for power in range(size.bit_length()) if 1 << power < size]
     for distance in distances:
-        yield Exchange(f"send and receive to the rank {distance} further", shifted(distance),
+        yield LinkTest(f"send and receive to the rank {distance} further", shifted(distance),
                        [(rank - distance) % size])
     for step in distances:
         for name, groups in _divisions(size, step):
             mine: Any
             mine, _ = dist.new_subgroups_by_enumeration(groups)
-            yield Exchange(name, reduced(next(one for one in groups if rank in one), mine), group=mine)
+            yield LinkTest(name, reduced(next(one for one in groups if rank in one), mine), group=mine)
 
 
 def _divisions(size: int, step: int) -> Iterator[tuple[str, list[list[int]]]]:

@@ -32,8 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _examine(folder: Path, wanted: str) -> int:
     with open(begun_file(folder, int(os.environ.get("RANK", "0"))), "w", encoding="utf-8", buffering=1) as stream:
-        def begin(part: str) -> None:
-            stream.write(f"{part}\n")
+        def begin(task: str) -> None:
+            stream.write(f"{task}\n")
 
         begin("device")
         from mm.device.device import Device
@@ -58,7 +58,7 @@ def _examine(folder: Path, wanted: str) -> int:
 
 def _name(device: "Device", mesh: "Mesh") -> str:
     """This rank with its device, and among several machines with its own."""
-    is_one_machine = os.environ.get("LOCAL_WORLD_SIZE", "1") == str(mesh.world_size)
+    is_one_machine = os.environ.get("LOCAL_WORLD_SIZE", str(mesh.world_size)) == str(mesh.world_size)
     place = "" if is_one_machine else f" of {socket.gethostname()}"
     return f"rank {mesh.rank} ({device.torch_device}{place})"
 

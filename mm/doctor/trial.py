@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from mm.doctor.begun import FOUND, begun, place_text
+from mm.doctor.begun import FOUND, begun, behind_text
 from mm.doctor.diagnosis import Diagnosis, Level, fault, ok, read_lines
 
 RANK = "mm.doctor.rank"
@@ -28,7 +28,7 @@ _ROOT = re.compile(r"Root Cause.*?rank\s*: (\d+).*?exitcode\s*: (-?\d+)", re.DOT
 
 
 @dataclass(frozen=True)
-class Place:
+class TrialNode:
     """This machine among those of a trial."""
 
     node: int = 0
@@ -44,33 +44,33 @@ class Place:
                 "--master_port", str(self.port)]
 
 
-def trial_findings(wanted: str, num_processes: int, seconds: float, place: Place) -> Iterator[Diagnosis]:
+def trial_findings(wanted: str, num_processes: int, seconds: float, own: TrialNode) -> Iterator[Diagnosis]:
     """What ``num_processes`` ranks of this machine find, together with those of the other machines, in ``seconds``.
 
     Node 0 has the findings of all ranks.
     """
     with TemporaryDirectory(prefix="mm-doctor-") as name:
         folder = Path(name)
-        words = [sys.executable, "-m", "mm.launch", *place.words(), "--nproc_per_node", str(num_processes), "-m", RANK,
+        words = [sys.executable, "-m", "mm.launch", *own.words(), "--nproc_per_node", str(num_processes), "-m", RANK,
                  str(folder), wanted]
         process = _start(words, folder, environment())
         errors = _errors(process, folder, seconds)
-        found, parts = _found(folder), begun(folder)
+        found, by_rank = _found(folder), begun(folder)
         yield from found
-        num_ranks = num_processes * place.num_nodes
+        num_ranks = num_processes * own.num_nodes
         if errors is None:
             cure = ("" if num_processes == 1 else "see whether --num-processes 1 works; if so, ") + (
                 "look at the network interface (GLOO_SOCKET_IFNAME, HCCL_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) and at the "
                 "links between the devices; slow devices need more --trial-seconds")
             yield fault("trial", f"{num_ranks} processes wait for each other: no end within {seconds:.0f} s; "
-                        f"{place_text(parts)}", cure)
-        elif process.returncode or (not found and place.node == 0):
+                        f"{behind_text(by_rank)}", cure)
+        elif process.returncode or (not found and own.node == 0):
             again = " ".join(["mkdir -p /tmp/trial;", *words[:-2], "/tmp/trial", wanted])
             yield fault("trial", f"{num_ranks} processes ended with status {process.returncode}: "
-                        f"{_first(errors, parts)}{cause(errors)}", f"to see all of it: {again}")
+                        f"{_first(errors, by_rank)}{cause(errors)}", f"to see all of it: {again}")
         elif not found:
-            yield ok("trial", f"{num_ranks} processes on {place.num_nodes} nodes; node 0 prints what they found")
-        if place.num_nodes == 1 and num_processes > 1 and (
+            yield ok("trial", f"{num_ranks} processes on {own.num_nodes} nodes; node 0 prints what they found")
+        if own.num_nodes == 1 and num_processes > 1 and (
             errors is None or process.returncode or any(one.level is Level.FAULT for one in found)):
             yield from _alone(wanted, num_processes, seconds)
 
@@ -147,11 +147,11 @@ def _found(folder: Path) -> list[Diagnosis]:
     return read_lines(output.read_bytes()) if output.exists() else []
 
 
-def _first(output: str, parts: dict[int, list[str]]) -> str:
+def _first(output: str, by_rank: dict[int, list[str]]) -> str:
     """Which rank failed first, and at what."""
     if (found := _ROOT.search(output)) is None:
         return ""
-    begun_by_it = parts.get(int(found[1]), [])
+    begun_by_it = by_rank.get(int(found[1]), [])
     return f"rank {found[1]} failed first, with status {found[2]}, at: {(begun_by_it or ['its start'])[-1]}: "
 
 

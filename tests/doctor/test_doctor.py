@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 from mm.doctor import machine, trial
-from mm.doctor.begun import FOUND
+from mm.doctor.begun import FOUND, behind_text
 from mm.doctor.commands import run
 from mm.doctor.diagnosis import Diagnosis, Level, read_lines
 from mm.doctor.machine import directory_findings, file_findings, memory_findings, temporary_findings
 from mm.doctor.network import host_findings, name_findings
 from mm.doctor.step import GOLDEN
-from mm.doctor.trial import Place, cause, end, environment, trial_findings
+from mm.doctor.trial import TrialNode, cause, end, environment, trial_findings
 from mm.doctor.variables import variable_findings
 from mm.plan.sizes import num_model_params
 from mm.version import VERSION
@@ -222,12 +222,25 @@ def test_a_device_that_computes_something_else(tmp_path: Path) -> None:
 def test_the_rank_that_fails_first_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was found before the crash is reported; alone, the same device fails again."""
     monkeypatch.setattr(trial, "RANK", "tests.doctor.dying_rank")
-    *found, crash, alone = trial_findings("cpu", 2, 300.0, Place())
+    *found, crash, alone = trial_findings("cpu", 2, 300.0, TrialNode())
     assert [one.name for one in found] == ["device", "kernels", "matrix products", *["links"] * 4]
     assert (crash.name, crash.level) == ("trial", Level.FAULT)
     assert "ended with status 1: rank 1 failed first, with status 9, at: training step in fp32: " in crash.what
     assert (alone.name, alone.level) == ("device alone", Level.FAULT)
     assert alone.what.startswith("LOCAL_RANK 1 fails without the others, too: status 9 at: training step in fp32: ")
+
+
+def test_the_rank_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = ["device", "matrix products", "all-reduce over 3 ranks"]
+    assert behind_text({0: others, 1: others[:2], 2: others}) == (
+        "rank 1 is still at: matrix products; the others at: all-reduce over 3 ranks")
+    assert behind_text({0: others, 1: others}) == "all are at: all-reduce over 3 ranks"
+    assert behind_text({}) == "no rank has begun"
+    monkeypatch.setattr(trial, "RANK", "tests.doctor.stuck_rank")
+    monkeypatch.setattr(trial, "_END_SECONDS", 2.0)
+    (stuck,) = trial._alone("cpu", 2, 300.0)
+    assert stuck.level is Level.FAULT
+    assert stuck.what == "LOCAL_RANK 1 fails without the others, too: no end, still at: matrix products"
 
 
 def test_the_fake_npu(tmp_path: Path) -> None:
