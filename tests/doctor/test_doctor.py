@@ -230,6 +230,15 @@ def test_the_rank_that_fails_first_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert alone.what.startswith("LOCAL_RANK 1 fails without the others, too: status 9 at: training step in fp32: ")
 
 
+def test_every_distance_and_division_of_the_ranks_is_tried(tmp_path: Path) -> None:
+    run_ranks(4, "mm.doctor.rank", str(tmp_path), "cpu")
+    found = [one for one in read_lines((tmp_path / FOUND).read_bytes()) if one.name == "links"]
+    assert [one.what.partition(":")[0] for one in found if one.level is Level.OK] == [
+        "all-reduce over 4 ranks", "all-gather over 4 ranks", "broadcast over 4 ranks",
+        "send and receive to the rank 1 further", "send and receive to the rank 2 further",
+        "all-reduce in groups of 2 neighbours", "all-reduce in groups of ranks 2 apart"]
+
+
 def test_the_rank_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     others = ["device", "matrix products", "all-reduce over 3 ranks"]
     assert behind_text({0: others, 1: others[:2], 2: others}) == (
