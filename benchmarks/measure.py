@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
-from mm.config.flags import Arguments, DeviceName, parse
+from mm.config.choices import DeviceName
+from mm.config.flags import Arguments, parse
 from mm.config.model import ModelConfig, read_model
 from tests.files import EXAMPLES
 from tests.launch import free_port

@@ -4,17 +4,30 @@ Asks only for metadata: what is wrong with a package may be that it cannot be im
 """
 
 import importlib.metadata
+import re
+from typing import TYPE_CHECKING
 
-from packaging.requirements import Requirement
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 DISTRIBUTION = "qwen2_5_vl-3d"
 """The name of this project's package."""
 
 
-def declared() -> list[Requirement]:
+def declared() -> "list[Requirement]":
     """What every installation needs, without extras; empty if the project is not installed as a package."""
-    found = (importlib.metadata.requires(DISTRIBUTION) or []) if installed(DISTRIBUTION) else []
-    return [one for one in map(Requirement, found) if one.marker is None]
+    from packaging.requirements import Requirement  # not at the top: mm-doctor reports that it is missing
+
+    return [one for one in map(Requirement, _requires()) if one.marker is None]
+
+
+def declared_names() -> list[str]:
+    """The names alone, for a Python without ``packaging``."""
+    return [re.split(r"[^\w.-]", one, maxsplit=1)[0] for one in _requires() if ";" not in one]
+
+
+def _requires() -> list[str]:
+    return (importlib.metadata.requires(DISTRIBUTION) or []) if installed(DISTRIBUTION) else []
 
 
 def installed(name: str) -> str | None:
@@ -25,6 +38,6 @@ def installed(name: str) -> str | None:
         return None
 
 
-def is_outside(requirement: Requirement, version: str) -> bool:
+def is_outside(requirement: "Requirement", version: str) -> bool:
     """Whether ``version`` is not one that was tested."""
     return not requirement.specifier.contains(version, prereleases=True)

@@ -65,7 +65,7 @@ FILES_MAY_IMPORT = FILES | {"mm.errors", "mm.families", "mm.files", "mm.placemen
 KNOW_A_DEVICE = {"mm.device.cpu", "mm.device.cuda", "mm.device.npu"}
 """All others ask the ``Platform`` that one of these files fills in."""
 
-MAY_LIST_DEVICES = {"mm.config.flags"}
+MAY_LIST_DEVICES = {"mm.config.choices"}
 """The choices of --device."""
 
 MAY_PATCH = {"mm.device.shims"}

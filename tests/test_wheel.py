@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mm.requirements import DISTRIBUTION
+from mm.requirements import DISTRIBUTION, declared
 from mm.version import VERSION
 from tests.bare import bare_environment, bare_variables, copied_source
 from tests.files import ROOT
@@ -54,3 +54,22 @@ def test_the_commands_do_their_work(environment: Path) -> None:
     answer = run(str(programs / "mm-generate"), "--load", "hf", "--device", "cpu", "--max-new-tokens", "2", "--prompt",
                  "What?", cwd=environment)
     assert answer.strip()
+    report = run(str(programs / "mm-doctor"), "--no-trial", "--device", "cpu", "--directory", str(environment))
+    assert f"imports: {len(declared())} packages" in report and " 0 fault" in report
+
+
+def test_the_doctor_in_a_python_without_any_package(environment: Path) -> None:
+    """It reports each of them, and goes on."""
+    empty = environment / "empty"
+    run(sys.executable, "-m", "venv", "--without-pip", str(empty))
+    (wheel,) = environment.glob("*.whl")
+    run(sys.executable, "-m", "pip", "--python", str(empty / "bin/python"), "install", "--quiet", "--no-deps",
+        "--no-index", str(wheel))
+    done = subprocess.run([str(empty / "bin/mm-doctor"), "--directory", str(empty)], cwd="/", env=bare_variables(),
+                          capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and not done.stderr, done.stderr
+    for requirement in declared():
+        assert f"fault    {requirement.name}: not installed" in done.stdout, done.stdout
+        assert f"-m pip install '{requirement.name}'" in done.stdout
+    assert f"directory {empty}: " in done.stdout and "open files: " in done.stdout
+    assert "Traceback" not in done.stdout and "fault    trial: ModuleNotFoundError: " in done.stdout

@@ -13,6 +13,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from mm.config.activations import Granularity, Method, OffloadConfig, RecomputeConfig, RecomputeModules
+from mm.config.choices import DeviceName
 from mm.config.command_line import CommandLine
 from mm.config.flag_groups import FIRST, GROUPS
 from mm.config.foreign import FLAGS
@@ -33,7 +34,6 @@ from mm.families.known import TITLES
 
 Numbers = Annotated[tuple[NaturalNumber, ...], Field(title=NUMBERS)]
 LossUnit = Literal["token", "sample", "microbatch"]
-DeviceName = Literal["auto", "npu", "cuda", "cpu"]
 BenchmarkName = Literal["ai2d", "chartqa", "docvqa", "mmmu"]
 Rule = Literal["choice", "exact", "anls", "relaxed"]
 """How an answer is scored; ``mm.scoring.rules`` describes each rule."""

@@ -12,9 +12,10 @@ from typing import Any, Generic, TypeVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from mm.config.choices import DeviceName
 from mm.config.command_line import CommandLine, flag_name
 from mm.config.data import DataConfig, read_data
-from mm.config.flags import Arguments, DeviceName, VitQkvOrder
+from mm.config.flags import Arguments, VitQkvOrder
 from mm.config.foreign import FLAGS, Fixed, FlagRow, Inert
 from mm.config.inference import GenerationSettings, InferenceConfig, read_inference, settings_problems
 from mm.config.launcher import launched_ranks, world_problems

@@ -3,23 +3,22 @@
 import argparse
 import os
 import platform
-import re
-import subprocess
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from glob import glob
 from pathlib import Path
-from tempfile import TemporaryDirectory, gettempdir
 from typing import TYPE_CHECKING, get_args
 
-import psutil
-
-from mm.config.flags import DeviceName
-from mm.doctor.diagnosis import Diagnosis, Level, fault, ok, read_lines
-from mm.doctor.machine import directory_findings, file_findings, host_findings, memory_findings, name_findings
+from mm.config.choices import DeviceName
+from mm.doctor.diagnosis import Diagnosis, Level, fault, ok
+from mm.doctor.imports import import_findings, start_imports
+from mm.doctor.machine import directory_findings, file_findings, memory_findings, temporary_findings
+from mm.doctor.network import host_findings, name_findings
 from mm.doctor.packages import package_findings
+from mm.doctor.trial import TrialNode, trial_findings
 from mm.doctor.variables import variable_findings
 from mm.errors import UserError, printable
 from mm.files import write_whole
@@ -28,18 +27,13 @@ from mm.version import version_line
 if TYPE_CHECKING:
     from mm.device.platform import Platform
 
-_RANK = "mm.doctor.rank"
-_RANK_SECONDS, _END_SECONDS = 300.0, 20.0
-_FAILURES = (UserError, ImportError, OSError, RuntimeError)
-"""What a check may raise on a machine that is not in order."""
-_OF_A_JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables by which a launcher places a process in a job."""
-_ERROR = re.compile(r"^(?:\[rank ?\d+\]:? )?([\w.]*Error: .+|error: .+)$", re.MULTILINE)
-
 
 def run(words: Sequence[str]) -> int:
     """Examine this machine, print each finding at once, and return the exit status: 0, or 1 if there is a fault."""
-    flags = _parser().parse_args(words)
+    parser = _parser()
+    flags = parser.parse_args(words)
+    if not 0 <= flags.node_rank < flags.nnodes:
+        parser.error(f"--node-rank is {flags.node_rank}; expected 0 to {flags.nnodes - 1} (--nnodes)")
     lines, counts = list[str](), Counter[Level]()
 
     def say(line: str) -> None:
@@ -71,43 +65,86 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hosts", nargs="*", default=[], metavar="HOST[:PORT]",
                         help="other nodes, which this one must reach")
     parser.add_argument("--port", type=int, default=29500, help="port of --hosts without one (default 29500)")
+    several = parser.add_argument_group("several nodes", "the same command on each of them, as for torchrun")
+    several.add_argument("--nnodes", type=int, default=1, metavar="N", help="how many (default 1)")
+    several.add_argument("--node-rank", type=int, default=0, metavar="R", help="the number of this one, from 0")
+    several.add_argument("--master-addr", default="localhost", metavar="HOST", help="name or address of node 0")
+    several.add_argument("--master-port", type=int, default=6000, metavar="PORT", help="free there (default 6000)")
+    parser.add_argument("--no-trial", action="store_true", help="start no ranks: the devices may be busy")
+    parser.add_argument("--trial-seconds", type=float, default=300.0, metavar="SECONDS",
+                        help="how long the ranks of the trial may take, and other nodes be late (default 300)")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write all of it to a file, for an issue")
     return parser
 
 
 def _findings(flags: argparse.Namespace) -> Iterator[Diagnosis]:
-    yield from package_findings()
-    yield from file_findings()
-    yield from _tried("directories", lambda: _directories(flags.directory))
-    yield from name_findings()
-    yield from host_findings(flags.hosts, flags.port)
-    yield from _tried("devices", lambda: _of_the_node(flags.device))
-    yield from _variables(flags)
-    yield from _tried("trial", lambda: _trial(flags.device, flags.num_processes or _num_devices(flags.device)))
+    """Each check stands alone, so that one that fails does not end the others."""
+    imports = start_imports()
+    for name, check in (
+        ("packages", package_findings),
+        ("open files", file_findings),
+        ("directories", lambda: _directories(flags.directory)),
+        ("host name", lambda: name_findings(os.environ, is_one_of_several=bool(flags.hosts) or flags.nnodes > 1)),
+        ("hosts", lambda: host_findings(flags.hosts, flags.port)),
+        ("imports", lambda: import_findings(imports)),
+        ("devices", lambda: _of_the_node(flags.device)),
+        ("variables", lambda: _variables(flags)),
+        *([] if flags.no_trial else [("trial", lambda: _trial(flags, TrialNode()))]),
+        *([] if flags.nnodes == 1 else [("nodes", lambda: _between(flags))]),
+    ):
+        yield from _tried(name, check)
 
 
 def _tried(name: str, check: Callable[[], Iterator[Diagnosis]]) -> Iterator[Diagnosis]:
-    """What ``check`` finds; if it fails, that is a finding, and the checks after it go on."""
+    """What ``check`` finds; if it fails, that is a finding: on a machine that is not in order it may raise anything."""
     try:
         yield from check()
-    except _FAILURES as error:
-        yield fault(name, f"{type(error).__name__}: {error}", "mend what the message and the faults above name")
+    except Exception as error:
+        *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+        place = "" if isinstance(error, UserError | ImportError) else f" ({frame.f_code.co_filename}:{line})"
+        yield fault(name, f"{type(error).__name__}: {error}{place}", _cure_of(error))
+
+
+def _cure_of(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name is not None:
+        return f"install what the faults above name, or else the package of the module {error.name}"
+    return "mend what the message and the faults above name"
 
 
 def _directories(wanted: Sequence[Path] | None) -> Iterator[Diagnosis]:
     """Those of the user, by default the current one, and the one for temporary files."""
     for directory in dict.fromkeys(wanted or [Path.cwd()]):
         yield from directory_findings(directory, takes_checkpoints=True)
-    yield from directory_findings(Path(gettempdir()), takes_checkpoints=False)
+    yield from temporary_findings(os.environ)
 
 
 def _variables(flags: argparse.Namespace) -> Iterator[Diagnosis]:
+    import psutil  # not at the top: it may be missing, and the other checks go on
+
     interfaces = {name: [one.address for one in some] for name, some in psutil.net_if_addrs().items()}
     try:
         num_processes = flags.num_processes or _num_devices(flags.device)
-    except _FAILURES:
+    except (UserError, ImportError):
         num_processes = 1  # the trial reports it
     yield from variable_findings(os.environ, interfaces, os.cpu_count() or 1, num_processes)
+
+
+def _trial(flags: argparse.Namespace, own: TrialNode) -> Iterator[Diagnosis]:
+    num_processes = flags.num_processes or _num_devices(flags.device)
+    yield from trial_findings(flags.device, num_processes, flags.trial_seconds, own)
+
+
+def _between(flags: argparse.Namespace) -> Iterator[Diagnosis]:
+    """Between the nodes: first without their devices, and if all is well with them."""
+    from mm.device.platforms import PLATFORMS
+    from mm.doctor.nodes import Nodes
+
+    versions = {name: version for one in PLATFORMS for name, version in one.versions().items()}
+    nodes = Nodes(flags.node_rank, flags.nnodes, flags.master_addr, flags.master_port, flags.trial_seconds)
+    ports = list[int]()
+    yield from nodes.findings(flags.num_processes or _num_devices(flags.device), versions, os.environ, ports)
+    if ports and not flags.no_trial:
+        yield from _trial(flags, TrialNode(flags.node_rank, flags.nnodes, flags.master_addr, ports[0]))
 
 
 def _num_devices(wanted: str) -> int:
@@ -138,55 +175,3 @@ def _usable(one: "Platform", *, is_wanted: bool) -> Diagnosis:
         return ok(f"{one.name} devices", f"none: {reason}")
     what, _, cure = reason.partition("; ")
     return fault(f"{one.name} devices", f"{', '.join(files)} exist, but {what}", cure)
-
-
-def _trial(wanted: str, num_processes: int) -> Iterator[Diagnosis]:
-    """What the ranks of a small job find."""
-    with TemporaryDirectory(prefix="mm-doctor-") as folder:
-        output = Path(folder) / "found.jsonl"
-        words = [sys.executable, "-m", "mm.launch", "--standalone", "--nnodes", "1", "--nproc_per_node",
-                 str(num_processes), "-m", _RANK, str(output), wanted]
-        process = subprocess.Popen(words, env=_environment(), text=True, stdout=subprocess.DEVNULL,
-                                   stderr=subprocess.PIPE)
-        try:
-            _, errors = process.communicate(timeout=_RANK_SECONDS)
-        except subprocess.TimeoutExpired:
-            errors = None
-        finally:
-            _end(process)
-        found = read_lines(output.read_bytes()) if output.exists() else []
-        yield from found
-        after = f" after: {found[-1].name}, {found[-1].what}" if found else ""
-        if errors is None:
-            what = f"{num_processes} processes wait for each other: no end within {_RANK_SECONDS:.0f} s{after}"
-            yield fault("trial", what, (
-                "see whether --num-processes 1 works; if so, look at the network interface (GLOO_SOCKET_IFNAME, "
-                "HCCL_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) and at the links between the devices"))
-        elif process.returncode or not found:
-            again = " ".join([*words[:-2], os.devnull, wanted])
-            what = f"{num_processes} processes ended with status {process.returncode}{after}: {_cause(errors)}"
-            yield fault("trial", what, f"to see all of it: {again}")
-
-
-def _environment() -> dict[str, str]:
-    """This process's, without what a launcher or a pod says of a larger job."""
-    kept = {name: value for name, value in os.environ.items()
-            if not name.startswith(("PET_", "TORCHELASTIC_")) and name not in _OF_A_JOB}
-    return {"OMP_NUM_THREADS": "1", **kept, "PYTHONWARNINGS": "ignore"}
-
-
-def _end(process: subprocess.Popen) -> None:
-    """Let the launcher end its ranks; if it is killed instead, they notice (``end_with_launcher``)."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _cause(output: str) -> str:
-    """The first error that is not the launcher's, or else the last line."""
-    errors = [one for one in _ERROR.findall(output) if "ChildFailedError" not in one]
-    return (errors or output.strip().splitlines()[-1:] or ["no output"])[0]

@@ -1,18 +1,16 @@
-"""What a machine gives to a run: open files, memory, directories, clock and the way to other machines."""
+"""What a machine gives to a run: open files, memory, directories and clock."""
 
 import errno
 import os
 import resource
-import socket
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import NamedTemporaryFile, gettempdir
 
 from mm.doctor.diagnosis import Diagnosis, fault, ok, warning
 
-MIN_FILES, ENOUGH_FILES = 300, 4096
+MIN_FILES, ENOUGH_FILES, WANTED_FILES = 300, 4096, 65536
 """One process with everything imported needs some 260 (``mm.training.machine``); many ranks need more."""
 ENOUGH_SHARED_BYTES = 1 << 30
 """Containers have 64 MiB unless told otherwise; a microbatch of large pictures takes more than that."""
@@ -23,15 +21,18 @@ CHECKPOINT_BYTES = 116e9
 SLOW_DISK_BYTES = 100e6
 """Bytes per second below which a directory is called slow: a checkpoint of 7B takes 20 minutes."""
 _PROBE_BYTES = 64 << 20
-_CLOCK_SECONDS = 2.0
-_CONNECT_SECONDS = 3.0
+CLOCK_SECONDS = 2.0
 _GB = 1e9
+_TEMPORARY = "TMPDIR", "TEMP", "TMP"
 
 
 def file_findings() -> Iterator[Diagnosis]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = ((1 << 62) if one == resource.RLIM_INFINITY else one for one in (soft, hard))
-    cure = "ulimit -n 65536 before the launcher, or docker run --ulimit nofile=65536"
+    most = min(hard, WANTED_FILES)  # a shell without rights cannot go beyond the hard limit
+    cure = (f"ulimit -n {most} before the launcher" if most >= MIN_FILES else
+            "let root raise the hard limit (/etc/security/limits.conf)") + (
+        f", or docker run --ulimit nofile={WANTED_FILES}")
     if hard < MIN_FILES:
         yield fault("open files", f"a process may open {hard:,}", cure)
     elif soft < ENOUGH_FILES:
@@ -86,7 +87,7 @@ def directory_findings(directory: Path, *, takes_checkpoints: bool) -> Iterator[
         yield warning(name, text, "choose a faster directory for --save, or --async-save")
     else:
         yield ok(name, text)
-    if abs(skew) > _CLOCK_SECONDS:
+    if abs(skew) > CLOCK_SECONDS:
         yield warning("clock", f"the file server of {directory} is {skew:+.1f} s from this machine",
                       "let both follow one time server (chronyc makestep)")
 
@@ -104,42 +105,11 @@ def _written(directory: Path) -> tuple[float, float]:
         return _PROBE_BYTES / seconds, os.stat(file.name).st_mtime - time.time()
 
 
-def name_findings() -> Iterator[Diagnosis]:
-    """Whether this machine finds its own address: gloo asks for it by name."""
-    name = socket.gethostname()
-    try:
-        address = socket.gethostbyname(name)
-    except OSError as error:
-        yield fault("host name", f"{name} has no address ({error.strerror}); gloo looks it up",
-                    f"add `127.0.0.1 {name}` to /etc/hosts for one machine, its own address for several")
-        return
-    if address.startswith("127."):
-        yield warning("host name", f"{name} is {address}, which other machines cannot reach",
-                      f"nothing for one machine; for several, give {name} its own address in /etc/hosts, or set "
-                      f"GLOO_SOCKET_IFNAME")
-    else:
-        yield ok("host name", f"{name} is {address}")
-
-
-def host_findings(hosts: Sequence[str], default_port: int) -> Iterator[Diagnosis]:
-    """Whether this machine reaches other ones, by ``HOST`` or ``HOST:PORT``: that nothing listens there counts."""
-    for host in hosts:
-        name, _, port = host.partition(":")
-        try:
-            address = socket.gethostbyname(name)
-        except OSError as error:
-            yield fault(f"host {host}", f"has no address ({error.strerror})",
-                        f"correct the name, or add it to /etc/hosts; `getent hosts {name}` must find it on every node")
-            continue
-        yield _reached(host, address, int(port or default_port))
-
-
-def _reached(host: str, address: str, port: int) -> Diagnosis:
-    began = time.perf_counter()
-    try:
-        with suppress(ConnectionRefusedError):  # it answered
-            socket.create_connection((address, port), _CONNECT_SECONDS).close()
-    except OSError as error:
-        return fault(f"host {host}", f"{address} does not answer on port {port} ({error.strerror or error})",
-                     f"open the ports between the nodes (iptables -L), and see that `ping {address}` works")
-    return ok(f"host {host}", f"{address} answers in {1000 * (time.perf_counter() - began):.1f} ms")
+def temporary_findings(environment: Mapping[str, str]) -> Iterator[Diagnosis]:
+    """Where Python and torch put temporary files.  Python passes over a TMPDIR that it cannot write to, in silence."""
+    used = gettempdir()
+    wanted = next((environment[name] for name in _TEMPORARY if environment.get(name)), used)
+    if os.path.realpath(wanted) != os.path.realpath(used):
+        yield warning("TMPDIR", f"{wanted} cannot be written to, so Python uses {used}",
+                      f"mkdir -p '{wanted}', or unset TMPDIR")
+    yield from directory_findings(Path(used), takes_checkpoints=False)

@@ -9,11 +9,11 @@ import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mm.doctor.diagnosis import Diagnosis, fault, ok, warning
-from mm.requirements import DISTRIBUTION, declared, installed, is_outside
+from mm.requirements import DISTRIBUTION, declared, declared_names, installed, is_outside
 from mm.version import VERSION
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
@@ -27,8 +27,9 @@ def package_findings() -> Iterator[Diagnosis]:
     yield from _shadows()
     yield from _command()
     if _ADAPTOR in sys.modules:
+        place = getattr(sys.modules.get("sitecustomize"), "__file__", None) or "sitecustomize.py"
         yield fault("mindspeed", f"{_ADAPTOR} is loaded in every Python here, and replaces parts of megatron",
-                    "remove its import from sitecustomize.py or a .pth file of site-packages; MindSpeed may stay")
+                    f"remove its import from {place} or a .pth file of site-packages; MindSpeed may stay")
     if sys.flags.optimize:
         yield warning("python", "PYTHONOPTIMIZE or -O is set, which removes the program's own checks",
                       "unset PYTHONOPTIMIZE")
@@ -43,6 +44,9 @@ def _versions() -> Iterator[Diagnosis]:
     if ours != VERSION:
         yield warning("package", f"the source is version {VERSION}, but {ours} is installed",
                       f"{sys.executable} -m pip install --editable '{_ROOT}'")
+    if installed("packaging") is None:
+        yield from _missing(declared_names(), "packaging, which compares versions, is missing")
+        return
     found = list[str]()
     for requirement in declared():
         version, name = installed(requirement.name), requirement.name
@@ -56,15 +60,24 @@ def _versions() -> Iterator[Diagnosis]:
     yield ok("versions", ", ".join(found))
 
 
+def _missing(names: Sequence[str], why: str) -> Iterator[Diagnosis]:
+    """Those of ``names`` that are not installed, and that no more can be said."""
+    for name in names:
+        if installed(name) is None:
+            yield fault(name, "not installed", f"{sys.executable} -m pip install '{name}'")
+    yield warning("versions", f"not compared: {why}", "install it, and start mm-doctor again")
+
+
 def _shadows() -> Iterator[Diagnosis]:
     """Other packages of our names, such as MindSpeed-MM's ``checkpoint``."""
-    cure = ("use an environment of its own for this trainer, apart from MindSpeed-MM's, and remove the other folder "
-            "from PYTHONPATH")
     spec = importlib.util.find_spec("checkpoint")
     places = [] if spec is None else list(spec.submodule_search_locations or [spec.origin or "built in"])
-    if [Path(one).resolve() for one in places] != [_ROOT / "checkpoint"]:
-        other = ", ".join(places) or "nothing"
-        yield fault("package checkpoint", f"`import checkpoint` finds {other}, not {_ROOT / 'checkpoint'}", cure)
+    others = [one for one in places if Path(one).resolve() != _ROOT / "checkpoint"]
+    if others or not places:
+        parents = " and ".join(str(Path(one).parent) for one in others) or "what hides it"
+        yield fault("package checkpoint", f"`import checkpoint` finds {', '.join(others) or 'nothing'}, not "
+                    f"{_ROOT / 'checkpoint'}", f"remove {parents} from PYTHONPATH, or use an environment of its own "
+                    f"for this trainer, apart from MindSpeed-MM's")
     for name in ("mm", "checkpoint"):
         folder = Path(name).resolve()
         if folder != _ROOT / name and any(folder.glob("*.py")):

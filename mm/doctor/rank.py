@@ -1,28 +1,25 @@
-"""One rank of ``mm-doctor``: ``python -m mm.doctor.rank FILE DEVICE`` under a launcher.
+"""One rank of ``mm-doctor``: ``python -m mm.doctor.rank FOLDER DEVICE`` under a launcher, or as the only rank.
 
 Tries the device, its kernels, the links to the other ranks, and a training step.  Rank 0 writes each finding at once,
-so that those before a crash or a hang are known.
+and every rank what it begins, so that both are known after a crash or a hang.
 """
 
 import os
+import socket
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mm.doctor.begun import FOUND, begun_file
 from mm.doctor.diagnosis import Diagnosis, fault, ok, warning
 from mm.ending import end_with_launcher, is_first_rank, run_command, status_of
 
 if TYPE_CHECKING:
     from mm.device.device import Device
     from mm.parallel.mesh import Mesh
-
-_NUM_ELEMENTS = 1 << 18
-"""In fp32: 1 MiB."""
-_NUM_REPEATS = 5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,19 +30,37 @@ def main(argv: Sequence[str] | None = None) -> int:
                        is_rank=True)
 
 
-def _examine(output: Path, wanted: str) -> int:
-    from mm.device.device import Device
+def _examine(folder: Path, wanted: str) -> int:
+    with open(begun_file(folder, int(os.environ.get("RANK", "0"))), "w", encoding="utf-8", buffering=1) as stream:
+        def begin(task: str) -> None:
+            stream.write(f"{task}\n")
 
-    device = Device.pick(wanted)
-    # megatron looks at the device while it is imported, so everything built on it comes after this
-    from mm.doctor.step import model
-    from mm.parallel import mesh as parallel
+        begin("device")
+        from mm.device.device import Device
 
-    mesh = parallel.start(device, model(), tp_size=1)
-    with open(output if is_first_rank() else os.devnull, "w", encoding="utf-8", buffering=1) as stream:
-        stream.writelines(one.line() for one in chain(_device(device), _links(device, mesh), _steps(device, mesh)))
-    parallel.stop()
+        device = Device.pick(wanted)
+        begin("meeting the other ranks")
+        # megatron looks at the device while it is imported, so everything built on it comes after this
+        from mm.doctor.links import link_findings
+        from mm.doctor.step import model
+        from mm.parallel import mesh as parallel
+        from mm.parallel.agreement import by_rank
+
+        mesh = parallel.start(device, model(), tp_size=1)
+        names = by_rank(mesh, _name(device, mesh))
+        with open(folder / FOUND if is_first_rank() else os.devnull, "w", encoding="utf-8", buffering=1) as found:
+            found.writelines(one.line() for one in chain(
+                _device(device), link_findings(device, mesh, names, begin), _steps(device, mesh, begin)))
+        begin("end")
+        parallel.stop()
     return 0
+
+
+def _name(device: "Device", mesh: "Mesh") -> str:
+    """This rank with its device, and among several machines with its own."""
+    is_one_machine = os.environ.get("LOCAL_WORLD_SIZE", str(mesh.world_size)) == str(mesh.world_size)
+    place = "" if is_one_machine else f" of {socket.gethostname()}"
+    return f"rank {mesh.rank} ({device.torch_device}{place})"
 
 
 def _device(device: "Device") -> Iterator[Diagnosis]:
@@ -63,73 +78,11 @@ def _named(kernel: Any) -> str:
     return f"{inner.__module__}.{inner.__qualname__}" if hasattr(inner, "__qualname__") else type(inner).__name__
 
 
-def _links(device: "Device", mesh: "Mesh") -> Iterator[Diagnosis]:
-    """Collectives and messages between all ranks, on small tensors whose results are known."""
-    if mesh.world_size == 1:
-        yield warning("links", "one rank, so no link was tried", "mm-doctor --num-processes 2, or more")
-        return
-    for name, work in _exchanges(device, mesh).items():
-        is_right, seconds = True, list[float]()
-        for _ in range(_NUM_REPEATS):
-            began = time.perf_counter()
-            is_right &= bool(work())  # the comparison waits for the device
-            seconds.append(time.perf_counter() - began)
-        if _all_agree(is_right, mesh):
-            yield ok("links", f"{name} over {mesh.world_size} ranks: {1000 * min(seconds):.2f} ms for 1 MiB")
-        else:
-            yield fault("links", f"{name} over {mesh.world_size} ranks gives wrong numbers",
-                        "check the links (nvidia-smi topo -m, npu-smi info -t topo), update the driver, or turn direct "
-                        "links off (NCCL_P2P_DISABLE=1, HCCL_INTRA_PCIE_ENABLE=1) to see which one is at fault")
-
-
-def _exchanges(device: "Device", mesh: "Mesh") -> dict[str, Callable[[], Any]]:
-    import torch
-    import torch.distributed as dist
-
-    rank, size, here = mesh.rank, mesh.world_size, device.torch_device
-
-    def filled(value: float, count: int = _NUM_ELEMENTS) -> torch.Tensor:
-        return torch.full((count,), value, device=here)
-
-    def all_reduce() -> Any:
-        own = filled(rank + 1.0)
-        dist.all_reduce(own)
-        return (own == size * (size + 1) / 2).all()
-
-    def all_gather() -> Any:
-        whole = filled(-1.0, size * _NUM_ELEMENTS)
-        dist.all_gather_into_tensor(whole, filled(float(rank)))
-        return (torch.arange(size, device=here) == whole.view(size, -1).T).all()
-
-    def broadcast() -> Any:
-        own = filled(float(rank))
-        dist.broadcast(own, size - 1)
-        return (own == size - 1).all()
-
-    def ring() -> Any:
-        arriving = filled(-1.0)
-        both = [dist.P2POp(dist.isend, filled(float(rank)), (rank + 1) % size),
-                dist.P2POp(dist.irecv, arriving, (rank - 1) % size)]
-        for waiting in dist.batch_isend_irecv(both):
-            waiting.wait()
-        return (arriving == (rank - 1) % size).all()
-
-    return {"all-reduce": all_reduce, "all-gather": all_gather, "broadcast": broadcast, "send and receive": ring}
-
-
-def _all_agree(is_right: bool, mesh: "Mesh") -> bool:
-    import torch
-    import torch.distributed as dist
-
-    votes = torch.tensor([int(is_right)])
-    dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=mesh.control_group)
-    return bool(votes.item())
-
-
-def _steps(device: "Device", mesh: "Mesh") -> Iterator[Diagnosis]:
+def _steps(device: "Device", mesh: "Mesh", begin: Callable[[str], None]) -> Iterator[Diagnosis]:
     from mm.doctor.step import GOLDEN, TOLERANCE, trained_step
 
     for precision, tolerance in TOLERANCE.items():
+        begin(f"training step in {precision}")
         found = trained_step(device, mesh, precision)
         text = ", ".join(f"{name} {found[name]:.6f} (expected {GOLDEN[name]:.6f})" for name in GOLDEN)
         if all(abs(found[name] / GOLDEN[name] - 1) <= tolerance for name in GOLDEN):

@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from mm.config.flags import DeviceName
+from mm.config.choices import DeviceName
 from mm.device import platforms
 from mm.device.accelerator import AcceleratorRuntime
 from mm.device.cpu import CPU

@@ -1,4 +1,4 @@
-"""A rank of ``mm-doctor`` whose kernels and collectives are wrong: ``python -m tests.doctor.broken_rank FILE``."""
+"""A rank of ``mm-doctor`` whose kernels and collectives are wrong: ``python -m tests.doctor.broken_rank FOLDER``."""
 
 import sys
 from dataclasses import replace
@@ -14,7 +14,9 @@ all_reduce, pick = dist.all_reduce, Device.pick
 
 def lossy(tensor: Any, *args: Any, **more: Any) -> Any:
     """Without the share of the last rank, if it is a large vector."""
-    if tensor.numel() == rank._NUM_ELEMENTS and dist.get_rank() == dist.get_world_size() - 1:
+    from mm.doctor.links import NUM_ELEMENTS  # megatron, which it imports, asks for the device
+
+    if tensor.numel() == NUM_ELEMENTS and dist.get_rank() == dist.get_world_size() - 1:
         tensor = tensor.zero_()
     return all_reduce(tensor, *args, **more)
 

@@ -1,4 +1,6 @@
-"""A rank of ``mm-doctor`` that dies in the training step: ``python -m tests.doctor.dying_rank FILE DEVICE``."""
+"""A rank of ``mm-doctor``; that of device 1 dies in the training step:
+``python -m tests.doctor.dying_rank FOLDER DEVICE``.
+"""
 
 import os
 import sys
@@ -11,5 +13,6 @@ if __name__ == "__main__":
     Device.pick("cpu")
     from mm.doctor import step
 
-    step.trained_step = lambda *_: os._exit(9)
+    if os.environ["LOCAL_RANK"] == "1":
+        step.trained_step = lambda *_: os._exit(9)
     sys.exit(rank.main())

@@ -1,4 +1,4 @@
-"""A rank of ``mm-doctor`` on the fake NPU, under torchrun: ``python -m tests.doctor.npu_rank FILE``."""
+"""A rank of ``mm-doctor`` on the fake NPU, under torchrun: ``python -m tests.doctor.npu_rank FOLDER``."""
 
 import os
 import sys

@@ -9,16 +9,20 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-from mm.doctor import commands, machine
-from mm.doctor.commands import _cause, _end, _environment, run
+from mm.doctor import machine, trial
+from mm.doctor.begun import FOUND, behind_text
+from mm.doctor.commands import run
 from mm.doctor.diagnosis import Diagnosis, Level, read_lines
-from mm.doctor.machine import directory_findings, file_findings, host_findings, memory_findings, name_findings
+from mm.doctor.machine import directory_findings, file_findings, memory_findings, temporary_findings
+from mm.doctor.network import host_findings, name_findings
 from mm.doctor.step import GOLDEN
+from mm.doctor.trial import TrialNode, cause, end, environment, trial_findings
 from mm.doctor.variables import variable_findings
 from mm.plan.sizes import num_model_params
 from mm.version import VERSION
@@ -76,7 +80,7 @@ def test_this_environment_is_whole(
     assert " 0 fault" in printed and f"mm-doctor {VERSION}" in printed
     for precision in ("fp32", "bf16"):
         assert f"ok       training step in {precision}: loss {GOLDEN['loss']:.2f}"[:-1] in printed
-    assert "links: send and receive over 2 ranks" in printed and f"directory {tmp_path}" in printed
+    assert "links: send and receive to the rank 1 further" in printed and f"directory {tmp_path}" in printed
     assert printed.startswith((tmp_path / "report.txt").read_text())
 
 
@@ -160,7 +164,9 @@ def test_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (finding,) = directory_findings(missing, takes_checkpoints=True)
     assert finding.level is Level.FAULT and f"mkdir -p '{missing}'" in finding.cure
     missing.mkdir()  # the cure
+    monkeypatch.setattr(machine, "SLOW_DISK_BYTES", 0.0)  # other tests may be writing, too
     assert bad(directory_findings(missing, takes_checkpoints=True)) == {} and not list(missing.iterdir())
+    monkeypatch.setattr(machine, "SLOW_DISK_BYTES", 100e6)
     monkeypatch.setattr(machine, "_written", lambda _: (50e6, -7.0))
     slow = {f"directory {missing}": "warning", "clock": "warning"}
     assert bad(directory_findings(missing, takes_checkpoints=True)) == slow
@@ -184,33 +190,72 @@ def test_names_and_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "create_connection", unreachable)
     assert bad(host_findings(["localhost"], 1)) == {"host localhost": "fault"}
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
-    assert bad(name_findings()) == {"host name": "fault"}
+    assert bad(name_findings({}, is_one_of_several=False)) == {"host name": "fault"}
     monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.1.1")
-    assert bad(name_findings()) == {"host name": "warning"}
+    assert bad(name_findings({}, is_one_of_several=False)) == {"host name": "warning"}
+    assert bad(name_findings({}, is_one_of_several=True)) == {"host name": "fault"}
+    assert bad(name_findings({"GLOO_SOCKET_IFNAME": "eth0"}, is_one_of_several=True)) == {}  # its cure
+    assert bad(host_findings(["node-1"], 1)) == {"host node-1": "fault"}
     monkeypatch.setattr(socket, "gethostbyname", lambda _: "10.0.0.4")
-    assert bad(name_findings()) == {}
+    assert bad(name_findings({}, is_one_of_several=True)) == {}
+
+
+def test_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    wanted = tmp_path / "missing"
+    monkeypatch.setenv("TMPDIR", str(wanted))
+    finding, *_ = temporary_findings(os.environ)
+    assert finding.name == "TMPDIR" and finding.cure.startswith(f"mkdir -p '{wanted}'")
+    wanted.mkdir()  # the cure
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    assert bad(temporary_findings(os.environ)) == {}
 
 
 def test_a_device_that_computes_something_else(tmp_path: Path) -> None:
     """A norm that is 1 % off, and an all-reduce that loses a rank."""
-    run_ranks(2, "tests.doctor.broken_rank", str(tmp_path / "found"))
-    faults = {one.name: one.what for one in read_lines((tmp_path / "found").read_bytes()) if one.level == Level.FAULT}
+    run_ranks(2, "tests.doctor.broken_rank", str(tmp_path))
+    faults = {one.name: one.what for one in read_lines((tmp_path / FOUND).read_bytes()) if one.level == Level.FAULT}
     assert faults.keys() == {"links", "training step in fp32", "training step in bf16"}
-    assert "all-reduce over 2 ranks gives wrong numbers" in faults["links"]
+    assert faults["links"] == "all-reduce over 2 ranks: wrong numbers on rank 0 (cpu), rank 1 (cpu)"
 
 
-def test_what_was_found_before_a_crash_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "_RANK", "tests.doctor.dying_rank")
-    *found, crash = commands._trial("cpu", 2)
-    assert [one.name for one in found] == ["device", "kernels", *["links"] * 4]
+def test_the_rank_that_fails_first_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was found before the crash is reported; alone, the same device fails again."""
+    monkeypatch.setattr(trial, "RANK", "tests.doctor.dying_rank")
+    *found, crash, alone = trial_findings("cpu", 2, 300.0, TrialNode())
+    assert [one.name for one in found] == ["device", "kernels", "matrix products", *["links"] * 4]
     assert (crash.name, crash.level) == ("trial", Level.FAULT)
-    assert f"2 processes ended with status 1 after: links, {found[-1].what}: " in crash.what
+    assert "ended with status 1: rank 1 failed first, with status 9, at: training step in fp32: " in crash.what
+    assert (alone.name, alone.level) == ("device alone", Level.FAULT)
+    assert alone.what.startswith("LOCAL_RANK 1 fails without the others, too: status 9 at: training step in fp32: ")
+
+
+def test_every_distance_and_division_of_the_ranks_is_tried(tmp_path: Path) -> None:
+    run_ranks(4, "mm.doctor.rank", str(tmp_path), "cpu")
+    found = [one for one in read_lines((tmp_path / FOUND).read_bytes()) if one.name == "links"]
+    assert [one.what.partition(":")[0] for one in found if one.level is Level.OK] == [
+        "all-reduce over 4 ranks", "all-gather over 4 ranks", "broadcast over 4 ranks",
+        "send and receive to the rank 1 further", "send and receive to the rank 2 further",
+        "all-reduce in groups of 2 neighbours", "all-reduce in groups of ranks 2 apart"]
+
+
+def test_the_rank_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = ["device", "matrix products", "all-reduce over 3 ranks"]
+    assert behind_text({0: others, 1: others[:2], 2: others}) == (
+        "rank 1 is still at: matrix products; the others at: all-reduce over 3 ranks")
+    assert behind_text({0: others, 1: others}) == "all are at: all-reduce over 3 ranks"
+    assert behind_text({}) == "no rank has begun"
+    monkeypatch.setattr(trial, "RANK", "tests.doctor.stuck_rank")
+    monkeypatch.setattr(trial, "_END_SECONDS", 2.0)
+    (stuck,) = trial._alone("cpu", 2, 300.0)
+    assert stuck.level is Level.FAULT
+    assert stuck.what == "LOCAL_RANK 1 fails without the others, too: no end, still at: matrix products"
 
 
 def test_the_fake_npu(tmp_path: Path) -> None:
-    done = torchrun(2, "tests.doctor.npu_rank", str(tmp_path / "found"))
+    done = torchrun(2, "tests.doctor.npu_rank", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    found = read_lines((tmp_path / "found").read_bytes())
+    found = read_lines((tmp_path / FOUND).read_bytes())
     assert [one for one in found if one.level == Level.FAULT] == []
     assert found[0].what.startswith("npu: ") and "mm.device.npu.npu_attention" in found[1].what
 
@@ -232,23 +277,23 @@ def test_a_device_that_is_not_there(tmp_path: Path, capfd: pytest.CaptureFixture
     "[rank 1] error: --load is missing", "error: no device", "[rank0]: RuntimeError: wrong"])
 def test_the_cause_of_a_failed_trial(line: str) -> None:
     expected = re.sub(r"^\[rank ?\d\]:? ", "", line)
-    assert _cause(f"Traceback\n{line}\ntorch.x.ChildFailedError: \nlast\n=====") == expected
-    assert _cause("only this") == "only this" and _cause("") == "no output"
+    assert cause(f"Traceback\n{line}\ntorch.x.ChildFailedError: \nlast\n=====") == expected
+    assert cause("only this") == "only this" and cause("") == "no output"
 
 
 def test_a_trial_is_a_job_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a pod of a larger job."""
     for name in ("PET_NNODES", "RANK", "MASTER_ADDR", "NCCL_DEBUG"):
         monkeypatch.setenv(name, "4")
-    found = _environment()
+    found = environment()
     assert "NCCL_DEBUG" in found and not found.keys() & {"PET_NNODES", "RANK", "MASTER_ADDR"}
 
 
 def test_the_ranks_end_with_the_launcher() -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
-    _end(process)
+    end(process)
     assert process.poll() == -signal.SIGTERM
-    _end(process)
+    end(process)
 
 
 def test_a_folder_that_can_only_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,179 @@
+"""What ``mm-doctor`` finds between nodes: the same command runs on each of them, and all meet at node 0.
+
+A node tells the others what must be the same everywhere, answers their questions for the time, and sends them bytes.
+Every node prints the findings of all.
+"""
+
+import json
+import socket
+import struct
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from threading import Thread
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from mm.doctor.diagnosis import Diagnosis, Level, fault
+from mm.doctor.node_findings import Facts, Way, between_findings
+from mm.files import json_object
+from mm.version import software
+
+_CONNECT_SECONDS, _LOOK_SECONDS, _LEAVE_SECONDS = 20.0, 0.1, 30.0
+_NUM_QUESTIONS = 20
+_PROBE_BYTES = 64 << 20
+_BLOCK_BYTES = 1 << 20
+_TIME, _BYTES = b"t", b"b"
+"""Questions: for this node's time, and for ``_PROBE_BYTES``."""
+_OWN_TO_EACH = ("HCCL_IF_IP", "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+_SHARED = ("GLOO_", "HCCL_", "NCCL_", "TORCH_", "PYTORCH_", "CUDA_", "ASCEND_")
+"""Starts of the variables that are usually the same on all nodes."""
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """This node among all, and node 0 as this one reaches it."""
+
+    node: int
+    num_nodes: int
+    host: str
+    port: int
+    seconds: float
+    """How long the others may be late."""
+
+    def findings(self, num_processes: int, versions: Mapping[str, str], environment: Mapping[str, str],
+                 trial_ports: list[int]) -> Iterator[Diagnosis]:
+        """``num_processes``: ranks of this node.  ``versions``: of the devices' libraries.
+
+        Appends a free port of node 0 to ``trial_ports`` if a trial over all nodes makes sense.
+        """
+        try:
+            store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]  (torch documents it)
+                self.host, self.port, is_master=self.node == 0, timeout=timedelta(seconds=self.seconds),
+                wait_for_workers=False)
+        except dist.DistError as error:
+            yield fault("nodes", f"node {self.node} cannot {'reach' if self.node else 'open'} {self.host}:{self.port}: "
+                        f"{str(error).splitlines()[0]}",
+                        "start the same command on every node, with an address and a free port of node 0 "
+                        "(--master-addr, --master-port); `getent hosts` and `ping` must find it from here")
+            return
+        with closing(socket.create_server(("", 0), backlog=self.num_nodes)) as door:
+            Thread(target=_answer, args=(door,), name="answers to other nodes", daemon=True).start()
+            with closing(socket.create_server(("", 0))) as trial:
+                trial_port = trial.getsockname()[1]
+            own = Facts(
+                socket.gethostname(), self._own_address(), door.getsockname()[1], trial_port, num_processes,
+                {**software(), **versions}, {name: value for name, value in environment.items()
+                                             if name.startswith(_SHARED) and name not in _OWN_TO_EACH})
+            facts = [Facts(**one) for one in self._exchanged(store, "facts", asdict(own))]
+            if len(facts) < self.num_nodes:
+                yield self._absent(store)
+                return
+            ways = [Way(**one) for one in self._exchanged(store, "way", asdict(self._way(facts)))]
+            found = list(between_findings(facts, ways))
+            yield from found
+            self._leave(store)
+        if all(one.level is not Level.FAULT for one in found):
+            trial_ports.append(facts[0].trial_port)
+
+    def _own_address(self) -> str:
+        """Where other nodes reach this one: on node 0 the address that they know, elsewhere that of the way there."""
+        if self.node == 0:
+            return socket.gethostbyname(self.host)
+        with socket.create_connection((self.host, self.port), _CONNECT_SECONDS) as way:
+            return way.getsockname()[0]
+
+    def _exchanged(self, store: Store, name: str, own: Mapping[str, object]) -> list[dict]:
+        """``own`` of every node, or [] if a node is late."""
+        store.set(f"{name}/{self.node}", json.dumps(own))
+        keys = [f"{name}/{node}" for node in range(self.num_nodes)]
+        until = time.monotonic() + self.seconds
+        while not store.check(keys):
+            if time.monotonic() > until:
+                return []
+            time.sleep(_LOOK_SECONDS)
+        return [json_object(store.get(key)) for key in keys]
+
+    def _absent(self, store: Store) -> Diagnosis:
+        late = [str(node) for node in range(self.num_nodes) if not store.check([f"facts/{node}"])]
+        return fault("nodes", f"node {', '.join(late)} of {self.num_nodes} has not come within {self.seconds:.0f} s",
+                     f"start the same command there, with --node-rank {late[0] if late else ''}")
+
+    def _way(self, facts: Sequence[Facts]) -> Way:
+        """What this node measures: the time of node 0, and the bytes of the next node."""
+        onward = (self.node + 1) % self.num_nodes
+        try:
+            seconds, skew = (0.0, 0.0) if self.node == 0 else _time_of(facts[0])
+            return Way(onward, "", seconds, skew, _speed_of(facts[onward]))
+        except OSError as error:
+            return Way(onward, error.strerror or str(error), 0.0, 0.0, 0.0)
+
+    def _leave(self, store: Store) -> None:
+        """Node 0 holds the store until the others have read it."""
+        store.set(f"left/{self.node}", "")
+        until = time.monotonic() + _LEAVE_SECONDS
+        while self.node == 0 and not store.check([f"left/{node}" for node in range(self.num_nodes)]):
+            if time.monotonic() > until:
+                return
+            time.sleep(_LOOK_SECONDS)
+
+
+def _answer(door: socket.socket) -> None:
+    """Answer every node that connects, until the door is closed."""
+    with suppress(OSError):
+        while True:
+            connection, _ = door.accept()
+            Thread(target=_answer_one, args=(connection,), daemon=True).start()
+
+
+def _answer_one(connection: socket.socket) -> None:
+    with connection, suppress(OSError):  # the other node reports it
+        connection.settimeout(_CONNECT_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while question := connection.recv(1):
+            if question == _TIME:
+                connection.sendall(struct.pack("d", time.time()))
+            elif question == _BYTES:
+                block = bytes(_BLOCK_BYTES)
+                for _ in range(_PROBE_BYTES // _BLOCK_BYTES):
+                    connection.sendall(block)
+
+
+def _connected(facts: Facts) -> socket.socket:
+    connection = socket.create_connection((facts.address, facts.port), _CONNECT_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+def _time_of(facts: Facts) -> tuple[float, float]:
+    """Seconds to that node and back, and from its clock to this one's, by the fastest of several questions."""
+    answers = list[tuple[float, float]]()
+    with _connected(facts) as connection:
+        for _ in range(_NUM_QUESTIONS):
+            asked, began = time.time(), time.perf_counter()
+            connection.sendall(_TIME)
+            its, = struct.unpack("d", connection.recv(8, socket.MSG_WAITALL))
+            seconds = time.perf_counter() - began
+            answers.append((seconds, asked + seconds / 2 - its))
+    return min(answers)
+
+
+def _speed_of(facts: Facts) -> float:
+    """Bytes per second of one TCP stream from that node."""
+    with _connected(facts) as connection:
+        began = time.perf_counter()
+        connection.sendall(_BYTES)
+        _receive(connection, _PROBE_BYTES)
+        return _PROBE_BYTES / (time.perf_counter() - began)
+
+
+def _receive(connection: socket.socket, num_bytes: int) -> None:
+    block = memoryview(bytearray(min(_BLOCK_BYTES, num_bytes)))
+    while num_bytes:
+        num_new = connection.recv_into(block[: min(len(block), num_bytes)])
+        if not num_new:
+            raise ConnectionError("the other node closed the connection")
+        num_bytes -= num_new
