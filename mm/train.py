@@ -78,7 +78,7 @@ def _run(words: Sequence[str], signals: StopSignals) -> int:
         print(printable(stage_report(run)))
         return 0
     if run.args.check:
-        print("Nothing that can be checked beforehand stops this run.")
+        print("The check has found nothing that would stop this run.")
         return 0
     return status_of(lambda: train(run, signals))
 

@@ -93,7 +93,7 @@ def _converted(raw: Raw, folder: str, images: Path) -> dict[str, Any]:
     unknown = {str(turn["from"]) for turn in turns} - _ROLES.keys()
     if unknown:
         raise UserError(f"has turns from {sorted(unknown)}; expected {list(_ROLES)}.")
-    columns: dict[str, Any] = {"images": []}
+    columns: dict[str, Any] = {name: record[name] for name in ("id",) if name in record} | {"images": []}
     for column, names in _MEDIA.items():
         given = next((record[one] for one in names if record.get(one)), [])
         paths = [given] if isinstance(given, str | Inline) else given

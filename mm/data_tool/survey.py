@@ -54,7 +54,8 @@ def _section(name: Split, dataset: Dataset, model: ModelConfig, seq_length: int)
     dropped, turns = dataset.column("num_dropped_tokens"), dataset.column("num_dropped_turns").sum(dtype=np.int64)
     facts = {
         "records in the files": f"{dataset.num_records:,}",
-        "left out": _left_out(dataset),
+        "unusable": f"{dataset.num_bad:,}",
+        "too long": f"{dataset.num_too_long:,} ({dataset.num_too_long / dataset.num_records:.1%})",
         f"samples for {name}": _taken(dataset),
         "tokens": f"{tokens.sum():,}, {tokens.mean():,.0f} per sample, {tokens.max():,} at most",
         "target tokens": f"{lengths.num_target_tokens.sum(dtype=np.int64) / tokens.sum():.1%}",
@@ -71,12 +72,6 @@ def _section(name: Split, dataset: Dataset, model: ModelConfig, seq_length: int)
                   Histogram.of("Images and videos", "per sample", lengths.num_media)]
     return Report(f"{name.capitalize()} samples", tuple(facts.items()), tuple(_imbalance(sizes, seq_length)),
                   tuple(histograms))
-
-
-def _left_out(dataset: Dataset) -> str:
-    """The number of bad records, and the number and share of those that are too long."""
-    share = dataset.num_too_long / dataset.num_records
-    return f"{dataset.num_bad:,}, and {dataset.num_too_long:,} too long ({share:.1%})"
 
 
 def _taken(dataset: Dataset) -> str:

@@ -46,7 +46,8 @@ def run(words: Sequence[str]) -> int:
     for finding in _findings(flags):
         counts[finding.level] += 1
         say(finding.text())
-    say("\n" + ", ".join(f"{counts[level]} {level}" for level in Level))
+    say("\n" + ", ".join(f"{counts[level]} {level}{'s' * (level is not Level.OK and counts[level] != 1)}"
+                          for level in Level))
     if flags.report is not None:
         write_whole(flags.report, ("\n".join(lines) + "\n").encode())
         sys.stdout.write(printable(f"wrote {flags.report}; attach it to an issue\n"))

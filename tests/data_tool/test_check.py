@@ -77,7 +77,7 @@ def test_check_finds_them_all_and_writes_a_page(flags: list[str], tmp_path: Path
     assert [count for count, _, _ in kinds] == ["1"] * 10
     assert [kind for _, kind, picture in kinds if picture] == [kind for _, kind, _ in kinds if "times" in kind]  # strip
     assert re.search(r"samples for training +61\n", reported.out)
-    assert re.search(r"left out +9, and 0 too long \(0.0%\)\n", reported.out)
+    assert re.search(r"unusable +9\ntoo long +0 \(0.0%\)\n", reported.out)
     assert "% full" in reported.out
     table = dict(re.findall(r"(B\w+BatchSampler.*?)  +([\d.]+)", reported.out))
     assert list(table) == list(SAMPLERS)
@@ -128,7 +128,7 @@ def test_losses_of_long_samples_are_counted_in_every_report(flags: list[str], tm
         assert f"It is {tmp_path}/train.json: record 1\n" in reported[command]
         assert "note: 1 of 5 samples contain 4 words that look like control tokens" in reported[command]
     for command in ("check", "stats"):
-        assert re.search(r"left out +0, and 1 too long \(16.7%\)\n", reported[command])
+        assert re.search(r"unusable +0\ntoo long +1 \(16.7%\)\n", reported[command])
         assert re.search(r"samples truncated to --seq-length +1 \(20.0%\); turns dropped: 1", reported[command])
         assert re.search(r"words like control tokens, read as text +4\n", reported[command])
 
@@ -163,7 +163,8 @@ def test_a_broken_val_dataset_is_reported(flags: list[str], tmp_path: Path, caps
     assert "1 x the same image or video in more than one record; the first is" in reported.out
     for part, counts in (("training", (10, 0, 10)), ("validation", (3, 1, 2))):
         block = reported.out.split(f"{part.capitalize()} samples\n")[1]
-        found = re.search(rf"records in the files +(\d+)\nleft out +(\d+), .*\nsamples for {part} +(\d+)\n", block)
+        found = re.search(
+            rf"records in the files +(\d+)\nunusable +(\d+)\ntoo long .*\nsamples for {part} +(\d+)\n", block)
         assert found and tuple(map(int, found.groups())) == counts
     assert main(["show", *own, "--split", "validation", "--sample", "1"]) == 0
     assert capsys.readouterr().out.startswith(f"{tmp_path}/val.json")
@@ -183,7 +184,7 @@ def test_counts_add_up_with_val_rate(flags: list[str], tmp_path: Path, capsys) -
         reported = capsys.readouterr()
         taken = [int(number) for number in re.findall(r"samples for \w+ +(\d+), of 61 usable ones", reported.out)]
         assert len(taken) == 2 and sum(taken) == 61 and min(taken) == 6
-        assert re.findall(r"records in the files +(\d+)\nleft out +9, and 0 too long", reported.out) == ["70", "70"]
+        assert re.findall(r"records in the files +(\d+)\nunusable +9\ntoo long +0", reported.out) == ["70", "70"]
         assert reported.out.count("image 'lost.png'") == (command == "check")
     assert reported.err == ""  # of stats
     drawn = set()

@@ -103,7 +103,7 @@ def test_convert(inputs: Path, capsys):
     assert "2 records; 1 left out" in capsys.readouterr().out
     records = json.loads((inputs / "out.json").read_text())
     assert records == json_lines(inputs / "out.jsonl")
-    assert records[0] == {"images": [f"{inputs}/media/1.png"], "messages": [
+    assert records[0] == {"id": "1", "images": [f"{inputs}/media/1.png"], "messages": [
         {"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "猫"}]}
     assert (records[1]["images"], records[1]["videos"]) == ([], [f"{inputs}/media/v.mp4"])
     assert convert(inputs, "out.json") == 2 and "out.json already exists" in capsys.readouterr().err
