@@ -50,7 +50,7 @@ def _tested(combination: Combination, steps: Sequence[str], uv: str, folder: Pat
     """Whether every step passed; each is recorded."""
     folder.mkdir(parents=True, exist_ok=True)
     python = folder / "env" / "bin" / "python"
-    print(f"{combination.name}: Python {combination.python}, {', '.join(combination.pins()[-3:])}", flush=True)
+    print(f"{combination.name}: Python {combination.python}, {', '.join(combination.pins()[:3])}", flush=True)
     if not _installed(combination, uv, folder, python):
         return False
     asked = subprocess.run([python, "-c", _ASK_VERSIONS], stdout=subprocess.PIPE, text=True, check=True)

@@ -33,10 +33,10 @@ class Combination:
     others: Others
 
     def pins(self) -> list[str]:
-        """A line of pip's constraints for each package whose version is given."""
+        """A line of pip's constraints for each package whose version is given, the three of this table first."""
         own = {"torch": self.torch, "megatron-core": self.megatron_core, "transformers": self.transformers}
         rest = {Others.LOCKED: _locked, Others.OLDEST: _lower_ends, Others.NEWEST: dict}[self.others]()
-        return [f"{name}=={version}" for name, version in (rest | own).items()]
+        return [f"{name}=={version}" for name, version in (own | rest | own).items()]
 
 
 COMBINATIONS = (
