@@ -5,6 +5,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check
 READY := $(VENV)/.ready
+UV := $(VENV)/lock/bin/uv
 
 # Tests of pure functions and files, and the pipeline under torchrun: what a change breaks first.
 QUICK := tests/config tests/weights tests/plan tests/model tests/formats tests/parallel \
@@ -15,7 +16,7 @@ QUICK := tests/config tests/weights tests/plan tests/model tests/formats tests/p
 # that dies ends the run and names its test: with loadfile, xdist waits for ever after it has replaced one.
 TWO_AT_A_TIME := --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: demo test quick lint site lock clean
+.PHONY: demo test quick lint site lock test-versions clean
 
 demo: $(READY)
 	$(RUN) -m demo.run
@@ -48,13 +49,19 @@ $(READY): setup.py requirements.lock
 	$(PIP) --no-deps --upgrade --target $(VENV)/torchvision torchvision==0.28.0
 	@touch $@
 
-# After a change of setup.py and of what is installed: writes the lock of all that is installed.
-lock:
+$(UV):
 	$(PYTHON) -m venv $(VENV)/lock
 	$(VENV)/lock/bin/python -m pip install --quiet --disable-pip-version-check uv
+
+# The combinations of versions in benchmarks/versions, or those that ONLY names, each in an environment of its own.
+test-versions: $(READY) $(UV)
+	$(RUN) -m benchmarks.versions --uv $(UV) $(ONLY)
+
+# After a change of setup.py and of what is installed: writes the lock of all that is installed.
+lock: $(UV)
 	$(RUN) -m pip freeze --all --exclude-editable \
 		| sed "/^torch/d; /^pip==/d; s/^decord==.*/&; platform_machine == 'x86_64'/" \
-		| $(VENV)/lock/bin/uv pip compile - --universal --python-version 3.11 --no-deps --generate-hashes --no-header \
+		| $(UV) pip compile - --universal --python-version 3.11 --no-deps --generate-hashes --no-header \
 			--no-annotate --quiet --output-file requirements.lock
 
 clean:

@@ -1,8 +1,8 @@
 """Packages, dependencies and console scripts.
 
-torch is capped to the releases that were tested; the Makefile installs the CPU build first, so that this range
-never pulls a CUDA build onto a machine that has none.  Its lower end is the torch of Ascend's images; CUDA needs a
-later one, as ``mm.device.cuda`` checks.
+torch and megatron-core are capped to the releases that were tested (docs/install.md has the table); the Makefile
+installs the CPU build first, so that this range never pulls a CUDA build onto a machine that has none.  The lower end
+of torch is that of Ascend's images; CUDA needs a later one, as ``mm.device.cuda`` checks.
 """
 
 import re
@@ -26,24 +26,27 @@ setup(
         "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.10",
         "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],
     packages=find_packages(include=["mm", "mm.*", "checkpoint", "checkpoint.*", "demo"]),
     package_data={"mm": ["py.typed"], "checkpoint": ["py.typed"]},
-    python_requires=">=3.11",
+    python_requires=">=3.10",
     install_requires=[
         "torch>=2.7.1,<2.14",
-        "megatron-core>=0.16,<0.17",
-        "transformers>=5.8,<6",
+        "megatron-core>=0.16,<0.18",
+        "transformers>=5.0,<6",
         "safetensors>=0.5",
         "numpy>=1.26",
         "pillow>=11.3",
         "simplejpeg>=1.8",
-        "av>=18",
+        "av>=17",
         "pydantic>=2.10,<3",
         "annotated-types",
+        "typing_extensions",
         "psutil",
         "packaging",
         "tqdm",

@@ -2,7 +2,7 @@
 #
 #     docker build --file docker/ascend.Dockerfile --build-arg BASE=IMAGE --tag vl-trainer:ascend .
 #
-# x86-64 and aarch64.  IMAGE has CANN with its operators, NNAL and Python 3.11 or later; TORCH is the version of torch and
+# x86-64 and aarch64.  IMAGE has CANN with its operators, NNAL and Python 3.10 or later; TORCH is the version of torch and
 # torch_npu that fits this CANN (docs/ascend.md).  Driver and firmware are the host's.
 ARG BASE
 FROM ${BASE}

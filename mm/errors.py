@@ -3,6 +3,7 @@
 import difflib
 import errno
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -143,6 +144,18 @@ def writing(path: str | Path, flag: str = "") -> Iterator[None]:
             "give another directory, or fix its permissions")
         raise UserError(f"{flag and f'{flag}: '}{error.filename or path} cannot be written ({error.strerror}); "
                         f"{cure}") from error
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Say below ``error`` what the program was doing.
+
+    Python 3.10 has no notes: there the note becomes a line of the message, unless the error has more than its message,
+    as an OSError has.
+    """
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    elif error.args == (str(error),):
+        error.args = (f"{error}\n{note}",)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -4,6 +4,7 @@ A reader of a replaced file sees the old one or the new one.  A process killed w
 the line, which readers ignore.
 """
 
+import hashlib
 import json
 import os
 import secrets
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 _LOOK_SECONDS = 0.2
+_READ_BYTES = 1 << 18
 
 
 def write_whole(path: Path, content: bytes, *, syncs: bool = False) -> None:
@@ -56,6 +58,17 @@ def wait_until_visible(path: Path, seconds: float) -> bool:
                 os.listdir(folder)  # asks the server again
         time.sleep(_LOOK_SECONDS)
     return True
+
+
+def sha256(stream: IO[bytes]) -> str:
+    """SHA-256 of all that is left in ``stream``, as hexadecimal digits, in little memory.
+
+    ``hashlib.file_digest`` does it from Python 3.11 on.
+    """
+    found = hashlib.sha256()
+    while block := stream.read(_READ_BYTES):
+        found.update(block)
+    return found.hexdigest()
 
 
 def json_value(raw: bytes | str) -> Any:

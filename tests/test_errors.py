@@ -1,9 +1,11 @@
-"""Suggestions for an unknown word, and secrets that no message shows."""
+"""Suggestions for an unknown word, notes below an error, and secrets that no message shows."""
+
+import traceback
 
 import pytest
 
 from mm.config.flags import TRAIN
-from mm.errors import UserError, nearest, printable, redacted
+from mm.errors import UserError, add_note, nearest, printable, redacted
 
 
 @pytest.mark.parametrize(("word", "known", "expected"), [
@@ -37,3 +39,18 @@ def test_a_flag_of_another_program_gets_no_suggestion(flag):
 ])
 def test_credentials_in_urls_are_hidden(text, expected):
     assert redacted(text) == redacted(expected) == printable(text) == str(UserError(text)) == expected
+
+
+def test_a_traceback_shows_notes():
+    """On every Python: 3.10 knows none."""
+    error = RuntimeError("shapes differ")
+    add_note(error, "while reading picture.png")
+    add_note(error, "while encoding sample 3")
+    shown = "".join(traceback.format_exception(error)).splitlines()
+    assert shown[-3:] == ["RuntimeError: shapes differ", "while reading picture.png", "while encoding sample 3"]
+
+
+def test_a_note_leaves_what_an_error_of_the_system_says():
+    error = FileNotFoundError(2, "No such file or directory", "picture.png")
+    add_note(error, "while encoding sample 3")
+    assert (error.errno, error.strerror, error.filename) == (2, "No such file or directory", "picture.png")

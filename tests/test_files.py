@@ -1,5 +1,7 @@
 """Small files are replaced atomically; a partial line is ignored."""
 
+import hashlib
+import io
 import os
 import subprocess
 from pathlib import Path
@@ -7,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mm.errors import UserError, refuse_special
-from mm.files import replace_file, wait_until_visible, whole_lines, write_whole
+from mm.files import replace_file, sha256, wait_until_visible, whole_lines, write_whole
 
 
 @pytest.mark.parametrize("syncs", [False, True])
@@ -70,3 +72,9 @@ def test_a_pipe_is_refused_unread(tmp_path: Path) -> None:
     for path in (tmp_path / "pipe", Path("/dev/zero")):
         with pytest.raises(UserError, match=f"{path}: is not a regular file"):
             refuse_special(path)
+
+
+@pytest.mark.parametrize("size", [0, 5, 1 << 18, (1 << 19) + 7])
+def test_the_hash_of_a_stream_is_that_of_its_bytes(size: int) -> None:
+    content = os.urandom(size)
+    assert sha256(io.BytesIO(content)) == hashlib.sha256(content).hexdigest()

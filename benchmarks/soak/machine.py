@@ -11,7 +11,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Self
+
+from typing_extensions import Self
 
 DISK_BYTES = 200 << 20
 """Room for three checkpoints of the tiny model and its export."""

@@ -200,7 +200,7 @@ class _FileFindings:
 
 def converted(value: Any, field: FieldInfo, *, strict: bool) -> Any:
     """The value as the field's type; unless ``strict``, text is converted.  Raises pydantic's ValidationError."""
-    kind = typing.cast(Any, Annotated[field.annotation, Key(""), *field.metadata])
+    kind = typing.cast(Any, Annotated[(field.annotation, Key(""), *field.metadata)])
     return TypeAdapter(kind, config=ConfigDict(strict=strict)).validate_python(value)
 
 

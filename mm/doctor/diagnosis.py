@@ -2,14 +2,16 @@
 
 import json
 from dataclasses import asdict, dataclass
-from enum import StrEnum
+from enum import Enum
 
 from mm.errors import printable
 from mm.files import json_object, whole_lines
 
 
-class Level(StrEnum):
+class Level(str, Enum):
     """How bad it is."""
+
+    __str__ = str.__str__
 
     OK = "ok"
     WARNING = "warning"

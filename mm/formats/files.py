@@ -4,10 +4,10 @@ import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from mm.errors import UserError
 from mm.formats.manifest import MANIFEST_FILE

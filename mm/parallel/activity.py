@@ -6,15 +6,17 @@ The engine records it in a journal as it goes; the watchdog's report reads the j
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from enum import StrEnum
+from enum import Enum
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 
-class Work(StrEnum):
+class Work(str, Enum):
     """Kinds of work of a rank."""
+
+    __str__ = str.__str__
 
     DATA = "waits for data"
     INPUTS = "inputs"

@@ -81,9 +81,12 @@ class PipelineCommunicator:
         self.starts_ahead = starts_ahead and not checks
         self.leave: Callable[[int, int], None] = lambda *_: None
         """Called with microbatch and chunk when the schedule is past a backward pass, before it waits for anything."""
-        self.pp_group = mesh.groups.pp  # the schedule asks for these three by name
+        # The schedule asks for these by name, for the last four from megatron-core 0.17 on.
+        self.pp_group = mesh.groups.pp
         self.config = parallel
         self.virtual_pipeline_model_parallel_size = parallel.virtual_pipeline_model_parallel_size
+        self.current_stage, self.total_stages = mesh.pp_rank, mesh.pp_size
+        self.is_pp_first_stage, self.is_pp_last_stage = mesh.pp_rank == 0, mesh.pp_rank == mesh.pp_size - 1
         self._gradient_group, self._context = mesh.gradient_group, mesh.context
         self._journal, self._checks = journal, checks
         self._model, self._gradient_path = model, GradientPath.of(model)
@@ -93,7 +96,6 @@ class PipelineCommunicator:
         self._specs = [placement[mesh.pp_rank, chunk] for chunk in range(model.num_chunks)]
         self._num_stages = placement.num_stages
         self._cut = (mesh.tp_rank, mesh.tp_size) if parallel.sequence_parallel else None
-        self._is_first, self._is_last = mesh.pp_rank == 0, mesh.pp_rank == mesh.pp_size - 1
         ranks = dist.get_process_group_ranks(self.pp_group)  # the last stage's next is the first, with the next chunk
         self._previous, self._next = ranks[mesh.pp_rank - 1], ranks[(mesh.pp_rank + 1) % mesh.pp_size]
         self._inbox: dict[ChunkPass, Arriving] = {}
@@ -121,9 +123,9 @@ class PipelineCommunicator:
         around_back = [(microbatch, chunk - 1) for microbatch, chunk in backward if chunk > 0]
         self._microbatches = plan.microbatches
         self._expected = {
-            "recv_forward": deque(around if self._is_first else forward),
+            "recv_forward": deque(around if self.is_pp_first_stage else forward),
             "send_forward": deque(forward),
-            "recv_backward": deque(around_back if self._is_last else backward),
+            "recv_backward": deque(around_back if self.is_pp_last_stage else backward),
             "send_backward": deque(backward),
         }
         self._has_turned = False
@@ -141,7 +143,7 @@ class PipelineCommunicator:
 
     def take(self, microbatch: int, chunk: int) -> Tensor | None:
         """The message for the next forward step; None if its boundary carries nothing."""
-        is_start = self._is_first and chunk == 0
+        is_start = self.is_pp_first_stage and chunk == 0
         return None if is_start else self._wait_for(self._inbox.pop((microbatch, chunk)))
 
     # The calls of megatron's schedule without chunks.  The arguments that we ignore are shapes.

@@ -22,7 +22,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Self
+
+from typing_extensions import Self
 
 from mm.errors import UserError, collected, refuse, writing
 from mm.files import json_object

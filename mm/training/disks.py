@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import TypeVar
+
+from typing_extensions import Self
 
 from mm.errors import AgreedError, writing
 from mm.files import wait_until_visible

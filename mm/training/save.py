@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import Self
 
 from mm.errors import UserError
 from mm.formats import training_writer as files

@@ -26,7 +26,7 @@ from mm.data.encode.encoder import ImagePlan
 from mm.data.media.video import VideoPlan, VideoProcessor
 from mm.data.sample import Inline
 from mm.errors import UserError
-from mm.files import replace_file
+from mm.files import replace_file, sha256
 
 _FORM = 1
 """Increment when the same settings would produce different pixels or features."""
@@ -155,7 +155,7 @@ def _content(path: str | Inline | tuple[str | Inline, ...]) -> str:
         return path.digest
     try:
         with open(path, "rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
+            return sha256(stream)
     except OSError as error:
         raise UserError(f"{path}: can no longer be read: {error.strerror}.") from error
 

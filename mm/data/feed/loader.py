@@ -16,7 +16,7 @@ from mm.data.index.dataset import Dataset
 from mm.data.order.stream import StepSamples
 from mm.data.record_name import BadSample
 from mm.data.workers import Prepared
-from mm.errors import UserError
+from mm.errors import UserError, add_note
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def _noting(where: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        error.add_note(f"while encoding sample {where}")
+        add_note(error, f"while encoding sample {where}")
         raise
 
 

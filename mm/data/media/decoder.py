@@ -11,7 +11,7 @@ from mm.data.limited import LimitedProcess, ProcessEndedError
 from mm.data.media.picture import ResizeStep, quick_size
 from mm.data.media.video_file import FRACTIONS, Pixels, VideoHeader, Wanted
 from mm.data.sample import Inline
-from mm.errors import UserError, refuse
+from mm.errors import UserError, add_note, refuse
 
 PICTURE_SECONDS = 30.0
 """Limit for one image, in seconds of a processor: a thousand times what an ordinary one takes."""
@@ -152,5 +152,5 @@ def _reading(reader: LimitedProcess, path: str | Inline, what: str, late: str) -
         raise UserError(f"{path}: its decoder ended {error.how}; the {what} is damaged, or memory ran out: {cure}"
                         ) from None
     except RuntimeError as error:
-        error.add_note(f"while reading {path}")
+        add_note(error, f"while reading {path}")
         raise

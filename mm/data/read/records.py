@@ -4,18 +4,18 @@
 records.
 """
 
-import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, BinaryIO, ClassVar, Protocol, cast
+from typing import Any, BinaryIO, ClassVar, Protocol
 
 import numpy as np
 
 from mm.data.read.spans import ByteSpan
 from mm.data.record_name import record_place
 from mm.errors import UserError
+from mm.files import sha256
 
 Version = tuple[int, int]
 """Size in bytes and modification time in ns.  A file with another version may have other contents."""
@@ -97,7 +97,7 @@ class RecordFile(Protocol):
     def content_hash(self) -> str:
         """SHA-256 of all its bytes, as hexadecimal digits."""
         with opened(self.path, self.version) as stream:
-            return hashlib.file_digest(cast(Any, stream), "sha256").hexdigest()
+            return sha256(stream)
 
 
 @contextmanager
