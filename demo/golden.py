@@ -33,6 +33,13 @@ def check(losses: Sequence[float], card: Card) -> float | None:
         raise DemoError(str(error)) from error
 
 
+def compare(losses: Sequence[float], card: Card) -> float | None:
+    """``check`` of the first steps; prints what it has shown."""
+    difference = check(losses[:NUM_STEPS], card)
+    print(f"    {said(difference, card)}", flush=True)
+    return difference
+
+
 def said(difference: float | None, card: Card) -> str:
     """What the comparison has shown, in a sentence."""
     if difference is None:

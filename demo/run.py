@@ -169,10 +169,7 @@ def demo(run: Run, plan: Plan, card: Card, *, compares: bool) -> None:
     clock.stage(f"resuming as {TENSOR}, steps {first_resumed} to {plan.train_iters}, then exporting")
     train(run, plan, TENSOR, run.save, first_resumed, ("--export-hf", str(run.export)))
     records = read_metrics(run, plan)
-    golden_difference = None
-    if compares:
-        golden_difference = golden.check([record["loss"] for record in records[: golden.NUM_STEPS]], card)
-        print(f"    {golden.said(golden_difference, card)}", flush=True)
+    golden_difference = golden.compare([record["loss"] for record in records], card) if compares else None
 
     difference = prove(run, dataset, clock)
     task = even_odd.prepare(dataset, run.data_json, run.model_json(PIPELINE), run.export, run / "even_odd",

@@ -25,8 +25,8 @@ def check_losses(card: Card, found: Sequence[float], cure: str) -> float:
         if not difference <= card.tolerance:  # true for NaN too
             raise UserError(
                 f"{card.name}: step {step} has loss {own!r}; the card has {other!r}, a relative difference of "
-                f"{difference:.1e} where at most {card.tolerance:.0e} is allowed ({_measured(card)}). Something changed "
-                f"the training: the model, the data, their order, the optimizer or a library. {cure}")
+                f"{difference:.1e} where at most {card.tolerance:.0e} is allowed ({_measured(card)}). Something "
+                f"changed the training: the model, the data, their order, the optimizer or a library. {cure}")
     return loss_difference(card.losses, found)
 
 

@@ -55,7 +55,7 @@ def fill(path: Path, flags: argparse.Namespace) -> None:
     """Run the card at ``path`` and write it."""
     card, here = read_card(path), Path.cwd()
     refuse_other_device(card)
-    commit = commit_here(allow_dirty=flags.allow_dirty)
+    commit = commit_of(FOLDER.parent, allow_dirty=flags.allow_dirty)
     num_runs = 1 if flags.ran or flags.once or card.job not in LOSSES else 2
     outcomes = []
     for _ in range(num_runs):
@@ -82,9 +82,9 @@ def with_outcomes(card: Card, outcomes: Sequence[Outcome]) -> Card:
         found = max(loss_difference(first.losses, one.losses) for one in outcomes[1:])
         assert card.tolerance is not None
         if not found <= card.tolerance:
-            raise UserError(f"{card.name}: two runs of the same commands differ by {found:.1e}, more than the tolerance "
-                            f"of {card.tolerance:.0e}; raise the card's tolerance, or add --deterministic-mode to its "
-                            f"command")
+            raise UserError(f"{card.name}: two runs of the same commands differ by {found:.1e}, more than the "
+                            f"tolerance of {card.tolerance:.0e}; raise the card's tolerance, or add "
+                            f"--deterministic-mode to its command")
         if error is None or found > error:
             error, between = found, "two runs"
     return replace(card, losses=first.losses, answers=first.answers, figures=first.figures,
@@ -92,10 +92,10 @@ def with_outcomes(card: Card, outcomes: Sequence[Outcome]) -> Card:
                    measured_error=error, measured_between=between)
 
 
-def commit_here(*, allow_dirty: bool) -> str:
-    """The commit of this repository.  Raises UserError if files differ from it, unless ``allow_dirty``."""
-    commit = _git("rev-parse", "HEAD")
-    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", *_WRITTEN)
+def commit_of(repository: Path, *, allow_dirty: bool) -> str:
+    """The commit that ``repository`` is at.  Raises UserError if files differ from it, unless ``allow_dirty``."""
+    commit = _git(repository, "rev-parse", "HEAD")
+    changed = _git(repository, "status", "--porcelain", "--untracked-files=no", "--", ".", *_WRITTEN)
     if not changed:
         return commit
     if not allow_dirty:
@@ -104,8 +104,8 @@ def commit_here(*, allow_dirty: bool) -> str:
     return f"{commit}-dirty"
 
 
-def _git(*words: str) -> str:
-    done = subprocess.run(["git", *words], cwd=FOLDER.parent, capture_output=True, text=True, check=False)
+def _git(repository: Path, *words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=repository, capture_output=True, text=True, check=False)
     if done.returncode:
         raise UserError(f"git {' '.join(words)} failed: {done.stderr.strip()}; a card is filled in a clone of the "
                         f"repository, because it names the commit")

@@ -88,11 +88,11 @@ def _run(command: str, directory: Path) -> None:
     while words and (match := _VARIABLE.fullmatch(words[0])):
         variables[match[1]] = match[2]
         words = words[1:]
+    environment = {"PYTHON": sys.executable, "MASTER_PORT": str(_free_port()), **os.environ, **variables}
     if words[:2] == ["python", "-m"]:
-        words[0] = sys.executable
+        words[0] = environment["PYTHON"]
     elif words[:1] != ["bash"]:
         raise UserError(f"the command {command!r} does not begin with bash or python -m; write it so")
-    environment = {"PYTHON": sys.executable, "MASTER_PORT": str(_free_port()), **os.environ, **variables}
     done = subprocess.run(words, cwd=directory, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, text=True, errors="replace", check=False)
     if done.returncode:
