@@ -26,6 +26,7 @@ class EvenOdd:
 
     directory: Path
     """Folder of this part."""
+    device: str
     model_json: Path
     """For two pipeline stages."""
     export: Path
@@ -67,12 +68,12 @@ class Learnt:
 
 
 def prepare(
-    dataset: digits.DigitsDataset, data_json: Path, model_json: Path, export: Path, directory: Path
+    dataset: digits.DigitsDataset, data_json: Path, model_json: Path, export: Path, directory: Path, device: str
 ) -> EvenOdd:
     """Write the questions, and a data JSON that is like ``data_json`` except for its dataset and model."""
     directory.mkdir()
     names = (dataset.directory / f"even_odd_{part}.json" for part in ("train", "held_out"))
-    task = EvenOdd(directory, model_json, export, *names)
+    task = EvenOdd(directory, device, model_json, export, *names)
     digits.write_samples(task.train_json, _samples(dataset.train))
     digits.write_samples(task.questions, _samples(dataset.held_out))
     data = json.loads(data_json.read_text(encoding="utf-8"))
@@ -108,6 +109,7 @@ def learn(task: EvenOdd, num_steps: int, clock: Clock) -> Learnt:
 
 def _train(task: EvenOdd, num_steps: int) -> None:
     variables = {
+        "DEVICE": task.device,
         "NPUS_PER_NODE": "2",
         "TP": "1",
         "PP": "2",
@@ -129,7 +131,7 @@ def _accuracy(task: EvenOdd, name: str, *, load: Path) -> tuple[float, int]:
     output = task.directory / name
     run_python("mm.evaluate", [
         "--load", str(load), "--model-name-or-path", str(task.export), "--mm-data", str(task.data_json),
-        "--device", "cpu", "--rule", "exact", "--questions", str(task.questions), "--output", str(output),
+        "--device", task.device, "--rule", "exact", "--questions", str(task.questions), "--output", str(output),
         "--max-new-tokens", str(_MAX_NEW_TOKENS), "--batch-size", str(_BATCH_SIZE),
     ], task.directory / f"{name}.log")  # fmt: skip
     overall = json.loads((output / "scores.json").read_text(encoding="utf-8"))["overall"]

@@ -1,39 +1,48 @@
-"""The golden run: committed losses of the demo's first steps, which detect unintended changes of the training.
+"""The golden losses: those of the demo's first steps on each device, which detect unintended changes of the training.
 
-All layouts train the same model, so the losses must match whichever layouts took these steps.
+They are on the demo's card of the device, ``verified/tiny-<device>-demo.yaml``.  All layouts train the same model, so
+the losses must match whichever layouts took these steps.
 """
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 
-from demo.stages import ROOT, DemoError
+from demo.stages import DemoError
+from mm.errors import UserError
+from verified.card import Card, path_of, read_card
+from verified.compare import check_losses
 
-PATH = ROOT / "demo/golden.json"
 NUM_STEPS = 20
-TOLERANCE = 1e-5
-"""Largest relative difference of a loss.
-
-Measured: 2.6e-7 between the two layouts, 5.0e-7 with plain SSE kernels instead of AVX2 ones.  A change as small as an
-Adam epsilon of 1e-7 instead of 1e-8 makes a difference of 1.6e-5 in step 4 and 1.5e-4 in step 14.
-"""
 
 
-def write(losses: Sequence[float], path: Path = PATH) -> None:
-    """Save ``losses``, those of the first steps, as the reference."""
-    path.write_text(json.dumps(list(losses), indent=1) + "\n", encoding="utf-8")
+def card_of(device: str) -> Card:
+    """The card of the demo on ``device``."""
+    return read_card(path_of(f"tiny-{device}-demo"))
 
 
-def check(losses: Sequence[float], path: Path = PATH) -> float:
-    """The largest relative difference of ``losses`` from the committed ones.  Raises DemoError above ``TOLERANCE``."""
-    expected = json.loads(path.read_text(encoding="utf-8"))
-    differences = [abs(loss - golden) / golden for loss, golden in zip(losses, expected, strict=True)]
-    for step, (loss, golden, difference) in enumerate(zip(losses, expected, differences, strict=True), start=1):
-        if not difference <= TOLERANCE:  # true for NaN too
-            raise DemoError(
-                f"step {step} has loss {loss!r}; {path.name} has {golden!r}, a relative difference of "
-                f"{difference:.1e} where rounding explains at most {TOLERANCE:.0e}. Something changed the training: "
-                f"the model, the data, their order or the optimizer. If that is intended, write the file again with "
-                f"python -m demo.run --quick --write-golden, and explain it in the commit"
-            )
-    return max(differences)
+def check(losses: Sequence[float], card: Card) -> float | None:
+    """The largest relative difference of ``losses`` from those of ``card``; None if it has none yet.
+
+    Raises DemoError above the tolerance of the card.
+    """
+    if not card.is_verified:
+        return None
+    cure = f"If that is intended, fill the card again ({card.fill_command}) and explain it in the commit"
+    try:
+        return check_losses(card, losses, cure)
+    except UserError as error:
+        raise DemoError(str(error)) from error
+
+
+def compare(losses: Sequence[float], card: Card) -> float | None:
+    """``check`` of the first steps; prints what it has shown."""
+    difference = check(losses[:NUM_STEPS], card)
+    print(f"    {said(difference, card)}", flush=True)
+    return difference
+
+
+def said(difference: float | None, card: Card) -> str:
+    """What the comparison has shown, in a sentence."""
+    if difference is None:
+        return f"There are no golden losses for {card.device} yet; this command records them: {card.fill_command}"
+    return (f"The losses of the first {len(card.losses)} steps differ by at most {difference:.1e} from the golden ones "
+            f"for {card.device} ({card.date}, {card.device_name}; allowed: {card.tolerance:.0e}).")

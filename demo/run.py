@@ -4,7 +4,8 @@ A tiny Qwen2.5-VL with random weights learns to read scanned digits, in pictures
 processes, in pipeline stages whose layers mm-plan has chosen.  The run is interrupted and resumes under another
 parallel layout, the result is exported, and ``transformers`` alone answers questions on held-out pictures and videos
 with it.  Then adapters for the export learn another question.  Every training step goes through the shell script that
-a user would run.  The losses of the first steps must match ``golden.json``.  With ``--quick`` only these steps and a
+a user would run.  The losses of the first steps must match those on the card of the device
+(``verified``).  With ``--quick`` only these steps and a
 few steps of the adapters are trained, and no accuracy is required: that tests the path, not the learning.
 """
 
@@ -25,6 +26,10 @@ from transformers.utils import logging as transformers_logging
 from demo import digits, evaluate, even_odd, figures, golden, tiny_checkpoint
 from demo.planned import Planner
 from demo.stages import ROOT, Clock, DemoError, run_python, run_script
+from mm.device.platforms import PLATFORMS
+from mm.errors import UserError
+from mm.training.metrics import step_rows
+from verified.card import Card
 
 EXAMPLES = ROOT / "examples/qwen2.5vl"
 SEED = 0
@@ -92,6 +97,7 @@ class Run:
     """The files of one demo."""
 
     directory: Path
+    device: str
 
     def __truediv__(self, name: str) -> Path:
         return self.directory / name
@@ -123,20 +129,26 @@ class Run:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="train a few steps and require no accuracy")
-    parser.add_argument("--write-golden", action="store_true",
-                        help=f"write the losses of the first {golden.NUM_STEPS} steps to demo/golden.json")
+    parser.add_argument("--without-golden", action="store_true",
+                        help=f"do not compare the losses of the first {golden.NUM_STEPS} steps with the device's card")
+    parser.add_argument("--device", choices=[one.name for one in reversed(PLATFORMS)], default="cpu",
+                        help="two of these (default: cpu)")
     parser.add_argument("--directory", type=Path, default=ROOT / "runs/demo", help="cleared first (default: runs/demo)")
     flags = parser.parse_args()
     transformers_logging.disable_progress_bar()
     try:
-        demo(Run(flags.directory.resolve()), QUICK if flags.quick else FULL, write_golden=flags.write_golden)
-    except DemoError as error:
+        demo(Run(flags.directory.resolve(), flags.device), QUICK if flags.quick else FULL,
+             golden.card_of(flags.device), compares=not flags.without_golden)
+    except (DemoError, UserError) as error:
         print(f"demo failed: {error}", file=sys.stderr)
         sys.exit(1)
 
 
-def demo(run: Run, plan: Plan, *, write_golden: bool) -> None:
-    """Run all stages in order; the README describes the files they leave."""
+def demo(run: Run, plan: Plan, card: Card, *, compares: bool) -> None:
+    """Run all stages in order; the README describes the files they leave.
+
+    ``compares``: the losses of the first steps with those of ``card``.
+    """
     clock = Clock()
     _clear(run.directory)
     clock.stage("writing 1,797 scanned digits and a tiny checkpoint")
@@ -157,13 +169,11 @@ def demo(run: Run, plan: Plan, *, write_golden: bool) -> None:
     clock.stage(f"resuming as {TENSOR}, steps {first_resumed} to {plan.train_iters}, then exporting")
     train(run, plan, TENSOR, run.save, first_resumed, ("--export-hf", str(run.export)))
     records = read_metrics(run, plan)
-    first_losses = [record["loss"] for record in records[: golden.NUM_STEPS]]
-    if write_golden:
-        golden.write(first_losses)
-    golden_difference = golden.check(first_losses)
+    golden_difference = golden.compare([record["loss"] for record in records], card) if compares else None
 
     difference = prove(run, dataset, clock)
-    task = even_odd.prepare(dataset, run.data_json, run.model_json(PIPELINE), run.export, run / "even_odd")
+    task = even_odd.prepare(dataset, run.data_json, run.model_json(PIPELINE), run.export, run / "even_odd",
+                            run.device)
     learnt = even_odd.learn(task, plan.even_odd_iters, clock)
 
     clock.stage("drawing the loss curve and the answers")
@@ -239,6 +249,7 @@ def train(run: Run, plan: Plan, layout: Layout, load: Path, first: int, flags: t
 def variables(run: Run, plan: Plan, layout: Layout, load: Path) -> dict[str, str]:
     """The variables of the tiny script."""
     return {
+        "DEVICE": run.device,
         "NPUS_PER_NODE": "2",
         "TP": str(layout.tensor),
         "PP": str(layout.pipeline),
@@ -253,8 +264,7 @@ def variables(run: Run, plan: Plan, layout: Layout, load: Path) -> dict[str, str
 
 def read_metrics(run: Run, plan: Plan) -> list[dict]:
     """The steps in metrics.jsonl.  Raises DemoError unless both runs together have every iteration exactly once."""
-    lines = (run.logs / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [row for row in map(json.loads, lines) if row["kind"] == "step"]
+    records = step_rows(run.logs)
     iterations = [record["iteration"] for record in records]
     if iterations != list(range(1, plan.train_iters + 1)):
         raise DemoError(f"metrics.jsonl has iterations {iterations}; expected 1 to {plan.train_iters}, once each")

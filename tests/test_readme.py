@@ -144,7 +144,8 @@ def test_the_numbers_are_the_demo_s():
     assert f"(at most {even_odd.MAXIMUM_ACCURACY_BEFORE:.0%} without" in text
     assert f"own to {demo.MAXIMUM_LOGITS_DIFFERENCE:.0e}".replace("e-0", "e-") in text
     assert f"losses of the first {golden.NUM_STEPS} steps" in text
-    assert f"golden.json`](../demo/golden.json) to {golden.TOLERANCE:.0e}".replace("e-0", "e-") in text
+    assert f"demo.yaml`](../verified/tiny-cpu-demo.yaml) to {golden.card_of('cpu').tolerance:.0e}".replace(
+        "e-0", "e-") in text
 
 
 def test_the_versions_are_those_of_the_package():

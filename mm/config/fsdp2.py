@@ -4,21 +4,15 @@ The file itself sets nothing: what it asks for beyond the flags is refused, with
 """
 
 from collections.abc import Iterator, Mapping
-from io import StringIO
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError
-from ruamel.yaml.nodes import MappingNode
 
 from mm.config.flags import Arguments
 from mm.config.foreign import Fixed, Inert, Row, rows
-from mm.config.read import Document, read_text
+from mm.config.read_yaml import read_yaml
 from mm.config.schema import STRICT, read_settings
-from mm.errors import UserError
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 
@@ -66,24 +60,3 @@ def _contradictions(config: Fsdp2Config, args: Arguments, num_copies: int) -> It
     if config.reduce_dtype not in (None, reduced):
         yield (f"reduce_dtype is {config.reduce_dtype}, but gradients are reduced in {reduced}; change it, or "
                f"{'remove' if reduced == 'bf16' else 'give'} --grad-reduce-in-bf16")
-
-
-def read_yaml(path: str | Path) -> Document:
-    """Read a YAML file without tags; raises UserError with ``file:line`` for wrong syntax and duplicate keys."""
-    text = read_text(path, "a YAML file")
-    reader: Any = YAML(typ="safe", pure=True)  # its types are incomplete
-    try:
-        root, node = reader.load(StringIO(text)), reader.compose(StringIO(text))
-    except MarkedYAMLError as error:
-        found: Any = error
-        mark = found.problem_mark or found.context_mark
-        line = f":{mark.line + 1}" if mark is not None else ""
-        raise UserError(f"{path}{line}: {found.problem or found.context}") from error
-    lines = dict(_keys(node)) if isinstance(node, MappingNode) else {}
-    return Document(str(path), root, lines)
-
-
-def _keys(node: Any) -> Iterator[tuple[tuple[str | int, ...], list[int]]]:
-    """The keys of the outermost object, each with its line."""
-    for key, _ in node.value:
-        yield (key.value,), [key.start_mark.line + 1]

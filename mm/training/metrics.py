@@ -20,6 +20,8 @@ from mm.timeline.spans import TIMED, label, seconds_key
 from mm.training.slow_ranks import SlowRank
 from mm.training.trackers import open_trackers
 
+METRICS, FACTS = "metrics.jsonl", "run.json"
+"""Files of a run in its ``--log-dir``."""
 _FLAG = "--log-dir"
 _NUM_TIMED = 100
 """Number of recent steps whose median time predicts the time left, without validations and saves."""
@@ -211,7 +213,7 @@ class MetricsWriter:
         self._since_line: list[StepMetrics] = []
         self._step_seconds: deque[float] = deque(maxlen=_NUM_TIMED)
         directory = Path(args.log_dir)
-        facts, self._path = directory / "run.json", directory / "metrics.jsonl"
+        facts, self._path = directory / FACTS, directory / METRICS
         with writing(facts, _FLAG):
             directory.mkdir(parents=True, exist_ok=True)
             facts.write_text(json.dumps(resolved, indent=2) + "\n", encoding="utf-8")
@@ -263,6 +265,17 @@ class MetricsWriter:
             self._file.close()
         for tracker in self._trackers:
             tracker.close()
+
+
+def step_rows(log_dir: Path) -> list[dict[str, Any]]:
+    """The rows of the steps of a run that has ended, in order; raises OSError naming a file that cannot be read."""
+    rows = map(json_object, whole_lines((log_dir / METRICS).read_bytes()))
+    return [row for row in rows if row["kind"] == "step"]
+
+
+def run_facts(log_dir: Path) -> dict[str, Any]:
+    """The resolved configuration of a run, and what it ran on."""
+    return json_object((log_dir / FACTS).read_bytes())
 
 
 def _keep_before(path: Path, iteration: int) -> None:

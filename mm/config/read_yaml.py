@@ -1,0 +1,34 @@
+"""Strict reading of a YAML file, like that of a JSON file."""
+
+from collections.abc import Iterator
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError
+from ruamel.yaml.nodes import MappingNode
+
+from mm.config.read import Document, read_text
+from mm.errors import UserError
+
+
+def read_yaml(path: str | Path) -> Document:
+    """Read a YAML file without tags; raises UserError with ``file:line`` for wrong syntax and duplicate keys."""
+    text = read_text(path, "a YAML file")
+    reader: Any = YAML(typ="safe", pure=True)  # its types are incomplete
+    try:
+        root, node = reader.load(StringIO(text)), reader.compose(StringIO(text))
+    except MarkedYAMLError as error:
+        found: Any = error
+        mark = found.problem_mark or found.context_mark
+        line = f":{mark.line + 1}" if mark is not None else ""
+        raise UserError(f"{path}{line}: {found.problem or found.context}") from error
+    lines = dict(_keys(node)) if isinstance(node, MappingNode) else {}
+    return Document(str(path), root, lines)
+
+
+def _keys(node: Any) -> Iterator[tuple[tuple[str | int, ...], list[int]]]:
+    """The keys of the outermost object, each with its line."""
+    for key, _ in node.value:
+        yield (key.value,), [key.start_mark.line + 1]
