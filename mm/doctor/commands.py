@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, get_args
 import psutil
 
 from mm.config.flags import DeviceName
+from mm.console import add_common_flags
 from mm.doctor.diagnosis import Diagnosis, Level, fault, ok, read_lines
 from mm.doctor.machine import directory_findings, file_findings, host_findings, memory_findings, name_findings
 from mm.doctor.packages import package_findings
 from mm.doctor.variables import variable_findings
 from mm.errors import UserError, printable
 from mm.files import write_whole
+from mm.progress import ongoing
 from mm.version import version_line
 
 if TYPE_CHECKING:
@@ -61,8 +63,8 @@ def run(words: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("mm-doctor", allow_abbrev=False, description=(
-        "Prints what a run would find on this machine, and how to mend it.  Exit status 1: there is a fault."))
-    parser.add_argument("--version", action="version", version=version_line("mm-doctor"))
+        "Prints what a run would find on this machine, and how to mend it."))
+    add_common_flags(parser, version_line("mm-doctor"), "mm-doctor")
     parser.add_argument("--device", default="auto", choices=get_args(DeviceName), help="what to examine (default auto)")
     parser.add_argument("--num-processes", type=int, metavar="N",
                         help="ranks of the trial on this machine; absent = one for each device, 2 on the CPU")
@@ -149,7 +151,8 @@ def _trial(wanted: str, num_processes: int) -> Iterator[Diagnosis]:
         process = subprocess.Popen(words, env=_environment(), text=True, stdout=subprocess.DEVNULL,
                                    stderr=subprocess.PIPE)
         try:
-            _, errors = process.communicate(timeout=_RANK_SECONDS)
+            with ongoing(f"trial of {num_processes} processes, of at most {_RANK_SECONDS:.0f} s"):
+                _, errors = process.communicate(timeout=_RANK_SECONDS)
         except subprocess.TimeoutExpired:
             errors = None
         finally:
