@@ -21,7 +21,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
-    from checkpoint.commands import run
+    from mm.progress import ongoing
+
+    with ongoing("loading the libraries"):
+        from checkpoint.commands import run
 
     return run(words)
 

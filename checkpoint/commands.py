@@ -1,10 +1,11 @@
 """The commands of ``mm-convert``: turns flags into calls, and user errors into messages with exit status 2."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import auto_cli, set_parsing_settings
+from jsonargparse import auto_cli, capture_parser, set_parsing_settings
 
 from checkpoint import lora
 from checkpoint.diff import diff_directories
@@ -20,6 +21,7 @@ from checkpoint.options import (
     VerifyConfig,
 )
 from checkpoint.verify import show_directory, verify_directory
+from mm.console import COMPLETION, SHELLS, STATUSES, completed_parser, completion_script
 from mm.conversion import convert
 from mm.ending import refused
 from mm.errors import UserError, printable
@@ -115,12 +117,18 @@ def run(words: Sequence[str]) -> int:
     converting = (hf_to_mm, mm_to_hf, resplit, lora_hf_to_mm, lora_mm_to_hf, merge_lora)
     commands = {command.__name__: command for command in (*converting, verify, diff, show)}
     components: Any = {
-        converter: {"_help": f"{title}, all sizes.  --version prints the version.", **commands}
+        converter: {"_help": f"{title}, all sizes.  --version prints the version; {COMPLETION} bash, or zsh, prints a "
+                             f"script that completes this command there (docs/install.md).", **commands}
         for converter, title in _CONVERTERS.items()
     }
+    called: Any = {"components": components, "as_positional": False, "prog": "mm-convert", "epilog": STATUSES}
+    if len(words) == 2 and words[0] == COMPLETION and words[1] in SHELLS:
+        found = completed_parser(capture_parser(lambda: auto_cli(**called, args=[])))
+        print(completion_script(words[1], "mm-convert", replace(found, flags={**found.flags, COMPLETION: SHELLS})))
+        return 0
     try:
         _refuse_others(words)
-        status = auto_cli(components, as_positional=False, args=list(words))
+        status = auto_cli(**called, args=list(words))
     except UserError as error:
         return refused(error)
     return status if isinstance(status, int) else 0

@@ -17,6 +17,7 @@ from mm.config.generate import kept_answers
 from mm.config.notes import notes_at_start, sorted_notes
 from mm.ending import end_with_launcher, is_first_rank, print_notes, print_notes_once, refused, run_command, status_of
 from mm.errors import UserError
+from mm.progress import Progress, ongoing
 from mm.version import software
 
 if TYPE_CHECKING:
@@ -77,9 +78,11 @@ def evaluate(evaluating: Evaluating) -> int:
     args = evaluating.asking.args
     with Watchdog(Meeting.of_launcher(args.distributed_timeout_minutes), None, facts=software()) as watchdog:
         with watchdog.phase("check"):
-            items = read_items(evaluating) if is_first_rank() else None  # the other ranks have no use for them
+            with ongoing("reading the questions", is_first_rank()):
+                items = read_items(evaluating) if is_first_rank() else None  # the other ranks have no use for them
             found = find(evaluating.asking) if is_first_rank() else None  # one rank reports what all of them would
-        store = watchdog.meet()
+        with ongoing("waiting for the other ranks", is_first_rank()):
+            store = watchdog.meet()
         found = found or find(evaluating.asking)
         if items is not None:
             print_notes(notes_at_start((*evaluating.asking.notes, *items.notes, *found.notes)), sys.stderr)
@@ -94,8 +97,9 @@ def evaluate(evaluating: Evaluating) -> int:
         from mm.parallel.agreement import on_first
         from mm.scoring.results import ANSWERS, check_settings
 
-        mesh = parallel.start(
-            device, found.model, args.tensor_model_parallel_size, args.distributed_timeout_minutes, store=store)
+        with ongoing("connecting the ranks", is_first_rank()):
+            mesh = parallel.start(
+                device, found.model, args.tensor_model_parallel_size, args.distributed_timeout_minutes, store=store)
         watchdog.place(mesh)
         with watchdog.phase("load"):
             session = Session.open(evaluating.asking, found, device, mesh)
@@ -130,7 +134,8 @@ def _prompts(evaluating: Evaluating, items: "Items | None") -> "list[Prompt]":
     assert items is not None, "rank 0 has read them"
     folder = Path(evaluating.output) / PICTURES
     folder.mkdir(exist_ok=True)
-    return in_order(items.as_prompts(folder))
+    shown = Progress("writing the pictures of the questions", len(items.items), "questions")
+    return in_order(shown.each(items.as_prompts(folder)))
 
 
 def _finish(evaluating: Evaluating, items: "Items | None", settings: dict[str, Any]) -> None:
@@ -142,11 +147,12 @@ def _finish(evaluating: Evaluating, items: "Items | None", settings: dict[str, A
 
     assert items is not None, "rank 0 has read them"
     folder = Path(evaluating.output)
-    found, scores = write_results(folder, items, title_of(evaluating), read_answers(folder / ANSWERS))
-    write_text(folder / PAGE, results_page(scores, settings, found))
-    if evaluating.peer_model is not None:
-        write_peer_files(folder, evaluating.peer_model, evaluating.peer_dataset, items.rule, found)
-    shutil.rmtree(folder / PICTURES)
+    with ongoing("scoring the answers"):
+        found, scores = write_results(folder, items, title_of(evaluating), read_answers(folder / ANSWERS))
+        write_text(folder / PAGE, results_page(scores, settings, found))
+        if evaluating.peer_model is not None:
+            write_peer_files(folder, evaluating.peer_model, evaluating.peer_dataset, items.rule, found)
+        shutil.rmtree(folder / PICTURES)
     print(report(scores).text(), flush=True)
 
 

@@ -14,6 +14,7 @@ from mm.config.generate import GENERATE, Asking, GenerateArguments, kept_answers
 from mm.config.notes import notes_at_start, sorted_notes
 from mm.ending import end_with_launcher, is_first_rank, print_notes, print_notes_once, refused, run_command, status_of
 from mm.errors import UserError
+from mm.progress import ongoing
 from mm.version import software
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ def answer(asking: Asking) -> int:
     with Watchdog(Meeting.of_launcher(args.distributed_timeout_minutes), None, facts=software()) as watchdog:
         with watchdog.phase("check"):
             found = find(asking) if is_first_rank() else None  # one rank reports what all of them would
-        store = watchdog.meet()
+        with ongoing("waiting for the other ranks", is_first_rank()):
+            store = watchdog.meet()
         found = found or find(asking)
         if is_first_rank():
             print_notes(notes_at_start((*asking.notes, *found.notes)), sys.stderr)
@@ -84,8 +86,9 @@ def answer(asking: Asking) -> int:
         from mm.generation.terminal import Chat, ask_once
         from mm.parallel import mesh as parallel
 
-        mesh = parallel.start(
-            device, found.model, args.tensor_model_parallel_size, args.distributed_timeout_minutes, store=store)
+        with ongoing("connecting the ranks", is_first_rank()):
+            mesh = parallel.start(
+                device, found.model, args.tensor_model_parallel_size, args.distributed_timeout_minutes, store=store)
         watchdog.place(mesh)
         with watchdog.phase("load"):
             session = Session.open(asking, found, device, mesh)

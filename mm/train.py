@@ -26,12 +26,15 @@ from mm.ending import (
     status_of,
 )
 from mm.errors import UserError, collected, printable, refuse
+from mm.progress import ongoing
 from mm.signals import StopSignals
 from mm.training.claim import Claim, claim_problems
 from mm.version import software
 
 if TYPE_CHECKING:
     from mm.training.opened import Opened
+
+_LOADING = "loading the libraries"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,7 +68,8 @@ def _run(words: Sequence[str], signals: StopSignals) -> int:
     try:
         run = load_run(words)
         if run.args.may_begin or run.args.save is not None:
-            from mm.training.sources import with_start  # loads torch
+            with ongoing(_LOADING, is_first_rank()):
+                from mm.training.sources import with_start  # loads torch
 
             run = with_start(run)
         if run.args.dry_run or run.args.check:
@@ -90,8 +94,9 @@ def check_files(run: Run, claim: Claim) -> "tuple[Run, Opened]":
     its steps, and what the check has opened, for the start.  It builds the index of the samples, which other ranks that
     read data open later; a node that cannot see it builds its own.
     """
-    from mm.training.preflight import check  # imports transformers, which the ranks that do not check may not need
-    from mm.weights.trained import freeze_notes
+    with ongoing(_LOADING):
+        from mm.training.preflight import check  # imports transformers, which the ranks that do not check may not need
+        from mm.weights.trained import freeze_notes
 
     is_rehearsal = run.args.dry_run or run.args.check
     written = {flag: path for flag, path in (("--save", run.args.save), ("--log-dir", run.args.log_dir))
@@ -110,7 +115,8 @@ def check_files(run: Run, claim: Claim) -> "tuple[Run, Opened]":
 
 def check_node(run: Run) -> None:
     """Print notes on what this node may lack for the run; raises UserError for what it certainly lacks."""
-    from mm.training.machine import Node, node_problems
+    with ongoing(_LOADING, is_first_rank()):
+        from mm.training.machine import Node, node_problems
 
     notes: list[str] = []
     refuse(node_problems(run, Node.here(), notes))
@@ -140,7 +146,7 @@ def train(run: Run, signals: StopSignals) -> int:
         from mm.device.device import Device
         from mm.device.known import peak_notes
 
-        with watchdog.phase("start"):
+        with watchdog.phase("start"), ongoing("starting the device", is_first_rank()):
             device = Device.pick(run.args.device, run.args.deterministic_mode)
             print_notes_once((*device.notes, *peak_notes(device.platform, device.name)))
             # megatron looks at the device while it is imported, so everything built on it comes after this
@@ -150,8 +156,9 @@ def train(run: Run, signals: StopSignals) -> int:
             from mm.training.run import Trainer
             from mm.training.start import settle
 
-        store = watchdog.meet()
-        with watchdog.phase("start"):
+        with ongoing("waiting for the other ranks", is_first_rank()):
+            store = watchdog.meet()
+        with watchdog.phase("start"), ongoing("connecting the ranks", is_first_rank()):
             mesh = parallel.start(device, run.model, run.tp_size, minutes, run.cp_size, run.is_ring,
                                   run.args.vision_feature_cache is not None, store)
         watchdog.place(mesh)

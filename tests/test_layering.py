@@ -16,7 +16,7 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
 FLOORS = {
-    "mm.errors": 0, "mm.families": 0, "mm.files": 0, "mm.placement": 0, "mm.version": 0,
+    "mm.errors": 0, "mm.families": 0, "mm.files": 0, "mm.placement": 0, "mm.console": 0, "mm.version": 0,
     "mm.progress": 1, "mm.report": 1, "mm.requirements": 1, "mm.signals": 1,
     "mm.config": 1, "mm.device": 1,
     "mm.ending": 2,
@@ -53,14 +53,14 @@ WITHOUT_PROCESSES = ("mm.errors", "mm.families", "mm.placement", "mm.config", "m
 """Mathematics, rules and files: neither megatron nor torch.distributed, so mm-convert and the tests of these run on any
 machine."""
 
-WITHOUT_TORCH = ("mm.errors", "mm.families", "mm.ending", "mm.placement", "mm.signals", "mm.config")
+WITHOUT_TORCH = ("mm.errors", "mm.families", "mm.console", "mm.ending", "mm.placement", "mm.signals", "mm.config")
 """What reads and checks settings, before torch is loaded."""
 
 FILES = {"mm.formats", "mm.conversion", "checkpoint"}
 """What reads and writes weights, from the formats up to ``mm-convert``."""
 
-FILES_MAY_IMPORT = FILES | {"mm.errors", "mm.families", "mm.files", "mm.placement", "mm.version", "mm.ending",
-                            "mm.progress", "mm.config", "mm.weights"}
+FILES_MAY_IMPORT = FILES | {"mm.errors", "mm.families", "mm.files", "mm.placement", "mm.console", "mm.version",
+                            "mm.ending", "mm.progress", "mm.config", "mm.weights"}
 """The other rooms below are about devices and batches, which files know nothing of."""
 
 KNOW_A_DEVICE = {"mm.device.cpu", "mm.device.cuda", "mm.device.npu"}

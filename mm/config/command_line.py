@@ -18,10 +18,14 @@ from pydantic.fields import FieldInfo
 from mm.config.foreign import Fixed, FlagRow, Inert, SameAs
 from mm.config.notes import NoEffect
 from mm.config.schema import NUMBERS, choices, converted, expected, fields_of
+from mm.console import COMPLETION, SHELLS, Completed, add_common_flags
 from mm.errors import nearest, refuse
 from mm.version import version_line
 
 Built = TypeVar("Built")
+
+FIRST_TITLE = "What every run needs"
+"""Title of the flags that stand first in the help."""
 
 
 def _field_name(flag: str) -> str:
@@ -66,6 +70,12 @@ class CommandLine(Generic[Built]):
     def fields(self) -> Mapping[str, FieldInfo]:
         """The fields by flag."""
         return {flag_name(name): field for name, field in fields_of(self.cls).items()}
+
+    @property
+    def completed(self) -> Completed:
+        """What a shell completes: every flag, with its words."""
+        values = {flag: choices(field) for flag, field in self.fields.items()}
+        return Completed({**values, "--help": (), "--version": (), COMPLETION: SHELLS})
 
     def split(self, argv: Sequence[str]) -> Words:
         """Split the command line into flags and their values."""
@@ -118,8 +128,7 @@ class CommandLine(Generic[Built]):
         parser = argparse.ArgumentParser(
             self.name, description=self.description, usage=f"%(prog)s {self.usage}",
             allow_abbrev=False, argument_default=argparse.SUPPRESS, formatter_class=_Help)
-        parser.add_argument("--version", action="version", version=version_line(self.name),
-                            help="print the version of this program and of its libraries, and exit")
+        add_common_flags(parser, version_line(self.name), self.name.replace("mm.", "mm-"), lambda: self.completed)
         places = self._places(parser)
         for flag, field in self.fields.items():
             is_switch = field.annotation is bool
@@ -136,7 +145,7 @@ class CommandLine(Generic[Built]):
     def _places(self, parser: argparse.ArgumentParser) -> Mapping[str, Callable[..., Any]]:
         """What adds each flag where it stands in the help."""
         found: dict[str, Callable[..., Any]] = {}
-        first = parser.add_argument_group("What every run needs").add_argument if self.first else parser.add_argument
+        first = parser.add_argument_group(FIRST_TITLE).add_argument if self.first else parser.add_argument
         at = parser.add_argument
         for name in fields_of(self.cls):
             at = parser.add_argument_group(self.groups[name]).add_argument if name in self.groups else at

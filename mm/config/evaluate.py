@@ -14,6 +14,7 @@ from pydantic.dataclasses import dataclass
 
 from mm.config.command_line import CommandLine
 from mm.config.data import DataConfig
+from mm.config.flag_groups import EVALUATE_FIRST, EVALUATE_GROUPS
 from mm.config.flags import Arguments, BenchmarkName, Rule
 from mm.config.generate import Asking, ModelArguments, other_flags, read_asking
 from mm.config.inference import GenerationSettings, InferenceConfig, read_model_and_more
@@ -56,7 +57,7 @@ class EvaluateArguments(ModelArguments):
 EVALUATE = CommandLine(
     "mm.evaluate", f"Score {TITLES} on a benchmark or on your own questions.",
     "--load DIR --questions FILE --benchmark NAME | --rule NAME  --output DIR  [flags]", EvaluateArguments,
-    other_flags(EvaluateArguments))
+    other_flags(EvaluateArguments), EVALUATE_GROUPS, EVALUATE_FIRST)
 
 
 @dataclass(frozen=True, config=STRICT)

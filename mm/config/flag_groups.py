@@ -1,4 +1,4 @@
-"""How ``--help`` divides the flags of a run: those that every run needs first, the others by what they are about."""
+"""How ``--help`` divides the flags: those that every run needs first, the others by what they are about."""
 
 from collections.abc import Mapping
 
@@ -18,3 +18,18 @@ GROUPS: Mapping[str, str] = {
     "log_interval": "Reports",
 }
 """The first field of each group -> the title that stands above it in ``mm.config.flags``."""
+
+_ASK_GROUPS: Mapping[str, str] = {
+    "load": "The model",
+    "device": "Machines",
+    "media_roots": "Files of questions",
+    "image_min_pixels": "Images and videos",
+    "max_new_tokens": "How tokens are chosen",
+    "check": "Before the ranks are started",
+}
+GENERATE_FIRST = ("load", "prompt", "image", "video", "chat", "prompts", "output", "bf16",
+                  "tensor_model_parallel_size", "max_new_tokens")  # fmt: skip
+GENERATE_GROUPS = {**_ASK_GROUPS, "prompt": "The question"}
+EVALUATE_FIRST = ("load", "questions", "benchmark", "rule", "output", "max_questions", "bf16", "batch_size",
+                  "tensor_model_parallel_size", "max_new_tokens")  # fmt: skip
+EVALUATE_GROUPS = {**_ASK_GROUPS, "questions": "Results"}

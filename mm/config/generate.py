@@ -15,6 +15,7 @@ from pydantic.dataclasses import dataclass
 from mm.config.choices import DeviceName
 from mm.config.command_line import CommandLine, flag_name
 from mm.config.data import DataConfig, read_data
+from mm.config.flag_groups import GENERATE_FIRST, GENERATE_GROUPS
 from mm.config.flags import Arguments, VitQkvOrder
 from mm.config.foreign import FLAGS, Fixed, FlagRow, Inert
 from mm.config.inference import GenerationSettings, InferenceConfig, read_inference, settings_problems
@@ -116,7 +117,7 @@ def other_flags(cls: type[ModelArguments]) -> Mapping[str, FlagRow]:
 GENERATE = CommandLine(
     "mm.generate", f"Generate answers with {TITLES}, using the trainer's forward pass, on any layout.",
     "--load DIR --prompt TEXT [--image FILE ...] | --chat | --prompts FILE --output FILE  [flags]", GenerateArguments,
-    other_flags(GenerateArguments))
+    other_flags(GenerateArguments), GENERATE_GROUPS, GENERATE_FIRST)
 
 Said = TypeVar("Said", bound=ModelArguments)
 

@@ -38,7 +38,7 @@ from mm.formats.qkv_order import QkvOrder
 from mm.formats.source import Source, open_hf
 from mm.formats.source import open as open_source
 from mm.formats.storage import RELEASE, Format, Storage, Structure, mindspeed_targets
-from mm.progress import Progress
+from mm.progress import Progress, ongoing
 from mm.weights.plan import CopyPlan, TargetFile, make_plan
 from mm.weights.views import View
 
@@ -99,7 +99,8 @@ class Conversion:
             return
         else:
             check_replaceable(target, (self.source,), self.plan.num_bytes, self.is_ours, options.overwrite)
-            self.source.check()
+            with ongoing(f"checking {self.source.path}"):
+                self.source.check()
             write(target, self.fingerprint, self.plan.files, self.modes,
                   lambda output: self._fill(output, num_workers), self.write_others)
         print(f"{target} is complete: {len(self.plan.files)} weight files, {self.plan.num_bytes:,} bytes.")

@@ -24,7 +24,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
-    from mm.data_tool.commands import run
+    from mm.progress import ongoing
+
+    with ongoing("loading the libraries"):
+        from mm.data_tool.commands import run
 
     return run(words)
 

@@ -14,6 +14,7 @@ from typing import Any
 from mm.config.data import read_data
 from mm.config.flags import DEFAULT_SEED
 from mm.config.model import ModelConfig, read_model
+from mm.console import add_common_flags
 from mm.data.encode.chat import load_tokenizer
 from mm.data.index.dataset import Dataset, datasets, notes_of
 from mm.data.index.gauge import Gauge
@@ -25,6 +26,7 @@ from mm.data_tool.show import Shown
 from mm.data_tool.survey import MediaFindings, look, survey
 from mm.ending import print_notes, refused
 from mm.errors import MAX_PROBLEMS, UserError, printable, refuse
+from mm.progress import ongoing
 from mm.report import check_page, write_page
 from mm.version import version_line
 
@@ -123,7 +125,9 @@ def _check(flags: argparse.Namespace) -> None:
     problems: list[str] = []
     splits, gauge, model = _measured(flags, problems)
     if splits:
-        report = survey(flags.mm_data, splits, model, flags.seq_length, look(splits, gauge.encoder, flags.deep))
+        looked = look(splits, gauge.encoder, flags.deep)
+        with ongoing("computing the statistics"):
+            report = survey(flags.mm_data, splits, model, flags.seq_length, looked)
         print(report.text())
         if flags.html is not None:
             print("\n" + write_page(flags.html, report.html(pictures_by_kind(report.problems))))
@@ -139,7 +143,8 @@ def _stats(flags: argparse.Namespace) -> None:
     problems: list[str] = []
     splits, _, model = _measured(flags, problems)
     if splits:
-        report = survey(flags.mm_data, splits, model, flags.seq_length, MediaFindings())
+        with ongoing("computing the statistics"):
+            report = survey(flags.mm_data, splits, model, flags.seq_length, MediaFindings())
         print(dataclasses.replace(report, problems=()).text())
     refuse(problems)
 
@@ -204,7 +209,7 @@ _COMMANDS = (_add_index, _add_check, _add_stats, _add_show, _add_convert, _add_m
 def run(words: Sequence[str]) -> int:
     """Run one command.  Returns the exit status: 0, or 2 for errors that the user can fix."""
     parser = argparse.ArgumentParser(prog="mm-data", description="Checks, measures and converts data files.")
-    parser.add_argument("--version", action="version", version=version_line(parser.prog))
+    add_common_flags(parser, version_line(parser.prog), parser.prog)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for add in _COMMANDS:
         add(commands)

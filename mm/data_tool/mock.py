@@ -10,6 +10,7 @@ from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from mm.errors import refuse
+from mm.progress import Progress
 
 _WORDS = ("the", "a", "picture", "shows", "two", "red", "small", "house", "on", "green", "field", "and", "one", "old",
           "tree", "near", "water", "under", "open", "sky")  # fmt: skip
@@ -45,11 +46,11 @@ class Mock:
         (directory / "images").mkdir(parents=True, exist_ok=True)
         random = np.random.default_rng(self.seed)
         names = [f"images/{number:05}.jpg" for number in range(self.num_pictures if self.num_images else 0)]
-        for name in names:
+        for name in Progress("drawing pictures", len(names), "pictures").each(names):
             coarse = Image.fromarray(random.integers(0, 256, (6, 8, 3), dtype=np.uint8))
             coarse.resize((self.width, self.height), Image.Resampling.BICUBIC).save(directory / name, quality=90)
         with open(target, "w", encoding="utf-8") as stream:
-            for number in range(self.num_samples):
+            for number in Progress("writing samples", self.num_samples, "samples").each(range(self.num_samples)):
                 images = [names[(number * self.num_images + at) % len(names)] for at in range(self.num_images)]
                 stream.write(json.dumps(self._record(number, images, random, tokenizer)) + "\n")
         return target

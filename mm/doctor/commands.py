@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from mm.config.choices import DeviceName
+from mm.console import add_common_flags
 from mm.doctor.diagnosis import Diagnosis, Level, fault, ok
 from mm.doctor.imports import import_findings, start_imports
 from mm.doctor.machine import directory_findings, file_findings, memory_findings, temporary_findings
@@ -56,8 +57,8 @@ def run(words: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("mm-doctor", allow_abbrev=False, description=(
-        "Prints what a run would find on this machine, and how to mend it.  Exit status 1: there is a fault."))
-    parser.add_argument("--version", action="version", version=version_line("mm-doctor"))
+        "Prints what a run would find on this machine, and how to mend it."))
+    add_common_flags(parser, version_line("mm-doctor"), "mm-doctor")
     parser.add_argument("--device", default="auto", choices=get_args(DeviceName), help="what to examine (default auto)")
     parser.add_argument("--num-processes", type=int, metavar="N",
                         help="ranks of the trial on this machine; absent = one for each device, 2 on the CPU")

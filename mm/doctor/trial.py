@@ -49,12 +49,15 @@ def trial_findings(wanted: str, num_processes: int, seconds: float, own: TrialNo
 
     Node 0 has the findings of all ranks.
     """
+    from mm.progress import ongoing  # not at the top: tqdm may be missing, and the other checks go on
+
     with TemporaryDirectory(prefix="mm-doctor-") as name:
         folder = Path(name)
         words = [sys.executable, "-m", "mm.launch", *own.words(), "--nproc_per_node", str(num_processes), "-m", RANK,
                  str(folder), wanted]
         process = _start(words, folder, environment())
-        errors = _errors(process, folder, seconds)
+        with ongoing(f"trial of {num_processes} processes, of at most {seconds:.0f} s"):
+            errors = _errors(process, folder, seconds)
         found, by_rank = _found(folder), begun(folder)
         yield from found
         num_ranks = num_processes * own.num_nodes

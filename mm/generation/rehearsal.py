@@ -11,6 +11,7 @@ from mm.data.sample import Sample
 from mm.errors import collected, refuse
 from mm.generation.prompts import prompt_encoder
 from mm.generation.source import ModelFiles, find, named_tokens
+from mm.progress import Progress
 
 ALL_IN_ORDER = "Everything that can be checked beforehand is in order."
 
@@ -38,7 +39,7 @@ def rehearse(asking: Asking, read: ReadSamples, output: str | None, decodes: boo
             with collected(problems):
                 vocabulary = encoder.chat.tokenizer.get_vocab()
                 named_tokens(asking.args.stop_tokens, vocabulary, found.model.language.vocab_size)
-            for sample in samples:
+            for sample in Progress("checking prompts", unit="prompts").each(samples):
                 with collected(problems):
                     encoder.encode_prompt(sample) if decodes else encoder.prompt_length(sample)
     refuse([*problems, *(folder_problems("--output", output) if output is not None else ())])

@@ -15,7 +15,7 @@ from mm.formats.source import Source
 from mm.model.stage import Stage
 from mm.parallel.agreement import on_first, together
 from mm.parallel.mesh import Mesh
-from mm.progress import Progress
+from mm.progress import Progress, ongoing
 from mm.weights.memory import MemoryLayout
 from mm.weights.readers import readers
 from mm.weights.table import Weight, shard, stored_name
@@ -27,7 +27,8 @@ def initialize(stage: Stage, weights: Sequence[Weight], mesh: Mesh, seed: int, s
     In adapters, B is 0 and A is uniform, as in PEFT (``kaiming_uniform_`` with a = sqrt(5)).  Each whole tensor has a
     generator seeded by ``seed`` and its name, and is sharded afterwards, so every layout starts from the same model.
     """
-    for weight in weights:
+    shown = Progress("drawing random weights", len(weights), "tensors", is_shown=mesh.rank == 0)
+    for weight in shown.each(weights):
         if weight.name.endswith("norm.weight"):
             whole = torch.ones(weight.shape)
         elif weight.name.endswith((".bias", ".lora_B.weight")):
@@ -51,7 +52,8 @@ def fill(stage: Stage, weights: Sequence[Weight], source: Source, mesh: Mesh) ->
     two copies of a weight differ, or padding is not zero.
     """
     if not source.has_checksums:
-        on_first(mesh, source.check)
+        with ongoing(f"checking {source.path}", mesh.rank == 0):
+            on_first(mesh, source.check)
 
     def read(weight: Weight) -> Tensor:
         return source.read(weight, mesh.tp_size, mesh.tp_rank, stage.get_parameter(weight.name).dtype)
@@ -84,7 +86,9 @@ def read_once(stage: Stage, weights: Sequence[Weight], read: Callable[[Weight], 
                 set_weight(stage, weight, read(weight), mesh)
 
     together(mesh, read_share)
-    for weight, parameter, reader in zip(weights, parameters, chosen, strict=True):
+    whole_of = list(zip(weights, parameters, chosen, strict=True))
+    shown = Progress("sending weights to the other replicas", len(weights), "tensors", is_shown=mesh.rank == 0)
+    for weight, parameter, reader in shown.each(whole_of):
         source = dist.get_global_rank(group, reader)
         if stage.shards_weights:
             whole = held.pop(weight.name) if weight.name in held else _whole(stage, weight)

@@ -9,6 +9,7 @@ from mm.plan.lists import Costs, Lists, best_lists
 from mm.plan.predict import Predictor
 from mm.plan.sizes import PeakMemory
 from mm.plan.workload import Workload
+from mm.progress import ongoing
 
 _NUM_SEARCHED = 2
 """Steps that the search simulates; its result is judged on all steps."""
@@ -47,7 +48,9 @@ def judge(run: Run, predictor: Predictor, workload: Workload, max_bytes: int | N
     limit."""
     present = Lists.of(run.model)
     memory = PeakMemory(run)
-    found, _ = best_lists(present, list_costs(predictor, memory, Workload(workload.steps[:_NUM_SEARCHED]), max_bytes))
+    costs = list_costs(predictor, memory, Workload(workload.steps[:_NUM_SEARCHED]), max_bytes)
+    with ongoing("searching for better lists"):
+        found, _ = best_lists(present, costs)
     both = list(dict.fromkeys((present, found)))
     pipelines = predictor.pipelines(workload, [one.placement for one in both])
     means = zip(both, pipelines.seconds.mean(axis=0).tolist(), pipelines.busy.mean(axis=0).tolist(), strict=True)

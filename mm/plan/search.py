@@ -25,6 +25,7 @@ from mm.plan.lists import Lists, best_lists
 from mm.plan.predict import Predictor, StepPrediction
 from mm.plan.sizes import ChunkSizes, PeakMemory, StageSize, stage_sizes
 from mm.plan.workload import Workload, sample_counts, workload_of
+from mm.progress import Progress
 
 NUM_SEARCH_STEPS = 1
 """Steps that the search looks at: the same samples for every layout.  What it finds is predicted over more."""
@@ -138,7 +139,7 @@ class LayoutSearch:
         other encoder batches to try for the layouts that are kept."""
         considered = list(choices)
         opened, refusals = list[_Open](), dict[str, None]()
-        for choice in considered:
+        for choice in Progress("estimating layouts", len(considered), "layouts").each(considered):
             try:
                 opened.append(self._opened(choice))
             except UserError as error:
@@ -146,7 +147,9 @@ class LayoutSearch:
         opened.sort(key=lambda one: one.estimate)
         fitting, too_large = self._fitting(opened, num_kept)
         promising = _best_of_groups(fitting)[: max(num_searched, num_kept)]
-        searched = sorted(map(self._with_best_lists, promising), key=lambda one: one.seconds)
+        listed = map(self._with_best_lists, promising)
+        searched = sorted(Progress("searching lists", len(promising), "layouts").each(listed),
+                          key=lambda one: one.seconds)
         ranking = sorted((self._with_best_batch(one, encoder_batch_sizes) for one in searched[:num_kept]),
                          key=lambda one: one.step.seconds)
         smallest = self._smallest(too_large) if too_large and not ranking else None
@@ -158,7 +161,7 @@ class LayoutSearch:
         """Layouts with even lists, and layouts for which no lists that fit were found."""
         fitting, too_large = list[_Listed](), list[_Open]()
         num_tried = Counter[tuple[int, int, int]]()
-        for one in opened:
+        for one in Progress("predicting layouts", unit="layouts").each(opened):
             fastest = _best_of_groups(fitting)[:num_kept]
             if len(fastest) == num_kept and one.estimate > fastest[-1].seconds * SLACK:
                 break

@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from mm.config.flags import TRAIN
 from mm.config.run import Run, load_run
+from mm.console import COMPLETION, Completed, add_common_flags, completed_parser
 from mm.ending import print_notes, refused
 from mm.errors import UserError, printable
 from mm.plan.by_flops import calibration_by_flops
@@ -30,7 +32,7 @@ from mm.version import version_line
 def run(words: Sequence[str]) -> int:
     """Run the command that ``words`` names; returns the exit status."""
     own, training = _split(words)
-    if own and own[0].startswith("--") and own[0] not in ("--help", "--version"):
+    if own and own[0].startswith("--") and own[0] not in ("--help", "--version", COMPLETION):
         flags, more = _layouts_parser().parse_known_args(own)
         training = [*more, *training]
     else:
@@ -65,10 +67,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "mm-plan", usage="mm-plan --device NAME FLAGS | mm-plan COMMAND ... -- FLAGS", description=(
             "Without a command: finds the fastest layout of a run on a device, or on what --calibration has measured, "
-            "and with --write DIR writes it.  docs/planning.md explains --fix, --lengths, --memory-gib, --node-size, "
-            "--network-gbit and --top.  FLAGS are those of python -m mm.train."))
-    parser.add_argument("--version", action="version", version=version_line("mm-plan"))
-    commands: Any = parser.add_subparsers(required=True, metavar="COMMAND")
+            "and with --write DIR writes it (docs/planning.md).  FLAGS are those of python -m mm.train."))
+    add_common_flags(parser, version_line("mm-plan"), "mm-plan", _completed)
+    commands: Any = parser.add_subparsers(required=True, metavar="COMMAND", prog="mm-plan")
+    add_flags(parser.add_argument_group("Without a command"), _count)
     calibrate = commands.add_parser(
         "calibrate", help="measure this device with the layers of a model",
         description="Measures each kind of layer at several sizes, updates, messages and collectives, and writes what "
@@ -112,6 +114,13 @@ def _parser() -> argparse.ArgumentParser:
         "GiB of memory that a rank may need; lists that need more are not proposed (default: no limit)"))
     lists.set_defaults(run=_lists)
     return parser
+
+
+def _completed() -> Completed:
+    """The flags of training stand among our own without a command, else after ``--``."""
+    own = completed_parser(_parser())
+    commands = {word: replace(one, commands={"--": TRAIN.completed}) for word, one in own.commands.items()}
+    return Completed({**TRAIN.completed.flags, **own.flags}, commands)
 
 
 def _add_accept(parser: argparse.ArgumentParser) -> None:

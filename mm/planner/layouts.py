@@ -53,7 +53,7 @@ _WORDS = {"sampler": SAMPLERS, "encoder": ENCODERS, "recompute": (*RECOMPUTE, AS
 _MOST_RANKS = 1 << 20
 
 
-def add_flags(parser: argparse.ArgumentParser, count_of: Callable[[str], int]) -> None:
+def add_flags(parser: argparse._ActionsContainer, count_of: Callable[[str], int]) -> None:
     """The flags of ``mm-plan`` without a command."""
     parser.add_argument("--device", help="a device whose published figures are used: " + ", ".join(_labels()))
     parser.add_argument("--calibration", type=Path, help=(
@@ -61,7 +61,7 @@ def add_flags(parser: argparse.ArgumentParser, count_of: Callable[[str], int]) -
         "measured are considered"))
     parser.add_argument(ACCEPT, action="store_true", help=ACCEPT_HELP)
     parser.add_argument("--memory-gib", type=count_of, help=(
-        f"GiB of memory that a rank may use (default: {MEMORY_SHARE:.0%} of the device's)"))
+        f"GiB of memory that a rank may use (default: {MEMORY_SHARE:.0%}% of the device's)"))
     parser.add_argument("--node-size", type=count_of, help=(
         "devices in a node (default: that of the maker's usual server)"))
     parser.add_argument("--network-gbit", type=count_of, help=(

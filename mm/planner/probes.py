@@ -45,6 +45,7 @@ from mm.planner.slots import (
     pass_seconds,
     slots_of,
 )
+from mm.progress import Progress
 from mm.weights.trained import GradientPath
 
 NUM_ROUNDS = 3
@@ -86,8 +87,10 @@ class Prober:
     def blocks(self, models: Iterable[ModelConfig], known: Set[BlockKey]) -> tuple[MeasuredBlock, ...]:
         """Measure the kinds of blocks of ``models``, which are probes, that are not ``known``; each kind once."""
         probes = self._probes(models, known)
-        rounds = [[{slot: self._slot(one.model, slot) for slot in slots_of(one.blocks.values())} for one in probes]
-                  for _ in range(self._num_rounds)]
+        rounds: list[list[Round]] = [[] for _ in range(self._num_rounds)]
+        shown = Progress("measuring layers", self._num_rounds * len(probes), "models", is_shown=self._mesh.rank == 0)
+        for number, one in shown.each((number, one) for number in range(self._num_rounds) for one in probes):
+            rounds[number].append({slot: self._slot(one.model, slot) for slot in slots_of(one.blocks.values())})
         of_probes = list(zip(probes, zip(*rounds, strict=True), strict=True))
         self.passes += [seconds for probe, own in of_probes for seconds in pass_seconds(own, probe.blocks.values())]
         chunk_pass = max(0.0, median(self.passes)) if self.passes else 0.0

@@ -22,6 +22,7 @@ from mm.formats.training_reader import GATHER, TrainingDirectory
 from mm.model.load import fill, read_once
 from mm.parallel.agreement import all_of, together
 from mm.parallel.mesh import Mesh
+from mm.progress import Progress
 from mm.training.optimizer_state import MOMENTS, OwnedState, is_split, owned_states, restore_scaler, take_weights
 from mm.training.schedule import Schedule
 from mm.training.spikes import RecentSteps
@@ -167,7 +168,8 @@ def _load_optimizer(stored: TrainingDirectory, source: Source, setup: Setup) -> 
     copies = setup.mesh.groups.dp_cp
     is_shared = not is_split(setup.optimizer) and copies.size() > 1
     chosen = readers([state.main.nbytes for state in owned], copies.size() if is_shared else 1)
-    for state, reader in zip(owned, chosen, strict=True):
+    shown = Progress("loading optimizer states", len(owned), "tensors", is_shown=setup.mesh.rank == 0)
+    for state, reader in shown.each(zip(owned, chosen, strict=True)):
         if is_shared and reader != copies.rank():
             if step:
                 state.restore_moments(step, None)
@@ -192,7 +194,9 @@ def _load_optimizer(stored: TrainingDirectory, source: Source, setup: Setup) -> 
 def _broadcast(shared: Sequence[tuple[OwnedState, int]], mesh: Mesh, device: torch.device) -> None:
     """Broadcast each optimizer state from the replica that read it, after all have finished reading."""
     group = mesh.groups.dp_cp
-    for state, reader in shared:
+    shown = Progress("sending optimizer states to the other replicas", len(shared), "tensors",
+                     is_shown=mesh.rank == 0)
+    for state, reader in shown.each(shared):
         for tensor in state.restored():
             sent = tensor.to(device)  # it may be in host memory
             dist.broadcast(sent, dist.get_global_rank(group, reader), group)

@@ -34,6 +34,7 @@ from mm.formats.hf_config import hf_problems
 from mm.formats.source import Kind, find_kind
 from mm.formats.training import CheckpointManifest
 from mm.generation.prompts import encoder_for_prompts
+from mm.progress import Progress
 from mm.scoring.questions import read_items
 from mm.training.epochs import with_steps
 from mm.training.opened import Opened, Questions, Samples
@@ -222,7 +223,8 @@ def _open_questions(run: Run, gauge: Gauge | None, found: Findings) -> Questions
             return None
         assert asked.asking.media_config(run.data.model_name_or_path) == run.data, "one encoder suits both"
         encoder = encoder_for_prompts(gauge.encoder, run.model)
-        for _, sample, _ in items.as_prompts(Path(folder)):
+        shown = Progress("checking questions", len(items.items), "questions")
+        for _, sample, _ in shown.each(items.as_prompts(Path(folder))):
             with collected(found.problems):
                 encoder.encode_prompt(sample)
         return Questions(items, encoder)

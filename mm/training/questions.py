@@ -19,6 +19,7 @@ from mm.generation.source import settings_in
 from mm.parallel.agreement import on_first, together
 from mm.parallel.mesh import for_prompts
 from mm.parallel.watchdog import Phase
+from mm.progress import Progress
 from mm.scoring.questions import read_items, title_of
 from mm.scoring.results import PICTURES, Prediction, write_results
 from mm.training.opened import Questions
@@ -73,7 +74,13 @@ class QuestionSet:
             asking.enter_context(evaluating(self._setup))
             with self._phase("answers"):
                 asking.enter_context(self._setup.stage.all_whole())
-            problems += answer_batches(session, batches, self._keep, self._phase)
+            with Progress("answering", sum(map(len, batches)), "questions", is_shown=session.mesh.rank == 0) as shown:
+
+                def keep(answered: Sequence[Response]) -> None:
+                    self._answers |= {one.prompt.number: Prediction.of(one.text, one.ended) for one in answered}
+                    shown.update(len(answered))
+
+                problems += answer_batches(session, batches, keep, self._phase)
         scores = on_first(session.mesh, lambda: self._finish(folder, problems))
         return QuestionScores(scores, time.perf_counter() - started)
 
@@ -86,9 +93,6 @@ class QuestionSet:
         self._answers.clear()
         prompts = in_order(self._items.as_prompts(folder / PICTURES))
         return in_batches(self._session, prompts, self._asked.asking.args.batch_size)
-
-    def _keep(self, answered: Sequence[Response]) -> None:
-        self._answers |= {one.prompt.number: Prediction.of(one.text, one.ended) for one in answered}
 
     def _finish(self, folder: Path, problems: Sequence[str]) -> dict[str, Any]:
         assert self._items is not None, "rank 0 has read them"

@@ -15,6 +15,7 @@ from mm.parallel import mesh as parallel
 from mm.parallel.activity import Work
 from mm.parallel.mesh import Mesh
 from mm.parallel.watchdog import Watchdog
+from mm.progress import ongoing
 from mm.signals import StopSignals
 from mm.training.checkpoint import TrainingProgress
 from mm.training.claim import Claim
@@ -30,6 +31,8 @@ from mm.training.stopping import Stop, Stopping, stop_text
 from mm.training.update import Ballot, StepResult
 from mm.training.validation import Validator
 from mm.training.weight_check import check_weights
+
+_FIRST_STEP = "the first step, in which kernels are compiled and the data workers start"
 
 
 class Trainer:
@@ -55,7 +58,8 @@ class Trainer:
         self._dying = None if args.save is None or not has_whole else DyingSave(
             args.save, self.setup, claim, resolved(run), started.base, saves_states=not args.no_save_optim)
         watchdog.follow(stage.journal, self.setup.communicator, self._dying)
-        self.fingerprint = None if args.vision_feature_cache is None else vision_fingerprint(stage, mesh)
+        with ongoing("the checksum of the ViT", args.vision_feature_cache is not None and mesh.rank == 0):
+            self.fingerprint = None if args.vision_feature_cache is None else vision_fingerprint(stage, mesh)
         self.reporter = Reporter(run, self.setup, self._schedule, self.progress.iteration, self._say)
         self.saver = Saver(
             run, self.setup, claim, self._say, started.checkpoint, started.base, watchdog.phase, settled.disks)
@@ -72,7 +76,8 @@ class Trainer:
             self._say(f"the checkpoint is at iteration {last} of {self.run.args.train_iters}: nothing to train")
             return
         observer = StepObserver(self.run.args, self.setup.stage, self.mesh, first, last, self._say)
-        with self._watchdog.phase("data"):
+        is_open = self._samples is not None  # else the index of the samples shows its own progress
+        with self._watchdog.phase("data"), ongoing("opening the data", is_open and self.mesh.rank == 0):
             questions = self._questions(first, last)
             feed, keeper = self.feed(last - first + 1), self._keeper()
             validator = self._validator(feed)
@@ -81,7 +86,8 @@ class Trainer:
                 if self._is_over:
                     break
                 observer.begin(iteration)
-                plan, result = self._step(iteration, feed, keeper)
+                with ongoing(_FIRST_STEP, iteration == first and self.mesh.rank == 0):
+                    plan, result = self._step(iteration, feed, keeper)
                 epoch = feed.epoch(self.progress.consumed_samples)
                 seconds, timers = observer.end(feed.plans.own_wait_seconds)
                 with observer.paused():

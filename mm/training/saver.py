@@ -1,5 +1,6 @@
 """Saves a run's checkpoints when due, and exports its model at the end."""
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from mm.formats.training_writer import Retention, remove
 from mm.parallel.activity import Work
 from mm.parallel.agreement import on_first, together
 from mm.parallel.watchdog import Phase
+from mm.progress import ongoing
 from mm.training.background import BackgroundSaves
 from mm.training.checkpoint import TrainingProgress
 from mm.training.claim import Claim
@@ -44,6 +46,8 @@ class Saver:
         self._phase = phase
         self._run, self._setup, self._claim, self._say, self._base = run, setup, claim, say, base
         self._checkpoint = checkpoint
+        self._usual_seconds: dict[str, float] = {}
+        """For each kind of work in a save, what it took the last time."""
         self._background = BackgroundSaves(setup.stage.device) if run.args.async_save else None
         self.is_written = False
         """Whether all ranks have written what they save in the background, so that ``commit`` does not wait."""
@@ -86,7 +90,7 @@ class Saver:
         """
         if self._background is not None and self._background.iteration is not None:
             self.is_written = False
-            with self._saving():
+            with self._saving("finishing", self._background.iteration):
                 for final in self._background.commit(self._setup.mesh):
                     self._say(f"saved {final}")
 
@@ -136,11 +140,14 @@ class Saver:
                 remove(temporary)
 
     @contextmanager
-    def _saving(self) -> Iterator[None]:
-        """Guard a part of a save; the run must still own its directories."""
-        with self._phase("save"), self._setup.stage.journal.during(Work.SAVE):
+    def _saving(self, doing: str, iteration: int) -> Iterator[None]:
+        """Guard a part of a save, and show what it is ``doing``; the run must still own its directories."""
+        began, what = time.monotonic(), f"{doing} the checkpoint of iteration {iteration}"
+        with (self._phase("save"), self._setup.stage.journal.during(Work.SAVE),
+              ongoing(what, self._setup.mesh.rank == 0, self._usual_seconds.get(doing))):
             together(self._setup.mesh, self._claim.check)
             yield
+        self._usual_seconds[doing] = time.monotonic() - began
 
     def _save_in(
         self, directory: str, progress: TrainingProgress, retention: Retention, waits: bool = False
@@ -155,18 +162,18 @@ class Saver:
                 self._say(f"note: training waits until the checkpoint of iteration {background.iteration} is written: "
                           f"--save-interval is shorter than writing takes")
             self.commit()
-        with self._saving():
+        with self._saving("copying to host memory", progress.iteration):
             background.begin(self._begin(directory, progress, self._disks), retention, self._setup.mesh)
 
     def _save(self, directory: str, progress: TrainingProgress, retention: Retention) -> None:
         """Save while training waits."""
-        with self._saving():
+        with self._saving("writing", progress.iteration):
             self._checkpoint = self._begin(directory, progress, self._disks).finish(self._setup, retention)
         self._say(f"saved {self._checkpoint}")
 
     def _save_weights(self, directory: str, progress: TrainingProgress) -> Path:
         """Save the weights alone, all of them on rank 0's disk."""
-        with self._saving():
+        with self._saving("writing for the export", progress.iteration):
             disks = find_disks_once(Path(directory), "--export-hf", self._setup.mesh)
             begun = self._begin(directory, progress, Disks.one(self._setup.mesh), weights_only=True)
             saved = finish_on_first(begun, self._setup, disks)

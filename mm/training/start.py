@@ -15,6 +15,7 @@ from mm.model import load
 from mm.model.stage import Stage
 from mm.parallel.agreement import all_of, on_first, together
 from mm.parallel.mesh import Mesh
+from mm.progress import ongoing
 from mm.training import checkpoint as state
 from mm.training.disks import Disks
 from mm.training.each_disk import catch_up, check_held
@@ -132,7 +133,8 @@ def start(settled: Settled, stage: Stage, mesh: Mesh, say: Callable[[str], None]
         load.initialize(stage, adapters, mesh, args.seed, run.model.language.init_method_std)
     elif sources.adapters.kind is not Kind.TRAINING:
         load.fill(stage, saved_among(stage.weights, run.model), sources.adapters, mesh)
-    setup = together(mesh, lambda: Setup.build(stage, mesh, args))
+    with ongoing("building the optimizer", mesh.rank == 0):
+        setup = together(mesh, lambda: Setup.build(stage, mesh, args))
     started = _progress(run, setup, sources)
     loaded = sources.adapters or whole
     for note in whole.notes if whole is not None and fills_whole else ():

@@ -17,6 +17,7 @@ from mm.data.feed.validation import ValidationPlan
 from mm.parallel.activity import Work
 from mm.parallel.agreement import all_of
 from mm.parallel.watchdog import Watchdog
+from mm.progress import Progress
 from mm.training.step import Setup, forward
 
 
@@ -102,8 +103,9 @@ def validate(
     total: Fraction | None = Fraction(0)
     num_samples = num_target_tokens = 0
     counts = setup.mesh.tp_rank == 0 and any(chunk.spec.has_head for chunk in setup.stage.chunks)
+    shown = Progress("validating", num_plans, "steps", is_shown=setup.mesh.rank == 0)
     with evaluating(setup):
-        for _ in range(num_plans):
+        for _ in shown.each(range(num_plans)):
             with watchdog.step(iteration, "validation"):
                 with setup.stage.journal.during(Work.DATA):
                     watchdog.plan = plan = next(data)

@@ -23,10 +23,12 @@ from mm.config.model import ModelConfig
 from mm.data.encode.encoder import SampleEncoder
 from mm.data.media.decoder import Decoder
 from mm.data.sample import Media, Sample, Video
+from mm.ending import is_first_rank
 from mm.errors import UserError
 from mm.families.family import Family
 from mm.families.known import FAMILIES
 from mm.model.arithmetic import Arithmetic
+from mm.progress import ongoing
 
 ROW = np.dtype([
     ("start", "<i8"), ("end", "<i8"), ("num_image_pairs", "<i8"), ("num_window_pairs", "<i8"), ("num_tokens", "<i4"),
@@ -63,7 +65,8 @@ class Gauge:
     @classmethod
     def from_config(cls, data: DataConfig, model: ModelConfig, seq_length: int) -> "Gauge":
         """Raises UserError as ``SampleEncoder.from_config`` does."""
-        encoder = SampleEncoder.from_config(data, model, seq_length)
+        with ongoing("reading tokenizer and processor", is_first_rank()):
+            encoder = SampleEncoder.from_config(data, model, seq_length)
         return cls(encoder, model.vision.window_attn_size // model.vision.patch_size)
 
     def fingerprint(self) -> str:

@@ -1,0 +1,117 @@
+"""What the commands have in common on a console: ``--version``, the exit statuses in the help, and shell completion.
+
+A completion script holds the flags and their values as they were when it was written, so TAB starts no Python.
+"""
+
+import argparse
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+STATUSES = ("Exit status: 0 = done; 1 = failed (mm-convert diff: different; mm-doctor: a fault); 2 = the command line, "
+            "a file or the machine does not fit; 130, 138, 143 = ended by Ctrl-C, SIGUSR1, SIGTERM.  docs/install.md "
+            "has them all.")
+"""The last line of each help."""
+COMPLETION = "--print-completion"
+SHELLS = ("bash", "zsh")
+_CHOICES = re.compile(r"\{([\w,.-]+)\}")
+"""How jsonargparse shows the legal words of a value."""
+
+
+@dataclass(frozen=True)
+class Completed:
+    """What may follow a command on the command line."""
+
+    flags: Mapping[str, Sequence[str]]
+    """Flag -> the words that its value may be; empty for files, and for flags without a value."""
+    commands: Mapping[str, "Completed"] = field(default_factory=dict[str, "Completed"])
+    """What may follow each of its commands."""
+
+    def places(self, place: str = "") -> Iterator[tuple[str, "Completed"]]:
+        """This and all commands in it, each with the words that lead to it: "/index"."""
+        yield place, self
+        for word, command in self.commands.items():
+            yield from command.places(f"{place}/{word}")
+
+
+def completed_parser(parser: argparse.ArgumentParser) -> Completed:
+    """The flags and commands of ``parser`` that its help shows."""
+    flags: dict[str, Sequence[str]] = {}
+    commands: dict[str, Completed] = {}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            choices: Mapping[str, argparse.ArgumentParser] = action.choices
+            commands |= {name: completed_parser(one) for name, one in choices.items()}
+        elif action.help != argparse.SUPPRESS:
+            shown = _CHOICES.fullmatch(action.metavar) if isinstance(action.metavar, str) else None
+            words = shown[1].split(",") if shown else [str(one) for one in action.choices or ()]
+            flags |= dict.fromkeys(action.option_strings, words)
+    return Completed(flags, commands)
+
+
+def completion_script(shell: str, program: str, completed: Completed) -> str:
+    """The script for one of ``SHELLS``; zsh runs bash's by its own module for that."""
+    name = f"_{program.replace('-', '_')}"
+    places = list(completed.places())
+    inner = " | ".join(shlex.quote(place) for place, _ in places[1:]) or "/"
+    flags = "\n".join(f"            {shlex.quote(place)}) words={shlex.quote(' '.join(one.flags))} ;;"
+                      for place, one in places)
+    values = "\n".join(f"            {shlex.quote(f'{place} {flag}')}) words={shlex.quote(' '.join(words))} ;;"
+                       for place, one in places for flag, words in one.flags.items() if words)
+    commands = "\n".join(f"            {shlex.quote(f'{place} ')}) words={shlex.quote(' '.join(_words(one)))} ;;"
+                         for place, one in places if _words(one))
+    start = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n" * (shell == "zsh")
+    return f"""# Completion of {program}, written by: {program} {COMPLETION} {shell}
+{start}{name}() {{
+    local word="${{COMP_WORDS[COMP_CWORD]}}" place="" flag="" words="" i
+    for ((i = 1; i < COMP_CWORD; i++)); do
+        case "$place/${{COMP_WORDS[i]}}" in
+            {inner}) place="$place/${{COMP_WORDS[i]}}" flag="" ;;
+            */-*) flag="${{COMP_WORDS[i]}}" ;;
+        esac
+    done
+    [[ "$word" == "=" ]] && word=""
+    if [[ "$word" == -* ]]; then
+        case "$place" in
+{flags}
+        esac
+    else
+        case "$place $flag" in
+{values}
+{commands}
+        esac
+    fi
+    COMPREPLY=($(compgen -W "$words" -- "$word"))
+}}
+complete -o default -o bashdefault -F {name} {program}
+"""
+
+
+def _words(completed: Completed) -> list[str]:
+    return [word for word in completed.commands if not word.startswith("-")]
+
+
+def add_common_flags(
+    parser: argparse.ArgumentParser, version: str, program: str, completed: Callable[[], Completed] | None = None
+) -> None:  # fmt: skip
+    """Add to ``parser``, that of ``program``, what all commands have.
+
+    ``completed``: what is completed, if it is more than the parser's help shows.
+    """
+    parser.epilog = STATUSES
+    parser.add_argument("--version", action="version", version=version,
+                        help="print the version of this program and of its libraries, and exit")
+
+    class Print(argparse.Action):
+        """Prints the script and exits, whatever else is on the command line."""
+
+        def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None) -> None:
+            found = completed_parser(parser) if completed is None else completed()
+            sys.stdout.write(completion_script(values, program, found))
+            parser.exit()
+
+    parser.add_argument(COMPLETION, action=Print, choices=SHELLS, default=argparse.SUPPRESS, metavar="|".join(SHELLS),
+                        help="print a script that completes this command in a shell (docs/install.md), and exit")
