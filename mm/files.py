@@ -5,12 +5,13 @@ the line, which readers ignore.
 """
 
 import hashlib
+import io
 import json
 import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -87,6 +88,12 @@ def json_object(raw: bytes | str) -> dict[str, Any]:
     return value
 
 
+def complete(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """The complete ones of ``lines``, such as those of an open file, with their newlines; a killed process may leave
+    part of the last one."""
+    return (line for line in lines if line.endswith(b"\n"))
+
+
 def whole_lines(content: bytes) -> list[bytes]:
-    """Return the complete lines of a list, with their newlines, without the partial line a killed process may leave."""
-    return [line + b"\n" for line in content.split(b"\n")[:-1]]
+    """The complete lines of a list that was read as a whole."""
+    return list(complete(io.BytesIO(content)))

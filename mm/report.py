@@ -153,6 +153,12 @@ def page(title: str, body: str) -> str:
         f"<style>{_STYLE}</style></head><body><main>\n<h1>{escape(title)}</h1>\n{body}\n</main></body></html>\n")
 
 
+def clock(seconds: float) -> str:
+    """Hours, minutes and seconds: "2:13:05"."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
 def check_page(path: Path | None) -> None:
     """Raise UserError for an ``--html`` that cannot be written, before any work is done."""
     if path is None:
@@ -274,5 +280,19 @@ details { margin-top: 24px } summary { cursor: pointer; font-weight: 600; paddin
 @media (max-width: 600px) { main { padding: 12px } .facts th { white-space: normal } }
 .turns { background: #fff; border: 1px solid #dde2e8; padding: 14px; white-space: pre-wrap; overflow-wrap: anywhere }
 .target { background: #cdeccf } .media { background: #dbe7fb } .turns span { border-radius: 3px }
+.tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 160px), 1fr)); gap: 8px }
+.tiles, .curves { margin: 16px 0 }
+.tiles > div { background: #fff; border: 1px solid #dde2e8; padding: 6px 10px; overflow-wrap: anywhere }
+.tiles dt { color: #5b6675; font-size: 13px } .tiles dd { margin: 0; line-height: 1.35 }
+.curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); gap: 16px }
+.curve figcaption { font-weight: 600 } .curve small { font-weight: 400 }
+.legend span { font-weight: 400; font-size: 13px; color: #5b6675; margin-right: 12px; overflow-wrap: anywhere }
+.timeline { background: #fff; border: 1px solid #dde2e8; overflow-x: auto }
+.timeline img { max-width: none; width: 100%; min-width: 760px; border: 0; margin: 0; display: block }
+.questions { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 340px), 1fr)); gap: 16px }
+.questions > div { background: #fff; border: 1px solid #dde2e8; padding: 10px; overflow-wrap: anywhere }
+.questions p { margin: 4px 0 8px; white-space: pre-wrap } .questions img { max-width: min(100%, 200px) }
+.status { padding: 8px 12px; border-left: 4px solid #3b7dd8; background: #fff } .status.bad { border-color: #d55e00 }
+.wrong { color: #a33c00; font-weight: 600 }
 img { max-width: 320px; border: 1px solid #dde2e8; margin: 4px }
 """

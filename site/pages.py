@@ -57,7 +57,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             files.remove(files.src_uris[path])
         files.append(File.generated(config, page, content=text))
     files.append(File.generated(config, "reference.md", content=_reference(folder)))
-    for picture in sorted((ROOT / "docs").glob("*.svg")):
+    for picture in sorted(one for one in (ROOT / "docs").iterdir() if one.suffix in (".svg", ".png")):
         if picture.name not in files.src_uris:
             files.append(File.generated(config, picture.name, abs_src_path=str(picture)))
     return files

@@ -24,7 +24,7 @@ FLOORS = {
     "mm.parallel": 3, "mm.formats": 3,
     "mm.model": 4, "mm.conversion": 4, "mm.timeline": 4,
     "mm.data": 5,
-    "mm.data_tool": 6, "mm.plan": 6, "mm.generation": 6, "mm.scoring": 6,
+    "mm.data_tool": 6, "mm.plan": 6, "mm.generation": 6, "mm.scoring": 6, "mm.page": 6,
     "mm.training": 7,
     "mm.launch": 8, "mm.train": 8, "mm.generate": 8, "mm.evaluate": 8, "mm.planner": 8, "checkpoint": 8,
     "verified": 8,

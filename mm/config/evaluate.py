@@ -18,6 +18,7 @@ from mm.config.flag_groups import EVALUATE_FIRST, EVALUATE_GROUPS
 from mm.config.flags import Arguments, BenchmarkName, Rule
 from mm.config.generate import Asking, ModelArguments, other_flags, read_asking
 from mm.config.inference import GenerationSettings, InferenceConfig, read_model_and_more
+from mm.config.outputs import ANSWERS_FOLDER
 from mm.config.schema import STRICT, Count, ReadSettings
 from mm.errors import nearest, refuse
 from mm.families.known import TITLES
@@ -135,7 +136,7 @@ def evaluating_in_training(args: Arguments, data: DataConfig, world_size: int) -
         defaults, mm_data=args.mm_data, media_roots=(data.dataset_dir, *(data.media_roots or ())), questions=questions,
         max_questions=args.eval_generate_max_questions, max_new_tokens=args.eval_generate_max_new_tokens)
     asking = _with_defaults(Asking(settings, None, data, world_size), benchmark)
-    return Evaluating(asking, questions, benchmark, args.eval_generate_rule, str(Path(args.log_dir) / "answers"),
+    return Evaluating(asking, questions, benchmark, args.eval_generate_rule, str(Path(args.log_dir) / ANSWERS_FOLDER),
                       custom_prompt=False, peer_model=None)
 
 

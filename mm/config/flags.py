@@ -284,6 +284,8 @@ class Arguments:
     slow_rank_share: Positive = Field(0.2, description=(
         "note a rank that is slower than the median of its peers by more than this share in two log intervals in a row"
     ))
+    page: bool = Field(False, description=(
+        "keep a page of the run in --log-dir, run.html: curves, tables, timeline and answers"))
     profile_pipeline: Count | None = Field(
         None, description="iteration whose timeline is written to --log-dir, as an SVG file and a trace")
     profile: bool = Field(False, description="run the profiler of torch or torch_npu")

@@ -1,8 +1,17 @@
-"""Directories that a program will write: whether they can be written, and whether two are the same."""
+"""Directories that a program will write: whether they can be written, whether two are the same, and the names of the
+files that a run leaves in ``--log-dir``."""
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
+
+METRICS_FILE, FACTS_FILE, PAGE_FILE = "metrics.jsonl", "run.json", "run.html"
+ANSWERS_FOLDER = "answers"
+"""Scored answers to the questions of a run, in a folder for each iteration."""
+PREDICTIONS_FILE = "predictions.jsonl"
+"""Every question with its answer and score."""
+THUMBNAILS_FOLDER = "thumbnails"
+"""Small copies of the questions' images in ``ANSWERS_FOLDER``."""
 
 
 def folder_problems(flag: str, path: str) -> Iterator[str]:

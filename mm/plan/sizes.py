@@ -226,9 +226,15 @@ class PeakMemory:
 
 def peaks(run: Run, placement: Placement, sizes: list[StageSize]) -> dict[str, int]:
     """Peak bytes of the largest stage, by kind of microbatch."""
-    memories = [stage_memory(run, placement, stage) for stage in range(len(sizes))]
-    return {kind: max(peak_bytes(memory, rows, run, size) for memory, size in zip(memories, sizes, strict=True))
-            for kind, rows in longest_microbatches(run).items()}
+    found = stage_peaks(run, placement, sizes)
+    return {kind: max(of_stage[kind] for of_stage in found) for kind in longest_microbatches(run)}
+
+
+def stage_peaks(run: Run, placement: Placement, sizes: list[StageSize]) -> list[dict[str, int]]:
+    """Peak bytes of each stage, by kind of microbatch."""
+    kinds = longest_microbatches(run)
+    return [{kind: peak_bytes(stage_memory(run, placement, stage), rows, run, size) for kind, rows in kinds.items()}
+            for stage, size in enumerate(sizes)]
 
 
 def activation_bytes_on_host(run: Run, placement: Placement) -> list[int]:

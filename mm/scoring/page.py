@@ -13,12 +13,15 @@ from mm.data.media.decoder import Decoder
 from mm.data.media.thumbnail import jpeg
 from mm.data.sample import Image, Inline, Media
 from mm.report import Report, Table, page, picture_tag
+from mm.scoring.benchmarks import Items
 from mm.scoring.results import ScoredItem
 from mm.scoring.tsv import Cell
 
 _NUM_WORST = 50
 _MAX_PIXELS = 480
 """Longest side of an image on the page, in pixels."""
+_MAX_THUMBNAILS = 200
+"""Questions of a training run whose images are kept."""
 _MAX_IMAGES = 4
 """Maximum images shown for one question."""
 
@@ -87,5 +90,19 @@ def _image(decoder: Decoder, item: Media | Cell) -> str:
         first, *others = map(str, item.contents)
         more = f" and {len(others)} more frames" if others else ""
         return f"<p>[video {html.escape(Path(first).name)}{more}]</p>"
+    return picture_tag(_thumbnail(decoder, item), "image")
+
+
+def thumbnails(items: Items) -> Iterator[tuple[int, int, bytes]]:
+    """Small copies of the images of the first questions as JPEG, each after the numbers of its question and of itself.
+    """
+    decoder = Decoder()
+    for number, item in enumerate(items.items[:_MAX_THUMBNAILS]):
+        images = [one for one in item.content if isinstance(one, Image | Cell)]
+        for place, one in enumerate(images[:_MAX_IMAGES]):
+            yield number, place, _thumbnail(decoder, one)
+
+
+def _thumbnail(decoder: Decoder, item: Image | Cell) -> bytes:
     pixels = decoder.picture(item.path if isinstance(item, Image) else Inline(item.where, item.content()))
-    return picture_tag(jpeg(pixels, _MAX_PIXELS), "image")
+    return jpeg(pixels, _MAX_PIXELS)

@@ -13,12 +13,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from mm.config.outputs import PREDICTIONS_FILE
 from mm.errors import UserError, refuse, writing
 from mm.files import json_object, write_whole
 from mm.scoring.benchmarks import GROUPS, Item, Items
 from mm.scoring.rules import REFERENCES, chosen_option, score
 
-SETTINGS, ANSWERS, PREDICTIONS, SCORES = "settings.json", "answers.jsonl", "predictions.jsonl", "scores.json"
+SETTINGS, ANSWERS, PREDICTIONS, SCORES = "settings.json", "answers.jsonl", PREDICTIONS_FILE, "scores.json"
 PICTURES = "pictures"
 """Folder for images extracted from a TSV file, while questions are answered."""
 

@@ -6,7 +6,7 @@ The log line has MindSpeed-MM's format, because its users' scripts parse it with
 import json
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -14,14 +14,15 @@ from statistics import fmean, median
 from typing import Any, TextIO
 
 from mm.config.flags import Arguments
+from mm.config.outputs import FACTS_FILE, METRICS_FILE
 from mm.errors import UserError, writing
 from mm.files import json_object, whole_lines, write_whole
+from mm.report import clock
 from mm.timeline.spans import TIMED, label, seconds_key
+from mm.training.run_page import RunPage
 from mm.training.slow_ranks import SlowRank
 from mm.training.trackers import open_trackers
 
-METRICS, FACTS = "metrics.jsonl", "run.json"
-"""Files of a run in its ``--log-dir``."""
 _FLAG = "--log-dir"
 _NUM_TIMED = 100
 """Number of recent steps whose median time predicts the time left, without validations and saves."""
@@ -64,6 +65,8 @@ class StepMetrics:
     """With several ranks, at steps with a log line: the ``share`` of the slowest; None if none can be compared."""
     slowest_ranks: tuple[SlowRank, ...] = ()
     """With it: the three slowest."""
+    stage_memory_bytes: tuple[int, ...] | None = None
+    """At steps with a log line: peak memory so far of the rank with most of each stage; else None."""
 
 
 @dataclass(frozen=True)
@@ -170,15 +173,9 @@ def log_line(
         *_timers(steps),
         *_cached(steps),
         *([] if step.epoch is None else [f"epoch: {step.epoch:.3f}"]),
-        *([] if seconds_left is None else [f"time left: {_clock(seconds_left)}"]),
+        *([] if seconds_left is None else [f"time left: {clock(seconds_left)}"]),
     ]
     return f" [{datetime.now():%Y-%m-%d %H:%M:%S}] " + " | ".join(fields) + " |"
-
-
-def _clock(seconds: float) -> str:
-    """Hours, minutes and seconds: "2:13:05"."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
 def _timers(steps: Sequence[StepMetrics]) -> Iterator[str]:
@@ -203,8 +200,9 @@ def _num_skipped(steps: Sequence[StepMetrics]) -> int:
 class MetricsWriter:
     """Prints and stores the metrics of a run; only one rank has a writer."""
 
-    def __init__(self, args: Arguments, resolved: Mapping[str, Any], first_iteration: int) -> None:
-        """Open the files in ``args.log_dir``.
+    def __init__(self, args: Arguments, resolved: Mapping[str, Any], first_iteration: int,
+                 say: Callable[[str], None] = print) -> None:
+        """Open the files in ``args.log_dir``; ``say`` reports that the page cannot be written.
 
         A resumed run drops the rows of iterations that it will repeat; a new run moves an earlier run's file aside.
         This and the other methods raise UserError naming a file that cannot be written.
@@ -213,14 +211,15 @@ class MetricsWriter:
         self._since_line: list[StepMetrics] = []
         self._step_seconds: deque[float] = deque(maxlen=_NUM_TIMED)
         directory = Path(args.log_dir)
-        facts, self._path = directory / FACTS, directory / METRICS
-        with writing(facts, _FLAG):
+        self._facts, self._facts_path, self._path = resolved, directory / FACTS_FILE, directory / METRICS_FILE
+        with writing(self._facts_path, _FLAG):
             directory.mkdir(parents=True, exist_ok=True)
-            facts.write_text(json.dumps(resolved, indent=2) + "\n", encoding="utf-8")
+            self._facts_path.write_text(_facts_text(resolved), encoding="utf-8")
         with writing(self._path, _FLAG):
             _keep_before(self._path, first_iteration)
             self._file: TextIO = self._path.open("a", encoding="utf-8")
         self._trackers = open_trackers(args, resolved)
+        self._page = RunPage(self._path, json.loads(json.dumps(resolved)), say) if args.page else None
 
     def write(self, step: StepMetrics) -> None:
         """Store one step, and print the log line if due."""
@@ -256,26 +255,43 @@ class MetricsWriter:
                                       for name, value in {"kind": kind, **row}.items()}  # JSON has no other numbers
             self._file.write(json.dumps(finite) + "\n")
             self._file.flush()
+        if self._page is not None:
+            self._page.fold(finite)
         values = {name: finite[name] for name in shown if finite[name] is not None}
         for tracker in self._trackers if values else ():
             tracker.log(values, row["iteration"])
 
-    def close(self) -> None:
+    def refresh_page(self, has_news: bool) -> None:
+        """With --page, write the page of the run again if there are news, or it is some minutes old."""
+        if self._page is not None:
+            self._page.refresh(has_news)
+
+    def close(self, ended: Mapping[str, Any] | None = None) -> None:
+        """Close everything; ``ended`` says when and how the run ends."""
         with writing(self._path, _FLAG):
             self._file.close()
+        if ended is not None:
+            with writing(self._facts_path, _FLAG):
+                write_whole(self._facts_path, _facts_text({**self._facts, "ended": ended}).encode())
+        if self._page is not None:
+            self._page.end(ended)
         for tracker in self._trackers:
             tracker.close()
 
 
 def step_rows(log_dir: Path) -> list[dict[str, Any]]:
     """The rows of the steps of a run that has ended, in order; raises OSError naming a file that cannot be read."""
-    rows = map(json_object, whole_lines((log_dir / METRICS).read_bytes()))
+    rows = map(json_object, whole_lines((log_dir / METRICS_FILE).read_bytes()))
     return [row for row in rows if row["kind"] == "step"]
 
 
 def run_facts(log_dir: Path) -> dict[str, Any]:
     """The resolved configuration of a run, and what it ran on."""
-    return json_object((log_dir / FACTS).read_bytes())
+    return json_object((log_dir / FACTS_FILE).read_bytes())
+
+
+def _facts_text(facts: Mapping[str, Any]) -> str:
+    return json.dumps(facts, indent=2) + "\n"
 
 
 def _keep_before(path: Path, iteration: int) -> None:

@@ -47,6 +47,8 @@ class PaceMeter:
         own = RankPlace(mesh.rank, mesh.pp_rank, mesh.dp_rank, socket.gethostname(), str(device.torch_device))
         self.places = all_of((own,), mesh.control_group)
         """Where each rank runs, by rank."""
+        self.peak_bytes: tuple[int, ...] = ()
+        """Peak memory of each rank at the last ``gather``."""
 
     def begin(self, activity: Activity) -> None:
         if (spent := _spent_on(activity)) is not _Spent.WORK:
@@ -101,15 +103,18 @@ class PaceMeter:
     def gather(self) -> tuple[tuple[RankPace, ...], int]:
         """The paces of all ranks, by rank, over the steps since the last call, and the number of these steps.
 
-        Collective over all ranks: 24 bytes of each.  If there were no steps, nothing is sent and there are no paces.
+        Collective over all ranks: 32 bytes of each, with its peak memory.  If there were no steps, nothing is sent and
+        there are no paces.
         """
         if not self._num_steps:
             return (), 0
         num_steps, mean = self._num_steps, self._seconds / self._num_steps
-        gathered = [torch.empty_like(mean) for _ in range(self._mesh.world_size)]
-        dist.all_gather(gathered, mean, group=self._mesh.control_group)
+        own = torch.cat([mean, torch.tensor([self._device.max_memory_bytes()], dtype=torch.float64)])
+        gathered = [torch.empty_like(own) for _ in range(self._mesh.world_size)]
+        dist.all_gather(gathered, own, group=self._mesh.control_group)
         self._seconds, self._num_steps = torch.zeros_like(mean), 0
-        return tuple(RankPace(*one.tolist()) for one in gathered), num_steps
+        self.peak_bytes = tuple(int(one[-1]) for one in gathered)
+        return tuple(RankPace(*one[:-1].tolist()) for one in gathered), num_steps
 
 
 def _spent_on(activity: Activity) -> _Spent:

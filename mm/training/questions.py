@@ -11,15 +11,19 @@ from typing import Any
 from mm.config.evaluate import evaluating_in_training
 from mm.config.run import Run
 from mm.config.validation import asks
-from mm.errors import refuse
+from mm.errors import refuse, writing
+from mm.files import write_whole
 from mm.generation.batches import answer_batches, in_batches
 from mm.generation.prompts import Prompt, in_order
 from mm.generation.session import Response, Session, read_encoder, with_stop_tokens
 from mm.generation.source import settings_in
+from mm.page.record import thumbnail_path
 from mm.parallel.agreement import on_first, together
 from mm.parallel.mesh import for_prompts
 from mm.parallel.watchdog import Phase
 from mm.progress import Progress
+from mm.scoring.benchmarks import Items
+from mm.scoring.page import thumbnails
 from mm.scoring.questions import read_items, title_of
 from mm.scoring.results import PICTURES, Prediction, write_results
 from mm.training.opened import Questions
@@ -56,6 +60,7 @@ class QuestionSet:
         decoding = with_stop_tokens(stated, (), encoder, model.language, mesh)
         self._session = Session(setup.stage, mesh, encoder, media, decoding)
         self._answers: dict[int, Prediction] = {}
+        self._has_thumbnails = False
 
     def is_due(self, iteration: int) -> bool:
         """Whether the model answers the questions after this step."""
@@ -90,9 +95,20 @@ class QuestionSet:
         if folder.exists():
             shutil.rmtree(folder)
         (folder / PICTURES).mkdir(parents=True)
+        if self._run.args.page and not self._has_thumbnails:
+            self._write_thumbnails(self._items)
         self._answers.clear()
         prompts = in_order(self._items.as_prompts(folder / PICTURES))
         return in_batches(self._session, prompts, self._asked.asking.args.batch_size)
+
+    def _write_thumbnails(self, items: Items) -> None:
+        """Write small copies of the images, for the page of the run."""
+        folder = Path(self._asked.output)
+        for number, image, content in thumbnails(items):
+            path = thumbnail_path(folder, number, image)
+            with writing(path, "--log-dir"):
+                write_whole(path, content)
+        self._has_thumbnails = True
 
     def _finish(self, folder: Path, problems: Sequence[str]) -> dict[str, Any]:
         assert self._items is not None, "rank 0 has read them"

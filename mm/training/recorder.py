@@ -37,7 +37,7 @@ from mm.timeline.spans import (
     seconds_of,
 )
 from mm.training.pace import PaceMeter
-from mm.training.slow_ranks import SlowRank, compare
+from mm.training.slow_ranks import ComparedRanks, compare, most_of_stages
 
 _NUM_MEETINGS = 10
 """Number of barriers to compare the ranks' clocks; the two passed fastest determine the offset."""
@@ -129,15 +129,20 @@ class StepObserver:
         with self._paused_meter():
             return seconds, self._timers()
 
-    def slow_ranks(self, iteration: int) -> tuple[tuple[SlowRank, ...], int]:
-        """Compare the ranks after a step with a log line: all ranks, slowest first, and over how many steps.
+    def compared(self, iteration: int) -> ComparedRanks:
+        """Compare the ranks after a step with a log line; empty after other steps, and if there is nothing to compare.
 
-        Empty after other steps, and if there is nothing to compare.  Every rank calls it between steps.
+        Every rank calls it between steps.
         """
-        if self._meter is None or iteration % self._args.log_interval:
-            return (), 0
+        if iteration % self._args.log_interval:
+            return ComparedRanks()
+        if self._meter is None:
+            return ComparedRanks(stage_memory_bytes=(self._stage.device.max_memory_bytes(),))
         paces, num_steps = self._meter.gather()
-        return compare(self._meter.places, paces) if paces else (), num_steps
+        if not paces:
+            return ComparedRanks()
+        places = self._meter.places
+        return ComparedRanks(compare(places, paces), num_steps, most_of_stages(places, self._meter.peak_bytes))
 
     def _paused_meter(self) -> AbstractContextManager[None]:
         return nullcontext() if self._meter is None else self._meter.paused()

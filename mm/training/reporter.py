@@ -1,6 +1,7 @@
 """Reports a run's steps, validations and scores on the last rank, as Megatron does."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from datetime import datetime
 from typing import Any
 
 from mm.batch import StepPlan, samples_text
@@ -10,11 +11,12 @@ from mm.errors import printable
 from mm.model import flops
 from mm.parallel.agreement import all_of
 from mm.parallel.mesh import Mesh
+from mm.plan.sizes import stage_peaks, stage_sizes
 from mm.training.checkpoint import TrainingProgress
 from mm.training.metrics import MetricsWriter, ScoreMetrics, SpikeMetrics, StepMetrics, ValidationMetrics
 from mm.training.questions import QuestionScores
 from mm.training.schedule import Schedule
-from mm.training.slow_ranks import NUM_NAMED, SlowRank, SlowRankNotes, slowest_line
+from mm.training.slow_ranks import NUM_NAMED, ComparedRanks, SlowRankNotes, slowest_line
 from mm.training.step import Setup
 from mm.training.update import StepResult, clips_in_adam
 from mm.training.validation import ValidationLoss
@@ -45,17 +47,19 @@ class Reporter:
         mesh = setup.mesh
         if mesh.rank == mesh.world_size - 1:
             facts = {**resolved(run), "schedule": schedule.to_json(), "ran_on": _ran_on(run, setup),
-                     "optimizer_groups": group_facts(run.args, run.model)}
-            self._writer = MetricsWriter(run.args, facts, first_iteration)
+                     "optimizer_groups": group_facts(run.args, run.model), "started_at": _now(),
+                     "predicted_peak_bytes": _predicted_peaks(run)}
+            self._writer = MetricsWriter(run.args, facts, first_iteration, say)
 
     def report_step(
         self, progress: TrainingProgress, plan: StepPlan, result: StepResult, seconds: float,
-        timers: Mapping[str, float] | None, epoch: float, ranks: Sequence[SlowRank] = (), num_steps: int = 0,
+        timers: Mapping[str, float] | None, epoch: float, compared: ComparedRanks,
     ) -> None:  # fmt: skip
         """Report a step that took ``seconds``; ``epoch`` is the number of epochs so far.
 
-        ``ranks``: all ranks, slowest first, as compared over the latest ``num_steps``; empty if they were not.
+        ``compared``: all ranks, at steps with a log line.
         """
+        ranks, num_steps = compared.slowest, compared.num_steps
         run, totals, mesh, device = self._run, plan.totals, self._setup.mesh, self._setup.stage.device
         if totals.num_target_tokens == 0:
             self._say(f"note: iteration {progress.iteration} has no target token: its loss is 0. Check the roles of "
@@ -90,7 +94,8 @@ class Reporter:
             loss_scale=result.loss_scale,
             updated=result.updated,
             slowest_rank_share=ranks[0].share if ranks else None,
-            slowest_ranks=tuple(ranks[:NUM_NAMED]),
+            slowest_ranks=ranks[:NUM_NAMED],
+            stage_memory_bytes=compared.stage_memory_bytes or None,
         ))
         if ranks:
             self._say(slowest_line(ranks, num_steps))
@@ -140,10 +145,24 @@ class Reporter:
                 answer_seconds=found.seconds,
             ), scores["benchmark"])
 
-    def close(self) -> None:
-        """Close the files."""
+    def refresh_page(self, has_news: bool) -> None:
+        """With --page, write the page of the run again if there are news, or it is some minutes old."""
         if self._writer is not None:
-            self._writer.close()
+            self._writer.refresh_page(has_news)
+
+    def close(self, iteration: int, how: str) -> None:
+        """Close the files; ``how`` the run ends goes to the run's file."""
+        if self._writer is not None:
+            self._writer.close({"at": _now(), "iteration": iteration, "how": how})
+
+
+def _predicted_peaks(run: Run) -> list[dict[str, int]]:
+    placement = run.model.placement()
+    return stage_peaks(run, placement, stage_sizes(run, placement))
+
+
+def _now() -> str:
+    return f"{datetime.now():%Y-%m-%d %H:%M:%S}"
 
 
 def _ran_on(run: Run, setup: Setup) -> dict[str, Any]:

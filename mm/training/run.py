@@ -91,21 +91,23 @@ class Trainer:
                 epoch = feed.epoch(self.progress.consumed_samples)
                 seconds, timers = observer.end(feed.plans.own_wait_seconds)
                 with observer.paused():
-                    slow = observer.slow_ranks(iteration)
-                self.reporter.report_step(self.progress, plan, result, seconds, timers, epoch, *slow)
+                    compared = observer.compared(iteration)
+                self.reporter.report_step(self.progress, plan, result, seconds, timers, epoch, compared)
                 with observer.paused():
                     observer.write(iteration, plan)
                     if self.saver.is_written:
                         self.saver.commit()
-                    if validator.is_due(iteration):
+                    if validates := validator.is_due(iteration):
                         self._validate(validator, feed)
-                    if questions is not None and questions.is_due(iteration):
+                    is_asked = questions is not None and questions.is_due(iteration)
+                    if questions is not None and is_asked:
                         self.reporter.report_scores(self.progress, questions.ask(iteration))
                     is_last = iteration == last or self._is_over
                     if self._checks_weights(iteration, is_last):
                         check_weights(self.setup, iteration)
-                    if self.saver.is_due(iteration, is_last):
+                    if saves := self.saver.is_due(iteration, is_last):
                         self.saver.save(self.progress, is_last)
+                    self.reporter.refresh_page(validates or is_asked or saves)
         self._end(feed, keeper)
 
     @property
@@ -120,8 +122,17 @@ class Trainer:
 
     def close(self) -> None:
         """Close files and leave the process group.  Only after success, because it waits for all ranks."""
-        self.reporter.close()
+        self.reporter.close(self.progress.iteration, self._how_it_ends())
         parallel.stop()
+
+    def _how_it_ends(self) -> str:
+        iteration, total = self.progress.iteration, self.run.args.train_iters
+        if self.stop is not None:
+            return f"stopped by {self.stop.cause} after step {iteration:,} of {total:,}"
+        if self._ended_early:
+            return f"stopped early after step {iteration:,} of {total:,}: no lower validation loss"
+        return f"all {total:,} steps are done" if iteration >= total else (
+            f"stopped by --exit-interval after step {iteration:,} of {total:,}")
 
     def feed(self, num_steps: int) -> Feed:
         """Open the data for the next ``num_steps`` steps."""

@@ -73,6 +73,26 @@ class SlowRank:
     """Which of the two is further above its median."""
 
 
+@dataclass(frozen=True)
+class ComparedRanks:
+    """All ranks after a step with a log line; empty after other steps."""
+
+    slowest: tuple[SlowRank, ...] = ()
+    """All of them, slowest first; empty if there is one only."""
+    num_steps: int = 0
+    """Over how many steps they were compared."""
+    stage_memory_bytes: tuple[int, ...] = ()
+    """Peak memory so far of the rank with most of each stage."""
+
+
+def most_of_stages(places: Sequence[RankPlace], of_ranks: Sequence[int]) -> tuple[int, ...]:
+    """The largest number of any rank of each stage; ``places`` and ``of_ranks`` are by rank."""
+    found: dict[int, int] = {}
+    for place, number in zip(places, of_ranks, strict=True):
+        found[place.stage] = max(number, found.get(place.stage, 0))
+    return tuple(found[stage] for stage in sorted(found))
+
+
 def compare(places: Sequence[RankPlace], paces: Sequence[RankPace]) -> tuple[SlowRank, ...]:
     """All ranks, as tensor- and context-parallel groups, slowest first; empty if there is one group only.
 

@@ -1,0 +1,70 @@
+"""``python -m mm.page``: the page of a run, or of several side by side.
+
+    python -m mm.page logs
+    python -m mm.page logs_a logs_b --html both.html
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from mm.config.outputs import PAGE_FILE
+from mm.ending import refused, run_command
+from mm.errors import UserError, collected, refuse
+from mm.report import check_page, write_page
+from mm.version import version_line
+
+PROGRAM = "python -m mm.page"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the page; returns the exit status: 0, or 2 for errors that the user can fix."""
+    words = sys.argv[1:] if argv is None else argv
+    return run_command(lambda: _run(words), lambda: "the page is as it was; run the same command again")
+
+
+def _run(words: Sequence[str]) -> int:
+    from mm.page.pages import run_page, runs_page
+    from mm.page.plot import COLOURS
+    from mm.page.record import read_run, run_names
+
+    flags = _parser().parse_args(words)
+    folders: list[Path] = flags.runs
+    path = flags.html or (folders[0] if folders[0].is_dir() else folders[0].parent) / PAGE_FILE
+    try:
+        if len(folders) > len(COLOURS):
+            raise UserError(f"{len(folders)} runs are given; expected at most {len(COLOURS)}, which colours can tell "
+                            f"apart: make several pages")
+        if len(folders) > 1 and flags.html is None:
+            raise UserError("--html is missing: the page of several runs belongs to none of them; name its file, such "
+                            "as --html runs.html")
+        check_page(flags.html)
+        problems: list[str] = []
+        runs = []
+        for folder, name in zip(folders, run_names(folders), strict=True):
+            with collected(problems):
+                runs.append(read_run(folder, name))
+        refuse(problems)
+        now = datetime.now()
+        print(write_page(path, run_page(runs[0], now) if len(runs) == 1 else runs_page(runs, now)))
+    except UserError as error:
+        return refused(error)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(PROGRAM, allow_abbrev=False, description=(
+        "Writes one HTML file about a run: facts, curves, tables, timeline, answers and settings; or about several "
+        "runs, side by side.  A run may have ended or not."))
+    parser.add_argument("--version", action="version", version=version_line(PROGRAM))
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help=(
+        "the --log-dir of a run, or the metrics_*.jsonl of an earlier run in it"))
+    parser.add_argument("--html", type=Path, metavar="PAGE", help=(
+        f"the file to write (default: {PAGE_FILE} in RUN_DIR); needed with several runs"))
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""The headline of a run: what it trains on what, how far it is, how fast, and whether it still runs."""
+
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from mm.page.plot import number_text
+from mm.page.record import RunRecord
+from mm.report import clock
+
+GIB = 2**30
+_SILENT_STEPS, _SILENT_SECONDS = 20, 600.0
+"""A run may have ended if its last step is older than so many steps, and so many seconds, whichever is longer."""
+_HIDDEN = ("weights",)
+"""Settings that are long lists."""
+_MAX_CHARACTERS = 200
+
+
+class Status(NamedTuple):
+    """Whether a run has ended, in a sentence."""
+
+    text: str
+    is_bad: bool
+    """Whether somebody should look at it."""
+
+
+def status(run: RunRecord, now: datetime) -> Status:
+    """Whether the run has ended and how, as far as its files say."""
+    how = run.fact("ended", "how")
+    if how is not None:
+        return Status(f"Ended at {run.fact('ended', 'at')}: {how}.", False)
+    if run.history.last is None or run.last_written is None:
+        return Status("No step has been recorded yet.", False)
+    age = (now - run.last_written).total_seconds()
+    step = run.history.last["iteration"]
+    if age > max(_SILENT_SECONDS, _SILENT_STEPS * (run.history.recent_median("step_seconds") or 0.0)):
+        return Status(f"No row for {clock(age)} after step {step:,}, and no record of an end: the run is stuck or in a "
+                      f"long pause, or it was killed. Its output says more.", True)
+    return Status(f"Running: step {step:,} was the last one recorded, {clock(age)} before.", False)
+
+
+def run_facts(run: RunRecord, now: datetime) -> Iterator[tuple[str, str]]:
+    """Names and values; those that the files do not have are left out."""
+    yield "status", status(run, now).text
+    yield from _settings(run)
+    yield from _progress(run)
+    yield from _speed(run)
+    yield from _quality(run)
+
+
+def _settings(run: RunRecord) -> Iterator[tuple[str, str]]:
+    if (model := run.fact("arguments", "mm_model")) is not None:
+        layers = " + ".join(f"{run.fact('model', tower, 'num_layers')} {name} layers"
+                            for tower, name in (("vision", "ViT"), ("language", "LLM")))
+        yield "model", f"{model} ({layers})"
+    if (world_size := run.fact("world_size")) is not None:
+        sizes = (("tensor", run.fact("arguments", "tensor_model_parallel_size")),
+                 ("context", run.fact("arguments", "context_parallel_size")),
+                 ("pipeline", run.fact("pipeline_model_parallel_size")), ("data", run.fact("data_parallel_size")))
+        yield "layout", f"{' x '.join(f'{name} {size}' for name, size in sizes)} = {world_size} ranks"
+    if (device := run.fact("ran_on", "device")) is not None:
+        yield "device", f"{device}, {run.fact('ran_on', 'backend')}"
+    if (precision := run.fact("precision")) is not None:
+        yield "precision", str(precision)
+    if (batch := run.fact("global_batch_size")) is not None:
+        yield "global batch", f"{batch:,} samples"
+    versions = run.fact("ran_on", "versions")
+    if isinstance(versions, Mapping):
+        yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items())
+    if (started := run.fact("started_at")) is not None:
+        yield "started", f"{started} (this launch)"
+
+
+def _progress(run: RunRecord) -> Iterator[tuple[str, str]]:
+    last, total = run.history.last, run.fact("arguments", "train_iters")
+    if last is None:
+        return
+    done, epoch = last["iteration"], last.get("epoch")
+    of_total = f" of {total:,} ({100 * done / total:.1f} %)" if total else ""
+    yield "step", f"{done:,}{of_total}" + (f", epoch {epoch:.2f}" if epoch is not None else "")
+    seconds = run.history.recent_median("step_seconds")
+    if total and seconds is not None and done < total:
+        yield "time left", f"{clock((total - done) * seconds)}, without validations and checkpoints"
+    yield "time in steps", clock(run.history.seconds)
+    yield "tokens", f"{run.history.num_tokens:,}"
+
+
+def _speed(run: RunRecord) -> Iterator[tuple[str, str]]:
+    history = run.history
+    if (seconds := history.recent_median("step_seconds")) is None:
+        return
+    num_recent = f"median of the last {len(history.recent):,} steps"
+    yield "step time", f"{number_text(seconds)} s, {num_recent}"
+    yield "tokens/s per device", f"{history.recent_median('tokens_per_second_per_device'):,.0f}, {num_recent}"
+    mfu = history.recent_median("mfu")
+    yield "MFU", "unknown: no peak of this device is known" if mfu is None else f"{100 * mfu:.1f} %, {num_recent}"
+    if (peak := history.peak_memory_bytes) is not None:
+        yield "peak memory", f"{peak / GIB:,.2f} GiB, last rank"
+
+
+def _quality(run: RunRecord) -> Iterator[tuple[str, str]]:
+    history = run.history
+    if history.last is not None and history.last["loss"] is not None:
+        yield "loss", number_text(history.last["loss"])
+    best = history.validations[-1] if history.validations else None
+    if best is not None and best["best_validation_loss"] is not None:
+        yield "best validation loss", f"{number_text(best['best_validation_loss'])}, step {best['best_iteration']:,}"
+    if history.score_rows:
+        row = history.score_rows[-1]
+        yield "score", f"{row['validation_score_percent']:.2f} %, step {row['iteration']:,}"
+    if history.last is not None:
+        yield "bad steps and spikes", f"{history.num_spikes:,}; weights unchanged in {history.num_unchanged:,} steps"
+    if run.num_bad_samples:
+        yield "samples left out", f"{run.num_bad_samples:,}"
+
+
+def settings(run: RunRecord) -> dict[str, str]:
+    """All settings and facts of ``run.json`` by their path, such as ``arguments.lr``; those not set are left out."""
+    return dict(_flat("", run.facts))
+
+
+def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            if name not in _HIDDEN:
+                yield from _flat(f"{path}.{name}" if path else str(name), inner)
+    elif isinstance(value, list) and any(isinstance(one, Mapping) for one in value):
+        for number, inner in enumerate(value):
+            yield from _flat(f"{path}.{number}", inner)
+    elif value not in (None, [], ""):
+        text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+        yield path, text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]} ..."

@@ -1,0 +1,88 @@
+"""The tables of a run: validations, scores, bad steps, slow ranks, memory, bad samples, checkpoints and settings."""
+
+from collections.abc import Iterator
+
+from mm.page.facts import GIB, settings
+from mm.page.history import Row
+from mm.page.plot import number_text
+from mm.page.record import RunRecord
+from mm.report import Table
+
+_MAX_OPEN = 12
+"""The page folds longer tables."""
+_MAX_SAMPLES = 8
+"""Most numbers of samples in a cell."""
+
+_KINDS = {"text": "all tokens text", "visual": "all tokens visual", "stated": "with --dry-run-patches"}
+"""Kinds of microbatches in ``mm.plan.sizes`` -> how a header names them."""
+
+
+def tables(run: RunRecord) -> Iterator[Table]:
+    """Those that have rows; the settings are apart."""
+    history = run.history
+    yield from _latest("Validations", history.num_validations, ("step", "loss", "best", "samples", "seconds"), [
+        (f"{row['iteration']:,}", _value(row["validation_loss"]), _best(row), f"{row['num_samples']:,}",
+         f"{row['validation_seconds']:,.1f}") for row in history.validations])
+    yield from _latest("Scored answers", history.num_scores, ("step", "score", "questions", "cut off", "seconds"), [
+        (f"{row['iteration']:,}", f"{row['validation_score_percent']:.2f} %", f"{row['num_questions']:,}",
+         f"{row['num_truncated_answers']:,}", f"{row['answer_seconds']:,.1f}") for row in history.score_rows])
+    yield from _latest("Bad steps and spikes", history.num_spikes, ("step", "why", "weights", "samples"), [
+        (f"{row['iteration']:,}", str(row["why"]), "unchanged" if row["skipped"] else "updated",
+         _samples(row["samples"], row["num_samples"])) for row in history.spikes])
+    yield from _slowest(run)
+    yield from _memory(run)
+    yield from _latest("Samples left out", run.num_bad_samples, ("where", "what"), [
+        (one.where, one.what) for one in run.bad_samples], are="the first")
+    yield from _latest("Checkpoints in --save", len(run.checkpoints), ("step", "written"), [
+        (f"{step:,}", f"{written:%Y-%m-%d %H:%M:%S}") for step, written in run.checkpoints])
+
+
+def settings_table(run: RunRecord) -> Table:
+    """All settings, folded."""
+    return Table("All settings", ("setting", "value"), tuple(settings(run).items()), is_folded=True)
+
+
+def _latest(title: str, count: int, header: tuple[str, ...], rows: list[tuple[str, ...]],
+            are: str = "the latest") -> Iterator[Table]:
+    """A table of some of ``count`` things, if there are any."""
+    if rows:
+        some = f"; {are} {len(rows):,}" if count > len(rows) else ""
+        yield Table(f"{title} ({count:,}{some})", header, tuple(rows), is_folded=len(rows) > _MAX_OPEN)
+
+
+def _value(value: float | None) -> str:
+    return "not finite" if value is None else number_text(value)
+
+
+def _best(row: Row) -> str:
+    loss = row["best_validation_loss"]
+    return "none" if loss is None else f"{number_text(loss)}, step {row['best_iteration']:,}"
+
+
+def _samples(numbers: list[int], count: int) -> str:
+    more = f" and {count - _MAX_SAMPLES:,} more" if count > _MAX_SAMPLES else ""
+    return ", ".join(map(str, numbers[:_MAX_SAMPLES])) + more
+
+
+def _slowest(run: RunRecord) -> Iterator[Table]:
+    row = run.history.compared
+    if row is None:
+        return
+    header = ("ranks", "stage", "replica", "device", "own work", "waits for data", "waits for ranks", "slower by")
+    yield Table(f"Slowest ranks at step {row['iteration']:,}", header, tuple(
+        (", ".join(map(str, one["ranks"])), str(one["stage"]), str(one["replica"]),
+         ", ".join(f"{host} {device}" for host, device in zip(one["hosts"], one["devices"], strict=True)),
+         *(f"{1000 * one[name]:,.0f} ms" for name in ("work_seconds", "data_seconds", "wait_seconds")),
+         f"{100 * one['share']:+.0f} % than other {one['compared_with']}") for one in row["slowest_ranks"]))
+
+
+def _memory(run: RunRecord) -> Iterator[Table]:
+    """Peak memory of the stages as predicted, for each kind of microbatch, and as measured."""
+    predicted, measured = run.fact("predicted_peak_bytes") or [], run.history.stage_memory_bytes
+    kinds = list(predicted[0]) if predicted else []
+    rows = [(str(stage), *(f"{of_stage / GIB:,.2f}" if of_stage is not None else "-" for of_stage in (
+        *(predicted[stage][kind] for kind in kinds), measured[stage] if stage < len(measured) else None)))
+            for stage in range(len(predicted) or len(measured))]
+    if rows:
+        yield Table("Peak memory of the stages (GiB; measured: the rank with most)", (
+            "stage", *(f"predicted, {_KINDS.get(kind, kind)}" for kind in kinds), "measured"), tuple(rows))
