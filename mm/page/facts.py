@@ -24,69 +24,69 @@ class Status(NamedTuple):
     """Whether somebody should look at it."""
 
 
-def status(run: RunRecord, now: datetime) -> Status:
+def status(record: RunRecord, now: datetime) -> Status:
     """Whether the run has ended and how, as far as its files say."""
-    how = run.fact("ended", "how")
+    how = record.fact("ended", "how")
     if how is not None:
-        return Status(f"Ended at {run.fact('ended', 'at')}: {how}.", False)
-    if run.history.last is None or run.last_written is None:
+        return Status(f"Ended at {record.fact('ended', 'at')}: {how}.", False)
+    if record.history.last is None or record.last_written is None:
         return Status("No step has been recorded yet.", False)
-    age = (now - run.last_written).total_seconds()
-    step = run.history.last["iteration"]
-    if age > max(_SILENT_SECONDS, _SILENT_STEPS * (run.history.recent_median("step_seconds") or 0.0)):
+    age = (now - record.last_written).total_seconds()
+    step = record.history.last["iteration"]
+    if age > max(_SILENT_SECONDS, _SILENT_STEPS * (record.history.recent_median("step_seconds") or 0.0)):
         return Status(f"No row for {clock(age)} after step {step:,}, and no record of an end: the run is stuck or in a "
                       f"long pause, or it was killed. Its output says more.", True)
     return Status(f"Running: step {step:,} was the last one recorded, {clock(age)} before.", False)
 
 
-def run_facts(run: RunRecord, now: datetime) -> Iterator[tuple[str, str]]:
+def run_facts(record: RunRecord, now: datetime) -> Iterator[tuple[str, str]]:
     """Names and values; those that the files do not have are left out."""
-    yield "status", status(run, now).text
-    yield from _settings(run)
-    yield from _progress(run)
-    yield from _speed(run)
-    yield from _quality(run)
+    yield "status", status(record, now).text
+    yield from _settings(record)
+    yield from _progress(record)
+    yield from _speed(record)
+    yield from _quality(record)
 
 
-def _settings(run: RunRecord) -> Iterator[tuple[str, str]]:
-    if (model := run.fact("arguments", "mm_model")) is not None:
-        layers = " + ".join(f"{run.fact('model', tower, 'num_layers')} {name} layers"
+def _settings(record: RunRecord) -> Iterator[tuple[str, str]]:
+    if (model := record.fact("arguments", "mm_model")) is not None:
+        layers = " + ".join(f"{record.fact('model', tower, 'num_layers')} {name} layers"
                             for tower, name in (("vision", "ViT"), ("language", "LLM")))
         yield "model", f"{model} ({layers})"
-    if (world_size := run.fact("world_size")) is not None:
-        sizes = (("tensor", run.fact("arguments", "tensor_model_parallel_size")),
-                 ("context", run.fact("arguments", "context_parallel_size")),
-                 ("pipeline", run.fact("pipeline_model_parallel_size")), ("data", run.fact("data_parallel_size")))
+    if (world_size := record.fact("world_size")) is not None:
+        sizes = (("tensor", record.fact("arguments", "tensor_model_parallel_size")),
+                 ("context", record.fact("arguments", "context_parallel_size")),
+                 ("pipeline", record.fact("pipeline_model_parallel_size")), ("data", record.fact("data_parallel_size")))
         yield "layout", f"{' x '.join(f'{name} {size}' for name, size in sizes)} = {world_size} ranks"
-    if (device := run.fact("ran_on", "device")) is not None:
-        yield "device", f"{device}, {run.fact('ran_on', 'backend')}"
-    if (precision := run.fact("precision")) is not None:
+    if (device := record.fact("ran_on", "device")) is not None:
+        yield "device", f"{device}, {record.fact('ran_on', 'backend')}"
+    if (precision := record.fact("precision")) is not None:
         yield "precision", str(precision)
-    if (batch := run.fact("global_batch_size")) is not None:
+    if (batch := record.fact("global_batch_size")) is not None:
         yield "global batch", f"{batch:,} samples"
-    versions = run.fact("ran_on", "versions")
+    versions = record.fact("ran_on", "versions")
     if isinstance(versions, Mapping):
         yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items())
-    if (started := run.fact("started_at")) is not None:
+    if (started := record.fact("started_at")) is not None:
         yield "started", f"{started} (this launch)"
 
 
-def _progress(run: RunRecord) -> Iterator[tuple[str, str]]:
-    last, total = run.history.last, run.fact("arguments", "train_iters")
+def _progress(record: RunRecord) -> Iterator[tuple[str, str]]:
+    last, total = record.history.last, record.fact("arguments", "train_iters")
     if last is None:
         return
     done, epoch = last["iteration"], last.get("epoch")
     of_total = f" of {total:,} ({100 * done / total:.1f} %)" if total else ""
     yield "step", f"{done:,}{of_total}" + (f", epoch {epoch:.2f}" if epoch is not None else "")
-    seconds = run.history.recent_median("step_seconds")
+    seconds = record.history.recent_median("step_seconds")
     if total and seconds is not None and done < total:
         yield "time left", f"{clock((total - done) * seconds)}, without validations and checkpoints"
-    yield "time in steps", clock(run.history.seconds)
-    yield "tokens", f"{run.history.num_tokens:,}"
+    yield "time in steps", clock(record.history.seconds)
+    yield "tokens", f"{record.history.num_tokens:,}"
 
 
-def _speed(run: RunRecord) -> Iterator[tuple[str, str]]:
-    history = run.history
+def _speed(record: RunRecord) -> Iterator[tuple[str, str]]:
+    history = record.history
     if (seconds := history.recent_median("step_seconds")) is None:
         return
     num_recent = f"median of the last {len(history.recent):,} steps"
@@ -98,8 +98,8 @@ def _speed(run: RunRecord) -> Iterator[tuple[str, str]]:
         yield "peak memory", f"{peak / GIB:,.2f} GiB, last rank"
 
 
-def _quality(run: RunRecord) -> Iterator[tuple[str, str]]:
-    history = run.history
+def _quality(record: RunRecord) -> Iterator[tuple[str, str]]:
+    history = record.history
     if history.last is not None and history.last["loss"] is not None:
         yield "loss", number_text(history.last["loss"])
     best = history.validations[-1] if history.validations else None
@@ -110,13 +110,13 @@ def _quality(run: RunRecord) -> Iterator[tuple[str, str]]:
         yield "score", f"{row['validation_score_percent']:.2f} %, step {row['iteration']:,}"
     if history.last is not None:
         yield "bad steps and spikes", f"{history.num_spikes:,}; weights unchanged in {history.num_unchanged:,} steps"
-    if run.num_bad_samples:
-        yield "samples left out", f"{run.num_bad_samples:,}"
+    if record.num_bad_samples:
+        yield "samples left out", f"{record.num_bad_samples:,}"
 
 
-def settings(run: RunRecord) -> dict[str, str]:
+def settings(record: RunRecord) -> dict[str, str]:
     """All settings and facts of ``run.json`` by their path, such as ``arguments.lr``; those not set are left out."""
-    return dict(_flat("", run.facts))
+    return dict(_flat("", record.facts))
 
 
 def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:

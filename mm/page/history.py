@@ -23,7 +23,7 @@ _NUM_RECENT = 100
 """Steps of the medians that stand for the present."""
 _MAX_MARKS = 120
 
-Row = Mapping[str, Any]
+MetricsRow = Mapping[str, Any]
 
 
 class History:
@@ -33,12 +33,12 @@ class History:
         self.curves = {name: Curve() for name in (*MAY_BE_LOST, *ALWAYS_FINITE)}
         self.validation_losses, self.scores, self.spike_steps = Curve(_MAX_MARKS), Curve(_MAX_MARKS), Curve(_MAX_MARKS)
         self.num_validations = self.num_scores = self.num_spikes = self.num_unchanged = self.num_steps = 0
-        self.validations: deque[Row] = deque(maxlen=MAX_LISTED)
-        self.score_rows: deque[Row] = deque(maxlen=MAX_LISTED)
-        self.spikes: deque[Row] = deque(maxlen=MAX_LISTED)
-        self.recent: deque[Row] = deque(maxlen=_NUM_RECENT)
+        self.validations: deque[MetricsRow] = deque(maxlen=MAX_LISTED)
+        self.score_rows: deque[MetricsRow] = deque(maxlen=MAX_LISTED)
+        self.spikes: deque[MetricsRow] = deque(maxlen=MAX_LISTED)
+        self.recent: deque[MetricsRow] = deque(maxlen=_NUM_RECENT)
         """The latest steps."""
-        self.compared: Row | None = None
+        self.compared: MetricsRow | None = None
         """The latest step whose ranks were compared."""
         self.stage_memory_bytes: list[int] = []
         """Highest peak memory of the ranks of each stage; empty if it was not recorded."""
@@ -64,7 +64,7 @@ class History:
                 raise UserError(f"{name}:{number}: is not a row of a run's metrics ({type(error).__name__}: {error}); "
                                 f"if the file is damaged, remove that line, and make the page again") from error
 
-    def fold(self, row: Row) -> None:
+    def fold(self, row: MetricsRow) -> None:
         """Fold one row; a kind that is not known has no place on the page."""
         match row["kind"]:
             case "step":
@@ -84,7 +84,7 @@ class History:
             case _:
                 pass
 
-    def _fold_step(self, row: Row) -> None:
+    def _fold_step(self, row: MetricsRow) -> None:
         step = _step(row)
         for name in MAY_BE_LOST:
             self.curves[name].add(step, _number(row[name]))
@@ -102,7 +102,7 @@ class History:
             self.compared = row
 
     @property
-    def last(self) -> Row | None:
+    def last(self) -> MetricsRow | None:
         """The last step."""
         return self.recent[-1] if self.recent else None
 
@@ -122,7 +122,7 @@ def _number(value: float | None) -> float:
     return math.nan if value is None else float(value)
 
 
-def _step(row: Row) -> int:
+def _step(row: MetricsRow) -> int:
     step = row["iteration"]
     if not isinstance(step, int):
         raise TypeError(f"iteration is {step!r}")

@@ -22,21 +22,21 @@ _CURVES = (("Loss", "", "loss"), ("Learning rate", "", "lr"), ("Gradient norm", 
 _SMOOTH = ("lr", "max_memory_bytes")
 
 
-def run_page(run: RunRecord, now: datetime) -> str:
+def run_page(record: RunRecord, now: datetime) -> str:
     """The page of one run."""
-    (_, found), *facts = run_facts(run, now)
-    _, is_bad = status(run, now)
+    (_, found), *facts = run_facts(record, now)
+    _, is_bad = status(record, now)
     body = [
         f'<p class="status{" bad" if is_bad else ""}">{escape(found)} Page written at {now:%Y-%m-%d %H:%M:%S}.</p>',
         _tiles(facts),
-        Report("", (), notes=run.notes).body(),
-        _plots([run]),
-        Report("", (), tuple(tables(run))).body(),
-        *_timelines(run),
-        *_answers(run.questions),
-        Report("", (), (settings_table(run),)).body() if run.facts else "",
+        Report("", (), notes=record.notes).body(),
+        _plots([record]),
+        Report("", (), tuple(tables(record))).body(),
+        *_timelines(record),
+        *_answers(record.questions),
+        Report("", (), (settings_table(record),)).body() if record.facts else "",
     ]
-    return page(f"Run {run.name}", "\n".join(body))
+    return page(f"Run {record.name}", "\n".join(body))
 
 
 def runs_page(runs: Sequence[RunRecord], now: datetime) -> str:
@@ -99,12 +99,12 @@ def _scaled(one: Bin, factor: float) -> Bin:
         one, total=one.total * factor, least=one.least * factor, most=one.most * factor)
 
 
-def _timelines(run: RunRecord) -> Iterator[str]:
+def _timelines(record: RunRecord) -> Iterator[str]:
     """The picture of the latest step that has one; it is embedded as an image, in which no script runs."""
-    small = [one for one in run.timelines if one.stat().st_size <= _MAX_TIMELINE_BYTES]
+    small = [one for one in record.timelines if one.stat().st_size <= _MAX_TIMELINE_BYTES]
     if small:
         content = b64encode(small[-1].read_bytes()).decode()
-        others = ", ".join(one.name for one in run.timelines if one != small[-1])
+        others = ", ".join(one.name for one in record.timelines if one != small[-1])
         yield (f'<h2>Timeline of a step ({escape(small[-1].name)})</h2><div class="timeline"><img alt="timeline" '
                f'src="data:image/svg+xml;base64,{content}"></div>')
         yield f"<p>Others in --log-dir: {escape(others)}</p>" if others else ""

@@ -23,7 +23,7 @@ _LOG_RATIO = 30.0
 _MEAN_SHARE = 25
 """A running mean is over the bins of one ``_MEAN_SHARE``-th of the curve."""
 _MARGIN = 0.04
-Shape = Literal["diamond", "cross"]
+MarkShape = Literal["diamond", "cross"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Marks:
     name: str
     bins: Sequence[Bin]
     """One bin for each; several if there are too many."""
-    shape: Shape
+    shape: MarkShape
     colour: str
     at_top: bool = False
     """Whether to draw them at the upper edge: they have no value on the axis."""
@@ -68,8 +68,8 @@ class Plot:
         if axes is None:
             return ""
         lost = [one for curve in self.series for one in curve.bins if one.num_lost]
-        elements = [*axes.drawn(), *(part for curve in self.series for part in _curve(axes, curve)),
-                    *(part for marks in self.marks for part in _marks(axes, marks)), *_gaps(axes, lost)]
+        elements = [*axes.drawn(), *(piece for curve in self.series for piece in _curve(axes, curve)),
+                    *(piece for marks in self.marks for piece in _marks(axes, marks)), *_gaps(axes, lost)]
         notes = [self.unit] if self.unit else []
         notes += ["logarithmic"] if axes.is_log else []
         notes += [f"not finite: {sum(one.num_lost for one in lost):,}"] if lost else []
@@ -169,20 +169,20 @@ def _curve(axes: _Axes, curve: Series) -> Iterator[str]:
     """Values as points, or as a band from the least to the most of each bin; and a line, the running mean if noisy."""
     finite = [one for one in curve.bins if one.count]
     num_bins = max(1, len(finite) // _MEAN_SHARE) if curve.is_noisy else 1
-    for part in stretches(curve.bins):
-        if all(one.first == one.last for one in part):
-            if num_bins > 1 or len(part) == 1:
-                points = "".join(f"M{axes.x(one.middle):.1f} {axes.y(one.mean):.1f}h0" for one in part)
-                width, opacity = (3.2, 0.3) if len(part) > 1 else (5, 1)
+    for piece in stretches(curve.bins):
+        if all(one.first == one.last for one in piece):
+            if num_bins > 1 or len(piece) == 1:
+                points = "".join(f"M{axes.x(one.middle):.1f} {axes.y(one.mean):.1f}h0" for one in piece)
+                width, opacity = (3.2, 0.3) if len(piece) > 1 else (5, 1)
                 yield (f'<path d="{points}" stroke="{curve.colour}" stroke-width="{width}" stroke-linecap="round" '
                        f'opacity="{opacity}"/>')
         else:
-            upper = [f"{axes.x(one.middle):.1f} {axes.y(one.most):.1f}" for one in part]
-            lower = [f"{axes.x(one.middle):.1f} {axes.y(one.least):.1f}" for one in reversed(part)]
+            upper = [f"{axes.x(one.middle):.1f} {axes.y(one.most):.1f}" for one in piece]
+            lower = [f"{axes.x(one.middle):.1f} {axes.y(one.least):.1f}" for one in reversed(piece)]
             yield (f'<path d="M{"L".join([*upper, *lower])}Z" fill="{curve.colour}" fill-opacity="0.25" '
                    f'stroke="{curve.colour}" stroke-opacity="0.25" stroke-width="0.7"/>')
-        means = running_means(part, num_bins)
-        line = "L".join(f"{axes.x(one.middle):.1f} {axes.y(mean):.1f}" for one, mean in zip(part, means, strict=True))
+        means = running_means(piece, num_bins)
+        line = "L".join(f"{axes.x(one.middle):.1f} {axes.y(mean):.1f}" for one, mean in zip(piece, means, strict=True))
         yield f'<path d="M{line}" fill="none" stroke="{curve.colour}" stroke-width="1.8" stroke-linejoin="round"/>'
 
 

@@ -86,11 +86,11 @@ def read_run(path: Path, name: str) -> RunRecord:
 
 def run_names(paths: Sequence[Path]) -> list[str]:
     """The shortest ends of the paths by which they differ; a single ``logs`` keeps the folder that it is in."""
-    parts = [path.absolute().parts for path in paths]
-    length = 2 if len(paths) == 1 and parts[0][-1] == "logs" else 1
-    while length < max(map(len, parts)) and len({one[-length:] for one in parts}) < len(parts):
+    names = [path.absolute().parts for path in paths]
+    length = 2 if len(paths) == 1 and names[0][-1] == "logs" else 1
+    while length < max(map(len, names)) and len({one[-length:] for one in names}) < len(names):
         length += 1
-    return [printable("/".join(one[-length:]).lstrip("/")) for one in parts]
+    return [printable("/".join(one[-length:]).lstrip("/")) for one in names]
 
 
 def read_beside(

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from mm.page.facts import GIB, settings
-from mm.page.history import Row
+from mm.page.history import MetricsRow
 from mm.page.plot import number_text
 from mm.page.record import RunRecord
 from mm.report import Table
@@ -17,9 +17,9 @@ _KINDS = {"text": "all tokens text", "visual": "all tokens visual", "stated": "w
 """Kinds of microbatches in ``mm.plan.sizes`` -> how a header names them."""
 
 
-def tables(run: RunRecord) -> Iterator[Table]:
+def tables(record: RunRecord) -> Iterator[Table]:
     """Those that have rows; the settings are apart."""
-    history = run.history
+    history = record.history
     yield from _latest("Validations", history.num_validations, ("step", "loss", "best", "samples", "seconds"), [
         (f"{row['iteration']:,}", _value(row["validation_loss"]), _best(row), f"{row['num_samples']:,}",
          f"{row['validation_seconds']:,.1f}") for row in history.validations])
@@ -29,17 +29,17 @@ def tables(run: RunRecord) -> Iterator[Table]:
     yield from _latest("Bad steps and spikes", history.num_spikes, ("step", "why", "weights", "samples"), [
         (f"{row['iteration']:,}", str(row["why"]), "unchanged" if row["skipped"] else "updated",
          _samples(row["samples"], row["num_samples"])) for row in history.spikes])
-    yield from _slowest(run)
-    yield from _memory(run)
-    yield from _latest("Samples left out", run.num_bad_samples, ("where", "what"), [
-        (one.where, one.what) for one in run.bad_samples], are="the first")
-    yield from _latest("Checkpoints in --save", len(run.checkpoints), ("step", "written"), [
-        (f"{step:,}", f"{written:%Y-%m-%d %H:%M:%S}") for step, written in run.checkpoints])
+    yield from _slowest(record)
+    yield from _memory(record)
+    yield from _latest("Samples left out", record.num_bad_samples, ("where", "what"), [
+        (one.where, one.what) for one in record.bad_samples], are="the first")
+    yield from _latest("Checkpoints in --save", len(record.checkpoints), ("step", "written"), [
+        (f"{step:,}", f"{written:%Y-%m-%d %H:%M:%S}") for step, written in record.checkpoints])
 
 
-def settings_table(run: RunRecord) -> Table:
+def settings_table(record: RunRecord) -> Table:
     """All settings, folded."""
-    return Table("All settings", ("setting", "value"), tuple(settings(run).items()), is_folded=True)
+    return Table("All settings", ("setting", "value"), tuple(settings(record).items()), is_folded=True)
 
 
 def _latest(title: str, count: int, header: tuple[str, ...], rows: list[tuple[str, ...]],
@@ -54,7 +54,7 @@ def _value(value: float | None) -> str:
     return "not finite" if value is None else number_text(value)
 
 
-def _best(row: Row) -> str:
+def _best(row: MetricsRow) -> str:
     loss = row["best_validation_loss"]
     return "none" if loss is None else f"{number_text(loss)}, step {row['best_iteration']:,}"
 
@@ -64,8 +64,8 @@ def _samples(numbers: list[int], count: int) -> str:
     return ", ".join(map(str, numbers[:_MAX_SAMPLES])) + more
 
 
-def _slowest(run: RunRecord) -> Iterator[Table]:
-    row = run.history.compared
+def _slowest(record: RunRecord) -> Iterator[Table]:
+    row = record.history.compared
     if row is None:
         return
     header = ("ranks", "stage", "replica", "device", "own work", "waits for data", "waits for ranks", "slower by")
@@ -76,9 +76,9 @@ def _slowest(run: RunRecord) -> Iterator[Table]:
          f"{100 * one['share']:+.0f} % than other {one['compared_with']}") for one in row["slowest_ranks"]))
 
 
-def _memory(run: RunRecord) -> Iterator[Table]:
+def _memory(record: RunRecord) -> Iterator[Table]:
     """Peak memory of the stages as predicted, for each kind of microbatch, and as measured."""
-    predicted, measured = run.fact("predicted_peak_bytes") or [], run.history.stage_memory_bytes
+    predicted, measured = record.fact("predicted_peak_bytes") or [], record.history.stage_memory_bytes
     kinds = list(predicted[0]) if predicted else []
     rows = [(str(stage), *(f"{of_stage / GIB:,.2f}" if of_stage is not None else "-" for of_stage in (
         *(predicted[stage][kind] for kind in kinds), measured[stage] if stage < len(measured) else None)))
