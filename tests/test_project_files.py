@@ -91,7 +91,6 @@ def test_every_command_is_a_console_script() -> None:
         shown_name = name.replace("-", "[-.]")
         assert re.fullmatch(rf"{shown_name} {re.escape(VERSION)} \(Python 3\..*, torch \d.*, transformers \d.*\)",
                             printed)
-        assert done.stderr == ""
 
 
 @pytest.mark.parametrize("template", [one for one in TEMPLATES if one.stem != "config"], ids=lambda one: one.stem)
