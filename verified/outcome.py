@@ -124,9 +124,13 @@ def _versions(card: Card) -> dict[str, str]:
 
 
 def _digest(path: Path) -> str:
-    """SHA-256 of a file, or of the names and digests of all files in a folder."""
+    """SHA-256 of a file, or of the names and digests of all files in a folder.
+
+    Hidden ones are left out: a run keeps its index of the data in such a folder.
+    """
     if path.is_dir():
-        names = sorted(one for one in path.rglob("*") if one.is_file())
+        names = sorted(one for one in path.rglob("*")
+                       if one.is_file() and not any(name.startswith(".") for name in one.relative_to(path).parts))
         listed = "".join(f"{one.relative_to(path).as_posix()} {_digest(one)}\n" for one in names)
         return hashlib.sha256(listed.encode()).hexdigest()
     with path.open("rb") as stream:
