@@ -11,6 +11,7 @@ is reduced; if ranks keep only shards of the weights, too (``mm.parallel.weight_
 does.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -29,6 +30,9 @@ from mm.batch import Images
 from mm.parallel.gradients import mark_stale, zero_stale
 from mm.parallel.units import BucketLayout, BucketPlaces, Unit, owned_weights
 from mm.parallel.weight_shards import WeightShards
+
+_ASKS_FOR_PLACES = "param_index_map" in inspect.signature(_ParamAndGradBucket.__init__).parameters
+"""megatron-core 0.17's bucket finds the places of its weights by the buffer's; 0.16's counts them itself."""
 
 
 class UnitGradients:
@@ -143,6 +147,10 @@ class _UnitBuffer:
         for weights in units:
             self._append(weights)
 
+    def get_unpacked_index_map(self) -> dict[Any, tuple[int, int, int]]:
+        """megatron-core 0.17's optimizer asks this way: weights of 4 bits, which we have none of, count otherwise."""
+        return self.param_index_map
+
     def _append(self, weights: list[Any]) -> None:
         layout = BucketLayout.of(weights, self.data_parallel_world_size)
         values = weights[0].new_empty((), requires_grad=False).expand(layout.num_elements)
@@ -155,8 +163,10 @@ class _UnitBuffer:
                 weight.data = there
             self.param_index_map[weight] = self.numel + start, self.numel + end, len(self.buckets)
         shape_only = values.new_empty((), dtype=self.grad_dtype).expand(layout.num_elements)
+        more: dict[str, Any] = {"param_index_map": self.param_index_map, "params_with_extra_main_grads": []}
         self.buckets.append(_ParamAndGradBucket(
-            weights, values, shape_only, self.numel, layout.stop, self.gradient_scaling_factor, len(self.buckets)))
+            weights, values, shape_only, self.numel, layout.stop, self.gradient_scaling_factor, len(self.buckets),
+            **(more if _ASKS_FOR_PLACES else {})))
         self.places.append(layout.places)
         self.numel += layout.num_elements
         self.numel_unpadded += layout.stop
