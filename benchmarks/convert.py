@@ -30,7 +30,7 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.measure import command, median_ratio, num_cores, report, seconds_of, shipped_model, table
+from benchmarks.measure import command, median_ratio, num_cores, report, seconds_of, shipped_model
 from mm.conversion import convert
 from mm.conversion.convert import Options
 from mm.families.qwen2_5_vl.config_json import published_config
@@ -42,6 +42,7 @@ from mm.weights.memory import memory_shape
 from mm.weights.placed import stage_weights
 from mm.weights.readers import readers
 from mm.weights.table import local_shape, model_weights
+from tests.files import table
 
 MAX_RATIO = {"warm": 1.4, "cold": 1.7}
 MAX_MEMORY_BYTES = 512 << 20

@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,13 +56,6 @@ def report(found: Any, output: Path | None, *, prints: bool = True) -> None:
         print(text, flush=True)
     if output is not None:
         output.write_text(text + "\n", encoding="utf-8")
-
-
-def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
-    """The lines of a table in Markdown; none without rows."""
-    lines = [[str(cell) for cell in row] for row in rows]
-    head = list(head)
-    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *lines)] if lines else []
 
 
 def shipped_model(size: str) -> ModelConfig:

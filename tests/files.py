@@ -1,6 +1,7 @@
 """Where this repository lies, and files as tests read and write them."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,13 @@ EXAMPLES = ROOT / "examples" / "qwen2.5vl"
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
+    """The lines of a table in Markdown; none without rows."""
+    lines = [[str(cell) for cell in row] for row in rows]
+    head = list(head)
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *lines)] if lines else []
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.balance.lists import with_lists
-from benchmarks.measure import command, report, shipped_model, table, versions
+from benchmarks.measure import command, report, shipped_model, versions
 from mm.config.model import ModelConfig
 from mm.data.lengths import Lengths
 from mm.data.order.cost import SampleSizes
@@ -28,6 +28,7 @@ from mm.data.order.stream import StepSamples, Stream, shuffled
 from mm.model.flops import slot_flops
 from mm.parallel.simulation import step_cost
 from mm.plan.distributions import DISTRIBUTIONS, SEQ_LENGTH, llava, totals_of
+from tests.files import table
 
 SAMPLES_PER_RANK = 32
 """Number of samples per data-parallel rank in a global batch."""

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measure import command, report, shipped_model, table
+from benchmarks.measure import command, report, shipped_model
 from mm.batch import BatchTotals
 from mm.config.model import ModelConfig
 from mm.data.order.sequence import pipeline_order
@@ -31,6 +31,7 @@ from mm.parallel.simulation import SlotCost, step_cost
 from mm.plan import lists as layouts
 from mm.plan.distributions import llava, totals_of
 from mm.plan.lists import Costs, best_lists
+from tests.files import table
 
 BATCHES = {"7b": (4, 12), "32b": (2, 48), "72b": (1, 96)}
 """Size -> samples per microbatch and microbatches per step of a replica, as in the script; 3B has one stage."""

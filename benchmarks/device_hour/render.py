@@ -13,10 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.device_hour.goals import goals
-from benchmarks.measure import report, table
+from benchmarks.measure import report
 from benchmarks.records import LOSS, NORM, OURS, PEER, Results, read_records
 from mm.device.known import known_device
-from tests.files import ROOT
+from tests.files import ROOT, table
 from tests.workload import microbatches_of
 
 KEPT = Path(__file__).with_name("records.jsonl")

@@ -21,7 +21,8 @@ os.environ |= {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "HF_HU
 
 from benchmarks.fuzz.driver import Found, run
 from benchmarks.fuzz.kinds import KINDS
-from benchmarks.measure import command, report, table
+from benchmarks.measure import command, report
+from tests.files import table
 
 
 def main() -> int:

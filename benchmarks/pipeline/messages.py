@@ -6,7 +6,8 @@ Each stage posts and awaits the messages of a real run (``tests.parallel.message
 rules (``tests.parallel.replay``).
 """
 
-from benchmarks.measure import command, report, table
+from benchmarks.measure import command, report
+from tests.files import table
 from tests.parallel.messages import VISION, Layout, Mode, Seconds, programs_of
 from tests.parallel.replay import replay
 

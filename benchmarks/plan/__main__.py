@@ -17,8 +17,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import command, report, run_ranks, table, versions
+from benchmarks.measure import command, report, run_ranks, versions
 from mm.device.device import Device
+from tests.files import table
 
 
 def measure(rounds: int, is_quick: bool) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measure import command, report, table
+from benchmarks.measure import command, report
 from benchmarks.plan.shipped import DATA, MEMORY_SHARE, NUM_SAMPLES, NUM_STEPS, SCRIPTS, run_of
 from mm.config.run import Run
 from mm.device.known import KNOWN_DEVICES
@@ -32,6 +32,7 @@ from mm.plan.predict import Predictor
 from mm.plan.search import LayoutSearch
 from mm.plan.sizes import chunk_size, longest_microbatches, peak_bytes, stage_memory
 from mm.plan.stage_memory import StageMemory
+from tests.files import table
 
 SIZES = ("7b", "32b", "72b")
 """The script of 3B has one stage."""

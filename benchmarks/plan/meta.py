@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measure import command, report, step_arguments, table
+from benchmarks.measure import command, report, step_arguments
 from mm.batch import image_pairs, window_pairs
 from mm.config.data import DataConfig
 from mm.config.model import ModelConfig
@@ -25,6 +25,7 @@ from mm.plan.by_device import ATTENTION, LAYER_SECONDS, MEMORY, PRODUCTS, calibr
 from mm.plan.distributions import WINDOW
 from mm.plan.predict import Predictor, StepPrediction
 from mm.plan.workload import Workload, sample_counts
+from tests.files import table
 from tests.meta.device import PHASES, Tally
 from tests.meta.step import Case, trace
 from tests.workload import SAMPLE, Sample, num_patches, num_targets, num_tokens

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from benchmarks.measure import command, report, table
+from benchmarks.measure import command, report
 from mm.config.run import Run, load_run
 from mm.device.known import KNOWN_DEVICES
 from mm.plan.by_device import calibration_by_device
@@ -22,7 +22,7 @@ from mm.plan.choices import ENCODER_BATCH_SIZES, choices, present_choice
 from mm.plan.distributions import mixed
 from mm.plan.lists import Lists
 from mm.plan.search import LayoutSearch, Planned
-from tests.files import ROOT
+from tests.files import ROOT, table
 
 DATA = {"llava": {"llava": 1.0}, "documents": {"documents": 1.0}, "videos": {"videos": 1.0},
         "mix": {"llava": 2.0, "documents": 1.0, "videos": 1.0}}  # fmt: skip
