@@ -62,7 +62,8 @@ def test_a_signal_while_torch_is_imported_ends_a_run_with_one_line(tmp_path: Pat
              "--micro-batch-size", "1"]  # fmt: skip
     done = subprocess.run([sys.executable, "-m", "mm.train", *words], cwd=ROOT, capture_output=True, text=True,
                           env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}, check=False)  # fmt: skip
-    assert _LOADS.sub("", done.stderr) == f"Stopped by SIGTERM: training had not begun; {tmp_path / 'save'} is as it was.\n"
+    kept = f"training had not begun; {tmp_path / 'save'} is as it was"
+    assert _LOADS.sub("", done.stderr) == f"Stopped by SIGTERM: {kept}.\n"
     assert done.returncode == 143
 
 
