@@ -74,7 +74,7 @@ def train(directory: Path, name: str, *flags: str) -> Result:
                 trainer.run_steps()
             sends = [one for one in trace.operations if one["name"] == "send"]
             result.epochs.append(Epoch(trace.num_vision_layer_runs, len(sends), trace.num_read_back))
-        trainer.reporter.close()
+        trainer.reporter.close(trainer.progress.iteration, "the test ends")
         if mesh.rank == mesh.world_size - 1:
             result.metrics = json_lines(Path(run.args.log_dir) / "metrics.jsonl")
         result.weights = copied_weights(trainer.setup.stage)

@@ -85,7 +85,7 @@ def train(directory: Path, name: str) -> Result:
         data.close()
         with slow_rank(name, trainer):
             trainer.run_steps()
-        trainer.reporter.close()
+        trainer.reporter.close(trainer.progress.iteration, "the test ends")
         of_ranks: list = [None] * mesh.world_size
         dist.all_gather_object(of_ranks, (mesh.dp_rank, own))
         parallel.stop_mesh()

@@ -42,7 +42,7 @@ def train(parts: list[list[str]], meeting: Meeting) -> dict:
                 trainer.run_steps()
             except UserError as error:
                 problems += error.problems
-        trainer.reporter.close()
+        trainer.reporter.close(trainer.progress.iteration, "the test ends")
         states = {name: sha256(state.numpy().tobytes()).hexdigest() for name, state in DEVICE.random_states().items()}
         of_ranks: list = [None] * mesh.world_size
         dist.all_gather_object(of_ranks, (problems, states))
