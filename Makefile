@@ -53,9 +53,9 @@ $(UV):
 	$(PYTHON) -m venv $(VENV)/lock
 	$(VENV)/lock/bin/python -m pip install --quiet --disable-pip-version-check uv
 
-# The combinations of versions in benchmarks/versions, or those that ONLY names, each in an environment of its own.
+# The combinations of versions in tests/versions, or those that ONLY names, each in an environment of its own.
 test-versions: $(READY) $(UV)
-	$(RUN) -m benchmarks.versions --uv $(UV) $(ONLY)
+	$(RUN) -m tests.versions --uv $(UV) $(ONLY)
 
 # After a change of setup.py and of what is installed: writes the lock of all that is installed.
 lock: $(UV)

@@ -8,12 +8,11 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from benchmarks.records import read_records
-from benchmarks.versions.combinations import COMBINATIONS, Combination, Others, lower_end
-from benchmarks.versions.render import BEGIN, END, KEPT, PAGES, STEPS, block
 from mm.requirements import declared
-from tests.files import ROOT
+from tests.files import ROOT, json_lines
 from tests.launch import run_ranks
+from tests.versions.combinations import COMBINATIONS, Combination, Others, lower_end
+from tests.versions.render import BEGIN, END, KEPT, PAGES, STEPS, block
 
 RANGES = {one.name: one for one in declared()}
 HELD = {"torch": "torch", "megatron-core": "megatron_core", "transformers": "transformers"}
@@ -65,7 +64,7 @@ def test_the_oldest_has_every_lower_end() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
 def test_the_table_is_what_was_recorded(page) -> None:
     found = page.read_text(encoding="utf-8").partition(f"{BEGIN}\n")[2].partition(END)[0]
-    assert found.strip() == block(read_records(KEPT), PAGES[page]).strip()
+    assert found.strip() == block(json_lines(KEPT), PAGES[page]).strip()
 
 
 def test_a_record_of_other_versions_is_refused() -> None:
@@ -89,7 +88,7 @@ def test_what_could_not_run_is_said(tmp_path) -> None:
     uv.chmod(0o755)
     before = KEPT.read_bytes()
     with pytest.raises(AssertionError) as failed:
-        run_ranks(0, "benchmarks.versions", "oldest", "newest", "--uv", str(uv), "--directory", str(tmp_path))
+        run_ranks(0, "tests.versions", "oldest", "newest", "--uv", str(uv), "--directory", str(tmp_path))
     assert KEPT.read_bytes() == before
     for name in ("oldest", "newest"):
         assert f"{name}: not run, for its environment could not be made" in str(failed.value)

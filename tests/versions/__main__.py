@@ -4,7 +4,7 @@
     make test-versions ONLY="oldest"       # some of them
 
 uv makes the environments in build/versions, with interpreters that it finds on PATH or can download, and keeps them
-for the next call.  Each result is appended to benchmarks/versions/records.jsonl at once; the tables of docs/install.md
+for the next call.  Each result is appended to tests/versions/records.jsonl at once; the tables of docs/install.md
 are written from that file.  Exits with 1 if anything failed or could not run.
 """
 
@@ -17,11 +17,10 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from benchmarks.records import append
-from benchmarks.versions.combinations import COMBINATIONS, Combination
-from benchmarks.versions.render import KEPT, STEPS
-from benchmarks.versions.render import main as render
 from tests.files import ROOT
+from tests.versions.combinations import COMBINATIONS, Combination
+from tests.versions.render import KEPT, STEPS
+from tests.versions.render import main as render
 
 _PARITY_RANKS = 2
 """Most processes of a parity case: larger layouts take more minutes, and their parts are in these."""
@@ -58,11 +57,13 @@ def _tested(combination: Combination, steps: Sequence[str], uv: str, folder: Pat
     for step in steps:
         begin = time.monotonic()
         is_passed = _ran(_command(step, python, folder), folder / f"{step}.log")
-        append(KEPT, {
+        record = {
             "combination": combination.name, "step": step, "passed": is_passed,
             "seconds": round(time.monotonic() - begin), "date": datetime.now().date().isoformat(),
             "versions": json.loads(asked.stdout),
-        })  # fmt: skip
+        }  # fmt: skip
+        with KEPT.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
         print(f"{combination.name}: {step} {'passed' if is_passed else f'failed, see {folder / step}.log'}", flush=True)
         passed &= is_passed
     return passed

@@ -1,18 +1,16 @@
 """The table of tested versions in docs/install.md and its Chinese counterpart, written from the records.
 
-    python -m benchmarks.versions.render
+    python -m tests.versions.render
 """
 
 from pathlib import Path
 
-from benchmarks.measure import table
-from benchmarks.records import read_records
-from benchmarks.versions.combinations import COMBINATIONS, Combination
 from mm.files import write_whole
-from tests.files import ROOT
+from tests.files import ROOT, json_lines
+from tests.versions.combinations import COMBINATIONS, Combination
 
 KEPT = Path(__file__).with_name("records.jsonl")
-BEGIN = "<!-- tested versions: written by python -m benchmarks.versions.render -->"
+BEGIN = "<!-- tested versions: written by python -m tests.versions.render -->"
 END = "<!-- end of the tested versions -->"
 STEPS = ("quick", "parity", "training")
 
@@ -35,7 +33,8 @@ def block(records: list[dict], words: dict) -> str:
     """The table between the marks, in one language."""
     latest = {(one["combination"], one["step"]): one for one in records}
     rows = [_row(one, [latest.get((one.name, step)) for step in STEPS], words) for one in COMBINATIONS]
-    return "\n".join(table(words["head"], rows)) + "\n"
+    lines = (words["head"], ["---"] * len(words["head"]), *rows)
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _row(combination: Combination, steps: list[dict | None], words: dict) -> list[str]:
@@ -59,7 +58,7 @@ def _cell(record: dict | None, words: dict) -> str:
 
 
 def main() -> None:
-    records = read_records(KEPT) if KEPT.exists() else []
+    records = json_lines(KEPT)
     for page, words in PAGES.items():
         before, _, rest = page.read_text(encoding="utf-8").partition(f"{BEGIN}\n")
         _, _, after = rest.partition(END)
