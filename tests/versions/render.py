@@ -57,7 +57,7 @@ def _cell(record: dict | None, words: dict) -> str:
 
 
 def main() -> None:
-    records = json_lines(KEPT) if KEPT.exists() else []
+    records = json_lines(KEPT)
     for page, words in PAGES.items():
         before, _, rest = page.read_text(encoding="utf-8").partition(f"{BEGIN}\n")
         _, _, after = rest.partition(END)
