@@ -80,6 +80,7 @@ def test_an_absent_index_is_made_with_its_progress_shown(
     capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a terminal, progress is lines; the second plan reads the index and shows none."""
+    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.0)
     monkeypatch.setattr(progress, "EVERY_SECONDS", 0.0)
     inputs, planned = write_inputs(tmp_path), []
     for _ in range(2):

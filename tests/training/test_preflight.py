@@ -203,7 +203,7 @@ def test_missing_files_are_only_notes_in_a_dry_run(inputs: Path):
 
 def test_check_reports_success_or_exits_with_status_2(inputs: Path, capsys):
     assert main(flags(inputs, "--check")) == 0
-    assert "stops this run" in capsys.readouterr().out
+    assert "would stop this run" in capsys.readouterr().out
     (inputs / "samples.json").write_text("[{}]")
     assert main(flags(inputs, "--check")) == 2
     printed = capsys.readouterr()
