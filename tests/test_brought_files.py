@@ -293,7 +293,7 @@ CONVERTER = ROOT / "examples" / "qwen2vl" / "llava_instruct_2_mllm_demo_format.p
 
 
 def test_llava_records_as_the_peer_converts_them(tmp_path: Path) -> None:
-    """Pictures that are missing leave their record out; an output that exists is refused."""
+    """Pictures that are missing leave their record out, ids are kept, and an output that exists is refused."""
     folder = tmp_path / "data" / "COCO2017" / "train2017"
     folder.mkdir(parents=True)
     (folder / "1.jpg").write_bytes(b"x")
@@ -304,10 +304,11 @@ def test_llava_records_as_the_peer_converts_them(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "2 records; 1 left out" in done.stdout
     assert json.loads(target.read_text()) == [
-        {"images": ["./data/COCO2017/train2017/1.jpg"],
+        {"id": "1", "images": ["./data/COCO2017/train2017/1.jpg"],
          "messages": [{"role": "user", "content": "<image>\nWhat is it?"}, {"role": "assistant",
                                                                            "content": "A cat, 猫."}]},
-        {"images": [], "messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]},
+        {"id": "3", "images": [],
+         "messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]},
     ]
     again = run([str(warm_python()), str(CONVERTER)], cwd=tmp_path)
     assert (again.returncode, again.stderr.count("\n")) == (2, 1) and "exists; rename or remove it" in again.stderr
