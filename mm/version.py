@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 VERSION = "0.1.0"
-_DECISIVE = ("torch", "megatron-core", "transformers")
+DECISIVE = ("torch", "megatron-core", "transformers")
 """Packages whose versions belong in a bug report."""
 CODE = "the code in mm/"
 """Name of the code itself in ``software()``."""
@@ -14,14 +14,14 @@ CODE = "the code in mm/"
 
 def version_line(program: str) -> str:
     """What ``--version`` prints; nothing is imported for it."""
-    found = ", ".join(f"{package} {_installed(package)}" for package in _DECISIVE)
+    found = ", ".join(f"{package} {_installed(package)}" for package in DECISIVE)
     return f"{program} {VERSION} (Python {platform.python_version()}, {found})"
 
 
 def software() -> dict[str, str]:
     """What must be the same on all machines of a run: versions, and a checksum of the code itself, by name."""
     major, minor, _ = platform.python_version_tuple()
-    return {"Python": f"{major}.{minor}", **{package: _installed(package) for package in _DECISIVE},
+    return {"Python": f"{major}.{minor}", **{package: _installed(package) for package in DECISIVE},
             CODE: f"{VERSION}, crc32 {_code_crc32(Path(__file__).parent):08x}"}
 
 

@@ -70,6 +70,16 @@ def _is_type_variable(value: ast.expr) -> bool:
     return isinstance(value, ast.Call) and ast.unparse(value.func) in ("TypeVar", "ParamSpec")
 
 
+def test_no_text_begins_with_of() -> None:
+    """Docstrings, also those of fields and constants: they begin with the thing itself."""
+    files = (path for folder in (*PACKAGES, "demo", "verified", "tests", "benchmarks")
+             for path in sorted((ROOT / folder).rglob("*.py")))
+    found = [f"{path}:{node.lineno}" for path in files for node in ast.walk(ast.parse(path.read_text()))
+             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+             and isinstance(node.value.value, str) and node.value.value.lstrip().startswith("Of ")]
+    assert found == []
+
+
 def test_the_readmes_terms_are_these() -> None:
     table = (ROOT / "README.md").read_text().partition("| term | meaning |")[2].partition("\n\n")[0]
     assert sorted(re.findall(r"^\| (\w+) \|", table, flags=re.MULTILINE)) == sorted(PLACES)

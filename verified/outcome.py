@@ -16,16 +16,16 @@ from pathlib import Path
 
 from mm.device.platforms import usable_platform
 from mm.errors import UserError, reading
-from mm.files import json_object
+from mm.files import json_object, sha256
 from mm.requirements import installed
 from mm.training.metrics import run_facts, step_rows
+from mm.version import DECISIVE
 from verified.card import ANSWERS, LOSSES, RUNS, Card
 
 INPUTS = f"{RUNS}/inputs"
 """Where commands put what several cards need; made anew by each."""
 _VARIABLE = re.compile(r"([A-Z_][A-Z0-9_]*)=(.*)", re.DOTALL)
 _NUM_TAIL_LINES = 30
-_PACKAGES = ("torch", "megatron-core", "transformers")
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _figures(rows: list[dict]) -> dict[str, float]:
 
 
 def _versions(card: Card) -> dict[str, str]:
-    found = {name: version for name in _PACKAGES if (version := installed(name)) is not None}
+    found = {name: version for name in DECISIVE if (version := installed(name)) is not None}
     return {"python": python_platform.python_version(), **found, **usable_platform(card.device).versions()}
 
 
@@ -134,4 +134,4 @@ def _digest(path: Path) -> str:
         listed = "".join(f"{one.relative_to(path).as_posix()} {_digest(one)}\n" for one in names)
         return hashlib.sha256(listed.encode()).hexdigest()
     with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+        return sha256(stream)

@@ -3,10 +3,11 @@
     python -m verified.page
 """
 
-import math
 from collections.abc import Sequence
 
 from mm.files import write_whole
+from mm.page.curve import Bin
+from mm.page.plot import COLOURS, Plot, Series
 from verified.card import FOLDER, Card, cards
 
 DOCS = FOLDER.parent / "docs"
@@ -15,8 +16,6 @@ END = "<!-- end of what is made from the cards -->"
 PICTURE = "golden_losses.svg"
 PAGES = ("verified.md", "zh/verified.md")
 _NUM_COLUMNS = 7
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _MARGIN = 640, 300, 56, 40, 16
-_COLOURS = ("#2a6fb0", "#c2571a", "#3a8a3a")
 
 
 def main() -> None:
@@ -68,32 +67,17 @@ def _allowed(card: Card) -> str:
 def picture(found: Sequence[Card]) -> str:
     """The losses of the demo's first steps on each device that has them, as SVG."""
     curves = [one for one in found if one.job == "demo" and one.losses]
-    top = math.ceil(max((max(one.losses) for one in curves), default=1))
-    num_steps = max((len(one.losses) for one in curves), default=2)
-
-    def place(step: int, loss: float) -> tuple[float, float]:
-        across = (step - 1) / (num_steps - 1) * (_WIDTH - _LEFT - _MARGIN)
-        return _LEFT + across, _HEIGHT - _BOTTOM - loss / top * (_HEIGHT - _BOTTOM - _MARGIN)
-
-    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" '
-             f'height="{_HEIGHT}" font-family="Helvetica, Arial, sans-serif" font-size="12">',
-             f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>']
-    for loss in range(top + 1):
-        x, y = place(1, loss)
-        lines += [f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{_WIDTH - _MARGIN}" y2="{y:.1f}" stroke="#d5dae0"/>',
-                  _text(x - 8, y + 4, str(loss), "end")]
-    lines += [_text(place(step, 0)[0], _HEIGHT - _BOTTOM + 18, str(step)) for step in range(1, num_steps + 1)]
-    lines.append(_text((_LEFT + _WIDTH - _MARGIN) / 2, _HEIGHT - 6, "step of the demo; loss per answer token"))
-    for number, card in enumerate(curves):
-        points = " ".join("{:.1f},{:.1f}".format(*place(*one)) for one in enumerate(card.losses, start=1))
-        colour = _COLOURS[number]
-        lines += [f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>',
-                  _text(_WIDTH - _MARGIN, 28 + 16 * number, f"{card.device} ({card.device_name})", "end", colour)]
-    return "\n".join([*lines, "</svg>", ""])
+    series = [Series(f"{card.device} ({card.device_name})",
+                     [_bin(step, loss) for step, loss in enumerate(card.losses, start=1)], colour, is_noisy=False)
+              for card, colour in zip(curves, COLOURS, strict=False)]
+    num_steps = max((len(one.losses) for one in curves), default=1)
+    return Plot("loss per answer token", "", series, (), (1, num_steps)).file()
 
 
-def _text(x: float, y: float, words: str, anchor: str = "middle", colour: str = "#5a6673") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}" text-anchor="{anchor}">{words}</text>'
+def _bin(step: int, loss: float) -> Bin:
+    found = Bin(step, step)
+    found.add(step, loss)
+    return found
 
 
 if __name__ == "__main__":

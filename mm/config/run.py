@@ -300,10 +300,10 @@ def _layout_problems(run: Run) -> Iterator[str]:
         yield (f"--data-parallel-sharding-strategy optim_grads_params needs one pipeline stage, but {args.mm_model} "
                f"has {run.num_stages}: passes of several microbatches alternate on a stage, and each would gather the "
                f"stage's weights again while other stages wait; give optim_grads, or lists of one number")
-    wanted_stages = args.pipeline_model_parallel_size or run.num_stages
-    if run.world_size % replica_size and run.world_size % (replica_size // run.num_stages * wanted_stages) == 0:
-        return  # it fits the flag, and the lists are reported above
     if run.world_size % replica_size:
+        wanted_stages = args.pipeline_model_parallel_size or run.num_stages
+        if run.world_size % (replica_size // run.num_stages * wanted_stages) == 0:
+            return  # it fits the flag, and the lists, which do not, are reported above
         sizes = {"tensor": run.tp_size, "context": run.cp_size, "pipeline": run.num_stages}
         used = {name: size for name, size in sizes.items() if name != "context" or size > 1}
         yield (f"The world size is {run.world_size}, not a multiple of {' x '.join(used)} parallel size = "

@@ -1,4 +1,4 @@
-"""Files in which the ranks of ``mm-doctor`` note what they begin, for the program that starts them."""
+"""Files in which each rank of ``mm-doctor`` records the tasks it begins, so that the parent knows where it stopped."""
 
 import re
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ def begun_file(folder: Path, rank: int) -> Path:
 
 
 def begun(folder: Path) -> dict[int, list[str]]:
-    """By rank of this machine: what it has begun, in order."""
+    """The tasks that each rank of this machine has begun, in order."""
     files = {int(found[1]): path for path in folder.iterdir() if (found := re.fullmatch(r"begun\.(\d+)", path.name))}
     return {rank: [line.decode().strip() for line in whole_lines(path.read_bytes())]
             for rank, path in sorted(files.items())}

@@ -23,7 +23,7 @@ NUM_ELEMENTS = 1 << 18
 _NUM_REPEATS = 5
 _SIDE, _NUM_PRODUCTS = 1024, 5
 _LATE = 2.0
-"""So many times the median of the ranks is called slow."""
+"""A rank is slow if it takes so many times the median of all ranks."""
 _CURE = ("check the links (nvidia-smi topo -m, npu-smi info -t topo), update the driver, or turn direct links off "
          "(NCCL_P2P_DISABLE=1, HCCL_INTRA_PCIE_ENABLE=1) to see which one is at fault")
 

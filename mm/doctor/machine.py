@@ -1,4 +1,4 @@
-"""What a machine gives to a run: open files, memory, directories and clock."""
+"""The limits of a machine: open files, memory, directories and clock."""
 
 import errno
 import os
@@ -106,7 +106,7 @@ def _written(directory: Path) -> tuple[float, float]:
 
 
 def temporary_findings(environment: Mapping[str, str]) -> Iterator[Diagnosis]:
-    """Where Python and torch put temporary files.  Python passes over a TMPDIR that it cannot write to, in silence."""
+    """The directory for temporary files.  Python silently skips a TMPDIR that it cannot write to."""
     used = gettempdir()
     wanted = next((environment[name] for name in _TEMPORARY if environment.get(name)), used)
     if os.path.realpath(wanted) != os.path.realpath(used):

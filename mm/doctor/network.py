@@ -1,4 +1,4 @@
-"""The way from this machine to other ones, as far as it can be tried without a process on them."""
+"""Whether this machine reaches others, as far as can be tried without a process on them."""
 
 import socket
 import time
@@ -12,7 +12,7 @@ _LOCAL_NAMES = ("localhost", "127.0.0.1")
 
 
 def name_findings(environment: Mapping[str, str], *, is_one_of_several: bool) -> Iterator[Diagnosis]:
-    """Whether this machine finds its own address: gloo asks for it by name, unless GLOO_SOCKET_IFNAME is set.
+    """Whether this machine can resolve its own name, as gloo does unless GLOO_SOCKET_IFNAME is set.
 
     ``is_one_of_several``: whether other machines must reach this one.
     """
@@ -36,7 +36,7 @@ def name_findings(environment: Mapping[str, str], *, is_one_of_several: bool) ->
 
 
 def host_findings(hosts: Sequence[str], default_port: int) -> Iterator[Diagnosis]:
-    """Whether this machine reaches other ones, by ``HOST`` or ``HOST:PORT``: that nothing listens there counts."""
+    """Whether each ``HOST`` or ``HOST:PORT`` answers.  A refused connection is an answer."""
     for host in hosts:
         name, _, port = host.partition(":")
         try:

@@ -1,7 +1,7 @@
 """What ``mm-doctor`` finds between nodes: the same command runs on each of them, and all meet at node 0.
 
-A node tells the others what must be the same everywhere, answers their questions for the time, and sends them bytes.
-Every node prints the findings of all.
+Each node reports what must be the same everywhere, and answers the others: with the time of its clock, and with bytes.
+Every node prints all findings.
 """
 
 import json
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from mm.doctor.diagnosis import Diagnosis, Level, fault
-from mm.doctor.node_findings import Facts, Way, between_findings
+from mm.doctor.node_findings import Facts, Route, between_findings
 from mm.files import json_object
 from mm.version import software
 
@@ -27,7 +27,7 @@ _NUM_QUESTIONS = 20
 _PROBE_BYTES = 64 << 20
 _BLOCK_BYTES = 1 << 20
 _TIME, _BYTES = b"t", b"b"
-"""Questions: for this node's time, and for ``_PROBE_BYTES``."""
+"""What a node may ask of another: its time, or ``_PROBE_BYTES`` bytes."""
 _OWN_TO_EACH = ("HCCL_IF_IP", "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 _SHARED = ("GLOO_", "HCCL_", "NCCL_", "TORCH_", "PYTORCH_", "CUDA_", "ASCEND_")
 """Starts of the variables that are usually the same on all nodes."""
@@ -42,7 +42,7 @@ class Nodes:
     host: str
     port: int
     seconds: float
-    """How long the others may be late."""
+    """How long this node waits for the others."""
 
     def findings(self, num_processes: int, versions: Mapping[str, str], environment: Mapping[str, str],
                  trial_ports: list[int]) -> Iterator[Diagnosis]:
@@ -72,19 +72,19 @@ class Nodes:
             if len(facts) < self.num_nodes:
                 yield self._absent(store)
                 return
-            ways = [Way(**one) for one in self._exchanged(store, "way", asdict(self._way(facts)))]
-            found = list(between_findings(facts, ways))
+            routes = [Route(**one) for one in self._exchanged(store, "route", asdict(self._route(facts)))]
+            found = list(between_findings(facts, routes))
             yield from found
             self._leave(store)
         if all(one.level is not Level.FAULT for one in found):
             trial_ports.append(facts[0].trial_port)
 
     def _own_address(self) -> str:
-        """Where other nodes reach this one: on node 0 the address that they know, elsewhere that of the way there."""
+        """The address at which others reach this node: the one they know of node 0, else that of the route there."""
         if self.node == 0:
             return socket.gethostbyname(self.host)
-        with socket.create_connection((self.host, self.port), _CONNECT_SECONDS) as way:
-            return way.getsockname()[0]
+        with socket.create_connection((self.host, self.port), _CONNECT_SECONDS) as connection:
+            return connection.getsockname()[0]
 
     def _exchanged(self, store: Store, name: str, own: Mapping[str, object]) -> list[dict]:
         """``own`` of every node, or [] if a node is late."""
@@ -102,14 +102,14 @@ class Nodes:
         return fault("nodes", f"node {', '.join(late)} of {self.num_nodes} has not come within {self.seconds:.0f} s",
                      f"start the same command there, with --node-rank {late[0] if late else ''}")
 
-    def _way(self, facts: Sequence[Facts]) -> Way:
+    def _route(self, facts: Sequence[Facts]) -> Route:
         """What this node measures: the time of node 0, and the bytes of the next node."""
-        onward = (self.node + 1) % self.num_nodes
+        sender = (self.node + 1) % self.num_nodes
         try:
             seconds, skew = (0.0, 0.0) if self.node == 0 else _time_of(facts[0])
-            return Way(onward, "", seconds, skew, _speed_of(facts[onward]))
+            return Route(sender, "", seconds, skew, _speed_of(facts[sender]))
         except OSError as error:
-            return Way(onward, error.strerror or str(error), 0.0, 0.0, 0.0)
+            return Route(sender, error.strerror or str(error), 0.0, 0.0, 0.0)
 
     def _leave(self, store: Store) -> None:
         """Node 0 holds the store until the others have read it."""
@@ -149,7 +149,7 @@ def _connected(facts: Facts) -> socket.socket:
 
 
 def _time_of(facts: Facts) -> tuple[float, float]:
-    """Seconds to that node and back, and from its clock to this one's, by the fastest of several questions."""
+    """Seconds of a round trip to that node, and how far this clock is ahead of its own; from the fastest trip."""
     answers = list[tuple[float, float]]()
     with _connected(facts) as connection:
         for _ in range(_NUM_QUESTIONS):

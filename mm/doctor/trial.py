@@ -24,7 +24,7 @@ _OF_A_JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
 """Variables by which a launcher places a process in a job."""
 _ERROR = re.compile(r"^(?:\[rank ?(\d+)\]:? )?([\w.]*Error: .+|error: .+)$", re.MULTILINE)
 _ROOT = re.compile(r"Root Cause.*?rank\s*: (\d+).*?exitcode\s*: (-?\d+)", re.DOTALL)
-"""Of torchrun's report: the rank that failed first."""
+"""Finds the rank that failed first, and its status, in torchrun's report."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def trial_findings(wanted: str, num_processes: int, seconds: float, own: TrialNo
 
 
 def _alone(wanted: str, num_processes: int, seconds: float) -> Iterator[Diagnosis]:
-    """Which devices fail without the others: each tries the same as the only rank, all at the same time."""
+    """Which devices fail alone: each runs the trial as the only rank, all at the same time."""
     with ExitStack() as stack:
         folders = [Path(stack.enter_context(TemporaryDirectory(prefix="mm-doctor-"))) for _ in range(num_processes)]
         processes = [_start([sys.executable, "-m", RANK, str(folder), wanted], folder,
@@ -103,7 +103,7 @@ def _alone(wanted: str, num_processes: int, seconds: float) -> Iterator[Diagnosi
 
 
 def _wait_for_all(processes: Sequence["subprocess.Popen[bytes]"], seconds: float) -> None:
-    """Wait for their ends, at most ``seconds``, and once one has ended well, not much longer than it took."""
+    """Wait until all have ended, at most ``seconds``; once one has passed, not much longer than it took."""
     began = time.monotonic()
     while any(one.poll() is None for one in processes) and time.monotonic() < began + seconds:
         if any(one.poll() == 0 for one in processes):
@@ -112,7 +112,7 @@ def _wait_for_all(processes: Sequence["subprocess.Popen[bytes]"], seconds: float
 
 
 def environment() -> dict[str, str]:
-    """This process's, without what a launcher or a pod says of a larger job."""
+    """This process's variables, without those by which a launcher or a pod places it in a larger job."""
     kept = {name: value for name, value in os.environ.items()
             if not name.startswith(("PET_", "TORCHELASTIC_")) and name not in _OF_A_JOB}
     return {"OMP_NUM_THREADS": "1", **kept, "PYTHONWARNINGS": "ignore"}
@@ -124,7 +124,7 @@ def _start(words: Sequence[str], folder: Path, variables: dict[str, str]) -> "su
 
 
 def _errors(process: "subprocess.Popen[bytes]", folder: Path, seconds: float) -> str | None:
-    """Its standard error once it has ended; None if it has to be ended, because ``seconds`` have passed."""
+    """The standard error of ``process``; None if it was still running after ``seconds`` and was ended."""
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:

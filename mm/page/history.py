@@ -43,7 +43,7 @@ class History:
         self.stage_memory_bytes: list[int] = []
         """Highest peak memory of the ranks of each stage; empty if it was not recorded."""
         self.seconds = 0.0
-        """Of all steps."""
+        """Total time of the steps."""
         self.num_tokens = 0
 
     @classmethod

@@ -10,9 +10,9 @@ from typing import Literal
 from mm.page.curve import Bin, running_means, stretches
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-"""Of runs; Okabe and Ito's, which colour-blind people can tell apart."""
+"""One colour for each run, from Okabe and Ito's palette, which colour-blind people can tell apart."""
 BAD = "#d55e00"
-"""Of marks for what is wrong, and of their legend."""
+"""The colour of marks for bad steps and values that are not finite."""
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 460, 220, 58, 12, 10, 38
 """Sizes in pixels; the axes are left and at the bottom."""
@@ -63,20 +63,39 @@ class Plot:
     """First and last step of the axis."""
 
     def svg(self) -> str:
-        """The figure; empty if there is no value."""
+        """The figure, as a part of a page; empty if there is no value."""
         axes = _Axes.of(self)
         if axes is None:
             return ""
-        lost = [one for curve in self.series for one in curve.bins if one.num_lost]
-        elements = [*axes.drawn(), *(piece for curve in self.series for piece in _curve(axes, curve)),
-                    *(piece for marks in self.marks for piece in _marks(axes, marks)), *_gaps(axes, lost)]
+        lost = self._lost
         notes = [self.unit] if self.unit else []
         notes += ["logarithmic"] if axes.is_log else []
         notes += [f"not finite: {sum(one.num_lost for one in lost):,}"] if lost else []
         small = f" <small>({escape('; '.join(notes))})</small>" if notes else ""
         return (f'<figure class="curve"><figcaption>{escape(self.title)}{small}{self._legend()}</figcaption>'
                 f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(self.title)}">'
-                f'{"".join(elements)}</svg></figure>')
+                f'{"".join(self._elements(axes))}</svg></figure>')
+
+    def file(self) -> str:
+        """The content of an SVG file, with the title at the top right and the names below it; there must be values."""
+        axes = _Axes.of(self)
+        assert axes is not None
+        names = [("#1d2733", self.title), *((one.colour, one.name) for one in self.series)]
+        texts = (f'<text x="{_WIDTH - _RIGHT}" y="{_TOP + 14 + 16 * number}" text-anchor="end" fill="{colour}">'
+                 f"{escape(name)}</text>" for number, (colour, name) in enumerate(names))
+        return "\n".join([
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" fill="#5b6675" font-size="12" '
+            f'font-family="Helvetica, Arial, sans-serif">', f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#fff"/>',
+            *self._elements(axes), *texts, "</svg>", ""])
+
+    @property
+    def _lost(self) -> list[Bin]:
+        """Bins with values that are not finite."""
+        return [one for curve in self.series for one in curve.bins if one.num_lost]
+
+    def _elements(self, axes: "_Axes") -> list[str]:
+        return [*axes.drawn(), *(piece for curve in self.series for piece in _curve(axes, curve)),
+                *(piece for marks in self.marks for piece in _marks(axes, marks)), *_gaps(axes, self._lost)]
 
     def _legend(self) -> str:
         entries = [(one.colour, "&#9473;", one.name) for one in self.series if len(self.series) > 1 or self.marks]

@@ -38,7 +38,7 @@ class RunRecord:
     """Everything that a page shows."""
 
     name: str
-    """Of the run on a page with several."""
+    """What the page calls the run."""
     facts: Mapping[str, Any]
     """``run.json``; empty if it is missing."""
     history: History

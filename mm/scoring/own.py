@@ -17,7 +17,7 @@ from mm.config.data import Attributes
 from mm.config.evaluate import Rule
 from mm.data.media.decoder import Decoder
 from mm.data.read.content import shown, with_places
-from mm.data.read.formats import HALF_CHARACTER, num_media, read_sample
+from mm.data.read.formats import HALF_CHARACTER, MESSAGES, num_media, read_sample
 from mm.data.read.open_records import open_records
 from mm.data.read.records import Raw
 from mm.data.read.roots import KnownMedia, MediaRoots
@@ -89,7 +89,7 @@ def _question(record: Mapping[str, Any], raw: Raw, where: str, rule: Rule, media
     right = _right(record, options)
     text = "".join(map(str, prompt("options", False, question, "", options, 0))) if options else question
     as_sample = {
-        **{name: value for name, value in record.items() if name not in _SCORED},
+        **{name: value for name, value in record.items() if name not in (*_SCORED, *MESSAGES)},
         "messages": [{"role": "user", "content": with_places(text, num_media(record))}]}
     (asked,) = read_sample(as_sample, Attributes(), media, where, is_prompt=True).turns
     return Item(_index(record, raw), where, question, asked.content, right, options, _groups(record))

@@ -3,8 +3,6 @@
 import html
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +13,10 @@ from demo import digits as demo_digits
 from demo.tiny_checkpoint import build
 from mm.data.order.sampler import SAMPLERS
 from mm.data_tool.cli import main
+from tests.browser import browse, needs_browser
 from tests.data.oracle import photo
 from tests.files import EXAMPLES
 from tests.tiny_inputs import write_data
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 def sample(question: str, answer: str, *images: str) -> dict:
@@ -242,17 +239,13 @@ def test_mock(tmp_path: Path, capsys) -> None:
     assert main(made) == 2 and "already exists" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed to open the page with")
+@needs_browser
 def test_the_page_opens_in_a_browser(flags: list[str], tmp_path: Path) -> None:
     """The histogram bars have the style's colour, and the page needs no other files."""
     page, picture = tmp_path / "report.html", tmp_path / "report.png"
     main(["check", *flags, "--deep", "--html", str(page)])
     assert all(what in html.unescape(page.read_text()) for _, what in BROKEN.values())
-    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-               "--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars",
-               f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1060,1400", f"--screenshot={picture}",
-               page.as_uri()]  # fmt: skip
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    browse(tmp_path, "--window-size=1060,1400", f"--screenshot={picture}", page.as_uri())
     with Image.open(picture) as shot:
         pixels = np.asarray(shot.convert("RGB")).astype(int)
     blue = (np.abs(pixels - (0x3B, 0x7D, 0xD8)).sum(axis=2) < 12).mean()

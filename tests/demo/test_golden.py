@@ -38,7 +38,7 @@ def test_a_nan_loss_differs():
         golden.check([math.nan], expecting(4.0))
 
 
-def test_a_device_without_golden_losses_is_told_how_to_record_them():
+def test_without_golden_losses_the_command_that_records_them_is_named():
     card = replace(golden.card_of("npu"), status="unverified", losses=())
     difference = golden.check([4.0], card)
     assert difference is None

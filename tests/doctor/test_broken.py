@@ -32,7 +32,7 @@ class Breakage:
     """A line of shell that breaks something, the finding that names it, and how its cure is typed."""
 
     name: str
-    """Of the finding; ``{}`` stands for the folder of the test."""
+    """Name of the finding; ``{}`` stands for the folder of the test."""
     level: str
     breaks: str
     """Run in the folder of the test."""
@@ -84,7 +84,7 @@ def _can_make_namespaces() -> bool:
 
 HAS_NAMESPACES = _can_make_namespaces()
 BREAKAGES = [*ANYWHERE, *(pytest.param(one, marks=pytest.mark.skipif(
-    not HAS_NAMESPACES, reason="this user may not make namespaces, in which to mount a disk and rename the machine"))
+    not HAS_NAMESPACES, reason="a disk can be mounted and the machine renamed only in namespaces, which are denied"))
     for one in IN_NAMESPACES)]
 
 

@@ -12,42 +12,42 @@ from pathlib import Path
 import pytest
 
 from mm.doctor.diagnosis import Diagnosis, Level
-from mm.doctor.node_findings import Facts, Way, between_findings
+from mm.doctor.node_findings import Facts, Route, between_findings
 from mm.doctor.nodes import Nodes
 from tests.doctor.whole import Examined, plain_environment
 from tests.files import ROOT
 from tests.launch import free_port
 
 FACTS = Facts("host", "10.0.0.4", 7000, 7001, 8, {"torch": "2.13.0"}, {"NCCL_DEBUG": "INFO"})
-WAY = Way(onward=0, problem="", seconds=1e-4, skew=0.01, speed=1e9)
+ROUTE = Route(sender=0, problem="", round_trip_seconds=1e-4, skew_seconds=0.01, bytes_per_second=1e9)
 
 
-def bad(facts: Sequence[Facts], ways: Sequence[Way]) -> list[tuple[str, str]]:
-    found = [one for one in between_findings(facts, ways) if one.level is not Level.OK]
+def bad(facts: Sequence[Facts], routes: Sequence[Route]) -> list[tuple[str, str]]:
+    found = [one for one in between_findings(facts, routes) if one.level is not Level.OK]
     assert all(one.cure for one in found)
     return [(one.level, f"{one.name}: {one.what}") for one in found]
 
 
-@pytest.mark.parametrize(("facts", "way", "expected"), [
-    (FACTS, WAY, None),
-    (replace(FACTS, versions={"torch": "2.12.0"}), WAY,
+@pytest.mark.parametrize(("facts", "route", "expected"), [
+    (FACTS, ROUTE, None),
+    (replace(FACTS, versions={"torch": "2.12.0"}), ROUTE,
      ("fault", "nodes differ: node 1 (host, 10.0.0.4): torch is 2.12.0, on node 0 2.13.0")),
-    (replace(FACTS, variables={}), WAY,
+    (replace(FACTS, variables={}), ROUTE,
      ("warning", "nodes differ: node 1 (host, 10.0.0.4): NCCL_DEBUG is absent, on node 0 INFO")),
-    (replace(FACTS, num_processes=7), WAY,
+    (replace(FACTS, num_processes=7), ROUTE,
      ("fault", "nodes differ: devices: 8 on node 0 (host, 10.0.0.4), 7 on node 1 (host, 10.0.0.4)")),
-    (FACTS, replace(WAY, skew=-30.0), ("warning", "clock: node 1 (host, 10.0.0.4) is -30.0 s from node 0")),
-    (FACTS, replace(WAY, seconds=0.01),
-     ("warning", "way between nodes: node 1 (host, 10.0.0.4) has 10.0 ms to node 0 and back")),
-    (FACTS, replace(WAY, speed=9e7),
-     ("warning", "way between nodes: one TCP stream from node 0 (host, 10.0.0.4) to node 1 (host, 10.0.0.4) brings "
+    (FACTS, replace(ROUTE, skew_seconds=-30.0), ("warning", "clock: node 1 (host, 10.0.0.4) is -30.0 s from node 0")),
+    (FACTS, replace(ROUTE, round_trip_seconds=0.01),
+     ("warning", "network: node 1 (host, 10.0.0.4) has 10.0 ms to node 0 and back")),
+    (FACTS, replace(ROUTE, bytes_per_second=9e7),
+     ("warning", "network: one TCP stream from node 0 (host, 10.0.0.4) to node 1 (host, 10.0.0.4) brings "
       "90 MB/s, the median is 545")),
-    (FACTS, replace(WAY, problem="timed out"),
-     ("fault", "way between nodes: node 1 (host, 10.0.0.4) does not reach node 0 or node 0 (host, 10.0.0.4): "
+    (FACTS, replace(ROUTE, problem="timed out"),
+     ("fault", "network: node 1 (host, 10.0.0.4) does not reach node 0 or node 0 (host, 10.0.0.4): "
       "timed out")),
 ])
-def test_what_differs_is_named(facts: Facts, way: Way, expected: tuple[str, str] | None) -> None:
-    assert bad([FACTS, facts], [replace(WAY, onward=1), way]) == ([expected] if expected else [])
+def test_what_differs_is_named(facts: Facts, route: Route, expected: tuple[str, str] | None) -> None:
+    assert bad([FACTS, facts], [replace(ROUTE, sender=1), route]) == ([expected] if expected else [])
 
 
 def between(port: int, variables: Sequence[Mapping[str, str]]) -> list[tuple[list[Diagnosis], list[int]]]:
@@ -69,7 +69,7 @@ def test_nodes_measure_their_network() -> None:
     assert named["nodes"].count(socket.gethostname()) == 3 and "node 2" in named["nodes differ"]
     assert "HCCL_IF_IP" not in named["nodes differ"], "each node has its own"
     assert named["clock"].startswith("at most 0.0")
-    assert "in one TCP stream" in named["way between nodes"] or "MB/s" in named["way between nodes"]
+    assert "in one TCP stream" in named["network"] or "MB/s" in named["network"]
     assert len({ports[0] for _, ports in found}) == 1
 
 

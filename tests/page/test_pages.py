@@ -4,11 +4,9 @@ import base64
 import json
 import re
 import shutil
-import subprocess
 import time
 from datetime import datetime, timedelta
 from html import unescape
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -19,48 +17,15 @@ from mm.page.facts import status
 from mm.page.history import History
 from mm.page.pages import run_page
 from mm.page.record import read_run, run_names
-from tests.data_tool.test_check import CHROMIUM
+from tests.browser import content_width, needs_browser
 from tests.page.runs import step_row, write_run
+from tests.page_reader import PageReader
 
 NOW = datetime(2026, 11, 28, 13)
 
 
-class Reader(HTMLParser):
-    """Checks that elements are closed in order and nothing is active or fetched; collects the words."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.words: list[str] = []
-        self.tags: set[str] = set()
-        self.feed(html)
-        self.close()
-        assert not self.open and not self.tags & {"script", "link", "iframe", "a", "form"}
-
-    def handle_starttag(self, tag, attrs) -> None:
-        self.tags.add(tag)
-        for name, value in attrs:
-            assert not name.startswith("on") and name != "href"
-            assert name != "src" or value.startswith("data:image/")
-        if tag not in ("meta", "img"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs) -> None:
-        self.tags.add(tag)
-
-    def handle_endtag(self, tag) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data) -> None:
-        self.words.append(data)
-
-    @property
-    def text(self) -> str:
-        return " ".join(" ".join(self.words).split())
-
-
 def shown(folder: Path) -> str:
-    return Reader(run_page(read_run(folder, "r"), NOW)).text
+    return PageReader(run_page(read_run(folder, "r"), NOW)).text
 
 
 def test_the_page_says_what_the_files_say(tmp_path: Path) -> None:
@@ -122,7 +87,7 @@ def test_hostile_texts_are_text(tmp_path: Path) -> None:
     (folder / "run.json").write_text(json.dumps(json.loads((folder / "run.json").read_text()) | {
         "ran_on": {"device": bad, "versions": {bad: bad}}}))
     html = run_page(read_run(folder, bad), NOW)
-    reader = Reader(html)
+    reader = PageReader(html)
     assert reader.text.count("alert(1)") > 10 and "\x1b" not in html and "\u202e" not in html
 
 
@@ -139,7 +104,7 @@ def test_answers_with_their_images_and_their_history(tmp_path: Path) -> None:
     for name in ("1_0", "1_1"):
         (folder / "answers" / "thumbnails" / f"{name}.jpg").write_bytes(b"JPEG")
     html = run_page(read_run(folder, "r"), NOW)
-    text = Reader(html).text
+    text = PageReader(html).text
     assert html.count(base64.b64encode(b"JPEG").decode()) == 2
     assert re.findall(r"(\d)\. Which is it", text) == ["2", "3", "1"]  # the right one last
     assert re.findall(r"step (\d+) at \1 (\d+) %", text[text.index("1. Which") :]) == [
@@ -195,7 +160,7 @@ def test_metrics_that_were_moved_aside(tmp_path: Path, capsys) -> None:
     assert "earlier runs with this --log-dir: metrics_20261128_120000_000000.jsonl" in shown(folder)
     page = tmp_path / "old.html"
     assert main([str(folder / "metrics_20261128_120000_000000.jsonl"), "--html", str(page)]) == 0
-    text = Reader(page.read_text()).text
+    text = PageReader(page.read_text()).text
     assert "is of the run after it" in text and "model.json" not in text and "0.625, step 50" in text
 
 
@@ -205,7 +170,7 @@ def test_two_runs_side_by_side(tmp_path: Path, capsys) -> None:
     page = tmp_path / "both.html"
     assert main([str(one), str(other), "--html", str(page)]) == 0
     html = page.read_text()
-    text = Reader(html).text
+    text = PageReader(html).text
     assert "one/logs and two/logs" in text and "arguments.lr 1e-05 3e-05" in text and "arguments.page - True" in text
     assert "arguments.seed" not in text
     (loss,) = re.findall(r"<figcaption>Loss.*?<svg", html)
@@ -221,18 +186,8 @@ def test_names_of_runs(tmp_path: Path) -> None:
     assert run_names([tmp_path / "a", tmp_path / "a"]) == ["/".join(tmp_path.parts[1:]) + "/a"] * 2
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no browser: apt install chromium")
+@needs_browser
 @pytest.mark.parametrize("width", [400, 1280])
 def test_a_browser_shows_it_without_scrolling_sideways(tmp_path: Path, width: int) -> None:
-    """A copy of the page says in its title how wide its content is."""
-    page = tmp_path / "page.html"
     folder = write_run(tmp_path / "run", 500, mm_data="x" * 300)
-    measure = "<script>document.body.dataset.width = document.documentElement.scrollWidth</script></body>"
-    page.write_text(run_page(read_run(folder, "r"), NOW).replace("</body>", measure))
-    assert CHROMIUM is not None
-    done = subprocess.run(
-        [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'chromium'}",
-         f"--window-size={width},900", "--dump-dom", page.as_uri()], capture_output=True, text=True, check=True,
-        timeout=120)
-    (found,) = re.findall(r'data-width="(\d+)"', done.stdout)
-    assert int(found) <= max(width, 500)  # headless windows are at least 500 wide
+    assert content_width(run_page(read_run(folder, "r"), NOW), width, tmp_path) == width

@@ -29,7 +29,7 @@ def test_questions(folder):
     items = read(folder, [
         {"question": "How many?", "image": "a.png", "answer": 2, "category": "counting"},
         {"id": "x", "question": "<image> or <image>?", "images": ["a.png", "b.png"], "answers": ["one", "1"]},
-        {"index": 7, "question": "1 + 1?", "answer": ""}]).items
+        {"index": 7, "question": "1 + 1?", "answer": "", "conversations": "how it was made"}]).items
     assert [item.content for item in items] == [(a, "How many?"), (a, " or ", b, "?"), ("1 + 1?",)]
     assert [item.right for item in items] == [("2",), ("one", "1"), ("",)]
     assert [item.index for item in items] == ["0", "x", "7"] and items[0].groups == {"category": "counting"}
@@ -68,6 +68,8 @@ def test_samples_as_they_are_trained_on(folder):
 @pytest.mark.parametrize(("record", "rule", "expected"), [
     ([1], "exact", "is a list; expected an object with 'question' and 'answer'."),
     ({"question": " ", "answer": "1"}, "exact", "'question' is \" \"; expected a string."),
+    ({"question": "q", "imag": "a.png", "answer": "1"}, "exact",
+     "has 'imag', which nothing reads (did you mean 'image'?); rename or remove it."),
     ({"question": "q"}, "exact", "has no 'answer' nor 'answers'; expected one of them: a string, a number, or a list "
                                  "of these, any of which is accepted."),
     ({"question": "q", "answer": [True]}, "exact",

@@ -24,4 +24,5 @@ def test_the_picture_is_that_of_the_cards():
     text = (DOCS / PICTURE).read_text(encoding="utf-8")
     assert text == picture(found), "write it again with python -m verified.page"
     devices = [card.device for card in found if card.job == "demo" and card.is_verified]
-    assert text.count("<polyline") == len(devices) > 0
+    assert text.count('stroke-width="1.8"') == len(devices) > 0
+    assert all(f">{device} (" in text for device in devices)

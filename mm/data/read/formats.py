@@ -19,7 +19,7 @@ from mm.errors import UserError, nearest
 
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 """A lone surrogate, which JSON can escape but UTF-8 cannot encode."""
-_MESSAGES = ("messages", "conversations")
+MESSAGES = ("messages", "conversations")
 """The usual names of the column with the conversation."""
 _MEDIA = ("image", "images", "video", "videos")
 """The usual names of the columns with media."""
@@ -92,7 +92,7 @@ def _expected_column(attr: Attributes) -> str:
 
 
 def _read_messages(record: dict[str, Any], attr: Attributes) -> tuple[list[ChatMessage], _Tags]:
-    columns = (attr.messages, *_MESSAGES) if attr.formatting == "sharegpt" else ()
+    columns = (attr.messages, *MESSAGES) if attr.formatting == "sharegpt" else ()
     column = next((one for one in columns if one in record), None)
     if column is None:
         if attr.prompt not in record or attr.response not in record:
