@@ -240,6 +240,7 @@ def main() -> None:
     if directory.exists():
         parser.error(f"{directory} already exists; give another directory, or remove it")
     build(directory, _WORDS, seed=0)
+    print(f"written: {directory} (random weights, tokenizer and processor)")
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ class Arguments:
         "seconds after which a step counts as stalled, at least 1800 for the first; absent = 300, or 10 x the median "
         "step; 0 = never"))
     phase_timeouts: Patterns = Field((), description=(
-        "NAME=SECONDS words: time limits of the phases check, start, load, data, answers, save, export and between; "
+        "NAME=SECONDS pairs: time limits of the phases check, start, load, data, answers, save, export and between; "
         "0 = no limit"))
     check_p2p: bool = Field(False, description=(
         "compare shape, dtype and microbatch of every message between stages before it is received; slower"))

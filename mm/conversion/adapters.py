@@ -215,7 +215,7 @@ class Merge:
                 source.check()
             write(target, fingerprint, files, PLAIN_MODES, lambda output: self._fill(output, views, files),
                   lambda folder, _: write_other_files(self.like, folder, files))
-        print(f"{target} is complete: {len(files)} weight files, {num_bytes:,} bytes.")
+        print(f"{target} is complete: {len(files)} weight file{'s' * (len(files) != 1)}, {num_bytes:,} bytes.")
 
     def _fill(self, output: Output, views: Sequence[View], files: Sequence[TargetFile]) -> None:
         values, left = self._values(), [one for one in files if one.name not in output.finished]

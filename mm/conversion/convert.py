@@ -103,7 +103,8 @@ class Conversion:
                 self.source.check()
             write(target, self.fingerprint, self.plan.files, self.modes,
                   lambda output: self._fill(output, num_workers), self.write_others)
-        print(f"{target} is complete: {len(self.plan.files)} weight files, {self.plan.num_bytes:,} bytes.")
+        num_files = len(self.plan.files)
+        print(f"{target} is complete: {num_files} weight file{'s' * (num_files != 1)}, {self.plan.num_bytes:,} bytes.")
 
     def _is_done(self, target: Path, num_workers: int) -> bool:
         """Whether all files of the target exist, and all their tensors match the source."""

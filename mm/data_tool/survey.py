@@ -41,7 +41,8 @@ def survey(
     """A report on the samples of each split, which must have been measured.  ``found`` is the result of checking their
     media."""
     skipped = dict.fromkeys(bad for dataset in splits.values() for bad in dataset.skipped)  # splits may share files
-    return Report(title, (), problems=(*map(_problem, skipped), *found.problems),
+    damaged = (("samples whose media are damaged", f"{len(found.problems):,}, counted as usable"),)
+    return Report(title, damaged if found.problems else (), problems=(*map(_problem, skipped), *found.problems),
                   notes=(*notes_of(splits), *found.notes),
                   sections=tuple(_section(name, dataset, model, seq_length) for name, dataset in splits.items()))
 

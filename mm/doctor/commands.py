@@ -173,7 +173,7 @@ def _usable(one: "Platform", *, is_wanted: bool) -> Diagnosis:
     reason, files = one.fault(), sorted(glob(one.device_files)) if one.device_files else []
     if reason is None:
         return ok(f"{one.name} devices", "usable")
-    if not files or not is_wanted:
-        return ok(f"{one.name} devices", f"none: {reason}")
     what, _, cure = reason.partition("; ")
+    if not files or not is_wanted:
+        return ok(f"{one.name} devices", f"none: {what}")
     return fault(f"{one.name} devices", f"{', '.join(files)} exist, but {what}", cure)

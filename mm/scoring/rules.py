@@ -13,9 +13,9 @@ from mm.config.evaluate import Rule
 
 REFERENCES: Mapping[Rule, str] = {
     "choice": "the option that the answer names, as VLMEvalKit's can_infer finds it (vlmeval/utils/matching_util.py)",
-    "exact": "equal but for case and outer spaces, VLMEvalKit's 'accuracy' (vlmeval/dataset/utils/vqa_eval.py)",
+    "exact": "equal except for case and outer spaces, VLMEvalKit's 'accuracy' (vlmeval/dataset/utils/vqa_eval.py)",
     "anls": "average normalised Levenshtein similarity, 0 below 0.5 (arXiv:1905.13648; computed as VLMEvalKit does)",
-    "relaxed": "numbers within 5 %, other texts equal but for case (arXiv:2203.10244, section 5.1; as in pix2struct)",
+    "relaxed": "numbers within 5 %, other texts equal except for case (arXiv:2203.10244, section 5.1, pix2struct)",
 }
 """Description of each rule, and where it is published."""
 
