@@ -32,7 +32,7 @@ CASES: dict[str, tuple[str, ...]] = {
 
 def compared(folder: Path, names: Sequence[str], num_iters: int, num_last: int) -> dict[str, Any]:
     """The mean loss of the last steps of each training, its standard error, and how far it is from the first one's."""
-    files = Run(folder)
+    files = Run(folder, "cpu")
     prepare(files, FULL)
     shutil.copy(files.model_json(TENSOR), files.model_json(ALONE))  # its lists are of one stage too
     with ThreadPoolExecutor(2) as pool:
