@@ -71,7 +71,7 @@ setup(
         "site": ["mkdocs-material>=9.7,<10", "pymdown-extensions<13", "jieba"],  # 13 needs Python 3.11.5
         "test": [
             "qwen2_5_vl-3d[decord,tensorboard,wandb,swanlab,parquet,demo,site]",
-            "pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6", "ruff", "basedpyright", "peft>=0.21", "openpyxl",
+            "pytest>=9", "pytest-xdist>=3.6", "hypothesis>=6", "ruff", "basedpyright", "peft>=0.21", "openpyxl",
         ],
     },
 )

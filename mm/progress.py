@@ -3,6 +3,7 @@
 The lines in a job's log show that it is alive, and how long it will take.
 """
 
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -49,9 +50,10 @@ class Progress:
         self._began = time.monotonic()
         self._next_print = self._began + FIRST_SECONDS
         self._has_printed = False
+        num_columns, num_rows = _terminal_size()
         self._bar = tqdm(total=total, initial=done, desc=self._what, unit="B" if self._is_bytes else f" {unit}",
                          unit_scale=self._is_bytes, unit_divisor=1024, delay=_DELAY_SECONDS,
-                         disable=not (is_shown and has_terminal))
+                         ncols=num_columns, nrows=num_rows, disable=not (is_shown and has_terminal))
 
     @property
     def done(self) -> int:
@@ -133,7 +135,9 @@ def ongoing(what: str, is_shown: bool = True, usual_seconds: float | None = None
 def _show_seconds(what: str, usual: str, ended: Event) -> None:
     if ended.wait(_DELAY_SECONDS):
         return
-    with tqdm(desc=what, initial=1, bar_format="{desc}: {elapsed}{postfix}", postfix=usual, leave=False) as bar:
+    num_columns, num_rows = _terminal_size()
+    with tqdm(desc=what, initial=1, bar_format="{desc}: {elapsed}{postfix}", postfix=usual, leave=False,
+              ncols=num_columns, nrows=num_rows) as bar:  # fmt: skip
         bar.start_t -= _DELAY_SECONDS
         while not ended.wait(_BEAT_SECONDS):
             bar.refresh()
@@ -145,6 +149,16 @@ def _print_seconds(what: str, usual: str, ended: Event) -> None:
         seconds = EVERY_SECONDS
         sys.stderr.write(f"{what}: {duration(time.monotonic() - began)}{usual or ' so far'}\n")
         sys.stderr.flush()
+
+
+def _terminal_size() -> tuple[int | None, int | None]:
+    """Columns and rows for tqdm, which shows nothing on a terminal of size 0; containers and CI have some.
+
+    None leaves them to tqdm.
+    """
+    if sys.stderr.isatty() and 0 in os.get_terminal_size(sys.stderr.fileno()):
+        return 80, 24
+    return None, None
 
 
 def duration(seconds: float) -> str:

@@ -1,8 +1,11 @@
 """Without a terminal, long work prints a line every so often, and short work prints none; a terminal shows a bar."""
 
+import fcntl
 import os
+import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 
@@ -96,8 +99,11 @@ with progress.ongoing("the first step", usual_seconds=90.0):
 """
 
 
-def test_a_terminal_shows_the_seconds_and_then_nothing() -> None:
+@pytest.mark.parametrize("num_columns", [0, 80])
+def test_a_terminal_shows_the_seconds_and_then_nothing(num_columns: int) -> None:
     screen, terminal = os.openpty()
+    os.set_blocking(screen, False)
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", num_columns // 4, num_columns, 0, 0))
     done = subprocess.run([sys.executable, "-c", _ON_A_TERMINAL], stdout=subprocess.PIPE, stderr=terminal, check=True)
     shown = os.read(screen, 1 << 16).decode()  # what a terminal holds is lost when the last of its writers closes it
     os.close(terminal)
