@@ -251,3 +251,5 @@ def test_the_page_opens_in_a_browser(flags: list[str], tmp_path: Path) -> None:
     blue = (np.abs(pixels - (0x3B, 0x7D, 0xD8)).sum(axis=2) < 12).mean()
     assert pixels.shape[:2] == (2800, 1060) and 0.005 < blue < 0.4
     assert [content_width(page.read_text(), width, tmp_path) for width in WIDTHS] == [*WIDTHS]
+    main(["show", *flags, "--sample", "1", "--html", str(page)])
+    assert [content_width(page.read_text(), width, tmp_path) for width in WIDTHS] == [*WIDTHS]
