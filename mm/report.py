@@ -3,7 +3,7 @@
 import os
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 
@@ -15,11 +15,14 @@ from mm.files import write_whole
 _BAR_CHARACTERS = 40
 _MAX_OPEN = 10
 """The page folds the samples of a problem if more have it."""
+_MAX_UNBROKEN, _MAX_WHOLE = 14, 24
+"""The page never breaks cells of at most so many characters into lines, nor words of at most so many in longer cells.
+"""
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """How often a number of something occurs."""
+    """How many samples have how many of something."""
 
     title: str
     unit: str
@@ -112,10 +115,15 @@ class Report:
                 *map(_table_lines, self.tables), *map(_bar_lines, self.bars), *map(_histogram_lines, self.histograms)]
 
     def html(self, pictures: Mapping[str, bytes] | None = None) -> str:
-        """One self-contained page: no script, no font, no network.  ``pictures``: a JPEG for some kinds of problems."""
+        """One self-contained page: no script, no font, no network.  ``pictures``: a JPEG for some kinds of problems.
+
+        The problems are before the statistics, which may be many screens long.
+        """
         num = len(self.problems)
         heading = f"{num:,} problem{'s' * (num != 1)}" if num else "No problems"
-        return page(self.title, "\n".join([self.body(), f"<h2>{heading}</h2>", *self._html_problems(pictures or {})]))
+        first, statistics = Report("", self.facts, notes=self.notes), replace(self, facts=(), notes=())
+        return page(self.title, "\n".join([
+            first.body(), f"<h2>{heading}</h2>", *self._html_problems(pictures or {}), statistics.body()]))
 
     def _html_problems(self, pictures: Mapping[str, bytes]) -> Iterator[str]:
         """Each kind of problem, the most frequent first: its count, its picture, and its samples folded if many."""
@@ -154,9 +162,11 @@ def page(title: str, body: str) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Hours, minutes and seconds: "2:13:05"."""
+    """Hours, minutes and seconds, "2:13:05"; from two days on, "2 days 2:13:05"."""
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+    hours = minutes // 60
+    days, hours = divmod(hours, 24) if hours >= 48 else (0, hours)
+    return f"{f'{days:,} days ' if days else ''}{hours}:{minutes % 60:02d}:{rest:02d}"
 
 
 def check_page(path: Path | None) -> None:
@@ -223,16 +233,26 @@ def _folded(title: str, content: str) -> str:
 def _html_rows(header: Sequence[str], rows: Sequence[Sequence[str]], style: str = "plain") -> str:
     """A table; if it is too wide for the screen, it scrolls."""
     names = "".join(f"<th>{escape(cell)}</th>" for cell in header)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     return f'<div class="wide"><table class="{style}"><tr>{names}</tr>{body}</table></div>'
 
 
+def _cell(text: str) -> str:
+    if len(text) <= _MAX_UNBROKEN:
+        return f"<td>{escape(text)}</td>"
+    is_torn = max(map(len, text.split()), default=0) > _MAX_WHOLE
+    return f'<td class="long{" torn" if is_torn else ""}">{escape(text)}</td>'
+
+
 def _html_bars(bars: Bars) -> str:
+    limit = "" if bars.limit is None else (
+        f'<rect class="limit" x="{100 * bars.limit / bars.end - 0.4:.2f}" width="0.4" height="4"/>')
+    line = " <small>red: the limit</small>" if limit else ""
     rows = "".join(
         f'<tr><th>{escape(name)}</th><td class="bar"><svg viewBox="0 0 100 4" preserveAspectRatio="none">'
-        f'<rect width="{100 * value / bars.end:.2f}" height="4"/></svg></td><td>{value:,.1f}</td></tr>'
+        f'<rect width="{100 * value / bars.end:.2f}" height="4"/>{limit}</svg></td><td>{value:,.1f}</td></tr>'
         for name, value in bars.values)
-    return f'<h2>{escape(bars.heading)}</h2><table class="bars">{rows}</table>'
+    return f'<h2>{escape(bars.heading)}{line}</h2><table class="bars">{rows}</table>'
 
 
 _WIDTH, _HEIGHT, _BOTTOM = 460, 190, 24
@@ -243,20 +263,23 @@ def _svg(histogram: Histogram) -> str:
     most, num_bins = max(histogram.counts, default=0) or 1, len(histogram.counts)
     each, height = _WIDTH / num_bins, _HEIGHT - _BOTTOM - 14
     elements = list(_svg_bars(histogram.counts, histogram.edges, each, height / most))
-    for number in sorted({0, num_bins // 2, num_bins}):
-        anchor = "start" if number == 0 else "end" if number == num_bins else "middle"
-        elements.append(f'<text x="{number * each:.1f}" y="{_HEIGHT - 6}" text-anchor="{anchor}">'
-                     f"{histogram.edges[number]:,.0f}</text>")
-    return (f'<figure><figcaption>{escape(histogram.title)} <small>({escape(histogram.unit)}; at most {most:,} '
-            f'a bin)</small></figcaption><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{"".join(elements)}</svg>'
-            f"</figure>")
+    is_single = histogram.edges[1] - histogram.edges[0] == 1  # a bar stands for one number, which is below its middle
+    for number in sorted({0, num_bins // 2, num_bins - is_single}):
+        x = (number + is_single / 2) * each
+        anchor = "middle" if 0 < x < _WIDTH else "end" if x else "start"
+        elements.append(f'<text x="{x:.1f}" y="{_HEIGHT - 6}" text-anchor="{anchor}">'
+                        f"{histogram.edges[number]:,.0f}</text>")
+    highest = f"highest bar: {most:,} sample{'s' * (most != 1)}"
+    return (f'<figure><figcaption><b>{escape(histogram.title)} {escape(histogram.unit)}</b> <small>({highest})</small>'
+            f'</figcaption><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{"".join(elements)}</svg></figure>')
 
 
 def _svg_bars(counts: Sequence[int], edges: Sequence[float], each: float, scale: float) -> Iterator[str]:
     floor = _HEIGHT - _BOTTOM
     for number, count in enumerate(counts):
         height = max(count * scale, 1.0 if count else 0.0)
-        hover = f"{edges[number]:,.0f} to {edges[number + 1]:,.0f}: {count:,}"
+        least, most = edges[number], edges[number + 1] - 1
+        hover = f"{least:,.0f}{f' to {most:,.0f}' if most > least else ''}: {count:,} sample{'s' * (count != 1)}"
         yield (f'<rect x="{number * each + 1:.1f}" y="{floor - height:.1f}" width="{max(each - 2, 1):.1f}" '
                f'height="{height:.1f}"><title>{hover}</title></rect>')
     yield f'<line x1="0" y1="{floor}" x2="{_WIDTH}" y2="{floor}"/>'
@@ -267,17 +290,24 @@ body { font: 15px/1.5 system-ui, sans-serif; color: #1d2733; background: #f5f6f8
 main { max-width: 1200px; margin: 0 auto; padding: 24px }
 h1 { font-size: 24px; overflow-wrap: anywhere } h2 { font-size: 18px; margin-top: 32px }
 table { border-collapse: collapse; background: #fff; width: 100% }
-th, td { text-align: left; padding: 5px 10px; border: 1px solid #dde2e8; vertical-align: top; overflow-wrap: anywhere }
+th, td { text-align: left; padding: 5px 8px; border: 1px solid #dde2e8; vertical-align: top; overflow-wrap: anywhere }
 th { background: #eef1f5; font-weight: 600; white-space: nowrap; overflow-wrap: normal } .facts { width: auto }
-.histograms { display: flex; flex-wrap: wrap; gap: 20px; margin-top: 24px }
-figure { margin: 0; background: #fff; border: 1px solid #dde2e8; padding: 12px; flex: 0 1 462px }
+.histograms { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 340px), 1fr)); gap: 16px }
+.histograms { margin-top: 24px } .histograms small { display: block }
+figure { margin: 0; background: #fff; border: 1px solid #dde2e8; padding: 12px }
 svg { width: 100%; height: auto } figure rect, .bar rect { fill: #3b7dd8 } figure line { stroke: #8a94a3 }
-figure text { font-size: 12px; fill: #5b6675 } small { color: #5b6675 }
-.bars th, .bars td { white-space: nowrap } .bar { width: 100% } .bar svg { height: 16px; display: block }
-.wide { overflow-x: auto } .plain td, .problems td { min-width: 5em } .problems td:first-child { white-space: nowrap }
-.problems td:last-child { min-width: 24em } h3 { font-size: 16px; margin: 24px 0 8px; overflow-wrap: anywhere }
+figure text { font-size: 12px; fill: #5b6675 } .histograms text { font-size: 15px } small { color: #5b6675 }
+.bars th, .bars td { white-space: nowrap; vertical-align: middle } .bar { width: 100% } .bar .limit { fill: #c62828 }
+.bar svg { height: 16px; display: block } h2 small { font-size: 13px; font-weight: 400 }
+.wide { overflow-x: auto } .plain td, .problems td { white-space: nowrap } .plain th { white-space: normal }
+.wide .long { white-space: normal; min-width: 7em; overflow-wrap: normal } .wide .torn { overflow-wrap: anywhere }
+.problems td:last-child { min-width: 14em } h3 { font-size: 16px; margin: 24px 0 8px; overflow-wrap: anywhere }
+.answer th { width: 6em }
 details { margin-top: 24px } summary { cursor: pointer; font-weight: 600; padding: 4px 0 }
-@media (max-width: 600px) { main { padding: 12px } .facts th { white-space: normal } }
+@media (max-width: 600px) {
+  main { padding: 12px } .facts th { white-space: normal } .curve text { font-size: 14px }
+}
+@media (min-width: 601px) { .problems td:first-child { white-space: nowrap } }
 .turns { background: #fff; border: 1px solid #dde2e8; padding: 14px; white-space: pre-wrap; overflow-wrap: anywhere }
 .target { background: #cdeccf } .media { background: #dbe7fb } .turns span { border-radius: 3px }
 .tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 160px), 1fr)); gap: 8px }
@@ -287,12 +317,14 @@ details { margin-top: 24px } summary { cursor: pointer; font-weight: 600; paddin
 .curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); gap: 16px }
 .curve figcaption { font-weight: 600 } .curve small { font-weight: 400 }
 .legend span { font-weight: 400; font-size: 13px; color: #5b6675; margin-right: 12px; overflow-wrap: anywhere }
+.legend span { display: inline-block } .legend .target, .legend .media { color: #1d2733; padding: 1px 6px }
 .timeline { background: #fff; border: 1px solid #dde2e8; overflow-x: auto }
-.timeline img { max-width: none; width: 100%; min-width: 760px; border: 0; margin: 0; display: block }
+.timeline > * { max-width: none; width: 100%; min-width: 760px; border: 0; margin: 0; display: block }
 .questions { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 340px), 1fr)); gap: 16px }
 .questions > div { background: #fff; border: 1px solid #dde2e8; padding: 10px; overflow-wrap: anywhere }
 .questions p { margin: 4px 0 8px; white-space: pre-wrap } .questions img { max-width: min(100%, 200px) }
 .status { padding: 8px 12px; border-left: 4px solid #3b7dd8; background: #fff } .status.bad { border-color: #d55e00 }
 .wrong { color: #a33c00; font-weight: 600 }
 img { max-width: 320px; border: 1px solid #dde2e8; margin: 4px }
+.frames { display: flex; flex-wrap: wrap } .frames small { display: block; margin: 0 4px 8px }
 """

@@ -1,13 +1,16 @@
 """Reports: text and page show every number, histograms count every value, and the page contains no script."""
 
 import re
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mm.report import Bars, Histogram, Problem, Report, Table
+from mm.report import Bars, Histogram, Problem, Report, Table, clock
+from tests.browser import content_width, hidden_width, needs_browser
 from tests.page_reader import PageReader
 
 values = st.lists(st.integers(0, 100_000), max_size=60).map(lambda numbers: np.array(numbers, dtype=np.int64))
@@ -44,12 +47,17 @@ def test_the_text_shows_everything() -> None:
     assert " 0  ################## 3\n10  " + "#" * 40 + " 7" in text and "a.json:20:" not in text
 
 
+def test_times_of_days() -> None:
+    assert [clock(seconds) for seconds in (7985, 172_799, 172_800, 4_918_698)] == [
+        "2:13:05", "47:59:59", "2 days 0:00:00", "56 days 22:18:18"]
+
+
 def test_the_page_is_well_formed_and_has_no_script() -> None:
     reader = PageReader(REPORT.html())
     text = " ".join(reader.words)
     assert "img" not in reader.tags
-    for part in ("A <b>file</b>.json", "5 & more", "balanced", "0 to 10: 3", "25 problems", "<script>alert(1)",
-                 "stage 10", "15.0"):
+    for part in ("A <b>file</b>.json", "5 & more", "balanced", "0 to 9: 3 samples", "highest bar: 7 samples",
+                 "red: the limit", "25 problems", "<script>alert(1)", "stage 10", "15.0"):
         assert part in text
     assert Report("x", ()).html().count("No problems") == 1
 
@@ -64,6 +72,37 @@ def test_the_page_groups_problems_by_kind() -> None:
     assert (title, rows.count("is lost")) == ("All 11", 11)
     _, after = html.split("</details>")
     assert '<img alt="the first" src="data:image/jpeg;base64,SlBFRw==">' in after and "b.json:1" in after
+
+
+def test_problems_are_above_the_statistics() -> None:
+    whole = replace(REPORT, sections=(Report("Training samples", (), REPORT.tables),))
+    places = [whole.html().index(part) for part in ("1,234", "one note", "25 problems", "Samplers", "Training samples")]
+    assert places == sorted(places)
+
+
+def test_a_bar_of_a_histogram_for_one_number_has_that_number_below_it() -> None:
+    single, wide = (Histogram("Images", "per sample", edges, (3, 7)) for edges in ((1, 2, 3), (0, 10, 20)))
+    labels = [re.findall(r'text-anchor="(\w+)">(\d+)<', Report("x", (), histograms=(one,)).html())
+              for one in (single, wide)]
+    assert labels == [[("middle", "1"), ("middle", "2")], [("start", "0"), ("middle", "10"), ("end", "20")]]
+
+
+def test_the_limit_of_bars_is_a_line() -> None:
+    html = REPORT.html()
+    assert re.findall(r'<rect width="([\d.]+)" height="4"/><rect class="limit" x="([\d.]+)"', html) == [
+        ("50.00", "99.60"), ("25.00", "99.60")]
+    assert '<rect class="limit"' not in replace(REPORT, bars=(replace(REPORT.bars[0], limit=None),)).html()
+
+
+@needs_browser
+def test_tables_break_long_cells_only(tmp_path: Path) -> None:
+    """Many short columns fit side by side on a laptop; on a phone, a path is broken and the page does not scroll."""
+    short = ("balanced packs", "tensor_ranks", "selective", "0.453 .. 0.911", "346,000", "47.6%", *"1234567890")
+    narrow = Report("x", (), (Table("Layouts", short, (short,)),)).html()
+    path = Report("x", (), (Table("Settings", ("setting", "value"), (("data.dataset", "/a" * 150),)),)).html()
+    assert hidden_width(narrow, 1280, tmp_path) == 0 < hidden_width(narrow, 400, tmp_path)
+    assert content_width(narrow, 400, tmp_path) == 400
+    assert hidden_width(path, 400, tmp_path) == 0
 
 
 def test_a_folded_table() -> None:

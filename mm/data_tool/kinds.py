@@ -22,7 +22,7 @@ _PICTURE_PIXELS = 160
 
 def kind_of(reason: str, path: str | None = None) -> str:
     """The kind of a problem; ``path`` is the image or video that causes it, which may have spaces in its name."""
-    return _OF_ONE_SAMPLE.sub("…", reason if path is None else reason.replace(path, "…"))
+    return _OF_ONE_SAMPLE.sub("…", reason if path is None else reason.replace(path, "…")).removeprefix("…: ")
 
 
 def pictures_by_kind(problems: Iterable[Problem]) -> dict[str, bytes]:

@@ -16,6 +16,8 @@ from mm.data.sample import Sample
 from mm.errors import printable
 from mm.report import page
 
+_LEGEND = ('<p class="legend"><span class="target">target tokens: the loss is computed on them</span> '
+           '<span class="media">tokens of an image or video</span> <span>no colour: context</span></p>')
 _GREEN, _BLUE, _DIM, _END = "\033[32m", "\033[34m", "\033[2m", "\033[0m"
 
 
@@ -51,20 +53,22 @@ class Shown:
         marks = {"target": (_GREEN, _END), "media": (_BLUE, _END), "context": (_DIM, _END)} if has_colours else {
             "target": ("[[", "]]"), "media": ("", ""), "context": ("", "")}
         body = "".join(marks[piece.kind][0] + printable(piece.text) + marks[piece.kind][1] for piece in self.pieces)
-        return f"{printable(self._headline)}\n\n{body}"
+        return f"{printable(self.where)}: {self._counts}\n\n{body}"
 
     def html(self) -> str:
         """A self-contained page."""
         spans = "".join(f'<span class="{piece.kind}">{escape(piece.text)}</span>' for piece in self.pieces)
-        images = "".join(f'<img alt="{frame.shape[1]} x {frame.shape[0]} pixels" '
-                           f'src="data:image/png;base64,{_png(frame)}">' for frame in self.frames)
-        return page(self.where, f"<p>{escape(self._headline)}</p>\n<div>{images}</div>\n"
-                                 f'<div class="turns">{spans}</div>')
+        images = "".join(f'<div><img alt="as the model sees it" src="data:image/png;base64,{_png(frame)}">'
+                         f"<small>{frame.shape[1]:,} x {frame.shape[0]:,} pixels</small></div>"
+                         for frame in self.frames)
+        return page(self.where, f'<p>{self._counts}</p>\n<div class="frames">{images}</div>\n{_LEGEND}\n'
+                                f'<div class="turns">{spans}</div>')
 
     @property
-    def _headline(self) -> str:
-        return (f"{self.where}: {self.num_tokens:,} tokens, {self.num_target_tokens:,} of them targets, "
-                f"{len(self.frames)} images or frames")
+    def _counts(self) -> str:
+        num_frames = len(self.frames)
+        return (f"{self.num_tokens:,} tokens, {self.num_target_tokens:,} of them targets, {num_frames:,} "
+                f"{'image or frame' if num_frames == 1 else 'images or frames'}")
 
 
 def _pieces(encoded: Microbatch, encoder: SampleEncoder) -> Iterator[TokenGroup]:

@@ -36,13 +36,14 @@ _NUM_AT_A_TIME = 64
 
 
 def survey(
-    title: str, splits: Mapping[Split, Dataset], model: ModelConfig, seq_length: int, found: "MediaFindings"
+    data_json: str, splits: Mapping[Split, Dataset], model: ModelConfig, seq_length: int, found: "MediaFindings"
 ) -> Report:
     """A report on the samples of each split, which must have been measured.  ``found`` is the result of checking their
     media."""
     skipped = dict.fromkeys(bad for dataset in splits.values() for bad in dataset.skipped)  # splits may share files
     damaged = (("samples whose media are damaged", f"{len(found.problems):,}, counted as usable"),)
-    return Report(title, damaged if found.problems else (), problems=(*map(_problem, skipped), *found.problems),
+    problems = (*map(_problem, skipped), *found.problems)
+    return Report(f"Samples of {data_json}", damaged if found.problems else (), problems=problems,
                   notes=(*notes_of(splits), *found.notes),
                   sections=tuple(_section(name, dataset, model, seq_length) for name, dataset in splits.items()))
 
@@ -94,8 +95,8 @@ def _imbalance(sizes: Sizes, seq_length: int) -> Iterator[Table]:
         for name, sampler in SAMPLERS.items():  # one sample per microbatch, or packs
             stream, deal = sampler.order(sizes, BatchShares(dp_size, Budget(seq_length)), seed=0)
             rows.setdefault(name, []).append(f"{_mean_imbalance(stream, deal, sizes, global_batch_size):.3f}")
-    yield Table("Work of the busiest data-parallel rank over the mean, by FLOPs",
-                ("sampler_type", *(f"{size} ranks" for size in dp_sizes)),
+    yield Table("Work of the busiest data-parallel rank, for which the others wait (FLOPs; 1 = the mean of all ranks)",
+                ("sampler_type", *(f"with {size} ranks" for size in dp_sizes)),
                 tuple((name, *values) for name, values in rows.items()))
 
 

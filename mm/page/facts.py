@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from datetime import datetime
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from mm.page.plot import number_text
@@ -40,19 +41,19 @@ def status(record: RunRecord, now: datetime) -> Status:
 
 
 def run_facts(record: RunRecord, now: datetime) -> Iterator[tuple[str, str]]:
-    """Names and values; those that the files do not have are left out."""
+    """Names and values, those that change first; those that the files do not have are left out."""
     yield "status", status(record, now).text
-    yield from _settings(record)
     yield from _progress(record)
-    yield from _speed(record)
     yield from _quality(record)
+    yield from _speed(record)
+    yield from _settings(record)
 
 
 def _settings(record: RunRecord) -> Iterator[tuple[str, str]]:
     if (model := record.fact("arguments", "mm_model")) is not None:
         layers = " + ".join(f"{record.fact('model', tower, 'num_layers')} {name} layers"
                             for tower, name in (("vision", "ViT"), ("language", "LLM")))
-        yield "model", f"{model} ({layers})"
+        yield "model", f"{Path(model).name} ({layers})"
     if (world_size := record.fact("world_size")) is not None:
         sizes = (("tensor", record.fact("arguments", "tensor_model_parallel_size")),
                  ("context", record.fact("arguments", "context_parallel_size")),
@@ -101,7 +102,7 @@ def _speed(record: RunRecord) -> Iterator[tuple[str, str]]:
 def _quality(record: RunRecord) -> Iterator[tuple[str, str]]:
     history = record.history
     if history.last is not None and history.last["loss"] is not None:
-        yield "loss", number_text(history.last["loss"])
+        yield "loss", f"{number_text(history.last['loss'])}, last step"
     best = history.validations[-1] if history.validations else None
     if best is not None and best["best_validation_loss"] is not None:
         yield "best validation loss", f"{number_text(best['best_validation_loss'])}, step {best['best_iteration']:,}"
@@ -109,7 +110,8 @@ def _quality(record: RunRecord) -> Iterator[tuple[str, str]]:
         row = history.score_rows[-1]
         yield "score", f"{row['validation_score_percent']:.2f} %, step {row['iteration']:,}"
     if history.last is not None:
-        yield "bad steps and spikes", f"{history.num_spikes:,}; weights unchanged in {history.num_unchanged:,} steps"
+        unchanged = f"; weights unchanged in {history.num_unchanged:,} steps"
+        yield "bad steps and spikes", f"{history.num_spikes:,}{unchanged if history.num_unchanged else ''}"
     if record.num_bad_samples:
         yield "samples left out", f"{record.num_bad_samples:,}"
 

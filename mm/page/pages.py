@@ -10,7 +10,7 @@ from mm.page.curve import Bin
 from mm.page.facts import GIB, run_facts, settings, status
 from mm.page.plot import BAD, COLOURS, Marks, Plot, Series
 from mm.page.record import Answered, RunRecord
-from mm.page.tables import settings_table, tables
+from mm.page.tables import MAX_OPEN, settings_table, tables
 from mm.report import Report, Table, page, picture_tag
 
 _MAX_QUESTIONS = 24
@@ -20,6 +20,8 @@ _CURVES = (("Loss", "", "loss"), ("Learning rate", "", "lr"), ("Gradient norm", 
            ("Step time", "s", "step_seconds"), ("Tokens/s per device", "tokens/s", "tokens_per_second_per_device"),
            ("Peak memory", "GiB, last rank", "max_memory_bytes"))  # fmt: skip
 _SMOOTH = ("lr", "max_memory_bytes")
+_OF_EVERY_RUN = ("arguments.log_dir", "started_at", "ended.at")
+"""Settings that differ between any two runs."""
 
 
 def run_page(record: RunRecord, now: datetime) -> str:
@@ -40,18 +42,30 @@ def run_page(record: RunRecord, now: datetime) -> str:
 
 
 def runs_page(runs: Sequence[RunRecord], now: datetime) -> str:
-    """The page of several runs: facts side by side, curves in one picture, and the settings that differ."""
+    """The page of several runs: the settings that differ, facts side by side, and curves in one picture."""
     names = tuple(one.name for one in runs)
     facts = [dict(run_facts(one, now)) for one in runs]
-    of_runs = [settings(one) for one in runs]
     body = [
         f'<p class="status">Page written at {now:%Y-%m-%d %H:%M:%S}.</p>',
+        _differences([one for one in runs if one.facts]).body(),
         Report("", (), (_side_by_side("Facts", names, facts),)).body(),
         _plots(runs),
-        Report("", (), (_side_by_side("Settings that differ", names, of_runs, only_different=True),),
-               notes=tuple(f"{one.name}: {note}" for one in runs for note in one.notes)).body(),
+        Report("", (), notes=tuple(f"{one.name}: {note}" for one in runs for note in one.notes)).body(),
     ]
-    return page(" and ".join(names), "\n".join(body))
+    return page(f"Runs {', '.join(names[:-1])} and {names[-1]}", "\n".join(body))
+
+
+def _differences(runs: Sequence[RunRecord]) -> Report:
+    """The settings that differ between runs whose settings are known; if there are many, they are folded."""
+    if len(runs) < 2:
+        return Report("", ())
+    table = _side_by_side("Settings that differ", [one.name for one in runs], [
+        {name: value for name, value in settings(one).items() if name not in _OF_EVERY_RUN} for one in runs])
+    rows = tuple(row for row in table.rows if len(set(row[1:])) > 1)
+    if not rows:
+        return Report("", (), notes=("All settings are the same.",))
+    title = f"{table.title} ({len(rows):,})"
+    return Report("", (), (replace(table, title=title, rows=rows, is_folded=len(rows) > MAX_OPEN),))
 
 
 def _tiles(facts: Sequence[tuple[str, str]]) -> str:
@@ -59,12 +73,10 @@ def _tiles(facts: Sequence[tuple[str, str]]) -> str:
     return f'<dl class="tiles">{"".join(tiles)}</dl>'
 
 
-def _side_by_side(title: str, names: Sequence[str], columns: Sequence[dict[str, str]], *,
-                  only_different: bool = False) -> Table:
+def _side_by_side(title: str, names: Sequence[str], columns: Sequence[dict[str, str]]) -> Table:
     """A column for each run; a value that a run does not have is a dash."""
     keys = dict.fromkeys(key for one in columns for key in one)
-    rows = [(key, *(one.get(key, "-") for one in columns)) for key in keys]
-    return Table(title, ("", *names), tuple(row for row in rows if not only_different or len(set(row[1:])) > 1))
+    return Table(title, ("", *names), tuple((key, *(one.get(key, "-") for one in columns)) for key in keys))
 
 
 def _plots(runs: Sequence[RunRecord]) -> str:
@@ -85,7 +97,7 @@ def _plot(runs: Sequence[RunRecord], title: str, unit: str, field: str, span: tu
     series, marks = [], []
     for one, colour in zip(runs, COLOURS, strict=False):
         bins = [_scaled(single, factor) for single in one.history.curves[field].bins]
-        series.append(Series("running mean" if is_alone else one.name, bins, colour, field not in _SMOOTH))
+        series.append(Series(one.name, bins, colour, field not in _SMOOTH))
         if field == "loss":
             marks.append(Marks("validation" if is_alone else f"{one.name}, validation",
                                one.history.validation_losses.bins, "diamond", COLOURS[2] if is_alone else colour))

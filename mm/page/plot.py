@@ -37,6 +37,21 @@ class Series:
     is_noisy: bool = True
     """Whether to draw a running mean above the values."""
 
+    @property
+    def num_averaged(self) -> int:
+        """Bins of the running mean; 1 if there is none."""
+        return max(1, sum(one.count > 0 for one in self.bins) // _MEAN_SHARE) if self.is_noisy else 1
+
+    @property
+    def legend(self) -> list[tuple[str, float, str]]:
+        """What is drawn: sign, opacity and name of each part."""
+        width = max((one.last - one.first + 1 for one in self.bins), default=1)
+        if width > 1 and self.is_noisy:
+            return [("&#9608;", 0.25, f"smallest to largest of {width:,} steps"), ("&#9473;", 1.0, "running mean")]
+        if self.num_averaged > 1:
+            return [("&#9679;", 0.3, "each step"), ("&#9473;", 1.0, "running mean")]
+        return [("&#9473;", 1.0, "each step" if width == 1 else f"mean of {width:,} steps")]
+
 
 @dataclass(frozen=True)
 class Marks:
@@ -94,14 +109,19 @@ class Plot:
         return [one for curve in self.series for one in curve.bins if one.num_lost]
 
     def _elements(self, axes: "_Axes") -> list[str]:
-        return [*axes.drawn(), *(piece for curve in self.series for piece in _curve(axes, curve)),
+        share = 1.0 if len(self.series) == 1 else 0.4  # what is spread in several runs must not hide anything
+        return [*axes.drawn(), *(piece for curve in self.series for piece in _spread(axes, curve, share)),
+                *(piece for curve in self.series for piece in _lines(axes, curve)),
                 *(piece for marks in self.marks for piece in _marks(axes, marks)), *_gaps(axes, self._lost)]
 
     def _legend(self) -> str:
-        entries = [(one.colour, "&#9473;", one.name) for one in self.series if len(self.series) > 1 or self.marks]
-        entries += [(one.colour, "&#9670;" if one.shape == "diamond" else "&#10005;", one.name)
+        """What the signs mean: of a single curve its parts, of several their names."""
+        entries = [(f"color: {one.colour}", "&#9473;", one.name) for one in self.series] if len(self.series) > 1 else [
+            (f"color: {one.colour}; opacity: {opacity:g}", sign, name)
+            for one in self.series for sign, opacity, name in one.legend]
+        entries += [(f"color: {one.colour}", "&#9670;" if one.shape == "diamond" else "&#10005;", one.name)
                     for one in self.marks if one.bins]
-        texts = (f'<span><b style="color: {colour}">{sign}</b> {escape(name)}</span>' for colour, sign, name in entries)
+        texts = (f'<span><b style="{style}">{sign}</b> {escape(name)}</span>' for style, sign, name in entries)
         return f'<div class="legend">{" ".join(texts)}</div>' if len(entries) > 1 else ""
 
 
@@ -184,23 +204,26 @@ def _log_ticks(least: float, most: float) -> list[float]:
             if least <= math.log10(factor * 10.0**power) <= most]
 
 
-def _curve(axes: _Axes, curve: Series) -> Iterator[str]:
-    """Values as points, or as a band from the least to the most of each bin; and a line, the running mean if noisy."""
-    finite = [one for one in curve.bins if one.count]
-    num_bins = max(1, len(finite) // _MEAN_SHARE) if curve.is_noisy else 1
+def _spread(axes: _Axes, curve: Series, share: float) -> Iterator[str]:
+    """Values as points, or as a band from the least to the most of each bin, with this share of the usual opacity."""
     for piece in stretches(curve.bins):
         if all(one.first == one.last for one in piece):
-            if num_bins > 1 or len(piece) == 1:
+            if curve.num_averaged > 1 or len(piece) == 1:
                 points = "".join(f"M{axes.x(one.middle):.1f} {axes.y(one.mean):.1f}h0" for one in piece)
-                width, opacity = (3.2, 0.3) if len(piece) > 1 else (5, 1)
+                width, opacity = (3.2, 0.3 * share) if len(piece) > 1 else (5, 1)
                 yield (f'<path d="{points}" stroke="{curve.colour}" stroke-width="{width}" stroke-linecap="round" '
-                       f'opacity="{opacity}"/>')
+                       f'opacity="{opacity:g}"/>')
         else:
             upper = [f"{axes.x(one.middle):.1f} {axes.y(one.most):.1f}" for one in piece]
             lower = [f"{axes.x(one.middle):.1f} {axes.y(one.least):.1f}" for one in reversed(piece)]
-            yield (f'<path d="M{"L".join([*upper, *lower])}Z" fill="{curve.colour}" fill-opacity="0.25" '
-                   f'stroke="{curve.colour}" stroke-opacity="0.25" stroke-width="0.7"/>')
-        means = running_means(piece, num_bins)
+            yield (f'<path d="M{"L".join([*upper, *lower])}Z" fill="{curve.colour}" stroke="{curve.colour}" '
+                   f'stroke-width="0.7" opacity="{0.25 * share:g}"/>')
+
+
+def _lines(axes: _Axes, curve: Series) -> Iterator[str]:
+    """The running mean if the curve is noisy, else the values."""
+    for piece in stretches(curve.bins):
+        means = running_means(piece, curve.num_averaged)
         line = "L".join(f"{axes.x(one.middle):.1f} {axes.y(mean):.1f}" for one, mean in zip(piece, means, strict=True))
         yield f'<path d="M{line}" fill="none" stroke="{curve.colour}" stroke-width="1.8" stroke-linejoin="round"/>'
 

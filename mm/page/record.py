@@ -85,12 +85,18 @@ def read_run(path: Path, name: str) -> RunRecord:
 
 
 def run_names(paths: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths by which they differ; a single ``logs`` keeps the folder that it is in."""
+    """The shortest parts of the paths by which they differ: without folders that all are in, and without what all end
+    with.  A single ``logs`` keeps the folder that it is in.
+    """
     names = [path.absolute().parts for path in paths]
     length = 2 if len(paths) == 1 and names[0][-1] == "logs" else 1
     while length < max(map(len, names)) and len({one[-length:] for one in names}) < len(names):
         length += 1
-    return [printable("/".join(one[-length:]).lstrip("/")) for one in names]
+    ends = [one[-length:] for one in names]
+    while len({one[-1] for one in ends}) == 1 < len({one[:-1] for one in ends}) == len(ends) and all(
+            one[:-1] not in ((), ("/",)) for one in ends):
+        ends = [one[:-1] for one in ends]
+    return [printable("/".join(one).lstrip("/")) for one in ends]
 
 
 def read_beside(

@@ -8,7 +8,7 @@ from mm.page.plot import number_text
 from mm.page.record import RunRecord
 from mm.report import Table
 
-_MAX_OPEN = 12
+MAX_OPEN = 12
 """The page folds longer tables."""
 _MAX_SAMPLES = 8
 """Most numbers of samples in a cell."""
@@ -23,7 +23,7 @@ def tables(record: RunRecord) -> Iterator[Table]:
     yield from _latest("Validations", history.num_validations, ("step", "loss", "best", "samples", "seconds"), [
         (f"{row['iteration']:,}", _value(row["validation_loss"]), _best(row), f"{row['num_samples']:,}",
          f"{row['validation_seconds']:,.1f}") for row in history.validations])
-    yield from _latest("Scored answers", history.num_scores, ("step", "score", "questions", "cut off", "seconds"), [
+    yield from _latest("Scored answers", history.num_scores, ("step", "score", "questions", "truncated", "seconds"), [
         (f"{row['iteration']:,}", f"{row['validation_score_percent']:.2f} %", f"{row['num_questions']:,}",
          f"{row['num_truncated_answers']:,}", f"{row['answer_seconds']:,.1f}") for row in history.score_rows])
     yield from _latest("Bad steps and spikes", history.num_spikes, ("step", "why", "weights", "samples"), [
@@ -47,7 +47,7 @@ def _latest(title: str, count: int, header: tuple[str, ...], rows: list[tuple[st
     """A table of some of ``count`` things, if there are any."""
     if rows:
         some = f"; {are} {len(rows):,}" if count > len(rows) else ""
-        yield Table(f"{title} ({count:,}{some})", header, tuple(rows), is_folded=len(rows) > _MAX_OPEN)
+        yield Table(f"{title} ({count:,}{some})", header, tuple(rows), is_folded=len(rows) > MAX_OPEN)
 
 
 def _value(value: float | None) -> str:
@@ -68,12 +68,13 @@ def _slowest(record: RunRecord) -> Iterator[Table]:
     row = record.history.compared
     if row is None:
         return
-    header = ("ranks", "stage", "replica", "device", "own work", "waits for data", "waits for ranks", "slower by")
+    header = ("ranks", "stage", "replica", "device", "own work", "waits for data", "waits for ranks",
+              "own work against median")
     yield Table(f"Slowest ranks at step {row['iteration']:,}", header, tuple(
         (", ".join(map(str, one["ranks"])), str(one["stage"]), str(one["replica"]),
          ", ".join(f"{host} {device}" for host, device in zip(one["hosts"], one["devices"], strict=True)),
          *(f"{1000 * one[name]:,.0f} ms" for name in ("work_seconds", "data_seconds", "wait_seconds")),
-         f"{100 * one['share']:+.0f} % than other {one['compared_with']}") for one in row["slowest_ranks"]))
+         f"{100 * one['share']:+,.0f} %, other {one['compared_with']}") for one in row["slowest_ranks"]))
 
 
 def _memory(record: RunRecord) -> Iterator[Table]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -70,9 +71,10 @@ def layout_report(plan: LayoutPlan) -> Report:
              f"{one.peak_bytes / 2**30:.1f}") for what, one in plan.learnt)))
     limit = None if plan.max_bytes is None else plan.max_bytes / 2**30
     memory = tuple((f"stage {stage}", num_bytes / 2**30) for stage, num_bytes in enumerate(best.stage_bytes))
+    model = Path(plan.run.args.mm_model).name
     return Report(
-        f"Layouts for {plan.run.world_size} ranks and {plan.run.args.mm_model}", tuple(_facts(plan, best, others)),
-        tuple(tables), bars=(Bars("Memory of layout 1", "GiB per rank", memory, limit),))
+        f"Layouts for {plan.run.world_size} ranks and {model}", tuple(_facts(plan, best, others)), tuple(tables),
+        bars=(Bars("Memory of layout 1", "GiB per rank", memory, limit),))
 
 
 def layout_page(plan: LayoutPlan, report: Report) -> str:
@@ -88,7 +90,8 @@ def layout_page(plan: LayoutPlan, report: Report) -> str:
     entering = predictor.entering(predictor.slowest(best.workload.steps[0]))
     step = draw([predicted_timeline(predictor, [entering], 1)])
     body = replace(report, histograms=histograms).body()
-    return page(report.title, f"{body}\n<h2>The slowest replica of layout 1 in a step</h2>\n{step}")
+    return page(report.title, f'{body}\n<h2>The slowest replica of layout 1 in a step</h2>\n'
+                              f'<div class="timeline">{step}</div>')
 
 
 def _facts(plan: LayoutPlan, best: Planned, others: Sequence[Planned]) -> Iterator[tuple[str, str]]:

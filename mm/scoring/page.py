@@ -82,7 +82,7 @@ def _answer(decoder: Decoder, scored: ScoredItem) -> str:
     cells = "".join(f'<tr><th>{name}</th><td style="white-space: pre-wrap">{html.escape(text)}</td></tr>'
                     for name, text in rows)
     return (f"<div>{shown}{f'<p>and {more} more images</p>' if more > 0 else ''}</div>"
-            f"<table>{cells}</table><p></p>")
+            f'<table class="answer">{cells}</table><p></p>')
 
 
 def _image(decoder: Decoder, item: Media | Cell) -> str:

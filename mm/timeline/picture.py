@@ -116,7 +116,7 @@ def _summary(rows: Sequence[RankRecord], num_ranks: int, trace_name: str | None)
     (start, end), num_chunks = extent(rows), count_chunks(rows)
     chunks = f", each of {num_chunks} chunks" if num_chunks > 1 else ""
     rest = "" if trace_name is None else f"; {trace_name} has every rank ({num_ranks})"
-    return (f"Microbatches: {len(microbatches)}, stages: {len(rows)}{chunks}, time: {1000 * (end - start):.1f} ms. "
+    return (f"Microbatches: {len(microbatches)}, stages: {len(rows)}{chunks}, time: {1000 * (end - start):,.1f} ms. "
             f"Each row is the first rank of its stage{rest}.")
 
 
@@ -134,7 +134,7 @@ def _kinds(spans: Sequence[ActivitySpan]) -> Iterator[tuple[str, ActivitySpan]]:
 
 def _box(kind: str, span: ActivitySpan, number: str, zero: float, x: float, y: float, width: float) -> Iterator[str]:
     title = f"{kind} {number}".strip()
-    when = f"{1000 * (span.start - zero):.2f} to {1000 * (span.end - zero):.2f} ms"
+    when = f"{1000 * (span.start - zero):,.2f} to {1000 * (span.end - zero):,.2f} ms"
     edge = ' stroke="#ffffff" stroke-width="0.7"' if width > 3 else ""
     yield (f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW}" fill="{_INKS[kind].fill}"{edge}>'
            f"<title>{escape(title)}: {when}</title></rect>")
@@ -158,8 +158,8 @@ def _mean_shares(rows: Sequence[RankRecord]) -> list[float]:
 def _differences(one: StepTimeline, other: StepTimeline, y: float) -> Iterator[str]:
     """By how many percentage points the mean shares of the second timeline exceed those of the first."""
     (start, end), (other_start, other_end) = extent(one.rows), extent(other.rows)
-    longer = 1000 * (other_end - other_start - end + start)
-    yield _text(_LEFT + _PLOT, y + 17, f"measured minus predicted: {longer:+.1f} ms", size=11, anchor="end", fill=_GREY)
+    longer = f"{1000 * (other_end - other_start - end + start):+,.1f} ms"
+    yield _text(_LEFT + _PLOT, y + 17, f"measured minus predicted: {longer}", size=11, anchor="end", fill=_GREY)
     means = zip(_mean_shares(other.rows), _mean_shares(one.rows), strict=True)
     for (share, before), x in zip(means, _COLUMNS.values(), strict=True):
         yield _text(x, y + 17, f"{100 * (share - before):+.1f}", anchor="end")
@@ -178,7 +178,7 @@ def _axis(seconds: float, pixels: float, bottom: float) -> Iterator[str]:
     for index in range(int(seconds / step * 1.000001) + 1):
         x = _LEFT + index * step * pixels
         yield f'<line x1="{x:.2f}" y1="{_TOP - 6}" x2="{x:.2f}" y2="{bottom - _GAP + 6}" stroke="#d5dae0"/>'
-        yield _text(x, bottom + 10, f"{index * step * 1000:g}", size=11, anchor="middle", fill=_GREY)
+        yield _text(x, bottom + 10, f"{index * step * 1000:,.12g}", size=11, anchor="middle", fill=_GREY)
     yield _text(_LEFT + _PLOT / 2, bottom + 28, "time (ms)", size=11, anchor="middle", fill=_GREY)
 
 

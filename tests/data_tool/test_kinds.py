@@ -24,6 +24,7 @@ def test_what_differs_between_samples_is_left_out(one: str, other: str) -> None:
 
 def test_what_is_wrong_stays() -> None:
     assert kind_of("image 'a.png' is empty") == "image … is empty" != kind_of("image 'a.png' does not exist")
+    assert kind_of("/a b.png: is empty", "/a b.png") == "is empty"
     assert kind_of("has an empty message 1, and/or none") == "has an empty message …, and/or none"
     assert kind_of("Qwen2.5-VL's limit is 3.5") == "Qwen2.5-VL's limit is …"
 

@@ -43,5 +43,9 @@ def test_a_sample_is_shown_whole(write_dataset, model_config, index) -> None:
             assert np.array_equal(frame, np.asarray(image.convert("RGB").resize(size, Image.Resampling.BICUBIC)))
     assert "[[" in shown.text(has_colours=False) and "\033[32m" in shown.text(has_colours=True)
     page = shown.html()
-    assert page.count("<img ") == len(shown.frames) and page.count('class="target"') == sum(
+    legend, turns = page.split('<div class="turns">')
+    assert page.count("<img ") == len(shown.frames) and turns.count('class="target"') == sum(
         piece.kind == "target" for piece in shown.pieces)
+    assert 'class="target">target tokens' in legend and 'class="media">tokens of an image or video' in legend
+    for frame in shown.frames:
+        assert f"<small>{frame.shape[1]} x {frame.shape[0]} pixels</small>" in page

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import time
+from dataclasses import replace
 from datetime import datetime, timedelta
 from html import unescape
 from pathlib import Path
@@ -15,9 +16,9 @@ from mm.errors import UserError
 from mm.page.__main__ import main
 from mm.page.facts import status
 from mm.page.history import History
-from mm.page.pages import run_page
+from mm.page.pages import run_page, runs_page
 from mm.page.record import read_run, run_names
-from tests.browser import content_width, needs_browser
+from tests.browser import WIDTHS, content_width, needs_browser
 from tests.page.runs import step_row, write_run
 from tests.page_reader import PageReader
 
@@ -41,7 +42,7 @@ def test_the_page_says_what_the_files_say(tmp_path: Path) -> None:
     for part in ("model.json (8 ViT layers + 4 LLM layers)", "tensor 2 x context 1 x pipeline 2 x data 1 = 4 ranks",
                  "torch 2.13.0", "2026-11-28 12:00:00", "100 of 400 (25.0 %)", "0:04:21", "100, median of the last 100",
                  "unknown: no peak", "0.625, step 50", "Validations (1)", "the loss is 7", "unchanged",
-                 "0, 1, 2, 3, 4, 5, 6, 7 and 82 more", "n1 npu:3", "2,000 ms", "+100 % than other replicas",
+                 "0, 1, 2, 3, 4, 5, 6, 7 and 82 more", "n1 npu:3", "2,000 ms", "+100 %, other replicas",
                  "Samples left out (60; the first 50)", "a.json:49", "arguments.lr 1e-05"):
         assert part in text, part
     assert "a.weight" not in text and "a.json:50" not in text
@@ -171,23 +172,61 @@ def test_two_runs_side_by_side(tmp_path: Path, capsys) -> None:
     assert main([str(one), str(other), "--html", str(page)]) == 0
     html = page.read_text()
     text = PageReader(html).text
-    assert "one/logs and two/logs" in text and "arguments.lr 1e-05 3e-05" in text and "arguments.page - True" in text
-    assert "arguments.seed" not in text
+    assert "Runs one and two" in text and "arguments.lr 1e-05 3e-05" in text and "arguments.page - True" in text
+    assert "Settings that differ (2)" in text and "arguments.seed" not in text
     (loss,) = re.findall(r"<figcaption>Loss.*?<svg", html)
     legend = unescape(loss)
-    for colour, name in (("#0072b2", "one/logs"), ("#d55e00", "two/logs")):
+    for colour, name in (("#0072b2", "one"), ("#d55e00", "two")):
         assert f'<b style="color: {colour}">━</b> {name}<' in legend
     assert main([*[str(one)] * 7, "--html", str(page)]) == 2 and "at most 6" in capsys.readouterr().err
 
 
+def test_settings_of_several_runs(tmp_path: Path) -> None:
+    """What differs between any two runs is no difference; many differences are folded; absent settings are none."""
+    for name, more in (("one", ""), ("same", ""), ("other", "abcdefghijklm"), ("bare", "")):
+        arguments = {"log_dir": name, **dict.fromkeys(more, 1)}
+        write_run(tmp_path / name, 3, arguments=arguments, started_at=name)
+    (tmp_path / "bare" / "run.json").unlink()
+    runs = {path.name: read_run(path, path.name) for path in tmp_path.iterdir()}
+
+    def said(*names: str) -> str:
+        return runs_page([runs[name] for name in names], NOW)
+
+    assert "All settings are the same." in said("one", "same", "bare")
+    assert "<details><summary>Settings that differ (13)</summary>" in said("one", "other")
+    assert "Settings that differ" not in said("one", "bare") and "bare: " in said("one", "bare")
+    assert "<h1>Runs one, same and other</h1>" in said("one", "same", "other")
+
+
+@pytest.mark.parametrize(("num_steps", "parts"), [
+    (40, ["━ each step"]), (100, ["● each step", "━ running mean"]),
+    (1000, ["█ smallest to largest of 4 steps", "━ running mean"])])  # fmt: skip
+def test_the_legend_of_one_run_says_what_is_drawn(tmp_path: Path, num_steps: int, parts: list[str]) -> None:
+    text = shown(write_run(tmp_path / "run", num_steps))
+    assert f"Loss {' '.join(parts)} ◆ validation ✕ bad step or spike" in text
+    assert f"Step time (s) {' '.join(parts) if len(parts) > 1 else ''}".strip() in text
+
+
+def test_bands_of_several_runs_hide_no_line(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run", 1000, lambda step: {"loss": 1 + step % 7}), "r")
+    (loss,) = re.findall(r"<figcaption>Loss.*?</svg>", runs_page([run, replace(run, name="s")], NOW))
+    opacities = re.findall(r'Z" fill="[^"]*" stroke="[^"]*" stroke-width="0.7" opacity="([\d.]+)"', loss)
+    assert opacities == ["0.1", "0.1"] and loss.rindex('opacity="0.1"') < loss.index('stroke-width="1.8"')
+
+
 def test_names_of_runs(tmp_path: Path) -> None:
     assert run_names([tmp_path / "a/logs"]) == ["a/logs"] and run_names([tmp_path / "a"]) == ["a"]
-    assert run_names([tmp_path / "a/logs", tmp_path / "b/logs"]) == ["a/logs", "b/logs"]
+    assert run_names([tmp_path / "a/logs", tmp_path / "b/logs"]) == ["a", "b"]
+    assert run_names([tmp_path / name / "run/logs" for name in ("a/x", "b/x", "b/y")]) == ["a/x", "b/x", "b/y"]
+    assert run_names([tmp_path / "a/logs", tmp_path / "a/logs/metrics_1.jsonl"]) == ["logs", "metrics_1.jsonl"]
     assert run_names([tmp_path / "a", tmp_path / "a"]) == ["/".join(tmp_path.parts[1:]) + "/a"] * 2
 
 
 @needs_browser
-@pytest.mark.parametrize("width", [400, 1280])
+@pytest.mark.parametrize("width", WIDTHS)
 def test_a_browser_shows_it_without_scrolling_sideways(tmp_path: Path, width: int) -> None:
     folder = write_run(tmp_path / "run", 500, mm_data="x" * 300)
-    assert content_width(run_page(read_run(folder, "r"), NOW), width, tmp_path) == width
+    run = read_run(folder, "r")
+    assert content_width(run_page(run, NOW), width, tmp_path) == width
+    several = [replace(run, name=f"{number}{'y' * 40}", facts={**run.facts, "seed": number}) for number in range(6)]
+    assert content_width(runs_page(several, NOW), width, tmp_path) == width

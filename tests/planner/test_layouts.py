@@ -10,6 +10,7 @@ import pytest
 
 from mm import progress
 from mm.planner import cli
+from tests.browser import WIDTHS, content_width, hidden_width, needs_browser
 from tests.files import ROOT
 from tests.tiny_inputs import flags_of, write_inputs
 
@@ -44,6 +45,7 @@ def test_the_best_layouts_are_shown_and_the_trainer_takes_the_best(capsys, tmp_p
     for shown in ("Single changes of the present layout", "Changes of what is learnt, with layout 1", "stage 0",
                   "--global-batch-size 128", "LoRA, r = 16", "images of half as many pixels"):  # fmt: skip
         assert shown in text and shown in page
+    assert "<title>Layouts for 8 ranks and model_7b.json</title>" in page
     assert page.count("<figure>") == 2 and "Predicted step: iteration 1" in page and "<script" not in page
     least = float(re.search(r"take less than ([\d.]+) s", text)[1])
     assert least <= seconds[0]
@@ -59,6 +61,17 @@ def test_the_best_layouts_are_shown_and_the_trainer_takes_the_best(capsys, tmp_p
             for key in [key for key in tower if key == "pipeline_num_layers" or key.startswith("recompute")]:
                 del tower[key]
     assert written == given  # nothing else has changed
+
+
+@needs_browser
+def test_a_browser_shows_the_page_whole(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    """Without scrolling sideways, and on a laptop without scrolling the table of layouts."""
+    html = tmp_path / "report.html"
+    said(capsys, 0, "--device", "h200", "--fix", "TP=2,PP=2,VPP=2,MBS=2/4", "--html", str(html), *flags())
+    page = html.read_text()
+    assert "tensor_ranks" in page and '<div class="timeline"><svg' in page and 'class="limit"' in page
+    assert hidden_width(page, 1280, tmp_path) == 0
+    assert [content_width(page, width, tmp_path) for width in WIDTHS] == [*WIDTHS]
 
 
 def test_weights_in_shards_have_layouts_with_one_stage_and_the_report_says_so(capsys) -> None:

@@ -5,10 +5,12 @@ import io
 import re
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from mm.scoring.page import report, results_page
 from mm.scoring.results import scored, summary
+from tests.browser import WIDTHS, content_width, needs_browser
 from tests.scoring.test_results import answers_of, items_of
 
 
@@ -29,6 +31,15 @@ def test_worst_answers_beside_their_pictures(tmp_path):
     places = [html.index(part) for part in ("<th>score</th>", "The 3 worst answers", "<summary>Settings</summary>")]
     assert places == sorted(places)
     assert not re.search(r"<script|<link|://|src=\"(?!data:)", html)
+
+
+@needs_browser
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_browser_shows_it_without_scrolling_sideways(tmp_path, width):
+    items = items_of(tmp_path, "mmmu")
+    found = scored(items, answers_of("mmmu"))
+    html = results_page(summary(items, "MMMU", found), {"load": "/weights" * 40}, found)
+    assert content_width(html, width, tmp_path) == width
 
 
 def test_nothing_wrong_and_splits(tmp_path):

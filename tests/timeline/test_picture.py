@@ -38,10 +38,10 @@ def test_boxes_are_labelled() -> None:
     titles = [one.text for one in picture.iter(f"{SVG}title")]
     assert [title.partition(":")[0] for title in titles] == [
         "LLM forward 0b", "ViT forward 0b", "LLM forward 1b", "ViT and LLM backward 0b", "LLM backward 1b"]
-    assert titles[1].endswith(": 1000.00 to 2000.00 ms")
+    assert titles[1].endswith(": 1,000.00 to 2,000.00 ms")
     texts = [one.text for one in picture.iter(f"{SVG}text")]
-    assert {"stage 0 (rank 0)", "0b", "100.0 %", "time (ms)", "bubble"} <= set(texts)
-    assert "Microbatches: 2, stages: 1, each of 2 chunks, time: 5000.0 ms." in " ".join(texts)
+    assert {"stage 0 (rank 0)", "0b", "100.0 %", "4,500", "time (ms)", "bubble"} <= set(texts)
+    assert "Microbatches: 2, stages: 1, each of 2 chunks, time: 5,000.0 ms." in " ".join(texts)
 
 
 def test_a_prediction_stands_above_the_measured_step_on_one_scale() -> None:
@@ -57,7 +57,7 @@ def test_a_prediction_stands_above_the_measured_step_on_one_scale() -> None:
     headings = [one.text for panel in panels for one in panel.iter(f"{SVG}text") if one.attrib["font-size"] == "18"]
     assert headings == ["Predicted step: iteration 7", "Measured step: iteration 7"]
     texts = [one.text for one in picture.iter(f"{SVG}text")]
-    assert "measured minus predicted: +2000.0 ms" in texts
+    assert "measured minus predicted: +2,000.0 ms" in texts
     assert [one for one in texts if one.startswith(("+", "-"))] == ["+25.0", "+0.0", "-25.0", "+0.0", "+0.0"]
     assert "one note" in texts and "and <another>" in texts
     bottom = float(picture.attrib["height"])
