@@ -38,6 +38,8 @@ _SETTINGS = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 26), "MALLOC_MMAP_THRESHOLD_": str(1 << 25),
 }  # fmt: skip
 """Environment variables of the process."""
+_SAFE_PATH = "import sys; sys.path[:] = filter(None, sys.path)"
+"""Leaves out the current folder, whose files could stand in for modules; ``-P`` needs Python 3.11."""
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|KEY", re.IGNORECASE)
 """In the name of an environment variable that such a process does not get."""
 _KEPT_BYTES = 1 << 25
@@ -148,7 +150,7 @@ class LimitedProcess:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # inherited: the process cannot ignore them at once
         try:
             self._process = subprocess.Popen(
-                (sys.executable, "-P", "-c", f"from {self._module} import serve; serve({self._memory})"),
+                (sys.executable, "-c", f"{_SAFE_PATH}; from {self._module} import serve; serve({self._memory})"),
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, pass_fds=(self._memory,))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -37,6 +37,14 @@ def test_secrets_of_the_environment_stay_here(monkeypatch):
         "WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD"}
 
 
+def test_files_of_the_current_folder_do_not_stand_in_for_modules(tmp_path, monkeypatch):
+    (tmp_path / "json.py").write_text("raise SystemExit('a stranger')")
+    monkeypatch.chdir(tmp_path)
+    one = LimitedProcess("tests.data.limited_worker")
+    assert one.ask({"task": "echo"})
+    one.close()
+
+
 def test_memory_has_a_limit_and_the_next_request_is_answered(process):
     before = psutil.Process().memory_info().rss
     assert process.ask({"task": "allocate", "num_bytes": 100 << 20})["size"] == 100 << 20
