@@ -41,10 +41,9 @@ class Reader:
 
     @classmethod
     def load(cls, directory: Path) -> "Reader":
-        loaded: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(
-            directory, dtype=torch.float32, output_loading_info=True
+        model, report = Qwen2_5_VLForConditionalGeneration.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
+            directory, dtype=torch.float32, output_loading_info=True  # transformers' types lack the report
         )
-        model, report = loaded  # transformers' types lack the report
         leftovers = {name: keys for name, keys in report.items() if keys}
         if leftovers:
             raise ValueError(f"{directory} does not have exactly the weights of the model: {leftovers}")
