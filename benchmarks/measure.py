@@ -216,7 +216,8 @@ def profiled(path: Path) -> Iterator[dict]:
         found: dict[str, int] = {}
         yield found
     rows = profile.key_averages()
-    on_device = [row for row in rows if row.device_type != torch.autograd.DeviceType.CPU]
+    cpu = torch.autograd.DeviceType.CPU  # pyright: ignore[reportPrivateImportUsage]  (it has no public name)
+    on_device = [row for row in rows if row.device_type != cpu]
     found["num_device_operations"] = sum(row.count for row in on_device)
     order = "self_device_time_total" if on_device else "self_cpu_time_total"
     path.write_text(rows.table(sort_by=order, row_limit=80, max_name_column_width=100), encoding="utf-8")

@@ -85,13 +85,13 @@ class Results:
     def gemm_tflops(self) -> float | None:
         """TFLOP/s of the large matrix product."""
         found = self.kernel("ceilings", "matrix product", "matrix product")
-        return found and found["tflops"]
+        return found["tflops"] if found else None
 
     @property
     def copy_gbps(self) -> float | None:
         """GB/s of the large copy: bytes read and bytes written."""
         found = self.kernel("ceilings", "copy", "copy")
-        return found and found["gbps"]
+        return found["gbps"] if found else None
 
     def step(self, label: str, side: str) -> dict | None:
         """One side's step of the command ``label``, over all its rounds, with its rates; None when there is none."""

@@ -164,7 +164,8 @@ class Ours:
 
     def gradients(self) -> dict[str, Tensor]:
         """Gradients by our names, in fp32 on the CPU, without padding."""
-        trained = {name: p.main_grad for name, p in self.setup.stage.named_parameters() if p.requires_grad}
+        stage: Any = self.setup.stage  # torch's types lack main_grad of its parameters
+        trained = {name: p.main_grad for name, p in stage.named_parameters() if p.requires_grad}
         return {
             weight.name: MemoryLayout.of(weight, tp_size=1).unpad_whole(trained[weight.name].float().cpu())
             for weight in self.setup.stage.weights

@@ -17,6 +17,7 @@ import numpy as np
 from av.video.reformatter import ColorRange
 from PIL import Image
 from sklearn.datasets import load_digits
+from sklearn.utils import Bunch
 
 PICTURE_SIDE = 84
 """Pixels: three merged tokens of 28 pixels each way, so windows of 56 pixels come in all four border shapes."""
@@ -58,6 +59,7 @@ def write(directory: Path, seed: int, *, num_held_out_samples: int | None = None
     with a video, alternating while both last; only the first ``num_held_out_samples`` of them if that is given.
     """
     scans = load_digits()
+    assert isinstance(scans, Bunch), "a tuple comes only on request"
     (directory / "pictures").mkdir(parents=True, exist_ok=True)
     names = []
     for index, scan in enumerate(scans.images):
@@ -112,7 +114,7 @@ def _moved(scan: Image.Image, rng: random.Random) -> Image.Image:
     return scan.rotate(turn, Image.Resampling.BICUBIC, translate=shift)
 
 
-def _video(directory: Path, scans, pool: Sequence[int], rng: random.Random) -> dict:
+def _video(directory: Path, scans: Bunch, pool: Sequence[int], rng: random.Random) -> dict:
     """A sample with a video of two scans from ``pool``, one after the other, each moving slightly."""
     shown = rng.sample(pool, 2)
     name = "videos/" + "_".join(f"{index:04d}" for index in shown) + ".mp4"

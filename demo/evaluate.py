@@ -11,13 +11,20 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import av
 import torch
 from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoImageProcessor, AutoTokenizer, Qwen2_5_VLForConditionalGeneration
+from transformers import (
+    AutoImageProcessor,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLImageProcessorPil,
+)
 
 MEDIA_TAG = re.compile("<(image|video)>")
 MEDIA_TOKEN = re.compile(r"<\|(image|video)_pad\|>")
@@ -29,13 +36,13 @@ class Reader:
     """A loaded checkpoint, with the processors for pictures and videos."""
 
     model: Qwen2_5_VLForConditionalGeneration
-    tokenizer: object
-    image_processor: object
+    tokenizer: PreTrainedTokenizerBase
+    image_processor: Qwen2VLImageProcessorPil
 
     @classmethod
     def load(cls, directory: Path) -> "Reader":
-        model, report = Qwen2_5_VLForConditionalGeneration.from_pretrained(
-            directory, dtype=torch.float32, output_loading_info=True
+        model, report = Qwen2_5_VLForConditionalGeneration.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
+            directory, dtype=torch.float32, output_loading_info=True  # transformers' types lack the report
         )
         leftovers = {name: keys for name, keys in report.items() if keys}
         if leftovers:
@@ -46,7 +53,7 @@ class Reader:
 
     def inputs(self, samples: list[dict], directory: Path, *, with_answers: bool) -> dict[str, Tensor]:
         """A batch for the model, padded on the left; media paths are relative to ``directory``."""
-        pictures = [Image.open(directory / name) for sample in samples for name in sample["images"]]
+        pictures: list[Image.Image] = [Image.open(directory / name) for sample in samples for name in sample["images"]]
         videos = [directory / name for sample in samples for name in sample["videos"]]
         inputs, counts = {}, {}
         if pictures:
@@ -57,7 +64,7 @@ class Reader:
             counts["video"] = self._num_tokens(inputs["video_grid_thw"])
         rows = [self._token_ids(sample, counts, with_answer=with_answers) for sample in samples]
         longest = max(len(row) for row in rows)
-        token_ids = torch.full((len(rows), longest), self.tokenizer.pad_token_id)
+        token_ids = torch.full((len(rows), longest), cast(int, self.tokenizer.pad_token_id))
         mask = torch.zeros_like(token_ids)
         for index, row in enumerate(rows):
             token_ids[index, longest - len(row) :] = torch.tensor(row)
@@ -95,7 +102,8 @@ class Reader:
             for message in (sample["messages"] if with_answer else sample["messages"][:-1])
         ]
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=not with_answer)
-        return self.tokenizer(MEDIA_TOKEN.sub(lambda token: token[0] * next(counts[token[1]]), text))["input_ids"]
+        text = MEDIA_TOKEN.sub(lambda token: token[0] * next(counts[token[1]]), cast(str, text))
+        return self.tokenizer(text)["input_ids"]
 
     @torch.inference_mode()
     def answers(self, samples: list[dict], directory: Path) -> list[str]:
@@ -103,7 +111,8 @@ class Reader:
         answers = []
         for start in range(0, len(samples), BATCH_SIZE):
             inputs = self.inputs(samples[start : start + BATCH_SIZE], directory, with_answers=False)
-            output = self.model.generate(**inputs, max_new_tokens=8, do_sample=False)
+            model: Any = self.model  # transformers' types do not take it for a model that generates
+            output = model.generate(**inputs, max_new_tokens=8, do_sample=False)
             new_tokens = output[:, inputs["input_ids"].shape[1] :]
             answers += [text.strip() for text in self.tokenizer.batch_decode(new_tokens, skip_special_tokens=True)]
         return answers
@@ -140,7 +149,7 @@ def expected_answer(sample: dict) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", type=Path, required=True, help="checkpoint in Hugging Face format")
     parser.add_argument("--dataset", type=Path, required=True, help="JSON file; media paths are relative to it")
     parser.add_argument("--answers", type=Path, required=True, help="JSON file to write the answers to")

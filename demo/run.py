@@ -127,7 +127,7 @@ class Run:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="train a few steps and require no accuracy")
     parser.add_argument("--without-golden", action="store_true",
                         help=f"do not compare the losses of the first {golden.NUM_STEPS} steps with the device's card")

@@ -54,6 +54,7 @@ def run_script(variables: dict[str, str], flags: Sequence[str], log: Path, first
                          stderr=subprocess.STDOUT, text=True, errors="replace") as process,
         tqdm(total=last - first + 1, unit="step", disable=None, leave=False) as bar,
     ):  # fmt: skip
+        assert process.stdout is not None, "it is a pipe"
         for line in process.stdout:
             file.write(line)
             tail.append(line)

@@ -55,7 +55,7 @@ def _logits(chunk: Chunk, microbatch: Microbatch) -> Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", type=Path, required=True, help="checkpoint in Hugging Face format")
     parser.add_argument("--mm-model", required=True, help="model JSON with one pipeline stage")
     parser.add_argument("--mm-data", required=True, help="data JSON, for the columns and the image sizes")

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from mm.batch import IGNORE_INDEX, Grid, Microbatch, Normalisation, normalised
 from mm.config.model import ModelConfig
 from mm.model.qwen2_5_vl.positions import VideoTimes, mrope_positions
 from tests.workload import Sample
+
+if TYPE_CHECKING:
+    from mm.parallel.context import Context
 
 NORMALISATION = Normalisation(255.0, (0.5, 0.45, 0.4), (0.27, 0.26, 0.28))
 NUM_TEXT_IDS = 200
@@ -77,7 +81,7 @@ def _random_sample(model: ModelConfig, grids: tuple[Grid, ...], num_text: int, g
     return RawSample(ids, is_target, grids, random_pixels(grids, model.vision.patch_elements, generator))
 
 
-def own_pixels(microbatch: Microbatch, context: "Context") -> Microbatch:  # noqa: F821
+def own_pixels(microbatch: Microbatch, context: "Context") -> Microbatch:
     """``microbatch``, which has the pixels of all images, with only those of this rank of ``Context.encoders``."""
     images = context.images(microbatch)
     if len(images) == len(microbatch.image_grids):

@@ -40,15 +40,14 @@ def _as_text(value: Any) -> Any:
     return value.isoformat() if isinstance(value, calendar_date) else value
 
 
-def _list_of(kind: Any, title: str) -> Any:
-    return Annotated[tuple[kind, ...], Strict(False), Field(title=title)]
-
-
 Device = Annotated[str, Field(title=f"one of {', '.join(one.name for one in reversed(PLATFORMS))}")]
 Date = Annotated[str, BeforeValidator(_as_text), Field(pattern=r"^\d{4}-\d\d-\d\d$", title="a date like 2026-01-31")]
-Commands = _list_of(str, "a list of commands, each beginning with bash or python -m, after variables if any")
-Losses = _list_of(Number, "a list of losses, one for each step")
-Answers = _list_of(str, "a list of texts")
+# Strict(False): a YAML list becomes a tuple.
+Commands = Annotated[
+    tuple[str, ...], Strict(False),
+    Field(title="a list of commands, each beginning with bash or python -m, after variables if any")]
+Losses = Annotated[tuple[Number, ...], Strict(False), Field(title="a list of losses, one for each step")]
+Answers = Annotated[tuple[str, ...], Strict(False), Field(title="a list of texts")]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -134,7 +134,7 @@ def parts(folder: Path) -> dict[str, float]:
     found_seconds = time.perf_counter() - began
     checker = Checker(Reader(file, data.attr, MediaRoots(data.dataset_dir), gauge))
     sample = Dataset(replace(data, max_samples=1))[0]
-    grids = [gauge.encoder.images.image_grid(part.path) for part in sample.media]
+    grids = [gauge.encoder.images.image_grid(one) for part in sample.media for one in part.contents]
     chat = gauge.encoder.chat
     text = chat.render(sample.turns)
     headers = iter(pictures)

@@ -54,20 +54,26 @@ def measure(data: DataConfig, flags: argparse.Namespace, num_workers: int, step_
         for _ in range(flags.steps):
             microbatches += next(loader).microbatches
         found["samples_per_second"] = batch * flags.steps / (time.perf_counter() - start)
-        waits = []
-        for _ in range(flags.steps if step_seconds else 0):
-            time.sleep(step_seconds)
-            start = time.perf_counter()
-            next(loader)
-            waits.append(time.perf_counter() - start)
+        waits = _waits(loader, flags.steps, step_seconds) if step_seconds else []
     finally:
         loader.close()
     found["tokens_per_sample"] = sum(m.num_tokens for m in microbatches) / batch / len(microbatches)
     found["patches_per_sample"] = sum(m.num_patches for m in microbatches) / batch / len(microbatches)
-    if waits:
+    if step_seconds and waits:
         found |= {"step_seconds": step_seconds, "wait_seconds": sum(waits) / len(waits), "wait_seconds_max": max(waits),
                   "wait_share": sum(waits) / (sum(waits) + step_seconds * len(waits))}  # fmt: skip
     return found
+
+
+def _waits(loader: StepLoader, num_steps: int, step_seconds: float) -> list[float]:
+    """Seconds that each step waits, if the steps take ``step_seconds`` apart from that."""
+    waits = []
+    for _ in range(num_steps):
+        time.sleep(step_seconds)
+        start = time.perf_counter()
+        next(loader)
+        waits.append(time.perf_counter() - start)
+    return waits
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -87,7 +93,7 @@ def main(argv: list[str]) -> None:
     step_seconds = flags.step_seconds
     if step_seconds is None and flags.records is not None and flags.records.exists():
         step = Results.read(flags.records).step("step", OURS)
-        step_seconds = step and step["step_seconds"]["median"]
+        step_seconds = step["step_seconds"]["median"] if step else None
     records = Records(flags.records, flags.label, "no device", flags.size)
     with tempfile.TemporaryDirectory() as name:
         data = write_samples(Path(name), flags.samples)

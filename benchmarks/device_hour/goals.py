@@ -50,7 +50,8 @@ def _ratio(above: float | None, below: float | None) -> float | None:
 
 def _speed(results: Results) -> Iterator[Goal]:
     for label, what in (("mixed", "mixed samples, where transformers pads"), ("equal", "equal samples")):
-        rates = [side and side["tokens_per_second"] for side in (results.step(label, OURS), results.step(label, PEER))]
+        sides = (results.step(label, OURS), results.step(label, PEER))
+        rates = [side["tokens_per_second"] if side else None for side in sides]
         yield Goal("G9", f"tokens/s relative to transformers, {what}", 1.5, True, _ratio(*rates))
     for tower, bound in (("LLM", 1.15), ("ViT", 3.0)):
         times = [(results.of("tower", tower=tower, name=name) or [{}])[-1].get("ms") for name in (PEER, OURS)]
@@ -82,7 +83,7 @@ def _utilization(results: Results) -> Iterator[Goal]:
 def _memory(results: Results) -> Iterator[Goal]:
     for label, what in (("step", "3B"), ("recompute", "3B, recomputed"), ("large", "7B, ViT frozen, recomputed")):
         step = results.step(label, OURS)
-        value = step and 100 * abs(step["max_memory_gib"] / sum(step["expected_memory_gib"].values()) - 1)
+        value = 100 * abs(step["max_memory_gib"] / sum(step["expected_memory_gib"].values()) - 1) if step else None
         yield Goal("G12", f"peak memory, deviation from the formula, {what}", 10, False, value, "%")
 
 

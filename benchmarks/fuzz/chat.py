@@ -47,7 +47,7 @@ def write_tokenizer(original: Path, beside: Path) -> Reading:
 def write_template(original: Path, beside: Path) -> Reading:
     inputs(beside)
     tokenizer = load_tokenizer(str(beside / "hf"))
-    (original / "template.jinja").write_text(tokenizer.chat_template + "{# not the published one #}")
+    (original / "template.jinja").write_text(tokenizer.get_chat_template() + "{# not the published one #}")
     templates: list[Template] = []
 
     def read() -> None:

@@ -57,7 +57,7 @@ def _records(folder: Path) -> list[dict]:
 def _read_samples(config: DataConfig, gauge: Gauge) -> None:
     """Check and measure every record, and encode the usable ones."""
     dataset = Dataset(config, skips_bad=True, gauge=gauge)
-    dataset.notes, dataset.contents(), dataset.lengths
+    _ = dataset.notes, dataset.contents(), dataset.lengths
     problems: list[str] = []
     for index in range(len(dataset)):
         try:

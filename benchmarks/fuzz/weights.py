@@ -93,6 +93,7 @@ def _reader_of(name: str) -> Reading:
         holds_nothing(name)
         holds_adapters(name)
         source = open_source(name, model=model)
+        assert not isinstance(source.directory, AdapterDirectory), "open_source refuses adapters alone"
         source.directory.describe()
         _read_some(source)
         source.check_model(model)

@@ -95,7 +95,7 @@ def weight_gradients(bench: Bench, case: str, rows: int, inputs: int, outputs: i
     forms: dict[str, Form] = {
         "product, then add_": lambda: buffer.add_(gradient.t() @ x),
         "addmm into fp32": lambda: torch.addmm(buffer, gradient.t(), x, out_dtype=torch.float32, out=buffer),
-        OURS: lambda: (bench.device.kernels.accumulate(buffer, gradient, x), buffer)[1],
+        OURS: lambda: (bench.device.kernels.accumulate(buffer, gradient, x, False), buffer)[1],
     }
     bench.compare("weight gradient", f"{case}, {rows} rows", forms, flops=2 * rows * inputs * outputs,
                   reset=buffer.zero_, shapes=[rows, inputs, outputs])  # fmt: skip
@@ -122,7 +122,7 @@ def optimizer(bench: Bench) -> None:
     """Clipping, Adam and the copy to bf16 weights, over tensors of the model's own shapes."""
     device = bench.device.torch_device
     shapes = [weight.shape for weight in model_weights(bench.model)]
-    weights = [torch.nn.Parameter(bench.random(*shape, dtype=torch.float32)) for shape in shapes]
+    weights: list[Tensor] = [torch.nn.Parameter(bench.random(*shape, dtype=torch.float32)) for shape in shapes]
     lower = [torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes]
     for weight in weights:
         weight.grad = bench.random(*weight.shape, dtype=torch.float32)
@@ -132,8 +132,8 @@ def optimizer(bench: Bench) -> None:
     adam = torch.optim.AdamW(weights, lr=1e-9, weight_decay=0.01, fused=True)
 
     def step(grad_scale: Tensor | None) -> None:
-        adam.grad_scale = grad_scale  # how torch's own GradScaler passes it to a fused optimizer
-        adam.found_inf = None if grad_scale is None else torch.zeros((), device=device)
+        found_inf = None if grad_scale is None else torch.zeros((), device=device)
+        vars(adam).update(grad_scale=grad_scale, found_inf=found_inf)  # as torch's own GradScaler passes them
         adam.step()
 
     def clip_one_by_one() -> None:
@@ -145,13 +145,14 @@ def optimizer(bench: Bench) -> None:
             low.copy_(high)
 
     works: dict[str, tuple[float, Form]] = {  # bytes read and written per weight, and the work
-        "norm, foreach": (4, lambda: torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))),
+        "norm, foreach": (4, lambda: torch.linalg.vector_norm(torch.stack(
+            torch._foreach_norm(gradients)))),  # pyright: ignore[reportPrivateImportUsage]  (no public name)
         "clip, mul and copy_ one by one": (16, clip_one_by_one),
-        "clip, foreach": (8, lambda: torch._foreach_mul_(gradients, scale)),
+        "clip, foreach": (8, lambda: torch._foreach_mul_(gradients, scale)),  # pyright: ignore[reportPrivateImportUsage]
         "Adam, fused": (28, lambda: step(None)),
         "Adam, fused, with grad_scale": (32, lambda: step(1 / scale)),
         "to bf16, one by one": (6, copy_one_by_one),
-        "to bf16, foreach": (6, lambda: torch._foreach_copy_(lower, weights)),
+        "to bf16, foreach": (6, lambda: torch._foreach_copy_(lower, weights)),  # pyright: ignore[reportPrivateImportUsage]
     }
     with torch.no_grad():
         for name, (width, work) in works.items():

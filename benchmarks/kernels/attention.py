@@ -112,7 +112,9 @@ def variable_length(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal:
     if q.shape[1] != k.shape[1] and "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = True  # torch 2.11 lacks this argument; the error, if any, is recorded
     starts, longest = segments.cu_seqlens, segments.max_length
-    return varlen_attn(q, k, v, starts, starts, longest, longest, **options)
+    out = varlen_attn(q, k, v, starts, starts, longest, longest, **options)
+    assert isinstance(out, Tensor), "more than the output comes only on request"
+    return out
 
 
 def _repeated(form: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

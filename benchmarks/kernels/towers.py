@@ -71,6 +71,7 @@ def _vision(ours: Ours, peer: Peer, microbatch: Microbatch) -> dict[str, Work]:
     def our_tower() -> Tensor:
         ddp.zero_grad_buffer()
         vision = stage.prepare(microbatch, None).vision
+        assert vision is not None, "the samples have pictures"
         tokens = stage.image_encoder["projector"](stage.image_encoder["encoder"](vision.pixel_values, vision), vision)
         tokens.backward(torch.ones_like(tokens))
         return tokens

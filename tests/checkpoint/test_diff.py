@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -305,7 +306,7 @@ print("\\n".join(diff_directories(sys.argv[1], sys.argv[2], None, 1).lines))
 
 def test_memory_does_not_grow_with_the_tensors(tmp_path):
     """An embedding of 614 MB differs in its last element; the process may use 256 MiB more."""
-    config = SmallModel(2, tied=True).config | {"vocab_size": 150_000, "hidden_size": 2048}
+    config: dict[str, Any] = SmallModel(2, tied=True).config | {"vocab_size": 150_000, "hidden_size": 2048}
     config["vision_config"] |= {"out_hidden_size": 2048}
     for name in ("one", "other"):
         write_sparse_hf(config, tmp_path / name)

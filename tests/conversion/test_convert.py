@@ -85,7 +85,7 @@ PEERS_LAYOUTS = {
 def test_layouts_on_which_mindspeed_loses_layers(name, tp_size, tmp_path):
     small = SmallModel(2, vision_layers=32, language_layers=28)
     tensors = small.save(tmp_path / "hf")
-    layout = Layout(*PEERS_LAYOUTS[name], tp_size)
+    layout = Layout(*PEERS_LAYOUTS[name], tp_size=tp_size)
     convert.hf_to_mm(tmp_path / "hf", tmp_path / "mm", layout).run(ONE_WORKER)
     assert_holds(tmp_path / "mm" / "release", layout.place(small.model), tp_size, Storage(), tensors)
     places = {}

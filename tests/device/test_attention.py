@@ -47,7 +47,7 @@ def reference(q, k, v, lengths, causal):
 def assert_equals_reference(kernel, lengths, num_heads=4, num_kv_heads=2, causal=False, atol=2e-6, **kwargs):
     parts = inputs(sum(lengths), num_heads, num_kv_heads, **kwargs)
     segments = segments_of(lengths, parts[0].device)
-    out, expected = kernel(*parts, segments, causal), reference(*parts, lengths, causal)
+    out, expected = kernel(*parts, segments, causal), reference(*parts, lengths=lengths, causal=causal)
     assert out.shape == expected.shape and out.dtype == parts[0].dtype
     torch.testing.assert_close(out.float(), expected, atol=atol, rtol=atol)
     upstream = torch.randn_like(expected)

@@ -69,5 +69,5 @@ def test_single_operators_move_as_many_bytes_as_the_plan_assumes() -> None:
             return out
 
     with Counter():
-        rounded_at_random(*torch.empty(2, NUM_SAMPLES, device="meta"), torch.empty(1, device="meta"))
+        rounded_at_random(*torch.empty(2, NUM_SAMPLES, device="meta"), step=torch.empty(1, device="meta"))
     assert sum(moved) / NUM_SAMPLES == pytest.approx(EAGER_ROUNDING_BYTES + 10, rel=0.01)

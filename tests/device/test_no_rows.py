@@ -40,5 +40,5 @@ def test_rope(kernels: Kernels, shape: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_gradient_of_a_weight(kernels: Kernels, dtype: torch.dtype) -> None:
     buffer = torch.arange(6.0).view(2, 3)
-    kernels.accumulate(buffer, torch.empty(0, 2, dtype=dtype), torch.empty(0, 3, dtype=dtype))
+    kernels.accumulate(buffer, torch.empty(0, 2, dtype=dtype), torch.empty(0, 3, dtype=dtype), False)
     assert torch.equal(buffer, torch.arange(6.0).view(2, 3))

@@ -21,7 +21,7 @@ heads = st.sampled_from([(1, 1), (4, 2), (6, 2), (4, 1)])
 def pairs_of(drawn: list[tuple[int, int]], causal: bool, device: str = "cpu") -> Pairs:
     """Segments of so many queries and keys; as many of both where attention is causal."""
     queries, keys = zip(*((one, one) if causal else (one, other) for one, other in drawn), strict=True)
-    return Pairs(*(Segments.build(part, lambda tensor: tensor.to(device)) for part in (queries, keys)), causal)
+    return Pairs(*(Segments.build(part, lambda tensor: tensor.to(device)) for part in (queries, keys)), causal=causal)
 
 
 def dense(q, k, v, pairs: Pairs):
@@ -62,7 +62,7 @@ def assert_is_part(form: PartialAttention, pairs: Pairs, num_heads, seed, tolera
 
     others, others_out = drawn(*logarithms.shape).double(), drawn(*out.shape).double()
     exact = [one.double().requires_grad_() for one in (q, k, v)]
-    part_out, part_logarithms = dense(*exact, pairs)
+    part_out, part_logarithms = dense(*exact, pairs=pairs)
     all_logarithms = torch.logaddexp(part_logarithms, others)
     share = (part_logarithms - all_logarithms).exp().unsqueeze(-1)
     all_out = part_out * share + others_out * (1 - share)

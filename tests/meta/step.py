@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mm.config.activations import OffloadConfig, RecomputeConfig
 from mm.config.lora import LoraConfig
@@ -24,6 +25,11 @@ from mm.config.model import ModelConfig, read_model
 from tests.files import EXAMPLES
 from tests.meta.device import PHASES, MetaDevice, Recorder, Tally, prepare
 from tests.workload import SAMPLE, SAMPLE_TOKENS
+
+if TYPE_CHECKING:
+    from mm.batch import Microbatch
+    from mm.parallel.mesh import Mesh
+    from mm.training.step import Setup
 
 RECOMPUTE = {
     "none": RecomputeConfig(),
@@ -153,7 +159,7 @@ def trace(case: Case) -> Trace:
         parallel.stop()
 
 
-def _allocate_moments(setup: "Setup") -> None:  # noqa: F821
+def _allocate_moments(setup: "Setup") -> None:
     """As only the first step of a run does."""
     setup.optimizer.prepare_grads()
     for chained in setup.optimizer.chained_optimizers:
@@ -161,7 +167,7 @@ def _allocate_moments(setup: "Setup") -> None:  # noqa: F821
             chained.optimizer.step()
 
 
-def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> Trace:  # noqa: F821
+def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> Trace:
     from mm.batch import BatchTotals, StepPlan, image_passes
     from mm.config import flags
     from mm.data.feed.owner import deal_images
@@ -223,7 +229,7 @@ def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> T
     )
 
 
-def _num_targets(microbatch: "Microbatch", mesh: "Mesh") -> int:  # noqa: F821
+def _num_targets(microbatch: "Microbatch", mesh: "Mesh") -> int:
     from mm.batch import IGNORE_INDEX
 
     rows = mesh.context.share(microbatch).here

@@ -21,14 +21,14 @@ def test_token_by_token_is_the_whole_at_once(lengths: list[int], num_new: int, s
     generator = torch.Generator().manual_seed(seed)
     whole = [[rows(length + num_new, heads, generator) for heads in (HEADS, GROUPS, GROUPS)] for length in lengths]
     segments = Segments.build([length + num_new for length in lengths], lambda one: one)
-    expected = cpu_attention(*(torch.cat([one[i] for one in whole]) for i in range(3)), segments, True)
+    expected = cpu_attention(*(torch.cat([one[i] for one in whole]) for i in range(3)), segments=segments, causal=True)
     expected = expected.split(list(segments.lengths))
 
     cache = KeyValueCache(["7"], GROUPS, torch.empty(WIDTH))
     prompts = Segments.build(lengths, lambda one: one)
     first = cache.during(Places.of_sequences(lengths, CPU))["7"].attend(
         cpu_attention, *(torch.cat([one[i][:length] for one, length in zip(whole, lengths, strict=True)])
-                         for i in range(3)), prompts, True)
+                         for i in range(3)), segments=prompts, causal=True)
     for found, wanted, length in zip(first.split(lengths), expected, lengths, strict=True):
         assert torch.allclose(found, wanted[:length], atol=1e-5)  # largest difference in 100 examples: 9.5e-7
     alone = Segments.build([1] * len(lengths), lambda one: one)

@@ -11,7 +11,10 @@ Device.pick("cpu")  # importing megatron needs it
 from mm.model.embedding import embedding_inputs  # noqa: E402
 from mm.parallel.context import Context  # noqa: E402
 
-ALONE = Context(dist.ProcessGroup(0, 1), dist.ProcessGroup(0, 1))
+ALONE = Context(
+    dist.ProcessGroup(0, 1),  # pyright: ignore[reportCallIssue]  (rank and size; torch's types lack it)
+    dist.ProcessGroup(0, 1),  # pyright: ignore[reportCallIssue]
+)
 
 
 def test_the_gradients_of_tokens_that_pictures_overwrite_do_not_meet_on_one_row() -> None:

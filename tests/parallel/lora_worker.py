@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -111,7 +112,8 @@ def run_case(case: LoraCase, mesh: parallel.Mesh) -> dict:
     if case.layout.overlap:  # the updated weights arrive in the next pass
         engine.loss()
     by_weight = weight_errors(engine, expected["after"])
-    buffers = sum(one.numel() for model in engine.setup.models for buffer in model.buffers for one in buffer.params)
+    models: Any = engine.setup.models  # megatron's, with buffers of its own
+    buffers = sum(one.numel() for model in models for buffer in model.buffers for one in buffer.params)
     trained = sum(one.numel() for _, one in engine.setup.stage.named_parameters() if one.requires_grad)
     owned = owned_states(engine.setup.optimizer, engine.setup.models)
     moments = sum(one.tensors()[moment].numel() for one in owned for moment in MOMENTS)

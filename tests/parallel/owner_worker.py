@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from threading import current_thread
+from typing import TYPE_CHECKING
 
 from mm.batch import Microbatch
 from mm.config.model import ModelConfig
@@ -20,6 +21,11 @@ from mm.device.device import Device
 from mm.errors import AgreedError, UserError
 from tests.data.feed.planning import order
 from tests.tiny import microbatch, our_config, random_sample
+
+if TYPE_CHECKING:
+    import torch
+
+    from mm.data.feed.loader import ReadStep
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,7 @@ def with_features(one: Microbatch) -> Microbatch:
     return replace(one, pixel_values=None, features=one.pixel_values[:, :24].clone(), feature_bytes=24)
 
 
-def torch_generator(seed: int) -> "torch.Generator":  # noqa: F821
+def torch_generator(seed: int) -> "torch.Generator":
     import torch
 
     return torch.Generator().manual_seed(seed)
@@ -142,7 +148,7 @@ class Loader:
     def __iter__(self) -> Iterator[list[Microbatch]]:
         return self
 
-    def __next__(self) -> "ReadStep":  # noqa: F821
+    def __next__(self) -> "ReadStep":
         from mm.data.feed.loader import ReadStep
 
         self.num_asked += 1
@@ -157,7 +163,7 @@ class PinsOnCpu(Device):
 
     pinned: dict[int, str] = field(default_factory=dict)
 
-    def pin(self, tensor: "torch.Tensor") -> "torch.Tensor":  # noqa: F821
+    def pin(self, tensor: "torch.Tensor") -> "torch.Tensor":
         copy = tensor.clone()
         self.pinned[copy.data_ptr()] = current_thread().name
         return copy

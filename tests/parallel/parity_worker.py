@@ -213,7 +213,8 @@ def reduced_gradient(setup: Setup, weight: Any, start: int, stop: int) -> Tensor
     if setup.passes is None:
         return weight.main_grad.flatten()[start:stop]
     assert not hasattr(weight, "main_grad"), "no gradient but the shard is kept"
-    shards = {one: shard for model in setup.models for unit in model.units for one, shard in unit.shards()}
+    models: Any = setup.models  # whose weights are cut, in units
+    shards = {one: shard for model in models for unit in model.units for one, shard in unit.shards()}
     return shards.get(weight, torch.zeros(0))[: stop - start]
 
 

@@ -12,12 +12,17 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mm.device.device import Device
 from tests.parallel.cases import Case
 from tests.parallel.messages import recording
 from tests.parallel.trace import Trace, counting
+
+if TYPE_CHECKING:
+    from mm.parallel.activity import Activity
+    from mm.parallel.pipeline import PipelineCommunicator
+    from tests.parallel.parity_worker import Engine
 
 FEW: dict[str, Any] = {"grids": (((1, 4, 6),), (), ((1, 6, 10), (1, 2, 4)), ()), "micro_batch_size": 1}
 """Four microbatches, with images and without by turns, of one sample each."""
@@ -55,7 +60,7 @@ CASES = tuple(dataclasses.replace(one, batch="mixed, longer") if one.batch == "m
 class Coming:
     """A listener that counts messages on their way when a pass of a chunk begins."""
 
-    def __init__(self, trace: Trace, communicator: "PipelineCommunicator") -> None:  # noqa: F821
+    def __init__(self, trace: Trace, communicator: "PipelineCommunicator") -> None:
         self._trace, self._num_waited = trace, 0
         wait_for = communicator._wait_for
 
@@ -65,12 +70,12 @@ class Coming:
 
         communicator._wait_for = counted
 
-    def begin(self, activity: "Activity") -> None:  # noqa: F821
+    def begin(self, activity: "Activity") -> None:
         num_begun = sum(operation["name"] == "recv_" for operation in self._trace.operations)
         kind = activity.work.value
         self._trace.num_coming[kind] = max(self._trace.num_coming.get(kind, 0), num_begun - self._num_waited)
 
-    def end(self, _: "Activity") -> None: ...  # noqa: F821
+    def end(self, _: "Activity") -> None: ...
 
 
 def run_case(case: Case) -> dict:
@@ -101,8 +106,8 @@ def run_case(case: Case) -> dict:
 
 
 def step_with_a_late_last_stage(
-    case: Case, watch_first: Callable[["PipelineCommunicator", Callable[[], None]], None]  # noqa: F821
-) -> "Engine":  # noqa: F821
+    case: Case, watch_first: Callable[["PipelineCommunicator", Callable[[], None]], None]
+) -> "Engine":
     """A step in which the last stage begins only when the first, to which no gradient comes back, lets it.
 
     The first lets it when it has done its part; ``watch_first``, called on the first stage before the step, gets its
@@ -154,7 +159,7 @@ def runs_to_its_limit(case: Case) -> dict | None:
     """
     most = 0
 
-    def count(communicator: "PipelineCommunicator", let_last_begin: Callable[[], None]) -> None:  # noqa: F821
+    def count(communicator: "PipelineCommunicator", let_last_begin: Callable[[], None]) -> None:
         run = communicator._run
 
         def run_and_count(*batches: Any) -> None:
@@ -170,7 +175,7 @@ def runs_to_its_limit(case: Case) -> dict | None:
     return {"limit": setup.communicator._most_in_flight, "most": most} if setup.mesh.pp_rank == 0 else None
 
 
-def _refuses_leftovers(engine: "Engine") -> bool:  # noqa: F821
+def _refuses_leftovers(engine: "Engine") -> bool:
     """Whether a step that ends before all of its messages were exchanged is refused."""
     communicator = engine.setup.communicator
     communicator.begin(engine.plan)

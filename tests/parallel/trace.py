@@ -8,6 +8,12 @@ import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from mm.model.stage import Stage
 
 READ_BACK = ("tolist", "numpy", "cpu")
 """Ways in which Python code waits for a device's result that the dispatcher does not see on a CPU; ``item``, ``bool``,
@@ -37,7 +43,7 @@ class Trace:
     in_host_work: bool = False
 
 
-def watch(trace: Trace) -> "TorchDispatchMode":  # noqa: F821
+def watch(trace: Trace) -> "TorchDispatchMode":
     """A mode that notes process-group operations, and operators whose result the host must wait for."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -90,7 +96,7 @@ def reads_counted(trace: Trace, counts: Callable[[], bool]) -> Iterator[None]:
 
 
 @contextmanager
-def layers_counted(trace: Trace, stage: "Stage") -> Iterator[None]:  # noqa: F821
+def layers_counted(trace: Trace, stage: "Stage") -> Iterator[None]:
     """Count how often layers of each tower run."""
 
     def count_vision(*_) -> None:
@@ -111,7 +117,7 @@ def layers_counted(trace: Trace, stage: "Stage") -> Iterator[None]:  # noqa: F82
 
 
 @contextmanager
-def counting(trace: Trace, stage: "Stage") -> Iterator[None]:  # noqa: F821
+def counting(trace: Trace, stage: "Stage") -> Iterator[None]:
     """Count runs of layers, tensors that are kept, and those that Python reads back but in ``prepare`` of each chunk,
     which works on host tensors.
 

@@ -24,7 +24,7 @@ from tests.plan.test_stages import run_of
 def of_many(cost, least, unevenness, fits) -> Costs:
     """Costs from functions of one pair of lists."""
     return Costs(*((lambda some, one=one: np.array([one(lists) for lists in some], dtype=float))
-                   for one in (cost, least, unevenness)), fits)
+                   for one in (cost, least, unevenness)), fits=fits)
 
 
 def every(num_layers: int, num_stages: int, num_chunks: int) -> Iterator[PipelineLayout]:

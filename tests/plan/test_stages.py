@@ -264,7 +264,7 @@ def test_whether_7b_with_a_frozen_vit_fits_an_h200():
                  recompute=RecomputeConfig("full", "uniform", 1))
     found, size = peaks(run, run.model.placement(), sizes(run)), known_device("NVIDIA H200").memory_bytes
     (states,) = sizes(run)
-    assert found[VISUAL] < size and states.total_bytes < min(found.values())
+    assert size is not None and found[VISUAL] < size and states.total_bytes < min(found.values())
     text = stage_report(run)
     left = (size - max(found.values())) / 2**30
     assert left > 7 and f"Fits      H200, H200 NVL (140.40 GiB, {left:.2f} left)" in text.splitlines()

@@ -204,7 +204,8 @@ def _over_gloo(name: str, args: tuple, tensors: list[Tensor]) -> tuple:
         return args
     COLLECTIVES[name.removeprefix("c10d::"), group.group_desc] += 1
     backend = group._get_backend(torch.device("npu"))
-    twin = dist.ProcessGroup(group.rank(), group.size())
+    twin = dist.ProcessGroup(  # pyright: ignore[reportCallIssue]  (rank and size; torch's types lack it)
+        group.rank(), group.size())
     twin._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     return tuple(twin.boxed() if value is boxed else value for value in args)
 

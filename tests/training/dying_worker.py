@@ -75,7 +75,8 @@ class Launch:
 
     def __init__(self, case: Case, inputs: Path, output: str) -> None:
         self.case, self.inputs, self.output, port = case, inputs, output, free_port()
-        self.until, self.statuses = time.monotonic() + GUARD_SECONDS, [None, None]
+        self.until = time.monotonic() + GUARD_SECONDS
+        self.statuses: list[int | None] = [None, None]
         self.processes = [fork_rank(rank, 2, port, partial(run_rank, case, inputs, output)) for rank in range(2)]
 
     def is_over(self) -> bool:

@@ -39,8 +39,8 @@ class Job:
         command = [warm_python(), "-m", "mm.launch", "--nproc_per_node", "2", "--master_addr", "localhost",
                    "--master_port", str(free_port()), "-m", "mm.train", *self.words, *more]  # fmt: skip
         before = self.num_steps()
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
+        with subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT) as process:
             try:
                 while process.poll() is None and self.num_steps() < before + 3:
                     time.sleep(0.01)

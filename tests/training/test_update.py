@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -22,6 +22,10 @@ from mm.weights.halves import split as split_numbers
 from tests.parallel.trace import Trace, counting
 from tests.tiny import hf_model, hf_tensors, microbatch, our_config, random_sample, whole
 from tests.workload import NO_COPIES, OFFLOADED, REMAINDERS, ROUNDED_MOMENTS
+
+if TYPE_CHECKING:
+    from mm.training.step import Setup
+    from mm.training.update import StepResult
 
 pytestmark = [
     # megatron reads the gradients of the distributed optimizer's slices, as a comment there explains
@@ -40,7 +44,9 @@ CLIPPED_TOLERANCE = 1e-5
 class AsOnNpu(Device):
     """The CPU as a device whose Adam ignores ``grad_scale`` and ``found_inf``."""
 
-    adam_obeys_scale = False
+    @property
+    def adam_obeys_scale(self) -> bool:
+        return False
 
 
 FORMS = pytest.mark.parametrize("device_type", [Device, AsOnNpu], ids=["folded", "before"])
@@ -52,10 +58,10 @@ SPLITS = pytest.mark.parametrize("split", [(), ("--use-distributed-optimizer",)]
 class Engine:
     """The small model with transformers' random weights, one step's data, and megatron's step for comparison."""
 
-    setup: "Setup"  # noqa: F821
+    setup: "Setup"
     plan: StepPlan
 
-    def step(self, lr: float = LR) -> "StepResult":  # noqa: F821
+    def step(self, lr: float = LR) -> "StepResult":
         from mm.training.step import step
 
         return step(self.setup, self.plan, lr)

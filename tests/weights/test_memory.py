@@ -27,10 +27,11 @@ def misaligned(shapes: dict[str, tuple[int, ...]]) -> list[str]:
     """Matrices with a row, and layers with an output, that is no multiple of 16 bytes."""
     found = []
     for name, shape in shapes.items():
-        if len(shape) > 1 and math.prod(shape[1:]) * BF16_BYTES % LOAD_BYTES:  # the patch embedding is used as a matrix
+        outputs, *inputs = shape
+        if inputs and math.prod(inputs) * BF16_BYTES % LOAD_BYTES:  # the patch embedding is used as a matrix
             found.append(f"{name} has rows of {shape[1:]}")
-        if any(layer in name for layer in ("linear_fc1", "linear_qkv")) and shape[0] * BF16_BYTES % LOAD_BYTES:
-            found.append(f"{name} has {shape[0]} outputs")
+        if any(layer in name for layer in ("linear_fc1", "linear_qkv")) and outputs * BF16_BYTES % LOAD_BYTES:
+            found.append(f"{name} has {outputs} outputs")
     return found
 
 

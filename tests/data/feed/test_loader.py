@@ -100,7 +100,7 @@ def test_workers_are_safe_with_threads_and_torch_distributed(make_loader, one_ra
     def hold_locks():
         while not stop.is_set():
             with lock:
-                torch.ones(200, 200) @ torch.ones(200, 200)
+                torch.mm(torch.ones(200, 200), torch.ones(200, 200))
 
     thread = threading.Thread(target=hold_locks)
     thread.start()

@@ -95,6 +95,7 @@ def test_validations_run_between_steps_and_are_closed() -> None:
         ("t", False), ("t", False), ("v0", True), ("v0", True), ("t", False), ("t", False), ("v1", True), ("v1", True)]
     assert training.left == 96 and not any(one.is_open for one in opened)
     steps = in_between(training, [True], open_loader)
-    next(steps), next(steps)
+    next(steps)
+    next(steps)
     steps.close()  # a run that ends in the middle
     assert not opened[-1].is_open

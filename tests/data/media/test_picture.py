@@ -145,7 +145,8 @@ def test_unusable_files_are_refused_by_name(tmp_path, load):
         "wordy.png": "cannot read its header .Decompressed data too large", "empty.png": "is empty",
         "folder.png": "not a regular file", "absent.png": "No such file",
     }  # fmt: skip
-    with warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
         for name, message in expected.items():
             with pytest.raises(UserError, match=message) as error:
                 load(str(tmp_path / name))
@@ -159,9 +160,11 @@ def test_a_truncated_picture_is_reported_as_truncated(tmp_path, kind, share):
     path = tmp_path / f"short.{kind}"
     photo(120, 90).save(path, **({"compression": "tiff_lzw"} if kind == "tiff" else {}))
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
-    with warnings.catch_warnings(action="ignore"), pytest.raises(
-            UserError, match=rf"short.{kind}: .*damaged or truncated.*(replace|fetch or copy it again)"):
-        load_image(str(path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(
+                UserError, match=rf"short.{kind}: .*damaged or truncated.*(replace|fetch or copy it again)"):
+            load_image(str(path))
 
 
 @pytest.mark.parametrize(("content", "what"), [

@@ -131,7 +131,7 @@ def expected_video(one, clips):
     least = max(one.settings.get("min_pixels", 256), 3136)
     most = max(one.settings.get("total_pixels", 90_316_800) / num_frames * 2, int(least * 1.05))
     most = min(one.settings.get("max_pixels", MAX_PIXELS), int(most))
-    height, width = smart_resize(*frames[0].shape[:2], 28, least, most)
+    height, width = smart_resize(*frames[0].shape[:2], factor=28, min_pixels=least, max_pixels=most)
     pixels = torch.tensor(np.stack(frames)).permute(0, 3, 1, 2)
     if (height, width) != frames[0].shape[:2]:  # in one call for all, as transformers does by torchvision
         pixels = torch.nn.functional.interpolate(pixels, (height, width), mode="bicubic", antialias=True)
@@ -240,7 +240,7 @@ def test_llama_factorys_rule(name, clips, encoder_of):
               for number in numbers]
     frames += frames[-1:] * (len(frames) % 2)
     height, width = smart_resize(frames[0].height, frames[0].width, 28, 3136, 12_845_056)
-    pixels = torch.tensor(np.stack(frames)).permute(0, 3, 1, 2)
+    pixels = torch.tensor(np.stack([np.asarray(frame) for frame in frames])).permute(0, 3, 1, 2)
     if tuple(pixels.shape[2:]) != (height, width):
         pixels = torch.nn.functional.interpolate(pixels, (height, width), mode="bicubic", antialias=True)
     plan = encoder.videos.plan(Video(str(clips / name)))

@@ -166,7 +166,7 @@ def test_image_order_gathers_frames(images):
     rows = ours.patch_order.index
     rows = rows if ours.image_order is None else rows[ours.image_order.index]
     for frame, part in enumerate(rows.split(ours.image_lengths)):
-        assert torch.equal(part.sort().values, torch.arange(ends[frame], ends[frame + 1]))
+        assert torch.equal(part.sort().values, torch.arange(int(ends[frame]), int(ends[frame + 1])))
 
 
 @fast

@@ -199,7 +199,8 @@ def _batched(query, key, value, head_num, layout, mask, sparse_mode, scale):
         raise RuntimeError(f"the batch must be the same and 1 to {_MAX_BATCH}: {query.shape[0]} and {key.shape[0]}")
     if layout == "BNSD":
         return _attend(query, key, value, mask, sparse_mode, scale)
-    return _attend(*(x.transpose(1, 2) for x in (query, key, value)), mask, sparse_mode, scale).transpose(1, 2)
+    return _attend(*(x.transpose(1, 2) for x in (query, key, value)), mask=mask, sparse_mode=sparse_mode,
+                   scale=scale).transpose(1, 2)
 
 
 def _check_shapes(query, key, value, head_num, num_dims, head_axis):
@@ -280,7 +281,10 @@ def npu_swiglu(input, dim=-1):
 
 
 def _npu_matmul_add_fp32(x, weight, C):
-    """C += x^T weight, summed in float32; ATB's LinearParam with transposeA and enAccum, which returns nothing."""
+    """C += x^T weight, summed in float32; ATB's LinearParam with transposeA and enAccum, which returns nothing.
+
+    The real one raises OSError where ATB is missing.
+    """
     if x.dtype != weight.dtype or x.dtype not in (torch.float16, torch.bfloat16) or C.dtype != torch.float32:
         raise RuntimeError(f"takes float16 or bfloat16 and a float32 C: {x.dtype}, {weight.dtype}, {C.dtype}")
     if not x.dim() == weight.dim() == 2 or x.shape[0] != weight.shape[0] or C.shape != (x.shape[1], weight.shape[1]):
@@ -315,12 +319,3 @@ def npu_rotary_mul(input, r1, r2, rotary_mode="half", rotate=None):
         raise RuntimeError(f"batch and heads must be below 1000: {tuple(input.shape)}")
     first, second = input.chunk(2, dim=-1)
     return input * r1 + torch.cat((-second, first), dim=-1) * r2
-
-
-def _npu_matmul_add_fp32(x, weight, C):
-    """C += x^T weight in place, C in float32.  The real one needs ATB, and raises OSError where that is missing."""
-    if x.dtype != weight.dtype or x.dtype not in (torch.float16, torch.bfloat16) or C.dtype != torch.float32:
-        raise RuntimeError(f"takes two 16-bit matrices and one in float32: {x.dtype}, {weight.dtype}, {C.dtype}")
-    if not x.dim() == weight.dim() == C.dim() == 2 or C.shape != (x.shape[1], weight.shape[1]):
-        raise RuntimeError(f"{tuple(x.shape)}^T {tuple(weight.shape)} does not fit {tuple(C.shape)}")
-    C.addmm_(x.float().t(), weight.float())
