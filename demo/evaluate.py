@@ -19,7 +19,6 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
-    AutoImageProcessor,
     AutoTokenizer,
     PreTrainedTokenizerBase,
     Qwen2_5_VLForConditionalGeneration,
@@ -47,8 +46,8 @@ class Reader:
         leftovers = {name: keys for name, keys in report.items() if keys}
         if leftovers:
             raise ValueError(f"{directory} does not have exactly the weights of the model: {leftovers}")
-        # The Pillow backend: the default needs torchvision, which has no CPU build here.
-        image_processor = AutoImageProcessor.from_pretrained(directory, backend="pil")
+        # Pillow's: the other needs torchvision, and so does AutoImageProcessor in older releases of transformers.
+        image_processor = Qwen2VLImageProcessorPil.from_pretrained(directory)
         return cls(model.eval(), AutoTokenizer.from_pretrained(directory), image_processor)
 
     def inputs(self, samples: list[dict], directory: Path, *, with_answers: bool) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoImageProcessor, AutoTokenizer, GenerationConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import AutoTokenizer, GenerationConfig, Qwen2_5_VLForConditionalGeneration, Qwen2VLImageProcessorPil
 
 from demo import tiny_checkpoint
 from demo.tiny_checkpoint import PLAIN_ADDED_TOKENS, SPECIAL_TOKENS, Sizes
@@ -78,7 +78,7 @@ def test_chat_template_frames_pictures_and_turns(directory: Path):
 
 
 def test_image_processor_loads(directory: Path):
-    processor = AutoImageProcessor.from_pretrained(directory, backend="pil")
+    processor = Qwen2VLImageProcessorPil.from_pretrained(directory)
     assert (processor.patch_size, processor.merge_size, processor.temporal_patch_size) == (14, 2, 2)
 
 
