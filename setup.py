@@ -39,7 +39,7 @@ setup(
     install_requires=[
         "torch>=2.7.1,<2.14",
         "megatron-core>=0.16,<0.18",
-        "transformers>=5.8,<6",
+        "transformers>=5.18,<6",
         "safetensors>=0.5",
         "numpy>=1.26",
         "pillow>=11.3",

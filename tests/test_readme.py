@@ -155,8 +155,8 @@ def test_the_versions_are_those_of_the_package():
     assert f"| torch | 2.7.1 to 2.13; on CUDA {MIN_TORCH.major}.{MIN_TORCH.minor} to 2.13 |" in INSTALL
     assert set(ranges["megatron-core"].split(",")) == {">=0.16", "<0.18"}
     assert "| megatron-core | 0.16 and 0.17 |" in INSTALL
-    assert set(ranges["transformers"].split(",")) == {">=5.8", "<6"}
-    assert "| transformers | 5.8 or later, below 6 |" in INSTALL
+    assert set(ranges["transformers"].split(",")) == {">=5.18", "<6"}
+    assert "| transformers | 5.18 or later, below 6 |" in INSTALL
     assert metadata("qwen2_5_vl-3d")["Requires-Python"] == ">=3.10" and "| Python | 3.10 or later |" in INSTALL
 
 

@@ -4,12 +4,9 @@ The transformers side is the oracle of the parity tests: it sees each sample alo
 positions.
 """
 
-import math
 from typing import Any
 
 import torch
-import transformers
-from packaging.version import Version
 from torch import Tensor
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
@@ -26,8 +23,6 @@ IMAGE, VIDEO, VISION_START, VISION_END = 250, 251, 252, 253
 TOKENS_PER_SECOND = 4  # transformers' default
 VOCAB = 256
 NUM_VISION_LAYERS, NUM_LANGUAGE_LAYERS = 4, 4
-WHOLE_SECONDS_ONLY = Version(transformers.__version__) < Version("5.18")
-"""Before 5.18, transformers' model cuts the seconds between frames to whole ones, so only these can be compared."""
 
 
 def copied_weights(stage: Any) -> dict[str, Tensor]:
@@ -174,17 +169,10 @@ def random_sample(generator: torch.Generator, grids: tuple[Grid, ...], num_text_
     rest = text[3:]
     parts.append(rest)
     targets.append(torch.arange(len(rest)) >= len(rest) // 3)
-    videos = VideoTimes(VIDEO, TOKENS_PER_SECOND, tuple(_seconds(*grid) for grid in grids))
+    # a grid with more than one slice in time is a video; each has different, odd seconds
+    videos = VideoTimes(VIDEO, TOKENS_PER_SECOND, tuple(0.37 * t + 0.01 * h if t > 1 else None for t, h, _ in grids))
     pixels = random_pixels(grids, 1176, generator)
     return RawSample(torch.cat(parts), torch.cat(targets), grids, pixels, videos)
-
-
-def _seconds(t: int, h: int, _w: int) -> float | None:
-    """Between two slices of a video, different for each shape; None for a picture, which has one slice."""
-    if t == 1:
-        return None
-    seconds = 0.37 * t + 0.01 * h
-    return float(math.ceil(seconds)) if WHOLE_SECONDS_ONLY else seconds
 
 
 def microbatch(samples: list[RawSample]) -> Microbatch:

@@ -226,7 +226,8 @@ def _in_words(kind: Any, metadata: Sequence[Any]) -> str:
     words = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
     bounds = {Ge: " of at least {0.ge}", Gt: " above {0.gt}", Lt: " and less than {0.lt}",
               Le: " and at most {0.le}"}
-    limits = "".join(bounds[type(one)].format(one) for one in metadata if type(one) in bounds)
+    # once each: some releases of pydantic repeat the metadata
+    limits = "".join(dict.fromkeys(bounds[type(one)].format(one) for one in metadata if type(one) in bounds))
     return words[kind] + limits + (" or null" if OrDefault in metadata else "")
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from packaging.version import Version
 
 from mm.config.run import Run
 from mm.device.platform import MachineFinding
@@ -77,15 +78,20 @@ def node_problems(run: Run, node: Node, notes: list[str]) -> list[str]:
     return [f"{place}{text}" for is_certain, text in found if is_certain]
 
 
+def has_lazy_gloo(torch_version: str | None) -> bool:
+    """Whether gloo can connect two ranks when they first communicate (pytorch/pytorch#151031)."""
+    return torch_version is not None and Version(torch_version) >= Version("2.8")
+
+
 def gloo_connections(run: Run, rank: int) -> int:
     """Open files of ``rank`` for the gloo groups of ``mm.parallel.mesh``.
 
     The groups are all ranks, its replica, the data owners, and the ranks of its replica that get the same pixels.
     Ranks with whole encoders need different pixels and get them in the replica's group instead.  With
-    TORCH_GLOO_LAZY_INIT, which that module sets unless the user did, a rank connects to log N others of a group,
-    otherwise to all.
+    TORCH_GLOO_LAZY_INIT, which that module sets unless the user did and torch has since 2.8, a rank connects to log N
+    others of a group, otherwise to all.
     """
-    is_lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "1") == "1"
+    is_lazy = has_lazy_gloo(installed("torch")) and os.environ.get("TORCH_GLOO_LAZY_INIT", "1") == "1"
     replica = run.tp_size * run.cp_size * run.num_stages
     in_stage = run.tp_size * run.cp_size * run.dp_size
     is_owner = rank < in_stage and rank % (run.tp_size * run.cp_size) == 0

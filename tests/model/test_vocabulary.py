@@ -10,13 +10,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mm.device.accumulate import plain_accumulate
-from mm.device.cuda import cuda_accumulate
+from mm.device.cuda import MIN_TORCH, cuda_accumulate
 from mm.device.device import Device
 from mm.device.kernels import EAGER_LOGITS, LogitKernels
 from tests.devices import kernels_of
@@ -217,6 +218,8 @@ def test_only_rounds_before_the_last_make_their_logits_again(num_targets: int, n
 # What is never made: on the meta device, at the real sizes of 3B
 
 
+with_cudas_torch = pytest.mark.skipif(
+    Version(torch.__version__) < MIN_TORCH, reason=f"CUDA's products need torch {MIN_TORCH.base_version}")
 REAL_VOCAB, REAL_HIDDEN, NUM_TARGETS, NUM_TOKENS = 151_936, 2048, 8000, 8192
 
 
@@ -239,6 +242,7 @@ def tied_step(is_cut: bool, has_buffer: bool = True, kernels: LogitKernels = EAG
     return recorder
 
 
+@with_cudas_torch
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_no_gradient_of_the_vocabularys_shape_is_made(is_cut: bool) -> None:
     recorder = tied_step(is_cut)
@@ -247,6 +251,7 @@ def test_no_gradient_of_the_vocabularys_shape_is_made(is_cut: bool) -> None:
     assert [shape for shape in tied_step(is_cut, has_buffer=False).made if shape == (num_rows, REAL_HIDDEN)]
 
 
+@with_cudas_torch
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_logits_live_for_no_more_rows_than_stated(is_cut: bool) -> None:
     recorder = tied_step(is_cut)
@@ -256,6 +261,7 @@ def test_logits_live_for_no_more_rows_than_stated(is_cut: bool) -> None:
     assert recorder.peak_bytes == MAX_LOGIT_ROWS * num_columns * (4 + 2)
 
 
+@with_cudas_torch
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_more_rows_of_fused_logits_live_in_the_same_memory(is_cut: bool) -> None:
     """As one kernel makes the gradient: of what it makes on the way nothing lives."""
@@ -267,6 +273,7 @@ def test_more_rows_of_fused_logits_live_in_the_same_memory(is_cut: bool) -> None
     assert recorder.peak_bytes == max_rows * num_columns * (2 + 2) == MAX_LOGIT_ROWS * num_columns * (4 + 2)
 
 
+@with_cudas_torch
 def test_nothing_reads_the_device_under_tensor_parallelism() -> None:
     assert tied_step(is_cut=True).reads == []
 

@@ -14,7 +14,7 @@ from mm.config.run import Run, load_run
 from mm.plan.sizes import activation_bytes_on_host, num_model_params, stage_sizes
 from mm.requirements import DISTRIBUTION, declared
 from mm.training import machine
-from mm.training.machine import Node, gloo_connections, microbatch_pixel_bytes, node_problems
+from mm.training.machine import Node, gloo_connections, has_lazy_gloo, microbatch_pixel_bytes, node_problems
 from tests.files import ROOT
 from tests.tiny_inputs import write_inputs
 
@@ -89,6 +89,10 @@ def test_open_files_of_1024_ranks(inputs: Path, monkeypatch: pytest.MonkeyPatch)
     assert gloo_connections(run, 0) == 2 * (11 + 3) and findings(run, open_files=1024) == ([], [])
 
 
+def test_old_releases_connect_all_ranks_whatever_the_variable_says() -> None:
+    assert [has_lazy_gloo(one) for one in ("2.7.1", "2.8.0", "2.13.0+cpu", None)] == [False, True, True, False]
+
+
 def test_connections_follow_the_layout(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "0")
     run = run_of(inputs, 8, "--tensor-model-parallel-size", "2", model="model_2")  # data parallel 2
@@ -153,8 +157,8 @@ def test_versions_outside_the_tested_range(inputs: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(machine, "declared", lambda: ranges)  # an install may be older than the file
     run, tested = run_of(inputs, 8), PLENTY.versions
     _, (note,) = findings(run, versions={**tested, "transformers": "4.57.0"})
-    assert note.startswith("transformers 4.57.0 is outside the tested range, <6,>=5.8")
-    assert "pip install 'transformers<6,>=5.8'" in note
+    assert note.startswith("transformers 4.57.0 is outside the tested range, <6,>=5.18")
+    assert "pip install 'transformers<6,>=5.18'" in note
     assert findings(run, versions={**tested, "torch": "2.11.0a0+eb65b36914.nv26.2"}) == ([], [])
     (problem,), _ = findings(run, versions={**tested, "torch_npu": "2.12.0.post3"})
     assert "torch is 2.13.0, but torch_npu is 2.12.0.post3, which needs a matching torch" in problem

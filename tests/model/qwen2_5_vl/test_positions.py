@@ -9,12 +9,10 @@ from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as hf
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
 from mm.model.qwen2_5_vl.positions import VideoTimes, mrope_positions, plan_vision, vision_positions
-from tests.tiny import WHOLE_SECONDS_ONLY
 
 IMAGE, START, END, VIDEO = 90, 91, 92, 93
 PATCH, MERGE, WINDOW = 14, 2, 112
 grids = st.tuples(st.integers(1, 3), st.integers(1, 13), st.integers(1, 13)).map(lambda g: (g[0], g[1] * 2, g[2] * 2))
-some_seconds = st.integers(1, 300).map(float) if WHOLE_SECONDS_ONLY else st.floats(0.001, 300)
 some_images = st.lists(grids, min_size=1, max_size=5)
 fast = settings(max_examples=50, deadline=None)
 
@@ -57,7 +55,7 @@ def test_mrope_positions_equal_transformers(hf_model, data, images):
 
 
 @fast
-@given(data=st.data(), media=st.lists(st.tuples(grids, st.one_of(st.none(), some_seconds)), max_size=5),
+@given(data=st.data(), media=st.lists(st.tuples(grids, st.one_of(st.none(), st.floats(0.001, 300))), max_size=5),
        tokens_per_second=st.integers(1, 30))
 def test_positions_of_pictures_and_videos_in_any_order_equal_transformers(hf_model, data, media, tokens_per_second):
     lengths = data.draw(st.lists(st.integers(0, 6), min_size=len(media) + 1, max_size=len(media) + 1))
