@@ -40,7 +40,7 @@ setup(
         "torch>=2.7.1,<2.14",
         "megatron-core>=0.16,<0.18",
         "transformers>=5.18,<6",
-        "safetensors>=0.5",
+        "safetensors>=0.8",
         "numpy>=1.26",
         "pillow>=11.3",
         "simplejpeg>=1.8",
