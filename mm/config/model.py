@@ -121,7 +121,8 @@ class LanguageConfig:
     max_position_embeddings: Count
     mrope_section: Ints
     kv_channels: Annotated[Count, OrDefault] = Field(
-        default_factory=lambda fields: fields["hidden_size"] // fields["num_attention_heads"])
+        # some releases of pydantic ask even if one of the two is invalid, which is then reported by itself
+        default_factory=lambda fields: fields.get("hidden_size", 1) // fields.get("num_attention_heads", 1))
     """Width of one head."""
     rope_theta: Annotated[NotNegative, Key("rope_theta", alias="rotary_base")] = 1_000_000.0
     untie_embeddings_and_output_weights: bool = True

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import combinations_with_replacement, pairwise
+from itertools import accumulate, combinations_with_replacement, pairwise
 from typing import Any
 
 import numpy as np
@@ -86,6 +86,16 @@ class Lists:
         num_stages = len(next(iter(self.vision)))
         yield from self._moves(lambda one, other: (one % num_stages, other % num_stages) == (giver, taker))
 
+    def shifts(self) -> Iterator["Lists"]:
+        """Every legal pair of lists in which one slot ends at another layer, with the slots that this makes empty."""
+        num_vision, num_layers, num_stages = sum(map(sum, self.vision)), self._num_layers, len(next(iter(self.vision)))
+        slots = zip(*([count for chunk in one for count in chunk] for one in (self.vision, self.language)), strict=True)
+        *ends, _ = accumulate(vision + language for vision, language in slots)
+        for slot, here in enumerate(ends):
+            for end in (one for one in range(num_layers + 1) if one != here):
+                before, after = (min(one, end) for one in ends[:slot]), (max(one, end) for one in ends[slot + 1 :])
+                yield self._ended((*before, end, *after, num_layers), num_vision, num_stages)
+
     def _moves(self, is_wanted: Callable[[int, int], bool]) -> Iterator["Lists"]:
         for name in ("vision", "language"):
             layout: PipelineLayout = getattr(self, name)
@@ -101,7 +111,7 @@ class Lists:
     @property
     def num_possible(self) -> int:
         """How many legal lists the same layers and slots have: the layers of both towers in a row, cut into slots."""
-        return math.comb(sum(map(sum, (*self.vision, *self.language))) + self._num_slots - 1, self._num_slots - 1)
+        return math.comb(self._num_layers + self._num_slots - 1, self._num_slots - 1)
 
     def possible(self) -> Iterator["Lists"]:
         """All legal lists of the same layers and slots."""
@@ -109,6 +119,10 @@ class Lists:
         num_layers, num_stages = num_vision + num_language, len(next(iter(self.vision)))
         for ends in combinations_with_replacement(range(num_layers + 1), self._num_slots - 1):
             yield self._ended((*ends, num_layers), num_vision, num_stages)
+
+    @property
+    def _num_layers(self) -> int:
+        return sum(map(sum, (*self.vision, *self.language)))
 
     @property
     def _num_slots(self) -> int:
@@ -135,7 +149,8 @@ class Costs:
 
 
 def best_lists(start: Lists, of: Costs, is_even: bool = False) -> tuple[Lists, float]:
-    """The lists of least cost, or if very many are possible those that no move of one layer improves; and their cost.
+    """The lists of least cost, or if very many are possible those that neither a move of one layer nor a shift of an
+    end improves; and their cost.
 
     In the latter case it descends from ``start`` and, unless that ``is_even`` already, from the lists that load the
     stages most evenly, which a descent along ``unevenness`` finds.  Lists that do not fit are never returned, except
@@ -174,14 +189,17 @@ def _better(start: Lists, least: float, others: Sequence[Lists], of: Costs) -> t
 
 
 def _descended(start: Lists, of: Costs) -> tuple[Lists, float]:
-    """Take the best move until none helps."""
+    """Take the best move of one layer until none helps, then the best shift of an end, until none of either helps."""
     best, least = start, float(of.costs([start])[0])
     while True:
-        moves = list(best.moves())
-        if len(moves) > MAX_TRIED:
-            moves = [moves[number] for number in of.least(moves).argsort(kind="stable")[:MAX_TRIED]]
-        found, cost = _better(best, least, moves, of)
-        if found == best:
+        for neighbours in (best.moves, best.shifts):
+            others = list(neighbours())
+            if len(others) > MAX_TRIED:
+                others = [others[number] for number in of.least(others).argsort(kind="stable")[:MAX_TRIED]]
+            found, cost = _better(best, least, others, of)
+            if found != best:
+                break
+        else:
             return best, least
         best, least = found, cost
 
