@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mm.config.generate import Asking, Decoding
 from mm.config.inference import GenerationSettings, read_generation
+from mm.config.launcher import named_in_script
 from mm.config.model import ModelConfig
 from mm.config.read import read_json
 from mm.conversion.adapters import base_notes, check_base, holds_adapters, open_beside
@@ -52,12 +53,12 @@ def find(asking: Asking) -> ModelFiles:
         raise UserError(f"{named_by} is {base!r}, which is not a directory; give --model-name-or-path, the Hugging "
                         f"Face directory with the tokenizer and processor of the model.")
     order = QkvOrder(args.vit_qkv_order, base, "--vit-qkv-order")
-    adapters = None
-    if holds_adapters(args.load):
+    adapters, named = None, named_in_script("--load", args.load)
+    if holds_adapters(args.load, named):
         source, adapters = _beside_its_model(args.load, base, named_by, order)
         stated = adapters.model
     else:
-        source = weights.open(args.load, "--load", model=stated or _model_of(base, named_by), qkv=order)
+        source = weights.open(args.load, named, model=stated or _model_of(base, named_by), qkv=order)
     if source.is_vit_only:
         raise UserError(f"--load {args.load} has no LLM (it was made with save_vit_only); give a whole model.")
     if stated is not None:
