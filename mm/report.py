@@ -153,6 +153,11 @@ def page(title: str, body: str) -> str:
         f"<style>{_STYLE}</style></head><body><main>\n<h1>{escape(title)}</h1>\n{body}\n</main></body></html>\n")
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: "1 file", "1,339 tensors"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def clock(seconds: float) -> str:
     """Hours, minutes and seconds: "2:13:05"."""
     minutes, rest = divmod(round(seconds), 60)
