@@ -158,12 +158,6 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def clock(seconds: float) -> str:
-    """Hours, minutes and seconds: "2:13:05"."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
-
-
 def check_page(path: Path | None) -> None:
     """Raise UserError for an ``--html`` that cannot be written, before any work is done."""
     if path is None:
