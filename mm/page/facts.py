@@ -34,8 +34,8 @@ def status(record: RunRecord, now: datetime) -> Status:
     age = (now - record.last_written).total_seconds()
     step = record.history.last["iteration"]
     if age > max(_SILENT_SECONDS, _SILENT_STEPS * (record.history.recent_median("step_seconds") or 0.0)):
-        return Status(f"No row for {duration(age)} after step {step:,}, and no record of an end: the run is stuck or in a "
-                      f"long pause, or it was killed. Its output says more.", True)
+        return Status(f"No row for {duration(age)} after step {step:,}, and no record of an end: the run is stuck or "
+                      f"in a long pause, or it was killed. Its output says more.", True)
     return Status(f"Running: step {step:,} was the last one recorded, {duration(age)} before.", False)
 
 
