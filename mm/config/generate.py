@@ -34,8 +34,8 @@ class ModelArguments:
     mm_model: str | None = Field(
         None, description="model JSON, or MindSpeed-MM's inference JSON; absent = the model in --load")
     model_name_or_path: str | None = Field(None, description=(
-        "Hugging Face directory of tokenizer, chat template and processor, and the base model of adapters; absent = from "
-        "the JSON, or --load"))
+        "Hugging Face directory of tokenizer, chat template and processor, and the base model of adapters; absent = "
+        "from the JSON, or --load"))
     mm_data: str | None = Field(None, description=(
         "data JSON of the training, for its image and video sizes"))
     vit_qkv_order: VitQkvOrder | None = Field(

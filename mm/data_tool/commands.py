@@ -7,7 +7,7 @@ below that adds its parser, and list it in ``_COMMANDS``.
 import argparse
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from mm.config.data import read_data
 from mm.config.flags import DEFAULT_SEED
 from mm.config.misspelt import parse
 from mm.config.model import ModelConfig, read_model
+from mm.config.notes import NoEffect
 from mm.console import NEEDED, add_common_flags
 from mm.data.encode.chat import load_tokenizer
 from mm.data.index.dataset import Dataset, datasets, notes_of
@@ -139,6 +140,7 @@ def _check(flags: argparse.Namespace) -> None:
         looked = look(splits, gauge.encoder, flags.deep)
         with ongoing("computing the statistics"):
             report = survey(flags.mm_data, splits, model, flags.seq_length, looked)
+        report = dataclasses.replace(report, notes=(*report.notes, *_key_notes(flags.mm_data)))
         print(report.text())
         if flags.html is not None:
             print("\n" + write_page(flags.html, report.html(pictures_by_kind(report.problems))))
@@ -148,6 +150,14 @@ def _check(flags: argparse.Namespace) -> None:
             problems.append(f"{count:,} problem{'s' * (count != 1)}{listed}; repair or remove these samples, or train "
                             f"with --bad-sample skip")
     refuse(problems)
+
+
+def _key_notes(path: str) -> Iterator[str]:
+    """What is to be said of the keys of the data JSON ``path``: above all, which have no effect, and why."""
+    notes = read_data(path).notes
+    yield from notes
+    if any(isinstance(note, NoEffect) for note in notes):
+        yield f"all other keys of {path} are used, or have the only value that is possible here"
 
 
 def _stats(flags: argparse.Namespace) -> None:
