@@ -238,7 +238,7 @@ launch() {
     log="$LOG_DIR/train_$(date +%Y%m%d_%H%M%S).log"
     launch_logged "$log" "${flags[@]}"
     chmod 440 "$log"
-    report_speed "$log" "$GBS"
+    report_speed "$log" "$GBS" "$status"
     exit "$status"
 }
 
@@ -306,11 +306,13 @@ mean_of() {
         }' "$2"
 }
 
-# report_speed LOG GBS: the three figures of a run.
+# report_speed LOG GBS STATUS: the three figures of a run.  Of one that failed before its first step, the last line is
+# what it said itself.
 report_speed() {
-    local log=$1 gbs=$2 step_time tokens samples_per_second
+    local log=$1 gbs=$2 status=$3 step_time tokens samples_per_second
     step_time=$(mean_of "elapsed time per iteration (ms)" "$log")
     if [[ -z "$step_time" ]]; then
+        ((status == 0)) || return 0
         echo "No iteration lines in $log: the node of the last rank writes them, every --log-interval steps"
         return 0
     fi
