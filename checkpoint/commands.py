@@ -1,7 +1,7 @@
 """The commands of ``mm-convert``: turns flags into calls, and user errors into messages with exit status 2."""
 
+import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from checkpoint.options import (
     ShowConfig,
     VerifyConfig,
 )
+from checkpoint.parser import ConvertParser, completed_commands, refuse_misspelt
 from checkpoint.verify import show_directory, verify_directory
-from mm.console import COMPLETION, SHELLS, STATUSES, completed_parser, completion_script
+from mm.console import COMPLETION, SHELLS, completion_script
 from mm.conversion import convert
 from mm.ending import refused
 from mm.errors import UserError, printable
@@ -121,17 +122,26 @@ def run(words: Sequence[str]) -> int:
                              f"script that completes this command there (docs/install.md).", **commands}
         for converter, title in _CONVERTERS.items()
     }
-    called: Any = {"components": components, "as_positional": False, "prog": "mm-convert", "epilog": STATUSES}
-    if len(words) == 2 and words[0] == COMPLETION and words[1] in SHELLS:
-        found = completed_parser(capture_parser(lambda: auto_cli(**called, args=[])))
-        print(completion_script(words[1], "mm-convert", replace(found, flags={**found.flags, COMPLETION: SHELLS})))
-        return 0
+    called: Any = {"components": components, "as_positional": False, "prog": "mm-convert",
+                   "parser_class": ConvertParser}
+    completed = completed_commands(capture_parser(lambda: auto_cli(**called, args=[])), commands)
     try:
+        if next(iter(words), None) == COMPLETION:
+            sys.stdout.write(completion_script(_shell(words[1:]), "mm-convert", completed))
+            return 0
         _refuse_others(words)
+        refuse_misspelt(words, completed)
         status = auto_cli(**called, args=list(words))
     except UserError as error:
         return refused(error)
     return status if isinstance(status, int) else 0
+
+
+def _shell(words: Sequence[str]) -> str:
+    """The shell that the words after ``COMPLETION`` name."""
+    if len(words) != 1 or words[0] not in SHELLS:
+        raise UserError(f"{COMPLETION} is {' '.join(words)!r}; expected {' or '.join(SHELLS)}")
+    return words[0]
 
 
 def _refuse_others(words: Sequence[str]) -> None:
@@ -143,6 +153,6 @@ def _refuse_others(words: Sequence[str]) -> None:
                         f"trained with FSDP2 with MindSpeed-MM's own dcp_to_hf, and --load that directory.")
     if converter.endswith("Converter") and converter not in _CONVERTERS:
         ours = "; ".join(f"the converter of {title} is {name}" for name, title in _CONVERTERS.items())
-        raise UserError(f"{converter} is for a model that is not supported here; {ours}.")
+        raise UserError(f"{converter} is for a model that is not supported here, or misspelt; {ours}.")
     if command in _NOT_HERE:
         raise UserError(f"{command} is not available here: {_NOT_HERE[command]}.")

@@ -19,6 +19,7 @@ from mm.formats.manifest import MANIFEST_FILE
 from mm.formats.mindspeed import MindSpeedDirectory
 from mm.formats.source import Kind, Source, find_kind
 from mm.formats.source import open as open_source
+from mm.report import counted
 from mm.weights.cut import Span
 from mm.weights.plan import dtype_name
 from mm.weights.table import Weight, model_weights
@@ -63,11 +64,11 @@ def diff_directories(
     wrong = [finding for finding in findings if not finding.is_empty]
     lines = [*map(_description, sides), _count(findings), *general[:NUM_SHOWN]]
     if len(general) > NUM_SHOWN:
-        lines.append(f"{len(general) - NUM_SHOWN} more of this kind.")
+        lines.append(f"{len(general) - NUM_SHOWN:,} more of this kind.")
     for finding in wrong[:NUM_SHOWN]:
         lines += _finding_lines(finding, source, target, compared)
     if len(wrong) > NUM_SHOWN:
-        lines.append(f"{len(wrong) - NUM_SHOWN} more weights differ in the model after these.")
+        lines.append(f"{len(wrong) - NUM_SHOWN:,} more weights differ in the model after these.")
     return DiffReport(tuple(lines), not (general or wrong))
 
 
@@ -117,12 +118,12 @@ def _count(findings: Sequence[Finding]) -> str:
     num_all = sum(len(finding.weight.hf_names) for finding in findings)
     num_unequal = sum(len(finding.unequal) for finding in findings)
     num_lacking = sum(len(finding.lacking) for finding in findings)
-    counts = [f"{num_all - num_unequal - num_lacking} of {num_all} tensors of the model are bit-equal"]
-    counts += [f"{number} {what}" for number, what in (
-        (num_unequal, "differ"),
-        (num_lacking, "are not complete in both directories"),
-        (sum(len(finding.copies) for finding in findings), "copies differ within one directory"),
-        (sum(len(finding.padding) for finding in findings), "stored tensors have padding that is not zero"),
+    counts = [f"{num_all - num_unequal - num_lacking:,} of {counted(num_all, 'tensor')} of the model are bit-equal"]
+    counts += [f"{what}: {counted(number, 'tensor')}" for what, number in (
+        ("different", num_unequal),
+        ("not complete in both directories", num_lacking),
+        ("copies that differ within one directory", sum(len(finding.copies) for finding in findings)),
+        ("stored with padding that is not zero", sum(len(finding.padding) for finding in findings)),
     ) if number]
     return "; ".join(counts) + "."
 

@@ -15,6 +15,7 @@ from mm.formats.manifest import MANIFEST_FILE
 from mm.formats.source import Directory, find, open_hf
 from mm.formats.source import open as open_source
 from mm.progress import Progress
+from mm.report import counted
 from mm.weights.plan import dtype_name
 from mm.weights.views import Stored
 
@@ -38,10 +39,10 @@ def verify_directory(path: Path, hf_dir: str | None, layout: Layout | None, num_
         raise UserError(f"{path} has no {MANIFEST_FILE} to compare with; give --cfg.hf_config.hf_dir.")
     if directory.stated is not None:
         refuse(_manifest_problems(directory, directory.stated, num_workers))
-        done.append(f"{path}: {len(directory.stated)} tensors match {MANIFEST_FILE}.")
+        done.append(f"{path}: {len(directory.stated):,} tensors match {MANIFEST_FILE}.")
     if hf_dir is not None:
         num_tensors = _compare_with_hf(path, hf_dir, layout, num_workers)
-        done.append(f"{path}: {num_tensors} tensors match those of {hf_dir}.")
+        done.append(f"{path}: {num_tensors:,} tensors match those of {hf_dir}.")
     return done
 
 
@@ -105,10 +106,10 @@ def show_directory(path: Path) -> list[str]:
     contents = directory.contents
     everything = [tensor for stored in contents.values() for tensor in stored.values()]
     lines = [f"  {file}  {_summary(list(contents[file].values()))}" for file in sorted(contents)]
-    return [*directory.describe(), *lines, f"{len(contents)} files, {_summary(everything)}"]
+    return [*directory.describe(), *lines, f"{counted(len(contents), 'file')}, {_summary(everything)}"]
 
 
 def _summary(stored: list[Stored]) -> str:
     dtypes = Counter(dtype_name(tensor.dtype) for tensor in stored)
-    kinds = ", ".join(f"{count} {dtype}" for dtype, count in sorted(dtypes.items())) or "no"
-    return f"{kinds} tensors, {sum(tensor.num_bytes for tensor in stored):,} bytes"
+    kinds = [counted(count, f"{dtype} tensor") for dtype, count in sorted(dtypes.items())] or ["no tensors"]
+    return ", ".join([*kinds, f"{sum(tensor.num_bytes for tensor in stored):,} bytes"])

@@ -15,8 +15,16 @@ STATUSES = ("Exit status: 0 = done; 1 = failed (mm-convert diff: different; mm-d
             "a file or the machine does not fit; 130, 138, 143 = ended by Ctrl-C, SIGUSR1, SIGTERM.  docs/install.md "
             "has them all.")
 """The last line of each help."""
+NEEDED = "What the command needs"
+"""Title of the flags that a command cannot do without, which stand first in its help."""
 COMPLETION = "--print-completion"
 SHELLS = ("bash", "zsh")
+_FILES_TOO = "-o default -o bashdefault"
+"""Options of ``complete``: files, where the function offers nothing."""
+_ZSH_START = """(( $+functions[compdef] )) || { autoload -U +X compinit && compinit }
+(( $+functions[complete] )) || { autoload -U +X bashcompinit && bashcompinit }
+"""
+"""What the function needs in zsh, where it is not loaded yet: compinit takes a moment."""
 _CHOICES = re.compile(r"\{([\w,.-]+)\}")
 """How jsonargparse shows the legal words of a value."""
 
@@ -53,27 +61,37 @@ def completed_parser(parser: argparse.ArgumentParser) -> Completed:
 
 
 def completion_script(shell: str, program: str, completed: Completed) -> str:
-    """The script for one of ``SHELLS``; zsh runs bash's by its own module for that."""
+    """The script for one of ``SHELLS``; zsh runs bash's by its own module for that.
+
+    bash takes ``--flag=value`` apart before the function sees it.  zsh does not, so there the function does it, and
+    ``compset`` says that only what follows "=" is completed, which also holds for files.
+    """
     name = f"_{program.replace('-', '_')}"
     places = list(completed.places())
     inner = " | ".join(shlex.quote(place) for place, _ in places[1:]) or "/"
-    flags = "\n".join(f"            {shlex.quote(place)}) words={shlex.quote(' '.join(one.flags))} ;;"
+    flags = "\n".join(f"            {shlex.quote(place)}) offered={shlex.quote(' '.join(one.flags))} ;;"
                       for place, one in places)
-    values = "\n".join(f"            {shlex.quote(f'{place} {flag}')}) words={shlex.quote(' '.join(words))} ;;"
+    values = "\n".join(f"            {shlex.quote(f'{place} {flag}')}) offered={shlex.quote(' '.join(words))} ;;"
                        for place, one in places for flag, words in one.flags.items() if words)
-    commands = "\n".join(f"            {shlex.quote(f'{place} ')}) words={shlex.quote(' '.join(_words(one)))} ;;"
+    commands = "\n".join(f"            {shlex.quote(f'{place} ')}) offered={shlex.quote(' '.join(_words(one)))} ;;"
                          for place, one in places if _words(one))
-    start = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n" * (shell == "zsh")
+    start = apart = ""
+    end = f"complete {_FILES_TOO} -F {name} {program}\n"
+    if shell == "zsh":
+        start = _ZSH_START
+        apart = '\n    if [[ "$word" == --*=* ]]; then flag="${word%%=*}" word="${word#*=}"; fi'
+        end = (f"{name}_zsh() {{\n    compset -P '--*='\n    _bash_complete {_FILES_TOO} -F {name}\n}}\n"
+               f"compdef {name}_zsh {program}\n")
     return f"""# Completion of {program}, written by: {program} {COMPLETION} {shell}
 {start}{name}() {{
-    local word="${{COMP_WORDS[COMP_CWORD]}}" place="" flag="" words="" i
+    local word="${{COMP_WORDS[COMP_CWORD]}}" place="" flag="" offered="" i
     for ((i = 1; i < COMP_CWORD; i++)); do
         case "$place/${{COMP_WORDS[i]}}" in
             {inner}) place="$place/${{COMP_WORDS[i]}}" flag="" ;;
             */-*) flag="${{COMP_WORDS[i]}}" ;;
         esac
     done
-    [[ "$word" == "=" ]] && word=""
+    [[ "$word" == "=" ]] && word=""{apart}
     if [[ "$word" == -* ]]; then
         case "$place" in
 {flags}
@@ -84,10 +102,9 @@ def completion_script(shell: str, program: str, completed: Completed) -> str:
 {commands}
         esac
     fi
-    COMPREPLY=($(compgen -W "$words" -- "$word"))
+    COMPREPLY=($(compgen -W "$offered" -- "$word"))
 }}
-complete -o default -o bashdefault -F {name} {program}
-"""
+{end}"""
 
 
 def _words(completed: Completed) -> list[str]:

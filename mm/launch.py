@@ -1,8 +1,8 @@
 """torchrun for the scripts in ``examples/``: ``python -m mm.launch`` with torchrun's own arguments.
 
-It is the same launcher, except that Ctrl-C and a scheduler's signal end it without a traceback, that ranks have time to
-save (torchrun itself would kill them 30 seconds after SIGTERM, and would not pass SIGUSR1 on), and that it does not
-give that time to a rank whose process is stopped.
+It is the same launcher, except that Ctrl-C, a scheduler's signal and a port in use end it without a traceback, that
+ranks have time to save (torchrun itself would kill them 30 seconds after SIGTERM, and would not pass SIGUSR1 on), and
+that it does not give that time to a rank whose process is stopped.
 """
 
 import os
@@ -26,17 +26,21 @@ if TYPE_CHECKING:
 _DEFAULTS = {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", "PET_SHUTDOWN_TIMEOUT": "600"}
 """Environment variables that stand for torchrun's arguments, where the user gives none: 10 minutes for a save."""
 _BEAT_SECONDS = 2.0
+_IN_USE = "EADDRINUSE"
+"""How torch names the error of a port that another process listens on."""
 _NAME_SECONDS = 60.0
 """How long the name of the master may be unknown."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Launch the ranks; return 0 if all of them succeed, or 128 plus the number of the signal that ended them early.
+    """Launch the ranks; return 0 if all of them succeed, 2 for a host or port that cannot be used, or 128 plus the
+    number of the signal that ended them early.
 
     The ranks themselves report the interruption and what is kept.
     """
     try:
         import psutil
+        from torch.distributed import DistNetworkError
         from torch.distributed import run as torchrun
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -47,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     words = sys.argv[1:] if argv is None else list(argv)
-    if (problem := _unknown_host(torchrun.parse_args(words))) is not None:
+    args = torchrun.parse_args(words)
+    if (problem := _unknown_host(args)) is not None:
         sys.stderr.write(f"error: {problem}\n")
         return 2
     Thread(target=_end_stopped, args=(psutil.Process(),), name="stopped ranks", daemon=True).start()
@@ -57,6 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             torchrun.main(words)
     except SignalException as error:
         return status_after(error.sigval)
+    except DistNetworkError as error:
+        if _IN_USE not in str(error):
+            raise
+        sys.stderr.write(f"error: MASTER_PORT {args.master_port} (--master_port) is in use on this machine, perhaps by "
+                         f"another run that began at the same time; set another one on every node of this run, such as "
+                         f"MASTER_PORT={int(args.master_port) + 1}\n")
+        return 2
     except ChildFailedError as error:  # a signal that only the ranks received
         statuses = [failure.exitcode for failure in error.failures.values()]
         ended_by_torchrun = (status_after(signal.SIGTERM), -signal.SIGTERM)  # the others, once a rank has failed

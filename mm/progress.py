@@ -162,8 +162,10 @@ def _terminal_size() -> tuple[int | None, int | None]:
 
 
 def duration(seconds: float) -> str:
-    """Words for a time: "45 s", "12 min", "2 h 13 min"."""
-    minutes = round(seconds / 60)
+    """Words for a time: "45 s", "12 min", "2 h 13 min", "3 days 4 h"."""
+    minutes, hours = round(seconds / 60), round(seconds / 3600)
     if round(seconds) < 120:
         return f"{seconds:.0f} s"
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+    if minutes < 120:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60} min" if hours < 48 else f"{hours // 24:,} days {hours % 24} h"

@@ -161,12 +161,9 @@ def page(title: str, body: str) -> str:
         f"<style>{_STYLE}</style></head><body><main>\n<h1>{escape(title)}</h1>\n{body}\n</main></body></html>\n")
 
 
-def clock(seconds: float) -> str:
-    """Hours, minutes and seconds, "2:13:05"; from two days on, "2 days 2:13:05"."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours = minutes // 60
-    days, hours = divmod(hours, 24) if hours >= 48 else (0, hours)
-    return f"{f'{days:,} days ' if days else ''}{hours}:{minutes % 60:02d}:{rest:02d}"
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: "1 file", "1,339 tensors"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def check_page(path: Path | None) -> None:

@@ -1,6 +1,7 @@
 """The shipped shell scripts, run as a user runs them; a recorder stands in for Python."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -112,8 +113,9 @@ def test_a_batch_of_the_user_wins(tmp_path, environment, samples, global_batch_s
 
 
 @pytest.mark.parametrize(("environment", "what"), [
-    ({"GBS": "8"}, "GBS is 8, but MBS x GRAD_ACC_STEP x DP = 4 x 0 x 4"),
-    ({"GBS": "81", "GRAD_ACC_STEP": "5"}, "GBS is 81, but MBS x GRAD_ACC_STEP x DP = 4 x 5 x 4"),
+    ({"GBS": "8"}, "GBS is 8, which is not a multiple of MBS x DP = 4 x 4 = 16; set it to 16, or change MBS"),
+    ({"GBS": "33", "MBS": "1"}, "GBS is 33, which is not a multiple of MBS x DP = 1 x 4 = 4; set it to 36, or"),
+    ({"GBS": "81", "GRAD_ACC_STEP": "5"}, "GBS is 81, but MBS x GRAD_ACC_STEP x DP = 4 x 5 x 4 = 80; leave GBS or"),
     ({"GBS": "many"}, "GBS is 'many'; expected an integer"),
     ({"OVERLAP": "no"}, "OVERLAP is 'no'; expected 1 or 0"),
 ])
@@ -121,6 +123,7 @@ def test_settings_that_contradict_each_other_are_refused(tmp_path, environment, 
     outcome, argv = run_script(tmp_path, "7b", **environment)
     assert (outcome.returncode, argv) == (2, [])
     assert what in outcome.stderr
+    assert ("GRAD_ACC_STEP" in outcome.stderr) == ("GRAD_ACC_STEP" in environment)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -201,6 +204,19 @@ def test_a_flag_of_the_script_given_again_counts_with_a_note():
     assert "--lr is given more than once (1.0e-5, 2e-5); the last one is used" in outcome.stdout
 
 
+@pytest.mark.parametrize(("script", "flag"), [("finetune", "--pretrained-checkpoint"), ("inference", "--load")])
+def test_a_load_path_that_does_not_exist_is_named_by_its_variable(tmp_path, script, flag):
+    """As a user runs it, with the real Python, and with the path that the script sets itself."""
+    for given in ({}, {"LOAD_PATH": str(tmp_path / "nowhere")}):
+        outcome = subprocess.run(
+            ["bash", str(EXAMPLES / f"{script}_qwen2_5_vl_7b.sh"), "--check"],
+            env={name: value for name, value in os.environ.items() if name != "LOAD_PATH"} | {"PYTHON": sys.executable}
+            | given, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)  # fmt: skip
+        assert outcome.returncode == 2
+        path = given.get("LOAD_PATH", "ckpt/mm_path/Qwen2.5-VL-7B-Instruct")
+        assert f"error: LOAD_PATH ({flag}) is '{path}', which is not a directory" in outcome.stderr
+
+
 def test_a_python_without_the_packages_is_refused(tmp_path):
     for script in ("finetune", "inference"):
         outcome, argv = run_script(tmp_path, "3b", script=script, PACKAGES_STATUS="1")
@@ -253,9 +269,12 @@ def test_figures_of_a_short_log_without_tokens(tmp_path):
 
 
 def test_log_without_iterations_keeps_the_status(tmp_path):
+    """A run that failed has said why in its last line."""
+    outcome, _ = run_script(tmp_path, "3b")
+    assert "No iteration lines" in outcome.stdout and outcome.returncode == 0
+    shutil.rmtree(tmp_path / "logs")
     outcome, _ = run_script(tmp_path, "3b", STATUS="2")
-    assert "No iteration lines" in outcome.stdout
-    assert outcome.returncode == 2
+    assert (outcome.stdout, outcome.returncode) == ("to stderr\n", 2)
 
 
 def test_peer_awk_cuts_the_same_step_time():

@@ -16,12 +16,15 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from checkpoint.lora import lora_hf_to_mm
 from mm import train
 from mm.config.flags import Arguments
+from mm.config.generate import load_asking
 from mm.config.run import load_run
 from mm.conversion.convert import Options, hf_to_mm
+from mm.errors import UserError
 from mm.formats.checkpoints import LATEST_FILE
 from mm.formats.layout import Layout
 from mm.formats.storage import Format, Storage
 from mm.formats.training_reader import TrainingDirectory
+from mm.generation.source import find
 from mm.training.sources import with_start
 from tests.files import ROOT
 from tests.generation.commands import run_commands
@@ -90,22 +93,28 @@ def test_the_lines_of_the_page_answer_with_an_export(
 
 
 def test_answers_are_those_of_the_merged_model(inputs: Path, trained: Path) -> None:
-    """Asked of PEFT's directory, of the training checkpoint, and of the whole model; another base is refused."""
+    """Asked of PEFT's directory, of the training checkpoint, and of the whole model; another base is refused.
+
+    PEFT's directory names its base model.  A checkpoint does not.
+    """
 
     def asked(weights: Path, *flags: str) -> dict[str, list[str]]:
         return {"argv": ["--device", "cpu", "--max-new-tokens", "12", "--prompt", "What is to be seen?", "--load",
                          str(weights), *flags]}  # fmt: skip
 
     on_base, on_merged = (("--model-name-or-path", str(path)) for path in (inputs / "hf", trained / "merged"))
-    merged, base, adapter, checkpoint, other, alone = run_commands([
+    merged, base, adapter, alone, checkpoint, other, without = run_commands([
         asked(trained / "merged"), asked(inputs / "hf"), asked(trained / "adapter", *on_base),
-        asked(trained / "save", *on_base), asked(trained / "adapter", *on_merged), asked(trained / "adapter")])
+        asked(trained / "adapter"), asked(trained / "save", *on_base), asked(trained / "adapter", *on_merged),
+        asked(trained / "save")])
     assert merged["status"] == 0 and merged["out"] != base["out"]
-    for found in (adapter, checkpoint):
+    for found in (adapter, alone, checkpoint):
         assert found["status"] == 0, found["err"]
         assert found["out"] == merged["out"]
+    stated = f"adapter_config.json: base_model_name_or_path is {inputs / 'hf'}: the adapters are used with that model"
+    assert stated in alone["err"] and stated not in adapter["err"]
     assert other["status"] == 2 and "adapters of another base model" in other["err"]
-    assert alone["status"] == 2 and "give --model-name-or-path" in alone["err"]
+    assert without["status"] == 2 and "give --model-name-or-path" in without["err"]
 
 
 def checked(inputs: Path, *flags: str) -> int:
@@ -154,6 +163,13 @@ def test_adapters_that_name_another_base_are_reported(
         "--device", "cpu", "--max-new-tokens", "2", "--prompt", "What?", "--load", str(adapter),
         "--model-name-or-path", str(base)]}])
     assert answer["status"] == 0 and answer["err"].count(note) == 1
+    for name, stated in (("Qwen/Other", "names 'Qwen/Other' as their model, which is no directory here"),
+                         (None, "names no base model")):
+        (adapter / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": name}))
+        with pytest.raises(UserError) as refusal:
+            find(load_asking(["--load", str(adapter), "--prompt", "What?"]))
+        assert str(refusal.value).startswith(f"--load {adapter} has adapters (LoRA), not a whole model, and {adapter}")
+        assert f"adapter_config.json {stated}; give --model-name-or-path, " in str(refusal.value)
 
 
 def test_what_a_run_of_adapters_begins_with_and_what_stands_beside_them_later(inputs: Path, trained: Path) -> None:

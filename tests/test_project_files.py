@@ -83,7 +83,8 @@ def test_the_package_says_what_it_is() -> None:
 
 def test_every_command_is_a_console_script() -> None:
     scripts = {one.name: one for one in distribution("qwen2_5_vl-3d").entry_points if one.group == "console_scripts"}
-    assert set(scripts) == {"mm-convert", "mm-data", "mm-doctor", "mm-evaluate", "mm-generate", "mm-plan", "mm-train"}
+    assert set(scripts) == {"mm-convert", "mm-data", "mm-doctor", "mm-evaluate", "mm-generate", "mm-page", "mm-plan",
+                            "mm-train"}
     for name in scripts:
         command = [Path(sys.executable).with_name(name), "--version"]
         done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mm.report import Bars, Histogram, Problem, Report, Table, clock
+from mm.report import Bars, Histogram, Problem, Report, Table
 from tests.browser import content_width, hidden_width, needs_browser
 from tests.page_reader import PageReader
 
@@ -45,11 +45,6 @@ def test_the_text_shows_everything() -> None:
                  "... and 5 more problems; --html PAGE lists them all"):
         assert part in text
     assert " 0  ################## 3\n10  " + "#" * 40 + " 7" in text and "a.json:20:" not in text
-
-
-def test_times_of_days() -> None:
-    assert [clock(seconds) for seconds in (7985, 172_799, 172_800, 4_918_698)] == [
-        "2:13:05", "47:59:59", "2 days 0:00:00", "56 days 22:18:18"]
 
 
 def test_the_page_is_well_formed_and_has_no_script() -> None:

@@ -115,12 +115,15 @@ derive_sizes() {
             "change NNODES, NPUS_PER_NODE, TP or PP"
     fi
     DP=$((WORLD_SIZE / replica))
-    if [[ -n "${GBS:-}" && -z "$GIVEN_GRAD_ACC_STEP" ]]; then GRAD_ACC_STEP=$((GBS / (MBS * DP))); fi
-    GBS=${GBS:-$((MBS * GRAD_ACC_STEP * DP))}
-    if ((GBS != MBS * GRAD_ACC_STEP * DP)); then
-        fail "GBS is $GBS, but MBS x GRAD_ACC_STEP x DP = $MBS x $GRAD_ACC_STEP x $DP; leave GBS or GRAD_ACC_STEP" \
-            "out, or make GBS a multiple of MBS x DP"
+    local of_all=$((MBS * DP))
+    if [[ -n "${GBS:-}" && -z "$GIVEN_GRAD_ACC_STEP" ]]; then
+        ((GBS % of_all == 0)) || fail "GBS is $GBS, which is not a multiple of MBS x DP = $MBS x $DP = $of_all;" \
+            "set it to $(((GBS + of_all - 1) / of_all * of_all)), or change MBS"
+        GRAD_ACC_STEP=$((GBS / of_all))
     fi
+    GBS=${GBS:-$((GRAD_ACC_STEP * of_all))}
+    ((GBS == GRAD_ACC_STEP * of_all)) || fail "GBS is $GBS, but MBS x GRAD_ACC_STEP x DP = $MBS x $GRAD_ACC_STEP x" \
+        "$DP = $((GRAD_ACC_STEP * of_all)); leave GBS or GRAD_ACC_STEP out"
     LENGTH_ARGS=(--train-iters "$TRAIN_ITERS")
     if [[ -n "${NUM_TRAIN_EPOCHS:-}" ]]; then
         [[ -z "$GIVEN_TRAIN_ITERS" ]] || fail "TRAIN_ITERS is $TRAIN_ITERS and NUM_TRAIN_EPOCHS $NUM_TRAIN_EPOCHS;" \
@@ -200,6 +203,7 @@ published_args() {
 
 # launch FLAGS...: train with the script's arrays and FLAGS, show the figures, exit with the status of the training.
 launch() {
+    export LOAD_PATH  # so that a message about it names the variable
     local word before=
     for word in "$@"; do  # a --save of the user's is where to resume, too
         if [[ "$before" == --save ]]; then SAVE_PATH=$word; fi
@@ -234,7 +238,7 @@ launch() {
     log="$LOG_DIR/train_$(date +%Y%m%d_%H%M%S).log"
     launch_logged "$log" "${flags[@]}"
     chmod 440 "$log"
-    report_speed "$log" "$GBS"
+    report_speed "$log" "$GBS" "$status"
     exit "$status"
 }
 
@@ -268,6 +272,7 @@ launch_logged() {
 # ask PROGRAM FLAGS...: put questions to the model of the script's variables, on NNODES x NPUS_PER_NODE devices.
 ask() {
     local program=$1
+    export LOAD_PATH
     shift
     local name wrong=() flags=(--mm-model "$MM_MODEL" --load "$LOAD_PATH"
         --tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP" "$@")
@@ -301,11 +306,13 @@ mean_of() {
         }' "$2"
 }
 
-# report_speed LOG GBS: the three figures of a run.
+# report_speed LOG GBS STATUS: the three figures of a run.  Of one that failed before its first step, the last line is
+# what it said itself.
 report_speed() {
-    local log=$1 gbs=$2 step_time tokens samples_per_second
+    local log=$1 gbs=$2 status=$3 step_time tokens samples_per_second
     step_time=$(mean_of "elapsed time per iteration (ms)" "$log")
     if [[ -z "$step_time" ]]; then
+        ((status == 0)) || return 0
         echo "No iteration lines in $log: the node of the last rank writes them, every --log-interval steps"
         return 0
     fi

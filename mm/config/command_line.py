@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from mm.config.foreign import Fixed, FlagRow, Inert, SameAs
+from mm.config.misspelt import unknown_flag
 from mm.config.notes import NoEffect
 from mm.config.schema import NUMBERS, choices, converted, expected, fields_of
 from mm.console import COMPLETION, SHELLS, Completed, add_common_flags
@@ -157,7 +158,7 @@ class CommandLine(Generic[Built]):
         known = [*self.fields, *(flag for flag, row in self.foreign.items() if not isinstance(row, Fixed))]
         lost = [f"{word!r} on the command line belongs to no flag" for word in strays[:1] if not word.startswith("-")]
         unknown = [word.partition("=")[0] for word in strays if word.startswith("-")]
-        return lost + [f"{flag} is not a known flag{nearest(flag, known)}; see --help" for flag in unknown]
+        return lost + [unknown_flag(flag, known) for flag in unknown]
 
 
 def _lone_word_problems(flag: str, occurrences: list[list[str]]) -> list[str]:

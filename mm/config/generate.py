@@ -19,7 +19,7 @@ from mm.config.flag_groups import GENERATE_FIRST, GENERATE_GROUPS
 from mm.config.flags import Arguments, VitQkvOrder
 from mm.config.foreign import FLAGS, Fixed, FlagRow, Inert
 from mm.config.inference import GenerationSettings, InferenceConfig, read_inference, settings_problems
-from mm.config.launcher import launched_ranks, world_problems
+from mm.config.launcher import launched_ranks, named_in_script, world_problems
 from mm.config.schema import STRICT, Count, NaturalNumber, NotNegative, Patterns, Positive, ReadSettings, fields_of
 from mm.errors import UserError, collected, refuse
 from mm.families.known import TITLES
@@ -34,7 +34,8 @@ class ModelArguments:
     mm_model: str | None = Field(
         None, description="model JSON, or MindSpeed-MM's inference JSON; absent = the model in --load")
     model_name_or_path: str | None = Field(None, description=(
-        "Hugging Face directory of tokenizer, chat template and processor; absent = from the JSON, or --load"))
+        "Hugging Face directory of tokenizer, chat template and processor, and the base model of adapters; absent = "
+        "from the JSON, or --load"))
     mm_data: str | None = Field(None, description=(
         "data JSON of the training, for its image and video sizes"))
     vit_qkv_order: VitQkvOrder | None = Field(
@@ -259,10 +260,10 @@ def read_asking(
     world_size = launched_ranks(environment) or args.world_size or 1
     asking = Asking(args, inference and inference.value, data and data.value, world_size, notes)
     wrong = world_problems(environment, args.world_size, None if args.check else "--check")
-    return asking, [*problems, *wrong, *_problems(args)]
+    return asking, [*problems, *wrong, *_problems(args, environment)]
 
 
-def _problems(args: ModelArguments) -> Iterator[str]:
+def _problems(args: ModelArguments, environment: Mapping[str, str]) -> Iterator[str]:
     """Rules between flags."""
     if args.bf16 and args.fp16:
         yield "--bf16 and --fp16 are both given; keep one"
@@ -274,7 +275,7 @@ def _problems(args: ModelArguments) -> Iterator[str]:
             args.image_min_pixels > args.image_max_pixels):
         yield f"--image-min-pixels is {args.image_min_pixels}, above --image-max-pixels = {args.image_max_pixels}"
     if not os.path.isdir(args.load):
-        yield f"--load is {args.load!r}, which is not a directory"
+        yield f"{named_in_script('--load', args.load, environment)} is {args.load!r}, which is not a directory"
 
 
 def _file_problems(args: GenerateArguments) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """The environment variables by which a launcher such as torchrun describes its ranks."""
 
+import os
 from collections.abc import Iterator, Mapping
 
 
@@ -35,3 +36,8 @@ def world_problems(environment: Mapping[str, str], world_size: int | None, rehea
     if launched_ranks(environment) is not None and world_size not in (None, launched_ranks(environment)):
         yield (f"--world-size is {world_size}, but the launcher started {launched} ranks (WORLD_SIZE); remove the "
                f"flag, or unset the variable to check beforehand")
+
+
+def named_in_script(flag: str, path: str | None, environment: Mapping[str, str] = os.environ) -> str:
+    """``flag``, after the variable of the scripts that gave it ``path``: their users set that, and see no flag."""
+    return f"LOAD_PATH ({flag})" if path and environment.get("LOAD_PATH") == path else flag

@@ -19,7 +19,7 @@ from mm.config.dataset_files import training_files, validation_files
 from mm.config.flag_rules import flag_problems, length_problems
 from mm.config.flags import TRAIN, Arguments
 from mm.config.fsdp2 import fsdp2_notes
-from mm.config.launcher import launched_ranks, world_problems
+from mm.config.launcher import launched_ranks, named_in_script, world_problems
 from mm.config.lora import lora_notes, lora_problems, merged
 from mm.config.model import ModelConfig, placement_notes, read_model
 from mm.config.outputs import is_same_directory
@@ -177,7 +177,7 @@ def load_run(
     problems += [*length_problems(words), *(flag_problems(args) if args else ())]
     model_path, data_path = words.last("--mm-model"), words.last("--mm-data")
     model, data = _attempt(read_model, model_path, problems), _attempt(read_data, data_path, problems)
-    missing = list(_missing_paths(words, data.value if data else None))
+    missing = list(_missing_paths(words, data.value if data else None, environment))
     is_dry_run = "--dry-run" in words.given
     problems += [] if is_dry_run else missing
     if not (args and model and data):
@@ -242,7 +242,7 @@ def _with_flags(model: ModelConfig, args: Arguments) -> ModelConfig:
     return dataclasses.replace(model, **parts)
 
 
-def _missing_paths(words: Words, data: DataConfig | None) -> Iterator[str]:
+def _missing_paths(words: Words, data: DataConfig | None, environment: Mapping[str, str]) -> Iterator[str]:
     data_path = words.last("--mm-data")
     directories = {flag: words.last(flag) for flag in ("--load", "--load-base-model")}
     load = words.last("--load")
@@ -250,7 +250,8 @@ def _missing_paths(words: Words, data: DataConfig | None) -> Iterator[str]:
         del directories["--load"]  # the run creates it
     is_resumed = load is not None and os.path.isdir(load) and any(Path(load).glob("iter_*"))
     if not is_resumed:  # a resumed run does not need it any more
-        directories["--pretrained-checkpoint"] = words.last("--pretrained-checkpoint")
+        base = words.last("--pretrained-checkpoint")
+        directories[named_in_script("--pretrained-checkpoint", base, environment)] = base
     if data:
         directories[f"{data_path}: model_name_or_path (a Hugging Face directory)"] = data.model_name_or_path
         directories[f"{data_path}: dataset_dir"] = data.dataset_dir

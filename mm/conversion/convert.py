@@ -39,6 +39,7 @@ from mm.formats.source import Source, open_hf
 from mm.formats.source import open as open_source
 from mm.formats.storage import RELEASE, Format, Storage, Structure, mindspeed_targets
 from mm.progress import Progress, ongoing
+from mm.report import counted
 from mm.weights.plan import CopyPlan, TargetFile, make_plan
 from mm.weights.views import View
 
@@ -103,8 +104,7 @@ class Conversion:
                 self.source.check()
             write(target, self.fingerprint, self.plan.files, self.modes,
                   lambda output: self._fill(output, num_workers), self.write_others)
-        num_files = len(self.plan.files)
-        print(f"{target} is complete: {num_files} weight file{'s' * (num_files != 1)}, {self.plan.num_bytes:,} bytes.")
+        print(f"{target} is complete: {counted(len(self.plan.files), 'weight file')}, {self.plan.num_bytes:,} bytes.")
 
     def _is_done(self, target: Path, num_workers: int) -> bool:
         """Whether all files of the target exist, and all their tensors match the source."""
@@ -125,13 +125,14 @@ class Conversion:
 
     def describe(self) -> list[str]:
         """The plan, with a line for every file."""
-        files, num_copies = self.plan.files, len(self.source.index.copies)
+        files, copies = self.plan.files, self.source.index.copies
         num_moves = sum(len(job.moves) * job.num_rows for job in self.plan.jobs)
         return [
             f"{self.source.path} -> {self.target}",
-            *(f"  {file.name}  {len(file.tensors)} tensors  {file.num_bytes:,} bytes" for file in files),
-            f"{len(files)} files, {sum(len(file.tensors) for file in files)} tensors, {self.plan.num_bytes:,} bytes in "
-            f"{num_moves:,} ranges; {num_copies} copies in the source are only compared. Nothing was written.",
+            *(f"  {file.name}  {counted(len(file.tensors), 'tensor')}  {file.num_bytes:,} bytes" for file in files),
+            f"{counted(len(files), 'file')}, {counted(sum(len(file.tensors) for file in files), 'tensor')}, "
+            f"{self.plan.num_bytes:,} bytes in {counted(num_moves, 'range')}; copies in the source, which are only "
+            f"compared: {counted(len(copies), 'tensor')}. Nothing was written.",
         ]
 
 

@@ -7,14 +7,16 @@ below that adds its parser, and list it in ``_COMMANDS``.
 import argparse
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mm.config.data import read_data
 from mm.config.flags import DEFAULT_SEED
+from mm.config.misspelt import parse
 from mm.config.model import ModelConfig, read_model
-from mm.console import add_common_flags
+from mm.config.notes import NoEffect
+from mm.console import NEEDED, add_common_flags
 from mm.data.encode.chat import load_tokenizer
 from mm.data.index.dataset import Dataset, datasets, notes_of
 from mm.data.index.gauge import Gauge
@@ -36,21 +38,27 @@ def _add_index(commands: Any) -> None:
         "index", help="check and measure all samples beforehand, so that training starts at once",
         description="Checks all samples and keeps the result, as the trainer does at its first start. The next start "
                     "with this data JSON, model JSON and --seq-length uses it.")
-    _add_settings(parser)
-    parser.add_argument("--bad-sample", choices=("error", "skip"), default="error", help="as in training")
-    parser.add_argument("--num-workers", type=_count, help="processes (default: preprocessing_num_workers of the data "
+    _add_needed(parser)
+    made = parser.add_argument_group("How the index is made")
+    made.add_argument("--again", action="store_true", help="create it again, for example after images have changed")
+    made.add_argument("--num-workers", type=_count, help="processes (default: preprocessing_num_workers of the data "
                                                         "JSON, else one per CPU)")
-    parser.add_argument("--again", action="store_true", help="create it again, for example after images have changed")
+    made.add_argument("--bad-sample", choices=("error", "skip"), default="error",
+                      help="as in training (default: %(default)s)")
+    _add_seed(made)
     parser.set_defaults(run=_index)
 
 
-def _add_settings(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--mm-data", required=True, help="the data JSON")
-    parser.add_argument("--mm-model", required=True, help="the model JSON")
-    parser.add_argument("--seq-length", required=True, type=_count, help="as in training: samples are truncated here")
-    parser.add_argument("--seed", type=_seed, default=DEFAULT_SEED,
-                        help="as in training: draws the samples of a rate (%%) and of val_rate (default: "
-                             "%(default)s)")
+def _add_needed(parser: argparse.ArgumentParser) -> None:
+    needed = parser.add_argument_group(NEEDED)
+    needed.add_argument("--mm-data", required=True, help="the data JSON")
+    needed.add_argument("--mm-model", required=True, help="the model JSON")
+    needed.add_argument("--seq-length", required=True, type=_count, help="as in training: samples are truncated here")
+
+
+def _add_seed(group: Any) -> None:
+    group.add_argument("--seed", type=_seed, default=DEFAULT_SEED,
+                       help="as in training: draws the samples of a rate (%%) and of val_rate (default: %(default)s)")
 
 
 def _count(text: str) -> int:
@@ -91,9 +99,10 @@ def _add_convert(commands: Any) -> None:
         required=True, metavar="FORMAT")
     parser = formats.add_parser("llava", help="LLaVA's conversations to MindSpeed-MM's messages",
                                 description="Optional: the trainer also reads LLaVA's files directly.")
-    parser.add_argument("--input", required=True, type=Path, help="LLaVA's records, as JSON or JSONL")
-    parser.add_argument("--media-folder", required=True, help="folder of the images and videos in the records")
-    parser.add_argument("--output", required=True, type=Path, help="must not exist; NAME.jsonl becomes JSONL")
+    needed = parser.add_argument_group(NEEDED)
+    needed.add_argument("--input", required=True, type=Path, help="LLaVA's records, as JSON or JSONL")
+    needed.add_argument("--media-folder", required=True, help="folder of the images and videos in the records")
+    needed.add_argument("--output", required=True, type=Path, help="must not exist; NAME.jsonl becomes JSONL")
     parser.set_defaults(run=_convert)
 
 
@@ -107,16 +116,19 @@ def _add_check(commands: Any) -> None:
         "check", help="find all samples that cannot be used, and report statistics of the others",
         description="Reads all records and the headers of media; with --deep it also decodes all media. The exit "
                     "status is 2 if there are any problems.")
-    _add_settings(parser)
-    parser.add_argument("--deep", action="store_true", help="decode all images and videos, as training does")
-    parser.add_argument("--html", type=Path, help="also write the report with histograms to this HTML file")
+    _add_needed(parser)
+    checked = parser.add_argument_group("What is checked and written")
+    checked.add_argument("--deep", action="store_true", help="decode all images and videos, as training does")
+    checked.add_argument("--html", type=Path, help="also write the report with histograms to this HTML file")
+    _add_seed(checked)
     parser.set_defaults(run=_check)
 
 
 def _add_stats(commands: Any) -> None:
     parser = commands.add_parser("stats", help="report statistics of samples, and how samplers would distribute them",
                                  description="The statistics of mm-data check, for the samples that can be used.")
-    _add_settings(parser)
+    _add_needed(parser)
+    _add_seed(parser.add_argument_group("Which samples"))
     parser.set_defaults(run=_stats)
 
 
@@ -128,6 +140,7 @@ def _check(flags: argparse.Namespace) -> None:
         looked = look(splits, gauge.encoder, flags.deep)
         with ongoing("computing the statistics"):
             report = survey(flags.mm_data, splits, model, flags.seq_length, looked)
+        report = dataclasses.replace(report, notes=(*report.notes, *_key_notes(flags.mm_data)))
         print(report.text())
         if flags.html is not None:
             print("\n" + write_page(flags.html, report.html(pictures_by_kind(report.problems))))
@@ -137,6 +150,14 @@ def _check(flags: argparse.Namespace) -> None:
             problems.append(f"{count:,} problem{'s' * (count != 1)}{listed}; repair or remove these samples, or train "
                             f"with --bad-sample skip")
     refuse(problems)
+
+
+def _key_notes(path: str) -> Iterator[str]:
+    """What is to be said of the keys of the data JSON ``path``: above all, which have no effect, and why."""
+    notes = read_data(path).notes
+    yield from notes
+    if any(isinstance(note, NoEffect) for note in notes):
+        yield f"all other keys of {path} are used, or have the only value that is possible here"
 
 
 def _stats(flags: argparse.Namespace) -> None:
@@ -163,12 +184,14 @@ def _add_show(commands: Any) -> None:
     parser = commands.add_parser(
         "show", help="show a sample as the model sees it",
         description="Its tokens, with the target tokens marked; --html also shows its images after resizing.")
-    _add_settings(parser)
-    parser.add_argument("--split", "--part", choices=SPLITS, default="training",
-                        help="which samples; earlier versions called it --part (default: %(default)s)")
-    parser.add_argument("--sample", type=int, default=0,
-                        help="index of the sample in that split, counted from 0 (default: %(default)s)")
-    parser.add_argument("--html", type=Path, help="HTML file to write, with images and frames")
+    _add_needed(parser)
+    shown = parser.add_argument_group("Which sample, and where")
+    shown.add_argument("--sample", type=int, default=0,
+                       help="index of the sample in its split, counted from 0 (default: %(default)s)")
+    shown.add_argument("--split", "--part", choices=SPLITS, default="training",
+                       help="its split; earlier versions called it --part (default: %(default)s)")
+    shown.add_argument("--html", type=Path, help="HTML file to write, with images and frames")
+    _add_seed(shown)
     parser.set_defaults(run=_show)
 
 
@@ -188,13 +211,24 @@ def _show(flags: argparse.Namespace) -> None:
         print("\n" + write_page(flags.html, shown.html()))
 
 
+_MOCK_HELP = {
+    "num_samples": "samples", "num_images": "images of each sample", "width": "pixels of an image from left to right",
+    "height": "pixels of an image from top to bottom", "text_length": "length of each answer",
+    "num_pictures": "different image files, which the samples share", "seed": "draws images and texts",
+}  # fmt: skip
+"""What the fields of ``Mock`` mean, for the help."""
+
+
 def _add_mock(commands: Any) -> None:
     parser = commands.add_parser("mock", help="generate data of a given size",
                                  description="Random images and texts, for trying out memory use and speed.")
-    parser.add_argument("--output", required=True, type=Path, help="directory for data.jsonl and images/")
-    parser.add_argument("--tokenizer", help="Hugging Face directory; --text-length counts its tokens (default: words)")
+    parser.add_argument_group(NEEDED).add_argument(
+        "--output", required=True, type=Path, help="directory for data.jsonl and images/")
+    sizes = parser.add_argument_group("Sizes")
     for one in dataclasses.fields(Mock):
-        parser.add_argument(f"--{one.name.replace('_', '-')}", type=int, default=one.default)
+        sizes.add_argument(f"--{one.name.replace('_', '-')}", type=int, default=one.default,
+                           help=f"{_MOCK_HELP[one.name]} (default: %(default)s)")
+    sizes.add_argument("--tokenizer", help="Hugging Face directory; --text-length counts its tokens (default: words)")
     parser.set_defaults(run=_mock)
 
 
@@ -203,7 +237,7 @@ def _mock(flags: argparse.Namespace) -> None:
     print(f"written: {mock.write(flags.output, load_tokenizer(flags.tokenizer) if flags.tokenizer else None)}")
 
 
-_COMMANDS = (_add_index, _add_check, _add_stats, _add_show, _add_convert, _add_mock)
+_COMMANDS = (_add_check, _add_stats, _add_show, _add_index, _add_convert, _add_mock)
 
 
 def run(words: Sequence[str]) -> int:
@@ -213,8 +247,8 @@ def run(words: Sequence[str]) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for add in _COMMANDS:
         add(commands)
-    flags = parser.parse_args(words)
     try:
+        flags = parse(parser, words)
         flags.run(flags)
     except UserError as error:
         return refused(error)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from mm.config.choices import DeviceName
+from mm.config.misspelt import parse
 from mm.console import add_common_flags
 from mm.doctor.diagnosis import Diagnosis, Level, fault, ok
 from mm.doctor.imports import import_findings, start_imports
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 def run(words: Sequence[str]) -> int:
     """Examine this machine, print each finding at once, and return the exit status: 0, or 1 if there is a fault."""
     parser = _parser()
-    flags = parser.parse_args(words)
+    flags = parse(parser, words)
     if not 0 <= flags.node_rank < flags.nnodes:
         parser.error(f"--node-rank is {flags.node_rank}; expected 0 to {flags.nnodes - 1} (--nnodes)")
     lines, counts = list[str](), Counter[Level]()
@@ -59,23 +60,26 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("mm-doctor", allow_abbrev=False, description=(
         "Prints what a run would find on this machine, and how to mend it."))
     add_common_flags(parser, version_line("mm-doctor"), "mm-doctor")
-    parser.add_argument("--device", default="auto", choices=get_args(DeviceName), help="what to examine (default auto)")
-    parser.add_argument("--num-processes", type=int, metavar="N",
-                        help="ranks of the trial on this machine; absent = one for each device, 2 on the CPU")
-    parser.add_argument("--directory", type=Path, action="append", metavar="DIR",
-                        help="where data is read or checkpoints are written; may be repeated (default: here)")
-    parser.add_argument("--hosts", nargs="*", default=[], metavar="HOST[:PORT]",
-                        help="other nodes, which this one must reach")
-    parser.add_argument("--port", type=int, default=29500, help="port of --hosts without one (default 29500)")
-    several = parser.add_argument_group("several nodes", "the same command on each of them, as for torchrun")
+    examined = parser.add_argument_group("What is examined")
+    examined.add_argument("--device", default="auto", choices=get_args(DeviceName),
+                          help="what to examine (default auto)")
+    examined.add_argument("--directory", type=Path, action="append", metavar="DIR",
+                          help="where data is read or checkpoints are written; may be repeated (default: here)")
+    examined.add_argument("--hosts", nargs="*", default=[], metavar="HOST[:PORT]",
+                          help="other nodes, which this one must reach")
+    examined.add_argument("--port", type=int, default=29500, help="port of --hosts without one (default 29500)")
+    examined.add_argument("--report", type=Path, metavar="FILE", help="write all of it to a file, for an issue")
+    trial = parser.add_argument_group("The trial: ranks that compute and talk to each other")
+    trial.add_argument("--no-trial", action="store_true", help="start no ranks: the devices may be busy")
+    trial.add_argument("--num-processes", type=int, metavar="N",
+                       help="ranks of the trial on this machine; absent = one for each device, 2 on the CPU")
+    trial.add_argument("--trial-seconds", type=float, default=300.0, metavar="SECONDS",
+                       help="how long the ranks of the trial may take, and other nodes be late (default 300)")
+    several = parser.add_argument_group("Several nodes", "the same command on each of them, as for torchrun")
     several.add_argument("--nnodes", type=int, default=1, metavar="N", help="how many (default 1)")
     several.add_argument("--node-rank", type=int, default=0, metavar="R", help="the number of this one, from 0")
     several.add_argument("--master-addr", default="localhost", metavar="HOST", help="name or address of node 0")
     several.add_argument("--master-port", type=int, default=6000, metavar="PORT", help="free there (default 6000)")
-    parser.add_argument("--no-trial", action="store_true", help="start no ranks: the devices may be busy")
-    parser.add_argument("--trial-seconds", type=float, default=300.0, metavar="SECONDS",
-                        help="how long the ranks of the trial may take, and other nodes be late (default 300)")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write all of it to a file, for an issue")
     return parser
 
 

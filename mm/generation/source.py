@@ -10,11 +10,13 @@ from pathlib import Path
 
 from mm.config.generate import Asking, Decoding
 from mm.config.inference import GenerationSettings, read_generation
+from mm.config.launcher import named_in_script
 from mm.config.model import ModelConfig
 from mm.config.read import read_json
 from mm.conversion.adapters import base_notes, check_base, holds_adapters, open_beside
 from mm.errors import UserError, naming, nearest, reading, refuse
 from mm.formats import source as weights
+from mm.formats.adapter import CONFIG_FILE, AdapterDirectory, is_peft_directory
 from mm.formats.hf_config import hf_problems, model_from_hf
 from mm.formats.qkv_order import QkvOrder
 from mm.formats.source import Kind, Source
@@ -48,16 +50,19 @@ def find(asking: Asking) -> ModelFiles:
     """Open the weights, and place the model on its stages.  Raises UserError with the problems."""
     args, stated = asking.args, asking.inference.model if asking.inference else None
     base, named_by = asking.directory, asking.directory_is_named_by
+    named = named_in_script("--load", args.load)
+    if is_without_base := base is None and is_peft_directory(args.load):
+        base, named_by = _stated_base(args.load, named)
     if base is not None and not os.path.isdir(base):
         raise UserError(f"{named_by} is {base!r}, which is not a directory; give --model-name-or-path, the Hugging "
                         f"Face directory with the tokenizer and processor of the model.")
     order = QkvOrder(args.vit_qkv_order, base, "--vit-qkv-order")
     adapters = None
-    if holds_adapters(args.load):
+    if holds_adapters(args.load, named):
         source, adapters = _beside_its_model(args.load, base, named_by, order)
         stated = adapters.model
     else:
-        source = weights.open(args.load, "--load", model=stated or _model_of(base, named_by), qkv=order)
+        source = weights.open(args.load, named, model=stated or _model_of(base, named_by), qkv=order)
     if source.is_vit_only:
         raise UserError(f"--load {args.load} has no LLM (it was made with save_vit_only); give a whole model.")
     if stated is not None:
@@ -73,7 +78,22 @@ def find(asking: Asking) -> ModelFiles:
         refuse(hf_problems(model.base, directory, args.mm_model or args.load))
     decoding = asking.decoding(settings_in(source.path, Path(directory)))
     beside = (*adapters.notes, *base_notes(adapters, source)) if adapters is not None else ()
+    if is_without_base:
+        beside = (*beside, f"{named_by} is {base}: the adapters are used with that model")
     return ModelFiles(source, adapters, model, directory, decoding, (*source.notes, *beside, *notes))
+
+
+def _stated_base(path: str, flag: str) -> tuple[str, str]:
+    """The base model that the PEFT directory ``path``, which ``flag`` gave, names, and the place that names it.
+
+    Raises UserError if that is not a directory here, such as a name on a hub: nothing is downloaded.
+    """
+    file, base = Path(path) / CONFIG_FILE, AdapterDirectory.open(path).base_name
+    if base is None or not os.path.isdir(base):
+        stated = "names no base model" if base is None else f"names {base!r} as their model, which is no directory here"
+        raise UserError(f"{flag} {path} has adapters (LoRA), not a whole model, and {file} {stated}; give "
+                        f"--model-name-or-path, the Hugging Face directory of the model that they were trained for.")
+    return base, f"{file}: base_model_name_or_path"
 
 
 def _beside_its_model(path: str, base: str | None, named_by: str, order: QkvOrder) -> tuple[Source, Source]:

@@ -1,7 +1,7 @@
-"""``python -m mm.page``: the page of a run, or of several side by side.
+"""``mm-page``, which is ``python -m mm.page``: the page of a run, or of several side by side.
 
-    python -m mm.page logs
-    python -m mm.page logs_a logs_b --html both.html
+    mm-page logs
+    mm-page logs_a logs_b --html both.html
 """
 
 import argparse
@@ -10,13 +10,15 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
+from mm.config.misspelt import parse
 from mm.config.outputs import PAGE_FILE
+from mm.console import add_common_flags
 from mm.ending import refused, run_command
 from mm.errors import UserError, collected, refuse
 from mm.report import check_page, write_page
 from mm.version import version_line
 
-PROGRAM = "python -m mm.page"
+PROGRAM = "mm-page"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,10 +32,10 @@ def _run(words: Sequence[str]) -> int:
     from mm.page.plot import COLOURS
     from mm.page.record import read_run, run_names
 
-    flags = _parser().parse_args(words)
-    folders: list[Path] = flags.runs
-    path = flags.html or (folders[0] if folders[0].is_dir() else folders[0].parent) / PAGE_FILE
     try:
+        flags = parse(_parser(), words)
+        folders: list[Path] = flags.runs
+        path = flags.html or (folders[0] if folders[0].is_dir() else folders[0].parent) / PAGE_FILE
         if len(folders) > len(COLOURS):
             raise UserError(f"{len(folders)} runs are given; expected at most {len(COLOURS)}, which colours can tell "
                             f"apart: make several pages")
@@ -58,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(PROGRAM, allow_abbrev=False, description=(
         "Writes one HTML file about a run: facts, curves, tables, timeline, answers and settings; or about several "
         "runs, side by side.  A run may have ended or not."))
-    parser.add_argument("--version", action="version", version=version_line(PROGRAM))
+    add_common_flags(parser, version_line(PROGRAM), PROGRAM)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help=(
         "the --log-dir of a run, or the metrics_*.jsonl of an earlier run in it"))
     parser.add_argument("--html", type=Path, metavar="PAGE", help=(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from mm.page.plot import number_text
 from mm.page.record import RunRecord
-from mm.report import clock
+from mm.progress import duration
 
 GIB = 2**30
 _SILENT_STEPS, _SILENT_SECONDS = 20, 600.0
@@ -35,9 +35,9 @@ def status(record: RunRecord, now: datetime) -> Status:
     age = (now - record.last_written).total_seconds()
     step = record.history.last["iteration"]
     if age > max(_SILENT_SECONDS, _SILENT_STEPS * (record.history.recent_median("step_seconds") or 0.0)):
-        return Status(f"No row for {clock(age)} after step {step:,}, and no record of an end: the run is stuck or in a "
-                      f"long pause, or it was killed. Its output says more.", True)
-    return Status(f"Running: step {step:,} was the last one recorded, {clock(age)} before.", False)
+        return Status(f"No row for {duration(age)} after step {step:,}, and no record of an end: the run is stuck or "
+                      f"in a long pause, or it was killed. Its output says more.", True)
+    return Status(f"Running: step {step:,} was the last one recorded, {duration(age)} before.", False)
 
 
 def run_facts(record: RunRecord, now: datetime) -> Iterator[tuple[str, str]]:
@@ -81,8 +81,8 @@ def _progress(record: RunRecord) -> Iterator[tuple[str, str]]:
     yield "step", f"{done:,}{of_total}" + (f", epoch {epoch:.2f}" if epoch is not None else "")
     seconds = record.history.recent_median("step_seconds")
     if total and seconds is not None and done < total:
-        yield "time left", f"{clock((total - done) * seconds)}, without validations and checkpoints"
-    yield "time in steps", clock(record.history.seconds)
+        yield "time left", f"{duration((total - done) * seconds)}, without validations and checkpoints"
+    yield "time in steps", duration(record.history.seconds)
     yield "tokens", f"{record.history.num_tokens:,}"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mm.config.flags import TRAIN
+from mm.config.misspelt import parse
 from mm.config.run import Run, load_run
 from mm.console import COMPLETION, Completed, add_common_flags, completed_parser
 from mm.ending import print_notes, refused
@@ -32,12 +33,12 @@ from mm.version import version_line
 def run(words: Sequence[str]) -> int:
     """Run the command that ``words`` names; returns the exit status."""
     own, training = _split(words)
-    if own and own[0].startswith("--") and own[0] not in ("--help", "--version", COMPLETION):
-        flags, more = _layouts_parser().parse_known_args(own)
-        training = [*more, *training]
-    else:
-        flags = _parser().parse_args(own)
     try:
+        if own and own[0].startswith("--") and own[0] not in ("--help", "--version", COMPLETION):
+            flags, more = _layouts_parser().parse_known_args(own)
+            training = [*more, *training]
+        else:
+            flags = parse(_parser(), own)
         flags.run(flags, training)
     except UserError as error:
         return refused(error)

@@ -17,7 +17,7 @@ from mm.config.flags import Arguments
 from mm.config.outputs import FACTS_FILE, METRICS_FILE
 from mm.errors import UserError, writing
 from mm.files import json_object, whole_lines, write_whole
-from mm.report import clock
+from mm.progress import duration
 from mm.timeline.spans import TIMED, label, seconds_key
 from mm.training.run_page import RunPage
 from mm.training.slow_ranks import SlowRank
@@ -173,7 +173,7 @@ def log_line(
         *_timers(steps),
         *_cached(steps),
         *([] if step.epoch is None else [f"epoch: {step.epoch:.3f}"]),
-        *([] if seconds_left is None else [f"time left: {clock(seconds_left)}"]),
+        *([] if seconds_left is None else [f"time left: {duration(seconds_left)}"]),
     ]
     return f" [{datetime.now():%Y-%m-%d %H:%M:%S}] " + " | ".join(fields) + " |"
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mm.config.flags import Arguments
+from mm.config.launcher import named_in_script
 from mm.config.run import Run
 from mm.conversion.adapters import holds_adapters, open_adapters, open_base
 from mm.errors import UserError, collected, refuse
@@ -45,9 +46,11 @@ def with_start(run: Run) -> Run:
         return _resumed(run)
     found = "" if args.load is None else f"--load {args.load} holds no checkpoint yet, so "
     begins = f"{found}the run starts from the weights of"
-    if args.pretrained_checkpoint is not None:
-        note = f"{begins} {args.pretrained_checkpoint} (--pretrained-checkpoint)"
-        args = replace(args, load=args.pretrained_checkpoint, no_load_optim=True, no_load_rng=True)
+    if (base := args.pretrained_checkpoint) is not None:
+        if os.path.isdir(base) and not is_peft_directory(base):  # a dry run goes on without it
+            find_kind(base, named_in_script("--pretrained-checkpoint", base))
+        note = f"{begins} {base} (--pretrained-checkpoint)"
+        args = replace(args, load=base, no_load_optim=True, no_load_rng=True)
     elif args.load_base_model is not None:
         note = f"{begins} {args.load_base_model} (--load-base-model)"
         args = replace(args, load=None if run.model.lora.is_on else args.load_base_model)

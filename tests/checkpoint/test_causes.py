@@ -259,8 +259,8 @@ def test_padding_that_is_not_zero(hf, mm):
 
     rewrite_mm(mm, f"{VISION}.mlp.linear_fc2.weight", trained)
     found = diff_directories(hf, mm, None, 1)
-    assert found.lines[2] == ("69 of 69 tensors of the model are bit-equal; 1 stored tensors have padding "
-                              "that is not zero.")
+    assert found.lines[2] == ("69 of 69 tensors of the model are bit-equal; stored with padding that is not zero: "
+                              "1 tensor.")
     assert found.lines[3:] == (
         f"{HF_VISION}.mlp.down_proj.weight: padding that is not zero",
         f"    {rank_file(mm, 1)}: {VISION}.mlp.linear_fc2.weight",

@@ -203,12 +203,6 @@ def test_bad_flags(name, hf, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_unknown_flag(hf, tmp_path, capsys):
-    with pytest.raises(SystemExit) as left:
-        to_mm(hf, tmp_path / "mm", mm_dirr="x")
-    assert left.value.code == 2 and "mm_dirr" in capsys.readouterr().err
-
-
 def rewrite(directory: Path, change) -> None:
     """Change the tensors of the first shard."""
     path = min(directory.glob("*.safetensors"))

@@ -153,7 +153,7 @@ def test_the_whole_report(hf, tmp_path):
     assert found == DiffReport((
         f"{hf}: Hugging Face directory",
         f"{mm}: MindSpeed-MM's layout, vit_pp_layers [[1, 1, 0]], llm_pp_layers [[0, 1, 2]], tp_size 2",
-        "68 of 69 tensors of the model are bit-equal; 1 differ.",
+        "68 of 69 tensors of the model are bit-equal; different: 1 tensor.",
         key,
         f"    1 of 16 elements differ, by at most {(after - before).abs().item():.6g}; the first is [13]",
         f"    {hf_file}: {key}",
@@ -215,7 +215,7 @@ def test_a_whole_directory_of_another_dtype(hf, tmp_path):
     for path in hf.glob("*.safetensors"):
         edit_file(path, lambda content: content.update({name: tensor.float() for name, tensor in content.items()}))
     found = diff(hf, mm)
-    assert found.lines[2] == "0 of 69 tensors of the model are bit-equal; 69 differ."
+    assert found.lines[2] == "0 of 69 tensors of the model are bit-equal; different: 69 tensors."
     assert causes(found) == [f"dtype: {mm} holds the values of {hf}, rounded to bfloat16"] * 10
 
 

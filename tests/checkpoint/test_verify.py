@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoint.verify import show_directory, verify_directory
@@ -134,3 +135,14 @@ def test_show(made):
     assert len([line for line in lines if "mp_rank" in line]) == 6
     assert lines[-1].startswith("6 files, 100 bfloat16 tensors, ")
     assert show_directory(hf)[1] == "layers: vit_pp_layers [[2]], llm_pp_layers [[3]], tp_size 1"
+
+
+def test_every_count_has_its_unit_and_separators(made, tmp_path):
+    """In files of two dtypes, each number says of what it is."""
+    several = {f"a.{number}": torch.zeros(1) for number in range(1234)}
+    (tmp_path / "hf").mkdir()
+    save_file({**several, "b": torch.zeros(3, dtype=torch.bfloat16)}, tmp_path / "hf" / "model.safetensors")
+    shutil.copy(made[0] / "config.json", tmp_path / "hf")
+    lines = show_directory(tmp_path / "hf")
+    assert lines[-2:] == ["  model.safetensors  1 bfloat16 tensor, 1,234 float32 tensors, 4,942 bytes",
+                          "1 file, 1 bfloat16 tensor, 1,234 float32 tensors, 4,942 bytes"]

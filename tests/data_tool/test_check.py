@@ -130,6 +130,30 @@ def test_losses_of_long_samples_are_counted_in_every_report(flags: list[str], tm
         assert re.search(r"words like control tokens, read as text +4\n", reported[command])
 
 
+def test_check_says_which_keys_of_the_data_json_have_no_effect(flags: list[str], tmp_path: Path, capsys) -> None:
+    """Of MindSpeed-MM's own file for the 7B: each has its reason in one line, and is no error; the page says it too."""
+    theirs = json.loads((EXAMPLES / "data_7b.json").read_text())
+    ours = json.loads(Path(flags[1]).read_text())["dataset_param"]
+    parts = theirs["dataset_param"]
+    parts["preprocess_parameters"]["model_name_or_path"] = ours["preprocess_parameters"]["model_name_or_path"]
+    (tmp_path / "train.json").write_text(json.dumps([sample("1?", "1")] * 8))
+    parts["basic_parameters"] |= {"dataset_dir": str(tmp_path), "dataset": str(tmp_path / "train.json"),
+                                  "cache_dir": str(tmp_path / "cache")}
+    path, page = tmp_path / "data.json", tmp_path / "page.html"
+    path.write_text(json.dumps(theirs))
+    assert main(["check", "--mm-data", str(path), *flags[2:], "--html", str(page)]) == 0
+    reported = capsys.readouterr()
+    lines = re.findall(rf"^note: (\S.*) of {path}: no effect: (.+)$", reported.out, re.MULTILINE)
+    named = {key: why for keys, why in lines for key in keys.split(", ")}
+    assert {key.rpartition(".")[2] for key in named} == {
+        "use_fast_tokenizer", "split_special_tokens", "preprocessing_batch_size", "tool_format", "observation_tag",
+        "function_tag", "drop_last", "pin_memory", "ignore_pad_token_for_loss"}
+    assert f"note: all other keys of {path} are used" in reported.out and "error" not in reported.err
+    assert all(why in html.unescape(page.read_text()) for why in named.values())
+    assert main(["check", *flags]) == 2
+    assert "no effect" not in capsys.readouterr().out, "our own file has no such keys"
+
+
 def test_stats_cover_the_good_samples(flags: list[str], capsys) -> None:
     assert main(["stats", *flags]) == 0
     out = capsys.readouterr().out

@@ -175,7 +175,7 @@ def test_epoch_and_time_left_end_the_line() -> None:
     """After MindSpeed-MM's fields, because its scripts split at colons and count from the start."""
     line = log_line([replace(STEP, epoch=1.25)], 10000, log_tps=True, log_throughput=False, seconds_left=7984.6)
     plain = log_line([STEP], 10000, log_tps=True, log_throughput=False)
-    assert line[22:] == f"{plain[22:]} epoch: 1.250 | time left: 2:13:05 |"
+    assert line[22:] == f"{plain[22:]} epoch: 1.250 | time left: 2 h 13 min |"
     assert _awk(_awk(line, "{print$5}", ":"), "{print$1}", "|") == "870.0"
 
 
@@ -187,5 +187,5 @@ def test_the_time_left_is_computed_from_the_median_step(tmp_path: Path, capsys: 
         writer.write(replace(STEP, iteration=iteration, step_seconds=seconds, epoch=iteration / 8))
     writer.close()
     lines = capsys.readouterr().out.splitlines()
-    assert [line.rpartition("time left: ")[2] for line in lines] == ["1:15:00 |", "0:37:20 |", "0:07:07 |"]
+    assert [line.rpartition("time left: ")[2] for line in lines] == ["75 min |", "37 min |", "7 min |"]
     assert [row["epoch"] for row in json_lines(tmp_path / "metrics.jsonl")] == [0.125, 0.25, 0.375]

@@ -9,12 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from mm.config.generate import load_asking
+from mm.config.run import load_run
 from mm.conversion import convert
 from mm.conversion.convert import Options
 from mm.errors import UserError
 from mm.formats.layout import Layout
 from mm.formats.storage import Format, Storage
+from mm.generation.source import find
 from mm.train import main
+from mm.training.sources import with_start
 from tests.files import EXAMPLES, ROOT
 from tests.training.preflight_runs import flags, make_inputs, problems
 
@@ -221,9 +225,23 @@ def test_a_script_reports_an_error_once_exits_with_status_2_and_writes_nothing(i
                           capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert done.stderr.count("error: ") == 2
-    assert "--lr is 'fast'" in done.stderr and "--pretrained-checkpoint is" in done.stderr
+    assert "--lr is 'fast'" in done.stderr and "LOAD_PATH (--pretrained-checkpoint) is" in done.stderr
     assert "Traceback" not in done.stderr + done.stdout
     assert not (inputs / "logs").exists() and not (inputs / "save").exists()
+
+
+def test_a_load_path_without_weights_is_named_by_its_variable(inputs: Path, monkeypatch):
+    """--load is where the run resumes; the weights are what --pretrained-checkpoint names."""
+    empty = inputs / "empty"
+    empty.mkdir()
+    more = ("--load", str(inputs / "save"), "--save", str(inputs / "save"), "--pretrained-checkpoint", str(empty))
+    with pytest.raises(UserError, match=r"^--pretrained-checkpoint .*empty is neither a Hugging Face directory"):
+        with_start(load_run(flags(inputs, *more)))
+    monkeypatch.setenv("LOAD_PATH", str(empty))
+    with pytest.raises(UserError, match=r"^LOAD_PATH \(--pretrained-checkpoint\) .*empty is neither"):
+        with_start(load_run(flags(inputs, *more)))
+    with pytest.raises(UserError, match=r"^LOAD_PATH \(--load\) .*empty is neither a Hugging Face directory"):
+        find(load_asking(["--load", str(empty), "--prompt", "?", "--model-name-or-path", str(inputs / "hf")]))
 
 
 def test_another_model_in_the_hf_directories_is_rejected(inputs: Path):
