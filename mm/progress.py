@@ -168,4 +168,4 @@ def duration(seconds: float) -> str:
         return f"{seconds:.0f} s"
     if minutes < 120:
         return f"{minutes} min"
-    return f"{minutes // 60} h {minutes % 60} min" if hours < 48 else f"{hours // 24:,} days {hours % 24} h"
+    return f"{minutes // 60} h {minutes % 60} min" if seconds < 48 * 3600 else f"{hours // 24:,} days {hours % 24} h"

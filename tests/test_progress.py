@@ -102,10 +102,13 @@ with progress.ongoing("the first step", usual_seconds=90.0):
 @pytest.mark.parametrize("num_columns", [0, 80])
 def test_a_terminal_shows_the_seconds_and_then_nothing(num_columns: int) -> None:
     screen, terminal = os.openpty()
-    os.set_blocking(screen, False)
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", num_columns // 4, num_columns, 0, 0))
     done = subprocess.run([sys.executable, "-c", _ON_A_TERMINAL], stdout=subprocess.PIPE, stderr=terminal, check=True)
-    shown = os.read(screen, 1 << 16).decode()  # what a terminal holds is lost when the last of its writers closes it
+    os.write(terminal, b"END")  # so that a read never waits in vain
+    shown = ""
+    while not shown.endswith("END"):
+        shown += os.read(screen, 1 << 16).decode()
+    shown = shown.removesuffix("END")
     os.close(terminal)
     os.close(screen)
     assert done.stdout == b""
