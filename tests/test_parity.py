@@ -10,8 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 
 from tests.files import write_whole
 from tests.launch import results_by_size, run_ranks
@@ -22,8 +24,11 @@ from tests.parallel.cases import CASES, DIAGONAL, MATRIX, NOT_FINITE, Case
 # after two updates 5.4e-5, gradient norm 4.8e-7.
 LOSS_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4
-# Adam's first update is the sign of the gradient: elements whose gradient is all rounding may step the other way.
-WEIGHT_TOLERANCE = 2e-4
+# Adam's first update is the sign of the gradient: elements whose gradient is all rounding may step the other way.  With
+# torch 2.7.1 a few of a key's bias do: weight 1.3e-3, loss after the update 2.9e-5, with gradients as above.
+ROUNDS_OTHERWISE = Version(torch.__version__) < Version("2.8")
+WEIGHT_TOLERANCE = 2e-3 if ROUNDS_OTHERWISE else 2e-4
+LOSS_AFTER_TOLERANCE = 1e-4 if ROUNDS_OTHERWISE else LOSS_TOLERANCE
 # Of few tokens more gradients are all rounding.  Measured over 101 drawn layouts, most with microbatches of one to
 # three tokens: weight 2.0e-4, and loss after the update 3.8e-6, gradient norm 2.4e-6.
 DRAWN_WEIGHT_TOLERANCE = 1e-3
@@ -47,7 +52,7 @@ def test_layout_equals_transformers(case: Case, errors) -> None:
 
 def assert_exact(measured: dict, weight_tolerance: float = WEIGHT_TOLERANCE) -> None:
     assert measured["loss_error"] <= LOSS_TOLERANCE, measured
-    assert measured["loss_after_error"] <= LOSS_TOLERANCE, measured
+    assert measured["loss_after_error"] <= LOSS_AFTER_TOLERANCE, measured
     assert measured["gradient_error"] <= GRADIENT_TOLERANCE, measured
     assert measured["weight_error"] <= weight_tolerance, measured
     assert measured["grad_norm_error"] <= NORM_TOLERANCE, measured
