@@ -153,3 +153,8 @@ def duration(seconds: float) -> str:
     if round(seconds) < 120:
         return f"{seconds:.0f} s"
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: "1 file", "1,339 tensors"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"

@@ -131,7 +131,7 @@ def test_losses_of_long_samples_are_counted_in_every_report(flags: list[str], tm
 
 
 def test_check_says_which_keys_of_the_data_json_have_no_effect(flags: list[str], tmp_path: Path, capsys) -> None:
-    """Of MindSpeed-MM's own file for the 7B: each has its reason in one line, and is no error; the page says it too."""
+    """In MindSpeed-MM's own file for the 7B: each has its reason in one line, and is no error; the page says it too."""
     theirs = json.loads((EXAMPLES / "data_7b.json").read_text())
     ours = json.loads(Path(flags[1]).read_text())["dataset_param"]
     parts = theirs["dataset_param"]
