@@ -19,7 +19,7 @@ from mm.formats.manifest import MANIFEST_FILE
 from mm.formats.mindspeed import MindSpeedDirectory
 from mm.formats.source import Kind, Source, find_kind
 from mm.formats.source import open as open_source
-from mm.report import counted
+from mm.progress import counted
 from mm.weights.cut import Span
 from mm.weights.plan import dtype_name
 from mm.weights.table import Weight, model_weights

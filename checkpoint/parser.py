@@ -42,7 +42,7 @@ class ConvertParser(ArgumentParser):
             for action, usual, _ in sections:
                 action.help = usual
 
-    def _arranged(self, groups: Sequence[_ArgumentGroup]) -> Iterator[_ArgumentGroup]:
+    def _arranged(self, groups: Sequence[_ArgumentGroup]) -> Iterator[Any]:
         actions = [action for group in groups for action in group._group_actions]
         first = [action for name in _FIRST for action in actions if action.dest.endswith(f".{name}")]
         if not first:
@@ -80,8 +80,8 @@ def _flags(cls: type, start: str = "--cfg") -> Iterator[str]:
     hints = get_type_hints(cls)
     for one in fields(cls):
         flag, hint = f"{start}.{one.name}", hints[one.name]
-        section = next((kind for kind in (hint, *get_args(hint)) if is_dataclass(kind)), None)
-        yield from (flag,) if section is None else _flags(section, flag)
+        sections = [kind for kind in (hint, *get_args(hint)) if isinstance(kind, type) and is_dataclass(kind)]
+        yield from _flags(sections[0], flag) if sections else (flag,)
 
 
 def refuse_misspelt(words: Sequence[str], completed: Completed) -> None:

@@ -14,8 +14,7 @@ from mm.formats.layout import Layout
 from mm.formats.manifest import MANIFEST_FILE
 from mm.formats.source import Directory, find, open_hf
 from mm.formats.source import open as open_source
-from mm.progress import Progress
-from mm.report import counted
+from mm.progress import Progress, counted
 from mm.weights.plan import dtype_name
 from mm.weights.views import Stored
 

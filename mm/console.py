@@ -111,6 +111,15 @@ def _words(completed: Completed) -> list[str]:
     return [word for word in completed.commands if not word.startswith("-")]
 
 
+def end_with_statuses(parser: argparse.ArgumentParser) -> None:
+    """End the help of ``parser`` and of all its commands with ``STATUSES``."""
+    parser.epilog = STATUSES
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                end_with_statuses(command)
+
+
 def add_common_flags(
     parser: argparse.ArgumentParser, version: str, program: str, completed: Callable[[], Completed] | None = None
 ) -> None:  # fmt: skip

@@ -168,4 +168,11 @@ def duration(seconds: float) -> str:
         return f"{seconds:.0f} s"
     if minutes < 120:
         return f"{minutes} min"
-    return f"{minutes // 60} h {minutes % 60} min" if seconds < 48 * 3600 else f"{hours // 24:,} days {hours % 24} h"
+    if minutes < 48 * 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{hours // 24:,} days {hours % 24} h"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: "1 file", "1,339 tensors"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"

@@ -161,11 +161,6 @@ def page(title: str, body: str) -> str:
         f"<style>{_STYLE}</style></head><body><main>\n<h1>{escape(title)}</h1>\n{body}\n</main></body></html>\n")
 
 
-def counted(number: int, noun: str) -> str:
-    """A number with its noun: "1 file", "1,339 tensors"."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
-
-
 def check_page(path: Path | None) -> None:
     """Raise UserError for an ``--html`` that cannot be written, before any work is done."""
     if path is None:

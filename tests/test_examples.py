@@ -4,7 +4,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 
 import pytest
 
@@ -191,30 +190,6 @@ def test_every_layout_variable_comes_from_the_environment(tmp_path):
     assert args.global_batch_size == 3 * 5 * 2
     assert (args.train_iters, args.pretrained_checkpoint, args.mm_model, args.mm_data, args.lr) == (
         7, "weights here", "m.json", "d.json", 2e-5)
-
-
-def test_a_flag_of_the_script_given_again_counts_with_a_note():
-    """As a user runs it, with the real Python."""
-    outcome = subprocess.run(
-        ["bash", str(EXAMPLES / "finetune_qwen2_5_vl_7b.sh"), "--dry-run", "--lr", "2e-5"],
-        env={**os.environ, "PYTHON": sys.executable}, cwd=ROOT,
-        capture_output=True, text=True, timeout=100, check=False,
-    )
-    assert outcome.returncode == 0, outcome.stderr
-    assert "--lr is given more than once (1.0e-5, 2e-5); the last one is used" in outcome.stdout
-
-
-@pytest.mark.parametrize(("script", "flag"), [("finetune", "--pretrained-checkpoint"), ("inference", "--load")])
-def test_a_load_path_that_does_not_exist_is_named_by_its_variable(tmp_path, script, flag):
-    """As a user runs it, with the real Python, and with the path that the script sets itself."""
-    for given in ({}, {"LOAD_PATH": str(tmp_path / "nowhere")}):
-        outcome = subprocess.run(
-            ["bash", str(EXAMPLES / f"{script}_qwen2_5_vl_7b.sh"), "--check"],
-            env={name: value for name, value in os.environ.items() if name != "LOAD_PATH"} | {"PYTHON": sys.executable}
-            | given, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)  # fmt: skip
-        assert outcome.returncode == 2
-        path = given.get("LOAD_PATH", "ckpt/mm_path/Qwen2.5-VL-7B-Instruct")
-        assert f"error: LOAD_PATH ({flag}) is '{path}', which is not a directory" in outcome.stderr
 
 
 def test_a_python_without_the_packages_is_refused(tmp_path):

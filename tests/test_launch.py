@@ -92,8 +92,8 @@ def test_of_two_launches_with_one_port_the_later_says_so_and_the_other_goes_on(t
         said = (tmp_path / "ab"[later]).read_text()
         assert launches[later].returncode == 2 and "Traceback" not in said, said
         assert said.splitlines()[-1] == (
-            f"error: MASTER_PORT {port} (--master_port) is in use on this machine, perhaps by another run that began at "
-            f"the same time; set another one on every node of this run, such as MASTER_PORT={port + 1}")
+            f"error: MASTER_PORT {port} (--master_port) is in use on this machine, perhaps by another run that began "
+            f"at the same time; set another one on every node of this run, such as MASTER_PORT={port + 1}")
         (tmp_path / "over").touch()
         assert launches[1 - later].wait(300) == 0
     finally:

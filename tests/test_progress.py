@@ -118,7 +118,7 @@ def test_a_terminal_shows_the_seconds_and_then_nothing(num_columns: int) -> None
 
 @pytest.mark.parametrize(("seconds", "text"), [
     (0.4, "0 s"), (119.4, "119 s"), (120, "2 min"), (7100, "118 min"), (7200, "2 h 0 min"), (8000, "2 h 13 min"),
-    (171_000, "47 h 30 min"), (172_800, "2 days 0 h"), (4_918_698, "56 days 22 h")])
+    (171_000, "47 h 30 min"), (172_799, "2 days 0 h"), (172_800, "2 days 0 h"), (4_918_698, "56 days 22 h")])
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 

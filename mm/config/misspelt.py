@@ -6,7 +6,7 @@ argparse has no hints, and complains first of the flag that a misspelt one was m
 import argparse
 from collections.abc import Iterable, Iterator, Sequence
 
-from mm.console import STATUSES, Completed, completed_parser
+from mm.console import Completed, completed_parser, end_with_statuses
 from mm.errors import nearest, refuse
 
 
@@ -21,17 +21,9 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Nam
     Raises UserError for commands and flags that do not exist, also for shortened ones; argparse ends the program after
     another mistake.
     """
-    _end_helps(parser)
+    end_with_statuses(parser)
     refuse(misspelt(words, parser.prog, completed_parser(parser)))
     return parser.parse_args(words)
-
-
-def _end_helps(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = STATUSES
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for command in action.choices.values():
-                _end_helps(command)
 
 
 def misspelt(words: Sequence[str], program: str, completed: Completed) -> Iterator[str]:

@@ -38,8 +38,7 @@ from mm.formats.qkv_order import QkvOrder
 from mm.formats.source import Source, open_hf
 from mm.formats.source import open as open_source
 from mm.formats.storage import RELEASE, Format, Storage, Structure, mindspeed_targets
-from mm.progress import Progress, ongoing
-from mm.report import counted
+from mm.progress import Progress, counted, ongoing
 from mm.weights.plan import CopyPlan, TargetFile, make_plan
 from mm.weights.views import View
 

@@ -131,7 +131,7 @@ def test_losses_of_long_samples_are_counted_in_every_report(flags: list[str], tm
 
 
 def test_check_says_which_keys_of_the_data_json_have_no_effect(flags: list[str], tmp_path: Path, capsys) -> None:
-    """Of MindSpeed-MM's own file for the 7B: each has its reason in one line, and is no error; the page says it too."""
+    """In MindSpeed-MM's own file for the 7B: each has its reason in one line, and is no error; the page says it too."""
     theirs = json.loads((EXAMPLES / "data_7b.json").read_text())
     ours = json.loads(Path(flags[1]).read_text())["dataset_param"]
     parts = theirs["dataset_param"]
@@ -269,11 +269,11 @@ def test_the_page_opens_in_a_browser(flags: list[str], tmp_path: Path) -> None:
     page, picture = tmp_path / "report.html", tmp_path / "report.png"
     main(["check", *flags, "--deep", "--html", str(page)])
     assert all(what in html.unescape(page.read_text()) for _, what in BROKEN.values())
-    browse(tmp_path, "--window-size=1060,2800", f"--screenshot={picture}", page.as_uri())
+    browse(tmp_path, "--window-size=1060,4000", f"--screenshot={picture}", page.as_uri())
     with Image.open(picture) as shot:
         pixels = np.asarray(shot.convert("RGB")).astype(int)
     blue = (np.abs(pixels - (0x3B, 0x7D, 0xD8)).sum(axis=2) < 12).mean()
-    assert pixels.shape[:2] == (2800, 1060) and 0.005 < blue < 0.4
+    assert pixels.shape[:2] == (4000, 1060) and 0.005 < blue < 0.4
     assert [content_width(page.read_text(), width, tmp_path) for width in WIDTHS] == [*WIDTHS]
     main(["show", *flags, "--sample", "1", "--html", str(page)])
     assert [content_width(page.read_text(), width, tmp_path) for width in WIDTHS] == [*WIDTHS]
