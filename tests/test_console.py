@@ -111,6 +111,14 @@ def tab(script: Path, *words: str) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_prints_a_script_for_each_shell(name: str, scripts: Path) -> None:
+    """It ends with the line that makes the shell use it for this command."""
+    ends = [(scripts / file).read_text().splitlines()[-1] for file in (name, f"{name}.zsh")]
+    assert ends[0].startswith("complete -o default ") and ends[1].startswith("compdef ")
+    assert all(end.endswith(f" {name}") for end in ends)
+
+
 @pytest.mark.parametrize(("words", "offered"), TABS)
 def test_tab_offers_flags_and_words(scripts: Path, words: str, offered: list[str]) -> None:
     """A value after "=" arrives as words of its own, because bash breaks words there."""
