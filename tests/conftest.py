@@ -4,6 +4,7 @@ import gc
 import importlib
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -24,6 +25,11 @@ os.environ |= {
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # torch would import any accelerator plugin that is installed
     "HF_HUB_OFFLINE": "1",
 }
+
+# A shell without job control starts what runs in the background with SIGINT ignored, and children inherit that: those
+# that tests interrupt would go on for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # What is imported and collected stays until the end, so the garbage collector leaves it alone: to scan these million
