@@ -23,7 +23,7 @@ from mm.formats.mindspeed import MindSpeedDirectory
 from mm.formats.qkv_order import QkvOrder
 from mm.formats.source import Kind, Source, find_kind, open_adapter, open_to_train, open_training
 from mm.formats.training_reader import TrainingDirectory
-from mm.progress import Progress
+from mm.progress import Progress, counted
 from mm.weights.lora import AdapterWeights, model_adapters
 from mm.weights.plan import TargetFile, make_plan
 from mm.weights.table import Place, Weight, model_weights
@@ -215,7 +215,7 @@ class Merge:
                 source.check()
             write(target, fingerprint, files, PLAIN_MODES, lambda output: self._fill(output, views, files),
                   lambda folder, _: write_other_files(self.like, folder, files))
-        print(f"{target} is complete: {len(files)} weight file{'s' * (len(files) != 1)}, {num_bytes:,} bytes.")
+        print(f"{target} is complete: {counted(len(files), 'weight file')}, {num_bytes:,} bytes.")
 
     def _fill(self, output: Output, views: Sequence[View], files: Sequence[TargetFile]) -> None:
         values, left = self._values(), [one for one in files if one.name not in output.finished]

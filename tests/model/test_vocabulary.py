@@ -219,7 +219,8 @@ def test_only_rounds_before_the_last_make_their_logits_again(num_targets: int, n
 
 
 with_cudas_torch = pytest.mark.skipif(
-    Version(torch.__version__) < MIN_TORCH, reason=f"CUDA's products need torch {MIN_TORCH.base_version}")
+    Version(torch.__version__) < MIN_TORCH,
+    reason=f"a run on CUDA is refused with a torch below {MIN_TORCH.base_version}, which lacks its products")
 REAL_VOCAB, REAL_HIDDEN, NUM_TARGETS, NUM_TOKENS = 151_936, 2048, 8000, 8192
 
 

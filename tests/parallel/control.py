@@ -119,13 +119,24 @@ def measured(num_ranks: int, name: str) -> tuple[Cost, Cost]:
 
 
 def computed(num_ranks: int, name: str) -> Cost:
-    """Cost after the first collective ``name``, in a group whose ranks connect when they first communicate.
-
-    A connection is an open file on both ranks and two calls of each of them, which read the other's address once.
-    """
+    """Cost after the first collective ``name``, in a group whose ranks connect when they first communicate."""
     n = num_ranks
-    num_connections = {"broadcast": n - 1, "gather": n - 1, "barrier": _num_barrier_connections(n)}.get(name, n)
-    return Cost(n + 4 * num_connections, 2 * ADDRESS_BYTES * num_connections, 4 * n + 2 * num_connections)
+    return _with_connections(
+        n, {"broadcast": n - 1, "gather": n - 1, "barrier": _num_barrier_connections(n)}.get(name, n), ADDRESS_BYTES)
+
+
+def computed_of_pairs(num_ranks: int) -> Cost:
+    """Cost of a new group with gloo as torch had it before 2.8: each rank connects to every other at once.
+
+    An address is read together with what belongs to the other ranks of the group.
+    """
+    return _with_connections(num_ranks, math.comb(num_ranks, 2), ADDRESS_BYTES + 8 * num_ranks)
+
+
+def _with_connections(num_ranks: int, num_connections: int, address_bytes: int) -> Cost:
+    """A connection is an open file on both ranks and two calls of each of them, which read the other's address once."""
+    return Cost(num_ranks + 4 * num_connections, 2 * address_bytes * num_connections,
+                4 * num_ranks + 2 * num_connections)
 
 
 def _num_barrier_connections(num_ranks: int) -> int:

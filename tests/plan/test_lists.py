@@ -52,8 +52,8 @@ def test_possible_lists_are_all_legal_ones(num_vision, num_language, num_stages,
 def test_the_search_finds_the_best_lists_or_nearly_so(data, are_few, shape) -> None:
     """Layers of drawn costs, several microbatches; every legal pair of lists is tried here.
 
-    ``are_few``: the search tries all of them, too; else it may end above the best: of eight layers, whose moves are
-    coarse, at most 19.3 % above was found in 6,000 drawn cases.
+    ``are_few``: the search tries all of them, too; else it may end above the best.  Of eight layers, whose moves are
+    coarse, 3 of 20,000 drawn cases ended more than 20 % above, the worst 28 %.
     """
     (num_stages, num_chunks), num_vision, num_language = shape, 3, 5
     seconds = st.floats(0.5, 2.0)
@@ -83,7 +83,7 @@ def test_the_search_finds_the_best_lists_or_nearly_so(data, are_few, shape) -> N
         found, least = best_lists(start, costs)
     assert cost(found) == least <= cost(start)
     best = min(map(cost, possible))
-    assert least <= (1 + LEAST_GAIN if are_few else 5 / 4) * best * (1 + 1e-9)
+    assert least <= (1 + LEAST_GAIN if are_few else 6 / 5) * best * (1 + 1e-9)
 
 
 def test_lists_that_do_not_fit_are_not_proposed() -> None:
