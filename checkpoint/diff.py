@@ -12,14 +12,13 @@ from checkpoint.causes import guess, misfit_cause, missing_head_cause
 from mm.config.model import ModelConfig
 from mm.conversion.compare import Finding, Unequal, compare, held_dtype
 from mm.conversion.convert import HF_DIR, num_threads
-from mm.errors import UserError, naming
+from mm.errors import UserError, counted, naming
 from mm.formats.hf import HFDirectory
 from mm.formats.hf_config import differences
 from mm.formats.manifest import MANIFEST_FILE
 from mm.formats.mindspeed import MindSpeedDirectory
 from mm.formats.source import Kind, Source, find_kind
 from mm.formats.source import open as open_source
-from mm.progress import counted
 from mm.weights.cut import Span
 from mm.weights.plan import dtype_name
 from mm.weights.table import Weight, model_weights

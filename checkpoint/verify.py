@@ -7,14 +7,14 @@ from pathlib import Path
 
 from mm.conversion.compare import is_right
 from mm.conversion.convert import HF_DIR, LAYOUT, num_threads
-from mm.errors import UserError, naming, refuse
+from mm.errors import UserError, counted, naming, refuse
 from mm.formats.files import Files
 from mm.formats.hf import HFDirectory
 from mm.formats.layout import Layout
 from mm.formats.manifest import MANIFEST_FILE
 from mm.formats.source import Directory, find, open_hf
 from mm.formats.source import open as open_source
-from mm.progress import Progress, counted
+from mm.progress import Progress
 from mm.weights.plan import dtype_name
 from mm.weights.views import Stored
 

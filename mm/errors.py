@@ -50,6 +50,11 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub(lambda found: repr(found[0])[1:-1], redacted(text))
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: "1 file", "1,339 tensors"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def redacted(text: str) -> str:
     """``text`` with the credentials in its URLs hidden."""
     if "://" not in text:

@@ -171,8 +171,3 @@ def duration(seconds: float) -> str:
     if minutes < 48 * 60:
         return f"{minutes // 60} h {minutes % 60} min"
     return f"{hours // 24:,} days {hours % 24} h"
-
-
-def counted(number: int, noun: str) -> str:
-    """A number with its noun: "1 file", "1,339 tensors"."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"

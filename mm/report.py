@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mm.errors import MAX_PROBLEMS, UserError, printable
+from mm.errors import MAX_PROBLEMS, UserError, counted, printable
 from mm.files import write_whole
 
 _BAR_CHARACTERS = 40
@@ -120,7 +120,7 @@ class Report:
         The problems are before the statistics, which may be many screens long.
         """
         num = len(self.problems)
-        heading = f"{num:,} problem{'s' * (num != 1)}" if num else "No problems"
+        heading = counted(num, "problem") if num else "No problems"
         first, statistics = Report("", self.facts, notes=self.notes), replace(self, facts=(), notes=())
         return page(self.title, "\n".join([
             first.body(), f"<h2>{heading}</h2>", *self._html_problems(pictures or {}), statistics.body()]))
@@ -261,7 +261,7 @@ def _svg(histogram: Histogram) -> str:
         anchor = "middle" if 0 < x < _WIDTH else "end" if x else "start"
         elements.append(f'<text x="{x:.1f}" y="{_HEIGHT - 6}" text-anchor="{anchor}">'
                         f"{histogram.edges[number]:,.0f}</text>")
-    highest = f"highest bar: {most:,} sample{'s' * (most != 1)}"
+    highest = f"highest bar: {counted(most, 'sample')}"
     return (f'<figure><figcaption><b>{escape(histogram.title)} {escape(histogram.unit)}</b> <small>({highest})</small>'
             f'</figcaption><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{"".join(elements)}</svg></figure>')
 
@@ -271,7 +271,7 @@ def _svg_bars(counts: Sequence[int], edges: Sequence[float], each: float, scale:
     for number, count in enumerate(counts):
         height = max(count * scale, 1.0 if count else 0.0)
         least, most = edges[number], edges[number + 1] - 1
-        hover = f"{least:,.0f}{f' to {most:,.0f}' if most > least else ''}: {count:,} sample{'s' * (count != 1)}"
+        hover = f"{least:,.0f}{f' to {most:,.0f}' if most > least else ''}: {counted(count, 'sample')}"
         yield (f'<rect x="{number * each + 1:.1f}" y="{floor - height:.1f}" width="{max(each - 2, 1):.1f}" '
                f'height="{height:.1f}"><title>{hover}</title></rect>')
     yield f'<line x1="0" y1="{floor}" x2="{_WIDTH}" y2="{floor}"/>'

@@ -12,7 +12,7 @@ from torch import Tensor
 from mm.config.model import ModelConfig
 from mm.conversion.convert import LAYOUT, Conversion, Options, check_replaceable, fingerprint_of, write
 from mm.ending import print_notes
-from mm.errors import UserError, refuse
+from mm.errors import UserError, counted, refuse
 from mm.formats.adapter import CONFIG_FILE, AdapterDirectory, adapter_targets, config_text, is_peft_directory
 from mm.formats.atomic import PLAIN_MODES, Crc32s, Output, is_complete, tidy
 from mm.formats.files import Files
@@ -23,7 +23,7 @@ from mm.formats.mindspeed import MindSpeedDirectory
 from mm.formats.qkv_order import QkvOrder
 from mm.formats.source import Kind, Source, find_kind, open_adapter, open_to_train, open_training
 from mm.formats.training_reader import TrainingDirectory
-from mm.progress import Progress, counted
+from mm.progress import Progress
 from mm.weights.lora import AdapterWeights, model_adapters
 from mm.weights.plan import TargetFile, make_plan
 from mm.weights.table import Place, Weight, model_weights

@@ -15,7 +15,7 @@ from pathlib import Path
 from mm.config.flags import VitQkvOrder
 from mm.conversion.compare import is_right
 from mm.ending import print_notes
-from mm.errors import UserError
+from mm.errors import UserError, counted
 from mm.formats.atomic import (
     MEGATRON_MODES,
     PLAIN_MODES,
@@ -38,7 +38,7 @@ from mm.formats.qkv_order import QkvOrder
 from mm.formats.source import Source, open_hf
 from mm.formats.source import open as open_source
 from mm.formats.storage import RELEASE, Format, Storage, Structure, mindspeed_targets
-from mm.progress import Progress, counted, ongoing
+from mm.progress import Progress, ongoing
 from mm.weights.plan import CopyPlan, TargetFile, make_plan
 from mm.weights.views import View
 
