@@ -89,8 +89,7 @@ class Lists:
     def shifts(self) -> Iterator["Lists"]:
         """Every legal pair of lists in which one slot ends at another layer, with the slots that this makes empty."""
         num_vision, num_layers, num_stages = sum(map(sum, self.vision)), self._num_layers, len(next(iter(self.vision)))
-        slots = zip(*([count for chunk in one for count in chunk] for one in (self.vision, self.language)), strict=True)
-        *ends, _ = accumulate(vision + language for vision, language in slots)
+        *ends, _ = accumulate(vision + language for vision, language in zip(*self._counts, strict=True))
         for slot, here in enumerate(ends):
             for end in (one for one in range(num_layers + 1) if one != here):
                 before, after = (min(one, end) for one in ends[:slot]), (max(one, end) for one in ends[slot + 1 :])
@@ -121,6 +120,12 @@ class Lists:
             yield self._ended((*ends, num_layers), num_vision, num_stages)
 
     @property
+    def _counts(self) -> tuple[list[int], list[int]]:
+        """Layers of the ViT and of the LLM in each slot."""
+        vision, language = ([count for chunk in one for count in chunk] for one in (self.vision, self.language))
+        return vision, language
+
+    @property
     def _num_layers(self) -> int:
         return sum(map(sum, (*self.vision, *self.language)))
 
@@ -131,7 +136,7 @@ class Lists:
     @property
     def is_legal(self) -> bool:
         """Whether no LLM layer comes before the last ViT layer, as ``mm.placement.layout_problems`` has it."""
-        vision, language = ([count for chunk in one for count in chunk] for one in (self.vision, self.language))
+        vision, language = self._counts
         return not any(language[: max(slot for slot, count in enumerate(vision) if count)])
 
 
