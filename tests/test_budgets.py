@@ -185,7 +185,7 @@ def test_host_reads_of_a_step(traced) -> None:
 
 
 def test_flops_are_those_of_the_model(traced) -> None:
-    """Measured 0.96 % more: five products in attention's backward where the model's count has four, logits of 2,048
+    """Measured 0.96% more: five products in attention's backward where the model's count has four, logits of 2,048
     of the 2,220 targets a second time, and columns that pad the ViT's ffn."""
     step = traced(WHOLE)
     assert step.total("forward", "backward").flops == pytest.approx(step.model_flops, rel=0.012)
@@ -224,7 +224,7 @@ def rows_of(step: Trace) -> MicrobatchSizes:
     name for name, case in MEMORY_CASES.items() if case.encoder_batch in (1, case.num_microbatches)])
 def test_kept_bytes_are_those_of_the_formula(traced, name: str) -> None:
     """When the first backward pass begins, which is the peak unless passes of the ViT for several microbatches overlap
-    later.  Measured at most 0.7 % off, but for a message on its way, 22.7 MB."""
+    later.  Measured at most 0.7% off, but for a message on its way, 22.7 MB."""
     case, step, memory = MEMORY_CASES[name], traced(MEMORY_CASES[name]), formulas(MEMORY_CASES[name])
     (chunk,), rows = memory.chunks, rows_of(step)
     (num_in_flight,) = memory.in_flight(rows, case.num_microbatches)
@@ -236,9 +236,9 @@ def test_kept_bytes_are_those_of_the_formula(traced, name: str) -> None:
 
 @pytest.mark.parametrize("name", MEMORY_CASES)
 def test_peak_is_that_of_the_formula(traced, name: str) -> None:
-    """Measured 0.3 % below to 2.9 % above, where a few recomputed layers work on little else: it counts all that such
-    a layer makes as alive at once.  The same is up to 6.7 % where activations are offloaded and few layers have small
-    states, and 0.5 % for a model of real size."""
+    """Measured 0.3% below to 2.9% above, where a few recomputed layers work on little else: it counts all that such
+    a layer makes as alive at once.  The same is up to 6.7% where activations are offloaded and few layers have small
+    states, and 0.5% for a model of real size."""
     case, step = MEMORY_CASES[name], traced(MEMORY_CASES[name])
     peak = formulas(case).peak_bytes(rows_of(step), case.num_microbatches, step.state_bytes)
     assert 0.995 <= peak / step.peak_bytes <= (1.07 if case.offload and case.layers else 1.03)
@@ -248,7 +248,7 @@ def test_peak_is_that_of_the_formula(traced, name: str) -> None:
     "3B, few layers, selective", "3B, few layers, full recompute", "3B, few layers, frozen ViT",
     "3B, first of two stages", "3B, last of two stages", "3B, few layers, TP 2, sequence", "3B, few layers, Ulysses 2"])
 def test_a_validation_needs_no_more_memory_than_a_step(traced, name: str) -> None:
-    """By the formula.  Measured: the peak beside the states is 9 % (first of two stages) to 49 % of the formula's."""
+    """By the formula.  Measured: the peak beside the states is 9% (first of two stages) to 49% of the formula's."""
     case = replace(MEMORY_CASES[name], forward_only=True)
     found = traced(case)
     assert found.peak_bytes <= formulas(case).peak_bytes(rows_of(found), case.num_microbatches, found.state_bytes)

@@ -54,7 +54,7 @@ def sharded(case: Case, *more: str, strategy: tuple[str, str] = SHARDS) -> tuple
 @pytest.mark.parametrize("name", SHARDED)
 @pytest.mark.parametrize("more", [(), ("--overlap-grad-reduce",)], ids=str)
 def test_the_memory_of_gradients_in_shards_is_that_of_the_dry_run(traced, name: str, more: tuple[str, ...]) -> None:
-    """States to some padding; the formula measured 0.3 % below to 2.8 % above the peak, and 5.2 % on the first of two
+    """States to some padding; the formula measured 0.3% below to 2.8% above the peak, and 5.2% on the first of two
     stages, whose activations are gone when the word embedding's gradient is made."""
     from tests.plan.test_stages import sizes
 
@@ -87,7 +87,7 @@ def test_gradients_in_shards(traced, more: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("name", ["3B", "7B, frozen ViT"])
 @pytest.mark.parametrize("more", [(), OVERLAPPED], ids=str)
 def test_the_memory_of_weights_in_shards_is_that_of_the_dry_run(traced, name: str, more: tuple[str, ...]) -> None:
-    """States exactly, but for norms and biases, which are also kept whole; the formula measured 1.5 to 2.9 % above the
+    """States exactly, but for norms and biases, which are also kept whole; the formula measured 1.5 to 2.9% above the
     peak."""
     from tests.plan.test_stages import sizes
 

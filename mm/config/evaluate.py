@@ -171,7 +171,7 @@ def _problems(
 def _peer_notes(benchmark: str | None) -> Iterator[str]:
     """Differences from MindSpeed-MM."""
     if benchmark == "chartqa":
-        yield "a number is right within 5 % of the correct answer, as published; MindSpeed-MM uses 5 % of the model's"
+        yield "a number is right within 5% of the correct answer, as published; MindSpeed-MM uses 5% of the model's"
     if benchmark in ("ai2d", "mmmu"):
         yield ("an option letter counts only in the last four words of an answer, as in current VLMEvalKit; "
                "MindSpeed-MM accepts it anywhere")

@@ -1,6 +1,5 @@
 """The environment variables by which a launcher such as torchrun describes its ranks."""
 
-import os
 from collections.abc import Iterator, Mapping
 
 
@@ -38,6 +37,6 @@ def world_problems(environment: Mapping[str, str], world_size: int | None, rehea
                f"flag, or unset the variable to check beforehand")
 
 
-def named_in_script(flag: str, path: str | None, environment: Mapping[str, str] = os.environ) -> str:
+def named_in_script(flag: str, path: str | None, environment: Mapping[str, str]) -> str:
     """``flag``, after the variable of the scripts that gave it ``path``: their users set that, and see no flag."""
     return f"LOAD_PATH ({flag})" if path and environment.get("LOAD_PATH") == path else flag

@@ -23,7 +23,7 @@ from mm.data.index.gauge import Gauge
 from mm.data.index.sample_files import SPLITS, Split
 from mm.data_tool.kinds import pictures_by_kind
 from mm.data_tool.llava import convert_llava, summary
-from mm.data_tool.mock import Mock
+from mm.data_tool.mock import HELP, Mock
 from mm.data_tool.show import Shown
 from mm.data_tool.survey import MediaFindings, look, survey
 from mm.ending import print_notes, refused
@@ -211,14 +211,6 @@ def _show(flags: argparse.Namespace) -> None:
         print("\n" + write_page(flags.html, shown.html()))
 
 
-_MOCK_HELP = {
-    "num_samples": "samples", "num_images": "images of each sample", "width": "pixels of an image from left to right",
-    "height": "pixels of an image from top to bottom", "text_length": "length of each answer",
-    "num_pictures": "different image files, which the samples share", "seed": "draws images and texts",
-}  # fmt: skip
-"""What the fields of ``Mock`` mean, for the help."""
-
-
 def _add_mock(commands: Any) -> None:
     parser = commands.add_parser("mock", help="generate data of a given size",
                                  description="Random images and texts, for trying out memory use and speed.")
@@ -227,7 +219,7 @@ def _add_mock(commands: Any) -> None:
     sizes = parser.add_argument_group("Sizes")
     for one in dataclasses.fields(Mock):
         sizes.add_argument(f"--{one.name.replace('_', '-')}", type=int, default=one.default,
-                           help=f"{_MOCK_HELP[one.name]} (default: %(default)s)")
+                           help=f"{one.metadata[HELP]} (default: %(default)s)")
     sizes.add_argument("--tokenizer", help="Hugging Face directory; --text-length counts its tokens (default: words)")
     parser.set_defaults(run=_mock)
 

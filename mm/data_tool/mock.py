@@ -1,7 +1,7 @@
 """Generated data of a given size, for trying out memory use and speed before the real data exist."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +16,21 @@ _WORDS = ("the", "a", "picture", "shows", "two", "red", "small", "house", "on", 
           "tree", "near", "water", "under", "open", "sky")  # fmt: skip
 """Each is one token of Qwen's tokenizer when preceded by a space."""
 
+HELP = "help"
+"""The key under which each field of ``Mock`` says what it means, for the help of its flag."""
+
 
 @dataclass(frozen=True)
 class Mock:
     """The size of a generated dataset.  All samples have the same size, and no two are equal."""
 
-    num_samples: int = 100
-    num_images: int = 1
-    """Images per sample."""
-    width: int = 640
-    height: int = 480
-    text_length: int = 256
-    """Length of the answer: in tokens if a tokenizer is given, otherwise in words."""
-    num_pictures: int = 16
-    """Number of different image files, which samples share."""
-    seed: int = 1234
+    num_samples: int = field(default=100, metadata={HELP: "samples"})
+    num_images: int = field(default=1, metadata={HELP: "images of each sample"})
+    width: int = field(default=640, metadata={HELP: "pixels of an image from left to right"})
+    height: int = field(default=480, metadata={HELP: "pixels of an image from top to bottom"})
+    text_length: int = field(default=256, metadata={HELP: "length of each answer, in tokens of the tokenizer or words"})
+    num_pictures: int = field(default=16, metadata={HELP: "different image files, which the samples share"})
+    seed: int = field(default=1234, metadata={HELP: "draws images and texts"})
 
     def write(self, directory: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:
         """Write ``data.jsonl`` and ``images/`` to ``directory``; returns the path of the former.

@@ -152,7 +152,7 @@ class _Repeated:
         self._others: dict[str, str] = {}
 
     def add(self, one: str, where: str) -> None:
-        """Add a value.  The same where may occur several times, because of a rate above 100 %."""
+        """Add a value.  The same where may occur several times, because of a rate above 100%."""
         if self._first.setdefault(one, where) != where:
             self._others.setdefault(one, where)
 

@@ -322,7 +322,7 @@ _A2, _A3 = Links(196e9, 25e9), Links(196e9, 196e9, node_size=16)
 _CANN = "CANN's platform_config: cube cores x 8,192 FLOP x cube frequency"
 _MSMODELING = "Huawei's msmodeling, device profile"
 _KNOWN_DEVICES = (
-    # Huawei's data sheets give fp16, which is 6 to 14 % more: 376, 313 and 280 TFLOP/s for A2, 752 for both dies of A3.
+    # Huawei's data sheets give fp16, which is 6 to 14% more: 376, 313 and 280 TFLOP/s for A2, 752 for both dies of A3.
     # Each die of a 910C (A3) is a separate device, with half of the chip's 128 GB.
     _known("Ascend910B1", r"Ascend910B1", 363.7, 64, f"{_CANN} (24, 1.85 GHz)", _A2),
     _known("Ascend910B2", r"Ascend910B2", 353.9, 64, f"{_MSMODELING} ATLAS_800_A2_376T_64G (24, 1.8 GHz)", _A2),

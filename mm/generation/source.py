@@ -50,7 +50,7 @@ def find(asking: Asking) -> ModelFiles:
     """Open the weights, and place the model on its stages.  Raises UserError with the problems."""
     args, stated = asking.args, asking.inference.model if asking.inference else None
     base, named_by = asking.directory, asking.directory_is_named_by
-    named = named_in_script("--load", args.load)
+    named = named_in_script("--load", args.load, os.environ)
     if is_without_base := base is None and is_peft_directory(args.load):
         base, named_by = _stated_base(args.load, named)
     if base is not None and not os.path.isdir(base):

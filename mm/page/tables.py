@@ -24,7 +24,7 @@ def tables(record: RunRecord) -> Iterator[Table]:
         (f"{row['iteration']:,}", _value(row["validation_loss"]), _best(row), f"{row['num_samples']:,}",
          f"{row['validation_seconds']:,.1f}") for row in history.validations])
     yield from _latest("Scored answers", history.num_scores, ("step", "score", "questions", "truncated", "seconds"), [
-        (f"{row['iteration']:,}", f"{row['validation_score_percent']:.2f} %", f"{row['num_questions']:,}",
+        (f"{row['iteration']:,}", f"{row['validation_score_percent']:.2f}%", f"{row['num_questions']:,}",
          f"{row['num_truncated_answers']:,}", f"{row['answer_seconds']:,.1f}") for row in history.score_rows])
     yield from _latest("Bad steps and spikes", history.num_spikes, ("step", "why", "weights", "samples"), [
         (f"{row['iteration']:,}", str(row["why"]), "unchanged" if row["skipped"] else "updated",
@@ -74,7 +74,7 @@ def _slowest(record: RunRecord) -> Iterator[Table]:
         (", ".join(map(str, one["ranks"])), str(one["stage"]), str(one["replica"]),
          ", ".join(f"{host} {device}" for host, device in zip(one["hosts"], one["devices"], strict=True)),
          *(f"{1000 * one[name]:,.0f} ms" for name in ("work_seconds", "data_seconds", "wait_seconds")),
-         f"{100 * one['share']:+,.0f} %, other {one['compared_with']}") for one in row["slowest_ranks"]))
+         f"{100 * one['share']:+,.0f}%, other {one['compared_with']}") for one in row["slowest_ranks"]))
 
 
 def _memory(record: RunRecord) -> Iterator[Table]:

@@ -58,11 +58,9 @@ def layout_report(plan: LayoutPlan) -> Report:
     rows += [] if plan.present is None else [_row("now", plan.present, plan)]
     tables = [Table("Layouts: all train on the same samples in each step, with the same loss and gradients", _HEAD,
                     tuple(rows))]
-    if plan.changes and plan.present is not None:
-        base = plan.present.step.seconds
+    if changes := _gains(plan)[:_MAX_CHANGES]:
         tables.append(Table("Single changes of the present layout", ("change", "step, s", "speed"), tuple(
-            (what, f"{one.step.seconds:.4g}", f"{base / one.step.seconds - 1:+.1%}")
-            for what, one in plan.changes[:_MAX_CHANGES])))
+            (what, f"{seconds:.4g}", f"{gain:+.1%}") for what, seconds, gain in changes)))
     if plan.learnt:
         base = _samples_per_second(best)
         head = ("change", "step, s", "samples/s", "GiB")
@@ -192,8 +190,17 @@ def _now(plan: LayoutPlan) -> str:
         return "the present layout is not legal: " + "; ".join(plan.present_problems)
     if plan.present is None:
         return "the calibration lacks blocks of the present layout"
-    gains = [(what, plan.present.step.seconds / one.step.seconds - 1) for what, one in plan.changes]
-    what, gain = gains[0] if gains else ("", 0.0)
+    what, _, gain = next(iter(_gains(plan)), ("", 0.0, 0.0))
     if gain < MIN_SPEEDUP - 1:
         return f"no single change of the present layout makes it more than {MIN_SPEEDUP - 1:.0%} faster"
     return f"the one change that gains most: {what} ({gain:+.1%} speed)"
+
+
+def _gains(plan: LayoutPlan) -> list[tuple[str, float, float]]:
+    """What to change in the present layout, the step's seconds after it, and the share of speed that it gains; only
+    changes whose gain is not 0.0% when rounded."""
+    if plan.present is None:
+        return []
+    seconds = plan.present.step.seconds
+    found = ((what, one.step.seconds, seconds / one.step.seconds - 1) for what, one in plan.changes)
+    return [one for one in found if one[2] >= 0.0005]

@@ -36,7 +36,7 @@ def results_page(scores: Mapping[str, Any], settings: Mapping[str, Any], found: 
     whole = report(scores, settings)
     facts, tables = replace(whole, tables=()), replace(whole, facts=())
     answers = f"<h2>{heading}</h2>\n{shown}" if worst else "<h2>All answers are right</h2>"
-    return page(f"{scores['benchmark']}: {scores['headline']['score_percent']:.2f} %",
+    return page(f"{scores['benchmark']}: {scores['headline']['score_percent']:.2f}%",
                 f"{facts.body()}\n{answers}\n{tables.body()}")
 
 
@@ -68,7 +68,7 @@ def _rows(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _percent(value: Mapping[str, Any]) -> str:
-    return f"{value['score_percent']:.2f} %"
+    return f"{value['score_percent']:.2f}%"
 
 
 def _answer(decoder: Decoder, scored: ScoredItem) -> str:
@@ -77,7 +77,7 @@ def _answer(decoder: Decoder, scored: ScoredItem) -> str:
     shown = "".join(_image(decoder, item) for item in images[:_MAX_IMAGES])
     options = "".join(f"\n{letter}. {text}" for letter, text in scored.item.options.items())
     rows = (("question", scored.item.question + options), ("answered", scored.answer.text or "(nothing)"),
-            ("right", " | ".join(scored.item.right)), ("score", f"{100 * scored.score:.1f} %"),
+            ("right", " | ".join(scored.item.right)), ("score", f"{100 * scored.score:.1f}%"),
             ("where", f"{scored.item.where}, index {scored.item.index}"))
     cells = "".join(f'<tr><th>{name}</th><td style="white-space: pre-wrap">{html.escape(text)}</td></tr>'
                     for name, text in rows)

@@ -15,7 +15,7 @@ REFERENCES: Mapping[Rule, str] = {
     "choice": "the option that the answer names, as VLMEvalKit's can_infer finds it (vlmeval/utils/matching_util.py)",
     "exact": "equal except for case and outer spaces, VLMEvalKit's 'accuracy' (vlmeval/dataset/utils/vqa_eval.py)",
     "anls": "average normalised Levenshtein similarity, 0 below 0.5 (arXiv:1905.13648; computed as VLMEvalKit does)",
-    "relaxed": "numbers within 5 %, other texts equal except for case (arXiv:2203.10244, section 5.1, pix2struct)",
+    "relaxed": "numbers within 5%, other texts equal except for case (arXiv:2203.10244, section 5.1, pix2struct)",
 }
 """Description of each rule, and where it is published."""
 
@@ -53,7 +53,7 @@ def score(rule: Rule, answer: str, right: Sequence[str], options: Mapping[str, s
 
 
 def is_about(answer: str, right: str) -> bool:
-    """Relaxed accuracy: a number within 5 % of the right one, or the same text ignoring case.
+    """Relaxed accuracy: a number within 5% of the right one, or the same text ignoring case.
 
     ``25%`` is the number 0.25.  A number with a unit or thousands separators is a text, and 0 is compared as text, as
     in the published code.

@@ -167,7 +167,7 @@ def _differences(one: StepTimeline, other: StepTimeline, y: float) -> Iterator[s
 
 def _numbers(values: Sequence[float], y: float) -> Iterator[str]:
     for value, x in zip(values, _COLUMNS.values(), strict=True):
-        yield _text(x, y, f"{100 * value:.1f} %", anchor="end")
+        yield _text(x, y, f"{100 * value:.1f}%", anchor="end")
 
 
 def _axis(seconds: float, pixels: float, bottom: float) -> Iterator[str]:
@@ -196,7 +196,7 @@ def _explanation(num_chunks: int, has_prediction: bool) -> Iterator[str]:
     letters = ", with its chunk as a letter" if num_chunks > 1 else ""
     yield f"The number in a box is the microbatch, counted from 0{letters}."
     yield ("busy: forward, backward and their inputs. waits: messages, visual tokens, data, gradient reduction and the "
-           "gradient norm. update: without that. idle: nothing recorded. These four sum to 100 % of the step.")
+           "gradient norm. update: without that. idle: nothing recorded. These four sum to 100% of the step.")
     yield "bubble: not busy, as a share of the time from the first forward to the last backward of any stage."
     if has_prediction:
         yield ("predicted: other forward and idle are the host's work for a pass, inside and outside of its layers; "

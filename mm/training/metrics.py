@@ -120,7 +120,7 @@ def score_line(found: ScoreMetrics, benchmark: str) -> str:
     """The log line of a score, like ``validation_line``."""
     fields = [
         f"validation score at iteration {found.iteration}",
-        f"{benchmark}: {found.validation_score_percent:.2f} %",
+        f"{benchmark}: {found.validation_score_percent:.2f}%",
         f"questions: {found.num_questions}",
         f"truncated answers: {found.num_truncated_answers}",
         f"elapsed time (ms): {1000 * found.answer_seconds:.1f}",

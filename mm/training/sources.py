@@ -48,7 +48,7 @@ def with_start(run: Run) -> Run:
     begins = f"{found}the run starts from the weights of"
     if (base := args.pretrained_checkpoint) is not None:
         if os.path.isdir(base) and not is_peft_directory(base):  # a dry run goes on without it
-            find_kind(base, named_in_script("--pretrained-checkpoint", base))
+            find_kind(base, named_in_script("--pretrained-checkpoint", base, os.environ))
         note = f"{begins} {base} (--pretrained-checkpoint)"
         args = replace(args, load=base, no_load_optim=True, no_load_rng=True)
     elif args.load_base_model is not None:

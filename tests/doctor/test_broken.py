@@ -239,7 +239,7 @@ def _install_as(package: str, version: str, environment: Path) -> None:
 
 
 def test_a_device_that_computes_something_else_is_named(tmp_path: Path) -> None:
-    """The norm of torch is 5 % off on device 1, as with a broken kernel or driver; without the file, all is well
+    """The norm of torch is 5% off on device 1, as with a broken kernel or driver; without the file, all is well
     (``test_this_environment_is_whole``)."""
     (tmp_path / "sitecustomize.py").write_text(
         "import os\nif os.environ.get('LOCAL_RANK') == '1':\n"

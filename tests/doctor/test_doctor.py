@@ -212,7 +212,7 @@ def test_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_device_that_computes_something_else(tmp_path: Path) -> None:
-    """A norm that is 1 % off, and an all-reduce that loses a rank."""
+    """A norm that is 1% off, and an all-reduce that loses a rank."""
     run_ranks(2, "tests.doctor.broken_rank", str(tmp_path))
     faults = {one.name: one.what for one in read_lines((tmp_path / FOUND).read_bytes()) if one.level == Level.FAULT}
     assert faults.keys() == {"links", "training step in fp32", "training step in bf16"}

@@ -40,9 +40,9 @@ def test_the_page_says_what_the_files_say(tmp_path: Path) -> None:
         for number in range(60)) + '{"cut')
     text = shown(folder)
     for part in ("model.json (8 ViT layers + 4 LLM layers)", "tensor 2 x context 1 x pipeline 2 x data 1 = 4 ranks",
-                 "torch 2.13.0", "2026-11-28 12:00:00", "100 of 400 (25.0 %)", "4 min", "100, median of the last 100",
+                 "torch 2.13.0", "2026-11-28 12:00:00", "100 of 400 (25.0%)", "4 min", "100, median of the last 100",
                  "unknown: no peak", "0.625, step 50", "Validations (1)", "the loss is 7", "unchanged",
-                 "0, 1, 2, 3, 4, 5, 6, 7 and 82 more", "n1 npu:3", "2,000 ms", "+100 %, other replicas",
+                 "0, 1, 2, 3, 4, 5, 6, 7 and 82 more", "n1 npu:3", "2,000 ms", "+100%, other replicas",
                  "Samples left out (60; the first 50)", "a.json:49", "arguments.lr 1e-05"):
         assert part in text, part
     assert "a.weight" not in text and "a.json:50" not in text
@@ -108,7 +108,7 @@ def test_answers_with_their_images_and_their_history(tmp_path: Path) -> None:
     text = PageReader(html).text
     assert html.count(base64.b64encode(b"JPEG").decode()) == 2
     assert re.findall(r"(\d)\. Which is it", text) == ["2", "3", "1"]  # the right one last
-    assert re.findall(r"step (\d+) at \1 (\d+) %", text[text.index("1. Which") :]) == [
+    assert re.findall(r"step (\d+) at \1 (\d+)%", text[text.index("1. Which") :]) == [
         ("10", "0"), ("30", "0"), ("50", "0"), ("70", "100"), ("90", "100")]
 
 

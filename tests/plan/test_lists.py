@@ -53,7 +53,7 @@ def test_the_search_finds_the_best_lists_or_nearly_so(data, are_few, shape) -> N
     """Layers of drawn costs, several microbatches; every legal pair of lists is tried here.
 
     ``are_few``: the search tries all of them, too; else it may end above the best.  Of eight layers, whose moves are
-    coarse, one of 10,000 drawn cases ended more than 20 % above, by 28 %.
+    coarse, one of 10,000 drawn cases ended more than 20% above, by 28%.
     """
     (num_stages, num_chunks), num_vision, num_language = shape, 3, 5
     seconds = st.floats(0.5, 2.0)

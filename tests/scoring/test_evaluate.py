@@ -97,7 +97,7 @@ def test_each_benchmark(root, done, name):
         assert one["right"] == list(right) and one["score"] == score(scores["rule"], one["prediction"], right, options)
     mean = 100 * sum(one["score"] for one in found) / len(found)
     assert scores["overall"]["score_percent"] == pytest.approx(mean, abs=1e-4)
-    assert f"{scores['headline']['score_percent']:.2f} %" in done[name]["out"]
+    assert f"{scores['headline']['score_percent']:.2f}%" in done[name]["out"]
     assert len({one["prediction"] for one in found}) > 1, "the model sees the pictures"
 
 

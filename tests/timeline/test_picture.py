@@ -40,7 +40,7 @@ def test_boxes_are_labelled() -> None:
         "LLM forward 0b", "ViT forward 0b", "LLM forward 1b", "ViT and LLM backward 0b", "LLM backward 1b"]
     assert titles[1].endswith(": 1,000.00 to 2,000.00 ms")
     texts = [one.text or "" for one in picture.iter(f"{SVG}text")]
-    assert {"stage 0 (rank 0)", "0b", "100.0 %", "4,500", "time (ms)", "bubble"} <= set(texts)
+    assert {"stage 0 (rank 0)", "0b", "100.0%", "4,500", "time (ms)", "bubble"} <= set(texts)
     assert "Microbatches: 2, stages: 1, each of 2 chunks, time: 5,000.0 ms." in " ".join(texts)
 
 

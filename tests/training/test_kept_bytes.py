@@ -12,7 +12,7 @@ from tests.launch import run_ranks
 from tests.parallel.kept_cases import STATES, STRATEGIES
 
 TOLERANCE = 0.03
-"""Measured at most 1.5 %, with shards: norms and biases are also kept whole, and buckets are padded for the ranks,
+"""Measured at most 1.5%, with shards: norms and biases are also kept whole, and buckets are padded for the ranks,
 which the small model feels."""
 
 

@@ -21,7 +21,7 @@ def test_a_run_keeps_its_page(tmp_path: Path) -> None:
         "--eval-generate-questions", str(tmp_path / "samples.json"), "--eval-generate-max-new-tokens", "4",
         "--eval-generate-max-questions", "3", "--profile-pipeline", "3"))
     html = (tmp_path / "logs" / "run.html").read_text()
-    for words in ("all 4 steps are done", "<dd>4 of 4 (100.0 %), epoch", "Validations (2)", "Scored answers (2)",
+    for words in ("all 4 steps are done", "<dd>4 of 4 (100.0%), epoch", "Validations (2)", "Scored answers (2)",
                   "Slowest ranks at step 4", "pipeline_step_3.svg", "How many pictures are in sample number 2?",
                   "Peak memory of the stages"):
         assert words in html, words

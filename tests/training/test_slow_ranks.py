@@ -32,7 +32,7 @@ def layout(num_stages: int, num_replicas: int, num_cut: int = 1) -> list[RankPla
 def test_the_rank_that_is_slower_than_its_peers_comes_first(
     num_stages: int, num_replicas: int, num_cut: int, data: st.DataObject
 ) -> None:
-    """However much the stages' work differs, and all others by up to 10 %."""
+    """However much the stages' work differs, and all others by up to 10%."""
     places = layout(num_stages, num_replicas, num_cut)
     of_stage = data.draw(st.lists(st.floats(0.01, 10.0), min_size=num_stages, max_size=num_stages))
     noise = data.draw(st.lists(st.floats(1.0, 1.1), min_size=len(places), max_size=len(places)))
@@ -66,13 +66,13 @@ def test_the_line_and_the_note_name_rank_host_device_and_stage() -> None:
     found = compare(places, paces)
     assert slowest_line(found, 10).startswith(
         " slowest ranks over the last 10 steps: rank 5 (host n0, npu:5, stage 1): own work 813 ms, data 0 ms (median "
-        "of the other replicas 640 ms, +27 %), waits 31 ms; ")
+        "of the other replicas 640 ms, +27%), waits 31 ms; ")
     assert slowest_line(found, 10).count("; ") == 2
     notes = SlowRankNotes(0.2)
     assert notes.after(found) == []
     (note,) = notes.after(found)
     assert note.startswith(
-        "note: rank 5 (host n0, npu:5, stage 1) has taken 27 % more time a step than the median of the other replicas "
+        "note: rank 5 (host n0, npu:5, stage 1) has taken 27% more time a step than the median of the other replicas "
         "in 2 log intervals in a row, which is above --slow-rank-share 0.2; its own work takes 813 ms")
     assert notes.after(found) == []  # it has been said
     assert notes.after(compare(places, [alike] * 8)) == notes.after(found) == []
@@ -86,7 +86,7 @@ def test_a_note_names_a_groups_ranks_and_its_data() -> None:
     notes = SlowRankNotes(0.2)
     notes.after(compare(places, paces))
     (note,) = notes.after(compare(places, paces))
-    assert "ranks 8 to 11 (host n1, npu:0, npu:1, npu:2, npu:3, stage 0) have taken 50 % more" in note
+    assert "ranks 8 to 11 (host n1, npu:0, npu:1, npu:2, npu:3, stage 0) have taken 50% more" in note
     assert "of its 1500 ms, it waits 500 ms for samples that it reads itself" in note
     single = [RankPace(1.0, 0.0, 0.0), RankPace(2.0, 0.0, 0.0)]
     notes.after(compare(layout(2, 1), single))

@@ -49,7 +49,7 @@ def test_tensorboard_has_the_curves(tmp_path: Path) -> None:
 
 
 def test_the_line_of_a_score() -> None:
-    assert score_line(SCORE, "DocVQA") == (" validation score at iteration 5 | DocVQA: 62.50 % | questions: 8 | "
+    assert score_line(SCORE, "DocVQA") == (" validation score at iteration 5 | DocVQA: 62.50% | questions: 8 | "
                                            "truncated answers: 1 | elapsed time (ms): 250.0 |")
 
 

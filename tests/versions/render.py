@@ -17,13 +17,13 @@ STEPS = ("quick", "parity", "training")
 ENGLISH = {
     "head": ("combination", "Python", "torch", "megatron-core", "transformers", "other packages", "quick tests",
              "parity", "tiny training"),
-    "passed": "passed", "failed": "failed", "not run": "not run yet",
+    "passed": "passed", "failed": "failed", "not run": "not run yet", "comma": ", ",
     "locked": "locked", "oldest": "lower ends", "newest": "newest",
 }  # fmt: skip
 CHINESE = {
     "head": ("组合", "Python", "torch", "megatron-core", "transformers", "其他软件包", "快速测试",
              "数值一致性", "微型训练"),
-    "passed": "通过", "failed": "失败", "not run": "尚未运行",
+    "passed": "通过", "failed": "失败", "not run": "尚未运行", "comma": "\uff0c",
     "locked": "锁定的版本", "oldest": "范围下限", "newest": "最新",
 }  # fmt: skip
 PAGES = {ROOT / "docs" / "install.md": ENGLISH, ROOT / "docs" / "zh" / "install.md": CHINESE}
@@ -53,7 +53,8 @@ def _row(combination: Combination, steps: list[dict | None], words: dict) -> lis
 def _cell(record: dict | None, words: dict) -> str:
     if record is None:
         return words["not run"]
-    return f"{words['passed' if record['passed'] else 'failed']}, {record['date']}, {record['seconds']} s"
+    return words["comma"].join((words["passed" if record["passed"] else "failed"], record["date"],
+                                f"{record['seconds']} s"))  # fmt: skip
 
 
 def main() -> None:

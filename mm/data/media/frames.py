@@ -161,7 +161,7 @@ def wanted_frames(clock: Clock, numbers: np.ndarray, is_upright: bool) -> Wanted
 def most_frame_pixels(max_pixels: int, min_pixels: int, total_pixels: int, num_frames: int) -> int:
     """The most pixels per frame by qwen-vl-utils' rule, for a video of ``num_frames`` (its ``fetch_video``).
 
-    An even share of ``total_pixels``, where two frames count as one, but at least 5 % above ``min_pixels``.
+    An even share of ``total_pixels``, where two frames count as one, but at least 5% above ``min_pixels``.
     """
     share = max(min(VL_UTILS_FRAME_PIXELS, total_pixels / num_frames * FRAME_FACTOR), int(min_pixels * 1.05))
     return min(max_pixels, int(share))

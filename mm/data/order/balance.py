@@ -14,7 +14,7 @@ import numpy as np
 from mm.data.order.pack import Budget
 
 _NUM_ROUNDS = 10
-"""Rounds of swaps between packs.  Twice as many bring packs of two or three videos another 1 % closer, and take
+"""Rounds of swaps between packs.  Twice as many bring packs of two or three videos another 1% closer, and take
 twice as long."""
 _NUM_RANK_ROUNDS = 40
 """Most rounds between ranks.  Most steps need fewer than ten; a sample that costs nearly a whole rank takes more."""

@@ -15,7 +15,7 @@ _BATCH_SAMPLES = 1 << 20
 def chosen(num_samples: int, rate_percent: float, wanted: int | None, seed: int, name: str) -> np.ndarray:
     """The numbers of the samples of the dataset ``name`` that are used.
 
-    ``wanted`` replaces the dataset's size, and ``rate_percent`` percent of it are used.  Each full 100 % takes every
+    ``wanted`` replaces the dataset's size, and ``rate_percent`` percent of it are used.  Each full 100% takes every
     sample once; the rest is drawn without replacement, in dataset order.
     """
     whole, rest = divmod(num_chosen(num_samples, rate_percent, wanted), max(num_samples, 1))

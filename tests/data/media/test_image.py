@@ -212,7 +212,7 @@ FAST_SIZES = [(640, 480), (644, 480), (33, 700), (28, 28), (5, 3), (901, 1203), 
 @pytest.mark.parametrize("size", FAST_SIZES, ids=str)
 @pytest.mark.parametrize("suffix", ["png", "jpg"])
 def test_torch_resizes_almost_like_pillow(tmp_path, hf_directory, size, suffix):
-    """Within 2 of 255, and different in under 1 % of values: at most 0.7 % for 80 sizes drawn from 20 to 1500."""
+    """Within 2 of 255, and different in under 1% of values: at most 0.7% for 80 sizes drawn from 20 to 1500."""
     path = str(tmp_path / f"photo.{suffix}")
     photo(*size, seed=sum(size)).save(path)
     exact, fast = (ImageProcessor.from_directory(str(hf_directory), 0, 300_000, backend=backend)

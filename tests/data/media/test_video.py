@@ -270,7 +270,7 @@ def test_llama_factorys_rule_turns_no_video_unless_asked(clips, encoder_of):
     assert [plan.grid[1] < plan.grid[2] for plan in plans] == [True, False]
 
 
-# Largest difference measured: 1 of 255, in 0.7 % of the values: torch's weights have 16 bits.
+# Largest difference measured: 1 of 255, in 0.7% of the values: torch's weights have 16 bits.
 @pytest.mark.parametrize("size", [(28, 56), (140, 84), (64, 200)])
 def test_frames_are_resized_by_cubic_convolution(size):
     frame = np.random.default_rng(0).integers(0, 256, (90, 130, 3), dtype=np.uint8)

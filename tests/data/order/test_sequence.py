@@ -31,7 +31,7 @@ def test_all_microbatches_in_no_more_time_than_as_given(data, num_stages, num_ch
 
 @pytest.mark.parametrize("num_stages", [2, 4, 8])
 def test_changing_lengths_take_the_time_of_equal_ones(num_stages: int) -> None:
-    """Within 3 %; in the order they are read they take at least a fifth longer."""
+    """Within 3%; in the order they are read they take at least a fifth longer."""
     lengths = [SPREAD[5 * number % 8] for number in range(16)]
     changing, equal = costs_of(lengths, num_stages), step_cost(costs_of([1.0] * 16, num_stages), num_stages)
     ordered = [changing[number] for number in pipeline_order(changing, num_stages)]
