@@ -15,6 +15,7 @@ from typing import Any
 import av
 import numpy as np
 from av.error import FFmpegError
+from packaging.version import Version
 
 from mm.data.media.picture import MAX_IMAGE_PIXELS, format_of, known_content
 from mm.data.media.video_damage import logged_errors
@@ -34,6 +35,8 @@ _FORMATS = ("mov", "mp4", "m4a", "3gp", "3g2", "mj2", "matroska", "webm", "avi",
 """Only formats that contain the video itself: a playlist could name any other file or URL."""
 _OPTIONS = {"format_whitelist": ",".join((*_FORMATS, "mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")),
             "protocol_whitelist": "file"}  # fmt: skip
+_METADATA: dict[str, Any] = {"metadata_errors": "replace"} if Version(av.__version__).major < 19 else {}
+"""For tags that are not UTF-8.  PyAV 19 accepts them, and no longer has the setting."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ def opened(path: str) -> Iterator[tuple[Any, Any]]:
 
 def _container(path: str) -> Any:
     try:
-        return av.open(f"file:{os.path.abspath(path)}", options=_OPTIONS, metadata_errors="replace")
+        return av.open(f"file:{os.path.abspath(path)}", options=_OPTIONS, **_METADATA)
     except PermissionError:
         raise
     except FFmpegError as error:
@@ -163,13 +166,21 @@ def read_header(path: str, is_upright: bool) -> VideoHeader:
         a, b, _, _ = matrix_of(first) if is_upright else UNTURNED
         width, height = (first.height, first.width) if abs(b) > abs(a) else (first.width, first.height)
         times = index.times[index.times >= min(first.pts, index.first_key_time)]
-        return VideoHeader(width, height, stream.time_base, times, index.key_times, index.key_seeks,
-                           index.last_duration, stream.duration or 0, stream.average_rate or Fraction(0), is_exact)
+        return VideoHeader(width, height, _exact(stream.time_base), times, index.key_times, index.key_seeks,
+                           index.last_duration, stream.duration or 0, _exact(stream.average_rate), is_exact)
+
+
+def _exact(ratio: Any) -> Fraction:
+    """A ratio of PyAV; 0 if the file states none.
+
+    Up to PyAV 18 it is a Fraction or None.  PyAV 19's own type approximates products and may have a denominator of 0.
+    """
+    return Fraction(ratio.numerator, ratio.denominator) if ratio else Fraction(0)
 
 
 def before_all(stream: Any) -> int:
     """A time before the first packet, even if decoding starts before the first displayed frame."""
-    return (stream.start_time or 0) - int(10 / stream.time_base)
+    return (stream.start_time or 0) - int(10 / _exact(stream.time_base))
 
 
 @dataclass(frozen=True)
@@ -208,7 +219,7 @@ def _scan(path: str, container: Any, stream: Any) -> _Index:
             key_seeks[time] = packet.dts if is_mpeg and packet.dts is not None else time
     if not times:
         raise UserError(f"{path}: its video stream has no frames; replace or remove the video.")
-    _check_whole(path, stream, num_packets, (max(times) - min(times)) * stream.time_base)
+    _check_whole(path, stream, num_packets, (max(times) - min(times)) * _exact(stream.time_base))
     ordered = np.unique(np.array(times, dtype=np.int64))
     begin = int(ordered[0])
     keys = np.array(sorted(key_seeks.items()) or [(begin, begin)], dtype=np.int64)
