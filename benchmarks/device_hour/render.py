@@ -84,7 +84,7 @@ def _number(value: float | None) -> str:
 def _goal_rows(results: Results) -> Iterator[tuple[str, ...]]:
     """What was measured of each goal; the bounds are for ``--goals``, not for the document."""
     for goal in goals(results):
-        unit = goal.unit if goal.unit in ("x", "") else f" {goal.unit}"
+        unit = goal.unit if goal.unit in ("x", "%", "") else f" {goal.unit}"
         yield goal.what, "not measured" if goal.value is None else f"{_number(goal.value)}{unit}"
 
 

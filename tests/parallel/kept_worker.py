@@ -40,6 +40,14 @@ def live_bytes() -> dict[int, int]:
     return found
 
 
+def wait_for_workers(mesh: parallel.Mesh) -> None:
+    """Wait until gloo's threads hold no tensors: on a busy machine they release them some time after a collective, but
+    before the group's next one."""
+    groups = (one for one in vars(mesh.groups).values() if isinstance(one, dist.ProcessGroup))
+    for group in dict.fromkeys(groups):
+        dist.barrier(group)
+
+
 def kept(layout: Layout) -> tuple[int, int, int, int]:
     """Bytes that this rank keeps after a step, and those of the dry run; both on the device, and in host memory.
 
@@ -52,6 +60,7 @@ def kept(layout: Layout) -> tuple[int, int, int, int]:
     on_host = [state for one in run.optimizer.chained_optimizers if isinstance(one.optimizer, BlockAdam)
                for states in one.optimizer._host.values() for state in states.values()]
     num_host_bytes, places = sum(one.nbytes for one in on_host), {one.untyped_storage().data_ptr() for one in on_host}
+    wait_for_workers(run.mesh)
     before = live_bytes()
     del run, on_host
     after = live_bytes()
