@@ -62,9 +62,10 @@ def test_a_run_that_is_restarted_twice_equals_an_undisturbed_one(tmp_path: Path)
 @pytest.mark.parametrize("name", ["Ctrl-C", "SIGTERM"])
 def test_a_stopped_script_saves_and_ends_without_traceback(name: str, tmp_path: Path) -> None:
     """Ctrl-C as a terminal sends it: to the shell, torchrun, tee, all ranks and their workers.  SIGTERM as a container
-    receives it: its first process alone."""
+    receives it: its first process alone, so that the others need not share its session, as real ones do."""
     inputs = write_inputs(tmp_path)
-    environment = environment_of(inputs, "ended", PYTHON=sys.executable, TRAIN_ITERS="1000000")
+    python = sys.executable if name == "Ctrl-C" else str(warm_python())
+    environment = environment_of(inputs, "ended", PYTHON=python, TRAIN_ITERS="1000000")
     script = subprocess.Popen(["bash", str(EXAMPLES / "finetune_qwen2_5_vl_tiny.sh")], env=environment, text=True,
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
     latest = inputs / "ended" / "save" / "latest_checkpointed_iteration.txt"

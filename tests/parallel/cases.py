@@ -315,9 +315,11 @@ MATRIX = tuple(
     for where, layout in _REPLICAS.items() for trained, others in _TRAINED.items()
     if sharding != "optim_grads_params" or layout.pp == 1)  # weights in shards and a pipeline are refused together
 """Every strategy with every way to have replicas and every kind of training, which --hypothesis-profile=many runs."""
-DIAGONAL = tuple(case for number, case in enumerate(MATRIX)
-                 if number // len(_TRAINED) % len(_TRAINED) == number % len(_TRAINED))
-"""Every strategy with every way to have replicas, each with one kind of training in turn."""
+IN_TURN = tuple(case for case in MATRIX if case.name in {
+    "matrix-optim-dp4-all", "matrix-optim_grads-tp2-dp2-vision-frozen", "matrix-optim_grads_params-cp2-dp2-tied",
+    "matrix-optim-dp2-pp2-text-only"})
+"""Strategies, ways to have replicas on four ranks, and kinds of training, each in turn.  ``CASES`` has every strategy
+with every way by hand."""
 
 
 def batch_of(case: Case) -> list[list[list[RawSample]]]:
