@@ -174,7 +174,7 @@ class PinsOnCpu(Device):
 def receive(layout: Layout, failure: Exception | None = None) -> dict:
     """What this rank was given in every step, and what it asked of the loader; the last replica's may raise.
 
-    A failure that only that rank knows leaves the mesh as it is, and the rank's process must end, so that others notice.
+    After a failure that only that rank knows, its process must end, so that the others notice.
     """
     from mm.data.feed.owner import DataOwner
     from mm.parallel import mesh as parallel
