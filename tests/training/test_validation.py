@@ -33,7 +33,7 @@ LAYOUTS: dict[str, tuple[int, str, tuple[str, ...]]] = {  # ranks, model JSON, f
     "dp2": (2, "model_1", ()),
     "dp4": (4, "model_1", ()),
     "pp2": (2, "model_2", ("--check-p2p",)),
-    "chunks": (4, "model_chunks", ("--global-batch-size", "8", "--virtual-pipeline-model-parallel-size", "2")),
+    "chunks": (4, "model_chunks", ("--virtual-pipeline-model-parallel-size", "2")),
     "tp2": (2, "model_1", ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
     "cp2": (2, "model_1", ("--context-parallel-size", "2")),
     "cp2-dp2": (4, "model_1", ("--context-parallel-size", "2")),
@@ -46,7 +46,7 @@ and weight shards."""
 MOVING: dict[str, tuple[str, str, tuple[str, ...]]] = {  # model JSON, data JSON, flags
     "packed evenly": ("model_2", "packed", ("--micro-batch-size", "2")),
     "chunks with overlap": ("model_chunks", "val_7", (
-        "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")),
+        "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", "--global-batch-size", "4")),
     "weight shards": ("model_1", "packed", (*WEIGHT_SHARDS, "--micro-batch-size", "2")),
 }
 
@@ -92,7 +92,7 @@ def write_cases(directory: Path) -> None:
         with_it = argv(name, model, data, 3, *moving, "--eval-interval", "1", *saved)
         without = argv(f"{name}, without", model, data, 3, *moving, "--eval-iters", "0")
         cases |= {name: {"num_ranks": 4, "runs": [with_it]}, f"{name}, without": {"num_ranks": 4, "runs": [without]}}
-    plain = argv("plain chunks", "model_chunks", "val_7", 3, "--lr", "1e-3", "--global-batch-size", "8",
+    plain = argv("plain chunks", "model_chunks", "val_7", 3, "--lr", "1e-3", "--global-batch-size", "4",
                  "--eval-interval", "1")
     cases["plain chunks"] = {"num_ranks": 4, "runs": [plain]}
     (directory / "cases.json").write_text(json.dumps(cases))
