@@ -60,7 +60,7 @@ def test_a_mistake_before_the_start_is_reported_by_one_rank_at_once(inputs: Path
 
 def test_stop_and_continue_equals_the_uninterrupted_run(inputs: Path) -> None:
     hf, skipping = ("--deterministic-mode", "--load", str(inputs / "hf")), skipping_bad_samples(inputs)
-    launch(inputs, "whole", 1, *hf, "--export-hf", str(inputs / "whole" / "hf"))
+    run(inputs, "whole", 1, *hf, "--export-hf", str(inputs / "whole" / "hf"))
     first = run(inputs, "halves", 1, *hf, *skipping, "--exit-interval", "3", "--export-hf",
                 str(inputs / "halves" / "hf"))
     assert not (inputs / "halves" / "hf").exists()  # an export is of the finished training

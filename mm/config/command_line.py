@@ -80,7 +80,7 @@ class CommandLine(Generic[Built]):
 
     def split(self, argv: Sequence[str]) -> Words:
         """Split the command line into flags and their values."""
-        found, strays = self._parser().parse_known_args(list(argv))
+        found, strays = self._parser.parse_known_args(list(argv))
         return Words(vars(found), strays)
 
     def read(self, words: Words) -> Built:
@@ -124,6 +124,7 @@ class CommandLine(Generic[Built]):
                 yield f"{flag} is given more than once ({texts}); the last one is used"
         yield from (NoEffect(flags, why) for why, flags in inert.items())
 
+    @cached_property
     def _parser(self) -> argparse.ArgumentParser:
         """All known flags, each taking any number of strings: values are checked later, all of them at once."""
         parser = argparse.ArgumentParser(

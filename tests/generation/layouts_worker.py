@@ -33,7 +33,7 @@ from mm.training.step import Setup  # noqa: E402
 from tests.generation.questions import MAX_NEW_TOKENS, SAMPLING  # noqa: E402
 
 FEW = slice(0, 20)
-"""Prompts of every kind, for layouts that do not answer all."""
+"""Prompts of every kind, for layouts that do not answer all, and for answers one at a time."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Case:
     language: tuple[tuple[int, ...], ...] = ((4,),)
     tp: int = 1
     has_all: bool = True
-    """Whether it answers all prompts, or only a few."""
+    """Whether it answers all prompts, eight at a time, or only a few."""
 
     @property
     def world_size(self) -> int:
@@ -102,8 +102,8 @@ def answers(session: Session, prompts: Sequence[Prompt], batch_size: int) -> dic
 
 def run_case(root: Path, case: Case, prompts: list[Prompt]) -> dict:
     session = open_session(root, case)
-    asked = prompts if case.has_all else prompts[FEW]
-    result = {"8": answers(session, asked, 8), "1": answers(session, asked, 1)}
+    result = {"8": answers(session, prompts if case.has_all else prompts[FEW], 8),
+              "1": answers(session, prompts[FEW], 1)}
     recording = Recording(session.stage, session.mesh, session.decoding)
     recording.rows = {}
     recording.answer(*session._shared(prompts[:5])[:2])

@@ -67,7 +67,7 @@ def expected(reference: Reference, prompts: list) -> list[tuple[list[int], torch
 def test_greedy_answers_equal_transformers(case: str, batch_size: str, found: dict, expected: list):
     answers = found[case][batch_size]
     (has_all,) = (one.has_all for one in CASES if one.name == case)
-    assert len(answers) == (NUM_PROMPTS if has_all else FEW.stop)
+    assert len(answers) == (NUM_PROMPTS if has_all and batch_size == "8" else FEW.stop)
     wrong = {number: (ids, expected[number][0]) for number, ids in answers.items() if ids != expected[number][0]}
     assert not wrong
 

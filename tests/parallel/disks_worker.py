@@ -84,8 +84,8 @@ def gather(name: str) -> Path:
 def elsewhere(name: str, other: Layout) -> dict:
     """Another layout, from the parts and from the gathered directory."""
     layout = LAYOUTS[name]
-    problems = problems_of(lambda: Run(other, seed=2).load(Path("save") / name))
     expected = Run(layout).load(Path("save") / name).whole()
+    problems = problems_of(lambda: Run(other, seed=2).load(Path("save") / name))
     run = Run(replace(other, precision=layout.precision), seed=2).load(gather(name))
     return {"problems": problems, "different": different(expected, run.whole()), "num_compared": len(expected)}
 

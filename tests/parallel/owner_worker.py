@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from threading import current_thread
@@ -84,6 +85,7 @@ WITH_KEYS, WITH_FEATURES = 3, 4
 """Steps whose images have keys, and whose images have what was kept of the ViT's work in place of pixels."""
 
 
+@cache
 def batches(dp_rank: int) -> list[list[Microbatch]]:
     """The microbatches of every step of one replica; no two samples are alike."""
     steps = []
@@ -170,7 +172,10 @@ class PinsOnCpu(Device):
 
 
 def receive(layout: Layout, failure: Exception | None = None) -> dict:
-    """What this rank was given in every step, and what it asked of the loader; the last replica's may raise."""
+    """What this rank was given in every step, and what it asked of the loader; the last replica's may raise.
+
+    After a failure that only that rank knows, its process must end, so that the others notice.
+    """
     from mm.data.feed.owner import DataOwner
     from mm.parallel import mesh as parallel
 
@@ -195,7 +200,8 @@ def receive(layout: Layout, failure: Exception | None = None) -> dict:
         error = f"{type(raised).__name__}: {raised}"
     if failure is None:
         owner.close()
-    parallel.stop_mesh()
+    if failure is None or isinstance(failure, (UserError, OSError)):  # known to all ranks
+        parallel.stop_mesh()
     return {
         "place": {"tp": mesh.tp_rank, "cp": mesh.cp_rank, "pp": mesh.pp_rank, "dp": mesh.dp_rank},
         "owns_data": mesh.owns_data,

@@ -64,6 +64,11 @@ class Layout:
         return replace(config, encoder_placement="tensor_ranks" if self.whole_encoder else "cut")
 
 
+def mesh_key(layout: Layout) -> tuple:
+    """What the mesh depends on: runs of which it is equal share one while no other comes between them."""
+    return layout.vision, layout.language, layout.tp, layout.cp, layout.tied, layout.whole_encoder
+
+
 @dataclass
 class CurrentMesh:
     """The one mesh that exists at a time; kept while it fits, because every group has threads of its own."""
@@ -72,7 +77,7 @@ class CurrentMesh:
     mesh: parallel.Mesh | None = None
 
     def of(self, layout: Layout) -> parallel.Mesh:
-        key = (layout.vision, layout.language, layout.tp, layout.cp, layout.tied, layout.whole_encoder)
+        key = mesh_key(layout)
         if key != self.key:
             parallel.stop_mesh()
             gc.collect()
@@ -160,22 +165,27 @@ class Run:
     def whole(self) -> dict[str, Tensor]:
         """The same of the whole model, put together from all ranks without any file; padding must be zero."""
         mesh, weights = self.mesh, copied_weights(self.stage)
-        mine = [((name, "weight"), 0, values.reshape(-1)) for name, values in weights.items()] + [
-            ((owned.name, part), owned.start, tensor.float())  # moments may be in bf16 in one of two layouts
+        # as numpy's arrays, which are pickled several times faster than tensors; moments may be in bf16 in one of two
+        # layouts
+        mine = [((name, "weight"), 0, values.reshape(-1).float().numpy()) for name, values in weights.items()] + [
+            ((owned.name, part), owned.start, tensor.float().numpy())
             for owned in owned_states(self.optimizer, self.setup.models)
             for part, tensor in _numbers(owned, weights).items()
         ]
         gathered: list = [None] * mesh.world_size
         dist.all_gather_object(gathered, (mesh.tp_rank, mine))
         shards: dict[tuple[str, str], list[Tensor]] = {}
+        by_key: dict[tuple[str, str], list[tuple[int, int, Tensor]]] = {}
+        for tp, one in gathered:
+            for key, start, values in one:
+                by_key.setdefault(key, []).append((tp, start, torch.from_numpy(values)))
         for weight in model_weights(self.config):
             for part in ("weight", "master", "exp_avg", "exp_avg_sq"):
                 shape = memory_shape(weight, mesh.tp_size)
                 flat = [torch.full(shape, torch.nan).reshape(-1) for _ in range(mesh.tp_size)]
-                found = [(tp, start, tensor) for tp, one in gathered for key, start, tensor in one
-                         if key == (weight.name, part)]
+                found = by_key.get((weight.name, part), [])
                 for tp, start, tensor in found:
-                    flat[tp][start : start + tensor.numel()] = tensor.float()
+                    flat[tp][start : start + tensor.numel()] = tensor
                 if found:
                     held = [one.reshape(shape) for one in flat]
                     shards[weight.name, part] = [without_padding(weight, one, mesh.tp_size) for one in held]

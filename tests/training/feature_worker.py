@@ -60,7 +60,6 @@ def train(directory: Path, name: str, *flags: str) -> Result:
     """Train a whole run without export, epoch by epoch."""
     argv = [*json.loads((directory / f"{name}.argv.json").read_text()), *flags]
     run = load_run(argv, dist.get_world_size(), {})
-    check(run)  # makes the index of the samples, which is no part of what is counted
     mesh = parallel.start(DEVICE, run.model, run.tp_size, cp_size=run.cp_size, is_ring=run.is_ring,
                           keeps_features=run.args.vision_feature_cache is not None)
     with Watchdog(Meeting.of_launcher(10), None) as watchdog:
@@ -110,6 +109,8 @@ def compare(directory: Path, name: str) -> dict:
 
 def main(directory: Path, names: list[str]) -> None:
     dist.init_process_group("gloo")
+    first = json.loads((directory / f"{names[0]}.argv.json").read_text())
+    check(load_run(first, dist.get_world_size(), {}))  # makes the index of the samples, no part of what is counted
     results = {name: compare(directory, name) for name in names}
     if dist.get_rank() == 0:
         (directory / f"results_{dist.get_world_size()}.json").write_text(json.dumps(results))

@@ -22,7 +22,8 @@ def test_no_rank_grows(tmp_path: Path) -> None:
     data["dataset_param"]["basic_parameters"] |= {"val_rate": 0.1}
     (inputs / "data.json").write_text(json.dumps(data))
     run_ranks(2, "tests.training.growth_worker", str(tmp_path), *flags_of(
-        inputs, "growth", 2, "--num-workers", "1", "--train-iters", "65", "--load", str(inputs / "hf"), "--async-save",
+        inputs, "growth", 2, "--num-workers", "1", "--train-iters", "65", "--micro-batch-size", "1",
+        "--global-batch-size", "2", "--load", str(inputs / "hf"), "--async-save",
         "--save-interval", "5", "--keep-last-checkpoints", "2", "--eval-interval", "10"))  # fmt: skip
     for rank in (0, 1):
         counts = json.loads((tmp_path / f"rank_{rank}.json").read_text())

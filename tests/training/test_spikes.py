@@ -52,15 +52,15 @@ def test_bad_steps_do_not_count_and_only_so_many_in_a_row_are_skipped() -> None:
 def test_spikes_are_skipped_and_recorded_alike_in_any_layout_and_after_a_resume(tmp_path: Path) -> None:
     """The factor is so small that some steps of an ordinary training count as spikes."""
     inputs = write_inputs(tmp_path)
-    flags = ("--train-iters", "50", "--skip-bad-steps", "50", "--spike-factor", "0.96", "--lr", "1e-5")
+    flags = ("--train-iters", "36", "--skip-bad-steps", "50", "--spike-factor", "0.96", "--lr", "1e-5")
     said = run(inputs, "one", 1, *flags, "--load", str(inputs / "hf"))
-    for more in (("--exit-interval", "30"), ()):
+    for more in (("--exit-interval", "28"), ()):
         run(inputs, "stopped", 2, *flags, "--load", str(inputs / "hf"), *more)
     found = [[row for row in metrics(inputs, name) if row["kind"] == "spike"] for name in ("one", "stopped")]
     shown = [[(row["iteration"], row["skipped"], row["samples"]) for row in rows] for rows in found]
     assert shown[0] == shown[1]
     skipped = [row for row in found[0] if row["skipped"]]
-    assert skipped and skipped[0]["iteration"] < 30 < skipped[-1]["iteration"]
+    assert skipped and skipped[0]["iteration"] < 28 < skipped[-1]["iteration"]
     assert all(len(row["samples"]) == 4 for row in found[0])
     assert f"note: iteration {skipped[0]['iteration']} is skipped: the gradient norm is " in said
     steps = {row["iteration"]: row for row in metrics(inputs, "one") if row["kind"] == "step"}

@@ -103,8 +103,14 @@ def norm_on_cpu(_chunk: int, _noop: torch.Tensor, tensors: list[list[torch.Tenso
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors[0]))).reshape(1), None
 
 
+@pytest.fixture(scope="module")
+def tensors() -> dict[str, torch.Tensor]:
+    """The weights with which every engine begins."""
+    return hf_tensors(hf_model())
+
+
 @pytest.fixture
-def build(one_rank: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
+def build(one_rank: Any, tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
     from megatron.core.optimizer import clip_grads
 
     from mm.config import flags as arguments
@@ -115,7 +121,7 @@ def build(one_rank: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engin
     # needed by megatron's own step on a CPU, in addition to this project's shims
     monkeypatch.setattr(clip_grads, "torch", _TorchOnCpu("torch"))
     monkeypatch.setattr(clip_grads, "l2_norm_impl", norm_on_cpu)
-    config, tensors = our_config(((4,),), ((4,),)), hf_tensors(hf_model())
+    config = our_config(((4,),), ((4,),))
 
     def engine(device_type: type[Device], precision: str, *flags: str) -> Engine:
         stage = Stage(config, one_rank, precision, device_type(**vars(Device.pick("cpu"))))
