@@ -362,19 +362,23 @@ no_torchcodec = pytest.mark.skipif(
     reason="torchcodec needs FFmpeg's libraries of the system and torch's CUDA build: pip install torchcodec")
 
 
-@pytest.mark.parametrize("backend", [
+@pytest.fixture(scope="module", params=[
     pytest.param("decord", marks=no_decord), pytest.param("torchcodec", marks=no_torchcodec)])
+def other(request):
+    one = Decoder(request.param, 60.0)
+    one.check()
+    yield one
+    one.close()
+
+
 @pytest.mark.parametrize("name", [name for name in KINDS if name not in NOT_ALL])
-def test_every_backend_gives_the_frames_of_pyav(decoder, tmp_path, backend, name):
-    other = Decoder(backend, 60.0)
-    other.check()
+def test_every_backend_gives_the_frames_of_pyav(decoder, other, tmp_path, name):
     settings = {**KINDS[name]}
     frames_of = range(40) if "time_base" in settings else even(40)
     path = write_clip(tmp_path / name, settings.pop("ticks", frames_of), **settings)
     last = len(all_frames(path)[0]) - 1
     for numbers in (range(last + 1), [1, last // 2, last]):
         assert all(map(np.array_equal, read(other, path, numbers), read(decoder, path, numbers)))
-    other.close()
 
 
 def test_a_backend_that_cannot_be_imported_is_reported(tmp_path, monkeypatch):
