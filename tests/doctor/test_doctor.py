@@ -219,6 +219,9 @@ def test_a_device_that_computes_something_else(tmp_path: Path) -> None:
     assert faults["links"] == "all-reduce over 2 ranks: wrong numbers on rank 0 (cpu), rank 1 (cpu)"
 
 
+PYTHON = sys.executable
+
+
 @pytest.fixture
 def is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
     """What ``mm-doctor`` starts runs in forks of the warm process; ``test_this_environment_is_whole`` starts Python."""
@@ -236,7 +239,11 @@ def test_the_device_that_computes_something_else_is_named(monkeypatch: pytest.Mo
 
 @pytest.mark.usefixtures("is_warm")
 def test_the_rank_that_fails_first_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was found before the crash is reported; alone, the same device fails again."""
+    """What was found before the crash is reported; alone, the same device fails again.
+
+    The launcher starts new processes, whose ends it sees at once: of a fork, it would hear after the other's failure.
+    """
+    monkeypatch.setenv("PYTHON_EXEC", PYTHON)
     monkeypatch.setattr(trial, "RANK", "tests.doctor.dying_rank")
     *found, crash, alone = trial_findings("cpu", 2, 300.0, TrialNode())
     assert [one.name for one in found] == ["device", "kernels", "matrix products", *["links"] * 4]
