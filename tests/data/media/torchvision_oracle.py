@@ -1,4 +1,4 @@
-"""The output of transformers' video processor for each of given videos: ``torchvision_oracle IN.pt OUT.pt``, run separately.
+"""The output of transformers' video processor for given videos: ``torchvision_oracle IN.pt OUT.pt``, run separately.
 
 It needs torchvision, whose published build is for CUDA and only loads with the two operators declared here.
 """
