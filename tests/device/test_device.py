@@ -137,11 +137,14 @@ import transformer_engine.common, transformer_engine.pytorch
 """
 APEX = "class FusedAdam: ...\nclass FusedSGD: ...\nmulti_tensor_applier = None\n"
 ONE_STEP = """
-import sys
+import sys, torch, mm.device.device
 from mm import train
+print([name for name in sys.modules if name.partition(".")[0] == "megatron"])
+compiler = torch.compile
 status = train.main(sys.argv[1:])
 import megatron.core.optimizer as o
 print("took", o.SGD.__module__)
+print(torch.compile is compiler, "torch._inductor.compile_fx" in sys.modules)
 sys.exit(status)
 """
 
@@ -153,7 +156,10 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("beside", ["transformer_engine", "apex"])
 def test_the_fused_step_does_not_depend_on_what_is_installed(inputs: Path, tmp_path: Path, beside: str) -> None:
-    """megatron prefers the Adam of either; then nothing would clip in the kernel, and the host would read before it."""
+    """megatron prefers the Adam of either; then nothing would clip in the kernel, and the host would read before it.
+
+    megatron waits for the device, and a whole run loads no compiler.
+    """
     folder = tmp_path / "packages" / beside
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text(TRANSFORMER_ENGINE if beside == "transformer_engine" else "")
@@ -172,6 +178,8 @@ def test_the_fused_step_does_not_depend_on_what_is_installed(inputs: Path, tmp_p
     ran_on = json.loads((tmp_path / "logs" / "run.json").read_text())["ran_on"]
     assert (ran_on["adam"], ran_on["clips_in_adam"]) == ("torch.optim.adamw.AdamW", True)
     assert "took torch" not in done.stdout, "megatron did not see the package beside it"
+    first, *_, last = done.stdout.splitlines()
+    assert (first, last) == ("[]", "True False")
 
 
 def test_every_device_gets_torchs_adam_and_safe_gloo() -> None:
@@ -190,21 +198,6 @@ def test_the_npu_operators_are_called_as_torch_npu_wants_them(torch_npu: object)
     x, weight = torch.randn(5, 8), torch.randn(8)
     torch.testing.assert_close(npu.rms_norm(x, weight, 1e-6), cpu.rms_norm(x, weight, 1e-6))
     torch.testing.assert_close(npu.swiglu(x), cpu.swiglu(x))
-
-
-IMPORTS = """
-import sys, torch, mm.train, mm.device.device
-print([m for m in sys.modules if m.split('.')[0] == 'megatron'])
-compiler = torch.compile
-mm.device.device.Device.pick("cpu")
-import mm.training.run
-print(torch.compile is compiler, "torch._inductor.compile_fx" in sys.modules)
-"""
-
-
-def test_megatron_waits_for_the_device_and_loads_no_compiler() -> None:
-    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["[]", "True False"]
 
 
 @pytest.fixture
