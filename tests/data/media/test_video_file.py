@@ -245,11 +245,16 @@ def test_a_file_whose_rate_is_wrong_is_read_by_its_times(decoder, tmp_path):
 # Row 46: the process
 
 
-def test_a_slow_decoder_is_killed_and_the_next_video_is_read(decoder, tmp_path):
-    slow = write_clip(tmp_path / "slow.mp4", even(150), size=(480, 320), gop=1000)
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory):
+    """A clip with one key frame: to reach its last frame, all 150 must be decoded."""
+    return write_clip(tmp_path_factory.mktemp("slow") / "slow.mp4", even(150), size=(480, 320), gop=1000)
+
+
+def test_a_slow_decoder_is_killed_and_the_next_video_is_read(decoder, slow):
     header = decoder.header(str(slow), True)
     clock = Clock.of(header, None, None)
-    hasty = Decoder(None, 0.004)  # to reach its last frame, all 150 must be decoded
+    hasty = Decoder(None, 0.004)
     with pytest.raises(UserError, match=r"slow.mp4: decoding took more than 0.004 s; .* raise video_timeout"):
         list(hasty.frames(str(slow), wanted_frames(clock, np.array([149]), True)))
     hasty._limit_seconds = 60.0
@@ -257,9 +262,8 @@ def test_a_slow_decoder_is_killed_and_the_next_video_is_read(decoder, tmp_path):
     hasty.close()
 
 
-def test_the_time_limit_is_for_all_frames_together(decoder, tmp_path):
+def test_the_time_limit_is_for_all_frames_together(decoder, slow):
     """A quarter of the CPU time that they take on this machine: more than enough for any single frame."""
-    slow = write_clip(tmp_path / "slow.mp4", even(150), size=(480, 320))
     clock = Clock.of(decoder.header(str(slow), True), None, None)
     wanted = wanted_frames(clock, np.arange(150), True)
     process = psutil.Process(decoder._process.pid)
