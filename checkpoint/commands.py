@@ -117,10 +117,13 @@ def run(words: Sequence[str]) -> int:
     set_parsing_settings(docstring_parse_attribute_docstrings=True)  # --help shows the docstrings of the fields
     converting = (hf_to_mm, mm_to_hf, resplit, lora_hf_to_mm, lora_mm_to_hf, merge_lora)
     commands = {command.__name__: command for command in (*converting, verify, diff, show)}
+    converter, command = (*words, "", "")[:2]
+    is_known = converter in _CONVERTERS and command in commands
+    offered = {command: commands[command]} if is_known else commands  # the parsers of all take half a second
     components: Any = {
-        converter: {"_help": f"{title}, all sizes.  --version prints the version; {COMPLETION} bash, or zsh, prints a "
-                             f"script that completes this command there (docs/install.md).", **commands}
-        for converter, title in _CONVERTERS.items()
+        name: {"_help": f"{title}, all sizes.  --version prints the version; {COMPLETION} bash, or zsh, prints a "
+                        f"script that completes this command there (docs/install.md).", **offered}
+        for name, title in _CONVERTERS.items()
     }
     called: Any = {"components": components, "as_positional": False, "prog": "mm-convert",
                    "parser_class": ConvertParser}

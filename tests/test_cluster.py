@@ -11,6 +11,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from tests.files import ROOT
+from tests.launch import warm_python
 
 CLUSTER = ROOT / "examples" / "cluster"
 REPORT = """\
@@ -92,7 +93,7 @@ def slurm(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     executable(folder / "srun", '[[ $1 == --ntasks-per-node=1 ]] || exit 9\nshift\n'
                                 'for id in 0 1; do SLURM_NODEID=$id "$@" || exit; done\n')
     environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_NNODES": "2",
-                   "SLURM_JOB_NODELIST": "n[1-20000]", "SLURM_JOB_ID": "41234"}
+                   "SLURM_JOB_NODELIST": "n[1-20000]", "SLURM_JOB_ID": "41234", "PYTHON": str(warm_python())}
     return subprocess.run(["bash", str(CLUSTER / "slurm.sh"), *words], cwd=ROOT, env=environment, capture_output=True,
                           text=True, check=False)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.files import ROOT, json_lines
+from tests.launch import warm_python
 from tests.tiny_inputs import flags_of, write_data, write_inputs
 
 SECRET = "hf_9mQ2xY7secret"
@@ -71,10 +72,12 @@ def test_a_name_on_the_hub_is_refused_and_nobody_is_asked(inputs: Path, tmp_path
                            f"'Qwen/Qwen2.5-VL-3B-Instruct', which is not a directory\n")
 
 
-def test_a_master_that_nobody_knows_is_named_with_this_machine() -> None:
+def test_a_master_that_nobody_knows_is_named_with_this_machine(tmp_path: Path) -> None:
     program = ("import sys\nfrom mm import launch\nlaunch._NAME_SECONDS = 0.0\nsys.exit(launch.main(['--nnodes', '2', "
                "'--node_rank', '1', '--master_addr', 'no-such-host.invalid', '-m', 'mm.train']))")
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    (tmp_path / "program.py").write_text(program)
+    done = subprocess.run([warm_python(), tmp_path / "program.py"], cwd=ROOT, capture_output=True, text=True,
+                          check=False)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith(
         f"error: {socket.gethostname()} does not know the host no-such-host.invalid (--master_addr): "), done.stderr

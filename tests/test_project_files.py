@@ -2,7 +2,6 @@
 
 import ast
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import distribution
@@ -82,16 +81,11 @@ def test_the_package_says_what_it_is() -> None:
 
 
 def test_every_command_is_a_console_script() -> None:
+    """tests/test_wheel.py runs them."""
     scripts = {one.name: one for one in distribution("qwen2_5_vl-3d").entry_points if one.group == "console_scripts"}
     assert set(scripts) == {"mm-convert", "mm-data", "mm-doctor", "mm-evaluate", "mm-generate", "mm-page", "mm-plan",
                             "mm-train"}
-    for name in scripts:
-        command = [Path(sys.executable).with_name(name), "--version"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        printed = " ".join(done.stdout.split())  # argparse breaks lines
-        shown_name = name.replace("-", "[-.]")
-        assert re.fullmatch(rf"{shown_name} {re.escape(VERSION)} \(Python 3\..*, torch \d.*, transformers \d.*\)",
-                            printed)
+    assert all(Path(sys.executable).with_name(name).exists() for name in scripts)
 
 
 @pytest.mark.parametrize("template", [one for one in TEMPLATES if one.stem != "config"], ids=lambda one: one.stem)

@@ -64,7 +64,8 @@ def test_there_are_commands():
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command not in TINY])
 def test_command_runs(command: str):
-    done = run(runnable(command, INSTALLED))
+    """Scripts in forks of the warm process."""
+    done = run(runnable(command, INSTALLED), python=str(warm_python()))
     assert done.returncode == 0, done.stdout + done.stderr
     if SIZE_SCRIPT.search(command):
         assert "stage" in done.stdout

@@ -22,6 +22,7 @@ NUM_ELEMENTS = 1 << 18
 """In fp32: 1 MiB."""
 _NUM_REPEATS = 5
 _SIDE, _NUM_PRODUCTS = 1024, 5
+"""A device takes longer to start a product and to report its end than the CPU does, so it computes several in a row."""
 _LATE = 2.0
 """A rank is slow if it takes so many times the median of all ranks."""
 _CURE = ("check the links (nvidia-smi topo -m, npu-smi info -t topo), update the driver, or turn direct links off "
@@ -79,18 +80,19 @@ def _listed(ranks: Sequence[int], names: Sequence[str]) -> str:
 def _speeds(device: Device, mesh: Mesh, names: Sequence[str], begin: Callable[[str], None]) -> Diagnosis:
     """Which rank computes the same more slowly than the others."""
     begin("matrix products")
+    shares_device = device.platform.num_devices() is None  # as on the CPU, where other processes compute, too
+    num_products = 1 if shares_device else _NUM_PRODUCTS
     one = torch.full((_SIDE, _SIDE), 1.0, device=device.torch_device)
     seconds = list[float]()
     for _ in range(_NUM_REPEATS):
         began = time.perf_counter()
-        for _ in range(_NUM_PRODUCTS):
+        for _ in range(num_products):
             one = one @ one / _SIDE
         one[0, 0].item()  # waits for the device
-        seconds.append((time.perf_counter() - began) / _NUM_PRODUCTS)
+        seconds.append((time.perf_counter() - began) / num_products)
     of_ranks = by_rank(mesh, min(seconds))
     usual, slowest = median_low(of_ranks), max(of_ranks)
     text = f"{_SIDE}^3 in fp32 takes {1000 * usual:.2f} ms"
-    shares_device = device.platform.num_devices() is None  # as on the CPU, where other processes compute, too
     if slowest > _LATE * usual and not shares_device:
         return warning("matrix products", f"{text}, but {names[of_ranks.index(slowest)]} takes "
                        f"{slowest / usual:.1f} times as long",

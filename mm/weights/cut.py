@@ -5,6 +5,7 @@ Byte plans need this without loading any weight.  The trick: number the indices,
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -32,6 +33,7 @@ def cut_dim(weight: Weight) -> int:
     return weight.tp_dim or 0
 
 
+@cache  # to compare two directories asks for the same shards
 def shard_spans(weight: Weight, tp_size: int, tp_rank: int) -> tuple[Span, ...]:
     """One rank's shard from its first index along ``cut_dim`` to its last.
 

@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from checkpoint.options import LayerLists, read_lists
 from mm.conversion.convert import check_target
 from mm.errors import UserError
 from tests.checkpoint.models import SmallModel, files, run, weights
+from tests.launch import warm_python
 
 PP = "--cfg.parallel_config"
 
@@ -122,7 +122,7 @@ def test_as_a_program(hf, tmp_path):
     """With spaces instead of ``=``, as in MindSpeed-MM's README."""
     words = ["Qwen2_5_VLConverter", "hf_to_mm", "--cfg.mm_dir", str(tmp_path / "mm"), "--cfg.hf_config.hf_dir", str(hf),
              f"{PP}.llm_pp_layers", "[[1,2]]", f"{PP}.vit_pp_layers", "[[2,0]]", f"{PP}.tp_size", "3"]
-    done = subprocess.run([sys.executable, "-m", "checkpoint.cli", *words], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([warm_python(), "-m", "checkpoint.cli", *words], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith(f"error: {PP}.tp_size is 3; it must divide")
     assert "legal sizes are 1, 2." in done.stderr

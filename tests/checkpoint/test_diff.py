@@ -5,7 +5,6 @@ import json
 import random
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +29,7 @@ from mm.formats.safetensors import read_header
 from mm.formats.storage import Format, Storage, Structure
 from mm.weights.table import fuse, model_weights, shard
 from tests.checkpoint.models import SmallModel, layouts, small_models, write_sparse_hf
+from tests.launch import warm_python
 from tests.saved_hf import spell
 
 LAYOUT = Layout(((1, 1, 0),), ((0, 1, 2),), 2)
@@ -315,7 +315,8 @@ def test_memory_does_not_grow_with_the_tensors(tmp_path):
     with path.open("r+b") as file:
         file.seek(tensor.offset + tensor.num_bytes - 2)
         file.write(b"\x03\x03")
-    done = subprocess.run([sys.executable, "-c", MEASURED, tmp_path / "one", tmp_path / "other"], capture_output=True,
-                          text=True, timeout=120)
+    (tmp_path / "measured.py").write_text(MEASURED)
+    done = subprocess.run([warm_python(), tmp_path / "measured.py", tmp_path / "one", tmp_path / "other"],
+                          capture_output=True, text=True, timeout=120)
     assert "    1 of 307,200,000 elements differ" in done.stdout, done.stderr
     assert "the first is [149999, 2047]" in done.stdout

@@ -5,6 +5,7 @@ import random
 import resource
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -69,15 +70,20 @@ def run_and_die(run: Callable[[], None], after: int) -> bool:
 
 
 def num_calls(hf: Path, folder: Path, kind: Storage = KINDS[0]) -> int:
-    """Number of system calls in a full run, found by bisection; each try has its own target."""
-    def run() -> None:
-        convert.hf_to_mm(hf, folder / f"count{os.getpid()}", LAYOUT, kind).run(ONE_WORKER)
+    """Number of system calls in a full run."""
+    with pytest.MonkeyPatch.context() as patch:
+        calls = Counter[str]()
 
-    low, high = 0, 1 << 12
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if run_and_die(run, middle) else (low, middle)
-    return high
+        def counting(name: str, call: Callable[..., object]) -> Callable[..., object]:
+            def counted(*args, **kwargs):
+                calls[name] += 1
+                return call(*args, **kwargs)
+            return counted
+
+        for name in CALLS:
+            patch.setattr(os, name, counting(name, getattr(os, name)))
+        convert.hf_to_mm(hf, folder / "count", LAYOUT, kind).run(ONE_WORKER)
+    return calls.total()
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -109,18 +115,20 @@ def test_killed_at_each_of_the_last_steps(hf, expected, tmp_path):
         convert.hf_to_mm(hf, target, older).run(ONE_WORKER)
         return convert.hf_to_mm(hf, target, LAYOUT)
 
-    total, num_deaths = num_calls(hf, tmp_path), 0
-    for moment in range(total - 30, total + 30):
+    first = moment = num_calls(hf, tmp_path) - 30
+    has_died = True
+    while has_died:
         conversion = over_an_older_one(str(moment))
         before = files(conversion.target)
-        if run_and_die(lambda conversion=conversion: conversion.run(overwrite), moment):
-            num_deaths += 1
+        has_died = run_and_die(lambda conversion=conversion: conversion.run(overwrite), moment)
+        if has_died:
             found = files(conversion.target) if conversion.target.exists() else None
             assert found in (None, before, expected)
             conversion.run(overwrite)
         assert files(conversion.target) == expected
         assert list(conversion.target.parent.iterdir()) == [conversion.target]
-    assert 30 <= num_deaths < 60
+        moment += 1
+    assert 30 <= moment - 1 - first < 60
 
 
 def test_finished_files_are_checked_not_assumed(hf, expected, tmp_path, capsys):

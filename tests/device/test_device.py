@@ -98,10 +98,17 @@ print(x.device, x.type(), x.bfloat16().type(), x.cpu().type(), x.type(torch.floa
 """
 
 
-def test_the_shims_of_an_npu() -> None:
-    done = subprocess.run([sys.executable, "-c", NPU_TABLE], capture_output=True, text=True, cwd=ROOT, check=False)
+def test_the_shims_of_an_npu_and_an_apex_without_kernels(tmp_path: Path) -> None:
+    """Ascend's apex can be imported, and raises when its Adam is made: megatron never chooses it."""
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").touch()
+    (tmp_path / "apex" / "optimizers.py").write_text("class FusedAdam: ...\nclass FusedSGD: ...\n")
+    program = NPU_TABLE + "import megatron.core.optimizer as o; print(o.Adam is torch.optim.AdamW, o.SGD.__module__)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False,
+                          env={**os.environ, "PYTHONPATH": str(tmp_path)})  # fmt: skip
     assert done.stdout.split() == [
         "npu:0", "torch.cuda.FloatTensor", "torch.cuda.BFloat16Tensor", "torch.FloatTensor", "torch.float64",
+        "True", "apex.optimizers",
     ], done.stderr  # fmt: skip
 
 
@@ -130,24 +137,34 @@ import transformer_engine.common, transformer_engine.pytorch
 """
 APEX = "class FusedAdam: ...\nclass FusedSGD: ...\nmulti_tensor_applier = None\n"
 ONE_STEP = """
-import sys
+import sys, torch, mm.device.device
 from mm import train
+print([name for name in sys.modules if name.partition(".")[0] == "megatron"])
+compiler = torch.compile
 status = train.main(sys.argv[1:])
 import megatron.core.optimizer as o
 print("took", o.SGD.__module__)
+print(torch.compile is compiler, "torch._inductor.compile_fx" in sys.modules)
 sys.exit(status)
 """
 
 
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
 @pytest.mark.parametrize("beside", ["transformer_engine", "apex"])
-def test_the_fused_step_does_not_depend_on_what_is_installed(tmp_path: Path, beside: str) -> None:
-    """megatron prefers the Adam of either; then nothing would clip in the kernel, and the host would read before it."""
+def test_the_fused_step_does_not_depend_on_what_is_installed(inputs: Path, tmp_path: Path, beside: str) -> None:
+    """megatron prefers the Adam of either; then nothing would clip in the kernel, and the host would read before it.
+
+    megatron waits for the device, and a whole run loads no compiler.
+    """
     folder = tmp_path / "packages" / beside
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text(TRANSFORMER_ENGINE if beside == "transformer_engine" else "")
     if beside == "apex":
         (folder / "optimizers.py").write_text(APEX)
-    inputs = write_inputs(tmp_path)
     flags = [
         "--device", "cpu", "--mm-model", str(inputs / "model_1.json"), "--mm-data", str(inputs / "data.json"),
         "--micro-batch-size", "1", "--global-batch-size", "2", "--seq-length", "512", "--train-iters", "1", "--lr",
@@ -161,22 +178,13 @@ def test_the_fused_step_does_not_depend_on_what_is_installed(tmp_path: Path, bes
     ran_on = json.loads((tmp_path / "logs" / "run.json").read_text())["ran_on"]
     assert (ran_on["adam"], ran_on["clips_in_adam"]) == ("torch.optim.adamw.AdamW", True)
     assert "took torch" not in done.stdout, "megatron did not see the package beside it"
+    first, *_, last = done.stdout.splitlines()
+    assert (first, last) == ("[]", "True False")
 
 
 def test_every_device_gets_torchs_adam_and_safe_gloo() -> None:
     for platform in PLATFORMS:
         assert set(COMMON_SHIMS) <= set(platform.shims)
-
-
-def test_an_apex_without_kernels_is_never_megatrons_choice(tmp_path: Path) -> None:
-    """Ascend's apex can be imported, and raises when its Adam is made."""
-    (tmp_path / "apex").mkdir()
-    (tmp_path / "apex" / "__init__.py").touch()
-    (tmp_path / "apex" / "optimizers.py").write_text("class FusedAdam: ...\nclass FusedSGD: ...\n")
-    program = NPU_TABLE + "import megatron.core.optimizer as o; print(o.Adam is torch.optim.AdamW, o.SGD.__module__)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False,
-                          env={**os.environ, "PYTHONPATH": str(tmp_path)})  # fmt: skip
-    assert done.stdout.split()[-2:] == ["True", "apex.optimizers"], done.stderr
 
 
 def test_mindspeeds_adaptor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,21 +198,6 @@ def test_the_npu_operators_are_called_as_torch_npu_wants_them(torch_npu: object)
     x, weight = torch.randn(5, 8), torch.randn(8)
     torch.testing.assert_close(npu.rms_norm(x, weight, 1e-6), cpu.rms_norm(x, weight, 1e-6))
     torch.testing.assert_close(npu.swiglu(x), cpu.swiglu(x))
-
-
-IMPORTS = """
-import sys, torch, mm.train, mm.device.device
-print([m for m in sys.modules if m.split('.')[0] == 'megatron'])
-compiler = torch.compile
-mm.device.device.Device.pick("cpu")
-import mm.training.run
-print(torch.compile is compiler, "torch._inductor.compile_fx" in sys.modules)
-"""
-
-
-def test_megatron_waits_for_the_device_and_loads_no_compiler() -> None:
-    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["[]", "True False"]
 
 
 @pytest.fixture

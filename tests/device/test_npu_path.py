@@ -30,47 +30,62 @@ GRADIENT_TOLERANCE = 1e-5  # measured 2.0e-6, relative, by norm of each gradient
 WEIGHT_TOLERANCE = 1e-4
 
 
-# Picking the device, in a process of its own: it patches torch
+# Picking the device, in forks of a process of its own: it patches torch
 
 PICK = """
 import json, os, sys
 from mm.device.device import Device
-device = Device.pick(sys.argv[1])
-before = sys.modules["torch_npu.contrib.transfer_to_npu"].LOADED_BEFORE
-import torch
-print(json.dumps({
-    "kind": device.kind, "index": device.index, "backend": device.backend, "name": device.name,
-    "torch_device": str(device.torch_device), "chosen": torch.npu.current_device(),
-    "megatron asks for": torch.cuda.current_device(), "megatron was there before": "megatron" in before,
-    "attention": device.kernels.attention.__name__, "rms_norm": device.kernels.rms_norm.__name__,
-    "swiglu": device.kernels.swiglu.__name__, "memory": device.max_memory_bytes(),
-}))
-device.synchronize()
+
+def picked(wanted):
+    device = Device.pick(wanted)
+    before = sys.modules["torch_npu.contrib.transfer_to_npu"].LOADED_BEFORE
+    import torch
+    found = {
+        "kind": device.kind, "index": device.index, "backend": device.backend, "name": device.name,
+        "torch_device": str(device.torch_device), "chosen": torch.npu.current_device(),
+        "megatron asks for": torch.cuda.current_device(), "megatron was there before": "megatron" in before,
+        "attention": device.kernels.attention.__name__, "rms_norm": device.kernels.rms_norm.__name__,
+        "swiglu": device.kernels.swiglu.__name__, "memory": device.max_memory_bytes(),
+    }
+    device.synchronize()
+    return found
+
+for words in sys.argv[1:]:
+    wanted, os.environ["LOCAL_RANK"] = words.split()
+    child = os.fork()
+    if child == 0:
+        try:
+            print(json.dumps([words, picked(wanted)]), flush=True)
+        except Exception as error:
+            print(json.dumps([words, str(error)]), flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
 """
 
 
-def pick(wanted: str, **environment: str) -> subprocess.CompletedProcess:
+@pytest.fixture(scope="module")
+def picked() -> dict[str, Any]:
+    """By the wanted device and the local rank, the device that is picked, or the error."""
     path = os.pathsep.join([str(Path(__file__).parents[2]), str(STAND_INS)])
-    return subprocess.run(
-        [sys.executable, "-c", PICK, wanted], env={**os.environ, "PYTHONPATH": path, **environment},
+    done = subprocess.run(
+        [sys.executable, "-c", PICK, "npu 1", "auto 1", "npu 5"], env={**os.environ, "PYTHONPATH": path},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return dict(map(json.loads, done.stdout.splitlines()))
 
 
 @pytest.mark.parametrize("wanted", ["npu", "auto"])
-def test_the_npu_is_picked_and_prepared_before_megatron(wanted: str) -> None:
-    done = pick(wanted, LOCAL_RANK="1")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {
+def test_the_npu_is_picked_and_prepared_before_megatron(picked: dict[str, Any], wanted: str) -> None:
+    assert picked[f"{wanted} 1"] == {
         "kind": "npu", "index": 1, "backend": "hccl", "name": "Ascend910B3", "torch_device": "npu:1", "chosen": 1,
         "megatron asks for": 1, "megatron was there before": False,
         "attention": "npu_attention", "rms_norm": "npu_rms_norm", "swiglu": "npu_swiglu", "memory": 0,
     }  # fmt: skip
 
 
-def test_an_npu_that_is_not_there_is_an_error() -> None:
-    done = pick("npu", LOCAL_RANK="5")
-    assert done.returncode == 1 and "invalid device index 5" in done.stderr
+def test_an_npu_that_is_not_there_is_an_error(picked: dict[str, Any]) -> None:
+    assert "invalid device index 5" in picked["npu 5"]
 
 
 # The whole model on the NPU's kernels

@@ -236,17 +236,3 @@ def _install_as(package: str, version: str, environment: Path) -> None:
         text = (info / file).read_text()
         (info / file).write_text(text.replace(f"Version: {own}", f"Version: {version}").replace(
             f"{package}-{own}", f"{package}-{version}"))
-
-
-def test_a_device_that_computes_something_else_is_named(tmp_path: Path) -> None:
-    """The norm of torch is 5% off on device 1, as with a broken kernel or driver; without the file, all is well
-    (``test_this_environment_is_whole``)."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os\nif os.environ.get('LOCAL_RANK') == '1':\n"
-        "    from torch.nn import functional\n    norm = functional.rms_norm\n"
-        "    functional.rms_norm = lambda *words, **more: norm(*words, **more) * 1.05\n")
-    found = examined(f"--directory={tmp_path}", "--num-processes=2", path=[tmp_path])
-    faults = [(one.name, one.what) for one in found.findings if one.level == "fault"]
-    assert [name for name, _ in faults] == ["training step in fp32", "training step in bf16", "device alone"]
-    assert faults[-1][1].startswith("LOCAL_RANK 1 fails without the others, too: training step in fp32: ")
-    assert found.status == 1

@@ -27,7 +27,7 @@ from mm.doctor.variables import variable_findings
 from mm.plan.sizes import num_model_params
 from mm.version import VERSION
 from tests.files import ROOT
-from tests.launch import free_port, run_ranks, torchrun
+from tests.launch import free_port, run_ranks, warm_python
 from tests.plan.test_stages import run_of
 
 INTERFACES = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.4", "fe80::1"]}
@@ -219,8 +219,31 @@ def test_a_device_that_computes_something_else(tmp_path: Path) -> None:
     assert faults["links"] == "all-reduce over 2 ranks: wrong numbers on rank 0 (cpu), rank 1 (cpu)"
 
 
+PYTHON = sys.executable
+
+
+@pytest.fixture
+def is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``mm-doctor`` starts runs in forks of the warm process; ``test_this_environment_is_whole`` starts Python."""
+    monkeypatch.setattr(sys, "executable", str(warm_python()))
+
+
+@pytest.mark.usefixtures("is_warm")
+def test_the_device_that_computes_something_else_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norm of torch is 5% off on device 1, as with a broken kernel or driver."""
+    monkeypatch.setattr(trial, "RANK", "tests.doctor.off_rank")
+    faults = [(one.name, one.what) for one in trial_findings("cpu", 2, 300.0, TrialNode()) if one.level is Level.FAULT]
+    assert [name for name, _ in faults] == ["training step in fp32", "training step in bf16", "device alone"]
+    assert faults[-1][1].startswith("LOCAL_RANK 1 fails without the others, too: training step in fp32: ")
+
+
+@pytest.mark.usefixtures("is_warm")
 def test_the_rank_that_fails_first_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was found before the crash is reported; alone, the same device fails again."""
+    """What was found before the crash is reported; alone, the same device fails again.
+
+    The launcher starts new processes, whose ends it sees at once: of a fork, it would hear after the other's failure.
+    """
+    monkeypatch.setenv("PYTHON_EXEC", PYTHON)
     monkeypatch.setattr(trial, "RANK", "tests.doctor.dying_rank")
     *found, crash, alone = trial_findings("cpu", 2, 300.0, TrialNode())
     assert [one.name for one in found] == ["device", "kernels", "matrix products", *["links"] * 4]
@@ -253,13 +276,15 @@ def test_the_rank_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_fake_npu(tmp_path: Path) -> None:
-    done = torchrun(2, "tests.doctor.npu_rank", str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
+    """The ranks are new processes: torch learns of the device before megatron is imported."""
+    run_ranks(0, "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "tests.doctor.npu_rank",
+              str(tmp_path))
     found = read_lines((tmp_path / FOUND).read_bytes())
     assert [one for one in found if one.level == Level.FAULT] == []
     assert found[0].what.startswith("npu: ") and "mm.device.npu.npu_attention" in found[1].what
 
 
+@pytest.mark.usefixtures("is_warm")
 def test_a_device_that_is_not_there(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The other checks are made and reported all the same."""
     with pytest.raises(SystemExit, match="2"):

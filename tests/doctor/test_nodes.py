@@ -16,7 +16,7 @@ from mm.doctor.node_findings import Facts, Route, between_findings
 from mm.doctor.nodes import Nodes
 from tests.doctor.whole import Examined, plain_environment
 from tests.files import ROOT
-from tests.launch import free_port
+from tests.launch import free_port, warm_python
 
 FACTS = Facts("host", "10.0.0.4", 7000, 7001, 8, {"torch": "2.13.0"}, {"NCCL_DEBUG": "INFO"})
 ROUTE = Route(sender=0, problem="", round_trip_seconds=1e-4, skew_seconds=0.01, bytes_per_second=1e9)
@@ -91,13 +91,13 @@ def test_a_node_with_another_clock_and_other_packages(tmp_path: Path) -> None:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 5.8.1\n")
     port = str(free_port())
 
-    def start(node: int, path: Sequence[Path], **variables: str) -> "subprocess.Popen[str]":
-        words = [sys.executable, "-m", "mm.doctor.cli", "--device", "cpu", "--no-trial", "--num-processes", "1",
+    def start(node: int, python: object, path: Sequence[Path], **variables: str) -> "subprocess.Popen[str]":
+        words = [str(python), "-m", "mm.doctor.cli", "--device", "cpu", "--no-trial", "--num-processes", "1",
                  "--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", port]
         return subprocess.Popen(words, cwd=ROOT, text=True, stdout=subprocess.PIPE, env=plain_environment() | variables
                                 | {"PYTHONPATH": os.pathsep.join(map(str, [*path, ROOT]))})
 
-    both = [start(0, []), start(1, [tmp_path], NCCL_ALGO="Ring")]
+    both = [start(0, warm_python(), []), start(1, sys.executable, [tmp_path], NCCL_ALGO="Ring")]
     for process in both:
         output, _ = process.communicate(timeout=300)
         found = Examined(process.returncode, output).findings
@@ -116,7 +116,7 @@ def test_the_nodes_of_a_hostfile(tmp_path: Path) -> None:
     shell.chmod(0o755)
     done = subprocess.run(
         ["bash", "examples/cluster/ssh.sh", str(tmp_path / "hosts"), f"MASTER_PORT={free_port()}",
-         "GLOO_SOCKET_IFNAME=lo", f"PYTHON={sys.executable}", "examples/cluster/doctor.sh", "--device", "cpu",
+         "GLOO_SOCKET_IFNAME=lo", f"PYTHON={warm_python()}", "examples/cluster/doctor.sh", "--device", "cpu",
          "--num-processes", "1", "--directory", str(tmp_path)],
         cwd=ROOT, env=plain_environment() | {"SSH": str(shell), "PYTHONPATH": str(ROOT)}, text=True,
         capture_output=True, check=False)

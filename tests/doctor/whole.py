@@ -35,16 +35,16 @@ class Examined:
 
 def examined(
     *words: str, lines: Sequence[str] = (), python: str = sys.executable, inside: Sequence[str] = (),
-    folder: Path = ROOT, path: Sequence[Path] = (),
+    folder: Path = ROOT,
 ) -> Examined:
     """Run ``mm-doctor words`` in a shell, after ``lines``.
 
-    ``inside``: a command that runs another one in namespaces of its own.  ``path``: goes before PYTHONPATH.
+    ``inside``: a command that runs another one in namespaces of its own.
     """
     script = "\n".join(["set -e", *lines, f"exec {python} -m mm.doctor.cli --device cpu \"$@\""])
     done = subprocess.run(
         [*inside, "bash", "-c", script, "bash", *words], cwd=folder, text=True, capture_output=True, check=False,
-        env=plain_environment() | {"PYTHONPATH": os.pathsep.join(map(str, [*path, ROOT]))})
+        env=plain_environment() | {"PYTHONPATH": str(ROOT)})
     said = _PROGRESS.sub("", done.stderr)
     assert not said, said
     return Examined(done.returncode, done.stdout)

@@ -58,26 +58,25 @@ DAMAGES: dict[str, Callable[[bytearray, int, np.random.Generator], None]] = {
     "one bit": _flip_bit, "512 random bytes": _spoil, "4096 zeros": _blank, "188 bytes lost": _drop}
 
 
-def tried(directory: Path, codec: str, damage: str, num_tries: int) -> Counter[str]:
-    """How many attempts were "refused", "harmless" (equal pixels) and "accepted" with different pixels."""
+def tried(directory: Path, codec: str, num_tries: int) -> dict[str, Counter[str]]:
+    """By damage, how many attempts were "refused", "harmless" (equal pixels) and "accepted" with different pixels."""
     file, settings = CLIPS[codec]
-    path = directory / file
-    if not path.exists():
-        write_clip(path, range(48) if "time_base" in settings else even(48), size=(160, 128), gop=12,
-                   bit_rate=600_000, **settings)
-    whole, first, last, found = path.read_bytes(), *_packets(path), Counter[str]()
-    expected = dict(_read(path))
-    for number in range(num_tries):
-        random = np.random.default_rng([number, list(DAMAGES).index(damage)])
-        raw = bytearray(whole)
-        DAMAGES[damage](raw, int(random.integers(first, last)), random)
-        broken = directory / f"broken-{file}"
-        broken.write_bytes(raw)
-        try:
-            is_same = all(np.array_equal(pixels, expected.get(time)) for time, pixels in _read(broken))
-            found["harmless" if is_same else "accepted"] += 1
-        except UserError:
-            found["refused"] += 1
+    path, broken = directory / file, directory / f"broken-{file}"
+    write_clip(path, range(48) if "time_base" in settings else even(48), size=(160, 128), gop=12, bit_rate=600_000,
+               **settings)
+    whole, first, last, expected = path.read_bytes(), *_packets(path), dict(_read(path))
+    found = {damage: Counter[str]() for damage in DAMAGES}
+    for place, (damage, spoil) in enumerate(DAMAGES.items()):
+        for number in range(num_tries):
+            random = np.random.default_rng([number, place])
+            raw = bytearray(whole)
+            spoil(raw, int(random.integers(first, last)), random)
+            broken.write_bytes(raw)
+            try:
+                is_same = all(np.array_equal(pixels, expected.get(time)) for time, pixels in _read(broken))
+                found[damage]["harmless" if is_same else "accepted"] += 1
+            except UserError:
+                found[damage]["refused"] += 1
     return found
 
 
@@ -99,8 +98,8 @@ def main(num_tries: int) -> None:
     print(f"| codec | {' | '.join(DAMAGES)} |\n|{' --- |' * (1 + len(DAMAGES))}")
     with tempfile.TemporaryDirectory() as directory:
         for codec in CLIPS:
-            found = [tried(Path(directory), codec, damage, num_tries) for damage in DAMAGES]
-            cells = [f"{one['accepted']} of {num_tries - one['harmless']}" for one in found]
+            found = tried(Path(directory), codec, num_tries)
+            cells = [f"{one['accepted']} of {num_tries - one['harmless']}" for one in found.values()]
             print(f"| {codec} | {' | '.join(cells)} |", flush=True)
 
 

@@ -16,6 +16,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from mm.batch import IGNORE_INDEX, Microbatch, normalised
 from mm.data.encode.encoder import SampleEncoder
+from mm.data.media.decoder import Decoder
 from mm.data.media.video import _resize
 from mm.data.sample import Image, Sample, Turn, Video
 from mm.errors import UserError
@@ -141,18 +142,18 @@ def expected_video(one, clips):
 
 @pytest.fixture(scope="module")
 def encoder_of(hf_directory, media_directory, model_config, tmp_path_factory):
+    """Encoders with one process of decoding: each of their own would start a Python."""
     from tests.data.oracle import data_config
 
-    made = []
+    decoder = Decoder()
 
-    def build(seq_length=4096, **changes):
+    def build(**changes):
         data = data_config(hf_directory, media_directory, "unused", video_max_pixels=MAX_PIXELS, **changes)
-        made.append(SampleEncoder.from_config(data, model_config, seq_length))
-        return made[-1]
+        made = SampleEncoder.from_config(data, model_config, 4096)
+        return replace(made, images=replace(made.images, decoder=decoder), videos=replace(made.videos, decoder=decoder))
 
     yield build
-    for encoder in made:
-        encoder.videos.decoder.close()
+    decoder.close()
 
 
 @pytest.fixture(scope="module")
@@ -282,28 +283,26 @@ def test_pixels_equal_transformers_video_processor(clips, encoder, tmp_path):
     """Through torchvision in a separate process, because transformers behaves differently when it is installed."""
     folder = Path(sys.prefix) / "torchvision"
     assert folder.is_dir(), "make puts torchvision beside the packages: remove .venv/.ready, and run make again"
-    for name in ("large.mp4", "odd.mp4"):
-        plan = encoder.videos.plan(Video(str(clips / name)))
-        frames = [all_frames(clips / name)[0][number] for number in plan.wanted.numbers]
-        settings = {**{key: value for key, value in PREPROCESSOR.items() if not isinstance(value, str)},
-                    "max_pixels": MAX_PIXELS}  # fmt: skip
-        torch.save({"frames": torch.tensor(np.stack(frames)), "settings": settings}, tmp_path / "in.pt")
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), str(Path.cwd())))}
-        subprocess.run([sys.executable, "-m", "tests.data.media.torchvision_oracle", tmp_path / "in.pt",
-                        tmp_path / "out.pt"], check=True, env=environment, capture_output=True)
-        expected = torch.load(tmp_path / "out.pt")
+    plans = [encoder.videos.plan(Video(str(clips / name))) for name in ("large.mp4", "odd.mp4")]
+    videos = [torch.tensor(np.stack([all_frames(plan.path)[0][number] for number in plan.wanted.numbers]))
+              for plan in plans]
+    settings = {**{key: value for key, value in PREPROCESSOR.items() if not isinstance(value, str)},
+                "max_pixels": MAX_PIXELS}  # fmt: skip
+    torch.save({"videos": videos, "settings": settings}, tmp_path / "in.pt")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), str(Path.cwd())))}
+    subprocess.run([sys.executable, "-m", "tests.data.media.torchvision_oracle", tmp_path / "in.pt",
+                    tmp_path / "out.pt"], check=True, env=environment, capture_output=True)
+    for plan, expected in zip(plans, torch.load(tmp_path / "out.pt"), strict=True):
         assert expected["grid"].tolist() == [list(plan.grid)]
         assert torch.equal(numbers_of(encoder.videos, plan), expected["pixels"])
 
 
-def test_no_cut_falls_inside_a_video(clips, encoder_of, media_directory, model_config):
+def test_no_cut_falls_inside_a_video(clips, encoder, media_directory, model_config):
     sample = sample_of(CASES["turns"], clips, media_directory)
-    whole = encoder_of().encode(sample)
+    whole = encoder.encode(sample)
     numbers = set()
     for limit in range(len(whole.token_ids), 40, -7):
-        encoder = encoder_of(limit)
-        cut = encoder.encode(sample)
-        encoder.videos.decoder.close()
+        cut = replace(encoder, chat=replace(encoder.chat, seq_length=limit)).encode(sample)
         ids = cut.token_ids.tolist()
         assert len(ids) <= limit and cut.image_grids == whole.image_grids[: len(cut.image_grids)]
         assert cut.num_omitted_images == 3 - len(cut.image_grids)

@@ -245,11 +245,16 @@ def test_a_file_whose_rate_is_wrong_is_read_by_its_times(decoder, tmp_path):
 # Row 46: the process
 
 
-def test_a_slow_decoder_is_killed_and_the_next_video_is_read(decoder, tmp_path):
-    slow = write_clip(tmp_path / "slow.mp4", even(150), size=(480, 320), gop=1000)
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory):
+    """A clip with one key frame: to reach its last frame, all 150 must be decoded."""
+    return write_clip(tmp_path_factory.mktemp("slow") / "slow.mp4", even(150), size=(480, 320), gop=1000)
+
+
+def test_a_slow_decoder_is_killed_and_the_next_video_is_read(decoder, slow):
     header = decoder.header(str(slow), True)
     clock = Clock.of(header, None, None)
-    hasty = Decoder(None, 0.004)  # to reach its last frame, all 150 must be decoded
+    hasty = Decoder(None, 0.004)
     with pytest.raises(UserError, match=r"slow.mp4: decoding took more than 0.004 s; .* raise video_timeout"):
         list(hasty.frames(str(slow), wanted_frames(clock, np.array([149]), True)))
     hasty._limit_seconds = 60.0
@@ -257,9 +262,8 @@ def test_a_slow_decoder_is_killed_and_the_next_video_is_read(decoder, tmp_path):
     hasty.close()
 
 
-def test_the_time_limit_is_for_all_frames_together(decoder, tmp_path):
+def test_the_time_limit_is_for_all_frames_together(decoder, slow):
     """A quarter of the CPU time that they take on this machine: more than enough for any single frame."""
-    slow = write_clip(tmp_path / "slow.mp4", even(150), size=(480, 320))
     clock = Clock.of(decoder.header(str(slow), True), None, None)
     wanted = wanted_frames(clock, np.arange(150), True)
     process = psutil.Process(decoder._process.pid)
@@ -362,19 +366,23 @@ no_torchcodec = pytest.mark.skipif(
     reason="torchcodec needs FFmpeg's libraries of the system and torch's CUDA build: pip install torchcodec")
 
 
-@pytest.mark.parametrize("backend", [
+@pytest.fixture(scope="module", params=[
     pytest.param("decord", marks=no_decord), pytest.param("torchcodec", marks=no_torchcodec)])
+def other(request):
+    one = Decoder(request.param, 60.0)
+    one.check()
+    yield one
+    one.close()
+
+
 @pytest.mark.parametrize("name", [name for name in KINDS if name not in NOT_ALL])
-def test_every_backend_gives_the_frames_of_pyav(decoder, tmp_path, backend, name):
-    other = Decoder(backend, 60.0)
-    other.check()
+def test_every_backend_gives_the_frames_of_pyav(decoder, other, tmp_path, name):
     settings = {**KINDS[name]}
     frames_of = range(40) if "time_base" in settings else even(40)
     path = write_clip(tmp_path / name, settings.pop("ticks", frames_of), **settings)
     last = len(all_frames(path)[0]) - 1
     for numbers in (range(last + 1), [1, last // 2, last]):
         assert all(map(np.array_equal, read(other, path, numbers), read(decoder, path, numbers)))
-    other.close()
 
 
 def test_a_backend_that_cannot_be_imported_is_reported(tmp_path, monkeypatch):

@@ -1,0 +1,15 @@
+"""A rank of ``mm-doctor``; the norm of torch is 5% off on device 1: ``python -m tests.doctor.off_rank FOLDER DEVICE``.
+"""
+
+import os
+import sys
+
+from torch.nn import functional
+
+from mm.doctor import rank
+
+if __name__ == "__main__":
+    if os.environ["LOCAL_RANK"] == "1":
+        norm = functional.rms_norm
+        functional.rms_norm = lambda *words, **more: norm(*words, **more) * 1.05
+    sys.exit(rank.main())
