@@ -40,7 +40,7 @@ COMMANDS = {
     "search": ("benchmarks.plan.search", "--size", "7b", "--rounds", "1"),
     "meta": ("benchmarks.plan.meta", "--device", "h200", "--step", "3B"),
     "device": ("benchmarks.plan.device", "--device", "cpu", "--size", "tiny", "--tokens", "689", "--num-microbatches",
-               "1", "--rounds", "1", "--warmup", "1", "--steps", "1"),
+               "1", "--quick", "--warmup", "1", "--steps", "1"),
     "fits": ("benchmarks.plan.fits", "--size", "3b"),
     "pipeline": ("benchmarks.pipeline", "--only", "2 virtual chunks", "--rounds", "1", "--steps", "1"),
     "convert": ("benchmarks.convert", "--size", "tiny", "--rounds", "1", "--caches", "cold"),
