@@ -44,7 +44,8 @@ COMMANDS = {
     "fits": ("benchmarks.plan.fits", "--size", "3b"),
     "pipeline": ("benchmarks.pipeline", "--only", "2 virtual chunks", "--rounds", "1", "--steps", "1"),
     "convert": ("benchmarks.convert", "--size", "tiny", "--rounds", "1", "--caches", "cold"),
-    "states": ("benchmarks.states", "--iters", "3", "--last", "2", "--without", "bf16 moments", "no copies"),
+    "states": ("benchmarks.states", "--iters", "3", "--last", "2", "--without", "bf16 moments", "no copies",
+               "--max-samples", "192"),
     "save": ("benchmarks.save", "--device", "cpu", "--mib", "40", "--rounds", "1"),
     "index": ("benchmarks.data.index", "--records", "800", "--pictures", "5", "--processes", "1"),
 }

@@ -17,7 +17,7 @@ from mm.plan.calibration import BlockKey, Calibration, Machine, MeasuredBlock
 from mm.plan.lists import one_stage
 from mm.planner.links import all_reduce_laws, message_law
 from mm.planner.pipelines import seconds_between_passes
-from mm.planner.probes import Effort, Prober, probe_model
+from mm.planner.probes import USUAL_EFFORT, Effort, Prober, probe_model
 from mm.planner.samples import random_microbatch
 from mm.planner.speeds import measured_speeds
 from mm.planner.updates import step_law
@@ -37,7 +37,7 @@ class ProbeSizes:
 
 def measure(
     device: Device, args: Arguments, model: ModelConfig, tp_sizes: Sequence[int], sizes: ProbeSizes,
-    effort: Effort = Effort(),
+    effort: Effort = USUAL_EFFORT,
 ) -> Calibration:  # fmt: skip
     """Measure everything; every rank of the job calls it and gets the same result.
 

@@ -71,6 +71,9 @@ class Effort:
     """Fewest and most repeats of a measurement in a round, besides the first, which warms up."""
 
 
+USUAL_EFFORT = Effort()
+
+
 @dataclass(frozen=True)
 class _Probe:
     """A model whose slots are measured, and the kinds of blocks that follow from them."""
