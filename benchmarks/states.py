@@ -60,8 +60,7 @@ def _losses(files: Run, name: str, num_iters: int) -> list[float]:
     values = variables(files, FULL, ALONE, files / "checkpoint") | {
         "NPUS_PER_NODE": "1", "TRAIN_ITERS": str(num_iters), "SAVE_PATH": str(files / f"{label}/save"),
         "LOG_DIR": str(files / f"{label}/logs"), "SAVE_INTERVAL": str(num_iters), "OMP_NUM_THREADS": "1"}  # fmt: skip
-    flags = ("--bf16", "--no-save-optim", "--num-workers", "0", *CASES[name])
-    run_script(values, flags, files / f"{label}.log", 1, num_iters)
+    run_script(values, ("--bf16", "--no-save-optim", *CASES[name]), files / f"{label}.log", 1, num_iters)
     rows = map(json.loads, (files / f"{label}/logs/metrics.jsonl").read_text().splitlines())
     return [row["loss"] for row in rows if row["kind"] == "step"]
 
