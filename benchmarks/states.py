@@ -30,10 +30,19 @@ CASES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def compared(folder: Path, names: Sequence[str], num_iters: int, num_last: int) -> dict[str, Any]:
-    """The mean loss of the last steps of each training, its standard error, and how far it is from the first one's."""
+def compared(
+    folder: Path, names: Sequence[str], num_iters: int, num_last: int, max_samples: int | None
+) -> dict[str, Any]:
+    """The mean loss of the last steps of each training, its standard error, and how far it is from the first one's.
+
+    ``max_samples``: the trainings see so many; None: all.
+    """
     files = Run(folder, "cpu")
     prepare(files, FULL)
+    if max_samples is not None:
+        data = json.loads(files.data_json.read_text())
+        data["dataset_param"]["basic_parameters"]["max_samples"] = max_samples
+        files.data_json.write_text(json.dumps(data))
     shutil.copy(files.model_json(TENSOR), files.model_json(ALONE))  # its lists are of one stage too
     with ThreadPoolExecutor(2) as pool:
         losses = dict(zip(names, pool.map(lambda name: _losses(files, name, num_iters), names), strict=True))
@@ -62,10 +71,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--last", type=int, default=100, help="steps at the end whose losses are compared")
     parser.add_argument("--without", nargs="*", default=[], choices=[*CASES][1:], metavar="NAME",
                         help="trainings to leave out")
+    parser.add_argument("--max-samples", type=int, help="train on the first so many samples (default: all)")
     flags = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         names = [name for name in CASES if name not in flags.without]
-        report(compared(Path(folder), names, flags.iters, flags.last), flags.output)
+        report(compared(Path(folder), names, flags.iters, flags.last, flags.max_samples), flags.output)
 
 
 if __name__ == "__main__":

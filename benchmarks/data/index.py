@@ -13,10 +13,11 @@ node would.  The output has the memory of the planning process and the CPU time 
 rows take half a minute of CPU time: four processes import torch, and each step plans 98,304 samples.
 """
 
+import argparse
 import json
-import multiprocessing
 import random
 import resource
+import subprocess
 import sys
 import tempfile
 import time
@@ -220,29 +221,36 @@ def planning(folder: Path, in_planner: bool) -> dict[str, float]:
 def at_scale(num_rows: int) -> dict[str, Any]:
     """Memory and planning times of one node that trains on ``num_rows`` samples."""
     with tempfile.TemporaryDirectory() as folder:
-        packs = in_fresh_process(packing, Path(folder), num_rows)
-        owner = in_fresh_process(planning, Path(folder), False)
-        separate = planning(Path(folder), True)  # not in a pool's process, which may not start processes
+        packs = in_fresh_process("packing", Path(folder), "--rows", str(num_rows))
+        owner = in_fresh_process("planning", Path(folder))
+        separate = planning(Path(folder), True)
         return {"rows": num_rows, "global_batch_size": GLOBAL_BATCH_SIZE, "dp_size": DP_SIZE, "versions": versions(),
                 "index": packs, "planned_by_the_owner": owner, "planned_in_a_separate_process": separate}
 
 
-def in_fresh_process(work: Callable[..., dict[str, float]], *arguments: Any) -> dict[str, float]:
-    pool = multiprocessing.get_context("spawn").Pool(1)
-    try:
-        return pool.apply(work, arguments)
-    finally:
-        pool.close()
-        pool.join()
+ALONE: dict[str, Callable[[argparse.Namespace], dict[str, float]]] = {
+    "parts": lambda flags: parts(flags.folder),
+    "start": lambda flags: start(flags.folder, flags.processes),
+    "packing": lambda flags: packing(flags.folder, flags.rows),
+    "planning": lambda flags: planning(flags.folder, False),
+}
+"""What ``--alone`` names."""
+
+
+def in_fresh_process(name: str, folder: Path, *words: str) -> dict[str, float]:
+    """What one of ``ALONE`` returns in a new process, with these flags."""
+    output = folder / f"{name}.json"
+    subprocess.run([sys.executable, "-m", "benchmarks.data.index", "--alone", name, "--folder", str(folder), *words,
+                    "--output", str(output)], check=True)  # fmt: skip
+    return json.loads(output.read_text())
 
 
 def measure(num_records: int, num_pictures: int, num_processes: int, folder: Path) -> dict[str, Any]:
     """Both starts, and the parts of the first."""
     write_inputs(folder, num_records, num_pictures)
-    alone = in_fresh_process(parts, folder)
-    # not in a pool's process, which may not start processes
+    alone = in_fresh_process("parts", folder)
     first = start(folder, num_processes)
-    second = in_fresh_process(start, folder, num_processes)
+    second = in_fresh_process("start", folder, "--processes", str(num_processes))
     return {
         "records": num_records, "file_megabytes": (folder / "records.json").stat().st_size / 1e6,
         "index_megabytes": sum(path.stat().st_size for path in (folder / "cache").glob("*.rows")) / 1e6,
@@ -258,7 +266,12 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--pictures", type=int, default=1000)
     parser.add_argument("--processes", type=int, default=num_cores())
     parser.add_argument("--rows", type=int, help="number of generated rows of an index, in place of a data file")
+    parser.add_argument("--alone", choices=ALONE, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     flags = parser.parse_args(argv)
+    if flags.alone:
+        report(ALONE[flags.alone](flags), flags.output, prints=False)
+        return
     if flags.rows:
         result = at_scale(flags.rows)
     else:

@@ -29,6 +29,7 @@ from mm.plan.costs import counts_of
 from mm.plan.predict import Predictor, StepPrediction
 from mm.plan.workload import Workload
 from mm.planner.measure import ProbeSizes, measure
+from mm.planner.probes import Effort
 from mm.planner.samples import random_microbatch
 from mm.training.step import Setup, step
 
@@ -174,15 +175,16 @@ class _Measured:
 
 
 def _calibrated(device: Device, world_size: int, is_quick: bool) -> Calibration:
-    """A calibration in one round, with adapters too if a case has them."""
+    """A calibration in one round, with adapters too if a case has them; a quick one without repeats."""
     plain, lora = CASES[1][0], CASES[1][3]
     sizes = _QUICK_SIZES if is_quick else _SIZES
     cases = cases_of(world_size, is_quick)
     tp_sizes = sorted({1, *(case.tp_size for case in cases)})
-    found = measure(device, arguments(1), model_of(plain, is_quick), tp_sizes, sizes, num_rounds=1)
+    effort = Effort(1, (1, 1)) if is_quick else Effort(1)
+    found = measure(device, arguments(1), model_of(plain, is_quick), tp_sizes, sizes, effort)
     if not any(case.has_lora for case in cases):
         return found
-    more = measure(device, arguments(1), model_of(lora, is_quick), [1], sizes, num_rounds=1)
+    more = measure(device, arguments(1), model_of(lora, is_quick), [1], sizes, effort)
     return replace(found, blocks=(*found.blocks, *(one for one in more.blocks if one.key not in found.by_key)))
 
 

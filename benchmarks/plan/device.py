@@ -11,7 +11,7 @@ import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -31,24 +31,29 @@ from tests.workload import SAMPLE_TOKENS, equal_samples
 FROZEN = ("vision", "projector")
 
 
-def predicted(case: Case, device: Device, operators: Mapping[str, Mapping[str, Tally]]) -> dict[str, float | None]:
-    """Seconds of a step by published figures and by kernels; None if the device is not known."""
+def predicted(
+    case: Case, device: Device, operators_of: Callable[[Case], Mapping[str, Mapping[str, Tally]]]
+) -> dict[str, float | None]:
+    """Seconds of a step by published figures and by kernels; None if the device is not known.
+
+    ``operators_of`` counts the kernels of a case, which takes a while, so it is called for a known device only.
+    """
     known = known_device(device.name)
     if known is None or known.peak_flops is None:
         return {"by_figures": None, "by_kernels": None}
     return {"by_figures": by_laws(case, known).seconds,
-            "by_kernels": sum(seconds_of(phase, known) for phase in operators.values())}  # fmt: skip
+            "by_kernels": sum(seconds_of(phase, known) for phase in operators_of(case).values())}  # fmt: skip
 
 
-def measured(case: Case, device: Device, num_rounds: int | None, num_warmup: int, num_steps: int) -> dict[str, Any]:
-    """The calibrated prediction of a step, and its measured time.  ``num_rounds``: None as in ``mm-plan calibrate``."""
+def measured(case: Case, device: Device, is_quick: bool, num_warmup: int, num_steps: int) -> dict[str, Any]:
+    """The calibrated prediction of a step, and its measured time.  ``is_quick``: calibrate once, without repeats."""
     from benchmarks.sides import Ours, random_tensors
     from mm.parallel.megatron import DTYPES
     from mm.plan.costs import counts_of
     from mm.plan.predict import Predictor
     from mm.plan.workload import Workload
     from mm.planner.measure import ProbeSizes, measure
-    from mm.planner.probes import NUM_ROUNDS
+    from mm.planner.probes import USUAL_EFFORT, Effort
     from tests.microbatches import random_microbatch
 
     model, precision = case.model(), "fp32" if device.kind == "cpu" else "bf16"
@@ -57,7 +62,7 @@ def measured(case: Case, device: Device, num_rounds: int | None, num_warmup: int
     args = step_arguments("--use-distributed-optimizer", *([f"--{precision}"] if precision != "fp32" else []))
     began = time.perf_counter()
     calibration = measure(device, args, model, [1], ProbeSizes(batch[0].num_tokens, batch[0].num_patches),
-                          num_rounds or NUM_ROUNDS)
+                          Effort(1, (1, 1)) if is_quick else USUAL_EFFORT)
     calibrated = time.perf_counter() - began
     counts = counts_of([BatchTotals.of([one], model.vision) for one in batch])
     prediction = Predictor(Run(args, model, DataConfig("hf", ("data.json",)), 1), calibration).predict(
@@ -83,7 +88,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--size", default="3b", choices=("tiny", "3b", "7b"))
     parser.add_argument("--tokens", type=int, default=6 * SAMPLE_TOKENS, help="of a microbatch, in samples of 689")
     parser.add_argument("--num-microbatches", type=int, default=2)
-    parser.add_argument("--rounds", type=int, help="of the calibration; absent = as in mm-plan calibrate")
+    parser.add_argument("--quick", action="store_true", help="calibrate once, without repeats: shows that it runs")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=7)
     add_record_flags(parser, "predictions")
@@ -92,9 +97,12 @@ def main(argv: list[str]) -> None:
     whole = Case(flags.size, max(1, round(flags.tokens / SAMPLE_TOKENS)), flags.num_microbatches)
     records, rows = Records(flags.records, flags.label, device.name, flags.size), []
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        def operators_of(case: Case) -> Mapping[str, Mapping[str, Tally]]:
+            return pool.submit(trace, case).result().operators
+
         for name, case in (("all trained", whole), ("ViT frozen", replace(whole, freeze=FROZEN))):
-            found = {"case": name, **predicted(case, device, pool.submit(trace, case).result().operators),
-                     **measured(case, device, flags.rounds, flags.warmup, flags.steps)}  # fmt: skip
+            found = {"case": name, **predicted(case, device, operators_of),
+                     **measured(case, device, flags.quick, flags.warmup, flags.steps)}  # fmt: skip
             records.write("prediction", **found)
             rows.append(found)
     report(rows, flags.output, prints=False)

@@ -26,7 +26,7 @@ from mm.plan.predict import Predictor
 from mm.plan.workload import Workload
 from mm.planner.measure import ProbeSizes
 from mm.planner.measure import measure as calibrate
-from mm.planner.probes import NUM_ROUNDS
+from mm.planner.probes import USUAL_EFFORT, Effort
 from tests.microbatches import random_microbatch
 from tests.workload import Sample
 
@@ -60,7 +60,8 @@ def measure(device: Device, rounds: int, is_quick: bool, sequence_parallel: bool
     model = replace(model, vision=replace(model.vision, freeze=False))
     pictures = QUICK_PICTURES if is_quick else PICTURES
     batches = {name: batch_of(samples, model) for name, samples in pictures.items()}
-    predicted = predicted_ratios(device, model, batches, sequence_parallel, 1 if is_quick else NUM_ROUNDS)
+    predicted = predicted_ratios(device, model, batches, sequence_parallel,
+                                 Effort(1, (1, 1)) if is_quick else USUAL_EFFORT)
     tensors = random_tensors(model, device.torch_device, torch.float32)
     seconds = {name: {encoder: list[tuple[float, float]]() for encoder in ENCODERS} for name in batches}
     firsts: list[tuple[float, float]] = []
@@ -90,18 +91,15 @@ def measure(device: Device, rounds: int, is_quick: bool, sequence_parallel: bool
 
 
 def predicted_ratios(
-    device: Device, model: ModelConfig, batches: dict[str, list[Microbatch]], sequence_parallel: bool, num_rounds: int
+    device: Device, model: ModelConfig, batches: dict[str, list[Microbatch]], sequence_parallel: bool, effort: Effort
 ) -> dict[str, dict[str, float]]:
-    """The predicted time of a step, cut / whole and cut / together, for each of ``batches``.
-
-    ``num_rounds``: of the calibration.
-    """
+    """The predicted time of a step, cut / whole and cut / together, for each of ``batches``."""
     args = step_arguments("--use-distributed-optimizer", "--tensor-model-parallel-size", "2",
                           *(["--sequence-parallel"] if sequence_parallel else []))
     totals = {name: [BatchTotals.of([one], model.vision) for one in batch] for name, batch in batches.items()}
     sizes = ProbeSizes(max(one.num_tokens for batch in totals.values() for one in batch),
                        max(one.num_patches for batch in totals.values() for one in batch))
-    calibration = calibrate(device, args, model, [1, 2], sizes, num_rounds)
+    calibration = calibrate(device, args, model, [1, 2], sizes, effort)
     found: dict[str, dict[str, float]] = {}
     for name, batch in totals.items():
         seconds = {

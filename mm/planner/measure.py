@@ -17,7 +17,7 @@ from mm.plan.calibration import BlockKey, Calibration, Machine, MeasuredBlock
 from mm.plan.lists import one_stage
 from mm.planner.links import all_reduce_laws, message_law
 from mm.planner.pipelines import seconds_between_passes
-from mm.planner.probes import NUM_ROUNDS, Prober, probe_model
+from mm.planner.probes import USUAL_EFFORT, Effort, Prober, probe_model
 from mm.planner.samples import random_microbatch
 from mm.planner.speeds import measured_speeds
 from mm.planner.updates import step_law
@@ -37,12 +37,11 @@ class ProbeSizes:
 
 def measure(
     device: Device, args: Arguments, model: ModelConfig, tp_sizes: Sequence[int], sizes: ProbeSizes,
-    num_rounds: int = NUM_ROUNDS,
+    effort: Effort = USUAL_EFFORT,
 ) -> Calibration:  # fmt: skip
     """Measure everything; every rank of the job calls it and gets the same result.
 
-    ``num_rounds``: how often each block is measured; the median counts.  Whole encoders have the laws of one
-    tensor-parallel rank.
+    Whole encoders have the laws of one tensor-parallel rank.
     """
     model = replace(model, encoder_placement="cut")
     microbatches = [random_microbatch(model, samples) for samples in _samples(model, sizes)]
@@ -55,7 +54,7 @@ def measure(
             found = (step_law(device, mesh, args, model), message_law(device, mesh), all_reduce_laws(device, mesh),
                      measured_speeds(device, mesh, model, DTYPES[args.precision], sizes.num_tokens), mesh.world_size)
         own = replace(args, sequence_parallel=args.sequence_parallel and tp_size > 1)
-        prober = Prober(device, mesh, own, microbatches, num_rounds)
+        prober = Prober(device, mesh, own, microbatches, effort)
         blocks |= {one.key: one for one in prober.blocks(variants(model), blocks.keys())}
         passes += prober.passes
         parallel.stop_mesh()

@@ -48,11 +48,6 @@ from mm.planner.slots import (
 from mm.progress import Progress
 from mm.weights.trained import GradientPath
 
-NUM_ROUNDS = 3
-"""A calibration measures its slots in turn this often: a machine's speed changes within seconds, so what is compared
-must be measured close together, and one disturbed round must not count."""
-NUM_REPEATS = 2, 5
-"""Fewest and most repeats of a measurement in a round, besides the first, which warms up."""
 SECONDS_EACH = 0.1
 """A measurement is repeated for about this long in a round: short ones vary more, and cost less."""
 
@@ -63,6 +58,20 @@ def probe_model(model: ModelConfig) -> ModelConfig:
                      fullatt_block_indexes=(FULL_LAYER,), freeze_layers="")
     language = replace(model.language, num_layers=sum(LANGUAGE), pipeline_num_layers=(LANGUAGE,), freeze_layers="")
     return replace(model, vision=vision, language=language)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How often a calibration measures each slot."""
+
+    num_rounds: int = 3
+    """It measures its slots in turn this often: a machine's speed changes within seconds, so what is compared must be
+    measured close together, and one disturbed round must not count."""
+    num_repeats: tuple[int, int] = (2, 5)
+    """Fewest and most repeats of a measurement in a round, besides the first, which warms up."""
+
+
+USUAL_EFFORT = Effort()
 
 
 @dataclass(frozen=True)
@@ -77,19 +86,20 @@ class Prober:
     """Measures the slots of probes on this rank; every rank of the job measures the same at the same time."""
 
     def __init__(
-        self, device: Device, mesh: Mesh, args: Arguments, microbatches: Sequence[Microbatch], num_rounds: int
+        self, device: Device, mesh: Mesh, args: Arguments, microbatches: Sequence[Microbatch], effort: Effort
     ) -> None:
         self._device, self._mesh, self._args = device, mesh, args
-        self._microbatches, self._num_rounds = microbatches, num_rounds
+        self._microbatches, self._effort = microbatches, effort
         self.passes: list[float] = []
         """The host's seconds for passes of a chunk that were measured so far."""
 
     def blocks(self, models: Iterable[ModelConfig], known: Set[BlockKey]) -> tuple[MeasuredBlock, ...]:
         """Measure the kinds of blocks of ``models``, which are probes, that are not ``known``; each kind once."""
         probes = self._probes(models, known)
-        rounds: list[list[Round]] = [[] for _ in range(self._num_rounds)]
-        shown = Progress("measuring layers", self._num_rounds * len(probes), "models", is_shown=self._mesh.rank == 0)
-        for number, one in shown.each((number, one) for number in range(self._num_rounds) for one in probes):
+        num_rounds = self._effort.num_rounds
+        rounds: list[list[Round]] = [[] for _ in range(num_rounds)]
+        shown = Progress("measuring layers", num_rounds * len(probes), "models", is_shown=self._mesh.rank == 0)
+        for number, one in shown.each((number, one) for number in range(num_rounds) for one in probes):
             rounds[number].append({slot: self._slot(one.model, slot) for slot in slots_of(one.blocks.values())})
         of_probes = list(zip(probes, zip(*rounds, strict=True), strict=True))
         self.passes += [seconds for probe, own in of_probes for seconds in pass_seconds(own, probe.blocks.values())]
@@ -138,7 +148,7 @@ class Prober:
                 continue
             times = self._times(model, chunk, wrapped, microbatch)
             warm_up = mean_of_ranks(sum(next(times)), self._mesh)
-            fewest, most = NUM_REPEATS
+            fewest, most = self._effort.num_repeats
             num_repeats = min(most, max(fewest, math.ceil(SECONDS_EACH / warm_up)))
             found = list(islice(times, num_repeats))
             forward[number], backward[number] = (self._agreed([one[side] for one in found]) for side in (0, 1))

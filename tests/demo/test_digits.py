@@ -110,17 +110,17 @@ def test_moved_pictures_differ_from_the_scan_and_stay_in_the_frame(dataset: digi
         assert ink.sum() > 0.8 * original.sum()
 
 
-def test_same_seed_same_files(dataset: digits.DigitsDataset, tmp_path: Path):
-    again = digits.write(tmp_path / "same", seed=0)
-    other = digits.write(tmp_path / "other", seed=1)
-    assert again.train.read_bytes() == dataset.train.read_bytes()
+def test_another_seed_other_files(dataset: digits.DigitsDataset, tmp_path: Path):
+    other = digits.write(tmp_path, seed=1)
     assert other.train.read_bytes() != dataset.train.read_bytes()
 
 
-def test_fewer_held_out_samples_leave_the_training_part_as_it_is(dataset: digits.DigitsDataset, tmp_path: Path):
+def test_the_same_seed_and_fewer_held_out_samples_leave_the_training_part_as_it_is(
+    dataset: digits.DigitsDataset, tmp_path: Path
+):
     few = digits.write(tmp_path, seed=0, num_held_out_samples=5)
     assert read(few.held_out) == read(dataset.held_out)[:5]
-    assert read(few.train) == read(dataset.train)
+    assert few.train.read_bytes() == dataset.train.read_bytes()
 
 
 def test_the_trainer_reads_it_with_the_columns_of_data_tiny_json(dataset: digits.DigitsDataset, tmp_path: Path):
