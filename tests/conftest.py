@@ -25,6 +25,7 @@ os.environ |= {
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # torch would import any accelerator plugin that is installed
     "HF_HUB_OFFLINE": "1",
 }
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process would compile this tree again, half a second of CPU time
 
 # A shell without job control starts what runs in the background with SIGINT ignored, and children inherit that: those
 # that tests interrupt would go on for ever.
