@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,14 +19,13 @@ from mm.plan.workload import Workload
 from mm.planner import cli
 from mm.version import CODE
 from tests.files import ROOT
-from tests.launch import warm_python
 from tests.tiny_inputs import flags_of, write_inputs
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_inputs(tmp_path_factory.mktemp("plan"))
-    words = [str(warm_python()), "-m", "mm.planner.cli", "calibrate", "--output", str(folder / "found.json"),
+    words = [sys.executable, "-m", "mm.planner.cli", "calibrate", "--output", str(folder / "found.json"),
              "--num-processes", "2", "--", *flags_of(folder, "a run", 1)]  # fmt: skip
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
