@@ -12,6 +12,8 @@ import av
 import numpy as np
 import torch
 
+from mm.data.media.decoder import Decoder
+from mm.data.media.frames import Clock, wanted_frames
 from tests.data.oracle import PREPROCESSOR, photo
 
 TICK = Fraction(1, 600)
@@ -154,3 +156,12 @@ def bicubic(frame: np.ndarray, height: int, width: int) -> np.ndarray:
     rows, columns = weights(frame.shape[0], height), weights(frame.shape[1], width)
     across = np.einsum("ij,hjc->hic", columns, frame.astype(np.float64)).round().clip(0, 255)
     return np.einsum("ij,jwc->iwc", rows, across).round().clip(0, 255)
+
+
+def read(
+    decoder: Decoder, path: Path, numbers: Sequence[int] | None = None, is_upright: bool = True
+) -> list[np.ndarray]:
+    """Frames of a file from the decoder's process, all by default."""
+    header = decoder.header(str(path), is_upright)
+    chosen = np.arange(len(header.times)) if numbers is None else np.array(numbers)
+    return list(decoder.frames(str(path), wanted_frames(Clock.of(header, None, None), chosen, is_upright)))

@@ -1,10 +1,12 @@
-"""Images in the decoder's process: the same pixels, and what hostile ones cannot do."""
+"""The decoder's process: images have the same pixels, and neither they nor videos can do it or its parent harm."""
 
 import contextlib
 import os
 import pickle
 import signal
 import struct
+import subprocess
+import sys
 import time
 import zlib
 
@@ -14,10 +16,11 @@ import pytest
 from PIL import Image
 
 from mm.data.media.decoder import Decoder
+from mm.data.media.frames import Clock, wanted_frames
 from mm.data.media.picture import image_size, load_image, load_pixels
 from mm.data.sample import Inline
 from mm.errors import UserError
-from tests.data.clips import write_clip
+from tests.data.clips import all_frames, even, read, write_clip
 from tests.data.oracle import photo
 
 
@@ -134,3 +137,114 @@ def test_a_crash_in_a_decoder_is_an_error_about_the_image(decoder, tmp_path):
         decoder.picture(str(tmp_path / "good.webp"))
     assert decoder.picture(str(tmp_path / "good.webp")).shape == (48, 64, 3)
     assert pickle.loads(pickle.dumps(decoder))._process.pid is None
+
+
+# Row 46: the process
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory):
+    """A clip with one key frame: to reach its last frame, all 150 must be decoded."""
+    return write_clip(tmp_path_factory.mktemp("slow") / "slow.mp4", even(150), size=(480, 320), gop=1000)
+
+
+def test_a_slow_decoder_is_killed_and_the_next_video_is_read(decoder, slow):
+    header = decoder.header(str(slow), True)
+    clock = Clock.of(header, None, None)
+    hasty = Decoder(None, 0.004)
+    with pytest.raises(UserError, match=r"slow.mp4: decoding took more than 0.004 s; .* raise video_timeout"):
+        list(hasty.frames(str(slow), wanted_frames(clock, np.array([149]), True)))
+    hasty._limit_seconds = 60.0
+    assert len(read(hasty, slow, [0, 1])) == 2
+    hasty.close()
+
+
+def test_the_time_limit_is_for_all_frames_together(decoder, slow):
+    """A quarter of the CPU time that they take on this machine: more than enough for any single frame."""
+    clock = Clock.of(decoder.header(str(slow), True), None, None)
+    wanted = wanted_frames(clock, np.arange(150), True)
+    process = psutil.Process(decoder._process.pid)
+    before = sum(process.cpu_times()[:2])
+    list(decoder.frames(str(slow), wanted))
+    hasty = Decoder(None, (sum(process.cpu_times()[:2]) - before) / 4)
+    with pytest.raises(UserError, match=r"slow.mp4: decoding took more than 0.\d+ s; "):
+        list(hasty.frames(str(slow), wanted))
+    hasty.close()
+
+
+def test_the_time_of_a_slow_reader_does_not_count(tmp_path):
+    """A frame fills the pipe, so the decoder waits longer than its time limit."""
+    path = write_clip(tmp_path / "clip.mp4", even(4), size=(480, 320))
+    patient = Decoder(None, 60.0)
+    header = patient.header(str(path), True)
+    patient._limit_seconds = 2.0
+    frames = patient.frames(str(path), wanted_frames(Clock.of(header, None, None), np.arange(4), True))
+    next(frames)
+    time.sleep(2.2)
+    assert len(list(frames)) == 3
+    patient.close()
+
+
+def test_a_killed_decoder_is_reported_and_restarted(decoder, tmp_path):
+    path = write_clip(tmp_path / "clip.mp4", even(5))
+    decoder.header(str(path), True)
+    process = decoder._process._process
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    with pytest.raises(UserError, match=r"clip.mp4: its decoder ended by signal SIGKILL; the video is damaged, or mem"):
+        decoder.header(str(path), True)
+    assert len(read(decoder, path)) == 5
+
+
+def test_unread_frames_do_not_answer_the_next_request(decoder, tmp_path):
+    path = write_clip(tmp_path / "clip.mp4", even(20))
+    header = decoder.header(str(path), True)
+    frames = decoder.frames(str(path), wanted_frames(Clock.of(header, None, None), np.arange(20), True))
+    next(frames)
+    frames.close()
+    assert np.array_equal(read(decoder, path, [3])[0], all_frames(path)[0][3])
+
+
+def test_a_decoder_ends_with_its_parent(tmp_path):
+    """However the parent ends: a data worker is killed with its trainer."""
+    path = write_clip(tmp_path / "clip.mp4", even(3))
+    code = (f"from mm.data.media.decoder import Decoder; import os; "
+            f"one = Decoder(None, 60.0); one.header({str(path)!r}, 1); "
+            f"print(one._process.pid, flush=True); os.kill(os.getpid(), 9)")
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert answer.returncode == -signal.SIGKILL, answer.stderr
+    while is_running(int(answer.stdout)):  # it would never end, and the test with it
+        time.sleep(0.01)
+
+
+def held_bytes(decoder):
+    return psutil.Process(decoder._process.pid).memory_info().rss
+
+
+def is_running(number):
+    """Whether a process has not ended; zombies count as ended."""
+    try:
+        return psutil.Process(number).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_files_are_closed_and_memory_is_freed(decoder, tmp_path):
+    good, bad = write_clip(tmp_path / "clip.mp4", even(9)), tmp_path / "bad.mp4"
+    bad.write_bytes(b"nothing")
+    read(decoder, good)
+    decoder.header(str(good), True)
+    process = psutil.Process(decoder._process.pid)
+    before, large = process.num_fds(), write_clip(tmp_path / "large.mp4", even(3), size=(1920, 1088))
+    for _ in range(5):
+        read(decoder, large)
+    held = held_bytes(decoder)
+    for _ in range(30):  # each has 15 MB of decoded frames
+        read(decoder, large, [1])
+    assert held_bytes(decoder) < held + 30_000_000
+    for _ in range(10):
+        read(decoder, good)
+        with pytest.raises(UserError):
+            decoder.header(str(bad), True)
+    decoder.header(str(good), True)
+    assert process.num_fds() == before

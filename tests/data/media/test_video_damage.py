@@ -12,7 +12,7 @@ from mm.data.media import video_damage, video_file, video_frames
 from mm.data.media.decoder import Decoder
 from mm.data.media.frames import Clock, wanted_frames
 from mm.errors import UserError
-from tests.data.clips import all_frames, damage_frame, even, write_clip
+from tests.data.clips import all_frames, damage_frame, even, read, write_clip
 from tests.data.media.damage import tried
 
 
@@ -21,13 +21,6 @@ def decoder():
     one = Decoder(None, 60.0)
     yield one
     one.close()
-
-
-def read(decoder, path, numbers=None):
-    """Frames of a file, all by default."""
-    header = decoder.header(str(path), True)
-    numbers = np.arange(len(header.times)) if numbers is None else np.array(numbers)
-    return list(decoder.frames(str(path), wanted_frames(Clock.of(header, None, None), numbers, True)))
 
 
 def noisy(path, **settings):

@@ -1,25 +1,20 @@
-"""Good and bad video files, all real, and the process that reads them."""
+"""Good and bad video files, all real."""
 
 import importlib.util
 import os
 import platform
-import signal
-import subprocess
-import sys
-import time
 from fractions import Fraction
 from pathlib import Path
 
 import av
 import numpy as np
-import psutil
 import pytest
 
 from mm.data.media import video_file, video_frames
 from mm.data.media.decoder import Decoder
 from mm.data.media.frames import Clock, wanted_frames
 from mm.errors import UserError
-from tests.data.clips import all_frames, damage_frame, even, write_clip
+from tests.data.clips import all_frames, damage_frame, even, read, write_clip
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +22,6 @@ def decoder():
     one = Decoder(None, 60.0)
     yield one
     one.close()
-
-
-def read(decoder, path, numbers=None, is_upright=True):
-    """Frames of a file, all by default."""
-    header = decoder.header(str(path), is_upright)
-    numbers = np.arange(len(header.times)) if numbers is None else np.array(numbers)
-    return list(decoder.frames(str(path), wanted_frames(Clock.of(header, None, None), numbers, is_upright)))
 
 
 KINDS = {
@@ -240,117 +228,6 @@ def test_a_file_whose_rate_is_wrong_is_read_by_its_times(decoder, tmp_path):
     path = write_clip(tmp_path / "wrong.mkv", [300 * n for n in range(10)])
     header = decoder.header(str(path), True)
     assert Clock.of(header, None, None).seconds == 5
-
-
-# Row 46: the process
-
-
-@pytest.fixture(scope="module")
-def slow(tmp_path_factory):
-    """A clip with one key frame: to reach its last frame, all 150 must be decoded."""
-    return write_clip(tmp_path_factory.mktemp("slow") / "slow.mp4", even(150), size=(480, 320), gop=1000)
-
-
-def test_a_slow_decoder_is_killed_and_the_next_video_is_read(decoder, slow):
-    header = decoder.header(str(slow), True)
-    clock = Clock.of(header, None, None)
-    hasty = Decoder(None, 0.004)
-    with pytest.raises(UserError, match=r"slow.mp4: decoding took more than 0.004 s; .* raise video_timeout"):
-        list(hasty.frames(str(slow), wanted_frames(clock, np.array([149]), True)))
-    hasty._limit_seconds = 60.0
-    assert len(read(hasty, slow, [0, 1])) == 2
-    hasty.close()
-
-
-def test_the_time_limit_is_for_all_frames_together(decoder, slow):
-    """A quarter of the CPU time that they take on this machine: more than enough for any single frame."""
-    clock = Clock.of(decoder.header(str(slow), True), None, None)
-    wanted = wanted_frames(clock, np.arange(150), True)
-    process = psutil.Process(decoder._process.pid)
-    before = sum(process.cpu_times()[:2])
-    list(decoder.frames(str(slow), wanted))
-    hasty = Decoder(None, (sum(process.cpu_times()[:2]) - before) / 4)
-    with pytest.raises(UserError, match=r"slow.mp4: decoding took more than 0.\d+ s; "):
-        list(hasty.frames(str(slow), wanted))
-    hasty.close()
-
-
-def test_the_time_of_a_slow_reader_does_not_count(tmp_path):
-    """A frame fills the pipe, so the decoder waits longer than its time limit."""
-    path = write_clip(tmp_path / "clip.mp4", even(4), size=(480, 320))
-    patient = Decoder(None, 60.0)
-    header = patient.header(str(path), True)
-    patient._limit_seconds = 2.0
-    frames = patient.frames(str(path), wanted_frames(Clock.of(header, None, None), np.arange(4), True))
-    next(frames)
-    time.sleep(2.2)
-    assert len(list(frames)) == 3
-    patient.close()
-
-
-def test_a_killed_decoder_is_reported_and_restarted(decoder, tmp_path):
-    path = write_clip(tmp_path / "clip.mp4", even(5))
-    decoder.header(str(path), True)
-    process = decoder._process._process
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    with pytest.raises(UserError, match=r"clip.mp4: its decoder ended by signal SIGKILL; the video is damaged, or mem"):
-        decoder.header(str(path), True)
-    assert len(read(decoder, path)) == 5
-
-
-def test_unread_frames_do_not_answer_the_next_request(decoder, tmp_path):
-    path = write_clip(tmp_path / "clip.mp4", even(20))
-    header = decoder.header(str(path), True)
-    frames = decoder.frames(str(path), wanted_frames(Clock.of(header, None, None), np.arange(20), True))
-    next(frames)
-    frames.close()
-    assert np.array_equal(read(decoder, path, [3])[0], all_frames(path)[0][3])
-
-
-def test_a_decoder_ends_with_its_parent(tmp_path):
-    """However the parent ends: a data worker is killed with its trainer."""
-    path = write_clip(tmp_path / "clip.mp4", even(3))
-    code = (f"from mm.data.media.decoder import Decoder; import os; "
-            f"one = Decoder(None, 60.0); one.header({str(path)!r}, 1); "
-            f"print(one._process.pid, flush=True); os.kill(os.getpid(), 9)")
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert answer.returncode == -signal.SIGKILL, answer.stderr
-    while is_running(int(answer.stdout)):  # it would never end, and the test with it
-        time.sleep(0.01)
-
-
-def held_bytes(decoder):
-    return psutil.Process(decoder._process.pid).memory_info().rss
-
-
-def is_running(number):
-    """Whether a process has not ended; zombies count as ended."""
-    try:
-        return psutil.Process(number).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def test_files_are_closed_and_memory_is_freed(decoder, tmp_path):
-    good, bad = write_clip(tmp_path / "clip.mp4", even(9)), tmp_path / "bad.mp4"
-    bad.write_bytes(b"nothing")
-    read(decoder, good)
-    decoder.header(str(good), True)
-    process = psutil.Process(decoder._process.pid)
-    before, large = process.num_fds(), write_clip(tmp_path / "large.mp4", even(3), size=(1920, 1088))
-    for _ in range(5):
-        read(decoder, large)
-    held = held_bytes(decoder)
-    for _ in range(30):  # each has 15 MB of decoded frames
-        read(decoder, large, [1])
-    assert held_bytes(decoder) < held + 30_000_000
-    for _ in range(10):
-        read(decoder, good)
-        with pytest.raises(UserError):
-            decoder.header(str(bad), True)
-    decoder.header(str(good), True)
-    assert process.num_fds() == before
 
 
 # Backends
