@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch import results_by_size, run_ranks
-from tests.many import IS_MANY
-from tests.parallel.lora_cases import CASES, DROPOUT_CASES, IN_TURN, MATRIX, LoraCase
+from tests.parallel.lora_cases import CASES, DROPOUT_CASES, MATRIX, LoraCase
 
 # Largest errors measured over all cases, fp32 on CPU: loss of two steps 2.1e-7, gradient 1.1e-5, weight after two steps
 # 3.2e-5.  The tolerances are those of tests/test_parity.py.
@@ -38,10 +37,10 @@ def assert_exact(measured: dict) -> None:
     assert measured["num_gradients"] == measured["expected_gradients"] and not measured["uncovered"], measured
 
 
-@pytest.mark.parametrize("world_size", [2, 4] if IS_MANY else [4])
-def test_strategies_equal_peft(world_size: int, tmp_path: Path) -> None:
-    """In turn; with --hypothesis-profile=many, each with every way to have replicas."""
-    names = [case.name for case in (MATRIX if IS_MANY else IN_TURN) if case.layout.world_size == world_size]
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_strategy_equals_peft(world_size: int, tmp_path: Path) -> None:
+    """With every way to have replicas."""
+    names = [case.name for case in MATRIX if case.layout.world_size == world_size]
     run_ranks(world_size, "tests.parallel.lora_worker", str(tmp_path / "found.json"), *names)
     found = json.loads((tmp_path / "found.json").read_text())
     assert sorted(found) == sorted(names)

@@ -62,7 +62,8 @@ def test_a_run_that_is_restarted_twice_equals_an_undisturbed_one(tmp_path: Path)
 @pytest.mark.parametrize("name", ["Ctrl-C", "SIGTERM"])
 def test_a_stopped_script_saves_and_ends_without_traceback(name: str, tmp_path: Path) -> None:
     """Ctrl-C as a terminal sends it: to the shell, torchrun, tee, all ranks and their workers.  SIGTERM as a container
-    receives it: its first process alone, so that the others need not share its session, as real ones do."""
+    receives it: its first process alone.  Only Ctrl-C needs new processes, which share the script's session; forks of
+    the warm process do not."""
     inputs = write_inputs(tmp_path)
     python = sys.executable if name == "Ctrl-C" else str(warm_python())
     environment = environment_of(inputs, "ended", PYTHON=python, TRAIN_ITERS="1000000")

@@ -103,7 +103,7 @@ def _step_rows(results: Results) -> Iterator[tuple[str, ...]]:
     """Every side that was timed, then those that failed."""
 
     def percent(value: float | None) -> str:
-        return "" if value is None else f"{100 * value:.1f}%"
+        return "" if value is None else f"{value:.1%}"
 
     for label, side, step in _steps(results):
         seconds = step["step_seconds"]
@@ -196,7 +196,7 @@ LOADER_HEAD = ("workers", "cores", "samples/s", "step, s", "wait, s (largest)", 
 def _loader_rows(results: Results) -> Iterator[tuple[object, ...]]:
     for one in results.of("loader"):
         waits = [f"{_number(one['wait_seconds'])} ({_number(one['wait_seconds_max'])})",
-                 f"{100 * one['wait_share']:.2f}%"] if "wait_share" in one else ["", ""]  # fmt: skip
+                 f"{one['wait_share']:.2%}"] if "wait_share" in one else ["", ""]  # fmt: skip
         yield (one["num_workers"], one["num_cores"], _number(one["samples_per_second"]),
                _number(one.get("step_seconds")), *waits)  # fmt: skip
 

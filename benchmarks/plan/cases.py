@@ -29,7 +29,7 @@ from mm.plan.costs import counts_of
 from mm.plan.predict import Predictor, StepPrediction
 from mm.plan.workload import Workload
 from mm.planner.measure import ProbeSizes, measure
-from mm.planner.probes import Effort
+from mm.planner.probes import QUICK_EFFORT, Effort
 from mm.planner.samples import random_microbatch
 from mm.training.step import Setup, step
 
@@ -180,7 +180,7 @@ def _calibrated(device: Device, world_size: int, is_quick: bool) -> Calibration:
     sizes = _QUICK_SIZES if is_quick else _SIZES
     cases = cases_of(world_size, is_quick)
     tp_sizes = sorted({1, *(case.tp_size for case in cases)})
-    effort = Effort(1, (1, 1)) if is_quick else Effort(1)
+    effort = QUICK_EFFORT if is_quick else Effort(1)
     found = measure(device, arguments(1), model_of(plain, is_quick), tp_sizes, sizes, effort)
     if not any(case.has_lora for case in cases):
         return found

@@ -53,7 +53,7 @@ def measured(case: Case, device: Device, is_quick: bool, num_warmup: int, num_st
     from mm.plan.predict import Predictor
     from mm.plan.workload import Workload
     from mm.planner.measure import ProbeSizes, measure
-    from mm.planner.probes import USUAL_EFFORT, Effort
+    from mm.planner.probes import QUICK_EFFORT, USUAL_EFFORT
     from tests.microbatches import random_microbatch
 
     model, precision = case.model(), "fp32" if device.kind == "cpu" else "bf16"
@@ -62,7 +62,7 @@ def measured(case: Case, device: Device, is_quick: bool, num_warmup: int, num_st
     args = step_arguments("--use-distributed-optimizer", *([f"--{precision}"] if precision != "fp32" else []))
     began = time.perf_counter()
     calibration = measure(device, args, model, [1], ProbeSizes(batch[0].num_tokens, batch[0].num_patches),
-                          Effort(1, (1, 1)) if is_quick else USUAL_EFFORT)
+                          QUICK_EFFORT if is_quick else USUAL_EFFORT)
     calibrated = time.perf_counter() - began
     counts = counts_of([BatchTotals.of([one], model.vision) for one in batch])
     prediction = Predictor(Run(args, model, DataConfig("hf", ("data.json",)), 1), calibration).predict(

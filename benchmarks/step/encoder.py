@@ -26,7 +26,7 @@ from mm.plan.predict import Predictor
 from mm.plan.workload import Workload
 from mm.planner.measure import ProbeSizes
 from mm.planner.measure import measure as calibrate
-from mm.planner.probes import USUAL_EFFORT, Effort
+from mm.planner.probes import QUICK_EFFORT, USUAL_EFFORT, Effort
 from tests.microbatches import random_microbatch
 from tests.workload import Sample
 
@@ -61,7 +61,7 @@ def measure(device: Device, rounds: int, is_quick: bool, sequence_parallel: bool
     pictures = QUICK_PICTURES if is_quick else PICTURES
     batches = {name: batch_of(samples, model) for name, samples in pictures.items()}
     predicted = predicted_ratios(device, model, batches, sequence_parallel,
-                                 Effort(1, (1, 1)) if is_quick else USUAL_EFFORT)
+                                 QUICK_EFFORT if is_quick else USUAL_EFFORT)
     tensors = random_tensors(model, device.torch_device, torch.float32)
     seconds = {name: {encoder: list[tuple[float, float]]() for encoder in ENCODERS} for name in batches}
     firsts: list[tuple[float, float]] = []

@@ -220,7 +220,7 @@ def _add_mock(commands: Any) -> None:
     for one in dataclasses.fields(Mock):
         sizes.add_argument(f"--{one.name.replace('_', '-')}", type=int, default=one.default,
                            help=f"{one.metadata[HELP]} (default: %(default)s)")
-    sizes.add_argument("--tokenizer", help="Hugging Face directory; --text-length counts its tokens (default: words)")
+    sizes.add_argument("--tokenizer", help="Hugging Face directory, whose tokens --text-length counts")
     parser.set_defaults(run=_mock)
 
 

@@ -28,7 +28,7 @@ class Mock:
     num_images: int = field(default=1, metadata={HELP: "images of each sample"})
     width: int = field(default=640, metadata={HELP: "pixels of an image from left to right"})
     height: int = field(default=480, metadata={HELP: "pixels of an image from top to bottom"})
-    text_length: int = field(default=256, metadata={HELP: "length of each answer, in tokens of the tokenizer or words"})
+    text_length: int = field(default=256, metadata={HELP: "words of each answer, or tokens with --tokenizer"})
     num_pictures: int = field(default=16, metadata={HELP: "different image files, which the samples share"})
     seed: int = field(default=1234, metadata={HELP: "draws images and texts"})
 

@@ -19,7 +19,7 @@ from packaging.version import Version
 from torch.distributed import ProcessGroupGloo, Store  # pyright: ignore[reportPrivateImportUsage]
 
 _make = ProcessGroupGloo.__init__
-_REPORTS = Version("2.8") <= Version(torch.__version__) < Version("2.13")
+_PRINTS_REPORT = Version("2.8") <= Version(torch.__version__) < Version("2.13")
 """Whether gloo may print how many ranks a new group is connected to: torch 2.10 does, 2.7.1 and 2.13 do not."""
 _REPORT = b"[Gloo] Rank "
 _output = Lock()
@@ -33,7 +33,7 @@ def with_one_worker(group: ProcessGroupGloo, store: Store, rank: int, size: int,
     options._devices = [ProcessGroupGloo.create_device(interface=name) for name in interfaces] or [
         ProcessGroupGloo.create_default_device()]
     options._timeout, options._threads = timeout, 1
-    with _without_report() if _REPORTS else nullcontext():
+    with _without_report() if _PRINTS_REPORT else nullcontext():
         _make(group, store, rank, size, options)
 
 

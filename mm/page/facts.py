@@ -77,7 +77,7 @@ def _progress(record: RunRecord) -> Iterator[tuple[str, str]]:
     if last is None:
         return
     done, epoch = last["iteration"], last.get("epoch")
-    of_total = f" of {total:,} ({100 * done / total:.1f}%)" if total else ""
+    of_total = f" of {total:,} ({done / total:.1%})" if total else ""
     yield "step", f"{done:,}{of_total}" + (f", epoch {epoch:.2f}" if epoch is not None else "")
     seconds = record.history.recent_median("step_seconds")
     if total and seconds is not None and done < total:
@@ -94,7 +94,7 @@ def _speed(record: RunRecord) -> Iterator[tuple[str, str]]:
     yield "step time", f"{number_text(seconds)} s, {num_recent}"
     yield "tokens/s per device", f"{history.recent_median('tokens_per_second_per_device'):,.0f}, {num_recent}"
     mfu = history.recent_median("mfu")
-    yield "MFU", "unknown: no peak of this device is known" if mfu is None else f"{100 * mfu:.1f}%, {num_recent}"
+    yield "MFU", "unknown: no peak of this device is known" if mfu is None else f"{mfu:.1%}, {num_recent}"
     if (peak := history.peak_memory_bytes) is not None:
         yield "peak memory", f"{peak / GIB:,.2f} GiB, last rank"
 

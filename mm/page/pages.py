@@ -134,7 +134,7 @@ def _question(asked: Answered) -> str:
     pictures = "".join(picture_tag(path.read_bytes(), "image of the question")
                        for path in asked.thumbnails[:_MAX_THUMBNAILS])
     rows = "".join(f"<tr><td>step {step:,}</td><td{_style(score)}>{escape(text) or '(nothing)'}</td>"
-                   f"<td>{100 * score:.0f}%</td></tr>" for step, text, score in asked.answers)
+                   f"<td>{score:.0%}</td></tr>" for step, text, score in asked.answers)
     return (f"<div>{pictures}<p>{asked.number + 1}. {escape(asked.question)}</p>"
             f"<table>{rows}<tr><td>right</td><td>{escape(' | '.join(asked.right))}</td><td></td></tr></table></div>")
 

@@ -74,7 +74,7 @@ def _slowest(record: RunRecord) -> Iterator[Table]:
         (", ".join(map(str, one["ranks"])), str(one["stage"]), str(one["replica"]),
          ", ".join(f"{host} {device}" for host, device in zip(one["hosts"], one["devices"], strict=True)),
          *(f"{1000 * one[name]:,.0f} ms" for name in ("work_seconds", "data_seconds", "wait_seconds")),
-         f"{100 * one['share']:+,.0f}%, other {one['compared_with']}") for one in row["slowest_ranks"]))
+         f"{one['share']:+,.0%}, other {one['compared_with']}") for one in row["slowest_ranks"]))
 
 
 def _memory(record: RunRecord) -> Iterator[Table]:

@@ -72,6 +72,8 @@ class Effort:
 
 
 USUAL_EFFORT = Effort()
+QUICK_EFFORT = Effort(num_rounds=1, num_repeats=(1, 1))
+"""Shows that a calibration runs; its times are worth nothing."""
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def _answer(decoder: Decoder, scored: ScoredItem) -> str:
     shown = "".join(_image(decoder, item) for item in images[:_MAX_IMAGES])
     options = "".join(f"\n{letter}. {text}" for letter, text in scored.item.options.items())
     rows = (("question", scored.item.question + options), ("answered", scored.answer.text or "(nothing)"),
-            ("right", " | ".join(scored.item.right)), ("score", f"{100 * scored.score:.1f}%"),
+            ("right", " | ".join(scored.item.right)), ("score", f"{scored.score:.1%}"),
             ("where", f"{scored.item.where}, index {scored.item.index}"))
     cells = "".join(f'<tr><th>{name}</th><td style="white-space: pre-wrap">{html.escape(text)}</td></tr>'
                     for name, text in rows)

@@ -167,7 +167,7 @@ def _differences(one: StepTimeline, other: StepTimeline, y: float) -> Iterator[s
 
 def _numbers(values: Sequence[float], y: float) -> Iterator[str]:
     for value, x in zip(values, _COLUMNS.values(), strict=True):
-        yield _text(x, y, f"{100 * value:.1f}%", anchor="end")
+        yield _text(x, y, f"{value:.1%}", anchor="end")
 
 
 def _axis(seconds: float, pixels: float, bottom: float) -> Iterator[str]:

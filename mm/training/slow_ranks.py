@@ -174,12 +174,12 @@ def slowest_line(found: Sequence[SlowRank], num_steps: int) -> str:
 
 def _text(one: SlowRank) -> str:
     return (f"{_name(one)}: own work {_ms(one.work_seconds)}, data {_ms(one.data_seconds)} (median of the other "
-            f"{one.compared_with} {_ms(one.median_seconds)}, {100 * one.share:+.0f}%), waits {_ms(one.wait_seconds)}")
+            f"{one.compared_with} {_ms(one.median_seconds)}, {one.share:+.0%}), waits {_ms(one.wait_seconds)}")
 
 
 def _note(one: SlowRank, share: float) -> str:
     is_plural = len(one.ranks) > 1
-    excess = f"{100 * one.share:.0f}% more time a step than the median of the other {one.compared_with}"
+    excess = f"{one.share:.0%} more time a step than the median of the other {one.compared_with}"
     name, median = _name(one), _ms(one.median_seconds)
     more_work = "" if one.compared_with == "replicas" else (
         "there is one replica only, so this stage may have more work, and `mm-plan lists` finds evener "

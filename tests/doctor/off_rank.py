@@ -1,4 +1,6 @@
-"""A rank of ``mm-doctor``; the norm of torch is 5% off on device 1: ``python -m tests.doctor.off_rank FOLDER DEVICE``.
+"""A rank of ``mm-doctor`` that finds torch's norm 5% off on device 1, as with a broken kernel or driver.
+
+    python -m tests.doctor.off_rank FOLDER DEVICE
 """
 
 import os

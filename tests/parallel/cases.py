@@ -318,8 +318,8 @@ MATRIX = tuple(
 IN_TURN = tuple(case for case in MATRIX if case.name in {
     "matrix-optim-dp4-all", "matrix-optim_grads-tp2-dp2-vision-frozen", "matrix-optim_grads_params-cp2-dp2-tied",
     "matrix-optim-dp2-pp2-text-only"})
-"""Strategies, ways to have replicas on four ranks, and kinds of training, each in turn.  ``CASES`` has every strategy
-with every way by hand."""
+"""Strategies, ways to have replicas on four ranks, and kinds of training, each in turn.  The first is the only pair of
+strategy and way that ``CASES`` lacks."""
 
 
 def batch_of(case: Case) -> list[list[list[RawSample]]]:

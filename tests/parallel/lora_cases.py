@@ -93,9 +93,6 @@ CASES = (
 
 MATRIX = tuple(LoraCase(case, EVERY) for case in LAYOUTS if case.name.endswith("-all"))
 """Adapters with every strategy and every way to have replicas; as ``tests.parallel.cases.MATRIX``."""
-IN_TURN = tuple(case for case in MATRIX if case.name in {
-    "matrix-optim-tp2-dp2-all", "matrix-optim_grads-dp2-pp2-all", "matrix-optim_grads_params-cp2-dp2-all"})
-"""Each strategy with one way to have replicas on four ranks; ``CASES`` has each on two."""
 
 
 def _dropped(name: str, vision: Any = (4,), language: Any = (4,), **others: Any) -> LoraCase:

@@ -65,7 +65,7 @@ class Layout:
 
 
 def mesh_key(layout: Layout) -> tuple:
-    """What the mesh depends on: runs of which it is equal share one while no other comes between them."""
+    """All that a run's mesh depends on.  Consecutive runs with equal keys share one mesh."""
     return layout.vision, layout.language, layout.tp, layout.cp, layout.tied, layout.whole_encoder
 
 
@@ -165,8 +165,8 @@ class Run:
     def whole(self) -> dict[str, Tensor]:
         """The same of the whole model, put together from all ranks without any file; padding must be zero."""
         mesh, weights = self.mesh, copied_weights(self.stage)
-        # as numpy's arrays, which are pickled several times faster than tensors; moments may be in bf16 in one of two
-        # layouts
+        # in fp32, because moments may be in bf16 in one of two layouts; arrays are pickled several times faster than
+        # tensors
         mine = [((name, "weight"), 0, values.reshape(-1).float().numpy()) for name, values in weights.items()] + [
             ((owned.name, part), owned.start, tensor.float().numpy())
             for owned in owned_states(self.optimizer, self.setup.models)

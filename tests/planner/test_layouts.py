@@ -45,6 +45,8 @@ def test_the_best_layouts_are_shown_and_the_trainer_takes_the_best(capsys, tmp_p
     for shown in ("Single changes of the present layout", "Changes of what is learnt, with layout 1", "stage 0",
                   "--global-batch-size 128", "LoRA, r = 16", "images of half as many pixels"):  # fmt: skip
         assert shown in text and shown in page
+    changes = text.partition("Single changes of the present layout\n")[2].partition("\n\n")[0].splitlines()[1:]
+    assert changes and all(re.search(r" \+(?!0\.0%)\d+\.\d%$", line) for line in changes), "only what gains"
     assert "<title>Layouts for 8 ranks and model_7b.json</title>" in page
     assert page.count("<figure>") == 2 and "Predicted step: iteration 1" in page and "<script" not in page
     least = float(re.search(r"take less than ([\d.]+) s", text)[1])
