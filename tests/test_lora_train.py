@@ -61,6 +61,25 @@ def test_stop_and_continue_equals_the_uninterrupted_run(inputs: Path, trained: P
     assert exports[0] == exports[1]
 
 
+def test_the_finished_command_leaves_both_exports_alone(inputs: Path, trained: Path) -> None:
+    files = [trained / "adapter" / "adapter_model.safetensors", trained / "merged" / "model.safetensors"]
+    before = [(one.read_bytes(), one.stat().st_mtime_ns) for one in files]
+    again = ("--load", str(inputs / "hf"), *LORA, "--export-hf", str(trained / "adapter"), "--export-merged-hf",
+             str(trained / "merged"))
+    said = run(inputs, "whole", 1, *again)
+    assert said.count("is already identical; nothing was written.") == 2
+    assert [(one.read_bytes(), one.stat().st_mtime_ns) for one in files] == before
+    # other weights in its place are not replaced
+    weights = load_file(files[1])
+    weights["lm_head.weight"] = weights["lm_head.weight"] + 1
+    save_file(weights, files[1], {"format": "pt"})
+    try:
+        with pytest.raises(AssertionError, match="merged is not empty; give another one"):
+            run(inputs, "whole", 1, *again)
+    finally:
+        files[1].write_bytes(before[1][0])
+
+
 def test_exports_are_what_peft_reads_and_merges(inputs: Path, trained: Path) -> None:
     """A few adapters beside the model: the checkpoint and the directory of PEFT are small."""
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(inputs / "hf", dtype=torch.float32)

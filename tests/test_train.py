@@ -126,7 +126,8 @@ def test_another_layout_continues_to_rounding(inputs: Path) -> None:
     (listed,) = (inputs / "replicas" / "logs").glob("quarantine.jsonl")
     assert f"note: 2 samples are left out; {listed} lists them" in said
     assert [row["reason"] for row in json_lines(listed)] == [
-        "has no 'messages'; attr.messages in the data JSON must name that column.",
+        "has no 'messages'; attr.messages in the data JSON must name that column, unless it is 'messages' or "
+        "'conversations'.",
         "'messages' is []; expected a non-empty list of messages."]
     expected = [row["loss"] for row in metrics(inputs, "whole")][3:]
     for name in ("stages", "replicas"):

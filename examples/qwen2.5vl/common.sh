@@ -313,7 +313,8 @@ report_speed() {
     step_time=$(mean_of "elapsed time per iteration (ms)" "$log")
     if [[ -z "$step_time" ]]; then
         ((status == 0)) || return 0
-        echo "No iteration lines in $log: the node of the last rank writes them, every --log-interval steps"
+        echo "No iteration lines in $log: fewer steps than --log-interval were trained, or another node, that of the" \
+            "last rank, writes them"
         return 0
     fi
     samples_per_second=$(awk -v gbs="$gbs" -v ms="$step_time" 'BEGIN {if (ms) printf "%.3f", gbs * 1000 / ms}')

@@ -74,7 +74,9 @@ def _dataset_files(data: DataConfig, entries: Sequence[str], key: str) -> list[D
             if name not in registry:
                 where = (f"and no name in {_registry_path(data)}{nearest(name, registry)}" if registry
                          else f"and there is no {_registry_path(data)} with dataset names")
-                raise UserError(f"{key} is {name!r}, which is not a file, {where}")
+                inside = os.path.join(data.dataset_dir, name)
+                hint = f" (did you mean {inside!r}?)" if os.path.isfile(inside) else ""
+                raise UserError(f"{key} is {name!r}, which is not a file{hint}, {where}")
             found.append(_registered(data, name, registry[name], rate))
     refuse(problems)
     return found

@@ -2,7 +2,7 @@
 
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,11 +10,19 @@ import torch
 from torch import Tensor
 
 from mm.config.model import ModelConfig
-from mm.conversion.convert import LAYOUT, Conversion, Options, check_replaceable, fingerprint_of, write
+from mm.conversion.convert import (
+    IS_IDENTICAL,
+    LAYOUT,
+    Conversion,
+    Options,
+    check_replaceable,
+    fingerprint_of,
+    write,
+)
 from mm.ending import print_notes
 from mm.errors import UserError, counted, refuse
 from mm.formats.adapter import CONFIG_FILE, AdapterDirectory, adapter_targets, config_text, is_peft_directory
-from mm.formats.atomic import PLAIN_MODES, Crc32s, Output, is_complete, tidy
+from mm.formats.atomic import PLAIN_MODES, Crc32s, Output, is_complete, is_intact, tidy
 from mm.formats.files import Files
 from mm.formats.hf import HFDirectory
 from mm.formats.hf_target import hf_targets, is_hf_target, write_other_files
@@ -28,7 +36,7 @@ from mm.weights.lora import AdapterWeights, model_adapters
 from mm.weights.plan import TargetFile, make_plan
 from mm.weights.table import Place, Weight, model_weights
 from mm.weights.trained import saved_weights
-from mm.weights.views import View
+from mm.weights.views import Stored, View
 
 
 def holds_adapters(path: str | Path, flag: str = "--load") -> bool:
@@ -202,13 +210,16 @@ class Merge:
         views, files = hf_targets(self.like, model.base, self.base.dtypes)
         num_bytes = sum(file.num_bytes for file in files)
         if options.dry_run:
-            print(f"{self.base.path} + {self.adapters.path} -> {target}: {len(files)} files, {num_bytes:,} bytes. "
-                  f"Nothing was written.")
+            print(f"{self.base.path} + {self.adapters.path} -> {target}: {counted(len(files), 'file')}, {num_bytes:,} "
+                  f"bytes. Nothing was written.")
             return
         sources = self.base, self.adapters
         fingerprint = fingerprint_of(sources, files)
         if is_complete(target, fingerprint, files):
             tidy(target)
+        elif not options.overwrite and self._is_done(target, views, files):
+            print(f"{target} {IS_IDENTICAL}")
+            return
         else:
             check_replaceable(target, sources, num_bytes, is_hf_target, options.overwrite)
             for source in sources:
@@ -216,6 +227,15 @@ class Merge:
             write(target, fingerprint, files, PLAIN_MODES, lambda output: self._fill(output, views, files),
                   lambda folder, _: write_other_files(self.like, folder, files))
         print(f"{target} is complete: {counted(len(files), 'weight file')}, {num_bytes:,} bytes.")
+
+    def _is_done(self, target: Path, views: Sequence[View], files: Sequence[TargetFile]) -> bool:
+        """Whether all files of the target exist, and all their tensors have the bytes of the merge."""
+        if not is_hf_target(target) or not all(is_intact(target, file) for file in files):
+            return False
+        values = self._values()
+        shown = Progress(f"comparing with {target}", len(files), "files")
+        return all(is_intact(target, file, {one.name: zlib.crc32(data) for one, data in _held(file, views, values)})
+                   for file in shown.each(files))
 
     def _fill(self, output: Output, views: Sequence[View], files: Sequence[TargetFile]) -> None:
         values, left = self._values(), [one for one in files if one.name not in output.finished]
@@ -225,12 +245,9 @@ class Merge:
             output.create(file)
             crc32s: dict[str, int] = {}
             with Files(output.folder, os.O_WRONLY) as opened:
-                for view in (one for one in views if one.stored.file == file.name):
-                    (span,) = view.spans
-                    assert span.key is not None, view
-                    data = values(view.weight, span.key).contiguous().view(-1).view(torch.uint8).numpy().data
-                    opened.write(view.stored, 0, memoryview(data))
-                    crc32s[view.stored.name] = zlib.crc32(data)
+                for stored, data in _held(file, views, values):
+                    opened.write(stored, 0, data)
+                    crc32s[stored.name] = zlib.crc32(data)
             output.finish(file, crc32s)
             progress.update(file.num_bytes)
         progress.close()
@@ -255,6 +272,17 @@ class Merge:
         """scale x B A, in fp32."""
         a, b = (self.adapters.read_hf(one, 0).float().flatten(1) for one in (adapter.a, adapter.b))
         return (b @ a) * adapter.scale
+
+
+def _held(
+    file: TargetFile, views: Sequence[View], values: Callable[[Weight, str], Tensor]
+) -> Iterator[tuple[Stored, memoryview]]:
+    """The tensors of one file of a merge, and their bytes."""
+    for view in (one for one in views if one.stored.file == file.name):
+        (span,) = view.spans
+        assert span.key is not None, view
+        data = values(view.weight, span.key).contiguous().view(-1).view(torch.uint8).numpy().data
+        yield view.stored, memoryview(data)
 
 
 def merge(adapters: Source, base: Source, hf_dir: str | Path, target: str | Path) -> Merge:

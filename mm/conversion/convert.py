@@ -46,6 +46,8 @@ SOURCE_LAYOUT, TARGET_LAYOUT = "--cfg.source_parallel_config", "--cfg.target_par
 LAYOUT = "--cfg.parallel_config"
 HF_DIR = "--cfg.hf_config.hf_dir"
 QKV_ORDER = "--cfg.common_model_config.vit_qkv_order"
+IS_IDENTICAL = "is already identical; nothing was written."
+"""What is said of a target that an earlier run has finished."""
 
 
 @dataclass(kw_only=True)
@@ -95,7 +97,7 @@ class Conversion:
         if is_complete(target, self.fingerprint, self.plan.files):
             tidy(target)
         elif not options.overwrite and self._is_done(target, num_workers):
-            print(f"{target} is already identical; nothing was written.")
+            print(f"{target} {IS_IDENTICAL}")
             return
         else:
             check_replaceable(target, (self.source,), self.plan.num_bytes, self.is_ours, options.overwrite)

@@ -135,8 +135,8 @@ def _check_files(
         problems += encoder_problems
         for flag in ("export_hf", "export_merged_hf"):
             if (target := getattr(args, flag)) is not None and os.path.isdir(base):
-                may_exist = flag == "export_hf" and _only_exports(run, sources)
-                problems += _export_problems(run, Path(base), Path(target).resolve(), flag_name(flag), may_exist)
+                problems += _export_problems(run, Path(base), Path(target).resolve(), flag_name(flag),
+                                             _only_exports(run, sources))
     with collected(problems):
         problems.extend(_output_problems(run))
     if args.vision_feature_cache is not None:

@@ -163,7 +163,7 @@ def test_a_run_reads_mindspeeds_layout(is_stated: bool, folder: Path, tmp_path: 
             open_beside(tmp_path / "mm", model)
 
 
-def test_a_merge_equals_pefts(folder: Path, tmp_path: Path) -> None:
+def test_a_merge_equals_pefts(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["Qwen2_5_VLConverter", "merge_lora", "--cfg.lora_dir", str(folder / "adapter"), "--cfg.hf_config.hf_dir",
              str(folder / "base"), "--cfg.save_hf_dir", str(tmp_path / "merged")]
     assert main([*words, "--cfg.dry_run", "true"]) == 0 and not (tmp_path / "merged").exists()
@@ -174,7 +174,11 @@ def test_a_merge_equals_pefts(folder: Path, tmp_path: Path) -> None:
     assert directory.tensors.keys() == expected.keys()
     for name, stored in directory.tensors.items():
         torch.testing.assert_close(merged[stored.name], expected[name], rtol=0, atol=1e-6)  # measured 6e-8
-    assert main(words) == 2  # the target is no longer empty
+    capsys.readouterr()
+    assert main(words) == 0 and "is already identical; nothing was written." in capsys.readouterr().out
+    merged["lm_head.weight"][0, 0] += 1
+    save_file(merged, tmp_path / "merged" / "model.safetensors", {"format": "pt"})
+    assert main(words) == 2 and "is not empty" in capsys.readouterr().err
 
 
 def test_a_merge_rejects_copies_that_differ(folder: Path, tmp_path: Path) -> None:

@@ -109,7 +109,8 @@ def test_a_rate_that_leaves_nothing_for_validation_is_found(inputs: Path):
     data["dataset_param"]["basic_parameters"]["val_rate"] = 0.1
     (inputs / "data.json").write_text(json.dumps(data))
     (problem,) = problems(inputs)
-    assert re.fullmatch(rf"val_rate = 0.1 leaves no samples of {inputs}/\S+ for validation; change it\.", problem)
+    assert re.fullmatch(rf"val_rate = 0.1 leaves no samples of {inputs}/\S+ for validation, of 1 usable sample; "
+                        r"change it, or mend samples\.", problem)
 
 
 @pytest.mark.parametrize("bad_sample", ["error", "skip"])

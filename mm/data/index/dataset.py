@@ -25,7 +25,7 @@ from mm.data.lengths import Lengths
 from mm.data.order.selection import chosen, split_off
 from mm.data.record_name import BadSample
 from mm.data.sample import Sample
-from mm.errors import UserError, collected, printable
+from mm.errors import UserError, collected, counted, printable
 
 _NUMBER = np.uint32
 """Numbers a record over all files: up to 4,294,967,295, more than any realistic index."""
@@ -62,8 +62,9 @@ class Dataset:
         taken = None if takes_all and not rate else self._chosen(files.dataset_files, rate, seed, split)
         self._columns = Columns(tuple(records.index.rows for records in self._files), taken)
         if not len(self):
+            num_usable = sum(records.num_samples for records in files.files)
             raise UserError(f"val_rate = {config.val_rate} leaves no samples of {files.dataset_files[0].path} for "
-                            f"{split}; change it.")
+                            f"{split}, of {counted(num_usable, 'usable sample')}; change it, or mend samples.")
 
     def _chosen(self, dataset_files: Sequence[DatasetFile], val_rate: float, seed: int, split: Split) -> IndexRows:
         """The selected records; with ``val_rate``, of this split."""

@@ -101,8 +101,9 @@ def _read_messages(record: dict[str, Any], attr: Attributes) -> tuple[list[ChatM
             names = "attr.messages" if attr.formatting == "sharegpt" else "attr.prompt and attr.response"
             others = [key for key in record if key not in _MEDIA]
             hint = next((text for column in columns or (wanted,) if (text := nearest(column, others))), "")
-            raise UserError(f"has no {wanted!r}{hint}; {names} in the data JSON "
-                             f"{'must name that column' if names == 'attr.messages' else 'must name the columns'}.")
+            usual = " or ".join(map(repr, MESSAGES))
+            must = f"name that column, unless it is {usual}" if columns else "name the columns"
+            raise UserError(f"has no {wanted!r}{hint}; {names} in the data JSON must {must}.")
         return _alpaca(record, attr), _USUAL_TAGS[0]
     messages = record[column]
     if not isinstance(messages, list) or not messages:

@@ -233,6 +233,13 @@ def test_lines_after_a_bad_one_are_still_checked(load):
     assert [problem.split(":")[1] for problem in error.value.problems] == ["1", "3", "4"]
 
 
+def test_a_file_named_without_its_directory_is_found(tmp_path, hf_directory):
+    meant = tmp_path / "train.json"
+    meant.write_text("[]")
+    with pytest.raises(UserError, match=rf"'train.json', which is not a file \(did you mean '{meant}'\?\)"):
+        Dataset(data_config(hf_directory, tmp_path, "train.json"))
+
+
 def test_absent_file(tmp_path, hf_directory):
     with pytest.raises(UserError, match=r"absent.json', which is not a file, and there is no .*dataset_info.json"):
         Dataset(data_config(hf_directory, tmp_path, tmp_path / "absent.json"))

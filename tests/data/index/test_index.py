@@ -340,7 +340,7 @@ def test_selections_follow_the_seed_and_share_one_index(cached, model_config, ma
     assert numbers(Dataset(both, gauge=gauge)) == list(range(40))  # val_dataset wins
     with pytest.raises(UserError, match="no samples are used; raise the rates"):
         of(dataset=(f"{path}%0",))
-    with pytest.raises(UserError, match=r"val_rate = 0.01 leaves no samples of \S+ for validation"):
+    with pytest.raises(UserError, match=r"val_rate = 0.01 leaves no samples of \S+ for validation, of 40 usable sa"):
         validation_dataset(replace(data, val_rate=0.01), gauge=gauge)
 
 

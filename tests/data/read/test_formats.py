@@ -122,7 +122,8 @@ def test_a_misspelt_column_of_media_is_refused(read, record, what):
 def test_a_misspelt_column_of_messages_is_named(read):
     with pytest.raises(UserError) as error:
         read({"conversation": [], "image": "a.png"})
-    assert "has no 'messages' (did you mean 'conversation'?); attr.messages" in str(error.value)
+    assert ("has no 'messages' (did you mean 'conversation'?); attr.messages in the data JSON must name that column, "
+            "unless it is 'messages' or 'conversations'.") in str(error.value)
     with pytest.raises(UserError) as error:
         read({"conversations": [{"from": "human", "valu": "Hi"}]})
     assert "expected an object with 'from' and 'value'" in str(error.value)
