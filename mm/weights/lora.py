@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from mm.config.lora import LoraConfig
 from mm.config.model import ModelConfig
 from mm.errors import nearest
-from mm.weights.names import chosen, is_target
+from mm.weights.names import ALL_LINEAR, chosen, is_target
 from mm.weights.table import Weight, is_linear, layer_names, model_weights
 from mm.weights.trained import is_frozen
 
@@ -123,7 +123,7 @@ def _nearest_layers(pattern: str, weights: list[Weight]) -> str:
     names = {name for weight in weights for hf_name in weight.hf_names for name in layer_names(hf_name, weight)}
     words = {name.rpartition(".")[2] for name in names if not name.rpartition(".")[2].isdecimal()}
     hint = nearest(pattern, sorted(names if "." in pattern else words))
-    return hint or f"; last words of their names are {', '.join(sorted(words))}"
+    return hint or f"; write {ALL_LINEAR} for all, or one of the words that end their names: {', '.join(sorted(words))}"
 
 
 def describe(lora: LoraConfig) -> str:

@@ -118,6 +118,7 @@ def test_gradients_go_back_to_the_first_adapter() -> None:
 
 PROBLEMS = {
     "q_prj": "matches no linear layer (did you mean 'q_proj'?)",
+    "all": "matches no linear layer; write all-linear for all, or one of the words that end their names: down_proj,",
     "layers.9.mlp.up_proj": "matches no linear layer (did you mean",
     "lm_head": "matches text_decoder.output_layer.weight; only the linear layers",
     "embed_tokens": "not the word embedding and the output layer",
@@ -126,7 +127,7 @@ PROBLEMS = {
 
 
 @pytest.mark.parametrize("pattern", PROBLEMS)
-def test_a_pattern_without_a_layer_is_told(pattern: str) -> None:
+def test_a_pattern_without_a_layer_is_explained(pattern: str) -> None:
     model = model_of(pattern, "q_proj")
     model = replace(model, vision=replace(model.vision, freeze=True))
     (problem,) = adapter_problems(model)
