@@ -21,9 +21,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
-    from mm.progress import ongoing
+    from mm.progress import loading
 
-    with ongoing("loading the libraries"):
+    with loading():
         from checkpoint.commands import run
 
     return run(words)

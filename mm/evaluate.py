@@ -17,7 +17,7 @@ from mm.config.generate import kept_answers
 from mm.config.notes import notes_at_start, sorted_notes
 from mm.ending import end_with_launcher, is_first_rank, print_notes, print_notes_once, refused, run_command, status_of
 from mm.errors import UserError
-from mm.progress import Progress, ongoing
+from mm.progress import Progress, loading, ongoing
 from mm.version import software
 
 if TYPE_CHECKING:
@@ -52,8 +52,9 @@ def _run(words: Sequence[str]) -> int:
 
 def check(evaluating: Evaluating) -> None:
     """Print all notes, and that everything is in order; raises UserError with all problems.  Needs no device."""
-    from mm.generation.rehearsal import ALL_IN_ORDER, rehearse
-    from mm.scoring.questions import read_items
+    with loading():
+        from mm.generation.rehearsal import ALL_IN_ORDER, rehearse
+        from mm.scoring.questions import read_items
 
     notes: list[str] = []
     with TemporaryDirectory() as folder:
@@ -70,10 +71,11 @@ def check(evaluating: Evaluating) -> None:
 
 def evaluate(evaluating: Evaluating) -> int:
     """Ask and score on this process's device, as one rank of the launcher's world; returns the exit status, 0."""
-    from mm.generation.source import find
-    from mm.parallel.meeting import Meeting
-    from mm.parallel.watchdog import Watchdog
-    from mm.scoring.questions import read_items
+    with loading(is_first_rank()):
+        from mm.generation.source import find
+        from mm.parallel.meeting import Meeting
+        from mm.parallel.watchdog import Watchdog
+        from mm.scoring.questions import read_items
 
     args = evaluating.asking.args
     with Watchdog(Meeting.of_launcher(args.distributed_timeout_minutes), None, facts=software()) as watchdog:
@@ -86,16 +88,17 @@ def evaluate(evaluating: Evaluating) -> int:
         found = found or find(evaluating.asking)
         if items is not None:
             print_notes(notes_at_start((*evaluating.asking.notes, *items.notes, *found.notes)), sys.stderr)
-        from mm.device.device import Device
+        with loading(is_first_rank(), "starting the device"):
+            from mm.device.device import Device
 
-        device = Device.pick(args.device)
-        print_notes_once(device.notes)
-        # megatron looks at the device while it is imported, so everything built on it comes after the line above
-        from mm.generation.batches import FileOfPrompts
-        from mm.generation.session import Session
-        from mm.parallel import mesh as parallel
-        from mm.parallel.agreement import on_first
-        from mm.scoring.results import ANSWERS, check_settings
+            device = Device.pick(args.device)
+            print_notes_once(device.notes)
+            # megatron looks at the device while it is imported, so everything built on it comes after this
+            from mm.generation.batches import FileOfPrompts
+            from mm.generation.session import Session
+            from mm.parallel import mesh as parallel
+            from mm.parallel.agreement import on_first
+            from mm.scoring.results import ANSWERS, check_settings
 
         with ongoing("connecting the ranks", is_first_rank()):
             mesh = parallel.start(

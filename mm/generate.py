@@ -14,7 +14,7 @@ from mm.config.generate import GENERATE, Asking, GenerateArguments, kept_answers
 from mm.config.notes import notes_at_start, sorted_notes
 from mm.ending import end_with_launcher, is_first_rank, print_notes, print_notes_once, refused, run_command, status_of
 from mm.errors import UserError
-from mm.progress import ongoing
+from mm.progress import loading, ongoing
 from mm.version import software
 
 if TYPE_CHECKING:
@@ -43,8 +43,9 @@ def _run(words: Sequence[str]) -> int:
 
 def check(asking: Asking[GenerateArguments]) -> None:
     """Print all notes, and that everything is in order; raises UserError with all problems.  Needs no device."""
-    from mm.generation.prompts import prompt_of, read_prompts
-    from mm.generation.rehearsal import ALL_IN_ORDER, rehearse
+    with loading():
+        from mm.generation.prompts import prompt_of, read_prompts
+        from mm.generation.rehearsal import ALL_IN_ORDER, rehearse
 
     args = asking.args
     output = None if args.output is None else str(Path(args.output).parent)
@@ -62,9 +63,10 @@ def check(asking: Asking[GenerateArguments]) -> None:
 
 def answer(asking: Asking) -> int:
     """Answer on this process's device, as one rank of the launcher's world; returns the exit status, 0."""
-    from mm.generation.source import find
-    from mm.parallel.meeting import Meeting
-    from mm.parallel.watchdog import Watchdog
+    with loading(is_first_rank()):
+        from mm.generation.source import find
+        from mm.parallel.meeting import Meeting
+        from mm.parallel.watchdog import Watchdog
 
     args = asking.args
     with Watchdog(Meeting.of_launcher(args.distributed_timeout_minutes), None, facts=software()) as watchdog:
@@ -75,16 +77,17 @@ def answer(asking: Asking) -> int:
         found = found or find(asking)
         if is_first_rank():
             print_notes(notes_at_start((*asking.notes, *found.notes)), sys.stderr)
-        from mm.device.device import Device
+        with loading(is_first_rank(), "starting the device"):
+            from mm.device.device import Device
 
-        device = Device.pick(args.device)
-        print_notes_once(device.notes)
-        # megatron looks at the device while it is imported, so everything built on it comes after the line above
-        from mm.generation.batches import FileOfPrompts
-        from mm.generation.prompts import prompt_of, read_prompts
-        from mm.generation.session import Session
-        from mm.generation.terminal import Chat, ask_once
-        from mm.parallel import mesh as parallel
+            device = Device.pick(args.device)
+            print_notes_once(device.notes)
+            # megatron looks at the device while it is imported, so everything built on it comes after this
+            from mm.generation.batches import FileOfPrompts
+            from mm.generation.prompts import prompt_of, read_prompts
+            from mm.generation.session import Session
+            from mm.generation.terminal import Chat, ask_once
+            from mm.parallel import mesh as parallel
 
         with ongoing("connecting the ranks", is_first_rank()):
             mesh = parallel.start(

@@ -18,6 +18,7 @@ from threading import Thread
 from typing import TYPE_CHECKING
 
 from mm.ending import not_loaded
+from mm.importing import without_collection
 from mm.signals import STOPPING, status_after
 
 if TYPE_CHECKING:
@@ -39,11 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     The ranks themselves report the interruption and what is kept.
     """
     try:
-        import psutil
-        from torch.distributed import DistNetworkError
-        from torch.distributed import run as torchrun
-        from torch.distributed.elastic.multiprocessing.api import SignalException
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        with without_collection():
+            import psutil
+            from torch.distributed import DistNetworkError
+            from torch.distributed import run as torchrun
+            from torch.distributed.elastic.multiprocessing.api import SignalException
+            from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     except RuntimeError as error:
         return not_loaded(error)
     except KeyboardInterrupt:

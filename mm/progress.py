@@ -15,6 +15,7 @@ from typing import TypeVar
 from tqdm import tqdm
 
 from mm.errors import printable
+from mm.importing import without_collection
 
 Item = TypeVar("Item")
 
@@ -130,6 +131,13 @@ def ongoing(what: str, is_shown: bool = True, usual_seconds: float | None = None
     finally:
         ended.set()
         thread.join()
+
+
+@contextmanager
+def loading(is_shown: bool = True, what: str = "loading the libraries") -> Iterator[None]:
+    """``ongoing`` for a body that imports modules, which is faster here (``without_collection``)."""
+    with without_collection(), ongoing(what, is_shown):
+        yield
 
 
 def _show_seconds(what: str, usual: str, ended: Event) -> None:

@@ -26,15 +26,13 @@ from mm.ending import (
     status_of,
 )
 from mm.errors import UserError, collected, printable, refuse
-from mm.progress import ongoing
+from mm.progress import loading, ongoing
 from mm.signals import StopSignals
 from mm.training.claim import Claim, claim_problems
 from mm.version import software
 
 if TYPE_CHECKING:
     from mm.training.opened import Opened
-
-_LOADING = "loading the libraries"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,7 +66,7 @@ def _run(words: Sequence[str], signals: StopSignals) -> int:
     try:
         run = load_run(words)
         if run.args.may_begin or run.args.save is not None:
-            with ongoing(_LOADING, is_first_rank()):
+            with loading(is_first_rank()):
                 from mm.training.sources import with_start  # loads torch
 
             run = with_start(run)
@@ -94,7 +92,7 @@ def check_files(run: Run, claim: Claim) -> "tuple[Run, Opened]":
     its steps, and what the check has opened, for the start.  It builds the index of the samples, which other ranks that
     read data open later; a node that cannot see it builds its own.
     """
-    with ongoing(_LOADING):
+    with loading():
         from mm.training.preflight import check  # imports transformers, which the ranks that do not check may not need
         from mm.weights.trained import freeze_notes
 
@@ -115,7 +113,7 @@ def check_files(run: Run, claim: Claim) -> "tuple[Run, Opened]":
 
 def check_node(run: Run) -> None:
     """Print notes on what this node may lack for the run; raises UserError for what it certainly lacks."""
-    with ongoing(_LOADING, is_first_rank()):
+    with loading(is_first_rank()):
         from mm.training.machine import Node, node_problems
 
     notes: list[str] = []
@@ -131,8 +129,9 @@ def train(run: Run, signals: StopSignals) -> int:
     """
     if os.environ.get("LOCAL_RANK", "0") == "0":
         check_node(run)
-    from mm.parallel.meeting import Meeting
-    from mm.parallel.watchdog import Watchdog
+    with loading(is_first_rank()):
+        from mm.parallel.meeting import Meeting
+        from mm.parallel.watchdog import Watchdog
 
     minutes, phases = run.args.distributed_timeout_minutes, phase_seconds(run.args.phase_timeouts)
     facts = {**software(), **shared_settings(run)}
@@ -143,10 +142,10 @@ def train(run: Run, signals: StopSignals) -> int:
         watchdog.at_end = claim.release  # the run may end while it is being locked
         with watchdog.phase("check"):
             run, opened = check_files(run, claim) if is_first_rank() else (run, None)
-        from mm.device.device import Device
-        from mm.device.known import peak_notes
+        with watchdog.phase("start"), loading(is_first_rank(), "starting the device"):
+            from mm.device.device import Device
+            from mm.device.known import peak_notes
 
-        with watchdog.phase("start"), ongoing("starting the device", is_first_rank()):
             device = Device.pick(run.args.device, run.args.deterministic_mode)
             print_notes_once((*device.notes, *peak_notes(device.platform, device.name)))
             # megatron looks at the device while it is imported, so everything built on it comes after this

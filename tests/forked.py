@@ -34,12 +34,14 @@ _NEEDED = ("mm.train", "mm.training.preflight", "mm.training.run", "mm.evaluate"
 
 def warm() -> None:
     """Import the modules, and exempt their objects from garbage collection, which would scan them in every fork."""
+    gc.disable()
     Device.pick("cpu")  # before megatron is imported
     for name in _NEEDED:
         importlib.import_module(name)
     Image.init()  # imports a module for each format
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def _launch(num_ranks: int, module: str, arguments: list[str]) -> int:

@@ -17,6 +17,7 @@ MAX_FUNCTION_LINES = 60
 
 FLOORS = {
     "mm.errors": 0, "mm.families": 0, "mm.files": 0, "mm.placement": 0, "mm.console": 0, "mm.version": 0,
+    "mm.importing": 0,
     "mm.progress": 1, "mm.report": 1, "mm.requirements": 1, "mm.signals": 1,
     "mm.config": 1, "mm.device": 1,
     "mm.ending": 2,
@@ -36,7 +37,7 @@ neighbours that do not see each other."""
 ROOMS = {
     "mm.data": {
         "mm.data.sample": 0, "mm.data.lengths": 0, "mm.data.record_name": 0, "mm.data.workers": 0,
-        "mm.data.server_end": 0,
+        "mm.data.fork_server": 0,
         "mm.data.limited": 0,
         "mm.data.media": 1, "mm.data.read": 1, "mm.data.order": 1,
         "mm.data.encode": 2,

@@ -27,9 +27,9 @@ from mm.signals import STOPPING
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-_PRELOADED = ["mm.data.feed.loader", "mm.data.feed.planner", "mm.data.order.sampler", "mm.data.server_end"]
-"""Modules that the worker processes need, and one for the fork server.  Named here, not imported: most of them are on
-higher floors."""
+_PRELOADED = ["mm.data.fork_server", "mm.data.feed.loader", "mm.data.feed.planner", "mm.data.order.sampler"]
+"""One module for the fork server itself, and those that the worker processes need.  Named here, not imported: most of
+them are on higher floors."""
 _WORTH_A_START = 16
 """Number of items; fewer are processed before worker processes would have started."""
 _END_SECONDS = 2.0

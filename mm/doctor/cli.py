@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from mm.ending import refused, run_command
 from mm.errors import UserError
+from mm.importing import without_collection
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,7 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
-    from mm.doctor.commands import run
+    with without_collection():
+        from mm.doctor.commands import run
 
     try:
         return run(words)
