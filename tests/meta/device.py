@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from mm.device.cpu import CPU, CPU_SHIMS
 from mm.device.cuda import CUDA
@@ -297,7 +296,14 @@ def kernels(recorder: Recorder) -> Kernels:
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    """The tensors in an operator's arguments or results.  torch's own function for any tree took 11% of a trace."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, (tuple, list)):
+        return []
+    return [tensor for one in tree for tensor in _tensors(one)]
 
 
 def _size(tensor: Tensor) -> int:

@@ -13,6 +13,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -192,8 +193,8 @@ def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> T
         *case.flags,
     ])  # fmt: skip
     num_encoders = mesh.context.num_encoders
-    batch = deal_images([random_microbatch(model, [SAMPLE] * case.num_samples, seed)
-                         for seed in range(case.num_microbatches)], model, num_encoders)
+    one = random_microbatch(model, [SAMPLE] * case.num_samples, seed=0)
+    batch = deal_images([deepcopy(one) for _ in range(case.num_microbatches)], model, num_encoders)
     totals = BatchTotals.of(batch, model.vision)
     with recorder:
         stage = Stage(model, mesh, "bf16", MetaDevice.of(recorder), sequence_parallel=case.sequence_parallel,
