@@ -20,8 +20,8 @@ import torch
 from mm.config.choices import DeviceName
 from mm.config.flags import Arguments, parse
 from mm.config.model import ModelConfig, read_model
+from mm.ports import free_port
 from tests.files import EXAMPLES
-from tests.launch import free_port
 
 if TYPE_CHECKING:
     from mm.device.device import Device

@@ -31,11 +31,11 @@ from mm.model.load import set_weight
 from mm.model.stage import Stage
 from mm.parallel import mesh as parallel
 from mm.parallel.megatron import DTYPES
+from mm.ports import free_port
 from mm.training.step import Setup, forward_backward, step
 from mm.weights.memory import MemoryLayout
 from mm.weights.names import published_name
 from mm.weights.table import fuse, model_weights, shard
-from tests.launch import free_port
 from tests.microbatches import own_pixels
 
 LR = 1e-5

@@ -5,7 +5,6 @@ Depends only on the script's variables and the format of the trainer's log line.
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tqdm import tqdm
+
+from mm.ports import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = "examples/qwen2.5vl/finetune_qwen2_5_vl_tiny.sh"
@@ -98,12 +99,9 @@ def run_python(module: str, arguments: Sequence[str], log: Path) -> None:
 
 def script_environment() -> dict[str, str]:
     """This process's environment, with this interpreter and a free port for the rendezvous."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
     return os.environ | {
         "PYTHON": sys.executable,
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "HF_HUB_OFFLINE": "1",
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
     }

@@ -18,13 +18,6 @@ from tests.files import ROOT
 _ASK = ROOT / "tests" / "ask.py"
 
 
-def free_port() -> int:
-    """A TCP port nobody listens on at the moment."""
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]
-
-
 @cache
 def _warm_process() -> tuple[Path, subprocess.Popen]:
     """The socket of the warm process (``tests.forked``) for ``tests.ask``, and that process: one for each test process.

@@ -15,8 +15,9 @@ from mm.conversion import convert
 from mm.conversion.convert import Options
 from mm.formats.layout import Layout
 from mm.formats.storage import Format, Storage
+from mm.ports import free_port
 from tests.files import EXAMPLES, ROOT
-from tests.launch import free_port, warm_python
+from tests.launch import warm_python
 from tests.scoring.tables import encoded, peer_json, write_table
 from tests.tiny_inputs import write_inputs
 

@@ -9,8 +9,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from mm.ports import free_port
 from tests.files import ROOT
-from tests.launch import free_port, warm_python
+from tests.launch import warm_python
 
 STOPPED_RANK = """#!/bin/sh
 if [ "$RANK" = 1 ]; then touch stopped; kill -STOP $$; fi

@@ -14,8 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from mm.ports import free_port
 from tests.files import EXAMPLES, ROOT
-from tests.launch import free_port, warm_python
+from tests.launch import warm_python
 from tests.tiny_inputs import flags_of, metrics, write_inputs
 
 

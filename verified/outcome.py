@@ -7,7 +7,6 @@ import platform as python_platform
 import re
 import shlex
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 from mm.device.platforms import usable_platform
 from mm.errors import UserError, reading
 from mm.files import json_object, sha256
+from mm.ports import free_port
 from mm.requirements import installed
 from mm.training.metrics import run_facts, step_rows
 from mm.version import DECISIVE
@@ -88,7 +88,7 @@ def _run(command: str, directory: Path) -> None:
     while words and (match := _VARIABLE.fullmatch(words[0])):
         variables[match[1]] = match[2]
         words = words[1:]
-    environment = {"PYTHON": sys.executable, "MASTER_PORT": str(_free_port()), **os.environ, **variables}
+    environment = {"PYTHON": sys.executable, "MASTER_PORT": str(free_port()), **os.environ, **variables}
     if words[:2] == ["python", "-m"]:
         words[0] = environment["PYTHON"]
     elif words[:1] != ["bash"]:
@@ -98,12 +98,6 @@ def _run(command: str, directory: Path) -> None:
     if done.returncode:
         tail = "\n".join(done.stdout.splitlines()[-_NUM_TAIL_LINES:])
         raise UserError(f"the command {command!r} ended with status {done.returncode}. The end of its output:\n{tail}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
 
 
 def _figures(rows: list[dict]) -> dict[str, float]:

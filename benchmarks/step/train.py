@@ -17,8 +17,8 @@ from typing import Any
 from benchmarks.measure import versions
 from benchmarks.records import LOSS, NORM
 from mm.device.device import Device
+from mm.ports import free_port
 from tests.files import ROOT
-from tests.launch import free_port
 from tests.tiny_inputs import flags_of, metrics, write_inputs
 
 TOLERANCES = {

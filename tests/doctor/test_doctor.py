@@ -25,9 +25,10 @@ from mm.doctor.step import GOLDEN
 from mm.doctor.trial import TrialNode, cause, end, environment, trial_findings
 from mm.doctor.variables import variable_findings
 from mm.plan.sizes import num_model_params
+from mm.ports import free_port
 from mm.version import VERSION
 from tests.files import ROOT
-from tests.launch import free_port, run_ranks, warm_python
+from tests.launch import run_ranks, warm_python
 from tests.plan.test_stages import run_of
 
 INTERFACES = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.4", "fe80::1"]}

@@ -14,9 +14,10 @@ import pytest
 from mm.doctor.diagnosis import Diagnosis, Level
 from mm.doctor.node_findings import Facts, Route, between_findings
 from mm.doctor.nodes import Nodes
+from mm.ports import free_port
 from tests.doctor.whole import Examined, plain_environment
 from tests.files import ROOT
-from tests.launch import free_port, warm_python
+from tests.launch import warm_python
 
 FACTS = Facts("host", "10.0.0.4", 7000, 7001, 8, {"torch": "2.13.0"}, {"NCCL_DEBUG": "INFO"})
 ROUTE = Route(sender=0, problem="", round_trip_seconds=1e-4, skew_seconds=0.01, bytes_per_second=1e9)

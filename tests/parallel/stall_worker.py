@@ -22,8 +22,9 @@ import torch.distributed as dist
 from mm.batch import BatchTotals, StepPlan
 from mm.parallel.meeting import Meeting
 from mm.parallel.watchdog import Watchdog
+from mm.ports import free_port
 from mm.training.step import step
-from tests.launch import fork_rank, free_port
+from tests.launch import fork_rank
 from tests.tiny import microbatch, random_sample
 
 NUM_MICROBATCHES = 8

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from mm.device.device import Device
-from tests.launch import fork_rank, free_port
+from tests.launch import fork_rank
 from tests.parallel.faults import FAULTS, Fault
 
 Device.pick("cpu")
@@ -28,6 +28,7 @@ from mm.errors import UserError  # noqa: E402
 from mm.parallel import watchdog  # noqa: E402
 from mm.parallel.activity import Activity, Work  # noqa: E402
 from mm.parallel.watchdog import Watchdog  # noqa: E402
+from mm.ports import free_port  # noqa: E402
 from mm.training import preflight, run  # noqa: E402, F401
 from mm.training.feed import Feed  # noqa: E402
 

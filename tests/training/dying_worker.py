@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from mm.device.device import Device
-from tests.launch import fork_rank, free_port
+from tests.launch import fork_rank
 from tests.training.dying_cases import CASES, Case
 
 Device.pick("cpu")
@@ -22,6 +22,7 @@ Device.pick("cpu")
 from mm import train  # noqa: E402
 from mm.errors import UserError  # noqa: E402
 from mm.parallel.activity import Activity, Work  # noqa: E402
+from mm.ports import free_port  # noqa: E402
 from mm.training import preflight, run  # noqa: E402, F401
 from tests.tiny_inputs import flags_of  # noqa: E402
 

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from mm.ports import free_port
 from mm.training.claim import LOCK_FILE
 from tests.files import ROOT
-from tests.launch import free_port, warm_python
+from tests.launch import warm_python
 from tests.tiny_inputs import flags_of, metrics, run, write_inputs
 
 NUM_STEPS = 40
