@@ -1,4 +1,4 @@
-"""A group of gloo has one worker, because two of them corrupt the heap, and is otherwise as torch makes it."""
+"""A group of gloo has one worker, because two of them corrupt the heap, and its threads have a policy of their own."""
 
 import os
 import subprocess
@@ -29,6 +29,28 @@ def test_only_the_number_of_workers_differs(
     ours, torchs = (_options(make) for make in (gloo.with_one_worker, gloo._make))
     assert ours == (1, num_interfaces, timedelta(minutes=3))
     assert torchs == (2 * num_interfaces, num_interfaces, timedelta(minutes=3))
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has this policy")
+def test_the_threads_of_a_group_preempt_no_other_thread() -> None:
+    """What the process had, it keeps; a process with a policy of its own gives that to the threads, too."""
+    program = """
+import os, sys
+from datetime import timedelta
+import torch.distributed as dist
+from mm.device.device import Device
+Device.pick("cpu")
+os.sched_setscheduler(0, int(sys.argv[1]), os.sched_param(0))
+before = set(os.listdir("/proc/self/task"))
+group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=timedelta(minutes=3))
+started = set(os.listdir("/proc/self/task")) - before
+print(os.sched_getscheduler(0), len(started) > 1, {os.sched_getscheduler(int(one)) for one in started})
+os._exit(sys.stdout.flush() or 0)
+"""
+    for own, threads in ((os.SCHED_OTHER, os.SCHED_BATCH), (os.SCHED_IDLE, os.SCHED_IDLE)):
+        done = subprocess.run([sys.executable, "-W", "ignore", "-c", program, str(own)], cwd=ROOT, text=True,
+                              capture_output=True, check=False)
+        assert done.stdout == f"{own} True {{{threads}}}\n", done.stderr
 
 
 def test_only_gloos_report_is_dropped(capfd: pytest.CaptureFixture[str]) -> None:
