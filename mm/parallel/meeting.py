@@ -10,14 +10,15 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from mm.errors import UserError
+from mm.config.launcher import launched_ranks
+from mm.errors import UserError, refuse
 from mm.parallel.door import LOOPBACK, own_address
 from mm.parallel.hub import Hub
 from mm.parallel.lines import JOIN_SECONDS, Lines, call
@@ -26,6 +27,27 @@ from mm.parallel.node import Identity, kill, own_identity
 _ADDRESS = "mm/hub"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
 """Seconds between two looks for rank 0; each pause is twice as long as the one before."""
+
+
+def _problems(environment: Mapping[str, str]) -> Iterator[str]:
+    """Launcher variables that are missing or wrong, given that RANK is set."""
+    num_ranks = launched_ranks(environment)
+    last = None if num_ranks is None else num_ranks - 1
+    for name, largest, expected in (
+        ("WORLD_SIZE", None, "the number of ranks"),
+        ("RANK", last, "this rank's number" if last is None else f"this rank's number, 0 to {last}"),
+        ("MASTER_PORT", 65535, "a port of rank 0's host"),
+    ):  # fmt: skip
+        text = environment.get(name)
+        if text is None or not text.isdecimal() or (largest is not None and int(text) > largest):
+            yield _problem(name, text, expected)
+    if not environment.get("MASTER_ADDR"):
+        yield _problem("MASTER_ADDR", environment.get("MASTER_ADDR"), "rank 0's host")
+
+
+def _problem(name: str, text: str | None, expected: str) -> str:
+    found = "not set" if text is None else repr(text)
+    return f"The environment variable {name} is {found}; expected {expected}, which torchrun sets"
 
 
 @dataclass(frozen=True)
@@ -57,11 +79,12 @@ class Meeting:
     def of_launcher(cls, timeout_minutes: float) -> "Meeting":
         """Read the launcher's environment variables.  Without them this process is the only rank and opens no port.
 
-        Raises UserError if the launcher's store cannot be opened or reached.
+        Raises UserError if a variable is missing or wrong, or the launcher's store cannot be opened or reached.
         """
         timeout = timedelta(minutes=timeout_minutes)
         if "RANK" not in os.environ:
             return cls(0, 1, "localhost", None, timeout)
+        refuse(_problems(os.environ))
         rank, host, port = int(os.environ["RANK"]), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # torchrun's agent has a store for all attempts; other launchers leave that to rank 0.
         serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

@@ -137,10 +137,10 @@ def _collect(lines: Lines, waiting: set[int], until: float) -> list[Any]:
                             f"this limit")
         for rank, words in lines.receive(left):
             match words:
-                case ["saved", None, list(written)]:
+                case ["saved", None, list(written)] if rank in waiting:
                     found += written
                     waiting.discard(rank)
-                case ["saved", str(problem), _]:
+                case ["saved", str(problem), _] if rank in waiting:
                     raise UserError(problem)
                 case None if rank in waiting:
                     raise UserError(f"rank {rank} died while it wrote its files")

@@ -162,19 +162,25 @@ class Watchdog:
     def _limited(self, phase: str, limit: float, lateness: str) -> Iterator[None]:
         assert not self._is_limited, f"{phase} begins within {self._phase}"
         self._is_limited, self._phase = True, phase
-        self._lateness, self._deadline = lateness, time.monotonic() + limit
-        if limit < math.inf:  # runs without the GIL, which the watching thread may not get
+        self._set_limit(limit, lateness)
+        if limit < math.inf and not self._saves_until:  # runs without the GIL, which the watching thread may not get
             faulthandler.dump_traceback_later(limit + 2 * _HUB_SECONDS, exit=True, file=_STANDARD_ERROR)
         try:
             yield
         finally:
-            self._deadline, self._is_limited = math.inf, False
-            faulthandler.cancel_dump_traceback_later()
+            self._is_limited = False
+            self._set_limit(math.inf, lateness)
+            if not self._saves_until:
+                faulthandler.cancel_dump_traceback_later()
         self._phase = ""  # an error stays in its phase
         if self._journal is not None and (rest := self._phase_seconds["between"]):
-            self._lateness = (f"rank {self._meeting.rank} has been between two phases for more than {rest:.0f} s; "
-                              f"--phase-timeouts between=SECONDS sets this limit")
-            self._deadline = time.monotonic() + rest
+            self._set_limit(rest, f"rank {self._meeting.rank} has been between two phases for more than {rest:.0f} s; "
+                                  f"--phase-timeouts between=SECONDS sets this limit")
+
+    def _set_limit(self, seconds: float, lateness: str) -> None:
+        """Limit what this rank does from now on, except while a dying checkpoint is saved, which has its own limit."""
+        if not self._saves_until:
+            self._lateness, self._deadline = lateness, time.monotonic() + seconds
 
     def __enter__(self) -> "Watchdog":
         end_seconds, answer_seconds = (self._phase_seconds[name] or math.inf for name in ("between", "start"))
