@@ -57,9 +57,9 @@ _LATE_SECONDS_OF_STOP = 2.0
 """The same for ranks that have had their time to join, and after a signal: a launcher sends it to all ranks when one
 has died, and those that have not joined end by it."""
 _GRACE_OF_PHASE = 1.0
-"""Seconds after the end of a phase in which its rank reports that itself."""
+"""Seconds after a phase's limit in which its rank may report that itself; then the hub does."""
 _MAX_DIFFERENCES = 5
-"""Most differences between two ranks that a message names."""
+"""The largest number of differences between two ranks that a message names."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Cause:
     is_riddle: bool = False
     """The text alone does not explain it, so the report shows the stacks of all ranks."""
     is_mistake: bool = False
-    """The text explains it, wherever the ranks are."""
+    """A user's mistake, which the text explains: the report leaves out where the ranks were."""
 
 
 class Hub:

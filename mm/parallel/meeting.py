@@ -1,9 +1,9 @@
 """Where the ranks of one attempt of a run find each other, before any process group is made.
 
-torchrun restarts ranks (``--max-restarts``) with the store of the stopped attempt and every address left in it; a rank
-that is faster than rank 0 would read a stale address.  The number of restarts does not identify an attempt: each node
-counts its own.  So a rank trusts an address only once the hub there has answered: a hub ends with its attempt.
-Later keys of the attempt are prefixed with the hub's token.
+torchrun restarts ranks (``--max-restarts``) with the store of the stopped attempt, in which every address is left.  A
+rank that is faster than rank 0 would read a stale one.  The number of restarts does not identify an attempt, because
+each node counts its own.  So a rank trusts an address only once the hub there has answered: a hub ends with its
+attempt.  All other keys of the attempt are prefixed with the hub's token.
 """
 
 import json
@@ -26,7 +26,7 @@ from mm.parallel.node import Identity, kill, own_identity
 
 _ADDRESS = "mm/hub"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
-"""Seconds between two looks for rank 0; each pause is twice as long as the one before."""
+"""Seconds between two attempts to find rank 0; each pause is twice as long as the one before, up to the longest."""
 
 
 def _problems(environment: Mapping[str, str]) -> Iterator[str]:
@@ -73,7 +73,7 @@ class Meeting:
     store: Store | None
     """Shared by all attempts; None in a process that no launcher started."""
     timeout: timedelta = timedelta(minutes=10)
-    """How long ranks may be late."""
+    """How long a rank may take to be ready after another one is."""
 
     @classmethod
     def of_launcher(cls, timeout_minutes: float) -> "Meeting":
@@ -102,7 +102,7 @@ class Meeting:
     def join(
         self, at_end: Callable[[], None], end_seconds: float, answer_seconds: float = math.inf,
     ) -> Joined:  # fmt: skip
-        """On rank 0 start the hub, elsewhere find it; then join it.
+        """Start the hub on rank 0, find it on the others, and join it.
 
         ``at_end`` is called before the hub ends this process; ``end_seconds``: see ``Hub``.  ``answer_seconds``: how
         long a hub may leave this rank without an answer.
@@ -135,8 +135,8 @@ class Meeting:
                         f"{self.timeout.total_seconds() / 60:g} minutes ({problem}); see the output of rank 0's node")
 
     def _called(self, own: str, port: int, token: str, process: Identity, answer_seconds: float) -> Lines:
-        """A connection to the hub of ``process``, under the launcher's name for its machine or under that machine's
-        ``own`` address: a machine of several networks may be known under several."""
+        """Connect to the hub of ``process``: at the launcher's name for its machine, or else at the address ``own``
+        that the hub gave.  They differ if that machine is in several networks."""
         hosts = (self.host,) if own in (self.host, "localhost", LOOPBACK) else (self.host, own)
         for host in hosts:
             try:
