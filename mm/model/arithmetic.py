@@ -35,7 +35,7 @@ class Block:
     forward: float
     """FLOPs."""
     rows: int
-    """Patches, tokens or target tokens: its matrix products have so many rows, or a fixed fraction of them."""
+    """Patches, tokens or target tokens: its matrix products have this many rows, or a fixed fraction of them."""
     pairs: int = 0
     """Pairs of rows between which attention computes scores."""
 

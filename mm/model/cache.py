@@ -1,7 +1,7 @@
 """Cache of keys and values of earlier tokens, so that a new token costs only one row.
 
-A pass processes either whole sequences, as packed segments with the trainer's attention, or
-one new token of each sequence, which attends to everything in its sequence.
+A pass processes either whole sequences, as packed segments with the trainer's attention, or one new token of each
+sequence, which attends to everything in its sequence.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,7 +31,7 @@ class Places:
 
     @classmethod
     def of_sequences(cls, lengths: Sequence[int], device: torch.device) -> "Places":
-        """Whole sequences, one after another: number 0, 1, and so on."""
+        """Whole sequences, one after another; the tokens of each have the numbers 0, 1, and so on."""
         counts = torch.tensor(lengths)
         sequences = torch.repeat_interleave(torch.arange(len(lengths)), counts)
         numbers = torch.cat([torch.arange(length) for length in lengths])
@@ -39,7 +39,7 @@ class Places:
 
     @classmethod
     def of_new_tokens(cls, lengths: Sequence[int], device: torch.device) -> "Places":
-        """One token of each sequence; ``lengths`` count it."""
+        """One new token of each sequence; ``lengths`` include it."""
         counts = torch.tensor(lengths).to(device)
         return cls(torch.arange(len(lengths), device=device), counts - 1, max(lengths), counts)
 

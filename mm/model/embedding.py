@@ -40,8 +40,7 @@ def embedding_inputs(
 
     ``visual_token_ids``: placeholders for the visual tokens of images and of videos, which are in one common order.
     ``cut_group``: the ranks over which this rank's rows are cut.  ``share``: ``context.share(microbatch)``, None if
-    this rank has all rows.  ``visual_gradients``: whether visual tokens need
-    gradients.
+    this rank has all rows.  ``visual_gradients``: whether visual tokens need gradients.
     """
     is_visual = torch.isin(microbatch.token_ids, torch.tensor(visual_token_ids))
     spread = torch.arange(microbatch.num_tokens).remainder(min(visual_token_ids))

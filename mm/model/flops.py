@@ -22,7 +22,7 @@ BlockPlace = tuple[Place, int | None]
 
 
 class Backward(Enum):
-    """What a block's backward pass computes; the value is its FLOPs, in forward passes."""
+    """What a block's backward pass computes: its FLOPs as a number of forward passes, and a name for it."""
 
     NOTHING = (0, "nothing")
     INPUT = (1, "the gradient of the input")
@@ -76,7 +76,7 @@ def block_slots(model: ModelConfig) -> Mapping[BlockPlace, int]:
 
 
 def slots_of(model: ModelConfig, placement: Placement) -> Mapping[BlockPlace, int]:
-    """The slot of each block of ``model`` in ``placement``, which may be another than the model's own."""
+    """The slot of each block of ``model`` in ``placement``, which need not be the model's own."""
     found: dict[BlockPlace, int] = {}
     for slot, spec in enumerate(placement.slots):
         for place in Place:

@@ -5,7 +5,7 @@ The activations of a layer leave while the next layer runs, and come back during
     forward        layer 1 | layer 2 | layer 3 |         backward        layer 3 | layer 2 | layer 1
     to the host            | of 1    | of 2    | of 3    to the device   of 2    | of 1    |
 
-So those of at most two layers are on the device.  Numbers are unchanged.
+So the activations of at most two layers are on the device.  Their values do not change.
 """
 
 from collections.abc import Callable, Iterator
@@ -127,7 +127,7 @@ class LayerActivations:
         self.is_coming = self.is_used = False
 
     def keep(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """A ``Keep``: weights, numbers that are no activations, and what other layers share stay on the device."""
+        """A ``Keep``: only activations leave; weights, integers, and what other layers share stay on the device."""
         storage, base = tensor.untyped_storage()._cdata, tensor if tensor._base is None else tensor._base
         if (not tensor.is_floating_point() or isinstance(base, nn.Parameter) or storage in self._shared
                 or tensor.device != self._host.torch_device or tensor.untyped_storage().nbytes() == 0):

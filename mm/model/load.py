@@ -48,8 +48,8 @@ def initialize(stage: Stage, weights: Sequence[Weight], mesh: Mesh, seed: int, s
 def fill(stage: Stage, weights: Sequence[Weight], source: Source, mesh: Mesh) -> None:
     """Set ``weights`` of this rank's ``stage`` to those of ``source``, which are read once for all replicas.
 
-    A rank reads only what it holds, but tensors with a checksum completely.  Raises UserError if a tensor is damaged,
-    two copies of a weight differ, or padding is not zero.
+    A rank reads only what it holds, except that a tensor with a checksum is read whole.  Raises UserError if a tensor
+    is damaged, two copies of a weight differ, or padding is not zero.
     """
     if not source.has_checksums:
         with ongoing(f"checking {source.path}", mesh.rank == 0):
@@ -65,9 +65,9 @@ def read_once(stage: Stage, weights: Sequence[Weight], read: Callable[[Weight], 
     """Set ``weights`` to the results of ``read``: this rank's shards, as files hold them.
 
     Several ranks, along the data and context axes, hold the same shards.  Each reads an even share of the bytes into
-    its parameters and broadcasts it to the others.  If they keep shards of weights, the share, as large as these, is
-    held beside them on the device until then.  Broadcasting starts once every rank has read its share, so if one rank
-    cannot read a file, all raise the same UserError and none is left waiting.
+    its parameters and broadcasts it to the others.  If ranks keep shards of weights, that share, which is as large as
+    its shards, is held beside them on the device until it is sent.  Broadcasting starts once every rank has read its
+    share, so if one rank cannot read a file, all raise the same UserError and none is left waiting.
     """
     group = mesh.groups.dp_cp
     parameters = [stage.get_parameter(weight.name) for weight in weights]
@@ -89,13 +89,13 @@ def read_once(stage: Stage, weights: Sequence[Weight], read: Callable[[Weight], 
     whole_of = list(zip(weights, parameters, chosen, strict=True))
     shown = Progress("sending weights to the other replicas", len(weights), "tensors", is_shown=mesh.rank == 0)
     for weight, parameter, reader in shown.each(whole_of):
-        source = dist.get_global_rank(group, reader)
+        sender = dist.get_global_rank(group, reader)
         if stage.shards_weights:
             whole = held.pop(weight.name) if weight.name in held else _whole(stage, weight)
-            dist.broadcast(whole, source, group)
+            dist.broadcast(whole, sender, group)
             stage.set_values(weight.name, whole)
         elif group.size() > 1:
-            dist.broadcast(parameter.detach(), source, group)
+            dist.broadcast(parameter.detach(), sender, group)
 
 
 def set_weight(stage: Stage, weight: Weight, values: Tensor, mesh: Mesh) -> None:

@@ -17,12 +17,12 @@ from mm.parallel.context import Share
 MAX_LOGIT_ROWS = 1024
 """Target tokens whose logits exist at a time, in forward and backward, if 16-bit logits are widened to fp32.
 
-Qwen2.5's 151,936 logits of so many tokens take 622 MB in fp32, and another 311 MB while they are converted from or to
-16 bits.  The loss holds these 933 MB and no more, or less under tensor parallelism.  Every block of the backward reads
+Qwen2.5's 151,936 logits of 1,024 tokens take 622 MB in fp32, and another 311 MB while they are converted from or to 16
+bits.  The loss holds these 933 MB and no more, or less under tensor parallelism.  Every block of the backward reads
 and writes the weight's fp32 gradient, 8 bytes for 2 x 1024 operations.  An H200 does 206 operations in the time of a
 byte (989 TFLOP/s over 4.8 TB/s, as published), so with fewer than 824 rows the product would wait for memory."""
 _MAX_LOGIT_BYTES = 6 * MAX_LOGIT_ROWS
-"""Per column of the vocabulary."""
+"""Memory of ``MAX_LOGIT_ROWS`` per column of the vocabulary: 4 bytes of fp32 and 2 bytes of a 16-bit number per row."""
 
 
 def max_logit_rows(width: int, is_fused: bool) -> int:

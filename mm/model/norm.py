@@ -54,7 +54,7 @@ class RMSNorm(nn.Module):
         assert x.bias is None or not x.bias.requires_grad, "the norm before the sublayer sums its gradient"
         if self.fused is None:
             total = x.total()
-            normed = self.again(total)  # first: gradients of one tensor are added last made first
+            normed = self.again(total)  # first: autograd adds a tensor's gradients in the reverse order of its uses
             return biased(total, next_bias), normed
         return _AddNorm.apply(x.rows, x.added, x.bias, self.weight, next_bias, self.epsilon, self.fused, x.order)
 

@@ -57,7 +57,7 @@ def apply_linear(
 def recomputing(modules: Iterable[nn.Module], function: Callable[..., Any], x: Tensor, *others: Any) -> Any:
     """``function(x, *others)``, keeping only its arguments and calling it again in the backward pass.
 
-    ``modules``: those that it uses.  If neither they nor ``x`` need a gradient, nothing is kept and it is just called.
+    ``modules``: those that ``function`` uses.  If neither they nor ``x`` need a gradient, nothing is kept.
     """
     is_trained = any(parameter.requires_grad for module in modules for parameter in module.parameters())
     if torch.is_grad_enabled() and (x.requires_grad or is_trained):

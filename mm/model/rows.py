@@ -1,9 +1,8 @@
 """Moving rows by distinct indices.
 
 Autograd does not know that they are distinct: the gradient of ``x[index]`` sorts and sums, and the gradient of
-``index_copy`` fills by index, for which some NPUs wait for the host at every single
-index.  Here each gradient is a selection and at most one copy.  Boolean indexing is not used, because only the device
-knows the size of its result.
+``index_copy`` fills by index, for which some NPUs wait for the host at every single index.  Here each gradient is a
+selection and at most one copy.  Boolean indexing is not used, because only the device knows the size of its result.
 """
 
 from collections.abc import Callable

@@ -82,7 +82,7 @@ def plan_visual_rows(
 
 
 def _held(places: Tensor, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """int64: the context-parallel rank that holds each of ``places``, and the index among its ``rows``."""
+    """int64: the context-parallel rank that holds each of ``places``, and the index of the place among its ``rows``."""
     held_by, index = (torch.empty(sum(map(len, rows)), dtype=torch.int64) for _ in range(2))
     for rank, own in enumerate(rows):
         held_by[own], index[own] = rank, torch.arange(len(own))

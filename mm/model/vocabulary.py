@@ -1,7 +1,7 @@
 """The two layers that are cut over the vocabulary: the word embedding, and the output layer with its cross entropy.
 
-Neither makes a gradient of its weight's shape, and nothing here reads the device: ids of other ranks' rows are mapped
-to rows of this rank, and their results multiplied by 0.
+Neither makes a gradient of its weight's shape, and nothing here waits for the device, as masks would: ids of other
+ranks' rows are mapped to rows of this rank, and their results multiplied by 0.
 """
 
 from typing import Any

@@ -27,9 +27,9 @@ class Work(str, Enum):
     BACKWARD = "backward"
     EXCHANGE = "messages"
     VISUAL_EXCHANGE = "visual tokens"
-    """A microbatch's visual tokens go from the ranks that encoded its images to those that need them."""
+    """The exchange of a microbatch's visual tokens, from the ranks that encoded its images to those that need them."""
     GATHER = "gathers weights"
-    """Those of a unit, of which each rank keeps a shard."""
+    """The weights of a unit, of which each rank keeps only a shard between uses."""
     REDUCTION = "gradient reduction"
     UPDATE = "update"
     UPDATE_WAIT = "waits in update"
@@ -39,7 +39,7 @@ class Work(str, Enum):
 
 @dataclass(frozen=True)
 class Activity:
-    """One piece of work; chunk and microbatch are None where it concerns none or all of them."""
+    """One piece of work; chunk and microbatch are None if it concerns none or all of them."""
 
     work: Work
     chunk: int | None = None

@@ -17,7 +17,7 @@ class MessageError(RuntimeError):
 
 @dataclass(frozen=True)
 class Transfer:
-    """One message that this rank sends or receives; with ``shape=None`` for a boundary that carries nothing."""
+    """One message that this rank sends or receives; its ``shape`` is None if the boundary carries nothing."""
 
     is_sent: bool
     is_gradient: bool

@@ -1,27 +1,27 @@
-"""Where the hub listens, and how many connections rank 0 may keep open."""
+"""The socket at which the hub listens, and the number of connections that rank 0 may keep open."""
 
 import resource
 import socket
 from ipaddress import ip_address
 
 LOOPBACK = "127.0.0.1"
-"""Where only this machine's processes can connect."""
+"""The address at which only this machine's processes can connect."""
 _OTHER_FILES = 512
 """Open files of rank 0 besides its connections to all ranks."""
 
 
 def open_door(address: str | None, num_ranks: int) -> socket.socket:
-    """A socket that listens at a free port."""
+    """A socket that listens at a free port of ``address``; None means all addresses of this machine."""
     is_dual = address is None and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if is_dual or ":" in (address or "") else socket.AF_INET
     return socket.create_server((address or "", 0), family=family, dualstack_ipv6=is_dual, backlog=num_ranks)
 
 
 def own_address(host: str) -> str | None:
-    """The address under which other machines know this one, which they call ``host``: where the hub listens.
+    """The address at which other machines, which call this one ``host``, reach it.  The hub listens there.
 
-    None if that cannot be told: this machine does not know the name, or knows several addresses or a loopback address
-    for it (as Debian does), or another machine forwards connections.
+    None if it cannot be determined: this machine does not know the name, or knows several addresses for it or a
+    loopback address (as Debian does), or another machine forwards the connections.
     """
     if host in (LOOPBACK, "localhost"):
         return LOOPBACK

@@ -57,9 +57,9 @@ _LATE_SECONDS_OF_STOP = 2.0
 """The same for ranks that have had their time to join, and after a signal: a launcher sends it to all ranks when one
 has died, and those that have not joined end by it."""
 _GRACE_OF_PHASE = 1.0
-"""Seconds after the end of a phase in which its rank reports that itself."""
+"""Seconds after a phase's limit in which its rank may report that itself; then the hub does."""
 _MAX_DIFFERENCES = 5
-"""Most differences between two ranks that a message names."""
+"""The largest number of differences between two ranks that a message names."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Cause:
     is_riddle: bool = False
     """The text alone does not explain it, so the report shows the stacks of all ranks."""
     is_mistake: bool = False
-    """The text explains it, wherever the ranks are."""
+    """A user's mistake, which the text explains: the report leaves out where the ranks were."""
 
 
 class Hub:
@@ -186,8 +186,8 @@ class Hub:
             self._complain()
             if time.monotonic() > self._start_ends:
                 return self._absence()
-            for rank, (until, text) in self._phases.items():
-                if time.monotonic() > until and rank not in self._left:
+            for rank, (deadline, text) in self._phases.items():
+                if time.monotonic() > deadline and rank not in self._left:
                     return Cause(rank, text, is_riddle=True)
             if time.monotonic() > self._end_ends:
                 late = [rank for rank in range(self._num_ranks) if rank not in self._left]
@@ -197,7 +197,8 @@ class Hub:
 
     def _may_join(self, token: str, rank: int) -> bool:
         is_free = 0 <= rank < self._num_ranks and rank not in self._left and rank not in self._lines.ranks
-        return is_free and secrets.compare_digest(token.encode(), self.token.encode())
+        given = token.encode(errors="surrogatepass")  # JSON may contain half of a surrogate pair
+        return is_free and secrets.compare_digest(given, self.token.encode())
 
     def _let_in(self, caller: int, rank: int) -> None:
         self._lines.rename(caller, rank)
@@ -310,7 +311,7 @@ class Hub:
             _write(f"note: the surviving ranks save nothing: nobody else holds the weights of {ranks_text(plan)}\n")
 
     def _ask(self) -> tuple[dict[int, str], dict[int, int]]:
-        """Ask every rank where it is, and update their places.
+        """Ask every rank where it is, also those that join meanwhile, and update their places.
 
         Returns the stacks of those that answer in time, and the iterations that ranks hold.
         """
@@ -321,12 +322,18 @@ class Hub:
         while waiting and (left := until - time.monotonic()) > 0:
             for rank, words in self._lines.receive(left):
                 match words:
-                    case ["tells", str(place), str(text), iteration] if rank >= 0:
+                    case ["joins", str(token), int(joining)] if rank < 0 and self._may_join(token, joining):
+                        self._let_in(rank, joining)
+                        self._lines.send(joining, "asks")
+                        waiting.add(joining)
+                    case _ if rank < 0:
+                        self._lines.drop(rank)  # a stranger
+                    case ["tells", str(place), str(text), iteration]:
                         self._places[rank], stacks[rank] = place, text
                         if isinstance(iteration, int):
                             held[rank] = iteration
                         waiting.discard(rank)
-                    case ["is interrupted", int()] if rank >= 0:
+                    case ["is interrupted", int()]:
                         self._is_interrupted = True
                     case None:
                         waiting.discard(rank)

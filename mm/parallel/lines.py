@@ -13,7 +13,7 @@ from mm.files import json_value
 
 JOIN_SECONDS = 60.0
 """How long a newcomer waits for the first answer; the other side may be busy with thousands of newcomers.  A process
-that has ended costs no wait: its machine refuses the connection at once."""
+that has ended costs no wait: its machine refuses the connection immediately."""
 _PAUSE_SECONDS = 0.5
 """Wait between attempts to accept a newcomer after one has failed."""
 _MAX_NEWCOMER_BYTES = 1024
@@ -35,11 +35,11 @@ class Lines:
         self._sending = Lock()
         self._door, self._num_newcomers = door, 0
         self._leaves_at: dict[int, float] = {}
-        """By newcomer: when it is dropped unless it has been given a rank."""
+        """When each newcomer is dropped, unless it has a rank by then."""
         self._opens_at: float | None = 0.0
-        """While the door is shut: when it opens again; None while it is open."""
+        """When the door opens again; None while it is open."""
         self.refusal: OSError | None = None
-        """Why the latest newcomer could not be accepted (it stays in the backlog); None if it was."""
+        """Why the latest newcomer could not be accepted (it stays in the backlog); None if it was accepted."""
 
     @property
     def ranks(self) -> Sequence[int]:

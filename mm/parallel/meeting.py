@@ -1,23 +1,24 @@
 """Where the ranks of one attempt of a run find each other, before any process group is made.
 
-torchrun restarts ranks (``--max-restarts``) with the store of the stopped attempt and every address left in it; a rank
-that is faster than rank 0 would read a stale address.  The number of restarts does not identify an attempt: each node
-counts its own.  So a rank trusts an address only once the hub there has answered: a hub ends with its attempt.
-Later keys of the attempt are prefixed with the hub's token.
+torchrun restarts ranks (``--max-restarts``) with the store of the stopped attempt, in which every address is left.  A
+rank that is faster than rank 0 would read a stale one.  The number of restarts does not identify an attempt, because
+each node counts its own.  So a rank trusts an address only once the hub there has answered: a hub ends with its
+attempt.  All other keys of the attempt are prefixed with the hub's token.
 """
 
 import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from mm.errors import UserError
+from mm.config.launcher import launched_ranks
+from mm.errors import UserError, refuse
 from mm.parallel.door import LOOPBACK, own_address
 from mm.parallel.hub import Hub
 from mm.parallel.lines import JOIN_SECONDS, Lines, call
@@ -25,7 +26,28 @@ from mm.parallel.node import Identity, kill, own_identity
 
 _ADDRESS = "mm/hub"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
-"""Seconds between two looks for rank 0; each pause is twice as long as the one before."""
+"""Seconds between two attempts to find rank 0; each pause is twice as long as the one before, up to the longest."""
+
+
+def _problems(environment: Mapping[str, str]) -> Iterator[str]:
+    """Launcher variables that are missing or wrong, given that RANK is set."""
+    num_ranks = launched_ranks(environment)
+    last = None if num_ranks is None else num_ranks - 1
+    for name, largest, expected in (
+        ("WORLD_SIZE", None, "the number of ranks"),
+        ("RANK", last, "this rank's number" if last is None else f"this rank's number, 0 to {last}"),
+        ("MASTER_PORT", 65535, "a port of rank 0's host"),
+    ):  # fmt: skip
+        text = environment.get(name)
+        if text is None or not text.isdecimal() or (largest is not None and int(text) > largest):
+            yield _problem(name, text, expected)
+    if not environment.get("MASTER_ADDR"):
+        yield _problem("MASTER_ADDR", environment.get("MASTER_ADDR"), "rank 0's host")
+
+
+def _problem(name: str, text: str | None, expected: str) -> str:
+    found = "not set" if text is None else repr(text)
+    return f"The environment variable {name} is {found}; expected {expected}, which torchrun sets"
 
 
 @dataclass(frozen=True)
@@ -51,17 +73,18 @@ class Meeting:
     store: Store | None
     """Shared by all attempts; None in a process that no launcher started."""
     timeout: timedelta = timedelta(minutes=10)
-    """How long ranks may be late."""
+    """How long a rank may take to be ready after another one is."""
 
     @classmethod
     def of_launcher(cls, timeout_minutes: float) -> "Meeting":
         """Read the launcher's environment variables.  Without them this process is the only rank and opens no port.
 
-        Raises UserError if the launcher's store cannot be opened or reached.
+        Raises UserError if a variable is missing or wrong, or the launcher's store cannot be opened or reached.
         """
         timeout = timedelta(minutes=timeout_minutes)
         if "RANK" not in os.environ:
             return cls(0, 1, "localhost", None, timeout)
+        refuse(_problems(os.environ))
         rank, host, port = int(os.environ["RANK"]), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # torchrun's agent has a store for all attempts; other launchers leave that to rank 0.
         serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -79,7 +102,7 @@ class Meeting:
     def join(
         self, at_end: Callable[[], None], end_seconds: float, answer_seconds: float = math.inf,
     ) -> Joined:  # fmt: skip
-        """On rank 0 start the hub, elsewhere find it; then join it.
+        """Start the hub on rank 0, find it on the others, and join it.
 
         ``at_end`` is called before the hub ends this process; ``end_seconds``: see ``Hub``.  ``answer_seconds``: how
         long a hub may leave this rank without an answer.
@@ -112,8 +135,8 @@ class Meeting:
                         f"{self.timeout.total_seconds() / 60:g} minutes ({problem}); see the output of rank 0's node")
 
     def _called(self, own: str, port: int, token: str, process: Identity, answer_seconds: float) -> Lines:
-        """A connection to the hub of ``process``, under the launcher's name for its machine or under that machine's
-        ``own`` address: a machine of several networks may be known under several."""
+        """Connect to the hub of ``process``: at the launcher's name for its machine, or else at the address ``own``
+        that the hub gave.  They differ if that machine is in several networks."""
         hosts = (self.host,) if own in (self.host, "localhost", LOOPBACK) else (self.host, own)
         for host in hosts:
             try:

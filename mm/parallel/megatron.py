@@ -1,6 +1,6 @@
 """Our settings as megatron-core's configs, in the order in which a stage, its DDP and its optimizer are built.
 
-Nothing else sets a field of them; ``mm.parallel.mesh`` gives megatron the parallel sizes.  Model mathematics stays in
+No other module sets their fields; ``mm.parallel.mesh`` gives megatron the parallel sizes.  Model mathematics stays in
 ``mm.model``.
 """
 
@@ -148,9 +148,9 @@ def settings_of_schedule(
 ) -> Iterator[None]:
     """Set the fields that differ from schedule to schedule, and restore them afterwards.
 
-    ``group_size``: consecutive microbatches that pass one virtual chunk, None without virtual chunks; ``starts_ahead``:
-    transfers start before the receiver waits.  ``no_sync_func`` is unset for a forward-only schedule, which would enter
-    its context and not leave it.
+    ``group_size``: how many consecutive microbatches pass a virtual chunk; None without virtual chunks.
+    ``starts_ahead``: whether transfers start before the receiver waits.  ``no_sync_func`` is unset for a forward-only
+    schedule, which would enter its context and never leave it.
     """
     before = settings.microbatch_group_size_per_vp_stage, settings.overlap_p2p_comm, settings.no_sync_func
     settings.microbatch_group_size_per_vp_stage = group_size

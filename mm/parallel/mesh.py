@@ -25,7 +25,8 @@ from mm.parallel.context import Context
 _GRADIENT_GROUP = "PIPELINE_GRADIENT_GROUP"
 _TIED_GROUP = "TIED_EMBEDDING_GROUP"
 CONTROL_TIMEOUT = timedelta(days=1)
-"""Ranks wait in this group while one of them writes a whole model; the launcher ends the job if a rank dies."""
+"""Time limit of ``Mesh.control_group``: ranks wait there while one of them writes a whole model.  If a rank dies, the
+launcher ends the job."""
 
 # With this, gloo connects two ranks when they first communicate.  Without it every rank of a group connects to every
 # other: a group of N reads N^2 (154 + 8 N) bytes of addresses from one store, and each rank has N open files.  The
@@ -52,27 +53,27 @@ class Mesh:
     groups: ProcessGroupCollection
     """megatron's groups, on the device's backend."""
     replica_group: dist.ProcessGroup
-    """gloo, all ranks of this replica; its first rank owns the data.  Used by the data thread alone."""
+    """gloo, all ranks of this replica; its first rank is the data owner.  Used by the data thread alone."""
     owners_group: dist.ProcessGroup | None
     """gloo, the data owners of all replicas; None on other ranks.  Used by the data thread alone."""
     pixel_groups: tuple[dist.ProcessGroup | None, ...]
-    """For each rank of the context axis, a gloo group of the data owner and the ranks there with the patch embedding;
-    None if that is a single rank, and on ranks outside of the group.  Used by the data thread alone.  () with whole
-    encoders: no two ranks need the same pixels."""
+    """For each rank of the context axis, a gloo group of the data owner and of the ranks there that hold the patch
+    embedding; None if these are a single rank, and on ranks outside the group.  Used by the data thread alone.  () with
+    whole encoders, where no two ranks need the same pixels."""
     feature_groups: tuple[dist.ProcessGroup | None, ...]
-    """The same with the ranks that hold the projector, for stored ViT features; () if the run stores none."""
+    """Like ``pixel_groups``, with the ranks that hold the projector, for stored ViT features; () if none are stored."""
     pixel_ranks: tuple[int, ...]
     """With whole encoders, for each rank of ``context.encoders``, the global rank that holds its patch embedding."""
     feature_ranks: tuple[int, ...]
-    """The same with the projector; both are () without whole encoders."""
+    """Like ``pixel_ranks``, for the projector; both are () without whole encoders."""
     control_group: dist.ProcessGroup
     """gloo, the whole world; used by the main thread alone."""
     tied_group: dist.ProcessGroup | None
     """The two ranks that hold the word embedding and its copy in the output layer; None elsewhere, and where one rank
     holds both."""
     gradient_group: dist.ProcessGroup
-    """A second group of the pipeline's ranks, for gradients.  NCCL and HCCL run the messages of a group in order: in
-    the activations' group, a receive for a gradient that is posted early would delay the activations behind it."""
+    """A second group of the pipeline's ranks, for gradients.  NCCL and HCCL run the messages of a group in order, so in
+    the activations' group a gradient's receive that is posted early would delay the activations behind it."""
     replica_owner: int
     """Global rank of this replica's data owner."""
 
@@ -101,7 +102,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """A group whose ranks communicate on the device, where each group allocates buffers."""
+    """A group whose ranks communicate on the device.  Each such group allocates buffers there."""
 
     name: str
     """Its description in torch."""
@@ -115,7 +116,7 @@ def device_groups(
 ) -> tuple[DeviceGroup, ...]:
     """All groups of one rank that may communicate on the device; its other groups use gloo.
 
-    ``is_tied``: word embedding and output layer are one weight, which two stages hold.  ``encodes_whole``: see
+    ``is_tied``: word embedding and output layer are one weight, held by two stages.  ``encodes_whole``: see
     ``ModelConfig``.
     """
     return (
@@ -137,8 +138,8 @@ def start(
     """Join the process group that the launcher describes in the environment, and build every group.
 
     Without a launcher this process is the only rank and opens no port, so several such processes can share a machine.
-    ``keeps_features``: a frozen ViT's features are stored, and sent instead of pixels.  ``store``: holds the ranks'
-    addresses, as ``Watchdog.meet`` returns it; by default the launcher's.
+    ``keeps_features``: a frozen ViT's features are stored, and sent instead of pixels.  ``store``: where ranks find
+    each other's addresses, as ``Watchdog.meet`` returns it; None takes the launcher's.
     """
     timeout = timedelta(minutes=timeout_minutes)
     if not dist.is_initialized() and "RANK" in os.environ:
@@ -151,7 +152,7 @@ def start(
 
 
 def for_prompts(mesh: Mesh, has_patch_embedding: bool, timeout_minutes: float) -> Mesh:
-    """A copy of ``mesh`` for answers during training, with its own groups, because the data thread uses the others.
+    """A copy of ``mesh`` for answers during training.  Its data groups are new: the data thread uses those of ``mesh``.
 
     Collective over all ranks.  ``has_patch_embedding``: whether this rank has it.
     """
@@ -173,7 +174,7 @@ def build_mesh(
 ) -> Mesh:
     """Build the groups inside an initialised process group; tests call it once per layout.
 
-    ``max_message_ctas``: as ``Device`` has it, for NCCL alone.
+    ``max_message_ctas``: see ``Device``; only NCCL has it.
     """
     placement = model.placement()
     pp_size = placement.num_stages
@@ -230,7 +231,7 @@ def build_mesh(
 
 
 def _encoders(model: ModelConfig, groups: ProcessGroupCollection) -> dist.ProcessGroup:
-    """``Context.encoders``; if one axis has a single rank, the group of the other axis, which saves buffers."""
+    """``Context.encoders``.  If one axis has a single rank, it is the other axis's group, which saves buffers."""
     if not model.encodes_whole or groups.tp.size() == 1:
         return groups.cp
     return groups.tp if groups.cp.size() == 1 else groups.tp_cp
@@ -265,8 +266,8 @@ def _file_of(limits: dict[str, dict[str, int]]) -> Iterator[str | None]:
 def _media_groups(
     owners: list[int], with_media: list[list[list[int]]], tp_size: int, keeps_features: bool, timeout: timedelta
 ) -> tuple[tuple[dist.ProcessGroup | None, ...], ...]:
-    """``Mesh.pixel_groups`` and ``feature_groups``.  ``with_media``: for each of the two and each replica, the ranks
-    that need the media, ordered by rank of the context axis."""
+    """``Mesh.pixel_groups`` and ``feature_groups``.  ``with_media``: for pixels and for features, the ranks of each
+    replica that need them, ordered by rank of the context axis."""
     pixels, features = (
         [[sorted({owner, *ranks[first : first + tp_size]}) for owner, ranks in zip(owners, of_replicas, strict=True)]
          for first in range(0, len(of_replicas[0]), tp_size)] for of_replicas in with_media)
@@ -277,7 +278,10 @@ def _media_groups(
 
 
 def _groups_of_several(ranks: list[list[list[int]]], timeout: timedelta) -> tuple[dist.ProcessGroup | None, ...]:
-    """For each list of groups the one that this rank is in; None if the groups have a single rank."""
+    """Create the groups of each list; return for each the group that this rank is in.
+
+    It is None if this rank is in none of them, or if they have a single rank each and are not created.
+    """
     return tuple(_my_group(lists, timeout, "gloo") if len(lists[0]) > 1 else None for lists in ranks)
 
 

@@ -22,7 +22,7 @@ def node_id(namespace: str) -> str:
 
 
 def began(pid: int) -> str | None:
-    """When a process of this machine began, in ticks of its kernel, because process ids are reused.
+    """When a process of this machine began, in the kernel's clock ticks since boot: process ids are reused.
 
     None if it does not exist or is a zombie.
     """

@@ -1,4 +1,4 @@
-"""When units are reduced, if data-parallel ranks keep shards of the gradients: in one order on all of them.
+"""Decides when units are reduced if data-parallel ranks keep shards of the gradients: in the same order on all ranks.
 
 A collective needs the same order on every rank, but replicas differ: one has no images in a microbatch, another has
 fewer microbatches.  So the order follows from the plan, which all know: pass by pass, and in each pass from the last
@@ -17,7 +17,7 @@ from mm.parallel.sharded import ShardedGradients, UnitGradients
 
 
 class RunningReduction:
-    """The reduction that runs: one at a time, in the background with overlapped reduction."""
+    """The reduction in progress: one at a time, in the background with overlapped reduction."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
@@ -35,7 +35,7 @@ class RunningReduction:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for it."""
+        """Wait for the reduction in progress, if any."""
         if self.unit is not None:
             with self._journal.during(Work.REDUCTION):
                 self.unit.finish_reducing()
@@ -57,7 +57,7 @@ class Reductions:
         self._now = self._last_begun = 0
         """As indices of ``_order``: the pass that runs, and the last one whose backward pass has begun on this rank."""
         self._waiting: list[UnitGradients] = []
-        """What the pass is still to reduce, the next one last."""
+        """Units that the pass has still to reduce; the next one is last."""
         self._reduction = RunningReduction(self._journal)
         for number, model in enumerate(models):
             self._follow(number, model)
@@ -83,7 +83,7 @@ class Reductions:
         self._enter(0)
 
     def end(self) -> None:
-        """Call after the last pass: what other ranks reduce beyond this rank's own passes, and the end of all."""
+        """Call after the last pass: take part in what other ranks reduce in passes that this rank lacks, and finish."""
         self._enter(len(self._order))
         self._reduction.finish()
         for model in self._models:

@@ -1,7 +1,7 @@
-"""The gradients of a step: what is prepared before its passes, and what is reduced after them.
+"""The gradients of a step: prepares their buffers before its passes, and reduces them after.
 
-Reduction is over the ranks with the same weights, then over tensor-parallel ranks where megatron does not sum, then
-over the two slots of a tied embedding.
+Gradients are reduced over the ranks that hold the same weights, then over tensor-parallel ranks where megatron does not
+sum them, then over the two slots of a tied embedding.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from mm.parallel.sharded import ShardedGradients, shard_range
 from mm.parallel.unit_passes import UnitPasses
 
 _MIN_ELEMENTS = 1 << 20
-"""A range of a buffer with at least this many elements is summed in place; smaller ones are joined first."""
+"""Ranges of a buffer with at least this many elements are summed in place; smaller ones are first joined to one."""
 
 
 def begin(models: Iterable[DistributedDataParallel], overwrites: bool) -> None:
@@ -41,7 +41,7 @@ def begin(models: Iterable[DistributedDataParallel], overwrites: bool) -> None:
 
 
 def end(models: Iterable[DistributedDataParallel]) -> None:
-    """Zero the buffers that no microbatch reached, before the rest is reduced."""
+    """Zero the gradients of weights that no microbatch reached; call it before the reduction."""
     model: Any
     for model in models:
         zero_stale(model.params_with_grad)
@@ -58,7 +58,7 @@ def finalize(
 ) -> None:
     """Reduce the gradients after the last microbatch; megatron's schedules call it.
 
-    ``passes``: those of ``models`` if ranks keep shards of the gradients, most of which have been reduced already.
+    ``passes``: those of ``models`` if ranks keep shards of the gradients.  Most of these are reduced already then.
     """
     chunk: Any = models[0].module
     assert not force_all_reduce, "tensor-parallel ranks sum their own shards only; megatron never asks for more"
@@ -73,7 +73,7 @@ def finalize(
 
 
 def _finish_gathering(models: Iterable[Any]) -> None:
-    """Modules that no microbatch used: no hook has waited for their gather."""
+    """Wait for the weights of modules that no microbatch used, because no forward hook has waited for their gather."""
     for model in models:
         if model.ddp_config.overlap_param_gather:
             for group in model.bucket_groups:
@@ -137,9 +137,9 @@ def _own_ranges(model: Any) -> Iterator[Tensor]:
 
 
 def _summed_spans(places: Mapping[Any, tuple[int, int]], start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """What tensor-parallel ranks sum of a bucket between ``start`` and ``stop``, given where each weight is, in order.
+    """The spans of a bucket between ``start`` and ``stop`` that tensor-parallel ranks sum.
 
-    Neighbours are joined, with the padding between them.
+    ``places``: where each weight begins and ends, in order.  Neighbours are joined, with the padding between them.
     """
     for is_summed, neighbours in groupby(places.items(), key=lambda place: place[0].sequence_parallel):
         spans = [span for _, span in neighbours] if is_summed else []
@@ -158,7 +158,7 @@ def _sum_tied(models: Sequence[Any], group: dist.ProcessGroup | None) -> None:
 
 
 def _tied_gradients(model: Any) -> Iterator[Tensor]:
-    """The reduced gradient of a weight that another slot holds too; only this rank's shard, if it keeps no more."""
+    """The reduced gradients of weights that another slot holds too, or this rank's shards if it keeps only those."""
     if isinstance(model, ShardedGradients):
         for unit in model.units:
             if any(getattr(weight, "shared_embedding", False) for weight in unit.weights):

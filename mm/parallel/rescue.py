@@ -17,7 +17,7 @@ from mm.parallel.ranks import ranks_text
 
 @dataclass(frozen=True)
 class Holdings:
-    """The files of a checkpoint that one rank can write.  Ranks with the same state have files of the same name."""
+    """The files of a checkpoint that one rank can write.  Ranks that hold the same state name its files alike."""
 
     weights: tuple[str, ...]
     states: tuple[str, ...]
@@ -40,7 +40,7 @@ class Survivor(Protocol):
         ...
 
     def write(self, folder: str, files: Sequence[str]) -> list[Any]:
-        """Write these files and return, as JSON values, what ``commit`` must know of them.
+        """Write these files and return what ``commit`` must know about them, as JSON values.
 
         Raises UserError if a file cannot be written, or the state has changed meanwhile.
         """
@@ -65,17 +65,17 @@ class RescuePlan:
 
     iteration: int
     files: Mapping[int, tuple[str, ...]]
-    """By rank, for those that write."""
+    """The files of each rank that writes."""
     lost_states: tuple[int, ...]
-    """Ranks whose optimizer state nobody holds, so that none is written."""
+    """Ranks whose optimizer state no survivor holds.  If there are any, no optimizer state is written."""
 
 
 def plan_rescue(holdings: Mapping[int, Holdings], held: Mapping[int, int]) -> RescuePlan | tuple[int, ...]:
     """Choose the writer of each file.
 
-    ``holdings``: what each rank can write.  ``held``: the iteration that each survivor holds.  The checkpoint is of
-    rank 0's iteration, because rank 0 completes it.  If the survivors hold no whole model of it, returns the ranks
-    whose weights nobody holds.
+    ``holdings``: what each rank can write.  ``held``: the iteration that each survivor holds.  The checkpoint is that
+    of rank 0's iteration, because rank 0 completes it.  If the survivors do not hold the whole model at that iteration,
+    returns the ranks whose weights are missing.
     """
     iteration = held.get(0)
     ranks = [rank for rank in sorted(held) if held[rank] == iteration]
@@ -103,8 +103,8 @@ def _writers(files_of: Iterable[tuple[int, Sequence[str]]]) -> dict[str, int]:
 def rescue(plan: RescuePlan, survivor: Survivor, lines: Lines, ranks: Sequence[int], seconds: float) -> str:
     """Carry out ``plan`` from rank 0, whose part is ``survivor``; return what to report.
 
-    ``ranks``: all survivors, which stay until they are ordered to end.  ``seconds``: time limit of the writing.  No
-    error leaves this function, because the ranks must end whatever happens here.
+    ``ranks``: all survivors, which stay until they are ordered to end.  ``seconds``: time limit for writing.  Raises
+    nothing, because the ranks must end whatever happens here.
     """
     folder = None
     try:
@@ -129,7 +129,7 @@ def rescue(plan: RescuePlan, survivor: Survivor, lines: Lines, ranks: Sequence[i
 
 
 def _collect(lines: Lines, waiting: set[int], until: float) -> list[Any]:
-    """What each of the writers returned; raises UserError if one cannot write, ends, or is late."""
+    """Everything that the writers returned.  Raises UserError if one cannot write, dies, or is late."""
     found: list[Any] = []
     while waiting:
         if (left := until - time.monotonic()) <= 0:
@@ -137,10 +137,10 @@ def _collect(lines: Lines, waiting: set[int], until: float) -> list[Any]:
                             f"this limit")
         for rank, words in lines.receive(left):
             match words:
-                case ["saved", None, list(written)]:
+                case ["saved", None, list(written)] if rank in waiting:
                     found += written
                     waiting.discard(rank)
-                case ["saved", str(problem), _]:
+                case ["saved", str(problem), _] if rank in waiting:
                     raise UserError(problem)
                 case None if rank in waiting:
                     raise UserError(f"rank {rank} died while it wrote its files")

@@ -1,6 +1,6 @@
 """Gradients of which each data-parallel rank keeps only its shard (ZeRO-2), on megatron's buckets.
 
-megatron's DDP keeps a buffer for all gradients, and reduces it once a step.  Here each unit, a layer for example, has a
+megatron's DDP keeps a buffer for all gradients and reduces it once per step.  Here each unit, such as a layer, has a
 buffer only while a backward pass fills it.  The pass reduce-scatters it to the ranks with the same weights, and each
 rank adds the shard that it gets to the sum of the step.  Shards are those of megatron's distributed optimizer, so its
 states, its gathers of weights and our checkpoints are the same as without this.
@@ -32,7 +32,7 @@ from mm.parallel.units import BucketLayout, BucketPlaces, Unit, owned_weights
 from mm.parallel.weight_shards import WeightShards
 
 _ASKS_FOR_PLACES = "param_index_map" in inspect.signature(_ParamAndGradBucket.__init__).parameters
-"""megatron-core 0.17's bucket finds the places of its weights by the buffer's; 0.16's counts them itself."""
+"""A bucket of megatron-core 0.17 must be told where its weights lie in the buffer; one of 0.16 computes this itself."""
 
 
 class UnitGradients:
@@ -80,8 +80,7 @@ class UnitGradients:
         self.group.start_grad_sync()
 
     def finish_reducing(self) -> None:
-        """Add the reduced shard to the sum, and free the buffers: a late reader or writer fails, without ``main_grad``.
-        """
+        """Add the reduced shard to the sum and free the buffers; a late use of ``main_grad`` fails."""
         if self.group.grad_reduce_handle is not None:
             self.group.grad_reduce_handle.wait()
             self.group.grad_reduce_handle = None
@@ -96,7 +95,7 @@ class UnitGradients:
         self.is_open, self._is_summed = False, True
 
     def end_step(self) -> None:
-        """Without a reduction in this step, the sum is 0."""
+        """Set the sum to 0 if nothing was reduced in this step."""
         assert not self.is_open, "the last pass reduced it"
         if not self._is_summed:
             self.shard.zero_()
@@ -130,8 +129,8 @@ class _UnitBuffer:
     def __init__(
         self, config: DistributedDataParallelConfig, group: Any, units: Sequence[list[Any]], holds_weights: bool
     ) -> None:
-        """``units``: the weights of each bucket.  ``holds_weights``: buckets have memory for them, else only for shards
-        (``WeightShards``)."""
+        """``units``: the weights of each bucket.  ``holds_weights``: buckets have memory for them; otherwise
+        ``WeightShards`` has memory for shards only."""
         self._holds_weights = holds_weights
         self.ddp_config, self.data_parallel_group, self.data_parallel_world_size = config, group, group.size()
         self.params = [weight for weights in units for weight in weights]
@@ -148,7 +147,7 @@ class _UnitBuffer:
             self._append(weights)
 
     def get_unpacked_index_map(self) -> dict[Any, tuple[int, int, int]]:
-        """megatron-core 0.17's optimizer asks this way: weights of 4 bits, which we have none of, count otherwise."""
+        """What megatron-core 0.17's optimizer reads: the same here, because we have no 4-bit weights."""
         return self.param_index_map
 
     def _append(self, weights: list[Any]) -> None:
@@ -261,8 +260,8 @@ class ShardedGradients(DistributedDataParallel):
 
 
 def _watch_backward(module: nn.Module, prepared: Callable[[], Callable[[], None]]) -> None:
-    """Have the result of ``prepared``, which is called in each forward pass of ``module``, called when its backward
-    pass begins: before any of its nodes runs, after those of the modules that used its output."""
+    """Call a function whenever the backward pass of ``module`` begins: before any of its nodes runs, and after those of
+    the modules that used its output.  ``prepared`` is called in each forward pass and returns that function."""
 
     def follow(_module: nn.Module, inputs: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
@@ -285,7 +284,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _adder(weight: Any) -> Callable[..., None]:
-    """Adds the gradients that autograd made of ``weight``, unless our backward passes have added them."""
+    """A hook that adds autograd's gradient of ``weight`` to its buffer, unless our backward passes have done so."""
 
     def add(*_: Any) -> None:
         if weight.grad is not None and not weight.grad_added_to_main_grad:

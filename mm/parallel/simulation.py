@@ -89,18 +89,21 @@ def simulate(
 def step_cost(
     costs: Sequence[Sequence[SlotCost]], num_stages: int, messages: Sequence[Sequence[MessageCost]] | None = None,
 ) -> float:  # fmt: skip
-    """From the first stage's start to the last stage's end."""
+    """The time from the first stage's start to the last stage's end."""
     return float(step_ends(as_array(costs), num_stages, None if messages is None else as_array(messages)).max())
 
 
 def even_step_cost(busy: Number, num_microbatches: Number, num_stages: int, num_chunks: int) -> Number:
-    """The cost of a step with equal stages and microbatches, in which each stage works for ``busy``: by a factor of
-    (m + (p - 1) / v) / m more (Megatron-LM, arXiv:2104.04473, section 2.2)."""
+    """The cost of a step with equal stages and microbatches, in which each stage works for ``busy``.
+
+    It is ``busy`` times (m + (p - 1) / v) / m, for m microbatches, p stages and v chunks (Megatron-LM,
+    arXiv:2104.04473, section 2.2).
+    """
     return busy * (num_microbatches + (num_stages - 1) / num_chunks) / num_microbatches
 
 
 def step_costs(costs: np.ndarray, num_stages: int, messages: np.ndarray | None = None) -> np.ndarray:
-    """From the first stage's start to the last stage's end, of many pipelines: float64 [num_pipelines].
+    """``step_cost`` of many pipelines: float64 [num_pipelines].
 
     ``costs``: float64 [2, num_microbatches, num_slots, num_pipelines]; ``messages`` the same with one slot fewer.
     """
@@ -108,8 +111,8 @@ def step_costs(costs: np.ndarray, num_stages: int, messages: np.ndarray | None =
 
 
 def step_ends(costs: np.ndarray, num_stages: int, messages: np.ndarray | None = None) -> np.ndarray:
-    """When each step ends: float64, of the shape of ``costs``, which ``step_costs`` describes; without the last
-    dimension, for one pipeline.
+    """When each step ends: float64, in the shape of ``costs``, which is as in ``step_costs``, or without its last
+    dimension for one pipeline.
 
     A step begins when its stage is free and its input is there.  The input of a backward step is the next slot's
     gradient.  In the last slot, and in a slot with no work in the backward pass, it is the slot's own forward step.

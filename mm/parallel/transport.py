@@ -1,4 +1,4 @@
-"""Messages that start together, and the handles to wait for."""
+"""Messages that start together, and the handles by which to wait for them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -60,7 +60,7 @@ class Batch:
 
 
 class Handle:
-    """A gradient on its way, as megatron's schedule with chunks waits for it."""
+    """A gradient on its way, in the form in which megatron's schedule with chunks waits for it."""
 
     def __init__(self, wait: Callable[[], object]) -> None:
         self.wait = wait

@@ -1,6 +1,6 @@
-"""In which order units are gathered, used and reduced in the passes of a microbatch, if ranks keep shards of weights.
+"""The order in which units are gathered, used and reduced in the passes of a microbatch, if ranks keep weight shards.
 
-Pure: all ranks with the same weights derive the same order from the plan, as their collectives need.
+Pure functions: all ranks with the same weights derive the same order from the plan, as their collectives require.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,18 +16,18 @@ class Use:
     """A module that uses a unit."""
 
     unit: int
-    """The place of the unit that owns the module's weights."""
+    """The index of the unit that owns the module's weights."""
     tower: TowerName
     has_backward: bool
-    """Whether gradients flow through it: weights of it, or of what comes before it, are trained."""
+    """Whether gradients flow through it: its own weights, or those of an earlier module, are trained."""
     is_read_backward: bool
     """Whether its backward pass reads the weights."""
     is_reduced: bool
-    """Whether gradients of the unit are complete after its backward pass."""
+    """Whether the unit's gradients are complete after its backward pass."""
 
 
 class Task(NamedTuple):
-    """One thing that a rank does in its turn."""
+    """One step in the order of a rank's work."""
 
     kind: Literal["gather", "use", "reduce"]
     """"use": the module's forward or backward pass begins.  Its unit has been gathered."""
@@ -39,8 +39,8 @@ def uses_of(units: Sequence[Unit], is_trained: Sequence[bool]) -> list[Use]:
     """The uses of ``units``, whose first modules run in this order; ``is_trained``: whether each unit owns trained
     weights.
 
-    A unit that owns nothing is of a module that uses an earlier unit: the last norm, or the output layer with a tied
-    embedding.
+    A unit that owns nothing stands for a module that uses the weights of an earlier unit: the last norm, or the output
+    layer with a tied embedding.
     """
     owner = {}
     for place, unit in enumerate(units):
@@ -66,11 +66,11 @@ def is_used(tower: TowerName, images: Images, is_backward: bool) -> bool:
 
 
 def tasks_of(uses: Sequence[Use], images: Images, forward_only: bool, is_ahead: bool) -> list[Task]:
-    """What is done in the forward pass of a microbatch and in its backward pass, in order.
+    """The tasks of a microbatch's forward pass and backward pass, in order.
 
-    A unit stays open from one use to the next if that is its own: the output layer between the two passes.
-    ``images``: those of any replica.  ``is_ahead``: the next unit is gathered while one is used; else each gather is
-    waited for at once.
+    A unit stays open if the next use is of the same unit, such as the output layer between the two passes.
+    ``images``: what images do in any replica.  ``is_ahead``: the next unit is gathered while one is used; otherwise
+    each is gathered right before its use.
     """
     forward = [place for place, use in enumerate(uses) if is_used(use.tower, images, is_backward=False)]
     backward = [] if forward_only else [
@@ -92,7 +92,8 @@ def tasks_of(uses: Sequence[Use], images: Images, forward_only: bool, is_ahead: 
 def _in_turn(
     uses: Sequence[Use], visits: Sequence[tuple[int, bool]], gathers: list[Task], is_ahead: bool
 ) -> Iterator[Task]:
-    """Each visit's gather before it, or before the one before it; each reduction after the visit that completes it."""
+    """Place each gather before the visit that needs it, or one visit earlier, and each reduction after the visit that
+    completes its gradients."""
     left, ahead, before = gathers[::-1], None, (0, False)
     for place, is_backward in visits:
         own = Task("gather", place, is_backward)

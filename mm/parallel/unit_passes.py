@@ -3,8 +3,8 @@
 All ranks with the same weights do this in the order of ``mm.parallel.unit_order``, although they have images in
 different microbatches and different numbers of microbatches.  Where a rank does not use a unit itself, it takes part in
 the collectives all the same, and drops the weights.  It must do so before any other collective that ranks with images
-enter after their ViT, the exchange of visual tokens for one: so at the beginning of a forward pass and at the end of a
-backward pass.
+enter after their ViT, such as the exchange of visual tokens.  So it does it at the beginning of a forward pass and at
+the end of a backward pass.
 
 There is one stage: a forward pass and the backward pass of the same microbatch follow each other.
 """
@@ -41,7 +41,7 @@ class UnitPasses:
         self._open: UnitWeights | None = None
         """The unit that was used last."""
         self._left: list[Task] = []
-        """What its passes are still to do, the next one last."""
+        """Tasks of its passes that are still to be done; the next one is last."""
         model.forward_begins, model.use_begins = self._begin_forward, self._begin_use
         model.backward_begins, model.backward_ends = self._begin_backward, self._end_backward
 
@@ -57,7 +57,7 @@ class UnitPasses:
                 unit.begin_step()
 
     def end(self) -> None:
-        """Call after the last pass: what other ranks do beyond this rank's own passes, and the end of all."""
+        """Call after the last pass: take part in what other ranks do in passes that this rank lacks, and finish."""
         self._enter(len(self._images))
         self._reduction.finish()
         if not self._is_forward_only:

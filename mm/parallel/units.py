@@ -8,8 +8,8 @@ from typing import Any, Literal
 from torch import nn
 
 _ALIGNED_ELEMENTS = 64
-"""A weight starts at a multiple of this many elements of its bucket, and _BUCKET_ELEMENTS divide a bucket, as in
-megatron's ``_ParamAndGradBuffer``: 128 and 256 bytes of bf16, for cuBLAS."""
+"""In its bucket a weight starts at a multiple of this many elements, and the size of a bucket is a multiple of
+_BUCKET_ELEMENTS, as in megatron's ``_ParamAndGradBuffer``: 128 and 256 bytes of bf16, for cuBLAS."""
 _BUCKET_ELEMENTS = 128
 
 TowerName = Literal["vision", "projector", "language"]
@@ -22,11 +22,11 @@ class Unit:
     """Weights that belong together: those of a layer, of the projector, of the word embedding."""
 
     modules: tuple[nn.Module, ...]
-    """The modules that use them, in the order of the forward pass; the first ones own them."""
+    """The modules that use them, in the order of the forward pass.  A later one may own none: a tied output layer."""
     tower: TowerName = "language"
-    """Only microbatches with images use those of the ViT and the projector."""
+    """Units of the ViT and the projector are used only by microbatches with images."""
     is_table: bool = False
-    """Whether the first module looks up rows of them, so that its backward pass does not read them."""
+    """Whether the first module only looks up rows of its weight, so that its backward pass does not read the weight."""
 
     @property
     def is_vision(self) -> bool:
@@ -35,7 +35,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """How weights lie in a bucket, which the ranks with the same weights divide evenly."""
+    """How weights lie in a bucket, which is divided evenly among the ranks that hold the same weights."""
 
     places: BucketPlaces
     num_elements: int
@@ -57,8 +57,8 @@ def padded(number: int, divisor: int) -> int:
 
 
 def owned_weights(units: Sequence[Unit], weights: Iterable[Any]) -> list[list[Any]]:
-    """For each unit those of ``weights`` that it owns, in the order of its modules; a weight of two belongs to the
-    first."""
+    """For each unit those of ``weights`` that it owns, in the order of its modules.  A weight that two units use
+    belongs to the first."""
     left, found = dict.fromkeys(weights), list[list[Any]]()
     for unit in units:
         own = [weight for module in unit.modules for weight in module.parameters() if weight in left]

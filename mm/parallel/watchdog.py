@@ -47,21 +47,23 @@ FIRST_SECONDS = 1800.0
 """The first step of a process may take this long in any case: kernels are compiled and data workers start."""
 _BEAT_SECONDS = 1.0
 _HUB_SECONDS = 15.0
-"""How long a rank waits for another rank's part of a normal end."""
+"""How long a rank that has reported its failure waits for the hub's order to end, and how long a rank whose error all
+ranks share waits for the others to leave."""
 _SILENT_SECONDS = 7.0
-"""How long a rank that is late waits for the hub's order to end.  The hub itself waits 5 s for the ranks' answers."""
+"""How long a rank that has passed its time limit waits for the hub's order to end.  The hub itself waits 5 s for the
+ranks' answers."""
 _STANDARD_ERROR = 2
 _OWN_THREADS = ("hub", "watchdog")
 _LOST = re.compile("|".join((*(one.backend for one in PLATFORMS), "connection", "broken pipe")), re.IGNORECASE)
-"""Words in a torch RuntimeError about failed communication, whose cause may lie on another rank."""
+"""Words that mark a torch RuntimeError as failed communication, whose cause may lie on another rank."""
 
 
 Phase = Callable[[str], AbstractContextManager[None]]
-"""``Watchdog.phase``, for parts that need nothing else of it."""
+"""``Watchdog.phase``, for code that needs nothing else of the watchdog."""
 
 
 class Watchdog:
-    """Guards this rank's part of a run as a context.
+    """A context manager that guards this rank's part of a run.
 
     The hub reports an error raised inside, unless it is a UserError, and ReportedError is raised instead; ranks that
     are not the cause exit without raising.  ``step_seconds`` limits a step; None derives the limit from the steps so
@@ -102,10 +104,10 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def meet(self) -> Store | None:
-        """Barrier over all ranks; returns a store for process groups with this attempt's keys only.
+        """Wait for all ranks; return a store for process groups that has only this attempt's keys.
 
-        None in a process that no launcher started.  A rank that must check something before the others may continue
-        does so before this call.  Raises UserError if rank 0 may not open as many files as it needs.
+        It is None in a process that no launcher started.  What a rank must check before the others may continue, it
+        checks before this call.  Raises UserError if rank 0 may not open as many files as it needs.
         """
         if self._hub is not None:
             refuse(self._hub.problems)
@@ -117,14 +119,14 @@ class Watchdog:
     def place(self, mesh: "Mesh") -> None:
         """Tell the hub this rank's place on the axes."""
         self._mesh = mesh
-        self._lines.send(0, "is at", self._place())  # at once, in case this rank dies within the first second
+        self._lines.send(0, "is at", self._place())  # immediately, in case this rank dies within the first second
 
     def follow(
         self, journal: Journal, communicator: "PipelineCommunicator", survivor: Survivor | None = None
     ) -> None:
-        """Set where the report finds what this rank is doing.  From now on the time between phases is limited too.
+        """Give the report access to what this rank is doing.  From now on the time between phases is limited too.
 
-        ``survivor``: this rank's part of a dying checkpoint, on all ranks or on none.
+        ``survivor``: this rank's part of a dying checkpoint; given on all ranks or on none.
         """
         self._journal, self._communicator = journal, communicator
         if survivor is None or not self._phase_seconds["dying"]:
@@ -136,7 +138,7 @@ class Watchdog:
 
     @contextmanager
     def step(self, iteration: int, phase: str = "") -> Iterator[None]:
-        """Guard one step, including the wait for its data, or a step of another ``phase`` with the same limit."""
+        """Guard one training step, including the wait for its data, or a step of another ``phase`` under this limit."""
         self._iteration, self._is_in_step, self.plan = iteration, True, None
         limit, started = limit_seconds(self._step_seconds, self._taken), time.monotonic()
         with self._limited(phase, limit, f"iteration {iteration} has taken more than {limit:.0f} s on rank "
@@ -162,19 +164,25 @@ class Watchdog:
     def _limited(self, phase: str, limit: float, lateness: str) -> Iterator[None]:
         assert not self._is_limited, f"{phase} begins within {self._phase}"
         self._is_limited, self._phase = True, phase
-        self._lateness, self._deadline = lateness, time.monotonic() + limit
-        if limit < math.inf:  # runs without the GIL, which the watching thread may not get
+        self._set_limit(limit, lateness)
+        if limit < math.inf and not self._saves_until:  # runs without the GIL, which the watching thread may not get
             faulthandler.dump_traceback_later(limit + 2 * _HUB_SECONDS, exit=True, file=_STANDARD_ERROR)
         try:
             yield
         finally:
-            self._deadline, self._is_limited = math.inf, False
-            faulthandler.cancel_dump_traceback_later()
+            self._is_limited = False
+            self._set_limit(math.inf, lateness)
+            if not self._saves_until:
+                faulthandler.cancel_dump_traceback_later()
         self._phase = ""  # an error stays in its phase
         if self._journal is not None and (rest := self._phase_seconds["between"]):
-            self._lateness = (f"rank {self._meeting.rank} has been between two phases for more than {rest:.0f} s; "
-                              f"--phase-timeouts between=SECONDS sets this limit")
-            self._deadline = time.monotonic() + rest
+            self._set_limit(rest, f"rank {self._meeting.rank} has been between two phases for more than {rest:.0f} s; "
+                                  f"--phase-timeouts between=SECONDS sets this limit")
+
+    def _set_limit(self, seconds: float, lateness: str) -> None:
+        """Limit what this rank does from now on, except while a dying checkpoint is saved, which has its own limit."""
+        if not self._saves_until:
+            self._lateness, self._deadline = lateness, time.monotonic() + seconds
 
     def __enter__(self) -> "Watchdog":
         end_seconds, answer_seconds = (self._phase_seconds[name] or math.inf for name in ("between", "start"))
@@ -193,13 +201,13 @@ class Watchdog:
             self._journal = self._communicator = self.plan = self._mesh = self._store = None
 
     def _leave(self, error: BaseException | None) -> None:
-        """By how the run ended on this rank:
+        """Tell the hub how the run ended on this rank, and wait for what follows:
 
-        1. By a signal that asks it to stop: the first rank to report it is the cause; raises StoppedRun.
-        2. On all ranks (no error, or one that they share), or by an exit: say so, wait for the others' part of it.
-        3. A UserError on this rank only: end all with status 2; the caller prints it.
-        4. Any other error: end all; raises ReportedError.  If communication failed ("loses"), the hub first waits for
-           a better cause from another rank.
+        1. A signal asked it to stop: the first rank to report this is the cause; raises StoppedRun.
+        2. No error, an error that all ranks share, or an exit: report a normal end and wait for the other ranks.
+        3. A UserError on this rank only: end all ranks with status 2; the caller prints it.
+        4. Any other error: end all ranks; raises ReportedError.  If communication failed ("loses"), the hub first waits
+           for a better cause from another rank.
         """
         if isinstance(error, KeyboardInterrupt):
             number = error.number if isinstance(error, Stopped) else signal.SIGINT
@@ -277,7 +285,7 @@ class Watchdog:
                                 f"process is stopped\n{self._own_place()}{_stacks()}")
 
     def _save(self, folder: str, files: list[str], seconds: float) -> None:
-        """Write this rank's files of a dying checkpoint, if any, and stay until the hub's order to end."""
+        """Write this rank's files of a dying checkpoint, if any.  The rank stays until the hub orders it to end."""
         assert self._survivor is not None, "the hub was given what it can write"
         self._saves_until, self._deadline = time.monotonic() + seconds, math.inf
         faulthandler.dump_traceback_later(seconds + 2 * _HUB_SECONDS, exit=True, file=_STANDARD_ERROR)
@@ -301,7 +309,7 @@ class Watchdog:
         return f"Where rank {self._meeting.rank} was (other ranks can only be asked by rank 0):\n  {self._place()}\n"
 
     def _place(self) -> str:
-        """What this rank is doing."""
+        """Where this rank is on the axes, and what it is doing, in words."""
         mesh, journal, plan = self._mesh, self._journal, self.plan
         if mesh is None:
             what = "creates its process groups" if self._begun.is_set() else "prepares, or waits for other ranks"

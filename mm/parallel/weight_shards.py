@@ -1,6 +1,6 @@
-"""Weights of which each data-parallel rank keeps only its shard (ZeRO-3): a unit's are whole only while it is open.
+"""Weights of which each data-parallel rank keeps only its shard (ZeRO-3): they are whole only while their unit is open.
 
-Weights without memory keep their shape, and every number of them reads as NaN, so that a use of a closed unit cannot
+Weights without memory keep their shape, and each of their elements reads as NaN, so that a use of a closed unit cannot
 pass unnoticed.  Those of one dimension, norms and biases, are small and stay whole: a layer's last bias is added by the
 next layer, and autograd may keep them.  ``mm.parallel.unit_passes`` decides when units open and close.
 """
@@ -23,12 +23,12 @@ def without_memory(module: nn.Module) -> None:
 
 
 def placeholder(weight: Tensor) -> Tensor:
-    """Has the shape of ``weight`` and no memory; every number of it reads as NaN."""
+    """A tensor with the shape of ``weight`` and without memory; each element reads as NaN."""
     return torch.full((), torch.nan, dtype=weight.dtype, device=weight.device).expand(weight.shape)
 
 
 class _Bucket:
-    """Weights that one collective gathers: in a row, of which this rank keeps its shard."""
+    """Weights that one collective gathers.  They lie one after another, and this rank keeps its shard of that."""
 
     def __init__(self, weights: Sequence[Any], group: dist.ProcessGroup) -> None:
         self.layout, self._group = BucketLayout.of(weights, group.size()), group
@@ -44,7 +44,7 @@ class _Bucket:
             weight.data = one
 
     def shard_of(self, weight: Any) -> tuple[Tensor, int]:
-        """The elements of ``weight``, flat, that this rank keeps, possibly none; and the first one's index in the
+        """The elements of ``weight`` that this rank keeps, flat and possibly none, and the index of the first in the
         weight."""
         first, last = self.layout.places[weight]
         begin = min(max(first, self._start), last)
@@ -82,7 +82,7 @@ class UnitWeights:
     """The weights of one unit on this rank: its shard always, all of them while the unit is open."""
 
     def __init__(self, unit: Unit, weights: Sequence[Any], group: dist.ProcessGroup) -> None:
-        """Trained and frozen weights are gathered apart: the optimizer's shards divide the trained ones alone."""
+        """Trained and frozen weights are gathered separately: the optimizer's shards divide only the trained ones."""
         self.unit = unit
         kinds = [[weight for weight in weights if weight.requires_grad is is_trained] for is_trained in (True, False)]
         self._buckets = [_Bucket(some, group) for some in kinds if some]
@@ -111,7 +111,7 @@ class UnitWeights:
             self.is_open, self.is_arriving, self._is_new = True, False, False
 
     def close(self) -> None:
-        """Free the memory of the weights, also of those that have not arrived yet."""
+        """Free the memory of the weights, after waiting for those that are still arriving."""
         if self.is_arriving:
             self.open()
         if self.is_open:
@@ -127,14 +127,14 @@ class WeightShards:
         """``units``: in the order of the forward pass.  The values of ``weights``, which may have no memory, are lost.
         """
         self.all_units = tuple(units)
-        """Also those that own nothing: of modules that use an earlier unit."""
+        """Including units that own nothing because their module uses the weights of an earlier unit."""
         owned = owned_weights(self.all_units, weights)
         self.units = tuple(UnitWeights(unit, own, group)
                            for unit, own in zip(self.all_units, owned, strict=True) if own)
         """The units that own weights."""
         self._unit_of = {weight: unit for unit in self.units for weight in unit.buckets}
         self.are_held = False
-        """Whether all units are open, for as long as ``all_opened`` says."""
+        """Whether ``all_opened`` is holding all units open."""
 
     def unit_of(self, weight: Any) -> UnitWeights:
         return self._unit_of[weight]

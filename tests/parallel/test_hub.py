@@ -125,6 +125,15 @@ def test_strangers_come_and_go(capfd: pytest.CaptureFixture) -> None:
     assert not capfd.readouterr().err
 
 
+def test_a_token_that_is_no_text_is_refused(capfd: pytest.CaptureFixture) -> None:
+    """JSON may contain half of a surrogate pair, which has no bytes in UTF-8."""
+    hub = Hub(2, 60.0)
+    with raw(hub, b'["joins", "\\ud800", 1]\n') as stranger:
+        assert stranger.recv(64) == b""
+    leave(hub, join(hub, 0), join(hub, 1))
+    assert not capfd.readouterr().err
+
+
 EXHAUST = """
 import os, resource, socket, sys
 from mm.parallel.hub import Hub
@@ -213,6 +222,37 @@ def test_ranks_that_are_set_up_differently_are_named(monkeypatch: pytest.MonkeyP
             "Give every machine the same packages, code, flags and JSON files, and start again.", 2)} and len(ends) == 2
 
 
+def test_a_broken_connection_is_reported_soon_although_a_phase_has_hours_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[hubs.Cause] = []
+    monkeypatch.setattr(Hub, "_end", lambda _, cause: ends.append(cause))
+    hub = Hub(2, 60.0)
+    first, second = join(hub, 0), join(hub, 1)
+    second.send(0, "enters", 3600.0, "the phase 'load' has taken more than 3600 s on rank 1")
+    second.send(0, "loses", "rank 1 failed with RuntimeError: connection closed by peer")
+    hub.join(20.0)
+    assert [(cause.rank, cause.text) for cause in ends] == [
+        (1, "rank 1 failed with RuntimeError: connection closed by peer")]
+    leave(hub, first, second)
+
+
+def test_a_rank_that_joins_while_others_are_asked_is_asked_and_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[int] = []
+    monkeypatch.setattr(hubs, "end", lambda status, _: ends.append(status))
+    hub = Hub(3, 60.0)
+    first, second = join(hub, 0), join(hub, 1)
+    second.close()
+    assert next_words(first) == ["asks"]
+    third = join(hub, 2)
+    assert next_words(third) == ["asks"]
+    for one in (first, third):
+        one.send(0, "tells", "somewhere", "", None)
+    hub.join(60.0)
+    assert ends == [1]
+    for one in (first, third):
+        assert next_words(one) == ["ends", 1, 1, []]
+        one.close()
+
+
 @pytest.mark.parametrize("dies", [False, True], ids=["signal", "death and signal"])
 def test_nobody_waits_long_after_a_signal_for_ranks_that_do_not_come(
     dies: bool, monkeypatch: pytest.MonkeyPatch
@@ -233,6 +273,28 @@ def test_nobody_waits_long_after_a_signal_for_ranks_that_do_not_come(
     assert next_words(first) == ["ends", ends[0], int(dies), []]
     for lines in (first, second):
         lines.close()
+
+
+@pytest.mark.parametrize(("variables", "problems"), [
+    ({"RANK": "0", "WORLD_SIZE": "1"}, [
+        "MASTER_PORT is not set; expected a port of rank 0's host", "MASTER_ADDR is not set; expected rank 0's host"]),
+    ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "65536"}, [
+        "RANK is '2'; expected this rank's number, 0 to 1",
+        "MASTER_PORT is '65536'; expected a port of rank 0's host"]),
+    ({"RANK": "first", "MASTER_ADDR": "", "MASTER_PORT": "1"}, [
+        "WORLD_SIZE is not set; expected the number of ranks", "RANK is 'first'; expected this rank's number",
+        "MASTER_ADDR is ''; expected rank 0's host"]),
+], ids=["without an address", "numbers too large", "no number"])
+def test_launcher_variables_that_are_missing_or_wrong_are_named(
+    variables: dict[str, str], problems: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    with pytest.raises(UserError) as raised:
+        Meeting.of_launcher(10)
+    assert list(raised.value.problems) == [f"The environment variable {one}, which torchrun sets" for one in problems]
 
 
 WAITING = """

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mm.parallel.rescue import Holdings, RescuePlan, plan_rescue
+from mm.parallel.rescue import Holdings, RescuePlan, plan_rescue, rescue
 
 # Two stages, two replicas; rank = replica + 2 * stage.
 REPLICAS = {rank: Holdings((f"w{rank // 2}",), (f"o{rank // 2}",)) for rank in range(4)}
@@ -29,6 +29,37 @@ def test_a_stage_that_nobody_holds_leaves_nothing() -> None:
 def test_rank_0_must_hold_a_state() -> None:
     assert not isinstance(plan_rescue(REPLICAS, {1: 7, 2: 7, 3: 7}), RescuePlan)
     assert not isinstance(plan_rescue(REPLICAS, {}), RescuePlan)
+
+
+class ScriptedLines:
+    """Messages as they arrive; what is sent goes nowhere."""
+
+    def __init__(self, *arriving: list) -> None:
+        self.arriving = list(arriving)
+
+    def send(self, *_: object) -> None: ...
+
+    def receive(self, _: float) -> list:
+        return self.arriving.pop(0)
+
+
+class RankZero:
+    """Rank 0's part of a rescue, which only records what it commits."""
+
+    def create(self) -> str:
+        return "folder"
+
+    def commit(self, _folder: str, written: list, _has_states: bool) -> str:
+        return f"wrote {written}"
+
+
+def test_only_the_writers_of_a_checkpoint_are_listened_to() -> None:
+    """Anyone on the network may connect to the hub, and has a negative number until its token is checked."""
+    lines = ScriptedLines([(-1, ["saved", None, ["forged"]]), (2, ["saved", "I write nothing", []])],
+                          [(-1, ["saved", "forged", []]), (1, ["saved", None, ["w0"]])])
+    plan = RescuePlan(7, {1: ("w0",)}, ())
+    assert rescue(plan, RankZero(), lines, [0, 1, 2], 60.0) == (
+        "note: the surviving ranks saved iteration 7: wrote ['w0']")
 
 
 @given(st.dictionaries(st.integers(0, 3), st.integers(1, 2)), st.sampled_from([REPLICAS, SHARDS]))

@@ -103,7 +103,7 @@ class LayerStack(nn.Module):
         self.host = context.host
         self.num_offloaded = len(tower.offload.layers(layers, is_before_head=is_before_head))
         self.before: LayerActivations | None = None
-        """Activations of the layer that ran before in the present pass."""
+        """Activations of the previous layer in the current forward pass."""
 
     def run(self, layer: str, x: Residual, inputs: AttentionInputs) -> Residual:
         """Apply the layer with this global number."""

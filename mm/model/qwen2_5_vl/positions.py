@@ -55,7 +55,7 @@ def mrope_positions(
     """M-RoPE positions of one sample, equal to those of transformers' ``Qwen2_5_VLModel.get_rope_index``.
 
     ``token_ids``, int64 [num_tokens], has an image or video token per merge unit; images and videos are in order.  The
-    positions along time, height and width are int64 [3, num_tokens].  Text counts 1, 2, 3, ... on all three axes.  The
+    positions along time, height and width are int64 [3, num_tokens].  Text counts 0, 1, 2, ... on all three axes.  The
     tokens of an image share one base position, to which their frame, row and column (in merge units) are added; the
     text after it continues at base + the longer side of the image.  The frames of a video lie
     ``tokens_per_second`` x seconds apart instead of 1, rounded down.  Without ``videos`` all grids are images.

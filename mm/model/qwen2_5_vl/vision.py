@@ -89,7 +89,7 @@ def vision_inputs(
 
 
 def _with_keys(inputs: WindowedVisionInputs, keys: Tensor, merged: int) -> WindowedVisionInputs:
-    """``inputs`` with keys of rows; ``keys`` are those of the patches in reading order."""
+    """``inputs`` with keys of rows.  ``keys``: of patches in reading order; ``merged``: patches per visual token."""
     plan, cut, tokens = inputs.plan, inputs.window.cut, inputs.token_cut
     window = keys.index_select(0, plan.patch_order.index)
     image = window if plan.image_order is None else window.index_select(0, plan.image_order.index)
