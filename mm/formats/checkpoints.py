@@ -99,12 +99,14 @@ def run_id_of(folder: Path) -> str | None:
 def identities(directory: Path) -> dict[int, int]:
     """The checksum of the manifest of each complete checkpoint, by ascending iteration.
 
-    It is the same on all disks of one save.
+    All disks of one save have the same.  Checkpoints with a damaged manifest are left out.
     """
     found = {}
     for iteration in complete_iterations(directory):
-        with collected([]):  # a damaged one is like none
-            found[iteration] = stated(directory / iteration_name(iteration))["crc32"]
+        with collected([]):
+            content = stated(directory / iteration_name(iteration))
+            if "crc32" in content:
+                found[iteration] = content["crc32"]
     return found
 
 
