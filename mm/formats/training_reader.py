@@ -166,6 +166,11 @@ class TrainingDirectory:
         """The file of a random state, if it is not here."""
         return {piece.stored.file for piece in self._pieces.get((name, "random", 0), ()) if self._is_elsewhere(piece)}
 
+    def lacks(self, names: Iterable[str]) -> str:
+        """Say which disks hold these files, none of which is here, and what to do."""
+        return (f"{self.path} is one node's part of a checkpoint (--save-on-each-node), without "
+                f"{self.elsewhere(names)}; {GATHER}.")
+
     def elsewhere(self, names: Iterable[str]) -> str:
         """Say which disks hold these files, none of which is here."""
         wanted = set(names)
@@ -195,8 +200,7 @@ class TrainingDirectory:
         """The piece's entry in its file, with the manifest's checksum."""
         stated, path = piece.stored, self.path / piece.stored.file
         if self._is_elsewhere(piece):
-            raise UserError(f"{self.path} is one node's part of a checkpoint (--save-on-each-node), without "
-                            f"{self.elsewhere([stated.file])}; {GATHER}.")
+            raise UserError(self.lacks([stated.file]))
         try:
             found = self._header(stated.file).get(stated.name)
         except OSError as error:
