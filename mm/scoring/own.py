@@ -101,7 +101,8 @@ def _options(given: Any) -> dict[str, str]:
     if isinstance(given, list):
         given = dict(zip(string.ascii_uppercase, given, strict=False)) if len(given) <= 26 else None
     if not isinstance(given, dict) or len(given) < 2 or not all(
-            letter in string.ascii_uppercase and isinstance(text, str) for letter, text in given.items()):
+            len(letter) == 1 and letter in string.ascii_uppercase and isinstance(text, str)
+            for letter, text in given.items()):
         raise UserError(f"'options' is {shown(given)}; expected at least two texts, as a list or as an object with "
                         f'letters like {{"A": "cat", "B": "dog"}}.')
     return given

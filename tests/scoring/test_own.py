@@ -87,6 +87,9 @@ def test_samples_as_they_are_trained_on(folder):
     ({"question": "q", "answer": "A", "options": ["x"]}, "choice",
      "'options' is {\"A\": \"x\"}; expected at least two texts, as a list or as an object with letters like "
      '{"A": "cat", "B": "dog"}.'),
+    ({"question": "q", "answer": "A", "options": {"A": "x", "BC": "y"}}, "choice",
+     "'options' is {\"A\": \"x\", \"BC\": \"y\"}; expected at least two texts, as a list or as an object with letters "
+     'like {"A": "cat", "B": "dog"}.'),
     ({"question": "q", "answer": "C", "options": ["x", "y"]}, "choice",
      "'answer' is 'C'; expected the letter or the text of an option: A, B."),
     ({"question": "q", "answer": "1", "image": "words.png"}, "exact",
