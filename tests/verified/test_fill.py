@@ -122,6 +122,12 @@ def test_a_failed_command_is_shown_and_the_card_stays(tmp_path: Path):
     assert "ended with status 2. The end of its output" in done.stderr and "--devise" in done.stderr
 
 
+@pytest.mark.parametrize(("losses", "shown"), [((1.0, math.nan), r"\[1.0, nan\]"), ((), r"\[\]")])
+def test_losses_that_are_no_numbers_do_not_fill_a_card(losses: tuple[float, ...], shown: str):
+    with pytest.raises(UserError, match=f"the losses of the run are {shown}; expected a finite number"):
+        with_outcomes(CARD, [Outcome(losses=losses)])
+
+
 def test_two_runs_measure_the_error():
     card = replace(CARD, measured_error=None, measured_between=None)
     runs = [Outcome(losses=(2.0, 1.0)), Outcome(losses=(2.0, 1.0 + 2e-6))]
