@@ -6,12 +6,10 @@ import torch
 from torch import Tensor
 
 from mm.errors import UserError
-from mm.formats.blocks import Host, Values
+from mm.formats.blocks import ALIGN_BYTES, Host, Values
 
 _LARGEST_BYTES = 4 << 30
 """The largest segment, unless a single tensor is larger."""
-_ALIGN_BYTES = 64
-"""Alignment of copies in a segment; enough for any dtype."""
 
 
 def places_in_segments(sizes_bytes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
@@ -21,7 +19,7 @@ def places_in_segments(sizes_bytes: Sequence[int]) -> tuple[list[tuple[int, int]
     nearly twice the memory.  First-fit by decreasing size.  A new segment is no larger than what is left to place,
     unless a single tensor needs it.
     """
-    aligned = [-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes_bytes]
+    aligned = [-(-size // ALIGN_BYTES) * ALIGN_BYTES for size in sizes_bytes]
     left = sum(aligned)
     used, capacities = list[int](), list[int]()
     places: dict[int, tuple[int, int]] = {}
