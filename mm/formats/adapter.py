@@ -47,6 +47,7 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
 
 
 _MAX_TRIALS = 10**7
+"""Trials (``_num_trials``) above which a pattern is refused."""
 _NAME_LENGTH = 100
 """Characters: live names of layers have up to about 60."""
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from mm.weights.memory import MemoryLayout
 
 BLOCK_BYTES = 16 << 20
-"""Size of a block.  Chosen, not measured on an accelerator: three buffers take 48 MiB per rank."""
+"""Size of a block.  Not tuned on an accelerator: three buffers take 48 MiB per rank."""
 NUM_BLOCKS = 3
 """Blocks in memory at a time: one being copied, one being checksummed, one being written."""
 ALIGN_BYTES = 64
@@ -25,7 +25,7 @@ ALIGN_BYTES = 64
 
 
 class Host(Protocol):
-    """Copies tensors to the host; ``mm.device.device.Device`` implements it."""
+    """Something that copies tensors to the host; ``mm.device.device.Device`` implements it."""
 
     def host_buffer(self, num_bytes: int) -> Tensor | None:
         """Memory for ``start_copying_back``; None if tensors are already on the host."""

@@ -118,8 +118,8 @@ def stated(folder: Path) -> Mapping[str, Any]:
 def instead_of(folder: Path) -> str:
     """What to do if the checkpoint in ``folder`` is damaged, which ends the messages that say so.
 
-    The run does not go back to an older one by itself: it would train the steps since then again, and replace what may
-    still be worth a look.
+    A run does not go back to an older checkpoint by itself: it would train the steps since then again, and overwrite
+    files that may still be worth a look.
     """
     if _DYING_NAME.fullmatch(folder.name):
         return "move it away, then the run continues from the newest checkpoint before it"

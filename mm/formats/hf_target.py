@@ -67,7 +67,7 @@ def _shards(base: HFDirectory, model: ModelConfig, dtypes: Dtypes) -> Iterator[t
 
 
 def is_hf_target(path: Path) -> bool:
-    """Whether a directory is of the kind written here, so that it may be replaced."""
+    """Whether this is a Hugging Face directory, which a conversion to this format may replace."""
     return (path / "config.json").is_file()
 
 

@@ -88,7 +88,7 @@ class Source:
 
     @property
     def manifest(self) -> CheckpointManifest | None:
-        """The manifest of a training checkpoint; None of anything else."""
+        """The manifest of a training checkpoint; None for any other kind."""
         return self.directory.manifest if isinstance(self.directory, TrainingDirectory) else None
 
     @property
@@ -162,8 +162,9 @@ class Source:
     ) -> Tensor:
         """One tensor-parallel rank's shard of ``weight``, padded with zeros, as ``dtype``.
 
-        A stored tensor with a checksum is read completely and verified; of others, only the rank's part is read. Raises
-        UserError naming the tensor and file if a tensor is damaged.
+        A stored tensor with a checksum is read completely and verified; of others, only the rank's part is read.
+
+        Raises UserError naming the tensor and file if a tensor is damaged.
         """
         advice = cure_of_damage(self.directory)
         shard = torch.zeros(local_shape(weight, tp_size), dtype=dtype)

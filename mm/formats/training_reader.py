@@ -45,7 +45,7 @@ class TrainingDirectory:
 
     @cached_property
     def instead(self) -> str:
-        """Ends messages about damage."""
+        """What to do about damage, which ends the messages about it."""
         return instead_of(self.path)
 
     @property
@@ -127,7 +127,7 @@ class TrainingDirectory:
         shape = local_shape(plain, stored)
         found = {rank: self._range(stored_name(weight), kind, rank, 0, math.prod(shape)).reshape(shape)
                  for rank in needed}
-        # for shards that this rank does not need
+        # Stands for the shards that this rank does not need; it takes no memory.
         pieces = self._pieces.get((stored_name(weight), kind, 0))
         nothing = torch.zeros((), dtype=pieces[0].stored.dtype if pieces else torch.float32).expand(shape)
         shards = [found.get(rank, nothing) for rank in range(stored)]

@@ -82,7 +82,7 @@ def test_check_finds_a_changed_loss_and_a_changed_answer(filled: Path):
 
 def test_other_data_are_not_compared(filled: Path):
     card = read_card(filled)
-    with pytest.raises(UserError, match="so the data are others"):
+    with pytest.raises(UserError, match="so the data differ"):
         compare(card, Outcome(losses=card.losses, data_digest="0"))
     with pytest.raises(UserError, match="the run has 3 steps, the card 4"):
         compare(card, Outcome(losses=card.losses[:3], data_digest=card.data_digest))
