@@ -1,4 +1,4 @@
-"""Scoring under MindSpeed-MM's name, so that its scripts run as they are: ``torchrun ... evaluate_vlm.py``."""
+"""Scoring under MindSpeed-MM's name, so that its scripts run unchanged: ``torchrun ... evaluate_vlm.py``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The trainer under MindSpeed-MM's name, so that its scripts run as they stand: ``torchrun ... pretrain_vlm.py``."""
+"""The trainer under MindSpeed-MM's name, so that its scripts run unchanged: ``torchrun ... pretrain_vlm.py``."""
 
 import sys
 

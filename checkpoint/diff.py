@@ -120,7 +120,7 @@ def _count(findings: Sequence[Finding]) -> str:
     counts = [f"{num_all - num_unequal - num_lacking:,} of {counted(num_all, 'tensor')} of the model are bit-equal"]
     counts += [f"{what}: {counted(number, 'tensor')}" for what, number in (
         ("different", num_unequal),
-        ("not complete in both directories", num_lacking),
+        ("incomplete in one or both directories", num_lacking),
         ("copies that differ within one directory", sum(len(finding.copies) for finding in findings)),
         ("stored with padding that is not zero", sum(len(finding.padding) for finding in findings)),
     ) if number]
@@ -131,7 +131,7 @@ def _finding_lines(finding: Finding, source: Source, target: Source, weights: Se
     names = ", ".join(finding.weight.hf_names)
     if finding.lacking or finding.misfits:
         lacking = ", ".join(hf_weight.hf_names[0] for hf_weight in finding.lacking)
-        yield f"{lacking or names}: not complete in both directories"
+        yield f"{lacking or names}: incomplete in one or both directories"
         yield from _lacking_lines(finding, source, target)
     if finding.unequal:
         yield ", ".join(one.key for one in finding.unequal)

@@ -103,7 +103,7 @@ def _found_model(directory: MindSpeedDirectory, base: ModelConfig, alpha: float)
     """``base`` with adapters inferred from tensors.  All layers of a tower have the same, so layer numbers are ignored.
     """
     ranks = {_kind(name): stored.shape[0] for contents in directory.contents.values()
-             for name, stored in contents.items() if ".lora_A." in name}
+             for name, stored in contents.items() if ".lora_A." in name and stored.shape and stored.shape[0]}
     whole = replace(base.unfrozen, lora=LoraConfig((ALL_LINEAR,), alpha=alpha))
     kinds = {one.layer: _kind(mindspeed_name(one.a.name)) for one in model_adapters(whole)}
     layers = {layer: ranks[kind] for layer, kind in kinds.items() if kind in ranks}

@@ -149,7 +149,7 @@ def _facts(hf_dir: str) -> dict[str, object]:
 
 @dataclass(kw_only=True)
 class RunConfig(Options):
-    """Fields of every conversion."""
+    """Fields of every conversion except merge_lora."""
 
     common_model_config: CommonModelConfig = field(default_factory=CommonModelConfig)
     trust_remote_code: bool = False

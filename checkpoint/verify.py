@@ -12,8 +12,9 @@ from mm.formats.files import Files
 from mm.formats.hf import HFDirectory
 from mm.formats.layout import Layout
 from mm.formats.manifest import MANIFEST_FILE
-from mm.formats.source import Directory, find, open_hf
+from mm.formats.source import Directory, cure_of_damage, find, open_hf
 from mm.formats.source import open as open_source
+from mm.formats.training_reader import TrainingDirectory
 from mm.progress import Progress
 from mm.weights.plan import dtype_name
 from mm.weights.views import Stored
@@ -46,27 +47,31 @@ def verify_directory(path: Path, hf_dir: str | None, layout: Layout | None, num_
 
 
 def _manifest_problems(directory: Directory, stated: Sequence[Stored], num_workers: int) -> Iterator[str]:
-    root, contents = directory.path, directory.contents
+    root, contents, cure = directory.path, directory.contents, cure_of_damage(directory)
     files, names = {entry.file for entry in stated}, {(entry.file, entry.name) for entry in stated}
     for file in sorted(contents.keys() - files):
         if contents[file]:
             yield f"{root / file} is not in {MANIFEST_FILE}; remove it."
-    for file in sorted(files - contents.keys()):
-        yield f"{root / file} is missing; convert again."
+    missing = sorted(files - contents.keys())
+    if missing and isinstance(directory, TrainingDirectory) and directory.manifest.disks:
+        yield directory.lacks(missing)
+    else:
+        yield from (f"{root / file} is missing; {cure}." for file in missing)
     for file in sorted(files & contents.keys()):
         for name in sorted(contents[file]):
             if (file, name) not in names:
                 yield f"{root / file} holds {name}, which is not in {MANIFEST_FILE}."
     present = [entry for entry in stated if entry.file in contents]
     with ThreadPoolExecutor(num_workers) as pool:
-        checked = pool.map(lambda entry: _problem(root, contents[entry.file].get(entry.name), entry), present)
+        checked = pool.map(lambda entry: _problem(root, contents[entry.file].get(entry.name), entry, cure), present)
         yield from filter(None, Progress(f"verifying {root}", len(present), "tensors").each(checked))
 
 
-def _problem(root: Path, stored: Stored | None, stated: Stored) -> str | None:
+def _problem(root: Path, stored: Stored | None, stated: Stored, cure: str) -> str | None:
+    """How a tensor differs from its entry ``stated`` in the manifest; None if it does not."""
     path = root / stated.file
     if stored is None:
-        return f"{path} lacks {stated.name}; convert again."
+        return f"{path} lacks {stated.name}; {cure}."
     if (stored.dtype, stored.shape) != (stated.dtype, stated.shape):
         return (f"{path}: {stated.name} is {dtype_name(stored.dtype)} {list(stored.shape)}; {MANIFEST_FILE} says "
                 f"{dtype_name(stated.dtype)} {list(stated.shape)}.")
@@ -74,7 +79,7 @@ def _problem(root: Path, stored: Stored | None, stated: Stored) -> str | None:
         if files.crc32(stored) == stated.crc32:
             return None
     return (f"{path}: {stated.name} is damaged or belongs to another file (its crc32 differs from {MANIFEST_FILE}); "
-            f"convert again.")
+            f"{cure}.")
 
 
 def _compare_with_hf(path: Path, hf_dir: str, layout: Layout | None, num_workers: int) -> int:

@@ -34,14 +34,14 @@ def check(losses: Sequence[float], card: Card) -> float | None:
 
 
 def compare(losses: Sequence[float], card: Card) -> float | None:
-    """``check`` of the first steps; prints what it has shown."""
+    """``check`` the first steps, and print the result."""
     difference = check(losses[:NUM_STEPS], card)
     print(f"    {said(difference, card)}", flush=True)
     return difference
 
 
 def said(difference: float | None, card: Card) -> str:
-    """What the comparison has shown, in a sentence."""
+    """The result of the comparison as a sentence."""
     if difference is None:
         return f"There are no golden losses for {card.device} yet; this command records them: {card.fill_command}"
     return (f"The losses of the first {len(card.losses)} steps differ by at most {difference:.1e} from the golden ones "

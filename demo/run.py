@@ -4,9 +4,9 @@ A tiny Qwen2.5-VL with random weights learns to read scanned digits, in pictures
 processes, in pipeline stages whose layers mm-plan has chosen.  The run is interrupted and resumes under another
 parallel layout, the result is exported, and ``transformers`` alone answers questions on held-out pictures and videos
 with it.  Then adapters for the export learn another question.  Every training step goes through the shell script that
-a user would run.  The losses of the first steps must match those on the card of the device
-(``verified``).  With ``--quick`` only these steps and a
-few steps of the adapters are trained, and no accuracy is required: that tests the path, not the learning.
+a user would run.  The losses of the first steps must match those on the card of the device (``verified``).  With
+``--quick`` only these steps and a few steps of the adapters are trained, and no accuracy is required: that tests the
+path, not the learning.
 """
 
 import argparse

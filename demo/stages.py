@@ -24,7 +24,7 @@ _NUM_REPORTS = 10  # progress lines per stage, without a terminal for a progress
 
 
 class DemoError(RuntimeError):
-    """A stage failed or did not give the expected result; the message says which stage and what was found."""
+    """A stage failed, or its result is not the expected one; the message names the stage and the result."""
 
 
 class Clock:

@@ -30,13 +30,13 @@ ANSWERS: tuple[Job, ...] = ("generate",)
 """Jobs whose result is answers, in ``answers.jsonl`` of the card's folder.  The commands of the others check
 themselves: they end with status 0."""
 _RESULTS = ("losses", "answers", "figures", "data_digest", "device_name", "versions", "commit", "date", "by")
-"""What an unverified card has not.  An error that was measured before, as between machines, stays on it."""
+"""Fields that only a verified card has.  An error that was measured before, as between machines, stays on any card."""
 _COMMIT = re.compile(r"[0-9a-f]{40}(-dirty)?")
 _WIDTH = 120
 
 
 def _as_text(value: Any) -> Any:
-    """A date without quotes is no text in YAML."""
+    """A date as text: YAML reads one without quotes as a date."""
     return value.isoformat() if isinstance(value, calendar_date) else value
 
 
@@ -93,7 +93,7 @@ class Card:
 
     @property
     def path(self) -> Path:
-        """Where it lies in this repository."""
+        """Its file in this repository."""
         return path_of(self.name)
 
     @property

@@ -56,7 +56,7 @@ def compare(card: Card, outcome: Outcome) -> str:
     cure = f"If that is intended, fill the card again ({card.fill_command}) and explain it in the commit"
     if card.data_digest != outcome.data_digest:
         raise UserError(f"{card.name}: {card.data} has the digest {outcome.data_digest}; the card has "
-                        f"{card.data_digest}, so the data are others and the results cannot be compared. {cure}")
+                        f"{card.data_digest}, so the data differ and the results cannot be compared. {cure}")
     if card.job in LOSSES:
         difference = check_losses(card, outcome.losses, cure)
         return f"{len(card.losses)} losses differ by at most {difference:.1e} (allowed: {card.tolerance:.0e})"

@@ -18,7 +18,7 @@ def check_losses(card: Card, found: Sequence[float], cure: str) -> float:
     Raises UserError with the first step above its tolerance, and ``cure``.
     """
     if len(found) != len(card.losses):
-        raise UserError(f"{card.name}: the run has {len(found)} steps, the card {len(card.losses)}; {cure}")
+        raise UserError(f"{card.name}: the run has {len(found)} steps, the card {len(card.losses)}. {cure}")
     assert card.tolerance is not None
     for step, (own, other) in enumerate(zip(found, card.losses, strict=True), start=1):
         difference = loss_difference([other], [own])
@@ -31,14 +31,14 @@ def check_losses(card: Card, found: Sequence[float], cure: str) -> float:
 
 
 def check_answers(card: Card, found: Sequence[str], cure: str) -> None:
-    """Raise UserError with every answer that is not that of ``card``."""
+    """Raise UserError with every answer that differs from the card's."""
     if len(found) != len(card.answers):
-        raise UserError(f"{card.name}: the run has {len(found)} answers, the card {len(card.answers)}; {cure}")
+        raise UserError(f"{card.name}: the run has {len(found)} answers, the card {len(card.answers)}. {cure}")
     refuse(f"{card.name}: answer {number} is {own!r}; the card has {other!r}. {cure}"
            for number, (own, other) in enumerate(zip(found, card.answers, strict=True), start=1) if own != other)
 
 
 def _measured(card: Card) -> str:
     if card.measured_error is None:
-        return "no difference was measured yet"
+        return "no difference has been measured yet"
     return f"measured between {card.measured_between}: {card.measured_error:.1e}"

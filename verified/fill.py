@@ -7,6 +7,7 @@ losses or answers of the first run, figures, versions, commit, date and NAME, an
 """
 
 import argparse
+import math
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from mm.ending import refused, run_command
 from mm.errors import UserError
-from verified.card import FOLDER, LOSSES, Card, read_card, write_card
+from verified.card import ANSWERS, FOLDER, LOSSES, Card, read_card, write_card
 from verified.compare import loss_difference
 from verified.outcome import Outcome, read_outcome, refuse_other_device, run_commands
 from verified.page import write_pages
@@ -74,9 +75,15 @@ def fill(path: Path, flags: argparse.Namespace) -> None:
 def with_outcomes(card: Card, outcomes: Sequence[Outcome]) -> Card:
     """The card with the first of ``outcomes``, and the difference between them.
 
-    A larger error that was measured before, as between other machines, stays.
+    A larger error that was measured before, as between other machines, stays.  Raises UserError if the result is
+    incomplete, a loss is not a finite number, or the outcomes differ by more than the tolerance.
     """
     first = outcomes[0]
+    if card.job in LOSSES and not (first.losses and all(map(math.isfinite, first.losses))):
+        raise UserError(f"{card.name}: the losses of the run are {list(first.losses)}; expected a finite number for "
+                        f"each step")
+    if card.job in ANSWERS and not first.answers:
+        raise UserError(f"{card.name}: the run has given no answers")
     error, between = card.measured_error, card.measured_between
     if len(outcomes) > 1:
         found = max(loss_difference(first.losses, one.losses) for one in outcomes[1:])

@@ -23,7 +23,7 @@ from mm.version import DECISIVE
 from verified.card import ANSWERS, LOSSES, RUNS, Card
 
 INPUTS = f"{RUNS}/inputs"
-"""Where commands put what several cards need; made anew by each."""
+"""Inputs that several cards need, in one folder; the commands of each card create them again."""
 _VARIABLE = re.compile(r"([A-Z_][A-Z0-9_]*)=(.*)", re.DOTALL)
 _NUM_TAIL_LINES = 30
 
@@ -55,8 +55,10 @@ def refuse_other_device(card: Card) -> None:
 
 
 def run_commands(card: Card, directory: Path) -> None:
-    """Run the commands from ``directory``, in empty folders.  Raises UserError with the end of the output of the first
-    that fails."""
+    """Run the commands from ``directory``, in empty folders.
+
+    Raises UserError with the end of the output of the first that fails.
+    """
     if card.num_nodes > 1:
         raise UserError(f"{card.name} needs {card.num_nodes} nodes. Run its commands on each of them (MASTER_ADDR and "
                         f"NODE_RANK set), with {RUNS} on a disk that all share, and give --ran here")

@@ -23,7 +23,7 @@ def main() -> None:
 
 
 def write_pages() -> None:
-    """Replace what lies between the marks of both pages, and the picture."""
+    """Write the table between the marks of both pages, and the picture."""
     found = cards()
     for page in PAGES:
         path = DOCS / page

@@ -47,6 +47,7 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
 
 
 _MAX_TRIALS = 10**7
+"""Trials (``_num_trials``) above which a pattern is refused."""
 _NAME_LENGTH = 100
 """Characters: live names of layers have up to about 60."""
 
@@ -103,7 +104,12 @@ class AdapterDirectory:
                f"not trained here." for key, legal in _OFF.items() if key in config and config[key] not in legal)
         stated = read_metadata(directory / WEIGHTS_FILE).get(BASE_KEY)
         found = read_header(directory / WEIGHTS_FILE, dtypes=FLOAT_DTYPES)
-        tensors = {published_name(name.removeprefix(PREFIX)): one for name, one in found.items()}
+        tensors: dict[str, Stored] = {}
+        for name, one in found.items():
+            twin = tensors.setdefault(published_name(name.removeprefix(PREFIX)), one)
+            if twin is not one:
+                raise UserError(f"{directory / WEIGHTS_FILE} holds the same weight twice, as {twin.name} and as "
+                                f"{name}; remove one of them.")
         number = re.fullmatch("[0-9]{1,10}", stated or "")
         return cls(directory, config, tensors, int(number[0]) if number else None)
 

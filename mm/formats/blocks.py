@@ -17,15 +17,15 @@ from torch import Tensor
 from mm.weights.memory import MemoryLayout
 
 BLOCK_BYTES = 16 << 20
-"""Size of a block.  Chosen, not measured on an accelerator: three buffers take 48 MiB per rank."""
+"""Size of a block.  Not tuned on an accelerator: three buffers take 48 MiB per rank."""
 NUM_BLOCKS = 3
 """Blocks in memory at a time: one being copied, one being checksummed, one being written."""
-_ALIGN_BYTES = 64
+ALIGN_BYTES = 64
 """Alignment of tensors in a buffer; enough for any dtype."""
 
 
 class Host(Protocol):
-    """Copies tensors to the host; ``mm.device.device.Device`` implements it."""
+    """Something that copies tensors to the host; ``mm.device.device.Device`` implements it."""
 
     def host_buffer(self, num_bytes: int) -> Tensor | None:
         """Memory for ``start_copying_back``; None if tensors are already on the host."""
@@ -96,7 +96,7 @@ def write_tensors(
     the host and have no padding.  The file must be positioned at the first tensor.  Errors of the writer are raised,
     and nothing more is written.
     """
-    assert block_bytes % _ALIGN_BYTES == 0, block_bytes
+    assert block_bytes % ALIGN_BYTES == 0, block_bytes
     buffers = cycle([host.host_buffer(block_bytes) for _ in range(NUM_BLOCKS)])
     crc32s = {name: 0 for name, _ in tensors}
     with ThreadPoolExecutor(1, "sum") as summing, ThreadPoolExecutor(1, "write") as writing:
@@ -137,7 +137,7 @@ def _blocks(tensors: Sequence[tuple[str, Values]], block_bytes: int) -> Iterator
             stop = min(len(flat), first + (block_bytes - filled) // flat.itemsize)
             if stop > first:
                 elements_of_block.append(_BlockElements(name, values, flat[first:stop], first, filled))
-                filled += -(-elements_of_block[-1].elements.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+                filled += -(-elements_of_block[-1].elements.nbytes // ALIGN_BYTES) * ALIGN_BYTES
             if stop < len(flat):
                 yield elements_of_block
                 elements_of_block, filled = [], 0

@@ -99,12 +99,14 @@ def run_id_of(folder: Path) -> str | None:
 def identities(directory: Path) -> dict[int, int]:
     """The checksum of the manifest of each complete checkpoint, by ascending iteration.
 
-    It is the same on all disks of one save.
+    All disks of one save have the same.  Checkpoints with a damaged manifest are left out.
     """
     found = {}
     for iteration in complete_iterations(directory):
-        with collected([]):  # a damaged one is like none
-            found[iteration] = stated(directory / iteration_name(iteration))["crc32"]
+        with collected([]):
+            content = stated(directory / iteration_name(iteration))
+            if "crc32" in content:
+                found[iteration] = content["crc32"]
     return found
 
 
@@ -116,8 +118,8 @@ def stated(folder: Path) -> Mapping[str, Any]:
 def instead_of(folder: Path) -> str:
     """What to do if the checkpoint in ``folder`` is damaged, which ends the messages that say so.
 
-    The run does not go back to an older one by itself: it would train the steps since then again, and replace what may
-    still be worth a look.
+    A run does not go back to an older checkpoint by itself: it would train the steps since then again, and overwrite
+    files that may still be worth a look.
     """
     if _DYING_NAME.fullmatch(folder.name):
         return "move it away, then the run continues from the newest checkpoint before it"

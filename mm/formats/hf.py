@@ -154,7 +154,10 @@ def language_views(path: str | Path, config: Mapping[str, Any], model: ModelConf
         raise UserError(f"--cfg.llm_hf_config.hf_dir {path} has no config.json; expected a Hugging Face directory.")
     config_bytes = (directory / "config.json").read_bytes()
     found = _parsed(directory / "config.json", config_bytes)
-    expected, actual = (one.get("text_config") or one for one in (config, found))
+    expected, actual = (one.get("text_config") or one if isinstance(one, dict) else one for one in (config, found))
+    if not isinstance(actual, dict):
+        raise UserError(f"{directory / 'config.json'} holds {str(actual)[:80]!r}; expected an object with the sizes of "
+                        f"an LLM.")
     refuse(f"{directory / 'config.json'}: {key} is {actual.get(key)}, but the whole model has {expected.get(key)}; "
            f"give an LLM of the same size." for key in language_keys(model.family)
            if actual.get(key) != expected.get(key))

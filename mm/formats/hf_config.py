@@ -28,7 +28,7 @@ FREE_ON_RESUME = ("pipeline_num_layers", "encoder_placement", "encoder_batch_mic
 """Fields of a model that may differ between save and load: they do not change what a stored tensor means.  Adapters,
 which are other tensors, are compared in ``mm.conversion.adapters``."""
 FREE_FIELDS = (*FREE_ON_RESUME, "max_position_embeddings")
-"""The same for a model from a config.json, whose length of positions changes nothing here."""
+"""The same for a model from a config.json, whose max_position_embeddings has no effect here."""
 
 
 def language_keys(family: Family) -> tuple[str, ...]:
@@ -113,7 +113,7 @@ def _sections(config: Section, family: Family, file: object) -> dict[str, Sectio
 
 @dataclass(frozen=True)
 class FieldDifference:
-    """A field in which two models differ; lists, as JSON has them, in the place of tuples."""
+    """A field in which two models differ, with tuples as lists, as in JSON."""
 
     field: str
     """"language.num_layers", or "image_token_id" at the top."""
@@ -142,7 +142,7 @@ def _equal(one: Any, other: Any) -> bool:
 def hf_problems(
     model: ModelConfig, directory: str | Path, model_path: str, config_bytes: bytes | None = None
 ) -> list[str]:
-    """Say how ``model``, read from ``model_path``, differs from the model in ``directory``.
+    """How ``model``, read from ``model_path``, differs from the model in ``directory``.
 
     One problem with a table of all differing fields; empty when they agree or ``directory`` has no ``config.json``.
     A field that the Hugging Face file leaves out is not compared.  ``config_bytes``: the content of ``config.json``,
@@ -171,7 +171,7 @@ def hf_problems(
 def stored_problems(
     where: Path, stored: ModelConfig, model: ModelConfig, but: tuple[str, ...] = FREE_FIELDS
 ) -> list[str]:
-    """Say every field in which ``model`` differs from ``stored``, the model of the checkpoint at ``where``."""
+    """A problem for each field in which ``model`` differs from ``stored``, the model of the checkpoint at ``where``."""
     return [
         f"{where}: the checkpoint was saved with {difference.json_name} = {difference.first!r}, but the model JSON "
         f"says {difference.second!r}; give the model JSON that it was trained with."

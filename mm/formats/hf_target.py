@@ -67,7 +67,7 @@ def _shards(base: HFDirectory, model: ModelConfig, dtypes: Dtypes) -> Iterator[t
 
 
 def is_hf_target(path: Path) -> bool:
-    """Whether a directory is of the kind written here, so that it may be replaced."""
+    """Whether this is a Hugging Face directory, which a conversion to this format may replace."""
     return (path / "config.json").is_file()
 
 
@@ -95,7 +95,8 @@ def write_other_files(base: HFDirectory, folder: Path, files: Sequence[TargetFil
         shutil.copyfile(base.path / INDEX_FILE, index)
     elif len(files) > 1 or base.index is not None:
         total_bytes = sum(tensor.num_bytes for file in files for tensor in file.tensors)
-        metadata = {**(base.index or {}).get("metadata", {}), "total_size": total_bytes}
+        metadata = (base.index or {}).get("metadata")
+        metadata = {**(metadata if isinstance(metadata, dict) else {}), "total_size": total_bytes}
         weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
         text = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
         index.write_text(text, encoding="utf-8")

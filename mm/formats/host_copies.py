@@ -6,12 +6,10 @@ import torch
 from torch import Tensor
 
 from mm.errors import UserError
-from mm.formats.blocks import Host, Values
+from mm.formats.blocks import ALIGN_BYTES, Host, Values
 
 _LARGEST_BYTES = 4 << 30
-"""The largest segment, unless a single tensor is larger."""
-_ALIGN_BYTES = 64
-"""Alignment of copies in a segment; enough for any dtype."""
+"""Largest size of a segment, unless a single tensor is larger."""
 
 
 def places_in_segments(sizes_bytes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
@@ -21,7 +19,7 @@ def places_in_segments(sizes_bytes: Sequence[int]) -> tuple[list[tuple[int, int]
     nearly twice the memory.  First-fit by decreasing size.  A new segment is no larger than what is left to place,
     unless a single tensor needs it.
     """
-    aligned = [-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes_bytes]
+    aligned = [-(-size // ALIGN_BYTES) * ALIGN_BYTES for size in sizes_bytes]
     left = sum(aligned)
     used, capacities = list[int](), list[int]()
     places: dict[int, tuple[int, int]] = {}
@@ -50,8 +48,8 @@ def _power_of_two_within(value: int) -> int:
 def host_segment(host: Host, num_bytes: int, needs: str, cure: str) -> Tensor:
     """Host memory as bytes, pinned on an accelerator.
 
-    ``needs``: what needs the memory, and ``cure``: what to do if it cannot be allocated, for the UserError that is
-    raised then.
+    Raises UserError if it cannot be allocated.  The message begins with ``needs``, what needs the memory, and ends
+    with ``cure``, what to do.
     """
     try:
         pinned = host.host_buffer(num_bytes)
@@ -61,7 +59,7 @@ def host_segment(host: Host, num_bytes: int, needs: str, cure: str) -> Tensor:
 
 
 class HostCopies:
-    """Host memory for one copy of what a rank saves: pinned on an accelerator, allocated by the first save and kept."""
+    """Host memory for one copy of what a rank saves, pinned on an accelerator; allocated by the first save and kept."""
 
     def __init__(self, host: Host) -> None:
         self._host, self._segments = host, list[Tensor]()
@@ -74,7 +72,7 @@ class HostCopies:
     def take(self, live: Sequence[Values]) -> list[Values]:
         """Copies of ``live``; returns when they are complete.  Earlier copies are overwritten.
 
-        What is a copy already is returned as it is.
+        Values that are copies already are returned unchanged.
         """
         changing = [values for values in live if not values.is_copy]
         copies = iter(self._copied(changing))

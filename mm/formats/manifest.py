@@ -99,7 +99,7 @@ def tensor_from_json(entry: Any, folder: Path) -> Stored:
 def built_from_json(kind: type[Built], content: object, what: str) -> Built:
     """``what``, a part of a manifest, as the dataclass ``kind``, whose ``asdict`` it is.
 
-    Raises UserError if names or types are others: a manifest may be from another version, or made to do harm.
+    Raises UserError for unknown names and wrong types: a manifest may be from another version, or made to do harm.
     """
     try:
         return TypeAdapter(kind).validate_json(json.dumps(content), strict=True)
@@ -109,7 +109,7 @@ def built_from_json(kind: type[Built], content: object, what: str) -> Built:
 
 
 def _first(error: ValidationError) -> str:
-    """The first of the problems, on one line."""
+    """The first problem, on one line."""
     found = error.errors()[0]
     return f"{'.'.join(map(str, found['loc']))}: {found['msg']}"
 

@@ -48,7 +48,8 @@ from mm.weights.views import Misfit, Stored, View, shard_view
 FORMAT, VERSION = "mm weights", 2
 TOOL = f"mm-convert {version.VERSION}"
 _CONVERT_AGAIN = "convert the source again"
-_SAFETENSORS_FILE = re.compile(r"model\d*\.safetensors")
+_SAFETENSORS_FILE = re.compile(r"model\d{0,4}\.safetensors")
+"""More digits, as in a file by someone else, would mean millions of virtual chunks."""
 _ITERATION_NAME = re.compile(r"iter_(\d+)")
 _CHUNK = re.compile(r"model(\d*)[./]")
 _NO_WEIGHTS = re.compile(r"distrib_optim\.pt|optim\.pt|rng.*\.pt|param_state.*\.pt")
@@ -322,7 +323,7 @@ def _folder(path: Path) -> str:
         raise UserError(f"{path} has no {LATEST_FILE}; expected the directory that holds it beside {RELEASE}/.")
     text = latest.read_text(encoding="utf-8", errors="replace").strip()
     folder = text if (iteration := named_iteration(text)) is None else iteration_name(iteration)
-    if Path(folder).name != folder or not (path / folder).is_dir():
+    if not folder or Path(folder).name != folder or not (path / folder).is_dir():
         raise UserError(
             f"{latest} contains {text[:40]!r}, but {path} has no directory {folder[:40]!r}; write the name of the "
             f"directory to use into that file."
@@ -361,7 +362,7 @@ def _storage(path: Path, contents: Mapping[str, Mapping[str, Stored]]) -> Storag
     if names and all(".lora_" in name for name in names):
         return Storage(next(iter(formats)), Structure.CANONICAL, adapters_only=True)
     vit_only = not any("text_decoder." in name for name in names)
-    is_canonical = any(is_canonical_name(name) for stored in contents.values() for name in stored)
-    return Storage(next(iter(formats)), Structure.CANONICAL if is_canonical else Structure.FUSED, vit_only)
+    structure = Structure.CANONICAL if any(map(is_canonical_name, names)) else Structure.FUSED
+    return Storage(next(iter(formats)), structure, vit_only)
 
 

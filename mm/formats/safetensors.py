@@ -49,7 +49,7 @@ def read_header(
     try:
         found = {name: _stored(path, file or path.name, name, entry, 8 + header_bytes, dtypes)
                  for name, entry in header.items()}
-    except (KeyError, TypeError, IndexError) as error:
+    except KeyError as error:
         raise UserError(
             f"{path} has a damaged safetensors header (an entry without {error}); download it again."
         ) from error
@@ -84,7 +84,7 @@ def _read_json(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def _check_numbers(path: Path, name: str, entry: Mapping[str, Any]) -> None:
-    """Raise UserError if the shape or the two offsets are not lists of integers from 0 on (``true`` is none)."""
+    """Raise UserError unless the shape and the two offsets are lists of integers from 0 on (``true`` is not one)."""
     for key, length in (("shape", None), ("data_offsets", 2)):
         found = entry[key]
         is_list = isinstance(found, list) and all(type(one) is int and one >= 0 for one in found)
@@ -97,6 +97,9 @@ def _check_numbers(path: Path, name: str, entry: Mapping[str, Any]) -> None:
 def _stored(
     path: Path, file: str, name: str, entry: Mapping[str, Any], data_start: int, dtypes: Mapping[str, torch.dtype]
 ) -> Stored:
+    if not isinstance(entry, dict):
+        raise UserError(f"{path} has a damaged safetensors header ({name} is {str(entry)[:80]}; expected an object); "
+                        f"download it again.")
     _check_numbers(path, name, entry)
     if not isinstance(entry["dtype"], str) or entry["dtype"] not in dtypes:
         raise UserError(

@@ -88,7 +88,7 @@ class Source:
 
     @property
     def manifest(self) -> CheckpointManifest | None:
-        """The manifest of a training checkpoint; None of anything else."""
+        """The manifest of a training checkpoint; None for any other kind."""
         return self.directory.manifest if isinstance(self.directory, TrainingDirectory) else None
 
     @property
@@ -162,10 +162,11 @@ class Source:
     ) -> Tensor:
         """One tensor-parallel rank's shard of ``weight``, padded with zeros, as ``dtype``.
 
-        A stored tensor with a checksum is read completely and verified; of others, only the rank's part is read. Raises
-        UserError naming the tensor and file if a tensor is damaged.
+        A stored tensor with a checksum is read completely and verified; of others, only the rank's part is read.
+
+        Raises UserError naming the tensor and file if a tensor is damaged.
         """
-        advice = self.directory.instead if isinstance(self.directory, TrainingDirectory) else "convert again"
+        advice = cure_of_damage(self.directory)
         shard = torch.zeros(local_shape(weight, tp_size), dtype=dtype)
         spans, filled, checked = shard_spans(weight, tp_size, tp_rank), 0, set()
         whole = shard.view(math.prod(shard.shape[: cut_dim(weight)]), sum(span.length for span in spans), -1)
@@ -189,6 +190,11 @@ class Source:
         key, shape, dim = weight.hf_names[number], weight.hf_shapes[number], cut_dim(weight)
         with Files(self.path) as files:
             return files.block(self.index, key, range(math.prod(shape[:dim])), range(shape[dim])).reshape(shape)
+
+
+def cure_of_damage(directory: Directory | AdapterDirectory) -> str:
+    """What to do if tensors of ``directory`` differ from its manifest, which ends the messages that say so."""
+    return directory.instead if isinstance(directory, TrainingDirectory) else "convert again"
 
 
 # Opening

@@ -27,7 +27,7 @@ from mm.weights.views import View, shard_view
 
 RELEASE = "release"
 TORCH_FILE = "model_optim_rng.pt"
-_RANK_NAME = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
+_RANK_NAME = re.compile(r"mp_rank_(\d{2,5})(?:_(\d{3,5}))?")
 _SEPARATE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
 

@@ -63,7 +63,7 @@ def read_torch_file(path: Path, name: str) -> tuple[dict[str, Stored], tuple[str
     complete, plain torch.save file: another format, truncated, code in the pickle, tensors that are not contiguous.
     """
     content, records = _read(path)
-    chunks = {key: value for key, value in content.items() if re.fullmatch(r"model\d*", key)}
+    chunks = {key: value for key, value in content.items() if re.fullmatch(r"model\d{0,4}", key)}
     if not chunks:
         raise UserError(
             f"{path} has the keys {sorted(content)}; expected 'model', or 'model0', 'model1', ... as Megatron writes. "
@@ -141,7 +141,7 @@ def _read_directory(
         raise UserError(f"{path} is a zip archive without <name>/data.pkl; expected a file of torch.save.")
     folder, records = pickled.filename.removesuffix("data.pkl"), {}
     for info in infos:
-        name, offset = info.filename.removeprefix(folder), _data_offset(path, file, info)
+        name, offset = info.filename.removeprefix(folder), _data_offset(path, file, info, data_end)
         if info.compress_type or info.flag_bits & 1:
             raise UserError(f"{path}: the record {name} is compressed or encrypted; torch.save writes neither.")
         if name in records or offset + info.file_size > data_end:
@@ -153,9 +153,10 @@ def _read_directory(
     return records, pickled
 
 
-def _data_offset(path: Path, file: BinaryIO, info: zipfile.ZipInfo) -> int:
+def _data_offset(path: Path, file: BinaryIO, info: zipfile.ZipInfo, data_end: int) -> int:
     """Where a record's data begins.  Only the record itself has the length of its header."""
-    header = os.pread(file.fileno(), _LOCAL_HEADER.size, info.header_offset) if info.header_offset >= 0 else b""
+    is_inside = 0 <= info.header_offset < data_end
+    header = os.pread(file.fileno(), _LOCAL_HEADER.size, info.header_offset) if is_inside else b""
     if len(header) < _LOCAL_HEADER.size or _LOCAL_HEADER.unpack(header)[0] != _LOCAL_SIGNATURE:
         raise UserError(f"{path}: the zip directory has a wrong offset for {info.filename}; the file is damaged.")
     name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)[-2:]
@@ -218,11 +219,15 @@ def _rebuild_call(value: Any) -> tuple[str, tuple]:
             return function, args
         if function in _REBUILD_PARAMETER and args:
             value = args[0]
-        elif function == _REBUILD_FROM_TYPE and len(args) > 2 and global_name(args[0]) and isinstance(args[2], tuple):
+        elif function == _REBUILD_FROM_TYPE and len(args) > 2 and _is_class(args[0]) and isinstance(args[2], tuple):
             value = args[0](*args[2])
         else:
             break
     return "", ()
+
+
+def _is_class(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Opaque)
 
 
 def _storage(described: Any, records: Mapping[str, range]) -> tuple[torch.dtype, range]:

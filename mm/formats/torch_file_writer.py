@@ -22,7 +22,7 @@ from mm.weights.views import Stored
 _NUM_RECORDS_BEFORE = 4
 """torch.save's records before the tensors: data.pkl, .format_version, .storage_alignment and byteorder."""
 Tensors = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-"""dtype and shape by name."""
+"""Dtype and shape by name."""
 
 
 @dataclass(frozen=True)

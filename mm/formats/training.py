@@ -100,7 +100,7 @@ class CheckpointManifest:
     schedule: Mapping[str, Any] | None = None
     """The schedule of learning rates and weight decay; None if an older version saved it."""
     given_start: Mapping[str, str | None] | None = None
-    """What the command that started the run gave as its start: ``Arguments.given_start``."""
+    """What the command that began the run said it starts from: ``Arguments.given_start``."""
     recent: Mapping[str, Any] | None = None
     """Losses and gradient norms of the latest steps; None if an older version saved it."""
     disks: Sequence[Mapping[str, Any]] | None = None

@@ -45,7 +45,7 @@ class TrainingDirectory:
 
     @cached_property
     def instead(self) -> str:
-        """Ends messages about damage."""
+        """What to do about damage, which ends the messages about it."""
         return instead_of(self.path)
 
     @property
@@ -127,7 +127,7 @@ class TrainingDirectory:
         shape = local_shape(plain, stored)
         found = {rank: self._range(stored_name(weight), kind, rank, 0, math.prod(shape)).reshape(shape)
                  for rank in needed}
-        # for shards that this rank does not need
+        # Stands for the shards that this rank does not need; it takes no memory.
         pieces = self._pieces.get((stored_name(weight), kind, 0))
         nothing = torch.zeros((), dtype=pieces[0].stored.dtype if pieces else torch.float32).expand(shape)
         shards = [found.get(rank, nothing) for rank in range(stored)]
@@ -166,6 +166,11 @@ class TrainingDirectory:
         """The file of a random state, if it is not here."""
         return {piece.stored.file for piece in self._pieces.get((name, "random", 0), ()) if self._is_elsewhere(piece)}
 
+    def lacks(self, names: Iterable[str]) -> str:
+        """Say which disks hold these files, none of which is here, and what to do."""
+        return (f"{self.path} is one node's part of a checkpoint (--save-on-each-node), without "
+                f"{self.elsewhere(names)}; {GATHER}.")
+
     def elsewhere(self, names: Iterable[str]) -> str:
         """Say which disks hold these files, none of which is here."""
         wanted = set(names)
@@ -195,8 +200,7 @@ class TrainingDirectory:
         """The piece's entry in its file, with the manifest's checksum."""
         stated, path = piece.stored, self.path / piece.stored.file
         if self._is_elsewhere(piece):
-            raise UserError(f"{self.path} is one node's part of a checkpoint (--save-on-each-node), without "
-                            f"{self.elsewhere([stated.file])}; {GATHER}.")
+            raise UserError(self.lacks([stated.file]))
         try:
             found = self._header(stated.file).get(stated.name)
         except OSError as error:

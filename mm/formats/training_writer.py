@@ -31,7 +31,7 @@ from mm.formats.safetensors import safetensors_file
 from mm.formats.training import CheckpointManifest, CheckpointTensor
 
 PROBE_PREFIX = ".mm-probe-"
-"""Begins the names of files by which nodes find out whether they share a directory."""
+"""Prefix of the files with which nodes find out whether they share a directory."""
 
 
 def begin(directory: Path, iteration: int, num_bytes: int) -> Path:
@@ -136,9 +136,9 @@ class Retention:
     """Which complete checkpoints of a run stay when a newer one is saved."""
 
     last: int | None = None
-    """How many of the newest; None: all, or one if there is an interval."""
+    """Number of newest checkpoints to keep; None: all, or one if there is an interval."""
     interval: int | None = None
-    """Those of iterations that are its multiples stay too."""
+    """Checkpoints whose iteration is a multiple of this stay too."""
 
     def doomed(self, earlier: Sequence[int]) -> list[int]:
         """The iterations to delete among ``earlier``, ascending ones before the newest."""
@@ -162,7 +162,7 @@ def purge(directory: Path, newest: int, retention: Retention, run_id: str | None
     outdated = [path for iteration, path in dying_checkpoints(directory)
                 if iteration <= newest and run_id_of(path) == run_id]
     for doomed in [*(directory / iteration_name(iteration) for iteration in retention.doomed(earlier)), *outdated]:
-        # so iter_* is never half deleted
+        # Renamed first, so that an iter_* directory is never half deleted.
         renamed = doomed.with_name(f"{doomed.name.partition('.')[0]}.tmp-{secrets.token_hex(4)}")
         try:
             doomed.rename(renamed)

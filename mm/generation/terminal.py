@@ -128,12 +128,16 @@ class Chat:
         try:
             question("", [path] if kind == "image" else [], [path] if kind == "video" else [])
         except UserError as error:
-            self._complain(error.problems)
+            _print_errors(error.problems)
             return
         (self.images if kind == "image" else self.videos).append(path)
 
     def _complain(self, problems: Sequence[str]) -> None:
         """Report problems; the conversation continues without the question and its media."""
         self.images, self.videos = [], []
-        sys.stderr.write("".join(f"error: {problem}\n" for problem in problems))
-        sys.stderr.flush()
+        _print_errors(problems)
+
+
+def _print_errors(problems: Sequence[str]) -> None:
+    sys.stderr.write("".join(f"error: {problem}\n" for problem in problems))
+    sys.stderr.flush()

@@ -101,7 +101,8 @@ def _options(given: Any) -> dict[str, str]:
     if isinstance(given, list):
         given = dict(zip(string.ascii_uppercase, given, strict=False)) if len(given) <= 26 else None
     if not isinstance(given, dict) or len(given) < 2 or not all(
-            letter in string.ascii_uppercase and isinstance(text, str) for letter, text in given.items()):
+            len(letter) == 1 and letter in string.ascii_uppercase and isinstance(text, str)
+            for letter, text in given.items()):
         raise UserError(f"'options' is {shown(given)}; expected at least two texts, as a list or as an object with "
                         f'letters like {{"A": "cat", "B": "dog"}}.')
     return given
@@ -111,7 +112,7 @@ def _right(record: Mapping[str, Any], options: Mapping[str, str]) -> tuple[str, 
     """The right answers; with options their letters, although the record may give the options' texts."""
     given = [record[name] for name in ("answer", "answers") if record.get(name) is not None]
     if len(given) != 1:
-        raise UserError(f"has {'no' if not given else 'both'} 'answer' {'nor' if not given else 'and'} 'answers'; "
+        raise UserError(f"has {'both' if given else 'neither'} 'answer' {'and' if given else 'nor'} 'answers'; "
                         f"expected one of them: a string, a number, or a list of these, any of which is accepted.")
     several = given[0] if isinstance(given[0], list) else given
     if not several or not all(isinstance(one, str | int | float) and not isinstance(one, bool) for one in several):

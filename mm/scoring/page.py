@@ -18,8 +18,8 @@ from mm.scoring.results import ScoredItem
 from mm.scoring.tsv import Cell
 
 _NUM_WORST = 50
-_MAX_PIXELS = 480
-"""Longest side of an image on the page, in pixels."""
+_MAX_SIDE_PIXELS = 480
+"""Longest side of an image on the page."""
 _MAX_THUMBNAILS = 200
 """Questions of a training run whose images are kept."""
 _MAX_IMAGES = 4
@@ -105,4 +105,4 @@ def thumbnails(items: Items) -> Iterator[tuple[int, int, bytes]]:
 
 def _thumbnail(decoder: Decoder, item: Image | Cell) -> bytes:
     pixels = decoder.picture(item.path if isinstance(item, Image) else Inline(item.where, item.content()))
-    return jpeg(pixels, _MAX_PIXELS)
+    return jpeg(pixels, _MAX_SIDE_PIXELS)

@@ -1,4 +1,4 @@
-"""MindSpeed-MM's result files, written besides ours for scripts that read them.
+"""MindSpeed-MM's result files, written beside ours for scripts that read them.
 
     MODEL_DATASET.xlsx         every row with its prediction; with options also hit and log
     MODEL_DATASET_acc.xlsx     scores: with options as shares from 0 to 1, for other benchmarks in percent

@@ -217,7 +217,7 @@ def listed(cell: str) -> tuple[str, ...]:
     if text.startswith("[") and text.endswith("]"):
         try:
             found = ast.literal_eval(text)
-        except (ValueError, SyntaxError, RecursionError):  # a text in brackets
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):  # a text in brackets
             return (cell,)
         if isinstance(found, list) and found:
             return tuple(str(one) for one in found)

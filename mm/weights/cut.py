@@ -33,7 +33,7 @@ def cut_dim(weight: Weight) -> int:
     return weight.tp_dim or 0
 
 
-@cache  # to compare two directories asks for the same shards
+@cache  # a comparison of two directories asks for the same shards again
 def shard_spans(weight: Weight, tp_size: int, tp_rank: int) -> tuple[Span, ...]:
     """One rank's shard from its first index along ``cut_dim`` to its last.
 

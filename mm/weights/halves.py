@@ -7,8 +7,8 @@ The remainder is what the weight's rounding left out, so together they are the f
     remainder    -0x7000                  0x3F81_0000 - 0x7000 = 0x3F80_9000
 
 Remainders of 16 bits reach from -0x8000 to 0x7FFF, so a number exactly between two bf16 numbers is rounded away from
-zero.  torch rounds such a number, one of 65,536, to the even neighbour, which is as near.  NaN becomes infinity: both
-stop a training.
+zero.  torch rounds such a number, one of 65,536, to the even neighbour, which is as near.  NaN becomes infinity;
+either stops a run.
 
 Both functions take and fill flat tensors on any device.  No cast narrows an integer, because some devices saturate.
 """

@@ -150,7 +150,7 @@ def make_plan(sources: ViewIndex, targets: Sequence[View], files: Sequence[Targe
     for view in targets:
         keys = [span.key for span in view.spans if span.key is not None]
         shares_rows = view.dim > 0 and keys
-        # Targets that are cut by columns share their sources' rows, so they are written together.
+        # Targets that are cut by columns read the same rows of their sources, so they are written together.
         group = ("key", keys[0]) if shares_rows else (view.stored.file, view.stored.name)
         groups.setdefault(group, []).append(view)
     jobs = tuple(planner.job(views) for views in groups.values())

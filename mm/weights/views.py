@@ -103,10 +103,10 @@ def whole_views(
     weights: Iterable[Weight], tensors: Mapping[str, Stored], missing: Callable[[str, Shape], str],
     other_shape: Callable[[str, Shape, Stored], str],
 ) -> tuple[list[View], list[Misfit], list[str]]:
-    """Views of ``weights`` in ``tensors``, by Hugging Face name; what keeps the others from having one; and the names
-    in ``tensors`` that are of none of them.
+    """Views of ``weights`` in ``tensors`` (by Hugging Face name), the misfits, and the names that no weight has.
 
-    ``missing`` says it of a name and the shape that it should have, ``other_shape`` of what is there besides.
+    ``missing`` makes the message for a tensor that is absent, from its name and the expected shape; ``other_shape`` the
+    one for a tensor of another shape, from these two and the stored tensor.
     """
     left_over = dict.fromkeys(sorted(tensors))
     views: list[View] = []

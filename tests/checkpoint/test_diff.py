@@ -176,7 +176,7 @@ def test_a_missing_and_an_extra_tensor(hf, tmp_path):
         found = diff(source, target)
         assert not found.is_equal
         assert f"{path} holds stray, which does not belong on this rank." in found.lines
-        assert named(found)[1:] == [f"{key.format('gate')}, {key.format('up')}: not complete in both directories",
+        assert named(found)[1:] == [f"{key.format('gate')}, {key.format('up')}: incomplete in one or both directories",
                                     key.format("down")]
         assert f"    {path} lacks the tensor {name} of shape [8, 16]." in found.lines
         assert any(line.startswith(f"    {hf}") and line.endswith(key.format("gate")) for line in found.lines)
@@ -201,12 +201,12 @@ def test_shards_of_two_dtypes(hf, tmp_path):
     edit_file(mm / "release" / "mp_rank_01_002" / "model.safetensors",
               lambda content: content.update({name: content[name].float()}))
     found = diff(hf, mm)
-    assert named(found) == ["lm_head.weight: not complete in both directories"]
+    assert named(found) == ["lm_head.weight: incomplete in one or both directories"]
     path = mm / "release" / "mp_rank_01_002" / "model.safetensors"
     assert f"    {path}: {name} is float32, but manifest.json says bfloat16; convert again." in found.lines
     (mm / "manifest.json").unlink()
     found = diff(hf, mm)
-    assert named(found) == ["lm_head.weight: not complete in both directories"]
+    assert named(found) == ["lm_head.weight: incomplete in one or both directories"]
     assert f"    {mm} holds lm_head.weight as bfloat16 and float32" in found.lines
 
 

@@ -138,6 +138,13 @@ def test_files_by_mindspeed_need_alpha_and_model(folder: Path, tmp_path: Path) -
     problem = caught.value.problems[-1]
     assert problem.startswith(f"{tmp_path / 'mm'} was read as the adapters of visual.blocks.0.attn.qkv, ")
     assert " and 9 more on " in problem
+    path = min((tmp_path / "mm").rglob("*.pt"))
+    content = torch.load(path, weights_only=True)
+    name = next(name for name in content["model0"] if ".lora_A." in name)
+    for shape in ((), (0, 8)):
+        torch.save(content | {"model0": content["model0"] | {name: torch.zeros(shape)}}, path)
+        with pytest.raises(UserError, match=r"lora_A"):
+            lora.lora_mm_to_hf(tmp_path / "mm", tmp_path / "other", LAYOUT, str(folder / "base"), 5.0)
 
 
 @pytest.mark.parametrize("is_stated", [True, False])
@@ -305,6 +312,9 @@ def test_broken_directories_are_reported(broken: Path) -> None:
     assert f"no {WEIGHTS_FILE} (a .bin file is a pickle" in problem_text()
     save_file({"x": torch.zeros(2, dtype=torch.int8)}, broken / WEIGHTS_FILE)
     assert "Quantized weights are not supported" in problem_text()
+    name = "model.layers.0.self_attn.q_proj.lora_A.weight"
+    save_file({name: torch.zeros(2, 2), f"{PREFIX}{name}": torch.zeros(2, 2)}, broken / WEIGHTS_FILE)
+    assert f"holds the same weight twice, as {PREFIX}{name} and as {name}; remove one of them" in problem_text()
 
 
 def test_modules_that_peft_fully_trained_are_reported_with_the_flag_to_continue_training(

@@ -28,6 +28,11 @@ def test_a_damaged_entry_gets_one_message(tmp_path, entry):
         read_header(write(tmp_path / "one.safetensors", {"weight": entry}))
 
 
+def test_an_entry_that_is_no_object_is_shown(tmp_path):
+    with pytest.raises(UserError, match=r"header \(weight is 5; expected an object\); download it again"):
+        read_header(write(tmp_path / "one.safetensors", {"weight": 5}))
+
+
 @pytest.mark.parametrize("header", [b"[" * 200_000, b"{", b"\xff", b"[]", b"1", b'{"a": ' + b"9" * 5000 + b"}"],
                          ids=lambda header: header[:6])
 @pytest.mark.parametrize("read", [read_header, read_metadata])

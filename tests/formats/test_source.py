@@ -1,5 +1,6 @@
 """Training checkpoints as a source of every command, and their errors."""
 
+import dataclasses
 import json
 import tempfile
 from pathlib import Path
@@ -14,6 +15,7 @@ from mm.errors import UserError
 from mm.formats.layout import Layout
 from mm.formats.manifest import MANIFEST_FILE
 from mm.formats.source import open as open_source
+from mm.formats.training_reader import TrainingDirectory
 from tests.checkpoint.models import SmallModel, files, layouts, run, small_models
 from tests.checkpoint.test_diff import save_training
 
@@ -72,10 +74,25 @@ def test_damage_is_named(trained, capsys):
     whole = path.read_bytes()
     path.write_bytes(whole[: stored.offset] + bytes([whole[stored.offset] ^ 1]) + whole[stored.offset + 1 :])
     assert run("verify", mm_dir=trained) == 2
-    assert f"{path}: {stored.name} is damaged" in capsys.readouterr().err
+    printed, cure = capsys.readouterr().err, f"use another checkpoint: {trained} has no older one."
+    assert f"{path}: {stored.name} is damaged" in printed and cure in printed
     path.write_bytes(whole[:-1])
     assert run("verify", mm_dir=trained) == 2
     assert str(path) in capsys.readouterr().err
+    path.unlink()
+    assert run("verify", mm_dir=trained) == 2
+    assert f"{path} is missing; {cure}" in capsys.readouterr().err
+
+
+def test_files_on_another_nodes_disk_are_named(trained, capsys):
+    directory = TrainingDirectory.open(trained)
+    disks = [{"host": f"node{rank}", "ranks": [rank], "files": [f"rank{rank}.safetensors"]} for rank in range(2)]
+    text = dataclasses.replace(directory.manifest, disks=disks).text()
+    (directory.path / MANIFEST_FILE).write_text(text)
+    (directory.path / "rank1.safetensors").unlink()
+    assert run("verify", mm_dir=trained) == 2
+    (problem,) = capsys.readouterr().err.splitlines()
+    assert "is one node's part of a checkpoint (--save-on-each-node), without rank1.safetensors on node1" in problem
 
 
 def test_invalid_sources_are_rejected(trained):

@@ -4,6 +4,7 @@ import argparse
 import io
 import os
 import random
+import struct
 import subprocess
 import sys
 import zipfile
@@ -187,6 +188,32 @@ def refusal(path: Path) -> str:
 def test_a_tensor_that_is_not_a_byte_range_is_rejected_by_name(path, tensor, words):
     message = refusal(saved(path, {"good": torch.ones(2), "bad.weight": tensor}))
     assert words in message and "model/bad.weight" in message and "good" not in message
+
+
+def test_a_subclass_that_is_no_class_is_rejected_by_name(path):
+    """``_rebuild_from_type_v2`` with an instance where the function that rebuilds the tensor belongs."""
+    instance = b"cfoo\nBar\n)R"
+    value = b"ctorch._tensor\n_rebuild_from_type_v2\n(" + instance + b"cfoo\nBar\nK\x01\x85NtR"
+    saved(path, {})
+    rewrite(path, lambda _: b"\x80\x02}X\x05\x00\x00\x00model}X\x01\x00\x00\x00a" + value + b"ss.")
+    assert "model/a is a torch._tensor._rebuild_from_type_v2; expected a tensor" in refusal(path)
+
+
+def test_a_record_beyond_any_file_is_refused(path):
+    """The zip directory may state an offset of 8 bytes, more than a file can have."""
+    saved(path, {"w": torch.ones(2)})
+    with zipfile.ZipFile(path) as archive:
+        start, num_records = archive.start_dir, len(archive.infolist())
+    content = path.read_bytes()
+    name_bytes, extra_bytes = struct.unpack_from("<HH", content, start + 28)
+    first, others = bytearray(content[start : start + 46]), content[start + 46 + name_bytes + extra_bytes :]
+    struct.pack_into("<H", first, 30, 12)  # length of the extra field
+    struct.pack_into("<I", first, 42, 0xFFFFFFFF)  # the offset is in the extra field
+    name = content[start + 46 : start + 46 + name_bytes]
+    records = bytes(first) + name + struct.pack("<HHQ", 1, 8, 2**63 + 5) + others.partition(b"PK\x06\x06")[0]
+    end = struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, num_records, num_records, len(records), start, 0)
+    path.write_bytes(content[:start] + records + end)
+    assert "the zip directory has a wrong offset for" in refusal(path)
 
 
 def test_every_bad_tensor_is_named(path):

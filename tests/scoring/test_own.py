@@ -70,8 +70,8 @@ def test_samples_as_they_are_trained_on(folder):
     ({"question": " ", "answer": "1"}, "exact", "'question' is \" \"; expected a string."),
     ({"question": "q", "imag": "a.png", "answer": "1"}, "exact",
      "has 'imag', which nothing reads (did you mean 'image'?); rename or remove it."),
-    ({"question": "q"}, "exact", "has no 'answer' nor 'answers'; expected one of them: a string, a number, or a list "
-                                 "of these, any of which is accepted."),
+    ({"question": "q"}, "exact", "has neither 'answer' nor 'answers'; expected one of them: a string, a number, or a "
+                                 "list of these, any of which is accepted."),
     ({"question": "q", "answer": [True]}, "exact",
      "'answer' is [true]; expected a string, a number, or a list of these."),
     ({"question": "q", "answer": "\ud83d"}, "exact",
@@ -87,6 +87,9 @@ def test_samples_as_they_are_trained_on(folder):
     ({"question": "q", "answer": "A", "options": ["x"]}, "choice",
      "'options' is {\"A\": \"x\"}; expected at least two texts, as a list or as an object with letters like "
      '{"A": "cat", "B": "dog"}.'),
+    ({"question": "q", "answer": "A", "options": {"A": "x", "BC": "y"}}, "choice",
+     "'options' is {\"A\": \"x\", \"BC\": \"y\"}; expected at least two texts, as a list or as an object with letters "
+     'like {"A": "cat", "B": "dog"}.'),
     ({"question": "q", "answer": "C", "options": ["x", "y"]}, "choice",
      "'answer' is 'C'; expected the letter or the text of an option: A, B."),
     ({"question": "q", "answer": "1", "image": "words.png"}, "exact",

@@ -42,7 +42,8 @@ def test_lines_quotes_and_line_ends(tmp_path):
 @pytest.mark.parametrize(("cell", "expected"), [
     ("14", ("14",)), ("['14']", ("14",)), ("['a', 'b']", ("a", "b")),
     ('["it\'s"]', ("it's",)), ("[1, 2.5]", ("1", "2.5")),
-    ("[]", ("[]",)), ("[sic]", ("[sic]",)), ("['a'", ("['a'",)), ("(1, 2)", ("(1, 2)",)),
+    ("[]", ("[]",)), ("[{{1}}]", ("[{{1}}]",)), (f"[{'-' * 20_000}1]", (f"[{'-' * 20_000}1]",)),
+    ("[sic]", ("[sic]",)), ("['a'", ("['a'",)), ("(1, 2)", ("(1, 2)",)),
 ])  # fmt: skip
 def test_cells_with_several_texts(cell, expected):
     assert listed(cell) == expected

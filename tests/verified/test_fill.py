@@ -82,7 +82,7 @@ def test_check_finds_a_changed_loss_and_a_changed_answer(filled: Path):
 
 def test_other_data_are_not_compared(filled: Path):
     card = read_card(filled)
-    with pytest.raises(UserError, match="so the data are others"):
+    with pytest.raises(UserError, match="so the data differ"):
         compare(card, Outcome(losses=card.losses, data_digest="0"))
     with pytest.raises(UserError, match="the run has 3 steps, the card 4"):
         compare(card, Outcome(losses=card.losses[:3], data_digest=card.data_digest))
@@ -120,6 +120,12 @@ def test_a_failed_command_is_shown_and_the_card_stays(tmp_path: Path):
     done = command("verified.fill", tmp_path, str(path), "--by", "a test", "--allow-dirty")
     assert done.returncode == 2 and path.read_bytes() == before
     assert "ended with status 2. The end of its output" in done.stderr and "--devise" in done.stderr
+
+
+@pytest.mark.parametrize(("losses", "shown"), [((1.0, math.nan), r"\[1.0, nan\]"), ((), r"\[\]")])
+def test_losses_that_are_no_numbers_do_not_fill_a_card(losses: tuple[float, ...], shown: str):
+    with pytest.raises(UserError, match=f"the losses of the run are {shown}; expected a finite number"):
+        with_outcomes(CARD, [Outcome(losses=losses)])
 
 
 def test_two_runs_measure_the_error():
