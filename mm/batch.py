@@ -16,8 +16,8 @@ IGNORE_INDEX = -100
 """Label of a position that has no loss (torch's and transformers' convention)."""
 
 Grid = tuple[int, int, int]
-"""Patches of one image or video along time, height and width.  More than one in time is a video, which counts as an
-image everywhere: the ViT processes its temporal slices separately."""
+"""Patches of one image or video along time, height and width.  A grid with more than one temporal slice is a video.  It
+counts as an image everywhere, because the ViT processes its temporal slices separately."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Normalisation:
 
 
 _ROWS_AT_A_TIME = 16_384
-"""Patches; their float32 numbers take 77 MB beside the result."""
+"""Patches normalised together; their float32 values take 77 MB in addition to the result."""
 
 
 def normalised(
@@ -47,7 +47,8 @@ def normalised(
     """Bytes [num_patches, 3 x frames x side x side] as numbers, rounded to ``dtype`` at the end.
 
     Three roundings in float32, not one fused multiply-add: this is what transformers' numpy code rounds to, for every
-    byte.  All divisors are tensors: CUDA multiplies by the reciprocal of a number.  ``into``: where to write them.
+    byte.  All divisors are tensors, because CUDA replaces a division by a Python number with a product with its
+    reciprocal.  ``into``: the tensor to write to, instead of a new one.
     """
     numbers = torch.empty(patches.shape, dtype=dtype, device=patches.device) if into is None else into
     divisor, mean, std = constants
@@ -77,17 +78,18 @@ class Microbatch:
     image_grids: tuple[Grid, ...]
     pixel_values: Tensor | None
     """uint8 [num_patches, channels x frames x height x width].  In a ``StepPlan``, only for the images that
-    ``image_ranks`` gives this rank; None without any, and on every rank that does not hold the patch embedding."""
+    ``image_ranks`` gives this rank; None without images, and on every rank without the patch embedding."""
     num_omitted_images: int = 0
     """Images left out because ``--seq-length`` would have cut them; known only to the rank that reads the data."""
     image_ranks: tuple[int, ...] = ()
-    """The rank of ``Context.encoders`` that holds each image, in a ``StepPlan`` with its pixels; () for only one."""
+    """The rank of ``Context.encoders`` that holds each image, in a ``StepPlan`` with its pixels; () if these are a
+    single rank."""
     samples: tuple[int, ...] = ()
     """The numbers of its samples in the data, in order, counted from 0; empty if they are not known."""
     normalisations: tuple[Normalisation, ...] = ()
     """The normalisation of the pixels of each of ``image_grids``."""
     feature_bytes: int = 0
-    """Bytes per patch if the ViT features of all images are stored, so that nothing passes the ViT; else 0."""
+    """Bytes per patch of the stored ViT features, if those of all images are stored and the ViT is skipped; else 0."""
     features: Tensor | None = None
     """uint8 [num_patches, feature_bytes]: stored ViT features, instead of ``pixel_values`` and in their order.  In a
     ``StepPlan``, only for the images that ``image_ranks`` gives this rank; None on every rank without the projector."""
@@ -97,10 +99,10 @@ class Microbatch:
 
     @classmethod
     def join(cls, microbatches: Iterable["Microbatch"]) -> "Microbatch":
-        """Concatenate microbatches, shortest first, equal lengths in the given order.
+        """Concatenate microbatches, shortest first; those of equal length keep their order.
 
-        The loss is a sum over tokens, so their order inside a microbatch is free, and adjacent segments of equal length
-        can share one attention call.
+        The loss is a sum over tokens, so their order inside a microbatch does not matter, and adjacent segments of
+        equal length can share one attention call.
         """
         ordered = sorted(microbatches, key=lambda one: one.num_tokens)
         pixels = [one.pixel_values for one in ordered if one.pixel_values is not None]
@@ -130,7 +132,7 @@ class Microbatch:
 
     @property
     def skips_vision(self) -> bool:
-        """Whether its ``features`` are there, so that the ViT has nothing to do."""
+        """Whether its images have stored ``features``, so that the ViT is skipped."""
         return self.feature_bytes > 0
 
     @property
@@ -146,7 +148,7 @@ class BatchTotals:
     num_patches: int
     num_images: int
     num_omitted_images: int
-    """Images that are left out, because ``--seq-length`` would have cut them."""
+    """Images left out because ``--seq-length`` would have cut them."""
     num_target_tokens: int
     num_target_samples: int
     """Samples with at least one target token."""
@@ -200,11 +202,11 @@ def encoder_batches_of(microbatches: Sequence[Microbatch], size: int) -> list[tu
 
 
 def encoder_batches(skip_vision: Sequence[bool | None], size: int) -> list[tuple[int, ...]]:
-    """The numbers of the microbatches whose images pass the ViT together: among each ``size`` consecutive ones, those
-    with images.
+    """The numbers of the microbatches whose images pass the ViT together: of every ``size`` consecutive microbatches,
+    those with images.
 
-    ``skip_vision``: whether each skips the ViT, None without images.  Microbatches that skip it pass only the projector
-    together.
+    ``skip_vision``: whether each skips the ViT, None without images.  Those that skip it form batches of their own,
+    which pass only the projector.
     """
     found: dict[tuple[int, bool], list[int]] = {}
     for number, skips in enumerate(skip_vision):
@@ -214,13 +216,13 @@ def encoder_batches(skip_vision: Sequence[bool | None], size: int) -> list[tuple
 
 
 class Images(IntFlag):
-    """What images have to do in the passes of a microbatch."""
+    """What happens to images in the forward and backward pass of a microbatch."""
 
     NONE = 0
     PROJECTED = 1
-    """Images pass the projector in its forward pass, its own or those of several microbatches."""
+    """Images, of this microbatch or of several, pass the projector in its forward pass."""
     ENCODED = 2
-    """They pass the ViT before."""
+    """They pass the ViT first."""
     BACKWARD = 4
     """Gradients of images flow back in its backward pass."""
 
@@ -228,8 +230,8 @@ class Images(IntFlag):
 def image_passes(microbatches: Sequence[Microbatch], size: int) -> tuple[Images, ...]:
     """``Images`` of each microbatch.
 
-    ``size``: as in ``encoder_batches``.  Images that pass the ViT together do so in the first microbatch's forward
-    pass, and flow back in the last one's backward pass.
+    ``size``: as in ``encoder_batches``.  Images that pass the ViT together do so in the forward pass of their first
+    microbatch, and their gradients flow back in the backward pass of their last.
     """
     found = [Images.NONE] * len(microbatches)
     for batch in encoder_batches_of(microbatches, size):
@@ -240,7 +242,7 @@ def image_passes(microbatches: Sequence[Microbatch], size: int) -> tuple[Images,
 
 
 def passes_of_any(replicas: Iterable[Sequence[Images]]) -> tuple[Images, ...]:
-    """``image_passes`` of all replicas together: what any of them has.  Some may have fewer microbatches."""
+    """The union of the replicas' ``image_passes``, for each microbatch; some replicas may have fewer microbatches."""
     return tuple(reduce(or_, passes) for passes in zip_longest(*replicas, fillvalue=Images.NONE))
 
 
@@ -257,7 +259,7 @@ def window_pairs(grid: Grid, window: int) -> int:
 
 
 def samples_text(samples: tuple[int, ...]) -> str:
-    """A microbatch's ``samples`` as the end of a sentence."""
+    """The end of a sentence that names a microbatch's ``samples``; empty if they are not known."""
     return f" (samples {' '.join(map(str, samples))})" if samples else ""
 
 

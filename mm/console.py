@@ -13,18 +13,18 @@ from typing import Any
 
 STATUSES = ("Exit status: 0 = done; 1 = failed (mm-convert diff: different; mm-doctor: a fault); 2 = the command line, "
             "a file or the machine does not fit; 130, 138, 143 = ended by Ctrl-C, SIGUSR1, SIGTERM.  docs/install.md "
-            "has them all.")
+            "lists them all.")
 """The last line of each help."""
 NEEDED = "What the command needs"
-"""Title of the flags that a command cannot do without, which stand first in its help."""
+"""Title of the required flags, which come first in the help."""
 COMPLETION = "--print-completion"
 SHELLS = ("bash", "zsh")
 _FILES_TOO = "-o default -o bashdefault"
-"""Options of ``complete``: files, where the function offers nothing."""
+"""Options of ``complete``: where the function offers nothing, offer files."""
 _ZSH_START = """(( $+functions[compdef] )) || { autoload -U +X compinit && compinit }
 (( $+functions[complete] )) || { autoload -U +X bashcompinit && bashcompinit }
 """
-"""What the function needs in zsh, where it is not loaded yet: compinit takes a moment."""
+"""Loads what the function needs in zsh, unless that is loaded already: compinit takes a moment."""
 _CHOICES = re.compile(r"\{([\w,.-]+)\}")
 """How jsonargparse shows the legal words of a value."""
 
@@ -34,12 +34,12 @@ class Completed:
     """What may follow a command on the command line."""
 
     flags: Mapping[str, Sequence[str]]
-    """Flag -> the words that its value may be; empty for files, and for flags without a value."""
+    """Flag -> the legal words of its value; empty for files, and for flags without a value."""
     commands: Mapping[str, "Completed"] = field(default_factory=dict[str, "Completed"])
     """What may follow each of its commands."""
 
     def places(self, place: str = "") -> Iterator[tuple[str, "Completed"]]:
-        """This and all commands in it, each with the words that lead to it: "/index"."""
+        """This and all nested commands, each with the words that lead to it, such as "/index"."""
         yield place, self
         for word, command in self.commands.items():
             yield from command.places(f"{place}/{word}")
@@ -61,10 +61,10 @@ def completed_parser(parser: argparse.ArgumentParser) -> Completed:
 
 
 def completion_script(shell: str, program: str, completed: Completed) -> str:
-    """The script for one of ``SHELLS``; zsh runs bash's by its own module for that.
+    """The script for one of ``SHELLS``; zsh runs bash's through its module bashcompinit.
 
-    bash takes ``--flag=value`` apart before the function sees it.  zsh does not, so there the function does it, and
-    ``compset`` says that only what follows "=" is completed, which also holds for files.
+    bash splits ``--flag=value`` before it calls the function.  zsh does not, so there the function does it, and
+    ``compset`` restricts completion, also of files, to what follows "=".
     """
     name = f"_{program.replace('-', '_')}"
     places = list(completed.places())
@@ -111,6 +111,13 @@ def _words(completed: Completed) -> list[str]:
     return [word for word in completed.commands if not word.startswith("-")]
 
 
+def positive_count(text: str) -> int:
+    """Parse a count of at least 1, as the ``type`` of a flag; argparse reports the error."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"is {text!r}; expected an integer of at least 1")
+    return int(text)
+
+
 def end_with_statuses(parser: argparse.ArgumentParser) -> None:
     """End the help of ``parser`` and of all its commands with ``STATUSES``."""
     parser.epilog = STATUSES
@@ -123,9 +130,9 @@ def end_with_statuses(parser: argparse.ArgumentParser) -> None:
 def add_common_flags(
     parser: argparse.ArgumentParser, version: str, program: str, completed: Callable[[], Completed] | None = None
 ) -> None:  # fmt: skip
-    """Add to ``parser``, that of ``program``, what all commands have.
+    """Add to the ``parser`` of ``program`` the flags and the epilog that all commands have.
 
-    ``completed``: what is completed, if it is more than the parser's help shows.
+    ``completed``: returns what the shell completes, if that is more than the parser's help shows.
     """
     parser.epilog = STATUSES
     parser.add_argument("--version", action="version", version=version,

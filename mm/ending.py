@@ -28,7 +28,7 @@ _BEAT_SECONDS = 1.0
 _OUTPUT = 1
 """The file descriptor of the standard output."""
 _EXTENSION = "Failed to load the backend extension: "
-"""How torch begins the message of that error."""
+"""How torch's message begins if it cannot load the extension of a device."""
 
 
 def end_with_launcher() -> None:
@@ -75,8 +75,8 @@ def run_command(
 ) -> int:
     """Run a program and return its exit status: that of ``command``, or 128 plus the number of a signal that ended it.
 
-    After a signal, one rank prints one line, with what remains of the work (``kept``).  ``is_rank``: the process may be
-    in the middle of a collective, so it exits without returning.  ``signals``: for a command that defers them.
+    After a signal, one rank prints one line, which says what remains of the work (``kept``).  ``is_rank``: the process
+    may be in the middle of a collective, so it exits without returning.  ``signals``: for a command that defers them.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -103,7 +103,7 @@ def run_command(
             sys.stderr.write(f"\n{cause}: {printable(kept())}.\n"[not sys.stderr.isatty() :])  # below a bar or ^C
         sys.stdout.flush()
         sys.stderr.flush()
-        if is_rank:  # at a usual end, process groups would wait for other ranks, or abort this process
+        if is_rank:  # a normal exit would wait for other ranks in process groups, or abort this process
             leave(status_after(number))
         return status_after(number)
 
@@ -119,7 +119,8 @@ def _has_no_reader() -> bool:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process at once, without a usual end, at which multiprocessing would remove its temporary folder."""
+    """End this process immediately, without Python's exit handlers.  Removes multiprocessing's temporary folder, as one
+    of them would."""
     if (multiprocessing := sys.modules.get("multiprocessing.util")) is not None:
         with suppress(OSError):  # it may be on a full disk
             shutil.rmtree(multiprocessing.get_temp_dir())
@@ -157,7 +158,7 @@ def not_installed(error: ModuleNotFoundError) -> int:
 def not_loaded(error: RuntimeError) -> int:
     """Report a device's extension that torch cannot load while it is imported; return the exit status, 2.
 
-    Raises ``error`` itself if it is another one.
+    Raises ``error`` itself if it is any other error.
     """
     start, _, rest = str(error).partition(_EXTENSION)
     if start or not rest:
@@ -180,7 +181,8 @@ def print_notes_once(notes: Iterable[str]) -> None:
 def refused(error: UserError) -> int:
     """Print an error that every rank hits before communication starts; return the exit status, 2.
 
-    Rank 0 of the node prints at once; the others wait for the launcher to end them, so it appears once.
+    The first rank of each node prints it immediately.  The others wait until the launcher ends them, so it appears once
+    per node.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         _wait_for_the_launcher()
@@ -204,7 +206,7 @@ def status_of(action: Callable[[], int]) -> int:
     except ReportedError as error:
         _tell_the_launcher([str(error)])
         sys.stdout.flush()
-        leave(1)  # at a usual end, process groups that other threads still hold would abort this process
+        leave(1)  # in a normal exit, process groups that other threads still hold would abort this process
 
 
 def _wait_for_the_launcher() -> None:
@@ -231,7 +233,7 @@ def end_stopped(text: str, status: int) -> int:
 
 
 def _tell_the_launcher(problems: Sequence[str]) -> None:
-    """Write the root cause that torchrun shows, in its format; otherwise it prints a hint how to get a traceback.
+    """Write the root cause that torchrun shows, in its format.  Without it, torchrun prints how to get a traceback.
 
     torchrun exits with 1 and a traceback of its own whenever a rank's exit status is not 0.
     """

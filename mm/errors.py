@@ -89,8 +89,8 @@ def refuse(problems: Iterable[str]) -> None:
 
 
 def refuse_special(path: Path) -> None:
-    """Raise UserError for a pipe, socket or device in the place of a file: a directory from elsewhere may contain one,
-    and opening it can wait for ever."""
+    """Raise UserError for a pipe, socket or device where a file is expected: a directory from elsewhere may contain
+    one, and opening it can block forever."""
     if path.exists() and not path.is_file() and not path.is_dir():
         raise UserError(f"{path}: is not a regular file but a pipe, a socket or a device; copy or download it again.")
 
@@ -103,7 +103,8 @@ def collected(problems: list[str], prefix: str = "") -> Iterator[None]:
     except UserError as error:
         problems += [prefix + problem for problem in error.problems]
     except OSError as error:
-        problems.append(f"{prefix}{error.filename}: cannot be read: {error.strerror}")
+        # only a failed opening names the file, not a failed read
+        problems.append(f"{prefix}{error.filename or 'a file'}: cannot be read: {error.strerror or error}")
 
 
 def file_error(error: OSError) -> UserError | None:

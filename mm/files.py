@@ -47,8 +47,8 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], Any], *, syncs: bool =
 
 
 def wait_until_visible(path: Path, seconds: float) -> bool:
-    """Wait for a file that exists, but that a network file system may show to this machine late: it remembers the
-    content of a directory for up to a minute.  Returns whether it was seen in time.
+    """Wait for a file that exists, but that a network file system may not show to this machine yet: it caches the
+    content of a directory for up to a minute.  Returns whether the file was seen in time.
     """
     until = time.monotonic() + seconds
     while not path.exists():
@@ -62,7 +62,7 @@ def wait_until_visible(path: Path, seconds: float) -> bool:
 
 
 def sha256(stream: IO[bytes]) -> str:
-    """SHA-256 of all that is left in ``stream``, as hexadecimal digits, in little memory.
+    """SHA-256 of the rest of ``stream`` as hexadecimal digits, in little memory.
 
     ``hashlib.file_digest`` does it from Python 3.11 on.
     """
@@ -89,11 +89,11 @@ def json_object(raw: bytes | str) -> dict[str, Any]:
 
 
 def complete(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """The complete ones of ``lines``, such as those of an open file, with their newlines; a killed process may leave
-    part of the last one."""
+    """Those of ``lines``, such as an open file, that end with a newline, which they keep; a killed process may leave an
+    incomplete last line."""
     return (line for line in lines if line.endswith(b"\n"))
 
 
 def whole_lines(content: bytes) -> list[bytes]:
-    """The complete lines of a list that was read as a whole."""
+    """The complete lines of a file that was read as a whole."""
     return list(complete(io.BytesIO(content)))

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from mm.ending import not_loaded
+from mm.ending import not_installed, not_loaded
 from mm.importing import without_collection
 from mm.signals import STOPPING, status_after
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import psutil
 
 _DEFAULTS = {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", "PET_SHUTDOWN_TIMEOUT": "600"}
-"""Environment variables that stand for torchrun's arguments, where the user gives none: 10 minutes for a save."""
+"""Environment variables that set torchrun's arguments, unless the user does: 10 minutes for a save."""
 _BEAT_SECONDS = 2.0
 _IN_USE = "EADDRINUSE"
 """How torch names the error of a port that another process listens on."""
@@ -34,8 +34,8 @@ _NAME_SECONDS = 60.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Launch the ranks; return 0 if all of them succeed, 2 for a host or port that cannot be used, or 128 plus the
-    number of the signal that ended them early.
+    """Launch the ranks; return 0 if all of them succeed, 2 for a missing package or a host or port that cannot be
+    used, or 128 plus the number of the signal that ended them early.
 
     The ranks themselves report the interruption and what is kept.
     """
@@ -46,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from torch.distributed import run as torchrun
             from torch.distributed.elastic.multiprocessing.api import SignalException
             from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    except ModuleNotFoundError as error:
+        return not_installed(error)
     except RuntimeError as error:
         return not_loaded(error)
     except KeyboardInterrupt:
@@ -85,8 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _unknown_host(args: Namespace) -> str | None:
-    """The problem if this machine cannot find the master of several nodes by its name: torchrun would ask again and
-    again for 15 minutes.  A cluster may only just be about to publish the name."""
+    """The problem if this machine cannot resolve the name of the master of several nodes; torchrun would retry for 15
+    minutes.  This retries for ``_NAME_SECONDS``, because a cluster may publish the name late."""
     if args.nnodes in ("1", "1:1") or args.standalone or args.rdzv_endpoint:
         return None
     until = time.monotonic() + _NAME_SECONDS
@@ -103,8 +105,8 @@ def _unknown_host(args: Namespace) -> str | None:
 
 
 def _end_stopped(launcher: "psutil.Process") -> None:
-    """Kill ranks that are stopped by SIGSTOP when another has ended: torchrun then asks all of them to end, and a
-    stopped process hears nothing."""
+    """Kill ranks that are stopped by SIGSTOP once another rank has ended: torchrun then sends SIGTERM to all of them,
+    which a stopped process does not handle."""
     import psutil
 
     ranks: set[psutil.Process] = set()

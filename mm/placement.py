@@ -152,7 +152,7 @@ def _list_problems(key: str, layout: PipelineLayout, num_layers: int) -> list[st
     if len({len(chunk) for chunk in layout}) != 1:
         return [f"{key} is {_shown(layout)}: every virtual chunk needs the same number of stages"]
     problems = [
-        f"{key}[{chunk}][{stage}] is {count}; a stage cannot have a negative number of layers"
+        f"{key}{_index(layout, chunk, stage)} is {count}; a stage cannot have a negative number of layers"
         for chunk, counts in enumerate(layout)
         for stage, count in enumerate(counts)
         if count < 0
@@ -179,12 +179,16 @@ def _order_problems(vision: PipelineLayout, language: PipelineLayout, vision_key
     num_stages = len(vision[0])
     nested = [legal[start : start + num_stages] for start in range(0, len(legal), num_stages)]
     chunk, stage = divmod(early[0], num_stages)
-    index = f"[{stage}]" if len(language) == 1 else f"[{chunk}][{stage}]"
     return [
-        f"{language_key}{index} is {language_counts[early[0]]}, but the ViT ends only at position {last_vision} of "
-        f"{vision_key} = {_shown(vision)}: an LLM layer cannot come before the last ViT layer; a legal neighbour is "
-        f"{language_key} = {_shown(nested)}"
+        f"{language_key}{_index(language, chunk, stage)} is {language_counts[early[0]]}, but the ViT ends only at "
+        f"position {last_vision} of {vision_key} = {_shown(vision)}: an LLM layer cannot come before the last ViT "
+        f"layer; a legal list near it is {language_key} = {_shown(nested)}"
     ]
+
+
+def _index(layout: PipelineLayout, chunk: int, stage: int) -> str:
+    """The index of an entry in the list that ``_shown`` shows."""
+    return f"[{stage}]" if len(layout) == 1 else f"[{chunk}][{stage}]"
 
 
 def _shown(layout: PipelineLayout | list[list[int]]) -> str:

@@ -4,12 +4,12 @@ import random
 import socket
 
 _PORTS = range(20_000, 32_768)
-"""Below those that Linux gives to whoever asks for any (``ip_local_port_range``): one of these would often be taken by
-another process in the seconds before the launcher listens."""
+"""Below Linux's ephemeral ports (``ip_local_port_range``): another process would often take one of those in the seconds
+before the launcher listens."""
 
 
 def free_port() -> int:
-    """A port on which nobody listens at the moment, drawn at random, so that two launches at once differ.
+    """A port on which nobody listens at the moment, drawn at random, so that simultaneous launches get different ones.
 
     Raises OSError if there is none.
     """

@@ -160,9 +160,9 @@ def _print_seconds(what: str, usual: str, ended: Event) -> None:
 
 
 def _terminal_size() -> tuple[int | None, int | None]:
-    """Columns and rows for tqdm, which shows nothing on a terminal of size 0; containers and CI have some.
+    """Columns and rows for tqdm; None leaves them to tqdm.
 
-    None leaves them to tqdm.
+    tqdm shows nothing on a terminal that reports size 0, as some do in containers and CI.
     """
     if sys.stderr.isatty() and 0 in os.get_terminal_size(sys.stderr.fileno()):
         return 80, 24

@@ -14,15 +14,15 @@ from mm.files import write_whole
 
 _BAR_CHARACTERS = 40
 _MAX_OPEN = 10
-"""The page folds the samples of a problem if more have it."""
+"""The page folds the samples of a problem if there are more than these."""
 _MAX_UNBROKEN, _MAX_WHOLE = 14, 24
-"""The page never breaks cells of at most so many characters into lines, nor words of at most so many in longer cells.
-"""
+"""The page never breaks cells of up to ``_MAX_UNBROKEN`` characters into lines, nor, in longer cells, words of up to
+``_MAX_WHOLE``."""
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """How many samples have how many of something."""
+    """How many samples there are in each range of a quantity, such as their number of tokens."""
 
     title: str
     unit: str
@@ -49,12 +49,12 @@ class Table:
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     is_folded: bool = False
-    """Whether the page shows its rows on a click only."""
+    """Whether the page shows its rows only on a click."""
 
 
 @dataclass(frozen=True)
 class Bars:
-    """One number for each of several things, and the limit of all."""
+    """One number for each of several things, drawn as a bar, and the limit that all have."""
 
     title: str
     unit: str
@@ -68,7 +68,7 @@ class Bars:
 
     @property
     def end(self) -> float:
-        """The length of the longest bar that fits."""
+        """The value of a bar of full length."""
         return max([value for _, value in self.values] + [self.limit or 0.0]) or 1.0
 
 
@@ -86,7 +86,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that is reported, such as about a dataset or a plan."""
+    """A whole report, such as on a dataset or a plan."""
 
     title: str
     facts: tuple[tuple[str, str], ...]
@@ -218,7 +218,7 @@ def _html_table(table: Table) -> str:
 
 
 def _folded(title: str, content: str) -> str:
-    """Content that the page shows on a click only."""
+    """Content that the page shows only on a click."""
     return f"<details><summary>{escape(title)}</summary>{content}</details>"
 
 

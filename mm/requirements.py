@@ -1,6 +1,6 @@
 """The packages that setup.py declares, and those that are installed.
 
-Asks only for metadata: what is wrong with a package may be that it cannot be imported.
+Reads only metadata, because a broken package may be impossible to import.
 """
 
 import importlib.metadata
@@ -31,7 +31,7 @@ def _requires() -> list[str]:
 
 
 def installed(name: str) -> str | None:
-    """The version of an installed package."""
+    """The version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -1,7 +1,8 @@
 """Signals that ask a program to stop: Ctrl-C, SIGTERM from schedulers, and SIGUSR1, which schedulers send earlier.
 
-The first raises ``Stopped`` in the main thread, again and again if code of others swallows it, as some imports do.
-While a run defers it, it is only recorded, and the run stops where it can save.  A second one ends the process at once.
+The first raises ``Stopped`` in the main thread, repeatedly if third-party code swallows it, as some imports do.  While
+a run defers signals, the first is only recorded, and the run stops where it can save.  A second one ends the process
+immediately.
 """
 
 import os
@@ -21,7 +22,7 @@ _AGAIN_SECONDS = 2.0
 """A signal may reach a rank several times: from the terminal, the launcher and the scheduler.  One that comes this long
 after the first is a second request."""
 _REMINDER_SECONDS = 1.0
-"""How often it is checked whether ``Stopped`` was swallowed."""
+"""Seconds between two checks whether ``Stopped`` was swallowed."""
 
 Handler = signal.Handlers | Callable[[int, FrameType | None], object] | int | None
 

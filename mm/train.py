@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _kept(words: Sequence[str]) -> str:
     """What remains after a signal that ended the run at once, for its message.
 
-    Imports nothing: the signal may have come while torch was imported, of which nothing can be imported any more then.
+    Imports nothing: the signal may have interrupted the import of torch, and then no part of torch can be imported.
     """
     given = TRAIN.split(words)
     if "--dry-run" in given.given or "--check" in given.given:

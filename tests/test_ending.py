@@ -135,11 +135,13 @@ def test_ctrl_c_in_mm_data_is_one_line(inputs: Path) -> None:
     assert not list(inputs.rglob("*.npy"))
 
 
-@pytest.mark.parametrize("program", ["pretrain_vlm.py", "inference_vlm.py", "evaluate_vlm.py"])
-def test_a_python_without_the_packages_explains_how_to_install_them(program):
+@pytest.mark.parametrize("words", [["pretrain_vlm.py"], ["inference_vlm.py"], ["evaluate_vlm.py"], ["-m", "mm.launch"]],
+                         ids=lambda words: words[-1])
+def test_a_python_without_the_packages_explains_how_to_install_them(words: list[str]):
     """-S -E: without site-packages, as outside the environment."""
-    done = subprocess.run([sys.executable, "-S", "-E", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-S", "-E", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stdout == ""
-    missing = "'(pydantic|annotated_types)"  # whichever is imported first
+    missing = "'(pydantic|annotated_types|psutil)"  # whichever is imported first
     assert re.match(re.escape(f"error: {sys.executable} has no package ") + missing, done.stderr)
     assert "source .venv/bin/activate" in done.stderr and "Traceback" not in done.stderr

@@ -5,7 +5,7 @@ import traceback
 import pytest
 
 from mm.config.flags import TRAIN
-from mm.errors import UserError, add_note, nearest, printable, redacted
+from mm.errors import UserError, add_note, collected, nearest, printable, redacted
 
 
 @pytest.mark.parametrize(("word", "known", "expected"), [
@@ -48,6 +48,15 @@ def test_a_traceback_shows_notes():
     add_note(error, "while encoding sample 3")
     shown = "".join(traceback.format_exception(error)).splitlines()
     assert shown[-3:] == ["RuntimeError: shapes differ", "while reading picture.png", "while encoding sample 3"]
+
+
+def test_a_failed_read_that_names_no_file():
+    problems: list[str] = []
+    for error in (OSError(5, "Input/output error"), OSError("cannot identify image"), OSError(5, "bad", "x.json")):
+        with collected(problems, "data: "):
+            raise error
+    assert problems == ["data: a file: cannot be read: Input/output error",
+                        "data: a file: cannot be read: cannot identify image", "data: x.json: cannot be read: bad"]
 
 
 def test_a_note_leaves_what_an_error_of_the_system_says():

@@ -1,4 +1,4 @@
-"""Every order-preserving layout is placed exactly; every other one is refused with a legal neighbour."""
+"""Every order-preserving layout is placed exactly; every other one is refused with a legal one near it."""
 
 import ast
 import re
@@ -71,7 +71,8 @@ def test_boundaries_carry_what_the_next_slot_needs(layout: tuple) -> None:
     ("vision", "language", "words"),
     [
         (((4, 0),), ((1, 2),), "sums to 3"),
-        (((5, -1),), ((2, 2),), "negative"),
+        (((5, -1),), ((2, 2),), "pipeline_num_layers[1] is -1; a stage cannot have a negative"),
+        (((5, 0), (-1, 0)), ((0, 0), (0, 4)), "pipeline_num_layers[1][0] is -1; a stage cannot have a negative"),
         (((4, 0),), ((1, 1, 2),), "both need one entry per pipeline stage"),
         (((2, 2),), ((1, 3),), "cannot come before the last ViT layer"),
         ((), ((4,),), "is empty"),
@@ -83,7 +84,7 @@ def test_illegal_layouts_are_refused(vision: tuple, language: tuple, words: str)
     assert words in problem
 
 
-def test_the_neighbour_offered_is_legal() -> None:
+def test_the_list_offered_is_legal() -> None:
     vision = ((30, 2, 0, 0),)
     (problem,) = layout_problems(vision, ((1, 10, 10, 7),), 32, 28)
     offered = ast.literal_eval(re.findall(r"\[[\d, ]+\]$", problem)[0])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, get_args
 
 from mm.config.choices import DeviceName
 from mm.config.misspelt import parse
-from mm.console import add_common_flags
+from mm.console import add_common_flags, positive_count
 from mm.doctor.diagnosis import Diagnosis, Level, fault, ok
 from mm.doctor.imports import import_findings, start_imports
 from mm.doctor.machine import directory_findings, file_findings, memory_findings, temporary_findings
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 
 def run(words: Sequence[str]) -> int:
-    """Examine this machine, print each finding at once, and return the exit status: 0, or 1 if there is a fault."""
+    """Examine this machine, print each finding as soon as it is known, and return the exit status: 0, or 1 if there is
+    a fault."""
     parser = _parser()
     flags = parse(parser, words)
     if not 0 <= flags.node_rank < flags.nnodes:
@@ -68,23 +69,24 @@ def _parser() -> argparse.ArgumentParser:
     examined.add_argument("--hosts", nargs="*", default=[], metavar="HOST[:PORT]",
                           help="other nodes, which this one must reach")
     examined.add_argument("--port", type=int, default=29500, help="port of --hosts without one (default 29500)")
-    examined.add_argument("--report", type=Path, metavar="FILE", help="write all of it to a file, for an issue")
+    examined.add_argument("--report", type=Path, metavar="FILE", help="also write everything to FILE, for an issue")
     trial = parser.add_argument_group("The trial: ranks that compute and talk to each other")
-    trial.add_argument("--no-trial", action="store_true", help="start no ranks: the devices may be busy")
-    trial.add_argument("--num-processes", type=int, metavar="N",
+    trial.add_argument("--no-trial", action="store_true", help="start no ranks, for example while devices are busy")
+    trial.add_argument("--num-processes", type=positive_count, metavar="N",
                        help="ranks of the trial on this machine; absent = one for each device, 2 on the CPU")
     trial.add_argument("--trial-seconds", type=float, default=300.0, metavar="SECONDS",
-                       help="how long the ranks of the trial may take, and other nodes be late (default 300)")
+                       help="how long the trial may take, and how long to wait for other nodes (default 300)")
     several = parser.add_argument_group("Several nodes", "the same command on each of them, as for torchrun")
-    several.add_argument("--nnodes", type=int, default=1, metavar="N", help="how many (default 1)")
-    several.add_argument("--node-rank", type=int, default=0, metavar="R", help="the number of this one, from 0")
+    several.add_argument("--nnodes", type=positive_count, default=1, metavar="N", help="how many (default 1)")
+    several.add_argument("--node-rank", type=int, default=0, metavar="R", help="the number of this node, from 0")
     several.add_argument("--master-addr", default="localhost", metavar="HOST", help="name or address of node 0")
-    several.add_argument("--master-port", type=int, default=6000, metavar="PORT", help="free there (default 6000)")
+    several.add_argument("--master-port", type=int, default=6000, metavar="PORT",
+                         help="a free port of node 0 (default 6000)")
     return parser
 
 
 def _findings(flags: argparse.Namespace) -> Iterator[Diagnosis]:
-    """Each check stands alone, so that one that fails does not end the others."""
+    """The findings of all checks.  A check that fails does not end the others."""
     imports = start_imports()
     for name, check in (
         ("packages", package_findings),
@@ -102,7 +104,7 @@ def _findings(flags: argparse.Namespace) -> Iterator[Diagnosis]:
 
 
 def _tried(name: str, check: Callable[[], Iterator[Diagnosis]]) -> Iterator[Diagnosis]:
-    """What ``check`` finds; if it fails, that is a finding: on a machine that is not in order it may raise anything."""
+    """What ``check`` finds.  Its failure is a finding, too: on a faulty machine, it may raise anything."""
     try:
         yield from check()
     except Exception as error:
@@ -118,7 +120,7 @@ def _cure_of(error: Exception) -> str:
 
 
 def _directories(wanted: Sequence[Path] | None) -> Iterator[Diagnosis]:
-    """Those of the user, by default the current one, and the one for temporary files."""
+    """The directories that the user gave, by default the current one, and the one for temporary files."""
     for directory in dict.fromkeys(wanted or [Path.cwd()]):
         yield from directory_findings(directory, takes_checkpoints=True)
     yield from temporary_findings(os.environ)
@@ -141,7 +143,7 @@ def _trial(flags: argparse.Namespace, own: TrialNode) -> Iterator[Diagnosis]:
 
 
 def _between(flags: argparse.Namespace) -> Iterator[Diagnosis]:
-    """Between the nodes: first without their devices, and if all is well with them."""
+    """Checks between the nodes: first of the network, then, unless there is a fault, a trial on all their devices."""
     from mm.device.platforms import PLATFORMS
     from mm.doctor.nodes import Nodes
 

@@ -1,4 +1,4 @@
-"""Whether the packages can be imported, and from where: another folder may stand before them on Python's path.
+"""Whether the packages can be imported, and from where: another folder may come before them on Python's path.
 
 ``python -m mm.doctor.imports NAME ...`` is the other process in which they are imported, because an import can crash.
 """
@@ -14,6 +14,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 from mm.doctor.diagnosis import Diagnosis, fault, ok, warning
+from mm.errors import counted
 from mm.files import json_value
 from mm.requirements import declared_names, installed
 
@@ -38,7 +39,7 @@ def import_findings(process: "subprocess.Popen[str]") -> Iterator[Diagnosis]:
         process.kill()
         output, errors = process.communicate()
         errors += f"no end within {_SECONDS:.0f} s"
-    rows = [json_value(line) for line in output.splitlines() if line.startswith("[")]
+    rows = map(json_value, output.splitlines())
     results = {name: (module, problem, missing, place) for name, module, problem, missing, place in rows}
     good = list[str]()
     for name, (module, problem, missing, place) in results.items():
@@ -56,11 +57,11 @@ def import_findings(process: "subprocess.Popen[str]") -> Iterator[Diagnosis]:
         begun = next((name for name in declared_names() if installed(name) is not None and name not in results), "")
         yield fault(begun or "imports", f"the import ends Python with status {process.returncode}: {tail[0]}",
                     f"{sys.executable} -c 'import {module_of(begun)}' shows all of it; install the package again")
-    yield ok("imports", f"{len(good)} packages")
+    yield ok("imports", counted(len(good), "package"))
 
 
 def _away(module: str, place: str) -> str:
-    """How to remove a stranger at ``place`` from Python's path."""
+    """How to remove another package's ``module``, at ``place``, from Python's path."""
     entry = Path(place).parents[module.count(".")]
     return f"rename {place}, or start from another folder" if entry == Path.cwd() else (
         f"remove {entry} from PYTHONPATH")
@@ -77,8 +78,10 @@ def _package_of(module: str) -> str:
 
 
 def main(names: Sequence[str]) -> None:
-    """Print for each package, as JSON, its name, its module, and what may be None: why its import fails, which other
-    module is missing for it, and the place of a stranger."""
+    """Print for each package, as JSON, its name, its module, and three values that may be None: why its import fails,
+    which other module it lacks, and the place of a module that hides it."""
+    lines = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what a module prints while it is imported must not stand between the lines
     for name in names:
         module, problem, missing, place = module_of(name), None, None, None
         try:
@@ -90,8 +93,7 @@ def main(names: Sequence[str]) -> None:
             if isinstance(error, ModuleNotFoundError) and error.name is not None:
                 other = error.name.partition(".")[0]
                 missing = None if other == module.partition(".")[0] else other
-        sys.stdout.write(json.dumps([name, module, problem, missing, place]) + "\n")
-        sys.stdout.flush()
+        lines.write(json.dumps([name, module, problem, missing, place]) + "\n")
 
 
 def _stranger(name: str, module: str) -> str | None:

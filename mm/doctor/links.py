@@ -24,7 +24,7 @@ _NUM_REPEATS = 5
 _SIDE, _NUM_PRODUCTS = 1024, 5
 """A device takes longer to start a product and to report its end than the CPU does, so it computes several in a row."""
 _LATE = 2.0
-"""A rank is slow if it takes so many times the median of all ranks."""
+"""A rank is slow if it takes more than this many times the median of all ranks."""
 _CURE = ("check the links (nvidia-smi topo -m, npu-smi info -t topo), update the driver, or turn direct links off "
          "(NCCL_P2P_DISABLE=1, HCCL_INTRA_PCIE_ENABLE=1) to see which one is at fault")
 
@@ -78,7 +78,7 @@ def _listed(ranks: Sequence[int], names: Sequence[str]) -> str:
 
 
 def _speeds(device: Device, mesh: Mesh, names: Sequence[str], begin: Callable[[str], None]) -> Diagnosis:
-    """Which rank computes the same more slowly than the others."""
+    """Whether some rank computes the same products more slowly than the others."""
     begin("matrix products")
     shares_device = device.platform.num_devices() is None  # as on the CPU, where other processes compute, too
     num_products = 1 if shares_device else _NUM_PRODUCTS
@@ -102,7 +102,7 @@ def _speeds(device: Device, mesh: Mesh, names: Sequence[str], begin: Callable[[s
 
 
 def _link_tests(device: Device, mesh: Mesh) -> Iterator[LinkTest]:
-    """First those of all ranks, then smaller groups, as a layout has them, and messages over each distance."""
+    """Collectives of all ranks, messages over each distance, then collectives of smaller groups, as in a layout."""
     rank, size, here = mesh.rank, mesh.world_size, device.torch_device
 
     def filled(value: float, count: int = NUM_ELEMENTS) -> Tensor:
@@ -142,7 +142,7 @@ def _link_tests(device: Device, mesh: Mesh) -> Iterator[LinkTest]:
     yield LinkTest(f"broadcast over {size} ranks", broadcast, [size - 1])
     distances = [1 << power for power in range(size.bit_length()) if 1 << power < size]
     for distance in distances:
-        yield LinkTest(f"send and receive to the rank {distance} further", shifted(distance),
+        yield LinkTest(f"messages between ranks {distance} apart", shifted(distance),
                        [(rank - distance) % size])
     for step in distances:
         for name, groups in _divisions(size, step):

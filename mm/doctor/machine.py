@@ -59,7 +59,7 @@ def memory_findings(host_bytes: int, shared_bytes: int | None) -> Iterator[Diagn
 def directory_findings(directory: Path, *, takes_checkpoints: bool) -> Iterator[Diagnosis]:
     """Whether files can be written there, how fast, how much fits, and whether its clock is this machine's.
 
-    ``takes_checkpoints``: or only small files.
+    ``takes_checkpoints``: whether checkpoints are written there, or only small files.
     """
     name = f"directory {directory}"
     try:

@@ -1,4 +1,4 @@
-"""Whether this machine reaches others, as far as can be tried without a process on them."""
+"""Whether this machine reaches others, as far as that can be tried without a process there."""
 
 import socket
 import time
@@ -9,6 +9,7 @@ from mm.doctor.diagnosis import Diagnosis, fault, ok, warning
 
 _CONNECT_SECONDS = 3.0
 _LOCAL_NAMES = ("localhost", "127.0.0.1")
+_PORTS = range(1, 1 << 16)
 
 
 def name_findings(environment: Mapping[str, str], *, is_one_of_several: bool) -> Iterator[Diagnosis]:
@@ -39,6 +40,10 @@ def host_findings(hosts: Sequence[str], default_port: int) -> Iterator[Diagnosis
     """Whether each ``HOST`` or ``HOST:PORT`` answers.  A refused connection is an answer."""
     for host in hosts:
         name, _, port = host.partition(":")
+        port = port or str(default_port)
+        if not (port.isdecimal() and int(port) in _PORTS):
+            yield fault(f"host {host}", f"{port!r} is not a port", f"give a number from 1 to {_PORTS[-1]}")
+            continue
         try:
             address = socket.gethostbyname(name)
         except OSError as error:
@@ -49,7 +54,7 @@ def host_findings(hosts: Sequence[str], default_port: int) -> Iterator[Diagnosis
             yield fault(f"host {host}", f"is {address} here, which is this machine itself",
                         f"give {name} its own address in /etc/hosts")
             continue
-        yield _reached(host, address, int(port or default_port))
+        yield _reached(host, address, int(port))
 
 
 def _reached(host: str, address: str, port: int) -> Diagnosis:

@@ -8,7 +8,7 @@ from mm.doctor.diagnosis import Diagnosis, fault, ok, warning
 from mm.doctor.machine import CLOCK_SECONDS
 
 SLOW_BYTES, FAR_SECONDS = 100e6, 2e-3
-"""A TCP stream below so many bytes per second is slow, and so is a round trip above so many seconds."""
+"""A TCP stream below ``SLOW_BYTES`` per second is slow, and so is a round trip above ``FAR_SECONDS``."""
 _UNEVEN = 0.5
 """A stream below this share of the median of the nodes is slow, too."""
 
@@ -27,7 +27,7 @@ class Facts:
     versions: Mapping[str, str]
     """What must be the same on all nodes."""
     variables: Mapping[str, str]
-    """Those that usually are."""
+    """Environment variables that usually are the same on all nodes."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ _TIME, _BYTES = b"t", b"b"
 """What a node may ask of another: its time, or ``_PROBE_BYTES`` bytes."""
 _OWN_TO_EACH = ("HCCL_IF_IP", "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 _SHARED = ("GLOO_", "HCCL_", "NCCL_", "TORCH_", "PYTORCH_", "CUDA_", "ASCEND_")
-"""Starts of the variables that are usually the same on all nodes."""
+"""Prefixes of the variables that are usually the same on all nodes."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,8 @@ class Nodes:
 
     def _absent(self, store: Store) -> Diagnosis:
         late = [str(node) for node in range(self.num_nodes) if not store.check([f"facts/{node}"])]
-        return fault("nodes", f"node {', '.join(late)} of {self.num_nodes} has not come within {self.seconds:.0f} s",
+        which = f"node{'s' * (len(late) > 1)} {', '.join(late)} of {self.num_nodes}"
+        return fault("nodes", f"{which} {'have' if len(late) > 1 else 'has'} not come within {self.seconds:.0f} s",
                      f"start the same command there, with --node-rank {late[0] if late else ''}")
 
     def _route(self, facts: Sequence[Facts]) -> Route:
@@ -150,12 +151,13 @@ def _connected(facts: Facts) -> socket.socket:
 
 def _time_of(facts: Facts) -> tuple[float, float]:
     """Seconds of a round trip to that node, and how far this clock is ahead of its own; from the fastest trip."""
-    answers = list[tuple[float, float]]()
+    answers, answer = list[tuple[float, float]](), memoryview(bytearray(struct.calcsize("d")))
     with _connected(facts) as connection:
         for _ in range(_NUM_QUESTIONS):
             asked, began = time.time(), time.perf_counter()
             connection.sendall(_TIME)
-            its, = struct.unpack("d", connection.recv(8, socket.MSG_WAITALL))
+            _receive(connection, answer)
+            its, = struct.unpack("d", answer)
             seconds = time.perf_counter() - began
             answers.append((seconds, asked + seconds / 2 - its))
     return min(answers)
@@ -163,17 +165,19 @@ def _time_of(facts: Facts) -> tuple[float, float]:
 
 def _speed_of(facts: Facts) -> float:
     """Bytes per second of one TCP stream from that node."""
+    block = memoryview(bytearray(_BLOCK_BYTES))
     with _connected(facts) as connection:
         began = time.perf_counter()
         connection.sendall(_BYTES)
-        _receive(connection, _PROBE_BYTES)
+        for _ in range(_PROBE_BYTES // _BLOCK_BYTES):
+            _receive(connection, block)
         return _PROBE_BYTES / (time.perf_counter() - began)
 
 
-def _receive(connection: socket.socket, num_bytes: int) -> None:
-    block = memoryview(bytearray(min(_BLOCK_BYTES, num_bytes)))
-    while num_bytes:
-        num_new = connection.recv_into(block[: min(len(block), num_bytes)])
+def _receive(connection: socket.socket, target: memoryview) -> None:
+    """Fill ``target``.  Raises ConnectionError if the other node closes the connection too early."""
+    while target:
+        num_new = connection.recv_into(target)
         if not num_new:
             raise ConnectionError("the other node closed the connection")
-        num_bytes -= num_new
+        target = target[num_new:]

@@ -1,6 +1,6 @@
-"""Whether the packages of this environment are those that the trainer needs, and none stands in another's place.
+"""Whether the packages of this environment are those that the trainer needs, and none hides another.
 
-Asks only for metadata and imports none of them: what is wrong with a package may be that it cannot be imported.
+Reads only metadata, because a broken package may be impossible to import.
 """
 
 import importlib.metadata
@@ -61,7 +61,7 @@ def _versions() -> Iterator[Diagnosis]:
 
 
 def _missing(names: Sequence[str], why: str) -> Iterator[Diagnosis]:
-    """Those of ``names`` that are not installed, and that no more can be said."""
+    """Faults for those of ``names`` that are not installed, and a warning that versions were not compared."""
     for name in names:
         if installed(name) is None:
             yield fault(name, "not installed", f"{sys.executable} -m pip install '{name}'")

@@ -66,7 +66,7 @@ def _name(device: "Device", mesh: "Mesh") -> str:
 def _device(device: "Device") -> Iterator[Diagnosis]:
     yield ok("device", f"{device.kind}: {device.name}")
     for note in device.notes:
-        yield warning("device", note, "see the end of that sentence")
+        yield warning("device", note, "follow the advice in this note")
     names = {field.name: getattr(device.kernels, field.name) for field in fields(device.kernels)}
     yield ok("kernels", ", ".join(f"{name} {_named(one)}" for name, one in names.items()
                                   if callable(one) and name != "rounded_at_random"))

@@ -45,7 +45,7 @@ def model() -> ModelConfig:
 
 
 def trained_step(device: Device, mesh: Mesh, precision: str) -> dict[str, float]:
-    """Train one step, the same on every data-parallel rank; its loss and gradient norm."""
+    """Train one step, the same on every data-parallel rank, and return its loss and gradient norm."""
     args = replace(parse(_FLAGS), bf16=precision == "bf16", global_batch_size=mesh.dp_size)
     stage = Stage(model(), mesh, precision, device)
     _fill(stage)
@@ -57,7 +57,8 @@ def trained_step(device: Device, mesh: Mesh, precision: str) -> dict[str, float]
 
 
 def _fill(stage: Stage) -> None:
-    """Weights that follow from their names: numpy promises the numbers of this old generator for all versions."""
+    """Draw each weight with a seed that follows from its name; numpy promises that this old generator gives the same
+    numbers in all versions."""
     with torch.no_grad():
         for weight, values in stage.whole_weights(stage.weights):
             drawn = np.random.RandomState(zlib.crc32(weight.name.encode())).standard_normal(tuple(values.shape))

@@ -17,7 +17,7 @@ from mm.doctor.diagnosis import Diagnosis, Level, fault, ok, read_lines
 RANK = "mm.doctor.rank"
 _END_SECONDS, _BEAT_SECONDS = 20.0, 0.1
 _PATIENCE = 2.0
-"""A device may take so many times as long as the first that has passed."""
+"""A device may take this many times as long as the first that has passed, and ``_END_SECONDS`` more."""
 _ERRORS = "errors.txt"
 _OF_A_JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK",
              "NNODES")  # fmt: skip
@@ -84,6 +84,8 @@ def _alone(wanted: str, num_processes: int, seconds: float) -> Iterator[Diagnosi
         folders = [Path(stack.enter_context(TemporaryDirectory(prefix="mm-doctor-"))) for _ in range(num_processes)]
         processes = [_start([sys.executable, "-m", RANK, str(folder), wanted], folder,
                             environment() | {"LOCAL_RANK": str(index)}) for index, folder in enumerate(folders)]
+        for process in processes:  # they have no launcher that would end them after a signal
+            stack.callback(end, process)
         _wait_for_all(processes, seconds)
         outputs = [_errors(process, folder, 0.0) for process, folder in zip(processes, folders, strict=True)]
         is_clean = True

@@ -9,8 +9,9 @@ from mm.doctor.diagnosis import Diagnosis, fault, ok, warning
 
 SHOWN = ("ACLNN_", "ASCEND_", "ATB_", "CANN_", "COMBINED_", "CPU_AFFINITY", "CUDA_", "GLOO_", "HCCL_", "MASTER_",
          "MKL_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_", "TASK_QUEUE", "TORCH_", "TP_")
-"""Starts of the names that matter."""
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+"""Prefixes of the names that matter."""
+_PATTERNS = ("NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
+_INTERFACES = (*_PATTERNS, "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 _ADDRESSES = ("HCCL_IF_IP",)
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 _SLOW = {"CUDA_LAUNCH_BLOCKING": "1", "ASCEND_LAUNCH_BLOCKING": "1", "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
@@ -25,13 +26,13 @@ def variable_findings(
 ) -> Iterator[Diagnosis]:
     """``interfaces``: the addresses of each network interface; ``num_processes``: ranks on this machine."""
     for name in _INTERFACES:
-        if (value := environment.get(name)) and not _names_an_interface(value, interfaces):
+        if (value := environment.get(name)) and not _names_an_interface(name, value, interfaces):
             yield fault(name, f"{value!r} names no interface of this machine, which has {', '.join(interfaces)}",
                         f"unset {name}, or set it to the interface of the training network")
     known = {address for some in interfaces.values() for address in some}
     for name in _ADDRESSES:
         if (value := environment.get(name)) and value not in known:
-            yield fault(name, f"{value} is no address of this machine",
+            yield fault(name, f"{value} is not an address of this machine",
                         f"unset {name}, or set it to one that `ip addr` shows")
     for name in _DEVICES:
         if environment.get(name) == "":
@@ -44,9 +45,14 @@ def variable_findings(
     yield ok("variables", ", ".join(shown) or "none that matter")
 
 
-def _names_an_interface(value: str, interfaces: Mapping[str, Sequence[str]]) -> bool:
-    """By NCCL's and HCCL's rules: a list of beginnings of names; ^ excludes them, and = wants whole names.  gloo takes
-    a name alone."""
+def _names_an_interface(name: str, value: str, interfaces: Mapping[str, Sequence[str]]) -> bool:
+    """Whether the ``value`` of variable ``name`` is valid here.
+
+    NCCL and HCCL take a list of prefixes of names, of which one must exist; ^ excludes them, and = demands whole names.
+    gloo takes a list of prefixes, all of which must exist, and knows neither ^ nor = (seen with torch 2.13).
+    """
+    if name not in _PATTERNS:
+        return all(word and any(one.startswith(word) for one in interfaces) for word in value.split(","))
     if value.startswith("^"):
         return True
     exact, words = value.startswith("="), value.lstrip("=").split(",")
@@ -60,7 +66,7 @@ def _numbers(environment: Mapping[str, str], num_cores: int, num_processes: int)
                     "export HCCL_CONNECT_TIMEOUT=1200")
     threads = environment.get("OMP_NUM_THREADS")
     if threads is not None and not (threads.isdigit() and int(threads)):
-        yield fault("OMP_NUM_THREADS", f"{threads!r} is no positive number", "export OMP_NUM_THREADS=1")
+        yield fault("OMP_NUM_THREADS", f"{threads!r} is not a positive number", "export OMP_NUM_THREADS=1")
     elif threads is not None and int(threads) > 1 and int(threads) * num_processes > num_cores:
         yield warning("OMP_NUM_THREADS", f"{threads} threads in each of {num_processes} processes are more than the "
                       f"{num_cores} cores", f"export OMP_NUM_THREADS={max(1, num_cores // num_processes)}")

@@ -47,7 +47,7 @@ class Bin:
             self.most = value
 
     def merge(self, other: "Bin") -> None:
-        """Take over the values of the bin that follows."""
+        """Add the values of the next bin."""
         self.last = other.last
         self.count, self.total = self.count + other.count, self.total + other.total
         self.least, self.most = min(self.least, other.least), max(self.most, other.most)
@@ -55,14 +55,14 @@ class Bin:
 
 
 class Curve:
-    """Bins of equally many steps.  When there are too many, each two become one, so memory is bounded."""
+    """Bins of equally many steps.  When there are too many, neighbours are merged in pairs, so memory is bounded."""
 
     def __init__(self, max_bins: int = MAX_BINS) -> None:
         self._max_bins = max_bins
         self.width = 1
         """Steps of a bin."""
         self.bins: list[Bin] = []
-        """By step; a bin without any value is not there."""
+        """In the order of steps; steps without a value have no bin."""
         self._end = 0
         """The step at which the next bin begins."""
 
@@ -96,7 +96,7 @@ class Curve:
 
 
 def stretches(bins: Sequence[Bin]) -> list[list[Bin]]:
-    """Runs of bins without a gap: each bin without a finite value, or with a value that is not finite, ends one."""
+    """Sequences of bins without a gap; a value that is not finite ends one."""
     found: list[list[Bin]] = [[]]
     for one in bins:
         if one.count:
@@ -107,7 +107,8 @@ def stretches(bins: Sequence[Bin]) -> list[list[Bin]]:
 
 
 def running_means(bins: Sequence[Bin], num_bins: int) -> list[float]:
-    """For each bin the mean of the values of the ``num_bins`` around it, or fewer at the ends; all must have values."""
+    """For each bin, the mean of all values in the ``num_bins`` bins around it, or in fewer at the ends.  Each bin must
+    have a finite value."""
     before, after = (num_bins - 1) // 2, num_bins // 2
     totals, counts = [0.0], [0]
     for one in bins:

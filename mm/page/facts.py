@@ -1,4 +1,4 @@
-"""The headline of a run: what it trains on what, how far it is, how fast, and whether it still runs."""
+"""The headline of a run: model and layout, progress, speed, quality, and whether it still runs."""
 
 from collections.abc import Iterator, Mapping
 from datetime import datetime
@@ -11,9 +11,10 @@ from mm.progress import duration
 
 GIB = 2**30
 _SILENT_STEPS, _SILENT_SECONDS = 20, 600.0
-"""A run may have ended if its last step is older than so many steps, and so many seconds, whichever is longer."""
+"""A run may have ended if its last row is older than ``_SILENT_SECONDS``, and older than ``_SILENT_STEPS`` steps at the
+present speed."""
 _HIDDEN = ("weights",)
-"""Settings that are long lists."""
+"""Settings that are not shown, because they are long lists."""
 _MAX_CHARACTERS = 200
 
 
@@ -32,16 +33,16 @@ def status(record: RunRecord, now: datetime) -> Status:
         return Status(f"Ended at {record.fact('ended', 'at')}: {how}.", False)
     if record.history.last is None or record.last_written is None:
         return Status("No step has been recorded yet.", False)
-    age = (now - record.last_written).total_seconds()
+    age = max(0.0, (now - record.last_written).total_seconds())  # the clock of a file server may be ahead
     step = record.history.last["iteration"]
     if age > max(_SILENT_SECONDS, _SILENT_STEPS * (record.history.recent_median("step_seconds") or 0.0)):
         return Status(f"No row for {duration(age)} after step {step:,}, and no record of an end: the run is stuck or "
                       f"in a long pause, or it was killed. Its output says more.", True)
-    return Status(f"Running: step {step:,} was the last one recorded, {duration(age)} before.", False)
+    return Status(f"Running: step {step:,} was recorded last, {duration(age)} before this page was written.", False)
 
 
 def run_facts(record: RunRecord, now: datetime) -> Iterator[tuple[str, str]]:
-    """Names and values, those that change first; those that the files do not have are left out."""
+    """Names and values of the facts, first of those that change; what the files lack is left out."""
     yield "status", status(record, now).text
     yield from _progress(record)
     yield from _quality(record)

@@ -16,11 +16,11 @@ from mm.page.curve import Curve
 ALWAYS_FINITE = ("lr", "step_seconds", "tokens_per_second_per_device", "max_memory_bytes")
 """Fields of a step that have a curve."""
 MAY_BE_LOST = ("loss", "grad_norm")
-"""Those that are null where they are not finite."""
+"""Fields of a step that have a curve, and are null where they are not finite."""
 MAX_LISTED = 50
 """Most rows of a table, the latest ones."""
 _NUM_RECENT = 100
-"""Steps of the medians that stand for the present."""
+"""Steps in the medians of the present speed."""
 _MAX_MARKS = 120
 
 MetricsRow = Mapping[str, Any]
@@ -41,7 +41,8 @@ class History:
         self.compared: MetricsRow | None = None
         """The latest step whose ranks were compared."""
         self.stage_memory_bytes: list[int] = []
-        """Highest peak memory of the ranks of each stage; empty if it was not recorded."""
+        """Highest peak memory of the ranks of each stage, since the number of stages last changed; empty if it was not
+        recorded."""
         self.seconds = 0.0
         """Total time of the steps."""
         self.num_tokens = 0
@@ -55,7 +56,7 @@ class History:
         return found
 
     def fold_lines(self, lines: Iterable[bytes], name: str) -> None:
-        """Fold the complete ones of ``lines`` of the file ``name``."""
+        """Fold the complete ones of ``lines``, which are those of the file ``name``."""
         for number, line in enumerate(complete(lines), start=1):
             try:
                 row = from_json(line)
@@ -65,7 +66,7 @@ class History:
                                 f"if the file is damaged, remove that line, and make the page again") from error
 
     def fold(self, row: MetricsRow) -> None:
-        """Fold one row; a kind that is not known has no place on the page."""
+        """Fold one row; a row of an unknown kind is ignored."""
         match row["kind"]:
             case "step":
                 self._fold_step(row)
@@ -96,8 +97,9 @@ class History:
         self.num_tokens += int(row["num_tokens"])
         self.recent.append(row)
         if found := row.get("stage_memory_bytes"):
-            known = self.stage_memory_bytes or [0] * len(found)
-            self.stage_memory_bytes = [max(pair) for pair in zip(known, found, strict=False)]
+            known = self.stage_memory_bytes  # a run that was resumed may have another number of stages
+            known = known if len(known) == len(found) else [0] * len(found)
+            self.stage_memory_bytes = [max(pair) for pair in zip(known, found, strict=True)]
         if row.get("slowest_ranks"):
             self.compared = row
 

@@ -74,7 +74,7 @@ def _tiles(facts: Sequence[tuple[str, str]]) -> str:
 
 
 def _side_by_side(title: str, names: Sequence[str], columns: Sequence[dict[str, str]]) -> Table:
-    """A column for each run; a value that a run does not have is a dash."""
+    """A column for each run; a missing value is a dash."""
     keys = dict.fromkeys(key for one in columns for key in one)
     return Table(title, ("", *names), tuple((key, *(one.get(key, "-") for one in columns)) for key in keys))
 

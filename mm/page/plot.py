@@ -17,11 +17,11 @@ BAD = "#d55e00"
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 460, 220, 58, 12, 10, 38
 """Sizes in pixels; the axes are left and at the bottom."""
 _NUM_TICKS = 5
-"""About so many ticks on an axis."""
+"""Ticks on an axis, approximately."""
 _LOG_RATIO = 30.0
-"""The axis is logarithmic if the largest value is so many times the median."""
+"""The axis is logarithmic if the largest value is more than this many times the median."""
 _MEAN_SHARE = 25
-"""A running mean is over the bins of one ``_MEAN_SHARE``-th of the curve."""
+"""A running mean covers one ``_MEAN_SHARE``-th of the bins of its curve."""
 _MARGIN = 0.04
 MarkShape = Literal["diamond", "cross"]
 
@@ -55,11 +55,11 @@ class Series:
 
 @dataclass(frozen=True)
 class Marks:
-    """Single steps."""
+    """Marks at single steps."""
 
     name: str
     bins: Sequence[Bin]
-    """One bin for each; several if there are too many."""
+    """One bin for each step, or for several if there are too many."""
     shape: MarkShape
     colour: str
     at_top: bool = False
@@ -109,13 +109,13 @@ class Plot:
         return [one for curve in self.series for one in curve.bins if one.num_lost]
 
     def _elements(self, axes: "_Axes") -> list[str]:
-        share = 1.0 if len(self.series) == 1 else 0.4  # what is spread in several runs must not hide anything
+        share = 1.0 if len(self.series) == 1 else 0.4  # the bands of several runs must not hide anything
         return [*axes.drawn(), *(piece for curve in self.series for piece in _spread(axes, curve, share)),
                 *(piece for curve in self.series for piece in _lines(axes, curve)),
                 *(piece for marks in self.marks for piece in _marks(axes, marks)), *_gaps(axes, self._lost)]
 
     def _legend(self) -> str:
-        """What the signs mean: of a single curve its parts, of several their names."""
+        """What the signs mean: the parts of a single curve, or the names of several curves."""
         entries = [(f"color: {one.colour}", "&#9473;", one.name) for one in self.series] if len(self.series) > 1 else [
             (f"color: {one.colour}; opacity: {opacity:g}", sign, name)
             for one in self.series for sign, opacity, name in one.legend]
@@ -177,7 +177,7 @@ class _Axes:
 
 
 def number_text(value: float) -> str:
-    """A number of an axis or a fact, in at most five figures and with separators of thousands."""
+    """A number of an axis or a fact: five significant digits below 10,000, whole above, three if tiny or huge."""
     if value == 0 or 1e-3 <= abs(value) < 1e7:
         text = f"{value:,.5g}" if abs(value) < 1e4 else f"{value:,.0f}"
         return text if "e" not in text else f"{value:,.0f}"
@@ -196,7 +196,7 @@ def _ticks(least: float, most: float, *, whole: bool = False) -> list[float]:
 
 
 def _log_ticks(least: float, most: float) -> list[float]:
-    """Powers of ten between the two logarithms, or if there are few, round numbers too."""
+    """Powers of ten between the two logarithms, and over less than two decades also 2 and 5 times these."""
     powers = range(math.floor(least), math.ceil(most) + 1)
     factors = (1, 2, 5) if most - least < 2 else (1,)
     every = max(1, len(powers) // (2 * _NUM_TICKS))
@@ -205,7 +205,7 @@ def _log_ticks(least: float, most: float) -> list[float]:
 
 
 def _spread(axes: _Axes, curve: Series, share: float) -> Iterator[str]:
-    """Values as points, or as a band from the least to the most of each bin, with this share of the usual opacity."""
+    """Values as points, or as a band from the least to the largest of each bin; ``share`` scales the opacity."""
     for piece in stretches(curve.bins):
         if all(one.first == one.last for one in piece):
             if curve.num_averaged > 1 or len(piece) == 1:

@@ -11,13 +11,13 @@ from mm.data.feed.quarantine import LEDGER
 from mm.data.record_name import BadSample
 from mm.errors import UserError, printable
 from mm.files import complete, json_object
-from mm.formats.checkpoints import complete_iterations, iteration_name
+from mm.formats.checkpoints import ITERATION_NAME, complete_iterations, iteration_name
 from mm.page.history import MAX_LISTED, History
 
 _MAX_SETS = 5
 """Most answers to one question, from different iterations."""
-_ASIDE = "metrics_*.jsonl"
-"""Metrics of earlier runs, which a new run has moved aside."""
+ASIDE = "metrics_*.jsonl"
+"""Pattern of the metrics of earlier runs, which a new run has moved aside."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class RunRecord:
     questions: tuple[Answered, ...]
     """Worst answers first."""
     timelines: tuple[Path, ...]
-    """Pictures of single steps."""
+    """Pictures of measured steps, in their order, without those of predictions that ``mm-plan`` may have written."""
     checkpoints: tuple[tuple[int, datetime], ...]
     """Iterations of the complete checkpoints in ``--save``, and when they were written."""
     last_written: datetime | None
@@ -76,7 +76,7 @@ def read_run(path: Path, name: str) -> RunRecord:
     facts: Mapping[str, Any] = {}
     notes: list[str] = []
     if is_aside:
-        notes.append(f"{FACTS_FILE} beside {metrics.name} is of the run after it, so no settings are shown.")
+        notes.append(f"{FACTS_FILE} beside {metrics.name} belongs to a later run, so no settings are shown.")
     elif facts_file.is_file():
         facts = _facts(facts_file)
     else:
@@ -85,8 +85,8 @@ def read_run(path: Path, name: str) -> RunRecord:
 
 
 def run_names(paths: Sequence[Path]) -> list[str]:
-    """The shortest parts of the paths by which they differ: without folders that all are in, and without what all end
-    with.  A single ``logs`` keeps the folder that it is in.
+    """The shortest names that tell the paths apart: without the folders that contain all of them, and without an ending
+    that they share.  A single ``logs`` keeps the folder that it is in.
     """
     names = [path.absolute().parts for path in paths]
     length = 2 if len(paths) == 1 and names[0][-1] == "logs" else 1
@@ -104,14 +104,15 @@ def read_beside(
 ) -> RunRecord:
     """Read everything else of a run whose facts and metrics are known."""
     folder, is_aside = metrics.parent, metrics.name != METRICS_FILE
-    aside = sorted(one.name for one in folder.glob(_ASIDE)) if not is_aside else []
+    aside = sorted(one.name for one in folder.glob(ASIDE)) if not is_aside else []
     earlier = [f"Metrics of earlier runs with this --log-dir: {', '.join(aside)}."] if aside else []
     num_bad, bad = (0, ()) if is_aside else _bad_samples(folder / LEDGER)
     save = facts.get("arguments", {}).get("save") if isinstance(facts.get("arguments"), Mapping) else None
     return RunRecord(
         name, facts, history, (*notes, *earlier), bad, num_bad,
         () if is_aside else _questions(folder / ANSWERS_FOLDER),
-        () if is_aside else tuple(sorted(folder.glob("*_step_*.svg"), key=lambda one: (len(one.name), one.name))),
+        () if is_aside else tuple(
+            sorted(folder.glob("pipeline_step_*.svg"), key=lambda one: (len(one.name), one.name))),
         _checkpoints(save), datetime.fromtimestamp(metrics.stat().st_mtime) if metrics.stat().st_size else None)
 
 
@@ -120,9 +121,9 @@ def _missing(path: Path) -> str:
     inside = [METRICS_FILE, f"logs/{METRICS_FILE}", *(() if not path.is_dir() else (
         str(one.relative_to(path)) for one in sorted(path.glob(f"*/{METRICS_FILE}"))))]
     near = next((path / one for one in inside if (path / one).is_file()), None)
-    what = f"has no {METRICS_FILE}" if path.is_dir() else "is no directory"
+    what = f"has no {METRICS_FILE}" if path.is_dir() else "is not a directory"
     cure = f"give {near.parent}" if near is not None else (
-        "give that of a run that has begun; without the flag it is logs in the directory where mm-train was started")
+        "give that of a run that has begun; by default it is logs in the directory where mm-train was started")
     return f"{path}: {what}; expected the --log-dir of a run: {cure}"
 
 
@@ -151,11 +152,12 @@ def _bad_samples(ledger: Path) -> tuple[int, tuple[BadSample, ...]]:
 
 
 def _questions(folder: Path) -> tuple[Answered, ...]:
-    """The questions with their answers at up to ``_MAX_SETS`` iterations, with the last and the first."""
-    found = sorted(folder.glob(f"iter_*/{PREDICTIONS_FILE}"), key=lambda one: (len(one.parent.name), one.parent.name))
+    """The questions with their answers at up to ``_MAX_SETS`` iterations, among them the first and the last."""
+    files = folder.glob(f"iter_*/{PREDICTIONS_FILE}")  # a user may have left other folders there, such as copies
+    found = sorted((int(match[1]), one) for one in files if (match := ITERATION_NAME.fullmatch(one.parent.name)))
     chosen = found if len(found) <= _MAX_SETS else [
         found[number * (len(found) - 1) // (_MAX_SETS - 1)] for number in range(_MAX_SETS)]
-    sets = {int(one.parent.name.removeprefix("iter_")): _predictions(one) for one in chosen}
+    sets = {iteration: _predictions(one) for iteration, one in chosen}
     if not sets:
         return ()
     newest = sets[max(sets)]

@@ -18,7 +18,7 @@ _KINDS = {"text": "all tokens text", "visual": "all tokens visual", "stated": "w
 
 
 def tables(record: RunRecord) -> Iterator[Table]:
-    """Those that have rows; the settings are apart."""
+    """All tables that have rows, except the settings."""
     history = record.history
     yield from _latest("Validations", history.num_validations, ("step", "loss", "best", "samples", "seconds"), [
         (f"{row['iteration']:,}", _value(row["validation_loss"]), _best(row), f"{row['num_samples']:,}",

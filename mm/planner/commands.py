@@ -1,4 +1,4 @@
-"""The commands of ``mm-plan``: flags become calls, and errors messages with exit status 2."""
+"""The commands of ``mm-plan``: flags become calls, and errors become messages with exit status 2."""
 
 import argparse
 import os
@@ -14,7 +14,7 @@ import numpy as np
 from mm.config.flags import TRAIN
 from mm.config.misspelt import parse
 from mm.config.run import Run, load_run
-from mm.console import COMPLETION, Completed, add_common_flags, completed_parser
+from mm.console import COMPLETION, Completed, add_common_flags, completed_parser, positive_count
 from mm.ending import print_notes, refused
 from mm.errors import UserError, printable
 from mm.plan.by_flops import calibration_by_flops
@@ -34,7 +34,8 @@ def run(words: Sequence[str]) -> int:
     """Run the command that ``words`` names; returns the exit status."""
     own, training = _split(words)
     try:
-        if own and own[0].startswith("--") and own[0] not in ("--help", "--version", COMPLETION):
+        first = own[0].partition("=")[0] if own else ""
+        if first.startswith("--") and first not in ("--help", "--version", COMPLETION):
             flags, more = _layouts_parser().parse_known_args(own)
             training = [*more, *training]
         else:
@@ -54,7 +55,7 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def _layouts_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("mm-plan", allow_abbrev=False, description=(
         "Finds the fastest layout of a run.  All other flags are those of python -m mm.train."))
-    add_flags(parser, _count)
+    add_flags(parser)
     parser.set_defaults(run=_layouts)
     return parser
 
@@ -71,14 +72,14 @@ def _parser() -> argparse.ArgumentParser:
             "and with --write DIR writes it (docs/planning.md).  FLAGS are those of python -m mm.train."))
     add_common_flags(parser, version_line("mm-plan"), "mm-plan", _completed)
     commands: Any = parser.add_subparsers(required=True, metavar="COMMAND", prog="mm-plan")
-    add_flags(parser.add_argument_group("Without a command"), _count)
+    add_flags(parser.add_argument_group("Without a command"))
     calibrate = commands.add_parser(
         "calibrate", help="measure this device with the layers of a model",
         description="Measures each kind of layer at several sizes, updates, messages and collectives, and writes what "
                     "predictions use.  FLAGS are those of the run that will be predicted: its model, precision, "
                     "moments, --seq-length, --micro-batch-size and tensor-parallel size.")
     calibrate.add_argument("--output", type=Path, required=True, help="the file to write")
-    calibrate.add_argument("--num-processes", type=_count, default=1, help=(
+    calibrate.add_argument("--num-processes", type=positive_count, default=1, help=(
         "devices, or on a CPU processes that compute at the same time (default: %(default)s); a tensor-parallel size "
         "needs as many"))
     calibrate.set_defaults(run=_calibrate)
@@ -111,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     lists.add_argument("--calibration", type=Path, help=(
         "a file that mm-plan calibrate has written (default: every FLOP takes the same time)"))
     _add_accept(lists)
-    lists.add_argument("--memory-gib", type=_count, help=(
+    lists.add_argument("--memory-gib", type=positive_count, help=(
         "GiB of memory that a rank may need; lists that need more are not proposed (default: no limit)"))
     lists.set_defaults(run=_lists)
     return parser
@@ -128,13 +129,6 @@ def _add_accept(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(ACCEPT, action="store_true", help=ACCEPT_HELP)
 
 
-def _count(text: str) -> int:
-    """Parse a positive count; argparse reports the error."""
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"is {text!r}; expected an integer of at least 1")
-    return int(text)
-
-
 def _calibrate(flags: argparse.Namespace, training: Sequence[str]) -> None:
     """Start the ranks that measure; rank 0 writes the file."""
     run = _run(training)
@@ -149,8 +143,8 @@ def _calibrate(flags: argparse.Namespace, training: Sequence[str]) -> None:
                         f"--tensor-model-parallel-size, which is {run.tp_size}")
     if run.tp_size not in replace(run.model, encoder_placement="cut").tp_sizes:
         raise UserError(f"--tensor-model-parallel-size is {run.tp_size}, which does not divide the ViT's "
-                        f"{run.model.vision.num_attention_heads} heads; calibrate measures a ViT that is cut, although "
-                        f"this run keeps it whole, so give it a size that does: another one is then not measured")
+                        f"{run.model.vision.num_attention_heads} heads; calibrate always cuts the ViT, although this "
+                        f"run keeps it whole, so give a size that divides them; only layers of that size are measured")
     words = [sys.executable, "-m", "mm.launch", "--standalone", "--nproc_per_node", str(flags.num_processes), "-m",
              "mm.planner.rank", str(flags.output.absolute()), *map(str, _largest_microbatch(run)), *training]
     done = subprocess.run(words, check=False, env={"OMP_NUM_THREADS": "1", **os.environ})
@@ -167,8 +161,8 @@ def _calibrate(flags: argparse.Namespace, training: Sequence[str]) -> None:
 
 
 def _largest_microbatch(run: Run) -> tuple[int, int]:
-    """Most tokens of a microbatch in some steps, and most patches of a pass of the ViT; without data, those that the
-    flags allow."""
+    """The tokens of the largest microbatch in some steps, and the patches of the largest pass of the ViT; without data,
+    the most that the flags allow."""
     num_tokens = run.args.seq_length * run.args.micro_batch_size
     num_patches = num_tokens * run.model.vision.spatial_merge_size**2 // 2
     try:
@@ -214,4 +208,4 @@ def _lists(flags: argparse.Namespace, training: Sequence[str]) -> None:
 
 def _run(training: Sequence[str]) -> Run:
     """The run that the training flags describe; it need not be possible here."""
-    return load_run([*training, *([] if "--dry-run" in training else ["--dry-run"])])
+    return load_run([*training, "--dry-run"])

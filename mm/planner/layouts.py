@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from mm.config.run import Run, load_run, parallel_problems
+from mm.console import positive_count
 from mm.data.index.dataset import Dataset
 from mm.data.index.gauge import Gauge
 from mm.data.lengths import HasLengths
@@ -53,24 +54,25 @@ _WORDS = {"sampler": SAMPLERS, "encoder": ENCODERS, "recompute": (*RECOMPUTE, AS
 _MOST_RANKS = 1 << 20
 
 
-def add_flags(parser: argparse._ActionsContainer, count_of: Callable[[str], int]) -> None:
-    """The flags of ``mm-plan`` without a command."""
+def add_flags(parser: argparse._ActionsContainer) -> None:
+    """Add the flags of ``mm-plan`` without a command."""
     parser.add_argument("--device", help="a device whose published figures are used: " + ", ".join(_labels()))
     parser.add_argument("--calibration", type=Path, help=(
         "a file that mm-plan calibrate has written, instead of published figures; only layouts whose blocks were "
         "measured are considered"))
     parser.add_argument(ACCEPT, action="store_true", help=ACCEPT_HELP)
-    parser.add_argument("--memory-gib", type=count_of, help=(
+    parser.add_argument("--memory-gib", type=positive_count, help=(
         f"GiB of memory that a rank may use (default: {MEMORY_SHARE:.0%}% of the device's)"))
-    parser.add_argument("--node-size", type=count_of, help=(
-        "devices in a node (default: that of the maker's usual server)"))
-    parser.add_argument("--network-gbit", type=count_of, help=(
+    parser.add_argument("--node-size", type=positive_count, help=(
+        "devices in a node (default: as in the maker's usual server)"))
+    parser.add_argument("--network-gbit", type=positive_count, help=(
         "network bandwidth per device to other nodes, in Gbit/s (default: the device's usual network adapter)"))
     parser.add_argument("--lengths", help=(
         "instead of the run's own data: llava, documents, videos, text, or a mix such as llava=3,text=1"))
     parser.add_argument("--fix", default="", help=(
         "values to keep, such as TP=2,PP=4, or several for one name, such as MBS=1/2; names: " + ", ".join(NAMES)))
-    parser.add_argument("--top", type=count_of, default=_NUM_SHOWN, help="layouts to show (default: %(default)s)")
+    parser.add_argument("--top", type=positive_count, default=_NUM_SHOWN,
+                        help="layouts to show (default: %(default)s)")
     parser.add_argument("--html", type=Path, help=(
         "also write the report to this HTML file, with the lengths of the samples and the timeline of a step"))
     parser.add_argument("--write", type=Path, help=(
@@ -78,7 +80,8 @@ def add_flags(parser: argparse._ActionsContainer, count_of: Callable[[str], int]
 
 
 def layouts(flags: argparse.Namespace, training: Sequence[str]) -> Iterator[str]:
-    """Search, and return the report.  With ``--html`` and ``--write``, also write it and the best layout."""
+    """Search, and yield the report.  With ``--html`` and ``--write``, also write it and the best layout, and yield what
+    was written."""
     check_page(flags.html)
     plan = _planned(flags, training)
     report = layout_report(plan)
@@ -90,7 +93,7 @@ def layouts(flags: argparse.Namespace, training: Sequence[str]) -> Iterator[str]
 
 
 def _planned(flags: argparse.Namespace, training: Sequence[str]) -> LayoutPlan:
-    run = load_run([*training, *([] if "--dry-run" in training else ["--dry-run"])], checks_layout=False)
+    run = load_run([*training, "--dry-run"], checks_layout=False)
     if (flags.device is None) == (flags.calibration is None):
         raise UserError(f"--device is {flags.device or 'absent'} and --calibration is {flags.calibration or 'absent'}; "
                         f"give one of them: a device by name ({', '.join(_labels())}), or a file of mm-plan calibrate")

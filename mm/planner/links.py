@@ -11,6 +11,7 @@ import torch.distributed as dist
 from mm.device.device import Device
 from mm.parallel.mesh import Mesh
 from mm.plan.laws import Law, Timed, fitted
+from mm.planner.timing import mean_of_ranks, repeated_seconds
 
 NUM_REPEATS = 9
 _BYTES = (4 << 10, 256 << 10, 2 << 20, 16 << 20)
@@ -24,57 +25,39 @@ def message_law(device: Device, mesh: Mesh) -> Law | None:
 
     def exchange(tensor: torch.Tensor) -> None:
         """There and back."""
-        if other >= mesh.world_size:
-            return
         for is_sender in (mesh.rank % 2 == 0, mesh.rank % 2 == 1):
             (dist.send if is_sender else dist.recv)(tensor, other)
 
-    return _law(device, mesh, exchange, num_each=2)
+    return _law(device, mesh, exchange if other < mesh.world_size else None, num_each=2)
 
 
 def all_reduce_laws(device: Device, mesh: Mesh) -> dict[int, Law]:
     """The sum over a group, by bytes, for every group size that is a power of two, and for the whole world."""
     sizes = sorted({mesh.world_size, *(1 << power for power in range(1, mesh.world_size.bit_length()))} - {1})
     found = {}
-    for size in (one for one in sizes if one <= mesh.world_size):
+    for size in sizes:
         groups = [list(range(first, first + size)) for first in range(0, mesh.world_size - size + 1, size)]
         group, _ = dist.new_subgroups_by_enumeration(groups, timedelta(minutes=5))
-        assert not isinstance(group, int), "torch gives a number to the ranks outside of a group only"
-        found[size] = _law(device, mesh, partial(_sum, group=group), num_each=1)
+        assert not isinstance(group, int), "torch gives a number only to ranks outside of a group"
+        found[size] = _law(device, mesh, None if group is None else partial(dist.all_reduce, group=group), num_each=1)
         if group is not None:
             dist.destroy_process_group(group)
     return found
 
 
-def _sum(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    if group is not None:
-        dist.all_reduce(tensor, group=group)
+def _law(device: Device, mesh: Mesh, work: Callable[[torch.Tensor], object] | None, num_each: int) -> Law:
+    """The seconds of ``work`` on tensors of several sizes, by bytes, divided by ``num_each``.
 
-
-def _law(device: Device, mesh: Mesh, work: Callable[[torch.Tensor], None], num_each: int) -> Law:
-    """``work`` on tensors of several sizes; it takes ``num_each`` times what is asked for."""
+    ``work`` is None on the ranks that have no part in it.  Their times do not count.
+    """
     times = []
     for num_bytes in _BYTES:
         tensor = torch.zeros(num_bytes // 4, device=device.torch_device)
-        seconds: list[float] = []
-        for repeat in range(NUM_REPEATS + 1):
-            dist.barrier()
-            device.synchronize()
-            marks = [device.mark()]
-            work(tensor)
-            marks.append(device.mark())
-            device.synchronize()
-            began, ended = device.seconds_of(marks)
-            if repeat:
-                seconds.append((ended - began) / num_each)
-        times.append(Timed(num_bytes, 0.0, mean_of_ranks(median(seconds), mesh)))
+        seconds = repeated_seconds(device, NUM_REPEATS, partial(work or _nothing, tensor))
+        own = None if work is None else median(seconds) / num_each
+        times.append(Timed(num_bytes, 0.0, mean_of_ranks(own, mesh)))
     return fitted(times)
 
 
-def mean_of_ranks(seconds: float, mesh: Mesh) -> float:
-    """The mean over all ranks of what each has measured."""
-    total = torch.tensor([seconds], dtype=torch.float64)
-    dist.all_reduce(total, group=mesh.control_group)
-    return float(total) / mesh.world_size
-
-
+def _nothing(_: torch.Tensor) -> None:
+    """The work of ranks that only wait for the others."""

@@ -1,6 +1,5 @@
-"""Reads calibrations for runs that they were made for: on the same device, with the same versions and precision."""
+"""Reads a calibration, and checks that it fits a run: the same device, versions and precision."""
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,31 +16,30 @@ from mm.version import CODE, software
 ACCEPT = "--accept-calibration"
 ACCEPT_HELP = "use a calibration that was measured on another device, with other versions, or in another precision"
 
-
 COPIES = {"fp32": "fp32 copies of 16-bit weights", "remainder": "--store-param-remainders",
            "none": "--main-params-dtype bf16"}
 """What the user calls the values of ``Arguments.kept_copy``."""
 
 
 def calibration_for(path: Path, run: Run, accepts: bool) -> Calibration:
-    """The calibration in ``path``.  Raises UserError if it was made for other circumstances; with ``accepts``, prints a
-    note instead."""
+    """The calibration in ``path``.  Raises UserError if it does not fit the run; with ``accepts``, prints notes
+    instead."""
     found = read_calibration(path)
     differences = list(_differences(found, run))
     if differences and not accepts:
         raise UserError([f"{path}: {one}; measure again with `mm-plan calibrate --output {path}`, or add {ACCEPT} if "
                          f"the run will be like the calibration" for one in differences])
     now, then = software()[CODE], found.machine.versions.get(CODE)
-    notes = [] if then in (None, now) else [f"the calibration was measured with {CODE} {then}, here is {now}"]
+    notes = [] if then in (None, now) else [f"the calibration was measured with {CODE} {then}, but here it is {now}"]
     print_notes([*differences, *notes], sys.stderr)
     return found
 
 
 def _differences(calibration: Calibration, run: Run) -> Iterator[str]:
-    """What the calibration was measured with and the run will not have."""
+    """How the device, precision, optimizer or versions of the calibration differ from those of the run."""
     machine, device = calibration.machine, usable_platform(run.args.device).runtime(0).name
     if machine.device != device:
-        yield f"was measured on {machine.device}, here is {device}"
+        yield f"was measured on {machine.device}, but this device is {device}"
     if machine.precision != run.args.precision:
         yield f"was measured in {machine.precision}, but the run is in {run.args.precision}"
     for flag in ("exp_avg_dtype", "exp_avg_sq_dtype"):
@@ -52,7 +50,7 @@ def _differences(calibration: Calibration, run: Run) -> Iterator[str]:
         yield f"was measured with {COPIES[machine.kept_copy]}, but the run has {COPIES[run.args.kept_copy]}"
     if machine.host_share != run.args.host_share:
         yield f"was measured with {on_host(machine.host_share)}, but the run has {on_host(run.args.host_share)}"
-    here = json.loads(json.dumps(software()))
+    here = software()
     for name, was in machine.versions.items():
         if name != CODE and here.get(name) != was:
-            yield f"was measured with {name} {was}, here is {here.get(name)}"
+            yield f"was measured with {name} {was}, but here it is {here.get(name, 'absent')}"

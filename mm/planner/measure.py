@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 
 from mm.batch import Grid
 from mm.config.flags import Arguments
@@ -19,6 +18,7 @@ from mm.planner.links import all_reduce_laws, message_law
 from mm.planner.pipelines import seconds_between_passes
 from mm.planner.probes import USUAL_EFFORT, Effort, Prober, probe_model
 from mm.planner.samples import random_microbatch
+from mm.planner.slots import usual_pass
 from mm.planner.speeds import measured_speeds
 from mm.planner.updates import step_law
 from mm.version import software
@@ -62,7 +62,7 @@ def measure(
     step, message, all_reduce, speeds, world_size = found
     machine = Machine(device.name, args.precision, world_size, software(), args.exp_avg_dtype, args.exp_avg_sq_dtype,
                       args.kept_copy, args.host_share)
-    calibration = Calibration(machine, time.strftime("%Y-%m-%d"), tuple(blocks.values()), max(0.0, median(passes)),
+    calibration = Calibration(machine, time.strftime("%Y-%m-%d"), tuple(blocks.values()), usual_pass(passes),
                               None, step, message, all_reduce, speeds)
     if world_size % 2:
         return calibration
@@ -72,7 +72,7 @@ def measure(
 
 
 def variants(model: ModelConfig) -> Iterator[ModelConfig]:
-    """Probes of ``model``: as it is, with everything trained, and with layers that gradients only pass."""
+    """Probes of ``model``: as it is, with everything trained, and with layers that gradients only pass through."""
     own = probe_model(model)
     trained = own.unfrozen.base
     every = {name: f"0-{tower.num_layers - 1}" for name, tower in (("vision", own.vision), ("language", own.language))}

@@ -16,7 +16,7 @@ from mm.parallel import mesh as parallel
 from mm.parallel.activity import Work
 from mm.parallel.mesh import Mesh
 from mm.plan.measured import unrecorded
-from mm.planner.links import mean_of_ranks
+from mm.planner.timing import mean_of_ranks
 from mm.timeline.spans import COMPUTING, ActivitySpan
 from mm.training.recorder import Recorder
 from mm.training.step import Setup, forward_backward

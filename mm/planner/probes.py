@@ -30,7 +30,6 @@ from mm.parallel.mesh import Mesh
 from mm.parallel.pipeline import message_shape, piece_shape
 from mm.plan.calibration import BlockKey, BlockLaws, MeasuredBlock
 from mm.plan.costs import Cutting, block_keys
-from mm.planner.links import mean_of_ranks
 from mm.planner.slots import (
     DIFFERENCES,
     DIRECTIONS,
@@ -44,7 +43,9 @@ from mm.planner.slots import (
     law_and_error,
     pass_seconds,
     slots_of,
+    usual_pass,
 )
+from mm.planner.timing import mean_of_ranks
 from mm.progress import Progress
 from mm.weights.trained import GradientPath
 
@@ -93,7 +94,7 @@ class Prober:
         self._device, self._mesh, self._args = device, mesh, args
         self._microbatches, self._effort = microbatches, effort
         self.passes: list[float] = []
-        """The host's seconds for passes of a chunk that were measured so far."""
+        """The host's seconds for a pass of a chunk, as measured so far; see ``pass_seconds``."""
 
     def blocks(self, models: Iterable[ModelConfig], known: Set[BlockKey]) -> tuple[MeasuredBlock, ...]:
         """Measure the kinds of blocks of ``models``, which are probes, that are not ``known``; each kind once."""
@@ -105,7 +106,7 @@ class Prober:
             rounds[number].append({slot: self._slot(one.model, slot) for slot in slots_of(one.blocks.values())})
         of_probes = list(zip(probes, zip(*rounds, strict=True), strict=True))
         self.passes += [seconds for probe, own in of_probes for seconds in pass_seconds(own, probe.blocks.values())]
-        chunk_pass = max(0.0, median(self.passes)) if self.passes else 0.0
+        chunk_pass = usual_pass(self.passes)
         return tuple(MeasuredBlock(key, *self._laws(probe.model, one, own, chunk_pass))
                      for probe, own in of_probes for key, one in probe.blocks.items())
 

@@ -5,18 +5,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mm.config.run import load_run
-from mm.ending import is_first_rank, run_command, status_of
+from mm.ending import end_with_launcher, is_first_rank, run_command, status_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure microbatches of up to so many tokens and patches; rank 0 writes the file.  Returns the exit status."""
+    """Measure microbatches of up to TOKENS and PATCHES; rank 0 writes FILE.  Returns the exit status."""
+    end_with_launcher()
     words = sys.argv[1:] if argv is None else argv
     return run_command(lambda: status_of(lambda: _measure(words)), lambda: "nothing was written", is_rank=True)
 
 
 def _measure(words: Sequence[str]) -> int:
     output, (num_tokens, num_patches) = Path(words[0]), map(int, words[1:3])
-    run = load_run([*words[3:], *([] if "--dry-run" in words else ["--dry-run"])], environment={})
+    run = load_run([*words[3:], "--dry-run"], environment={})
     from mm.device.device import Device
 
     device = Device.pick(run.args.device, run.args.deterministic_mode)

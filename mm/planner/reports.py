@@ -1,4 +1,4 @@
-"""The texts of ``mm-plan``."""
+"""The texts of ``mm-plan predict`` and ``mm-plan lists``."""
 
 from mm.config.run import Run
 from mm.plan.calibration import Calibration

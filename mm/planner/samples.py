@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mm.batch import Grid, Microbatch, Normalisation
+from mm.batch import IGNORE_INDEX, Grid, Microbatch, Normalisation
 from mm.config.model import ModelConfig
 from mm.model.arithmetic import VideoTimes
 from mm.model.families import arithmetic_of
@@ -25,9 +25,9 @@ def random_microbatch(model: ModelConfig, samples: Sequence[tuple[Sequence[Grid]
                   for grid in grids]
         text = torch.randint(0, _FIRST_IDS, (num_text_tokens,), generator=generator)
         ids = torch.cat([*images, text])
-        num_images = len(ids) - num_text_tokens
+        num_image_tokens = len(ids) - num_text_tokens
         token_ids.append(ids)
-        labels.append(torch.cat([torch.full((num_images,), -100), text.roll(-1)]))
+        labels.append(torch.cat([torch.full((num_image_tokens,), IGNORE_INDEX), text.roll(-1)]))
         positions.append(arithmetic_of(model).positions(
             ids, tuple(grids), model.image_token_id, start, merge_size,
             VideoTimes(model.video_token_id, model.vision.tokens_per_second, (None,) * len(grids))))

@@ -95,6 +95,11 @@ def pass_seconds(rounds: Sequence[Round], differences: Collection[Difference]) -
     return found
 
 
+def usual_pass(passes: Sequence[float]) -> float:
+    """The host's seconds for a pass, from all ``pass_seconds``; 0 if these are lost in noise."""
+    return max(0.0, median(passes)) if passes else 0.0
+
+
 def law_and_error(seconds: Mapping[int, Sequence[float]], sizes: Mapping[int, tuple[int, int]]) -> tuple[Law, float]:
     """The law of a block in one direction, and its relative error.
 

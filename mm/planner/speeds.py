@@ -4,13 +4,12 @@ from collections.abc import Callable
 from statistics import median
 
 import torch
-import torch.distributed as dist
 
 from mm.config.model import ModelConfig
 from mm.device.device import Device
 from mm.parallel.mesh import Mesh
 from mm.plan.calibration import DeviceSpeeds
-from mm.planner.links import mean_of_ranks
+from mm.planner.timing import mean_of_ranks, repeated_seconds
 
 NUM_REPEATS = 5
 _COPIED_BYTES = 64 << 20
@@ -31,15 +30,5 @@ def measured_speeds(device: Device, mesh: Mesh, model: ModelConfig, dtype: torch
 
 
 def _seconds(device: Device, mesh: Mesh, work: Callable[[], object]) -> float:
-    """The median of the repeats, without the first, which warms up; averaged over the ranks."""
-    seconds: list[float] = []
-    for _ in range(NUM_REPEATS + 1):
-        dist.barrier()
-        device.synchronize()
-        marks = [device.mark()]
-        work()
-        marks.append(device.mark())
-        device.synchronize()
-        began, ended = device.seconds_of(marks)
-        seconds.append(ended - began)
-    return mean_of_ranks(median(seconds[1:]), mesh)
+    """The median of the repeats, averaged over the ranks."""
+    return mean_of_ranks(median(repeated_seconds(device, NUM_REPEATS, work)), mesh)

@@ -1,12 +1,10 @@
 """Measures how long the rest of a step takes besides its passes: clearing gradients, their norm, and the update."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
 from mm.config.flags import Arguments
@@ -17,7 +15,7 @@ from mm.parallel import reduction
 from mm.parallel.megatron import bind, ddp_config, optimizer_config
 from mm.parallel.mesh import Mesh
 from mm.plan.laws import Law, Timed, fitted
-from mm.planner.links import mean_of_ranks
+from mm.planner.timing import mean_of_ranks, repeated_seconds
 from mm.training.optimizer import build_optimizer, kept_states
 from mm.training.update import update
 from mm.weights.groups import group_of
@@ -48,23 +46,14 @@ def _timed(device: Device, mesh: Mesh, args: Arguments, model: ModelConfig) -> T
     groups = {weight.name: group_of(weight, args, model) for weight in trained}
     optimizer = build_optimizer(optimizer_config(args, stage.config), models, groups, kept_states(args), device)
     bind(stage.config, models, optimizer, partial(reduction.finalize, passes=None, tied_group=mesh.tied_group))
-    loss, seconds = torch.zeros((), device=device.torch_device), list[float]()
-    for _ in range(NUM_REPEATS + 1):
-        dist.barrier()
-        device.synchronize()
-        marks = [device.mark()]
+    loss = torch.zeros((), device=device.torch_device)
+
+    def work() -> None:
         reduction.begin(models, device.kernels.overwrites)
         optimizer.zero_grad()
         reduction.end(models)
         update(optimizer, loss, args.lr, mesh, device, journal=stage.journal)
-        marks.append(device.mark())
-        device.synchronize()
-        began, ended = device.seconds_of(marks)
-        seconds.append(ended - began)
+
+    seconds = repeated_seconds(device, NUM_REPEATS, work)  # the first call, which does not count, allocates
     num_trained = sum(parameter.numel() for _, parameter in stage.named_parameters() if parameter.requires_grad)
-    return Timed(num_trained, 0.0, mean_of_ranks(_usual(seconds), mesh))
-
-
-def _usual(seconds: Sequence[float]) -> float:
-    """The median without the first, which allocates."""
-    return median(seconds[1:])
+    return Timed(num_trained, 0.0, mean_of_ranks(median(seconds), mesh))

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from mm.doctor import machine, trial
 from mm.doctor.begun import FOUND, behind_text
 from mm.doctor.commands import run
 from mm.doctor.diagnosis import Diagnosis, Level, read_lines
+from mm.doctor.imports import import_findings
 from mm.doctor.machine import directory_findings, file_findings, memory_findings, temporary_findings
 from mm.doctor.network import host_findings, name_findings
 from mm.doctor.step import GOLDEN
@@ -81,7 +82,7 @@ def test_this_environment_is_whole(
     assert " 0 fault" in printed and f"mm-doctor {VERSION}" in printed
     for precision in ("fp32", "bf16"):
         assert f"ok       training step in {precision}: loss {GOLDEN['loss']:.2f}"[:-1] in printed
-    assert "links: send and receive to the rank 1 further" in printed and f"directory {tmp_path}" in printed
+    assert "links: messages between ranks 1 apart" in printed and f"directory {tmp_path}" in printed
     assert printed.startswith((tmp_path / "report.txt").read_text())
 
 
@@ -123,9 +124,23 @@ def test_a_package_is_missing(tmp_path: Path) -> None:
     assert found["package"][0] == "fault" and "pip install --editable" in found["package"][1]
 
 
+def test_a_package_that_prints_while_it_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "chatty.py").write_text("import os\nprint('[INFO] here I am', flush=True)\nos.system('echo [again]')")
+    info = tmp_path / "chatty-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: chatty\nVersion: 1.0\n")
+    process = subprocess.Popen([sys.executable, "-m", "mm.doctor.imports", "chatty"], text=True, cwd=ROOT,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               env=os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))})
+    assert [(one.level, one.what) for one in import_findings(process)] == [(Level.OK, "1 package")]
+
+
 @pytest.mark.parametrize(("variables", "expected"), [
     ({}, {}), ({"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "=eth0,lo", "HCCL_SOCKET_IFNAME": "^docker"}, {}),
-    ({"GLOO_SOCKET_IFNAME": "ib0"}, {"GLOO_SOCKET_IFNAME": "fault"}),
+    ({"GLOO_SOCKET_IFNAME": "ib0"}, {"GLOO_SOCKET_IFNAME": "fault"}), ({"GLOO_SOCKET_IFNAME": "eth0,lo"}, {}),
+    ({"GLOO_SOCKET_IFNAME": "^docker"}, {"GLOO_SOCKET_IFNAME": "fault"}),
+    ({"GLOO_SOCKET_IFNAME": "=eth0"}, {"GLOO_SOCKET_IFNAME": "fault"}),
+    ({"GLOO_SOCKET_IFNAME": "eth0,ib0"}, {"GLOO_SOCKET_IFNAME": "fault"}),
     ({"NCCL_SOCKET_IFNAME": "=eth"}, {"NCCL_SOCKET_IFNAME": "fault"}),
     ({"HCCL_IF_IP": "10.0.0.5"}, {"HCCL_IF_IP": "fault"}), ({"HCCL_IF_IP": "10.0.0.4"}, {}),
     ({"HCCL_CONNECT_TIMEOUT": "60"}, {"HCCL_CONNECT_TIMEOUT": "fault"}), ({"HCCL_CONNECT_TIMEOUT": "1200"}, {}),
@@ -183,6 +198,9 @@ def test_names_and_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
         port = listener.getsockname()[1]
         assert bad(host_findings([f"localhost:{port}"], 1)) == {}
     assert bad(host_findings(["localhost"], free_port())) == {}, "a machine that refuses is there"
+    for name in ("localhost:x", "localhost:0", "localhost:99999"):
+        assert bad(host_findings([name, "localhost"], free_port())) == {f"host {name}": "fault"}
+    assert bad(host_findings(["localhost"], 99999)) == {"host localhost": "fault"}
     assert bad(host_findings(["no-such-host.invalid"], 1)) == {"host no-such-host.invalid": "fault"}
 
     def unreachable(*_: object) -> None:
@@ -259,7 +277,7 @@ def test_every_distance_and_division_of_the_ranks_is_tried(tmp_path: Path) -> No
     found = [one for one in read_lines((tmp_path / FOUND).read_bytes()) if one.name == "links"]
     assert [one.what.partition(":")[0] for one in found if one.level is Level.OK] == [
         "all-reduce over 4 ranks", "all-gather over 4 ranks", "broadcast over 4 ranks",
-        "send and receive to the rank 1 further", "send and receive to the rank 2 further",
+        "messages between ranks 1 apart", "messages between ranks 2 apart",
         "all-reduce in groups of 2 neighbours", "all-reduce in groups of ranks 2 apart"]
 
 
@@ -274,6 +292,21 @@ def test_the_rank_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     (stuck,) = trial._alone("cpu", 2, 300.0)
     assert stuck.level is Level.FAULT
     assert stuck.what == "LOCAL_RANK 1 fails without the others, too: no end, still at: matrix products"
+
+
+def test_ranks_without_a_launcher_end_with_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a signal, which raises in the main thread."""
+    started = list[subprocess.Popen[bytes]]()
+
+    def stopped(processes: Sequence[subprocess.Popen[bytes]], _: float) -> None:
+        started.extend(processes)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trial, "RANK", "tests.doctor.stuck_rank")
+    monkeypatch.setattr(trial, "_wait_for_all", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        next(trial._alone("cpu", 2, 300.0))
+    assert len(started) == 2 and started[0].poll() is not None and started[1].poll() == -signal.SIGTERM
 
 
 def test_the_fake_npu(tmp_path: Path) -> None:
@@ -291,6 +324,10 @@ def test_a_device_that_is_not_there(tmp_path: Path, capfd: pytest.CaptureFixture
     with pytest.raises(SystemExit, match="2"):
         run(["--device", "tpu"])
     assert "invalid choice: 'tpu'" in capfd.readouterr().err
+    for flag in ("--nnodes", "--num-processes"):
+        with pytest.raises(SystemExit, match="2"):
+            run([flag, "0"])
+        assert f"argument {flag}: is '0'; expected an integer of at least 1" in capfd.readouterr().err
     report = tmp_path / "report.txt"
     assert run(["--device", "npu", "--directory", str(tmp_path), "--report", str(report)]) == 1
     text = report.read_text()

@@ -77,11 +77,22 @@ def test_nodes_measure_their_network() -> None:
 def test_a_node_that_does_not_come_and_one_that_is_alone() -> None:
     port, ports = free_port(), list[int]()
     (late,) = Nodes(0, 3, "127.0.0.1", port, 0.5).findings(1, {}, {}, ports)
-    assert (late.level, late.what) == ("fault", "node 1, 2 of 3 has not come within 0 s")
+    assert (late.level, late.what) == ("fault", "nodes 1, 2 of 3 have not come within 0 s")
     assert late.cure == "start the same command there, with --node-rank 1"
     (alone,) = Nodes(1, 2, "127.0.0.1", port, 0.5).findings(1, {}, {}, ports)
     assert alone.level == "fault" and f"node 1 cannot reach 127.0.0.1:{port}" in alone.what
     assert not ports
+
+
+def test_a_node_that_closes_the_connection() -> None:
+    def close(door: socket.socket) -> None:
+        door.accept()[0].close()
+
+    with socket.create_server(("127.0.0.1", 0)) as door, ThreadPoolExecutor() as pool:
+        pool.submit(close, door)
+        facts = replace(FACTS, address="127.0.0.1", port=door.getsockname()[1])
+        route = Nodes(1, 2, "127.0.0.1", 0, 1.0)._route([facts, facts])
+    assert route.problem and route.sender == 0
 
 
 def test_a_node_with_another_clock_and_other_packages(tmp_path: Path) -> None:

@@ -101,6 +101,7 @@ def test_answers_with_their_images_and_their_history(tmp_path: Path) -> None:
         (folder / "answers" / f"iter_{iteration:07d}" / "predictions.jsonl").write_text("".join(json.dumps(
             row | {"prediction": f"at {iteration}", "score": float(number == 0 and iteration > 50)}) + "\n"
             for number, row in enumerate(rows)))
+    shutil.copytree(folder / "answers" / "iter_0000090", folder / "answers" / "iter_0000090.copy")  # is ignored
     (folder / "answers" / "thumbnails").mkdir()
     for name in ("1_0", "1_1"):
         (folder / "answers" / "thumbnails" / f"{name}.jpg").write_bytes(b"JPEG")
@@ -118,6 +119,7 @@ def test_whether_it_runs(tmp_path: Path) -> None:
     written = datetime.fromtimestamp((folder / "metrics.jsonl").stat().st_mtime)
     assert not status(run, written + timedelta(seconds=60)).is_bad
     assert "60 s before" in status(run, written + timedelta(seconds=60)).text
+    assert " 0 s before" in status(run, written - timedelta(seconds=60)).text
     silent = status(run, written + timedelta(hours=3))
     assert silent.is_bad and "No row for 3 h 0 min after step 100" in silent.text
     ended = write_run(tmp_path / "ended", ended={"at": "2026-11-28 14:00:00", "iteration": 100, "how": "all are done"})
@@ -144,7 +146,7 @@ def test_what_is_missing_is_said(tmp_path: Path, capsys) -> None:
     (tmp_path / "empty").mkdir()
     for path, message in ((tmp_path / "a", f"has no metrics.jsonl; expected the --log-dir of a run: give {folder}\n"),
                           (tmp_path / "empty", "has no metrics.jsonl; expected the --log-dir of a run: give that of"),
-                          (tmp_path / "none", "is no directory; expected the --log-dir of a run")):
+                          (tmp_path / "none", "is not a directory; expected the --log-dir of a run")):
         assert main([str(path)]) == 2
         assert f"error: {path}: {message}" in capsys.readouterr().err
     assert main([str(folder), str(folder)]) == 2 and "--html is missing" in capsys.readouterr().err
@@ -155,14 +157,31 @@ def test_what_is_missing_is_said(tmp_path: Path, capsys) -> None:
     assert "No step has been recorded yet." in (folder / "run.html").read_text()
 
 
+def test_the_timeline_is_that_of_the_latest_measured_step(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    for name in ("pipeline_step_9", "pipeline_step_10", "predicted_step_30", "compared_step_30"):
+        (folder / f"{name}.svg").write_text("<svg/>")
+    text = shown(folder)
+    assert "Timeline of a step (pipeline_step_10.svg)" in text
+    assert "Others in --log-dir: pipeline_step_9.svg" in text and "step_30" not in text
+
+
+def test_a_run_that_was_resumed_with_more_stages(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", 4, lambda iteration: {
+        "stage_memory_bytes": [9 * 2**30] * 2 if iteration < 3 else [iteration * 2**30, 2**30, 2**30, 5 * 2**30]})
+    assert read_run(folder, "r").history.stage_memory_bytes == [4 * 2**30, 2**30, 2**30, 5 * 2**30]
+
+
 def test_metrics_that_were_moved_aside(tmp_path: Path, capsys) -> None:
     folder = write_run(tmp_path / "run", 3)
     shutil.copy(folder / "metrics.jsonl", folder / "metrics_20261128_120000_000000.jsonl")
     assert "earlier runs with this --log-dir: metrics_20261128_120000_000000.jsonl" in shown(folder)
     page = tmp_path / "old.html"
+    assert main([str(folder / "metrics_20261128_120000_000000.jsonl")]) == 2
+    assert "run.html is the page of a later run than metrics_20261128_120000" in capsys.readouterr().err
     assert main([str(folder / "metrics_20261128_120000_000000.jsonl"), "--html", str(page)]) == 0
     text = PageReader(page.read_text()).text
-    assert "is of the run after it" in text and "model.json" not in text and "0.625, step 50" in text
+    assert "belongs to a later run" in text and "model.json" not in text and "0.625, step 50" in text
 
 
 def test_two_runs_side_by_side(tmp_path: Path, capsys) -> None:

@@ -98,6 +98,13 @@ def test_what_cannot_be_predicted_is_refused(inputs: Path, capsys: pytest.Captur
     assert "--mm-model is missing" in said(capsys, 2, "predict", "--calibration", inputs / "found.json")
 
 
+@pytest.mark.parametrize("words", [["--print-completion", "bash"], ["--print-completion=bash"]], ids=len)
+def test_completion_is_that_of_this_command(words: list[str], capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(words)
+    assert capsys.readouterr().out.startswith("# Completion of mm-plan, written by: mm-plan --print-completion bash")
+
+
 def test_lists_are_judged_and_better_ones_found(inputs: Path, capsys: pytest.CaptureFixture) -> None:
     """The whole LLM beside half of the ViT is far from even."""
     model = json.loads((inputs / "model_2.json").read_text())
@@ -126,10 +133,10 @@ def test_a_calibration_of_another_machine_is_used_only_with_a_flag(
     found["machine"]["versions"] |= {"torch": "1.0", CODE: "other"}
     old = tmp_path / "old.json"
     old.write_text(json.dumps(found))
-    differences = ("was measured on H200, here is cpu", "was measured in bf16, but the run is in fp32",
+    differences = ("was measured on H200, but this device is cpu", "was measured in bf16, but the run is in fp32",
                    "was measured with --exp-avg-dtype bf16, but the run has fp32",
                    "was measured with --main-params-dtype bf16, but the run has fp32 copies of 16-bit weights",
-                   "was measured with torch 1.0, here is ")  # fmt: skip
+                   "was measured with torch 1.0, but here it is ")  # fmt: skip
     training = ["--world-size", "2", *flags_of(inputs, "a run", 2)]
     for words in (["predict", "--calibration", str(old), "--", *training],
                   ["lists", "--calibration", str(old), "--", *training],
@@ -139,4 +146,5 @@ def test_a_calibration_of_another_machine_is_used_only_with_a_flag(
         place = words.index("--calibration")
         assert cli.main([*words[:place], "--accept-calibration", *words[place:]]) == 0
         said_too = capsys.readouterr().err
-        assert all(one in said_too for one in (*differences, "was measured with the code in mm/ other, here is "))
+        assert all(one in said_too for one in (
+            *differences, "was measured with the code in mm/ other, but here it is "))

@@ -16,6 +16,7 @@ from mm.planner.slots import (
     law_and_error,
     pass_seconds,
     slots_of,
+    usual_pass,
 )
 from mm.weights.table import Place
 
@@ -64,6 +65,8 @@ def test_the_host_takes_what_a_slot_of_one_layer_has_beyond_a_layer() -> None:
     assert len(found) == len(LAYERS) * len(DIRECTIONS) * len(LAYER)
     assert sorted(set(round(one, 9) for one in found)) == [CHUNK_PASS, 2 * CHUNK_PASS]
     assert pass_seconds(rounds, [one for one in DIFFERENCES if one not in LAYERS]) == []
+    assert usual_pass(found) == pytest.approx(1.5 * CHUNK_PASS)
+    assert usual_pass([]) == usual_pass([-1e-6]) == 0.0, "lost in noise"
 
 
 def test_a_block_beside_no_other_slot_is_measured_without_the_hosts_pass() -> None:
