@@ -1,7 +1,7 @@
 """``--async-save``: a thread of each rank writes a checkpoint from copies in host memory while training continues.
 
-No thread communicates.  Each step's update tells all ranks whether one still writes (``Ballot``), so they commit after
-the same step.
+No thread communicates.  Each step's update tells all ranks whether any of them is still writing (``Ballot``), so they
+commit after the same step.
 """
 
 import threading
@@ -27,7 +27,7 @@ class _WrittenSave:
     begun: BegunSave
     retention: Retention
     tensors: ToWrite
-    """Copies."""
+    """Copies in host memory."""
     written: Future[list[CheckpointTensor]]
 
     def run(self) -> None:
@@ -70,7 +70,7 @@ class BackgroundSaves:
         copies = [values for _, values in before[0].tensors] if before else together(
             mesh, lambda: self._copies.take([values for _, values in begun.tensors]))
         tensors = [(tensor, values) for (tensor, _), values in zip(begun.tensors, copies, strict=True)]
-        begun = replace(begun, tensors=())  # they may be copies themselves
+        begun = replace(begun, tensors=())  # frees them: they may be copies in host memory too
         pending = _WrittenSave(begun, retention, tensors, Future())
         self._pending.append(pending)
         threading.Thread(target=_run, args=(pending, before), name="save", daemon=True).start()

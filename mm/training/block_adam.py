@@ -1,5 +1,5 @@
-"""Adam whose states take 16 bits between steps, or host memory: torch's fused kernel computes in fp32, a block of
-elements at a time.
+"""Adam whose states are kept in 16 bits or in host memory between steps; torch's fused kernel computes in fp32, a
+block of elements at a time.
 
 Moments may be in bf16.  The fp32 copy of a bf16 weight may be left out, or be stored as the weight and a remainder
 (``mm.weights.halves``).  While a block is updated, all of its states are in fp32, and on the device.
@@ -54,7 +54,7 @@ class _Piece:
     weight: Tensor
     """What the model computes with; or an fp32 copy of it, which megatron copies to it."""
     states: Mapping[str, Tensor]
-    """As they are kept between steps: the moments, and what the weight lacks."""
+    """As they are kept between steps: the moments, and the weight's fp32 copy or remainder."""
     is_on_host: bool
     """Whether the states are in host memory."""
     gradient: Tensor
@@ -75,7 +75,7 @@ class _Piece:
         return joined(self.weight, self.states[REMAINDER]) if REMAINDER in self.states else self.weight.float()
 
     def moments(self) -> list[Tensor]:
-        """In fp32: themselves, or in new memory."""
+        """The moments in fp32: the kept tensors themselves, or in new memory."""
         return [self.states[moment].float() for moment in MOMENTS]
 
 
@@ -95,9 +95,9 @@ class BlockAdam(torch.optim.AdamW):
         """Takes the place of ``base``, whose parameter groups it shares.
 
         ``weights``: the 16-bit weight of each copy in the groups, if this optimizer fills them itself; else megatron
-        copies the copies.  Copies that are not kept in fp32, or not on the device, give up their memory and only stand
-        for their weights: torch accepts no fp32 gradient on a 16-bit tensor.  Raises UserError if there is too little
-        host memory.
+        fills them from the copies.  Copies that are not kept in fp32, or not on the device, give up their memory and
+        only stand for their weights: torch accepts no fp32 gradient on a 16-bit tensor.  Raises UserError if there is
+        too little host memory.
         """
         super().__init__([torch.empty(0)])  # slices of a buffer, which megatron's groups hold, would be refused here
         self.param_groups = base.param_groups
@@ -118,7 +118,7 @@ class BlockAdam(torch.optim.AdamW):
                 self.state[copy][REMAINDER] = self.new_state(copy, REMAINDER)
 
     def _host_states(self, device: Device) -> dict[Tensor, dict[str, Tensor]]:
-        """Host memory for the states of the parameters that have theirs there."""
+        """Host memory for states, by parameter and kind, for the parameters that ``kept.host_share`` selects."""
         trained = [parameter for group in self.param_groups for parameter in group["params"]]
         chosen = [trained[index] for index in offloaded([one.numel() for one in trained], self.kept.host_share)]
         wanted = [(parameter, kind, dtype) for parameter in chosen
@@ -130,14 +130,14 @@ class BlockAdam(torch.optim.AdamW):
         return found
 
     def new_state(self, parameter: Tensor, kind: str) -> Tensor:
-        """Memory for a state of ``parameter``, where and in the dtype in which it is kept: zeros if it is new."""
+        """Memory for a state of ``parameter``, in the place and dtype in which it is kept; zeros unless used before."""
         if parameter in self._host:
             return self._host[parameter][kind]
         dtype = self.kept.besides(parameter in self.weights)[kind]
         return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
 
     def arrival(self) -> Callable[[], None]:
-        """A function that waits, in any thread, until what has been updated so far is where it is kept."""
+        """A function that waits, in any thread, until all states updated so far are where they are kept."""
         return self._passage.arrival()
 
     @torch.no_grad()
@@ -171,7 +171,7 @@ class BlockAdam(torch.optim.AdamW):
                          state["step"].clone())
 
     def _update(self, group: Mapping[str, Any], block: Sequence[_Piece], from_host: Sequence[Tensor]) -> None:
-        """``from_host``: copies on the device of the states that are in host memory; they are replaced."""
+        """``from_host``: copies on the device of the states that are in host memory, which are updated in place."""
         arrived = iter(from_host)
         block = [piece.with_states([next(arrived) for _ in piece.on_host]) if piece.is_on_host else piece
                  for piece in block]
@@ -196,7 +196,7 @@ class BlockAdam(torch.optim.AdamW):
             kept_second.copy_(self._rounded_at_random(second, updated, step))
         if MASTER in piece.states:
             rounded, found_inf = updated.to(piece.weight.dtype), getattr(self, "found_inf", None)
-            # a weight loaded with its remainder may be the other of two numbers that are as near: a bad step keeps it
+            # a weight loaded with its remainder may be the other of two equally near numbers: a bad step must keep it
             piece.weight.copy_(rounded if found_inf is None else torch.where(found_inf == 1, piece.weight, rounded))
         elif REMAINDER in piece.states:
             split(updated, piece.weight, piece.states[REMAINDER])

@@ -104,7 +104,7 @@ def load(
 
 
 def stated_progress(manifest: CheckpointManifest, notes: tuple[str, ...] = ()) -> TrainingProgress:
-    """Where the training that saved a checkpoint was.  Raises UserError if its manifest is of another version."""
+    """The progress of the training that saved a checkpoint.  Raises UserError if its manifest is of another version."""
     data = TrainedOn.from_json(manifest.data) if manifest.data is not None else None
     best = built_from_json(BestSoFar, manifest.best or {}, "a best validation")
     return TrainingProgress(manifest.iteration, manifest.consumed_samples, data, notes, best, manifest.run_id,

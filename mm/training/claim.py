@@ -79,8 +79,8 @@ class Owner:
             os.kill(self.pid, 0)
         except ProcessLookupError:
             return False
-        except PermissionError:  # another user's process
-            return True
+        except PermissionError:  # another user's process, which /proc may hide
+            return began(self.pid) in (None, self.started)
         return began(self.pid) == self.started
 
     def content(self) -> bytes:

@@ -65,7 +65,7 @@ class Disks:
         return [rank for rank, one in enumerate(self.of_ranks) if one == disk]
 
     def is_writer(self, mesh: Mesh) -> bool:
-        """Whether this rank is the first on its disk of those that hold the same weights."""
+        """Whether this rank is the first on its disk among the ranks that hold the same weights."""
         in_stage = mesh.tp_size * mesh.cp_size * mesh.dp_size
         return self.rank == next(rank for rank in self.ranks_on(self.own) if (
             rank % mesh.tp_size, rank // in_stage) == (mesh.tp_rank, mesh.pp_rank))
@@ -91,7 +91,7 @@ def on_each_disk(mesh: Mesh, disks: Disks, action: Callable[[], Result]) -> Resu
 def find_disks(save: str | None, is_local: bool, mesh: Mesh) -> Disks:
     """The disks of the directory ``--save``, which is created; every rank calls it.
 
-    ``is_local``: whether they may be several (``--save-on-each-node``); otherwise they raise AgreedError.
+    ``is_local``: whether there may be several (``--save-on-each-node``); otherwise several raise AgreedError.
     """
     if save is None:
         return Disks.one(mesh)
@@ -113,7 +113,7 @@ def find_disks(save: str | None, is_local: bool, mesh: Mesh) -> Disks:
 
 
 def find_disks_once(folder: Path, flag: str, mesh: Mesh) -> Disks:
-    """The disks of a directory that ``flag`` gave, which is not created; every rank calls it."""
+    """The disks of a directory that ``flag`` gave; a missing one is created only meanwhile.  Every rank calls it."""
     disks, created = _disks_of(folder, flag, mesh)
     _remove(created)
     return disks
@@ -169,7 +169,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _grouped(seen: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The first rank of each rank's group; ``seen``: by rank, those whose probe it sees, who are in the same group."""
+    """The first rank on each rank's disk; ``seen``: by rank, the ranks whose probes it sees, which share its disk."""
     firsts = list(range(len(seen)))
     for rank, others in enumerate(seen):
         joined = {firsts[rank], *(firsts[other] for other in others)}

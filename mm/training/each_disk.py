@@ -1,4 +1,4 @@
-"""Checkpoints on several disks, of which each holds its own ranks' part (``--save-on-each-node``): how they agree.
+"""Keeps several disks consistent, each of which holds its own ranks' part of a checkpoint (``--save-on-each-node``).
 
 A save is committed when it appears on rank 0's disk; by then it is prepared on all others, where only a rename remains.
 If the run is killed in between, the next one renames there.  So all disks hold what rank 0's disk holds.
@@ -47,7 +47,7 @@ def check_held(path: Path, mesh: Mesh, disks: Disks) -> None:
                 f"{path.parent / LATEST_FILE} on {disks.hosts[0]}") if newest is not None else (
             "no iteration is on all disks: start the nodes that saved it, copy their files back, or gather the files "
             "of all nodes in a directory that all see, and give that as --load with a new --save")
-        raise AgreedError(f"{path}, with which {disks.hosts[0]} (rank 0) continues, is missing or another one on "
+        raise AgreedError(f"{path}, from which {disks.hosts[0]} (rank 0) continues, is missing or different on "
                           f"{disks.describe(lacking)}; {cure}")
 
 

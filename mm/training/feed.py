@@ -65,8 +65,8 @@ def open_feed(
     """The next ``num_steps`` steps' plans, read on the owning rank and shared within the replica.
 
     ``fingerprint``: that of the ViT, with ``--vision-feature-cache``.  ``samples``: the run's samples, if this rank has
-    already opened them.  Raises the same AgreedError on every rank for data that cannot be read or are not those of the
-    checkpoint.
+    already opened them.  Raises the same AgreedError on every rank for data that cannot be read, or that differ from
+    the checkpoint's.
     """
     due = [validates(run.args, run.data) and is_due(run.args, progress.iteration + 1 + number)
            for number in range(num_steps)]

@@ -22,7 +22,8 @@ _CHUNK_BYTES = 64 << 20
 """Bytes of one message."""
 
 _Announced = tuple[CheckpointTensor, MemoryLayout | None, int, torch.dtype, int]
-"""What ``Values`` has besides the tensor, and the tensor's dtype and number of elements."""
+"""What a rank tells rank 0 of a tensor before sending it: its place in the checkpoint, ``memory`` and ``start`` of its
+``Values``, its dtype and its number of elements."""
 
 
 def finish_on_first(begun: BegunSave, setup: Setup, disks: Disks) -> Path:

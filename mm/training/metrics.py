@@ -54,7 +54,7 @@ class StepMetrics:
     """Model FLOP/s, including the ViT, over the device's peak; None if the peak is unknown."""
     max_memory_bytes: int
     updated: bool
-    """False if the step was skipped because a scaled gradient overflowed."""
+    """False if the step was skipped: a scaled gradient overflowed, or with --skip-bad-steps the step was bad."""
     timers: Mapping[str, float] | None = None
     """With --log-timers: kind of work -> seconds on the slowest rank."""
     epoch: float | None = None
@@ -64,9 +64,9 @@ class StepMetrics:
     slowest_rank_share: float | None = None
     """With several ranks, at steps with a log line: the ``share`` of the slowest; None if none can be compared."""
     slowest_ranks: tuple[SlowRank, ...] = ()
-    """With it: the three slowest."""
+    """The three slowest ranks; empty if ``slowest_rank_share`` is None."""
     stage_memory_bytes: tuple[int, ...] | None = None
-    """At steps with a log line: peak memory so far of the rank with most of each stage; else None."""
+    """At steps with a log line: peak memory so far of each stage, on its rank with the most; else None."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,12 @@ class ValidationMetrics:
     """Metrics of one validation."""
 
     iteration: int
-    """After which."""
+    """The step that it follows."""
     consumed_samples: int
     validation_loss: float | None
     """Mean over the target tokens of all samples; None if it is not finite, or no sample can be used."""
     num_samples: int
-    """Those with a target token."""
+    """Samples with a target token."""
     num_target_tokens: int
     validation_seconds: float
     best_validation_loss: float | None
@@ -92,7 +92,7 @@ class ScoreMetrics:
     """Metrics of the answers to one set of questions."""
 
     iteration: int
-    """After which."""
+    """The step after which they were asked."""
     consumed_samples: int
     validation_score_percent: float
     num_questions: int
@@ -104,7 +104,7 @@ class ScoreMetrics:
 
 @dataclass(frozen=True)
 class SpikeMetrics:
-    """A step whose loss or gradient norm is not finite or far above those before."""
+    """A step whose loss or gradient norm is not finite, or far above that of the steps before."""
 
     iteration: int
     why: str
@@ -262,7 +262,7 @@ class MetricsWriter:
             tracker.log(values, row["iteration"])
 
     def refresh_page(self, has_news: bool) -> None:
-        """With --page, write the page of the run again if there are news, or it is some minutes old."""
+        """With --page, write the page of the run again if there is news, or it is some minutes old."""
         if self._page is not None:
             self._page.refresh(has_news)
 

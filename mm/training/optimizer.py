@@ -47,7 +47,8 @@ def build_optimizer(
                if parameter.requires_grad]
     assert sorted(trained) == sorted(groups), sorted(set(trained) ^ set(groups))
     overrides = {_key(group, groups): _override(group, config) for group in set(groups.values())}
-    with freed_gradients(models) if kept.host_share else nullcontext():  # copies are on the device until BlockAdam is
+    # until BlockAdam moves them to host memory, the copies need room on the device
+    with freed_gradients(models) if kept.host_share else nullcontext():
         optimizer = get_megatron_optimizer(
             config,
             list(models),
@@ -68,8 +69,8 @@ def build_optimizer(
 def _keep_states(optimizer: ChainedOptimizer, kept: KeptStates, device: Device) -> None:
     """Let the optimizer keep its states as ``kept`` says.
 
-    megatron's own states of 16 bits are in TransformerEngine's kernel; those in host memory are updated there, by
-    another kernel.
+    megatron's own options do not: its 16-bit states need TransformerEngine's kernel, and states in host memory are
+    updated there, by another kernel.
     """
     chained: Any
     for chained in optimizer.chained_optimizers:
@@ -91,7 +92,7 @@ def _copies(chained: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _take_gradients_from(optimizer: ChainedOptimizer, models: Sequence[DistributedDataParallel]) -> None:
     """Let the optimizer read the gradients of its parts of the weights from their shards, if ``models`` keep shards;
-    megatron has them in buffers."""
+    megatron reads them from its buffers."""
     shards = {weight: shard for model in models if isinstance(model, ShardedGradients)
               for unit in model.units for weight, shard in unit.shards()}  # fmt: skip
 
@@ -108,8 +109,8 @@ def _take_gradients_from(optimizer: ChainedOptimizer, models: Sequence[Distribut
 
 
 def _keep_weights_in(optimizer: ChainedOptimizer, models: Sequence[DistributedDataParallel]) -> None:
-    """Let the optimizer update its parts of the weights in their shards, if ``models`` keep shards; megatron has them
-    in whole weights, which have no memory then."""
+    """Let the optimizer update its parts of the weights in their shards, if ``models`` keep shards; megatron would
+    update ranges of the whole weights, which then have no memory."""
     shards = {weight: shards.shard_of(weight)[0] for model in models if isinstance(model, ShardedGradients)
               for shards in [model.weight_shards] if shards for weight in model.params_with_grad}  # fmt: skip
 

@@ -37,7 +37,7 @@ class OwnedState:
 
     @property
     def _weight(self) -> Tensor | None:
-        """Flat, the bf16 weight itself if no fp32 copy of it is kept."""
+        """The flat bf16 weight if no fp32 copy of it is kept; else None."""
         if not isinstance(self.optimizer, BlockAdam) or self.optimizer.kept.copy == "fp32":
             return None
         weight = self.optimizer.weights.get(self.main)
@@ -50,8 +50,8 @@ class OwnedState:
 
     def tensors(self) -> dict[str, Tensor]:
         """What is kept beside the weight, flat and in its own dtypes: "master", an fp32 copy, or "remainder", what the
-        weight lacks of it; and the moments once they exist.  On the device, or in host memory, where they have arrived
-        after ``arrival_of_states``."""
+        weight lacks of it; and the moments once they exist.  Those in host memory are up to date only after a wait for
+        ``arrival_of_states``."""
         state = self.optimizer.state.get(self.main, {})
         found = {MASTER: state.get(MASTER, self.main)} if self.is_copy and self._weight is None else {}
         found |= {kind: state[kind] for kind in (REMAINDER, *MOMENTS) if kind in state}

@@ -1,7 +1,7 @@
 """Measures how this rank spends its steps, and gathers what all ranks measured.
 
-The moments are marked on the device's clock and read a step later, when the device has passed them, so no step waits
-for its measurement.  On an accelerator a wait is the time for which its stream waited, on the CPU that of the host.
+Moments are marked on the device's clock and read a step later, when the device has passed them, so no step waits for
+its measurement.  On an accelerator, a wait is how long the stream waited; on the CPU, how long the host waited.
 """
 
 import socket
@@ -31,7 +31,7 @@ class _Spent(Enum):
 
 
 class PaceMeter:
-    """A listener that measures this rank's steps, from its second on: the first compiles kernels."""
+    """A listener that measures this rank's steps from the second on: the first compiles kernels."""
 
     def __init__(self, mesh: Mesh, device: Device) -> None:
         """Collective over all ranks, of which there are several."""
@@ -103,8 +103,8 @@ class PaceMeter:
     def gather(self) -> tuple[tuple[RankPace, ...], int]:
         """The paces of all ranks, by rank, over the steps since the last call, and the number of these steps.
 
-        Collective over all ranks: 32 bytes of each, with its peak memory.  If there were no steps, nothing is sent and
-        there are no paces.
+        Collective over all ranks: each sends 32 bytes, with its peak memory.  If there were no steps, nothing is sent
+        and there are no paces.
         """
         if not self._num_steps:
             return (), 0

@@ -1,12 +1,12 @@
 """Optimizer states in host memory, which pass through the device a block at a time, to be updated there.
 
-The next block comes while one is updated and goes back, so two are on the device at a time::
+While one block is updated and copied back, the next one arrives, so two are on the device at a time::
 
     to the device    block 1 | block 2           | block 3           |
     Adam                     | block 1 |         | block 2 |         | block 3 |
     to the host                        | block 1 |         | block 2 |         | block 3
 
-The numbers are those that the same kernel computes from states on the device.
+The results equal those of the same kernel with states on the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from mm.formats.host_copies import host_segment, places_in_segments
 
 
 def host_memory(device: Device, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
-    """Zeros in host memory, pinned on an accelerator: flat tensors of these numbers of elements and dtypes.
+    """Flat tensors of zeros in host memory, pinned on an accelerator; ``sizes``: their numbers of elements and dtypes.
 
     Raises UserError if this node has too little memory.
     """
@@ -35,20 +35,21 @@ def host_memory(device: Device, sizes: Sequence[tuple[int, torch.dtype]]) -> lis
 
 
 class Passage:
-    """The way of blocks from host memory through the device and back."""
+    """Moves blocks from host memory through the device and back."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._coming, self._going = device.side_queue(), device.side_queue()
         self._leaving: list[Callable[[], Tensor]] = []
+        """Waits for the last block that was copied back; blocks are copied back in order."""
 
     def through(self, blocks: Sequence[Sequence[Tensor]], compute: Callable[[int, list[Tensor]], None]) -> None:
-        """Call ``compute`` for each block, with its number and copies on the device, which then replace the tensors in
-        host memory.  ``arrival`` says when they are there."""
+        """Call ``compute`` for each block, with its number and copies on the device, which are then copied back to the
+        tensors in host memory.  ``arrival`` returns a function that waits for that."""
         coming = self._fetched(blocks[0]) if blocks else []
         for number, block in enumerate(blocks):
             self._coming.join()
-            self._going.join()  # the memory of the block before is free
+            self._going.join()  # the previous block's memory is free
             here = coming
             coming = self._fetched(blocks[number + 1]) if number + 1 < len(blocks) else []
             compute(number, here)

@@ -195,7 +195,7 @@ def _sample_splits(run: Run, gauge: Gauge | None, sources: Sources | None, found
 
 
 def _bad_notes(run: Run, splits: Mapping[Split, Dataset], problems: list[str]) -> Iterator[str]:
-    """How many samples ``--bad-sample skip`` leaves out; adds to ``problems`` where training would refuse so many."""
+    """How many samples ``--bad-sample skip`` leaves out; adds to ``problems`` if training would refuse so many."""
     for name, dataset in splits.items():
         num_bad, num_samples = len(dataset.skipped), len(dataset) + len(dataset.skipped)
         if not num_bad or (name == "validation" and run.data.val_dataset is None):  # else counted with the training's
@@ -280,7 +280,8 @@ def _image_notes(run: Run, dataset: Dataset, gauge: Gauge) -> list[str]:
 
 
 def _only_exports(run: Run, sources: Sources | None) -> bool:
-    """Whether the checkpoint in ``--load`` is the run's last: a run that was killed in its export, or just after it."""
+    """Whether ``--load`` is the run's last checkpoint: the run was killed in its export or after, so only that is left.
+    """
     trained = sources and sources.trained(run)
     if not trained or run.args.finetune or not run.args.train_iters:
         return False

@@ -1,5 +1,5 @@
-"""Measures steps: how each rank spends them, --log-timers, the timeline of --profile-pipeline, and torch's profiler for
---profile.
+"""Measures steps: how each rank spends them, and what --log-timers, --profile-pipeline (a timeline) and --profile
+(torch's profiler) request.
 
 Steps that none of these flags selects are measured only for ``PaceMeter``, and with one rank not at all.
 """
@@ -70,7 +70,7 @@ class StepObserver:
     def __init__(
         self, args: Arguments, stage: Stage, mesh: Mesh, first: int, last: int, say: Callable[[str], None]
     ) -> None:
-        """``say`` reports written files, and requested ones that will not be written."""
+        """``say`` reports the files that are written, and those that were requested but will not be."""
         self._args, self._stage, self._mesh, self._say = args, stage, mesh, say
         self._began = 0.0
         """Start of the step on the host's clock, shifted by the time it was paused."""
@@ -78,6 +78,8 @@ class StepObserver:
         self._recorder = Recorder(stage.device)
         self._spans: tuple[ActivitySpan, ...] = ()
         self._profiler: Any = None
+        self._last, self._done = last, first - 1
+        """The last step to measure, and the latest that has ended."""
         window = range(max(first, args.profile_step_start), min(last + 1, args.profile_step_end))
         self._window = window if args.profile else range(0)
         if args.profile_pipeline is not None and not first <= args.profile_pipeline <= last:
@@ -89,14 +91,27 @@ class StepObserver:
 
     @contextmanager
     def observing(self) -> Iterator[None]:
-        """Run the clock; the body is all steps."""
+        """Start the clock; the body runs the steps.  If it ends before the last, finish what that cuts short."""
         self._began = time.perf_counter()
-        if self._meter is None:
-            yield
-            return
-        self._stage.journal.listeners.append(self._meter)
+        meters = [] if self._meter is None else [self._meter]
+        self._stage.journal.listeners.extend(meters)
         yield
-        self._stage.journal.listeners.remove(self._meter)
+        for meter in meters:
+            self._stage.journal.listeners.remove(meter)
+        self._finish()
+
+    def _finish(self) -> None:
+        """Write a profile that has begun and not ended; note what was requested for steps that the run has not
+        reached."""
+        done, timeline = self._done, self._args.profile_pipeline
+        if self._window and self._window[0] <= done < self._window[-1]:
+            self._write_profile(done)
+        if self._window and done < self._window[0]:
+            self._say(f"note: the run ended after iteration {done}, before {self._window[0]}, the first that "
+                      f"--profile selects: nothing is profiled")
+        if timeline is not None and done < timeline <= self._last:
+            self._say(f"note: the run ended after iteration {done}, before --profile-pipeline {timeline}: no timeline "
+                      f"is written")
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -163,11 +178,15 @@ class StepObserver:
         if iteration == self._args.profile_pipeline:
             self._say(f"wrote {self._write_timeline(iteration, plan)}, .json and .svg")
         if self._window and iteration == self._window[-1]:
-            if self._profiler is not None:
-                flag = "--profile-save-path" if self._args.profile_save_path else "--log-dir"
-                with writing(self._profile_path, flag):
-                    self._profiler.stop()
-            self._say(f"wrote profiles of iterations {self._window[0]} to {iteration} to {self._profile_path}")
+            self._write_profile(iteration)
+        self._done = iteration
+
+    def _write_profile(self, iteration: int) -> None:
+        if self._profiler is not None:
+            flag = "--profile-save-path" if self._args.profile_save_path else "--log-dir"
+            with writing(self._profile_path, flag):
+                self._profiler.stop()
+        self._say(f"wrote profiles of iterations {self._window[0]} to {iteration} to {self._profile_path}")
 
     @property
     def _profile_path(self) -> str:
@@ -186,6 +205,7 @@ class StepObserver:
 
 
 def _meet(group: dist.ProcessGroup, clock: Callable[[], float] = time.perf_counter) -> Meetings:
+    """Pass barriers with the ranks of ``group``; returns when this rank came to each and when it left."""
     meetings: list[tuple[float, float]] = []
     for _ in range(_NUM_MEETINGS):
         came = clock()

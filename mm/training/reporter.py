@@ -146,7 +146,7 @@ class Reporter:
             ), scores["benchmark"])
 
     def refresh_page(self, has_news: bool) -> None:
-        """With --page, write the page of the run again if there are news, or it is some minutes old."""
+        """With --page, write the page of the run again if there is news, or it is some minutes old."""
         if self._writer is not None:
             self._writer.refresh_page(has_news)
 

@@ -54,7 +54,7 @@ class Trainer:
         started = start(settled, stage, mesh, self._say)
         self.setup, self.progress = started.setup, started.progress
         claim = claim or Claim()
-        has_whole = not (settled.disks.are_several or stage.shards_weights)  # what the survivors of a failure need
+        has_whole = not (settled.disks.are_several or stage.shards_weights)  # else survivors of a failure cannot save
         self._dying = None if args.save is None or not has_whole else DyingSave(
             args.save, self.setup, claim, resolved(run), started.base, saves_states=not args.no_save_optim)
         watchdog.follow(stage.journal, self.setup.communicator, self._dying)
@@ -66,6 +66,8 @@ class Trainer:
         self._stopping = Stopping(signals or StopSignals(), args.exit_duration_in_mins, args.save is not None)
         self._ballot = Ballot(device)
         self._ended_early = False
+        self._last_checked = 0
+        """The step after which the ranks' weights were compared last; 0 before the first comparison."""
 
     def run_steps(self) -> None:
         """Train until ``--train-iters``, ``--exit-interval``, an early stop, or a reason in ``mm.training.stopping``;
@@ -97,15 +99,16 @@ class Trainer:
                     observer.write(iteration, plan)
                     if self.saver.is_written:
                         self.saver.commit()
+                    if self._is_check_due(iteration):
+                        self._check_weights()
                     if validates := validator.is_due(iteration):
                         self._validate(validator, feed)
                     is_asked = questions is not None and questions.is_due(iteration)
                     if questions is not None and is_asked:
                         self.reporter.report_scores(self.progress, questions.ask(iteration))
                     is_last = iteration == last or self._is_over
-                    if self._checks_weights(iteration, is_last):
-                        check_weights(self.setup, iteration)
                     if saves := self.saver.is_due(iteration, is_last):
+                        self._check_weights()
                         self.saver.save(self.progress, is_last)
                     self.reporter.refresh_page(validates or is_asked or saves)
         self._end(feed, keeper)
@@ -116,7 +119,7 @@ class Trainer:
         return self._stopping.stop
 
     def export(self) -> None:
-        """Write the model in Hugging Face format if requested, and the run is finished and not asked to stop."""
+        """Write the model in Hugging Face format if requested, unless the run is unfinished or was asked to stop."""
         has_ended = self._ended_early or self.progress.iteration >= self.run.args.train_iters
         self.saver.export(self.progress, has_ended and self.stop is None)
 
@@ -145,12 +148,20 @@ class Trainer:
     def _is_over(self) -> bool:
         return self._ended_early or self.stop is not None
 
-    def _checks_weights(self, iteration: int, is_last: bool) -> bool:
-        """Whether to compare the ranks' weights after this step: when the interval says so, and before each save."""
+    def _is_check_due(self, iteration: int) -> bool:
+        """Whether to compare the ranks' weights after this step, even if nothing is saved."""
         interval = self.run.args.check_weights_interval
-        return interval is not None and (iteration % interval == 0 or self.saver.is_due(iteration, is_last))
+        return interval is not None and iteration % interval == 0
+
+    def _check_weights(self) -> None:
+        """With ``--check-weights-interval``, compare the ranks' weights, once a step; called before each save."""
+        iteration = self.progress.iteration
+        if self.run.args.check_weights_interval is not None and self._last_checked != iteration:
+            check_weights(self.setup, iteration)
+            self._last_checked = iteration
 
     def _last_iteration(self) -> int:
+        """The last step of this launch: ``--train-iters``, or an earlier multiple of ``--exit-interval``."""
         args, first = self.run.args, self.progress.iteration
         if first >= args.train_iters:
             return first
@@ -217,6 +228,7 @@ class Trainer:
         self._reach(replace(self.progress, best=self.progress.best.after(found.loss, iteration)))
         self.reporter.report_validation(self.progress, found)
         if self.saver.is_best(self.progress):
+            self._check_weights()
             self.saver.save_best(self.progress)
         self._ended_early = validator.ends(self.progress.best)
 

@@ -1,4 +1,4 @@
-"""Keeps the page of a run while it trains (--page): folds each row as it is written, and writes the page now and then.
+"""Keeps the page of a run up to date (--page): folds each row as it is written, and writes the page now and then.
 
 Nothing that goes wrong with the page ends the run: the first failure is reported, and the next refresh tries again.
 """
@@ -42,7 +42,7 @@ class RunPage:
             self._history.fold(row)
 
     def refresh(self, has_news: bool) -> None:
-        """Write the page if there are news, or it was not written for some minutes."""
+        """Write the page if there is news, or it was not written for some minutes."""
         if has_news or time.monotonic() - self._written >= _SECONDS:
             self._write()
 

@@ -197,11 +197,12 @@ def _host_memory(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         num_bytes = sum(one.numel() * one.element_size() for one in parameters.values())
         raise UserError(f"a save of weights in shards needs host memory for all weights that this rank writes, and "
                         f"{num_bytes:,} bytes of it cannot be allocated ({error}); give the ranks of this node more "
-                        f"memory, or write optim_grads for optim_grads_params") from error
+                        f"memory, or use --data-parallel-sharding-strategy optim_grads") from error
 
 
 def _copies_of(disks: Disks) -> tuple[bool, ...]:
-    """Whether ranks write the copies that other positions write as well: if these may be on other disks."""
+    """For which ``copies`` a save calls ``planned_weights``: with several disks, also for what other positions write,
+    because these may be on other disks."""
     return (False, True) if disks.are_several else (False,)
 
 
@@ -229,7 +230,8 @@ def _planned(
 
 
 def planned_weights(setup: Setup, values: Mapping[str, Values] | None = None, copies: bool = False) -> ToWrite:
-    """The weights that this rank's position on the axes writes, or those of which it holds ``copies``.
+    """The weights that this rank's position on the axes writes; or with ``copies``, those of its weights that another
+    position writes.
 
     ``values``: by default those in memory, which are whole.
     """
@@ -277,7 +279,7 @@ def _position(mesh: Mesh) -> str:
 
 
 def _stored(setup: Setup, copies: bool) -> dict[str, Weight]:
-    """The weights that this rank's position writes, by name, or those that another position writes as well.
+    """By name, the weights that this rank's position writes; or with ``copies``, those that another position writes.
 
     The frozen base model of adapters is not written.
     """
@@ -293,6 +295,7 @@ def _tp_rank(weight: Weight, mesh: Mesh) -> int:
 
 
 def own_optimizer_facts(setup: Setup, owned: Sequence[OwnedState]) -> OptimizerFacts:
+    """This rank's optimizer facts for the manifest."""
     return owned[0].step if owned else None, scaler_state(setup.optimizer)
 
 

@@ -124,14 +124,15 @@ class Saver:
                           f"{args.train_iters}; resume it with the same {flag}")
             return
         saved = None if self._disks.are_several else self._checkpoint  # rank 0 reads all weights, from its own disk
-        temporary = f"{next(iter(targets.values()))}.checkpoint"
+        first_flag, first_path = next(iter(targets.items()))
+        temporary = f"{Path(first_path)}.checkpoint"  # beside the target, also if its path ends with a slash
 
         def write(source: Path) -> None:
             for flag, path in targets.items():
                 self._export(source, path, flag == "--export-merged-hf")
 
         try:
-            source = saved or self._save_weights(temporary, progress)
+            source = saved or self._save_weights(temporary, first_flag, progress)
             self._say(f"exporting {source} to {' and '.join(targets.values())}")
             with self._phase("export"):
                 on_first(self._setup.mesh, lambda: write(source))
@@ -171,10 +172,10 @@ class Saver:
             self._checkpoint = self._begin(directory, progress, self._disks).finish(self._setup, retention)
         self._say(f"saved {self._checkpoint}")
 
-    def _save_weights(self, directory: str, progress: TrainingProgress) -> Path:
-        """Save the weights alone, all of them on rank 0's disk."""
+    def _save_weights(self, directory: str, flag: str, progress: TrainingProgress) -> Path:
+        """Save the weights alone, all of them on rank 0's disk, for the export that ``flag`` requests."""
         with self._saving("writing for the export", progress.iteration):
-            disks = find_disks_once(Path(directory), "--export-hf", self._setup.mesh)
+            disks = find_disks_once(Path(directory), flag, self._setup.mesh)
             begun = self._begin(directory, progress, Disks.one(self._setup.mesh), weights_only=True)
             saved = finish_on_first(begun, self._setup, disks)
         self._say(f"saved {saved}")

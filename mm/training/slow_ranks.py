@@ -1,4 +1,4 @@
-"""Which ranks are slow: compares how the ranks spend their steps, and words what it finds.
+"""Finds slow ranks: compares how all ranks spend their steps, and writes the log lines and notes about it.
 
 Steps of all ranks take equally long, because every rank waits for the slowest.  So the comparison is of a rank's own
 time: its work, and its waits for samples that it reads itself.
@@ -78,11 +78,11 @@ class ComparedRanks:
     """All ranks after a step with a log line; empty after other steps."""
 
     slowest: tuple[SlowRank, ...] = ()
-    """All of them, slowest first; empty if there is one only."""
+    """All of them, slowest first; empty if there is only one."""
     num_steps: int = 0
-    """Over how many steps they were compared."""
+    """Number of steps over which they were compared."""
     stage_memory_bytes: tuple[int, ...] = ()
-    """Peak memory so far of the rank with most of each stage."""
+    """Peak memory so far of each stage, on its rank with the most."""
 
 
 def most_of_stages(places: Sequence[RankPlace], of_ranks: Sequence[int]) -> tuple[int, ...]:
@@ -94,7 +94,7 @@ def most_of_stages(places: Sequence[RankPlace], of_ranks: Sequence[int]) -> tupl
 
 
 def compare(places: Sequence[RankPlace], paces: Sequence[RankPace]) -> tuple[SlowRank, ...]:
-    """All ranks, as tensor- and context-parallel groups, slowest first; empty if there is one group only.
+    """All ranks, as tensor- and context-parallel groups, slowest first; empty if there is only one group.
 
     ``places`` and ``paces`` are by rank.
     """
@@ -116,7 +116,7 @@ def compare(places: Sequence[RankPlace], paces: Sequence[RankPace]) -> tuple[Slo
 
 
 class _Medians:
-    """Medians over all but one of some paces."""
+    """Sorted seconds of some paces, for medians over all of them but one."""
 
     def __init__(self, paces: Sequence[RankPace]) -> None:
         self.own = sorted(pace.own_seconds for pace in paces)
@@ -182,14 +182,14 @@ def _note(one: SlowRank, share: float) -> str:
     excess = f"{one.share:.0%} more time a step than the median of the other {one.compared_with}"
     name, median = _name(one), _ms(one.median_seconds)
     more_work = "" if one.compared_with == "replicas" else (
-        "there is one replica only, so this stage may have more work, and `mm-plan lists` finds evener "
+        "there is only one replica, so this stage may have more work, and `mm-plan lists` finds more even "
         "pipeline_num_layers; if it has not, ")
     why = (
         f"of its {_ms(one.work_seconds + one.data_seconds)}, it waits {_ms(one.data_seconds)} for samples that it "
-        f"reads itself (the median is {median} in all): look at that machine's disk and processors"
+        f"reads itself (the median of work and data is {median}): look at that machine's disk and processors"
         if one.cause == "data" else
-        f"its own work takes {_ms(one.work_seconds)} (the median is {median}): {more_work}look at that device's clock "
-        f"and temperature, and at what else runs on that machine")
+        f"its own work takes {_ms(one.work_seconds)} (the median of work and data is {median}): {more_work}look at "
+        f"that device's clock and temperature, and at what else runs on that machine")
     return (f"note: {name} {'have' if is_plural else 'has'} taken {excess} in {NUM_INTERVALS} log intervals in a row, "
             f"which is above --slow-rank-share {share:g}; {why}")
 

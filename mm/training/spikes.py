@@ -1,4 +1,5 @@
-"""Finds steps whose loss or gradient norm is far above that of the latest steps, and limits how many are skipped.
+"""Finds steps whose loss or gradient norm is far above that of the latest steps, and limits how many are skipped in a
+row.
 
 Everything here is computed from numbers that are equal on all ranks, so all ranks decide alike.
 """
@@ -14,6 +15,7 @@ from mm.formats.manifest import built_from_json
 from mm.training.update import StepResult
 
 NUM_RECENT = 100
+"""Steps over which medians are taken."""
 _NUM_NEEDED = 20
 """Steps before a median counts: the first steps of a training have the largest norms."""
 
@@ -25,7 +27,7 @@ class RecentSteps:
     losses: tuple[float, ...] = ()
     norms: tuple[float, ...] = ()
     num_bad: int = 0
-    """Bad steps in a row until now."""
+    """Number of bad steps in a row up to now."""
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "RecentSteps":

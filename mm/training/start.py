@@ -66,8 +66,8 @@ def settle(
 
     ``say`` reports to the user.  ``opened`` is what the check before the run has opened on this rank.  Rank 0 chooses
     the checkpoint in ``--load``, because on a slow shared disk other ranks may not see yet which one is the newest.
-    ``disks``: those of ``--save``; with several, rank 0's also says whether the run continues.  Every rank calls it
-    together; a mistake on one raises the same UserError on all.
+    ``disks``: those of ``--save``; if there are several, rank 0's decides whether the run continues.  Every rank calls
+    it together; a mistake on one raises the same UserError on all.
     """
     disks, opened = disks or Disks.one(mesh), opened or Opened()
     run = _with_agreed_steps(on_first(mesh, lambda: run) if disks.are_several else run, mesh)
@@ -79,7 +79,7 @@ def settle(
 
     def find() -> tuple[Settled, tuple[str, ...]]:
         if checkpoint is not None:
-            wait_until_visible(checkpoint.path / MANIFEST_FILE, _LATE_SECONDS)  # if not, opening it says so
+            wait_until_visible(checkpoint.path / MANIFEST_FILE, _LATE_SECONDS)  # if it stays unseen, opening it fails
         # Another run may have saved in ``--load`` since the check.
         sources = opened.sources and opened.sources.at(checkpoint)
         sources = sources or open_start(run, checkpoint).at(checkpoint)
@@ -91,8 +91,13 @@ def settle(
 
     seen = all_of((run.args.load,), mesh.control_group)
     if len(seen) > 1:
-        raise AgreedError(f"some ranks start from {seen[0]} and others from {seen[1]}: --load {run.args.save} holds a "
-                          f"checkpoint for some only; give a --save that every machine sees, and start again")
+        one, other = (path or "random weights" for path in seen[:2])
+        late = "" if run.args.save is None else (
+            f"; if they are the same, some machines did not see the checkpoint in --save {run.args.save} yet, so start "
+            f"again")
+        raise AgreedError(
+            f"some ranks start from {one} and others from {other}: give every machine the same --load, "
+            f"--pretrained-checkpoint, --load-base-model and model_name_or_path{late}")
     checkpoint = on_first(mesh, lambda: checkpoint_of(run))
     if disks.are_several and checkpoint is not None:
         check_held(checkpoint.path, mesh, disks)
@@ -147,7 +152,7 @@ def start(settled: Settled, stage: Stage, mesh: Mesh, say: Callable[[str], None]
         say(f"note: {note}")
     if started.checkpoint is not None and started.progress.data is None and not args.finetune:
         say("note: the checkpoint, which an older version saved, does not say what data it was trained on; training "
-            "continues as if these were the same")
+            "continues as if they were the same")
     goes_on = continued(run, sources) is not None
     run_id = on_first(mesh, lambda: started.progress.run_id if goes_on else new_run_id())
     given_start = started.progress.given_start if goes_on else run.given_start

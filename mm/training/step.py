@@ -37,7 +37,7 @@ class Setup:
     models: tuple[DistributedDataParallel, ...]
     """One per chunk of the stage."""
     passes: Reductions | UnitPasses | None
-    """If ranks keep shards of the gradients: what the passes of ``models`` reduce, and gather if weights are in shards
+    """With sharded gradients: reduces them during the passes of ``models``, and gathers weights if these are sharded
     too.  Else None."""
     optimizer: ChainedOptimizer
     communicator: PipelineCommunicator

@@ -31,7 +31,7 @@ class Stopping:
     """This rank's votes on whether to stop, and what all ranks have decided."""
 
     def __init__(self, signals: StopSignals, exit_minutes: float | None, saves: bool) -> None:
-        """``saves``: stopping after a step saves a checkpoint; if not, a signal ends the run in the middle of one."""
+        """``saves``: a stop after a step saves a checkpoint; otherwise a signal ends the run within a step."""
         self.stop: Stop | None = None
         """Why the run stops; the same on all ranks."""
         self._signals, self._saves = signals, saves

@@ -69,8 +69,8 @@ def update(
     records the waits for other ranks.  ``changing`` is called right before weights and moments may change.
 
     If a gradient overflowed under loss scaling, the optimizer skips the step.  A step is bad if the loss or any other
-    gradient is not finite, or the gradient norm is above ``max_norm``: all weights and moments stay unchanged.  Without
-    ``max_norm``, AgreedError is raised on all ranks then.
+    gradient is not finite, or the gradient norm is above ``max_norm``; then all weights and moments stay unchanged.  If
+    ``max_norm`` is None, a bad step raises AgreedError on all ranks.
     """
     waiting = partial((journal or Journal()).during, Work.UPDATE_WAIT)
     for group in optimizer.param_groups:
@@ -88,7 +88,7 @@ def update(
     numbers = torch.cat([sums, *scale])
     is_folded = not overflowed and clips_in_adam(optimizer, device)
     reading = device.start_reading(numbers) if is_folded else numbers.tolist
-    max_squares = math.inf if max_norm is None else _rounded(max_norm**2)
+    max_squares = math.inf if max_norm is None else _rounded(max_norm * max_norm)  # ** would raise OverflowError
     if is_folded:
         changing()
         _step_folded(inner, sums, max_squares)

@@ -50,7 +50,7 @@ class ValidationLoss:
     loss: float | None
     """None if it is not finite, or there is no target token."""
     num_samples: int
-    """Those with a target token."""
+    """Samples with a target token."""
     num_target_tokens: int
     seconds: float
 

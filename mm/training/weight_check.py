@@ -42,7 +42,7 @@ def check_weights(setup: Setup, iteration: int) -> None:
     ranks and tensors."""
     setup.finish_gathering()
     mesh, stage = setup.mesh, setup.stage
-    # in shards, replicas hold no weight twice
+    # of sharded weights, only those that are not cut are held twice, by tensor-parallel ranks
     compared = [one for one in stage.weights if not stage.shards_weights or not (one.is_cut or mesh.tp_size == 1)]
     own = tuple((str(weight.hf_names), weight.name, mesh.tp_rank if weight.is_cut else -1, digest(values))
                 for weight, values in stage.whole_weights(compared))

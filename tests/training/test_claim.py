@@ -130,6 +130,19 @@ def test_a_reused_process_id_is_not_the_owner(tmp_path: Path) -> None:
     take({"--save": str(tmp_path)}).release()
 
 
+def test_another_users_process_is_the_owner_only_if_it_began_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that may not be signalled belongs to another user, who may have got a dead owner's process id."""
+
+    def refuse(*_: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(claim.os, "kill", refuse)
+    owner = Owner.here()
+    assert owner.is_alive() and not replace(owner, started="1").is_alive()
+    monkeypatch.setattr(claim, "began", lambda _: None)  # /proc hides other users' processes
+    assert owner.is_alive()
+
+
 def test_only_one_of_many_runs_replaces_a_killed_one(tmp_path: Path, monkeypatch) -> None:
     find_left, random = claim._left, Random(0)
 

@@ -95,7 +95,7 @@ def test_a_disk_that_is_late_catches_up(results: dict) -> None:
 def test_a_lost_checkpoint_is_named_with_the_newest_that_all_disks_hold(results: dict) -> None:
     (problem,), other = results["recovered"]["lost"]
     assert other == [problem]
-    assert re.match(r"save/late/iter_0000003, with which \S+ \(rank 0\) continues, is missing or another one on \S+ "
+    assert re.match(r"save/late/iter_0000003, from which \S+ \(rank 0\) continues, is missing or different on \S+ "
                     r"\(rank 1\); the newest that all disks hold is iteration 2: .*, write 2 into", problem)
 
 

@@ -1,6 +1,7 @@
 """One flipped bit in one replica's weight is found, and named with its rank, in every kind of layout."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from mm.training.weight_check import digest
 from tests.launch import run_ranks
+from tests.tiny_inputs import flags_of, write_data, write_inputs
 
 EMBEDDING = "text_decoder.embedding.word_embeddings.weight"
 EXPECTED = {
@@ -38,6 +40,18 @@ def test_a_flipped_bit_is_found_with_its_rank(layout: str, found: dict[str, dict
         rank, name = damage.split()
         shown = EMBEDDING if name == "text_decoder.output_layer.weight" else name
         assert f"hold different ones: {shown}: {expected}. Nothing was saved" in error, (rank, error)
+
+
+def test_weights_are_compared_at_the_interval_and_before_each_save(tmp_path: Path) -> None:
+    """The first validation, after step 2, saves the best checkpoint, before any other save and the interval."""
+    inputs = write_inputs(tmp_path)
+    write_data(inputs, inputs / "samples.json", packing=False, val_rate=0.2)
+    words = flags_of(inputs, "run", 1, "--num-workers", "0", "--load", str(inputs / "hf"), "--lr", "0",
+                     "--eval-interval", "2", "--save-best", "--save-interval", "3", "--check-weights-interval", "4")
+    run_ranks(1, "tests.training.checked_worker", str(inputs / "found.json"), *words)
+    best, third = "best/iter_0000002", "iter_0000003"
+    assert json.loads((inputs / "found.json").read_text()) == [
+        [2, []], [3, [best]], [4, [best, third]], [6, [best, third]]]
 
 
 @given(st.integers(0, 999), st.integers(0, 15))
