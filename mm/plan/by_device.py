@@ -98,25 +98,32 @@ class _DeviceRates:
     product_flops: float
     attention_flops: float
     memory_bytes: float
-    link_bytes: float
+    tensor_link_bytes: float
+    """To tensor-parallel peers."""
+    context_link_bytes: float
+    """To context-parallel peers, which are farther apart."""
     cp_size: int
     is_ring: bool
 
     @classmethod
     def of(cls, run: Run, device: KnownDevice, links: Links) -> "_DeviceRates":
         assert device.peak_flops is not None, "checked where the device is chosen"
-        is_on_node = run.tp_size * run.cp_size <= links.node_size
+
+        def link_bytes(num_ranks: int) -> float:
+            return LINKS * (links.within if num_ranks <= links.node_size else links.between)
+
         return cls(
             run.model, WIDTHS[run.args.precision],
             PRODUCTS * device.peak_flops, ATTENTION * device.peak_flops, MEMORY * device.memory_bandwidth,
-            LINKS * (links.within if is_on_node else links.between), run.cp_size, run.is_ring)
+            link_bytes(run.tp_size), link_bytes(run.tp_size * run.cp_size), run.cp_size, run.is_ring)
 
     def laws(self, place: Place, flops: Law, key: BlockKey, num_backward: int) -> BlockLaws:
         """``num_backward``: work of the backward pass, in forward passes."""
         tp_size = key.tp_size
         work = Law(0.0, flops.per_row / tp_size / self.product_flops, flops.per_pair / tp_size / self.attention_flops)
         moved, again = self._moved(place, key), self._again(key, work)
-        exchanged = self._exchanged(place, key)
+        of_tensor, of_context = self._exchanged(place, key), self._exchanged_in_attention(place, key.tp_size)
+        exchanged = of_tensor + of_context
         forward = work + moved + exchanged
         if not num_backward:
             return BlockLaws(forward, Law(0.0, 0.0))
@@ -124,8 +131,8 @@ class _DeviceRates:
         backward = work * num_backward + moved * 2 + exchanged + again
         if key.recompute == WHOLE_LAYER:
             backward += forward
-        if key.sequence_parallel and exchanged.per_row:  # inputs of layers are gathered again
-            backward += exchanged * 0.5
+        if key.sequence_parallel:  # inputs of layers are gathered again
+            backward += of_tensor * 0.5
         return BlockLaws(forward, backward)
 
     def _moved(self, place: Place, key: BlockKey) -> Law:
@@ -146,27 +153,28 @@ class _DeviceRates:
         return Law(LAYER_SECONDS / 4, share * work.per_row)
 
     def _exchanged(self, place: Place, key: BlockKey) -> Law:
-        """Collectives of tensor parallelism, and of context parallelism in attention.  Visual tokens of whole encoders
-        are exchanged once, where they meet the text."""
-        found, tp_size, tower = Law(0.0, 0.0), key.tp_size, self._tower(place)
+        """Collectives of tensor parallelism.  Whole encoders exchange their visual tokens once, where these meet the
+        text."""
+        tp_size, tower = key.tp_size, self._tower(place)
+        if tp_size == 1 or place is Place.PATCH_EMBEDDING:
+            return Law(0.0, 0.0)
         hidden = (tower or self.model.language).hidden_size * self.width
-        if tp_size > 1 and place is not Place.PATCH_EMBEDDING:
-            count = _NUM_COLLECTIVES if tower is not None else 1
-            count += self.model.encodes_whole and place is Place.EMBEDDING
-            per_row = 2 * (tp_size - 1) / tp_size * hidden / self.link_bytes
-            found = Law(count * COLLECTIVE_SECONDS, count * per_row)
-        if self.cp_size > 1 and place is Place.LANGUAGE_LAYER:
-            found += self._exchanged_in_attention(tp_size)
-        return found
+        count = _NUM_COLLECTIVES if tower is not None else 1
+        count += self.model.encodes_whole and place is Place.EMBEDDING
+        per_row = 2 * (tp_size - 1) / tp_size * hidden / self.tensor_link_bytes
+        return Law(count * COLLECTIVE_SECONDS, count * per_row)
 
-    def _exchanged_in_attention(self, tp_size: int) -> Law:
-        """Ulysses redistributes q, k, v and the output by heads; a ring passes keys and values around all ranks."""
+    def _exchanged_in_attention(self, place: Place, tp_size: int) -> Law:
+        """Context parallelism.  Ulysses redistributes q, k, v and the output by heads; a ring passes keys and values
+        around all ranks."""
         language, others = self.model.language, self.cp_size - 1
+        if not others or place is not Place.LANGUAGE_LAYER:
+            return Law(0.0, 0.0)
         q, k = (heads * language.head_dim * self.width / tp_size
                 for heads in (language.num_attention_heads, language.num_query_groups))
         if self.is_ring:
-            return Law(others * COLLECTIVE_SECONDS, others * 2 * k / self.link_bytes)
-        return Law(4 * COLLECTIVE_SECONDS, (2 * q + 2 * k) * others / self.cp_size / self.link_bytes)
+            return Law(others * COLLECTIVE_SECONDS, others * 2 * k / self.context_link_bytes)
+        return Law(4 * COLLECTIVE_SECONDS, (2 * q + 2 * k) * others / self.cp_size / self.context_link_bytes)
 
     def _bytes(self, tower: Tower, key: BlockKey) -> LayerBytes:
         num_pieces = key.tp_size if key.sequence_parallel else 1

@@ -128,14 +128,18 @@ def choices(run: Run, fixed: Mapping[str, Sequence[object]], node_size: int) -> 
         "sampler": _samplers(run.data) if is_free else [AS_GIVEN],
         "encoder": ENCODERS,
     } | {name: values for name, values in fixed.items() if name not in ("recompute", "encoder_batch")}
-    of_all: dict[str, Any] = {"recompute": next(iter(fixed.get("recompute", RECOMPUTE))),
-                              "encoder_batch": encoder_batch_sizes(fixed)[0]}
+    of_all: dict[str, Any] = {"recompute": recomputations(fixed)[0], "encoder_batch": encoder_batch_sizes(fixed)[0]}
     for values in product(*options.values()):
         choice = replace(present_choice(run), **of_all, **dict(zip(options, values, strict=True)))
-        if choice.tp_size == 1 and choice.encoder != ENCODERS[0]:
+        if choice.tp_size == 1 and choice.encoder != options["encoder"][0]:
             continue  # one rank holds the whole ViT in either placement
         if _is_divisible(choice, run) and not list(parallel_problems(choice.applied(run))):
             yield choice
+
+
+def recomputations(fixed: Mapping[str, Sequence[object]]) -> list[str]:
+    """The kinds of recomputation allowed, from fast to small; ``AS_GIVEN`` comes last."""
+    return [name for name in (*RECOMPUTE, AS_GIVEN) if name in fixed.get("recompute", RECOMPUTE)]
 
 
 def encoder_batch_sizes(fixed: Mapping[str, Sequence[object]]) -> list[int]:

@@ -16,7 +16,6 @@ from mm.config.activations import RecomputeConfig
 from mm.config.model import ModelConfig
 from mm.errors import UserError
 from mm.model.flops import Backward, BlockPlace, block_backwards, blocks
-from mm.parallel.simulation import SlotCost, as_costs
 from mm.placement import Placement
 from mm.plan.calibration import BlockKey, BlockLaws, Calibration
 from mm.plan.laws import Law
@@ -197,11 +196,6 @@ class BlockCosts:
                         stop = start + (here.stop if isinstance(here, range) else 1)
                         found[start + (here.start if isinstance(here, range) else 0) : stop, slot, number] = 1.0
         return found
-
-
-def slot_costs(costs: BlockCosts, model: ModelConfig, counts: np.ndarray) -> list[list[SlotCost]]:
-    """The costs of each microbatch in each slot of the placement of ``model``."""
-    return as_costs(costs.of_slots(counts, costs.slots_of([model.placement()]))[..., 0])
 
 
 def image_kinds(counts: np.ndarray) -> np.ndarray:

@@ -24,11 +24,6 @@ class Law:
     def __add__(self, other: "Law") -> "Law":
         return Law(self.fixed + other.fixed, self.per_row + other.per_row, self.per_pair + other.per_pair)
 
-    def __sub__(self, other: "Law") -> "Law":
-        """The difference; where ``other`` is larger, 0."""
-        return Law(max(0.0, self.fixed - other.fixed), max(0.0, self.per_row - other.per_row),
-                   max(0.0, self.per_pair - other.per_pair))
-
     def __mul__(self, factor: float) -> "Law":
         """The law of the same work that takes ``factor`` times as long."""
         return Law(self.fixed * factor, self.per_row * factor, self.per_pair * factor)

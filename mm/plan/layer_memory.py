@@ -174,8 +174,11 @@ def layer_memories(
         keeps = layer_keeps(weights, model, path.needs_input_gradient(place, layer), tower.recompute)
         fused = next(weight for weight in weights if weight.fusion is Fusion.GATE_UP)
         local_ffn = memory_shape(fused, tp_size)[0] // 2
-        own = vision_division(model, tp_size, num_pieces) if place is Place.VISION_LAYER else (tp_size, num_pieces)
-        found.append((layer_bytes(tower, local_ffn, own[0], width, own[1], ulysses_size), keeps))
+        if place is Place.VISION_LAYER:  # context-parallel ranks encode whole images, so they exchange no heads
+            own_tp_size, own_pieces = vision_division(model, tp_size, num_pieces)
+            found.append((layer_bytes(tower, local_ffn, own_tp_size, width, own_pieces), keeps))
+        else:
+            found.append((layer_bytes(tower, local_ffn, tp_size, width, num_pieces, ulysses_size), keeps))
     return found
 
 

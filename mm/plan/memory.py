@@ -308,8 +308,7 @@ class ChunkMemory:
         tower: Tower = getattr(self.model, part)
         place = Place.VISION_LAYER if part == "vision" else Place.LANGUAGE_LAYER
         layers: range = getattr(self.spec, place.value)
-        ulysses_size = self.ulysses_size if part == "language" else 1
-        known = layer_memories(self.model, place, self.tp_size, self.width, self.num_pieces, ulysses_size)
+        known = layer_memories(self.model, place, self.tp_size, self.width, self.num_pieces, self.ulysses_size)
         first = Message.PATCHES if part == "vision" else Message.HIDDEN_STATES
         is_message = self.spec.receives is first and not (part == "vision" and self._copies_patches)
         passing = tower.offload.layers(layers, is_before_head=False)

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import pairwise
 from statistics import fmean, pstdev
 
 import numpy as np
@@ -323,9 +324,10 @@ class Predictor:
 
         found = np.zeros((2, len(counts), len(placements[0].slots) - 1, len(placements)))
         for number, placement in enumerate(placements):
-            for slot, spec in enumerate(placement.slots[:-1]):
+            for slot, (spec, after) in enumerate(pairwise(placement.slots)):
                 comes_back = (self._path.comes_back(spec, one) for one in (True, False))
-                law = message_law(self.calibration, spec.stage, stride)
+                # the last stage of a chunk sends to the first stage of the next chunk
+                law = message_law(self.calibration, spec.stage * stride, after.stage * stride)
                 found[:, :, slot, number] = seconds(spec.sends, law, *comes_back)
         return found
 

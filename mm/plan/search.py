@@ -110,12 +110,14 @@ class LayoutSearch:
 
     def __init__(
         self, run: Run, calibrate: Callable[[Run], Calibration], lengths: HasLengths, max_bytes: int | None,
-        num_steps: int,
+        num_steps: int, recomputations: Sequence[str] = tuple(RECOMPUTE),
     ) -> None:  # fmt: skip
         """``calibrate`` returns the calibration for a layout, or raises UserError.  ``max_bytes`` is the memory of a
-        rank, None without a limit.  Layouts are predicted over ``num_steps`` steps."""
+        rank, None without a limit.  Layouts are predicted over ``num_steps`` steps.  ``recomputations``: the kinds of
+        recomputation that may be tried, from fast to small."""
         self._run, self._calibrate, self._lengths, self._max_bytes = run, calibrate, lengths, max_bytes
         self._num_steps, self._sample_sizes = num_steps, SampleSizes(run.model, lengths)
+        self._allowed = list(recomputations)
         one_replica = replace(run, world_size=run.tp_size * run.cp_size * run.num_stages)
         order = order_of(one_replica, lengths, dp_rank=0, consumed_samples=0, sizes=self._sample_sizes)
         samples = order.stream.samples(0, num_steps * run.global_batch_size)
@@ -230,9 +232,9 @@ class LayoutSearch:
         return None
 
     def _recomputations(self, choice: Choice) -> Sequence[str]:
-        """The kinds of recomputation to try, from fastest to smallest."""
-        names = list(RECOMPUTE)
-        return names[names.index(choice.recompute) :] if choice.recompute in names else [choice.recompute]
+        """The kinds of recomputation to try for a layout, from its own to the smallest."""
+        own, allowed = choice.recompute, self._allowed
+        return allowed[allowed.index(own) :] if own in allowed else [own]
 
     def _with_best_lists(self, one: _Listed) -> _Listed:
         layout = one.layout
@@ -263,7 +265,11 @@ class LayoutSearch:
         return self.planned(choice, choice.applied(self._run))
 
     def _predictor(self, choice: Choice, run: Run) -> Predictor:
-        key = choice.tp_size, choice.cp_size, choice.num_stages, choice.encoder, choice.recompute, choice.encoder_batch
+        towers = run.model.vision, run.model.language
+        # the first layers of each chunk are recomputed by "block", and offloaded
+        is_by_chunk = any(one.recompute.method == "block" or one.offload.is_on for one in towers)
+        key = (choice.tp_size, choice.cp_size, choice.num_stages, choice.encoder, choice.recompute,
+               choice.encoder_batch, choice.num_chunks if is_by_chunk else 1)
         if key not in self._predictors:
             self._predictors[key] = Predictor(run, self._calibrate(run))
         return self._predictors[key]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from mm.config.run import Run
 from mm.plan.layer_memory import WIDTHS
 from mm.plan.memory import MicrobatchSizes
-from mm.plan.sizes import StageSize, gathered_params
+from mm.plan.sizes import StageSize, gathered_params, num_optimizer_shards
 from mm.plan.stage_memory import StageMemory
 
 
@@ -33,7 +33,12 @@ class StepBytes:
         sends more to the host counts.  Every microbatch counts as one with images."""
         activations = max(sum(chunk.offloaded_bytes(rows) for chunk in memory.chunks) for rows in kinds)
         gradients, weights = _of_copies(run, size, num_microbatches)
-        return cls(gradients, weights, size.host_bytes + num_microbatches * activations)
+        return cls(gradients + _of_encoders(run, size), weights, size.host_bytes + num_microbatches * activations)
+
+
+def _of_encoders(run: Run, size: StageSize) -> int:
+    """Tensor-parallel ranks all-reduce the gradients of whole encoders; with sharded states, each its shard."""
+    return 2 * size.whole_gradient_bytes // num_optimizer_shards(run) * (run.tp_size - 1) // run.tp_size
 
 
 def _of_copies(run: Run, size: StageSize, num_microbatches: int) -> tuple[int, int]:

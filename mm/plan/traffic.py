@@ -23,10 +23,10 @@ def all_reduce_law(calibration: Calibration, num_ranks: int, stride: int = 1) ->
     return Law(within.fixed + 2 * (num_nodes - 1) * network.fixed, max(within.per_row, per_byte))
 
 
-def message_law(calibration: Calibration, stage: int, stride: int) -> Law:
-    """The law of a message from ``stage`` to the next, whose ranks are ``stride`` apart, by bytes."""
+def message_law(calibration: Calibration, sender: int, receiver: int) -> Law:
+    """The law of a message from rank ``sender`` to rank ``receiver``, by bytes."""
     found, network = calibration.message or Law(0.0, 0.0), calibration.network
-    if network is None or stage * stride // network.node_size == (stage + 1) * stride // network.node_size:
+    if network is None or sender // network.node_size == receiver // network.node_size:
         return found
     return Law(network.fixed, network.per_byte)
 

@@ -29,6 +29,7 @@ from mm.plan.choices import (
     choices,
     encoder_batch_sizes,
     present_choice,
+    recomputations,
 )
 from mm.plan.distributions import DISTRIBUTIONS, mixed
 from mm.plan.learnt import other_runs
@@ -108,8 +109,8 @@ def _planned(flags: argparse.Namespace, training: Sequence[str]) -> LayoutPlan:
     legal = list(choices(run, fixed, links.node_size))
     if not legal:
         raise UserError(_no_layout(run, fixed, links.node_size))
-    search, began = LayoutSearch(run, calibrate, lengths, max_bytes, NUM_STEPS), time.perf_counter()
-    batch_sizes = encoder_batch_sizes(fixed)
+    allowed, batch_sizes = recomputations(fixed), encoder_batch_sizes(fixed)
+    search, began = LayoutSearch(run, calibrate, lengths, max_bytes, NUM_STEPS, allowed), time.perf_counter()
     found = search.best(legal, flags.top, encoder_batch_sizes=batch_sizes)
     seconds = time.perf_counter() - began
     if not found.ranking:
@@ -117,7 +118,7 @@ def _planned(flags: argparse.Namespace, training: Sequence[str]) -> LayoutPlan:
     problems = tuple(parallel_problems(run))
     present = None if problems else _present(search, run)
     changes = () if present is None else _changes(search, present, legal, batch_sizes)
-    learnt = tuple(_learnt(found.ranking[0], run, lengths, calibrate, max_bytes))
+    learnt = tuple(_learnt(found.ranking[0], run, lengths, calibrate, max_bytes, allowed))
     return LayoutPlan(run, lengths, device, what, found, seconds, present, problems, changes, learnt, max_bytes)
 
 
@@ -261,12 +262,13 @@ def _changes(
 
 
 def _learnt(
-    best: Planned, run: Run, lengths: HasLengths, calibrate: Callable[[Run], Calibration], max_bytes: int | None
-) -> Iterator[tuple[str, Planned]]:
+    best: Planned, run: Run, lengths: HasLengths, calibrate: Callable[[Run], Calibration], max_bytes: int | None,
+    allowed: Sequence[str],
+) -> Iterator[tuple[str, Planned]]:  # fmt: skip
     """The best layout after changes that alter what is learnt, with the best lists; those that cannot be predicted or
-    do not fit are left out."""
+    do not fit are left out.  ``allowed``: the kinds of recomputation."""
     for other in other_runs(run, lengths):
         if list(parallel_problems(best.choice.applied(other.run))):
             continue
-        search = LayoutSearch(other.run, calibrate, other.lengths, max_bytes, NUM_STEPS)
+        search = LayoutSearch(other.run, calibrate, other.lengths, max_bytes, NUM_STEPS, allowed)
         yield from ((other.what, one) for one in search.best([best.choice], 1, num_searched=1).ranking)

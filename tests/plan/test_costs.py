@@ -14,9 +14,10 @@ from mm.config.lora import LoraConfig
 from mm.config.model import ModelConfig
 from mm.errors import UserError
 from mm.model.flops import Backward, block_backwards, blocks, slot_flops
+from mm.parallel.simulation import as_costs
 from mm.plan.by_flops import calibration_by_flops
 from mm.plan.calibration import BlockLaws, Calibration, Machine, MeasuredBlock
-from mm.plan.costs import VISION_PLACES, WHOLE_LAYER, BlockCosts, Cutting, block_keys, counts_of, laws_of, slot_costs
+from mm.plan.costs import VISION_PLACES, WHOLE_LAYER, BlockCosts, Cutting, block_keys, counts_of, laws_of
 from mm.plan.laws import Law
 from tests.tiny import our_config
 
@@ -57,7 +58,8 @@ def test_flops_as_laws_give_the_flops_of_slots(layout: tuple, freeze: tuple[str,
     model = our_config(*layout, freeze=freeze)
     both = BlockCosts.of(model, WHOLE, by_flops(model)), BlockCosts.in_flops(model)
     for found, number in itertools.product(both, range(2)):
-        costs = slot_costs(found, model, counts_of([TOTALS, TEXT]))[number]
+        in_slots = found.of_slots(counts_of([TOTALS, TEXT]), found.slots_of([model.placement()]))
+        costs = as_costs(in_slots[..., 0])[number]
         for one, other in zip(costs, slot_flops(model, [TOTALS, TEXT])[number], strict=True):
             assert (one.forward, one.backward) == pytest.approx((other.forward, other.backward), rel=1e-9, abs=1e-6)
 

@@ -33,11 +33,21 @@ def test_the_flags_of_a_change_do_what_it_does(change: Change) -> None:
     changed, parsed = change.applied(run), arguments.parse([*BASE, *change.flags.split()])
     assert changed is not None and changed != run
     assert changed.args.sharding == parsed.sharding and changed.args.kept_copy == parsed.kept_copy
+    assert changed.args.host_share == parsed.host_share
     names = ("exp_avg_dtype", "exp_avg_sq_dtype", "grad_reduce_in_bf16")
     assert all(getattr(changed.args, name) == getattr(parsed, name) for name in names)
     for tower in (changed.model.vision, changed.model.language):
         assert tower.recompute == (FULL if change.flags == OFFLOAD else parsed.recompute)
         assert tower.offload.is_on is parsed.offload.is_on and tower.offload.num_layers == parsed.offload.num_layers
+
+
+def test_flags_that_a_run_has_in_part_are_overridden() -> None:
+    """Half of the optimizer states are in host memory; the flags of the change put the rest there."""
+    own = [*BASE, "--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.5"]
+    run = replace(run_of("3b", [32], [36], 2, bf16=True), args=arguments.parse(own))
+    (change,) = (one for one in CHANGES if "--optimizer-cpu-offload" in one.flags)
+    changed, parsed = change.applied(run), arguments.parse([*own, *change.flags.split()])
+    assert changed is not None and changed.args.host_share == parsed.host_share == 1.0
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.flags)

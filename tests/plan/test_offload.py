@@ -18,6 +18,7 @@ from mm.plan.memory import MicrobatchSizes
 from mm.plan.offload import HOST_BYTES_PER_SECOND, Ways, behind_link, exposed_layers, offloaded_bytes
 from mm.plan.sizes import longest_microbatches, stage_memory, stage_sizes
 from mm.plan.stages import stage_report
+from mm.plan.step_bytes import StepBytes
 from mm.weights.table import Place
 from tests.plan.test_costs import TEXT, TOTALS
 from tests.plan.test_stages import run_of
@@ -110,6 +111,15 @@ def test_the_report_compares_the_ways() -> None:
     assert by_name["L4"][1] < by_name["L4"][0], "a slow device computes longer than the link takes"
 
 
+def test_ranks_that_exchange_heads_keep_no_more_of_a_vit_layer() -> None:
+    """They do so in the LLM only, whose layer keeps its attention's output twice."""
+    notes = [[line for line in stage_report(offloaded(run_of(
+        "7b", [32], [28], 2, bf16=True, seq_length=8192, context_parallel_size=2, context_parallel_algo=algo))
+        ).splitlines() if line.startswith("A layer of the ")] for algo in ("ulysses_cp_algo", "megatron_cp_algo")]
+    (language, vision), (language_of_ring, vision_of_ring) = notes
+    assert vision == vision_of_ring and language != language_of_ring
+
+
 def test_a_step_exchanges_activations_and_states_with_the_host() -> None:
     run = offloaded(run_of("7b", [32], [28], 2, bf16=True, global_batch_size=6, optimizer_cpu_offload=True))
     text, (size,) = stage_report(run), stage_sizes(run, run.model.placement())
@@ -120,6 +130,19 @@ def test_a_step_exchanges_activations_and_states_with_the_host() -> None:
     assert gradients == round(size.reduced_bytes / 2**30, 2) and weights == 0
     assert host == round((size.host_bytes + 3 * activations) / 2**30, 2)
     assert "Exchanged" not in stage_report(run_of("7b", [32], [28], 1, bf16=True))
+
+
+@pytest.mark.parametrize(("num_copies", "splits"), [(1, False), (4, False), (4, True)])
+def test_tensor_ranks_exchange_the_gradients_of_whole_encoders(num_copies: int, splits: bool) -> None:
+    """Two ranks all-reduce all of them, or each its shard, after the reduction over the copies."""
+    run = run_of("7b", [32], [28], 2 * num_copies, bf16=True, tensor_model_parallel_size=2,
+                 use_distributed_optimizer=splits)
+    run = replace(run, model=replace(run.model, encoder_placement="tensor_ranks"))
+    (size,), memory = stage_sizes(run, run.model.placement()), stage_memory(run, run.model.placement(), 0)
+    found = StepBytes.of(run, size, memory, list(longest_microbatches(run).values()), 1)
+    of_copies = size.reduced_bytes * (num_copies - 1) // num_copies * (1 if splits else 2)
+    assert size.whole_gradient_bytes > 0
+    assert found.gradient_bytes == of_copies + size.whole_gradient_bytes // (num_copies if splits else 1)
 
 
 def test_a_frozen_tower_is_left_out() -> None:

@@ -16,7 +16,7 @@ from mm.data.order.sequence import pipeline_order
 from mm.errors import UserError
 from mm.model.flops import slot_flops
 from mm.parallel.simulation import step_cost
-from mm.plan.calibration import BlockLaws, Calibration
+from mm.plan.calibration import BlockLaws, Calibration, Network
 from mm.plan.costs import VISION_PLACES, counts_of
 from mm.plan.laws import Law
 from mm.plan.predict import Predictor, StepPrediction
@@ -90,6 +90,21 @@ def test_messages_reduction_and_update_add_to_a_step() -> None:
     assert after.update == 5 + 2 * max(size.num_trainable_params for size in sizes)
     assert after.pipeline >= before.pipeline + 2e6  # the first message there and the last one back
     assert after.seconds == after.pipeline + after.reduction + after.update
+
+
+def test_the_last_stage_of_a_chunk_sends_to_the_first_stage_of_the_next() -> None:
+    """All messages of a pipeline on one node stay there; with a stage on each node, all cross."""
+    model = our_config(((2, 2), (0, 0)), ((0, 0), (1, 3)))
+    near = replace(with_links(model), message=Law(1.0, 0.0))
+    of_nodes = {size: replace(near, network=Network(size, 5.0, 0.0)) for size in (2, 4)}
+    placement = model.placement()
+
+    def seconds(calibration: Calibration) -> list[float]:
+        predictor = Predictor(run_of(model, 4), calibration)
+        return predictor.messages(counts_of([LARGE]), [placement])[0, 0, :, 0].tolist()
+
+    assert seconds(near) == seconds(of_nodes[4]) == [1.0, 1.0, 1.0]
+    assert seconds(of_nodes[2]) == [5.0, 5.0, 5.0]
 
 
 def test_a_run_of_several_ranks_needs_a_calibration_of_several() -> None:

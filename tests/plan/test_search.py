@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mm.config.activations import OffloadConfig, RecomputeConfig
 from mm.config.run import Run, parallel_problems
 from mm.device.known import KNOWN_DEVICES
 from mm.errors import UserError
 from mm.plan.by_device import calibration_by_device
 from mm.plan.calibration import BlockLaws, Calibration
-from mm.plan.choices import AS_GIVEN, BALANCED, RECOMPUTE, Choice, choices, present_choice
+from mm.plan.choices import AS_GIVEN, BALANCED, RECOMPUTE, Choice, choices, present_choice, recomputations
 from mm.plan.distributions import llava, mixed
 from mm.plan.lists import Lists
 from mm.plan.predict import Predictor
@@ -97,6 +98,34 @@ def test_one_tower_is_recomputed_if_that_is_enough() -> None:
     assert best.choice.recompute == "ViT full" and best.peak_bytes == found[2]
 
 
+def test_only_allowed_kinds_of_recomputation_are_tried() -> None:
+    """As above, where "ViT full" is what fits."""
+    run = replace(tiny_run(1, (), "--seq-length", "2048"), model=our_config(((8,),), ((8,),)))
+    size = replace(present_choice(run), recompute="ViT full").applied(run)
+    limit = max(PeakMemory(size).of_stages(size.model.placement()))
+    for allowed, found in (((), ["ViT full"]), (["none"], []), (["full", "none"], ["full"]), ([AS_GIVEN], []),
+                           ([AS_GIVEN, "full"], ["full"])):  # fmt: skip
+        fixed = {"num_stages": [1], "micro_batch_size": [1], "sampler": [BALANCED], "encoder": ["cut"]}
+        fixed |= {"recompute": allowed} if allowed else {}
+        search = LayoutSearch(run, by_device, llava(64, 0, 512), limit, 1, recomputations(fixed))
+        assert [one.choice.recompute for one in search.best(choices(run, fixed, 8), 1).ranking] == found
+
+
+@pytest.mark.parametrize("settings", [
+    {"recompute": RecomputeConfig("full", "block", 1)}, {"offload": OffloadConfig(True, 1)}], ids=str)
+def test_a_prediction_does_not_depend_on_those_before_it(settings: dict) -> None:
+    """The first layer of each chunk is recomputed or offloaded, so two chunks have more such layers than one."""
+    model = our_config(((4, 0),), ((0, 8),))
+    model = replace(model, vision=replace(model.vision, **settings), language=replace(model.language, **settings))
+    run, lengths = replace(tiny_run(2), model=model), llava(64, 0, 512)
+    own = present_choice(run)
+    chunks = replace(own, num_chunks=2)
+    first, second = (LayoutSearch(run, by_device, lengths, None, 1) for _ in range(2))
+    first.planned(own, run)
+    found, expected = (one.planned(chunks, chunks.applied(run)).step.seconds for one in (first, second))
+    assert found == expected
+
+
 def test_the_ranking_has_one_layout_of_each_group_and_keeps_the_samples_of_a_step() -> None:
     found = searched(run := tiny_run(4), None)
     groups = [one.choice.group for one in found.ranking]
@@ -156,6 +185,8 @@ def test_fixed_values_are_kept_and_the_loss_of_microbatches_fixes_them() -> None
     run = tiny_run(4)
     assert {(one.num_stages, one.micro_batch_size) for one in choices(run, {"num_stages": [2], "micro_batch_size": [2]},
                                                                       8)} == {(2, 2)}
+    whole = {"tp_size": [1, 2], "encoder": ["tensor_ranks"]}
+    assert {(one.tp_size, one.encoder) for one in choices(run, whole, 8)} == {(1, "tensor_ranks"), (2, "tensor_ranks")}
     own = tiny_run(4, (), "--calculate-per-microbatch-loss")
     assert {(one.micro_batch_size, one.sampler) for one in choices(own, {}, 8)} == {(1, AS_GIVEN)}
     assert present_choice(run).applied(run).model == run.model
@@ -168,6 +199,15 @@ def test_a_device_with_a_tenth_of_the_peak_computes_ten_times_as_long() -> None:
                   for device in both)
     assert other.pipeline == pytest.approx(10 * one.pipeline, rel=0.01)
     assert one.interval[0] < one.seconds < one.interval[1]
+
+
+def test_only_context_parallelism_uses_the_network_between_two_nodes_of_tensor_ranks() -> None:
+    """Two tensor-parallel ranks fill a node, and two context-parallel ranks lie on two nodes."""
+    run = tiny_run(4, (), "--tensor-model-parallel-size", "2", "--sequence-parallel", "--context-parallel-size", "2")
+    links = replace(SLOW.links, node_size=2)
+    slow, fast = ({one.key: one.laws for one in calibration_by_device(run, SLOW, replace(
+        links, between=between)).blocks} for between in (1e3, links.within))
+    assert {key.kind for key in slow if slow[key] != fast[key]} == {"LLM layer"}
 
 
 def test_fp32_has_no_published_peak() -> None:

@@ -39,8 +39,9 @@ def test_a_slow_ring_within_the_node_bounds_a_sum_between_nodes() -> None:
     assert all_reduce_law(slow, 16).per_row == pytest.approx(1000 * (7 / 8) / (1 / 2))
 
 
-@pytest.mark.parametrize(("stage", "stride", "crosses"), [
-    (0, 2, False), (2, 2, False), (3, 2, True), (0, 8, True), (5, 16, True), (0, 4, False), (1, 4, True)])  # fmt: skip
-def test_messages_cross_nodes_where_ranks_do(stage: int, stride: int, crosses: bool) -> None:
-    assert message_law(NODES, stage, stride) == (Law(5.0, 100.0) if crosses else Law(1.0, 2.0))
-    assert message_law(CALIBRATION, stage, stride) == Law(1.0, 2.0)
+@pytest.mark.parametrize(("sender", "receiver", "crosses"), [
+    (0, 2, False), (4, 6, False), (6, 8, True), (0, 8, True), (80, 96, True), (0, 4, False), (4, 8, True),
+    (6, 0, False), (14, 0, True)])  # fmt: skip
+def test_messages_cross_nodes_where_ranks_do(sender: int, receiver: int, crosses: bool) -> None:
+    assert message_law(NODES, sender, receiver) == (Law(5.0, 100.0) if crosses else Law(1.0, 2.0))
+    assert message_law(CALIBRATION, sender, receiver) == Law(1.0, 2.0)
