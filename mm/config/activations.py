@@ -91,6 +91,8 @@ def recompute_notes(
     recompute: RecomputeConfig, prefix: str, count: str, file: object = None
 ) -> Iterator[str]:
     """Notes on recompute settings that have no effect; for ``prefix`` and ``count`` see ``recompute_problems``."""
+    if "core_attn" in recompute.modules:
+        yield NoEffect([f"core_attn of {prefix}modules"], "attention scores are never kept", file)
     if recompute.method == "uniform" and (recompute.num_layers or 1) > 1:
         yield NoEffect([count], f"with {prefix}method uniform each layer is recomputed separately, so one hidden state "
                                 f"per layer is kept", file)

@@ -29,6 +29,7 @@ from mm.config.schema import (
     Number,
     Patterns,
     Positive,
+    Seed,
 )
 from mm.families.known import TITLES
 
@@ -115,7 +116,7 @@ class Arguments:
     exit_interval: Count | None = Field(None, description="stop after a step that is a multiple of this")
     exit_duration_in_mins: Positive | None = Field(None, description=(
         "save and stop after the first step that ends this many minutes after the start, with exit status 0"))
-    seed: NaturalNumber = Field(DEFAULT_SEED, description="seed of weights and shuffling")
+    seed: Seed = Field(DEFAULT_SEED, description="seed of weights and shuffling")
     deterministic_mode: bool = Field(False, description="bitwise reproducible on accelerators too; slower")
     num_workers: NaturalNumber = Field(2, description="data worker processes per model replica")
     bad_sample: Literal["error", "skip"] = Field(

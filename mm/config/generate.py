@@ -17,7 +17,7 @@ from mm.config.command_line import CommandLine, flag_name
 from mm.config.data import DataConfig, read_data
 from mm.config.flag_groups import GENERATE_FIRST, GENERATE_GROUPS
 from mm.config.flags import Arguments, VitQkvOrder
-from mm.config.foreign import FLAGS, Fixed, FlagRow, Inert
+from mm.config.foreign import FLAGS, Fixed, FlagRow, Inert, SameAs
 from mm.config.inference import GenerationSettings, InferenceConfig, read_inference, settings_problems
 from mm.config.launcher import launched_ranks, named_in_script, world_problems
 from mm.config.schema import STRICT, Count, NaturalNumber, NotNegative, Patterns, Positive, ReadSettings, fields_of
@@ -110,9 +110,13 @@ _OTHER_FLAGS: Mapping[str, FlagRow] = {
 
 
 def other_flags(cls: type[ModelArguments]) -> Mapping[str, FlagRow]:
-    """The flags of other programs that are no fields of ``cls``."""
+    """The flags of other programs that are no fields of ``cls``.
+
+    Another word for a flag that is no field either, such as ``--use-deter-comp``, has no effect, like that flag.
+    """
     own = {flag_name(name) for name in fields_of(cls)}
-    return {flag: row for flag, row in _OTHER_FLAGS.items() if flag not in own}
+    return {flag: _TRAINING if isinstance(row, SameAs) and row.flag not in own else row
+            for flag, row in _OTHER_FLAGS.items() if flag not in own}
 
 
 GENERATE = CommandLine(

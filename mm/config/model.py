@@ -27,8 +27,8 @@ from mm.config.notes import NoEffect
 from mm.config.schema import (
     STRICT,
     Count,
-    Int,
     Key,
+    NaturalNumber,
     NotNegative,
     OrDefault,
     Patterns,
@@ -124,7 +124,7 @@ class LanguageConfig:
         # some releases of pydantic ask even if one of the two is invalid, which is then reported by itself
         default_factory=lambda fields: fields.get("hidden_size", 1) // fields.get("num_attention_heads", 1))
     """Width of one head."""
-    rope_theta: Annotated[NotNegative, Key("rope_theta", alias="rotary_base")] = 1_000_000.0
+    rope_theta: Annotated[Positive, Key("rope_theta", alias="rotary_base")] = 1_000_000.0
     untie_embeddings_and_output_weights: bool = True
     layernorm_epsilon: NotNegative = 1e-6
     init_method_std: NotNegative = 0.02
@@ -156,9 +156,9 @@ class ModelConfig:
     vision: Annotated[VisionConfig, Key("image_encoder.vision_encoder.")]
     projector: Annotated[ProjectorConfig, Key("image_encoder.vision_projector.")]
     language: Annotated[LanguageConfig, Key("text_decoder.")]
-    image_token_id: Annotated[Int, Key("img_context_token_id", "image_token_id")] = QWEN2_5_VL.tokens.image_id
-    video_token_id: Int = QWEN2_5_VL.tokens.video_id
-    vision_start_token_id: Int = QWEN2_5_VL.tokens.vision_start_id
+    image_token_id: Annotated[NaturalNumber, Key("img_context_token_id", "image_token_id")] = QWEN2_5_VL.tokens.image_id
+    video_token_id: NaturalNumber = QWEN2_5_VL.tokens.video_id
+    vision_start_token_id: NaturalNumber = QWEN2_5_VL.tokens.vision_start_id
     encoder_placement: Annotated[EncoderPlacement, OrDefault] = "cut"
     """How tensor-parallel ranks share the ViT and the projector.  "cut": as in the LLM, each has part of every matrix.
     "tensor_ranks": each has every whole matrix, and tensor- and context-parallel ranks divide the images."""
@@ -345,6 +345,7 @@ def _language_problems(language: LanguageConfig) -> Iterator[str]:
     if heads % language.num_query_groups:
         yield (f"text_decoder.num_query_groups is {language.num_query_groups}; expected a divisor of "
                f"num_attention_heads = {heads}")
-    if len(language.mrope_section) != 3 or 2 * sum(language.mrope_section) != width:
-        yield (f"text_decoder.mrope_section is {list(language.mrope_section)}; expected three numbers (time, height, "
+    section = language.mrope_section
+    if len(section) != 3 or min(section) < 0 or 2 * sum(section) != width:
+        yield (f"text_decoder.mrope_section is {list(section)}; expected three numbers of at least 0 (time, height, "
                f"width) whose sum is half of kv_channels = {width // 2}")

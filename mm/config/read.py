@@ -97,6 +97,7 @@ def _decoded(path: str | Path, data: bytes) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
+        data = error.object  # without a byte order mark, which ``error.start`` does not count
         line = data.count(b"\n", 0, error.start) + 1
         try:
             data.decode("gb18030")

@@ -6,15 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode
 
 from mm.config.read import Document, read_text
-from mm.errors import UserError
+from mm.errors import UserError, refuse
 
 
 def read_yaml(path: str | Path) -> Document:
-    """Read a YAML file without tags; raises UserError with ``file:line`` for wrong syntax and duplicate keys."""
+    """Read a YAML file; raises UserError for wrong syntax and for duplicate keys, with ``file:line`` where it is known.
+
+    Tags are refused too, and keys of the outermost object that are not text: JSON has neither.
+    """
     text = read_text(path, "a YAML file")
     reader: Any = YAML(typ="safe", pure=True)  # its types are incomplete
     try:
@@ -24,6 +27,12 @@ def read_yaml(path: str | Path) -> Document:
         mark = found.problem_mark or found.context_mark
         line = f":{mark.line + 1}" if mark is not None else ""
         raise UserError(f"{path}{line}: {found.problem or found.context}") from error
+    except RecursionError as error:
+        raise UserError(f"{path}: too many levels of nesting") from error
+    except (YAMLError, ValueError, TypeError) as error:  # for a character, a value or a key
+        raise UserError(f"{path}: is not valid YAML: {str(error).splitlines()[0]}") from error
+    refuse(f"{path}: the key {key!r} is not text; put it in quotes, or remove it"
+           for key in (root if isinstance(root, dict) else ()) if not isinstance(key, str))
     lines = dict(_keys(node)) if isinstance(node, MappingNode) else {}
     return Document(str(path), root, lines)
 

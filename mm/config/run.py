@@ -381,7 +381,8 @@ def _model_problems(run: Run, document: Document) -> Iterator[str]:
         if given and found and list(given) != found:
             yield (f"{flag_name(name)} is {' '.join(given)}, but {document.at(name)} is {shown(found)}; both set the "
                    f"same for all parts, so keep one")
-    own = [f"{key}_lr" for part, key in RATE_KEYS.items() if getattr(run.model, part).rates.lr is not None]
+    own = [f"{key}_lr" if document.get(f"{key}_lr") is not None else flag_name(RATE_FLAGS[part])
+           for part, key in RATE_KEYS.items() if getattr(run.model, part).rates.lr is not None]
     if own and args.lr == 0.0:
         yield (f"--lr is 0, but {' and '.join(own)} is not; all rates follow the schedule of --lr in proportion. To "
                f"train only some parts, set --lr above 0 and freeze to true in the others")

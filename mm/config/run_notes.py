@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from mm.config.activations import offload_notes, recompute_notes
 from mm.config.command_line import flag_name
 from mm.config.flags import Arguments
-from mm.config.lora import merged
 from mm.config.model import ModelConfig
 from mm.config.notes import NoEffect
 from mm.config.schema import changed
@@ -20,6 +19,7 @@ ACTIVATION_FLAGS = {
     "offload": ("cpu_offload_activations", "cpu_offloading_num_layers"),
 }
 """Setting of a tower -> the flags that give it where the model JSON does not."""
+_DYNAMIC_SCALE_FLAGS = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 _PROFILE_FLAGS = ("profile_step_start", "profile_step_end", "profile_ranks", "profile_save_path")
 
 
@@ -37,10 +37,12 @@ def frozen_notes(args: Arguments, model: ModelConfig) -> Iterator[str]:
         for name in ("lr", "weight_decay"):
             if getattr(rates, name) is not None:
                 yield NoEffect([f"{key}_{name}"], "freeze is true for that part", args.mm_model)
-        if part == "vision" and model.vision.offload.is_on and not merged(model.lora, args.lora).is_on:
-            names = changed(model.vision.offload)
-            yield NoEffect([f"{tower}.cpu_offloading_{name}" for name in names],
-                           "freeze is true, and a frozen ViT keeps no activations", args.mm_model)
+        if part == "vision":
+            keys = [f"{tower}.recompute_{name}" for name in changed(model.vision.recompute)]
+            if model.vision.offload.is_on:
+                keys += [f"{tower}.cpu_offloading_{name}" for name in changed(model.vision.offload)]
+            if keys:
+                yield NoEffect(keys, "freeze is true, and a frozen ViT keeps no activations", args.mm_model)
 
 
 def overridden_notes(args: Arguments, model: ModelConfig) -> Iterator[str]:
@@ -60,12 +62,12 @@ def flag_notes(args: Arguments) -> Iterator[str]:
         yield f"--save is absent: no checkpoint will be written{interval}"
     yield from recompute_notes(args.recompute, "--recompute-", "--recompute-num-layers")
     yield from offload_notes(args.offload, "--cpu-offload-activations", "--cpu-offloading-num-layers")
-    profile_flags = [flag_name(name) for name in _PROFILE_FLAGS if name in changed(args)]
+    profile_flags, dynamic_flags, scale_flags = (
+        [flag_name(name) for name in names if name in changed(args)]
+        for names in (_PROFILE_FLAGS, _DYNAMIC_SCALE_FLAGS, ("loss_scale", *_DYNAMIC_SCALE_FLAGS)))
     for names, reason, is_idle in (
         (["--sequence-parallel"], "there is one tensor-parallel rank",
          args.sequence_parallel and args.tensor_model_parallel_size == 1),
-        (["core_attn of --recompute-modules"], "attention scores are never kept",
-         "core_attn" in args.recompute_modules),
         (["--pretrained-checkpoint"], f"--load is {args.load}, which is not the directory of --save",
          args.pretrained_checkpoint is not None and not args.may_begin),
         (["--vision-feature-cache-gib"], "it needs --vision-feature-cache",
@@ -77,7 +79,10 @@ def flag_notes(args: Arguments) -> Iterator[str]:
          args.grad_reduce_in_bf16 and args.accumulate_allreduce_grads_in_fp32),
         (["--fsdp2-config-path"], "it needs --data-parallel-sharding-strategy optim_grads_params",
          args.fsdp2_config_path is not None and not args.shards_weights),
-        (["--loss-scale"], "it needs --fp16", not args.fp16 and args.loss_scale is not None),
+        (scale_flags, "they need --fp16", scale_flags and not args.fp16),
+        (dynamic_flags, "--loss-scale gives a fixed scale", dynamic_flags and args.fp16 and args.loss_scale),
+        (["--max-bad-fraction"], "it needs --bad-sample skip",
+         "max_bad_fraction" in changed(args) and args.bad_sample == "error"),
     ):
         if is_idle:
             yield NoEffect(names, reason)

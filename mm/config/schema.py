@@ -50,6 +50,8 @@ Int = Annotated[int, BeforeValidator(_whole)]
 Count = Annotated[Int, Ge(1)]
 Number = Annotated[float, AllowInfNan(False)]
 NaturalNumber = Annotated[Int, Ge(0)]
+Seed = Annotated[NaturalNumber, Lt(2**63), Field(title="an integer of at least 0 and below 2^63")]
+"""torch's generators take 64 bits, and every rank adds its number."""
 NotNegative = Annotated[Number, Ge(0)]
 Fraction = Annotated[NotNegative, Lt(1)]
 Positive = Annotated[Number, Gt(0)]
@@ -238,6 +240,9 @@ def _any_of(values: Sequence[Any]) -> str:
 
 def shown(value: Any) -> str:
     """A value as JSON, shortened to fit a message; values that JSON lacks, such as bytes, as Python writes them."""
-    text = json.dumps(value, ensure_ascii=False, default=repr)
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=repr)
+    except (TypeError, ValueError):  # YAML allows lists as keys, and lists that contain themselves
+        text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 

@@ -240,17 +240,16 @@ class Merge:
     def _fill(self, output: Output, views: Sequence[View], files: Sequence[TargetFile]) -> None:
         values, left = self._values(), [one for one in files if one.name not in output.finished]
         total, num_left = (sum(file.num_bytes for file in some) for some in (files, left))
-        progress = Progress(f"writing {self.target}", total, "B", total - num_left)
-        for file in left:
-            output.create(file)
-            crc32s: dict[str, int] = {}
-            with Files(output.folder, os.O_WRONLY) as opened:
-                for stored, data in _held(file, views, values):
-                    opened.write(stored, 0, data)
-                    crc32s[stored.name] = zlib.crc32(data)
-            output.finish(file, crc32s)
-            progress.update(file.num_bytes)
-        progress.close()
+        with Progress(f"writing {self.target}", total, "B", total - num_left) as progress:
+            for file in left:
+                output.create(file)
+                crc32s: dict[str, int] = {}
+                with Files(output.folder, os.O_WRONLY) as opened:
+                    for stored, data in _held(file, views, values):
+                        opened.write(stored, 0, data)
+                        crc32s[stored.name] = zlib.crc32(data)
+                output.finish(file, crc32s)
+                progress.update(file.num_bytes)
 
     def _values(self) -> Callable[[Weight, str], Tensor]:
         """Returns a function for the Hugging Face tensors of the merged model, in the dtype of the base."""

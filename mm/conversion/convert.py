@@ -312,7 +312,9 @@ def check_target(target: Path, num_bytes: int, hint: str | None = "") -> None:
     if hint is not None and target.is_dir() and any(target.iterdir()):
         raise UserError(f"The target {target} is not empty; give another one{hint}.")
     existing = next(folder for folder in target.parents if folder.exists())
-    if not os.access(existing, os.W_OK):
+    if not existing.is_dir():
+        raise UserError(f"The target {target} cannot be written: {existing} is a file; give another directory.")
+    if not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(f"The target {target} cannot be written: no permission for {existing}.")
     free_bytes = shutil.disk_usage(existing).free + left_bytes(target)
     if num_bytes > free_bytes:

@@ -59,8 +59,8 @@ def compiled(leaf: Leaf) -> Leaf:
         if len(tensors[0]) < 2:
             return leaf(*arguments)
         key = tuple((one.shape, one.dtype, one.device) if isinstance(one, Tensor) else one for one in arguments)
-        if key in direct:
-            return direct[key](tensors)
+        if (known := direct.get(key)) is not None:  # one look-up: another thread may empty the table
+            return known(tensors)
         for tensor in tensors:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
         latest.call = None

@@ -223,6 +223,11 @@ def _kernels(_: Fuse | None) -> Kernels:
 def _fault() -> str | None:
     if importlib.util.find_spec("torch_npu") is None:
         return "torch_npu is not installed; install the release that matches your torch"
+    try:
+        torch_npu()
+    except (ImportError, OSError, RuntimeError) as error:  # CANN's libraries are not found, or torch does not fit
+        return (f"torch_npu cannot be imported ({type(error).__name__}: {error}); source Ascend's set_env.sh, and "
+                f"check that torch_npu is the release that matches your torch")
     if not torch_npu().npu.is_available():
         return "torch_npu finds no NPU; source Ascend's set_env.sh, and check npu-smi info"
     return None
@@ -234,8 +239,9 @@ def _versions() -> dict[str, str]:
         found["torch_npu"] = importlib.metadata.version("torch_npu")
     home = os.environ.get("ASCEND_TOOLKIT_HOME") or os.environ.get("ASCEND_HOME_PATH")
     for file in Path(home).glob(_CANN_VERSION_FILES) if home else ():
-        for version in re.findall(r"^version=(.+)$", file.read_text(encoding="utf-8"), re.MULTILINE):
-            found["cann"] = version
+        with contextlib.suppress(OSError):  # only its owner may be allowed to read it
+            for version in re.findall(r"^version=(.+)$", file.read_text(encoding="utf-8"), re.MULTILINE):
+                found["cann"] = version
     return found
 
 

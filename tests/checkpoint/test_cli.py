@@ -273,6 +273,7 @@ def test_bad_targets(hf, tmp_path, capsys):
         (tmp_path / "full", {}, "is not empty; give another one, or --cfg.overwrite true"),
         (tmp_path / "full", {"overwrite": "true"}, "was not written by this command"),
         (tmp_path / "file", {}, "is a file"),
+        (tmp_path / "file" / "mm", {}, "/file is a file; give another directory"),
     ):
         before = files(tmp_path)
         assert to_mm(copy, target, **flags) == 2

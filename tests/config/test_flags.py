@@ -75,7 +75,7 @@ def test_forms_of_values():
     (["--min-lr", "1e-5,"], "--min-lr is '1e-5,'; expected a number of at least 0"),
     (["--min-lr", "nan"], "--min-lr is nan; expected a number of at least 0"),
     (["--min-lr", "-1"], "--min-lr is -1; expected a number of at least 0"),
-    (["--seed", "1.5"], "--seed is '1.5'; expected an integer of at least 0"),
+    (["--seed", "1.5"], "--seed is '1.5'; expected an integer of at least 0 and below 2^63"),
     (["--log-interval", "0"], "--log-interval is 0; expected an integer of at least 1"),
     (["--save"], "--save has no value; expected one: directory of the training checkpoints"),
     (["--save", "a", "b"], "--save has 2 values (a b); expected one: directory of the training checkpoints"),
@@ -87,7 +87,7 @@ def test_forms_of_values():
     (["--vision_tower_lr", "1"], "--vision_tower_lr is not a known flag (did you mean '--vision-tower-lr'?); see --help"
      ),
     (["--save", ""], "--save is empty; expected directory of the training checkpoints"),
-    (["--seed", ""], "--seed is ''; expected an integer of at least 0"),
+    (["--seed", ""], "--seed is ''; expected an integer of at least 0 and below 2^63"),
     (["--bf16", ""], "--bf16 takes no value, but has ''; give it alone, or not at all"),
     (["--bf16", "yes"], "--bf16 takes no value, but has 'yes'; give it alone, or not at all"),
     (["--fp16=1"], "--fp16 takes no value, but has '1'; give it alone, or not at all"),
@@ -169,6 +169,11 @@ def test_words_for_sharded_weights(flag):
                   ("--data-parallel-sharding-strategy", "optim_grads", flag)):
         assert parse([*REQUIRED, *given]).sharding == "optim_grads"
     assert problems(flag, "1") == [f"{flag} takes no value, but has '1'; give it alone, or not at all"]
+
+
+def test_a_seed_that_torch_does_not_take_is_refused():
+    assert parse([*REQUIRED, "--seed", str(2**63 - 1)]).seed == 2**63 - 1
+    assert problems("--seed", str(2**63)) == [f"--seed is {2**63}; expected an integer of at least 0 and below 2^63"]
 
 
 PEER_FLAGS = """

@@ -59,6 +59,13 @@ def test_what_contradicts_the_flags_is_refused_together(tmp_path: Path) -> None:
     ("param_dtype: bf16\nparam_dtype: fp32", "fsdp2.yaml:2: "),
     ("a: !!python/object/apply:os.system [ls]", "fsdp2.yaml:1: "),
     ("- a", "fsdp2.yaml: the file"),
+    ("1: 2", "fsdp2.yaml: the key 1 is not text"),
+    ("? [a]\n: 1", "fsdp2.yaml: the key ('a',) is not text"),
+    ("sharding_size: {? [a] : 1}", "fsdp2.yaml:1: sharding_size is {('a',): 1}; supported"),
+    ("sharding_size: &a [*a]", "fsdp2.yaml:1: sharding_size is [[...]]; supported"),
+    ("sharding_size: 2020-99-99", "fsdp2.yaml: is not valid YAML: month must be in 1..12"),
+    ("param_dtype: '\a'", "fsdp2.yaml: is not valid YAML: unacceptable character #x0007"),
+    (f"param_dtype: {'[' * 1000}{']' * 1000}", "fsdp2.yaml: too many levels of nesting"),
 ])  # fmt: skip
 def test_damaged_files_are_refused_with_their_line(tmp_path: Path, text: str, expected: str) -> None:
     assert problems(tmp_path, text)[0].startswith(expected)

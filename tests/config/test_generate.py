@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from mm.config.foreign import FLAGS, SameAs
 from mm.config.generate import DEFAULT, GENERATE, load_asking
 from mm.config.inference import GENERATION_KEYS, GenerationSettings, read_generation, read_inference
 from mm.errors import UserError
@@ -170,6 +171,12 @@ def test_flags_of_a_training_script_have_no_effect(tmp_path: Path):
     found = asking(tmp_path, "--prompt", "A", *text.split())
     assert found.args.bf16 and found.args.seed == 42
     assert any("it affects training only" in note and "--micro-batch-size" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("flag", [flag for flag, row in FLAGS.items() if isinstance(row, SameAs)])
+def test_other_words_for_flags_of_a_training_have_no_effect(tmp_path: Path, flag: str):
+    assert any("it affects training only" in note and flag in note
+               for note in asking(tmp_path, "--prompt", "A", flag).notes)
 
 
 def test_no_flag_is_both_supported_and_foreign():

@@ -113,6 +113,7 @@ def test_other_encodings_are_named(tmp_path):
     message = refusal(tmp_path, '{\n"a": "\u4e2d\u6587"}'.encode("gbk"))
     assert "file.json:2: byte 0xd6 is not UTF-8" in message
     assert "GBK" in message
+    assert "file.json:2: byte 0xd6 is not UTF-8" in refusal(tmp_path, b'\xef\xbb\xbf{"a":\n"\xd6"}')
 
 
 def test_a_missing_file_and_a_directory_are_reported(tmp_path):

@@ -199,7 +199,8 @@ def test_sources_of_the_world_size(tmp_path):
      "vision_lr is 2e-06; both are the learning rate of one part, so keep one"),
     (["--mm-projector-lr", "1e-6"], {"model": {f"{PROJECTOR}.projector_lr": 2e-6}}, "--mm-projector-lr is 1e-06, but"),
     (["--lr", "0"], {"model": {f"{LANGUAGE}.language_lr": 2e-6}}, "--lr is 0, but text_decoder.language_lr is not"),
-    (["--lr", "0", "--mm-projector-lr", "1e-6"], {"model": {f"{PROJECTOR}.freeze": False}}, "projector_lr is not; all"),
+    (["--lr", "0", "--mm-projector-lr", "1e-6"], {"model": {f"{PROJECTOR}.freeze": False}},
+     "--lr is 0, but --mm-projector-lr is not; all"),
     ([], {"data": {"dataset_param.preprocess_parameters.image_min_pixels": 300000}}, "above image_max_pixels = 262144"),
 ])
 def test_rules_across_files(tmp_path, flags, how, what):
@@ -233,14 +234,15 @@ def test_what_is_frozen_comes_from_the_file_or_the_flags(tmp_path):
                and ": no effect: freeze is true for the whole part" in one for one in reported)
 
 
-def test_offload_of_a_frozen_vit_is_noted(tmp_path):
-    """Unless adapters may be in it; a flag concerns the LLM too."""
-    note = "vision_encoder.cpu_offloading_num_layers of"
-    settings = {f"{VISION}.cpu_offloading_num_layers": 2}
-    assert any(note in one and "keeps no activations" in one for one in load(tmp_path, model=settings).notes)
+def test_settings_for_activations_of_a_frozen_vit_are_noted(tmp_path):
+    """Also with adapters, which a frozen part never has; a flag concerns the LLM too."""
+    note = "vision_encoder.recompute_granularity, image_encoder.vision_encoder.cpu_offloading_num_layers of"
+    settings = {f"{VISION}.cpu_offloading_num_layers": 2, f"{VISION}.recompute_granularity": "selective"}
+    for flags in ((), ("--lora-target-modules", "linear_qkv")):
+        notes = load(tmp_path, *flags, model=settings).notes
+        assert any(note in one and "keeps no activations" in one for one in notes)
     trained = {**settings, f"{VISION}.freeze": False}
-    for run in (load(tmp_path, model=trained), load(tmp_path, "--lora-target-modules", "linear_qkv", model=settings),
-                load(tmp_path, "--cpu-offload-activations")):
+    for run in (load(tmp_path, model=trained), load(tmp_path, "--cpu-offload-activations")):
         assert not [one for one in run.notes if "keeps no activations" in one]
 
 
@@ -287,6 +289,12 @@ def test_notes(tmp_path):
                  "--save is absent",
                  "--loss-scale: no effect", "--use-flash-attn", "text_decoder.seq_length", "cache_dir"):
         assert what in reported
+
+
+def test_a_module_that_is_never_kept_is_noted_in_the_file_too(tmp_path):
+    keys = {f"{LANGUAGE}.recompute_granularity": "selective", f"{LANGUAGE}.recompute_modules": ["core_attn"]}
+    start = f"core_attn of {LANGUAGE}.recompute_modules of "
+    assert any(one.startswith(start) for one in load(tmp_path, model=keys).notes)
 
 
 def test_resolved_run_is_json_and_complete(tmp_path):

@@ -17,7 +17,7 @@ import torch
 from mm.device.cpu import CPU_SHIMS
 from mm.device.device import Device
 from mm.device.facts import device_facts
-from mm.device.platforms import PLATFORMS
+from mm.device.platforms import PLATFORMS, usable_platform
 from mm.device.shims import COMMON_SHIMS
 from mm.errors import UserError
 from tests.devices import kernels_of, platform_of
@@ -68,6 +68,15 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 def test_npu_without_torch_npu_is_refused() -> None:
     with pytest.raises(UserError, match="torch_npu is not installed"):
         Device.pick("npu")
+
+
+def test_a_torch_npu_that_cannot_be_imported_is_refused_and_passed_over(tmp_path: Path, monkeypatch) -> None:
+    """As without CANN's environment, where not even torch loads it (TORCH_DEVICE_BACKEND_AUTOLOAD=0)."""
+    (tmp_path / "torch_npu.py").write_text("raise ImportError('libhccl.so: cannot open shared object file')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=r"--device npu: torch_npu cannot be imported \(ImportError: libhccl.so: "):
+        Device.pick("npu")
+    assert usable_platform("auto").name != "npu"
 
 
 NPU_TABLE = """

@@ -38,6 +38,7 @@ def test_versions_are_of_what_is_installed(monkeypatch: pytest.MonkeyPatch, tmp_
     file.parent.mkdir()
     file.write_text("package_name=Ascend-cann-toolkit\nversion=8.2.RC1\narch=aarch64\n")
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
+    (tmp_path / "x86_64-linux" / "ascend_toolkit_install.info").mkdir(parents=True)  # one that cannot be read
     assert device_facts(Device.pick("cpu"), None)["versions"]["cann"] == "8.2.RC1"
 
 

@@ -1,4 +1,4 @@
-"""Settings in config.json with which transformers would compute another model than we do.
+"""Settings of config.json that would make transformers compute a different model than this code does.
 
 Every key that transformers reads is used (``KEYS`` of ``config_json.py``), does not affect training, or must have the
 value that is implemented here; a test goes through all of them.
@@ -23,7 +23,7 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 _ROPE_TYPES = {"text": ("default", "mrope"), "vision": ("default", "axial")}
 _ROPE_FIXED = {"text": {"partial_rotary_factor": (1,), "mrope_interleaved": (False,)},
                "vision": {"partial_rotary_factor": (1,), "rope_theta": (10000,)}}  # fmt: skip
-"""The same inside the rotary embedding.  The ViT's is Qwen2-VL's: base 10000 over rows and columns."""
+"""The same for keys inside the rotary embedding.  The ViT's is Qwen2-VL's: base 10000 over rows and columns."""
 
 
 def fixed_problems(config: Section, file: object = "config.json") -> Iterator[str]:
@@ -34,9 +34,8 @@ def fixed_problems(config: Section, file: object = "config.json") -> Iterator[st
             where = "" if section is config else f"{tower}_config."
             yield from _wrong(section, FIXED[tower], f"{file}: {where}")
             layers = section.get("layer_types")
-            if isinstance(layers, list) and set(layers) != {"full_attention"}:
-                kinds = sorted(map(str, set(layers)))
-                yield f"{file}: {where}layer_types has {kinds}; expected 'full_attention' only."
+            if isinstance(layers, list) and (kinds := {str(one) for one in layers}) != {"full_attention"}:
+                yield f"{file}: {where}layer_types has {sorted(kinds)}; expected 'full_attention' only."
             for key in ROPE_KEYS:
                 rope = section.get(key)
                 if isinstance(rope, dict):

@@ -55,6 +55,7 @@ def test_scaled_rotary_embeddings_in_every_spelling(rope, key):
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; expected 'silu'"),
     ({"attention_dropout": 0.1}, "attention_dropout is 0.1; expected 0"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has"),
+    ({"layer_types": [["full_attention"]]}, "layer_types has"),
     ({"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24], "partial_rotary_factor": 0.5}},
      "rope_scaling.partial_rotary_factor is 0.5"),
 ])
