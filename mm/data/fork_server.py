@@ -1,9 +1,9 @@
-"""Imported first by the fork server of the workers, and by no other process: it starts and ends sooner, and its workers
-share more memory.
+"""Imported first by the fork server of the workers, and by no other process: the server starts and ends sooner, and its
+workers share more memory.
 
-Python would scan the growing number of functions and classes while the server imports torch, and the workers would
-write to all of them when they scan them again.  At its end it would take its modules apart, which takes most of a
-second of a processor.
+While the server imports torch, Python's garbage collector would scan the growing number of functions and classes again
+and again.  In each worker it would write to all of them, which copies their memory.  At its end the server would take
+its modules apart, which takes most of a second of CPU time.
 """
 
 import atexit

@@ -1,12 +1,14 @@
 """Requests answered by a separate process with limits of time and memory.
 
-Code that runs on untrusted content (decoders, chat templates) may hang, crash or fill the memory, and nothing can
-interrupt it.  So it runs in a process of its own, which the system ends, and which starts again for the next request.
+Code that runs on untrusted content (decoders, chat templates) may hang, crash or fill the memory, and nothing in the
+same process can interrupt it.  So it runs in a process of its own, which the system ends at a limit, and which starts
+again for the next request.
 
 Does not import torch, so that such a process starts quickly.
 """
 
 import contextlib
+import errno
 import gc
 import json
 import os
@@ -34,16 +36,16 @@ Request = Mapping[str, Any]
 _SETTINGS = {
     # Threads reserve address space, which the limit counts: 64 MiB each without the first of these.
     "MALLOC_ARENA_MAX": "2", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
-    # Memory of one image is kept for the next: to get it anew from the system takes longer than to decode a JPEG file.
+    # Keeps the memory of one image for the next: requesting it from the system takes longer than decoding a JPEG file.
     "MALLOC_TRIM_THRESHOLD_": str(1 << 26), "MALLOC_MMAP_THRESHOLD_": str(1 << 25),
 }  # fmt: skip
 """Environment variables of the process."""
 _SAFE_PATH = "import sys; sys.path[:] = filter(None, sys.path)"
-"""Leaves out the current folder, whose files could stand in for modules; ``-P`` needs Python 3.11."""
+"""Removes the current folder, whose files could stand in for modules.  The option ``-P`` needs Python 3.11."""
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|KEY", re.IGNORECASE)
-"""In the name of an environment variable that such a process does not get."""
+"""Environment variables with one of these in their names are not passed to the process."""
 _KEPT_BYTES = 1 << 25
-"""More shared memory than this is returned to the system after each answer."""
+"""Shared memory above this size is not reused, but returned to the system before the next answer."""
 
 
 class ProcessEndedError(Exception):
@@ -92,7 +94,8 @@ class LimitedProcess:
     def ask(self, request: Request, content: bytes = b"") -> dict[str, Any]:
         """Send a request, with ``content`` behind it, and return the first message of the answer.
 
-        Raises UserError with the problems in the answer, and ProcessEndedError.
+        Raises UserError with the problems in the answer, ProcessEndedError, and RuntimeError with the traceback of any
+        other error in the process.
         """
         if self._process is None:
             self._start()
@@ -109,7 +112,7 @@ class LimitedProcess:
         """The next message of the answer.  Raises as ``ask`` does."""
         pipe: Any = self._process and self._process.stdout
         line = pipe.readline()
-        if not line:
+        if not line.endswith(b"\n"):  # it ended in the middle of one, or before it
             raise self._ended()
         message = json.loads(line)
         if "problems" in message:
@@ -147,7 +150,7 @@ class LimitedProcess:
         harmless = {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
         environment = {**harmless, **_SETTINGS, "PYTHONPATH": search_path}
         self._memory = os.memfd_create("mm-limited")
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # inherited: the process cannot ignore them at once
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # inherited: a new process does not ignore them yet
         try:
             self._process = subprocess.Popen(
                 (sys.executable, "-c", f"{_SAFE_PATH}; from {self._module} import serve; serve({self._memory})"),
@@ -177,7 +180,7 @@ def _end(process: "subprocess.Popen[bytes]", memory: int) -> None:
 
 
 class Replies:
-    """What the process sends for one request: messages, each with the bytes that follow it."""
+    """What the process sends: messages, each with the bytes that follow it."""
 
     def __init__(self, stream: IO[bytes], memory: int) -> None:
         self._stream, self._memory, self._num_bytes = stream, memory, 0
@@ -191,11 +194,16 @@ class Replies:
         self._stream.flush()
 
     def shared(self, num_bytes: int) -> memoryview:
-        """The beginning of the shared memory."""
+        """The first ``num_bytes`` of the shared memory.  Raises MemoryError above the limit of this process."""
         if self._num_bytes < num_bytes or self._num_bytes > _KEPT_BYTES:
             os.ftruncate(self._memory, 0)
             os.ftruncate(self._memory, num_bytes)
-            self._room = memoryview(mmap(self._memory, num_bytes) if num_bytes else bytearray())
+            try:
+                self._room = memoryview(mmap(self._memory, num_bytes) if num_bytes else bytearray())
+            except OSError as error:
+                if error.errno != errno.ENOMEM:
+                    raise
+                raise MemoryError from error
             self._num_bytes = num_bytes
         return self._room[:num_bytes]
 

@@ -76,7 +76,7 @@ def described(value: Any) -> str:
 
 
 def wrong_character(text: str, position: int) -> str:
-    """What was found where JSON is not valid: one character, for the same reason."""
+    """What was found where JSON is not valid: a single character, because samples may be private."""
     return f"found {text[position]!r}" if position < len(text) else "found the end"
 
 

@@ -31,11 +31,11 @@ _PRELOADED = ["mm.data.fork_server", "mm.data.feed.loader", "mm.data.feed.planne
 """One module for the fork server itself, and those that the worker processes need.  Named here, not imported: most of
 them are on higher floors."""
 _WORTH_A_START = 16
-"""Number of items; fewer are processed before worker processes would have started."""
+"""Number of items.  This process finishes fewer of them before worker processes would have started."""
 _END_SECONDS = 2.0
-"""After a connection to a worker breaks, how long to wait for the news that it has ended."""
+"""How long to wait for the end of a worker after the connection to it has broken."""
 _NUM_AHEAD = 4
-"""Items per process."""
+"""Items that each process of ``in_processes`` works ahead."""
 
 
 class Prepared(Iterator[Result], Generic[Result]):
@@ -47,7 +47,7 @@ class Prepared(Iterator[Result], Generic[Result]):
     def __init__(
         self, work: Callable[[Item], Result], items: Iterable[Item], num_processes: int, num_ahead: int
     ) -> None:
-        """Start the processes at once; each works ``num_ahead`` items ahead.  With 0 processes, work in this thread."""
+        """Start the processes immediately; each works ``num_ahead`` items ahead.  With 0 processes, work in this thread."""
         self._results: Any = map(work, items) if num_processes == 0 else _in_loader(
             work, items, num_processes, num_ahead)
 
@@ -64,7 +64,7 @@ class Prepared(Iterator[Result], Generic[Result]):
 
 
 def in_processes(work: Callable[[Item], Result], items: Iterable[Item], num_processes: int) -> Generator[Result]:
-    """``work(item)`` for each item, in order.  Few items, or one process: the work is done in this process.
+    """``work(item)`` for each item, in order.  With few items or one process, the work is done in this process.
 
     Closing the iterator ends the processes.
     """
@@ -140,16 +140,19 @@ def _unchanged(result: Any) -> Any:
 
 
 class _WorkerPopen(popen_forkserver.Popen):
-    """A process that blocks SIGTERM, which is how torch and multiprocessing end one that does not end by itself."""
+    """Kills its process instead of terminating it.
+
+    The process blocks SIGTERM, which torch and multiprocessing send to one that does not end by itself.
+    """
 
     def terminate(self) -> None:
         self.kill()
 
 
 class _ResultQueue(Queue):  # pyright: ignore[reportMissingTypeArgument]  (Python 3.11 accepts none)
-    """Its ``get`` ends at once if a worker has died, as if its time were over.
+    """Its ``get`` times out immediately if a worker has died.
 
-    torch looks for dead workers whenever that happens; by itself it would look every 5 seconds, because they are no
+    torch looks for dead workers after each timeout.  Otherwise it would look only every 5 seconds, because they are not
     children of this process.
     """
 
@@ -162,7 +165,7 @@ class _ResultQueue(Queue):  # pyright: ignore[reportMissingTypeArgument]  (Pytho
         wait([self._reader, *sentinels], timeout if block else 0)
         try:
             return super().get(block, 0)
-        except (OSError, EOFError):  # from fetching a tensor of a worker that has died, whose end is soon known
+        except (OSError, EOFError):  # a tensor was fetched from a worker that has died or is about to
             wait(sentinels, _END_SECONDS)
             raise
 
@@ -185,7 +188,7 @@ def fork_server() -> ForkServerContext:
     context = _WorkerContext()
     # Preloaded once in the fork server, so that processes start in milliseconds.  No effect once a server is running.
     context.set_forkserver_preload(_PRELOADED)
-    resource_tracker.ensure_running()  # here, because after starting it, Python unblocks SIGINT and SIGTERM
+    resource_tracker.ensure_running()  # started here, because Python then unblocks SIGINT and SIGTERM
     with _uninterrupted():
         forkserver.ensure_running()
     return context

@@ -153,7 +153,7 @@ def _check(flags: argparse.Namespace) -> None:
 
 
 def _key_notes(path: str) -> Iterator[str]:
-    """What is to be said of the keys of the data JSON ``path``: above all, which have no effect, and why."""
+    """Notes about the keys of the data JSON ``path``: above all, which have no effect, and why."""
     notes = read_data(path).notes
     yield from notes
     if any(isinstance(note, NoEffect) for note in notes):

@@ -35,7 +35,7 @@ class Mock:
     def write(self, directory: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:
         """Write ``data.jsonl`` and ``images/`` to ``directory``; returns the path of the former.
 
-        Raises UserError if the directory already has one, and for invalid sizes.
+        Raises UserError if ``data.jsonl`` already exists, and for invalid sizes.
         """
         target = directory / "data.jsonl"
         least = dict.fromkeys(("num_samples", "width", "height", "text_length", "num_pictures"), 1) | dict.fromkeys(

@@ -152,7 +152,7 @@ class _Repeated:
         self._others: dict[str, str] = {}
 
     def add(self, one: str, where: str) -> None:
-        """Add a value.  The same where may occur several times, because of a rate above 100%."""
+        """Add a value, found in the record ``where``, which a rate above 100% repeats."""
         if self._first.setdefault(one, where) != where:
             self._others.setdefault(one, where)
 
@@ -190,7 +190,7 @@ class _Look:
             try:
                 sample = dataset[index]
                 paths = [item.path for item in sample.media if isinstance(item, Image)]
-                seen.remarks.extend((remark, str(path)) for path in paths 
+                seen.remarks.extend((remark, str(path)) for path in paths
                                     for remark in self.encoder.images.decoder.remarks(path))
                 files = {path for item in sample.media for path in item.files}
                 seen.media.extend((path, sample.where) for path in sorted(files))

@@ -25,12 +25,18 @@ def _answer(request: dict[str, Any], content: bytes, replies: Replies) -> None:
             replies.send({"shape": [len(content)], "environment": dict(os.environ)})
         case "allocate":
             replies.send({"size": len(bytearray(request["num_bytes"]))})
+        case "share":
+            replies.shared(request["num_bytes"])
+        case "stop in a message":
+            replies._stream.write(b'{"size')
+            replies._stream.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
         case "compute":
             with Alarm(0.2, is_computing=True):
                 while True:
                     pass
         case "sleep":
-            with Alarm(0.1, is_computing=True):  # takes no time of a processor
+            with Alarm(0.1, is_computing=True):  # takes no CPU time
                 time.sleep(0.4)
             with Alarm(0.2):
                 time.sleep(60)

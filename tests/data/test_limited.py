@@ -55,6 +55,19 @@ def test_memory_has_a_limit_and_the_next_request_is_answered(process):
     assert psutil.Process().memory_info().rss - before < 50 << 20
 
 
+def test_shared_memory_counts_too(process):
+    with pytest.raises(ProcessEndedError, match="more than 256 MiB of memory") as error:
+        process.ask({"task": "share", "num_bytes": 1 << 30})
+    assert error.value.is_large
+    assert process.ask({"task": "echo"})
+
+
+def test_an_end_within_a_message_is_reported_as_an_end(process):
+    with pytest.raises(ProcessEndedError, match="by signal SIGKILL"):
+        process.ask({"task": "stop in a message"})
+    assert process.ask({"task": "echo"})
+
+
 @pytest.mark.parametrize("task", ["compute", "sleep"])
 def test_time_has_a_limit(process, task):
     """Processor time while it computes, elapsed time while it sleeps."""

@@ -110,7 +110,7 @@ def test_a_rate_that_leaves_nothing_for_validation_is_found(inputs: Path):
     (inputs / "data.json").write_text(json.dumps(data))
     (problem,) = problems(inputs)
     assert re.fullmatch(rf"val_rate = 0.1 leaves no samples of {inputs}/\S+ for validation, of 1 usable sample; "
-                        r"change it, or mend samples\.", problem)
+                        r"change it, or repair samples\.", problem)
 
 
 @pytest.mark.parametrize("bad_sample", ["error", "skip"])

@@ -36,13 +36,13 @@ _FILES = (
 )  # fmt: skip
 """What transformers may open for a tokenizer."""
 _LONGEST_TEMPLATE = 100_000
-"""Characters of a chat template: twenty times the longest published one."""
+"""Limit for a chat template, in characters: twenty times the longest published one."""
 _LONGEST_TEXT = 1 << 22
-"""Characters of a rendered conversation: a million tokens.  They take seconds to tokenize, and some GB of memory."""
+"""Limit for a rendered conversation, in characters: a million tokens, which take seconds and some GB to tokenize."""
 _LONGEST_REASON = 1000
-"""Characters of transformers' reason why a tokenizer cannot be loaded."""
+"""Longest quotation, in characters, of transformers' reason why a tokenizer cannot be loaded."""
 _MAX_FILE_BYTES = 1 << 28
-"""Limit for each of them: twenty times the largest published one."""
+"""Limit for each of ``_FILES``: twenty times the largest published one."""
 
 
 def load_tokenizer(directory: str, families: Sequence[Family] = FAMILIES) -> PreTrainedTokenizerBase:
@@ -67,7 +67,7 @@ def load_tokenizer(directory: str, families: Sequence[Family] = FAMILIES) -> Pre
                                 f"checkpoint.") from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except BaseException as error:  # transformers raises many error types on broken files, and Rust's panic is none
+    except BaseException as error:  # many types of Exception on broken files, and Rust's panic, which is not one
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise UserError(f"{directory}: cannot load its tokenizer: {str(error)[:_LONGEST_REASON]}") from error
@@ -189,7 +189,7 @@ class ChatEncoder:
         """Encode a conversation whose images and videos have ``grids``, in reading order.
 
         More than ``seq_length`` tokens are truncated by ``kept_lengths``, or with ``drops_turns`` by ``kept_turns``.  A
-        cut never falls inside an image or video: it is moved to before the token that starts it, and that one and the
+        cut never falls inside an image or video: it is moved to before the token that starts it, and that image and all
         later ones of the question are dropped.  Raises UserError when the chat template does not render every answer,
         image and video, and TooLongError when no turn would remain.
         """
@@ -261,8 +261,12 @@ class ChatEncoder:
         if len(text) > _LONGEST_TEXT:
             raise UserError(f"has {len(text):,} characters as the chat template renders it, above the limit of "
                             f"{_LONGEST_TEXT:,}; shorten or split it.")
+        pieces = text.split(mask)
+        if len(pieces) - 1 != len(masked):
+            raise UserError(f"the chat template renders {len(pieces) - 1} of the {len(masked)} control tokens in the "
+                            f"messages; use {self.family.title}'s template, which renders each message once.")
         ids, offsets, start = [], [], 0
-        for number, piece in enumerate(text.split(mask)):
+        for number, piece in enumerate(pieces):
             if number:
                 control = masked[number - 1]
                 plain = self.tokenizer(control, add_special_tokens=False, split_special_tokens=True)["input_ids"]
@@ -329,11 +333,19 @@ def _too_long(num_tokens: int, seq_length: int) -> TooLongError:
 
 
 def _masked(turns: Sequence[Turn], control: re.Pattern[str]) -> tuple[list[Turn], str, list[str]]:
-    """``turns`` with control tokens in messages replaced by a mask character, that mask, and the replaced tokens."""
-    whole = "".join(turn.text for turn in turns)
-    mask = next(one for one in _MASKS if one not in whole)
+    """``turns`` with control tokens in messages replaced by a mask character, that mask, and the replaced tokens.
+
+    Raises UserError when the messages contain every possible mask.
+    """
+    texts = [item for turn in turns for item in turn.content if isinstance(item, str)]
+    whole = "".join(texts)
+    mask = next((one for one in _MASKS if one not in whole), None)
+    if mask is None:
+        raise UserError(f"its messages contain all {len(_MASKS)} private-use characters from U+E000 on, one of which "
+                        f"must be free to stand for control tokens; remove one.")
+    masked = [token for text in texts for token in control.findall(text)]  # a token never spans two texts
     return [Turn(turn.role, tuple(control.sub(mask, item) if isinstance(item, str) else item for item in turn.content))
-            for turn in turns], mask, control.findall(whole)
+            for turn in turns], mask, masked
 
 
 def _contents(turn: Turn) -> list[dict[str, str]]:

@@ -90,7 +90,7 @@ class SampleEncoder:
         return cls(chat, images, videos, vision.tokens_per_second, arithmetic_of(model))
 
     def encode(self, sample: Sample) -> Microbatch:
-        """One sample as a microbatch with one segment; raises UserError as ``outline`` and ``filled`` do."""
+        """One sample as a microbatch with one segment.  Raises UserError as ``outline`` and ``filled`` do."""
         return self.filled(self.outline(sample))
 
     def filled(self, outline: "Outline") -> Microbatch:

@@ -1,4 +1,4 @@
-"""The process that renders chat templates of unknown origin: whatever one does, it takes no more than its limits.
+"""The process that renders chat templates of unknown origin: whatever one does, it cannot exceed its limits.
 
 Does not import torch, so that the process starts quickly.
 """
@@ -14,7 +14,7 @@ from mm.data.limited import Alarm, Replies
 from mm.errors import UserError
 
 ROOM_BYTES = 1 << 30
-"""What a template may reserve."""
+"""Memory that a template may reserve."""
 _MOST_CHARACTERS = 1 << 26
 _LONGEST_REASON = 200
 

@@ -16,7 +16,7 @@ from mm.errors import UserError
 from mm.families.family import Family
 
 LIMIT_SECONDS = 5.0
-"""Limit for one conversation, in seconds of a processor: ten thousand times what an ordinary one takes."""
+"""Limit for one conversation, in seconds of CPU time: ten thousand times what an ordinary one takes."""
 
 
 class Template:
@@ -25,7 +25,7 @@ class Template:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, family: Family, limit_seconds: float = LIMIT_SECONDS
     ) -> None:
-        """Rendering of a conversation is aborted after ``limit_seconds`` of a processor."""
+        """Rendering a conversation is aborted after ``limit_seconds`` of CPU time."""
         self._tokenizer, self._title, self._limit_seconds = tokenizer, family.title, limit_seconds
         digest = hashlib.sha256(str(tokenizer.chat_template).encode(errors="surrogatepass")).hexdigest()
         self._process = None if digest in family.template_sha256s else LimitedProcess("mm.data.encode.rendering")
@@ -48,7 +48,7 @@ class Template:
             return self._rendered(self._process, messages, for_generation)
         except ProcessEndedError as error:
             why = f"it needs {error.how}" if error.is_large else f"its process ended {error.how}"
-            why = f"it takes more than {self._limit_seconds:g} s of a processor" if error.is_late else why
+            why = f"it takes more than {self._limit_seconds:g} s of CPU time" if error.is_late else why
             raise self._unusable(why) from None
         except (TemplateError, UserError) as error:
             raise self._unusable(str(error)) from error

@@ -1,8 +1,8 @@
-"""Which tokenizers take a time and memory that grow with the text alone, whatever the text is.
+"""Which tokenizers are safe: the length of a text bounds the time and memory that they take for it.
 
-A tokenizer is a program too: its regular expressions may try for ever, and its replacements may double a text again and
-again, in native code that nothing can interrupt.  So only parts are accepted that are known to end: byte-pair merges,
-Unicode's normal forms, bytes as characters, and the expressions of published tokenizers.
+A tokenizer is a program too: its regular expressions may backtrack for ever, and its replacements may double a text
+again and again, in native code that nothing can interrupt.  So only parts that are known to end are accepted: byte-pair
+merges, Unicode's normal forms, bytes as characters, and the expressions of published tokenizers.
 """
 
 import json
@@ -27,7 +27,7 @@ def backend_steps(backend: Any) -> dict[str, Any]:
 
 
 def endless_steps(steps: Mapping[str, Any], where: str, families: Sequence[Family]) -> Iterator[str]:
-    """Steps of the tokenizer in ``where`` that are not known to end."""
+    """A problem for each part of the tokenizer in ``where`` that is not known to end."""
     patterns = {pattern for family in families for pattern in family.split_patterns}
     cure = f"copy tokenizer.json from a {' or '.join(family.title for family in families)} checkpoint."
     model = steps.get("model")

@@ -12,7 +12,7 @@ from mm.data.feed.features import HEAD_BYTES, path_of, used_bytes, write_feature
 from mm.model.stage import MadeFeatures
 
 MAX_WAITING_BYTES = 1 << 30
-"""Limit of data waiting to be written.  Above it, features are not kept but computed once more in the next epoch."""
+"""Limit of data waiting to be written.  Above it, features are not kept but recomputed in the next epoch."""
 
 
 class FeatureKeeper:

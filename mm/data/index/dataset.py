@@ -64,7 +64,7 @@ class Dataset:
         if not len(self):
             num_usable = sum(records.num_samples for records in files.files)
             raise UserError(f"val_rate = {config.val_rate} leaves no samples of {files.dataset_files[0].path} for "
-                            f"{split}, of {counted(num_usable, 'usable sample')}; change it, or mend samples.")
+                            f"{split}, of {counted(num_usable, 'usable sample')}; change it, or repair samples.")
 
     def _chosen(self, dataset_files: Sequence[DatasetFile], val_rate: float, seed: int, split: Split) -> IndexRows:
         """The selected records; with ``val_rate``, of this split."""

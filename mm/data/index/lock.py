@@ -2,7 +2,7 @@
 
 A lock is a file beside the target, created by the first process and touched regularly while that process works.  The
 only requirement on a shared file system is that exactly one process can create a file of a given name.  A lock whose
-owner has died is taken over: at once on its own node, and on others after ``_STALE_SECONDS`` by the waiting process's
+owner has died is taken over: immediately on its own node, and on others after ``_STALE_SECONDS`` by the waiting process's
 clock.  If that goes wrong (an owner continues after being suspended for so long), the file is created twice, which only
 costs time.
 """
@@ -64,7 +64,7 @@ def _taken(path: Path, own: str) -> bool:
 
 def _wait(path: Path, what: str) -> None:
     """Wait until the lock or its owner is gone."""
-    began = changed = time.monotonic()
+    start = changed = time.monotonic()
     num_notes, last = 0, None
     while (content := _text(path)) is not None:
         seen = (content, _changed(path))
@@ -74,13 +74,13 @@ def _wait(path: Path, what: str) -> None:
         if _is_dead(holder) or time.monotonic() - changed > _STALE_SECONDS:
             _take_away(path, content)
             return
-        waited = time.monotonic() - began
+        waited = time.monotonic() - start
         step = _NOTE_SECONDS[-1]
         num_intervals = len(_NOTE_SECONDS)
         due = _NOTE_SECONDS[num_notes] if num_notes < num_intervals else step * (num_notes - num_intervals + 2)
         if waited > due:
             num_notes += 1
-            maker = f"process {holder.get('pid')} on {holder.get('host')}"
+            maker = f"process {holder.get('pid')} on {holder.get('host')}" if holder else "another user's process"
             sys.stderr.write(f"note: waiting for {maker}, which creates {what}: {waited:.0f} s so far\n")
         time.sleep(_POLL_SECONDS)
 
@@ -115,10 +115,13 @@ def _changed(path: Path) -> int | None:
 
 
 def _text(path: Path) -> str | None:
+    """The content of a lock; None if there is none, "" if this process may not read it, as another user's."""
     try:
         return path.read_text()
-    except OSError:
+    except FileNotFoundError:
         return None
+    except OSError:
+        return ""
 
 
 def _json(content: str) -> dict[str, Any]:

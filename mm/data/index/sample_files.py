@@ -66,7 +66,7 @@ class SampleFiles:
         found = cls(tuple(dataset_files), tuple(files), tuple(opening.skipped), tuple(opening.notes), limit)
         if not problems and not sum(records.num_samples for records in files):
             problems = [*(one.message() for one in found.skipped), *found.too_long()] or [
-                f"{', '.join(config.dataset)}: no samples are used; raise the rates (%)."]
+                f"{', '.join(one.entry for one in dataset_files)}: no samples are used; raise the rates (%)."]
         if problems:
             more = ["There may be more problems: 'mm-data check' counts all, and its --html PAGE lists them."]
             more *= len(problems) >= MAX_PROBLEMS
@@ -83,7 +83,7 @@ class SampleFiles:
                 yield too_long_remark(numbers, rows.of("num_dropped_tokens", numbers), self.limit[0], records.named)
 
     def without_problems(self) -> "SampleFiles":
-        """The split that data workers need."""
+        """The same for data workers, which need neither ``skipped`` nor ``notes``."""
         return replace(self, skipped=(), notes=())
 
 

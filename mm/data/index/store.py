@@ -2,8 +2,8 @@
 
 An index is ``KEY.rows`` and ``KEY.json``, written last.  Both are written to temporary files and renamed, so a run that
 is killed leaves at most a temporary file.  A damaged index counts as absent.  Selections of records, for datasets that
-do not use all, are kept in the same way.  ``files/`` has the checksum of each file by its size and times, so that it
-is not read at every start.  If several processes or nodes need the same file, one creates it.
+do not use all, are kept in the same way.  ``files/`` has the checksum of each file with its size and times, so that an
+unchanged file is not read at every start.  If several processes or nodes need the same file, one creates it.
 """
 
 import hashlib

@@ -20,7 +20,7 @@ MAX_FRAMES = 100_000
 _FORMATS = ("GIF", "WEBP", "PNG")
 _BASE = Fraction(1, 1000)
 _USUAL_MS = 100
-"""Duration of a frame without one, or of a GIF frame below 20 ms.  FFmpeg and browsers do the same."""
+"""Duration of a frame that states none, or of a GIF frame below 20 ms.  FFmpeg and browsers do the same."""
 _LEAST_GIF_MS = 20
 
 
@@ -97,7 +97,7 @@ def _webp_durations(path: str) -> list[int]:
 
 
 def _num_hidden(image: Image.Image) -> int:
-    """Hidden frames before the first: a PNG may contain an image for viewers without animation support."""
+    """Number of hidden frames before the first: a PNG may contain an image for viewers without animation support."""
     return 1 if image.info.get("default_image") else 0
 
 

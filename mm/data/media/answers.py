@@ -58,7 +58,7 @@ def _decoded(request: dict[str, Any], image: str | Inline, replies: Replies) -> 
 
 
 def _resized(request: dict[str, Any], image: str | Inline, replies: Replies) -> tuple[int, ...]:
-    """The same for an image that is then resized.  This takes place here because the result is smaller to copy."""
+    """The same, resized before it is copied, because the result is usually smaller."""
     pixels = load_image(image, request["is_upright"], request["on_white"])
     if list(pixels.size) != request["size"]:
         raise UserError(

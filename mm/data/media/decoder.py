@@ -14,7 +14,7 @@ from mm.data.sample import Inline
 from mm.errors import UserError, add_note, refuse
 
 PICTURE_SECONDS = 30.0
-"""Limit for one image, in seconds of a processor: a thousand times what an ordinary one takes."""
+"""Limit for one image, in seconds of CPU time: a thousand times what an ordinary one takes."""
 _MAX_VIDEOS = 1000
 """Restart the process after this many videos: FFmpeg and Python leak about 6 kB per video."""
 
@@ -30,8 +30,8 @@ class Decoder:
     ) -> None:
         """``backend``: "pyav", "decord" or "torchcodec"; None means PyAV.
 
-        Reading of a video is aborted when its header, or all its wanted frames together, take more than
-        ``limit_seconds``, and of an image when it takes more than ``picture_seconds`` of a processor.
+        Reading a video is aborted when its header, or all its wanted frames together, take more than
+        ``limit_seconds``; reading an image, when it takes more than ``picture_seconds`` of CPU time.
         """
         self.backend, self._limit_seconds, self._picture_seconds = backend or "pyav", limit_seconds, picture_seconds
         self._process = LimitedProcess("mm.data.media.answers")
@@ -46,7 +46,7 @@ class Decoder:
             f"video_backend is {self.backend!r}, which cannot be imported ({why}); install it, or use \"pyav\"."])
 
     def picture_size(self, path: str | Inline, is_upright: bool = True) -> tuple[int, int]:
-        """As ``image_size``.  Raises UserError too for an image that takes too long, or too much memory."""
+        """As ``image_size``.  Also raises UserError for an image that takes too much time or memory."""
         quick = quick_size(path, is_upright)
         if quick is not None:
             return quick
@@ -71,8 +71,8 @@ class Decoder:
     ) -> Pixels:
         """The pixels of ``load_image``, resized by Pillow in ``steps``.
 
-        Raises UserError as ``picture`` does, and if the image has another ``size``, its width and height, than its
-        header says.
+        Raises UserError as ``picture`` does, and when the decoded image does not have the ``size`` (width, height) that
+        its header states.
         """
         with self._reading_picture(path) as process:
             wanted = {"size": size, "steps": steps, "is_upright": is_upright, "on_white": on_white}
@@ -80,8 +80,8 @@ class Decoder:
             return process.shared(process.ask(*request)["shape"])
 
     def header(self, path: str, is_upright: bool) -> VideoHeader:
-        """The header of the file.  Raises UserError as ``read_header`` does, and for a file that takes too long, or too
-        much memory."""
+        """The header of the file.  Raises UserError as ``read_header`` does, and for a file that takes too much time or
+        memory."""
         with self._reading_video(path) as process:
             if self._num_videos == _MAX_VIDEOS:
                 process.close()
@@ -132,7 +132,7 @@ class Decoder:
     @contextmanager
     def _reading_picture(self, path: str | Inline) -> Iterator[LimitedProcess]:
         with _reading(self._process, path, "image", (
-            f"decoding took more than {self._picture_seconds:g} s of a processor; save the image again as a JPEG or "
+            f"decoding took more than {self._picture_seconds:g} s of CPU time; save the image again as a JPEG or "
             f"PNG file, or remove it.")) as process:
             yield process
 

@@ -124,7 +124,10 @@ def vl_utils_frames(clock: Clock, rule: FrameRule) -> np.ndarray:
 
 
 def llama_factory_frames(clock: Clock, rule: FrameRule) -> np.ndarray:
-    """Ascending indices of the frames that LLaMA-Factory takes (``_get_video_sample_indices``)."""
+    """Ascending indices of the frames that LLaMA-Factory takes (``_get_video_sample_indices``).
+
+    Raises ValueError when ``rule.num_frames`` is more than the video has.
+    """
     count = max(rule.min_frames, math.floor(float(llama_factory_seconds(clock)) * rule.fps))
     count = min(clock.num_frames, rule.max_frames, count) if rule.num_frames is None else max(rule.num_frames, 1)
     if count > clock.num_frames:

@@ -70,7 +70,7 @@ _SIGNATURES_AT_START = (
 
 _QUICK, _QUICK_FORMATS = (b"\xff\xd8\xff", b"\x89PNG\r\n"), ("JPEG", "PNG")
 _QUICK_BYTES = 1 << 16
-"""Longer headers are those of cameras that add a preview."""
+"""What ``quick_size`` reads of a file.  Headers are longer only where a camera adds a preview."""
 
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -92,9 +92,9 @@ def image_size(path: str | Inline, is_upright: bool = True) -> tuple[int, int]:
 
 
 def quick_size(path: str | Inline, is_upright: bool = True) -> tuple[int, int] | None:
-    """The same from the first bytes of a JPEG or PNG file alone, which bounds the time and memory that this takes.
+    """The same from the first bytes of a JPEG or PNG file, so that time and memory are bounded.
 
-    None if they do not contain the header, or not that of such an image; ``image_size`` says why.
+    None if they do not contain the header of such an image; ``image_size`` says why.
     """
     try:
         start = _start(path)
@@ -108,7 +108,7 @@ def quick_size(path: str | Inline, is_upright: bool = True) -> tuple[int, int] |
 
 
 def _start(path: str | Inline) -> bytes:
-    """The first bytes of an image; nothing of a file that ``image_size`` refuses to open."""
+    """The first bytes of an image.  Raises UserError or OSError for a file that ``image_size`` refuses to open."""
     if not isinstance(path, str):
         return path.content[:_QUICK_BYTES]
     _check_file(path, os.stat(path))

@@ -202,7 +202,7 @@ class VideoProcessor:
         return llama_factory_steps(width, height, *self._bounds(video)) if _is_llama_factory(self.data) else []
 
     def _last_size(self, video: Video, height: int, width: int, num_frames: int) -> tuple[int, int]:
-        """Height and width in pixels.  Raises ValueError for extreme aspect ratios and contradicting bounds."""
+        """Height and width in pixels.  Raises ValueError for extreme aspect ratios and contradictory bounds."""
         constants = self.constants
         lower, upper = constants.min_pixels, constants.max_pixels
         if not _is_llama_factory(self.data):
@@ -211,7 +211,7 @@ class VideoProcessor:
             upper = min(upper, most_frame_pixels(
                 most, lower, video.total_pixels or self.data.video_total_pixels, num_frames))
         if lower > upper:
-            raise ValueError(f"the pixel bounds of its frames contradict: at most {upper}, at least {lower}")
+            raise ValueError(f"the pixel bounds of its frames contradict each other: at most {upper}, at least {lower}")
         return smart_resize(height, width, constants.patch_size * constants.merge_size, lower, upper)
 
 

@@ -290,6 +290,7 @@ UNTURNED = (1, 0, 0, 1)
 
 
 def matrix_of(frame: Any) -> DisplayMatrix:
+    """The rotation of a decoded frame, from its side data; ``UNTURNED`` if it has none."""
     found = frame.side_data.get("DISPLAYMATRIX")
     if found is None:
         return UNTURNED

@@ -17,11 +17,11 @@ _NUM_ROUNDS = 10
 """Rounds of swaps between packs.  Twice as many bring packs of two or three videos another 1% closer, and take
 twice as long."""
 _NUM_RANK_ROUNDS = 40
-"""Most rounds between ranks.  Most steps need fewer than ten; a sample that costs nearly a whole rank takes more."""
+"""Limit of rounds between ranks.  Most steps need fewer than ten; a sample that costs nearly a whole rank takes more."""
 _NUM_PARTNERS = 4
 """Number of cheap packs or ranks in which a costly one looks for the best swap."""
 _MAX_WIDTH = 48
-"""Samples of a pack or rank that are candidates for swaps; of larger ones, about this many are."""
+"""At most this many samples of a pack or rank are candidates for swaps."""
 _CLOSE = 512
 """Swaps end when the costliest group exceeds the mean by less than 1 / 512, or consists of one sample."""
 
@@ -65,8 +65,8 @@ class Sizes:
 def even_packs(sizes: Sizes, budget: Budget, num_ranks: int, unit: int = 1, wanted: int = 1) -> Groups:
     """Few packs of even cost: the smallest multiple of ``num_ranks`` x ``unit`` that fits, or one pack per sample.
 
-    Each rank gets at least ``wanted`` packs if there are enough samples.  There must be ``num_ranks`` x ``unit``
-    samples, or a multiple of that if ``unit`` is not 1.
+    Each rank gets at least ``wanted`` packs if there are enough samples.  There must be at least ``num_ranks`` x
+    ``unit`` samples, and a multiple of that if ``unit`` is not 1.
     """
     num_samples = len(sizes.costs)
     assert num_samples >= num_ranks * unit and (unit == 1 or num_samples % (num_ranks * unit) == 0)
@@ -89,7 +89,7 @@ def _fewest(sizes: Sizes, budget: Budget) -> int:
 
 
 def even_groups(costs: np.ndarray, size: int) -> Groups:
-    """Groups of exactly ``size``, of even cost."""
+    """Groups of exactly ``size`` samples each, of even cost."""
     nothing = np.zeros_like(costs)
     sizes, budget = Sizes(costs, nothing, nothing), Budget(num_tokens=0)
     groups = _level(sizes, len(costs) // size, budget, size)

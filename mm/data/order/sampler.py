@@ -161,4 +161,4 @@ SAMPLERS: Mapping[str, Sampler] = {
     "BalancedBatchSampler": Sampler(balanced),
     "BalancedBatchSampler" + PACKING: Sampler(packed_evenly),
 }
-"""By the data JSON's settings.  mm/config refuses bucket samplers with packing."""
+"""Keyed by ``sampler_name``.  mm/config refuses bucket samplers with packing."""

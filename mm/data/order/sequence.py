@@ -1,8 +1,8 @@
 """The order in which a step's microbatches enter the pipeline, chosen so that stages wait little.
 
 A step's gradient is a sum over its microbatches, so their order is free.  While one stage works on a long microbatch
-and its neighbour on a short one, the neighbour waits.  In the order in which samples are read, lengths between 0.25 and
-1.75 of the mean cost two stages a fifth of their time.
+and its neighbour on a short one, the neighbour waits.  With lengths between 0.25 and 1.75 of the mean, in the order in
+which they are read, two stages wait for a fifth of their time.
 """
 
 from collections.abc import Sequence
@@ -55,5 +55,7 @@ def in_order(costs: np.ndarray, order: np.ndarray) -> np.ndarray:
 
 
 def _rising_and_falling(keys: np.ndarray) -> np.ndarray:
+    """Orders in which the keys rise to the largest and fall again: 1 3 5 4 2.  ``keys``: [num_microbatches,
+    num_pipelines]."""
     ordered = keys.argsort(axis=0, kind="stable")
     return np.concatenate([ordered[::2], ordered[1::2][::-1]])

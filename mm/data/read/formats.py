@@ -24,7 +24,7 @@ MESSAGES = ("messages", "conversations")
 _MEDIA = ("image", "images", "video", "videos")
 """The usual names of the columns with media."""
 _MISSPELT = 0.8
-"""Similarity from which a key counts as one of them: ``imgae`` has it, ``image_id`` and ``image_dir`` do not."""
+"""Similarity from which a key counts as a misspelling of one of them: ``imgae``, but not ``image_id`` or ``image_dir``."""
 
 
 class Finder(Protocol):
@@ -64,7 +64,7 @@ _USUAL_TAGS = (
 def read_sample(record: Any, attr: Attributes, media: Finder, where: str, is_prompt: bool = False) -> Sample:
     """``record`` as a sample with this ``where``.  Raises UserError for an invalid record.
 
-    A prompt ends with a question: an answer after it is dropped.
+    ``is_prompt``: the sample ends with a question; an answer after it is dropped.
     """
     if not isinstance(record, dict):
         raise UserError(f"is a {type(record).__name__}; expected an object with key {_expected_column(attr)!r}.")
@@ -154,7 +154,7 @@ def _alpaca(record: dict[str, Any], attr: Attributes) -> list[ChatMessage]:
 
 
 def _checked(content: Content, where: str, role: str) -> Content:
-    """Return ``content`` unless they are empty or contain lone surrogates."""
+    """Return ``content``.  Raises UserError when it is empty, or contains a lone surrogate."""
     texts = [item for item in content if isinstance(item, str)]
     if len(texts) == len(content) and not "".join(texts).strip() and role != "system":
         raise UserError(f"has an empty {where} ({role}); give it text or remove the turn.")
@@ -214,7 +214,7 @@ def _column(record: dict[str, Any], named: str | None, kind: str) -> list[MediaF
 
 
 def _check_media_keys(record: Mapping[str, Any], attr: Attributes) -> None:
-    """Refuse a misspelt column of images or videos, without which the sample would be one of text alone."""
+    """Refuse a misspelt column of images or videos: ignored, it would leave a sample of text only."""
     known = {*_MEDIA, *(value for value in vars(attr).values() if isinstance(value, str))}
     for key, value in record.items():
         close = get_close_matches(key.casefold(), _MEDIA, n=1, cutoff=_MISSPELT)

@@ -1,7 +1,7 @@
 """Records of a Parquet file: each row is one record, and null counts as absent.
 
-Hugging Face ``datasets`` writes images as ``{bytes, path}`` structs, in a column of these or of lists of these.  They
-are not read with their record, which has an ``Embedded`` for each instead; that reads its bytes on demand, a few rows
+Hugging Face ``datasets`` writes images as ``{bytes, path}`` structs, in a column of these or of lists of these.  Their
+bytes are not read with the record, which has an ``Embedded`` in place of each: it reads the bytes on demand, a few rows
 at a time.  Images deeper in a record, as in a message's list of parts, are read with the record.
 
 pyarrow is an extra (``[parquet]``) and is imported only where such a file is read.
@@ -180,10 +180,15 @@ def _columns(path: str, version: Version) -> _ColumnKinds:
         if not (arrow.types.is_binary(of_bytes) or arrow.types.is_large_binary(of_bytes)):
             continue
         number = next(number for number, leaf in enumerate(leaves)
-                      if leaf.partition(".")[0] == field.name and leaf.endswith(".bytes"))
+                      if leaf.endswith(".bytes") and _field_of(leaf, schema.names) == field.name)
         images[field.name] = _ImageColumn(leaves[number], number)
     skipped = {one.number for one in images.values()}
     return _ColumnKinds(images, tuple(leaf for number, leaf in enumerate(leaves) if number not in skipped))
+
+
+def _field_of(leaf: str, fields: Sequence[str]) -> str:
+    """The field that a leaf with this dotted name is in.  A field's own name may have dots: ``observation.image``."""
+    return max((name for name in fields if f"{leaf}.".startswith(f"{name}.")), key=len)
 
 
 @lru_cache(maxsize=64)

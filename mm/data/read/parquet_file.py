@@ -19,6 +19,7 @@ class ParquetFile(RecordFile):
 
     def blocks(self, problems: list[str]) -> Iterator[RecordBlock]:
         """See ``RecordFile``.  Adds no problems, because ``open_records`` has refused incomplete files."""
+        self._check_version()
         first = 0
         for rows in parquet.blocks(self.path):
             yield RecordBlock(first, 0, 0, rows)
@@ -26,6 +27,7 @@ class ParquetFile(RecordFile):
 
     def read_block(self, block: RecordBlock) -> Iterator[Raw]:
         """See ``RecordFile``."""
+        self._check_version()
         spans = [(int(group), int(row)) for group, row in block.spans]
         for number, value in enumerate(parquet.read(self.path, self.version, spans)):
             yield Raw(block.first_index + number, 0, spans[number], value)

@@ -13,13 +13,13 @@ from mm.data.record_name import numbered, wrong_character
 from mm.errors import UserError
 
 BLOCK_BYTES = 1 << 18
-"""About this much of a file is read and passed on at once: some hundred records, a fraction of a second of work."""
+"""About this much of a file is read and passed on at a time: a few hundred records, a fraction of a second of work."""
 MAX_RECORD_BYTES = 1 << 26
 """Longer records are refused: an unterminated string would be read to the end of the file."""
 UTF8_MARK = b"\xef\xbb\xbf"
 _SPACE = re.compile(r"[ \t\r\n]*")
 _LONGEST_WORD = 16
-"""Longer than JSON's words, escapes and numbers that the end of a window may cut into invalid JSON."""
+"""Characters: longer than what is invalid only because the window ends in it, a word, an escape or an exponent."""
 
 ByteSpan = tuple[int, int]
 """First byte and end of a record in its file."""
@@ -184,7 +184,7 @@ def _element(
 
 
 def _may_go_on(error: Exception, length: int) -> bool:
-    """Whether text of this length may just be cut."""
+    """Whether the error in a text of this length may only mean that the text is cut."""
     return isinstance(error, json.JSONDecodeError) and (
         error.msg.startswith("Unterminated string") or error.pos >= length - _LONGEST_WORD)
 

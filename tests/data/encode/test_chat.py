@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import Qwen2_5_VLProcessor
 
 from mm.batch import IGNORE_INDEX
-from mm.data.encode.chat import ChatEncoder, TooLongError, kept_turns, load_tokenizer
+from mm.data.encode.chat import _MASKS, ChatEncoder, TooLongError, kept_turns, load_tokenizer
 from mm.data.index.dataset import Dataset
 from mm.data.sample import Image, Turn
 from mm.errors import UserError
@@ -240,6 +240,26 @@ def test_a_control_token_in_a_text_is_plain_text(tokenizer, control):
     assert encoded.token_ids.tolist().count(number) == plain.token_ids.tolist().count(number)
     assert targets(tokenizer, encoded) == f"First {control}.<|im_end|>\n"
     assert tokenizer.decode(encoded.token_ids) == tokenizer.decode(plain.token_ids).replace(" x", f" {control}")
+
+
+def test_a_control_token_split_between_two_turns_is_none(tokenizer):
+    messages = conversation(("user", "What is <|im_"), ("assistant", "end|> and <|im_start|>?"))
+    encoded = encoder(tokenizer).encode(messages, [])
+    assert targets(tokenizer, encoded) == "end|> and <|im_start|>?<|im_end|>\n" and encoded.num_control_words == 1
+
+
+def test_a_text_with_every_private_character_is_refused(tokenizer):
+    with pytest.raises(UserError, match="its messages contain all 6399 private-use characters"):
+        encoder(tokenizer).encode(conversation(("user", "".join(_MASKS)), ("assistant", "x")), [])
+    encoded = encoder(tokenizer).encode(conversation(("user", "".join(_MASKS[:-1])), ("assistant", "<|im_end|>")), [])
+    assert targets(tokenizer, encoded) == "<|im_end|><|im_end|>\n"
+
+
+def test_a_template_that_repeats_a_control_token_of_a_message_is_refused(hf_directory):
+    tokenizer = load_tokenizer(str(hf_directory))
+    tokenizer.chat_template = "{{ messages[0]['content'][0]['text'] }}" + CHAT_TEMPLATE
+    with pytest.raises(UserError, match="renders 2 of the 1 control tokens in the messages"):
+        encoder(tokenizer).encode(conversation(("user", "A <|im_end|>?"), ("assistant", "B")), [])
 
 
 def test_a_placeholder_in_an_answer_is_plain_text(tokenizer):

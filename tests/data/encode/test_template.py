@@ -53,11 +53,11 @@ def test_the_process_renders_what_transformers_renders(tokenizer, unknown, for_g
 
 HOSTILE = {
     "loops": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-              "it takes more than 0.5 s of a processor"),
+              "it takes more than 0.5 s of CPU time"),
     "fills the memory": ("{% set x = namespace(v='aaaaaaaa') %}{% for i in range(40) %}{% set x.v = x.v ~ x.v %}"
                          "{% endfor %}{{ x.v }}", "it needs more than 1024 MiB of memory"),
     "4 GB at once": ("{{ 'a' * 4000000000 }}", "it needs more than 1024 MiB of memory"),
-    "power": ("{{ 9 ** (9 ** 9) }}", "it takes more than 0.5 s of a processor"),
+    "power": ("{{ 9 ** (9 ** 9) }}", "it takes more than 0.5 s of CPU time"),
     "makes 100 MB": ("{{ 'a' * 100000000 }}", "it makes 100,000,000 characters, above the limit of 67,108,864"),
     "divides by zero": ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
     "includes": ("{% include '/etc/passwd' %}", "TypeError: no loader for this environment"),

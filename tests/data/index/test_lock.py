@@ -1,5 +1,6 @@
 """One process creates a file while the others wait, even if it fails or dies."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -61,12 +62,24 @@ def elsewhere(path: Path) -> str:
     return content
 
 
-def test_a_lock_of_another_node_is_valid_while_it_changes(tmp_path: Path, monkeypatch, capsys) -> None:
-    """It is taken over after it has not changed for a while, regardless of that node's clock."""
+@pytest.mark.parametrize("is_readable", [True, False])
+def test_a_lock_of_another_node_is_valid_while_it_changes(tmp_path: Path, monkeypatch, capsys, is_readable) -> None:
+    """It is taken over after it has not changed for a while, regardless of that node's clock.  Another user's may not
+    be readable."""
     monkeypatch.setattr(lock, "_STALE_SECONDS", 1.0)
     monkeypatch.setattr(lock, "_NOTE_SECONDS", (0.5,))
-    path, seen = tmp_path / "lock", []
-    elsewhere(path)
+    path, seen, read, num_reads = tmp_path / "lock", [], Path.read_text, 0
+    content = elsewhere(path)
+
+    def denied(self: Path, *args, **kwargs) -> str:
+        nonlocal num_reads
+        found, num_reads = read(self, *args, **kwargs), num_reads + 1
+        if found == content:
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        return found
+
+    if not is_readable:
+        monkeypatch.setattr(Path, "read_text", denied)
 
     def wait() -> None:
         with making(path, "the index of records.json"):
@@ -81,7 +94,9 @@ def test_a_lock_of_another_node_is_valid_while_it_changes(tmp_path: Path, monkey
     waiting.join()
     assert seen == ["makes"] and not path.exists()
     said = capsys.readouterr().err
-    assert f"note: waiting for process {os.getpid()} on far, which creates the index of records.json: " in said
+    holder = f"process {os.getpid()} on far" if is_readable else "another user's process"
+    assert f"note: waiting for {holder}, which creates the index of records.json: " in said
+    assert num_reads < 100  # it sleeps between them
 
 
 def test_a_new_lock_is_not_removed_instead_of_an_old_one(tmp_path: Path) -> None:

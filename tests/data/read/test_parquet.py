@@ -95,6 +95,31 @@ def test_lists_of_embedded_pictures_equal_files(many, tmp_path, hf_directory, mo
     assert _content(first) == _content(str(tmp_path / "same.png"))  # features that are kept of it
 
 
+def test_column_names_may_have_dots(tmp_path):
+    """As in LeRobot's files, where one name may also begin with another."""
+    rows = [{"observation": {"bytes": png(number), "path": "a.png"}, "observation.image": [
+        {"bytes": png(10 + number), "path": "b.png"}], "task.name": "t"} for number in range(3)]
+    schema = arrow.schema([("observation.image", arrow.list_(IMAGE)), ("observation", IMAGE),
+                           ("task.name", arrow.string())])
+    path = tmp_path / "dots.parquet"
+    parquet.write_table(arrow.Table.from_pylist(rows, schema), path)
+    records = [raw.value for raw in open_records(str(path)).records([])]
+    assert [one["observation"].content for one in records] == [png(number) for number in range(3)]
+    assert [one["observation.image"][0].content for one in records] == [png(10 + number) for number in range(3)]
+    assert {one["task.name"] for one in records} == {"t"}
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path):
+    path = tmp_path / "changed.parquet"
+    parquet.write_table(arrow.table({"prompt": ["old"] * 3}), path)
+    file = open_records(str(path))
+    (block,) = file.blocks([])
+    parquet.write_table(arrow.table({"prompt": ["a new text"] * 3}), path)
+    for records in (file.read_block(block), file.blocks([])):
+        with pytest.raises(UserError, match="has changed since this run checked it"):
+            next(iter(records))
+
+
 def test_only_a_few_rows_are_in_memory(tmp_path, monkeypatch):
     """Records are read without pictures, and pictures one batch at a time."""
     rows = [{"id": str(number), "image": {"bytes": png(number), "path": None}, "messages": messages(1)}
