@@ -31,10 +31,17 @@ def read_yaml(path: str | Path) -> Document:
         raise UserError(f"{path}: too many levels of nesting") from error
     except (YAMLError, ValueError, TypeError) as error:  # for a character, a value or a key
         raise UserError(f"{path}: is not valid YAML: {str(error).splitlines()[0]}") from error
-    refuse(f"{path}: the key {key!r} is not text; put it in quotes, or remove it"
-           for key in (root if isinstance(root, dict) else ()) if not isinstance(key, str))
+    if isinstance(root, dict):
+        refuse(_key_problems(path, root))
     lines = dict(_keys(node)) if isinstance(node, MappingNode) else {}
     return Document(str(path), root, lines)
+
+
+def _key_problems(path: str | Path, root: dict[Any, Any]) -> Iterator[str]:
+    """A problem for each key of the outermost object that JSON does not have."""
+    for key in root:
+        if not isinstance(key, str):
+            yield f"{path}: the key {key!r} is not text; put it in quotes, or remove it"
 
 
 def _keys(node: Any) -> Iterator[tuple[tuple[str | int, ...], list[int]]]:

@@ -19,6 +19,6 @@ The path of a record, top to bottom, with the rooms that handle each step:
         v
     StepPlan          the same step on every rank
 
-Modules shared by all rooms are in this folder: ``sample``, ``lengths``, ``record_name``, ``workers``, ``limited``.  A room
-imports only rooms below it; docs/architecture.md shows their floors.
+Modules shared by all rooms are in this folder: ``sample``, ``lengths``, ``record_name``, ``workers``, ``limited``.  A
+room imports only rooms below it; docs/architecture.md shows their floors.
 """

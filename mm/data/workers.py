@@ -47,7 +47,7 @@ class Prepared(Iterator[Result], Generic[Result]):
     def __init__(
         self, work: Callable[[Item], Result], items: Iterable[Item], num_processes: int, num_ahead: int
     ) -> None:
-        """Start the processes immediately; each works ``num_ahead`` items ahead.  With 0 processes, work in this thread."""
+        """Start the processes immediately; each works ``num_ahead`` items ahead.  With 0, this thread does the work."""
         self._results: Any = map(work, items) if num_processes == 0 else _in_loader(
             work, items, num_processes, num_ahead)
 

@@ -92,8 +92,9 @@ CHANGES = (
     Change("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
            _recomputed(RecomputeConfig("full", "uniform", 1))),
     Change("--cpu-offload-activations", _offloaded),
-    Change("--optimizer-cpu-offload --optimizer-offload-fraction 1", lambda run: None if run.args.host_share == 1.0 else _with(
-        run, optimizer_cpu_offload=True, optimizer_offload_fraction=1.0)),
+    Change("--optimizer-cpu-offload --optimizer-offload-fraction 1",
+           lambda run: None if run.args.host_share == 1.0 else _with(
+               run, optimizer_cpu_offload=True, optimizer_offload_fraction=1.0)),
     Change("--grad-reduce-in-bf16", _in_bf16(lambda args: not args.grad_reduce_in_bf16, grad_reduce_in_bf16=True)),
     Change("--main-params-dtype bf16", _in_bf16(lambda args: args.kept_copy == "fp32", main_params_dtype="bf16")),
 )

@@ -2,9 +2,9 @@
 
 A lock is a file beside the target, created by the first process and touched regularly while that process works.  The
 only requirement on a shared file system is that exactly one process can create a file of a given name.  A lock whose
-owner has died is taken over: immediately on its own node, and on others after ``_STALE_SECONDS`` by the waiting process's
-clock.  If that goes wrong (an owner continues after being suspended for so long), the file is created twice, which only
-costs time.
+owner has died is taken over: immediately on its own node, and on others after ``_STALE_SECONDS`` by the waiting
+process's clock.  If that goes wrong (an owner continues after being suspended for so long), the file is created twice,
+which only costs time.
 """
 
 import json

@@ -17,7 +17,7 @@ _NUM_ROUNDS = 10
 """Rounds of swaps between packs.  Twice as many bring packs of two or three videos another 1% closer, and take
 twice as long."""
 _NUM_RANK_ROUNDS = 40
-"""Limit of rounds between ranks.  Most steps need fewer than ten; a sample that costs nearly a whole rank takes more."""
+"""Limit of rounds between ranks.  Most steps need fewer than ten; one with a sample as costly as a rank needs more."""
 _NUM_PARTNERS = 4
 """Number of cheap packs or ranks in which a costly one looks for the best swap."""
 _MAX_WIDTH = 48

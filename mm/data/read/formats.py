@@ -24,7 +24,7 @@ MESSAGES = ("messages", "conversations")
 _MEDIA = ("image", "images", "video", "videos")
 """The usual names of the columns with media."""
 _MISSPELT = 0.8
-"""Similarity from which a key counts as a misspelling of one of them: ``imgae``, but not ``image_id`` or ``image_dir``."""
+"""Similarity from which a key counts as a misspelling of one: ``imgae``, but not ``image_id`` or ``image_dir``."""
 
 
 class Finder(Protocol):

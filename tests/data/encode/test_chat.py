@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from transformers import Qwen2_5_VLProcessor
 
 from mm.batch import IGNORE_INDEX
-from mm.data.encode.chat import _MASKS, ChatEncoder, TooLongError, kept_turns, load_tokenizer
+from mm.data.encode.chat import _MASKS, ChatEncoder, TooLongError, load_tokenizer
+from mm.data.encode.truncation import kept_turns
 from mm.data.index.dataset import Dataset
 from mm.data.sample import Image, Turn
 from mm.errors import UserError

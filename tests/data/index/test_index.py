@@ -338,9 +338,9 @@ def test_selections_follow_the_seed_and_share_one_index(cached, model_config, ma
     both = replace(data, val_dataset=(str(tmp_path / "val.json"),), val_rate=0.5)
     assert numbers(validation_dataset(both, gauge=gauge)) == [7]
     assert numbers(Dataset(both, gauge=gauge)) == list(range(40))  # val_dataset wins
-    with pytest.raises(UserError, match="data.json: no samples are used; raise the rates"):
+    with pytest.raises(UserError, match=r"data.json: no samples are used; raise the rates"):
         of(dataset=(f"{path}%0",))
-    with pytest.raises(UserError, match="val.json: no samples are used; raise the rates"):
+    with pytest.raises(UserError, match=r"val.json: no samples are used; raise the rates"):
         validation_dataset(replace(both, val_dataset=(f"{tmp_path / 'val.json'}%0",)), gauge=gauge)
     with pytest.raises(UserError, match=r"val_rate = 0.01 leaves no samples of \S+ for validation, of 40 usable sa"):
         validation_dataset(replace(data, val_rate=0.01), gauge=gauge)
