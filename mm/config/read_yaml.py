@@ -1,9 +1,9 @@
 """Strict reading of a YAML file, like that of a JSON file."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
@@ -32,12 +32,12 @@ def read_yaml(path: str | Path) -> Document:
     except (YAMLError, ValueError, TypeError) as error:  # for a character, a value or a key
         raise UserError(f"{path}: is not valid YAML: {str(error).splitlines()[0]}") from error
     if isinstance(root, dict):
-        refuse(_key_problems(path, root))
+        refuse(_key_problems(path, cast("dict[object, object]", root)))
     lines = dict(_keys(node)) if isinstance(node, MappingNode) else {}
     return Document(str(path), root, lines)
 
 
-def _key_problems(path: str | Path, root: dict[Any, Any]) -> Iterator[str]:
+def _key_problems(path: str | Path, root: Mapping[object, object]) -> Iterator[str]:
     """A problem for each key of the outermost object that JSON does not have."""
     for key in root:
         if not isinstance(key, str):
