@@ -25,11 +25,11 @@ class RecomputeConfig:
     num_layers: Count | None = None
     modules: Annotated[RecomputeModules, OrDefault] = ()
     """What "selective" recomputes, in Megatron's words: the outputs of both norms ("layernorm"), the whole MLP with its
-    norm ("mlp"), and nothing for "core_attn", whose scores are never kept.  "mlp_act", the output of SwiGLU, follows
-    Megatron's "moe_act".  Empty: "layernorm" and "mlp_act", which are cheap to recompute and large to keep."""
+    norm ("mlp"), and nothing for "core_attn", whose scores are never kept.  "mlp_act", the output of SwiGLU, is
+    named after Megatron's "moe_act".  Empty: "layernorm" and "mlp_act", cheap to recompute and large to keep."""
 
     def recomputes(self, module: RecomputeModule) -> bool:
-        """Whether this module of each layer, or its output, is recomputed; "mlp" includes "mlp_act"."""
+        """Whether this module of each layer, or its output, is recomputed; false for "mlp_act" inside "mlp"."""
         modules = self.modules or ("layernorm", "mlp_act")
         return self.granularity == "selective" and module in modules and not (module == "mlp_act" and "mlp" in modules)
 
@@ -59,8 +59,8 @@ class OffloadConfig:
     def layers(self, layers: range, *, is_before_head: bool) -> range:
         """Those of one chunk's layers whose activations are offloaded.
 
-        ``is_before_head``: the head follows the last layer, whose backward pass then follows its forward pass at once;
-        its activations stay.
+        ``is_before_head``: the head follows the last layer.  That layer's backward pass then begins right after its
+        forward pass, so its activations stay on the device.
         """
         candidates = layers[:-1] if is_before_head else layers
         return candidates[: self.num_layers] if self.is_on else layers[:0]

@@ -47,7 +47,7 @@ class Words(NamedTuple):
     """Unknown flags and words that belong to no flag."""
 
     def last(self, flag: str) -> str | None:
-        """The value of a flag, unchecked; None where there is none."""
+        """The first word after the last occurrence of a flag, unchecked; None if there is none."""
         return next(iter(self.given.get(flag, [[]])[-1]), None)
 
 
@@ -95,7 +95,7 @@ class CommandLine(Generic[Built]):
                     pass
                 case SameAs(ours, str(value)):
                     problems += _lone_word_problems(flag, occurrences)
-                    values.setdefault(_field_name(ours), value)  # the flag itself decides if it is given
+                    values.setdefault(_field_name(ours), value)  # the flag itself takes precedence, before or after
                 case Fixed((), why):
                     problems.append(f"{flag} is not available here: {why}")
                 case Fixed(supported, why):
@@ -126,7 +126,7 @@ class CommandLine(Generic[Built]):
 
     @cached_property
     def _parser(self) -> argparse.ArgumentParser:
-        """All known flags, each taking any number of strings: values are checked later, all of them at once."""
+        """All known flags, each taking any number of strings: values are checked later, all together."""
         parser = argparse.ArgumentParser(
             self.name, description=self.description, usage=f"%(prog)s {self.usage}",
             allow_abbrev=False, argument_default=argparse.SUPPRESS, formatter_class=_Help)
@@ -145,7 +145,7 @@ class CommandLine(Generic[Built]):
         return parser
 
     def _places(self, parser: argparse.ArgumentParser) -> Mapping[str, Callable[..., Any]]:
-        """What adds each flag where it stands in the help."""
+        """Flag -> the function that adds it to its group in the help."""
         found: dict[str, Callable[..., Any]] = {}
         first = parser.add_argument_group(FIRST_TITLE).add_argument if self.first else parser.add_argument
         at = parser.add_argument

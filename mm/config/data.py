@@ -123,7 +123,7 @@ class DataConfig:
     video_backend: Annotated[VideoBackend | None, Key(_PREPROCESS + "video_backend")] = None
     """Library that decodes the frames; None: PyAV.  All give the same frames."""
     video_timeout: Annotated[Positive, Key(_PREPROCESS + "video_timeout")] = 300.0
-    """Seconds within which a video's header must be read, and again all its sampled frames.  The default is half the
+    """Seconds for reading a video's header, and again for reading all its sampled frames.  The default is half the
     limit of a collective: one slow video must not make the waiting ranks time out."""
     train_on_prompt: Annotated[bool, Key(_BASIC + "train_on_prompt")] = False
     mask_history: Annotated[bool, Key(_BASIC + "mask_history")] = False

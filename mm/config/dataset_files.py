@@ -55,7 +55,7 @@ def training_files(data: DataConfig) -> list[DatasetFile]:
 
 
 def validation_files(data: DataConfig) -> list[DatasetFile]:
-    """The same of ``val_dataset``; empty without one."""
+    """The same for ``val_dataset``; empty without one."""
     return _dataset_files(data, data.val_dataset or (), "val_dataset")
 
 

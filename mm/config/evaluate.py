@@ -25,7 +25,7 @@ from mm.families.known import TITLES
 
 PEER_NAMES: Mapping[str, BenchmarkName] = {
     "ai2d_test": "ai2d", "chartqa_test": "chartqa", "docvqa_val": "docvqa", "mmmu_dev_val": "mmmu"}
-"""MindSpeed-MM's ``evaluation_dataset``, which are also the names of OpenCompass's files in small letters."""
+"""MindSpeed-MM's ``evaluation_dataset``, which are also the names of OpenCompass's files in lower case."""
 
 _BENCHMARK_PIXELS = (1280 * 28 * 28, 16384 * 28 * 28)
 """Minimum and maximum pixels of an image: VLMEvalKit's for Qwen2.5-VL (vlmeval/config.py), and MindSpeed-MM's."""

@@ -39,11 +39,11 @@ BenchmarkName = Literal["ai2d", "chartqa", "docvqa", "mmmu"]
 Rule = Literal["choice", "exact", "anls", "relaxed"]
 """How an answer is scored; ``mm.scoring.rules`` describes each rule."""
 KeptCopy = Literal["fp32", "remainder", "none"]
-"""What the optimizer keeps beside a weight in 16 bits: an fp32 copy, what a bf16 weight lacks of it, or nothing."""
+"""What the optimizer keeps beside a 16-bit weight: an fp32 copy, the 16 bits that bf16 lacks of it, or nothing."""
 Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
-"""What the ranks with the same weights divide among them; each includes what stands before it."""
+"""What the ranks with the same weights divide among themselves; each value includes the ones before it."""
 VitQkvOrder = Literal["per_head", "whole"]
-"""per_head: what MindSpeed-MM's runtime reads; whole: [Q; K; V], of its converters 2.2.0 and 2.3.0."""
+"""per_head: what MindSpeed-MM's runtime reads; whole: [Q; K; V], as its converters 2.2.0 and 2.3.0 write it."""
 
 DEFAULT_SEED = 1234
 """Megatron's.  Programs that inspect the data of a run use it too, because it determines which samples are drawn."""

@@ -1,6 +1,6 @@
 """MindSpeed-MM's YAML for FSDP2 (``--fsdp2-config-path``): compared with the run, which ``optim_grads_params`` shards.
 
-The file itself sets nothing: what it asks for beyond the flags is refused, with the flag to give.
+The file itself sets nothing: what it asks for beyond the flags is refused, and the message names the flag.
 """
 
 from collections.abc import Iterator, Mapping
@@ -42,8 +42,8 @@ ROWS: Mapping[str, Row] = {
 def fsdp2_notes(path: str, args: Arguments, num_copies: int) -> tuple[str, ...]:
     """Notes on keys without effect in the file at ``path``.
 
-    ``num_copies``: ranks that hold the same weights.  Raises UserError with every problem of the file, or with all
-    that contradicts ``args``.
+    ``num_copies``: ranks that hold the same weights.  Raises UserError with every problem of the file, or with
+    everything in it that contradicts ``args``.
     """
     return read_settings(path, Fsdp2Config, {"": ROWS}, lambda config: _contradictions(config, args, num_copies),
                          read_yaml).notes

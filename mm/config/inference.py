@@ -129,7 +129,7 @@ def read_inference(path: str | Path) -> ReadSettings[InferenceConfig]:
 
 
 def read_model_and_more(path: str | Path, cls: type[Config]) -> ReadSettings[Config]:
-    """The same with the fields of ``cls``."""
+    """``read_inference`` for ``cls``, which may have more fields than ``InferenceConfig``."""
     document = read_json(path)
     tables = {key: rows for key, rows in INFERENCE_KEYS.items() if key not in _OPTIONAL or document.has(key)}
     read = read_settings(path, cls, tables, _inference_problems)

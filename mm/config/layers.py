@@ -10,8 +10,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, Strict
 from mm.config.schema import Count, Int
 
 NumLayers = Annotated[Count, Le(1000)]
-"""Layers of a tower: ten times the most of any published model.  Files of unknown origin may state any number, and what
-is computed for every layer would take for ever."""
+"""Layers of a tower.  The limit is ten times the most of any published model: a file of unknown origin may state any
+number, and work for each layer would then never end."""
 _LONGEST_SPANS = 10_000
 """Most characters of ``freeze_layers``."""
 

@@ -1,6 +1,6 @@
 """Commands and flags that do not exist, each with the nearest one that does, for command lines that argparse reads.
 
-argparse has no hints, and complains first of the flag that a misspelt one was meant to be.
+argparse gives no hints, and if a required flag is misspelt, it only reports that flag as missing.
 """
 
 import argparse
@@ -11,15 +11,15 @@ from mm.errors import nearest, refuse
 
 
 def unknown_flag(flag: str, known: Iterable[str], help_of: str = "") -> str:
-    """The problem with a flag that is not ``known``; ``help_of`` is the command whose help has them."""
+    """The problem with a flag that is not ``known``; ``help_of`` is the command whose help lists them."""
     return f"{flag} is not a known flag{nearest(flag, known)}; see {help_of}{' ' * bool(help_of)}--help"
 
 
 def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
     """Parse ``words``, and end the help of every command with the exit statuses.
 
-    Raises UserError for commands and flags that do not exist, also for shortened ones; argparse ends the program after
-    another mistake.
+    Raises UserError for commands and flags that do not exist, and for abbreviated flags.  After any other mistake
+    argparse ends the program.
     """
     end_with_statuses(parser)
     refuse(misspelt(words, parser.prog, completed_parser(parser)))

@@ -121,7 +121,7 @@ class LanguageConfig:
     max_position_embeddings: Count
     mrope_section: Ints
     kv_channels: Annotated[Count, OrDefault] = Field(
-        # some releases of pydantic ask even if one of the two is invalid, which is then reported by itself
+        # some releases of pydantic call this even if one of the two is invalid, which is reported separately
         default_factory=lambda fields: fields.get("hidden_size", 1) // fields.get("num_attention_heads", 1))
     """Width of one head."""
     rope_theta: Annotated[Positive, Key("rope_theta", alias="rotary_base")] = 1_000_000.0
@@ -190,7 +190,7 @@ class ModelConfig:
 
     @property
     def visual_token_ids(self) -> tuple[int, int]:
-        """The tokens that the projector's rows replace: of images, and of videos."""
+        """The tokens of images and of videos, whose embeddings the projector's output replaces."""
         return self.image_token_id, self.video_token_id
 
     @property
@@ -244,8 +244,8 @@ class ModelConfig:
 def read_model(path: str | Path) -> ReadSettings[ModelConfig]:
     """Read ``--mm-model``; raises UserError with every problem in the file.
 
-    MindSpeed-MM's files for video give the video token as ``img_context_token_id``, because it fills only one kind of
-    token.  Here both kinds are filled, so images then have their published token.
+    MindSpeed-MM's files for video state the video token as ``img_context_token_id``, because there only one kind of
+    token is replaced.  Here both kinds are replaced, so images then get their published token.
     """
     read = read_settings(path, ModelConfig, MODEL_KEYS, model_problems)
     model, notes = with_image_token(read.value, path)

@@ -8,7 +8,7 @@ _LONGEST_PATTERN = 500
 
 
 def long_patterns(model: ModelConfig, where: str) -> Iterator[str]:
-    """Patterns of names that are too long to be matched with every name in a short time; ``where`` they are stated."""
+    """Problems with patterns that are too long to be matched with every name quickly; ``where`` they are stated."""
     lora = model.lora
     found = {"freeze_modules": model.freeze_modules, "trainable_modules": model.trainable_modules,
              "lora_target_modules": lora.target_modules, "lora_rank_pattern": [name for name, _ in lora.rank_pattern],

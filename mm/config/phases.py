@@ -21,7 +21,7 @@ PHASE_SECONDS: Mapping[str, float] = {
 """Phase -> seconds.  ``check`` and ``data`` build the index of the samples where there is none: 450 s for a million
 samples on two cores.  ``answers`` is one batch of answers; ``export`` writes the whole model from one process;
 ``between`` is the time between two phases or steps of a training, and at its end; ``dying`` is how long the surviving
-ranks of a failed run may take to save, 0 if they shall not."""
+ranks of a failed run may take to save; 0: they save nothing."""
 
 
 def phase_seconds(words: Sequence[str]) -> dict[str, float]:

@@ -19,7 +19,7 @@ class Document:
     path: str
     root: Any
     lines: Mapping[tuple[str | int, ...], Sequence[int]]
-    """The keys and list positions that lead to a key, including itself -> the lines where it is."""
+    """Path of a key (keys and list positions, the key itself last) -> the lines where it stands."""
 
     def line(self, key_path: str) -> float:
         """The line of the key ``key.path``; infinity where it is absent."""
@@ -67,7 +67,7 @@ def _read(path: str | Path, what: str) -> bytes:
 
 
 def parse_json(path: str | Path, data: bytes) -> Document:
-    """``read_json`` of ``data``, the bytes of the file at ``path``."""
+    """Parse ``data``, the bytes of the file at ``path``, as ``read_json`` does."""
     text = _decoded(path, data)
     try:
         root = json.loads(text, parse_int=_integer)
@@ -152,12 +152,12 @@ def _key_path(place: tuple[str | int, ...]) -> str:
 
 
 def _keys(path: str | Path, text: str) -> Iterator[tuple[tuple[str | int, ...], int]]:
-    """Every key of a text that Python reads as JSON: the keys and positions that lead to it, and its first character.
+    """Every key of a text that Python reads as JSON: its path, as in ``Document.lines``, and where it begins.
 
-    Raises UserError for a number that JSON does not have.
+    Raises UserError for a number that JSON does not allow.
     """
     tokens = list(_TOKEN.finditer(text))
-    place: list[str | int] = []  # for each open object its current key, for each open list the number of its item
+    place: list[str | int] = []  # each open object's current key, each open list's current index
     for token, following in zip(tokens, [*tokens[1:], None], strict=True):
         match token[0]:
             case "{" | "[" as bracket:

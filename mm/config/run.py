@@ -1,6 +1,6 @@
 """One training run: flags, model JSON, data JSON and world size, read and checked together.
 
-All problems are reported at once, before torch is loaded.
+All problems are reported together, before torch is loaded.
 """
 
 import dataclasses
@@ -144,7 +144,7 @@ class Run:
 
     @property
     def held_microbatches(self) -> int:
-        """A number of microbatches of a replica in one step with which stages hold their maximum of activations."""
+        """Microbatches of a replica in one step with which every stage holds its maximum of activations."""
         most = self.global_batch_size - (self.dp_size - 1) * self.microbatch_unit
         return min(2 * self.num_stages, most) if self.num_microbatches is None else self.num_microbatches
 
@@ -270,7 +270,7 @@ def _missing_paths(words: Words, data: DataConfig | None, environment: Mapping[s
 
 
 def parallel_problems(run: Run) -> Iterator[str]:
-    """What is wrong with the sizes of a run's parallel groups and batches."""
+    """Problems with the sizes of a run's parallel groups and batches."""
     yield from _layout_problems(run)
     yield from _context_problems(run)
 
@@ -304,7 +304,7 @@ def _layout_problems(run: Run) -> Iterator[str]:
     if run.world_size % replica_size:
         wanted_stages = args.pipeline_model_parallel_size or run.num_stages
         if run.world_size % (replica_size // run.num_stages * wanted_stages) == 0:
-            return  # it fits the flag, and the lists, which do not, are reported above
+            return  # it fits the flag; the lists, which contradict the flag, are reported above
         sizes = {"tensor": run.tp_size, "context": run.cp_size, "pipeline": run.num_stages}
         used = {name: size for name, size in sizes.items() if name != "context" or size > 1}
         yield (f"The world size is {run.world_size}, not a multiple of {' x '.join(used)} parallel size = "

@@ -24,7 +24,7 @@ _PROFILE_FLAGS = ("profile_step_start", "profile_step_end", "profile_ranks", "pr
 
 
 def frozen_notes(args: Arguments, model: ModelConfig) -> Iterator[str]:
-    """Settings of completely frozen parts, which have no effect; patterns are checked with the names of weights."""
+    """Settings of completely frozen parts, which have no effect; ``mm.weights.trained`` checks patterns."""
     for part, key in RATE_KEYS.items():
         if not getattr(model, part).freeze or model.trainable_modules or args.trainable_modules:
             continue

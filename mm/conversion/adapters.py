@@ -203,7 +203,7 @@ class Merge:
     target: Path
 
     def run(self, options: Options) -> None:
-        """Write the target; raises UserError if it must not or cannot be written, or the model is another one."""
+        """Write the target; raises UserError if it must not or cannot be written, or ``base`` is another model."""
         model, target = self.adapters.model, self.target.resolve()
         check_base(self.adapters, self.base)
         print_notes((*self.base.notes, *self.adapters.notes, *base_notes(self.adapters, self.base)))

@@ -37,7 +37,7 @@ class Unequal:
     largest: float
     """Absolute difference; infinite if an element is infinite or NaN in only one directory."""
     at: tuple[int, int]
-    """The first element that differs: its index along ``cut_dim``, and its place in the other dimensions together."""
+    """The first element that differs: its index along ``cut_dim``, and its flat index over the other dimensions."""
     num_bits: int
     """Number of differing bits in that element."""
 

@@ -47,7 +47,7 @@ LAYOUT = "--cfg.parallel_config"
 HF_DIR = "--cfg.hf_config.hf_dir"
 QKV_ORDER = "--cfg.common_model_config.vit_qkv_order"
 IS_IDENTICAL = "is already identical; nothing was written."
-"""What is said of a target that an earlier run has finished."""
+"""Said of a target whose files and tensors are already those that would be written."""
 
 
 @dataclass(kw_only=True)

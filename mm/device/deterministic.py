@@ -20,8 +20,9 @@ class Variable:
     default: str
     """The value it is set to."""
     others: tuple[str, ...] | None
-    """Other values that a user may have set, in any case; None: any value is replaced."""
+    """Other values that a user may have set, in upper or lower case; None: any value is replaced."""
     reference: str
+    """Who asks for it."""
 
 
 def make_deterministic(

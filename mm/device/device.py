@@ -179,7 +179,7 @@ class Device:
     def seed(self, seed: int) -> None:
         """Seed all random number generators of this process: Python, numpy, torch and torch on the device.
 
-        Nothing that training computes draws from them; seeded, equal runs save equal files.
+        Training draws nothing from them; they are seeded so that equal runs save equal files.
         """
         random.seed(seed)
         np.random.seed(seed % 2**32)

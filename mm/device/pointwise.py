@@ -1,4 +1,4 @@
-"""SwiGLU, rope and the norm of a sum: operations that one pass over memory can compute, forward and backward.
+"""SwiGLU, rope, the norm of a sum and the loss's logits: work that one pass over memory can do, forward and backward.
 
 A *leaf* here is a function from tensors to tensors without autograd inside.  ``swiglu_of`` and ``rope_of`` make each
 pair of leaves, a function and its gradient, differentiable, and ``mm.model.norm`` does so for the norm; they keep no

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 Section = Mapping[str, Any]
 """A part of a parsed ``config.json``."""
 ROPE_KEYS = ("rope_parameters", "rope_scaling")
-"""Keys in which a tower's section of ``config.json`` states its rotary embedding: of transformers 5, and of 4."""
+"""Keys of a tower's section of ``config.json`` that describe its rotary embedding: transformers 5's, then 4's."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class WeightNames:
     final_norm: str
     output_layer: str
     live_starts: Mapping[str, str]
-    """Prefix of names in transformers' live module, and in files saved from its state dict -> published prefix: on the
-    hub, and in files of ``save_pretrained``."""
+    """Prefix of a name in transformers' live module, and in its state dict -> prefix of the published name, which the
+    hub and ``save_pretrained`` use."""
 
     @property
     def embedding_weight(self) -> str:
@@ -130,13 +130,13 @@ class Family:
     """One family of models: a ViT, a projector and an LLM."""
 
     title: str
-    """Its name, also in messages."""
+    """Its name, as messages show it."""
     mindspeed: MindSpeedNames
     tokens: ChatTokens
     template_sha256s: frozenset[str]
-    """SHA-256 of published chat templates, which are known to end."""
+    """SHA-256 of published chat templates, which are known to terminate."""
     split_patterns: frozenset[str]
-    """Regular expressions with which published tokenizers split a text, in a time that grows with its length."""
+    """Regular expressions by which published tokenizers split a text, in a time proportional to its length."""
     weights: WeightNames
     config_json: ConfigJson
     vision_epsilon: float
