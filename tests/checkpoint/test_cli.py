@@ -184,7 +184,7 @@ def test_help_explains_the_fields(capsys):
 BAD_FLAGS = {
     "sum": ({"parallel_config__llm_pp_layers": "[1,3]"}, f"{PP}.llm_pp_layers is [1, 3], which sums to 4"),
     "length": ({"parallel_config__llm_pp_layers": "[1,1,1]"}, "both need one entry per pipeline stage"),
-    "negative": ({"parallel_config__vit_pp_layers": "[3,-1]"}, f"{PP}.vit_pp_layers[0][1] is -1"),
+    "negative": ({"parallel_config__vit_pp_layers": "[3,-1]"}, f"{PP}.vit_pp_layers[1] is -1"),
     "order": ({"parallel_config__vit_pp_layers": "[0,2]"}, "an LLM layer cannot come before the last ViT layer"),
     "bracket": ({"parallel_config__vit_pp_layers": "[[2,0]"}, "a missing bracket"),
     "ragged": ({"parallel_config__vit_pp_layers": "[[2],[0,0]]"}, "the same number of stages"),

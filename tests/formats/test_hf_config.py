@@ -228,5 +228,5 @@ def test_every_bad_value_is_named(saved, otherwise):
         'config.json: spatial_merge_size is "2"; expected an integer of at least 1.',
         "config.json: num_hidden_layers is 0; expected an integer of at least 1 and at most 1000.",
         'config.json: hidden_size is "abc"; expected an integer of at least 1.',
-        "config.json: image_token_id is [1]; expected an integer.",
+        "config.json: image_token_id is [1]; expected an integer of at least 0.",
     )
