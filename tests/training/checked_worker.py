@@ -17,7 +17,6 @@ Device.pick("cpu")
 from mm.training import run  # noqa: E402
 from mm.training.step import Setup  # noqa: E402
 
-OUTPUT = Path(sys.argv[1])
 found: list[tuple[int, list[str]]] = []
 check_weights = run.check_weights
 
@@ -25,11 +24,10 @@ check_weights = run.check_weights
 def listing(setup: Setup, iteration: int) -> None:
     save = Path(sys.argv[sys.argv.index("--save") + 1])
     found.append((iteration, sorted(str(path.relative_to(save)) for path in save.rglob("iter_*") if path.is_dir())))
-    OUTPUT.write_text(json.dumps(found), encoding="utf-8")
+    Path(sys.argv[1]).write_text(json.dumps(found), encoding="utf-8")
     check_weights(setup, iteration)
 
 
-run.check_weights = listing
-
 if __name__ == "__main__":
+    run.check_weights = listing  # not in the warm process, which imports this module
     sys.exit(train.main(sys.argv[2:]))
