@@ -1,1 +1,1 @@
-"""Memory and sizes of a layout, computed before it runs."""
+"""What a layout holds and how long its steps take, computed before it runs."""

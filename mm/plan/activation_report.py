@@ -35,7 +35,7 @@ class _TypicalLayer:
 
 
 def is_wanted(run: Run) -> bool:
-    """Whether the run has one of the ways, so that its user may want to know of the others."""
+    """Whether the run uses one of the ways, so that its user may want to know about the others."""
     recomputes = any(tower.recompute.granularity == "full" for tower in (run.model.vision, run.model.language))
     return run.args.precision != "fp32" and (run.model.offloads_activations or recomputes)
 
@@ -72,7 +72,7 @@ def _keeps_all(model: ModelConfig) -> ModelConfig:
 
 
 def _layers(run: Run) -> Iterator[_TypicalLayer]:
-    """Those of towers that keep anything.  Most of the ViT's layers attend within windows."""
+    """One layer of each tower that keeps anything; of the ViT one that attends within windows, as most do."""
     model, kinds, vision = one_stage(run.model), longest_microbatches(run), run.model.vision
     text, visual = (kinds.get(STATED) or kinds[kind] for kind in (TEXT, VISUAL))
     causal = run.args.micro_batch_size * run.args.seq_length * (run.args.seq_length + 1) // 2 // run.cp_size

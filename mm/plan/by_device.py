@@ -1,6 +1,7 @@
 """A calibration without measurements: the published peaks and bandwidths of a device, times usual efficiencies.
 
-It tells layouts of one device apart; its times are an estimate, and ``ASSUMED_ERROR`` says so in each prediction.
+It serves to compare layouts on one device.  Its times are estimates, so predictions have the wide interval of
+``ASSUMED_ERROR``.
 """
 
 from collections.abc import Mapping
@@ -38,15 +39,17 @@ ASSUMED_ERROR = 0.2
 UPDATE_BYTES = 42
 """Memory traffic of the update per trained parameter: the norm reads the gradient (4 bytes); torch's fused Adam, which
 also clips, reads and writes two moments, the fp32 weight and the gradient (32); and the copy to the bf16 weight (6).
-Measured on an H200: 47.2 ms for 3.75 billion parameters, which is 46.9 ms by this number and ``MEMORY``."""
+Measured on an H200: 47.2 ms for 3.75 billion parameters, where this number and ``MEMORY`` give 46.9 ms."""
 ROUNDED_BYTES = {"exp_avg": 12, "exp_avg_sq": 20}
-"""More traffic of the update for a moment in bf16: it is widened and rounded, and stochastic rounding of the second one
-also reads the weight."""
+"""Additional traffic of the update for a bf16 moment: it is widened and rounded, and stochastic rounding of the
+second one also reads the weight."""
 COPY_TRAFFIC_BYTES = {"fp32": 0, "remainder": 42, "none": 26}
-"""More traffic for a weight without an fp32 copy, by ``Arguments.kept_copy``: its fp32 number is joined and split by
-single operators, or widened and rounded stochastically; and no copy is read to fill the bf16 weight."""
+"""Additional traffic for a weight without an fp32 copy, by ``Arguments.kept_copy``: its fp32 value is joined and split
+by single operators, or widened and rounded stochastically.  No copy is read to fill the bf16 weight."""
 EAGER_ROUNDING_BYTES = 366
-"""More traffic where stochastic rounding runs as single operators instead of one kernel, counted by operators."""
+"""Additional traffic where stochastic rounding runs as single operators instead of one kernel, counted by operators."""
+UPDATE_SECONDS = 1e-3
+"""Assumed fixed time of the update: launches, and the host's work."""
 _NUM_COLLECTIVES = 2
 """Collectives of a tensor-parallel layer in each direction: after attention and after the MLP."""
 
@@ -73,14 +76,14 @@ def calibration_by_device(run: Run, device: KnownDevice, links: Links) -> Calibr
     return Calibration(
         machine=Machine(device.label, run.args.precision, 1, {}), date="", blocks=tuple(found.values()),
         chunk_pass=0.0, pipeline_pass=None,
-        step=Law(1e-3, seconds),
+        step=Law(UPDATE_SECONDS, seconds),
         message=Law(COLLECTIVE_SECONDS, 1 / within), all_reduce={2: Law(COLLECTIVE_SECONDS, 1 / within)},
         network=Network(links.node_size, NETWORK_SECONDS, 1 / (LINKS * links.between)), assumed_error=ASSUMED_ERROR,
         assumed_host_bytes=HOST_BYTES_PER_SECOND)
 
 
 def rounding_bytes(args: Arguments, is_compiled: bool = True) -> int:
-    """More traffic of the update, per trained parameter, for states in 16 bits.
+    """Additional traffic of the update, in bytes per trained parameter, for states in 16 bits.
 
     ``is_compiled``: whether stochastic rounding is one kernel.
     """
@@ -136,7 +139,7 @@ class _DeviceRates:
         return BlockLaws(forward, backward)
 
     def _moved(self, place: Place, key: BlockKey) -> Law:
-        """The time to write activations in a pass and to read them once more."""
+        """The time to write the activations of a pass and to read them once."""
         if place is Place.HEAD:  # logits in the precision of the run and in fp32
             return Law(LAYER_SECONDS, 2 * (self.width + FP32) * key.matrices[0][0] / self.memory_bytes)
         if (tower := self._tower(place)) is None:

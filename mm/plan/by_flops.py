@@ -1,4 +1,4 @@
-"""A calibration without a device: every FLOP takes one unit of time, whatever does it.
+"""A calibration without a device: every FLOP takes one unit of time.
 
 Good for ratios, such as how evenly the stages are used; not for times.  Messages, collectives and the update are free,
 and so is what "selective" recomputes.
@@ -20,7 +20,7 @@ def calibration_by_flops(model: ModelConfig, cutting: Cutting, precision: str) -
     for has_images in (False, True):
         backwards = block_backwards(one_stage(model), has_images)
         for place, key in block_keys(model, cutting, has_images).items():
-            # All tensor-parallel ranks work on a block that is cut, but each on its own images with a whole encoder.
+            # Tensor-parallel ranks share a block that is cut; one of a whole encoder runs on each rank alone.
             law = forward[place] * (cutting.tp_size // key.tp_size)
             again = law if key.recompute == WHOLE_LAYER else FREE
             backward = law * backwards[place].num_forward + again

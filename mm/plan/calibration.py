@@ -84,7 +84,7 @@ class Network:
 
 @dataclass(frozen=True)
 class DeviceSpeeds:
-    """What one device reaches outside of a model: how much of it the layers use shows where time goes."""
+    """What one device reaches outside of a model; what the layers reach of it shows where time goes."""
 
     product_flops: float
     """FLOP/s of a large matrix product."""
@@ -110,7 +110,7 @@ class Calibration:
     message: Law | None
     """From one stage to the next, by bytes; None if one process measured alone."""
     all_reduce: Mapping[int, Law]
-    """Among so many ranks, by bytes; empty if one process measured alone."""
+    """Number of ranks -> law by bytes; empty if one process measured alone."""
     speeds: DeviceSpeeds | None = None
     """None if nothing was measured."""
     network: Network | None = None

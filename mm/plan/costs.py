@@ -1,7 +1,7 @@
 """How many seconds each microbatch takes in each slot of a placement, by the laws of a calibration.
 
 Laws are linear, so a slot's cost is linear in the counts of a microbatch: the laws of its blocks are added once, and
-any number of microbatches is one product of matrices.
+any number of microbatches then takes one matrix product.
 """
 
 import math
@@ -70,7 +70,7 @@ def _matrices(model: ModelConfig, tp_size: int) -> Mapping[BlockPlace, tuple[tup
 
 
 def _recomputed(model: ModelConfig) -> Mapping[BlockPlace, str]:
-    """What each layer computes again, as ``BlockKey.recompute`` has it; layers that keep everything are left out."""
+    """``BlockKey.recompute`` of each layer; layers that keep everything are left out."""
     found: dict[BlockPlace, str] = {}
     for spec in model.placement().slots:
         for place, tower, layers in ((Place.VISION_LAYER, model.vision, spec.vision_layers),
@@ -160,7 +160,7 @@ class BlockCosts:
 
     @property
     def fixed_of_all(self) -> tuple[float, float]:
-        """What a microbatch costs in all blocks whatever its counts: the least, and with images."""
+        """The part of a microbatch's cost that does not depend on counts: at least, and with images."""
         without, with_images = self.fixed.sum(axis=(0, 2)).tolist()
         return min(without, with_images), with_images
 
@@ -225,12 +225,12 @@ def _linear_counts(model: ModelConfig) -> tuple[Mapping[BlockPlace, np.ndarray],
 
 
 def laws_of(key: BlockKey, calibration: Calibration) -> BlockLaws:
-    """The laws of a block; raises UserError if neither it nor one that they follow from was measured."""
+    """The laws of a block; raises UserError if neither it nor a block from which they follow was measured."""
     if (found := calibration.by_key.get(key)) is not None:
         return found.laws
     if key.backward == Backward.NOTHING.name:  # a forward pass is the same whatever follows it
         for one in calibration.blocks:
-            if _but(one.key, key, "backward", "recompute"):
+            if _equal_except(one.key, key, "backward", "recompute"):
                 return BlockLaws(one.laws.forward, Law(0.0, 0.0))
     if key.recompute == WHOLE_LAYER:
         plain = laws_of(replace(key, recompute=""), calibration)
@@ -243,6 +243,6 @@ def laws_of(key: BlockKey, calibration: Calibration) -> BlockLaws:
         f"flags of this run")
 
 
-def _but(one: BlockKey, other: BlockKey, *names: str) -> bool:
-    """Whether two keys differ in nothing but the fields ``names``."""
+def _equal_except(one: BlockKey, other: BlockKey, *names: str) -> bool:
+    """Whether two keys differ at most in the fields ``names``."""
     return replace(one, **{name: getattr(other, name) for name in names}) == other

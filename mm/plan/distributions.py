@@ -25,9 +25,9 @@ def llava(num_samples: int, seed: int = 0, seq_length: int = SEQ_LENGTH) -> Leng
     """LLaVA-Instruct-158K on COCO pictures of at most 262,144 pixels, as MindSpeed-MM's script has it.
 
     Its card: 58 k conversations (126 MB of JSON), 23 k descriptions (20.5 MB), 77 k answers that reason (79.6 MB).
-    Bytes a sample over 3.8 bytes a token make means of 568, 233 and 271 tokens, and with pictures of about 315 tokens a
-    mean of 691; MindSpeed-MM's README says 689.  Three COCO pictures of four are 640 x 480 or upright; the rest is
-    drawn between 500 x 333 and 640 x 640.  How lengths scatter within a kind (log-normal, 0.35) is our guess.
+    Bytes per sample, at 3.8 bytes per token, give means of 568, 233 and 271 tokens, and with pictures of about 315
+    tokens a mean of 691; MindSpeed-MM's README says 689.  Three of four COCO pictures are 640 x 480 or upright; the
+    others are drawn between 500 x 333 and 640 x 640.  The spread within a kind (log-normal, 0.35) is our guess.
     """
     rng = np.random.default_rng(seed)
     kind = rng.choice(3, num_samples, p=np.array([58, 23, 77]) / 158)
@@ -46,8 +46,8 @@ def documents(num_samples: int, seed: int = 0, seq_length: int = SEQ_LENGTH) -> 
 
     Published: DocVQA asks 50,000 questions on 12,767 scanned pages; MP-DocVQA has 48 k pages in 6 k documents, 8 each.
     Half of ours is one letter page of 100 to 240 dpi, a quarter a chart or figure of 400 to 1,000 pixels a side, an
-    eighth two to eight pages at 70 to 110 dpi, an eighth text.  The shares are ours; text is 30 to 200 tokens, or 1,200
-    at the mean where there is nothing else.
+    eighth two to eight pages at 70 to 110 dpi, an eighth text.  The shares are ours; text is 30 to 200 tokens, or
+    1,200 on average where there is nothing else.
     """
     rng = np.random.default_rng(seed)
     kind = rng.choice(4, num_samples, p=[0.5, 0.25, 0.125, 0.125])
@@ -71,8 +71,8 @@ def documents(num_samples: int, seed: int = 0, seq_length: int = SEQ_LENGTH) -> 
 def videos(num_samples: int, seed: int = 0, seq_length: int = SEQ_LENGTH) -> Lengths:
     """LLaVA-Video-178K, by MindSpeed-MM's settings: 2 frames a second, at most 128, frames of at most 65,536 pixels.
 
-    The set's videos last up to three minutes, in parts of 0 to 30 s, 30 to 60 s, 1 to 2 and 2 to 3 minutes, 40 s at the
-    mean; log-normal lengths between 3 and 180 s do so too.  Nine of ten are 16:9, the others upright.  Text: captions
+    The set's videos last up to three minutes, in parts of 0 to 30 s, 30 to 60 s, 1 to 2 and 2 to 3 minutes, 40 s on
+    average; so do log-normal lengths between 3 and 180 s.  Nine of ten are 16:9, the others upright.  Text: captions
     of several hundred tokens for a quarter, answers of 30 to 150 for the rest; the shares are ours.
     """
     rng = np.random.default_rng(seed)
@@ -107,7 +107,7 @@ def mixed(shares: Mapping[str, float], num_samples: int, seed: int = 0, seq_leng
 
 
 def totals_of(lengths: Lengths, samples: Sequence[int] | np.ndarray, seq_length: int = SEQ_LENGTH) -> BatchTotals:
-    """The counts of a microbatch of ``samples``; longer ones than ``seq_length`` lose the end of their text."""
+    """The counts of a microbatch of ``samples``; those longer than ``seq_length`` lose the end of their text."""
     tokens = np.minimum(lengths.num_tokens[samples], seq_length).astype(np.int64)
     return BatchTotals(
         num_tokens=int(tokens.sum()), num_patches=int(lengths.num_patches[samples].sum()),

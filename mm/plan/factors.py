@@ -1,4 +1,4 @@
-"""How many times as long as predicted the blocks of each kind took: factors fitted to measured passes.
+"""Measured over predicted time of the blocks of each kind: factors fitted to measured passes.
 
 A kind gets a factor only if the passes determine it.  Kinds that take part in the same passes in similar shares, such
 as two kinds of ViT layers, share a factor if the passes do not tell them apart.
@@ -16,6 +16,7 @@ MAX_ERROR = 0.2
 LEAST_LIKENESS = 0.8
 """Kinds can share a factor if the cosine of the angle between their seconds in all passes is at least this."""
 _LEAST_REMAINDER = 1e-6
+"""Others can replace a term if they explain all of it but this share."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class FittedFactors:
 def fitted_factors(predicted: np.ndarray, measured: np.ndarray) -> FittedFactors:
     """Factors that minimize the squares of ``predicted @ factors - measured``; none is negative.
 
-    ``predicted``: seconds of each kind in each pass [num_passes, num_kinds]; ``measured``: those of the whole passes.
+    ``predicted``: seconds of each kind in each pass [num_passes, num_kinds].  ``measured``: those of
+    whole passes [num_passes].
     """
     num_kinds = predicted.shape[1]
     groups = [(kind,) for kind in range(num_kinds) if predicted[:, kind].any()]

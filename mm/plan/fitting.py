@@ -14,7 +14,7 @@ from mm.config.run import Run
 from mm.plan.sizes import activation_bytes_on_host, peaks, stage_sizes
 
 NEARLY_EQUAL = 0.9
-"""Devices whose memories differ by less than this factor get one answer, that of the smaller."""
+"""Devices with at least this share of the largest memory of their group get one answer, for the smallest of them."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Change:
 
     flags: str
     applied: Callable[[Run], Run | None]
-    """The run with them; None if it has them, if they do not apply, or if something else that it has excludes them."""
+    """The run with them; None if it has them, if they do not apply, or if its other settings exclude them."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Fit:
     max_bytes: int
     flags: tuple[str, ...]
     peak_bytes: int
-    """With these changes; if none are enough, the least that any of them reach."""
+    """With these changes; if none are enough, the smallest that any set of changes reaches."""
     host_bytes: int = 0
     """Host memory for the optimizer states and activations of a rank with these changes."""
 
@@ -66,7 +66,8 @@ def _recomputed(recompute: RecomputeConfig) -> Callable[[Run], Run | None]:
 
 
 def _offloaded(run: Run) -> Run | None:
-    """Only inputs of layers that are recomputed: the rest of a layer takes longer to the host than to compute again."""
+    """Offload layers that are recomputed, so only their inputs: all else is computed again sooner than it crosses the
+    link to the host."""
     towers = {name: getattr(run.model, name) for name in ("vision", "language")}
     if any(tower.recompute.granularity != "full" or tower.offload != OffloadConfig() for tower in towers.values()):
         return None
@@ -75,7 +76,7 @@ def _offloaded(run: Run) -> Run | None:
 
 
 def _in_bf16(suits: Callable[[Arguments], bool], **fields: object) -> Callable[[Run], Run | None]:
-    """A change of a run in bf16 whose flags ``suits``."""
+    """A change for a run in bf16 whose flags satisfy ``suits``."""
     return lambda run: _with(run, **fields) if run.args.bf16 and suits(run.args) else None
 
 
@@ -113,7 +114,7 @@ def cheapest_fits(run: Run, memories: Iterable[int]) -> list[Fit]:
 
 
 def _cheapest(run: Run, max_bytes: int, known: dict[int, int | None]) -> Fit:
-    """``known``: peaks by set of changes (bit n: ``CHANGES[n]``), None if they do not go together; more are added."""
+    """``known``: peaks by set of changes (bit n: ``CHANGES[n]``), None if they conflict; new ones are added."""
     for changes in range(1, 1 << len(CHANGES)):
         if changes not in known:
             changed = _changed(run, changes)

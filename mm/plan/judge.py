@@ -23,7 +23,7 @@ class JudgedLists:
     seconds: float
     """Mean pipeline of the slowest replica; in forward FLOPs without a calibration."""
     busy: float
-    """Mean work of that replica's stages in the meantime."""
+    """Mean work of that replica's stages during it."""
     peak_bytes: int
     """Memory of the fullest rank."""
 

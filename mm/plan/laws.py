@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Law:
-    """Seconds = fixed + per_row x rows + per_pair x pairs; nothing without rows.  No coefficient is negative."""
+    """Seconds = fixed + per_row x rows + per_pair x pairs; 0 without rows.  No coefficient is negative."""
 
     fixed: float
     per_row: float
@@ -41,7 +41,7 @@ class Timed:
 def fitted(times: Sequence[Timed]) -> Law:
     """The law with the least sum of squared relative errors among those without a negative coefficient.
 
-    ``times`` must have at least one positive time.
+    ``times`` must not be empty, and each must be positive.
     """
     seconds = np.array([one.seconds for one in times])
     terms = np.array([[1.0, one.rows, one.pairs] for one in times]) / seconds[:, None]
@@ -49,9 +49,9 @@ def fitted(times: Sequence[Timed]) -> Law:
 
 
 def nonnegative(terms: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """The x >= 0 that minimizes the squares of ``terms @ x - target``, with fewer terms if more are no better.
+    """The x >= 0 that minimizes the sum of squares of ``terms @ x - target``; terms that do not improve it get 0.
 
-    Tries each subset of the terms, which is exact, and quick for a few.  There must be a positive term.
+    It tries every subset of the terms, which is exact, and fast for a few terms.
     """
     num_terms = terms.shape[1]
     best, least = np.zeros(num_terms), np.inf

@@ -1,4 +1,4 @@
-"""Formulas for the memory of one layer: what its forward pass keeps, by what is trained, and what it needs meanwhile.
+"""Formulas for the memory of one layer: what its forward pass keeps, and what it needs while it runs.
 
 Pure arithmetic over the model's settings; ``mm.plan.memory`` adds layers up to slots and stages.
 """
@@ -37,7 +37,7 @@ class Keeps:
 
     @property
     def keeps_input(self) -> bool:
-        """Whether the layer's input is among them, as it is or as an input of the first norm."""
+        """Whether the layer's input is kept, by itself or as the input of the first norm."""
         return self.input or self.num_residuals == 2
 
 
@@ -121,11 +121,10 @@ class LayerBytes:
     def working(self, keeps: Keeps) -> int:
         """Bytes per row needed while the layer runs, besides what is kept.
 
-        The most is needed during SwiGLU's backward: the gradients of the layer's input and of SwiGLU's output and
-        input, and an intermediate where SwiGLU's backward is not one kernel, which takes the place of SwiGLU's output
-        if that was kept: it is no longer needed then.  Unless SwiGLU's input is kept, the layer's other activations are
-        there, too.  If it is kept, norms' and SwiGLU's outputs are computed again one at a time, for a product that
-        needs less.
+        Most is needed in SwiGLU's backward pass: the gradients of the layer's input and of SwiGLU's output and input.
+        Where that pass is not one kernel, it also needs an intermediate, which takes the place of SwiGLU's output if
+        that was kept.  Unless SwiGLU's input is kept, the layer's other activations are there too.  If it is kept,
+        outputs of norms and SwiGLU are recomputed one at a time, when less is needed.
         """
         activations = 0
         if not keeps.swiglu_input:

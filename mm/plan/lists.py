@@ -1,7 +1,7 @@
 """The search for the pipeline lists with the shortest step.  The caller says what a step costs and what fits.
 
 If few lists are possible, all of them are compared, so no others are better.  Otherwise the search moves one layer at a
-time between two slots while that helps.  Asking about many lists at once costs hardly more than asking about one.
+time between two slots while that helps.  Asking about many lists together costs hardly more than asking about one.
 """
 
 import math
@@ -21,6 +21,7 @@ LEAST_GAIN = 1e-4
 MAX_COMPARED = 1000
 """If no more lists than this are possible, all are compared."""
 MANY_SLOTS, MAX_DISTANCE = 12, 1
+"""With more slots than the first, layers move only between slots at most the second apart."""
 MAX_TRIED = 60
 """Most moves of a round whose cost is computed: those with the lowest bounds."""
 
@@ -87,7 +88,7 @@ class Lists:
         yield from self._moves(lambda one, other: (one % num_stages, other % num_stages) == (giver, taker))
 
     def shifts(self) -> Iterator["Lists"]:
-        """Every legal pair of lists in which one slot ends at another layer, with the slots that this makes empty."""
+        """Every legal pair of lists in which one slot ends at another layer; slots in between become empty."""
         num_vision, num_layers, num_stages = sum(map(sum, self.vision)), self._num_layers, len(next(iter(self.vision)))
         *ends, _ = accumulate(vision + language for vision, language in zip(*self._counts, strict=True))
         for slot, here in enumerate(ends):
@@ -154,12 +155,11 @@ class Costs:
 
 
 def best_lists(start: Lists, of: Costs, is_even: bool = False) -> tuple[Lists, float]:
-    """The lists of least cost, or if very many are possible those that neither a move of one layer nor a shift of an
-    end improves; and their cost.
+    """The lists of least cost, and that cost.  If more than ``MAX_COMPARED`` are possible: lists that neither a move of
+    one layer nor a shift of an end improves.
 
-    In the latter case it descends from ``start`` and, unless that ``is_even`` already, from the lists that load the
-    stages most evenly, which a descent along ``unevenness`` finds.  Lists that do not fit are never returned, except
-    ``start``.
+    Then it descends from ``start`` and, unless that ``is_even`` already, from the lists that load the stages most
+    evenly, which ``evened`` finds.  Lists that do not fit are never returned, except ``start``.
     """
     if start.num_possible <= MAX_COMPARED:
         return _better(start, float(of.costs([start])[0]), list(start.possible()), of)

@@ -51,10 +51,10 @@ class LayerMemory:
     sizes: LayerBytes
     keeps: Keeps
     is_offloaded: bool
-    """Whether its activations wait in host memory, but for ``stays``."""
+    """Whether its activations wait in host memory, except ``stays``."""
     is_passing: bool
-    """Whether its activations, but for ``stays``, are on the device only while it and its neighbours are computed: it
-    is offloaded, or before the head and the others of its stack are."""
+    """Whether its activations, except ``stays``, are on the device only while it and its neighbours are computed: it is
+    offloaded, or would be if it were not the last layer before the head."""
     stays: int
     """Bytes of a passing layer that stay on the device: its input, if it is a message or has no gradient."""
 
@@ -85,7 +85,7 @@ class LayerMemory:
 
 @dataclass(frozen=True)
 class ChunkMemory:
-    """One rank's memory for the slot ``spec``, besides its states.  ``rows``: sizes of each microbatch."""
+    """One rank's memory for the slot ``spec``, besides its states.  ``rows`` of methods: sizes of each microbatch."""
 
     model: ModelConfig
     placement: Placement
@@ -121,8 +121,11 @@ class ChunkMemory:
         return self._vision_per_patch * num_patches + others * count
 
     def _num_encoded(self, count: int, num_microbatches: int) -> int:
-        """The most microbatches whose images the ViT keeps while ``count`` consecutive ones are in flight: all of each
-        pass of the ViT to which one of them belongs."""
+        """The most microbatches whose images the ViT keeps while ``count`` consecutive ones are in flight.
+
+        A pass of the ViT keeps the images of all its microbatches.  If four share a pass, two in flight may belong to
+        two passes, so eight are kept.
+        """
         size = self.encoder_batch_size
         if size == 1 or not count:
             return count
@@ -131,7 +134,7 @@ class ChunkMemory:
     def coming_bytes(self, rows: MicrobatchSizes, num_microbatches: int | None = None) -> int:
         """Bytes already allocated for the next microbatch: its inputs and the buffer for its message.
 
-        ``num_microbatches``: of the step; None: many.
+        ``num_microbatches``: those of the step; None stands for many.
         """
         spec, vision, language = self.spec, self.model.vision, self.model.language
         per_patch = _vision_table_bytes(vision) if spec.vision_layers else 0
@@ -170,8 +173,8 @@ class ChunkMemory:
     def working_bytes(self, rows: MicrobatchSizes) -> int:
         """Bytes that the largest layer needs while it runs, besides what is kept on the device.
 
-        With offloaded layers these include the activations of two layers: those of one leave or come while the next
-        one is computed.  Those of the ViT's last layer leave during the first layer of the LLM.
+        With offloaded layers these include the activations of two layers: those of one leave or arrive while the
+        next one is computed.  Those of the ViT's last layer leave during the first layer of the LLM.
         """
         vision, language = self._working_per_row
         num_patches, num_tokens = rows.num_patches * self.encoder_batch_size, rows.num_tokens
@@ -212,7 +215,7 @@ class ChunkMemory:
             return max((layer.working for layer in layers), default=0) + min(2, len(passing)) * max(passing, default=0)
 
         vision, language = of(self._layers("vision")), of(self._layers("language"))
-        # the gradients of visual tokens, as they come and joined
+        # the gradients of visual tokens twice: as they arrive, and joined
         return vision + 2 * self._together_per_patch * self._path.leads_to_images, language
 
     @property
@@ -245,8 +248,8 @@ class ChunkMemory:
 
     @cached_property
     def embedding_gradients(self) -> int:
-        """Trained elements of the word embedding, unless the slot has the head, whose buffer is as large and exists
-        when more activations do."""
+        """Trained elements of the word embedding; 0 if the slot has the head, whose buffer is as large and exists while
+        there are more activations."""
         return 0 if self.spec.has_head else self._trained_elements(self._of(Place.EMBEDDING))
 
     @cached_property
@@ -270,7 +273,7 @@ class ChunkMemory:
 
     @property
     def shares_embedding(self) -> bool:
-        """Whether the output layer is the word embedding, whose buffer then exists from the one to the other."""
+        """Whether the output layer is the word embedding; its buffer then exists from the head's backward pass on."""
         return self.model.language.tied and self.spec.has_embedding and self.spec.has_head
 
     def _trained_elements(self, weights: Sequence[Weight]) -> int:

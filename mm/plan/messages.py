@@ -11,7 +11,10 @@ Rows = TypeVar("Rows", int, np.ndarray)
 
 
 def message_bytes(message: Message, num_patches: Rows, num_tokens: Rows, model: ModelConfig, width: int) -> Rows:
-    """Bytes that cross a boundary for one microbatch, on all tensor-parallel ranks together if they cut rows."""
+    """Bytes that cross a boundary for one microbatch; of all tensor-parallel ranks together if they cut the rows.
+
+    ``width``: bytes per element.  The counts are numbers, or arrays with an entry for each microbatch.
+    """
     vision, language = model.vision, model.language
     return {
         Message.NOTHING: 0 * num_tokens,

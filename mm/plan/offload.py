@@ -44,8 +44,8 @@ def _stacks(model: ModelConfig, spec: StageSpec) -> Iterator[tuple[Place, Tower,
 def exposed_layers(model: ModelConfig) -> frozenset[BlockPlace]:
     """Layers whose backward pass waits for their own activations.
 
-    Each layer's come back during the backward pass of the next layer of its tower in the same chunk.  The last one has
-    none: it waits if it is offloaded.
+    The activations of a layer come back during the backward pass of the next layer of its tower in the same chunk.  The
+    last layer has no next one, so it waits if it is offloaded.
     """
     return frozenset(
         (place, layer) for spec in model.placement().slots

@@ -1,6 +1,6 @@
 """How long the passes of a replica's step take, by kind of block, and the pipeline that follows from that.
 
-``mm.plan.predict`` adds all blocks of a slot up; comparisons with a measured step need them apart.
+``mm.plan.predict`` adds up all blocks of a slot; comparisons with a measured step need them separately.
 """
 
 from collections.abc import Sequence

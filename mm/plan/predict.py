@@ -34,7 +34,7 @@ from mm.weights.table import VISION_PLACES, Place
 from mm.weights.trained import GradientPath
 
 _NINE_OF_TEN = 1.645
-"""Standard deviations on both sides of the mean between which nine of ten normally distributed values lie."""
+"""Nine of ten normally distributed values lie within this many standard deviations of their mean."""
 NUM_SIMULATED = 4
 """Replicas of each step whose pipeline is simulated: those that have most to do."""
 
@@ -49,7 +49,7 @@ class StepPrediction:
     pipeline: float
     """From the first forward to the last backward of the slowest replica."""
     busy: float
-    """What the mean stage of that replica works meanwhile."""
+    """Mean work of that replica's stages during it."""
     even: float
     """How long the same work takes with equal stages and equal microbatches.  A frozen ViT, whose stage runs ahead, can
     make the pipeline shorter."""
@@ -62,7 +62,7 @@ class StepPrediction:
     def interval(self) -> tuple[float, float]:
         """The interval of nine of ten steps, from the error of the laws and the spread of the data.
 
-        Its ends are a factor below and above the prediction: a speed may be half or twice, but no time is negative.
+        Its ends lie the same factor below and above the prediction, so neither is negative.
         """
         factor = math.exp(_NINE_OF_TEN * math.hypot(self.spread / self.seconds, self.error))
         return self.seconds / factor, self.seconds * factor

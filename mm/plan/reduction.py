@@ -15,7 +15,7 @@ def reduction_seconds(
     """Seconds to sum the gradients over the ranks with the same weights, and to gather weights.
 
     ``num_passes``: microbatches of a replica in a step.  Shards of gradients are reduced in each one's backward pass,
-    shards of weights are gathered in its forward and in its backward pass.  What overlaps is not taken off.
+    shards of weights are gathered in its forward and in its backward pass.  Overlap is not deducted.
     """
     return _of_copies(run, calibration, sizes, num_passes) + _of_encoders(run, calibration, sizes)
 

@@ -1,6 +1,6 @@
 """The search for the fastest layout of a run that fits into memory, and a lower bound for all layouts.
 
-Layouts are judged with even lists in the order of an estimated step, until the next estimate is well above the best
+Layouts are judged with even lists in the order of their estimated steps, until the next estimate is well above the best
 ones.  Then the lists of the best are searched.  The lower bound holds for all lists of every layout that is not
 certainly too large, so it limits how much the search can have missed.
 """
@@ -38,8 +38,8 @@ NUM_SEARCHED = 6
 _LEAST_GAIN = 0.01
 """A larger encoder batch, which needs more memory, must make the step shorter by this share."""
 _MAX_MOVES, _WORTH_MOVING = 8, 1.2
-"""Most layers moved between stages to make even lists fit, and how many times the limit the fullest stage may need for
-a try."""
+"""Most layers moved between stages to make even lists fit; it is tried if the fullest stage needs at most so many times
+the limit."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class SearchResult:
     refusals: tuple[str, ...]
     """Reasons why layouts could not be predicted, each once."""
     smallest: Planned | None
-    """If none fits, the layout that needs the least memory."""
+    """If none fits, the layout with the smallest states, with the most recomputation that is allowed."""
 
 
 @dataclass(frozen=True)

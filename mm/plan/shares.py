@@ -1,4 +1,4 @@
-"""What the ranks of a stage compute of microbatches: even shares of tokens, and whole images."""
+"""What each rank of a stage computes of a microbatch: an even share of its tokens, and whole images."""
 
 import numpy as np
 

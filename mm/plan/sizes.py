@@ -29,7 +29,7 @@ class StageSize:
 
     The copy of weights in bf16 or fp16 is fp32, unless ``--store-param-remainders`` or ``--main-params-dtype`` say
     otherwise, and so are the two Adam moments unless ``--exp-avg-dtype`` and ``--exp-avg-sq-dtype`` do.  Gradients are
-    fp32 unless they are reduced in bf16; shards of gradients are always fp32.  ``mm.plan.states`` says whose states
+    fp32 unless they are reduced in bf16; shards of gradients are always fp32.  ``mm.plan.states`` says which states
     are in host memory: their share of all is within one small weight of what the flags say.
     """
 
@@ -112,11 +112,10 @@ def unit_buffers(run: Run) -> UnitBuffers | None:
 
 
 def block_bytes(run: Run, size: StageSize) -> int:
-    """The memory that the update needs for one block of states that are in 16 bits or in host memory: all of them in
-    fp32, and what rounding or splitting one of them makes.  Of those in host memory, two blocks are on the device at a
-    time.
+    """Bytes that the update needs for one block of states in 16 bits or in host memory: the block's states in fp32, and
+    temporaries of rounding or splitting one of them.  Of states in host memory, two blocks are on the device at a time.
 
-    Where rounding is not compiled to one kernel, it needs some int64 numbers per element besides.
+    Not counted: some int64 numbers per element where rounding is not compiled to one kernel.
     """
     first, second = (WIDTHS[dtype] < FP32 for dtype in (run.args.exp_avg_dtype, run.args.exp_avg_sq_dtype))
     copy = run.args.kept_copy

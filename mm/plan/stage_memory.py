@@ -1,4 +1,4 @@
-"""Formulas for the memory of one rank's stage besides its states: that of its chunks, over the schedule.
+"""Formulas for the memory of one rank's stage besides its states: its chunks, over the schedule.
 
 Pure arithmetic; ``mm.plan.memory`` has the formulas of a chunk.
 """
@@ -23,11 +23,11 @@ class UnitBuffers:
     width: int
     """Bytes of one gradient."""
     num_layers: int
-    """Layers whose gradients exist at once: one, and with overlapped reduction the one before, too."""
+    """Layers whose gradients exist at the same time: 1, or 2 with overlapped reduction."""
     weight_width: int = 0
     """Bytes of one weight; 0 if all are always whole."""
     num_open: int = 1
-    """Layers whose weights are whole at once: one, and with overlapped gathers the next one, too."""
+    """Layers whose weights are whole at the same time: 1, or 2 with overlapped gathers."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ class StageMemory:
 
 
 def _at_a_layer(chunk: ChunkMemory, num_layers: int) -> int:
-    """Gradients that exist with those of a running layer: of the layers after it, and of the output layer, which is
-    reduced during the last layer's backward pass if reductions overlap, and exists until the end if it is tied."""
+    """Elements whose gradients exist during the backward pass of a layer: its own, and with overlapped reduction those
+    of the unit before, which may be the output layer.  A tied output layer keeps its gradients until the end."""
     if chunk.shares_embedding:
         return chunk.layer_gradients * num_layers + chunk.head_gradients
     return chunk.layer_gradients + max(chunk.layer_gradients, chunk.head_gradients) * (num_layers - 1)
@@ -129,7 +129,8 @@ def _at_a_layer(chunk: ChunkMemory, num_layers: int) -> int:
 
 @cache
 def _moments(num_microbatches: int, stage: int, num_stages: int, num_chunks: int) -> tuple[tuple[int, ...], ...]:
-    """The states that ``in_flight`` passes through, without those that hold no more of any chunk than another."""
+    """Microbatches in flight, by chunk, at the moments of the schedule; without moments at which no chunk has more than
+    at some other moment."""
     found = dict.fromkeys(in_flight(num_microbatches, stage, num_stages, num_chunks))
     return tuple(one for one in found if not any(
         other != one and all(map(le, one, other)) for other in found))

@@ -243,12 +243,12 @@ def _activation_table(run: Run, placement: Placement, sizes: list[StageSize]) ->
     return ["Fewer activations (ms more for a layer and microbatch; from published peaks and "
             f"{HOST_BYTES_PER_SECOND / 1e9:g} GB/s to and from the host,", "not measured):",
             *_aligned([first, *others], num_texts=1), *activation_notes(run),
-            "Both: it is recomputed, and its input is offloaded.  What is offloaded crosses the link while the next "
-            "layer is", "computed; only what takes longer counts."]
+            "Both: the layer is recomputed, and its input is offloaded.  Transfers overlap with the computation of the",
+            "next layer; only what they take longer counts."]
 
 
 def _exchange_table(run: Run, placement: Placement, sizes: list[StageSize]) -> list[str]:
-    """What a step exchanges beside the pipeline, if it exchanges anything."""
+    """What a step exchanges besides the pipeline, if it exchanges anything."""
     kinds, count = list(longest_microbatches(run).values()), run.num_microbatches or 1
     found = [StepBytes.of(run, size, stage_memory(run, placement, stage), kinds, count)
              for stage, size in enumerate(sizes)]

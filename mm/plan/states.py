@@ -1,4 +1,4 @@
-"""The bytes that the optimizer keeps for each trained weight, and for which weights in host memory."""
+"""The bytes that the optimizer keeps for each trained weight, and the weights whose states are in host memory."""
 
 from collections.abc import Sequence
 
@@ -10,21 +10,21 @@ KEPT_COPY_BYTES = {"fp32": FP32, "remainder": 2, "none": 0}
 
 
 def state_widths(args: Arguments) -> tuple[int, int]:
-    """Bytes per trained parameter of what is kept beside the weight, and of both moments."""
+    """Bytes per trained parameter: those kept beside the weight, and those of both moments."""
     copy_width = KEPT_COPY_BYTES[args.kept_copy] if args.precision != "fp32" else 0
     return copy_width, WIDTHS[args.exp_avg_dtype] + WIDTHS[args.exp_avg_sq_dtype]
 
 
 def on_host(share: float) -> str:
-    """What the user calls ``Arguments.host_share``."""
+    """``Arguments.host_share`` in words."""
     return f"{100 * share:.3g}% of the optimizer states in host memory"
 
 
 def offloaded(sizes: Sequence[int], share: float) -> list[int]:
-    """Indices, in order, of the weights whose states are in host memory, by the weights' numbers of elements.
+    """Indices, in order, of the weights whose states are in host memory, given the ``sizes`` of all in elements.
 
-    Together they have at most ``share`` of all elements, and less only by fewer than the smallest other one has: the
-    largest are taken first, and each that still fits.
+    The largest are taken first, each if it still fits into ``share`` of all elements.  What remains of that share is
+    smaller than any weight that was left out.
     """
     left = round(share * sum(sizes))
     chosen: list[int] = []

@@ -1,4 +1,4 @@
-"""What one rank exchanges in a step beside the pipeline: bytes to other ranks with the same weights, and to its host.
+"""What one rank exchanges in a step besides the pipeline: bytes to other ranks with the same weights, and to its host.
 
 Pure arithmetic; nothing is measured.  A reduce-scatter or an all-gather sends all bytes but a rank's own share, and an
 all-reduce is both.
@@ -29,8 +29,8 @@ class StepBytes:
     def of(
         cls, run: Run, size: StageSize, memory: StageMemory, kinds: Sequence[MicrobatchSizes], num_microbatches: int
     ) -> "StepBytes":
-        """For a rank of the stage with this ``size`` and ``memory``.  ``kinds``: the longest microbatches; whichever
-        sends more to the host counts.  Every microbatch counts as one with images."""
+        """For a rank of the stage with this ``size`` and ``memory``.  ``kinds``: the longest microbatches; the one that
+        sends most to the host counts.  Every microbatch is assumed to have images."""
         activations = max(sum(chunk.offloaded_bytes(rows) for chunk in memory.chunks) for rows in kinds)
         gradients, weights = _of_copies(run, size, num_microbatches)
         return cls(gradients + _of_encoders(run, size), weights, size.host_bytes + num_microbatches * activations)

@@ -1,4 +1,4 @@
-"""Why the stages of a pipeline wait: which waits free messages, equal microbatches and equal stages would remove."""
+"""Why the stages of a pipeline wait: how much equal stages, equal microbatches and instant messages would save."""
 
 from dataclasses import astuple, dataclass
 

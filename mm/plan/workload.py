@@ -32,8 +32,8 @@ class Workload:
 def workload_of(
     run: Run, lengths: HasLengths, num_steps: int = NUM_STEPS, first: int = 1, sizes: SampleSizes | None = None
 ) -> Workload:
-    """Some steps of ``run`` from iteration ``first`` on.  ``lengths`` covers its samples; ``sizes`` are theirs,
-    computed if absent."""
+    """Some steps of ``run`` from iteration ``first`` on.  ``lengths``: of all its samples; ``sizes``: theirs
+    too, computed if absent."""
     order = order_of(run, lengths, dp_rank=0, consumed_samples=0, sizes=sizes)
     return Workload(tuple(_counts(lengths, order.of_ranks(step)) for step in range(first - 1, first - 1 + num_steps)))
 

@@ -1,8 +1,7 @@
 """Draws timelines of a step as SVG: a row per stage, a box per activity, and the utilization of the stages.
 
-Several are drawn one above the other, on one scale.
-
-The SVG is written as text, without another package.  Any browser shows it, with the full name of a box on hover.
+Several timelines are drawn one above the other, on one scale.  The SVG is written as text, without another package.
+Any browser shows it, with the full name of a box on hover.
 """
 
 from collections import defaultdict
@@ -56,7 +55,7 @@ _GREY = "#5a6673"
 
 
 def draw(timelines: Sequence[StepTimeline], trace_name: str | None = None, notes: Sequence[str] = ()) -> str:
-    """Draw one step as SVG; the first rank of each stage is drawn.
+    """Draw timelines of one step as SVG, with the first rank of each stage.
 
     ``trace_name``: the file with every rank, if there is one.  ``notes``: lines below the last timeline.
     """
@@ -86,7 +85,7 @@ def draw(timelines: Sequence[StepTimeline], trace_name: str | None = None, notes
 
 
 def _panel(timeline: StepTimeline, seconds: float) -> tuple[list[str], set[str], int]:
-    """The elements of one timeline on a scale of so many ``seconds``, the kinds of its boxes, and where it ends."""
+    """The elements of one timeline, ``seconds`` in the full width; the kinds of its boxes; and where it ends."""
     rows, kinds = timeline.rows, set[str]()
     num_chunks, (start, _) = count_chunks(rows), extent(rows)
     pixels = _PLOT / max(seconds, 1e-9)

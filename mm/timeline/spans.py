@@ -29,7 +29,7 @@ Meetings = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True)
 class Moment:
-    """An activity begins; or, if None, the innermost activity ends."""
+    """An activity begins, or, if ``begins`` is None, the innermost one ends."""
 
     seconds: float
     begins: Activity | None
@@ -164,8 +164,8 @@ def flat_spans(moments: Sequence[Moment]) -> tuple[ActivitySpan, ...]:
     """Spans of the innermost running activities.
 
     Two adjacent parts of an inner activity (layers of the LLM, and its loss) are merged, dropping the outer activity's
-    instant between them.  Between two gathers of weights, and in a backward pass between two reductions, is more than
-    an instant: a layer.
+    instant between them.  Between two gathers of weights, and between two reductions in a backward pass, lies more
+    than an instant: the pass of a layer.
     """
     spans: list[ActivitySpan] = []
     running: list[Activity] = []
@@ -194,7 +194,7 @@ def seconds_of(spans: Iterable[ActivitySpan], works: Iterable[Work]) -> float:
 
 
 def clock_offset(meetings: Meetings, reference: Meetings) -> float:
-    """How far a rank's clock is ahead of the reference rank's, from common barriers; 0 if that is consistent.
+    """How far a rank's clock is ahead of the reference rank's, from common barriers; 0 if they allow it.
 
     No rank leaves a barrier before all have arrived.  Ranks on one machine share a clock, so 0 is always consistent.
     """
@@ -219,7 +219,7 @@ def _moved(spans: Iterable[ActivitySpan], seconds: float) -> Iterator[ActivitySp
 
 
 def extent(records: Iterable[RankRecord], works: Iterable[Work] = tuple(Work)) -> tuple[float, float]:
-    """The first start and the last end of such work on any rank."""
+    """The first start and the last end of these kinds of work on any rank."""
     spans = [span for record in records for span in record.spans if span.activity.work in works]
     return min((span.start for span in spans), default=0.0), max((span.end for span in spans), default=0.0)
 
