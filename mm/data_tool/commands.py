@@ -16,7 +16,7 @@ from mm.config.flags import DEFAULT_SEED
 from mm.config.misspelt import parse
 from mm.config.model import ModelConfig, read_model
 from mm.config.notes import NoEffect
-from mm.console import NEEDED, add_common_flags
+from mm.console import NEEDED, add_common_flags, positive_count
 from mm.data.encode.chat import load_tokenizer
 from mm.data.index.dataset import Dataset, datasets, notes_of
 from mm.data.index.gauge import Gauge
@@ -41,8 +41,8 @@ def _add_index(commands: Any) -> None:
     _add_needed(parser)
     made = parser.add_argument_group("How the index is made")
     made.add_argument("--again", action="store_true", help="create it again, for example after images have changed")
-    made.add_argument("--num-workers", type=_count, help="processes (default: preprocessing_num_workers of the data "
-                                                        "JSON, else one per CPU)")
+    made.add_argument("--num-workers", type=positive_count,
+                      help="processes (default: preprocessing_num_workers of the data JSON, else one per CPU)")
     made.add_argument("--bad-sample", choices=("error", "skip"), default="error",
                       help="as in training (default: %(default)s)")
     _add_seed(made)
@@ -53,19 +53,13 @@ def _add_needed(parser: argparse.ArgumentParser) -> None:
     needed = parser.add_argument_group(NEEDED)
     needed.add_argument("--mm-data", required=True, help="the data JSON")
     needed.add_argument("--mm-model", required=True, help="the model JSON")
-    needed.add_argument("--seq-length", required=True, type=_count, help="as in training: samples are truncated here")
+    needed.add_argument("--seq-length", required=True, type=positive_count,
+                        help="as in training: samples are truncated here")
 
 
 def _add_seed(group: Any) -> None:
     group.add_argument("--seed", type=_seed, default=DEFAULT_SEED,
                        help="as in training: draws the samples of a rate (%%) and of val_rate (default: %(default)s)")
-
-
-def _count(text: str) -> int:
-    """Parse a positive count; argparse reports the error."""
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"is {text!r}; expected an integer of at least 1")
-    return int(text)
 
 
 def _seed(text: str) -> int:

@@ -29,33 +29,17 @@ _output = Lock()
 """Held by the thread that has replaced the process's standard output."""
 
 
-def with_one_worker(group: ProcessGroupGloo, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-    """Construct ``group`` as torch does, also on the interfaces in GLOO_SOCKET_IFNAME, but with one worker."""
-    with _in_batch_policy():
-        _make_with_one_worker(group, store, rank, size, timeout)
-
-
-def _make_with_one_worker(group: ProcessGroupGloo, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-    options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]  (the stub has another name)
-    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    options._devices = [ProcessGroupGloo.create_device(interface=name) for name in interfaces] or [
-        ProcessGroupGloo.create_default_device()]
-    options._timeout, options._threads = timeout, 1
-    with _without_report() if _PRINTS_REPORT else nullcontext():
-        _make(group, store, rank, size, options)
-
-
 @contextmanager
 def _in_batch_policy() -> Iterator[None]:
     """Let threads that start in this block have the policy SCHED_BATCH: when they wake, they preempt no other thread.
 
     A group's loop thread wakes for each message.  If it preempts the worker that is sending, which holds the lock of
     the connection, it can only poll until its time slice ends: the message stays unread, so the poll returns at once
-    (``Pair::handleEvents`` in gloo's ``transport/tcp/pair.cc``).  Only Linux has the policy, and a process that already
-    has one of its own keeps it.
+    (``Pair::handleEvents`` in gloo's ``transport/tcp/pair.cc``).  In a process whose policy is not the usual one,
+    threads keep that.
     """
-    policy = os.sched_getscheduler(0) if hasattr(os, "sched_getscheduler") else None
-    if policy is None or policy != os.SCHED_OTHER:
+    policy = os.sched_getscheduler(0)
+    if policy != os.SCHED_OTHER:
         yield
         return
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -63,6 +47,18 @@ def _in_batch_policy() -> Iterator[None]:
         yield
     finally:
         os.sched_setscheduler(0, policy, os.sched_param(0))
+
+
+@_in_batch_policy()
+def with_one_worker(group: ProcessGroupGloo, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+    """Construct ``group`` as torch does, also on the interfaces in GLOO_SOCKET_IFNAME, but with one worker."""
+    options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]  (the stub has another name)
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    options._devices = [ProcessGroupGloo.create_device(interface=name) for name in interfaces] or [
+        ProcessGroupGloo.create_default_device()]
+    options._timeout, options._threads = timeout, 1
+    with _without_report() if _PRINTS_REPORT else nullcontext():
+        _make(group, store, rank, size, options)
 
 
 @contextmanager

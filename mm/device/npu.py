@@ -239,9 +239,13 @@ def _versions() -> dict[str, str]:
         found["torch_npu"] = importlib.metadata.version("torch_npu")
     home = os.environ.get("ASCEND_TOOLKIT_HOME") or os.environ.get("ASCEND_HOME_PATH")
     for file in Path(home).glob(_CANN_VERSION_FILES) if home else ():
-        with contextlib.suppress(OSError):  # only its owner may be allowed to read it
-            for version in re.findall(r"^version=(.+)$", file.read_text(encoding="utf-8"), re.MULTILINE):
-                found["cann"] = version
+        try:
+            text = file.read_text(encoding="utf-8")
+        except OSError as error:  # only its owner may be allowed to read it
+            found.setdefault("cann", f"unknown: {file}: {error.strerror}")
+            continue
+        for version in re.findall(r"^version=(.+)$", text, re.MULTILINE):
+            found["cann"] = version
     return found
 
 

@@ -31,9 +31,8 @@ def test_only_the_number_of_workers_differs(
     assert torchs == (2 * num_interfaces, num_interfaces, timedelta(minutes=3))
 
 
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has this policy")
 def test_the_threads_of_a_group_preempt_no_other_thread() -> None:
-    """What the process had, it keeps; a process with a policy of its own gives that to the threads, too."""
+    """The process keeps its policy.  If that is not the usual one, the threads have it too."""
     program = """
 import os, sys
 from datetime import timedelta
