@@ -48,7 +48,10 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that do not lie in this language's folder, and the pictures beside the English pages."""
+    """Add the pages that do not lie in this language's folder, and the pictures beside the English pages.
+
+    A page that is not translated appears in English.
+    """
     folder = _folder(config)
     for page, path in OUTSIDE.items():
         own = ROOT / folder / path  # a translated README
@@ -57,6 +60,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             files.remove(files.src_uris[path])
         files.append(File.generated(config, page, content=text))
     files.append(File.generated(config, "reference.md", content=_reference(folder)))
+    for untranslated in sorted((ROOT / "docs").glob("*.md")):
+        if untranslated.name not in files.src_uris:
+            files.append(File.generated(config, untranslated.name, abs_src_path=str(untranslated)))
     for picture in sorted(one for one in (ROOT / "docs").iterdir() if one.suffix in (".svg", ".png")):
         if picture.name not in files.src_uris:
             files.append(File.generated(config, picture.name, abs_src_path=str(picture)))
@@ -94,7 +100,7 @@ def _source(uri: str, folder: PurePosixPath) -> PurePosixPath:
     if uri in OUTSIDE:
         own = folder / OUTSIDE[uri]
         return own if (ROOT / own).exists() else PurePosixPath(OUTSIDE[uri])
-    return folder / uri
+    return folder / uri if (ROOT / folder / uri).exists() else PurePosixPath("docs") / uri
 
 
 def _uri(path: str, folder: PurePosixPath) -> str:

@@ -1,4 +1,4 @@
-"""Writes the table of ``docs/verified.md`` and its Chinese page, and the picture of the demo's losses, from the cards.
+"""Writes the table of ``docs/verified.md``, and the picture of the demo's losses, from the cards.
 
     python -m verified.page
 """
@@ -14,7 +14,7 @@ DOCS = FOLDER.parent / "docs"
 BEGIN = "<!-- made from the cards: written by python -m verified.page -->"
 END = "<!-- end of what is made from the cards -->"
 PICTURE = "golden_losses.svg"
-PAGES = ("verified.md", "zh/verified.md")
+PAGES = ("verified.md",)
 _NUM_COLUMNS = 7
 
 
@@ -23,7 +23,7 @@ def main() -> None:
 
 
 def write_pages() -> None:
-    """Write the table between the marks of both pages, and the picture."""
+    """Write the table between the marks of the page, and the picture."""
     found = cards()
     for page in PAGES:
         path = DOCS / page
