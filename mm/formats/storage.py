@@ -18,7 +18,7 @@ import torch
 
 from mm.config.model import EncoderPlacement, ModelConfig
 from mm.formats.safetensors import safetensors_file
-from mm.formats.torch_file_writer import Tensors, TorchFile
+from mm.formats.torch_file import Tensors, TorchFile
 from mm.placement import StageSpec
 from mm.weights.placed import stage_weights
 from mm.weights.plan import TargetFile
