@@ -1,10 +1,7 @@
-"""Whether a layer's activations are cheaper to offload to host memory or to compute again.
-
-Pure arithmetic over laws and formulas; nothing is measured.
-"""
+"""What offloaded activations add to a layer: bytes on the link to host memory, and the time that they do not hide."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from mm.config.model import ModelConfig, Tower
 from mm.model.flops import BlockPlace
@@ -64,25 +61,3 @@ def behind_link(laws: BlockLaws, num_bytes: int, calibration: Calibration, *, is
     per_row = num_bytes / calibration.host_bytes
     forward, backward = (replace(law, per_row=max(law.per_row, per_row)) for law in (laws.forward, laws.backward))
     return BlockLaws(forward, replace(backward, per_row=backward.per_row + per_row) if is_exposed else backward)
-
-
-@dataclass(frozen=True)
-class Ways:
-    """Seconds that each way to keep fewer activations adds to a layer of one microbatch."""
-
-    recomputed: float
-    """The whole layer is computed again; its input is kept."""
-    offloaded: float
-    """All that it keeps goes to the host and comes back."""
-    both: float
-    """It is computed again from its input, which goes to the host and comes back."""
-
-    @classmethod
-    def of(cls, forward: float, backward: float, kept_bytes: int, input_bytes: int, host_bytes: float) -> "Ways":
-        """From the seconds of the layer's passes, the bytes that it keeps and those of its input, and the speed of the
-        link in bytes per second."""
-        kept, entered = kept_bytes / host_bytes, input_bytes / host_bytes
-        again = backward + forward
-        return cls(
-            recomputed=forward, offloaded=max(0.0, kept - forward) + max(0.0, kept - backward),
-            both=forward + max(0.0, entered - forward) + max(0.0, entered - again))

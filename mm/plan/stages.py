@@ -12,11 +12,9 @@ from mm.config.notes import sorted_notes
 from mm.config.run import Run
 from mm.device.known import KNOWN_DEVICES
 from mm.placement import Message, Placement, StageSpec
-from mm.plan.activation_report import activation_notes, activation_rows, is_wanted
 from mm.plan.fitting import Fit, cheapest_fits
 from mm.plan.layer_memory import WIDTHS
 from mm.plan.memory import MicrobatchSizes
-from mm.plan.offload import HOST_BYTES_PER_SECOND
 from mm.plan.sizes import (
     STATED,
     VISUAL,
@@ -61,7 +59,6 @@ def stage_report(run: Run) -> str:
         _boundary_lines(run, placement),
         _total_lines(run, sizes),
         _memory_table(run, placement, sizes),
-        _activation_table(run, placement, sizes),
         _exchange_table(run, placement, sizes),
         _device_lines(run, placement, sizes),
         _group_lines(run),
@@ -232,19 +229,6 @@ def _memory_table(run: Run, placement: Placement, sizes: list[StageSize]) -> lis
         *(["On the host: offloaded activations.  The columns of logits and of a layer's work include those that are",
            "on the device at that moment."] if offloads else []),
     ]
-
-
-def _activation_table(run: Run, placement: Placement, sizes: list[StageSize]) -> list[str]:
-    """What it costs to recompute or to offload activations on the devices that the run fits, if it does one of the two.
-    """
-    if not is_wanted(run):
-        return []
-    first, *others = activation_rows(run, min(peaks(run, placement, sizes).values()))
-    return ["Fewer activations (ms more for a layer and microbatch; from published peaks and "
-            f"{HOST_BYTES_PER_SECOND / 1e9:g} GB/s to and from the host,", "not measured):",
-            *_aligned([first, *others], num_texts=1), *activation_notes(run),
-            "Both: the layer is recomputed, and its input is offloaded.  Transfers overlap with the computation of the",
-            "next layer; only what they take longer counts."]
 
 
 def _exchange_table(run: Run, placement: Placement, sizes: list[StageSize]) -> list[str]:

@@ -95,12 +95,11 @@ def _parser() -> argparse.ArgumentParser:
     predict.set_defaults(run=_predict)
     compare = commands.add_parser(
         "compare", help="compare measured steps of a run with their prediction",
-        description="Compares the steps that --profile-pipeline has measured with their prediction, says where they "
-                    "differ, and refines the calibration.  FLAGS are those of the run.")
+        description="Compares the steps that --profile-pipeline has measured with their prediction.  FLAGS are those "
+                    "of the run.")
     compare.add_argument("folder", type=Path, metavar="RUN_DIR", help="the --log-dir of the run")
     compare.add_argument("--calibration", type=Path, required=True, help="the file that mm-plan calibrate has written")
     _add_accept(compare)
-    compare.add_argument("--output", type=Path, help="write the calibration, refined by the run, to this file")
     compare.add_argument("--timeline", type=Path, metavar="DIR", help=(
         "also write both timelines of each step to DIR, as an SVG file and a trace"))
     compare.set_defaults(run=_compare)
@@ -188,7 +187,7 @@ def _predict(flags: argparse.Namespace, training: Sequence[str]) -> None:
 def _compare(flags: argparse.Namespace, training: Sequence[str]) -> None:
     run = _run(training)
     calibration = calibration_for(flags.calibration, run, flags.accept_calibration)
-    print(printable(compared(Predictor(run, calibration), flags.folder, flags.output, flags.timeline)))
+    print(printable(compared(Predictor(run, calibration), flags.folder, flags.timeline)))
 
 
 def _lists(flags: argparse.Namespace, training: Sequence[str]) -> None:

@@ -1,23 +1,24 @@
 """``mm-plan compare``, and the timelines that ``mm-plan`` writes: reads measured steps, checks that they belong to
 the run that the flags describe, and compares them with its prediction."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 
 from mm.config.command_line import flag_name
 from mm.config.run import Run
 from mm.data.lengths import HasLengths
-from mm.errors import refuse, writing
+from mm.errors import refuse
 from mm.formats.hf_config import differences
 from mm.plan.costs import counts_of
-from mm.plan.differences import compare
 from mm.plan.drawn import predicted_timeline
+from mm.plan.measured import step_parts
 from mm.plan.predict import Predictor
-from mm.plan.refined import refined
 from mm.plan.states import on_host
 from mm.plan.workload import workload_of
-from mm.planner.comparison_report import cause_lines, comparison_report, refinement_lines
 from mm.planner.machine import COPIES
+from mm.report import Report, Table
 from mm.timeline.files import measured_steps, write_timeline
 from mm.timeline.spans import StepSettings, StepTimeline
 
@@ -41,30 +42,34 @@ def write_prediction(folder: Path, predictor: Predictor, lengths: HasLengths) ->
     return write_timeline(folder, "--timeline", [predicted_timeline(predictor, ordered, iteration)])
 
 
-def compared(predictor: Predictor, folder: Path, output: Path | None, pictures: Path | None) -> str:
-    """Compare all measured steps in ``folder``; write the refined calibration and the timelines to the paths given.
+def compared(predictor: Predictor, folder: Path, pictures: Path | None) -> str:
+    """Compare all measured steps in ``folder`` with their prediction, and draw both if ``pictures`` is given.
 
     Raises UserError if there are no steps, or if they belong to another run.
     """
-    timelines = measured_steps(folder)
-    refuse(problem for one in timelines for problem in _problems(folder / f"{one.name}.json", one, predictor.run))
-    found = compare(predictor, timelines)
-    lines = [comparison_report(found, timelines)]
-    if output is not None:
-        calibration = refined(predictor, found)
-        with writing(output, "--output"):
-            calibration.write(output)
-        lines.append(refinement_lines(found, compare(Predictor(predictor.run, calibration), timelines), output))
+    measured = measured_steps(folder)
+    refuse(problem for one in measured for problem in _problems(folder / f"{one.name}.json", one, predictor.run))
+    both = [(predicted_timeline(predictor, [counts_of(batch) for batch in one.microbatches], one.iteration), one)
+            for one in measured]
+    lines = [_report(both)]
     if pictures is not None:
-        lines.append("\n".join(_drawn(predictor, one, pictures) for one in timelines))
+        paths = (write_timeline(pictures, "--timeline", pair) for pair in both)
+        lines.append("\n".join(f"wrote {path}, .json and .svg" for path in paths))
     return "\n\n".join(lines)
 
 
-def _drawn(predictor: Predictor, measured: StepTimeline, pictures: Path) -> str:
-    counts = [counts_of(one) for one in measured.microbatches]
-    both = [predicted_timeline(predictor, counts, measured.iteration), measured]
-    path = write_timeline(pictures, "--timeline", both, cause_lines(compare(predictor, [measured])))
-    return f"wrote {path}, .json and .svg"
+def _report(steps: Sequence[tuple[StepTimeline, StepTimeline]]) -> str:
+    """Seconds of the predicted and the measured steps, and of their parts, averaged over the steps."""
+    predicted, measured = ([step_parts(one[side]) for one in steps] for side in range(2))
+    ours, theirs = (fmean(one.seconds for one in side) for side in (predicted, measured))
+    iterations = ", ".join(str(one.iteration) for _, one in steps)
+    rows = tuple((name, *(f"{fmean(asdict(one)[name] for one in side):.4f}" for side in (predicted, measured)))
+                 for name in asdict(measured[0]))
+    return Report(
+        f"The prediction differs from the measured step by {ours / theirs - 1:+.1%}",
+        (("Step", f"measured {theirs:.4g} s, predicted {ours:.4g} s"),
+         ("Measured", f"iteration{'s' * (len(steps) > 1)} {iterations}")),
+        (Table("A step, in seconds", ("", "predicted", "measured"), rows),)).text()
 
 
 def _problems(path: Path, timeline: StepTimeline, run: Run) -> Iterator[str]:

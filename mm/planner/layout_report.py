@@ -15,7 +15,6 @@ from mm.plan.drawn import predicted_timeline
 from mm.plan.lists import Lists
 from mm.plan.predict import Predictor
 from mm.plan.search import Planned, SearchResult
-from mm.plan.waits import waits_of
 from mm.report import Bars, Histogram, Report, Table, page
 from mm.timeline.picture import draw
 
@@ -46,8 +45,6 @@ class LayoutPlan:
     present_problems: tuple[str, ...]
     changes: tuple[tuple[str, Planned], ...]
     """What each single change of the present layout gives, best first."""
-    learnt: tuple[tuple[str, Planned], ...]
-    """The best layout after changes that alter what is learnt."""
     max_bytes: int | None
 
 
@@ -61,12 +58,6 @@ def layout_report(plan: LayoutPlan) -> Report:
     if changes := _gains(plan)[:_MAX_CHANGES]:
         tables.append(Table("Single changes of the present layout", ("change", "step, s", "speed"), tuple(
             (what, f"{seconds:.4g}", f"{gain:+.1%}") for what, seconds, gain in changes)))
-    if plan.learnt:
-        base = _samples_per_second(best)
-        head = ("change", "step, s", "samples/s", "GiB")
-        tables.append(Table("Changes of what is learnt, with layout 1", head, tuple(
-            (what, f"{one.step.seconds:.4g}", f"{_samples_per_second(one) / base - 1:+.1%}",
-             f"{one.peak_bytes / 2**30:.1f}") for what, one in plan.learnt)))
     limit = None if plan.max_bytes is None else plan.max_bytes / 2**30
     memory = tuple((f"stage {stage}", num_bytes / 2**30) for stage, num_bytes in enumerate(best.stage_bytes))
     model = Path(plan.run.args.mm_model).name
@@ -99,8 +90,6 @@ def _facts(plan: LayoutPlan, best: Planned, others: Sequence[Planned]) -> Iterat
     vision, language = Lists.of(best.run.model).values()
     yield "ViT", f"layout 1: image_encoder.vision_encoder.pipeline_num_layers: {vision}"
     yield "LLM", f"layout 1: text_decoder.pipeline_num_layers: {language}"
-    if best.choice.num_stages > 1:
-        yield "Waits", _waits(best)
     if others:
         yield "Why not 2", _difference(best, others[0])
     yield "Searched", (
@@ -160,16 +149,6 @@ def _row(name: str, one: Planned, plan: LayoutPlan) -> tuple[str, ...]:
                              choice.micro_batch_size, choice.sampler, encoder, choice.recompute)),
             f"{step.seconds:.4g}", f"{low:.3g} .. {high:.3g}", f"{tokens:,.0f}", mfu, f"{max(0.0, step.bubble):.1%}",
             f"{one.peak_bytes / 2**30:.1f}")
-
-
-def _samples_per_second(one: Planned) -> float:
-    return one.run.global_batch_size / one.step.seconds
-
-
-def _waits(one: Planned) -> str:
-    found = waits_of(one.predictor, one.workload, one.run.model.placement())
-    return (f"layout 1: {found.total:.1%} of the pipeline's time: filling and draining {found.filling:.1%}, uneven "
-            f"stages {found.stages:.1%}, uneven microbatches {found.microbatches:.1%}, messages {found.messages:.1%}")
 
 
 def _difference(best: Planned, other: Planned) -> str:

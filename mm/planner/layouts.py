@@ -32,7 +32,6 @@ from mm.plan.choices import (
     recomputations,
 )
 from mm.plan.distributions import DISTRIBUTIONS, mixed
-from mm.plan.learnt import other_runs
 from mm.plan.lists import Lists
 from mm.plan.search import LayoutSearch, Planned, SearchResult
 from mm.planner.layout_report import LayoutPlan, layout_page, layout_report
@@ -118,8 +117,7 @@ def _planned(flags: argparse.Namespace, training: Sequence[str]) -> LayoutPlan:
     problems = tuple(parallel_problems(run))
     present = None if problems else _present(search, run)
     changes = () if present is None else _changes(search, present, legal, batch_sizes)
-    learnt = tuple(_learnt(found.ranking[0], run, lengths, calibrate, max_bytes, allowed))
-    return LayoutPlan(run, lengths, device, what, found, seconds, present, problems, changes, learnt, max_bytes)
+    return LayoutPlan(run, lengths, device, what, found, seconds, present, problems, changes, max_bytes)
 
 
 def _labels() -> list[str]:
@@ -259,16 +257,3 @@ def _changes(
     best_lists = min((one.step.seconds for name, one in found if name == "the lists"), default=math.inf)
     return tuple(sorted((both for both in found if both[0] == "the lists" or both[1].step.seconds < best_lists),
                         key=lambda both: both[1].step.seconds))
-
-
-def _learnt(
-    best: Planned, run: Run, lengths: HasLengths, calibrate: Callable[[Run], Calibration], max_bytes: int | None,
-    allowed: Sequence[str],
-) -> Iterator[tuple[str, Planned]]:  # fmt: skip
-    """The best layout after changes that alter what is learnt, with the best lists; those that cannot be predicted or
-    do not fit are left out.  ``allowed``: the kinds of recomputation."""
-    for other in other_runs(run, lengths):
-        if list(parallel_problems(best.choice.applied(other.run))):
-            continue
-        search = LayoutSearch(other.run, calibrate, other.lengths, max_bytes, NUM_STEPS, allowed)
-        yield from ((other.what, one) for one in search.best([best.choice], 1, num_searched=1).ranking)

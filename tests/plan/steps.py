@@ -1,6 +1,6 @@
 """Measured steps without a device: the prediction of another calibration, for tests of comparisons."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -9,13 +9,12 @@ import numpy as np
 from mm.batch import BatchTotals
 from mm.config.model import ModelConfig
 from mm.config.run import Run
-from mm.parallel.activity import Work
 from mm.plan.calibration import BlockLaws, Calibration, MeasuredBlock
 from mm.plan.costs import counts_of
 from mm.plan.drawn import predicted_timeline
 from mm.plan.laws import Law
 from mm.plan.predict import Predictor
-from mm.timeline.spans import ActivitySpan, StepTimeline
+from mm.timeline.spans import StepTimeline
 from tests.plan.test_costs import by_flops
 from tests.plan.test_predict import run_of
 from tests.tiny import our_config
@@ -33,23 +32,15 @@ def model() -> ModelConfig:
 def calibration(**fields: object) -> Calibration:
     """A slow device: every FLOP takes the same time, and everything else takes time too."""
     found = by_flops(model())
-    blocks = tuple(_scaled(one, {}) for one in found.blocks)
+    blocks = tuple(_scaled(one) for one in found.blocks)
     return replace(found, blocks=blocks, chunk_pass=1e-4, pipeline_pass=3e-4, step=Law(1e-3, 1e-8),
                    message=Law(5e-5, 1e-9), all_reduce={2: Law(1e-4, 1e-9)}, **fields)
 
 
-def scaled(one: Calibration, factors: Mapping[str, tuple[float, float]]) -> Calibration:
-    """``one`` with the laws of some kinds multiplied by the factors, forward and backward."""
-    return replace(one, blocks=tuple(_scaled(block, factors, 1.0) for block in one.blocks))
-
-
-def _scaled(
-    one: MeasuredBlock, factors: Mapping[str, tuple[float, float]], seconds: float = SECONDS
-) -> MeasuredBlock:  # fmt: skip
-    forward, backward = factors.get(one.key.kind, (1.0, 1.0))
+def _scaled(one: MeasuredBlock) -> MeasuredBlock:
     # word embeddings have no FLOPs, but take time
-    own = one.laws if one.key.kind != "word embedding" or seconds == 1.0 else BlockLaws(Law(0, 1e3), Law(0, 2e3))
-    return replace(one, laws=BlockLaws(own.forward * (forward * seconds), own.backward * (backward * seconds)))
+    own = one.laws if one.key.kind != "word embedding" else BlockLaws(Law(0, 1e3), Law(0, 2e3))
+    return replace(one, laws=BlockLaws(own.forward * SECONDS, own.backward * SECONDS))
 
 
 def batches(num_replicas: int, num_microbatches: int = 6, seed: int = 0) -> list[list[BatchTotals]]:
@@ -75,18 +66,3 @@ def as_measured(truth: Calibration, replicas: Sequence[Sequence[BatchTotals]], i
     found = predicted_timeline(Predictor(run(len(replicas)), truth), [counts_of(one) for one in replicas], iteration)
     records = tuple(replace(one, microbatches=tuple(replicas[one.dp_rank])) for one in found.records)
     return replace(found, records=records, is_predicted=False)
-
-
-def with_slow_pass(timeline: StepTimeline, seconds: float) -> StepTimeline:
-    """``timeline`` with a last pass of the first rank that is ``seconds`` longer, for which the others wait."""
-    first, *others = timeline.records
-    last = max(number for number, span in enumerate(first.spans) if span.activity.work is Work.BACKWARD)
-
-    def later(span: ActivitySpan, start: float, end: float) -> ActivitySpan:
-        return replace(span, start=span.start + start, end=span.end + end)
-
-    spans = tuple(later(span, seconds * (number > last), seconds * (number >= last))
-                  for number, span in enumerate(first.spans))
-    waiting = [replace(one, spans=tuple(later(span, seconds, seconds) if span.activity.work is Work.UPDATE else span
-                                        for span in one.spans)) for one in others]
-    return replace(timeline, records=(replace(first, spans=spans), *waiting))

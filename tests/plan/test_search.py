@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,8 +18,7 @@ from mm.plan.lists import Lists
 from mm.plan.predict import Predictor
 from mm.plan.search import LayoutSearch, Planned, SearchResult
 from mm.plan.sizes import PeakMemory
-from mm.plan.waits import waits_of
-from mm.plan.workload import Workload, workload_of
+from mm.plan.workload import workload_of
 from tests.plan.test_predict import run_of
 from tests.tiny import our_config
 
@@ -163,22 +161,6 @@ def test_images_are_encoded_together_where_that_gains_and_fits() -> None:
     limited = best(together.peak_bytes - 1, 1, 2, 4, 8)
     assert limited.choice.encoder_batch == 2 and limited.peak_bytes < together.peak_bytes
     assert LayoutSearch(run, costly, lengths, None, 2).best(choices(run, FEW, 8), 1).least <= together.step.seconds
-
-
-def test_waits_add_up_to_the_bubble() -> None:
-    found = searched(tiny_run(4, ("vision",)), None, num_stages=[4])
-    one = found.ranking[0]
-    waits = waits_of(one.predictor, one.workload, one.run.model.placement())
-    assert waits.total == pytest.approx(one.step.bubble, abs=0.02)
-    assert waits.filling > 0 and waits.messages >= 0
-
-
-def test_equal_microbatches_and_stages_only_wait_while_the_pipeline_fills() -> None:
-    run = replace(tiny_run(2), model=our_config(((2, 0),), ((0, 3),)))
-    predictor = Predictor(run, by_device(run))
-    counts = np.repeat(workload_of(run, llava(16, 0, 512), 1).steps[0][0][:1], 8, axis=0)
-    waits = waits_of(predictor, Workload(((counts,),)), run.model.placement())
-    assert waits.microbatches == pytest.approx(0)
 
 
 def test_fixed_values_are_kept_and_the_loss_of_microbatches_fixes_them() -> None:

@@ -1,6 +1,7 @@
 """``mm-plan compare`` and the predicted timelines: one real run on two stages, measured by ``--profile-pipeline``."""
 
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -12,7 +13,7 @@ import pytest
 
 from mm.config.run import load_run
 from mm.plan.by_flops import calibration_by_flops
-from mm.plan.calibration import BlockLaws, read_calibration
+from mm.plan.calibration import BlockLaws
 from mm.plan.costs import Cutting
 from mm.plan.laws import Law
 from mm.planner import cli
@@ -93,27 +94,19 @@ def test_a_step_is_predicted_as_a_picture_and_a_trace(
 
 
 def test_a_run_is_compared_with_its_prediction(inputs: Path, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    logs, output = inputs / "a run/logs", tmp_path / "refined.json"
-    text = compared(capsys, inputs, 0, logs, "--output", output, "--timeline", tmp_path / "both")
-    sentence, _, step, measured, *_ = text.splitlines()
-    assert sentence.startswith("The step took ") and " s longer than predicted; the largest cause is: " in sentence
-    assert step.startswith("Step      measured ") and measured == "Measured  iteration 4"
-    shares = [line.split()[-1] for line in text.partition("share\n")[2].partition("\n\n")[0].splitlines()]
-    assert 94 <= sum(int(share.removesuffix("%")) for share in shares) <= 106  # rounded
-    for row in ("0      forward  ", "1      backward  ", "0      host between passes", "1      messages and waits"):
-        assert row in text
-    before, after = (float(word.removesuffix("%")) for word in
-                     text.partition("the error of these steps was ")[2].splitlines()[0].split(" and is "))
-    assert abs(after) < abs(before)
+    text = compared(capsys, inputs, 0, inputs / "a run/logs", "--timeline", tmp_path / "both")
+    seconds, of_parts = re.search(r"measured ([\d.]+) s, predicted ([\d.]+) s", text), []
+    assert re.search(r"^Measured  iteration 4$", text, re.MULTILINE)
+    for part in ("data", "pipeline", "reduction", "update"):
+        of_parts.append(re.search(rf"^{part} +([\d.]+) +([\d.]+)$", text, re.MULTILINE))
+    for side, total in ((2, 1), (1, 2)):
+        assert sum(float(one[side]) for one in of_parts) == pytest.approx(float(seconds[total]), rel=0.01)
+    assert f"differs from the measured step by {float(seconds[2]) / float(seconds[1]) - 1:+.0%}"[:-2] in text
     assert f"wrote {tmp_path}/both/compared_step_4, .json and .svg" in text
     predicted, found = boxes(tmp_path / "both/compared_step_4.svg")
     assert {"LLM forward 0", "LLM forward 1"} <= set(predicted) & set(found)
     processes = {event["pid"] for event in events_of(tmp_path / "both/compared_step_4.json")}
     assert processes == {0, 1, 2, 3}
-    old, new = read_calibration(inputs / "found.json"), read_calibration(output)
-    assert {one.key for one in new.blocks} >= {one.key for one in old.blocks} and new.step != old.step
-    again = said(capsys, 0, "compare", logs, "--calibration", output, "--", *flags(inputs))
-    assert f"({after:+.1f}%)" in again
 
 
 def test_a_run_that_was_not_measured_is_refused(inputs: Path, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
@@ -157,8 +150,7 @@ def test_a_step_of_another_run_is_refused(inputs: Path, capsys: pytest.CaptureFi
 def test_other_mistakes_are_refused(inputs: Path, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     logs, full = inputs / "a run/logs", tmp_path / "a file"
     full.write_text("")
-    for flag in ("--output", "--timeline"):
-        text = compared(capsys, inputs, 2, logs, flag, full / "x")
-        assert text.startswith(f"error: {flag}: ") and "cannot be written" in text
+    text = compared(capsys, inputs, 2, logs, "--timeline", full / "x")
+    assert text.startswith("error: --timeline: ") and "cannot be written" in text
     text = said(capsys, 2, "compare", logs, "--calibration", tmp_path / "none", "--", *flags(inputs))
     assert "none: cannot be read" in text

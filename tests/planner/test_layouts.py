@@ -42,8 +42,7 @@ def test_the_best_layouts_are_shown_and_the_trainer_takes_the_best(capsys, tmp_p
     assert seconds == sorted(seconds) and len(seconds) >= 2
     assert re.search(r"^now ", text, re.MULTILINE) and "Now   " in text and "Why not 2" in text
     page = html.read_text()
-    for shown in ("Single changes of the present layout", "Changes of what is learnt, with layout 1", "stage 0",
-                  "--global-batch-size 128", "LoRA, r = 16", "images of half as many pixels"):  # fmt: skip
+    for shown in ("Single changes of the present layout", "stage 0"):
         assert shown in text and shown in page
     changes = text.partition("Single changes of the present layout\n")[2].partition("\n\n")[0].splitlines()[1:]
     assert changes and all(re.search(r" \+(?!0\.0%)\d+\.\d%$", line) for line in changes), "only what gains"
