@@ -6,7 +6,6 @@ Run by ``torchrun ... -m mm.train FLAGS``; with ``--dry-run`` or ``--check`` it 
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -135,10 +134,7 @@ def train(run: Run, signals: StopSignals) -> int:
 
     minutes, phases = run.args.distributed_timeout_minutes, phase_seconds(run.args.phase_timeouts)
     facts = {**software(), **shared_settings(run)}
-    # The claim is released after the watchdog's end, because the surviving ranks of a failed run still save.
-    with ExitStack() as last, Watchdog(
-        Meeting.of_launcher(minutes), run.args.step_timeout, phases, facts) as watchdog:
-        claim = last.enter_context(Claim())
+    with Claim() as claim, Watchdog(Meeting.of_launcher(minutes), run.args.step_timeout, phases, facts) as watchdog:
         watchdog.at_end = claim.release  # the run may end while it is being locked
         with watchdog.phase("check"):
             run, opened = check_files(run, claim) if is_first_rank() else (run, None)

@@ -1,7 +1,7 @@
 """A rank of a run whose first attempts are killed: ``restart_worker FLAGS...``, under torchrun.
 
-In attempt 0 the last rank is killed in the third iteration, in attempt 1 the first rank in the fifth.  From attempt 1
-on the first rank joins late.  Started by tests/test_restart.py.
+In attempt 0 the last rank is killed in the validation after the fourth iteration, in attempt 1 the first rank in the
+fifth iteration.  From attempt 1 on the first rank joins late.  Started by tests/test_restart.py.
 """
 
 import os
@@ -18,21 +18,22 @@ from mm.parallel.activity import Activity, Work  # noqa: E402
 from mm.training import run  # noqa: E402
 
 LATE_SECONDS = 3.0
-KILLED = {0: (1, 3), 1: (0, 5)}
-"""By attempt: the rank that is killed, and in which iteration."""
+KILLED = {0: (1, 4, Work.FORWARD), 1: (0, 4, Work.BACKWARD)}
+"""By attempt: the rank that is killed, how many steps have been made, and in which work; a forward pass after a step
+that is validated is one of the validation."""
 
 
 class KilledTrainer(run.Trainer):
     """Kills its process at the iteration in ``KILLED``."""
 
     def run_steps(self) -> None:
-        rank, self.last = KILLED.get(int(os.environ["TORCHELASTIC_RESTART_COUNT"]), (None, 0))
+        rank, *self.moment = KILLED.get(int(os.environ["TORCHELASTIC_RESTART_COUNT"]), (None,))
         if self.mesh.rank == rank:
             self.setup.stage.journal.listeners.append(self)
         super().run_steps()
 
     def begin(self, activity: Activity) -> None:
-        if activity.work is Work.BACKWARD and self.progress.iteration == self.last - 1:
+        if [self.progress.iteration, activity.work] == self.moment:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def end(self, activity: Activity) -> None:
@@ -44,7 +45,8 @@ def main(flags: list[str]) -> int:
         time.sleep(LATE_SECONDS)
     if int(os.environ["TORCHELASTIC_MAX_RESTARTS"]):
         run.Trainer = KilledTrainer
-    return train.main(flags)
+    # each replica holds the whole optimizer state, so that a survivor could save it
+    return train.main([flag for flag in flags if flag != "--use-distributed-optimizer"])
 
 
 if __name__ == "__main__":

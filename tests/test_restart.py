@@ -3,6 +3,7 @@
 When torchrun itself dies, its ranks end.
 """
 
+import json
 import os
 import re
 import signal
@@ -21,7 +22,7 @@ from tests.tiny_inputs import flags_of, metrics, write_inputs
 
 
 def environment_of(inputs: Path, name: str, **variables: str) -> dict[str, str]:
-    """The environment of the tiny script on two stages."""
+    """The environment of the tiny script."""
     return os.environ | {
         "MM_MODEL": str(inputs / "model_2.json"), "MM_DATA": str(inputs / "data.json"), "LOAD_PATH": str(inputs / "hf"),
         "SAVE_PATH": str(inputs / name / "save"), "LOG_DIR": str(inputs / name / "logs"), "MBS": "2",
@@ -30,14 +31,17 @@ def environment_of(inputs: Path, name: str, **variables: str) -> dict[str, str]:
 
 
 def launch(inputs: Path, name: str, max_restarts: int) -> str:
-    """The tiny script on two stages, with the worker in place of mm.train; its ranks are forks of the warm process."""
+    """The tiny script on two replicas, with the worker in place of mm.train, whose ranks are forks of the warm
+    process."""
     python = inputs / "python"
     python.write_text('#!/bin/bash\n'
                       '[[ "$2" == mm.launch ]] && set -- "${@/#mm.train/tests.restart_worker}"\n'
                       f'exec {warm_python()} "$@"\n')
     python.chmod(0o755)
-    environment = environment_of(inputs, name, PYTHON=str(python), TRAIN_ITERS="6", MAX_RESTARTS=str(max_restarts))
-    done = subprocess.run(["bash", str(EXAMPLES / "finetune_qwen2_5_vl_tiny.sh"), "--deterministic-mode"],
+    environment = environment_of(inputs, name, PYTHON=str(python), TRAIN_ITERS="6", MAX_RESTARTS=str(max_restarts),
+                                 PP="1", MM_MODEL=str(inputs / "model_1.json"), GRAD_ACC_STEP="1")
+    script = EXAMPLES / "finetune_qwen2_5_vl_tiny.sh"
+    done = subprocess.run(["bash", str(script), "--deterministic-mode", "--eval-interval", "2"],
                           env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -45,16 +49,19 @@ def launch(inputs: Path, name: str, max_restarts: int) -> str:
 
 def test_a_run_that_is_restarted_twice_equals_an_undisturbed_one(tmp_path: Path) -> None:
     inputs = write_inputs(tmp_path)
+    data = json.loads((inputs / "data.json").read_text())
+    data["dataset_param"]["basic_parameters"]["val_dataset"] = str(inputs / "samples.json")
+    (inputs / "data.json").write_text(json.dumps(data))
     launch(inputs, "whole", 0)
     said = launch(inputs, "restarted", 2)
     found = re.findall(r"loaded a (.+) checkpoint from \S+, iteration (\d)", said)
     assert found == [("Hugging Face", "0"), ("training", "2"), ("training", "4")], said
     assert "holds a checkpoint: the run continues from it, not from" in said
     whole, restarted = metrics(inputs, "whole"), metrics(inputs, "restarted")
-    assert [row["iteration"] for row in restarted] == [1, 2, 3, 4, 5, 6]
-    for key in ("loss", "grad_norm", "lr", "consumed_samples", "num_tokens"):
-        assert [row[key] for row in restarted] == [row[key] for row in whole], key
-    for name in ("weights_tp00_pp00", "weights_tp00_pp01", "optimizer_tp00_pp00_dp00", "optimizer_tp00_pp01_dp00"):
+    assert [row["iteration"] for row in restarted] == [1, 2, 2, 3, 4, 4, 5, 6, 6], "each validation has a row"
+    for key in ("loss", "validation_loss", "grad_norm", "lr", "consumed_samples", "num_tokens"):
+        assert [row.get(key) for row in restarted] == [row.get(key) for row in whole], key
+    for name in ("weights_tp00_pp00", "optimizer_tp00_pp00_dp00"):
         states = [(inputs / run / "save" / "iter_0000006" / f"{name}.safetensors").read_bytes()
                   for run in ("whole", "restarted")]
         assert states[0] == states[1], name

@@ -68,16 +68,6 @@ class AcceleratorRuntime:
         event.record()
         return event
 
-    def passing(self) -> Callable[[], bool]:
-        event = self._module.Event()
-        event.record()
-
-        def has_passed() -> bool:
-            self._module.set_device(self.index)  # a new thread is on device 0
-            return event.query()
-
-        return has_passed
-
     def seconds_of(self, marks: Sequence[Any]) -> list[float]:
         last = self.mark()
         last.synchronize()

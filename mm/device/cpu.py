@@ -66,9 +66,6 @@ class HostRuntime:
     def mark(self) -> float:
         return time.perf_counter()
 
-    def passing(self) -> Callable[[], bool]:
-        return lambda: True
-
     def seconds_of(self, marks: Sequence[float]) -> list[float]:
         return list(marks)
 

@@ -152,10 +152,6 @@ class Device:
         """Mark this moment; on an accelerator, the moment when all work queued on the current stream so far is done."""
         return self._runtime.mark()
 
-    def passing(self) -> Callable[[], bool]:
-        """Mark this moment as ``mark`` does; the result says, in any thread, whether the device has passed it."""
-        return self._runtime.passing()
-
     def seconds_of(self, marks: Sequence[Any]) -> list[float]:
         """Times of ``mark``s on this process's ``time.perf_counter``; waits until the device has passed them."""
         return self._runtime.seconds_of(marks)

@@ -2,7 +2,7 @@
 
 ``<dir>/latest_checkpointed_iteration.txt`` holds the newest iteration as text (Megatron's file); each checkpoint is a
 directory ``<dir>/iter_0000010``.  A directory of that name is complete: it is written under another name (``.tmp-``)
-and then renamed.  ``iter_0000010.dying`` is what the surviving ranks of a failed run have saved.
+and then renamed.  Any other directory is a leftover, and counts as nothing.
 """
 
 import re
@@ -20,8 +20,8 @@ UNREADABLE = ""
 _MAX_DIGITS = 18
 """Most digits of an iteration's number."""
 ITERATION_NAME = re.compile(r"iter_(\d{7,})")
-_DYING_NAME = re.compile(r"iter_(\d{7,})\.dying")
-LEFTOVER_NAME = re.compile(r"iter_\d{7,}\.(tmp|old)-\w+")
+LEFTOVER_NAME = re.compile(r"iter_\d{7,}\.(?:(?:tmp|old)-\w+|dying)")
+"""What interrupted saves leave; earlier versions saved ``.dying`` when a run failed."""
 
 
 def named_iteration(text: str) -> int | None:
@@ -33,9 +33,11 @@ def iteration_name(iteration: int) -> str:
     return f"iter_{iteration:07d}"
 
 
-def is_complete(directory: Path, iteration: int) -> bool:
-    """Whether there is a complete checkpoint of this iteration."""
-    return (directory / iteration_name(iteration) / MANIFEST_FILE).is_file()
+def is_only_copy(leftover: Path) -> bool:
+    """Whether it is a complete checkpoint, moved aside or of a failed run, and there is no other of its iteration."""
+    final = leftover.with_name(leftover.name.partition(".")[0])
+    return ".tmp-" not in leftover.name and (leftover / MANIFEST_FILE).is_file() and not (
+        final / MANIFEST_FILE).is_file()
 
 
 def complete_iterations(directory: Path) -> list[int]:
@@ -44,43 +46,10 @@ def complete_iterations(directory: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def dying_checkpoints(directory: Path) -> list[tuple[int, Path]]:
-    """Iterations and paths of dying checkpoints, ascending."""
-    found = [(_DYING_NAME.fullmatch(path.parent.name), path.parent)
-             for path in directory.glob(f"iter_*/{MANIFEST_FILE}")]
-    return sorted((int(match[1]), path) for match, path in found if match)
-
-
 def newest_checkpoint(directory: Path) -> Path | None:
-    """The newest complete checkpoint, also a dying one that training can continue from; None if there is none."""
+    """The newest complete checkpoint; None if there is none."""
     complete = complete_iterations(directory)
-    if not complete:
-        return _dying_after(directory, -1, None)[0]
-    newest = directory / iteration_name(complete[-1])
-    return _dying_after(directory, complete[-1], newest)[0] or newest
-
-
-def _dying_after(directory: Path, iteration: int, newest: Path | None) -> tuple[Path | None, list[str]]:
-    """The dying checkpoint after ``iteration`` that training continues from, and notes for the user.
-
-    It must have optimizer state, and belong to the run of the ``newest`` regular one, unless there is none.
-    """
-    notes = list[str]()
-    for _, path in reversed([one for one in dying_checkpoints(directory) if one[0] > iteration]):
-        try:
-            content = stated(path)
-        except UserError as error:
-            notes.append(f"{path}, which the surviving ranks of a failed run saved, is not used: {error}")
-            continue
-        if newest is not None and content.get("run_id") != run_id_of(newest):
-            continue
-        since = "before the first regular checkpoint" if newest is None else f"after {newest}"
-        if content.get("optimizer") is not None:
-            return path, [*notes, f"training continues from {path}, which the surviving ranks of the failed run saved "
-                                  f"{since}; move it away to continue without it"]
-        notes.append(f"{path} holds weights that the surviving ranks of the failed run saved {since}; the optimizer "
-                     f"state was lost, so it is used only with --load {path} --no-load-optim")
-    return None, notes
+    return directory / iteration_name(complete[-1]) if complete else None
 
 
 def run_ids(directory: Path) -> dict[int, str | None]:
@@ -121,8 +90,6 @@ def instead_of(folder: Path) -> str:
     A run does not go back to an older checkpoint by itself: it would train the steps since then again, and overwrite
     files that may still be worth a look.
     """
-    if _DYING_NAME.fullmatch(folder.name):
-        return "move it away, then the run continues from the newest checkpoint before it"
     match, older = ITERATION_NAME.fullmatch(folder.name), list[int]()
     if match:
         older = [iteration for iteration in complete_iterations(folder.parent) if iteration < int(match[1])]
@@ -152,11 +119,7 @@ def find_checkpoint(directory: str | Path) -> tuple[Path, tuple[str, ...]]:
         iteration = complete[-1]
         notes.append(f"{directory} has no {LATEST_FILE}; the newest complete checkpoint is iteration {iteration}")
     else:
-        chosen, notes = _dying_after(directory, -1, None)
-        if chosen is None:
-            more = "".join(f" {note}." for note in notes)
-            raise UserError(f"{directory} holds no complete training checkpoint (no iter_*/{MANIFEST_FILE}).{more}")
-        return chosen, tuple(notes)
+        raise UserError(f"{directory} holds no complete training checkpoint (no iter_*/{MANIFEST_FILE}).")
     chosen = directory / iteration_name(iteration)
     # If a save that replaces a checkpoint is killed between its two renames, the complete old one is left aside.
     asides = [path.parent for path in sorted(directory.glob(f"{chosen.name}.old-*/{MANIFEST_FILE}"))]
@@ -169,11 +132,10 @@ def find_checkpoint(directory: str | Path) -> tuple[Path, tuple[str, ...]]:
         chosen = asides[-1]
         notes.append(f"{chosen} is used, because the save that should have replaced it was interrupted")
     notes += [
-        f"{path} is left over from an interrupted save and is not used; delete it"
+        f"{path} is left over from an interrupted save and is not used; "
+        f"{f'--load {path} reads it' if is_only_copy(path) else 'delete it'}"
         for path in sorted(directory.iterdir())
-        if LEFTOVER_NAME.fullmatch(path.name) and path != chosen
+        if path != chosen and (LEFTOVER_NAME.fullmatch(path.name) or (
+            ITERATION_NAME.fullmatch(path.name) and not (path / MANIFEST_FILE).is_file()))
     ]
-    if not complete or iteration >= complete[-1]:  # an earlier one was chosen on purpose
-        dying, more = _dying_after(directory, iteration, chosen)
-        return dying or chosen, (*notes, *more)
     return chosen, tuple(notes)

@@ -19,7 +19,7 @@ from torch import Tensor
 from mm.config.model import ModelConfig
 from mm.errors import UserError, naming, refuse
 from mm.formats.adapter import AdapterDirectory, is_peft_directory
-from mm.formats.checkpoints import LATEST_FILE, find_checkpoint
+from mm.formats.checkpoints import LATEST_FILE, complete_iterations, find_checkpoint
 from mm.formats.copy import check_copies_and_padding
 from mm.formats.files import Files
 from mm.formats.hf import HFDirectory, language_views
@@ -342,16 +342,16 @@ def _source(
 
 
 def holds_nothing(path: str | Path) -> bool:
-    """Whether ``path`` is missing, or a directory without weights of any kind, complete or not.
+    """Whether ``path`` is missing, or a directory without weights of any kind.
 
-    Leftovers of an interrupted first save do not count.
+    What interrupted saves left does not count.
     """
     path = Path(path)
     names = (MANIFEST_FILE, LATEST_FILE, "config.json")
     return not os.path.exists(path) or (
         path.is_dir() and not is_peft_directory(path) and not any((path / name).exists() for name in names)
         and not any(path.glob("mp_rank_*")) and not any(path.glob("*/mp_rank_*"))
-        and all(".tmp-" in one.name for one in path.glob("iter_*")))
+        and not complete_iterations(path))
 
 
 def find_kind(path: str | Path, flag: str = "--load") -> Kind:

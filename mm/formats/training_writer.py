@@ -20,9 +20,8 @@ from mm.formats.checkpoints import (
     ITERATION_NAME,
     LATEST_FILE,
     LEFTOVER_NAME,
-    dying_checkpoints,
+    is_only_copy,
     iteration_name,
-    run_id_of,
     run_ids,
     stated,
 )
@@ -72,18 +71,6 @@ def commit(temporary: Path, manifest: CheckpointManifest) -> Path:
     return publish(temporary)
 
 
-def commit_dying(temporary: Path, manifest: CheckpointManifest) -> Path:
-    """Complete a checkpoint that the surviving ranks of a dying run have written, under a name of its own.
-
-    ``latest`` still names the newest checkpoint that all ranks have saved.
-    """
-    prepare(temporary, manifest.text())
-    final, old = _renamed(temporary, f"{iteration_name(manifest.iteration)}.dying")
-    sync(final.parent)
-    _delete_replaced(old, final)
-    return final
-
-
 def prepare(temporary: Path, manifest_text: str) -> None:
     """Complete a written checkpoint, so that only ``publish`` remains to be done."""
     with _new_file(temporary / MANIFEST_FILE) as opened:
@@ -94,31 +81,20 @@ def prepare(temporary: Path, manifest_text: str) -> None:
 
 def publish(temporary: Path) -> Path:
     """Make a prepared checkpoint the newest: rename it, then ``latest``.  Replaces one of the same iteration."""
-    final, old = _renamed(temporary, temporary.name.partition(".")[0])
-    directory = final.parent
+    directory, final = temporary.parent, temporary.with_name(temporary.name.partition(".")[0])
+    old = final.with_name(f"{final.name}.old-{secrets.token_hex(4)}")
+    put_in_place(temporary, final, old)
     latest = directory / f"{LATEST_FILE}.tmp-{secrets.token_hex(4)}"
     with _new_file(latest) as opened:
         opened.write(f"{int(final.name.removeprefix('iter_'))}\n".encode())
     latest.replace(directory / LATEST_FILE)
     sync(directory)
-    _delete_replaced(old, final)
-    return final
-
-
-def _renamed(temporary: Path, name: str) -> tuple[Path, Path]:
-    """Rename a prepared checkpoint; return it, and where one that it replaces is now."""
-    final = temporary.with_name(name)
-    old = final.with_name(f"{name.partition('.')[0]}.old-{secrets.token_hex(4)}")
-    put_in_place(temporary, final, old)
-    return final, old
-
-
-def _delete_replaced(old: Path, final: Path) -> None:
     try:
         if old.exists():
             shutil.rmtree(old)
     except OSError as error:  # the new checkpoint is complete anyway
-        warnings.warn(f"the checkpoint that {final} replaces could not be deleted: {error}", stacklevel=3)
+        warnings.warn(f"the checkpoint that {final} replaces could not be deleted: {error}", stacklevel=2)
+    return final
 
 
 def prepared(directory: Path) -> dict[Path, int]:
@@ -154,16 +130,13 @@ ALL_KEPT = Retention()
 def purge(directory: Path, newest: int, retention: Retention, run_id: str | None) -> list[str]:
     """Delete a run's checkpoints before ``newest`` that ``retention`` does not keep; return problems as messages.
 
-    Later checkpoints, and those of other runs, are kept.  Dying checkpoints up to ``newest`` are no longer needed.  If
-    one cannot be deleted, the others still are.
+    Later checkpoints, and those of other runs, are kept.  If one cannot be deleted, the others still are.
     """
     problems = []
     earlier = [iteration for iteration, found in run_ids(directory).items() if iteration < newest and found == run_id]
-    outdated = [path for iteration, path in dying_checkpoints(directory)
-                if iteration <= newest and run_id_of(path) == run_id]
-    for doomed in [*(directory / iteration_name(iteration) for iteration in retention.doomed(earlier)), *outdated]:
+    for doomed in [directory / iteration_name(iteration) for iteration in retention.doomed(earlier)]:
         # Renamed first, so that an iter_* directory is never half deleted.
-        renamed = doomed.with_name(f"{doomed.name.partition('.')[0]}.tmp-{secrets.token_hex(4)}")
+        renamed = doomed.with_name(f"{doomed.name}.tmp-{secrets.token_hex(4)}")
         try:
             doomed.rename(renamed)
             shutil.rmtree(renamed)
@@ -175,14 +148,16 @@ def purge(directory: Path, newest: int, retention: Retention, run_id: str | None
 def tidy(directory: Path) -> list[str]:
     """Delete leftovers of interrupted saves and deletions in ``directory``, which no run may be writing.
 
-    A checkpoint that was moved aside is kept if its replacement does not exist.  Returns notes on what was deleted.
+    A complete checkpoint without a complete one of its iteration stays.  Returns notes.
     """
     notes = []
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
-        match = LEFTOVER_NAME.fullmatch(path.name)
-        is_only_one = match and match[1] == "old" and not (
-            path.with_name(path.name.partition(".")[0]) / MANIFEST_FILE).is_file()
-        if is_only_one or not (match or path.name.startswith((f"{LATEST_FILE}.tmp-", PROBE_PREFIX))):
+        is_leftover = LEFTOVER_NAME.fullmatch(path.name) is not None
+        if not (is_leftover or path.name.startswith((f"{LATEST_FILE}.tmp-", PROBE_PREFIX))):
+            continue
+        if is_leftover and is_only_copy(path):
+            notes.append(f"{path} is left over from an interrupted save or a failed run, and stays, because no other "
+                         f"checkpoint of its iteration is complete; --load {path} reads it")
             continue
         try:
             shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -16,12 +16,11 @@ Rank to hub:
 - ``leaves``: normal end
 - ``is interrupted STATUS``, ``fails TEXT STATUS``, ``stalls TEXT``: reasons to end all ranks
 - ``loses TEXT``: an error that another rank's death may have caused
-- ``tells PLACE STACKS ITERATION``: the answer to ``asks``; the iteration whose state the rank holds, or null
-- ``can write WEIGHTS STATES``, ``saved PROBLEM WRITTEN``: for a dying checkpoint (``rescue.py``)
+- ``tells PLACE STACKS``: the answer to ``asks``
 
-Hub to rank: ``welcome``, ``is process``, ``begins``, ``asks``, ``saves FOLDER FILES SECONDS``, ``ends STATUS RANK
-SILENT`` (RANK is the cause, SILENT the processes that do not answer, which any rank of their machine kills), and
-``unwatched`` when the hub itself has failed.
+Hub to rank: ``welcome``, ``is process``, ``begins``, ``asks``, ``ends STATUS RANK SILENT`` (RANK is the cause, SILENT
+the processes that do not answer, which any rank of their machine kills), and ``unwatched`` when the hub itself has
+failed.
 """
 
 import resource
@@ -41,7 +40,6 @@ from mm.parallel.door import LOOPBACK, allow_open_files, open_door
 from mm.parallel.lines import Lines
 from mm.parallel.node import Identity, kill, own_identity
 from mm.parallel.ranks import death_of, ranks_text
-from mm.parallel.rescue import Holdings, RescuePlan, Survivor, plan_rescue, rescue
 
 GRACE_SECONDS = 1.0
 """Wait between the order to end and a rank's exit: the launcher must see the causing rank exit first."""
@@ -100,11 +98,6 @@ class Hub:
         self.problems = allow_open_files(num_ranks)
         self._lines, self._places = Lines(door), dict.fromkeys(range(num_ranks), "unknown")
         self._processes: dict[int, Identity] = {}
-        self.survivor: Survivor | None = None
-        """Rank 0's part of a dying checkpoint; None if the run saves none."""
-        self.dying_seconds = 0.0
-        """Time limit of a dying checkpoint."""
-        self._holdings: dict[int, Holdings] = {}
         self._phases: dict[int, tuple[float, str]] = {}
         """By rank: when its phase must have ended, and what to report if it has not."""
         self._setups: dict[int, tuple[str, Mapping[str, Any]]] = {}
@@ -162,8 +155,6 @@ class Hub:
                         self._phases[rank] = (time.monotonic() + seconds + _GRACE_OF_PHASE, text)
                     case ["leaves phase"]:
                         self._phases.pop(rank, None)
-                    case ["can write", list(weights), list(states)]:
-                        self._holdings[rank] = Holdings(tuple(weights), tuple(states))
                     case ["leaves"]:
                         self._left.add(rank)
                         self._end_ends = min(self._end_ends, time.monotonic() + self._end_seconds)
@@ -253,13 +244,10 @@ class Hub:
 
     def _end(self, cause: Cause) -> None:
         silent: list[Identity] = []
-        stacks, held = dict[int, str](), dict[int, int]()
         if cause.text:
             _write(f"error: {cause.text}\n")  # first: a launcher that sees another rank exit soon ends this one
-        reports_places = bool(cause.text) and not cause.is_mistake
-        if reports_places or self._may_rescue(cause):
-            stacks, held = self._ask()
-        if reports_places:
+        if cause.text and not cause.is_mistake:
+            stacks = self._ask()
             is_silent = {rank: rank in self._lines.ranks and rank not in stacks for rank in range(self._num_ranks)}
             silent = [process for rank, process in self._processes.items() if is_silent[rank]]
             order = sorted(range(self._num_ranks), key=lambda rank: (not is_silent[rank], rank != cause.rank))
@@ -268,8 +256,6 @@ class Hub:
             _write(f"Where the ranks were:\n{places}")
             if cause.is_riddle:
                 _write("".join(f"\nStacks of rank {rank}:\n{stacks[rank]}" for rank in sorted(stacks)))
-        if self._may_rescue(cause):
-            self._rescue(held)
         for rank in self._lines.ranks:
             if rank != 0:
                 self._lines.send(rank, "ends", cause.status, cause.rank, silent)
@@ -296,27 +282,10 @@ class Hub:
                     case _ if rank < 0:
                         self._lines.drop(rank)  # a stranger
 
-    def _may_rescue(self, cause: Cause) -> bool:
-        """Whether a failure, not a request to stop, ends a run whose ranks have a state to save."""
-        return cause.status in (1, 2) and self.survivor is not None and len(self._holdings) == self._num_ranks
-
-    def _rescue(self, held: Mapping[int, int]) -> None:
-        """Let the survivors, which hold these iterations, save what they have."""
-        assert self.survivor is not None, "checked before"
-        plan = plan_rescue(self._holdings, held)
-        if isinstance(plan, RescuePlan):
-            survivors = [rank for rank in self._lines.ranks if rank in held]
-            _write(rescue(plan, self.survivor, self._lines, survivors, self.dying_seconds) + "\n")
-        elif 0 in held:
-            _write(f"note: the surviving ranks save nothing: nobody else holds the weights of {ranks_text(plan)}\n")
-
-    def _ask(self) -> tuple[dict[int, str], dict[int, int]]:
-        """Ask every rank where it is, also those that join meanwhile, and update their places.
-
-        Returns the stacks of those that answer in time, and the iterations that ranks hold.
-        """
+    def _ask(self) -> dict[int, str]:
+        """Ask every rank where it is, also those that join meanwhile, and update their places; return the stacks of
+        those that answer in time."""
         waiting, stacks, until = set(self._lines.ranks), dict[int, str](), time.monotonic() + _ANSWER_SECONDS
-        held: dict[int, int] = {}
         for rank in waiting:
             self._lines.send(rank, "asks")
         while waiting and (left := until - time.monotonic()) > 0:
@@ -328,10 +297,8 @@ class Hub:
                         waiting.add(joining)
                     case _ if rank < 0:
                         self._lines.drop(rank)  # a stranger
-                    case ["tells", str(place), str(text), iteration]:
+                    case ["tells", str(place), str(text)]:
                         self._places[rank], stacks[rank] = place, text
-                        if isinstance(iteration, int):
-                            held[rank] = iteration
                         waiting.discard(rank)
                     case ["is interrupted", int()]:
                         self._is_interrupted = True
@@ -339,7 +306,7 @@ class Hub:
                         waiting.discard(rank)
         for rank in waiting:
             self._places[rank] += " (and does not answer: it holds Python's GIL, or its process is stopped)"
-        return stacks, held
+        return stacks
 
 
 def end(status: int, at_end: Callable[[], None]) -> None:

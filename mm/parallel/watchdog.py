@@ -34,7 +34,6 @@ from mm.parallel.lines import Lines
 from mm.parallel.meeting import Meeting
 from mm.parallel.node import Identity, kill, own_identity
 from mm.parallel.ranks import death_of
-from mm.parallel.rescue import Survivor
 from mm.signals import defer_stopping, status_after
 
 if TYPE_CHECKING:
@@ -94,9 +93,6 @@ class Watchdog:
         self._lateness = ""
         """What to report when the deadline has passed."""
         self._hub_process: Identity | None = None
-        self._survivor: Survivor | None = None
-        self._saves_until = 0.0
-        """While a dying checkpoint is saved: when it must be complete."""
         self._is_leaving = self._is_unwatched = self._is_limited = False
         self._begun = threading.Event()
         self._ordered = threading.Event()
@@ -121,20 +117,9 @@ class Watchdog:
         self._mesh = mesh
         self._lines.send(0, "is at", self._place())  # immediately, in case this rank dies within the first second
 
-    def follow(
-        self, journal: Journal, communicator: "PipelineCommunicator", survivor: Survivor | None = None
-    ) -> None:
-        """Give the report access to what this rank is doing.  From now on the time between phases is limited too.
-
-        ``survivor``: this rank's part of a dying checkpoint; given on all ranks or on none.
-        """
+    def follow(self, journal: Journal, communicator: "PipelineCommunicator") -> None:
+        """Give the report access to what this rank is doing.  From now on the time between phases is limited too."""
         self._journal, self._communicator = journal, communicator
-        if survivor is None or not self._phase_seconds["dying"]:
-            return
-        self._survivor = survivor
-        if self._hub is not None:
-            self._hub.survivor, self._hub.dying_seconds = survivor, self._phase_seconds["dying"]
-        self._lines.send(0, "can write", survivor.holdings.weights, survivor.holdings.states)
 
     @contextmanager
     def step(self, iteration: int, phase: str = "") -> Iterator[None]:
@@ -165,24 +150,22 @@ class Watchdog:
         assert not self._is_limited, f"{phase} begins within {self._phase}"
         self._is_limited, self._phase = True, phase
         self._set_limit(limit, lateness)
-        if limit < math.inf and not self._saves_until:  # runs without the GIL, which the watching thread may not get
+        if limit < math.inf:  # runs without the GIL, which the watching thread may not get
             faulthandler.dump_traceback_later(limit + 2 * _HUB_SECONDS, exit=True, file=_STANDARD_ERROR)
         try:
             yield
         finally:
             self._is_limited = False
             self._set_limit(math.inf, lateness)
-            if not self._saves_until:
-                faulthandler.cancel_dump_traceback_later()
+            faulthandler.cancel_dump_traceback_later()
         self._phase = ""  # an error stays in its phase
         if self._journal is not None and (rest := self._phase_seconds["between"]):
             self._set_limit(rest, f"rank {self._meeting.rank} has been between two phases for more than {rest:.0f} s; "
                                   f"--phase-timeouts between=SECONDS sets this limit")
 
     def _set_limit(self, seconds: float, lateness: str) -> None:
-        """Limit what this rank does from now on, except while a dying checkpoint is saved, which has its own limit."""
-        if not self._saves_until:
-            self._lateness, self._deadline = lateness, time.monotonic() + seconds
+        """Limit what this rank does from now on."""
+        self._lateness, self._deadline = lateness, time.monotonic() + seconds
 
     def __enter__(self) -> "Watchdog":
         end_seconds, answer_seconds = (self._phase_seconds[name] or math.inf for name in ("between", "start"))
@@ -224,7 +207,7 @@ class Watchdog:
             if self._hub is not None:
                 self._hub.join(limit)
             return
-        defer_stopping()  # the launcher ends its ranks when one fails, but they may have something to save
+        defer_stopping()  # the launcher ends its ranks when one fails, but this one has to report why
         if isinstance(error, UserError):
             self._fail("fails", "", 2)
         else:
@@ -242,8 +225,8 @@ class Watchdog:
     def _fail(self, *words: str | int) -> bool:
         """Report to the hub and wait for its order to end, given because of this rank; False if no answer comes."""
         self._lines.send(0, *words)
-        while not self._is_unwatched and not self._ordered.wait(_HUB_SECONDS) and time.monotonic() < self._saves_until:
-            pass
+        if not self._is_unwatched:
+            self._ordered.wait(_HUB_SECONDS)
         if self._ordered.is_set() and self._cause_rank != self._meeting.rank:
             threading.Event().wait()  # another rank is the cause: the watching thread will end this process
         return self._ordered.is_set()
@@ -262,10 +245,7 @@ class Watchdog:
                         self._is_unwatched = True
                         self._begun.set()
                     case ["asks"]:
-                        held = None if self._survivor is None else self._survivor.hold()
-                        self._lines.send(0, "tells", self._place(), _stacks(), held)
-                    case ["saves", str(folder), list(files), int() | float() as seconds]:
-                        self._save(folder, files, seconds)
+                        self._lines.send(0, "tells", self._place(), _stacks())
                     case ["is process", str(node), int(pid), str(start)]:
                         self._hub_process = (node, pid, start)
                     case ["ends", int(status), int(cause_rank), list(silent)]:
@@ -283,20 +263,6 @@ class Watchdog:
                 kill([] if self._hub_process is None else [self._hub_process])
                 self._end(1, 0, f"error: {self._lateness}, and rank 0 does not answer: it holds Python's GIL, or its "
                                 f"process is stopped\n{self._own_place()}{_stacks()}")
-
-    def _save(self, folder: str, files: list[str], seconds: float) -> None:
-        """Write this rank's files of a dying checkpoint, if any.  The rank stays until the hub orders it to end."""
-        assert self._survivor is not None, "the hub was given what it can write"
-        self._saves_until, self._deadline = time.monotonic() + seconds, math.inf
-        faulthandler.dump_traceback_later(seconds + 2 * _HUB_SECONDS, exit=True, file=_STANDARD_ERROR)
-        if not files:
-            return
-        try:
-            problem, written = None, self._survivor.write(folder, files)
-        except Exception as error:  # the hub reports it
-            problem = str(error) if isinstance(error, UserError) else "".join(traceback.format_exception(error))
-            written = []
-        self._lines.send(0, "saved", problem, written)
 
     def _end(self, status: int, cause_rank: int, report: str = "") -> None:
         sys.stderr.write(printable(report))

@@ -5,7 +5,7 @@ Moments may be in bf16.  The fp32 copy of a bf16 weight may be left out, or be s
 (``mm.weights.halves``).  While a block is updated, all of its states are in fp32, and on the device.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -136,9 +136,9 @@ class BlockAdam(torch.optim.AdamW):
         dtype = self.kept.besides(parameter in self.weights)[kind]
         return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
 
-    def arrival(self) -> Callable[[], None]:
-        """A function that waits, in any thread, until all states updated so far are where they are kept."""
-        return self._passage.arrival()
+    def wait(self) -> None:
+        """Wait until all states updated so far are where they are kept."""
+        self._passage.wait()
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -207,7 +207,7 @@ class BlockAdam(torch.optim.AdamW):
 
     def take_weights(self) -> None:
         """Reset what is kept beside the weights to the weights just loaded: copies equal them, remainders are 0."""
-        self.arrival()()
+        self.wait()
         for copy, weight in self.weights.items():
             if MASTER in self.state[copy]:
                 self.state[copy][MASTER].view(-1).copy_(weight.view(-1))

@@ -1,6 +1,6 @@
 """The state of megatron's optimizers for each parameter, as tensors by the parameter's name."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +51,7 @@ class OwnedState:
     def tensors(self) -> dict[str, Tensor]:
         """What is kept beside the weight, flat and in its own dtypes: "master", an fp32 copy, or "remainder", what the
         weight lacks of it; and the moments once they exist.  Those in host memory are up to date only after a wait for
-        ``arrival_of_states``."""
+        ``wait_for_states``."""
         state = self.optimizer.state.get(self.main, {})
         found = {MASTER: state.get(MASTER, self.main)} if self.is_copy and self._weight is None else {}
         found |= {kind: state[kind] for kind in (REMAINDER, *MOMENTS) if kind in state}
@@ -133,16 +133,11 @@ def take_weights(optimizer: ChainedOptimizer) -> None:
             chained.reload_model_params()
 
 
-def arrival_of_states(optimizer: ChainedOptimizer) -> Callable[[], None]:
-    """A function that waits, in any thread, until the states of all updates so far have arrived in host memory."""
-    inner = [getattr(chained, "optimizer", None) for chained in optimizer.chained_optimizers]
-    waits = [one.arrival() for one in inner if isinstance(one, BlockAdam)]
-
-    def wait() -> None:
-        for arrived in waits:
-            arrived()
-
-    return wait
+def wait_for_states(optimizer: ChainedOptimizer) -> None:
+    """Wait until the states of all updates so far have arrived in host memory, if they are kept there."""
+    for chained in optimizer.chained_optimizers:
+        if isinstance(inner := getattr(chained, "optimizer", None), BlockAdam):
+            inner.wait()
 
 
 def is_split(optimizer: ChainedOptimizer) -> bool:

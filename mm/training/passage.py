@@ -45,7 +45,7 @@ class Passage:
 
     def through(self, blocks: Sequence[Sequence[Tensor]], compute: Callable[[int, list[Tensor]], None]) -> None:
         """Call ``compute`` for each block, with its number and copies on the device, which are then copied back to the
-        tensors in host memory.  ``arrival`` returns a function that waits for that."""
+        tensors in host memory.  ``wait`` waits for that."""
         coming = self._fetched(blocks[0]) if blocks else []
         for number, block in enumerate(blocks):
             self._coming.join()
@@ -59,15 +59,10 @@ class Passage:
                                  for one, host in zip(here, block, strict=True)] or self._leaving
         self._going.join()
 
-    def arrival(self) -> Callable[[], None]:
-        """A function that waits, in any thread, until what has been computed so far has arrived in host memory."""
-        leaving = self._leaving
-
-        def wait() -> None:
-            for arrived in leaving:
-                arrived()
-
-        return wait
+    def wait(self) -> None:
+        """Wait until what has been computed so far has arrived in host memory."""
+        for arrived in self._leaving:
+            arrived()
 
     def _fetched(self, block: Sequence[Tensor]) -> list[Tensor]:
         """Copies of ``block``, which will be on the device after ``join``."""

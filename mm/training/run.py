@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from mm.batch import StepPlan
-from mm.config.run import resolved
 from mm.config.validation import asks
 from mm.data.feed.keeper import FeatureKeeper
 from mm.device.device import Device
@@ -17,9 +16,7 @@ from mm.parallel.mesh import Mesh
 from mm.parallel.watchdog import Watchdog
 from mm.progress import ongoing
 from mm.signals import StopSignals
-from mm.training.checkpoint import TrainingProgress
 from mm.training.claim import Claim
-from mm.training.dying import DyingSave
 from mm.training.feed import Feed, open_feed
 from mm.training.questions import QuestionSet
 from mm.training.recorder import StepObserver
@@ -53,16 +50,13 @@ class Trainer:
         stage = Stage(run.model, mesh, args.precision, device, args.loss_unit, run.num_pieces > 1, args.shards_weights)
         started = start(settled, stage, mesh, self._say)
         self.setup, self.progress = started.setup, started.progress
-        claim = claim or Claim()
-        has_whole = not (settled.disks.are_several or stage.shards_weights)  # else survivors of a failure cannot save
-        self._dying = None if args.save is None or not has_whole else DyingSave(
-            args.save, self.setup, claim, resolved(run), started.base, saves_states=not args.no_save_optim)
-        watchdog.follow(stage.journal, self.setup.communicator, self._dying)
+        watchdog.follow(stage.journal, self.setup.communicator)
         with ongoing("the checksum of the ViT", args.vision_feature_cache is not None and mesh.rank == 0):
             self.fingerprint = None if args.vision_feature_cache is None else vision_fingerprint(stage, mesh)
         self.reporter = Reporter(run, self.setup, self._schedule, self.progress.iteration, self._say)
         self.saver = Saver(
-            run, self.setup, claim, self._say, started.checkpoint, started.base, watchdog.phase, settled.disks)
+            run, self.setup, claim or Claim(), self._say, started.checkpoint, started.base, watchdog.phase,
+            settled.disks)
         self._stopping = Stopping(signals or StopSignals(), args.exit_duration_in_mins, args.save is not None)
         self._ballot = Ballot(device)
         self._ended_early = False
@@ -201,8 +195,7 @@ class Trainer:
                 lr, recent = self._schedule.at(self.progress.consumed_samples), self.progress.recent
                 max_norm = None if args.skip_bad_steps is None else recent.max_norm(args.spike_factor)
                 votes = self._ballot.of([*self._stopping.votes(), self.saver.is_writing])
-                changing = (lambda: None) if self._dying is None else self._dying.changing
-                result = step(self.setup, plan, lr, votes, max_norm, changing)
+                result = step(self.setup, plan, lr, votes, max_norm)
                 self.reporter.report_spike(iteration, plan, result, recent.spike(result, args.spike_factor))
                 recent = recent.after(result, args.skip_bad_steps or 0)
             except AgreedError as error:
@@ -211,21 +204,15 @@ class Trainer:
             self._stopping.decide(stops)
             self.saver.decide(num_writing)
             consumed = self.progress.consumed_samples + self.run.global_batch_size
-            self._reach(replace(self.progress, iteration=iteration, consumed_samples=consumed, recent=recent))
+            self.progress = replace(self.progress, iteration=iteration, consumed_samples=consumed, recent=recent)
             if keeper is not None:
                 keeper.keep(self.setup.stage.take_features())
         return plan, result
 
-    def _reach(self, progress: TrainingProgress) -> None:
-        """Set ``progress``, which from now on is what a dying run saves."""
-        self.progress = progress
-        if self._dying is not None:
-            self._dying.holds(progress)
-
     def _validate(self, validator: Validator, feed: Feed) -> None:
         iteration = self.progress.iteration
         found = validator.validate(feed.plans, iteration)
-        self._reach(replace(self.progress, best=self.progress.best.after(found.loss, iteration)))
+        self.progress = replace(self.progress, best=self.progress.best.after(found.loss, iteration))
         self.reporter.report_validation(self.progress, found)
         if self.saver.is_best(self.progress):
             self._check_weights()

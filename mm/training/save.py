@@ -27,7 +27,7 @@ from mm.parallel.mesh import Mesh
 from mm.training.checkpoint import TrainingProgress
 from mm.training.disks import Disks, on_each_disk
 from mm.training.each_disk import stated_disks, unique_pieces
-from mm.training.optimizer_state import OwnedState, arrival_of_states, is_split, owned_states, scaler_state
+from mm.training.optimizer_state import OwnedState, is_split, owned_states, scaler_state, wait_for_states
 from mm.training.step import Setup
 from mm.weights.memory import MemoryLayout
 from mm.weights.table import Weight, stored_name
@@ -73,7 +73,7 @@ class BegunSave:
         """
         directory, mesh = Path(directory), setup.mesh
         setup.finish_gathering()
-        arrival_of_states(setup.optimizer)()
+        wait_for_states(setup.optimizer)
         owned = owned_states(setup.optimizer, setup.models) if save_optim else []
         disks = disks or Disks.one(mesh)
         tensors = _planned(setup, owned, _values(setup, disks), save_rng, disks)
@@ -82,8 +82,8 @@ class BegunSave:
         dist.all_reduce(of_disks, group=mesh.control_group)
         temporary = on_each_disk(
             mesh, disks, lambda: files.begin(directory, progress.iteration, int(of_disks[disks.own])))
-        facts = own_optimizer_facts(setup, owned) if save_optim else None
-        return cls(temporary, tensors, begun_manifest(progress, setup, run_facts, base), facts, disks)
+        facts = _own_optimizer_facts(setup, owned) if save_optim else None
+        return cls(temporary, tensors, _begun_manifest(progress, setup, run_facts, base), facts, disks)
 
     def write(self, tensors: ToWrite, host: Host) -> list[CheckpointTensor]:
         """Write this rank's files, in any thread, and return their tensors with checksums.
@@ -133,7 +133,7 @@ class BegunSave:
         pieces = [tensors for tensors, _ in gathered]
         return dataclasses.replace(
             self.manifest,
-            optimizer=shared_optimizer_facts([facts for _, facts in gathered if facts is not None]),
+            optimizer=_shared_optimizer_facts([facts for _, facts in gathered if facts is not None]),
             pieces=unique_pieces(pieces),
             disks=stated_disks(pieces, self._disks),
         )
@@ -147,7 +147,7 @@ class BegunSave:
             raise
 
 
-def begun_manifest(
+def _begun_manifest(
     progress: TrainingProgress, setup: Setup, run_facts: Mapping[str, Any], base: Mapping[str, Any] | None
 ) -> CheckpointManifest:
     """The manifest of ``progress``, without its tensors and the facts of the optimizer."""
@@ -201,7 +201,7 @@ def _host_memory(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _copies_of(disks: Disks) -> tuple[bool, ...]:
-    """For which ``copies`` a save calls ``planned_weights``: with several disks, also for what other positions write,
+    """For which ``copies`` a save calls ``_planned_weights``: with several disks, also for what other positions write,
     because these may be on other disks."""
     return (False, True) if disks.are_several else (False,)
 
@@ -218,9 +218,9 @@ def _planned(
     mesh, planned = setup.mesh, list[tuple[CheckpointTensor, Values]]()
     for copies in _copies_of(disks):
         if disks.is_writer(mesh):
-            planned += planned_weights(setup, values, copies)
+            planned += _planned_weights(setup, values, copies)
         if disks.is_writer(mesh) or is_split(setup.optimizer):
-            planned += planned_states(setup, owned, copies)
+            planned += _planned_states(setup, owned, copies)
     if save_rng:
         file = f"random_{mesh.rank:05d}.safetensors"
         for name, state in setup.stage.device.random_states().items():
@@ -229,26 +229,24 @@ def _planned(
     return planned
 
 
-def planned_weights(setup: Setup, values: Mapping[str, Values] | None = None, copies: bool = False) -> ToWrite:
+def _planned_weights(setup: Setup, values: Mapping[str, Values], copies: bool) -> ToWrite:
     """The weights that this rank's position on the axes writes; or with ``copies``, those of its weights that another
-    position writes.
-
-    ``values``: by default those in memory, which are whole.
-    """
-    file = weights_file(setup, copies)
+    position writes."""
+    file = f"weights_{_position(setup.mesh)}{'_copies' if copies else ''}.safetensors"
     planned: list[tuple[CheckpointTensor, Values]] = []
     for name, weight in _stored(setup, copies).items():
         parameter, memory = setup.stage.get_parameter(name), MemoryLayout.of(weight, setup.mesh.tp_size)
-        live = Values(parameter) if values is None else values[name]
         piece = CheckpointTensor.of(parameter.dtype, memory.file_shape, file, stored_name(weight), "weight",
                                     _tp_rank(weight, setup.mesh))
-        planned.append((piece, replace(live, memory=memory)))
+        planned.append((piece, replace(values[name], memory=memory)))
     return planned
 
 
-def planned_states(setup: Setup, owned: Sequence[OwnedState], copies: bool = False) -> ToWrite:
+def _planned_states(setup: Setup, owned: Sequence[OwnedState], copies: bool) -> ToWrite:
     """The same for the optimizer states ``owned`` by this rank."""
-    mesh, weights, file = setup.mesh, _stored(setup, copies), states_file(setup, copies)
+    mesh, weights = setup.mesh, _stored(setup, copies)
+    number = mesh.copy_rank if is_split(setup.optimizer) else 0
+    file = f"optimizer_{_position(mesh)}_dp{number:02d}{'_copies' if copies else ''}.safetensors"
     planned: list[tuple[CheckpointTensor, Values]] = []
     for state in (state for state in owned if state.name in weights):
         weight = weights[state.name]
@@ -261,17 +259,6 @@ def planned_states(setup: Setup, owned: Sequence[OwnedState], copies: bool = Fal
                 tensor.dtype, (stop - start,), file, stored_name(weight), kind, _tp_rank(weight, mesh), start)
             planned.append((piece, Values(tensor, memory, state.start)))
     return planned
-
-
-def weights_file(setup: Setup, copies: bool = False) -> str:
-    """Where this rank's weights belong; the same for all ranks that hold the same ones."""
-    return f"weights_{_position(setup.mesh)}{'_copies' if copies else ''}.safetensors"
-
-
-def states_file(setup: Setup, copies: bool = False) -> str:
-    """Where this rank's optimizer states belong; the same for all ranks that hold the same ones."""
-    number = setup.mesh.copy_rank if is_split(setup.optimizer) else 0
-    return f"optimizer_{_position(setup.mesh)}_dp{number:02d}{'_copies' if copies else ''}.safetensors"
 
 
 def _position(mesh: Mesh) -> str:
@@ -294,12 +281,12 @@ def _tp_rank(weight: Weight, mesh: Mesh) -> int:
     return weight.shards(mesh.tp_size, mesh.tp_rank)[1]
 
 
-def own_optimizer_facts(setup: Setup, owned: Sequence[OwnedState]) -> OptimizerFacts:
+def _own_optimizer_facts(setup: Setup, owned: Sequence[OwnedState]) -> OptimizerFacts:
     """This rank's optimizer facts for the manifest."""
     return owned[0].step if owned else None, scaler_state(setup.optimizer)
 
 
-def shared_optimizer_facts(of_ranks: Sequence[OptimizerFacts]) -> dict[str, Any] | None:
+def _shared_optimizer_facts(of_ranks: Sequence[OptimizerFacts]) -> dict[str, Any] | None:
     """The manifest's optimizer facts, from those of every rank that saves optimizer state; None if none does."""
     if not of_ranks:
         return None

@@ -1,6 +1,5 @@
 """One optimizer step: forward and backward over a plan's microbatches, then the update."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -89,17 +88,16 @@ def starts_ahead(args: Arguments, device: Device) -> bool:
 
 
 def step(
-    setup: Setup, plan: StepPlan, lr: float, votes: Tensor | None = None, max_norm: float | None = None,
-    changing: Callable[[], None] = lambda: None,
-) -> StepResult:  # fmt: skip
-    """Train one step with learning rate ``lr``; ``votes``, ``max_norm`` and ``changing``: see ``update``.
+    setup: Setup, plan: StepPlan, lr: float, votes: Tensor | None = None, max_norm: float | None = None
+) -> StepResult:
+    """Train one step with learning rate ``lr``; ``votes`` and ``max_norm``: see ``update``.
 
     Raises AgreedError as ``update`` does.
     """
     loss = forward_backward(setup, plan)
     stage = setup.stage
     with stage.journal.during(Work.UPDATE):
-        return update(setup.optimizer, loss, lr, setup.mesh, stage.device, votes, max_norm, stage.journal, changing)
+        return update(setup.optimizer, loss, lr, setup.mesh, stage.device, votes, max_norm, stage.journal)
 
 
 def forward_backward(setup: Setup, plan: StepPlan) -> Tensor:

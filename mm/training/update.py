@@ -5,7 +5,7 @@ collective.  If Adam's kernel supports ``grad_scale`` and ``found_inf``, it does
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -61,12 +61,12 @@ class Ballot:
 @torch.no_grad()
 def update(
     optimizer: ChainedOptimizer, loss: Tensor, lr: float, mesh: Mesh, device: Device, votes: Tensor | None = None,
-    max_norm: float | None = None, journal: Journal | None = None, changing: Callable[[], None] = lambda: None,
+    max_norm: float | None = None, journal: Journal | None = None,
 ) -> StepResult:  # fmt: skip
     """Clip and update with learning rate ``lr``; ``loss`` is this rank's share of the loss, from ``run_schedule``.
 
     ``votes``: fp32 numbers of this rank, on the device, which the same collective sums over all ranks.  ``journal``
-    records the waits for other ranks.  ``changing`` is called right before weights and moments may change.
+    records the waits for other ranks.
 
     If a gradient overflowed under loss scaling, the optimizer skips the step.  A step is bad if the loss or any other
     gradient is not finite, or the gradient norm is above ``max_norm``; then all weights and moments stay unchanged.  If
@@ -78,8 +78,6 @@ def update(
     inner = _trained(optimizer)
     has_scaler = any(getattr(one, "grad_scaler", None) for one in optimizer.chained_optimizers)
     scale = [optimizer.get_loss_scale()] if has_scaler else []  # read before the scaler's update
-    if has_scaler:
-        changing()  # the scale is part of the state, and prepare_grads adapts it
     with waiting() if has_scaler else nullcontext():  # with a scaler, ranks agree on whether a gradient overflowed
         overflowed = optimizer.prepare_grads()
     sums = _summands(loss, () if overflowed else inner, mesh, votes)
@@ -90,7 +88,6 @@ def update(
     reading = device.start_reading(numbers) if is_folded else numbers.tolist
     max_squares = math.inf if max_norm is None else _rounded(max_norm * max_norm)  # ** would raise OverflowError
     if is_folded:
-        changing()
         _step_folded(inner, sums, max_squares)
     loss_sum, squares, *more = reading()
     agreed, scales = (more, ()) if not scale else (more[:-1], more[-1:])
@@ -101,7 +98,6 @@ def update(
     is_updated = not overflowed and not fault
     if is_updated:
         if not is_folded:
-            changing()
             _step_clipped(inner, math.sqrt(squares))
         _copy_to_model(optimizer)
         with waiting():

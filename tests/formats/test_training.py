@@ -13,6 +13,7 @@ from mm.formats import checkpoints
 from mm.formats import training_writer as writer
 from mm.formats.blocks import Values
 from mm.formats.manifest import MANIFEST_FILE
+from mm.formats.source import holds_nothing
 from mm.formats.training import CheckpointManifest, CheckpointTensor
 from mm.formats.training_reader import TrainingDirectory
 from tests.checkpoint.models import SmallModel
@@ -119,16 +120,38 @@ def test_leftovers_of_killed_saves_are_deleted_except_the_only_copy(tmp_path: Pa
         write_small(tmp_path, iteration)
     (tmp_path / "iter_0000010").rename(tmp_path / "iter_0000010.old-ab12")  # killed before the new one was in place
     shutil.copytree(tmp_path / "iter_0000020", tmp_path / "iter_0000020.old-cd34")
-    for name in ("iter_0000020.tmp-ef56", "iter_0000030.tmp-78ab", "best", "my.tmp-78ab"):
+    shutil.copytree(tmp_path / "iter_0000020", tmp_path / "iter_0000025.dying")  # of an earlier version
+    for name in ("iter_0000010.old-cd56", "iter_0000020.dying", "iter_0000020.tmp-ef56", "iter_0000030.tmp-78ab",
+                 "best", "my.tmp-78ab"):
         (tmp_path / name).mkdir()
     (tmp_path / f"{checkpoints.LATEST_FILE}.tmp-12ab").touch()
     notes = writer.tidy(tmp_path)
+    stay = ["iter_0000010.old-ab12", "iter_0000025.dying"]
+    deleted = ["iter_0000010.old-cd56", "iter_0000020.dying", "iter_0000020.old-cd34", "iter_0000020.tmp-ef56",
+               "iter_0000030.tmp-78ab", f"{checkpoints.LATEST_FILE}.tmp-12ab"]
+    assert {note.split(" ")[0].removeprefix(f"{tmp_path}/"): note.endswith("has been deleted") for note in notes} == {
+        **dict.fromkeys(stay, False), **dict.fromkeys(deleted, True)}
+    assert names(tmp_path) == sorted(["best", *stay, "iter_0000020", checkpoints.LATEST_FILE, "my.tmp-78ab"])
+    assert len(writer.tidy(tmp_path)) == len(stay) and writer.tidy(tmp_path / "none") == []
+
+
+def test_incomplete_directories_count_as_nothing(tmp_path: Path) -> None:
+    """Also those of earlier versions, which saved iter_*.dying when a run failed: a command that begins and continues a
+    run begins it."""
+    for name in ("iter_0000002.dying", "iter_0000002.old-ab12", "iter_0000003.tmp-cd34", "iter_0000004"):
+        (tmp_path / name).mkdir()
+    assert holds_nothing(tmp_path) and checkpoints.newest_checkpoint(tmp_path) is None
+    write_small(tmp_path, 1, 1.0)
+    (tmp_path / "iter_0000001").rename(tmp_path / "iter_0000005.dying")
+    (tmp_path / checkpoints.LATEST_FILE).unlink()
+    assert holds_nothing(tmp_path) and checkpoints.newest_checkpoint(tmp_path) is None
+    write_small(tmp_path, 1, 2.0)
+    assert not holds_nothing(tmp_path) and checkpoints.newest_checkpoint(tmp_path) == tmp_path / "iter_0000001"
+    folder, notes = checkpoints.find_checkpoint(tmp_path)
+    assert folder == tmp_path / "iter_0000001"
     assert [note.split(" ")[0].removeprefix(f"{tmp_path}/") for note in notes] == [
-        "iter_0000020.old-cd34", "iter_0000020.tmp-ef56", "iter_0000030.tmp-78ab",
-        f"{checkpoints.LATEST_FILE}.tmp-12ab"]
-    assert all(note.endswith("was left over from an interrupted save and has been deleted") for note in notes)
-    assert names(tmp_path) == ["best", "iter_0000010.old-ab12", "iter_0000020", checkpoints.LATEST_FILE, "my.tmp-78ab"]
-    assert writer.tidy(tmp_path) == writer.tidy(tmp_path / "none") == []
+        "iter_0000002.dying", "iter_0000002.old-ab12", "iter_0000003.tmp-cd34", "iter_0000004", "iter_0000005.dying"]
+    assert all(" is left over from an interrupted save and is not used; " in note for note in notes)
 
 
 def test_advice_about_damage_names_the_newest_older_checkpoint(tmp_path: Path) -> None:

@@ -245,7 +245,7 @@ def test_a_rank_that_joins_while_others_are_asked_is_asked_and_ended_too(monkeyp
     third = join(hub, 2)
     assert next_words(third) == ["asks"]
     for one in (first, third):
-        one.send(0, "tells", "somewhere", "", None)
+        one.send(0, "tells", "somewhere", "")
     hub.join(60.0)
     assert ends == [1]
     for one in (first, third):
@@ -266,7 +266,7 @@ def test_nobody_waits_long_after_a_signal_for_ranks_that_do_not_come(
     if dies:
         second.close()
         assert next_words(first) == ["asks"]
-        first.send(0, "tells", "somewhere", "", None)
+        first.send(0, "tells", "somewhere", "")
     first.send(0, "is interrupted", 143)
     hub.join(60)
     assert ends == [1 if dies else 143]

@@ -3,20 +3,17 @@
 Only the fault, its report and the statuses are looked at, not the time that it took; the worker's found.json has that.
 """
 
-import faulthandler
 import json
 import math
 import re
 import socket
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
 
 from mm.device.device import Device
 from mm.parallel.checked import Transfer, difference
-from mm.parallel.meeting import Meeting
 from mm.training.claim import LOCK_FILE
 from tests.launch import run_ranks
 from tests.parallel.faults import FAULTS, WHOLE
@@ -166,26 +163,6 @@ def test_each_difference_is_found(sent: dict, dtype: torch.dtype, what: str) -> 
     problem = difference(ACTIVATION, 1, expected, found)
     assert problem is not None and f"; found {what}: " in problem
     assert difference(ACTIVATION, 1, expected, expected) is None
-
-
-def test_a_step_that_begins_while_a_dying_checkpoint_is_saved_does_not_cut_it_short(
-    monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Other ranks have failed, but the main thread of this one may go on: between phases, or in one that needs no other
-    rank."""
-    from mm.parallel.watchdog import Watchdog
-
-    calls: list[object] = []
-    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda seconds, **_: calls.append(seconds))
-    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: calls.append("cancelled"))
-    watchdog = Watchdog(Meeting(0, 1, "localhost", None), 1.0)
-    watchdog._survivor = Mock()
-    with watchdog.phase("answers"):
-        watchdog._save("directory", [], 300.0)
-        calls.clear()
-    with watchdog.step(3):
-        assert watchdog._deadline == math.inf
-    assert watchdog._deadline == math.inf and not calls
 
 
 def test_the_limit_follows_the_steps_and_the_first_has_more() -> None:

@@ -138,7 +138,7 @@ def test_states_pass_through_the_device_to_the_same_numbers(
     for seed in range(3):
         for adam, trained in ((mine, stand_ins), (reference, doubles)):
             step(adam, trained, seed, grad_scale=torch.tensor(1.5), found_inf=torch.tensor(float(seed == 1)))
-        mine.arrival()()
+        mine.wait()
         for one, other, stand_in, double in zip(weights, others, stand_ins, doubles, strict=True):
             state, expected = mine.state[stand_in], reference.state[double]
             assert torch.equal(one, other) and state.keys() == expected.keys()

@@ -1,8 +1,6 @@
 """The way of optimizer states through a device whose side streams are late: copies are made when somebody waits."""
 
-import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -30,35 +28,9 @@ def test_each_block_is_there_when_it_is_computed_on_and_arrives(sizes: list[tupl
                 state += 10.0 * number
 
         passage.through(blocks, compute)
-        passage.arrival()()
+        passage.wait()
         for number, block in enumerate(blocks):
             assert all(host.tolist() == [10.0 * number * step] * len(host) for host in block)
-
-
-@dataclass(frozen=True)
-class AskedDevice(Device):
-    """Notes which copies to the host were waited for, by their numbers."""
-
-    asked: list[int] = field(default_factory=list)
-    numbers: Iterator[int] = field(default_factory=itertools.count)
-
-    def start_copying_back(self, tensor: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
-        number, arrived = next(self.numbers), super().start_copying_back(tensor, into)
-        return lambda: (self.asked.append(number), arrived())[1]
-
-
-def test_a_wait_is_for_what_was_computed_before_it_was_asked_for() -> None:
-    """A dying rank saves the last update that its device has done; the next one is queued, and may never be done."""
-    device = AskedDevice(**vars(Device.pick("cpu")))
-    passage, (state,) = Passage(device), host_memory(device, [(2, torch.float32)])
-    passage.arrival()()
-    passage.through([[state], []], lambda _, states: None)
-    wait = passage.arrival()
-    passage.through([[state]], lambda _, states: None)
-    wait()
-    assert device.asked == [0]
-    passage.arrival()()
-    assert device.asked == [0, 1]
 
 
 def test_too_little_host_memory_is_named() -> None:
