@@ -91,8 +91,7 @@ class Saver:
         if self._background is not None and self._background.iteration is not None:
             self.is_written = False
             with self._saving("finishing", self._background.iteration):
-                for final in self._background.commit(self._setup.mesh):
-                    self._say(f"saved {final}")
+                self._background.commit(self._setup.mesh, lambda final: self._say(f"saved {final}"))
 
     @contextmanager
     def committing(self) -> Iterator[None]:
