@@ -18,9 +18,8 @@ from mm.parallel.mesh import Mesh
 from mm.progress import ongoing
 from mm.training import checkpoint as state
 from mm.training.disks import Disks
-from mm.training.each_disk import catch_up, check_held
 from mm.training.opened import Opened, Questions, Samples
-from mm.training.saves import continued, new_run_id, save_directories, save_problems, tidy_up
+from mm.training.saves import continued, new_run_id, save_problems, tidy_up
 from mm.training.schedule import Schedule, scheduled
 from mm.training.sources import Sources, checkpoint_of, consumed_by, open_start
 from mm.training.step import Setup
@@ -71,9 +70,6 @@ def settle(
     """
     disks, opened = disks or Disks.one(mesh), opened or Opened()
     run = _with_agreed_steps(on_first(mesh, lambda: run) if disks.are_several else run, mesh)
-    if disks.are_several:
-        for note in catch_up(save_directories(run), mesh, disks):
-            say(f"note: {note}")
     for note in all_of(together(mesh, lambda: tuple(tidy_up(run) if disks.is_first else ())), mesh.control_group):
         say(f"note: {note}")
 
@@ -100,7 +96,7 @@ def settle(
             f"--pretrained-checkpoint, --load-base-model and model_name_or_path{late}")
     checkpoint = on_first(mesh, lambda: checkpoint_of(run))
     if disks.are_several and checkpoint is not None:
-        check_held(checkpoint.path, mesh, disks)
+        disks.check_same(checkpoint.path, mesh)
     settled, notes = together(mesh, find)
     for note in notes:
         say(f"note: {note}")

@@ -48,7 +48,7 @@ def background_fails(directory: Path, layout: Layout) -> dict:
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     progress = replace(run.progress, iteration=1)
     saves.begin(BegunSave.begin(directory / "best", progress, run.setup, {}), ALL_KEPT, run.mesh)
-    saved = list[str]()
-    problems = problems_of(lambda: saves.commit(run.mesh, lambda final: saved.append(str(final.relative_to(directory)))))
-    return {"problems": problems, "left": sorted(path.name for path in directory.iterdir()), "saved": saved,
-            "is_pending": saves.iteration is not None}
+    saved = list[Path]()
+    problems = problems_of(lambda: saves.commit(run.mesh, saved.append))
+    return {"problems": problems, "left": sorted(path.name for path in directory.iterdir()),
+            "saved": [str(path.relative_to(directory)) for path in saved], "is_pending": saves.iteration is not None}
