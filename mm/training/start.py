@@ -14,6 +14,7 @@ from mm.formats.source import Kind
 from mm.model import load
 from mm.model.stage import Stage
 from mm.parallel.agreement import all_of, on_first, together
+from mm.parallel.megatron import DTYPES
 from mm.parallel.mesh import Mesh
 from mm.progress import ongoing
 from mm.training import checkpoint as state
@@ -38,7 +39,7 @@ class Start:
     setup: Setup
     progress: state.TrainingProgress
     checkpoint: Path | None = None
-    """The training checkpoint that holds them."""
+    """The training checkpoint that holds them in the run's dtype."""
     base: Mapping[str, Any] | None = None
     """Path and checksum of the base model of adapters; None if it is random or there are no adapters."""
 
@@ -146,7 +147,8 @@ def start(settled: Settled, stage: Stage, mesh: Mesh, say: Callable[[str], None]
             f"{started.progress.iteration}")
     for note in started.progress.notes:
         say(f"note: {note}")
-    if started.checkpoint is not None and started.progress.data is None and not args.finetune:
+    trained = sources.trained(run)
+    if trained is not None and trained.manifest and started.progress.data is None and not args.finetune:
         say("note: the checkpoint, which an older version saved, does not say what data it was trained on; training "
             "continues as if they were the same")
     goes_on = continued(run, sources) is not None
@@ -164,7 +166,8 @@ def _progress(run: Run, setup: Setup, sources: Sources) -> Start:
     if resumed.kind is Kind.TRAINING:
         progress = state.load(resumed, setup, load_optim=not args.no_load_optim, load_rng=not args.no_load_rng,
                               finetune=args.finetune)
-        return Start(setup, progress, resumed.path)
+        is_same = {view.stored.dtype for view in resumed.views} == {DTYPES[args.precision]}
+        return Start(setup, progress, resumed.path if is_same else None)
     if resumed.iteration is None or args.finetune:
         return Start(setup, state.TrainingProgress(0, 0))
     return Start(setup, state.TrainingProgress(
