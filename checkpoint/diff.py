@@ -93,7 +93,9 @@ def _is_stated(path: Path, flag: str) -> bool:
 def _open(path: Path, flag: str, model: ModelConfig | None) -> Source:
     """Open a directory.  One that states no model is read as ``model``, or as a published size, or as empty."""
     try:
-        return open_source(path, flag, model=model, lenient=True)
+        found = open_source(path, flag, model=model, lenient=True)
+        found.check_here()
+        return found
     except UserError as error:
         if model is None or _is_stated(path, flag):
             raise

@@ -52,11 +52,9 @@ def _manifest_problems(directory: Directory, stated: Sequence[Stored], num_worke
     for file in sorted(contents.keys() - files):
         if contents[file]:
             yield f"{root / file} is not in {MANIFEST_FILE}; remove it."
-    missing = sorted(files - contents.keys())
-    if missing and isinstance(directory, TrainingDirectory) and directory.manifest.disks:
-        yield directory.lacks(missing)
-    else:
-        yield from (f"{root / file} is missing; {cure}." for file in missing)
+    if isinstance(directory, TrainingDirectory):
+        directory.check_here(files)
+    yield from (f"{root / file} is missing; {cure}." for file in sorted(files - contents.keys()))
     for file in sorted(files & contents.keys()):
         for name in sorted(contents[file]):
             if (file, name) not in names:

@@ -146,7 +146,7 @@ def train(run: Run, signals: StopSignals) -> int:
             print_notes_once((*device.notes, *peak_notes(device.platform, device.name)))
             # megatron looks at the device while it is imported, so everything built on it comes after this
             from mm.parallel import mesh as parallel
-            from mm.training.disks import claim_others, find_disks
+            from mm.training.disks import find_disks
             from mm.training.reporter import say_on_last_rank
             from mm.training.run import Trainer
             from mm.training.start import settle
@@ -158,9 +158,7 @@ def train(run: Run, signals: StopSignals) -> int:
                                   run.args.vision_feature_cache is not None, store)
         watchdog.place(mesh)
         with watchdog.phase("load"):
-            disks = find_disks(run.args.save, run.args.save_on_each_node, mesh)
-            claim_others(run.args.save, claim, mesh, disks, lambda text: print(text, flush=True))
-            settled = settle(run, mesh, say_on_last_rank(mesh), opened, disks)
+            settled = settle(run, mesh, say_on_last_rank(mesh), opened, find_disks(run.args, mesh))
             trainer = Trainer(settled, device, mesh, watchdog, claim, signals)
             del opened, settled  # frees the headers of the weights; the trainer keeps the samples and questions
         trainer.run_steps()

@@ -1,6 +1,7 @@
 """The shipped shell scripts, run as a user runs them; a recorder stands in for Python."""
 
 import os
+import pickle
 import shutil
 import socket
 import subprocess
@@ -11,6 +12,7 @@ from mm.config.evaluate import read_evaluation
 from mm.config.flags import parse
 from mm.config.generate import load_asking
 from mm.config.model import read_model
+from mm.config.notes import NoEffect
 from mm.config.run import load_run
 from mm.generation.layout import placed
 from mm.plan.sizes import num_model_params
@@ -79,6 +81,9 @@ def test_dry_run_of_every_size(tmp_path, monkeypatch, size):
     assert (run.world_size, run.tp_size, run.num_stages) == (world_size, tp_size, num_stages)
     assert (run.dp_size, run.global_batch_size, run.args.precision) == (dp_size, batch_size, "bf16")
     assert num_model_params(run) == num_params
+    sent = pickle.loads(pickle.dumps(run.notes))  # as rank 0 sends its run to nodes with disks of their own
+    counts = [(note, note.num_settings) for note in run.notes if isinstance(note, NoEffect)]
+    assert counts and [(note, note.num_settings) for note in sent if isinstance(note, NoEffect)] == counts
     report = stage_report(run)
     assert f"{num_params:,} parameters" in report
     assert "ViT 0-31 (frozen), projector (frozen), embedding" in report

@@ -19,6 +19,10 @@ class NoEffect(str):
         note.num_settings = len(names)
         return note
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """For pickle, which would call ``__new__`` with the text alone: rank 0 sends its run to other nodes."""
+        return str.__new__, (NoEffect, str(self)), vars(self)
+
 
 def sorted_notes(notes: Iterable[str]) -> list[str]:
     """Each note once: first what may change results, then what has no effect."""

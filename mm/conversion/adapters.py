@@ -54,32 +54,27 @@ def holds_adapters(path: str | Path, flag: str = "--load") -> bool:
     return False
 
 
-def open_adapters(
-    path: str | Path, model: ModelConfig, layout: Layout | None = None, may_lack_files: bool = False
-) -> Source:
+def open_adapters(path: str | Path, model: ModelConfig, layout: Layout | None = None) -> Source:
     """Open a directory of adapters; raises UserError if they are not the adapters of ``model``.
 
-    Adapters in MindSpeed-MM's layout without a manifest are read according to ``layout``.  ``may_lack_files``: see
-    ``mm.formats.source.open_training``.
+    Adapters in MindSpeed-MM's layout without a manifest are read according to ``layout``.
     """
     if is_peft_directory(path):
         return open_adapter(AdapterDirectory.open(path), model)
-    source = open_saved(path, model, layout, may_lack_files)
+    source = open_saved(path, model, layout)
     source.check_model(model)
     refuse(_difference(source, model))
     return source
 
 
-def open_saved(
-    path: str | Path, model: ModelConfig | None = None, layout: Layout | None = None, may_lack_files: bool = False
-) -> Source:
+def open_saved(path: str | Path, model: ModelConfig | None = None, layout: Layout | None = None) -> Source:
     """Open the adapters of a training checkpoint or in MindSpeed-MM's layout.
 
     Adapters in MindSpeed-MM's layout without a manifest do not describe themselves: they are read as those of ``model``
     on ``layout``.  Raises UserError if these are not given.
     """
     if find_kind(path) is not Kind.MINDSPEED:
-        return open_training(TrainingDirectory.open(path), takes_adapters=True, may_lack_files=may_lack_files)
+        return open_training(TrainingDirectory.open(path), takes_adapters=True)
     directory = MindSpeedDirectory.open(path)
     if directory.manifest is not None:
         return open_mindspeed(directory, None, None)

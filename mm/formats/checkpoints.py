@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mm.errors import UserError, collected
+from mm.errors import UserError
 from mm.formats.manifest import MANIFEST_FILE, read_head
 
 LATEST_FILE = "latest_checkpointed_iteration.txt"
@@ -63,20 +63,6 @@ def run_id_of(folder: Path) -> str | None:
         return stated(folder).get("run_id")
     except UserError:
         return UNREADABLE
-
-
-def identities(directory: Path) -> dict[int, int]:
-    """The checksum of the manifest of each complete checkpoint, by ascending iteration.
-
-    All disks of one save have the same.  Checkpoints with a damaged manifest are left out.
-    """
-    found = {}
-    for iteration in complete_iterations(directory):
-        with collected([]):
-            content = stated(directory / iteration_name(iteration))
-            if "crc32" in content:
-                found[iteration] = content["crc32"]
-    return found
 
 
 def stated(folder: Path) -> Mapping[str, Any]:

@@ -113,6 +113,7 @@ class Source:
     @property
     def fingerprint(self) -> str:
         """Identifies a version of the files without reading their weights: sizes, headers, modification times."""
+        self.check_here()
         digest = hashlib.sha256()
         for path in sorted(self.files):
             state = path.stat()
@@ -132,6 +133,11 @@ class Source:
         Raises UserError naming each tensor that is wrong.
         """
         check_copies_and_padding(self.index, self.path)
+
+    def check_here(self) -> None:
+        """Raise UserError if another node's disk holds some of the weights."""
+        if isinstance(self.directory, TrainingDirectory):
+            self.directory.check_here(view.stored.file for view in self.views)
 
     def check_model(self, model: ModelConfig) -> None:
         """Check that ``model``, on any layout, is the stored model.
@@ -176,6 +182,8 @@ class Source:
                 assert span.key is None or sum(one.span.length for one in found) == span.length, (weight.name, span)
                 for one in found:
                     if one.view not in checked:
+                        if isinstance(self.directory, TrainingDirectory):
+                            self.directory.check_here([one.view.stored.file])
                         files.check(one.view.stored, advice)
                         checked.add(one.view)
                     into = whole[:, filled + one.span.start - span.start :]
@@ -220,15 +228,13 @@ def open(
     model: ModelConfig | None = None,
     qkv: QkvOrder | None = None,
     lenient: bool = False,
-    may_lack_files: bool = False,
 ) -> Source:
     """Open a weight directory of any kind, which ``flag`` gave, as a source.
 
     ``layout`` is the layout that the user stated with ``layout_flag``.  For a directory in MindSpeed-MM's layout
     without a manifest, ``model`` is its model, and ``qkv`` determines the order of the ViT's qkv.  With ``lenient``,
     tensors that do not fit the model are collected in ``problems`` instead of raised, and the views cover the others.
-    ``may_lack_files``: see ``open_training``.  Raises UserError if the directory is of no known kind, incomplete,
-    damaged, or not on the given layout.
+    Raises UserError if the directory is of no known kind, incomplete, damaged, or not on the given layout.
     """
     directory = find(path, flag)
     match directory:
@@ -238,7 +244,7 @@ def open(
         case MindSpeedDirectory():
             source = _open_mindspeed(directory, layout, layout_flag, model, qkv or QkvOrder(), lenient)
         case TrainingDirectory():
-            source = open_training(directory, lenient=lenient, may_lack_files=may_lack_files)
+            source = open_training(directory, lenient=lenient)
             if layout is not None and layout != source.layout:
                 raise UserError(
                     f"{layout_flag} says {layout}, but the training checkpoint {source.path} was saved with "
@@ -248,15 +254,14 @@ def open(
 
 
 def open_to_train(
-    path: str | Path, model: ModelConfig, needs_optimizer: bool = True, qkv: QkvOrder | None = None,
-    may_lack_files: bool = False,
-) -> Source:  # fmt: skip
-    """Open the directory of ``--load``, which must hold all of ``model``; ``may_lack_files``: see ``open_training``.
+    path: str | Path, model: ModelConfig, needs_optimizer: bool = True, qkv: QkvOrder | None = None
+) -> Source:
+    """Open the directory of ``--load``, which must hold all of ``model``.
 
     Raises UserError if it is of no known kind, incomplete or of another model, or if the optimizer state is needed and
     MindSpeed-MM trained it.
     """
-    source = open(path, "--load", model=model, qkv=qkv, may_lack_files=may_lack_files)
+    source = open(path, "--load", model=model, qkv=qkv)
     if needs_optimizer:
         source.check_optimizer()
     if source.is_vit_only:
@@ -277,12 +282,9 @@ def open_hf(directory: HFDirectory, language_path: str | Path | None = None, len
     return replace(source, views=(*kept, *language), files=(*source.files, *files))
 
 
-def open_training(
-    directory: TrainingDirectory, lenient: bool = False, takes_adapters: bool = False, may_lack_files: bool = False
-) -> Source:
+def open_training(directory: TrainingDirectory, lenient: bool = False, takes_adapters: bool = False) -> Source:
     """The weights of a training checkpoint in the dtypes of the training, without its optimizer state.
 
-    ``may_lack_files``: with ``--save-on-each-node``, only some files may be here; whoever reads others must check that.
     Raises UserError if it holds adapters instead of a whole model, unless ``takes_adapters``.
     """
     manifest = directory.manifest
@@ -292,7 +294,7 @@ def open_training(
             f"{directory.path} holds adapters (LoRA) of the model in {base}, not a whole model; continue training "
             f"with the --lora-* flags of that run, or make a whole model with mm-convert merge_lora."
         )
-    return _source(directory, Kind.TRAINING, manifest.model, manifest.tp_size, directory.views(may_lack_files), lenient,
+    return _source(directory, Kind.TRAINING, manifest.model, manifest.tp_size, directory.views(), lenient,
                    iteration=manifest.iteration, consumed_samples=manifest.consumed_samples, notes=directory.notes,
                    base_crc32=(manifest.base or {}).get("crc32"))
 

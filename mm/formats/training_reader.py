@@ -23,10 +23,6 @@ from mm.weights.table import Weight, local_shape, placed, shard, stored_name, un
 from mm.weights.trained import saved_weights
 from mm.weights.views import Misfit, Stored, View, shard_view
 
-GATHER = ("copy this directory of every node into one, in which files of the same name are the same, and give that: "
-          "'rsync -a NODE:DIRECTORY/ GATHERED/' for each node")
-"""What to do about files on other nodes' disks."""
-
 
 @dataclass(frozen=True)
 class TrainingDirectory:
@@ -70,10 +66,10 @@ class TrainingDirectory:
         return [*self.notes, f"{self.path}: training checkpoint, iteration {manifest.iteration}, "
                 f"{manifest.consumed_samples} samples", f"layout: {Layout.of(manifest.model, manifest.tp_size)}"]
 
-    def views(self, may_lack_files: bool = False) -> tuple[list[View], list[Misfit]]:
+    def views(self) -> tuple[list[View], list[Misfit]]:
         """Views of all weights, and missing ones; raises UserError naming each tensor that differs from the manifest.
 
-        ``may_lack_files``: files that are on other nodes' disks may be missing here, and views of them cannot be read.
+        Files on other nodes' disks may be missing: see ``check_here``.
         """
         views, misfits, problems = [], [], []
         for weight in saved_weights(self.manifest.model):
@@ -84,8 +80,7 @@ class TrainingDirectory:
                     misfits.append(Misfit("missing", text, weight, tp_rank))
                     continue
                 with collected(problems):
-                    is_elsewhere = may_lack_files and self._is_elsewhere(pieces[0])
-                    stored = pieces[0].stored if is_elsewhere else self._located(pieces[0])
+                    stored = pieces[0].stored if self._is_elsewhere(pieces[0]) else self._located(pieces[0])
                     # A parameter's shape may differ from the weight's, as for a flattened patch embedding.
                     shaped = dataclasses.replace(stored, shape=local_shape(weight, self.manifest.tp_size))
                     if shaped.num_bytes != stored.num_bytes:
@@ -120,9 +115,12 @@ class TrainingDirectory:
         return found[0] if len(found) == 1 else joined(*found)
 
     def _read_kind(self, weight: Weight, kind: str, tp_size: int, tp_rank: int, start: int, stop: int) -> Tensor:
-        own, stored, needed = self._shards(weight, tp_size, tp_rank)
+        # Both depend on the tensor-parallel size and on whether the encoder is whole, when saved and now.
+        own = weight.shards(tp_size, tp_rank)
+        stored, _ = placed(weight, self.manifest.model).shards(self.manifest.tp_size)
         if own[0] == stored:
             return self._range(stored_name(weight), kind, own[1], start, stop)
+        needed = [rank for rank in range(stored) if share_numbers(weight, (stored, rank), own)]
         plain = dataclasses.replace(weight, is_whole=False)
         shape = local_shape(plain, stored)
         found = {rank: self._range(stored_name(weight), kind, rank, 0, math.prod(shape)).reshape(shape)
@@ -133,51 +131,15 @@ class TrainingDirectory:
         shards = [found.get(rank, nothing) for rank in range(stored)]
         return shard(plain, unshard(plain, shards), *own).reshape(-1)[start:stop]
 
-    def _shards(self, weight: Weight, tp_size: int, tp_rank: int) -> tuple[tuple[int, int], int, list[int]]:
-        """``weight.shards`` of this rank, the number of stored shards, and which of them it needs.
-
-        All three depend on the tensor-parallel size and on whether the encoder is whole, when saved and now.
-        """
-        own = weight.shards(tp_size, tp_rank)
-        num_stored, _ = self._as_stored(weight).shards(self.manifest.tp_size)
-        if own[0] == num_stored:
-            return own, num_stored, [own[1]]
-        needed = [rank for rank in range(num_stored) if share_numbers(weight, (num_stored, rank), own)]
-        return own, num_stored, needed
-
-    def _as_stored(self, weight: Weight) -> Weight:
-        return placed(weight, self.manifest.model)
-
-    def files_elsewhere(
-        self, weight: Weight, kind: str, tp_size: int, tp_rank: int, start: int = 0, stop: int | None = None
-    ) -> set[str]:
-        """Files that are not here, and that a rank needs to read these elements, by default all of its shard."""
-        own, num_stored, needed = self._shards(weight, tp_size, tp_rank)
-        if own[0] == num_stored:
-            ranges = [(start, math.prod(local_shape(weight, tp_size)) if stop is None else stop)]
-        else:
-            ranges = [(0, math.prod(local_shape(self._as_stored(weight), self.manifest.tp_size)))] * len(needed)
-        name = stored_name(weight)
-        return {piece.stored.file for rank, (first, last) in zip(needed, ranges, strict=True)
-                for one in self._kinds(weight, kind)
-                for piece, _, _ in self._covering(name, one, rank, first, last) if self._is_elsewhere(piece)}
-
-    def random_elsewhere(self, name: str) -> set[str]:
-        """The file of a random state, if it is not here."""
-        return {piece.stored.file for piece in self._pieces.get((name, "random", 0), ()) if self._is_elsewhere(piece)}
-
-    def lacks(self, names: Iterable[str]) -> str:
-        """Say which disks hold these files, none of which is here, and what to do."""
-        return (f"{self.path} is one node's part of a checkpoint (--save-on-each-node), without "
-                f"{self.elsewhere(names)}; {GATHER}.")
-
-    def elsewhere(self, names: Iterable[str]) -> str:
-        """Say which disks hold these files, none of which is here."""
-        wanted = set(names)
-        held = [(disk["host"], disk["ranks"][0], sorted(wanted & set(disk["files"])))
-                for disk in self.manifest.disks or ()]
-        return "; ".join(f"{files[0]}{f' and {len(files) - 1} more' if len(files) > 1 else ''} on {host} (first rank "
-                         f"{rank})" for host, rank, files in held if files)
+    def check_here(self, files: Iterable[str]) -> None:
+        """Raise UserError if one of ``files`` is only on the disk of another node (``--save-on-each-node``)."""
+        disks, lacking = self.manifest.disks or (), sorted(set(files) - self._names)
+        if disks and lacking:
+            hosts = dict.fromkeys(disk["host"] for disk in disks if not self._names.issuperset(disk["files"]))
+            path = self.path.resolve()
+            raise UserError(
+                f"{self.path} lacks {lacking[0]}: each node saved on its own disk (--save-on-each-node). To copy what "
+                f"is missing: `for node in {' '.join(hosts)}; do rsync -a $node:{path}/ {path}/; done`")
 
     def read_random(self, name: str) -> Tensor | None:
         """A random state; None if it was not saved."""
@@ -199,8 +161,7 @@ class TrainingDirectory:
     def _located(self, piece: CheckpointTensor) -> Stored:
         """The piece's entry in its file, with the manifest's checksum."""
         stated, path = piece.stored, self.path / piece.stored.file
-        if self._is_elsewhere(piece):
-            raise UserError(self.lacks([stated.file]))
+        self.check_here([stated.file])
         try:
             found = self._header(stated.file).get(stated.name)
         except OSError as error:

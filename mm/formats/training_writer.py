@@ -13,28 +13,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from mm.errors import UserError, collected
+from mm.errors import UserError
 from mm.formats.atomic import MEGATRON_MODES, new_file, put_in_place, sync
 from mm.formats.blocks import ON_HOST, Host, Values, write_tensors
 from mm.formats.checkpoints import (
-    ITERATION_NAME,
     LATEST_FILE,
     LEFTOVER_NAME,
     is_only_copy,
     iteration_name,
     run_ids,
-    stated,
 )
 from mm.formats.manifest import MANIFEST_FILE
 from mm.formats.safetensors import safetensors_file
 from mm.formats.training import CheckpointManifest, CheckpointTensor
 
-PROBE_PREFIX = ".mm-probe-"
-"""Prefix of the files with which nodes find out whether they share a directory."""
+TEMPORARY_PREFIX = ".mm-temporary-"
+"""Prefix of names in ``--save`` that mean nothing to a later run: probes of disks, and weights for an export."""
 
 
-def begin(directory: Path, iteration: int, num_bytes: int) -> Path:
-    """Create the temporary directory that ``commit`` will rename; raises UserError unless ``num_bytes`` are free."""
+def begin(directory: Path, iteration: int, num_bytes: int, token: str | None = None) -> Path:
+    """Create the temporary directory that ``commit`` will rename; raises UserError unless ``num_bytes`` are free.
+
+    ``token``: part of its name, by default random.
+    """
     directory.mkdir(mode=MEGATRON_MODES.directory, parents=True, exist_ok=True)
     free_bytes = shutil.disk_usage(directory).free
     if num_bytes > free_bytes:
@@ -42,7 +43,7 @@ def begin(directory: Path, iteration: int, num_bytes: int) -> Path:
             f"The checkpoint of iteration {iteration} needs {num_bytes:,} bytes in {directory}, but only "
             f"{free_bytes:,} are free; make room, give another --save, or use --keep-last-checkpoints."
         )
-    temporary = directory / f"{iteration_name(iteration)}.tmp-{secrets.token_hex(4)}"
+    temporary = directory / f"{iteration_name(iteration)}.tmp-{token or secrets.token_hex(4)}"
     temporary.mkdir(mode=MEGATRON_MODES.directory)
     return temporary
 
@@ -97,16 +98,6 @@ def publish(temporary: Path) -> Path:
     return final
 
 
-def prepared(directory: Path) -> dict[Path, int]:
-    """Checkpoints that were prepared but not published, with the checksums of their manifests."""
-    found = {}
-    for path in sorted(directory.glob(f"iter_*.tmp-*/{MANIFEST_FILE}")):
-        with collected([]):  # killed while it was written
-            CheckpointManifest.read(path.parent)
-            found[path.parent] = stated(path.parent)["crc32"]
-    return found
-
-
 @dataclass(frozen=True)
 class Retention:
     """Which complete checkpoints of a run stay when a newer one is saved."""
@@ -153,7 +144,7 @@ def tidy(directory: Path) -> list[str]:
     notes = []
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
         is_leftover = LEFTOVER_NAME.fullmatch(path.name) is not None
-        if not (is_leftover or path.name.startswith((f"{LATEST_FILE}.tmp-", PROBE_PREFIX))):
+        if not (is_leftover or path.name.startswith((f"{LATEST_FILE}.tmp-", TEMPORARY_PREFIX))):
             continue
         if is_leftover and is_only_copy(path):
             notes.append(f"{path} is left over from an interrupted save or a failed run, and stays, because no other "
@@ -165,17 +156,6 @@ def tidy(directory: Path) -> list[str]:
         except OSError as error:
             notes.append(f"{path} is left over from an interrupted save and cannot be deleted: {error}")
     return notes
-
-
-def remove(directory: str | Path) -> None:
-    """Delete every checkpoint in ``directory``, and the directory itself if it is then empty."""
-    directory = Path(directory)
-    (directory / LATEST_FILE).unlink(missing_ok=True)
-    for path in directory.iterdir():
-        if ITERATION_NAME.fullmatch(path.name) or LEFTOVER_NAME.fullmatch(path.name):
-            shutil.rmtree(path)
-    if not any(directory.iterdir()):
-        directory.rmdir()
 
 
 @contextmanager

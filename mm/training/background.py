@@ -5,12 +5,13 @@ commit after the same step.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mm.device.device import Device
+from mm.errors import AgreedError, collected
 from mm.formats.blocks import ON_HOST
 from mm.formats.host_copies import HostCopies
 from mm.formats.training import CheckpointTensor
@@ -75,13 +76,18 @@ class BackgroundSaves:
         self._pending.append(pending)
         threading.Thread(target=_run, args=(pending, before), name="save", daemon=True).start()
 
-    def commit(self, mesh: Mesh) -> list[Path]:
-        """Commit what is pending, together with all ranks, and return the checkpoints; waits until they are written.
+    def commit(self, mesh: Mesh, saved: Callable[[Path], object] = lambda _: None) -> None:
+        """Commit what is pending, together with all ranks, and tell ``saved``; waits until they are written.
 
-        Raises UserError on every rank if one could not write.
+        Raises AgreedError, after all have been tried, if one rank could not write one of them.
         """
         pending, self._pending = self._pending, []
-        return [one.begun.commit(mesh, one.written.result, one.retention) for one in pending]
+        problems: list[str] = []
+        for one in pending:
+            with collected(problems):
+                saved(one.begun.commit(mesh, one.written.result, one.retention))
+        if problems:
+            raise AgreedError(problems)
 
 
 def _run(pending: _WrittenSave, before: Sequence[_WrittenSave]) -> None:

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mm.data.index.contents import TrainedOn
-from mm.errors import AgreedError, UserError, naming
+from mm.errors import UserError, naming
 from mm.formats.manifest import built_from_json
 from mm.formats.source import Source
 from mm.formats.training import CheckpointManifest
-from mm.formats.training_reader import GATHER, TrainingDirectory
+from mm.formats.training_reader import TrainingDirectory
 from mm.model.load import fill, read_once
-from mm.parallel.agreement import all_of, together
+from mm.parallel.agreement import together
 from mm.parallel.mesh import Mesh
 from mm.progress import Progress
 from mm.training.optimizer_state import MOMENTS, OwnedState, is_split, owned_states, restore_scaler, take_weights
@@ -77,7 +77,6 @@ def load(
     from_master = [weight for weight in stage.weights if stored.has(weight, "master")
                    and stage.get_parameter(weight.name).dtype == torch.float32]
     held = saved_among(stage.weights, stored.manifest.model)
-    _check_here(stored, setup, held, load_optim and not finetune, load_rng and not finetune)
     fill(stage, [weight for weight in held if weight not in from_master], source, mesh)
 
     def read_master(weight: Weight) -> Tensor:
@@ -110,32 +109,6 @@ def stated_progress(manifest: CheckpointManifest, notes: tuple[str, ...] = ()) -
     return TrainingProgress(manifest.iteration, manifest.consumed_samples, data, notes, best, manifest.run_id,
                             given_start=manifest.given_start,
                             recent=RecentSteps.from_json(manifest.recent) if manifest.recent else RecentSteps())
-
-
-def _check_here(
-    stored: TrainingDirectory, setup: Setup, held: Sequence[Weight], load_optim: bool, load_rng: bool
-) -> None:
-    """Raise AgreedError if a rank needs files of ``stored`` that only another node's disk holds."""
-    if not stored.manifest.disks:
-        return
-    mesh, stage, manifest = setup.mesh, setup.stage, stored.manifest
-    by_name = {weight.name: weight for weight in stage.weights}
-    place, lacking = (mesh.tp_size, mesh.tp_rank), set[str]()
-    for weight in held:
-        lacking |= stored.files_elsewhere(weight, "weight", *place)
-    for state in owned_states(setup.optimizer, setup.models) if load_optim and manifest.optimizer else ():
-        weight = by_name[state.name]
-        numbers = MemoryLayout.of(weight, mesh.tp_size).real_range(state.start, state.stop)
-        for kind in ("master", *MOMENTS) if state.has_fp32 else MOMENTS:
-            lacking |= stored.files_elsewhere(weight, kind, *place, *numbers)
-    for name in stage.device.random_states() if load_rng and _is_same_layout(stored, mesh) else ():
-        lacking |= stored.random_elsewhere(f"{name}.{mesh.rank}")
-    if everywhere := all_of(tuple(sorted(lacking)), mesh.control_group):
-        raise AgreedError(
-            f"{stored.path} is on several disks (--save-on-each-node), each of which holds what its own ranks needed "
-            f"when it was saved, and ranks of this run need files that their own disk lacks: "
-            f"{stored.elsewhere(everywhere)}. To resume there, start the same layout with the nodes in the same order "
-            f"(--node_rank). For any other start, {GATHER}")
 
 
 def _is_same_layout(stored: TrainingDirectory, mesh: Mesh) -> bool:

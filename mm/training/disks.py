@@ -1,35 +1,30 @@
-"""Which ranks see the same directory under ``--save``: all of them, or only those of one node.
+"""The disks under ``--save``: one that all ranks see, or one for each node (``--save-on-each-node``).
 
-The first rank of each node writes a probe, a file of an unguessable name, and all ranks look for it.
+On each disk, its first rank creates, commits and deletes directories.
 """
 
 import os
 import secrets
 import socket
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
+import torch.distributed as dist
 from typing_extensions import Self
 
-from mm.errors import AgreedError, writing
+from mm.config.flags import Arguments
+from mm.errors import AgreedError, UserError, writing
 from mm.files import wait_until_visible
-from mm.formats.training_writer import PROBE_PREFIX
-from mm.parallel.agreement import by_rank, on_first, together
+from mm.formats.checkpoints import stated
+from mm.formats.training_writer import TEMPORARY_PREFIX
+from mm.parallel.agreement import by_rank, together
 from mm.parallel.mesh import Mesh
 from mm.parallel.ranks import ranks_text
-from mm.training.claim import Claim
-from mm.training.saves import BEST
 
 WAIT_SECONDS = 10.0
-"""How long ranks look for the probe of rank 0's node.  A shared disk answers the first look at a new name from its
-server, but a cache of missing names or of the directory may be some seconds old."""
-_SHOWN = 4
-"""Most disks in a message."""
-
-Result = TypeVar("Result")
+"""How long ranks look for rank 0's probe.  A shared disk answers the first look at a new name from its server, but a
+cache of missing names or of the directory may be some seconds old."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +49,7 @@ class Disks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the first of its disk, which handles directories there."""
+        """Whether this rank is the first of its disk."""
         return self.rank == self.own
 
     @property
@@ -70,108 +65,66 @@ class Disks:
         return self.rank == next(rank for rank in self.ranks_on(self.own) if (
             rank % mesh.tp_size, rank // in_stage) == (mesh.tp_rank, mesh.pp_rank))
 
-    def describe(self, disks: Sequence[int]) -> str:
-        """Name some disks by their hosts and ranks."""
-        shown = [f"{', '.join(dict.fromkeys(self.hosts[rank] for rank in self.ranks_on(disk)))} ({ranks_text(ranks)})"
-                 for disk in disks[:_SHOWN] if (ranks := self.ranks_on(disk))]
-        return "; ".join([*shown, *([f"{len(disks) - _SHOWN} more"] if len(disks) > _SHOWN else [])])
+    def named(self, ranks: Sequence[int]) -> str:
+        """Ranks with their hosts."""
+        return f"{', '.join(dict.fromkeys(self.hosts[rank] for rank in ranks))} ({ranks_text(ranks)})"
+
+    def check_same(self, checkpoint: Path, mesh: Mesh) -> None:
+        """Raise AgreedError unless all disks hold ``checkpoint``, which rank 0 has chosen."""
+        crc32s, paths = zip(*by_rank(mesh, (_crc32(checkpoint), checkpoint.resolve())), strict=True)
+        if lacking := [rank for rank, one in enumerate(crc32s) if one is None or one != crc32s[0]]:
+            raise AgreedError(
+                f"{checkpoint}, from which {self.named([0])} continues, is missing or another one on "
+                f"{self.named(lacking)}: start the nodes in the order of the run that saved it (--node_rank), or copy "
+                f"it there from each of its nodes: `rsync -a NODE:{paths[0]}/ {paths[0]}/`")
 
 
-def on_each_disk(mesh: Mesh, disks: Disks, action: Callable[[], Result]) -> Result:
-    """Run ``action`` on the first rank of each disk and give its result to the ranks there.
+def find_disks(args: Arguments, mesh: Mesh) -> Disks:
+    """The disks of ``--save``, which is created, or without it of the export; every rank calls it.
 
-    An error on one is raised on all.
+    The first rank of each node writes a probe, a file of an unguessable name, and all ranks look for it.  Raises
+    AgreedError for several disks without ``--save-on-each-node``, and if only some of the nodes share one.
     """
-    if not disks.are_several:
-        return on_first(mesh, action)
-    done = by_rank(mesh, together(mesh, lambda: action() if disks.is_first else None))
-    return done[disks.own]  # pyright: ignore[reportReturnType]  (of a first rank)
-
-
-def find_disks(save: str | None, is_local: bool, mesh: Mesh) -> Disks:
-    """The disks of the directory ``--save``, which is created; every rank calls it.
-
-    ``is_local``: whether there may be several (``--save-on-each-node``); otherwise several raise AgreedError.
-    """
-    if save is None:
+    given = {"--save": args.save, "--export-hf": args.export_hf, "--export-merged-hf": args.export_merged_hf}
+    flag, path = next(((flag, path) for flag, path in given.items() if path is not None), ("", None))
+    if path is None or mesh.world_size == 1:
         return Disks.one(mesh)
-    disks, created = _disks_of(Path(save), "--save", mesh)
-    best = Path(save) / BEST
-    if any(by_rank(mesh, best.is_symlink() or best.is_mount())):  # otherwise it is on the disk of --save
-        of_best, _ = _disks_of(best, "--save-best", mesh)
-        if of_best != disks:
-            raise AgreedError(f"{best} is not shared by the same ranks as --save {save}: by {_named(of_best)}, but "
-                              f"--save by {_named(disks)}; remove the link or the mount at {best}")
-    if disks.are_several and not is_local:
-        _remove(created)
-        raise AgreedError(
-            f"--save {save} is not one directory: these machines see different disks under this path: {_named(disks)} "
-            f"(a file that rank 0's machine wrote there was not seen by all within {WAIT_SECONDS:g} s). Give a "
-            f"directory that all machines share, or add --save-on-each-node, which saves on each disk what its own "
-            f"ranks need to resume")
-    return disks
-
-
-def find_disks_once(folder: Path, flag: str, mesh: Mesh) -> Disks:
-    """The disks of a directory that ``flag`` gave; a missing one is created only meanwhile.  Every rank calls it."""
-    disks, created = _disks_of(folder, flag, mesh)
-    _remove(created)
-    return disks
-
-
-def claim_others(save: str | None, claim: Claim, mesh: Mesh, disks: Disks, say: Callable[[str], None]) -> None:
-    """Lock ``--save`` on the disks other than rank 0's, which is locked already; every rank calls it."""
-    if save is not None and disks.are_several:
-        flag = f"{disks.hosts[mesh.rank]}: --save"
-        together(mesh, lambda: claim.add({flag: save}, say) if disks.is_first and mesh.rank else None)
-
-
-def _remove(created: Sequence[Path]) -> None:
-    for folder in created:
-        with suppress(OSError):  # something else is there by now
-            folder.rmdir()
-
-
-def _named(disks: Disks) -> str:
-    return disks.describe(sorted(set(disks.of_ranks)))
-
-
-def _disks_of(folder: Path, flag: str, mesh: Mesh) -> tuple[Disks, list[Path]]:
-    """The disks of a directory, and the directories that this rank has created for it, the innermost first."""
-    if mesh.world_size == 1:
-        return Disks.one(mesh), []
-    created, host = list[Path](), socket.gethostname()
-    probe = folder / f"{PROBE_PREFIX}{secrets.token_hex(16)}" if os.environ.get("LOCAL_RANK", "0") == "0" else None
+    folder = Path(path) if args.save is not None else Path(path).parent
+    node = mesh.rank - int(os.environ.get("LOCAL_RANK", "0"))
+    probe = folder / f"{TEMPORARY_PREFIX}{secrets.token_hex(16)}"
 
     def write() -> None:
-        if probe is not None:
-            with writing(probe, f"{host}: {flag}"):
-                created.extend(one for one in (folder, *folder.parents) if not one.exists())
+        if node == mesh.rank:
+            with writing(probe, f"{socket.gethostname()}: {flag}"):
                 folder.mkdir(parents=True, exist_ok=True)
                 probe.touch(exist_ok=False)
 
     try:
         together(mesh, write)
-        names = by_rank(mesh, None if probe is None else probe.name)
-        by_name = {name: rank for rank, name in enumerate(names) if name is not None}
-        hosts = tuple(by_rank(mesh, host))
-        if all(by_rank(mesh, wait_until_visible(folder / str(names[0]), WAIT_SECONDS))):
-            return Disks(mesh.rank, (0,) * mesh.world_size, hosts), created
-        seen = [by_name[name] for name in _names(folder) if name in by_name]
-        return Disks(mesh.rank, _grouped(by_rank(mesh, seen)), hosts), created
+        nodes, hosts, probes = zip(*by_rank(mesh, (node, socket.gethostname(), probe.name)), strict=True)
+        disks = Disks(mesh.rank, nodes, hosts)
+        wait_until_visible(folder / probes[0], WAIT_SECONDS)
+        seen = by_rank(mesh, [first for first in sorted(set(nodes)) if (folder / probes[first]).exists()])
     finally:
-        if probe is not None:
+        if node == mesh.rank:
             probe.unlink(missing_ok=True)
+    dist.barrier(mesh.control_group)  # else rank 0 may report another's probe as left over
+    unseen = [rank for rank, found in enumerate(seen) if 0 not in found]
+    if not unseen:
+        return Disks.one(mesh)
+    if args.save_on_each_node and seen == [[own] for own in nodes]:
+        return disks
+    cure = "give one that all machines share"
+    if args.save_on_each_node:
+        cure = f"some of the nodes share one, so {cure}, or one on each node's own disk"
+    elif args.save is not None:
+        cure += (", or add --save-on-each-node, which saves on each node's own disk what its ranks need to resume")
+    raise AgreedError(f"{flag} {path}: {folder} is not one directory: {disks.named(unseen)} did not see within "
+                      f"{WAIT_SECONDS:g} s a file that {disks.named([0])} wrote there; {cure}")
 
 
-def _names(folder: Path) -> list[str]:
-    return os.listdir(folder) if folder.is_dir() else []
-
-
-def _grouped(seen: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The first rank on each rank's disk; ``seen``: by rank, the ranks whose probes it sees, which share its disk."""
-    firsts = list(range(len(seen)))
-    for rank, others in enumerate(seen):
-        joined = {firsts[rank], *(firsts[other] for other in others)}
-        firsts = [min(joined) if first in joined else first for first in firsts]
-    return tuple(firsts)
+def _crc32(path: Path) -> int | None:
+    try:
+        return stated(path).get("crc32")
+    except UserError:
+        return None

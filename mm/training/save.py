@@ -5,6 +5,7 @@ Only the first and last part communicate, so the files may be written while trai
 """
 
 import dataclasses
+import secrets
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -22,11 +23,10 @@ from mm.errors import UserError
 from mm.formats import training_writer as files
 from mm.formats.blocks import Host, Values
 from mm.formats.training import CheckpointManifest, CheckpointTensor
-from mm.parallel.agreement import gather, on_first, together
+from mm.parallel.agreement import by_rank, gather, on_first, together
 from mm.parallel.mesh import Mesh
 from mm.training.checkpoint import TrainingProgress
-from mm.training.disks import Disks, on_each_disk
-from mm.training.each_disk import stated_disks, unique_pieces
+from mm.training.disks import Disks
 from mm.training.optimizer_state import OwnedState, is_split, owned_states, scaler_state, wait_for_states
 from mm.training.step import Setup
 from mm.weights.memory import MemoryLayout
@@ -80,8 +80,10 @@ class BegunSave:
         of_disks = torch.zeros(mesh.world_size, dtype=torch.int64)  # bytes
         of_disks[disks.own] = sum(tensor.stored.num_bytes for tensor, _ in tensors)
         dist.all_reduce(of_disks, group=mesh.control_group)
-        temporary = on_each_disk(
-            mesh, disks, lambda: files.begin(directory, progress.iteration, int(of_disks[disks.own])))
+        token = on_first(mesh, lambda: secrets.token_hex(4))  # if two disks are one after all, the second begin fails
+        begun = together(mesh, lambda: files.begin(
+            directory, progress.iteration, int(of_disks[disks.own]), token) if disks.is_first else Path())
+        temporary = by_rank(mesh, begun)[disks.own]
         facts = _own_optimizer_facts(setup, owned) if save_optim else None
         return cls(temporary, tensors, _begun_manifest(progress, setup, run_facts, base), facts, disks)
 
@@ -112,15 +114,15 @@ class BegunSave:
         disks = self._disks
         try:
             gathered = gather(mesh, (together(mesh, written), self._optimizer_facts))
-            text = on_first(mesh, lambda: self._completed(gathered).text() if disks.are_several else "")
-            on_each_disk(mesh, disks, lambda: files.prepare(self.temporary, text or self._completed(gathered).text()))
+            sent = on_first(mesh, lambda: self._completed(gathered) if disks.are_several else None)
+            is_other = disks.is_first and mesh.rank != 0
+            together(mesh, lambda: files.commit(self.temporary, sent) if sent and is_other else None)
+            # last, because rank 0's disk says what the next run continues from
+            final = on_first(mesh, lambda: files.commit(self.temporary, sent or self._completed(gathered)))
         except UserError:
             if disks.is_first:
                 shutil.rmtree(self.temporary, ignore_errors=True)
             raise
-        final = on_first(mesh, self._published)
-        if disks.are_several:  # from here on they can only be late: see each_disk.py
-            together(mesh, lambda: files.publish(self.temporary) if disks.is_first and mesh.rank else None)
         if disks.is_first:
             for problem in files.purge(final.parent, self.manifest.iteration, retention, self.manifest.run_id):
                 warnings.warn(problem, stacklevel=2)
@@ -129,22 +131,24 @@ class BegunSave:
     def _completed(
         self, gathered: Sequence[tuple[list[CheckpointTensor], OptimizerFacts | None]]
     ) -> CheckpointManifest:
-        """The manifest with what all ranks have written."""
-        pieces = [tensors for tensors, _ in gathered]
+        """The manifest with what all ranks have written; raises UserError if two disks hold different replicas."""
+        found: dict[tuple[str, str], CheckpointTensor] = {}
+        for piece in (piece for pieces, _ in gathered for piece in pieces):
+            if found.setdefault((piece.stored.file, piece.stored.name), piece) != piece:
+                raise UserError(
+                    f"replicas hold different values of {piece.name} ({piece.kind}), so the disks would hold different "
+                    f"{piece.stored.file}; nothing is saved. Resume from the last checkpoint, with "
+                    f"--check-weights-interval 1 to find the rank and the step")
+        disks = self._disks
         return dataclasses.replace(
             self.manifest,
             optimizer=_shared_optimizer_facts([facts for _, facts in gathered if facts is not None]),
-            pieces=unique_pieces(pieces),
-            disks=stated_disks(pieces, self._disks),
+            pieces=tuple(found.values()),
+            disks=None if not disks.are_several else [
+                {"host": disks.hosts[disk], "ranks": disks.ranks_on(disk), "files": sorted(
+                    {piece.stored.file for rank in disks.ranks_on(disk) for piece in gathered[rank][0]})}
+                for disk in sorted(set(disks.of_ranks))],
         )
-
-    def _published(self) -> Path:
-        """Publish it on this disk, or leave nothing of it."""
-        try:
-            return files.publish(self.temporary)
-        except (UserError, OSError):
-            shutil.rmtree(self.temporary, ignore_errors=True)
-            raise
 
 
 def _begun_manifest(
@@ -181,7 +185,7 @@ def _values(setup: Setup, disks: Disks) -> Mapping[str, Values]:
     mesh, stage = setup.mesh, setup.stage
     if not stage.shards_weights:
         return {name: Values(parameter) for name, parameter in stage.named_parameters()}
-    some = [one for copies in _copies_of(disks) for one in _stored(setup, copies).values()]
+    some = list(_stored(setup, disks.are_several).values())
     parameters = {weight.name: stage.get_parameter(weight.name) for weight in some}
     copies = together(mesh, lambda: _host_memory(parameters) if disks.is_writer(mesh) else {})
     for weight, values in stage.whole_weights(some):
@@ -200,27 +204,19 @@ def _host_memory(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
                         f"memory, or use --data-parallel-sharding-strategy optim_grads") from error
 
 
-def _copies_of(disks: Disks) -> tuple[bool, ...]:
-    """For which ``copies`` a save calls ``_planned_weights``: with several disks, also for what other positions write,
-    because these may be on other disks."""
-    return (False, True) if disks.are_several else (False,)
-
-
 def _planned(
     setup: Setup, owned: Sequence[OwnedState], values: Mapping[str, Values], save_rng: bool, disks: Disks
 ) -> ToWrite:
     """What this rank writes, file by file.
 
-    Everything is written once on each disk: by one replica, one copy of a tied embedding, and one TP rank for
-    replicated weights.  With several disks the other copies are written too, in files of their own, because these
-    ranks may be on different ones.  A file of a certain name has the same content on every disk.
+    Everything is written once: by one replica, one copy of a tied embedding, and one TP rank for replicated weights.
+    With several disks, each holds all that its ranks hold; a file of a certain name has the same content on all.
     """
     mesh, planned = setup.mesh, list[tuple[CheckpointTensor, Values]]()
-    for copies in _copies_of(disks):
-        if disks.is_writer(mesh):
-            planned += _planned_weights(setup, values, copies)
-        if disks.is_writer(mesh) or is_split(setup.optimizer):
-            planned += _planned_states(setup, owned, copies)
+    if disks.is_writer(mesh):
+        planned += planned_weights(setup, values, disks.are_several)
+    if disks.is_writer(mesh) or is_split(setup.optimizer):
+        planned += planned_states(setup, owned, disks.are_several)
     if save_rng:
         file = f"random_{mesh.rank:05d}.safetensors"
         for name, state in setup.stage.device.random_states().items():
@@ -229,12 +225,16 @@ def _planned(
     return planned
 
 
-def _planned_weights(setup: Setup, values: Mapping[str, Values], copies: bool) -> ToWrite:
-    """The weights that this rank's position on the axes writes; or with ``copies``, those of its weights that another
-    position writes."""
-    file = f"weights_{_position(setup.mesh)}{'_copies' if copies else ''}.safetensors"
+def planned_weights(
+    setup: Setup, values: Mapping[str, Values] | None = None, with_copies: bool = False
+) -> ToWrite:  # fmt: skip
+    """The weights that this rank's position on the axes writes, ``with_copies`` of those that another position writes.
+
+    ``values``: by default those in memory, which are whole.
+    """
+    file = weights_file(setup)
     planned: list[tuple[CheckpointTensor, Values]] = []
-    for name, weight in _stored(setup, copies).items():
+    for name, weight in _stored(setup, with_copies).items():
         parameter, memory = setup.stage.get_parameter(name), MemoryLayout.of(weight, setup.mesh.tp_size)
         piece = CheckpointTensor.of(parameter.dtype, memory.file_shape, file, stored_name(weight), "weight",
                                     _tp_rank(weight, setup.mesh))
@@ -242,11 +242,9 @@ def _planned_weights(setup: Setup, values: Mapping[str, Values], copies: bool) -
     return planned
 
 
-def _planned_states(setup: Setup, owned: Sequence[OwnedState], copies: bool) -> ToWrite:
+def planned_states(setup: Setup, owned: Sequence[OwnedState], with_copies: bool = False) -> ToWrite:
     """The same for the optimizer states ``owned`` by this rank."""
-    mesh, weights = setup.mesh, _stored(setup, copies)
-    number = mesh.copy_rank if is_split(setup.optimizer) else 0
-    file = f"optimizer_{_position(mesh)}_dp{number:02d}{'_copies' if copies else ''}.safetensors"
+    mesh, weights, file = setup.mesh, _stored(setup, with_copies), states_file(setup)
     planned: list[tuple[CheckpointTensor, Values]] = []
     for state in (state for state in owned if state.name in weights):
         weight = weights[state.name]
@@ -261,20 +259,30 @@ def _planned_states(setup: Setup, owned: Sequence[OwnedState], copies: bool) -> 
     return planned
 
 
+def weights_file(setup: Setup) -> str:
+    """Where this rank's weights belong; the same for all ranks that hold the same ones."""
+    return f"weights_{_position(setup.mesh)}.safetensors"
+
+
+def states_file(setup: Setup) -> str:
+    """Where this rank's optimizer states belong; the same for all ranks that hold the same ones."""
+    number = setup.mesh.copy_rank if is_split(setup.optimizer) else 0
+    return f"optimizer_{_position(setup.mesh)}_dp{number:02d}.safetensors"
+
+
 def _position(mesh: Mesh) -> str:
     return f"tp{mesh.tp_rank:02d}_pp{mesh.pp_rank:02d}"
 
 
-def _stored(setup: Setup, copies: bool) -> dict[str, Weight]:
-    """By name, the weights that this rank's position writes; or with ``copies``, those that another position writes.
+def _stored(setup: Setup, with_copies: bool) -> dict[str, Weight]:
+    """By name, the weights that this rank's position writes, ``with_copies`` of those that another position writes.
 
     The frozen base model of adapters is not written.
     """
     mesh, saved = setup.mesh, {weight.name for weight in saved_weights(setup.stage.model)}
-    own = {weight.name: weight for weight in setup.stage.weights
-           if weight.name in saved and (weight.is_cut or mesh.tp_rank == 0)}
-    return own if not copies else {weight.name: weight for weight in setup.stage.weights
-                                   if weight.name not in own and stored_name(weight) in saved}
+    return {weight.name: weight for weight in setup.stage.weights
+            if (stored_name(weight) in saved if with_copies else
+                weight.name in saved and (weight.is_cut or mesh.tp_rank == 0))}
 
 
 def _tp_rank(weight: Weight, mesh: Mesh) -> int:

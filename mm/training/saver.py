@@ -1,16 +1,18 @@
 """Saves a run's checkpoints when due, and exports its model at the end."""
 
+import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 from mm.config.run import Run, resolved
 from mm.conversion import convert
 from mm.conversion.adapters import export_peft, merge, open_base, open_saved
 from mm.errors import AgreedError
-from mm.formats.training_writer import Retention, remove
+from mm.formats.training_writer import TEMPORARY_PREFIX, Retention
 from mm.parallel.activity import Work
 from mm.parallel.agreement import on_first, together
 from mm.parallel.watchdog import Phase
@@ -18,8 +20,7 @@ from mm.progress import ongoing
 from mm.training.background import BackgroundSaves
 from mm.training.checkpoint import TrainingProgress
 from mm.training.claim import Claim
-from mm.training.disks import Disks, find_disks_once
-from mm.training.gathered import finish_on_first
+from mm.training.disks import Disks
 from mm.training.reporter import Say
 from mm.training.save import BegunSave
 from mm.training.saves import BEST
@@ -37,7 +38,7 @@ class Saver:
         """Arguments:
 
         - ``claim``: this rank's locks on the directories that the run writes
-        - ``checkpoint``: the training checkpoint that the run starts from, or None
+        - ``checkpoint``: the training checkpoint with the weights that the run starts from, in its dtype, or None
         - ``base``: the base model of adapters, as in ``CheckpointManifest``
         - ``phase``: guards each save and the export
         - ``disks``: those of ``--save``; by default all ranks see the same
@@ -91,8 +92,7 @@ class Saver:
         if self._background is not None and self._background.iteration is not None:
             self.is_written = False
             with self._saving("finishing", self._background.iteration):
-                for final in self._background.commit(self._setup.mesh):
-                    self._say(f"saved {final}")
+                self._background.commit(self._setup.mesh, lambda final: self._say(f"saved {final}"))
 
     @contextmanager
     def committing(self) -> Iterator[None]:
@@ -123,22 +123,27 @@ class Saver:
                 self._say(f"note: nothing was exported to {path}: the run is at iteration {progress.iteration} of "
                           f"{args.train_iters}; resume it with the same {flag}")
             return
-        saved = None if self._disks.are_several else self._checkpoint  # rank 0 reads all weights, from its own disk
-        first_flag, first_path = next(iter(targets.items()))
-        temporary = f"{Path(first_path)}.checkpoint"  # beside the target, also if its path ends with a slash
+        temporary = self._temporary(next(iter(targets.values())))
 
         def write(source: Path) -> None:
             for flag, path in targets.items():
                 self._export(source, path, flag == "--export-merged-hf")
 
         try:
-            source = saved or self._save_weights(temporary, first_flag, progress)
+            source = self._checkpoint or self._save_weights(temporary, progress)
             self._say(f"exporting {source} to {' and '.join(targets.values())}")
             with self._phase("export"):
                 on_first(self._setup.mesh, lambda: write(source))
         finally:
-            if saved is None and self._setup.mesh.rank == 0 and Path(temporary).is_dir():
-                remove(temporary)
+            if self._disks.is_first:
+                rmtree(temporary, ignore_errors=True)
+
+    def _temporary(self, target: str) -> Path:
+        """A directory for an export to ``target`` that no other run has, on the disk that ``find_disks`` has found."""
+        token = on_first(self._setup.mesh, lambda: secrets.token_hex(8))
+        if self._run.args.save is not None:
+            return Path(self._run.args.save) / f"{TEMPORARY_PREFIX}{token}"
+        return Path(target).with_name(f".{Path(target).name}.weights-{token}")
 
     @contextmanager
     def _saving(self, doing: str, iteration: int) -> Iterator[None]:
@@ -164,26 +169,22 @@ class Saver:
                           f"--save-interval is shorter than writing takes")
             self.commit()
         with self._saving("copying to host memory", progress.iteration):
-            background.begin(self._begin(directory, progress, self._disks), retention, self._setup.mesh)
+            background.begin(self._begin(directory, progress), retention, self._setup.mesh)
 
     def _save(self, directory: str, progress: TrainingProgress, retention: Retention) -> None:
         """Save while training waits."""
         with self._saving("writing", progress.iteration):
-            self._checkpoint = self._begin(directory, progress, self._disks).finish(self._setup, retention)
+            self._checkpoint = self._begin(directory, progress).finish(self._setup, retention)
         self._say(f"saved {self._checkpoint}")
 
-    def _save_weights(self, directory: str, flag: str, progress: TrainingProgress) -> Path:
-        """Save the weights alone, all of them on rank 0's disk, for the export that ``flag`` requests."""
+    def _save_weights(self, directory: Path, progress: TrainingProgress) -> Path:
+        """Save the weights alone, for an export."""
         with self._saving("writing for the export", progress.iteration):
-            disks = find_disks_once(Path(directory), flag, self._setup.mesh)
-            begun = self._begin(directory, progress, Disks.one(self._setup.mesh), weights_only=True)
-            saved = finish_on_first(begun, self._setup, disks)
+            saved = self._begin(directory, progress, weights_only=True).finish(self._setup)
         self._say(f"saved {saved}")
         return saved
 
-    def _begin(
-        self, directory: str, progress: TrainingProgress, disks: Disks, *, weights_only: bool = False
-    ) -> BegunSave:  # fmt: skip
+    def _begin(self, directory: str | Path, progress: TrainingProgress, *, weights_only: bool = False) -> BegunSave:
         args = self._run.args
         return BegunSave.begin(
             directory,
@@ -193,7 +194,7 @@ class Saver:
             save_optim=not (args.no_save_optim or weights_only),
             save_rng=not (args.no_save_rng or weights_only),
             base=self._base,
-            disks=disks,
+            disks=self._disks,
         )
 
     def _export(self, source: Path, target: str, is_merged: bool) -> None:

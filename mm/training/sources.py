@@ -156,16 +156,14 @@ def open_start(run: Run, checkpoint: Checkpoint | None = None) -> Sources:
     if checkpoint is not None:
         args = replace(args, load=str(checkpoint.path))
     if not model.lora.is_on:
-        return Sources(None if args.load is None else open_to_train(
-            args.load, model, args.loads_optimizer, order, may_lack_files=True))
+        return Sources(None if args.load is None else open_to_train(args.load, model, args.loads_optimizer, order))
     problems: list[str] = []
     adapters = base = None
     base_path = args.load_base_model
     with collected(problems):
         if args.load is not None and holds_adapters(args.load):
             base_path = base_path or run.data.model_name_or_path
-            adapters = open_adapters(
-                args.load, model, Layout.of(model, args.tensor_model_parallel_size), may_lack_files=True)
+            adapters = open_adapters(args.load, model, Layout.of(model, args.tensor_model_parallel_size))
             if args.loads_optimizer:
                 adapters.check_optimizer()
         elif args.load is not None and base_path is not None:

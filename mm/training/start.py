@@ -14,13 +14,13 @@ from mm.formats.source import Kind
 from mm.model import load
 from mm.model.stage import Stage
 from mm.parallel.agreement import all_of, on_first, together
+from mm.parallel.megatron import DTYPES
 from mm.parallel.mesh import Mesh
 from mm.progress import ongoing
 from mm.training import checkpoint as state
 from mm.training.disks import Disks
-from mm.training.each_disk import catch_up, check_held
 from mm.training.opened import Opened, Questions, Samples
-from mm.training.saves import continued, new_run_id, save_directories, save_problems, tidy_up
+from mm.training.saves import continued, new_run_id, save_problems, tidy_up
 from mm.training.schedule import Schedule, scheduled
 from mm.training.sources import Sources, checkpoint_of, consumed_by, open_start
 from mm.training.step import Setup
@@ -39,7 +39,7 @@ class Start:
     setup: Setup
     progress: state.TrainingProgress
     checkpoint: Path | None = None
-    """The training checkpoint that holds them."""
+    """The training checkpoint that holds them in the run's dtype."""
     base: Mapping[str, Any] | None = None
     """Path and checksum of the base model of adapters; None if it is random or there are no adapters."""
 
@@ -71,9 +71,6 @@ def settle(
     """
     disks, opened = disks or Disks.one(mesh), opened or Opened()
     run = _with_agreed_steps(on_first(mesh, lambda: run) if disks.are_several else run, mesh)
-    if disks.are_several:
-        for note in catch_up(save_directories(run), mesh, disks):
-            say(f"note: {note}")
     for note in all_of(together(mesh, lambda: tuple(tidy_up(run) if disks.is_first else ())), mesh.control_group):
         say(f"note: {note}")
 
@@ -100,7 +97,7 @@ def settle(
             f"--pretrained-checkpoint, --load-base-model and model_name_or_path{late}")
     checkpoint = on_first(mesh, lambda: checkpoint_of(run))
     if disks.are_several and checkpoint is not None:
-        check_held(checkpoint.path, mesh, disks)
+        disks.check_same(checkpoint.path, mesh)
     settled, notes = together(mesh, find)
     for note in notes:
         say(f"note: {note}")
@@ -150,7 +147,8 @@ def start(settled: Settled, stage: Stage, mesh: Mesh, say: Callable[[str], None]
             f"{started.progress.iteration}")
     for note in started.progress.notes:
         say(f"note: {note}")
-    if started.checkpoint is not None and started.progress.data is None and not args.finetune:
+    trained = sources.trained(run)
+    if trained is not None and trained.manifest and started.progress.data is None and not args.finetune:
         say("note: the checkpoint, which an older version saved, does not say what data it was trained on; training "
             "continues as if they were the same")
     goes_on = continued(run, sources) is not None
@@ -168,7 +166,8 @@ def _progress(run: Run, setup: Setup, sources: Sources) -> Start:
     if resumed.kind is Kind.TRAINING:
         progress = state.load(resumed, setup, load_optim=not args.no_load_optim, load_rng=not args.no_load_rng,
                               finetune=args.finetune)
-        return Start(setup, progress, resumed.path)
+        is_same = {view.stored.dtype for view in resumed.views} == {DTYPES[args.precision]}
+        return Start(setup, progress, resumed.path if is_same else None)
     if resumed.iteration is None or args.finetune:
         return Start(setup, state.TrainingProgress(0, 0))
     return Start(setup, state.TrainingProgress(

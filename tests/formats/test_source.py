@@ -84,15 +84,19 @@ def test_damage_is_named(trained, capsys):
     assert f"{path} is missing; {cure}" in capsys.readouterr().err
 
 
-def test_files_on_another_nodes_disk_are_named(trained, capsys):
+def test_files_on_another_nodes_disk_are_named(trained, tmp_path, capsys):
     directory = TrainingDirectory.open(trained)
     disks = [{"host": f"node{rank}", "ranks": [rank], "files": [f"rank{rank}.safetensors"]} for rank in range(2)]
     text = dataclasses.replace(directory.manifest, disks=disks).text()
     (directory.path / MANIFEST_FILE).write_text(text)
     (directory.path / "rank1.safetensors").unlink()
-    assert run("verify", mm_dir=trained) == 2
-    (problem,) = capsys.readouterr().err.splitlines()
-    assert "is one node's part of a checkpoint (--save-on-each-node), without rank1.safetensors on node1" in problem
+    for command in (lambda: run("verify", mm_dir=trained),
+                    lambda: run("diff", source_dir=trained, target_dir=tmp_path / "hf"),
+                    lambda: run("resplit", source_dir=trained, target_dir=tmp_path / "mm", **LISTS)):
+        assert command() == 2
+        problem, path = capsys.readouterr().err, directory.path
+        assert f"{path} lacks rank1.safetensors: each node saved on its own disk (--save-on-each-node)" in problem
+        assert f"`for node in node1; do rsync -a $node:{path}/ {path}/; done`" in problem
 
 
 def test_invalid_sources_are_rejected(trained):

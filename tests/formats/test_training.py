@@ -74,14 +74,6 @@ def test_a_run_deletes_only_its_own_checkpoints(tmp_path: Path) -> None:
     assert list(checkpoints.run_ids(tmp_path)) == [2, 4, 5, 6]
 
 
-def test_damaged_manifests_have_no_identity(tmp_path: Path) -> None:
-    for iteration in (1, 2, 3):
-        write_small(tmp_path, iteration)
-    (tmp_path / "iter_0000001" / MANIFEST_FILE).write_text("{")
-    (tmp_path / "iter_0000002" / MANIFEST_FILE).write_text('{\n "iteration": 2,\n "pieces": [\n ]\n}\n')  # no crc32
-    assert [*checkpoints.identities(tmp_path)] == [3]
-
-
 def test_checkpoints_of_the_interval_are_never_deleted() -> None:
     earlier = [10, 15, 20, 25, 30, 35]
     assert writer.Retention(1, 20).doomed(earlier) == [10, 15, 25, 30, 35]
@@ -194,11 +186,3 @@ def current_umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
-
-
-def test_remove_deletes_only_checkpoints(tmp_path: Path) -> None:
-    write_small(tmp_path / "new", 10, 1.0)
-    (tmp_path / "new" / "notes.txt").write_text("mine")
-    assert checkpoints.complete_iterations(tmp_path / "new") == [10]
-    writer.remove(tmp_path / "new")
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["notes.txt"]

@@ -21,13 +21,8 @@ from mm.formats import checkpoints  # noqa: E402
 from mm.formats import training_writer as writer  # noqa: E402
 from mm.formats.training_writer import Retention  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
-from mm.parallel.agreement import by_rank  # noqa: E402
 from mm.training import disks as of_disks  # noqa: E402
-from mm.training.claim import LOCK_FILE, Claim  # noqa: E402
-from mm.training.disks import Disks, claim_others, find_disks, find_disks_once  # noqa: E402
-from mm.training.each_disk import catch_up, check_held  # noqa: E402
-from mm.training.gathered import finish_on_first  # noqa: E402
-from mm.training.save import BegunSave  # noqa: E402
+from mm.training.disks import Disks, find_disks  # noqa: E402
 from tests.parallel.state_layouts import DISTRIBUTED, DP2, PP2, TP2, WEIGHT_SHARDS  # noqa: E402
 from tests.parallel.state_run import Layout, Run, different, problems_of  # noqa: E402
 from tests.workload import REMAINDERS  # noqa: E402
@@ -90,15 +85,15 @@ def elsewhere(name: str, other: Layout) -> dict:
     return {"problems": problems, "different": different(expected, run.whole()), "num_compared": len(expected)}
 
 
-def recovered(disks: Disks) -> dict:
-    """A save of which one disk is late, which the next run completes; and disks that hold different iterations."""
+def interrupted(disks: Disks) -> dict:
+    """A save that fails on rank 0's disk after the other has it, the next one, and a checkpoint that one disk lacks."""
     run, directory = Run(PP2), Path("save") / "late"
     run.train(1)
     run.save(directory, disks=disks)
     publish = writer.publish
 
     def dies(temporary: Path) -> Path:
-        if run.mesh.rank:
+        if not run.mesh.rank:
             raise OSError("killed")
         return publish(temporary)
 
@@ -107,26 +102,14 @@ def recovered(disks: Disks) -> dict:
     problems = problems_of(lambda: run.save(directory, disks=disks))
     writer.publish = publish
     before = names_in(directory)
-    notes = by_rank(run.mesh, catch_up([directory], run.mesh, disks))
+    disks.check_same(directory / checkpoints.iteration_name(1), run.mesh)
+    run.save(directory, Retention(1), disks)
     after = names_in(directory)
-    check_held(directory / checkpoints.iteration_name(2), run.mesh, disks)
-    run.train(1)
-    run.save(directory, disks=disks)
+    lost = directory / checkpoints.iteration_name(2)
     if run.mesh.rank:
-        (directory / checkpoints.iteration_name(3)).rename(directory / "lost")
-    lost = problems_of(lambda: check_held(directory / checkpoints.iteration_name(3), run.mesh, disks))
-    return {"problems": problems, "before": before, "notes": notes, "after": after, "lost": lost}
-
-
-def kept(disks: Disks) -> list[list[str]]:
-    """An interval, the newest, and the best beside them: none deletes the others' checkpoints."""
-    run, directory, retention = Run(PP2), Path("save") / "kept", Retention(2, 3)
-    for _ in range(7):
-        run.train(1)
-        run.save(directory, retention, disks)
-        if run.progress.iteration in (2, 4):
-            run.save(directory / "best", Retention(1), disks)
-    return [*names_in(directory), *names_in(directory / "best")]
+        lost.rename(directory / "lost")
+    return {"problems": problems, "before": before, "after": after,
+            "lost": problems_of(lambda: disks.check_same(lost, run.mesh))}
 
 
 def unequal(disks: Disks) -> dict:
@@ -139,34 +122,6 @@ def unequal(disks: Disks) -> dict:
     return {"name": name, "problems": problems, "left": names_in(Path("save") / "unequal")}
 
 
-def claimed(disks: Disks) -> list[list[str]]:
-    """Another run writes to the disk of rank 1."""
-    mesh, save = Run(PP2).mesh, {"--save": "save"}
-    with Claim() as other, Claim() as claim:
-        if mesh.rank:
-            other.add(save, print)
-        problems = problems_of(lambda: claim_others("save", claim, mesh, disks, print))
-        other.release()
-        dist.barrier()
-        claim_others("save", claim, mesh, disks, print)
-        assert names_in(Path("save"))[1].count(LOCK_FILE) == 1
-    return problems
-
-
-def brought() -> dict:
-    """The weights of both disks on rank 0's alone, as files of one disk."""
-    run = Run(PP2)
-    run.train(1)
-    together = run.save(Path("..") / "together", save_optim=False, save_rng=False)
-    disks = find_disks_once(Path("brought"), "--export-hf", run.mesh)
-    before = names_in(Path("."))
-    begun = BegunSave.begin(Path("brought"), run.progress, run.setup, {"seed": 1}, save_optim=False, save_rng=False)
-    brought = finish_on_first(begun, run.setup, disks)
-    is_equal = run.mesh.rank != 0 or all(
-        path.read_bytes() == (brought / path.name).read_bytes() for path in together.iterdir())
-    return {"before": before, "names": names_in(brought), "is_equal": is_equal}
-
-
 def main(directory: str) -> None:
     parallel.start(Device.pick("cpu"), PP2.model, 1)
     rank, of_disks.WAIT_SECONDS = dist.get_rank(), 0.5
@@ -174,19 +129,19 @@ def main(directory: str) -> None:
     node.mkdir()
     os.chdir(node)
     os.environ["LOCAL_RANK"] = "0"
-    mesh = Run(PP2).mesh
-    found = {"refused": problems_of(lambda: find_disks("save", False, mesh)), "after_refusal": names_in(Path("."))}
-    shared = find_disks("../shared", False, mesh)
-    Path("linked").mkdir()
-    Path("linked", "best").symlink_to(Path("../shared").resolve())
-    found["linked"] = problems_of(lambda: find_disks("linked", True, mesh))
-    disks = find_disks("save", True, mesh)
-    found |= {"shared": [shared.of_ranks, os.listdir("../shared")], "disks": disks.of_ranks,
-              "probes": names_in(Path("save"))}
+    run = Run(PP2)
+
+    def find(**changes: object) -> Disks:
+        return find_disks(replace(run.args, **changes), run.mesh)
+
+    found = {"refused": problems_of(lambda: find(save="save")),
+             "refused_export": problems_of(lambda: find(export_hf="hf")),
+             "shared": [find(save="../shared", save_on_each_node=True).of_ranks, os.listdir("../shared")]}
+    disks = find(save="save", save_on_each_node=True)
+    found |= {"disks": disks.of_ranks, "probes": names_in(Path("save"))}
     found["resume"] = {name: resumed(name, layout, disks) for name, layout in LAYOUTS.items()}
     found["elsewhere"] = {name: elsewhere(name, other) for name, other in OTHERS.items()}
-    found |= {"recovered": recovered(disks), "kept": kept(disks), "brought": brought(),
-              "claimed": claimed(disks), "unequal": unequal(disks)}
+    found |= {"interrupted": interrupted(disks), "unequal": unequal(disks)}
     if rank == 0:
         (Path(directory) / "results.json").write_text(json.dumps(found))
     parallel.stop()

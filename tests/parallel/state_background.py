@@ -1,6 +1,8 @@
 """Saves in the background on two ranks; a part of ``state_worker.py``."""
 
 import resource
+import time
+from dataclasses import replace
 from pathlib import Path
 
 from mm.formats import checkpoints as files
@@ -33,7 +35,7 @@ def in_background(directory: Path, layout: Layout) -> dict:
 
 
 def background_fails(directory: Path, layout: Layout) -> dict:
-    """Rank 1 may not write large files in the background: the commit fails everywhere."""
+    """Rank 1 may not write large files during the first of two saves: its commit fails everywhere, the second's not."""
     run, saves = Run(layout), BackgroundSaves(DEVICE)
     run.save(directory)
     run.train(1)
@@ -41,7 +43,12 @@ def background_fails(directory: Path, layout: Layout) -> dict:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
     saves.begin(BegunSave.begin(directory, run.progress, run.setup, {}), ALL_KEPT, run.mesh)
     run.train(1)
-    problems = problems_of(lambda: saves.commit(run.mesh))
+    while saves.is_writing:
+        time.sleep(0.01)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    progress = replace(run.progress, iteration=1)
+    saves.begin(BegunSave.begin(directory / "best", progress, run.setup, {}), ALL_KEPT, run.mesh)
+    saved = list[Path]()
+    problems = problems_of(lambda: saves.commit(run.mesh, saved.append))
     return {"problems": problems, "left": sorted(path.name for path in directory.iterdir()),
-            "is_pending": saves.iteration is not None}
+            "saved": [str(path.relative_to(directory)) for path in saved], "is_pending": saves.iteration is not None}

@@ -146,7 +146,7 @@ class Run:
     def load(self, directory: Path, **options: object) -> "Run":
         mesh = self.setup.mesh
         folder, _ = on_first(mesh, lambda: find_checkpoint(directory))
-        source = together(mesh, lambda: open_to_train(folder, self.stage.model, may_lack_files=True))
+        source = together(mesh, lambda: open_to_train(folder, self.stage.model))
         self.progress = state.load(source, self.setup, **options)
         return self
 

@@ -185,11 +185,13 @@ def test_a_save_in_the_background_writes_the_same_bytes(name: str, directory: Pa
 
 
 def test_a_failure_in_the_background_is_raised_on_all_ranks(results: dict) -> None:
+    """After the other save that was pending, the best one, has been committed."""
     found = results["background_fails"]
     (problem,), other = found["problems"]
     assert other == [problem]
     assert "weights_tp01_pp00.safetensors cannot be written (File too large)" in problem
-    assert found["left"] == ["iter_0000000", checkpoints.LATEST_FILE] and not found["is_pending"]
+    assert found["left"] == ["best", "iter_0000000", checkpoints.LATEST_FILE] and not found["is_pending"]
+    assert found["saved"] == ["best/iter_0000001"]
 
 
 def test_random_weights_are_the_same_in_every_layout(results: dict) -> None:

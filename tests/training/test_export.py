@@ -1,4 +1,4 @@
-"""A failed export cleans up."""
+"""Weights that a run writes only for an export: under a name of their own, and gone afterwards."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -7,38 +7,45 @@ from typing import Any
 
 import pytest
 
-from mm.config.command_line import flag_name
 from mm.conversion.convert import check_target
 from mm.errors import AgreedError, UserError
 from mm.training.claim import Claim
 from tests.formats.test_training import write_small
 
 
+@pytest.mark.parametrize("save", [None, "save", "hf.checkpoint"])
 @pytest.mark.parametrize("end", ["", "/"])
 @pytest.mark.parametrize("name", ["export_hf", "export_merged_hf"])
-def test_a_failed_export_removes_its_temporary_checkpoint(one_rank: Any, tmp_path: Path, name: str, end: str) -> None:
-    """A run without --save writes its weights only for the export, beside the target, which must stay empty."""
+def test_a_failed_export_removes_its_temporary_checkpoint(
+    one_rank: Any, tmp_path: Path, name: str, end: str, save: str | None
+) -> None:  # fmt: skip
+    """And nothing else: neither the target, which must stay empty, nor checkpoints, whatever their directory is called.
+    """
     from mm.training.saver import Saver
 
     class Failing(Saver):
         def __init__(self) -> None:
             targets = {"export_hf": None, "export_merged_hf": None, name: f"{tmp_path / 'hf'}{end}"}
-            args = SimpleNamespace(**targets, async_save=False)
+            args = SimpleNamespace(**targets, async_save=False, save=save and str(tmp_path / save))
             run, setup = SimpleNamespace(args=args), SimpleNamespace(mesh=one_rank)
             super().__init__(run, setup, Claim(), print, None, None, lambda _: nullcontext())  # type: ignore[arg-type]
-            self.seen: list[bool] = []
+            self.seen: list[Path] = []
 
-        def _save_weights(self, directory: str, flag: str, *others: Any) -> Path:
-            assert flag == flag_name(name)
-            write_small(Path(directory), 3)
-            return Path(directory) / "iter_0000003"
+        def _save_weights(self, directory: Path, *_: Any) -> Path:
+            write_small(directory, 3)
+            return directory / "iter_0000003"
 
         def _export(self, source: Path, target: str, is_merged: bool) -> None:
             check_target(Path(target).resolve(), num_bytes=0)
-            self.seen.append(source.is_dir())
+            assert source.is_dir()
+            self.seen.append(source.parent)
             raise UserError("the disk is full")
 
-    failing = Failing()
-    with pytest.raises(AgreedError, match="the disk is full"):
-        failing.export(SimpleNamespace(iteration=3), True)  # type: ignore[arg-type]
-    assert failing.seen == [True] and list(tmp_path.iterdir()) == []
+    for folder in ("hf.checkpoint", "save"):
+        write_small(tmp_path / folder, 1, run_id="another")
+    before, failing = sorted(tmp_path.rglob("*")), Failing()
+    for _ in range(2):
+        with pytest.raises(AgreedError, match="the disk is full"):
+            failing.export(SimpleNamespace(iteration=3), True)  # type: ignore[arg-type]
+    assert sorted(tmp_path.rglob("*")) == before and len({*failing.seen}) == 2
+    assert all(one.parent == tmp_path / (save or "") for one in failing.seen)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from mm.errors import AgreedError
 
@@ -29,3 +30,19 @@ def test_ranks_with_different_starts_are_refused(
     with pytest.raises(AgreedError) as refused:
         start.settle(run, one_rank, print)
     assert refused.value.problems == (expected,)
+
+
+@pytest.mark.parametrize(("precision", "is_used"), [("fp32", True), ("bf16", False)])
+def test_an_export_without_steps_takes_the_checkpoint_only_in_the_dtype_of_the_run(
+    monkeypatch: pytest.MonkeyPatch, precision: str, is_used: bool
+) -> None:  # fmt: skip
+    from mm.formats.source import Kind
+    from mm.training import start
+
+    view = SimpleNamespace(stored=SimpleNamespace(dtype=torch.float32))
+    resumed = SimpleNamespace(kind=Kind.TRAINING, path="save/iter_0000003", views=(view, view))
+    args = SimpleNamespace(load="save", precision=precision, no_load_optim=False, no_load_rng=False, finetune=False)
+    sources: Any = SimpleNamespace(trained=lambda _: resumed)
+    monkeypatch.setattr(start.state, "load", lambda *_, **__: start.state.TrainingProgress(3, 12))
+    started = start._progress(SimpleNamespace(args=args), None, sources)  # type: ignore[arg-type]
+    assert started.checkpoint == (resumed.path if is_used else None) and started.progress.iteration == 3
