@@ -17,10 +17,10 @@ from typing_extensions import Self
 from mm.errors import AgreedError, writing
 from mm.files import wait_until_visible
 from mm.formats.training_writer import PROBE_PREFIX
+from mm.lock import Claim
 from mm.parallel.agreement import by_rank, on_first, together
 from mm.parallel.mesh import Mesh
 from mm.parallel.ranks import ranks_text
-from mm.training.claim import Claim
 from mm.training.saves import BEST
 
 WAIT_SECONDS = 10.0

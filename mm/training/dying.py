@@ -22,10 +22,10 @@ from mm.errors import UserError
 from mm.formats import checkpoints
 from mm.formats import training_writer as writer
 from mm.formats.training import CheckpointTensor
+from mm.lock import Claim
 from mm.parallel.activity import Activity, Work
 from mm.parallel.rescue import Holdings
 from mm.training.checkpoint import TrainingProgress
-from mm.training.claim import Claim
 from mm.training.optimizer_state import arrival_of_states, owned_states
 from mm.training.save import (
     ToWrite,

@@ -20,10 +20,10 @@ import torch.distributed as dist  # noqa: E402
 from mm.formats import checkpoints  # noqa: E402
 from mm.formats import training_writer as writer  # noqa: E402
 from mm.formats.training_writer import Retention  # noqa: E402
+from mm.lock import LOCK_FILE, Claim  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.parallel.agreement import by_rank  # noqa: E402
 from mm.training import disks as of_disks  # noqa: E402
-from mm.training.claim import LOCK_FILE, Claim  # noqa: E402
 from mm.training.disks import Disks, claim_others, find_disks, find_disks_once  # noqa: E402
 from mm.training.each_disk import catch_up, check_held  # noqa: E402
 from mm.training.gathered import finish_on_first  # noqa: E402

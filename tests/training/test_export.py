@@ -10,7 +10,7 @@ import pytest
 from mm.config.command_line import flag_name
 from mm.conversion.convert import check_target
 from mm.errors import AgreedError, UserError
-from mm.training.claim import Claim
+from mm.lock import Claim
 from tests.formats.test_training import write_small
 
 

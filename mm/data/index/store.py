@@ -19,12 +19,12 @@ from typing import IO, Any
 
 import numpy as np
 
-from mm.data.index import lock
 from mm.data.index.gauge import ROW
 from mm.data.index.index import Bad, RecordIndex
 from mm.data.index.rows import Column, IndexRows, MappedBytes, packed_numbers
 from mm.data.read.records import RecordFile
 from mm.files import json_object, replace_file
+from mm.lock import making
 
 _FORM = 5
 """Increment when the same data would be read or measured differently."""
@@ -99,7 +99,7 @@ class Store:
         with ExitStack() as stack:
             for folder in self.folders:
                 with suppress(OSError):
-                    stack.enter_context(lock.making(folder / f"{name}.lock", what))
+                    stack.enter_context(making(folder / f"{name}.lock", what))
                     break
             yield
 
