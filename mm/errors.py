@@ -145,9 +145,9 @@ def writing(path: str | Path, flag: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        cure = "free space there, or give another directory" if is_full else (
-            "give another directory, or fix its permissions")
+        cures = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free space there, or give another directory")
+        cures |= dict.fromkeys((errno.ENXIO, errno.ELOOP), "remove it, or give another directory")
+        cure = cures.get(error.errno or 0, "give another directory, or fix its permissions")
         raise UserError(f"{flag and f'{flag}: '}{error.filename or path} cannot be written ({error.strerror}); "
                         f"{cure}") from error
 

@@ -4,12 +4,14 @@ A reader of a replaced file sees the old one or the new one.  A process killed w
 the line, which readers ignore.
 """
 
+import errno
 import hashlib
 import io
 import json
 import os
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -44,6 +46,31 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], Any], *, syncs: bool =
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def regular(path: str | Path, flags: int, mode: int = 0o666) -> int:
+    """``os.open`` for a regular file, also as the ``opener`` of ``open``: a pipe or a device could block forever.
+
+    A link to a file is followed, unless ``flags`` forbid it.  Raises OSError (ENXIO or ELOOP) for anything else.
+    """
+    try:
+        opened = os.open(path, flags | os.O_NONBLOCK, mode)
+    except OSError as error:
+        number = error.errno
+        if number not in (errno.ENXIO, errno.ELOOP):
+            raise
+    else:
+        if stat.S_ISREG(os.fstat(opened).st_mode):
+            return opened
+        os.close(opened)
+        number = errno.ENXIO
+    raise OSError(number, "it is a link, pipe, device or directory, not a regular file", str(path))
+
+
+def read_regular(path: Path) -> bytes:
+    """The content of a file, opened by ``regular``."""
+    with open(path, "rb", opener=regular) as stream:
+        return stream.read()
 
 
 def wait_until_visible(path: Path, seconds: float) -> bool:

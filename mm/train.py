@@ -25,9 +25,9 @@ from mm.ending import (
     status_of,
 )
 from mm.errors import UserError, collected, printable, refuse
+from mm.lock import Claim, claim_problems
 from mm.progress import loading, ongoing
 from mm.signals import StopSignals
-from mm.training.claim import Claim, claim_problems
 from mm.version import software
 
 if TYPE_CHECKING:

@@ -3,13 +3,14 @@
 import hashlib
 import io
 import os
+import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from mm.errors import UserError, refuse_special
-from mm.files import replace_file, sha256, wait_until_visible, whole_lines, write_whole
+from mm.files import read_regular, regular, replace_file, sha256, wait_until_visible, whole_lines, write_whole
 
 
 @pytest.mark.parametrize("syncs", [False, True])
@@ -72,6 +73,23 @@ def test_a_pipe_is_refused_unread(tmp_path: Path) -> None:
     for path in (tmp_path / "pipe", Path("/dev/zero")):
         with pytest.raises(UserError, match=f"{path}: is not a regular file"):
             refuse_special(path)
+
+
+@pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_RDWR, os.O_WRONLY | os.O_APPEND | os.O_CREAT])
+def test_only_a_regular_file_is_opened(tmp_path: Path, flags: int) -> None:
+    (tmp_path / "link").symlink_to("file")
+    (tmp_path / "file").write_bytes(b"content")
+    os.mkfifo(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as there:
+        there.bind(str(tmp_path / "socket"))
+        for path in (tmp_path / "pipe", tmp_path / "socket", Path("/dev/null")):
+            with pytest.raises(OSError, match=f"not a regular file: '{path}'"):
+                regular(path, flags)
+    for name in ("file", "link"):
+        os.close(regular(tmp_path / name, flags))
+    with pytest.raises(OSError, match="not a regular file"):
+        regular(tmp_path / "link", flags | os.O_NOFOLLOW)
+    assert read_regular(tmp_path / "link") == b"content"
 
 
 @pytest.mark.parametrize("size", [0, 5, 1 << 18, (1 << 19) + 7])

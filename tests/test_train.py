@@ -21,8 +21,8 @@ from mm.conversion.convert import Options
 from mm.formats import checkpoints as files
 from mm.formats.layout import Layout
 from mm.formats.storage import Format, Storage, Structure
+from mm.lock import Claim
 from mm.timeline.spans import TIMED, seconds_key
-from mm.training.claim import Claim
 from mm.weights.table import model_weights
 from tests.files import json_lines
 from tests.launch import torchrun

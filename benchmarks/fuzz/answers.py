@@ -9,10 +9,10 @@ from mm.errors import UserError, refuse
 from mm.generation.answers import AnswerFile
 from mm.generation.prompts import read_prompts
 from mm.generation.source import settings_in
+from mm.lock import LOCK_FILE, Owner, claim_problems
 from mm.scoring.benchmarks import BENCHMARKS, Items, read_benchmark
 from mm.scoring.own import read_own
 from mm.scoring.results import ANSWERS, SETTINGS, check_settings, read_answers, write_results
-from mm.training.claim import LOCK_FILE, Owner, claim_problems
 from mm.training.metrics import _keep_before as keep_before
 from tests.scoring.tables import encoded, write_table
 
@@ -95,7 +95,7 @@ def write_left(original: Path, beside: Path) -> Reading:
         [{"index": str(number), "question": "a?", "answer": "two"} for number in range(2)]))
     (original / "logs" / "metrics.jsonl").write_text("".join(
         json.dumps({"kind": "step", "iteration": number, "loss": 1.0}) + "\n" for number in range(1, 5)))
-    owner = Owner("t", "elsewhere", 2**22 + 1, "another kernel", "5", "2026-01-01 00:00:00")
+    owner = Owner("elsewhere", 2**22 + 1, "another kernel", "5", "2026-01-01 00:00:00")
     (original / "logs" / LOCK_FILE).write_bytes(owner.content())
 
     def read() -> None:

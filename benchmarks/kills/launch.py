@@ -13,7 +13,7 @@ import psutil
 
 from benchmarks.job import MARK, Job, marked_processes
 from benchmarks.kills.marks import FIFO, Mark, Marks
-from mm.parallel.node import began
+from mm.process import began
 from tests.launch import warm_python
 
 LEFT_SECONDS = 30.0

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mm.errors import UserError, refuse
-from mm.files import json_object, whole_lines
+from mm.files import json_object, regular, whole_lines
 from mm.formats.files import Files
 from mm.weights.plan import TargetFile
 
@@ -94,7 +94,7 @@ class Output:
         path = _journal(target)
         refuse(_links((path, _temporary(target), _old(target))))
         journal = os.fdopen(
-            os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, modes.file), "r+b")
+            regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, modes.file), "r+b")
         try:
             fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_current = path.exists() and os.path.samestat(path.stat(), os.fstat(journal.fileno()))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mm.errors import UserError, writing
-from mm.files import json_object, whole_lines, write_whole
+from mm.files import json_object, regular, whole_lines, write_whole
 
 _AGAIN = "give another --output, or remove the file to ask everything again"
 
@@ -29,7 +29,7 @@ class AnswerFile:
         self.path = Path(path)
         with writing(self.path, "--output"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            self._file = regular(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

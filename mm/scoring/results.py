@@ -15,7 +15,7 @@ from typing import Any
 
 from mm.config.outputs import PREDICTIONS_FILE
 from mm.errors import UserError, refuse, writing
-from mm.files import json_object, write_whole
+from mm.files import json_object, read_regular, write_whole
 from mm.scoring.benchmarks import GROUPS, Item, Items
 from mm.scoring.rules import REFERENCES, chosen_option, score
 
@@ -138,7 +138,7 @@ def _mean(found: Sequence[ScoredItem]) -> dict[str, Any]:
 def _differences(path: Path, settings: Mapping[str, Any]) -> Iterator[str]:
     """How ``settings`` differ from those of the earlier run."""
     try:
-        earlier = json_object(path.read_text(encoding="utf-8"))
+        earlier = json_object(read_regular(path))
     except ValueError as error:
         raise UserError(
             f"{path}: is not a JSON object ({error}); give another --output, or remove this folder.") from error

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mm.errors import UserError, writing
+from mm.files import write_whole
 from mm.timeline.picture import draw
 from mm.timeline.spans import StepTimeline
 from mm.timeline.trace import read_trace, trace
@@ -23,8 +24,7 @@ def write_timeline(
     for name, text in ((f"{path}.json", json.dumps(trace(timelines)) + "\n"),
                        (f"{path}.svg", draw(timelines, f"{path.name}.json", notes))):
         with writing(name, flag):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Path(name).write_text(text, encoding="utf-8")
+            write_whole(Path(name), text.encode())
     return path
 
 

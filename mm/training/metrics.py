@@ -5,6 +5,7 @@ The log line has MindSpeed-MM's format, because its users' scripts parse it with
 
 import json
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +17,7 @@ from typing import Any, TextIO
 from mm.config.flags import Arguments
 from mm.config.outputs import FACTS_FILE, METRICS_FILE
 from mm.errors import UserError, writing
-from mm.files import json_object, whole_lines, write_whole
+from mm.files import json_object, read_regular, regular, whole_lines, write_whole
 from mm.progress import duration
 from mm.timeline.spans import TIMED, label, seconds_key
 from mm.training.run_page import RunPage
@@ -213,11 +214,11 @@ class MetricsWriter:
         directory = Path(args.log_dir)
         self._facts, self._facts_path, self._path = resolved, directory / FACTS_FILE, directory / METRICS_FILE
         with writing(self._facts_path, _FLAG):
-            directory.mkdir(parents=True, exist_ok=True)
-            self._facts_path.write_text(_facts_text(resolved), encoding="utf-8")
+            write_whole(self._facts_path, _facts_text(resolved).encode())
         with writing(self._path, _FLAG):
             _keep_before(self._path, first_iteration)
-            self._file: TextIO = self._path.open("a", encoding="utf-8")
+            opened = regular(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            self._file: TextIO = os.fdopen(opened, "a", encoding="utf-8")
         self._trackers = open_trackers(args, resolved)
         self._page = RunPage(self._path, json.loads(json.dumps(resolved)), say) if args.page else None
 
@@ -305,7 +306,7 @@ def _keep_before(path: Path, iteration: int) -> None:
         written = datetime.fromtimestamp(path.stat().st_mtime)
         path.rename(path.with_name(f"metrics_{written:%Y%m%d_%H%M%S_%f}.jsonl"))
         return
-    content = path.read_bytes()
+    content = read_regular(path)
     try:
         kept = b"".join(row for row in whole_lines(content) if json_object(row)["iteration"] <= iteration)
     except (ValueError, KeyError, TypeError) as error:

@@ -7,6 +7,7 @@ from mm.config.validation import asks
 from mm.data.feed.keeper import FeatureKeeper
 from mm.device.device import Device
 from mm.errors import AgreedError
+from mm.lock import Claim
 from mm.model.dropout import seed_of
 from mm.model.fingerprint import vision_fingerprint
 from mm.model.stage import Stage
@@ -16,7 +17,6 @@ from mm.parallel.mesh import Mesh
 from mm.parallel.watchdog import Watchdog
 from mm.progress import ongoing
 from mm.signals import StopSignals
-from mm.training.claim import Claim
 from mm.training.feed import Feed, open_feed
 from mm.training.questions import QuestionSet
 from mm.training.recorder import StepObserver

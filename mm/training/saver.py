@@ -13,13 +13,13 @@ from mm.conversion import convert
 from mm.conversion.adapters import export_peft, merge, open_base, open_saved
 from mm.errors import AgreedError
 from mm.formats.training_writer import TEMPORARY_PREFIX, Retention
+from mm.lock import Claim
 from mm.parallel.activity import Work
 from mm.parallel.agreement import on_first, together
 from mm.parallel.watchdog import Phase
 from mm.progress import ongoing
 from mm.training.background import BackgroundSaves
 from mm.training.checkpoint import TrainingProgress
-from mm.training.claim import Claim
 from mm.training.disks import Disks
 from mm.training.reporter import Say
 from mm.training.save import BegunSave

@@ -62,6 +62,13 @@ def test_a_link_under_a_temporary_name_is_not_followed(tmp_path, name, is_folder
     assert not (tmp_path / "hf").exists()
 
 
+def test_a_pipe_in_place_of_the_journal_is_refused_at_once(tmp_path):
+    (path,) = (tmp_path / name for name in LEFT if name.endswith(".journal"))
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="not a regular file"):
+        Output.begin(tmp_path / "hf", "0", PLAIN_MODES)
+
+
 @pytest.mark.parametrize("line", [b"{", b"[]", b"null", b'{"file": []}', b'{"file": [], "crc32": {}}',
                                   b'{"file": "a", "crc32": 1}', b"\xff", b"[" * 200_000], ids=lambda line: line[:12])
 def test_a_damaged_journal_line_counts_as_not_done(tmp_path, line):

@@ -67,6 +67,12 @@ def test_another_file_is_refused_and_unchanged(tmp_path, content, what):
     assert path.read_text() == content
 
 
+def test_a_pipe_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match=r"--output: .*pipe cannot be written .*not a regular file.*remove it"):
+        AnswerFile(tmp_path / "pipe", KEYS)
+
+
 def test_an_unwritable_path_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):

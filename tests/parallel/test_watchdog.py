@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from mm.device.device import Device
+from mm.lock import LOCK_FILE
 from mm.parallel.checked import Transfer, difference
-from mm.training.claim import LOCK_FILE
 from tests.launch import run_ranks
 from tests.parallel.faults import FAULTS, WHOLE
 from tests.tiny_inputs import write_inputs

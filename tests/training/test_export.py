@@ -9,7 +9,7 @@ import pytest
 
 from mm.conversion.convert import check_target
 from mm.errors import AgreedError, UserError
-from mm.training.claim import Claim
+from mm.lock import Claim
 from tests.formats.test_training import write_small
 
 

@@ -94,6 +94,13 @@ def test_a_resumed_run_continues_the_file_without_gaps_or_doubles(tmp_path: Path
         first.write(replace(STEP, iteration=iteration))
     first.close()
     assert capsys.readouterr().out.count("elapsed time per iteration") == 2
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "metrics.jsonl").rename(tmp_path / "elsewhere" / "rows")
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(UserError, match=r"metrics.jsonl cannot be written .*not a regular file.*remove it"):
+        MetricsWriter(args, {"a": 1}, 3)
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").symlink_to("elsewhere/rows")
     second = MetricsWriter(args, {"a": 1}, 3)
     for iteration in range(4, 8):
         second.write(replace(STEP, iteration=iteration, loss=9.0))
@@ -125,7 +132,7 @@ def test_a_resumed_run_that_is_killed_at_once_loses_no_row(tmp_path: Path) -> No
     assert [row["iteration"] for row in json_lines(path)] == [1, 2, 3]
 
 
-def test_a_full_log_dir_is_reported_with_the_file_name(tmp_path: Path) -> None:
+def test_a_full_log_dir_is_reported_with_the_file_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """/dev/full rejects every write, like a full disk."""
     args = parse(["--mm-model", "m", "--mm-data", "d", "--micro-batch-size", "1", "--seq-length", "8", "--train-iters",
                   "9", "--lr", "1", "--log-dir", str(tmp_path)])  # fmt: skip
@@ -136,12 +143,9 @@ def test_a_full_log_dir_is_reported_with_the_file_name(tmp_path: Path) -> None:
         assert str(caught.value) == (f"--log-dir: {tmp_path / name} cannot be written (No space left on device); free "
                                      f"space there, or give another directory")
 
-    def fill(name: str) -> None:
-        (tmp_path / name).symlink_to("/dev/full")
-
-    fill("run.json")
-    reports(lambda: MetricsWriter(args, {}, 0), "run.json")
-    (tmp_path / "run.json").unlink()
+    with monkeypatch.context() as filled:
+        filled.setattr(Path, "open", lambda *_: os.fdopen(os.open("/dev/full", os.O_WRONLY), "wb"))
+        reports(lambda: MetricsWriter(args, {}, 0), "run.json")
     writer = MetricsWriter(args, {}, 0)
     (number,) = (int(one.name) for one in Path("/proc/self/fd").iterdir()
                  if one.is_symlink() and os.readlink(one) == str(tmp_path / "metrics.jsonl"))
@@ -151,12 +155,12 @@ def test_a_full_log_dir_is_reported_with_the_file_name(tmp_path: Path) -> None:
     reports(lambda: writer.write(STEP), "metrics.jsonl")
     reports(writer.close, "metrics.jsonl")
     spans = (ActivitySpan(Activity(Work.LANGUAGE_FORWARD, 0, 0), 0.0, 1.0),)
-    fill("pipeline_step_3.svg")
     timeline = StepTimeline(3, (RankRecord(0, 0, 0, 0, "1 ViT", (), spans),), SETTINGS)
-    reports(lambda: write_timeline(tmp_path, "--log-dir", [timeline]), "pipeline_step_3.svg")
     quarantine = Quarantine(2, 1.0, tmp_path / LEDGER)
-    fill(LEDGER)
+    monkeypatch.setattr("mm.data.feed.quarantine.regular", lambda *_: os.open("/dev/full", os.O_WRONLY))
     reports(lambda: quarantine.add([BadSample("samples.json", 1, 0, None, None, "it is empty")]), LEDGER)
+    monkeypatch.setattr(Path, "open", lambda *_: os.fdopen(os.open("/dev/full", os.O_WRONLY), "wb"))
+    reports(lambda: write_timeline(tmp_path, "--log-dir", [timeline]), "pipeline_step_3.json")
 
 
 def test_rows_have_their_kind(tmp_path: Path) -> None:

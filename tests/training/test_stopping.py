@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from mm.lock import LOCK_FILE
 from mm.ports import free_port
-from mm.training.claim import LOCK_FILE
 from tests.files import ROOT
 from tests.launch import warm_python
 from tests.tiny_inputs import flags_of, metrics, run, write_inputs

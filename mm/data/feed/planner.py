@@ -27,7 +27,7 @@ import numpy as np
 from mm.data.order.stream import SampleOrder, StepSamples
 from mm.data.workers import end_with_parent, fork_server
 from mm.errors import UserError
-from mm.parallel.node import node_id
+from mm.process import node_id
 from mm.signals import ignore_stopping
 
 NUM_AHEAD = 2

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mm.data.record_name import BadSample
 from mm.errors import UserError, writing
-from mm.files import json_object, whole_lines
+from mm.files import json_object, read_regular, regular, whole_lines
 
 LEDGER = "quarantine.jsonl"
 """Name of the file in ``--log-dir``, with one line per bad sample."""
@@ -47,7 +47,7 @@ class Quarantine:
             return
         with writing(ledger, "--log-dir"):
             ledger.parent.mkdir(parents=True, exist_ok=True)
-            with open(ledger, "a", encoding="utf-8", errors="backslashreplace") as stream:
+            with open(ledger, "a", encoding="utf-8", errors="backslashreplace", opener=regular) as stream:
                 stream.writelines(json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in new.values())
         self._written |= set(new)
 
@@ -56,8 +56,9 @@ def _places(ledger: Path) -> set[tuple[str, int]]:
     """The samples that an earlier run listed; an incomplete last line is cut off."""
     if not ledger.exists():
         return set()
-    lines = whole_lines(ledger.read_bytes())
-    os.truncate(ledger, sum(map(len, lines)))
+    with writing(ledger, "--log-dir"):
+        lines = whole_lines(read_regular(ledger))
+        os.truncate(ledger, sum(map(len, lines)))
     try:
         rows = [json_object(line) for line in lines]
         return {(row["dataset"], row["index"]) for row in rows}

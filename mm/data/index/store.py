@@ -19,12 +19,12 @@ from typing import IO, Any
 
 import numpy as np
 
-from mm.data.index import lock
 from mm.data.index.gauge import ROW
 from mm.data.index.index import Bad, RecordIndex
 from mm.data.index.rows import Column, IndexRows, MappedBytes, packed_numbers
 from mm.data.read.records import RecordFile
-from mm.files import json_object, replace_file
+from mm.files import json_object, read_regular, regular, replace_file
+from mm.lock import making
 
 _FORM = 5
 """Increment when the same data would be read or measured differently."""
@@ -99,7 +99,7 @@ class Store:
         with ExitStack() as stack:
             for folder in self.folders:
                 with suppress(OSError):
-                    stack.enter_context(lock.making(folder / f"{name}.lock", what))
+                    stack.enter_context(making(folder / f"{name}.lock", what))
                     break
             yield
 
@@ -136,7 +136,7 @@ class Store:
             if manifest is None:
                 continue
             with suppress(OSError):
-                with path.open("rb") as stream:
+                with open(path, "rb", opener=regular) as stream:
                     while block := stream.read(_READ_BYTES):  # a map would count as memory of this process
                         crc32 = zlib.crc32(block, crc32)
                     piece = MappedBytes.map(stream, str(path)) if crc32 == manifest["crc32"] else None
@@ -193,7 +193,7 @@ def _json(path: Path) -> dict[str, Any] | None:
     Versions before form 5 wrote no checksum; of their files, only those with the hash of a data file are accepted.
     """
     try:
-        content = json_object(path.read_text(encoding="utf-8"))
+        content = json_object(read_regular(path))
     except (OSError, ValueError):
         return None
     stated = content.pop(_CHECKSUM, None)

@@ -1,5 +1,6 @@
 """Bad samples are listed once, also over several runs, and too many of them end the run."""
 
+import os
 from dataclasses import asdict
 
 import pytest
@@ -41,6 +42,12 @@ def test_the_file_of_a_killed_run_is_read(tmp_path) -> None:
         stream.write('{"dataset": "a.j')
     Quarantine(100, 0.1, ledger).add([odd, BAD[2]])
     assert json_lines(ledger) == [asdict(odd), asdict(BAD[1]), asdict(BAD[2])]
+    pipe = tmp_path / "pipe"
+    waiting = Quarantine(100, 0.1, pipe)
+    os.mkfifo(pipe)
+    for use in (lambda: waiting.add([odd]), lambda: Quarantine(100, 0.1, pipe)):
+        with pytest.raises(UserError, match=r"pipe cannot be written .*not a regular file.*remove it"):
+            use()
     ledger.write_text("something\n")
     with pytest.raises(UserError, match=r"quarantine.jsonl: is not a list of an earlier run's bad samples"):
         Quarantine(100, 0.1, ledger)

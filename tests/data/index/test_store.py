@@ -10,6 +10,19 @@ from mm.data.index.gauge import Gauge
 from tests.data.oracle import RECORDS
 
 
+def test_a_pipe_in_place_of_an_index_counts_as_absent(write_dataset, model_config, tmp_path):
+    data = write_dataset(RECORDS, cache_dir=str(tmp_path / "cache"))
+    gauge = Gauge.from_config(data, model_config, 4096)
+    expected = len(Dataset(data, gauge=gauge))
+    kept = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    assert {path.suffix for path in kept} == {".json", ".rows"}
+    for path in kept:
+        path.unlink()
+        os.mkfifo(path)
+        assert len(Dataset(data, gauge=gauge)) == expected
+    assert all(path.is_file() for path in kept)
+
+
 def _open(data, model, start, answers, dies):
     """Acts like an owner on another node; reports when it creates the index, and may die meanwhile."""
     make = indexed.make_index

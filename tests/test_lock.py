@@ -1,6 +1,7 @@
-"""One run at a time per directory, even after the previous one was killed."""
+"""One run at a time per directory and one maker of an index, even after the previous one was killed."""
 
 import json
+import multiprocessing
 import os
 import resource
 import signal
@@ -9,15 +10,18 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
+from mm import lock
 from mm.errors import UserError
-from mm.training import claim
-from mm.training.claim import LOCK_FILE, Claim, Owner, claim_problems
+from mm.lock import LOCK_FILE, Claim, Owner, claim_problems, making
+
+CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def take(directories: dict[str, str]) -> Claim:
@@ -60,7 +64,7 @@ def test_a_run_that_ends_while_it_locks_leaves_no_lock(tmp_path: Path, monkeypat
         is_writing.set()
         release.wait(10)
 
-    monkeypatch.setattr(claim.os, "fsync", slow_disk)
+    monkeypatch.setattr(lock.os, "fsync", slow_disk)
     found = Claim()
     locking = threading.Thread(target=found.add, args=({"--save": str(tmp_path)}, print))
     locking.start()
@@ -80,14 +84,14 @@ def test_a_run_that_ends_while_it_locks_leaves_no_lock(tmp_path: Path, monkeypat
 def test_a_second_release_returns_when_the_directory_is_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, check, is_releasing = take({"--save": str(tmp_path)}), claim.Lock.check, threading.Event()
+    found, is_lost, is_releasing = take({"--save": str(tmp_path)}), lock.Lock.is_lost, threading.Event()
 
-    def slow_disk(lock: claim.Lock) -> None:
+    def slow_disk(one: lock.Lock) -> bool:
         is_releasing.set()
         time.sleep(0.3)
-        check(lock)
+        return is_lost(one)
 
-    monkeypatch.setattr(claim.Lock, "check", slow_disk)
+    monkeypatch.setattr(lock.Lock, "is_lost", slow_disk)
     first = threading.Thread(target=found.release)
     first.start()
     assert is_releasing.wait(10)
@@ -125,8 +129,7 @@ def test_a_killed_run_is_replaced_at_once(tmp_path: Path) -> None:
 
 
 def test_a_reused_process_id_is_not_the_owner(tmp_path: Path) -> None:
-    owner = replace(Owner.here(), started="1")
-    (tmp_path / LOCK_FILE).write_bytes(owner.content())
+    (tmp_path / LOCK_FILE).write_bytes(replace(Owner.here(), started="1").content())
     take({"--save": str(tmp_path)}).release()
 
 
@@ -136,23 +139,22 @@ def test_another_users_process_is_the_owner_only_if_it_began_then(monkeypatch: p
     def refuse(*_: int) -> None:
         raise PermissionError
 
-    monkeypatch.setattr(claim.os, "kill", refuse)
+    monkeypatch.setattr(lock.os, "kill", refuse)
     owner = Owner.here()
     assert owner.is_alive() and not replace(owner, started="1").is_alive()
-    monkeypatch.setattr(claim, "began", lambda _: None)  # /proc hides other users' processes
+    monkeypatch.setattr(lock, "began", lambda _: None)  # /proc hides other users' processes
     assert owner.is_alive()
 
 
 def test_only_one_of_many_runs_replaces_a_killed_one(tmp_path: Path, monkeypatch) -> None:
-    find_left, random = claim._left, Random(0)
+    remove, random = lock._remove, Random(0)
 
-    def find_left_slowly(*arguments: Any) -> bytes | None:
+    def remove_slowly(*arguments: Any) -> None:
         """The lock file may be replaced between finding and removing it."""
-        left = find_left(*arguments)
         time.sleep(0.004 * Random(os.getpid() + random.randrange(100)).random())
-        return left
+        remove(*arguments)
 
-    monkeypatch.setattr(claim, "_left", find_left_slowly)
+    monkeypatch.setattr(lock, "_remove", remove_slowly)
     for number in range(10):
         directory, found = tmp_path / str(number), tmp_path / f"found {number}"
         found.mkdir()
@@ -161,17 +163,6 @@ def test_only_one_of_many_runs_replaces_a_killed_one(tmp_path: Path, monkeypatch
         os.waitpid(child, 0)
         follow_all(directory, found, num_runs=6)
         assert sorted(path.read_text() for path in found.iterdir()) == ["has it", *["refused"] * 5]
-
-
-def test_a_new_lock_is_not_even_briefly_moved(tmp_path: Path, monkeypatch) -> None:
-    """Otherwise a third run could create its own."""
-    killed = replace(Owner.here(), started="1").content()
-    with take({"--save": str(tmp_path)}) as mine:
-        for change in ("rename", "replace", "unlink"):
-            monkeypatch.setattr(Path, change, lambda *_: pytest.fail("the lock is touched"))
-        claim._remove(tmp_path / LOCK_FILE, killed)
-        mine.check()
-        monkeypatch.undo()
 
 
 def follow_all(directory: Path, found: Path, num_runs: int) -> None:
@@ -194,11 +185,22 @@ def follow_all(directory: Path, found: Path, num_runs: int) -> None:
     assert [os.waitpid(one, 0)[1] for one in children] == [0] * num_runs
 
 
+def test_a_new_lock_is_not_even_briefly_moved(tmp_path: Path, monkeypatch) -> None:
+    """Otherwise a third run could create its own."""
+    with take({"--save": str(tmp_path)}) as mine:
+        for change in ("rename", "replace", "unlink"):
+            monkeypatch.setattr(Path, change, lambda *_: pytest.fail("the lock is touched"))
+        lock._remove(tmp_path / LOCK_FILE, (replace(Owner.here(), started="1").content(), 0))
+        mine.check()
+        monkeypatch.undo()
+
+
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The lock of a run on another host."""
-    monkeypatch.setattr(claim, "SILENT_SECONDS", 1.0)
-    monkeypatch.setattr(claim, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(lock, "SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(lock, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(lock, "_LOOK_SECONDS", 0.1)
     owner = replace(Owner.here(), kernel="another", host="node-7", pid=17, since="2026-11-23 01:02:03")
     (tmp_path / LOCK_FILE).write_bytes(owner.content())
     return tmp_path / LOCK_FILE
@@ -213,16 +215,12 @@ def test_another_hosts_run_counts_as_dead_without_renewal(elsewhere: Path, capsy
     printed = capsys.readouterr().out
     owner = "process 17 on node-7 since 2026-11-23 01:02:03"
     assert printed.startswith(f"note: --save {elsewhere.parent} is claimed by {owner}; this run takes it over if ")
+    assert printed.count("note: ") == 1
 
 
 def test_another_hosts_run_that_renews_is_alive(elsewhere: Path) -> None:
-    content = json.loads(elsewhere.read_bytes())
-
-    def renew() -> None:
-        time.sleep(0.3)
-        elsewhere.write_text(json.dumps(content | {"renewed": "later"}))
-
-    thread = threading.Thread(target=renew)
+    """Whatever the clock of that host says."""
+    thread = threading.Timer(0.3, os.utime, (elsewhere, (1.0, 1.0)))
     thread.start()
     with pytest.raises(UserError, match="is being written by another run, process 17 on node-7"):
         take({"--save": str(elsewhere.parent)})
@@ -232,11 +230,10 @@ def test_another_hosts_run_that_renews_is_alive(elsewhere: Path) -> None:
 def test_a_run_renews_its_lock_and_notices_its_loss(elsewhere: Path) -> None:
     elsewhere.unlink()
     mine = take({"--save": str(elsewhere.parent)})
-    content = elsewhere.read_bytes()
-    while elsewhere.read_bytes() == content:
+    changed = elsewhere.stat().st_mtime_ns
+    while elsewhere.stat().st_mtime_ns == changed:
         time.sleep(0.01)
     mine.check()
-    assert len(elsewhere.read_bytes()) == len(content)
     other = replace(Owner.here(), host="node-8")
     elsewhere.unlink()
     elsewhere.write_bytes(other.content())
@@ -252,6 +249,20 @@ def test_a_directory_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
         take({"--save": str(tmp_path / "file")})
 
 
+@pytest.mark.parametrize("place", [
+    lambda path: path.symlink_to("missing"), lambda path: path.symlink_to(__file__), os.mkfifo, os.mkdir])
+def test_a_lock_that_is_no_file_is_refused_at_once(tmp_path: Path, place: Callable[[Path], Any]) -> None:
+    path = tmp_path / LOCK_FILE
+    place(path)
+    directories = {"--save": str(tmp_path)}
+    with pytest.raises(UserError, match=rf"--save {tmp_path}: {path} cannot .*not a regular file.*remove it"):
+        take(directories)
+    assert len(claim_problems(directories)) == 1
+    with pytest.raises(OSError, match="not a regular file"), making(path, "a thing"):
+        pass
+    assert os.path.lexists(path)
+
+
 def test_a_lock_that_cannot_be_written_is_not_left(tmp_path: Path) -> None:
     """The disk accepts the new file, but none of its content, as a full one does."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -263,3 +274,80 @@ def test_a_lock_that_cannot_be_written_is_not_left(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(tmp_path.iterdir()) == [] and len(os.listdir("/proc/self/fd")) == num_files
+
+
+def make(path: Path, answers: Connection) -> None:
+    """Reports its start, waits for permission, and reports its end."""
+    answers.send("begins")
+    with making(path, "a thing"):
+        answers.send("makes")
+        answers.recv()
+        answers.send("made")
+
+
+def begin(path: Path) -> tuple[multiprocessing.process.BaseProcess, Connection]:
+    here, there = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=make, args=(path, there))
+    process.start()
+    there.close()
+    assert here.recv() == "begins"
+    return process, here
+
+
+def test_others_wait_for_the_maker_and_take_over_if_it_is_killed(tmp_path: Path) -> None:
+    path = tmp_path / "new folder" / "lock"
+    first, of_first = begin(path)
+    assert of_first.recv() == "makes"
+    second, of_second = begin(path)
+    assert not of_second.poll(1.0)
+    of_first.send("go")
+    assert of_first.recv() == "made" and of_second.recv() == "makes"
+    third, of_third = begin(path)
+    assert not of_third.poll(1.0)
+    os.kill(second.pid or 0, signal.SIGKILL)
+    assert of_third.recv() == "makes"  # long before SILENT_SECONDS
+    of_third.send("go")
+    assert of_third.recv() == "made"
+    for process in (first, second, third):
+        process.join()
+    assert not any(path.parent.iterdir())
+
+
+@pytest.mark.parametrize("is_readable", [True, False])
+def test_a_maker_elsewhere_is_waited_for_while_it_renews(elsewhere: Path, monkeypatch, capsys, is_readable) -> None:
+    """Another user's lock may not be readable."""
+    monkeypatch.setattr(lock, "_NOTE_SECONDS", 0.5)
+    seen, of_others, num_opened, open_file = [], elsewhere.read_bytes(), 0, lock.regular
+
+    def denied(*arguments: Any) -> int:
+        nonlocal num_opened
+        num_opened += 1
+        if elsewhere.read_bytes() == of_others:
+            raise PermissionError
+        return open_file(*arguments)
+
+    if not is_readable:
+        monkeypatch.setattr(lock, "regular", denied)
+
+    def wait() -> None:
+        with making(elsewhere, "the index of records.json"):
+            seen.append("makes")
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    for number in range(10):  # longer than SILENT_SECONDS
+        os.utime(elsewhere, (number, number))
+        time.sleep(0.25)
+        assert not seen
+    waiting.join()
+    assert seen == ["makes"] and not elsewhere.exists()
+    said = capsys.readouterr().err
+    owner = "process 17 on node-7 since 2026-11-23 01:02:03" if is_readable else "another process"
+    assert f"note: waiting for {owner}, which creates the index of records.json: " in said
+    assert num_opened < 100  # it sleeps between them
+
+
+def test_a_failed_maker_gives_the_lock_up(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), making(tmp_path / "lock", "a thing"):
+        raise KeyError
+    assert not any(tmp_path.iterdir())
