@@ -47,8 +47,16 @@ def animation_header(path: str) -> VideoHeader:
     """Raises UserError naming ``path`` when it is truncated, damaged or too large."""
     with _opened(path) as image:
         check_size(path, image.width, image.height)
+        first, num_frames = _num_hidden(image), getattr(image, "n_frames", 1)
+        if num_frames - first > MAX_FRAMES:
+            raise UserError(f"{path}: has {num_frames} frames, above the limit of {MAX_FRAMES}; split it.")
         times, begin, shown = [], 0.0, 0.0
-        for shown in _durations(path, image):
+        for number in range(first, num_frames):
+            image.seek(number)
+            if image.format == "WEBP":
+                image.load()  # finds its duration
+            stated = float(image.info.get("duration", 0))
+            shown = stated if stated >= (_LEAST_GIF_MS if image.format == "GIF" else 1) else _USUAL_MS
             times.append(round(begin))
             begin += shown
     ticks = np.array(times, dtype=np.int64)
@@ -62,38 +70,6 @@ def animation_frames(path: str, wanted: Wanted) -> Iterator[Pixels]:
         for number in wanted.numbers:
             image.seek(first + number)
             yield np.array(to_rgb(image))
-
-
-def _durations(path: str, image: Image.Image) -> Iterator[float]:
-    """The duration of each frame in milliseconds."""
-    first, num_frames = _num_hidden(image), getattr(image, "n_frames", 1)
-    if num_frames - first > MAX_FRAMES:
-        raise UserError(f"{path}: has {num_frames} frames, above the limit of {MAX_FRAMES}; split it.")
-    if image.format == "GIF":
-        with open(path, "rb") as file:
-            file.seek(max(0, file.seek(0, 2) - 1024))
-            if file.read().rstrip(b"\0\r\n ")[-1:] != b";":
-                raise UserError(f"{path}: is truncated: the GIF does not end with its trailer; replace, re-encode or "
-                                f"remove it.")
-    of_webp = _webp_durations(path) if image.format == "WEBP" else None
-    for number in range(first, num_frames):
-        if of_webp is None:
-            image.seek(number)
-        shown = float(image.info.get("duration", 0)) if of_webp is None else of_webp[number]
-        yield shown if shown >= (_LEAST_GIF_MS if image.format == "GIF" else 1) else _USUAL_MS
-
-
-def _webp_durations(path: str) -> list[int]:
-    """The duration of each frame in milliseconds.  Pillow would decode all frames to find them."""
-    found: list[int] = []
-    with open(path, "rb") as file:
-        file.seek(12)  # after "RIFF", its size and "WEBP"
-        while len(head := file.read(8)) == 8:
-            start, num_bytes = file.tell(), int.from_bytes(head[4:], "little")
-            if head[:4] == b"ANMF":
-                found.append(int.from_bytes(file.read(15)[12:], "little"))  # after position and size of the frame
-            file.seek(start + num_bytes + num_bytes % 2)
-    return found
 
 
 def _num_hidden(image: Image.Image) -> int:

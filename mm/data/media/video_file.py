@@ -18,7 +18,6 @@ from av.error import FFmpegError
 from packaging.version import Version
 
 from mm.data.media.picture import MAX_IMAGE_PIXELS, format_of, known_content
-from mm.data.media.video_damage import logged_errors
 from mm.errors import UserError
 
 MAX_SCANNED_BYTES = 1 << 30
@@ -201,7 +200,7 @@ def _scan(path: str, container: Any, stream: Any) -> _Index:
     key_seeks: dict[int, int] = {}
     first_key_time, num_packets = None, 0
     is_mpeg = container.format.name in _MPEG
-    for packet in _packets(path, container, stream):
+    for packet in container.demux(stream):
         if packet.size == 0:
             continue
         num_packets += 1
@@ -225,23 +224,6 @@ def _scan(path: str, container: Any, stream: Any) -> _Index:
     keys = np.array(sorted(key_seeks.items()) or [(begin, begin)], dtype=np.int64)
     return _Index(ordered, keys[:, 0], keys[:, 1], begin if first_key_time is None else first_key_time,
                   durations[int(ordered[-1])])
-
-
-def _packets(path: str, container: Any, stream: Any) -> Iterator[Any]:
-    """All packets.  Raises UserError where a Matroska file is damaged between two packets: FFmpeg skips what it cannot
-    read there and only logs it.
-    """
-    packets = container.demux(stream)
-    while True:
-        with logged_errors() as errors:
-            packet = next(packets, None)
-        lost = [one for one in errors if "matroska" in container.format.name and "ended prematurely" not in one]
-        if lost:
-            raise UserError(f"{path}: is damaged and has lost frames ({lost[0]}); replace, re-encode or remove the "
-                            f"video.")
-        if packet is None:
-            return
-        yield packet
 
 
 def _check_whole(path: str, stream: Any, num_packets: int, seconds: Fraction) -> None:

@@ -4,13 +4,14 @@ Does not import torch, except for torchcodec.
 """
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
 
 import numpy as np
+from av.error import FFmpegError
 
-from mm.data.media.video_damage import Watch
 from mm.data.media.video_file import UNTURNED, DisplayMatrix, Pixels, Wanted, before_all, matrix_of, opened
 from mm.errors import UserError
 
@@ -27,25 +28,17 @@ def pyav_frames(path: str, wanted: Wanted) -> Iterator[Pixels]:
             yield search.pixels(number)
 
 
-def _check_sound(path: str, wanted: Wanted) -> Iterator[None]:
-    """Check each wanted frame for damage with PyAV, one per iteration: other libraries do not report hidden damage.
-
-    Raises UserError as ``pyav_frames`` does.
-    """
-    with opened(path) as (container, stream):
-        search = _Search(path, container, stream, wanted)
-        for number in range(len(wanted.times)):
-            search.find(number)
-            yield
-
-
 class _Search:
     """Finds wanted frames one after another, decoding no more than necessary."""
 
     def __init__(self, path: str, container: Any, stream: Any, wanted: Wanted) -> None:
         self._path, self._container, self._stream, self._wanted = path, container, stream, wanted
-        self._watch = Watch(path, container, stream)
-        self._frames: Iterator[Any] = iter(())
+        stream.codec_context.copy_opaque = True  # lets a frame carry the number of its packet
+        if stream.codec_context.name == "hevc":  # raise where the encoder's checksum of a picture does not match
+            stream.codec_context.options = {**stream.codec_context.options, "err_detect": "crccheck+explode"}
+        self._frames: Iterator[tuple[Any, str | None]] = iter(())
+        self._reports: list[tuple[int, str]] = []
+        """Damage that FFmpeg has reported since the last seek, by the number of the packet."""
         self._begin = 0
         """The time of the last seek; decoding continues from there."""
         self._current: tuple[Any, str | None] | None = None
@@ -54,11 +47,11 @@ class _Search:
         self._matrix: DisplayMatrix | None = None
 
     def pixels(self, number: int) -> Pixels:
-        """The pixels of the wanted frame ``number``; see ``find``."""
-        frame = self.find(number)
+        """The pixels of the wanted frame ``number``; see ``_find``."""
+        frame = self._find(number)
         return _turned(frame.to_ndarray(format="rgb24"), self._matrix or UNTURNED)
 
-    def find(self, number: int) -> Any:
+    def _find(self, number: int) -> Any:
         """The wanted frame ``number``; call it with ascending numbers.
 
         A seek can land too late.  And in an open group of pictures, a frame shown before its key frame depends on
@@ -81,7 +74,7 @@ class _Search:
             frame, damage = found
             if time - frame.pts <= wanted.reach and damage is None:
                 return frame
-            cause = damage or self._watch.latest_sign
+            cause = damage or (self._reports[-1][1] if self._reports else None)
             problem = "is missing" if cause is None else f"is damaged ({cause})"
             if self._begin < nearest:
                 break  # it was decoded together with everything it depends on
@@ -98,8 +91,8 @@ class _Search:
         self._frames, self._begin = iter(()), time
         with contextlib.suppress(PermissionError):  # AVI files cannot seek to before their first frame
             self._container.seek(time, stream=self._stream)
-            self._frames = self._watch.frames()
-        self._current, self._following = None, self._next()
+            self._frames = self._decoded()
+        self._current, self._following = None, next(self._frames, None)
         # Only for one frame: PyAV never frees a frame whose side data was read.
         if self._matrix is None and self._following is not None:
             self._matrix = matrix_of(self._following[0]) if self._wanted.is_upright else UNTURNED
@@ -107,12 +100,35 @@ class _Search:
     def _advance(self, time: int) -> tuple[Any, str | None] | None:
         """The last frame that starts at ``time`` or before; None if decoding started too late for it."""
         while self._following is not None and self._following[0].pts <= time:
-            self._current, self._following = self._following, self._next()
+            self._current, self._following = self._following, next(self._frames, None)
         return self._current
 
-    def _next(self) -> tuple[Any, str | None] | None:
-        frame = next(self._frames, None)
-        return None if frame is None else (frame, self._watch.damage)
+    def _decoded(self) -> Iterator[tuple[Any, str | None]]:
+        """Decoded frames from the container's position, each with the first damage that FFmpeg reported from the last
+        key frame before it up to itself."""
+        keys = deque[tuple[int, int]](maxlen=32)  # more than a decoder reorders
+        self._reports = reports = []
+        for number, packet in enumerate(self._container.demux(self._stream)):
+            packet.opaque = number
+            time = packet.dts if packet.pts is None else packet.pts
+            if packet.is_keyframe and time is not None:
+                keys.append((number, time))
+            if packet.is_corrupt:
+                reports.append((number, "part of its packet is missing"))
+            frames: list[Any] = []
+            try:
+                frames = packet.decode()
+            except FFmpegError as error:
+                reports.append((number, str(error.strerror)))
+            for frame in frames:
+                frame.pts = frame.dts if frame.pts is None else frame.pts
+                if frame.pts is None:
+                    continue
+                at = number if frame.opaque is None else frame.opaque
+                if frame.is_corrupt:
+                    reports.append((at, "its decoder reports it as corrupt"))
+                begin = max((key for key, begun in keys if key <= at and begun <= frame.pts), default=0)
+                yield frame, next((what for one, what in reports if begin <= one <= at), None)
 
 
 def _turned(pixels: Pixels, matrix: DisplayMatrix) -> Pixels:
@@ -132,7 +148,7 @@ def decord_frames(path: str, wanted: Wanted) -> Iterator[Pixels]:
     try:
         reader = decord.VideoReader(path, num_threads=1)
         begins = reader.get_frame_timestamp(range(len(reader)))[:, 0]
-        for time, _ in zip(wanted.times, _check_sound(path, wanted), strict=True):
+        for time in wanted.times:
             number = int(np.abs(begins - float(time * wanted.time_base)).argmin())
             _check_time(path, float(begins[number]), time, wanted)
             yield reader[number].asnumpy()
@@ -149,7 +165,7 @@ def torchcodec_frames(path: str, wanted: Wanted) -> Iterator[Pixels]:
                         f"\"llamafactory\" does not; set video_backend to \"pyav\", or image_exif to true.")
     try:
         decoder = decoders.VideoDecoder(path, dimension_order="NHWC", num_ffmpeg_threads=1, seek_mode="exact")
-        for number, time, _ in zip(wanted.numbers, wanted.times, _check_sound(path, wanted), strict=True):
+        for number, time in zip(wanted.numbers, wanted.times, strict=True):
             frame = decoder.get_frame_at(number)
             _check_time(path, frame.pts_seconds, time, wanted)
             yield frame.data.numpy()

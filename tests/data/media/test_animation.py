@@ -158,8 +158,8 @@ def test_a_truncated_animation_is_refused(folder, tmp_path, name, share):
     path = tmp_path / name
     path.write_bytes(raw[: int(len(raw) * share)])
     with pytest.raises(UserError, match=rf"{name}: .*(truncated|is not a video)"):
-        header = animation_header(str(path))
-        list(animation_frames(str(path), wanted_frames(Clock.of(header, None, None), np.arange(6), True)))
+        clock = Clock.of(animation_header(str(path)), None, None)
+        list(animation_frames(str(path), wanted_frames(clock, np.arange(clock.num_frames), True)))
 
 
 @pytest.mark.parametrize(("content", "what"), [

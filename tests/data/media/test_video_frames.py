@@ -1,4 +1,4 @@
-"""Damage in the middle of videos is detected, and good files of every structure are read."""
+"""Good files of every structure are read, and damage that FFmpeg reports is refused."""
 
 import platform
 import re
@@ -8,12 +8,11 @@ import av
 import numpy as np
 import pytest
 
-from mm.data.media import video_damage, video_file, video_frames
+from mm.data.media import video_file, video_frames
 from mm.data.media.decoder import Decoder
 from mm.data.media.frames import Clock, wanted_frames
 from mm.errors import UserError
 from tests.data.clips import all_frames, damage_frame, even, read, write_clip
-from tests.data.media.damage import tried
 
 
 @pytest.fixture(scope="module")
@@ -26,20 +25,6 @@ def decoder():
 def noisy(path, **settings):
     """A clip with enough bytes to be damaged."""
     return write_clip(path, even(60), size=(160, 128), **settings)
-
-
-@pytest.mark.parametrize(("codec", "num_accepted"), [
-    ("H.264", 2), ("MPEG-4", 4), ("MPEG-2", 4), ("MJPEG", 3), ("AV1", 4), ("HEVC", 8), ("VP9", 8), ("VP8", 8),
-    ("HEVC in Matroska", 0), ("VP9 in Matroska", 0), ("VP8 in Matroska", 0)])  # fmt: skip
-def test_damage_in_the_middle_is_found_as_far_as_the_codec_allows(tmp_path, codec, num_accepted):
-    """At most random damage that leaves no trace in these codecs is accepted; zeros are always detected.
-
-    One bit of H.264 in 20 leaves none.  Encoders write different files on other processors, so the limits have margin.
-    """
-    found = tried(tmp_path, codec, 4)
-    assert sum(one["accepted"] for one in found.values()) <= num_accepted
-    assert found["4096 zeros"]["refused"] and not found["4096 zeros"]["accepted"]
-    assert not found["188 bytes lost"]["accepted"]
 
 
 def test_damage_lasts_until_the_next_key_frame(decoder, tmp_path):
@@ -65,19 +50,8 @@ def test_checksums_of_pictures_in_the_stream_are_compared(decoder, tmp_path):
     raw = bytearray(path.read_bytes())
     raw[entry.pos + entry.size // 2] ^= 4
     path.write_bytes(raw)
-    with pytest.raises(UserError, match=r"sums.mp4: the frame at 0.\d\d s is damaged \(.*mismatching checksum"):
+    with pytest.raises(UserError, match=r"sums.mp4: the frame at 0.\d\d s is damaged \(Invalid data"):
         read(decoder, path)
-
-
-def test_frames_lost_by_the_container_are_reported(decoder, tmp_path):
-    path = noisy(tmp_path / "lost.webm", codec="libvpx")
-    with av.open(str(path)) as container:
-        place = [packet.pos for packet in container.demux(video=0)][30]
-    raw = bytearray(path.read_bytes())
-    raw[place - 8 : place + 8] = bytes(16)  # how the container says where the frame ends
-    path.write_bytes(raw)
-    with pytest.raises(UserError, match=r"lost.webm: is damaged and has lost frames \(.*\); replace, re-encode or"):
-        decoder.header(str(path), True)
 
 
 OPEN = "bframes=4:keyint=8:min-keyint=8:scenecut=0:open-gop=1"
@@ -124,9 +98,9 @@ def test_only_the_frames_that_a_wanted_one_needs_are_decoded(tmp_path, monkeypat
     """At most two groups of pictures of eight frames, and the frames until the decoder outputs the wanted one."""
     settings, decoded = GOOD[name], []
     path = str(write_clip(tmp_path / name, range(160) if "time_base" in settings else even(160), **settings))
-    frames_of = video_damage.Watch.frames
-    monkeypatch.setattr(video_damage.Watch, "frames",
-                        lambda self: (decoded.append(frame.pts) or frame for frame in frames_of(self)))
+    frames_of = video_frames._Search._decoded
+    monkeypatch.setattr(video_frames._Search, "_decoded",
+                        lambda self: (decoded.append(one[0].pts) or one for one in frames_of(self)))
     header = video_file.read_header(path, True)
     wanted = wanted_frames(Clock.of(header, None, None), np.array([20, 150]), True)
     assert len(list(video_frames.pyav_frames(path, wanted))) == 2
@@ -161,14 +135,13 @@ def test_the_part_selected_by_an_edit_list_is_read(decoder, tmp_path):
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="decord has a wheel for x86_64 only")
-def test_damage_that_decord_hides_is_found_for_it(tmp_path):
+def test_decord_alone_decodes_what_it_is_asked_for(tmp_path):
+    """PyAV, which would refuse the damaged frame, does not decode it too."""
     path, other = noisy(tmp_path / "damaged.mp4"), Decoder("decord", 60.0)
     with av.open(str(path)) as container:
         entry = container.streams.video[0].index_entries[33]
     raw = bytearray(path.read_bytes())
     raw[entry.pos + 200 : entry.pos + 300] = bytes(range(100))
     path.write_bytes(raw)
-    with pytest.raises(UserError, match=r"damaged.mp4: the frame at 1.\d\d s is damaged"):
-        read(other, path)
-    assert len(read(other, path, [0, 10, 50])) == 3
+    assert len(read(other, path)) == 60
     other.close()
