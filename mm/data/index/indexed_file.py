@@ -32,7 +32,7 @@ class IndexedFile:
     """Number of samples in use, including those set aside for validation."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"index": replace(self.index, bad=(), boxes_outside=())}
+        return self.__dict__ | {"index": replace(self.index, bad=(), boxes_outside=(), unread={})}
 
     @property
     def content(self) -> str:

@@ -89,7 +89,7 @@ def test_contents_of_a_dataset(write_dataset, model_config, tmp_path, monkeypatc
         assert not list(changed(half, of(same, seed=1)))
     drawn_by_path = chosen(20, 50, None, 1, path).astype("<i8").tobytes()  # as in checkpoints of older versions
     older = TrainedOn((replace(half[0], samples_sha256=sha256(drawn_by_path).hexdigest()),))
-    with pytest.raises(UserError, match=r"data.json are used \(10 then, 10 now\), because of a rate \(%; older versions"):
+    with pytest.raises(UserError, match=r"data.json are used \(10 then, 10 now\), because of a rate \(%; older"):
         older.followed_by(half, ORDER, 100, False)
     assert list(changed(of(path, str(tmp_path / "other.json")), of(str(tmp_path / "other.json"), path)))
     assert sum(one.num_samples for one in of(path, path, val_rate=0.25)) == 30
