@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mm.config.unsupported import AUDIO, PREFERENCES, TOOLS
 from mm.families.known import TITLES, names_of
 
 
@@ -106,7 +107,7 @@ FLAGS: Mapping[str, FlagRow] = {
                      "too"), "--lora-apply-modules --lora-mixed-training"),
     "--lora-target-parameters": Fixed((), "only linear layers can have adapters: use --lora-target-modules"),
     "--lora-register-forward-hook": Inert("gradients pass through frozen layers without hooks"),
-    **rows(Fixed((), "preference training is not supported by this version"),
+    **rows(Fixed((), PREFERENCES),
            "--dpo-beta --dpo-loss-type --dpo-ftx --dpo-label-smoothing --ref-model --pref-ftx --stage"),
     **dict.fromkeys(("--use-torch-fsdp2", "--use-megatron-fsdp"),
                     SameAs("--data-parallel-sharding-strategy", "optim_grads_params")),
@@ -150,8 +151,6 @@ FLAGS: Mapping[str, FlagRow] = {
 _UNUSED = Inert("MindSpeed-MM does not read it on this path either")
 _STRUCTURE = Inert("the model always has Hugging Face's structure, and --load reads both")
 _INIT = Inert("text_decoder.init_method_std applies to the whole model")
-_NO_AUDIO = "this version trains on images, videos and text, not on audio"
-_NO_TOOLS = "samples with tool turns are refused"
 NOT_HERE = "not supported by this version"
 _OFF = Fixed((None, False), NOT_HERE)
 _NULL = Fixed((None,), NOT_HERE)
@@ -233,7 +232,7 @@ DATA_KEYS: Mapping[str, Mapping[str, Row]] = {
     "dataset_param.preprocess_parameters": {
         "use_fast_tokenizer": Inert("there is one tokenizer implementation"),
         "split_special_tokens": Inert("text that looks like a control token is always read as plain text"),
-        "audio_sampling_rate": Inert(_NO_AUDIO),
+        "audio_sampling_rate": Inert(AUDIO),
         "video_resolution": _UNUSED,
         "fix_mistral_regex": Inert("it affects another tokenizer"),
         **rows(_OFF, "image_do_pan_and_scan crop_to_patches use_audio_in_video"),
@@ -245,15 +244,15 @@ DATA_KEYS: Mapping[str, Mapping[str, Row]] = {
         **rows(Inert("samples are prepared on the fly; only their lengths are cached, in cache_dir"),
                "preprocessing_batch_size preprocess_on_fly async_preprocess async_preprocess_buffer_size"),
         "cutoff_len": Fixed((None,), "--seq-length is the longest sample"),
-        "tool_format": Inert(_NO_TOOLS),
+        "tool_format": Inert(TOOLS),
         "use_pmcc_data": _OFF,
         "streaming": Fixed((None, False), (
             "remove it: samples are read when a step needs them, and only their index is in memory")),
     },
     "dataset_param.attr": {
-        "audios": Fixed((None,), _NO_AUDIO),
+        "audios": Fixed((None,), AUDIO),
         **rows(_OFF, "ranking pretrain"),
-        **rows(Inert(_NO_TOOLS), "observation_tag function_tag"),
+        **rows(Inert(TOOLS), "observation_tag function_tag"),
         **rows(_NULL, "tools chosen rejected"),
     },
     "dataloader_param": {

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mm.data.media.picture import format_of
+from mm.data.read.keys import MEDIA
 from mm.data.read.open_records import open_records
 from mm.data.read.records import Raw, RecordFile
 from mm.data.record_name import name_of, numbered
@@ -93,7 +94,8 @@ def _converted(raw: Raw, folder: str, images: Path) -> dict[str, Any]:
     unknown = {str(turn["from"]) for turn in turns} - _ROLES.keys()
     if unknown:
         raise UserError(f"has turns from {sorted(unknown)}; expected {list(_ROLES)}.")
-    columns: dict[str, Any] = {name: record[name] for name in ("id",) if name in record} | {"images": []}
+    others = {name: value for name, value in record.items() if name not in (*MEDIA, "conversations")}
+    columns: dict[str, Any] = {**others, "images": []}  # whoever reads the file refuses what would be learnt otherwise
     for column, names in _MEDIA.items():
         given = next((record[one] for one in names if record.get(one)), [])
         paths = [given] if isinstance(given, str | Inline) else given
@@ -102,7 +104,9 @@ def _converted(raw: Raw, folder: str, images: Path) -> dict[str, Any]:
         if paths:
             columns[column] = [f"{folder}/{path}" if isinstance(path, str) else _written(path, images)
                                for path in paths]
-    return columns | {"messages": [{"role": _ROLES[turn["from"]], "content": turn["value"]} for turn in turns]}
+    return columns | {"messages": [
+        {"role": _ROLES[turn["from"]], "content": turn["value"],
+         **{name: value for name, value in turn.items() if name not in ("from", "value")}} for turn in turns]}
 
 
 def _written(image: Inline, folder: Path) -> str:
@@ -117,5 +121,5 @@ def _written(image: Inline, folder: Path) -> str:
 
 
 def _write(out: TextIO, record: dict[str, Any], is_lines: bool, is_first: bool) -> None:
-    text = json.dumps(record, ensure_ascii=False)
+    text = json.dumps(record, ensure_ascii=False, default=str)  # an embedded image in another column: its name
     out.write(f"{text}\n" if is_lines else f"{'[' if is_first else ', '}{text}")

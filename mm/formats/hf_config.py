@@ -18,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from mm.config.model import ModelConfig
 from mm.config.read import parse_json, read_json
 from mm.config.schema import expected, settings_of, shown
+from mm.config.unsupported import OTHER_MODELS
 from mm.errors import UserError, refuse
 from mm.families.family import ROPE_KEYS, Family, Section
 from mm.families.known import FAMILIES, TITLES, family_of
@@ -43,8 +44,8 @@ def stated_family(config: object, file: object) -> Family:
     if family is None:
         model_type = config.get("model_type") if isinstance(config, dict) else None
         expected_types = " or ".join(repr(family.config_json.model_type) for family in FAMILIES)
-        raise UserError(f"{file} has model_type {model_type!r}; expected {expected_types}. Give the directory of a "
-                        f"{TITLES} model.")
+        raise UserError(f"{file} has model_type {model_type!r}; expected {expected_types}: {OTHER_MODELS}. Give the "
+                        f"directory of a {TITLES} model.")
     return family
 
 
@@ -155,7 +156,7 @@ def hf_problems(
         config = (read_json(path) if config_bytes is None else parse_json(path, config_bytes)).root
         model_type = config.get("model_type") if isinstance(config, dict) else None
         if model_type != (expected_type := model.family.config_json.model_type):
-            return [f"{path}: model_type is {model_type!r}; expected {expected_type!r}"]
+            return [f"{path}: model_type is {model_type!r}; expected {expected_type!r}: {OTHER_MODELS}"]
         found = differences(model, model_from_hf(config, model, path))
     except UserError as error:
         return list(error.problems)

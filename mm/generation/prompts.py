@@ -23,7 +23,7 @@ from mm.data.record_name import name_of, numbered
 from mm.data.sample import Image, Inline, Media, Sample, Turn, Video
 from mm.errors import UserError, collected
 
-_ATTRIBUTES = Attributes(system="system")
+_ATTRIBUTES = Attributes(system="system", history="history")
 """The usual names of columns and roles are recognized too."""
 
 

@@ -27,6 +27,7 @@ from mm.errors import MAX_PROBLEMS, UserError, collected, refuse
 from mm.scoring.benchmarks import GROUPS, Item, Items
 from mm.scoring.prompts import prompt
 
+_ATTRIBUTES = Attributes(system="system", history="history")
 _SCORED = ("index", "id", "question", "options", "answer", "answers", *GROUPS)
 """Keys of a record besides those of a sample, whose texts ``read_sample`` checks."""
 
@@ -68,7 +69,7 @@ def _item(raw: Raw, where: str, rule: Rule, media: KnownMedia) -> Item:
            if HALF_CHARACTER.search(json.dumps(record.get(name), ensure_ascii=False, default=str)))
     if "question" in record:
         return _question(record, raw, where, rule, media)
-    sample = read_sample(record, Attributes(), media, where)
+    sample = read_sample(record, _ATTRIBUTES, media, where)
     if rule == "choice":
         raise UserError("has no 'question' and 'options', which the rule choice needs; add them, or use the rule "
                         "exact.")
@@ -91,8 +92,8 @@ def _question(record: Mapping[str, Any], raw: Raw, where: str, rule: Rule, media
     as_sample = {
         **{name: value for name, value in record.items() if name not in (*_SCORED, *MESSAGES)},
         "messages": [{"role": "user", "content": with_places(text, num_media(record))}]}
-    (asked,) = read_sample(as_sample, Attributes(), media, where, is_prompt=True).turns
-    return Item(_index(record, raw), where, question, asked.content, right, options, _groups(record))
+    *earlier, asked = read_sample(as_sample, _ATTRIBUTES, media, where, is_prompt=True).turns
+    return Item(_index(record, raw), where, question, asked.content, right, options, _groups(record), tuple(earlier))
 
 
 def _options(given: Any) -> dict[str, str]:

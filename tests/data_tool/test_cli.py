@@ -109,6 +109,16 @@ def test_convert(inputs: Path, capsys):
     assert convert(inputs, "out.json") == 2 and "out.json already exists" in capsys.readouterr().err
 
 
+def test_keys_that_would_change_what_is_learnt_are_kept(inputs: Path, capsys):
+    """The trainer refuses them in the converted file as in LLaVA's."""
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "No.", "loss": False}]
+    (inputs / "llava.json").write_text(json.dumps([{"conversations": turns, "rejected": "Yes.", "source": "x"}]))
+    assert convert(inputs, "out.json") == 0
+    (record,) = json.loads((inputs / "out.json").read_text())
+    assert record == {"rejected": "Yes.", "source": "x", "images": [], "messages": [
+        {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "No.", "loss": False}]}
+
+
 def test_a_lone_surrogate_is_kept(inputs: Path, capsys):
     turns = [{"from": "human", "value": "\ud83d <猫>"}, {"from": "gpt", "value": "\u00e9"}]
     (inputs / "llava.json").write_text(json.dumps([{"conversations": turns}]))

@@ -154,7 +154,8 @@ def quantized(directory: Path) -> None:
     (empty_file, r"model-00001-of-\d+\.safetensors \(0 bytes\) is truncated.*download it again"),
     (damaged_header, r"model-00001-of-\d+\.safetensors has a damaged safetensors header"),
     (header_of_another_kind, r"model-00001-of-\d+\.safetensors has a damaged safetensors header"),
-    (edited_config(model_type="qwen3_vl"), r"config\.json has model_type 'qwen3_vl'; expected 'qwen2_5_vl'"),
+    (edited_config(model_type="qwen3_vl"), r"config\.json has model_type 'qwen3_vl'; expected 'qwen2_5_vl': "
+     r"this version trains Qwen2\.5-VL, neither Qwen2-VL nor Qwen3-VL"),
     (edited_config(quantization_config={}), r"quantization_config.*unquantized model"),
     (broken_config, r"config\.json is not valid JSON"),
     (no_config, r"config\.json does not exist"),

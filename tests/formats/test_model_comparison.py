@@ -71,7 +71,9 @@ def test_small_epsilons_are_distinguished(tmp_path):
 
 
 def test_other_model_types_and_broken_files(tmp_path):
-    assert "model_type is 'qwen2_vl'; expected 'qwen2_5_vl'" in problems_of(tmp_path, {"model_type": "qwen2_vl"})[0]
+    (problem,) = problems_of(tmp_path, {"model_type": "qwen2_vl"})
+    assert problem.endswith("model_type is 'qwen2_vl'; expected 'qwen2_5_vl': this version trains Qwen2.5-VL, neither "
+                            "Qwen2-VL nor Qwen3-VL")
     assert "model_type is None" in problems_of(tmp_path, [])[0]
     (tmp_path / "config.json").write_text("{,}")
     model = read_model(EXAMPLES / "model_3b.json").value

@@ -29,9 +29,10 @@ def test_questions(folder):
     items = read(folder, [
         {"question": "How many?", "image": "a.png", "answer": 2, "category": "counting"},
         {"id": "x", "question": "<image> or <image>?", "images": ["a.png", "b.png"], "answers": ["one", "1"]},
-        {"index": 7, "question": "1 + 1?", "answer": "", "conversations": "how it was made"}]).items
+        {"index": 7, "question": "1 + 1?", "answer": "", "conversations": "how it was made", "system": "Be."}]).items
     assert [item.content for item in items] == [(a, "How many?"), (a, " or ", b, "?"), ("1 + 1?",)]
     assert [item.right for item in items] == [("2",), ("one", "1"), ("",)]
+    assert [[turn.text for turn in item.earlier] for item in items] == [[], [], ["Be."]]
     assert [item.index for item in items] == ["0", "x", "7"] and items[0].groups == {"category": "counting"}
     assert items[1].where == f"{folder}/own.json:1: question 1 (counted from 0, id 'x')"
 

@@ -182,6 +182,19 @@ def test_skipped_samples_are_counted_beforehand(inputs: Path, capsys):
     assert f"{inputs}/samples.json:1: record 0 (counted from 0, id 'bad-0'): 'messages' is []" in training
 
 
+def test_keys_that_nothing_reads_are_noted_and_others_refused(inputs: Path, capsys):
+    """ms-swift's grounding would train the word <bbox>."""
+    (good,) = json.loads((inputs / "samples.json").read_text())
+    (inputs / "samples.json").write_text(json.dumps([good | {"id": "a", "solution": "x"}] * 4))
+    assert main(flags(inputs, "--check")) == 0
+    assert (f"note: nothing reads 'solution', which 4 records have (the first is {inputs}/samples.json: record 0 "
+            f"(id 'a')); docs/data.md lists the keys that are read\n") in capsys.readouterr().out
+    (inputs / "samples.json").write_text(json.dumps([good, good | {"objects": {"bbox": [[1, 2, 3, 4]]}}]))
+    assert main(flags(inputs, "--check")) == 2
+    (problem,) = capsys.readouterr().err.splitlines()
+    assert f"{inputs}/samples.json:1: record 1 (counted from 0): has 'objects', which this version does not" in problem
+
+
 def test_a_dry_run_shows_the_notes_of_the_preflight(inputs: Path, capsys):
     assert main(flags(inputs, "--global-batch-size", "4", "--dry-run")) == 0
     assert "  - 1 samples are fewer than the 4 of one step: each step repeats some\n" in capsys.readouterr().out

@@ -22,6 +22,7 @@ from mm.config.read import read_json
 from mm.data.encode.template import Template
 from mm.data.encode.tokenizer_steps import backend_steps, endless_steps
 from mm.data.encode.truncation import kept_lengths, kept_turns
+from mm.data.read.formats import HALF_CHARACTER
 from mm.data.sample import KINDS, Image, Turn
 from mm.errors import UserError, refuse
 from mm.families.family import Family
@@ -262,6 +263,9 @@ class ChatEncoder:
         if len(text) > _LONGEST_TEXT:
             raise UserError(f"has {len(text):,} characters as the chat template renders it, above the limit of "
                             f"{_LONGEST_TEXT:,}; shorten or split it.")
+        if half := HALF_CHARACTER.search(text):
+            raise UserError(f"contains {half[0]!a} as the chat template renders it: half of a surrogate pair, which is "
+                            f"not a character; repair the text, or use {self.family.title}'s template.")
         pieces = text.split(mask)
         if len(pieces) - 1 != len(masked):
             raise UserError(f"the chat template renders {len(pieces) - 1} of the {len(masked)} control tokens in the "

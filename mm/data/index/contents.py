@@ -89,7 +89,8 @@ def changed(then: Sequence[Contents], now: Sequence[Contents]) -> Iterator[str]:
         if same_file is not None:
             new.remove(same_file)
             yield (f"other samples of {one.dataset} are used ({one.num_samples} then, {same_file.num_samples} now), "
-                   f"because of a rate (%), max_samples, val_rate, --seed, --seq-length, or repaired samples")
+                   f"because of a rate (%; older versions drew by the file's path), max_samples, val_rate, --seed, "
+                   f"--seq-length, or repaired samples")
         elif same_name is not None:
             new.remove(same_name)
             yield f"{one.dataset} has changed ({one.num_samples} samples then, {same_name.num_samples} now)"

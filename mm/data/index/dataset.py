@@ -76,7 +76,7 @@ class Dataset:
             for records, file in zip(self._files, dataset_files, strict=False):
                 good = np.concatenate([np.empty(0, _NUMBER), *(one.astype(_NUMBER) for one in records.index.usable())])
                 if not is_whole(file):
-                    good = good[chosen(len(good), file.rate_percent, file.num_samples, seed, file.entry)]
+                    good = good[chosen(len(good), file.rate_percent, file.num_samples, seed, records.content)]
                 taken[done : done + records.num_samples] = good[: records.num_samples]
                 taken[done : done + records.num_samples] += first
                 done += records.num_samples
@@ -86,8 +86,8 @@ class Dataset:
             training, validation = split_off(taken, val_rate, seed)
             return training if split == "training" else validation[:most]
 
-        facts = [[records.identity, len(records.index.rows), records.num_samples, file.rate_percent, file.num_samples,
-                  file.entry] for records, file in zip(self._files, dataset_files, strict=False)]
+        facts = [[records.identity, len(records.index.rows), records.num_samples, file.rate_percent, file.num_samples]
+                 for records, file in zip(self._files, dataset_files, strict=False)]
         if any(records.identity is None for records in self._files):
             return packed_numbers(choose(), None)
         return store_of(config).numbers([facts, seed, *([val_rate, split, most] if val_rate else [])], choose)
@@ -179,7 +179,7 @@ class Dataset:
             counts[file] += len(numbers)
             hashes[file].update(numbers.astype("<i8").tobytes())
         return tuple(
-            Contents(records.entry, records.file_sha256 or records.reader.file.content_hash(), count, of.hexdigest())
+            Contents(records.entry, records.content, count, of.hexdigest())
             for records, count, of in zip(self._files, counts, hashes, strict=True))
 
 

@@ -27,17 +27,21 @@ from mm.data.index.gauge import (
 )
 from mm.data.index.rows import IndexRow, IndexRows, packed
 from mm.data.media.video import VideoConstantsError
-from mm.data.read.formats import read_sample
+from mm.data.read.formats import read_sample, unread_keys
 from mm.data.read.records import Raw, RecordBlock, RecordFile
 from mm.data.read.roots import KnownMedia, MediaRoots
 from mm.data.record_name import name_of, record_place, record_problem
 from mm.data.sample import Media, Sample
 from mm.data.workers import in_processes
-from mm.errors import UserError, naming
+from mm.errors import MAX_PROBLEMS, UserError, naming
 from mm.progress import Progress
 
 _MAX_KNOWN = 100_000
 """Number of media whose grids are cached while a file is checked."""
+
+
+Unread = dict[str, tuple[int, int]]
+"""Keys that nothing reads: how many records have each, and the first of them.  "": all others, if there are many."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,8 @@ class RecordIndex:
     """Why the file could not be read to the end."""
     boxes_outside: tuple[int, ...] = ()
     """Records whose answers contain coordinates outside their images."""
+    unread: Unread = field(default_factory=dict)
+    """Keys that nothing reads, in the good records."""
 
     def first_usable(self, num_good: int | None) -> "RecordIndex":
         """The first records, up to ``num_good`` usable ones; None: all."""
@@ -84,7 +90,8 @@ class RecordIndex:
                 break
             left -= len(usable)
         return RecordIndex(self.rows.first(end), tuple(one for one in self.bad if one.index < end), (),
-                     tuple(one for one in self.boxes_outside if one < end))
+                     tuple(one for one in self.boxes_outside if one < end),
+                     {key: place for key, place in self.unread.items() if place[1] < end})
 
     def usable(self) -> Iterator[np.ndarray]:
         """The numbers of the records that can be trained on, in batches."""
@@ -110,6 +117,12 @@ class RecordIndex:
         return sum(int(np.count_nonzero(some == num_tokens)) for _, some in self.rows.batches("num_tokens"))
 
 
+def _add_unread(found: Unread, key: str, count: int, first: int) -> None:
+    key = key if key in found or len(found) < MAX_PROBLEMS else ""
+    before, earliest = found.get(key, (0, first))
+    found[key] = before + count, min(earliest, first)
+
+
 @dataclass(frozen=True)
 class _CheckedBlock:
     """The result for one block: its rows and bad records, or why it could not be read."""
@@ -117,6 +130,7 @@ class _CheckedBlock:
     rows: np.ndarray
     bad: list[Bad]
     boxes_outside: list[int]
+    unread: Unread
     error: UserError | None = None
 
 
@@ -171,12 +185,13 @@ class Checker:
 
     def __call__(self, block: RecordBlock) -> _CheckedBlock:
         rows, bad, boxes = np.zeros(len(block.spans), ROW), [], []
+        unread: Unread = {}
         try:
             for row, raw in zip(rows, self.reader.file.read_block(block), strict=True):
                 row["start"], row["end"] = raw.span
                 lookups_before = self._media.num_lookups
                 try:
-                    if self._measure(raw, row):
+                    if self._measure(raw, row, unread):
                         boxes.append(raw.index)
                 except TooLongError as error:
                     row["num_tokens"], row["num_dropped_tokens"] = TOO_LONG, error.num_tokens
@@ -188,15 +203,20 @@ class Checker:
                     bad += [Bad(raw.index, raw.line, raw.place, has_media, problem, name_of(raw.value))
                             for problem in error.problems]
         except UserError as error:  # about the whole file; returned, because raising would bury it in a traceback
-            return _CheckedBlock(rows, bad, boxes, error)
-        return _CheckedBlock(rows, bad, boxes)
+            return _CheckedBlock(rows, bad, boxes, unread, error)
+        return _CheckedBlock(rows, bad, boxes, unread)
 
-    def _measure(self, raw: Raw, row: np.void) -> bool:
-        """Fill in the row of one record; returns whether its answers contain coordinates outside its images."""
+    def _measure(self, raw: Raw, row: np.void, unread: Unread) -> bool:
+        """Fill in the row of one record, and add its keys that nothing reads to ``unread``.
+
+        Returns whether its answers contain coordinates outside its images.
+        """
         if raw.problem is not None:
             raise UserError(raw.problem)
         reader, gauge = self.reader, self.reader.gauge
         sample = read_sample(raw.value, reader.attr, self._media, reader.where(raw.index))
+        for key in unread_keys(raw.value, reader.attr):
+            _add_unread(unread, key, 1, raw.index)
         if gauge is None:
             return False
         if len(self._grids) > _MAX_KNOWN:
@@ -220,6 +240,7 @@ def make_index(
     file = checker.reader.file
     problems: list[str] = []
     bad, boxes = [], []
+    unread: Unread = {}
     total = file.version[0] if file.spans_are_bytes else None
     num_rows = found = 0
     unit = "records" if total is None else "B"
@@ -233,13 +254,15 @@ def make_index(
             num_rows += len(block.rows)
             bad += block.bad
             boxes += block.boxes_outside
+            for key, (count, first) in block.unread.items():
+                _add_unread(unread, key, count, first)
             found += int(is_usable(block.rows["num_tokens"]).sum())
             progress.update(len(block.rows) if total is None else int(block.rows["end"][-1]) - progress.done)
             if (num_good is not None and found >= num_good) or (most_bad is not None and len(bad) >= most_bad):
                 break
         with tempfile.TemporaryFile(dir=folder) as kept:
             whole = packed(rows, ROW, num_rows, kept, COUNTED_FROM)
-    return RecordIndex(whole, tuple(bad), tuple(problems), tuple(boxes)).first_usable(num_good)
+    return RecordIndex(whole, tuple(bad), tuple(problems), tuple(boxes), unread).first_usable(num_good)
 
 
 def still_bad(index: RecordIndex, checker: Checker) -> bool:

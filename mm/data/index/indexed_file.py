@@ -32,7 +32,13 @@ class IndexedFile:
     """Number of samples in use, including those set aside for validation."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"index": replace(self.index, bad=(), boxes_outside=())}
+        return self.__dict__ | {"index": replace(self.index, bad=(), boxes_outside=(), unread={})}
+
+    @property
+    def content(self) -> str:
+        """SHA-256 of the file, which does not depend on where it is.  Raises UserError when it can no longer be read.
+        """
+        return self.file_sha256 or self.reader.file.content_hash()
 
     def bad_sample(self, number: int, reason: str, line: int | None = None) -> BadSample:
         """The entry of record ``number`` in the list of bad samples; without ``line``, the file is scanned for it.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from mm.data.index.columns import Columns
+from mm.errors import counted
 from mm.families.known import names_of
 
 _NUM_NAMED = 3
@@ -46,6 +47,12 @@ def too_long_remark(numbers: np.ndarray, num_tokens: np.ndarray, seq_length: int
             f"{'each' if count > 1 else 'it'} fit in --seq-length {seq_length}: raise it to {num_tokens.max()}, use "
             f"fewer or smaller images and videos (image_max_pixels), or shorten {'them' if count > 1 else 'it'}.  "
             f"{_first(numbers, named)}")
+
+
+def unread_remark(key: str, count: int, first: str) -> str:
+    """A note about a ``key`` that nothing reads; "" stands for several.  ``first`` names the first of its records."""
+    return (f"nothing reads {key or 'the other unknown keys'}, which {counted(count, 'record')} ha"
+            f"{'s' if count == 1 else 've'} (the first is {first}); docs/data.md lists the keys that are read")
 
 
 def _first(numbers: np.ndarray, named: Named) -> str:

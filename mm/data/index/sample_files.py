@@ -15,7 +15,7 @@ from mm.config.dataset_files import DatasetFile, training_files, validation_file
 from mm.data.index.gauge import TOO_LONG, Gauge
 from mm.data.index.index import Checker, Reader
 from mm.data.index.indexed_file import IndexedFile, open_indexed
-from mm.data.index.remarks import too_long_remark
+from mm.data.index.remarks import too_long_remark, unread_remark
 from mm.data.order.selection import num_chosen
 from mm.data.read.open_records import open_records
 from mm.data.read.roots import MediaRoots
@@ -122,6 +122,8 @@ class _Opening:
                 f"{len(index.boxes_outside)} samples, the first is {records.named(index.boxes_outside[0])}, contain "
                 f"box or point coordinates outside their images as the model sees them; {TITLES} uses pixels of the "
                 f"resized image")
+        self.notes += (unread_remark(key, count, records.named(first))
+                       for key, (count, first) in index.unread.items())
         return records
 
 

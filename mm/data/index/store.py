@@ -26,7 +26,7 @@ from mm.data.read.records import RecordFile
 from mm.files import json_object, read_regular, regular, replace_file
 from mm.lock import making
 
-_FORM = 5
+_FORM = 6
 """Increment when the same data would be read or measured differently."""
 _CHECKSUM = "json_crc32"
 """Key of each JSON file: the checksum of its other content."""
@@ -109,13 +109,15 @@ class Store:
         if rows is None:
             return None
         bad = tuple(Bad(**one) for one in manifest["bad"])
-        return Kept(RecordIndex(rows, bad, (), tuple(manifest["boxes_outside"])), f"{key} {manifest['crc32']}")
+        unread = {name: (count, first) for name, (count, first) in manifest["unread"].items()}
+        found = RecordIndex(rows, bad, (), tuple(manifest["boxes_outside"]), unread)
+        return Kept(found, f"{key} {manifest['crc32']}")
 
     def save(self, key: str, index: RecordIndex) -> str | None:
         """Save an index.  Returns a note if it is not kept in the first folder, or not at all."""
         assert not index.problems, "a file that was not read to the end has no index"
         return self._save_rows(key, index.rows, {"bad": [asdict(one) for one in index.bad],
-                                                 "boxes_outside": list(index.boxes_outside)})
+                                                 "boxes_outside": list(index.boxes_outside), "unread": index.unread})
 
     def numbers(self, facts: Any, choose: Callable[[], np.ndarray]) -> IndexRows:
         """The result of ``choose`` as the column ``number``, cached under the ``facts`` (JSON values) it depends on."""

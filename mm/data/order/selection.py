@@ -12,14 +12,14 @@ from mm.data.order.stream import permutation
 _BATCH_SAMPLES = 1 << 20
 
 
-def chosen(num_samples: int, rate_percent: float, wanted: int | None, seed: int, name: str) -> np.ndarray:
-    """The numbers of the samples of the dataset ``name`` that are used.
+def chosen(num_samples: int, rate_percent: float, wanted: int | None, seed: int, content: str) -> np.ndarray:
+    """The numbers of the samples that are used of the file with the checksum ``content``.
 
     ``wanted`` replaces the dataset's size, and ``rate_percent`` percent of it are used.  Each full 100% takes every
     sample once; the rest is drawn without replacement, in dataset order.
     """
     whole, rest = divmod(num_chosen(num_samples, rate_percent, wanted), max(num_samples, 1))
-    drawn = permutation(_random(seed, name), num_samples)[:rest]
+    drawn = permutation(_random(seed, content), num_samples)[:rest]
     return np.concatenate([np.tile(np.arange(num_samples, dtype=drawn.dtype), whole), np.sort(drawn)])
 
 

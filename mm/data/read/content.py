@@ -81,6 +81,8 @@ def _item(item: Any, where: str) -> str | Media:
     if kind == "text":
         if not isinstance(value, str):
             raise UserError(f"{where} has 'text' = {described(value)}; expected a string.")
+        if other := next((one for one in _TYPES[1:] if item.get(one)), None):
+            raise UserError(f"{where} has 'text' and {other!r}; make it two items, in the order of the message.")
         return value
     if kind.endswith("_url"):
         value = value.get("url") if isinstance(value, dict) else value

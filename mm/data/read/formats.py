@@ -7,24 +7,28 @@ Messages here say what is wrong with a record; the caller adds its place.
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any, Protocol
 
 from mm.config.data import Attributes
 from mm.config.schema import shown
+from mm.config.unsupported import TOOLS, TWO_COLUMNS
 from mm.data.read.content import Content, content_of, listed_frames
+from mm.data.read.keys import MEDIA, refuse_key, refuse_media_key, refuse_message_key, unread, unread_of_message
 from mm.data.record_name import described
 from mm.data.sample import KINDS, Image, Inline, Media, Sample, Turn
 from mm.errors import UserError, nearest
 
+_KEY_CHARACTERS = 80
+"""Longer keys are shortened in messages."""
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 """A lone surrogate, which JSON can escape but UTF-8 cannot encode."""
 MESSAGES = ("messages", "conversations")
 """The usual names of the column with the conversation."""
-_MEDIA = ("image", "images", "video", "videos")
-"""The usual names of the columns with media."""
-_MISSPELT = 0.8
-"""Similarity from which a key counts as a misspelling of one: ``imgae``, but not ``image_id`` or ``image_dir``."""
+_TOOL_ROLES = ("tool", "tools", "tool_call", "tool_calls", "tool_response", "function", "function_call",
+               "function_response", "observation")
+_TWO_COLUMNS = (("query", "response"), ("prompt", "completion"), ("question", "answer"))
+"""Pairs of columns of ms-swift, TRL and others, which are read where ``attr`` names them."""
 
 
 class Finder(Protocol):
@@ -45,6 +49,7 @@ class _Tags:
     """Role name in the data -> "user", "assistant" or "system"."""
 
     @classmethod
+    @lru_cache
     def of(cls, attr: Attributes) -> "_Tags":
         roles = {attr.user_tag: "user", attr.assistant_tag: "assistant"}
         return cls(attr.role_tag, attr.content_tag, roles if attr.system_tag is None else
@@ -68,19 +73,47 @@ def read_sample(record: Any, attr: Attributes, media: Finder, where: str, is_pro
     """
     if not isinstance(record, dict):
         raise UserError(f"is a {type(record).__name__}; expected an object with key {_expected_column(attr)!r}.")
-    if record.get("audios"):
-        raise UserError("has 'audios', which this version does not support; remove it or the sample.")
-    messages, tags = _read_messages(record, attr)
+    column = _talk_column(record, attr)
+    keys = unread(record, _read_keys(attr, column))
+    for key in keys:
+        refuse_key(key, record[key], is_prompt)
+    messages, tags = _read_messages(record, attr, column)
     messages = _with_system_column(messages, record, attr)
     if is_prompt and messages[-1:] and messages[-1][0] == "assistant":
         messages = messages[:-1]
     _check_order([role for role, _ in messages], tags, is_prompt)
     coming = {kind: _column(record, getattr(attr, f"{kind}s"), kind) for kind in KINDS}
-    if not any(coming.values()):
-        _check_media_keys(record, attr)
+    if keys and all(isinstance(item, str) for _, content in messages for item in content):
+        for key in keys:
+            refuse_media_key(key, record[key])
     _check_counts(messages, coming)
     left = {kind: iter(paths) for kind, paths in coming.items()}
     return Sample(tuple(Turn(role, _filled(content, left, media)) for role, content in messages), where)
+
+
+def unread_keys(record: dict[str, Any], attr: Attributes) -> list[str]:
+    """The keys of a good ``record`` and its messages that nothing reads, as messages name them, each once.
+
+    None of them is known to matter, or to be metadata.
+    """
+    column = _talk_column(record, attr)
+    found = [(key, "") for key in unread(record, _read_keys(attr, column))]
+    messages = [] if column is None else record[column]
+    tags = _tags_of(messages, attr)
+    for message in messages:
+        if len(message) > 2:
+            found += [(key, " of a message") for key in unread_of_message(message, (tags.role, tags.content))]
+        if isinstance(message[tags.content], list):
+            texts = (item for item in message[tags.content] if isinstance(item, dict) and "text" in item)
+            found += [(key, " of a text") for item in texts for key in unread(item, ("type", "text"))]
+    return list(dict.fromkeys(f"{key[:_KEY_CHARACTERS]!r}{where}" for key, where in found))
+
+
+@lru_cache
+def _read_keys(attr: Attributes, column: str | None) -> frozenset[str]:
+    """The columns of a record that are read: its conversation's ``column``, or None for Alpaca's."""
+    talk = (attr.prompt, attr.query, attr.response, attr.history) if column is None else (column,)
+    return frozenset(name for name in (*talk, attr.system, attr.images, attr.videos, *MEDIA) if name is not None)
 
 
 ChatMessage = tuple[str, Content]
@@ -91,27 +124,49 @@ def _expected_column(attr: Attributes) -> str:
     return attr.prompt if attr.formatting == "alpaca" else attr.messages
 
 
-def _read_messages(record: dict[str, Any], attr: Attributes) -> tuple[list[ChatMessage], _Tags]:
-    columns = (attr.messages, *MESSAGES) if attr.formatting == "sharegpt" else ()
-    column = next((one for one in columns if one in record), None)
+def _talk_columns(attr: Attributes) -> tuple[str, ...]:
+    return (attr.messages, *MESSAGES) if attr.formatting == "sharegpt" else ()
+
+
+def _talk_column(record: dict[str, Any], attr: Attributes) -> str | None:
+    """The column with the conversation; None if there is none, so that the record has Alpaca's columns, or no talk."""
+    return next((one for one in _talk_columns(attr) if one in record), None)
+
+
+def _read_messages(record: dict[str, Any], attr: Attributes, column: str | None) -> tuple[list[ChatMessage], _Tags]:
     if column is None:
         if attr.prompt not in record or attr.response not in record:
-            wanted = _expected_column(attr)
-            wanted = attr.response if wanted in record else wanted
-            names = "attr.messages" if attr.formatting == "sharegpt" else "attr.prompt and attr.response"
-            others = [key for key in record if key not in _MEDIA]
-            hint = next((text for column in columns or (wanted,) if (text := nearest(column, others))), "")
-            usual = " or ".join(map(repr, MESSAGES))
-            must = f"name that column, unless it is {usual}" if columns else "name the columns"
-            raise UserError(f"has no {wanted!r}{hint}; {names} in the data JSON must {must}.")
+            raise UserError(_no_talk(record, attr))
         return _alpaca(record, attr), _USUAL_TAGS[0]
     messages = record[column]
     if not isinstance(messages, list) or not messages:
         raise UserError(f"{column!r} is {described(messages)}; expected a non-empty list of messages.")
-    own, first = _Tags.of(attr), messages[0]
-    tags = max((own, *_USUAL_TAGS), key=lambda one: (one.role in first) + (one.content in first)
-               if isinstance(first, dict) else 0)
+    tags = _tags_of(messages, attr)
     return [_message(message, number, tags) for number, message in enumerate(messages)], tags
+
+
+def _no_talk(record: dict[str, Any], attr: Attributes) -> str:
+    """The message about a record without a conversation."""
+    pair = next((pair for pair in _TWO_COLUMNS if all(isinstance(record.get(column), str) for column in pair)), None)
+    wanted, columns = _expected_column(attr), _talk_columns(attr)
+    wanted = attr.response if wanted in record else wanted
+    if pair is not None:
+        return f"has no {wanted!r}, but {pair[0]!r} and {pair[1]!r}: {TWO_COLUMNS}."
+    names = "attr.messages" if attr.formatting == "sharegpt" else "attr.prompt and attr.response"
+    others = [key for key in record if key not in MEDIA]
+    hint = next((text for column in columns or (wanted,) if (text := nearest(column, others))), "")
+    usual = " or ".join(map(repr, MESSAGES))
+    must = f"name that column, unless it is {usual}" if columns else "name the columns"
+    return f"has no {wanted!r}{hint}; {names} in the data JSON must {must}."
+
+
+def _tags_of(messages: list[Any], attr: Attributes) -> _Tags:
+    """The tags that the first message has most of."""
+    first = messages[0] if messages else None
+    own = _Tags.of(attr)
+    if not isinstance(first, dict):
+        return own
+    return max((own, *_USUAL_TAGS), key=lambda one: (one.role in first) + (one.content in first))
 
 
 def _message(message: Any, number: int, tags: _Tags) -> ChatMessage:
@@ -121,12 +176,17 @@ def _message(message: Any, number: int, tags: _Tags) -> ChatMessage:
             f"{tags.content!r} (role_tag and content_tag of the data JSON)."
         )
     role = message[tags.role]
+    if role in _TOOL_ROLES and role not in tags.roles:
+        raise UserError(f"message {number} has the role {role!r}, but {TOOLS}; remove the calls, or the sample.")
     if not isinstance(role, str) or role not in tags.roles:
         raise UserError(
             f"message {number} has the unknown role {shown(role)}{nearest(str(role), tags.roles)}; expected one of "
             f"{', '.join(map(shown, tags.roles))}."
         )
     role = tags.roles[role]
+    if len(message) > 2:
+        for key in unread(message, (tags.role, tags.content)):
+            refuse_message_key(key, message[key], role, f"message {number}")
     return role, _checked(content_of(message[tags.content], role, f"message {number}", tags.content),
                           f"message {number}", role)
 
@@ -211,15 +271,6 @@ def _column(record: dict[str, Any], named: str | None, kind: str) -> list[MediaF
     if not isinstance(paths, list) or not all(isinstance(path, str | Inline | tuple) and path for path in paths):
         raise UserError(f"{given[0]!r} is {shown(paths)}; expected a list of paths, one path, or null.")
     return paths
-
-
-def _check_media_keys(record: Mapping[str, Any], attr: Attributes) -> None:
-    """Refuse a misspelt column of images or videos: ignored, it would leave a sample of text only."""
-    known = {*_MEDIA, *(value for value in vars(attr).values() if isinstance(value, str))}
-    for key, value in record.items():
-        close = get_close_matches(key.casefold(), _MEDIA, n=1, cutoff=_MISSPELT)
-        if close and key not in known and value and isinstance(value, str | list | Inline):
-            raise UserError(f"has {key!r}, which nothing reads (did you mean {close[0]!r}?); rename or remove it.")
 
 
 def num_media(record: Mapping[str, Any]) -> dict[str, int]:

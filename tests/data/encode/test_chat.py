@@ -284,6 +284,7 @@ def test_an_answer_remains_for_a_question_of_any_length(tokenizer):
          "each answer unchanged"),
         (CHAT_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", ""), "renders 0 images and videos"),
         (CHAT_TEMPLATE.replace("<|vision_start|><|image_pad|>", "<|image_pad|>"), "renders 1 images and videos of 1"),
+        (CHAT_TEMPLATE + r"{{ '\ud800' }}", r"contains '\\ud800' as the chat template renders it: half of a surrogate"),
     ],
 )  # fmt: skip
 def test_a_template_that_loses_something_is_refused(hf_directory, template, message):

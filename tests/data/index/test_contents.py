@@ -2,12 +2,14 @@
 
 import json
 from dataclasses import replace
+from hashlib import sha256
 
 import pytest
 
 from mm.data.index.contents import Contents, TrainedOn, changed
 from mm.data.index.dataset import Dataset
 from mm.data.index.gauge import Gauge
+from mm.data.order.selection import chosen
 from mm.errors import UserError
 
 A, B, C = (Contents(f"{name}.json", f"sha of {name}", 10, f"samples of {name}") for name in "abc")
@@ -22,8 +24,8 @@ CHANGES = {
     "content": ((A, B), (A, replace(B, file_sha256="x", num_samples=11)),
                 ["b.json has changed (10 samples then, 11 now)"]),
     "rate": ((A, B), (replace(A, num_samples=5, samples_sha256="x"), B),
-             ["other samples of a.json are used (10 then, 5 now), because of a rate (%), max_samples, val_rate, "
-              "--seed, --seq-length, or repaired samples"]),
+             ["other samples of a.json are used (10 then, 5 now), because of a rate (%; older versions drew by the "
+              "file's path), max_samples, val_rate, --seed, --seq-length, or repaired samples"]),
     "one more": ((A,), (A, B), ["b.json with 10 samples is new"]),
     "one less": ((A, B), (B,), ["a.json with 10 samples is missing"]),
     "once less": ((A, A, B), (A, B), ["a.json with 10 samples is missing"]),
@@ -60,7 +62,7 @@ def test_a_changed_order_is_refused_or_starts_at_the_first_sample():
     assert before.followed_by((A, B), other, 100, True) == TrainedOn((A, B), 100, other)
 
 
-def test_contents_of_a_dataset(write_dataset, model_config, tmp_path):
+def test_contents_of_a_dataset(write_dataset, model_config, tmp_path, monkeypatch):
     """Depends on the content of the files and the selected samples, not on file names or other settings."""
     records = [{"messages": [("user", f"{number}"), ("assistant", "x")]} for number in range(20)]
     data = write_dataset(records, cache_dir=str(tmp_path / "cache"))
@@ -81,6 +83,13 @@ def test_contents_of_a_dataset(write_dataset, model_config, tmp_path):
                   of(path, path), of(f"{path}%200")):
         assert list(changed(first, other))
     assert list(changed(of(f"{path}%50"), of(f"{path}%50", seed=1)))
-    assert not list(changed(of(f"{path}%50", seed=1), of(f"{path}%50", seed=1)))
+    monkeypatch.chdir(tmp_path)
+    half = of(f"{path}%50", seed=1)
+    for same in (f"{path}%50", "data.json%50", "moved.json%50"):
+        assert not list(changed(half, of(same, seed=1)))
+    drawn_by_path = chosen(20, 50, None, 1, path).astype("<i8").tobytes()  # as in checkpoints of older versions
+    older = TrainedOn((replace(half[0], samples_sha256=sha256(drawn_by_path).hexdigest()),))
+    with pytest.raises(UserError, match=r"data.json are used \(10 then, 10 now\), because of a rate \(%; older"):
+        older.followed_by(half, ORDER, 100, False)
     assert list(changed(of(path, str(tmp_path / "other.json")), of(str(tmp_path / "other.json"), path)))
     assert sum(one.num_samples for one in of(path, path, val_rate=0.25)) == 30

@@ -113,6 +113,26 @@ def test_the_second_start_uses_the_index_of_the_first(cached, model_config, made
     assert len(made) == 2
 
 
+def test_keys_that_nothing_reads_are_noted_at_every_start(cached, model_config, made, tmp_path, monkeypatch):
+    """Counted over blocks and processes, named by the first record; with a limit only those within it."""
+    monkeypatch.setattr("mm.data.read.spans.BLOCK_BYTES", 4096)
+    records = [{**RECORDS[0], "id": number} | ({"solution": "x"} if number % 2 else {}) for number in range(300)]
+    records[7]["hint"] = records[9]["hint"] = "x"
+    data = cached(records, preprocessing_num_workers=2)
+    gauge, path = Gauge.from_config(data, model_config, 4096), f"{tmp_path}/data.json"
+    notes = [f"nothing reads {key}, which {count} records have (the first is {path}: record {first} (id {first})); "
+             f"docs/data.md lists the keys that are read" for key, count, first in (("'solution'", 150, 1),
+                                                                                  ("'hint'", 2, 7))]
+    for _ in range(2):
+        assert Dataset(data, gauge=gauge).notes == notes
+    assert Dataset(replace(data, max_samples=4), gauge=gauge).notes == notes[:1]
+    assert made == ["data.json"]
+    assert Dataset(data).notes == notes  # without a tokenizer nothing is cached
+    few = cached([{**RECORDS[0], f"key {number}": 1} for number in range(50)])
+    found = Dataset(few, gauge=gauge).notes
+    assert len(found) == 21 and found[-1].startswith("nothing reads the other unknown keys, which 30 records have")
+
+
 def test_changed_inputs_create_a_new_index(cached, model_config, made, tmp_path, hf_directory):
     data = cached()
 
