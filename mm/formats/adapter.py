@@ -244,7 +244,7 @@ def adapter_targets(
     return [whole_view(stored, *weights[stored.name][:2]) for stored in file.tensors], file
 
 
-def config_text(model: ModelConfig, base: str) -> str:
+def config_text(model: ModelConfig, base: str | None) -> str:
     """Text of ``adapter_config.json``.  It has full layer names, so that PEFT matches exactly these layers."""
     lora, found = model.lora, model_adapters(model)
     whole = {live_name(name).rpartition(".")[0] for weight in saved_weights(model)

@@ -106,7 +106,7 @@ def _beside_its_model(path: str, base: str | None, named_by: str, order: QkvOrde
                         f"Hugging Face directory of the model that they were trained for.")
     model = weights.open(base, named_by, qkv=order)
     adapters = open_beside(path, model.model)
-    check_base(adapters, model)
+    check_base(adapters, model, "--model-name-or-path")
     return model, adapters
 
 
