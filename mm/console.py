@@ -19,6 +19,7 @@ NEEDED = "What the command needs"
 """Title of the required flags, which come first in the help."""
 COMPLETION = "--print-completion"
 SHELLS = ("bash", "zsh")
+_MOST_DIGITS = 18
 _FILES_TOO = "-o default -o bashdefault"
 """Options of ``complete``: where the function offers nothing, offer files."""
 _ZSH_START = """(( $+functions[compdef] )) || { autoload -U +X compinit && compinit }
@@ -113,9 +114,15 @@ def _words(completed: Completed) -> list[str]:
 
 def positive_count(text: str) -> int:
     """Parse a count of at least 1, as the ``type`` of a flag; argparse reports the error."""
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"is {text!r}; expected an integer of at least 1")
-    return int(text)
+    number = whole_number(text)
+    if not number:
+        raise argparse.ArgumentTypeError(f"is {text[:80]!r}; expected an integer of at least 1")
+    return number
+
+
+def whole_number(text: str) -> int | None:
+    """The number of at least 0 that ``text`` is; None for other text, and above 18 digits."""
+    return int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else None
 
 
 def end_with_statuses(parser: argparse.ArgumentParser) -> None:

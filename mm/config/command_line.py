@@ -19,7 +19,7 @@ from mm.config.foreign import Fixed, FlagRow, Inert, SameAs
 from mm.config.misspelt import unknown_flag
 from mm.config.notes import NoEffect
 from mm.config.schema import NUMBERS, choices, converted, expected, fields_of
-from mm.console import COMPLETION, SHELLS, Completed, add_common_flags
+from mm.console import COMPLETION, SHELLS, Completed, add_common_flags, whole_number
 from mm.errors import nearest, refuse
 from mm.version import version_line
 
@@ -174,7 +174,7 @@ def _value_problem(flag: str, field: FieldInfo, occurrences: list[list[str]]) ->
     if field.annotation is bool:
         return next(iter(_lone_word_problems(flag, occurrences)), None)
     if field.title == NUMBERS:
-        return None if last and all(word.isdecimal() for word in last) else (
+        return None if last and None not in map(whole_number, last) else (
             f"{flag} is {' '.join(last)!r}; expected {NUMBERS}")
     if _takes_many(field):
         legal = choices(field)

@@ -17,6 +17,7 @@ from typing_extensions import Self
 from mm.errors import AgreedError, writing
 from mm.files import wait_until_visible
 from mm.formats.training_writer import PROBE_PREFIX
+from mm.launched import Launched
 from mm.parallel.agreement import by_rank, on_first, together
 from mm.parallel.mesh import Mesh
 from mm.parallel.ranks import ranks_text
@@ -141,7 +142,7 @@ def _disks_of(folder: Path, flag: str, mesh: Mesh) -> tuple[Disks, list[Path]]:
     if mesh.world_size == 1:
         return Disks.one(mesh), []
     created, host = list[Path](), socket.gethostname()
-    probe = folder / f"{PROBE_PREFIX}{secrets.token_hex(16)}" if os.environ.get("LOCAL_RANK", "0") == "0" else None
+    probe = folder / f"{PROBE_PREFIX}{secrets.token_hex(16)}" if Launched.here().local_rank == 0 else None
 
     def write() -> None:
         if probe is not None:

@@ -347,17 +347,24 @@ def test_modules_that_peft_fully_trained_are_reported_with_the_flag_to_continue_
         open_adapters(broken, replace(model_of(), trainable_modules=tuple(flag.split())))
 
 
-def test_an_invalid_number_is_reported(broken: Path) -> None:
-    change(broken, lora_alpha="many")
-    with pytest.raises(UserError, match=r"has an invalid r, lora_alpha or lora_dropout \(could not convert"):
-        open_adapters(broken, model_of())
+@pytest.mark.parametrize(("keys", "reason"), [
+    ({"lora_alpha": "many"}, "could not convert"), ({"lora_alpha": 1e308}, "Input should be less"),
+    ({"lora_alpha": 5e-324}, "Input should be greater"), ({"r": -1}, "Input should be greater than or equal to 1"),
+    ({"lora_dropout": float("nan")}, "Input should be a finite number"),
+])  # fmt: skip
+def test_an_invalid_number_is_reported(broken: Path, keys: dict[str, Any], reason: str) -> None:
+    change(broken, **keys)
+    with pytest.raises(UserError, match=rf"has an invalid r, lora_alpha or lora_dropout \({reason}") as caught:
+        open_beside(broken, model_of())
+    assert len(caught.value.problems) == 1 and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("alphas", "problem"), [
     (["q_proj"], "alpha_pattern is .*; expected patterns of layer names, and their alphas"),
     ({"q_proj": "many"}, "gives 'q_proj' the alpha 'many'; expected a number"),
     ({"q_proj": True}, "the alpha 'True'; expected a number"),
-    ({"q_proj": -3}, "the alpha '-3'; expected a number above 0"),
+    ({"q_proj": -3}, "the alpha '-3'; expected a number from 1e-9"),
+    ({"q_proj": 1e308}, r"the alpha '1e\+308'; expected a number from 1e-9"),
     ({"(": 2}, r"has the pattern '\(', which is not a regular expression"),
     *(({pattern: 2}, "can take too long to match; write the names of the layers instead") for pattern in (
         "(a+)+b", "(a|a)*b", "(a*){9}b", ".*.*.*.*.*b", "a?" * 40 + "b", "(a|aa)" * 40 + "b", "(?x:(a|a) *b)")),
