@@ -20,6 +20,8 @@ NEEDED = "What the command needs"
 COMPLETION = "--print-completion"
 SHELLS = ("bash", "zsh")
 _MOST_DIGITS = 18
+NEGATIVE = re.compile(r"-([\d.\[]|inf|nan)", re.IGNORECASE)
+"""How a negative number begins, in any notation; argparse itself takes -1e-3 for a flag."""
 _FILES_TOO = "-o default -o bashdefault"
 """Options of ``complete``: where the function offers nothing, offer files."""
 _ZSH_START = """(( $+functions[compdef] )) || { autoload -U +X compinit && compinit }
@@ -125,13 +127,18 @@ def whole_number(text: str) -> int | None:
     return int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else None
 
 
-def end_with_statuses(parser: argparse.ArgumentParser) -> None:
-    """End the help of ``parser`` and of all its commands with ``STATUSES``."""
-    parser.epilog = STATUSES
+def is_flag(word: str) -> bool:
+    """Whether a word of a command line is a flag, not a value such as -1e-3, -.5, -inf or the -1, of a list."""
+    return word.startswith("-") and not NEGATIVE.match(word)
+
+
+def prepare_parser(parser: argparse.ArgumentParser) -> None:
+    """End the help of ``parser`` and of all its commands with ``STATUSES``, and let flags take ``NEGATIVE`` values."""
+    parser.epilog, parser._negative_number_matcher = STATUSES, NEGATIVE
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():
-                end_with_statuses(command)
+                prepare_parser(command)
 
 
 def add_common_flags(
@@ -141,7 +148,7 @@ def add_common_flags(
 
     ``completed``: returns what the shell completes, if that is more than the parser's help shows.
     """
-    parser.epilog = STATUSES
+    prepare_parser(parser)
     parser.add_argument("--version", action="version", version=version,
                         help="print the version of this program and of its libraries, and exit")
 
