@@ -3,13 +3,23 @@
 MindSpeed-MM stores adapters in its canonical structure: separate ones for q, k, v and gate, up.
 """
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
 
-from mm.config.lora import LoraConfig
+from mm.config.lora import ALPHAS, ALPHAS_TEXT, LoraConfig
 from mm.config.model import ModelConfig
-from mm.conversion.adapters import Merge, export_peft, holds_adapters, merge, open_beside, open_mindspeed, open_saved
+from mm.conversion.adapters import (
+    Merge,
+    check_base,
+    export_peft,
+    holds_adapters,
+    merge,
+    open_beside,
+    open_mindspeed,
+    open_saved,
+)
 from mm.conversion.convert import HF_DIR, LAYOUT, Conversion, to_mindspeed
 from mm.errors import UserError, naming
 from mm.formats.adapter import CONFIG_FILE, AdapterDirectory
@@ -46,15 +56,20 @@ def lora_hf_to_mm(
 def lora_mm_to_hf(
     mm_dir: str | Path, save_hf_dir: str | Path, layout: Layout | None, base_dir: str | None, alpha: float | None
 ) -> Conversion:
-    """MindSpeed-MM's adapters, or a training checkpoint of adapters -> PEFT directory.
+    """MindSpeed-MM's adapters, or a training checkpoint of adapters -> PEFT directory, which names ``base_dir``.
 
-    Without a manifest, ``layout``, ``base_dir`` and ``alpha`` must be given; raises UserError if one is missing.
+    Without a manifest, ``layout``, ``base_dir`` and ``alpha`` must be given; raises UserError if one is missing, or if
+    a training checkpoint was trained on another model than ``base_dir``, by default the one that it states.
     """
     if find_kind(mm_dir, "--cfg.mm_dir") is Kind.TRAINING:
         source = open_saved(mm_dir)
     else:
         source = open_mindspeed_adapters(mm_dir, layout, base_dir, alpha)
-    return export_peft(source, save_hf_dir, base_dir or "")
+    if base_dir is not None and source.base_crc32 is not None and os.path.isdir(base_dir):
+        named = HFDirectory.open(base_dir, weights_required=False)
+        if named.tensors:
+            check_base(source, open_hf(named), HF_DIR)
+    return export_peft(source, save_hf_dir, base_dir or source.base_name)
 
 
 def open_mindspeed_adapters(
@@ -71,6 +86,8 @@ def open_mindspeed_adapters(
         if missing or base_dir is None or alpha is None:
             raise UserError(f"{directory.path} has no manifest that describes its adapters; give "
                             f"{', '.join(missing)}: the base model, its layout and the alpha of the training.")
+        if not ALPHAS[0] <= alpha <= ALPHAS[1]:
+            raise UserError(f"--cfg.lora_alpha is {alpha}; expected {ALPHAS_TEXT}.")
         with naming(HF_DIR):
             base = HFDirectory.open(base_dir, weights_required=False).model_config()
         model = _found_model(directory, base, alpha)

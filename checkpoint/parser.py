@@ -8,7 +8,7 @@ from typing import Any, get_args, get_type_hints
 from jsonargparse import ArgumentParser
 
 from mm.config.misspelt import misspelt
-from mm.console import COMPLETION, NEEDED, SHELLS, STATUSES, Completed, completed_parser
+from mm.console import COMPLETION, NEEDED, NEGATIVE, SHELLS, STATUSES, Completed, completed_parser
 from mm.errors import UserError, refuse
 
 _FIRST = ("source_dir", "lora_dir", "dir", "mm_dir", "hf_config.hf_dir", "save_hf_dir", "target_dir", "llm_pp_layers",
@@ -23,6 +23,7 @@ class ConvertParser(ArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"epilog": STATUSES, **kwargs})
+        self._negative_number_matcher = NEGATIVE
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         """The help; only while it is written are the groups in another order.

@@ -19,6 +19,9 @@ NEEDED = "What the command needs"
 """Title of the required flags, which come first in the help."""
 COMPLETION = "--print-completion"
 SHELLS = ("bash", "zsh")
+_MOST_DIGITS = 18
+NEGATIVE = re.compile(r"-([\d.\[]|inf|nan)", re.IGNORECASE)
+"""How a negative number begins, in any notation; argparse itself takes -1e-3 for a flag."""
 _FILES_TOO = "-o default -o bashdefault"
 """Options of ``complete``: where the function offers nothing, offer files."""
 _ZSH_START = """(( $+functions[compdef] )) || { autoload -U +X compinit && compinit }
@@ -113,18 +116,29 @@ def _words(completed: Completed) -> list[str]:
 
 def positive_count(text: str) -> int:
     """Parse a count of at least 1, as the ``type`` of a flag; argparse reports the error."""
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"is {text!r}; expected an integer of at least 1")
-    return int(text)
+    number = whole_number(text)
+    if not number:
+        raise argparse.ArgumentTypeError(f"is {text[:80]!r}; expected an integer of at least 1")
+    return number
 
 
-def end_with_statuses(parser: argparse.ArgumentParser) -> None:
-    """End the help of ``parser`` and of all its commands with ``STATUSES``."""
-    parser.epilog = STATUSES
+def whole_number(text: str) -> int | None:
+    """The number of at least 0 that ``text`` is; None for other text, and above 18 digits."""
+    return int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else None
+
+
+def is_flag(word: str) -> bool:
+    """Whether a word of a command line is a flag, not a value such as -1e-3, -.5, -inf or the -1, of a list."""
+    return word.startswith("-") and not NEGATIVE.match(word)
+
+
+def prepare_parser(parser: argparse.ArgumentParser) -> None:
+    """End the help of ``parser`` and of all its commands with ``STATUSES``, and let flags take ``NEGATIVE`` values."""
+    parser.epilog, parser._negative_number_matcher = STATUSES, NEGATIVE
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():
-                end_with_statuses(command)
+                prepare_parser(command)
 
 
 def add_common_flags(
@@ -134,7 +148,7 @@ def add_common_flags(
 
     ``completed``: returns what the shell completes, if that is more than the parser's help shows.
     """
-    parser.epilog = STATUSES
+    prepare_parser(parser)
     parser.add_argument("--version", action="version", version=version,
                         help="print the version of this program and of its libraries, and exit")
 

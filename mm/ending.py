@@ -15,6 +15,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from mm.errors import AgreedError, ReportedError, Stopped, StoppedRun, UserError, file_error, printable
+from mm.launched import Launched
 from mm.signals import StopSignals, shown, status_after
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def _end_with(launcher: "psutil.Process | None") -> None:
     with suppress(psutil.NoSuchProcess):
         while launcher is not None and launcher.is_running() and launcher.status() != psutil.STATUS_ZOMBIE:
             time.sleep(_BEAT_SECONDS)
-    sys.stderr.write(f"error: torchrun has died, so its rank {os.environ['RANK']} ends\n")
+    sys.stderr.write(f"error: torchrun has died, so its rank {Launched.here().rank} ends\n")
     sys.stderr.flush()
     os._exit(1)
 
@@ -137,7 +138,7 @@ def print_notes(notes: Iterable[str], stream: TextIO | None = None) -> None:
 
 def is_first_rank() -> bool:
     """Whether this process prints messages that all ranks have in common."""
-    return os.environ.get("RANK", "0") == "0"
+    return Launched.here().rank == 0
 
 
 def not_installed(error: ModuleNotFoundError) -> int:
@@ -184,7 +185,7 @@ def refused(error: UserError) -> int:
     The first rank of each node prints it immediately.  The others wait until the launcher ends them, so it appears once
     per node.
     """
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    if Launched.here().local_rank:
         _wait_for_the_launcher()
     return _report(error)
 
@@ -218,7 +219,7 @@ def _wait_for_the_launcher() -> None:
 
 
 def _report(error: UserError) -> int:
-    start = "error: " if is_first_rank() else f"[rank {os.environ['RANK']}] error: "
+    start = "error: " if is_first_rank() else f"[rank {Launched.here().rank}] error: "
     sys.stderr.write("".join(f"{start}{problem}\n" for problem in error.problems))  # one write: ranks share the screen
     sys.stderr.flush()
     _tell_the_launcher(error.problems)

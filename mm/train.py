@@ -3,7 +3,6 @@
 Run by ``torchrun ... -m mm.train FLAGS``; with ``--dry-run`` or ``--check`` it needs neither launcher nor device.
 """
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,6 +24,7 @@ from mm.ending import (
     status_of,
 )
 from mm.errors import UserError, collected, printable, refuse
+from mm.launched import Launched
 from mm.lock import Claim, claim_problems
 from mm.progress import loading, ongoing
 from mm.signals import StopSignals
@@ -126,7 +126,7 @@ def train(run: Run, signals: StopSignals) -> int:
     One rank of each node checks the node.  Only rank 0 checks the files, and starts with what it has opened; the others
     wait, and end with it if it finds a problem.  However the run ends, the directories that were claimed are released.
     """
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if Launched.here().local_rank == 0:
         check_node(run)
     with loading(is_first_rank()):
         from mm.parallel.meeting import Meeting

@@ -16,7 +16,7 @@ MAX_FUNCTION_LINES = 60
 
 FLOORS = {
     "mm.errors": 0, "mm.families": 0, "mm.files": 0, "mm.placement": 0, "mm.console": 0, "mm.version": 0,
-    "mm.importing": 0, "mm.ports": 0, "mm.process": 0,
+    "mm.importing": 0, "mm.launched": 0, "mm.ports": 0, "mm.process": 0,
     "mm.progress": 1, "mm.report": 1, "mm.requirements": 1, "mm.signals": 1, "mm.lock": 1,
     "mm.config": 1, "mm.device": 1,
     "mm.ending": 2,

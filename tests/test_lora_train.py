@@ -1,6 +1,7 @@
 """Adapters through the program itself: a run that stops and goes on, its exports, and what it says to mistakes."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -13,13 +14,14 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from checkpoint.lora import lora_hf_to_mm
+from checkpoint.lora import lora_hf_to_mm, lora_mm_to_hf
 from mm import train
 from mm.config.flags import Arguments
 from mm.config.generate import load_asking
 from mm.config.run import load_run
 from mm.conversion.convert import Options, hf_to_mm
 from mm.errors import UserError
+from mm.formats.adapter import AdapterDirectory
 from mm.formats.checkpoints import LATEST_FILE
 from mm.formats.layout import Layout
 from mm.formats.storage import Format, Storage
@@ -36,7 +38,17 @@ LORA = ("--lora-target-modules", "q_proj", "v_proj", "linear_fc1", "mlp.0", "--l
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_inputs(tmp_path_factory.mktemp("lora"))
+    """``hf`` is a model tuned from the ``ancestor``, which ``model_name_or_path`` names with a relative path."""
+    directory = write_inputs(tmp_path_factory.mktemp("lora"))
+    shutil.copytree(directory / "hf", directory / "ancestor")
+    weights = load_file(directory / "hf" / "model.safetensors")
+    save_file({name: one * 1.5 for name, one in weights.items()}, directory / "ancestor" / "model.safetensors",
+              {"format": "pt"})
+    data = json.loads((directory / "data.json").read_text())
+    ancestor = os.path.relpath(directory / "ancestor", ROOT)
+    data["dataset_param"]["preprocess_parameters"]["model_name_or_path"] = ancestor
+    (directory / "data.json").write_text(json.dumps(data))
+    return directory
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +126,7 @@ def test_the_lines_of_the_page_answer_with_an_export(
 def test_answers_are_those_of_the_merged_model(inputs: Path, trained: Path) -> None:
     """Asked of PEFT's directory, of the training checkpoint, and of the whole model; another base is refused.
 
-    PEFT's directory names its base model.  A checkpoint does not.
+    PEFT's directory names the model that was trained on, not its ancestor.
     """
 
     def asked(weights: Path, *flags: str) -> dict[str, list[str]]:
@@ -204,6 +216,21 @@ def test_what_a_run_of_adapters_begins_with_and_what_stands_beside_them_later(in
     resumed = started(old, hf)
     assert (resumed.load, resumed.load_base_model, resumed.no_load_optim) == (str(old), str(hf), False)
     assert started(old, adapter).load_base_model is None
+
+
+def test_a_converted_checkpoint_names_the_model_that_it_was_trained_on(
+    inputs: Path, trained: Path, tmp_path: Path
+) -> None:
+    """By default what the checkpoint states; a directory is compared with it, but a name on a hub cannot be."""
+    for given, named in ((None, str(inputs / "hf")), ("Qwen/Tuned", "Qwen/Tuned")):
+        target = tmp_path / str(given).replace("/", "-")
+        lora_mm_to_hf(trained / "save", target, None, given, None).run(Options(num_workers=1))
+        assert AdapterDirectory.open(target).base_name == named
+    with pytest.raises(UserError) as refusal:
+        lora_mm_to_hf(trained / "save", tmp_path / "other", None, str(inputs / "ancestor"), None)
+    (problem,) = refusal.value.problems
+    assert "holds adapters of another base model than" in problem and f"({inputs / 'hf'})" in problem
+    assert "--cfg.hf_config.hf_dir" in problem and "--load-base-model" not in problem
 
 
 @pytest.mark.parametrize("adapters", ["adapter", "save"])

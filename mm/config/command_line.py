@@ -19,7 +19,7 @@ from mm.config.foreign import Fixed, FlagRow, Inert, SameAs
 from mm.config.misspelt import unknown_flag
 from mm.config.notes import NoEffect
 from mm.config.schema import NUMBERS, choices, converted, expected, fields_of
-from mm.console import COMPLETION, SHELLS, Completed, add_common_flags
+from mm.console import COMPLETION, SHELLS, Completed, add_common_flags, is_flag, whole_number
 from mm.errors import nearest, refuse
 from mm.version import version_line
 
@@ -157,8 +157,8 @@ class CommandLine(Generic[Built]):
     def _stray_problems(self, strays: Sequence[str]) -> list[str]:
         """Unknown flags with the nearest known flag.  Words after an unknown flag are taken as its values."""
         known = [*self.fields, *(flag for flag, row in self.foreign.items() if not isinstance(row, Fixed))]
-        lost = [f"{word!r} on the command line belongs to no flag" for word in strays[:1] if not word.startswith("-")]
-        unknown = [word.partition("=")[0] for word in strays if word.startswith("-")]
+        lost = [f"{word!r} on the command line belongs to no flag" for word in strays[:1] if not is_flag(word)]
+        unknown = [word.partition("=")[0] for word in strays if is_flag(word)]
         return lost + [unknown_flag(flag, known) for flag in unknown]
 
 
@@ -174,7 +174,7 @@ def _value_problem(flag: str, field: FieldInfo, occurrences: list[list[str]]) ->
     if field.annotation is bool:
         return next(iter(_lone_word_problems(flag, occurrences)), None)
     if field.title == NUMBERS:
-        return None if last and all(word.isdecimal() for word in last) else (
+        return None if last and None not in map(whole_number, last) else (
             f"{flag} is {' '.join(last)!r}; expected {NUMBERS}")
     if _takes_many(field):
         legal = choices(field)
@@ -193,7 +193,8 @@ def _value_problem(flag: str, field: FieldInfo, occurrences: list[list[str]]) ->
     except ValidationError as error:
         kind = error.errors()[0]["type"]
         is_word = kind == "literal_error" or kind.endswith("_parsing")
-        return f"{flag} is {repr(last[0]) if is_word else last[0]}; expected {legal}"
+        text = last[0] if len(last[0]) <= 80 else f"{last[0][:77]}..."
+        return f"{flag} is {repr(text) if is_word else text}; expected {legal}"
     return None
 
 

@@ -17,7 +17,7 @@ from mm.config.choices import DeviceName
 from mm.config.command_line import CommandLine
 from mm.config.flag_groups import FIRST, GROUPS
 from mm.config.foreign import FLAGS
-from mm.config.lora import LoraConfig, pattern_pairs
+from mm.config.lora import ALPHAS_TEXT, Alpha, LoraConfig, pattern_pairs
 from mm.config.outputs import is_same_directory
 from mm.config.schema import (
     NUMBERS,
@@ -164,7 +164,7 @@ class Arguments:
         "linear layers that get adapters (LoRA), by MindSpeed-MM's or Hugging Face's names, such as q_proj v_proj, or "
         "all-linear; the rest of the model is frozen"))
     lora_r: Count = Field(LoraConfig.r, description="rank of the adapters")
-    lora_alpha: Positive = Field(LoraConfig.alpha, description="adapters are scaled by this / rank")
+    lora_alpha: Alpha = Field(LoraConfig.alpha, title=ALPHAS_TEXT, description="adapters are scaled by this / rank")
     lora_dropout: Fraction = Field(
         LoraConfig.dropout, description="dropout probability on an adapter's input")
     lora_use_rslora: bool = Field(False, description="scale adapters by alpha / square root of the rank")

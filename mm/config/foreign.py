@@ -91,7 +91,7 @@ FLAGS: Mapping[str, FlagRow] = {
            "--recompute-norm --recompute-activation-function"),
     "--no-load-args": Inert("arguments never come from a checkpoint"),
     "--trust-remote-code": Inert(_NO_TRUST),
-    "--optimizer": Fixed(("adam",), "expected one of adam"),
+    "--optimizer": Fixed(("adam",), "expected adam"),
     "--use-precision-aware-optimizer": Inert(
         "--exp-avg-dtype, --exp-avg-sq-dtype and --main-params-dtype work without it; where Megatron then stores "
         "remainders of bf16 weights, add --store-param-remainders"),

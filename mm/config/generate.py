@@ -19,10 +19,10 @@ from mm.config.flag_groups import GENERATE_FIRST, GENERATE_GROUPS
 from mm.config.flags import Arguments, VitQkvOrder
 from mm.config.foreign import FLAGS, Fixed, FlagRow, Inert, SameAs
 from mm.config.inference import GenerationSettings, InferenceConfig, read_inference, settings_problems
-from mm.config.launcher import launched_ranks, named_in_script, world_problems
 from mm.config.schema import STRICT, Count, NaturalNumber, NotNegative, Patterns, Positive, ReadSettings, fields_of
 from mm.errors import UserError, collected, refuse
 from mm.families.known import TITLES
+from mm.launched import Launched, named_in_script, world_problems
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -261,7 +261,7 @@ def read_asking(
         raise UserError(problems)
     (args,) = found
     notes = (*line.notes(words), *(inference.notes if inference else ()), *(data.notes if data else ()))
-    world_size = launched_ranks(environment) or args.world_size or 1
+    world_size = Launched.here(environment).num_ranks or args.world_size or 1
     asking = Asking(args, inference and inference.value, data and data.value, world_size, notes)
     wrong = world_problems(environment, args.world_size, None if args.check else "--check")
     return asking, [*problems, *wrong, *_problems(args, environment)]

@@ -8,13 +8,15 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, cast
 
+from annotated_types import Ge, Le
 from pydantic import BeforeValidator, Field, Strict
 from pydantic.dataclasses import dataclass
 
 from mm.config.command_line import flag_name
 from mm.config.notes import NoEffect
 from mm.config.read import Document
-from mm.config.schema import STRICT, Count, Fraction, OrDefault, Patterns, Positive, changed, fields_of
+from mm.config.schema import STRICT, Count, Fraction, Number, OrDefault, Patterns, changed, fields_of
+from mm.console import whole_number
 
 PARTS: Mapping[str, tuple[str, ...]] = {
     "all": ("vision", "projector", "language"),
@@ -25,6 +27,9 @@ PARTS: Mapping[str, tuple[str, ...]] = {
 }
 """Word of ``lora_apply_modules`` -> the parts of the model that it names."""
 PartWord = Literal["all", "image_encoder", "vision_encoder", "vision_projector", "text_decoder"]
+ALPHAS = 1e-9, 1e9
+"""The least and the largest alpha.  Published adapters have 1 to 512; far beyond, products of alphas overflow."""
+ALPHAS_TEXT = "a number from 1e-9 to 1e9"
 
 
 def _pairs(value: Any) -> Any:
@@ -41,8 +46,9 @@ Ranks = Annotated[
     tuple[tuple[str, Count], ...], Strict(False), BeforeValidator(_pairs),
     Field(title='an object of ranks by name, such as {"q_proj": 4}'),
 ]
+Alpha = Annotated[Number, Ge(ALPHAS[0]), Le(ALPHAS[1]), Field(title=ALPHAS_TEXT)]
 Alphas = Annotated[
-    tuple[tuple[str, Positive], ...], Strict(False), BeforeValidator(_pairs),
+    tuple[tuple[str, Alpha], ...], Strict(False), BeforeValidator(_pairs),
     Field(title='an object of alphas by name, such as {"q_proj": 8}'),
 ]
 PartWords = Annotated[
@@ -61,7 +67,7 @@ class LoraConfig:
     """Patterns of linear layers: ``mm.weights.names.is_target``."""
     r: Count = 8
     """The rank of every adapter that ``rank_pattern`` does not name."""
-    alpha: Positive = 16.0
+    alpha: Alpha = 16.0
     dropout: Fraction = 0.0
     """Probability that an element of the adapter's input is dropped in training."""
     use_rslora: bool = False
@@ -99,7 +105,7 @@ def pattern_problems(flag: str, words: tuple[str, ...], whole: bool) -> Iterator
     """Problems in the words of ``--lora-rank-pattern`` (``whole`` numbers) or ``--lora-alpha-pattern``."""
     for word in words:
         if _pair(word, whole) is None:
-            kind = "an integer of at least 1" if whole else "a number above 0"
+            kind = "an integer of at least 1" if whole else ALPHAS_TEXT
             yield f"{flag} has {word!r}; expected a pattern, = and {kind}, such as q_proj=4"
 
 
@@ -112,10 +118,11 @@ def _pair(word: str, whole: bool) -> tuple[str, float] | None:
     """The pair that a word stands for; None if it is not valid."""
     name, _, text = word.rpartition("=")
     try:
-        number = (int(text) if text.isdecimal() else 0) if whole else float(text)
+        number = (whole_number(text) or 0) if whole else float(text)
     except ValueError:
         return None
-    return (name, number) if name and math.isfinite(number) and number > 0 else None
+    least, most = (1, math.inf) if whole else ALPHAS
+    return (name, number) if name and least <= number <= most else None
 
 
 def merged(stated: LoraConfig, flags: LoraConfig) -> LoraConfig:

@@ -6,7 +6,7 @@ argparse gives no hints, and if a required flag is misspelt, it only reports tha
 import argparse
 from collections.abc import Iterable, Iterator, Sequence
 
-from mm.console import Completed, completed_parser, end_with_statuses
+from mm.console import Completed, completed_parser, prepare_parser
 from mm.errors import nearest, refuse
 
 
@@ -21,7 +21,7 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Nam
     Raises UserError for commands and flags that do not exist, and for abbreviated flags.  After any other mistake
     argparse ends the program.
     """
-    end_with_statuses(parser)
+    prepare_parser(parser)
     refuse(misspelt(words, parser.prog, completed_parser(parser)))
     return parser.parse_args(words)
 

@@ -5,6 +5,7 @@ Steps and validation steps have their own limit, ``--step-timeout``.
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from mm.console import whole_number
 from mm.errors import nearest
 
 PHASE_SECONDS: Mapping[str, float] = {
@@ -36,5 +37,5 @@ def phase_problems(words: Sequence[str]) -> Iterator[str]:
         if name not in (*PHASE_SECONDS, *_GONE):
             yield (f"--phase-timeouts has {word!r}, but {name!r} is no phase{nearest(name, PHASE_SECONDS)}; expected "
                    f"NAME=SECONDS with a name of {', '.join(PHASE_SECONDS)}")
-        elif not seconds.isdecimal():
+        elif whole_number(seconds) is None:
             yield f"--phase-timeouts has {word!r}; expected a whole number of seconds after {name}=, 0 for no limit"

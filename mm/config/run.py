@@ -19,7 +19,6 @@ from mm.config.dataset_files import training_files, validation_files
 from mm.config.flag_rules import flag_problems, length_problems
 from mm.config.flags import TRAIN, Arguments
 from mm.config.fsdp2 import fsdp2_notes
-from mm.config.launcher import launched_ranks, named_in_script, world_problems
 from mm.config.lora import lora_notes, lora_problems, merged
 from mm.config.model import ModelConfig, placement_notes, read_model
 from mm.config.outputs import is_same_directory
@@ -38,6 +37,7 @@ from mm.config.sampling import loss_problems, sampling_notes
 from mm.config.schema import changed, shown
 from mm.config.validation import question_flag_problems, validation_notes, validation_problems
 from mm.errors import UserError, collected, redacted, refuse
+from mm.launched import Launched, named_in_script, world_problems
 
 Given = TypeVar("Given")
 Value = TypeVar("Value")
@@ -184,7 +184,7 @@ def load_run(
         raise UserError(problems)
     is_rehearsal = args.dry_run or args.check
     problems += world_problems(environment, args.world_size, None if is_rehearsal else "--dry-run")
-    world_size = world_size or launched_ranks(environment) or args.world_size or 1
+    world_size = world_size or Launched.here(environment).num_ranks or args.world_size or 1
     notes = (*TRAIN.notes(words), *flag_notes(args), *sampling_notes(args, data.value),
              *validation_notes(args, data.value), *frozen_notes(args, model.value),
              *overridden_notes(args, model.value),

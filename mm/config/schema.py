@@ -224,7 +224,7 @@ def _in_words(kind: Any, metadata: Sequence[Any]) -> str:
     if types.NoneType in inner:
         return f"{_in_words(inner[0], ())} or null"
     if typing.get_origin(kind) is typing.Literal:
-        return f"one of {', '.join(inner)}"
+        return f"{'one of ' * (len(inner) > 1)}{', '.join(inner)}"
     words = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
     bounds = {Ge: " of at least {0.ge}", Gt: " above {0.gt}", Lt: " and less than {0.lt}",
               Le: " and at most {0.le}"}

@@ -3,14 +3,17 @@
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mm.config.model import ModelConfig
 from mm.conversion.convert import (
+    HF_DIR,
     IS_IDENTICAL,
     LAYOUT,
     Conversion,
@@ -149,16 +152,35 @@ def model_crc32(base: Source) -> int:
     return crc32
 
 
-def check_base(adapters: Source | None, base: Source) -> int:
-    """The checksum of ``base``; raises UserError if ``adapters`` state that they were trained on another model."""
+def check_base(adapters: Source | None, base: Source, flag: str) -> int:
+    """The checksum of ``base``; raises UserError if ``adapters`` state that they were trained on another model.
+
+    ``flag`` gives the base model.
+    """
     found = model_crc32(base)
     if adapters is not None and adapters.base_crc32 not in (None, found):
+        named = f" ({adapters.base_name})" if adapters.base_name else ""
         raise UserError(
             f"{adapters.path} holds adapters of another base model than {base.path}: its checksum was "
-            f"{adapters.base_crc32}, but {base.path} has {found}. Give the model that they were trained on, with "
-            f"--load-base-model for training, --model-name-or-path elsewhere."
+            f"{adapters.base_crc32}, but {base.path} has {found}. Give the model that they were trained on{named} as "
+            f"{flag}."
         )
     return found
+
+
+def base_to_name(base: Mapping[str, Any] | None, hf_dir: str, model: ModelConfig) -> str | None:
+    """The directory that an export names as the base model of its adapters; None if they have none.
+
+    ``base``: as in ``CheckpointManifest``.  PEFT cannot load it if it is in another format than Hugging Face's, so then
+    ``hf_dir`` is named if that holds the same weights.
+    """
+    if base is None:
+        return None
+    if not (Path(base["path"]) / "config.json").is_file():
+        with suppress(UserError, OSError):
+            if model_crc32(open_base(hf_dir, model)) == base["crc32"]:
+                return os.path.abspath(hf_dir)
+    return base["path"]
 
 
 def base_notes(adapters: Source, base: Source) -> list[str]:
@@ -175,8 +197,13 @@ def base_notes(adapters: Source, base: Source) -> list[str]:
 # Export
 
 
-def export_peft(adapters: Source, target: str | Path, base: str) -> Conversion:
-    """Export ``adapters`` and fully trained weights to a PEFT directory, which names ``base`` as its base model."""
+def export_peft(adapters: Source, target: str | Path, base: str | None) -> Conversion:
+    """Export ``adapters`` and fully trained weights to a PEFT directory, which names ``base`` as its base model.
+
+    A directory is named absolutely, because the export may be loaded from anywhere; any other name is one on a hub.
+    """
+    if base is not None and os.path.isdir(base):
+        base = os.path.abspath(base)
     views, file = adapter_targets(adapters.model, adapters.dtypes, adapters.base_crc32)
 
     def write_others(folder: Path, _: Mapping[str, Crc32s]) -> None:
@@ -200,7 +227,7 @@ class Merge:
     def run(self, options: Options) -> None:
         """Write the target; raises UserError if it must not or cannot be written, or ``base`` is another model."""
         model, target = self.adapters.model, self.target.resolve()
-        check_base(self.adapters, self.base)
+        check_base(self.adapters, self.base, HF_DIR)
         print_notes((*self.base.notes, *self.adapters.notes, *base_notes(self.adapters, self.base)))
         views, files = hf_targets(self.like, model.base, self.base.dtypes)
         num_bytes = sum(file.num_bytes for file in files)

@@ -16,7 +16,7 @@ from mm.config.flags import DEFAULT_SEED
 from mm.config.misspelt import parse
 from mm.config.model import ModelConfig, read_model
 from mm.config.notes import NoEffect
-from mm.console import NEEDED, add_common_flags, positive_count
+from mm.console import NEEDED, add_common_flags, positive_count, whole_number
 from mm.data.encode.chat import load_tokenizer
 from mm.data.index.dataset import Dataset, datasets, notes_of
 from mm.data.index.gauge import Gauge
@@ -64,9 +64,10 @@ def _add_seed(group: Any) -> None:
 
 def _seed(text: str) -> int:
     """Parse ``--seed``; argparse reports the error."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"is {text!r}; expected an integer of at least 0")
-    return int(text)
+    number = whole_number(text)
+    if number is None:
+        raise argparse.ArgumentTypeError(f"is {text[:80]!r}; expected an integer of at least 0")
+    return number
 
 
 def _index(flags: argparse.Namespace) -> None:

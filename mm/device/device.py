@@ -3,7 +3,6 @@
 ``Device.pick`` must run before megatron is imported: some of its modules query the device at import.
 """
 
-import os
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ from mm.device.platforms import usable_platform
 from mm.device.shims import apply_shims
 from mm.device.side import SideQueue
 from mm.errors import UserError
+from mm.launched import Launched
 
 _ADAPTOR = "mindspeed.megatron_adaptor"
 _EAGER_NOTE = (
@@ -63,7 +63,10 @@ class Device:
         platform = usable_platform(wanted)
         if deterministic:
             make_deterministic(platform.deterministic_variables)
-        index = int(os.environ.get("LOCAL_RANK", "0"))
+        index, num_devices = Launched.here().local_rank, platform.num_devices()
+        if num_devices is not None and index >= num_devices:
+            raise UserError(f"this rank is number {index} on its machine (LOCAL_RANK), which has {num_devices} "
+                            f"{platform.name} devices; start at most {num_devices} ranks on it")
         platform.prepare(index)
         apply_shims(platform.shims)
         if not platform.compiles_leaves:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
+from mm.console import whole_number
 from mm.doctor.diagnosis import Diagnosis, fault, ok, warning
 
 _CONNECT_SECONDS = 3.0
@@ -41,7 +42,7 @@ def host_findings(hosts: Sequence[str], default_port: int) -> Iterator[Diagnosis
     for host in hosts:
         name, _, port = host.partition(":")
         port = port or str(default_port)
-        if not (port.isdecimal() and int(port) in _PORTS):
+        if whole_number(port) not in _PORTS:
             yield fault(f"host {host}", f"{port!r} is not a port", f"give a number from 1 to {_PORTS[-1]}")
             continue
         try:

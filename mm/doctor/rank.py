@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from mm.doctor.begun import FOUND, begun_file
 from mm.doctor.diagnosis import Diagnosis, fault, ok, warning
 from mm.ending import end_with_launcher, is_first_rank, run_command, status_of
+from mm.errors import refuse
+from mm.launched import Launched, launcher_problems
 
 if TYPE_CHECKING:
     from mm.device.device import Device
@@ -31,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _examine(folder: Path, wanted: str) -> int:
-    with open(begun_file(folder, int(os.environ.get("RANK", "0"))), "w", encoding="utf-8", buffering=1) as stream:
+    refuse(launcher_problems(os.environ))
+    with open(begun_file(folder, Launched.here().rank), "w", encoding="utf-8", buffering=1) as stream:
         def begin(task: str) -> None:
             stream.write(f"{task}\n")
 
@@ -58,7 +61,7 @@ def _examine(folder: Path, wanted: str) -> int:
 
 def _name(device: "Device", mesh: "Mesh") -> str:
     """This rank with its device, and among several machines with its own."""
-    is_one_machine = os.environ.get("LOCAL_WORLD_SIZE", str(mesh.world_size)) == str(mesh.world_size)
+    is_one_machine = Launched.here().num_local_ranks in (None, mesh.world_size)
     place = "" if is_one_machine else f" of {socket.gethostname()}"
     return f"rank {mesh.rank} ({device.torch_device}{place})"
 

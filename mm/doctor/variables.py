@@ -5,7 +5,9 @@ A pure function of the variables, the network interfaces and the number of cores
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from mm.console import whole_number
 from mm.doctor.diagnosis import Diagnosis, fault, ok, warning
+from mm.launched import launcher_problems
 
 SHOWN = ("ACLNN_", "ASCEND_", "ATB_", "CANN_", "COMBINED_", "CPU_AFFINITY", "CUDA_", "GLOO_", "HCCL_", "MASTER_",
          "MKL_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_", "TASK_QUEUE", "TORCH_", "TP_")
@@ -41,6 +43,8 @@ def variable_findings(
         if environment.get(name, "").upper() == value:
             yield warning(name, f"{value} makes runs slow", f"unset {name} when nothing is to be debugged")
     yield from _numbers(environment, num_cores, num_processes)
+    for problem in launcher_problems(environment):
+        yield fault("launcher", problem, "unset it: torchrun sets it in each rank that it starts")
     shown = sorted(f"{name}={value}" for name, value in environment.items() if name.startswith(SHOWN))
     yield ok("variables", ", ".join(shown) or "none that matter")
 
@@ -61,12 +65,13 @@ def _names_an_interface(name: str, value: str, interfaces: Mapping[str, Sequence
 
 def _numbers(environment: Mapping[str, str], num_cores: int, num_processes: int) -> Iterator[Diagnosis]:
     connect = environment.get("HCCL_CONNECT_TIMEOUT")
-    if connect is not None and not (connect.isdigit() and int(connect) in _CONNECT_SECONDS):
+    if connect is not None and whole_number(connect) not in _CONNECT_SECONDS:
         yield fault("HCCL_CONNECT_TIMEOUT", f"{connect!r}; HCCL takes 120 to 7200 seconds",
                     "export HCCL_CONNECT_TIMEOUT=1200")
-    threads = environment.get("OMP_NUM_THREADS")
-    if threads is not None and not (threads.isdigit() and int(threads)):
-        yield fault("OMP_NUM_THREADS", f"{threads!r} is not a positive number", "export OMP_NUM_THREADS=1")
-    elif threads is not None and int(threads) > 1 and int(threads) * num_processes > num_cores:
+    given = environment.get("OMP_NUM_THREADS")
+    threads = None if given is None else whole_number(given)
+    if given is not None and not threads:
+        yield fault("OMP_NUM_THREADS", f"{given!r} is not a positive number", "export OMP_NUM_THREADS=1")
+    elif threads is not None and threads > 1 and threads * num_processes > num_cores:
         yield warning("OMP_NUM_THREADS", f"{threads} threads in each of {num_processes} processes are more than the "
                       f"{num_cores} cores", f"export OMP_NUM_THREADS={max(1, num_cores // num_processes)}")

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
-from mm.config.lora import LoraConfig
+from mm.config.lora import ALPHAS, ALPHAS_TEXT, LoraConfig
 from mm.config.model import ModelConfig
 from mm.errors import UserError, refuse
 from mm.files import json_object
@@ -131,8 +131,9 @@ class AdapterDirectory:
                 r=int(self.config.get("r") or _DEFAULT), alpha=float(self.config.get("lora_alpha") or _DEFAULT),
                 dropout=float(self.config.get("lora_dropout") or 0.0), use_rslora=bool(self.config.get("use_rslora")))
         except (TypeError, ValueError, OverflowError) as error:
+            reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
             raise UserError(f"{self.path / CONFIG_FILE} has an invalid r, lora_alpha or lora_dropout "
-                            f"({error}); download it again.") from error
+                            f"({reason}); download it again.") from error
 
     def scale(self, layer: str, rank: int) -> float:
         """PEFT's factor for the adapter of ``layer``, which is named as in the live module."""
@@ -151,9 +152,9 @@ class AdapterDirectory:
             raise UserError(f"{key} is {str(found)[:80]!r}; expected patterns of layer names, and their alphas.")
         alphas, problems = [], []
         for pattern, alpha in found.items():
-            if type(alpha) not in (int, float) or not 0 < alpha < sys.float_info.max:
+            if type(alpha) not in (int, float) or not ALPHAS[0] <= alpha <= ALPHAS[1]:
                 problems.append(
-                    f"{key} gives {pattern[:80]!r} the alpha {str(alpha)[:80]!r}; expected a number above 0.")
+                    f"{key} gives {pattern[:80]!r} the alpha {str(alpha)[:80]!r}; expected {ALPHAS_TEXT}.")
             elif _num_trials(pattern) > _MAX_TRIALS:
                 problems.append(f"{key} has the pattern {pattern[:80]!r}, which can take too long to match; write the "
                                 f"names of the layers instead.")
@@ -244,7 +245,7 @@ def adapter_targets(
     return [whole_view(stored, *weights[stored.name][:2]) for stored in file.tensors], file
 
 
-def config_text(model: ModelConfig, base: str) -> str:
+def config_text(model: ModelConfig, base: str | None) -> str:
     """Text of ``adapter_config.json``.  It has full layer names, so that PEFT matches exactly these layers."""
     lora, found = model.lora, model_adapters(model)
     whole = {live_name(name).rpartition(".")[0] for weight in saved_weights(model)

@@ -84,7 +84,7 @@ class Source:
     base_crc32: int | None = None
     """Checksum of the model that adapters were trained on (``model_crc32`` in mm.conversion), if stated."""
     base_name: str | None = None
-    """Directory of that model, or its name on the hub, if PEFT's adapters state it."""
+    """Directory of that model, or its name on the hub, if stated."""
 
     @property
     def manifest(self) -> CheckpointManifest | None:
@@ -288,15 +288,15 @@ def open_training(directory: TrainingDirectory, lenient: bool = False, takes_ada
     Raises UserError if it holds adapters instead of a whole model, unless ``takes_adapters``.
     """
     manifest = directory.manifest
+    base = manifest.base or {}
     if manifest.model.lora.is_on and not takes_adapters:
-        base = (manifest.base or {}).get("path")
         raise UserError(
-            f"{directory.path} holds adapters (LoRA) of the model in {base}, not a whole model; continue training "
-            f"with the --lora-* flags of that run, or make a whole model with mm-convert merge_lora."
+            f"{directory.path} holds adapters (LoRA) of the model in {base.get('path')}, not a whole model; continue "
+            f"training with the --lora-* flags of that run, or make a whole model with mm-convert merge_lora."
         )
     return _source(directory, Kind.TRAINING, manifest.model, manifest.tp_size, directory.views(), lenient,
                    iteration=manifest.iteration, consumed_samples=manifest.consumed_samples, notes=directory.notes,
-                   base_crc32=(manifest.base or {}).get("crc32"))
+                   base_crc32=base.get("crc32"), base_name=base.get("path"))
 
 
 def open_adapter(directory: AdapterDirectory, model: ModelConfig) -> Source:

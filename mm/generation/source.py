@@ -10,9 +10,9 @@ from pathlib import Path
 
 from mm.config.generate import Asking, Decoding
 from mm.config.inference import GenerationSettings, read_generation
-from mm.config.launcher import named_in_script
 from mm.config.model import ModelConfig
 from mm.config.read import read_json
+from mm.console import whole_number
 from mm.conversion.adapters import base_notes, check_base, holds_adapters, open_beside
 from mm.errors import UserError, naming, nearest, reading, refuse
 from mm.formats import source as weights
@@ -21,6 +21,7 @@ from mm.formats.hf_config import hf_problems, model_from_hf
 from mm.formats.qkv_order import QkvOrder
 from mm.formats.source import Kind, Source
 from mm.generation.layout import placed
+from mm.launched import named_in_script
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def _beside_its_model(path: str, base: str | None, named_by: str, order: QkvOrde
                         f"Hugging Face directory of the model that they were trained for.")
     model = weights.open(base, named_by, qkv=order)
     adapters = open_beside(path, model.model)
-    check_base(adapters, model)
+    check_base(adapters, model, "--model-name-or-path")
     return model, adapters
 
 
@@ -129,7 +130,7 @@ def settings_in(*folders: Path) -> GenerationSettings:
 
 def named_tokens(words: Sequence[str], vocabulary: Mapping[str, int], vocab_size: int) -> tuple[int, ...]:
     """The ids of ``--stop-tokens``, which are tokens or ids; raises UserError naming each word that is neither."""
-    found = [int(word) if word.isdecimal() and word not in vocabulary else vocabulary.get(word) for word in words]
+    found = [vocabulary[word] if word in vocabulary else whole_number(word) for word in words]
     refuse(f"--stop-tokens has {word!r}{nearest(word, vocabulary)}; expected tokens of the tokenizer, or ids below "
            f"{vocab_size}" for word, one in zip(words, found, strict=True) if one is None or one >= vocab_size)
     return tuple(one for one in found if one is not None)

@@ -10,15 +10,15 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from mm.config.launcher import launched_ranks
 from mm.errors import UserError, refuse
+from mm.launched import Launched, launcher_problems
 from mm.parallel.door import LOOPBACK, own_address
 from mm.parallel.hub import Hub
 from mm.parallel.lines import JOIN_SECONDS, Lines, call
@@ -27,27 +27,6 @@ from mm.parallel.node import Identity, kill, own_identity
 _ADDRESS = "mm/hub"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
 """Seconds between two attempts to find rank 0; each pause is twice as long as the one before, up to the longest."""
-
-
-def _problems(environment: Mapping[str, str]) -> Iterator[str]:
-    """Launcher variables that are missing or wrong, given that RANK is set."""
-    num_ranks = launched_ranks(environment)
-    last = None if num_ranks is None else num_ranks - 1
-    for name, largest, expected in (
-        ("WORLD_SIZE", None, "the number of ranks"),
-        ("RANK", last, "this rank's number" if last is None else f"this rank's number, 0 to {last}"),
-        ("MASTER_PORT", 65535, "a port of rank 0's host"),
-    ):  # fmt: skip
-        text = environment.get(name)
-        if text is None or not text.isdecimal() or (largest is not None and int(text) > largest):
-            yield _problem(name, text, expected)
-    if not environment.get("MASTER_ADDR"):
-        yield _problem("MASTER_ADDR", environment.get("MASTER_ADDR"), "rank 0's host")
-
-
-def _problem(name: str, text: str | None, expected: str) -> str:
-    found = "not set" if text is None else repr(text)
-    return f"The environment variable {name} is {found}; expected {expected}, which torchrun sets"
 
 
 @dataclass(frozen=True)
@@ -84,8 +63,10 @@ class Meeting:
         timeout = timedelta(minutes=timeout_minutes)
         if "RANK" not in os.environ:
             return cls(0, 1, "localhost", None, timeout)
-        refuse(_problems(os.environ))
-        rank, host, port = int(os.environ["RANK"]), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        refuse(launcher_problems(os.environ, meets=True))
+        here, host, port = Launched.here(), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        assert here.num_ranks is not None, "checked"
+        rank = here.rank
         # torchrun's agent has a store for all attempts; other launchers leave that to rank 0.
         serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         try:
@@ -95,9 +76,7 @@ class Meeting:
             does = "open" if serves else "reach"
             raise UserError(f"rank {rank} cannot {does} the launcher's store at {host}:{port} (MASTER_ADDR and "
                             f"MASTER_PORT): {error}") from error
-        num_ranks = int(os.environ["WORLD_SIZE"])
-        is_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == str(num_ranks)
-        return cls(rank, num_ranks, LOOPBACK if is_one_machine else host, store, timeout)
+        return cls(rank, here.num_ranks, LOOPBACK if here.is_on_one_machine else host, store, timeout)
 
     def join(
         self, at_end: Callable[[], None], end_seconds: float, answer_seconds: float = math.inf,

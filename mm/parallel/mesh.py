@@ -20,6 +20,8 @@ from torch.distributed.distributed_c10d import Store, _world
 
 from mm.config.model import ModelConfig
 from mm.device.device import Device
+from mm.errors import refuse
+from mm.launched import Launched, launcher_problems
 from mm.parallel.context import Context
 
 _GRADIENT_GROUP = "PIPELINE_GRADIENT_GROUP"
@@ -143,7 +145,9 @@ def start(
     """
     timeout = timedelta(minutes=timeout_minutes)
     if not dist.is_initialized() and "RANK" in os.environ:
-        rank, world_size = (-1, -1) if store is None else (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        refuse(launcher_problems(os.environ, meets=True))
+        here = Launched.here()
+        rank, world_size = (-1, -1) if store is None else (here.rank, here.num_ranks or 1)
         dist.init_process_group(device.backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     elif not dist.is_initialized():
         alone = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  (torch documents it)

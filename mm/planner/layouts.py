@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from mm.config.run import Run, load_run, parallel_problems
-from mm.console import positive_count
+from mm.console import positive_count, whole_number
 from mm.data.index.dataset import Dataset
 from mm.data.index.gauge import Gauge
 from mm.data.lengths import HasLengths
@@ -192,9 +192,10 @@ def _fixed(words: str) -> Mapping[str, Sequence[object]]:
                 raise UserError(f"--fix has {name}={strange[0]}; expected {', '.join(legal)}")
             found[field] = values.split("/")
         else:
-            if not all(value.isdecimal() and int(value) for value in values.split("/")):
+            numbers = [number for value in values.split("/") if (number := whole_number(value))]
+            if len(numbers) <= values.count("/"):
                 raise UserError(f"--fix has {word!r}; expected an integer of at least 1, as in {name}=2")
-            found[field] = [int(value) for value in values.split("/")]
+            found[field] = numbers
     return found
 
 

@@ -1,11 +1,14 @@
 """One rank of ``mm-plan calibrate``: ``python -m mm.planner.rank FILE TOKENS PATCHES FLAGS`` under a launcher."""
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from mm.config.run import load_run
 from mm.ending import end_with_launcher, is_first_rank, run_command, status_of
+from mm.errors import refuse
+from mm.launched import launcher_problems
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -16,6 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _measure(words: Sequence[str]) -> int:
+    refuse(launcher_problems(os.environ))
     output, (num_tokens, num_patches) = Path(words[0]), map(int, words[1:3])
     run = load_run([*words[3:], "--dry-run"], environment={})
     from mm.device.device import Device

@@ -3,7 +3,6 @@
 On each disk, its first rank creates, commits and deletes directories.
 """
 
-import os
 import secrets
 import socket
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from mm.errors import AgreedError, UserError, writing
 from mm.files import wait_until_visible
 from mm.formats.checkpoints import stated
 from mm.formats.training_writer import TEMPORARY_PREFIX
+from mm.launched import Launched
 from mm.parallel.agreement import by_rank, together
 from mm.parallel.mesh import Mesh
 from mm.parallel.ranks import ranks_text
@@ -90,7 +90,7 @@ def find_disks(args: Arguments, mesh: Mesh) -> Disks:
     if path is None or mesh.world_size == 1:
         return Disks.one(mesh)
     folder = Path(path) if args.save is not None else Path(path).parent
-    node = mesh.rank - int(os.environ.get("LOCAL_RANK", "0"))
+    node = mesh.rank - Launched.here().local_rank
     probe = folder / f"{TEMPORARY_PREFIX}{secrets.token_hex(16)}"
 
     def write() -> None:

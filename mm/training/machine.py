@@ -18,6 +18,7 @@ from packaging.version import Version
 from mm.config.run import Run
 from mm.device.platform import MachineFinding
 from mm.device.platforms import PLATFORMS
+from mm.launched import Launched
 from mm.plan.layer_memory import WIDTHS
 from mm.plan.sizes import StageSize, activation_bytes_on_host, stage_sizes
 from mm.requirements import declared, installed, is_outside
@@ -55,14 +56,14 @@ class Node:
 
     @classmethod
     def here(cls, environment: Mapping[str, str] = os.environ) -> "Node":
-        rank, local_rank = (int(environment.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
+        launched = Launched.here(environment)
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         versions = {name: version for name in PACKAGES if (version := installed(name)) is not None}
         for platform in PLATFORMS:
             versions |= platform.versions()
         return cls(
-            first_rank=rank - local_rank,
-            num_ranks=int(environment.get("LOCAL_WORLD_SIZE", "1")),
+            first_rank=launched.rank - launched.local_rank,
+            num_ranks=launched.num_local_ranks or 1,
             open_files=1 << 62 if soft == resource.RLIM_INFINITY else soft,
             shared_bytes=_free_bytes(_SHARED_MEMORY),
             host_bytes=min((psutil.virtual_memory().available, *_container_bytes())),

@@ -166,7 +166,7 @@ def _check_start(run: Run, sources: Sources, found: Findings) -> None:
     if sources.adapters is not None and sources.model is not None:
         found.notes.extend(base_notes(sources.adapters, sources.model))
         if sources.adapters.base_crc32 is not None:
-            check_base(sources.adapters, sources.model)
+            check_base(sources.adapters, sources.model, "--load-base-model")
     found.problems.extend(save_problems(run, sources))
     if run.args.train_iters:  # 0 if the steps of the epochs could not be counted
         scheduled(run, sources)

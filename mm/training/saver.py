@@ -10,7 +10,7 @@ from typing import Any
 
 from mm.config.run import Run, resolved
 from mm.conversion import convert
-from mm.conversion.adapters import export_peft, merge, open_base, open_saved
+from mm.conversion.adapters import base_to_name, export_peft, merge, open_base, open_saved
 from mm.errors import AgreedError
 from mm.formats.training_writer import TEMPORARY_PREFIX, Retention
 from mm.lock import Claim
@@ -205,7 +205,7 @@ class Saver:
             return
         adapters = open_saved(source)
         if not is_merged:
-            export_peft(adapters, target, hf_dir).run(convert.Options())
+            export_peft(adapters, target, base_to_name(self._base, hf_dir, run.model)).run(convert.Options())
             return
         assert self._base is not None, "checked before the run: there is a base model to merge with"
         base = open_base(self._base["path"], run.model, qkv_order(run))

@@ -1,5 +1,6 @@
 """Where a run starts: from random weights, from a directory of any kind, or from adapters and their base model."""
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -130,7 +131,8 @@ def start(settled: Settled, stage: Stage, mesh: Mesh, say: Callable[[str], None]
     elif fills_whole:
         load.fill(stage, own, whole, mesh)
     if run.model.lora.is_on and whole is not None:
-        base = {"path": str(whole.path), "crc32": on_first(mesh, lambda: check_base(sources.adapters, whole))}
+        crc32 = on_first(mesh, lambda: check_base(sources.adapters, whole, "--load-base-model"))
+        base = {"path": os.path.abspath(whole.path), "crc32": crc32}
     if sources.adapters is None:
         load.initialize(stage, adapters, mesh, args.seed, run.model.language.init_method_std)
     elif sources.adapters.kind is not Kind.TRAINING:

@@ -32,7 +32,7 @@ def test_flags_are_one_setting() -> None:
 
 @pytest.mark.parametrize(("argv", "what"), [
     (["--lora-r", "-1"], "--lora-r is -1; expected an integer of at least 1"),
-    (["--lora-alpha", "0"], "--lora-alpha is 0; expected a number above 0"),
+    (["--lora-alpha", "0"], "--lora-alpha is 0; expected a number from 1e-9 to 1e9"),
     (["--lora-dropout", "1"], "--lora-dropout is 1; expected a number of at least 0 and less than 1"),
 ])
 def test_numbers_have_bounds(argv: list[str], what: str) -> None:
@@ -41,7 +41,7 @@ def test_numbers_have_bounds(argv: list[str], what: str) -> None:
 
 @pytest.mark.parametrize(("flag", "word", "what"), [
     ("--lora-rank-pattern", "q_proj=0", "an integer of at least 1"),
-    ("--lora-alpha-pattern", "q_proj=-1", "a number above 0"),
+    ("--lora-alpha-pattern", "q_proj=-1", "a number from 1e-9 to 1e9"),
 ])
 def test_numbers_of_patterns_have_bounds(flag: str, word: str, what: str) -> None:
     (problem,) = flag_problems(parse([*REQUIRED, flag, word]))

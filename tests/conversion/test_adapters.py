@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from mm.config.lora import LoraConfig
 from mm.config.model import ModelConfig
 from mm.conversion.adapters import (
     base_notes,
+    base_to_name,
     check_base,
     holds_adapters,
     model_crc32,
@@ -101,8 +103,10 @@ def test_a_peft_adapter_is_read_exactly(folder: Path) -> None:
 @pytest.mark.parametrize("format", Format)
 def test_mindspeeds_layout_and_back(format: Format, folder: Path, tmp_path: Path) -> None:
     lora.lora_hf_to_mm(folder / "adapter", tmp_path / "mm", LAYOUT, format).run(Options(num_workers=1))
-    lora.lora_mm_to_hf(tmp_path / "mm", tmp_path / "back", None, str(folder / "base"), None).run(Options(num_workers=1))
+    base = os.path.relpath(folder / "base")
+    lora.lora_mm_to_hf(tmp_path / "mm", tmp_path / "back", None, base, None).run(Options(num_workers=1))
     assert_same(tmp_path / "back", folder / "adapter")
+    assert AdapterDirectory.open(tmp_path / "back").base_name == str(folder / "base")
     expected = asked(folder / "adapter")
     assert all(torch.equal(one, expected[name]) for name, one in asked(tmp_path / "back").items())
     if format is Format.SAFETENSORS:
@@ -129,6 +133,8 @@ def test_files_by_mindspeed_need_alpha_and_model(folder: Path, tmp_path: Path) -
     (tmp_path / "mm" / "manifest.json").unlink()
     with pytest.raises(UserError, match=r"has no manifest .* give --cfg.hf_config.hf_dir, .*parallel_config, .*alpha"):
         lora.lora_mm_to_hf(tmp_path / "mm", tmp_path / "back", None, None, None)
+    with pytest.raises(UserError, match=r"lora_alpha is -0\.5; expected a number from 1e-9 to 1e9"):
+        lora.lora_mm_to_hf(tmp_path / "mm", tmp_path / "back", LAYOUT, str(folder / "base"), -0.5)
     lora.lora_mm_to_hf(tmp_path / "mm", tmp_path / "back", LAYOUT, str(folder / "base"), 5.0).run(
         Options(num_workers=1))
     assert_same(tmp_path / "back", tmp_path / "adapter")
@@ -283,9 +289,9 @@ def test_an_adapter_of_another_base_model_is_rejected(folder: Path, tmp_path: Pa
     assert model_crc32(found) != model_crc32(other)
     lora.lora_hf_to_mm(folder / "adapter", tmp_path / "mm", LAYOUT, Format.SAFETENSORS)
     adapters = replace(open_adapters(folder / "adapter", base), base_crc32=model_crc32(found))
-    assert check_base(adapters, found) == model_crc32(found)
+    assert check_base(adapters, found, "--base") == model_crc32(found)
     with pytest.raises(UserError, match="holds adapters of another base model than"):
-        check_base(adapters, other)
+        check_base(adapters, other, "--base")
 
 
 def test_copies_of_a_model_have_the_same_checksum(folder: Path, tmp_path: Path) -> None:
@@ -295,6 +301,12 @@ def test_copies_of_a_model_have_the_same_checksum(folder: Path, tmp_path: Path) 
                  "--cfg.parallel_config.vit_pp_layers", "[[4,0]]", "--cfg.parallel_config.tp_size", "2"]) == 0
     found = {model_crc32(open_base(path, model_of())) for path in (folder / "base", tmp_path / "bf16", tmp_path / "mm")}
     assert len(found) == 1
+    base = {"path": str(tmp_path / "mm"), "crc32": found.pop()}  # PEFT cannot load MindSpeed-MM's layout
+    hf_model(seed=5).save_pretrained(tmp_path / "other")
+    named = [base_to_name(base, os.path.relpath(path), model_of())
+             for path in (folder / "base", tmp_path / "other", tmp_path)]
+    assert named == [str(folder / "base"), base["path"], base["path"]]
+    assert base_to_name(None, str(folder / "base"), model_of()) is None
 
 
 def test_broken_directories_are_reported(broken: Path) -> None:
@@ -337,17 +349,24 @@ def test_modules_that_peft_fully_trained_are_reported_with_the_flag_to_continue_
         open_adapters(broken, replace(model_of(), trainable_modules=tuple(flag.split())))
 
 
-def test_an_invalid_number_is_reported(broken: Path) -> None:
-    change(broken, lora_alpha="many")
-    with pytest.raises(UserError, match=r"has an invalid r, lora_alpha or lora_dropout \(could not convert"):
-        open_adapters(broken, model_of())
+@pytest.mark.parametrize(("keys", "reason"), [
+    ({"lora_alpha": "many"}, "could not convert"), ({"lora_alpha": 1e308}, "Input should be less"),
+    ({"lora_alpha": 5e-324}, "Input should be greater"), ({"r": -1}, "Input should be greater than or equal to 1"),
+    ({"lora_dropout": float("nan")}, "Input should be a finite number"),
+])  # fmt: skip
+def test_an_invalid_number_is_reported(broken: Path, keys: dict[str, Any], reason: str) -> None:
+    change(broken, **keys)
+    with pytest.raises(UserError, match=rf"has an invalid r, lora_alpha or lora_dropout \({reason}") as caught:
+        open_beside(broken, model_of())
+    assert len(caught.value.problems) == 1 and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("alphas", "problem"), [
     (["q_proj"], "alpha_pattern is .*; expected patterns of layer names, and their alphas"),
     ({"q_proj": "many"}, "gives 'q_proj' the alpha 'many'; expected a number"),
     ({"q_proj": True}, "the alpha 'True'; expected a number"),
-    ({"q_proj": -3}, "the alpha '-3'; expected a number above 0"),
+    ({"q_proj": -3}, "the alpha '-3'; expected a number from 1e-9"),
+    ({"q_proj": 1e308}, r"the alpha '1e\+308'; expected a number from 1e-9"),
     ({"(": 2}, r"has the pattern '\(', which is not a regular expression"),
     *(({pattern: 2}, "can take too long to match; write the names of the layers instead") for pattern in (
         "(a+)+b", "(a|a)*b", "(a*){9}b", ".*.*.*.*.*b", "a?" * 40 + "b", "(a|aa)" * 40 + "b", "(?x:(a|a) *b)")),
