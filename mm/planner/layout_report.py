@@ -9,7 +9,7 @@ import numpy as np
 from mm.config.run import Run
 from mm.data.lengths import HasLengths
 from mm.device.platform import KnownDevice
-from mm.plan.choices import AS_GIVEN, ENCODERS, Choice
+from mm.plan.choices import AS_GIVEN, ENCODERS, Choice, learning_changes
 from mm.plan.costs import COUNTS
 from mm.plan.drawn import predicted_timeline
 from mm.plan.lists import Lists
@@ -56,8 +56,8 @@ def layout_report(plan: LayoutPlan) -> Report:
     best, *others = plan.found.ranking
     rows = [_row(str(number), one, plan) for number, one in enumerate(plan.found.ranking, 1)]
     rows += [] if plan.present is None else [_row("now", plan.present, plan)]
-    tables = [Table("Layouts: all train on the same samples in each step, with the same loss and gradients", _HEAD,
-                    tuple(rows))]
+    same = "" if _changed(plan) else ": all train on the same samples in each step, with the same loss and gradients"
+    tables = [Table(f"Layouts{same}", _HEAD, tuple(rows))]
     if changes := _gains(plan)[:_MAX_CHANGES]:
         tables.append(Table("Single changes of the present layout", ("change", "step, s", "speed"), tuple(
             (what, f"{seconds:.4g}", f"{gain:+.1%}") for what, seconds, gain in changes)))
@@ -94,6 +94,7 @@ def layout_page(plan: LayoutPlan, report: Report) -> str:
 
 def _facts(plan: LayoutPlan, best: Planned, others: Sequence[Planned]) -> Iterator[tuple[str, str]]:
     yield "Advice", _advice(plan, best)
+    yield from (("Learning", f"not as in the given run: {change}") for change in _changed(plan))
     yield "Based on", plan.calibration
     yield "Data", _data(best)
     vision, language = Lists.of(best.run.model).values()
@@ -129,6 +130,11 @@ def _advice(plan: LayoutPlan, best: Planned) -> str:
         return f"keep the present layout: no layout that was found is more than {MIN_SPEEDUP - 1:.0%} faster"
     return (f"{seconds} instead of {plan.present.step.seconds:.3g} s, {gain:.2f} times as fast; --write DIR writes the "
             f"new layout")
+
+
+def _changed(plan: LayoutPlan) -> list[str]:
+    """How some of the layouts learn otherwise than the run."""
+    return [*dict.fromkeys(change for one in plan.found.ranking for change in learning_changes(one.choice, plan.run))]
 
 
 def _words(choice: Choice, run: Run) -> str:

@@ -202,6 +202,10 @@ def _fixed(words: str) -> Mapping[str, Sequence[object]]:
 
 def _no_layout(run: Run, fixed: Mapping[str, Sequence[object]], node_size: int) -> str:
     """Why there is no legal layout, and the nearest numbers of ranks that have one."""
+    if run.args.loss_unit == "microbatch" and AS_GIVEN not in fixed.get("sampler", [AS_GIVEN]):
+        return (f"--fix has SAMPLER={'/'.join(map(str, fixed['sampler']))}, whose microbatches depend on the number of "
+                f"ranks, and so would a sample's weight with --calculate-per-microbatch-loss; leave SAMPLER out, or "
+                f"train with --calculate-per-sample-loss")
     def has_layouts(world_size: int) -> bool:
         return world_size > 0 and any(True for _ in choices(replace(run, world_size=world_size), fixed, node_size))
 
