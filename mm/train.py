@@ -87,8 +87,9 @@ def _run(words: Sequence[str], signals: StopSignals) -> int:
 
 
 def check_files(run: Run, claim: Claim) -> "tuple[Run, Opened]":
-    """Check everything that needs no device (and that one named with ``--check`` is there), and print the notes; raises UserError with all problems.
+    """Check everything that needs no device, and print the notes; raises UserError with all problems.
 
+    With ``--check``, a device that is given by name must be there.
     Adds the directories that the run writes to ``claim``, except in a rehearsal.  Returns the run with the number of
     its steps, and what the check has opened, for the start.  It builds the index of the samples, which other ranks that
     read data open later; a node that cannot see it builds its own.
