@@ -33,7 +33,7 @@ def world_problems(environment: Mapping[str, str], world_size: int | None, rehea
                    f"them with torchrun, or add {rehearsal}")
     yield from launcher_problems(environment)
     if launched_ranks(environment) is not None and world_size not in (None, launched_ranks(environment)):
-        yield (f"--world-size is {world_size}, but the launcher started {launched} ranks (WORLD_SIZE); remove the "
+        yield (f"--world-size is {world_size}, but the launcher started {launched} (WORLD_SIZE); remove the "
                f"flag, or unset the variable to check beforehand")
 
 

@@ -16,7 +16,7 @@ from mm.data.index.gauge import Gauge
 from mm.data.lengths import HasLengths
 from mm.device.known import KNOWN_DEVICES
 from mm.device.platform import KnownDevice, Links
-from mm.errors import UserError, nearest, printable
+from mm.errors import UserError, counted, nearest, printable
 from mm.plan.by_device import calibration_by_device
 from mm.plan.calibration import Calibration
 from mm.plan.choices import (
@@ -152,7 +152,7 @@ def _calibrations(
     """A function from a layout to its calibration, and a description of the source."""
     if device is not None:
         return (lambda one: calibration_by_device(one, device, links)), (
-            f"published figures of {device.label} ({device.reference}), {links.node_size} devices per node, "
+            f"published figures of {device.label} ({device.reference}), {counted(links.node_size, 'device')} per node, "
             f"{links.between * 8 / 1e9:.0f} Gbit/s each to other nodes; usual efficiencies; nothing was measured")
     found = calibration_for(flags.calibration, run, flags.accept_calibration)
     return (lambda _: found), f"{flags.calibration}: {found.machine.device}, {found.date}"

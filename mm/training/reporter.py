@@ -7,7 +7,7 @@ from typing import Any
 from mm.batch import StepPlan, samples_text
 from mm.config.run import Run, resolved
 from mm.device.facts import device_facts, sdpa_backend
-from mm.errors import printable
+from mm.errors import counted, printable
 from mm.model import flops
 from mm.parallel.agreement import all_of
 from mm.parallel.mesh import Mesh
@@ -65,8 +65,8 @@ class Reporter:
             self._say(f"note: iteration {progress.iteration} has no target token: its loss is 0. Check the roles of "
                       f"the samples, and whether --seq-length {run.args.seq_length} cuts answers off")
         if totals.num_omitted_images:
-            self._say(f"note: iteration {progress.iteration}: {totals.num_omitted_images} images are omitted, because "
-                      f"--seq-length {run.args.seq_length} would have cut them")
+            self._say(f"note: iteration {progress.iteration}: {counted(totals.num_omitted_images, 'image')} omitted, "
+                      f"because --seq-length {run.args.seq_length} would have cut them")
         if self._writer is None:
             return
         peak = device.peak_flops

@@ -15,7 +15,7 @@ from mm.config.schema import shown
 from mm.data.read.content import Content, content_of, listed_frames
 from mm.data.record_name import described
 from mm.data.sample import KINDS, Image, Inline, Media, Sample, Turn
-from mm.errors import UserError, nearest
+from mm.errors import UserError, counted, nearest
 
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 """A lone surrogate, which JSON can escape but UTF-8 cannot encode."""
@@ -234,7 +234,7 @@ def _check_counts(messages: list[ChatMessage], coming: Mapping[str, list[MediaFi
         num_places = sum(isinstance(item, cls) and not item.path for item in media)
         if num_places != len(coming[kind]):
             num = len(coming[kind])
-            raise UserError(f"has {num_places} {cls.placeholder} in its messages but {num} {kind}{'s' * (num != 1)}; "
+            raise UserError(f"has {num_places} {cls.placeholder} in its messages but {counted(num, kind)}; "
                             f"expected one {cls.placeholder} where each {kind} belongs.")
 
 
