@@ -1,7 +1,7 @@
 """Scoring, top to bottom: flags and JSON -> questions -> weights -> answers -> scores, page and the peer's files.
 
 Run by ``python -m mm.evaluate FLAGS`` in one process, or by ``torchrun ... -m mm.evaluate FLAGS`` on any layout.  With
-``--check`` it needs neither launcher nor device.
+``--check`` it needs no launcher, and no device but one given by name.
 """
 
 import shutil

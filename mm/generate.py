@@ -2,7 +2,7 @@
 
 Run by ``python -m mm.generate FLAGS`` in one process, or by ``torchrun ... -m mm.generate FLAGS`` on any layout.
 Answers to one question or in a chat go to standard output; everything else goes to standard error.  With ``--check``
-it needs neither launcher nor device.
+it needs no launcher, and no device but one given by name.
 """
 
 import sys

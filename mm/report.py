@@ -249,6 +249,8 @@ def _html_bars(bars: Bars) -> str:
 
 _WIDTH, _HEIGHT, _BOTTOM = 460, 190, 24
 """Size of a histogram in pixels; ``_BOTTOM`` of the height is for the axis."""
+_DIGIT = 9
+"""Width of a digit of its labels in pixels, rounded up."""
 
 
 def _svg(histogram: Histogram) -> str:
@@ -257,10 +259,10 @@ def _svg(histogram: Histogram) -> str:
     elements = list(_svg_bars(histogram.counts, histogram.edges, each, height / most))
     is_single = histogram.edges[1] - histogram.edges[0] == 1  # a bar stands for one number, which is below its middle
     for number in sorted({0, num_bins // 2, num_bins - is_single}):
-        x = (number + is_single / 2) * each
-        anchor = "middle" if 0 < x < _WIDTH else "end" if x else "start"
-        elements.append(f'<text x="{x:.1f}" y="{_HEIGHT - 6}" text-anchor="{anchor}">'
-                        f"{histogram.edges[number]:,.0f}</text>")
+        x, label = (number + is_single / 2) * each, f"{histogram.edges[number]:,.0f}"
+        half = _DIGIT * len(label) / 2
+        anchor = "start" if x < half else "end" if x > _WIDTH - half else "middle"
+        elements.append(f'<text x="{x:.1f}" y="{_HEIGHT - 6}" text-anchor="{anchor}">{label}</text>')
     highest = f"highest bar: {counted(most, 'sample')}"
     return (f'<figure><figcaption><b>{escape(histogram.title)} {escape(histogram.unit)}</b> <small>({highest})</small>'
             f'</figcaption><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{"".join(elements)}</svg></figure>')

@@ -1,6 +1,7 @@
 """The program, top to bottom: flags and JSON -> config -> device -> mesh -> stage -> optimizer -> loop -> export.
 
-Run by ``torchrun ... -m mm.train FLAGS``; with ``--dry-run`` or ``--check`` it needs neither launcher nor device.
+Run by ``torchrun ... -m mm.train FLAGS``; with ``--dry-run`` or ``--check`` it needs no launcher, and no device but one
+that ``--check`` is given by name.
 """
 
 import sys
@@ -87,11 +88,13 @@ def _run(words: Sequence[str], signals: StopSignals) -> int:
 def check_files(run: Run, claim: Claim) -> "tuple[Run, Opened]":
     """Check everything that needs no device, and print the notes; raises UserError with all problems.
 
+    With ``--check``, a device that is given by name must be there.
     Adds the directories that the run writes to ``claim``, except in a rehearsal.  Returns the run with the number of
     its steps, and what the check has opened, for the start.  It builds the index of the samples, which other ranks that
     read data open later; a node that cannot see it builds its own.
     """
     with loading():
+        from mm.device.platforms import absent_device
         from mm.training.preflight import check  # imports transformers, which the ranks that do not check may not need
         from mm.weights.trained import freeze_notes
 
@@ -99,7 +102,7 @@ def check_files(run: Run, claim: Claim) -> "tuple[Run, Opened]":
     written = {flag: path for flag, path in (("--save", run.args.save), ("--log-dir", run.args.log_dir))
                if path is not None}
     checked = check(run)
-    refuse([*checked.problems, *claim_problems(written)])
+    refuse([*checked.problems, *claim_problems(written), *(absent_device(run.args.device) if run.args.check else ())])
     run, opened = checked.run, checked.opened
     if run.args.dry_run:  # whose report ends with the notes
         return replace(run, notes=(*run.notes, *checked.notes)), opened

@@ -2,10 +2,11 @@
 
 import re
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -45,6 +46,18 @@ def test_the_text_shows_everything() -> None:
                  "... and 5 more problems; --html PAGE lists them all"):
         assert part in text
     assert " 0  ################## 3\n10  " + "#" * 40 + " 7" in text and "a.json:20:" not in text
+
+
+@pytest.mark.parametrize("first", [0, 5000])
+def test_no_label_of_an_axis_is_cut_off(first: int) -> None:
+    for num_bins, width in product(range(1, 61), (1, 20)):
+        edges = tuple(float(first + width * number) for number in range(num_bins + 1))
+        page = replace(REPORT, histograms=(Histogram("Tokens", "a sample", edges, (1,) * num_bins),)).html()
+        labels = re.findall(r'<text x="([\d.]+)" y="184" text-anchor="(\w+)">([\d,]+)</text>', page)
+        assert labels
+        for x, anchor, label in labels:
+            left = float(x) - 8.0 * len(label) * {"start": 0, "middle": 0.5, "end": 1}[anchor]
+            assert left >= 0 and left + 8.0 * len(label) <= 460.05, (num_bins, width, label)
 
 
 def test_the_page_is_well_formed_and_has_no_script() -> None:

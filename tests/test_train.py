@@ -124,7 +124,7 @@ def test_another_layout_continues_to_rounding(inputs: Path) -> None:
     said = run(inputs, "replicas", 1, "--load", str(checkpoint), "--use-distributed-optimizer",
                *skipping_bad_samples(inputs), num_ranks=2)
     (listed,) = (inputs / "replicas" / "logs").glob("quarantine.jsonl")
-    assert f"note: 2 samples are left out; {listed} lists them" in said
+    assert f"note: 2 samples left out; {listed} lists them" in said
     assert [row["reason"] for row in json_lines(listed)] == [
         "has no 'messages'; attr.messages in the data JSON must name that column, unless it is 'messages' or "
         "'conversations'.",

@@ -71,6 +71,9 @@ def _dataset_files(data: DataConfig, entries: Sequence[str], key: str) -> list[D
                 found.append(DatasetFile(name, name, data.attr, data.dataset_dir, rate))
                 continue
             registry = _registry(data) if registry is None else registry
+            if name not in registry and os.path.isdir(name):
+                raise UserError(f"{key} is {name!r}, which is a directory; name the JSON, JSON Lines or Parquet file "
+                                f"in it that lists the samples, or several, separated by commas")
             if name not in registry:
                 where = (f"and no name in {_registry_path(data)}{nearest(name, registry)}" if registry
                          else f"and there is no {_registry_path(data)} with dataset names")

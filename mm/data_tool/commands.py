@@ -27,7 +27,7 @@ from mm.data_tool.mock import HELP, Mock
 from mm.data_tool.show import Shown
 from mm.data_tool.survey import MediaFindings, look, survey
 from mm.ending import print_notes, refused
-from mm.errors import MAX_PROBLEMS, UserError, printable, refuse
+from mm.errors import MAX_PROBLEMS, UserError, counted, printable, refuse
 from mm.progress import ongoing
 from mm.report import check_page, write_page
 from mm.version import version_line
@@ -82,7 +82,7 @@ def _index(flags: argparse.Namespace) -> None:
     refuse(problems)
     for name, dataset in splits.items():
         lengths = dataset.lengths
-        print(f"{name}: {len(dataset):,} samples, {lengths.num_tokens.sum(dtype='int64'):,} tokens (at most "
+        print(f"{name}: {counted(len(dataset), 'sample')}, {lengths.num_tokens.sum(dtype='int64'):,} tokens (at most "
               f"{lengths.num_tokens.max():,} in one), {lengths.num_media.sum(dtype='int64'):,} images and videos of "
               f"{lengths.num_patches.sum(dtype='int64'):,} patches")
     left_out = (f"left out: {one.message()}" for dataset in splits.values() for one in dataset.skipped)

@@ -16,7 +16,7 @@ from mm.data.read.open_records import open_records
 from mm.data.read.records import Raw, RecordFile
 from mm.data.record_name import name_of, numbered
 from mm.data.sample import Inline
-from mm.errors import UserError, naming
+from mm.errors import UserError, counted, naming
 from mm.files import write_whole
 from mm.progress import Progress
 
@@ -70,7 +70,7 @@ def convert_llava(records: Path, target: Path, folder: str) -> Converted:
 def summary(done: Converted, target: Path, folder: str) -> str:
     """The result of a conversion in one line."""
     num_missing = done.num_records - done.num_kept
-    return f"{target}: {done.num_kept} records" + (
+    return f"{target}: {counted(done.num_kept, 'record')}" + (
         f"; {num_missing} left out, because their image or video is not in {folder}" * (num_missing > 0))
 
 

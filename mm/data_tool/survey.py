@@ -22,7 +22,7 @@ from mm.data.record_name import BadSample
 from mm.data.sample import Image
 from mm.data.workers import in_processes
 from mm.data_tool.kinds import kind_of
-from mm.errors import UserError
+from mm.errors import UserError, counted
 from mm.progress import Progress
 from mm.report import Histogram, Problem, Report, Table
 
@@ -96,7 +96,7 @@ def _imbalance(sizes: Sizes, seq_length: int) -> Iterator[Table]:
             stream, deal = sampler.order(sizes, BatchShares(dp_size, Budget(seq_length)), seed=0)
             rows.setdefault(name, []).append(f"{_mean_imbalance(stream, deal, sizes, global_batch_size):.3f}")
     yield Table("Work of the busiest data-parallel rank, for which the others wait (FLOPs; 1 = the mean of all ranks)",
-                ("sampler_type", *(f"with {size} ranks" for size in dp_sizes)),
+                ("sampler_type", *(f"with {counted(size, 'rank')}" for size in dp_sizes)),
                 tuple((name, *values) for name, values in rows.items()))
 
 
@@ -139,7 +139,7 @@ def look(splits: Mapping[Split, Dataset], encoder: SampleEncoder, decodes: bool)
             for one, where in seen.media:
                 media.add(one, where)
             progress.update(len(block))
-    notes = [f"{count} images {remark}; the first is {first[remark]}" for remark, count in remarks.items()]
+    notes = [f"{counted(count, 'image')} {remark}; the first is {first[remark]}" for remark, count in remarks.items()]
     notes += [*ids.message("id"), *media.message("image or video")]
     return MediaFindings(tuple(problems), tuple(notes))
 

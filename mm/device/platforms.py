@@ -1,5 +1,7 @@
 """All platforms, and the choice among them: the only module that imports the devices' files."""
 
+from collections.abc import Iterator
+
 from mm.device.cpu import CPU
 from mm.device.cuda import CUDA
 from mm.device.npu import NPU
@@ -8,6 +10,14 @@ from mm.errors import UserError
 
 PLATFORMS: tuple[Platform, ...] = (NPU, CUDA, CPU)
 """In the order in which ``--device auto`` prefers them.  The last one works everywhere."""
+
+
+def absent_device(wanted: str) -> Iterator[str]:
+    """Why ``--check`` finds that a run could not start here with ``--device`` ``wanted``."""
+    try:
+        usable_platform(wanted)
+    except UserError as error:
+        yield f"{error}; --device auto with --check checks the files alone, on any machine"
 
 
 def usable_platform(wanted: str) -> Platform:

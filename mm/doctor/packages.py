@@ -78,11 +78,21 @@ def _shadows() -> Iterator[Diagnosis]:
         yield fault("package checkpoint", f"`import checkpoint` finds {', '.join(others) or 'nothing'}, not "
                     f"{_ROOT / 'checkpoint'}", f"remove {parents} from PYTHONPATH, or use an environment of its own "
                     f"for this trainer, apart from MindSpeed-MM's")
+    if Path.cwd() == _ROOT:
+        return
+    is_clone = Path(__file__).resolve().relative_to(_ROOT).exists()
     for name in ("mm", "checkpoint"):
-        folder = Path(name).resolve()
-        if folder != _ROOT / name and any(folder.glob("*.py")):
+        if is_clone and _content(Path(name)) != _content(_ROOT / name):
+            yield warning(f"folder {name}", f"the current folder's {name} differs from the installed one in {_ROOT}: "
+                          f"`python -m` and the scripts run the former, mm-train and the other commands the latter",
+                          f"{sys.executable} -m pip install --editable '{Path.cwd()}', which makes them one")
+        elif not is_clone and any(Path(name).glob("*.py")):
             yield fault(f"folder {name}", f"the current folder has its own {name}, which `python -m` would import",
                         "start from another folder")
+
+
+def _content(package: Path) -> dict[Path, bytes]:
+    return {path.relative_to(package): path.read_bytes() for path in package.rglob("*.py")}
 
 
 def _command() -> Iterator[Diagnosis]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mm.errors import UserError, collected, refuse
+from mm.errors import UserError, collected, counted, refuse
 from mm.formats.checkpoints import find_checkpoint, instead_of
 from mm.formats.files import Files
 from mm.formats.layout import Layout
@@ -64,7 +64,8 @@ class TrainingDirectory:
         """Lines for ``show``."""
         manifest = self.manifest
         return [*self.notes, f"{self.path}: training checkpoint, iteration {manifest.iteration}, "
-                f"{manifest.consumed_samples} samples", f"layout: {Layout.of(manifest.model, manifest.tp_size)}"]
+                f"{counted(manifest.consumed_samples, 'sample')}",
+                f"layout: {Layout.of(manifest.model, manifest.tp_size)}"]
 
     def views(self) -> tuple[list[View], list[Misfit]]:
         """Views of all weights, and missing ones; raises UserError naming each tensor that differs from the manifest.

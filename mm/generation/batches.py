@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mm.errors import AgreedError, UserError, printable
+from mm.errors import AgreedError, UserError, counted, printable
 from mm.generation.answers import AnswerFile
 from mm.generation.prompts import Prompt
 from mm.generation.session import Response, Session
@@ -103,10 +103,11 @@ class FileOfPrompts:
         self._progress = Progress("answering", len(prompts), "answers", len(done))
         left = [batch for batch in batches if any(prompt.number not in done for prompt in batch)]
         if done:
-            _say(f"{self._output} already has {len(done)} answers")
+            _say(f"{self._output} already has {counted(len(done), 'answer')}")
         if problems or more:
             num_ready = sum(map(len, batches))
-            _say(f"{len(prompts) - num_ready} prompts cannot be asked; the reasons follow at the end of this run")
+            _say(f"{counted(len(prompts) - num_ready, 'prompt')} cannot be asked; the reasons follow at the end of "
+                 f"this run")
         return PromptBatches(tuple(left), (*problems, *more))
 
     def _write(self, responses: Sequence[Response]) -> None:
@@ -124,7 +125,7 @@ class FileOfPrompts:
     def _close(self, problems: Sequence[str]) -> tuple[str, ...]:
         assert self._answers is not None and self._progress is not None, "opened by rank 0"
         self._progress.close()
-        _say(f"{len(self._answers.numbers)} answers are in {self._output}")
+        _say(f"{self._output} has {counted(len(self._answers.numbers), 'answer')}")
         self._answers.close()
         return tuple(dict.fromkeys(problems))
 

@@ -21,7 +21,7 @@ from mm.data.read.open_records import open_records
 from mm.data.read.roots import KnownMedia, MediaRoots
 from mm.data.record_name import name_of, numbered
 from mm.data.sample import Image, Inline, Media, Sample, Turn, Video
-from mm.errors import UserError, collected
+from mm.errors import UserError, collected, counted
 
 _ATTRIBUTES = Attributes(system="system", history="history")
 """The usual names of columns and roles are recognized too."""
@@ -119,8 +119,8 @@ def question(text: str, images: Sequence[str], videos: Sequence[str], *, media_l
     for cls, paths in given.items():
         places = sum(isinstance(item, cls) for item in content)
         if places != len(paths):
-            problems.append(f"the question has {places} {cls.placeholder} but {len(paths)} {cls.kind}s; the numbers "
-                            f"must be equal")
+            problems.append(f"the question has {places} {cls.placeholder} but {counted(len(paths), cls.kind)}; the "
+                            f"numbers must be equal")
     if not text.strip() and not images and not videos:
         problems.append("the question is empty; give it text, an image or a video")
     if problems:

@@ -1,4 +1,5 @@
-"""``--check`` before generation: everything that can be checked without a device, other ranks or reading weights.
+"""``--check`` before generation: everything that can be checked without other ranks or reading weights, and without a
+device unless one is named.
 
 Neither megatron nor torch.distributed is needed.
 """
@@ -8,6 +9,7 @@ from collections.abc import Callable, Iterable
 from mm.config.generate import Asking
 from mm.config.outputs import folder_problems
 from mm.data.sample import Sample
+from mm.device.platforms import absent_device
 from mm.errors import collected, refuse
 from mm.generation.prompts import prompt_encoder
 from mm.generation.source import ModelFiles, find, named_tokens
@@ -42,6 +44,7 @@ def rehearse(asking: Asking, read: ReadSamples, output: str | None, decodes: boo
             for sample in Progress("checking prompts", unit="prompts").each(samples):
                 with collected(problems):
                     encoder.encode_prompt(sample) if decodes else encoder.prompt_length(sample)
-    refuse([*problems, *(folder_problems("--output", output) if output is not None else ())])
+    refuse([*problems, *(folder_problems("--output", output) if output is not None else ()),
+            *absent_device(asking.args.device)])
     assert found is not None, "else there is a problem"
     return found

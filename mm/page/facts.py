@@ -5,6 +5,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mm.errors import counted
 from mm.page.plot import number_text
 from mm.page.record import RunRecord
 from mm.progress import duration
@@ -59,13 +60,13 @@ def _settings(record: RunRecord) -> Iterator[tuple[str, str]]:
         sizes = (("tensor", record.fact("arguments", "tensor_model_parallel_size")),
                  ("context", record.fact("arguments", "context_parallel_size")),
                  ("pipeline", record.fact("pipeline_model_parallel_size")), ("data", record.fact("data_parallel_size")))
-        yield "layout", f"{' x '.join(f'{name} {size}' for name, size in sizes)} = {world_size} ranks"
+        yield "layout", f"{' x '.join(f'{name} {size}' for name, size in sizes)} = {counted(world_size, 'rank')}"
     if (device := record.fact("ran_on", "device")) is not None:
         yield "device", f"{device}, {record.fact('ran_on', 'backend')}"
     if (precision := record.fact("precision")) is not None:
         yield "precision", str(precision)
     if (batch := record.fact("global_batch_size")) is not None:
-        yield "global batch", f"{batch:,} samples"
+        yield "global batch", counted(batch, "sample")
     versions = record.fact("ran_on", "versions")
     if isinstance(versions, Mapping):
         yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items())
@@ -91,7 +92,7 @@ def _speed(record: RunRecord) -> Iterator[tuple[str, str]]:
     history = record.history
     if (seconds := history.recent_median("step_seconds")) is None:
         return
-    num_recent = f"median of the last {len(history.recent):,} steps"
+    num_recent = f"median of the last {counted(len(history.recent), 'step')}"
     yield "step time", f"{number_text(seconds)} s, {num_recent}"
     yield "tokens/s per device", f"{history.recent_median('tokens_per_second_per_device'):,.0f}, {num_recent}"
     mfu = history.recent_median("mfu")
@@ -111,7 +112,7 @@ def _quality(record: RunRecord) -> Iterator[tuple[str, str]]:
         row = history.score_rows[-1]
         yield "score", f"{row['validation_score_percent']:.2f}%, step {row['iteration']:,}"
     if history.last is not None:
-        unchanged = f"; weights unchanged in {history.num_unchanged:,} steps"
+        unchanged = f"; weights unchanged in {counted(history.num_unchanged, 'step')}"
         yield "bad steps and spikes", f"{history.num_spikes:,}{unchanged if history.num_unchanged else ''}"
     if record.num_bad_samples:
         yield "samples left out", f"{record.num_bad_samples:,}"

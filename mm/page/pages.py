@@ -6,6 +6,7 @@ from dataclasses import replace
 from datetime import datetime
 from html import escape
 
+from mm.errors import counted
 from mm.page.curve import Bin
 from mm.page.facts import GIB, run_facts, settings, status
 from mm.page.plot import BAD, COLOURS, Marks, Plot, Series
@@ -126,7 +127,7 @@ def _answers(questions: Sequence[Answered]) -> Iterator[str]:
     if not questions:
         return
     shown = questions[:_MAX_QUESTIONS]
-    yield f"<h2>Answers ({len(shown)} questions, the worst answered first)</h2>"
+    yield f"<h2>Answers ({counted(len(shown), 'question')}, the worst answered first)</h2>"
     yield f'<div class="questions">{"".join(map(_question, shown))}</div>'
 
 

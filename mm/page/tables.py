@@ -68,12 +68,11 @@ def _slowest(record: RunRecord) -> Iterator[Table]:
     row = record.history.compared
     if row is None:
         return
-    header = ("ranks", "stage", "replica", "device", "own work", "waits for data", "waits for ranks",
-              "own work against median")
+    header = ("ranks", "stage", "replica", "device", "own time in a step", "against the median")
     yield Table(f"Slowest ranks at step {row['iteration']:,}", header, tuple(
         (", ".join(map(str, one["ranks"])), str(one["stage"]), str(one["replica"]),
          ", ".join(f"{host} {device}" for host, device in zip(one["hosts"], one["devices"], strict=True)),
-         *(f"{1000 * one[name]:,.0f} ms" for name in ("work_seconds", "data_seconds", "wait_seconds")),
+         f"{1000 * one['own_seconds']:,.0f} ms",
          f"{one['share']:+,.0%}, other {one['compared_with']}") for one in row["slowest_ranks"]))
 
 

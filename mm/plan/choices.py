@@ -1,7 +1,8 @@
 """The layouts that a run could have, and the run with each of them.
 
-All of them train on the same samples in each step, with the same loss and gradients.  They differ in tensor, context
-and pipeline sizes, chunks, samples per microbatch, packing, encoder placement and batch, and recomputation.
+They differ in tensor, context and pipeline sizes, chunks, samples per microbatch, packing, encoder placement and batch,
+and recomputation.  All train on the same samples in each step, with the same loss and gradients, unless values that the
+user fixed change that (``learning_changes``).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,8 @@ from mm.config.activations import RecomputeConfig
 from mm.config.data import DataConfig
 from mm.config.model import EncoderPlacement, ModelConfig
 from mm.config.run import Run, parallel_problems
+from mm.config.sampling import loss_problems
+from mm.data.order.sampler import order_description
 from mm.plan.lists import Lists
 
 AS_GIVEN, BALANCED, PACKS = "as given", "balanced", "balanced packs"
@@ -133,8 +136,21 @@ def choices(run: Run, fixed: Mapping[str, Sequence[object]], node_size: int) -> 
         choice = replace(present_choice(run), **of_all, **dict(zip(options, values, strict=True)))
         if choice.tp_size == 1 and choice.encoder != options["encoder"][0]:
             continue  # one rank holds the whole ViT in either placement
-        if _is_divisible(choice, run) and not list(parallel_problems(choice.applied(run))):
+        if not _is_divisible(choice, run):
+            continue
+        applied = choice.applied(run)
+        if not [*parallel_problems(applied), *loss_problems(applied.args, applied.data)]:
             yield choice
+
+
+def learning_changes(choice: Choice, run: Run) -> Iterator[str]:
+    """How training with ``choice`` learns otherwise than ``run``: only fixed values can do that."""
+    present = run.args.micro_batch_size
+    if run.args.loss_unit == "microbatch" and choice.micro_batch_size != present:
+        yield (f"MBS {choice.micro_batch_size} instead of {present} gives samples other weights in the loss, which "
+               f"--calculate-per-microbatch-loss averages over microbatches")
+    if (order := order_description(run)) != order_description(choice.applied(run)):
+        yield f"SAMPLER {choice.sampler} puts other samples into each step; they are {order} now"
 
 
 def recomputations(fixed: Mapping[str, Sequence[object]]) -> list[str]:

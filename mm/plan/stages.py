@@ -11,6 +11,7 @@ from mm.config.model import ModelConfig
 from mm.config.notes import sorted_notes
 from mm.config.run import Run
 from mm.device.known import KNOWN_DEVICES
+from mm.errors import counted
 from mm.placement import Message, Placement, StageSpec
 from mm.plan.fitting import Fit, cheapest_fits
 from mm.plan.layer_memory import WIDTHS
@@ -75,13 +76,13 @@ def _run_lines(run: Run) -> list[str]:
            f"{num_adapter_params(run.model):,} parameters; the weights beside them are frozen, which costs their "
            f"{WIDTHS[args.precision]} bytes each, and no gradients, optimizer state or fp32 copies"]
           if lora.is_on else []),
-        f"Ranks     {run.world_size} ranks = {_ranks(run)}",
+        f"Ranks     {counted(run.world_size, 'rank')} = {_ranks(run)}",
         *([f"Encoder   ViT and projector whole on every tensor-parallel rank; {run.num_encoders} ranks divide the "
            f"images of a microbatch"] if run.model.encodes_whole else []),
         *([f"Images    of {run.model.encoder_batch_size} consecutive microbatches pass the ViT together"]
           if run.model.encoder_batch_size > 1 else []),
-        f"Batch     {run.global_batch_size} samples per step = {_microbatches(run)}; at most {args.seq_length} tokens "
-        f"per sample",
+        f"Batch     {counted(run.global_batch_size, 'sample')} per step = {_microbatches(run)}; at most "
+        f"{args.seq_length} tokens per sample",
         f"Training  {_steps(run)} in {args.precision}, loss: mean over the "
         f"{'target token' if args.loss_unit == 'token' else args.loss_unit}s of the global batch, optimizer state"
         f"{_SHARDED[args.sharding]}"
@@ -106,7 +107,7 @@ def _states(args: Arguments) -> str:
 def _steps(run: Run) -> str:
     epochs = run.args.num_train_epochs
     if epochs is None:
-        return f"{run.args.train_iters} steps"
+        return counted(run.args.train_iters, "step")
     return f"{epochs:g} epochs = {run.args.train_iters or 'an unknown number of'} steps"
 
 
@@ -197,7 +198,7 @@ def _total_lines(run: Run, sizes: list[StageSize]) -> list[str]:
     fullest = max(range(len(sizes)), key=lambda index: sizes[index].total_bytes)
     return [
         f"Largest   stage {fullest} with {_gib(sizes[fullest].total_bytes)} GiB on each rank",
-        f"Total     {_gib(copies * sum(size.total_bytes for size in sizes))} GiB on {run.world_size} ranks",
+        f"Total     {_gib(copies * sum(size.total_bytes for size in sizes))} GiB on {counted(run.world_size, 'rank')}",
     ]
 
 

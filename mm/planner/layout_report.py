@@ -9,7 +9,8 @@ import numpy as np
 from mm.config.run import Run
 from mm.data.lengths import HasLengths
 from mm.device.platform import KnownDevice
-from mm.plan.choices import AS_GIVEN, ENCODERS, Choice
+from mm.errors import counted
+from mm.plan.choices import AS_GIVEN, ENCODERS, Choice, learning_changes
 from mm.plan.costs import COUNTS
 from mm.plan.drawn import predicted_timeline
 from mm.plan.lists import Lists
@@ -53,8 +54,8 @@ def layout_report(plan: LayoutPlan) -> Report:
     best, *others = plan.found.ranking
     rows = [_row(str(number), one, plan) for number, one in enumerate(plan.found.ranking, 1)]
     rows += [] if plan.present is None else [_row("now", plan.present, plan)]
-    tables = [Table("Layouts: all train on the same samples in each step, with the same loss and gradients", _HEAD,
-                    tuple(rows))]
+    same = "" if _changed(plan) else ": all train on the same samples in each step, with the same loss and gradients"
+    tables = [Table(f"Layouts{same}", _HEAD, tuple(rows))]
     if changes := _gains(plan)[:_MAX_CHANGES]:
         tables.append(Table("Single changes of the present layout", ("change", "step, s", "speed"), tuple(
             (what, f"{seconds:.4g}", f"{gain:+.1%}") for what, seconds, gain in changes)))
@@ -62,8 +63,8 @@ def layout_report(plan: LayoutPlan) -> Report:
     memory = tuple((f"stage {stage}", num_bytes / 2**30) for stage, num_bytes in enumerate(best.stage_bytes))
     model = Path(plan.run.args.mm_model).name
     return Report(
-        f"Layouts for {plan.run.world_size} ranks and {model}", tuple(_facts(plan, best, others)), tuple(tables),
-        bars=(Bars("Memory of layout 1", "GiB per rank", memory, limit),))
+        f"Layouts for {counted(plan.run.world_size, 'rank')} and {model}", tuple(_facts(plan, best, others)),
+        tuple(tables), bars=(Bars("Memory of layout 1", "GiB per rank", memory, limit),))
 
 
 def layout_page(plan: LayoutPlan, report: Report) -> str:
@@ -85,6 +86,7 @@ def layout_page(plan: LayoutPlan, report: Report) -> str:
 
 def _facts(plan: LayoutPlan, best: Planned, others: Sequence[Planned]) -> Iterator[tuple[str, str]]:
     yield "Advice", _advice(plan, best)
+    yield from (("Learning", f"not as in the given run: {change}") for change in _changed(plan))
     yield "Based on", plan.calibration
     yield "Data", _data(best)
     vision, language = Lists.of(best.run.model).values()
@@ -93,16 +95,16 @@ def _facts(plan: LayoutPlan, best: Planned, others: Sequence[Planned]) -> Iterat
     if others:
         yield "Why not 2", _difference(best, others[0])
     yield "Searched", (
-        f"{plan.found.num_considered} layouts in {plan.seconds:.1f} s; no layout that fits can take less than "
-        f"{plan.found.least:.4g} s, whatever its lists, so layout 1 is at most "
+        f"{counted(plan.found.num_considered, 'layout')} in {plan.seconds:.1f} s; no layout that fits can take less "
+        f"than {plan.found.least:.4g} s, whatever its lists, so layout 1 is at most "
         f"{best.step.seconds / plan.found.least - 1:.1%} slower than the best possible")
     if plan.run.args.shards_weights:
         yield "Stages", ("only layouts with one pipeline stage: optim_grads_params works with no more; give "
                          "--data-parallel-sharding-strategy optim_grads to search the others")
     if plan.max_bytes is not None:
-        count = plan.found.num_too_large
+        how_many = counted(plan.found.num_too_large, "layout")
         yield "Memory", (f"at most {plan.max_bytes / 2**30:.1f} GiB per rank"
-                         f"{f'; no lists that fit were found for {count} layouts' if count else ''}")
+                         f"{f'; no lists that fit were found for {how_many}' if plan.found.num_too_large else ''}")
     yield from (("Refused", reason) for reason in plan.found.refusals[:2])
     yield "Now", _now(plan)
 
@@ -120,6 +122,11 @@ def _advice(plan: LayoutPlan, best: Planned) -> str:
             f"new layout")
 
 
+def _changed(plan: LayoutPlan) -> list[str]:
+    """How some of the layouts learn otherwise than the run."""
+    return [*dict.fromkeys(change for one in plan.found.ranking for change in learning_changes(one.choice, plan.run))]
+
+
 def _words(choice: Choice, run: Run) -> str:
     chunks = f" with {choice.num_chunks} chunks each" if choice.num_chunks > 1 else ""
     num_together = run.model.encoder_batch_size
@@ -134,8 +141,8 @@ def _data(best: Planned) -> str:
     steps = best.workload.steps
     tokens, patches = (sum(float(one[:, COUNTS.index(name)].sum()) for step in steps for one in step) / len(steps)
                        for name in ("num_tokens", "num_patches"))
-    return (f"{best.run.global_batch_size:,} samples per step: {tokens:,.0f} tokens and {patches:,.0f} patches, the "
-            f"mean of {len(steps)} steps")
+    return (f"{counted(best.run.global_batch_size, 'sample')} per step: {tokens:,.0f} tokens and {patches:,.0f} "
+            f"patches, the mean of {counted(len(steps), 'step')}")
 
 
 def _row(name: str, one: Planned, plan: LayoutPlan) -> tuple[str, ...]:

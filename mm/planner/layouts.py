@@ -16,7 +16,7 @@ from mm.data.index.gauge import Gauge
 from mm.data.lengths import HasLengths
 from mm.device.known import KNOWN_DEVICES
 from mm.device.platform import KnownDevice, Links
-from mm.errors import UserError, nearest, printable
+from mm.errors import UserError, counted, nearest, printable
 from mm.plan.by_device import calibration_by_device
 from mm.plan.calibration import Calibration
 from mm.plan.choices import (
@@ -150,7 +150,7 @@ def _calibrations(
     """A function from a layout to its calibration, and a description of the source."""
     if device is not None:
         return (lambda one: calibration_by_device(one, device, links)), (
-            f"published figures of {device.label} ({device.reference}), {links.node_size} devices per node, "
+            f"published figures of {device.label} ({device.reference}), {counted(links.node_size, 'device')} per node, "
             f"{links.between * 8 / 1e9:.0f} Gbit/s each to other nodes; usual efficiencies; nothing was measured")
     found = calibration_for(flags.calibration, run, flags.accept_calibration)
     return (lambda _: found), f"{flags.calibration}: {found.machine.device}, {found.date}"
@@ -201,6 +201,10 @@ def _fixed(words: str) -> Mapping[str, Sequence[object]]:
 
 def _no_layout(run: Run, fixed: Mapping[str, Sequence[object]], node_size: int) -> str:
     """Why there is no legal layout, and the nearest numbers of ranks that have one."""
+    if run.args.loss_unit == "microbatch" and AS_GIVEN not in fixed.get("sampler", [AS_GIVEN]):
+        return (f"--fix has SAMPLER={'/'.join(map(str, fixed['sampler']))}, whose microbatches depend on the number of "
+                f"ranks, and so would a sample's weight with --calculate-per-microbatch-loss; leave SAMPLER out, or "
+                f"train with --calculate-per-sample-loss")
     def has_layouts(world_size: int) -> bool:
         return world_size > 0 and any(True for _ in choices(replace(run, world_size=world_size), fixed, node_size))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from mm.config.evaluate import BenchmarkName, Rule
 from mm.data.read.roots import MediaRoots
 from mm.data.sample import Image, Inline, Media, Sample, Turn
-from mm.errors import UserError, collected, refuse
+from mm.errors import UserError, collected, counted, refuse
 from mm.scoring.prompts import Form, max_mark, prompt
 from mm.scoring.tsv import IMAGE, Cell, TsvRow, TsvTable, listed, read_table
 
@@ -114,7 +114,7 @@ def read_benchmark(path: str, benchmark: Benchmark, custom_prompt: bool, media_r
     refuse(problems)
     if not items:
         raise UserError(f"{path}: has no rows with an image; there is nothing to ask.")
-    notes = [f"{path}: {num_without} rows without an image are left out, as in VLMEvalKit"]
+    notes = [f"{path}: {counted(num_without, 'row')} without an image left out, as in VLMEvalKit"]
     return Items(benchmark.rule, tuple(items), tuple(notes if num_without else ()), benchmark.headline_split)
 
 
@@ -153,4 +153,5 @@ def _problems(
             yield f"column 'answer' is {answer!r}; expected the letter of an option: {', '.join(options)}."
     most = max_mark(" ".join((question, *options.values()))) if benchmark.form == "marked options" else 0
     if most > num_images:
-        yield f"refers to <image {most}>, but has {num_images} images; add the missing ones to column {IMAGE!r}."
+        yield (f"refers to <image {most}>, but has {counted(num_images, 'image')}; add the missing ones to column "
+               f"{IMAGE!r}.")

@@ -18,6 +18,7 @@ from mm.data.order.sampler import order_description, order_of
 from mm.data.order.stream import SampleOrder, StepSamples
 from mm.data.record_name import BadSample
 from mm.ending import print_notes
+from mm.errors import counted
 from mm.model.stage import Stage
 from mm.parallel.agreement import all_of, together
 from mm.parallel.mesh import Mesh
@@ -129,7 +130,7 @@ def _quarantine(run: Run, mesh: Mesh, dataset: Dataset, skipped: Sequence[BadSam
     if mesh.rank == 0:
         ledger = Path(run.args.log_dir) / LEDGER
         if skipped:
-            print_notes([f"{len(skipped)} samples are left out; {ledger} lists them"])
+            print_notes([f"{counted(len(skipped), 'sample')} left out; {ledger} lists them"])
     quarantine = Quarantine(len(dataset) + len(skipped), run.args.max_bad_fraction, ledger)
     quarantine.add(skipped)
     return quarantine

@@ -27,7 +27,7 @@ from mm.data.index.gauge import Gauge
 from mm.data.index.sample_files import Split
 from mm.data.order.sampler import order_description
 from mm.data.sample import Image
-from mm.errors import UserError, collected
+from mm.errors import UserError, collected, counted
 from mm.formats.checkpoints import LATEST_FILE, find_checkpoint
 from mm.formats.hf import HFDirectory
 from mm.formats.hf_config import hf_problems
@@ -187,8 +187,8 @@ def _sample_splits(run: Run, gauge: Gauge | None, sources: Sources | None, found
         return splits
     with collected(problems):
         if len(dataset) < run.global_batch_size:
-            notes.append(f"{len(dataset)} samples are fewer than the {run.global_batch_size} of one step: each step "
-                         f"repeats some")
+            notes.append(f"there are only {counted(len(dataset), 'sample')} for the {run.global_batch_size} of one "
+                         f"step: each step repeats some")
         if gauge is not None:
             notes += [*_image_notes(run, dataset, gauge), *_data_notes(run, dataset, sources)]
     return splits

@@ -37,7 +37,7 @@ from mm.timeline.spans import (
     seconds_of,
 )
 from mm.training.pace import PaceMeter
-from mm.training.slow_ranks import ComparedRanks, compare, most_of_stages
+from mm.training.slow_ranks import ComparedRanks, SlowRankNotes, compare, most_of_stages
 
 _NUM_MEETINGS = 10
 """Number of barriers to compare the ranks' clocks; the two passed fastest determine the offset."""
@@ -75,6 +75,7 @@ class StepObserver:
         self._began = 0.0
         """Start of the step on the host's clock, shifted by the time it was paused."""
         self._meter = PaceMeter(mesh, stage.device) if mesh.world_size > 1 else None
+        self._slow_notes = self._meter and SlowRankNotes(self._meter.places, args.slow_rank_share)
         self._recorder = Recorder(stage.device)
         self._spans: tuple[ActivitySpan, ...] = ()
         self._profiler: Any = None
@@ -151,13 +152,14 @@ class StepObserver:
         """
         if iteration % self._args.log_interval:
             return ComparedRanks()
-        if self._meter is None:
+        if self._meter is None or self._slow_notes is None:
             return ComparedRanks(stage_memory_bytes=(self._stage.device.max_memory_bytes(),))
-        paces, num_steps = self._meter.gather()
-        if not paces:
+        pace = self._meter.gather()
+        if pace is None:
             return ComparedRanks()
         places = self._meter.places
-        return ComparedRanks(compare(places, paces), num_steps, most_of_stages(places, self._meter.peak_bytes))
+        return ComparedRanks(compare(places, pace.own_seconds), pace.num_steps, self._slow_notes.after(pace),
+                             most_of_stages(places, self._meter.peak_bytes))
 
     def _paused_meter(self) -> AbstractContextManager[None]:
         return nullcontext() if self._meter is None else self._meter.paused()

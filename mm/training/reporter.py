@@ -7,7 +7,7 @@ from typing import Any
 from mm.batch import StepPlan, samples_text
 from mm.config.run import Run, resolved
 from mm.device.facts import device_facts, sdpa_backend
-from mm.errors import printable
+from mm.errors import counted, printable
 from mm.model import flops
 from mm.parallel.agreement import all_of
 from mm.parallel.mesh import Mesh
@@ -16,7 +16,7 @@ from mm.training.checkpoint import TrainingProgress
 from mm.training.metrics import MetricsWriter, ScoreMetrics, SpikeMetrics, StepMetrics, ValidationMetrics
 from mm.training.questions import QuestionScores
 from mm.training.schedule import Schedule
-from mm.training.slow_ranks import NUM_NAMED, ComparedRanks, SlowRankNotes, slowest_line
+from mm.training.slow_ranks import NUM_NAMED, ComparedRanks, slowest_line
 from mm.training.step import Setup
 from mm.training.update import StepResult, clips_in_adam
 from mm.training.validation import ValidationLoss
@@ -42,7 +42,6 @@ class Reporter:
     def __init__(self, run: Run, setup: Setup, schedule: Schedule, first_iteration: int, say: Say) -> None:
         """``first_iteration``: the iteration that the run continues from; rows of later ones are dropped."""
         self._run, self._setup, self._say = run, setup, say
-        self._slow_notes = SlowRankNotes(run.args.slow_rank_share)
         self._writer = None
         mesh = setup.mesh
         if mesh.rank == mesh.world_size - 1:
@@ -59,14 +58,14 @@ class Reporter:
 
         ``compared``: all ranks, at steps with a log line.
         """
-        ranks, num_steps = compared.slowest, compared.num_steps
+        ranks = compared.slowest
         run, totals, mesh, device = self._run, plan.totals, self._setup.mesh, self._setup.stage.device
         if totals.num_target_tokens == 0:
             self._say(f"note: iteration {progress.iteration} has no target token: its loss is 0. Check the roles of "
                       f"the samples, and whether --seq-length {run.args.seq_length} cuts answers off")
         if totals.num_omitted_images:
-            self._say(f"note: iteration {progress.iteration}: {totals.num_omitted_images} images are omitted, because "
-                      f"--seq-length {run.args.seq_length} would have cut them")
+            self._say(f"note: iteration {progress.iteration}: {counted(totals.num_omitted_images, 'image')} omitted, "
+                      f"because --seq-length {run.args.seq_length} would have cut them")
         if self._writer is None:
             return
         peak = device.peak_flops
@@ -98,9 +97,9 @@ class Reporter:
             stage_memory_bytes=compared.stage_memory_bytes or None,
         ))
         if ranks:
-            self._say(slowest_line(ranks, num_steps))
-            for note in self._slow_notes.after(ranks):
-                self._say(note)
+            self._say(slowest_line(ranks, compared.num_steps))
+        for note in compared.notes:
+            self._say(note)
 
     def report_spike(self, iteration: int, plan: StepPlan, result: StepResult, why: str) -> None:
         """Report a step that is bad or a spike, with the samples of all replicas; nothing if ``why`` is empty."""

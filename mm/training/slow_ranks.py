@@ -1,26 +1,27 @@
-"""Finds slow ranks: compares how all ranks spend their steps, and writes the log lines and notes about it.
+"""Finds slow ranks: compares how long all ranks work in a step, for the log line and for a note.
 
 Steps of all ranks take equally long, because every rank waits for the slowest.  So the comparison is of a rank's own
 time: its work, and its waits for samples that it reads itself.
 
 Ranks of one tensor- and context-parallel group wait for each other in every layer: they are compared as one.  Replicas
 do the same work at each stage, so a stage is compared with the same stage of the other replicas.  With one replica, its
-stages are compared with each other.
+stages are compared with each other; they may differ in work, so none is noted.
 """
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from mm.errors import counted
 from mm.parallel.ranks import ranks_text
 
 NUM_NAMED = 3
 """Slowest ranks that the log names."""
-NUM_INTERVALS = 2
-"""Log intervals in a row in which a rank must be slow to be noted."""
-_INSTANT = 1e-9
+NUM_SPANS, SPAN_STEPS, SPAN_SECONDS = 5, 10, 24.0
+"""A rank is noted if it is slow in so many spans in a row, each of at least so many steps and seconds.  A stall, or the
+noise of a few steps, is in one of them only."""
 
 
 @dataclass(frozen=True)
@@ -35,19 +36,14 @@ class RankPlace:
 
 
 @dataclass(frozen=True)
-class RankPace:
-    """How a rank spent its time, in seconds per step."""
+class Pace:
+    """The ranks' own time between two log lines."""
 
-    work_seconds: float
-    """Its own work: everything but the waits below."""
-    data_seconds: float
-    """Waits for samples that this rank reads itself."""
-    wait_seconds: float
-    """Waits for other ranks, for their samples too."""
-
-    @property
-    def own_seconds(self) -> float:
-        return self.work_seconds + self.data_seconds
+    own_seconds: tuple[float, ...]
+    """Mean over the steps, by rank."""
+    num_steps: int
+    seconds: float
+    """Duration of these steps."""
 
 
 @dataclass(frozen=True)
@@ -59,18 +55,19 @@ class SlowRank:
     replica: int
     hosts: tuple[str, ...]
     devices: tuple[str, ...]
-    work_seconds: float
-    """As in ``RankPace``, of the slowest rank of the group, like the next two."""
-    data_seconds: float
-    wait_seconds: float
+    own_seconds: float
+    """Own time in a step, of the slowest rank of the group."""
     median_seconds: float
-    """Median of the own seconds (work and data) of those it is compared with."""
+    """Median of those it is compared with."""
     compared_with: Literal["replicas", "stages"]
     """The same stage of the other replicas; or the other stages, if there is one replica."""
     share: float
-    """Its own seconds over the median, less 1."""
-    cause: Literal["work", "data"]
-    """Which of the two is further above its median."""
+    """Its own time over the median, less 1."""
+
+    @property
+    def name(self) -> str:
+        hosts = f"host{'s' * (len(self.hosts) > 1)} {', '.join(self.hosts)}"
+        return f"{ranks_text(self.ranks)} ({hosts}, {', '.join(self.devices)}, stage {self.stage})"
 
 
 @dataclass(frozen=True)
@@ -81,6 +78,8 @@ class ComparedRanks:
     """All of them, slowest first; empty if there is only one."""
     num_steps: int = 0
     """Number of steps over which they were compared."""
+    notes: tuple[str, ...] = ()
+    """On ranks that have turned out to be slow."""
     stage_memory_bytes: tuple[int, ...] = ()
     """Peak memory so far of each stage, on its rank with the most."""
 
@@ -93,10 +92,10 @@ def most_of_stages(places: Sequence[RankPlace], of_ranks: Sequence[int]) -> tupl
     return tuple(found[stage] for stage in sorted(found))
 
 
-def compare(places: Sequence[RankPlace], paces: Sequence[RankPace]) -> tuple[SlowRank, ...]:
+def compare(places: Sequence[RankPlace], own_seconds: Sequence[float]) -> tuple[SlowRank, ...]:
     """All ranks, as tensor- and context-parallel groups, slowest first; empty if there is only one group.
 
-    ``places`` and ``paces`` are by rank.
+    ``places`` and ``own_seconds`` are by rank.
     """
     groups: dict[tuple[int, int], list[RankPlace]] = defaultdict(list)
     for place in places:
@@ -104,44 +103,19 @@ def compare(places: Sequence[RankPlace], paces: Sequence[RankPace]) -> tuple[Slo
     if len(groups) == 1:
         return ()
     has_replicas = len({replica for _, replica in groups}) > 1
-    slowest = {key: max((paces[one.rank] for one in group), key=lambda pace: pace.own_seconds)
-               for key, group in groups.items()}
-    alike: dict[int, list[RankPace]] = defaultdict(list)
-    for (stage, _), pace in slowest.items():
-        alike[stage if has_replicas else 0].append(pace)
-    medians = {key: _Medians(of_all) for key, of_all in alike.items()}
-    found = [_compared(group, slowest[key], medians[key[0] if has_replicas else 0], has_replicas)
-             for key, group in groups.items()]
+    slowest = {key: max(own_seconds[one.rank] for one in group) for key, group in groups.items()}
+    alike: dict[int, list[float]] = defaultdict(list)
+    for (stage, _), seconds in sorted(slowest.items(), key=lambda both: both[1]):
+        alike[stage * has_replicas].append(seconds)
+    found = list[SlowRank]()
+    for (stage, replica), group in groups.items():
+        seconds = slowest[stage, replica]
+        usual = median_of_others(alike[stage * has_replicas], seconds)
+        found.append(SlowRank(
+            tuple(one.rank for one in group), stage, replica, tuple(dict.fromkeys(one.host for one in group)),
+            tuple(dict.fromkeys(one.device for one in group)), seconds, usual,
+            "replicas" if has_replicas else "stages", seconds / max(usual, 1e-9) - 1))
     return tuple(sorted(found, key=lambda one: -one.share))
-
-
-class _Medians:
-    """Sorted seconds of some paces, for medians over all of them but one."""
-
-    def __init__(self, paces: Sequence[RankPace]) -> None:
-        self.own = sorted(pace.own_seconds for pace in paces)
-        self.work = sorted(pace.work_seconds for pace in paces)
-        self.data = sorted(pace.data_seconds for pace in paces)
-
-
-def _compared(group: Sequence[RankPlace], pace: RankPace, medians: _Medians, has_replicas: bool) -> SlowRank:
-    median = median_of_others(medians.own, pace.own_seconds)
-    more_work = pace.work_seconds - median_of_others(medians.work, pace.work_seconds)
-    more_data = pace.data_seconds - median_of_others(medians.data, pace.data_seconds)
-    return SlowRank(
-        ranks=tuple(one.rank for one in group),
-        stage=group[0].stage,
-        replica=group[0].replica,
-        hosts=tuple(dict.fromkeys(one.host for one in group)),
-        devices=tuple(dict.fromkeys(one.device for one in group)),
-        work_seconds=pace.work_seconds,
-        data_seconds=pace.data_seconds,
-        wait_seconds=pace.wait_seconds,
-        median_seconds=median,
-        compared_with="replicas" if has_replicas else "stages",
-        share=pace.own_seconds / max(median, _INSTANT) - 1,
-        cause="data" if more_data > max(more_work, 0.0) else "work",
-    )
 
 
 def median_of_others(ascending: Sequence[float], value: float) -> float:
@@ -152,52 +126,41 @@ def median_of_others(ascending: Sequence[float], value: float) -> float:
 
 
 class SlowRankNotes:
-    """Notes each group that has been slow for ``NUM_INTERVALS`` log intervals in a row, once as long as it stays so."""
+    """Notes each rank that stays slower than the same stage of the other replicas, once."""
 
-    def __init__(self, share: float) -> None:
-        """``share``: a group is slow if it exceeds this."""
-        self._share = share
-        self._num_slow: Mapping[tuple[int, ...], int] = {}
-        """By group: log intervals in a row in which it was slow, until now."""
+    def __init__(self, places: Sequence[RankPlace], share: float) -> None:
+        """``share``: a rank is slow if it exceeds this."""
+        self._places, self._share = places, share
+        self._paces = list[Pace]()
+        """Of the present span."""
+        self._num_slow: dict[tuple[int, ...], int] = {}
+        """By ranks: spans in a row, until now, in which they were slow."""
+        self._noted = set[tuple[int, ...]]()
 
-    def after(self, found: Sequence[SlowRank]) -> list[str]:
-        """The notes after another log interval, whose ranks are ``found``."""
-        slow = [one for one in found if one.share > self._share]
+    def after(self, pace: Pace) -> tuple[str, ...]:
+        """The notes after the steps of ``pace``."""
+        self._paces.append(pace)
+        num_steps = sum(one.num_steps for one in self._paces)
+        if num_steps < SPAN_STEPS or sum(one.seconds for one in self._paces) < SPAN_SECONDS:
+            return ()
+        sums = (sum(one.num_steps * one.own_seconds[place.rank] for one in self._paces) for place in self._places)
+        slow = [one for one in compare(self._places, [total / num_steps for total in sums])
+                if one.share > self._share and one.compared_with == "replicas"]
+        self._paces.clear()
         self._num_slow = {one.ranks: self._num_slow.get(one.ranks, 0) + 1 for one in slow}
-        return [_note(one, self._share) for one in slow if self._num_slow[one.ranks] == NUM_INTERVALS]
+        new = [one for one in slow if self._num_slow[one.ranks] >= NUM_SPANS and one.ranks not in self._noted]
+        self._noted.update(one.ranks for one in new)
+        return tuple(map(self._note, new))
+
+    def _note(self, one: SlowRank) -> str:
+        return (f"note: {one.name} {'have' if len(one.ranks) > 1 else 'has'} taken {one.share:.0%} more time a step "
+                f"than the median of the other replicas, for at least {NUM_SPANS * SPAN_STEPS} steps and "
+                f"{NUM_SPANS * SPAN_SECONDS:.0f} s, which is above --slow-rank-share {self._share:g}; look at that "
+                f"device's clock and temperature, at the disk of its samples, and at what else runs on that machine")
 
 
 def slowest_line(found: Sequence[SlowRank], num_steps: int) -> str:
     """The log line that names the slowest ranks."""
-    return f" slowest ranks over the last {num_steps} steps: {'; '.join(map(_text, found[:NUM_NAMED]))}"
-
-
-def _text(one: SlowRank) -> str:
-    return (f"{_name(one)}: own work {_ms(one.work_seconds)}, data {_ms(one.data_seconds)} (median of the other "
-            f"{one.compared_with} {_ms(one.median_seconds)}, {one.share:+.0%}), waits {_ms(one.wait_seconds)}")
-
-
-def _note(one: SlowRank, share: float) -> str:
-    is_plural = len(one.ranks) > 1
-    excess = f"{one.share:.0%} more time a step than the median of the other {one.compared_with}"
-    name, median = _name(one), _ms(one.median_seconds)
-    more_work = "" if one.compared_with == "replicas" else (
-        "there is only one replica, so this stage may have more work, and `mm-plan lists` finds more even "
-        "pipeline_num_layers; if it has not, ")
-    why = (
-        f"of its {_ms(one.work_seconds + one.data_seconds)}, it waits {_ms(one.data_seconds)} for samples that it "
-        f"reads itself (the median of work and data is {median}): look at that machine's disk and processors"
-        if one.cause == "data" else
-        f"its own work takes {_ms(one.work_seconds)} (the median of work and data is {median}): {more_work}look at "
-        f"that device's clock and temperature, and at what else runs on that machine")
-    return (f"note: {name} {'have' if is_plural else 'has'} taken {excess} in {NUM_INTERVALS} log intervals in a row, "
-            f"which is above --slow-rank-share {share:g}; {why}")
-
-
-def _name(one: SlowRank) -> str:
-    hosts = f"host{'s' * (len(one.hosts) > 1)} {', '.join(one.hosts)}"
-    return f"{ranks_text(one.ranks)} ({hosts}, {', '.join(one.devices)}, stage {one.stage})"
-
-
-def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:.0f} ms"
+    texts = (f"{one.name}: {1000 * one.own_seconds:.0f} ms, {one.share:+.0%} against the median of the other "
+             f"{one.compared_with}" for one in found[:NUM_NAMED])
+    return f" slowest ranks over the last {counted(num_steps, 'step')}: {'; '.join(texts)}"

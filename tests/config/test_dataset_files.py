@@ -90,6 +90,8 @@ def test_missing_names_are_reported_together(folder):
         training_files(config("no.json,a.json,none"))
     assert len(error.value.problems) == 2
     assert all("and there is no data/dataset_info.json" in problem for problem in error.value.problems)
+    with pytest.raises(UserError, match=r"dataset is 'data', which is a directory; name the JSON"):
+        training_files(config("data"))
     register(folder, {"llava": {"file_name": "c.json"}})
     with pytest.raises(UserError, match=r"'lava', which is not a file, and no name in .* .did you mean 'llava'"):
         training_files(config("lava"))

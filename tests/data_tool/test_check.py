@@ -123,7 +123,7 @@ def test_losses_of_long_samples_are_counted_in_every_report(flags: list[str], tm
         assert f"keep more.  It is {tmp_path}/train.json: record 0 (id 'a')" in reported[command]
         assert "note: 1 sample is left out, because not even one question and answer of it fit" in reported[command]
         assert f"It is {tmp_path}/train.json: record 1\n" in reported[command]
-        assert "note: 1 of 5 samples contain 4 words that look like control tokens" in reported[command]
+        assert "note: 1 of 5 samples contain words (4) that look like control tokens" in reported[command]
     for command in ("check", "stats"):
         assert re.search(r"unusable +0\ntoo long +1 \(16.7%\)\n", reported[command])
         assert re.search(r"samples truncated to --seq-length +1 \(20.0%\); turns dropped: 1", reported[command])

@@ -51,7 +51,7 @@ def convert(inputs: Path, output: str, *more: str) -> int:
 def test_index(inputs: Path, capsys):
     (inputs / "llava.json").write_text(json.dumps(LLAVA[:1]))
     assert index(inputs) == 0
-    assert capsys.readouterr().out.startswith("training: 1 samples, ")
+    assert capsys.readouterr().out.startswith("training: 1 sample, ")
     (rows,) = (inputs / "media/.mm-index").glob("*.rows")
     made = rows.stat().st_mtime_ns
     assert index(inputs) == 0 and rows.stat().st_mtime_ns == made
@@ -85,7 +85,7 @@ def test_index_of_bad_samples(inputs: Path, capsys):
     assert reported.out == "" and reported.err.startswith(f"error: {problem}")
     assert index(inputs, "--bad-sample", "skip") == 0
     out = capsys.readouterr().out
-    assert "training: 1 samples" in out and f"note: left out: {problem}" in out
+    assert "training: 1 sample" in out and f"note: left out: {problem}" in out
 
 
 def test_index_of_a_validation_set_too(inputs: Path, capsys):

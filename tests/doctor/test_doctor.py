@@ -5,6 +5,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -35,6 +36,7 @@ from tests.plan.test_stages import run_of
 INTERFACES = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.4", "fe80::1"]}
 PACKAGES = """
 import json, sys
+sys.path.remove("")  # as in a command, the current folder is not on the path
 from dataclasses import asdict
 from mm.doctor.packages import package_findings
 print(json.dumps([asdict(one) for one in package_findings()]))
@@ -109,6 +111,19 @@ def test_packages_in_the_place_of_others(tmp_path: Path) -> None:
     (adaptor / "mindspeed/megatron_adaptor.py").touch()
     (adaptor / "sitecustomize.py").write_text("import mindspeed.megatron_adaptor\n")
     assert of_packages({**path_of(adaptor), "PYTHONOPTIMIZE": "1"}).keys() == {"mindspeed", "python"}
+
+
+def test_a_clone_beside_its_installed_copy_is_no_fault(tmp_path: Path) -> None:
+    """As after ``pip install .``, where commands run the copy and ``python -m`` in the clone runs the clone."""
+    for name in ("mm", "checkpoint"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    assert of_packages(path_of(), folder=tmp_path) == {}
+    (tmp_path / "checkpoint/new.py").touch()
+    (level, text), = of_packages(path_of(), folder=tmp_path).values()
+    assert level == "warning" and "checkpoint differs" in text and "pip install --editable" in text
+    (tmp_path / "mm/doctor/packages.py").unlink()  # another project
+    found = of_packages(path_of(), folder=tmp_path)
+    assert {name: level for name, (level, _) in found.items()} == {"folder mm": "fault", "folder checkpoint": "fault"}
 
 
 def test_a_package_is_missing(tmp_path: Path) -> None:

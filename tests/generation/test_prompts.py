@@ -90,7 +90,7 @@ def test_a_question_of_the_user(folder: Path):
 
 @pytest.mark.parametrize(("text", "images", "what"), [
     ("A", ["none.png"], "image 'none.png' is not a regular file"),
-    ("<image><image>", ["a.png"], "2 <image> but 1 images"),
+    ("<image><image>", ["a.png"], "2 <image> but 1 image;"),
     (" ", [], "the question is empty"),
 ])
 def test_a_question_that_cannot_be_asked(folder: Path, monkeypatch, text: str, images: list[str], what: str):

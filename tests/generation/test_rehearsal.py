@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 from demo.tiny_checkpoint import build
@@ -72,6 +73,9 @@ def test_media_are_checked_up_to_their_headers(root: Path, capsys: pytest.Captur
     assert [name for name in names if name in reported] == list(names[1:]) and reported.count("error: ") == 4
     assert generate([*load, "--prompt", "What?", "--image", str(root / "half.png")]) == 2
     assert "half.png" in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        assert generate([*load, "--prompt", "What?", "--device", "cuda"]) == 2
+        assert "--device cuda: torch finds no CUDA device" in capsys.readouterr().err
 
 
 def test_a_rehearsal_imports_no_megatron(root: Path) -> None:

@@ -30,9 +30,8 @@ def shown(folder: Path) -> str:
 
 
 def test_the_page_says_what_the_files_say(tmp_path: Path) -> None:
-    slow = {"ranks": [3], "stage": 1, "replica": 0, "hosts": ["n1"], "devices": ["npu:3"], "work_seconds": 2.0,
-            "data_seconds": 0.0, "wait_seconds": 0.5, "median_seconds": 1.0, "compared_with": "replicas", "share": 1.0,
-            "cause": "work"}
+    slow = {"ranks": [3], "stage": 1, "replica": 0, "hosts": ["n1"], "devices": ["npu:3"], "own_seconds": 2.0,
+            "median_seconds": 1.0, "compared_with": "replicas", "share": 1.0}
     folder = write_run(tmp_path / "run", 100, lambda step: {"slowest_ranks": [slow], "stage_memory_bytes": [
         2**30 if step == 50 else 1, 2**31]} if step % 50 == 0 else {})
     (folder / "quarantine.jsonl").write_text("".join(json.dumps(

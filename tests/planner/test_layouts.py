@@ -148,3 +148,28 @@ def test_a_present_layout_that_is_not_possible_is_explained(capsys: pytest.Captu
     other = flags(world_size=1, global_batch_size=8, lora_target_modules="all-linear")
     text = said(capsys, 0, "--device", "h200", "--fix", "PP=1,MBS=1", *other)
     assert re.search("Now +the present layout is not legal: The world size is 1, not a multiple of", text)
+
+
+@pytest.mark.parametrize(("fixed", "sampler", "words", "change"), [
+    ("MBS=2", {}, ["--calculate-per-microbatch-loss"], "MBS 2 instead of 4 gives samples other weights in the loss"),
+    ("MBS=4", {}, ["--calculate-per-microbatch-loss"], None),
+    ("MBS=2", {}, [], None),
+    ("MBS=4,SAMPLER=balanced", {"sampler_type": "BucketBatchSampler"}, [], "SAMPLER balanced puts other samples into"),
+    ("MBS=4,SAMPLER=as given", {"sampler_type": "BucketBatchSampler"}, [], None),
+])  # fmt: skip
+def test_fixed_values_that_change_what_is_learnt_are_named(
+    fixed, sampler, words, change, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    data = json.loads((SHIPPED / "data_7b.json").read_text())
+    data["dataloader_param"] |= sampler
+    (tmp_path / "data.json").write_text(json.dumps(data))
+    text = said(capsys, 0, "--device", "h200", "--top", "1", "--fix", f"TP=1,PP=2,VPP=1,{fixed}",
+                *flags(mm_data=tmp_path / "data.json"), *words)  # fmt: skip
+    assert ("with the same loss and gradients" in text) == (change is None)
+    assert change is None or f"not as in the given run: {change}" in text
+
+
+def test_a_sampler_that_the_trainer_would_refuse_is_refused(capsys: pytest.CaptureFixture) -> None:
+    text = said(capsys, 2, "--device", "h200", "--fix", "SAMPLER=balanced,MBS=4", *flags(),
+                "--calculate-per-microbatch-loss")
+    assert "--fix has SAMPLER=balanced" in text and "leave SAMPLER out" in text

@@ -98,7 +98,7 @@ def test_rows_without_a_picture_are_left_out_with_a_note(tmp_path):
     items = read(tmp_path, "chartqa", [WORDS, {**WORDS, "index": "1", "image": ""}])
     assert len(items.items) == 1
     table = tmp_path / "chartqa.tsv"
-    assert items.notes == (f"{table}: 1 rows without an image are left out, as in VLMEvalKit",)
+    assert items.notes == (f"{table}: 1 row without an image left out, as in VLMEvalKit",)
     with pytest.raises(UserError, match="has no rows with an image; there is nothing to ask"):
         read(tmp_path, "chartqa", [{**WORDS, "image": ""}])
 
@@ -112,7 +112,7 @@ def test_rows_without_a_picture_are_left_out_with_a_note(tmp_path):
      "the validation split)."),
     ("docvqa", {**WORDS, "question": ""}, "column 'question' is empty; expected a question."),
     ("mmmu", {**MMMU, "image": encoded(1)},
-     "refers to <image 2>, but has 1 images; add the missing ones to column 'image'."),
+     "refers to <image 2>, but has 1 image; add the missing ones to column 'image'."),
 ])  # fmt: skip
 def test_rows_that_cannot_be_asked(tmp_path, name, row, expected):
     with pytest.raises(UserError) as caught:

@@ -43,7 +43,7 @@ def test_the_page_lists_what_is_written(tmp_path: Path) -> None:
         writer._trackers = [heard[kind]]
 
     hear("step")
-    slow = SlowRank((1,), 0, 1, ("n0",), ("cpu",), 1.0, 0.0, 0.0, 0.5, "replicas", 1.0, "work")
+    slow = SlowRank((1,), 0, 1, ("n0",), ("cpu",), 1.0, 0.5, "replicas", 1.0)
     writer.write(replace(STEP, mfu=0.5, epoch=1.0, slowest_rank_share=1.0, slowest_ranks=(slow,)))
     hear("validation")
     writer.write_validation(ValidationMetrics(1, 1, 1.0, 1, 1, 1.0, 1.0, 1))

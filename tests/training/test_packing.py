@@ -3,7 +3,6 @@ runs, a slow rank is named.
 """
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from tests.tiny_inputs import short_flags, write_inputs
 PACKING = {"basic_parameters": {"packing": True}}
 BALANCED = {"sampler_type": "BalancedBatchSampler"}
 SLOW = ("--train-iters", "8", "--log-interval", "2", "--global-batch-size", "4", "--lr-decay-style", "constant",
-        "--slow-rank-share", "0.4")  # fmt: skip
+        "--slow-rank-share", "0.01")  # fmt: skip
 CASES: dict[str, tuple[dict, dict, tuple[str, ...]]] = {  # what is in the data JSON, and flags
     "plain": ({}, {}, ()),
     "packed evenly": (PACKING, BALANCED, ()),
@@ -90,8 +89,8 @@ def samples_of(step: list) -> list[int]:
     return sorted(one for replica in step for microbatch in replica for one in microbatch)
 
 
-@pytest.mark.parametrize(("name", "cause"), [("slow work", "work"), ("slow data", "data")])
-def test_a_slow_rank_is_named(ran: tuple[dict, str], name: str, cause: str) -> None:
+@pytest.mark.parametrize("name", ["slow work", "slow data"])
+def test_a_slow_rank_is_named(ran: tuple[dict, str], name: str) -> None:
     """Rank 1 sleeps 0.6 s a step in its forward passes, or reads a step's samples for 0.9 s."""
     results, said = ran
     rows = results[name]["metrics"]
@@ -100,17 +99,14 @@ def test_a_slow_rank_is_named(ran: tuple[dict, str], name: str, cause: str) -> N
     first = [row["slowest_ranks"][0] for row in compared]
     assert [one["ranks"] for one in first].count([1]) >= 2, first
     slow = [one for one in first if one["ranks"] == [1]]
-    assert {(one["stage"], one["cause"], one["compared_with"]) for one in slow} == {(0, cause, "replicas")}
-    least_seconds = {"work": 0.59, "data": 0.89}[cause]
+    assert {(one["stage"], one["compared_with"]) for one in slow} == {(0, "replicas")}
+    least_seconds = {"slow work": 0.59, "slow data": 0.89}[name]
     for one in slow:
-        assert one["share"] > 0.4 and one[f"{cause}_seconds"] > least_seconds, one
-        own_seconds = one["work_seconds"] + one["data_seconds"]
-        assert one["share"] == pytest.approx(own_seconds / one["median_seconds"] - 1)
+        assert one["share"] > 0.4 and one["own_seconds"] > least_seconds, one
+        assert one["share"] == pytest.approx(one["own_seconds"] / one["median_seconds"] - 1)
     assert compared[-1]["slowest_rank_share"] == first[-1]["share"]
-    says = {"work": "its own work takes", "data": "it waits"}[cause]
-    noted = rf"note: rank 1 \(host .*, cpu, stage 0\) has taken .* above --slow-rank-share 0.4; .*{says}"
-    assert re.search(noted, said)
     assert " slowest ranks over the last 2 steps: rank 1 (host " in said
+    assert "--slow-rank-share" not in said, "eight steps are no evidence"
     others = results["slow work"]["metrics"]
     for key in ("loss", "grad_norm"):  # to the bit, however slow
         assert [row[key] for row in rows] == [row[key] for row in others]

@@ -59,7 +59,7 @@ def test_pictures_that_mindspeed_would_enlarge_are_noted_once(inputs: Path):
 def test_fewer_samples_than_a_step_needs_are_noted(inputs: Path):
     found = check(load_run(flags(inputs, "--global-batch-size", "4"), 1, {})).samples
     assert found.problems == []
-    assert "1 samples are fewer than the 4 of one step: each step repeats some" in found.notes
+    assert "there are only 1 sample for the 4 of one step: each step repeats some" in found.notes
 
 
 def test_data_that_differs_from_the_checkpoints_is_found(inputs: Path):
@@ -197,4 +197,4 @@ def test_keys_that_nothing_reads_are_noted_and_others_refused(inputs: Path, caps
 
 def test_a_dry_run_shows_the_notes_of_the_preflight(inputs: Path, capsys):
     assert main(flags(inputs, "--global-batch-size", "4", "--dry-run")) == 0
-    assert "  - 1 samples are fewer than the 4 of one step: each step repeats some\n" in capsys.readouterr().out
+    assert "  - there are only 1 sample for the 4 of one step: each step repeats some\n" in capsys.readouterr().out

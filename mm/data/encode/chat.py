@@ -250,7 +250,7 @@ class ChatEncoder:
         places = np.flatnonzero(np.isin(token_ids, (self.image_token_id, self.video_token_id)))
         if token_ids[places].tolist() != expected or (token_ids[places - 1] != self.vision_start_token_id).any():
             raise UserError(
-                f"the chat template renders {len(places)} images and videos of {len(expected)}, or not in order "
+                f"the chat template renders {len(places)} of {len(expected)} images and videos, or not in order "
                 f"after {self.family.tokens.vision_start}; use {self.family.title}'s template."
             )
         return places

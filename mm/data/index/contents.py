@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from mm.errors import UserError
+from mm.errors import UserError, counted
 from mm.formats.manifest import built_from_json
 
 
@@ -93,11 +93,11 @@ def changed(then: Sequence[Contents], now: Sequence[Contents]) -> Iterator[str]:
                    f"--seq-length, or repaired samples")
         elif same_name is not None:
             new.remove(same_name)
-            yield f"{one.dataset} has changed ({one.num_samples} samples then, {same_name.num_samples} now)"
+            yield f"{one.dataset} has changed ({counted(one.num_samples, 'sample')} then, {same_name.num_samples} now)"
         else:
-            yield f"{one.dataset} with {one.num_samples} samples is missing"
+            yield f"{one.dataset} with {counted(one.num_samples, 'sample')} is missing"
     for one in new:
-        yield f"{one.dataset} with {one.num_samples} samples is new"
+        yield f"{one.dataset} with {counted(one.num_samples, 'sample')} is new"
 
 
 def _beside(some: Sequence[Contents], others: Sequence[Contents]) -> list[Contents]:

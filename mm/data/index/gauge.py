@@ -128,7 +128,7 @@ def _check(gauge: Gauge, grids: tuple[Grid, ...], num_targets: int) -> None:
     limit, num_visual = chat.seq_length, sum(math.prod(grid) // chat.spatial_merge_size**2 for grid in grids)
     if num_visual > limit and not chat.drops_turns:
         raise UserError(
-            f"its {len(grids)} images and videos alone take {num_visual} tokens, which exceeds --seq-length {limit}, "
+            f"its images and videos ({len(grids)}) alone take {num_visual} tokens, which exceeds --seq-length {limit}, "
             f"and images are never cut (docs/data.md, \"Samples that are too long\"); use fewer or smaller ones "
             f"(image_max_pixels, video_max_pixels), or raise --seq-length above {num_visual}.")
     if num_targets == 0:

@@ -32,7 +32,7 @@ def length_remarks(samples: Columns, seq_length: int, drops_turns: bool, named: 
     with_words = samples.nonzero("num_control_words")
     if len(with_words):
         num_words = samples.values("num_control_words", with_words).sum(dtype=np.int64)
-        yield (f"{len(with_words)} of {len(samples)} samples contain {num_words} words that look like control tokens "
+        yield (f"{len(with_words)} of {len(samples)} samples contain words ({num_words}) that look like control tokens "
                f"or media placeholders ({_TURN_STARTS}, <image>); these are read as plain text.  "
                f"{_first(with_words, named)}")
 

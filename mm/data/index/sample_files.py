@@ -20,7 +20,7 @@ from mm.data.order.selection import num_chosen
 from mm.data.read.open_records import open_records
 from mm.data.read.roots import MediaRoots
 from mm.data.record_name import BadSample
-from mm.errors import MAX_PROBLEMS, UserError, collected
+from mm.errors import MAX_PROBLEMS, UserError, collected, counted
 from mm.families.known import TITLES
 
 Split = Literal["training", "validation"]
@@ -119,9 +119,9 @@ class _Opening:
         self.problems += index.problems
         if index.boxes_outside:
             self.notes.append(
-                f"{len(index.boxes_outside)} samples, the first is {records.named(index.boxes_outside[0])}, contain "
-                f"box or point coordinates outside their images as the model sees them; {TITLES} uses pixels of the "
-                f"resized image")
+                f"box or point coordinates outside the images as the model sees them in "
+                f"{counted(len(index.boxes_outside), 'sample')}, the first is {records.named(index.boxes_outside[0])}; "
+                f"{TITLES} uses pixels of the resized image")
         self.notes += (unread_remark(key, count, records.named(first))
                        for key, (count, first) in index.unread.items())
         return records

@@ -17,7 +17,7 @@ from mm.data.read.content import Content, content_of, listed_frames
 from mm.data.read.keys import MEDIA, refuse_key, refuse_media_key, refuse_message_key, unread, unread_of_message
 from mm.data.record_name import described
 from mm.data.sample import KINDS, Image, Inline, Media, Sample, Turn
-from mm.errors import UserError, nearest
+from mm.errors import UserError, counted, nearest
 
 _KEY_CHARACTERS = 80
 """Longer keys are shortened in messages."""
@@ -285,7 +285,7 @@ def _check_counts(messages: list[ChatMessage], coming: Mapping[str, list[MediaFi
         num_places = sum(isinstance(item, cls) and not item.path for item in media)
         if num_places != len(coming[kind]):
             num = len(coming[kind])
-            raise UserError(f"has {num_places} {cls.placeholder} in its messages but {num} {kind}{'s' * (num != 1)}; "
+            raise UserError(f"has {num_places} {cls.placeholder} in its messages but {counted(num, kind)}; "
                             f"expected one {cls.placeholder} where each {kind} belongs.")
 
 

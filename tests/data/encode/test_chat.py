@@ -282,8 +282,8 @@ def test_an_answer_remains_for_a_question_of_any_length(tokenizer):
         ("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}", "each answer unchanged"),
         (CHAT_TEMPLATE.replace("message['content'] }}<|im_end|>", "message['content'] | upper }}<|im_end|>"),
          "each answer unchanged"),
-        (CHAT_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", ""), "renders 0 images and videos"),
-        (CHAT_TEMPLATE.replace("<|vision_start|><|image_pad|>", "<|image_pad|>"), "renders 1 images and videos of 1"),
+        (CHAT_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", ""), "renders 0 of 1 images and videos"),
+        (CHAT_TEMPLATE.replace("<|vision_start|><|image_pad|>", "<|image_pad|>"), "renders 1 of 1 images and videos"),
         (CHAT_TEMPLATE + r"{{ '\ud800' }}", r"contains '\\ud800' as the chat template renders it: half of a surrogate"),
     ],
 )  # fmt: skip

@@ -71,7 +71,8 @@ def test_18_the_format_is_detected_from_the_content(opened, name, content):
 
 
 @pytest.mark.parametrize(("content", "what"), [
-    (b"\x1f\x8b" + b"0" * 50, "is compressed"), (lines(GOOD).encode("utf-16"), "is in UTF-16"),
+    (b"\x1f\x8b" + b"0" * 50, "is compressed"), (b"a.json".ljust(257, b"\0") + b"ustar", "is a tar archive"),
+    (lines(GOOD).encode("utf-16"), "is in UTF-16"),
     ("[" + json.dumps(GOOD), "found the end of the file"), ("[" + json.dumps(GOOD)[:-9], ":1:.*not valid JSON"),
 ])
 def test_19_a_file_that_cannot_be_read_to_its_end_is_refused_in_any_case(opened, content, what):
@@ -102,7 +103,7 @@ BAD_RECORDS = {
     "22 unknown role": (lines(GOOD, {"messages": [{"role": "usr", "content": "a"}]}, GOOD), 2, 'unknown role "usr"'),
     "22 empty": (lines(GOOD, record("a", "  "), GOOD), 2, "has an empty message 1"),
     "30 200 pictures": (lines(GOOD, record("<image>" * 200, "x", images=["a.png"] * 200), GOOD), 2,
-                        "its 200 images and videos alone take 4000 tokens, which exceeds --seq-length 300"),
+                        r"its images and videos \(200\) alone take 4000 tokens, which exceeds --seq-length 300"),
     "31 a missing picture": (lines(GOOD, record("<image>", "x", images=["no.png"]), GOOD), 2, "is not a regular file"),
     "41 http": (lines(GOOD, record("<image>", "x", images=["https://x/a.png"]), GOOD), 2, "is not a local path"),
     "41 broken base64": (lines(GOOD, record("<image>", "x", images=["data:image/png;base64,AA"]), GOOD), 2,
@@ -211,7 +212,7 @@ def test_24_with_packing_it_loses_whole_turns_and_both_are_counted(opened, tmp_p
             r"1 of 3 samples are longer than --seq-length 300 and lose 2 whole turns, \d+ tokens in total; the longest "
             rf"has \d+: raise --seq-length to keep more.  It is {tmp_path}/data.json: record 1 \(id 'several'\)",
             shortened)
-    with pytest.raises(UserError, match=r"200 images and videos alone take 4000 tokens"):  # as without packing
+    with pytest.raises(UserError, match=r"images and videos \(200\) alone take 4000 tokens"):  # as without packing
         opened(content, packing=True, truncation="tokens")
     with pytest.raises(UserError, match=r"^1 sample is left out, because .* It is .*data.json: record 0"):
         opened(lines(alone), packing=True)
@@ -250,7 +251,7 @@ def test_25_control_tokens_in_texts_are_text(opened, model_config):
     assert dataset.lengths.num_media[0] == 1 and dataset.lengths.num_patches[0] == 80
     (note,) = dataset.notes
     assert dataset.column("num_control_words").tolist() == [3]
-    assert note.startswith("1 of 1 samples contain 3 words that look like control tokens") and (
+    assert note.startswith("1 of 1 samples contain words (3) that look like control tokens") and (
         note.endswith(f"these are read as plain text.  It is {dataset[0].where}"))
 
 
@@ -310,5 +311,5 @@ def test_28_an_edited_file_counts_as_changed_data(opened, tmp_path):
 ])
 def test_29_coordinates_outside_the_picture_are_noted(opened, answer, is_outside):
     notes = opened(lines(GOOD, record("<image>", answer, images=["a.png"]))).notes
-    reported = "data.json: record 1, contain box or point coordinates"
-    assert [("1 samples, the first is " in note and reported in note) for note in notes] == [True] * is_outside
+    assert [("model sees them in 1 sample, the first is " in note and "data.json: record 1;" in note)
+            for note in notes] == [True] * is_outside

@@ -4,6 +4,8 @@ import gzip
 import json
 import os
 import pickle
+import tarfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -85,7 +87,13 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "packed").write_bytes(gzip.compress(b"{}"))
     (tmp_path / "wide").write_text("{}", encoding="utf-16")
     (tmp_path / "cut").write_bytes(b"PAR1 and nothing more")
-    for name, problem in (("packed", r"is compressed \(gzip\)"), ("wide", "is in UTF-16; save it as UTF-8"),
+    (tmp_path / "image").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0")
+    with tarfile.open(tmp_path / "tar", "w") as tar, zipfile.ZipFile(tmp_path / "zip", "w") as archive:
+        tar.add(tmp_path / "wide", "wide")
+        archive.write(tmp_path / "wide", "wide")
+    for name, problem in (("tar", "tar: is a tar archive; unpack it, and name the JSON"), ("zip", "is a zip archive;"),
+                          ("image", "is a binary file"), ("packed", r"is compressed \(gzip\)"),
+                          ("wide", "is in UTF-16; save it as UTF-8"),
                           ("cut", "is not a complete Parquet file"), ("absent", "is not a regular file"),
                           ("", "is not a regular file")):
         with pytest.raises(UserError, match=problem):
