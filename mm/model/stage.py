@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.enums import ModelType
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
@@ -53,8 +52,6 @@ class MadeFeatures:
 class Chunk(nn.Module):
     """One rank's part of one slot, frozen and marked as megatron expects; the weights have no values yet."""
 
-    model_type = ModelType.encoder_or_decoder
-
     def __init__(self, model: ModelConfig, number: int, mesh: Mesh, settings: TransformerConfig, device: Device,
                  loss_unit: LossUnit, journal: Journal, side: SideQueue, shards_weights: bool = False,
                  host: HostActivations | None = None) -> None:
@@ -62,7 +59,7 @@ class Chunk(nn.Module):
         placement = model.placement()
         self.spec = spec = placement[mesh.pp_rank, number]
         self.model = model
-        self.config = settings  # where megatron's DDP and schedules look for it
+        self.config = settings  # where megatron's DDP looks for it
         self.device = device
         self.journal = journal
         self.side = side
@@ -106,9 +103,6 @@ class Chunk(nn.Module):
                 yield Unit((self.image_encoder["projector"],), "projector")
         if self.spec.language_layers:
             yield from self.text_decoder.units()
-
-    def set_input_tensor(self, _: list[Tensor | None]) -> None:
-        """Ignored: megatron's schedule offers the received tensor here; ours is an argument of ``forward``."""
 
     def forward(self, inputs: ChunkInputs, received: Tensor | None) -> Tensor:
         """Message in, message out; the chunk with the head returns the microbatch's share of the loss.

@@ -7,10 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Protocol
-
-import torch
-from torch import Tensor
+from typing import Protocol
 
 
 class Work(str, Enum):
@@ -78,20 +75,6 @@ class Journal:
             raise
         finally:
             self._end(activity, around)
-
-    def follow_backward(self, output: Tensor, chunk: int, microbatch: int) -> None:
-        """Record the backward pass that starts at ``output`` when autograd begins and ends it."""
-        if not output.requires_grad:
-            return
-        activity = Activity(Work.BACKWARD, chunk, microbatch)
-        engine: Any = torch.autograd.Variable._execution_engine
-
-        def begin(_: Tensor) -> None:
-            around = self.now
-            self._begin(activity)
-            engine.queue_callback(lambda: self._end(activity, around))
-
-        output.register_hook(begin)
 
     def _begin(self, activity: Activity) -> None:
         self.now = activity

@@ -4,13 +4,12 @@ No other module sets their fields; ``mm.parallel.mesh`` gives megatron the paral
 ``mm.model``.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from torch import nn
 
@@ -51,7 +50,6 @@ def parallel_config(
         perform_initialization=False,
         gradient_accumulation_fusion=False,
         calculate_per_token_loss=True,
-        deallocate_pipeline_outputs=True,
         batch_p2p_comm=False,
         overlap_p2p_comm=False,
     )
@@ -127,36 +125,3 @@ def optimizer_config(args: Arguments, settings: TransformerConfig) -> OptimizerC
         use_distributed_optimizer=args.splits_optimizer,
         overlap_param_gather=args.gathers_during_forward,
     )
-
-
-def bind(
-    settings: TransformerConfig,
-    models: Sequence[DistributedDataParallel],
-    optimizer: MegatronOptimizer,
-    finalize_gradients: Callable[..., None],
-) -> None:
-    """Set the functions that megatron's schedules look up in ``settings``; call it once DDP and optimizer exist."""
-    no_sync: Any = [model.no_sync for model in models] if len(models) > 1 else models[0].no_sync
-    settings.no_sync_func = no_sync
-    settings.finalize_model_grads_func = finalize_gradients
-    settings.grad_scale_func = optimizer.scale_loss if settings.fp16 else None
-
-
-@contextmanager
-def settings_of_schedule(
-    settings: TransformerConfig, group_size: int | None, starts_ahead: bool, forward_only: bool
-) -> Iterator[None]:
-    """Set the fields that differ from schedule to schedule, and restore them afterwards.
-
-    ``group_size``: how many consecutive microbatches pass a virtual chunk; None without virtual chunks.
-    ``starts_ahead``: whether transfers start before the receiver waits.  ``no_sync_func`` is unset for a forward-only
-    schedule, which would enter its context and never leave it.
-    """
-    before = settings.microbatch_group_size_per_vp_stage, settings.overlap_p2p_comm, settings.no_sync_func
-    settings.microbatch_group_size_per_vp_stage = group_size
-    settings.overlap_p2p_comm = starts_ahead
-    settings.no_sync_func = None if forward_only else settings.no_sync_func
-    try:
-        yield
-    finally:
-        settings.microbatch_group_size_per_vp_stage, settings.overlap_p2p_comm, settings.no_sync_func = before

@@ -63,7 +63,6 @@ class Reductions:
             self._follow(number, model)
 
     def _follow(self, chunk: int, model: ShardedGradients) -> None:
-        model.forward_begins = lambda microbatch, _: self._begin_forward(microbatch, chunk)
         model.backward_begins = lambda microbatch: self._begin_backward(microbatch, chunk)
         model.backward_ends = self._reduce_waiting
         model.unit_begins = lambda microbatch, place, is_last: self._begin_unit(microbatch, chunk, place, is_last)
@@ -97,11 +96,6 @@ class Reductions:
         something that they do later: a message between stages, or a collective of the next forward pass.
         """
         self._enter(self._places[microbatch, chunk] + 1)
-
-    def _begin_forward(self, microbatch: int, chunk: int) -> None:
-        """A forward pass begins.  Without stages nothing else says that the schedule is past the passes before it."""
-        if self._num_stages == 1:
-            self._enter(self._places[microbatch, chunk])
 
     def _begin_backward(self, microbatch: int, chunk: int) -> None:
         """A backward pass begins; those before it have ended, or are not this rank's."""

@@ -48,20 +48,14 @@ def end(models: Iterable[DistributedDataParallel]) -> None:
 
 
 def finalize(
-    models: list[DistributedDataParallel],
-    _num_tokens: Tensor | None,
-    *,
-    passes: Reductions | UnitPasses | None,
+    models: Sequence[DistributedDataParallel], passes: Reductions | UnitPasses | None,
     tied_group: dist.ProcessGroup | None,
-    pg_collection: object = None,
-    force_all_reduce: bool = False,
-) -> None:
-    """Reduce the gradients after the last microbatch; megatron's schedules call it.
+) -> None:  # fmt: skip
+    """Reduce the gradients after the last microbatch.
 
     ``passes``: those of ``models`` if ranks keep shards of the gradients.  Most of these are reduced already then.
     """
     chunk: Any = models[0].module
-    assert not force_all_reduce, "tensor-parallel ranks sum their own shards only; megatron never asks for more"
     with chunk.journal.during(Work.REDUCTION):
         _finish_gathering(models)
         if passes is None:

@@ -1,38 +1,39 @@
-"""One step through the pipeline's schedule: forward and backward of every microbatch, then the gradients' reduction
-(``mm.parallel.reduction``); or forward alone, for validation.
+"""The loop of a step: every pass of this stage in the order of ``mm.parallel.order``, with its messages; for validation
+the forward passes alone.
 
-megatron-core's schedules run the loop, over our communicator.
+Our own, because megatron's loop asks its communicator for messages without saying of which microbatch and chunk.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.pipeline_parallel.schedules import (
-    forward_backward_no_pipelining,
-    forward_backward_pipelining_with_interleaving,
-    forward_backward_pipelining_without_interleaving,
-)
+from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
 from torch import Tensor
 
 from mm.batch import Microbatch, StepPlan, encoder_batches_of
 from mm.parallel.activity import Journal, Work
-from mm.parallel.megatron import settings_of_schedule
-from mm.parallel.mesh import Mesh
-from mm.parallel.order import ChunkPass, forward_order, group_size
+from mm.parallel.order import ChunkPass, Step
 from mm.parallel.pipeline import PipelineCommunicator
 from mm.parallel.sharded import ShardedGradients
 
 
 def run_schedule(
-    models: Sequence[DistributedDataParallel], plan: StepPlan, communicator: PipelineCommunicator, mesh: Mesh
-) -> Tensor:
-    """Forward and backward of every microbatch, then gradient reduction.  ``models`` are the chunks of this rank.
+    models: Sequence[DistributedDataParallel], plan: StepPlan, communicator: PipelineCommunicator,
+    scale: Callable[[Tensor], Tensor] | None = None, leave: Callable[[int, int], None] | None = None,
+) -> Tensor:  # fmt: skip
+    """Forward and backward of every microbatch.  ``models`` are the chunks of this rank.
 
     Returns this rank's sum of weighted token losses as a detached fp32 scalar on the device: zero on ranks without
     the head.  Summed over data-parallel ranks it is the loss of the global batch.
+
+    Arguments:
+
+    - ``scale``: applied to each loss before its backward pass (fp16)
+    - ``leave``: called with microbatch and chunk when the loop is past a backward pass, before it waits for anything
     """
     chunks: list[Any] = [model.module for model in models]  # mm.model.stage.Chunk, which stands above this floor
     total = torch.zeros((), dtype=torch.float32, device=chunks[0].device.torch_device)
@@ -40,13 +41,43 @@ def run_schedule(
         if model.ddp_config.overlap_param_gather:
             for group in reversed(model.bucket_groups):  # first used, first gathered; the forward hooks wait for them
                 group.start_param_sync()
-    _run(models, plan, communicator, mesh, lambda _, loss: total.add_(loss))
+    steps = communicator.begin(plan)
+    forward = _Forward(models, plan, steps, communicator, forward_only=False)
+    kept: dict[ChunkPass, tuple[Tensor | None, Tensor]] = {}
+    with ExitStack() as outer:
+        # with overlap, a chunk's gradients are reduced during its last backward pass
+        no_sync = [outer.enter_context(ExitStack()) for _ in models]
+        for stack, model in zip(no_sync, models, strict=True):
+            stack.enter_context(model.no_sync())
+        last = {chunk: place for place, (is_forward, (_, chunk)) in enumerate(steps) if not is_forward}
+        for place, step in enumerate(steps):
+            is_forward, (microbatch, chunk) = step
+            if is_forward:
+                received, output = forward(microbatch, chunk)
+                kept[microbatch, chunk] = received, output
+                if chunks[chunk].spec.has_head:
+                    total += output.detach()
+                communicator.give(step, output)
+                deallocate_output_tensor(output, not chunks[chunk].spec.has_head)
+                continue
+            gradient = communicator.take(step)
+            received, output = kept.pop((microbatch, chunk))
+            if place == last[chunk]:
+                no_sync[chunk].close()
+            if output.requires_grad:
+                with chunks[chunk].journal.during(Work.BACKWARD, chunk, microbatch):
+                    custom_backward(scale(output) if gradient is None and scale is not None else output, gradient)
+            if leave is not None:
+                leave(microbatch, chunk)
+            communicator.give(step, None if received is None else received.grad)
+    communicator.end()
+    forward.end()
     return total
 
 
 @torch.no_grad()
 def run_forward(
-    models: Sequence[DistributedDataParallel], plan: StepPlan, communicator: PipelineCommunicator, mesh: Mesh
+    models: Sequence[DistributedDataParallel], plan: StepPlan, communicator: PipelineCommunicator
 ) -> Tensor:
     """Forward of every microbatch only; weights that are gathered with overlap must have arrived already.
 
@@ -55,61 +86,43 @@ def run_forward(
     """
     chunks: list[Any] = [model.module for model in models]
     losses = torch.zeros(len(plan.microbatches), dtype=torch.float32, device=chunks[0].device.torch_device)
-    _run(models, plan, communicator, mesh, lambda number, loss: losses[number].copy_(loss), forward_only=True)
+    steps = communicator.begin(plan, forward_only=True)
+    forward = _Forward(models, plan, steps, communicator, forward_only=True)
+    for step in steps:
+        _, (microbatch, chunk) = step
+        _, output = forward(microbatch, chunk)
+        if chunks[chunk].spec.has_head:
+            losses[microbatch].copy_(output)
+        communicator.give(step, output)
+    communicator.end()
+    forward.end()
     return losses
 
 
-def _run(
-    models: Sequence[DistributedDataParallel], plan: StepPlan, communicator: PipelineCommunicator, mesh: Mesh,
-    keep_loss: Callable[[int, Tensor], object], forward_only: bool = False,
-) -> None:
-    """megatron's schedule for this layout; ``keep_loss`` is given each microbatch's number and loss."""
-    chunks: list[Any] = [model.module for model in models]
-    journal: Journal = chunks[0].journal
-    num_microbatches = len(plan.microbatches)
-    inputs = _Inputs(chunks, plan, forward_order(num_microbatches, mesh.pp_size, len(chunks)), forward_only)
+class _Forward:
+    """The forward passes of a step."""
 
-    def forward_step(
-        numbers: Iterator[int], wrapped: DistributedDataParallel
-    ) -> tuple[Tensor, object]:
-        chunk: Any = wrapped.module
-        number = next(numbers)
-        place = chunk.spec.chunk, number
-        received = communicator.take(number, chunk.spec.chunk) if mesh.pp_size > 1 else None
-        own = inputs.take(number, chunk.spec.chunk)
-        if isinstance(wrapped, ShardedGradients) and not (forward_only and wrapped.weight_shards is None):
-            wrapped.start(number, own.images)
-        with journal.during(Work.FORWARD, *place):
-            output = wrapped(own, received)
-        inputs.prepare_next()
-        journal.follow_backward(output, *place)
-        if chunk.spec.has_head:
-            keep_loss(number, output.detach())
-        return output, _loss_is_output
+    def __init__(
+        self, models: Sequence[DistributedDataParallel], plan: StepPlan, steps: Sequence[Step],
+        communicator: PipelineCommunicator, forward_only: bool,
+    ) -> None:  # fmt: skip
+        self._models, self._communicator, self._forward_only = models, communicator, forward_only
+        self._chunks: list[Any] = [model.module for model in models]
+        self._inputs = _Inputs(self._chunks, plan, [one for is_forward, one in steps if is_forward], forward_only)
+        self.end = self._inputs.end
 
-    arguments: dict[str, Any] = {
-        "forward_step_func": forward_step,
-        "data_iterator": [iter(range(num_microbatches)) for _ in models],
-        "model": list(models),
-        "num_microbatches": num_microbatches,
-        "seq_length": 1,  # shapes come from the plan
-        "micro_batch_size": 1,
-        "pg_collection": mesh.groups,
-        "forward_only": forward_only,
-    }
-    interleaves = len(models) > 1
-    size = group_size(num_microbatches, mesh.pp_size) if interleaves else None
-    with settings_of_schedule(chunks[0].config, size, interleaves and communicator.starts_ahead, forward_only):
-        if mesh.pp_size == 1:
-            forward_backward_no_pipelining(**arguments)
-        else:
-            communicator.begin(plan, forward_only)
-            schedule = (forward_backward_pipelining_with_interleaving if interleaves
-                        else forward_backward_pipelining_without_interleaving)
-            arguments["p2p_communicator"] = communicator  # has only the methods that the schedules call
-            schedule(**arguments)
-            communicator.end()
-    inputs.end()
+    def __call__(self, microbatch: int, chunk: int) -> tuple[Tensor | None, Tensor]:
+        """What the pass received, and its output."""
+        model: Any = self._models[chunk]
+        received = self._communicator.take((True, (microbatch, chunk)))
+        own = self._inputs.take(microbatch, chunk)
+        if isinstance(model, ShardedGradients) and not (self._forward_only and model.weight_shards is None):
+            model.start(microbatch, own.images)
+        journal: Journal = self._chunks[chunk].journal
+        with journal.during(Work.FORWARD, chunk, microbatch):
+            output = model(own, received)
+        self._inputs.prepare_next()
+        return received if received is not None and received.requires_grad else None, output
 
 
 class _Inputs:
@@ -149,8 +162,3 @@ class _Inputs:
     def end(self) -> None:
         assert not self._passes and not self._prepared, "the step ended with forward steps left"
         self._side.mark()
-
-
-def _loss_is_output(output: Tensor) -> tuple[Tensor, Tensor, dict]:
-    """megatron's loss function: the stage's output is already the loss, divided by the global batch's total."""
-    return output, torch.zeros((), dtype=torch.int, device=output.device), {}

@@ -1,6 +1,5 @@
 """Messages that start together, and the handles by which to wait for them."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -57,10 +56,3 @@ class Batch:
             arriving.works.append(works[number])
         return [(work, operation.tensor) for number, (work, operation) in enumerate(zip(
             works, self.operations, strict=True)) if number not in self._receiving]
-
-
-class Handle:
-    """A gradient on its way, in the form in which megatron's schedule with chunks waits for it."""
-
-    def __init__(self, wait: Callable[[], object]) -> None:
-        self.wait = wait

@@ -1,7 +1,6 @@
 """Measures how long the rest of a step takes besides its passes: clearing gradients, their norm, and the update."""
 
 from dataclasses import replace
-from functools import partial
 from statistics import median
 
 import torch
@@ -12,7 +11,7 @@ from mm.config.model import ModelConfig
 from mm.device.device import Device
 from mm.model.stage import Stage
 from mm.parallel import reduction
-from mm.parallel.megatron import bind, ddp_config, optimizer_config
+from mm.parallel.megatron import ddp_config, optimizer_config
 from mm.parallel.mesh import Mesh
 from mm.plan.laws import Law, Timed, fitted
 from mm.planner.timing import mean_of_ranks, repeated_seconds
@@ -45,7 +44,6 @@ def _timed(device: Device, mesh: Mesh, args: Arguments, model: ModelConfig) -> T
     trained = [weight for weight in stage.weights if not is_frozen(weight, model)]
     groups = {weight.name: group_of(weight, args, model) for weight in trained}
     optimizer = build_optimizer(optimizer_config(args, stage.config), models, groups, kept_states(args), device)
-    bind(stage.config, models, optimizer, partial(reduction.finalize, passes=None, tied_group=mesh.tied_group))
     loss = torch.zeros((), device=device.torch_device)
 
     def work() -> None:

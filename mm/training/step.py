@@ -1,7 +1,6 @@
 """One optimizer step: forward and backward over a plan's microbatches, then the update."""
 
 from dataclasses import dataclass
-from functools import partial
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer
@@ -13,11 +12,10 @@ from mm.device.device import Device
 from mm.model.stage import Stage
 from mm.parallel import reduction
 from mm.parallel.activity import Work
-from mm.parallel.megatron import bind, ddp_config, optimizer_config
+from mm.parallel.megatron import ddp_config, optimizer_config
 from mm.parallel.mesh import Mesh
 from mm.parallel.passes import Reductions
 from mm.parallel.pipeline import PipelineCommunicator
-from mm.parallel.reduction import finalize
 from mm.parallel.schedule import run_forward, run_schedule
 from mm.parallel.sharded import ShardedGradients
 from mm.parallel.unit_passes import UnitPasses
@@ -50,11 +48,8 @@ class Setup:
         groups = {weight.name: group_of(weight, args, stage.model) for weight in stage.weights
                   if not is_frozen(weight, stage.model)}
         optimizer = build_optimizer(optimizer_config(args, settings), models, groups, kept_states(args), stage.device)
-        bind(settings, models, optimizer, partial(finalize, passes=passes, tied_group=mesh.tied_group))
         communicator = PipelineCommunicator(mesh, stage.model, settings, stage.device.torch_device, stage.journal,
                                             args.check_p2p, starts_ahead(args, stage.device))
-        if isinstance(passes, Reductions):
-            communicator.leave = passes.leave
         return cls(mesh, stage, models, passes, optimizer, communicator)
 
     def gather_weights(self) -> None:
@@ -111,7 +106,11 @@ def forward_backward(setup: Setup, plan: StepPlan) -> Tensor:
     else:
         setup.passes.begin(plan, overwrites)
     setup.optimizer.zero_grad()
-    return run_schedule(setup.models, plan, setup.communicator, setup.mesh)
+    scale = setup.optimizer.scale_loss if setup.stage.config.fp16 else None
+    leave = setup.passes.leave if isinstance(setup.passes, Reductions) else None
+    loss = run_schedule(setup.models, plan, setup.communicator, scale, leave)
+    reduction.finalize(setup.models, setup.passes, setup.mesh.tied_group)
+    return loss
 
 
 def forward(setup: Setup, plan: StepPlan) -> Tensor:
@@ -119,7 +118,7 @@ def forward(setup: Setup, plan: StepPlan) -> Tensor:
     passes = setup.passes if isinstance(setup.passes, UnitPasses) else None
     if passes is not None:
         passes.begin(plan, overwrites=False, forward_only=True)
-    losses = run_forward(setup.models, plan, setup.communicator, setup.mesh)
+    losses = run_forward(setup.models, plan, setup.communicator)
     if passes is not None:
         passes.end()
     return losses

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any, NamedTuple
 
 from tests.parallel.replay import Compute, Event, Message, Program, Start, Wait
@@ -170,14 +169,14 @@ def _programs_of_stage(
     from mm.config import flags
     from mm.model.stage import Stage
     from mm.parallel import mesh as parallel
-    from mm.parallel.megatron import bind, ddp_config
+    from mm.parallel.megatron import ddp_config
     from mm.parallel.pipeline import PipelineCommunicator
     from mm.parallel.schedule import run_forward, run_schedule
     from tests.meta.device import fake_subgroups
 
     args = flags.parse(["--lr", "1e-5", "--train-iters", "1", "--seq-length", "1", "--micro-batch-size", "1",
                         "--mm-model", "-", "--mm-data", "-"])  # fmt: skip
-    model, none = layout.model(), partial(_do_nothing)
+    model = layout.model()
     plan = _plan(layout, model, reads_pixels=stage == 0)
     originals = dist.batch_isend_irecv, dist.new_subgroups_by_enumeration
     dist.batch_isend_irecv, dist.new_subgroups_by_enumeration = lambda _: [_UnendingWork()], fake_subgroups
@@ -194,19 +193,14 @@ def _programs_of_stage(
             for chunk in rank.chunks:
                 stand_in(chunk, note)
             models = [DistributedDataParallel(rank.config, ddp_config(args), chunk) for chunk in rank.chunks]
-            optimizer: Any = None  # for the loss scale of fp16 alone
-            bind(rank.config, models, optimizer, none)
             communicator = PipelineCommunicator(mesh, model, rank.config, device.torch_device, rank.journal,
                                                 starts_ahead=mode.starts_ahead)
             with recording(events):
-                (run_forward if mode.forward_only else run_schedule)(models, plan, communicator, mesh)
+                (run_forward if mode.forward_only else run_schedule)(models, plan, communicator)
             yield mode, events
     finally:
         parallel.stop()
         dist.batch_isend_irecv, dist.new_subgroups_by_enumeration = originals
-
-
-def _do_nothing(*_: object, **__: object) -> None: ...
 
 
 def _plan(layout: Layout, model: Any, reads_pixels: bool) -> Any:

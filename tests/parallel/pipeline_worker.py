@@ -81,6 +81,7 @@ class Coming:
 def run_case(case: Case) -> dict:
     """One step, after one that is not watched."""
     from mm.parallel import mesh as parallel
+    from mm.parallel.reduction import finalize
     from mm.parallel.schedule import run_schedule
     from mm.training.step import forward_backward
     from tests.parallel import parity_worker
@@ -94,7 +95,8 @@ def run_case(case: Case) -> dict:
         model.zero_grad_buffer()
     setup.stage.journal.listeners.append(Coming(trace, setup.communicator))
     with counting(trace, setup.stage), recording(events):
-        run_schedule(setup.models, engine.plan, setup.communicator, setup.mesh)
+        run_schedule(setup.models, engine.plan, setup.communicator)
+        finalize(setup.models, setup.passes, setup.mesh.tied_group)
     found = {
         **{name: value for name, value in vars(trace).items() if name != "in_host_work"},
         "messages": [[type(event).__name__, *dataclasses.astuple(event)] for event in events],
@@ -128,9 +130,9 @@ def step_with_a_late_last_stage(
     def let_begin() -> None:
         store.set(key, "")
 
-    def take_late(microbatch: int, chunk: int) -> object:
+    def take_late(step: object) -> object:
         store.wait([key])
-        return take(microbatch, chunk)
+        return take(step)
 
     def end_and_let_begin() -> None:
         let_begin()
@@ -182,7 +184,7 @@ def _refuses_leftovers(engine: "Engine") -> bool:
     try:
         communicator.end()
     except AssertionError as error:
-        return "the step ended with messages left: ['" in str(error)
+        return "the step ended with passes or messages left: [(" in str(error)
     return False
 
 

@@ -8,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mm.device.device import Device
-from mm.parallel.order import backward_order, forward_order, group_size, in_flight, num_warmup_steps
+from mm.parallel.order import (
+    Step,
+    backward_order,
+    forward_order,
+    group_size,
+    in_flight,
+    num_warmup_steps,
+    stage_receives,
+    stage_steps,
+)
 
 
 @st.composite
@@ -67,3 +76,29 @@ def test_every_step_is_run_once_and_nothing_stays_in_flight(counts: tuple[int, i
 def test_orders_by_hand(counts: tuple[int, int, int], size: int, order: list[tuple[int, int]]) -> None:
     assert group_size(*counts[:2]) == size and forward_order(*counts) == order
     assert backward_order(order) == [(microbatch, 1 - chunk) for microbatch, chunk in order]
+
+
+@given(counts=counts(), stage=st.integers(0, 7), starts_ahead=st.booleans(), forward_only=st.booleans())
+def test_every_message_is_received_once_in_time_and_in_the_order_of_its_sender(
+    counts: tuple[int, int, int], stage: int, starts_ahead: bool, forward_only: bool
+) -> None:
+    _, num_stages, num_chunks = counts
+    stage = stage % num_stages
+
+    def steps_of(other: int) -> list[Step]:
+        return stage_steps(counts[0], other, num_stages, num_chunks, forward_only)
+
+    steps = steps_of(stage)
+    receives = stage_receives(steps, stage, num_stages, num_chunks, starts_ahead)
+    for is_forward in (True, False):
+        ends = (0, 0) if is_forward else (num_stages - 1, num_chunks - 1)
+        needed = [step for step in steps if step[0] is is_forward and (stage, step[1][1]) != ends]
+        received = [step for some in receives for step in some if step[0] is is_forward]
+        before, last = (stage - 1, num_chunks - 1) if is_forward else (stage + 1, 0)
+        around = before not in range(num_stages)
+        onward = (1 if is_forward else -1) if around else 0
+        sent = [(is_forward, (m, c + onward)) for direction, (m, c) in steps_of(before % num_stages)
+                if direction is is_forward and not (around and c == last)]
+        assert received == sent and Counter(received) == Counter(needed)
+    for place, some in enumerate(receives):
+        assert all(steps.index(step) >= place for step in some)
