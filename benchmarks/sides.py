@@ -30,6 +30,7 @@ from mm.families.qwen2_5_vl.config_json import KEYS
 from mm.model.load import set_weight
 from mm.model.stage import Stage
 from mm.parallel import mesh as parallel
+from mm.parallel.activity import Activity, Work
 from mm.parallel.megatron import DTYPES
 from mm.ports import free_port
 from mm.training.step import Setup, forward_backward, step
@@ -39,6 +40,19 @@ from mm.weights.table import fuse, model_weights, shard
 from tests.microbatches import own_pixels
 
 LR = 1e-5
+
+
+class _AfterReduction:
+    """A listener that calls a function when the gradients of a step are reduced."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def begin(self, activity: Activity) -> None: ...
+
+    def end(self, activity: Activity) -> None:
+        if activity.work is Work.REDUCTION:
+            self._call()
 
 
 def model_config(
@@ -142,19 +156,12 @@ class Ours:
     def report_phases(self, begin: Callable[[str], None]) -> None:
         """From now on call ``begin`` when a step reaches "forward", "backward" and "optimizer".
 
-        Uses two of torch's hooks and megatron's setting for the end of the backward pass; the step does not change.
+        Uses two of torch's hooks and the journal, which hears of the reduction's end; the step does not change.
         """
         (model,) = self.setup.models
         model.register_forward_pre_hook(lambda *_: begin("forward"))
         model.register_forward_hook(lambda *_: begin("backward"))
-        settings: Any = self.setup.stage.config
-        reduce_gradients = settings.finalize_model_grads_func
-
-        def finalize(*args: Any, **options: Any) -> None:
-            reduce_gradients(*args, **options)
-            begin("optimizer")
-
-        settings.finalize_model_grads_func = finalize
+        self.setup.stage.journal.listeners.append(_AfterReduction(lambda: begin("optimizer")))
 
     def _plan(self, microbatches: list[Microbatch]) -> StepPlan:
         """Every replica has these microbatches."""

@@ -142,7 +142,6 @@ CPU_SHIMS: tuple[Shim, ...] = (
     Shim("torch.cuda:stream", lambda _: nullcontext(), _STREAMS),
     Shim("torch:Tensor.cuda", lambda tensor, *_, **__: tensor, "tensors are already where they belong"),
     Shim("torch:Tensor.type", _type_as_on_cuda, "the optimizers accept torch.cuda.* type names only"),
-    Shim("megatron.core.pipeline_parallel.schedules:torch", _TorchOnCpu("torch"), _FACTORIES),
     Shim("megatron.core.distributed.param_and_grad_buffer:torch", _TorchOnCpu("torch"), _FACTORIES),
     Shim("megatron.core.optimizer.optimizer:torch", _TorchOnCpu("torch"), _FACTORIES),
     Shim("megatron.core.optimizer.grad_scaler:torch", _TorchOnCpu("torch"), _FACTORIES),
