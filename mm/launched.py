@@ -85,8 +85,8 @@ def world_problems(environment: Mapping[str, str], world_size: int | None, rehea
                    f"them with torchrun, or add {rehearsal}")
     yield from launcher_problems(environment)
     if num_ranks is not None and world_size not in (None, num_ranks):
-        yield (f"--world-size is {world_size}, but the launcher started {launched} ranks (WORLD_SIZE); remove the "
-               f"flag, or unset the variable to check beforehand")
+        yield (f"--world-size is {world_size}, but the launcher's WORLD_SIZE is {launched}; remove the flag, or unset "
+               f"the variable to check beforehand")
 
 
 def named_in_script(flag: str, path: str | None, environment: Mapping[str, str]) -> str:

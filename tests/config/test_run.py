@@ -130,7 +130,7 @@ def test_sources_of_the_world_size(tmp_path):
     assert load(tmp_path, world_size=None, model={f"{VISION}.pipeline_num_layers": [32],
                                                   f"{LANGUAGE}.pipeline_num_layers": [28]}).world_size == 1
     found = problems(tmp_path, "--world-size", "6", world_size=None, environment={"WORLD_SIZE": "4"})
-    assert "--world-size is 6, but the launcher started 4 (WORLD_SIZE)" in found[0]
+    assert "--world-size is 6, but the launcher's WORLD_SIZE is 4;" in found[0]
     assert "WORLD_SIZE is 'x'" in problems(tmp_path, "--world-size", "2", world_size=None,
                                            environment={"WORLD_SIZE": "x"})[0]
 
