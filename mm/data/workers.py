@@ -8,6 +8,7 @@ The cost: a script that trains needs an ``if __name__ == "__main__"`` guard.
 import itertools
 import multiprocessing
 import os
+import reprlib
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -48,8 +49,9 @@ class Prepared(Iterator[Result], Generic[Result]):
         self, work: Callable[[Item], Result], items: Iterable[Item], num_processes: int, num_ahead: int
     ) -> None:
         """Start the processes immediately; each works ``num_ahead`` items ahead.  With 0, this thread does the work."""
-        self._results: Any = map(work, items) if num_processes == 0 else _in_loader(
-            work, items, num_processes, num_ahead)
+        each = _EachItem(work)
+        self._results: Any = map(each.__getitem__, items) if num_processes == 0 else _in_loader(
+            each, items, num_processes, num_ahead)
 
     def __next__(self) -> Result:
         return next(self._results)
@@ -78,9 +80,9 @@ def in_processes(work: Callable[[Item], Result], items: Iterable[Item], num_proc
         results.close()
 
 
-def _in_loader(work: Callable[[Any], Any], items: Iterable[Any], num_processes: int, num_ahead: int) -> Iterator[Any]:
+def _in_loader(each: "_EachItem", items: Iterable[Any], num_processes: int, num_ahead: int) -> Iterator[Any]:
     loader = DataLoader(
-        _WorkDataset(work),
+        each,
         sampler=items,  # pyright: ignore[reportArgumentType]  (any iterable does)
         batch_size=None,
         num_workers=num_processes,  # torch limits each to one CPU thread
@@ -124,14 +126,18 @@ def _uninterrupted() -> Iterator[None]:
             signal.raise_signal(number)
 
 
-class _WorkDataset(torch.utils.data.Dataset[Any]):
-    """Adapts ``work`` to torch's loader."""
+class _EachItem(torch.utils.data.Dataset[Any]):
+    """``work`` as a dataset, for torch's loader."""
 
     def __init__(self, work: Callable[[Any], Any]) -> None:
         self._work = work
 
-    def __getitem__(self, index: Any) -> Any:
-        return self._work(index)
+    def __getitem__(self, item: Any) -> Any:
+        try:
+            return self._work(item)
+        except StopIteration as error:  # it would end the stream without an error
+            name = getattr(self._work, "__qualname__", type(self._work).__qualname__)
+            raise RuntimeError(f"{name} raised StopIteration for item {reprlib.repr(item)}") from error
 
 
 def _unchanged(result: Any) -> Any:
