@@ -1,7 +1,9 @@
-"""Which machine this process runs on, and when a process began: what identifies a process beyond its number."""
+"""What identifies a process beyond its number, and how a process that we start ends with the one that started it."""
 
+import fcntl
 import os
 import secrets
+import select
 import signal
 from collections.abc import Iterable
 from contextlib import suppress
@@ -49,3 +51,18 @@ def kill(processes: Iterable[Identity]) -> None:
         if node == here and began(pid) == start:
             with suppress(OSError):  # it has just ended, or is another user's
                 os.kill(pid, signal.SIGKILL)
+
+
+def end_with(pipe: int) -> None:
+    """Let the system kill this process, even while it is stopped, as soon as no process has the other end of ``pipe``
+    open any more.  Nothing may be written to the pipe.
+
+    PR_SET_PDEATHSIG would end it with the thread that has started it.
+    """
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    ends = select.poll()
+    ends.register(pipe)
+    if ends.poll(0):  # it was closed before
+        os._exit(1)

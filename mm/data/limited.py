@@ -150,14 +150,17 @@ class LimitedProcess:
         harmless = {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
         environment = {**harmless, **_SETTINGS, "PYTHONPATH": search_path}
         self._memory = os.memfd_create("mm-limited")
+        ends, own = os.pipe()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # inherited: a new process does not ignore them yet
         try:
             self._process = subprocess.Popen(
-                (sys.executable, "-c", f"{_SAFE_PATH}; from {self._module} import serve; serve({self._memory})"),
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, pass_fds=(self._memory,))
+                (sys.executable, "-c", f"{_SAFE_PATH}; from mm.process import end_with; end_with({ends}); "
+                                       f"from {self._module} import serve; serve({self._memory})"),
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, pass_fds=(self._memory, ends))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        self._end = weakref.finalize(self, _end, self._process, self._memory)  # does nothing when called again
+            os.close(ends)
+        self._end = weakref.finalize(self, _end, self._process, self._memory, own)  # does nothing when called again
 
     def _ended(self) -> ProcessEndedError:
         """The error for a process that ended by itself."""
@@ -169,14 +172,15 @@ class LimitedProcess:
         return ProcessEndedError(how, is_late)
 
 
-def _end(process: "subprocess.Popen[bytes]", memory: int) -> None:
+def _end(process: "subprocess.Popen[bytes]", *files: int) -> None:
     process.kill()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
             with contextlib.suppress(BrokenPipeError):  # buffered data for a process that has ended
                 pipe.close()
     process.wait()
-    os.close(memory)
+    for file in files:
+        os.close(file)
 
 
 class Replies:

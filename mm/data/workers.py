@@ -2,16 +2,18 @@
 
 Processes are started through a fork server, a fresh process without threads.  Forking the trainer itself would copy
 locks that its threads (communication, prefetch) may hold at that moment, open sockets, and the accelerator's state.
-The cost: a script that trains needs an ``if __name__ == "__main__"`` guard.
+The cost: a script that trains needs an ``if __name__ == "__main__"`` guard.  The fork server and its processes end with
+the process that has started it, also if they are stopped (``mm.data.fork_server``).
 """
 
 import itertools
-import multiprocessing
 import os
+import reprlib
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, popen_forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -32,8 +34,8 @@ _PRELOADED = ["mm.data.fork_server", "mm.data.feed.loader", "mm.data.feed.planne
 them are on higher floors."""
 _WORTH_A_START = 16
 """Number of items.  This process finishes fewer of them before worker processes would have started."""
-_END_SECONDS = 2.0
-"""How long to wait for the end of a worker after the connection to it has broken."""
+_END_SECONDS = 5.0
+"""How long to wait for the end of a worker after it was asked to end, or the connection to it has broken."""
 _NUM_AHEAD = 4
 """Items that each process of ``in_processes`` works ahead."""
 
@@ -48,8 +50,9 @@ class Prepared(Iterator[Result], Generic[Result]):
         self, work: Callable[[Item], Result], items: Iterable[Item], num_processes: int, num_ahead: int
     ) -> None:
         """Start the processes immediately; each works ``num_ahead`` items ahead.  With 0, this thread does the work."""
-        self._results: Any = map(work, items) if num_processes == 0 else _in_loader(
-            work, items, num_processes, num_ahead)
+        each = _EachItem(work)
+        self._results: Any = map(each.__getitem__, items) if num_processes == 0 else _in_loader(
+            each, items, num_processes, num_ahead)
 
     def __next__(self) -> Result:
         return next(self._results)
@@ -58,8 +61,14 @@ class Prepared(Iterator[Result], Generic[Result]):
         """End the processes; no more items are processed."""
         if hasattr(self._results, "_shutdown_workers"):
             # torch has no public method for this.  It relies on the iterator being freed, but the traceback of an
-            # error keeps a reference to it.
+            # error keeps a reference to it.  It would wait for each stopped worker in turn.
+            late = threading.Timer(_END_SECONDS, lambda workers: [one.kill() for one in workers], [
+                self._results._workers])
+            late.daemon = True
+            late.start()
+            _continue_server()
             self._results._shutdown_workers()
+            late.cancel()
         self._results = iter(())
 
 
@@ -78,16 +87,15 @@ def in_processes(work: Callable[[Item], Result], items: Iterable[Item], num_proc
         results.close()
 
 
-def _in_loader(work: Callable[[Any], Any], items: Iterable[Any], num_processes: int, num_ahead: int) -> Iterator[Any]:
+def _in_loader(each: "_EachItem", items: Iterable[Any], num_processes: int, num_ahead: int) -> Iterator[Any]:
     loader = DataLoader(
-        _WorkDataset(work),
+        each,
         sampler=items,  # pyright: ignore[reportArgumentType]  (any iterable does)
         batch_size=None,
         num_workers=num_processes,  # torch limits each to one CPU thread
         collate_fn=_unchanged,
         prefetch_factor=num_ahead,
         multiprocessing_context=fork_server(),
-        worker_init_fn=_begin,
         generator=torch.Generator(),  # otherwise torch draws a seed from the trainer's random state
     )
     with _uninterrupted():
@@ -124,14 +132,18 @@ def _uninterrupted() -> Iterator[None]:
             signal.raise_signal(number)
 
 
-class _WorkDataset(torch.utils.data.Dataset[Any]):
-    """Adapts ``work`` to torch's loader."""
+class _EachItem(torch.utils.data.Dataset[Any]):
+    """``work`` as a dataset, for torch's loader."""
 
     def __init__(self, work: Callable[[Any], Any]) -> None:
         self._work = work
 
-    def __getitem__(self, index: Any) -> Any:
-        return self._work(index)
+    def __getitem__(self, item: Any) -> Any:
+        try:
+            return self._work(item)
+        except StopIteration as error:  # it would end the stream without an error
+            name = getattr(self._work, "__qualname__", type(self._work).__qualname__)
+            raise RuntimeError(f"{name} raised StopIteration for item {reprlib.repr(item)}") from error
 
 
 def _unchanged(result: Any) -> Any:
@@ -147,6 +159,7 @@ class _WorkerPopen(popen_forkserver.Popen):
 
     def terminate(self) -> None:
         self.kill()
+        _continue_server()
 
 
 class _ResultQueue(Queue):  # pyright: ignore[reportMissingTypeArgument]  (Python 3.11 accepts none)
@@ -190,24 +203,34 @@ def fork_server() -> ForkServerContext:
     context.set_forkserver_preload(_PRELOADED)
     resource_tracker.ensure_running()  # started here, because Python then unblocks SIGINT and SIGTERM
     with _uninterrupted():
-        forkserver.ensure_running()
+        _start_server()
     return context
 
 
-def _begin(worker: int) -> None:
-    end_with_parent()
+def _start_server() -> None:
+    """Start the fork server, unless it runs, in a thread that never ends: the system kills the server with the thread
+    that has started it."""
+    before, started = _server(), Future[None]()
+
+    def start() -> None:
+        try:
+            started.set_result(forkserver.ensure_running())
+        except OSError as error:
+            started.set_exception(error)
+        if _server() != before:
+            threading.Event().wait()
+
+    threading.Thread(target=start, name="fork server", daemon=True).start()
+    started.result()
 
 
-def end_with_parent() -> None:
-    """Called in a process of ``fork_server``: exit when the process that started it dies for any reason.
+def _server() -> int | None:
+    """The process id of the fork server that this process has started."""
+    return forkserver._forkserver._forkserver_pid  # pyright: ignore[reportAttributeAccessIssue]
 
-    torch's own watchdog checks the parent's process id.  Here that is the fork server, which stays alive.
-    """
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "a worker has a parent"
 
-    def watch() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+def _continue_server() -> None:
+    """Continue a fork server that is stopped: it alone reports that a worker has ended."""
+    if (server := _server()) is not None:
+        with suppress(ProcessLookupError):
+            os.kill(server, signal.SIGCONT)

@@ -302,11 +302,11 @@ def _keep_before(path: Path, iteration: int) -> None:
     """
     if not path.exists():
         return
+    content = read_regular(path)
     if iteration == 0:
         written = datetime.fromtimestamp(path.stat().st_mtime)
         path.rename(path.with_name(f"metrics_{written:%Y%m%d_%H%M%S_%f}.jsonl"))
         return
-    content = read_regular(path)
     try:
         kept = b"".join(row for row in whole_lines(content) if json_object(row)["iteration"] <= iteration)
     except (ValueError, KeyError, TypeError) as error:

@@ -97,8 +97,9 @@ def test_a_resumed_run_continues_the_file_without_gaps_or_doubles(tmp_path: Path
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "metrics.jsonl").rename(tmp_path / "elsewhere" / "rows")
     os.mkfifo(tmp_path / "metrics.jsonl")
-    with pytest.raises(UserError, match=r"metrics.jsonl cannot be written .*not a regular file.*remove it"):
-        MetricsWriter(args, {"a": 1}, 3)
+    for first_iteration in (0, 3):
+        with pytest.raises(UserError, match=r"metrics.jsonl cannot be written .*not a regular file.*remove it"):
+            MetricsWriter(args, {"a": 1}, first_iteration)
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "metrics.jsonl").symlink_to("elsewhere/rows")
     second = MetricsWriter(args, {"a": 1}, 3)

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from mm.data.order.stream import SampleOrder, StepSamples
-from mm.data.workers import end_with_parent, fork_server
+from mm.data.workers import fork_server
 from mm.errors import UserError
 from mm.process import node_id
 from mm.signals import ignore_stopping
@@ -132,7 +132,6 @@ def from_bytes(content: bytes) -> StepSamples:
 def _run(make_order: MakeOrder, seat: Seat, num_owners: int, ready: Connection) -> None:
     """Main function of the planning process."""
     ignore_stopping()
-    end_with_parent()
     with Listener(seat.address, "AF_UNIX", num_owners, authkey=seat.key) as listener:
         ready.send_bytes(b"")
         ready.close()

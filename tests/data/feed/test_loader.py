@@ -1,12 +1,8 @@
 import multiprocessing
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
-from itertools import chain, count
+from itertools import chain
 
 import psutil
 import pytest
@@ -20,7 +16,6 @@ from mm.data.index.dataset import Dataset
 from mm.data.order.stream import SampleOrder, shuffled
 from mm.errors import UserError
 from tests.data.oracle import photo
-from tests.files import ROOT
 
 
 @pytest.fixture
@@ -134,52 +129,6 @@ def test_workers_keep_the_trainers_random_state_and_end_on_close(make_loader):
     assert_end(pids)
     with pytest.raises(StopIteration):
         next(loader)
-
-
-def start_and_die(dataset, encoder, pids):
-    loader = StepLoader(dataset, encoder, ([[index % len(dataset)]] for index in count()), num_workers=2)
-    next(loader)
-    pids.send([worker.pid for worker in loader._microbatches._results._workers])
-    pids.close()
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_workers_end_with_a_trainer_that_is_killed(write_dataset, model_config):
-    data = write_dataset()
-    dataset, encoder = Dataset(data), SampleEncoder.from_config(data, model_config, 4096)
-    context = multiprocessing.get_context("forkserver")
-    receiver, sender = context.Pipe(duplex=False)
-    trainer = context.Process(target=start_and_die, args=(dataset, encoder, sender))
-    trainer.start()
-    assert receiver.poll(60)
-    pids = receiver.recv()
-    trainer.join()
-    assert trainer.exitcode == -signal.SIGKILL
-    assert_end(pids)
-
-
-SERVER = """
-from multiprocessing import forkserver
-from mm.data.workers import fork_server
-
-process = fork_server().Process(target=print)
-process.start()
-process.join()
-assert process.exitcode == 0
-forkserver._forkserver._stop()
-"""
-
-
-def test_the_fork_server_is_not_taken_apart(tmp_path):
-    """Which would take most of a second of a processor; what is registered first for the exit would be called last."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import atexit, sys\n"
-        "if any('forkserver import main' in word for word in sys.orig_argv):\n"
-        f"    open({str(tmp_path / 'begun')!r}, 'w').close()\n"
-        f"    atexit.register(lambda: open({str(tmp_path / 'taken apart')!r}, 'w').close())\n")
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    subprocess.run([sys.executable, "-c", SERVER], cwd=ROOT, env=environment, check=True)
-    assert (tmp_path / "begun").exists() and not (tmp_path / "taken apart").exists()
 
 
 def test_a_killed_worker_is_noticed_without_a_wait(make_loader, monkeypatch):
