@@ -8,7 +8,7 @@ training does, then opens them again in a fresh process.  Also times the parts i
 chat template, tokenizer.  The tokenizer is a small one of the same kind as Qwen's, so trust tokens per second more than
 samples per second.  Prints JSON.
 
-``--rows`` reads no file: it packs an index of so many generated rows and plans steps of 4096 replicas from it, as a
+``--rows`` reads no file: it saves an index of so many generated rows and plans steps of 4096 replicas from it, as a
 node would.  The output has the memory of the planning process and the CPU time of a data owner's thread.  Even a few
 rows take half a minute of CPU time: four processes import torch, and each step plans 98,304 samples.
 """
@@ -16,7 +16,6 @@ rows take half a minute of CPU time: four processes import torch, and each step 
 import argparse
 import json
 import random
-import resource
 import subprocess
 import sys
 import tempfile
@@ -37,9 +36,9 @@ from mm.config.model import ModelConfig
 from mm.data.feed.planner import PlannedSteps, Seat, start_planner
 from mm.data.index.columns import Columns
 from mm.data.index.dataset import Dataset
-from mm.data.index.gauge import COUNTED_FROM, ROW, Gauge
+from mm.data.index.gauge import ROW, Gauge
 from mm.data.index.index import Checker, Reader, RecordIndex
-from mm.data.index.rows import BATCH_ROWS, packed
+from mm.data.index.rows import BATCH_ROWS, MappedRows
 from mm.data.index.store import Store
 from mm.data.order.cost import SampleSizes
 from mm.data.order.pack import Budget
@@ -153,21 +152,18 @@ def parts(folder: Path) -> dict[str, float]:
     }
 
 
-def packing(folder: Path, num_rows: int) -> dict[str, float]:
-    """Generate the rows of LLaVA-like records, and pack and save them as an index."""
+def saving(folder: Path, num_rows: int) -> dict[str, float]:
+    """Generate the rows of LLaVA-like records, and save them as an index."""
     rng, began = np.random.default_rng(0), time.perf_counter()
-    with tempfile.TemporaryFile(dir=folder) as source, tempfile.TemporaryFile(dir=folder) as target:
+    with tempfile.TemporaryFile(dir=folder) as source:
         end = 0
         for first in range(0, num_rows, BATCH_ROWS):
             end = _write_rows(source, rng, min(BATCH_ROWS, num_rows - first), end)
-        generated, before = time.perf_counter(), psutil.Process().memory_info().rss
-        rows = packed(source, ROW, num_rows, target, COUNTED_FROM)
-        ended = time.perf_counter()
-    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    Store((folder,)).save(KEY, RecordIndex(rows, ()))
-    return {"generating_seconds": generated - began, "packing_seconds": ended - generated,
-            "bytes_per_row_before": ROW.itemsize, "bytes_per_row": len(rows.piece.content) / num_rows,
-            "packing_megabytes": (peak - before) / 1e6}  # fmt: skip
+        source.flush()
+        rows, generated = MappedRows(np.memmap(source, ROW, "r")), time.perf_counter()
+        Store((folder,), []).save(KEY, RecordIndex(rows, ()))
+    return {"generating_seconds": generated - began, "saving_seconds": time.perf_counter() - generated,
+            "bytes_per_row": ROW.itemsize}  # fmt: skip
 
 
 def _write_rows(stream: IO[bytes], rng: np.random.Generator, count: int, end: int) -> int:
@@ -189,8 +185,8 @@ def _write_rows(stream: IO[bytes], rng: np.random.Generator, count: int, end: in
 
 def large_order(folder: str) -> SampleOrder:
     """The order of the samples in ``folder``: packs of even cost for 4096 replicas."""
-    kept = Store((Path(folder),)).load(KEY)
-    assert kept is not None, "packing has just saved it"
+    kept = Store((Path(folder),), []).load(KEY)
+    assert kept is not None, "it has just been saved"
     rows = kept.index.rows
     sizes = SampleSizes(shipped_model("7b"), Columns((rows,), None))
     stream, deal = SAMPLERS["BalancedBatchSampler with packing"].order(
@@ -221,17 +217,17 @@ def planning(folder: Path, in_planner: bool) -> dict[str, float]:
 def at_scale(num_rows: int) -> dict[str, Any]:
     """Memory and planning times of one node that trains on ``num_rows`` samples."""
     with tempfile.TemporaryDirectory() as folder:
-        packs = in_fresh_process("packing", Path(folder), "--rows", str(num_rows))
+        saved = in_fresh_process("saving", Path(folder), "--rows", str(num_rows))
         owner = in_fresh_process("planning", Path(folder))
         separate = planning(Path(folder), True)
         return {"rows": num_rows, "global_batch_size": GLOBAL_BATCH_SIZE, "dp_size": DP_SIZE, "versions": versions(),
-                "index": packs, "planned_by_the_owner": owner, "planned_in_a_separate_process": separate}
+                "index": saved, "planned_by_the_owner": owner, "planned_in_a_separate_process": separate}
 
 
 ALONE: dict[str, Callable[[argparse.Namespace], dict[str, float]]] = {
     "parts": lambda flags: parts(flags.folder),
     "start": lambda flags: start(flags.folder, flags.processes),
-    "packing": lambda flags: packing(flags.folder, flags.rows),
+    "saving": lambda flags: saving(flags.folder, flags.rows),
     "planning": lambda flags: planning(flags.folder, False),
 }
 """What ``--alone`` names."""
@@ -253,7 +249,7 @@ def measure(num_records: int, num_pictures: int, num_processes: int, folder: Pat
     second = in_fresh_process("start", folder, "--processes", str(num_processes))
     return {
         "records": num_records, "file_megabytes": (folder / "records.json").stat().st_size / 1e6,
-        "index_megabytes": sum(path.stat().st_size for path in (folder / "cache").glob("*.rows")) / 1e6,
+        "index_megabytes": sum(path.stat().st_size for path in (folder / "cache").glob("*.npy")) / 1e6,
         "processes": num_processes, "versions": versions(), "parts": alone,
         "first_start": first | {"samples_per_second": num_records / first["dataset_seconds"]},
         "second_start": second,

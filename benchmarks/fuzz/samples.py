@@ -173,7 +173,7 @@ SAMPLES_KINDS = (
     Kind("records", write_records, {"list.json": json_form, "lines.jsonl": json_lines, "forms.json": json_form},
          words=("dataset",)),
     Kind("Parquet records", write_parquet, {"rows.parquet": some}, 0.6, words=("dataset",)),
-    Kind("sample index", write_index, {".mm-index/*.json": with_json_crc32("json_crc32"), ".mm-index/*.rows": some,
+    Kind("sample index", write_index, {".mm-index/*.json": with_json_crc32("json_crc32"), ".mm-index/*.npy": some,
          ".mm-index/files/*": with_json_crc32("json_crc32"), "bad_samples.jsonl": json_lines},
          damages_folder=False, words=("list.json",)),
     Kind("images", write_pictures, {"*": some}, words=("image",)),

@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from mm.data.index.gauge import ROW
-from mm.data.index.rows import BATCH_ROWS, IndexRows
+from mm.data.index.rows import BATCH_ROWS, MappedRows
 from mm.data.lengths import Lengths
 
 
@@ -19,10 +19,10 @@ from mm.data.lengths import Lengths
 class Columns:
     """The measurements of the samples of some files."""
 
-    files: tuple[IndexRows, ...]
+    files: tuple[MappedRows, ...]
     """For each file, the columns of ``mm.data.index.gauge.ROW`` of all its records."""
-    taken: IndexRows | None
-    """Column ``number``: the record of each sample, counted over all files.  None: each record once, in order."""
+    taken: MappedRows | None
+    """The record of each sample, counted over all files.  None: each record once, in order."""
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if self.taken is None else len(self.taken)
@@ -35,11 +35,11 @@ class Columns:
         """One column for these samples, in the given order, loaded into memory."""
         records = self.records(numbers)
         if len(self.files) == 1:
-            return self.files[0].of(name, records)
+            return self.files[0].array[name][records]
         files, found = self._files_of(records), np.empty(len(records), ROW[name])
         for file in np.unique(files).tolist():
             is_here = files == file
-            found[is_here] = self.files[file].of(name, records[is_here] - self._first(file))
+            found[is_here] = self.files[file].array[name][records[is_here] - self._first(file)]
         return found
 
     def nonzero(self, name: str) -> np.ndarray:
@@ -56,13 +56,13 @@ class Columns:
 
     def records(self, numbers: np.ndarray) -> np.ndarray:
         """int64: the records of these samples, counted over all files."""
-        return numbers if self.taken is None else self.taken.of("number", numbers).astype(np.int64)
+        return numbers if self.taken is None else self.taken.array[numbers].astype(np.int64)
 
     def place(self, number: int) -> tuple[int, int]:
         """The file of a sample, and its record in that file.  Raises IndexError."""
         if not 0 <= number < len(self):
             raise IndexError(number)
-        record = number if self.taken is None else self.taken.at("number", number)
+        record = number if self.taken is None else int(self.taken.array[number])
         file = int(self._files_of(np.array([record]))[0])
         return file, record - self._first(file)
 

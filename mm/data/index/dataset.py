@@ -19,7 +19,7 @@ from mm.data.index.contents import Contents
 from mm.data.index.gauge import Gauge
 from mm.data.index.indexed_file import IndexedFile, store_of
 from mm.data.index.remarks import length_remarks
-from mm.data.index.rows import IndexRows, packed_numbers
+from mm.data.index.rows import MappedRows
 from mm.data.index.sample_files import SampleFiles, Split, is_whole
 from mm.data.lengths import Lengths
 from mm.data.order.selection import chosen, split_off
@@ -56,6 +56,7 @@ class Dataset:
         self._config = config
         self.files = files = files or SampleFiles.open(config, skips_bad, gauge, split)
         """The files that contain the samples."""
+        self._store_notes: list[str] = []
         rate = 0.0 if config.val_dataset else config.val_rate or 0.0
         takes_all = all(is_whole(dataset_file) and records.num_samples == len(records.index.rows)
                         for records, dataset_file in zip(files.files, files.dataset_files, strict=False))
@@ -66,7 +67,7 @@ class Dataset:
             raise UserError(f"val_rate = {config.val_rate} leaves no samples of {files.dataset_files[0].path} for "
                             f"{split}, of {counted(num_usable, 'usable sample')}; change it, or repair samples.")
 
-    def _chosen(self, dataset_files: Sequence[DatasetFile], val_rate: float, seed: int, split: Split) -> IndexRows:
+    def _chosen(self, dataset_files: Sequence[DatasetFile], val_rate: float, seed: int, split: Split) -> MappedRows:
         """The selected records; with ``val_rate``, of this split."""
         config, most = self._config, self._config.val_max_samples
 
@@ -89,8 +90,9 @@ class Dataset:
         facts = [[records.identity, len(records.index.rows), records.num_samples, file.rate_percent, file.num_samples]
                  for records, file in zip(self._files, dataset_files, strict=False)]
         if any(records.identity is None for records in self._files):
-            return packed_numbers(choose(), None)
-        return store_of(config).numbers([facts, seed, *([val_rate, split, most] if val_rate else [])], choose)
+            return MappedRows(choose())
+        store = store_of(config, self._store_notes)
+        return store.numbers([facts, seed, *([val_rate, split, most] if val_rate else [])], choose)
 
     @property
     def _files(self) -> tuple[IndexedFile, ...]:
@@ -104,7 +106,7 @@ class Dataset:
     @cached_property
     def notes(self) -> list[str]:
         """Where the index is kept, if not in its usual place; oddities of good samples; what long samples lost."""
-        return [*self.files.notes, *self.files.too_long(), *self._length_remarks()]
+        return [*self.files.notes, *self._store_notes, *self.files.too_long(), *self._length_remarks()]
 
     @property
     def num_too_long(self) -> int:

@@ -40,8 +40,6 @@ ROW = np.dtype([
 number of video frames, the ``media_stamps`` of its files, and what ``EncodedText`` dropped.  ``num_tokens`` is 0 if
 nothing was measured, ``BAD`` if the record cannot be used, and ``TOO_LONG`` if nothing of it would remain; in the last
 case the dropped tokens are ``TooLongError.num_tokens``."""
-COUNTED_FROM = {"end": "start"}
-"""Stored relative to another column: a record's end is close to its start (``mm.data.index.rows``)."""
 BAD, TOO_LONG = -1, -2
 _BOX = re.compile("|".join((
     *(rf"{re.escape(family.tokens.box_start)}([^<]*){re.escape(family.tokens.box_end)}" for family in FAMILIES),

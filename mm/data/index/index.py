@@ -4,7 +4,7 @@ The check reads a file block by block in several processes.  ``mm.data.index.sto
 """
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,7 +16,6 @@ from mm.config.data import Attributes
 from mm.data.encode.chat import TooLongError
 from mm.data.index.gauge import (
     BAD,
-    COUNTED_FROM,
     ROW,
     TOO_LONG,
     Gauge,
@@ -25,7 +24,7 @@ from mm.data.index.gauge import (
     media_stamps,
     sample_lengths,
 )
-from mm.data.index.rows import IndexRow, IndexRows, packed
+from mm.data.index.rows import MappedRows
 from mm.data.media.video import VideoConstantsError
 from mm.data.read.formats import read_sample, unread_keys
 from mm.data.read.records import Raw, RecordBlock, RecordFile
@@ -69,7 +68,7 @@ class Bad:
 class RecordIndex:
     """The records of one file, in file order."""
 
-    rows: IndexRows
+    rows: MappedRows
     """The columns of ``ROW``."""
     bad: tuple[Bad, ...]
     problems: tuple[str, ...] = ()
@@ -95,13 +94,13 @@ class RecordIndex:
 
     def usable(self) -> Iterator[np.ndarray]:
         """The numbers of the records that can be trained on, in batches."""
-        for first, num_tokens in self.rows.batches("num_tokens"):
-            yield first + np.flatnonzero(is_usable(num_tokens))
+        for first, rows in self.rows.batches():
+            yield first + np.flatnonzero(is_usable(rows["num_tokens"]))
 
     @cached_property
     def num_usable(self) -> int:
         """Number of records that can be trained on."""
-        return sum(int(np.count_nonzero(is_usable(num_tokens))) for _, num_tokens in self.rows.batches("num_tokens"))
+        return sum(int(np.count_nonzero(is_usable(rows["num_tokens"]))) for _, rows in self.rows.batches())
 
     @cached_property
     def num_bad(self) -> int:
@@ -114,7 +113,7 @@ class RecordIndex:
         return self._count(TOO_LONG)
 
     def _count(self, num_tokens: int) -> int:
-        return sum(int(np.count_nonzero(some == num_tokens)) for _, some in self.rows.batches("num_tokens"))
+        return sum(int(np.count_nonzero(rows["num_tokens"] == num_tokens)) for _, rows in self.rows.batches())
 
 
 def _add_unread(found: Unread, key: str, count: int, first: int) -> None:
@@ -144,7 +143,7 @@ class Reader:
         """How messages name record ``number``."""
         return record_place(self.file.path, number)
 
-    def read(self, number: int, row: IndexRow) -> Sample:
+    def read(self, number: int, row: Mapping[str, int]) -> Sample:
         """Record ``number``, which was found good.  Raises UserError when its file or media have changed."""
         where = self.where(number)
         record = self.file.read((row["start"], row["end"]))
@@ -157,7 +156,7 @@ class Reader:
         return sample
 
 
-def _has_changed(gauge: Gauge, sample: Sample, row: IndexRow) -> bool:
+def _has_changed(gauge: Gauge, sample: Sample, row: Mapping[str, int]) -> bool:
     """Whether the media differ from those that were measured.
 
     A changed file size is a change.  A changed modification time alone is not: copying a dataset changes it.  In that
@@ -260,9 +259,9 @@ def make_index(
             progress.update(len(block.rows) if total is None else int(block.rows["end"][-1]) - progress.done)
             if (num_good is not None and found >= num_good) or (most_bad is not None and len(bad) >= most_bad):
                 break
-        with tempfile.TemporaryFile(dir=folder) as kept:
-            whole = packed(rows, ROW, num_rows, kept, COUNTED_FROM)
-    return RecordIndex(whole, tuple(bad), tuple(problems), tuple(boxes), unread).first_usable(num_good)
+        rows.flush()
+        whole = np.memmap(rows, ROW, "r") if num_rows else np.empty(0, ROW)  # an empty file cannot be mapped
+    return RecordIndex(MappedRows(whole), tuple(bad), tuple(problems), tuple(boxes), unread).first_usable(num_good)
 
 
 def still_bad(index: RecordIndex, checker: Checker) -> bool:

@@ -83,7 +83,7 @@ def open_indexed(
     num_processes = config.preprocessing_num_workers or len(os.sched_getaffinity(0))
     if gauge_key is None:
         return IndexedFile(reader, make_index(checker, 1, limit, most_bad))
-    store = store_of(config)
+    store = store_of(config, notes)
     facts = [asdict(reader.attr), [os.path.realpath(root) for root in reader.roots.all], gauge_key]
     content, is_older = store.content_hash(reader.file)
     keys = [key_of(content, *facts, one) for one in dict.fromkeys((None, limit))]
@@ -114,5 +114,6 @@ def open_indexed(
     return IndexedFile(reader, kept.index, kept.identity, content)
 
 
-def store_of(config: DataConfig) -> Store:
-    return Store.of(config.cache_dir or os.path.join(config.dataset_dir, CACHE_DIR))
+def store_of(config: DataConfig, notes: list[str]) -> Store:
+    """``notes`` receives one for each damaged file."""
+    return Store.of(config.cache_dir or os.path.join(config.dataset_dir, CACHE_DIR), notes)

@@ -78,9 +78,9 @@ class SampleFiles:
         for records in self.files:
             if self.limit is not None and records.index.num_too_long:
                 rows = records.index.rows
-                numbers = np.concatenate([first + np.flatnonzero(num_tokens == TOO_LONG)
-                                          for first, num_tokens in rows.batches("num_tokens")])
-                yield too_long_remark(numbers, rows.of("num_dropped_tokens", numbers), self.limit[0], records.named)
+                numbers = np.concatenate([first + np.flatnonzero(some["num_tokens"] == TOO_LONG)
+                                          for first, some in rows.batches()])
+                yield too_long_remark(numbers, rows.array["num_dropped_tokens"][numbers], self.limit[0], records.named)
 
     def without_problems(self) -> "SampleFiles":
         """The same for data workers, which need neither ``skipped`` nor ``notes``."""

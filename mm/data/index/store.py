@@ -1,9 +1,10 @@
 """Caches indexes between runs: a folder of arrays whose names are hashes of all their inputs.
 
-An index is ``KEY.rows`` and ``KEY.json``, written last.  Both are written to temporary files and renamed, so a run that
-is killed leaves at most a temporary file.  A damaged index counts as absent.  Selections of records, for datasets that
-do not use all, are kept in the same way.  ``files/`` has the checksum of each file with its size and times, so that an
-unchanged file is not read at every start.  If several processes or nodes need the same file, one creates it.
+An index is ``KEY.npy`` and ``KEY.json``, written last.  Both are written to temporary files and renamed, so a run that
+is killed leaves at most a temporary file.  A file that does not match its checksum is created again, with a note.
+Selections of records, for datasets that do not use all, are kept in the same way.  ``files/`` has the checksum of each
+file with its size and times, so that an unchanged file is not read at every start.  If several processes or nodes need
+the same file, one creates it.
 """
 
 import hashlib
@@ -15,15 +16,15 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
 from mm.data.index.gauge import ROW
 from mm.data.index.index import Bad, RecordIndex
-from mm.data.index.rows import Column, IndexRows, MappedBytes, packed_numbers
+from mm.data.index.rows import MappedRows, file_crc32
 from mm.data.read.records import RecordFile
-from mm.files import json_object, read_regular, regular, replace_file
+from mm.files import json_object, read_regular, replace_file, write_whole
 from mm.lock import making
 
 _FORM = 6
@@ -32,8 +33,6 @@ _CHECKSUM = "json_crc32"
 """Key of each JSON file: the checksum of its other content."""
 _SETTLED_SECONDS = 2.0
 """A file modified less than this before it was read may change again without a new modification time."""
-_READ_BYTES = 1 << 24
-"""Bytes read at a time."""
 
 
 def key_of(content_hash: str, *facts: Any) -> str:
@@ -46,12 +45,14 @@ class Store:
     """Folders of indexes.  The first writable one is written, all are read."""
 
     folders: tuple[Path, ...]
+    notes: list[str]
+    """Receives a note for each damaged file."""
 
     @classmethod
-    def of(cls, folder: str) -> "Store":
+    def of(cls, folder: str, notes: list[str]) -> "Store":
         """``folder``, with the user's cache folder as the fallback if it cannot be written."""
         home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-        return cls((Path(folder), Path(home) / "mm-data"))
+        return cls((Path(folder), Path(home) / "mm-data"), notes)
 
     @property
     def folder(self) -> str | None:
@@ -68,27 +69,30 @@ class Store:
         of this program, whose indexes are not used, has indexed it.  Raises UserError when it cannot be read."""
         real, status = os.path.realpath(file.path), os.stat(file.path)
         stamp = [real, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
-        name = f"files/{hashlib.sha256(real.encode(errors='surrogateescape')).hexdigest()[:32]}"
+        name = f"files/{hashlib.sha256(real.encode(errors='surrogateescape')).hexdigest()[:32]}.json"
+
+        def remember(sha256: str) -> None:
+            self._write(lambda folder: _write_json(folder / name, {"stamp": stamp, "sha256": sha256, "form": _FORM}))
 
         def remembered() -> tuple[str, bool] | None:
             for folder in self.folders:
-                found = _json(folder / f"{name}.json")
+                found = self._json(folder / name)
                 if found is not None and found.get("stamp") == stamp:
                     is_older = found.get("form") != _FORM
                     if is_older:
-                        self._write({f"{name}.json": _text(found | {"form": _FORM})})
+                        remember(found["sha256"])
                     return found["sha256"], is_older
             return None
 
         if (known := remembered()) is not None:
             return known
-        with self.making(name, f"the checksum of {file.path}"):
+        with self.making(name.removesuffix(".json"), f"the checksum of {file.path}"):
             if (known := remembered()) is not None:
                 return known
-            found = file.content_hash()
+            sha256 = file.content_hash()
             if time.time() - status.st_mtime > _SETTLED_SECONDS:
-                self._write({f"{name}.json": _text({"stamp": stamp, "sha256": found, "form": _FORM})})
-        return found, False
+                remember(sha256)
+        return sha256, False
 
     @contextmanager
     def making(self, name: str, what: str) -> Iterator[None]:
@@ -110,74 +114,83 @@ class Store:
             return None
         bad = tuple(Bad(**one) for one in manifest["bad"])
         unread = {name: (count, first) for name, (count, first) in manifest["unread"].items()}
-        found = RecordIndex(rows, bad, (), tuple(manifest["boxes_outside"]), unread)
-        return Kept(found, f"{key} {manifest['crc32']}")
+        return Kept(RecordIndex(rows, bad, (), tuple(manifest["boxes_outside"]), unread), f"{key} {rows.crc32}")
 
     def save(self, key: str, index: RecordIndex) -> str | None:
         """Save an index.  Returns a note if it is not kept in the first folder, or not at all."""
         assert not index.problems, "a file that was not read to the end has no index"
-        return self._save_rows(key, index.rows, {"bad": [asdict(one) for one in index.bad],
-                                                 "boxes_outside": list(index.boxes_outside), "unread": index.unread})
+        return self._save_rows(key, index.rows.array, {"bad": [asdict(one) for one in index.bad],
+                                                       "boxes_outside": list(index.boxes_outside),
+                                                       "unread": index.unread})
 
-    def numbers(self, facts: Any, choose: Callable[[], np.ndarray]) -> IndexRows:
-        """The result of ``choose`` as the column ``number``, cached under the ``facts`` (JSON values) it depends on."""
+    def numbers(self, facts: Any, choose: Callable[[], np.ndarray]) -> MappedRows:
+        """The result of ``choose``, cached under the ``facts`` (JSON values) it depends on."""
         key = hashlib.sha256(json.dumps([_FORM, facts]).encode()).hexdigest()[:32]
         if (rows := self._load_rows(key)[0]) is not None:
             return rows
         with self.making(key, "the selection of the samples"):
             if (rows := self._load_rows(key)[0]) is not None:
                 return rows
-            rows = packed_numbers(choose(), self.folder)
-            self._save_rows(key, rows, {})
-        return self._load_rows(key)[0] or rows
+            numbers = choose()
+            self._save_rows(key, numbers, {})
+        return self._load_rows(key)[0] or MappedRows(numbers)
 
-    def _load_rows(self, key: str) -> tuple[IndexRows | None, dict[str, Any]]:
-        """Rows and their manifest.  A file that does not match the manifest counts as absent."""
+    def _load_rows(self, key: str) -> tuple[MappedRows | None, dict[str, Any]]:
+        """Rows and their manifest.  A file that does not match its checksum counts as absent, with a note."""
         for folder in self.folders:
-            manifest, path, crc32 = _json(folder / f"{key}.json"), folder / f"{key}.rows", 0
+            manifest, path = self._json(folder / f"{key}.json"), folder / f"{key}.npy"
             if manifest is None:
                 continue
-            with suppress(OSError):
-                with open(path, "rb", opener=regular) as stream:
-                    while block := stream.read(_READ_BYTES):  # a map would count as memory of this process
-                        crc32 = zlib.crc32(block, crc32)
-                    piece = MappedBytes.map(stream, str(path)) if crc32 == manifest["crc32"] else None
-                if piece is not None:
-                    columns = tuple(Column(**one) for one in manifest["columns"])
-                    return IndexRows(piece, columns, manifest["num_packed"], manifest["num_rows"]), manifest
+            try:
+                return MappedRows.open(str(path), manifest["crc32"]), manifest
+            except OSError:
+                continue
+            except ValueError:
+                self._note(path)
         return None, {}
 
-    def _save_rows(self, key: str, rows: IndexRows, more: dict[str, Any]) -> str | None:
+    def _save_rows(self, key: str, rows: np.ndarray, more: dict[str, Any]) -> str | None:
         """Write rows, then their manifest.  Returns a note as ``_write`` does."""
-        crc32, content = 0, rows.piece.content
-        facts = {"columns": [asdict(one) for one in rows.columns], "num_packed": rows.num_packed, "num_rows": len(rows)}
+        def write(folder: Path) -> None:
+            path = folder / f"{key}.npy"
+            replace_file(path, lambda stream: np.lib.format.write_array(stream, rows, allow_pickle=False))
+            _write_json(folder / f"{key}.json", {"crc32": file_crc32(path), **more})
 
-        def write(stream: IO[bytes]) -> None:
-            nonlocal crc32
-            crc32 = 0
-            for first in range(0, len(content), _READ_BYTES):
-                block = content[first : first + _READ_BYTES].tobytes()
-                crc32 = zlib.crc32(block, crc32)
-                stream.write(block)
+        return self._write(write)
 
-        def describe(stream: IO[bytes]) -> None:  # written after the rows, because it contains their checksum
-            _text({"crc32": crc32, **facts, **more})(stream)
-
-        return self._write({f"{key}.rows": write, f"{key}.json": describe})
-
-    def _write(self, files: dict[str, Callable[[IO[bytes]], Any]]) -> str | None:
-        """Write files into the first folder that accepts them.  Returns a note if that is not the first folder."""
+    def _write(self, write: Callable[[Path], None]) -> str | None:
+        """``write`` into the first folder that accepts it.  Returns a note if that is not the first folder."""
         reasons: list[str] = []
         for folder in self.folders:
             try:
-                for name, write in files.items():
-                    replace_file(folder / name, write)
+                write(folder)
             except OSError as error:
                 reasons.append(f"{folder} cannot be written ({error.strerror})")
                 continue
             return f"the index of the samples is kept in {folder}, because {'; '.join(reasons)}" if reasons else None
         return (f"the index of the samples is kept in memory only, so every start creates it again: "
                 f"{'; '.join(reasons)}.  Set basic_parameters.cache_dir to a writable folder")
+
+    def _json(self, path: Path) -> dict[str, Any] | None:
+        """The content of a JSON file; None if it is missing, or damaged, with a note."""
+        try:
+            content = json_object(read_regular(path))
+            stated = content.pop(_CHECKSUM, None)
+            if stated is None:  # a version before form 5 wrote it
+                return None
+            if stated == _checksum(content):
+                return content
+        except OSError:
+            return None
+        except ValueError:  # noted below
+            pass
+        self._note(path)
+        return None
+
+    def _note(self, path: Path) -> None:
+        note = f"{path} does not match its checksum, and is created again"
+        if note not in self.notes:
+            self.notes.append(note)
 
 
 @dataclass(frozen=True)
@@ -189,22 +202,8 @@ class Kept:
     """Unique to this index."""
 
 
-def _json(path: Path) -> dict[str, Any] | None:
-    """The content of a JSON file; None if it is missing or damaged.
-
-    Versions before form 5 wrote no checksum; of their files, only those with the hash of a data file are accepted.
-    """
-    try:
-        content = json_object(read_regular(path))
-    except (OSError, ValueError):
-        return None
-    stated = content.pop(_CHECKSUM, None)
-    is_older = stated is None and content.get("form") != _FORM and isinstance(content.get("sha256"), str)
-    return content if is_older or stated == _checksum(content) else None
-
-
-def _text(value: dict[str, Any]) -> Callable[[IO[bytes]], Any]:
-    return lambda stream: stream.write(json.dumps({**value, _CHECKSUM: _checksum(value)}).encode())
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    write_whole(path, json.dumps({**value, _CHECKSUM: _checksum(value)}).encode())
 
 
 def _checksum(value: dict[str, Any]) -> int:

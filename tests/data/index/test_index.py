@@ -4,6 +4,8 @@ import json
 import multiprocessing
 import os
 import pickle
+import zlib
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from pyarrow import Table, parquet
 
 from mm.batch import BatchTotals
 from mm.data import workers
+from mm.data.feed.loader import StepLoader
 from mm.data.index import indexed_file as indexed
 from mm.data.index.dataset import Dataset, validation_dataset
 from mm.data.index.gauge import Gauge
@@ -258,10 +261,12 @@ def test_an_index_of_an_older_version_is_recreated_with_a_note(cached, model_con
     Dataset(data, gauge=gauge)
     (memory,) = (tmp_path / "cache" / "files").iterdir()
     remembered = json.loads(memory.read_text())
-    # as an older version wrote it, whose rows had other columns and so another name
-    del remembered["form"], remembered["json_crc32"]
-    memory.write_text(json.dumps(remembered))
-    for rows in (tmp_path / "cache").glob("*.rows"):
+    # as an older version wrote it, whose rows had another name
+    del remembered["json_crc32"]
+    remembered["form"] = 5
+    checksum = zlib.crc32(json.dumps(remembered, sort_keys=True).encode())
+    memory.write_text(json.dumps({**remembered, "json_crc32": checksum}))
+    for rows in (tmp_path / "cache").glob("*.npy"):
         rows.rename(rows.with_name(f"{'0' * 32}.rows"))
     for expected in (["its index is from an older version and is created again"], []):
         assert [note.removeprefix(f"{path}: ") for note in Dataset(data, gauge=gauge).notes] == expected
@@ -273,24 +278,60 @@ def test_an_index_of_an_older_version_is_recreated_with_a_note(cached, model_con
                                     lambda path: path.write_bytes(path.read_bytes()[:-8] + b"\1" * 8),
                                     lambda path: path.write_bytes(path.read_bytes().replace(b"1", b"2")),
                                     lambda path: path.write_text("[1]"),
-                                    lambda path: path.write_text("[" * 200_000)])
-@pytest.mark.parametrize("kind", ["*.rows", "*.json"])
+                                    lambda path: path.write_text("[" * 200_000),
+                                    lambda path: path.write_bytes(bytes(path.stat().st_size))])
+@pytest.mark.parametrize("kind", ["*.npy", "*.json"])
 def test_a_damaged_index_is_recreated(cached, model_config, made, tmp_path, kind, damage):
+    """With a note, unless it was deleted."""
     data = cached()
     gauge = Gauge.from_config(data, model_config, 4096)
     expected = Dataset(data, gauge=gauge).lengths.num_tokens.tolist()
     (path,) = (tmp_path / "cache").glob(kind)
     damage(path)
-    for _ in range(2):
-        assert Dataset(data, gauge=gauge).lengths.num_tokens.tolist() == expected
+    for notes in ([f"{path} does not match its checksum, and is created again"] * path.exists(), []):
+        dataset = Dataset(data, gauge=gauge)
+        assert dataset.lengths.num_tokens.tolist() == expected and dataset.notes == notes
     assert len(made) == 2
+
+
+@pytest.mark.parametrize("kind", ["files/*.json", "*.npy"])
+def test_a_damaged_checksum_or_selection_is_recreated_with_a_note(cached, model_config, tmp_path, kind):
+    data = cached(max_samples=2, val_rate=0.5) if kind == "*.npy" else cached()
+    os.utime(data.dataset[0], (1, 1))  # long enough ago for its checksum to be remembered
+    gauge = Gauge.from_config(data, model_config, 4096)
+    expected = Dataset(data, True, gauge).lengths.num_tokens.tolist()
+    path = min((tmp_path / "cache").glob(kind), key=lambda one: one.stat().st_size)
+    path.write_bytes(bytes(path.stat().st_size))
+    for notes in ([f"{path} does not match its checksum, and is created again"], []):
+        dataset = Dataset(data, True, gauge)
+        assert dataset.lengths.num_tokens.tolist() == expected and dataset.notes == notes
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.write_bytes(bytes(path.stat().st_size)),
+                                    lambda path: os.truncate(path, path.stat().st_size // 2)])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_index_that_is_changed_during_a_run_ends_it_and_blames_no_sample(
+    cached, model_config, tmp_path, damage, num_workers
+):
+    data = cached()
+    gauge = Gauge.from_config(data, model_config, 4096)
+    Dataset(data, gauge=gauge)
+    dataset = Dataset(data, gauge=gauge)
+    (path,) = (tmp_path / "cache").glob("*.npy")
+    steps = [[[number]] for number in range(len(dataset))] * 9
+    with closing(StepLoader(dataset, gauge.encoder, steps, num_workers, 1, skips_bad=True)) as loader:
+        assert not next(loader).bad
+        damage(path)
+        with pytest.raises(UserError, match="this index of the samples was deleted or changed by another program"):
+            for step in loader:
+                assert not step.bad
 
 
 def test_no_pickle_is_read(cached, model_config, made, tmp_path):
     data = cached()
     gauge = Gauge.from_config(data, model_config, 4096)
     Dataset(data, gauge=gauge)
-    (path,) = (tmp_path / "cache").glob("*.rows")
+    (path,) = (tmp_path / "cache").glob("*.npy")
     path.write_bytes(pickle.dumps({"a": 1}))
     assert len(Dataset(data, gauge=gauge)) == len(RECORDS) and len(made) == 2
 
@@ -314,7 +355,7 @@ def test_the_folder_of_the_index(cached, model_config, made, tmp_path, monkeypat
 def test_without_cache_dir_it_lies_below_dataset_dir(cached, model_config, tmp_path):
     data = cached(RECORDS[:1], cache_dir=None, dataset_dir=str(tmp_path))
     Dataset(data, gauge=Gauge.from_config(data, model_config, 4096))
-    assert len(list((tmp_path / ".mm-index").glob("*.rows"))) == 1
+    assert len(list((tmp_path / ".mm-index").glob("*.npy"))) == 1
 
 
 def test_few_bytes_per_sample(cached, model_config):

@@ -36,7 +36,7 @@ def _open(data, model, start, answers, dies):
     indexed.make_index = reported
     start.wait()
     dataset = Dataset(data, gauge=Gauge.from_config(data, model, 4096))
-    answers.put([len(dataset), dataset.columns.files[0].piece.path])
+    answers.put([len(dataset), dataset.columns.files[0].path])
 
 
 def test_one_of_several_processes_creates_it_and_another_takes_over_if_it_dies(write_dataset, model_config, tmp_path):
@@ -55,9 +55,9 @@ def test_one_of_several_processes_creates_it_and_another_takes_over_if_it_dies(w
         one.start()
     start.set()
     found = [answers.get() for _ in range(3)]
-    (path,) = map(str, (tmp_path / "cache").glob("*.rows"))
+    (path,) = map(str, (tmp_path / "cache").glob("*.npy"))
     assert found[0] in [one.pid for one in owners] and found[1:] == [[len(RECORDS) * 20, path]] * 2
     for one in owners:
         one.join()
     names = sorted(path.suffix for path in (tmp_path / "cache").iterdir() if path.is_file())
-    assert names == [".json", ".rows"]
+    assert names == [".json", ".npy"]
