@@ -34,7 +34,7 @@ setup(
         "Typing :: Typed",
     ],
     packages=find_packages(include=["mm", "mm.*", "checkpoint", "checkpoint.*", "demo"]),
-    package_data={"mm": ["py.typed"], "checkpoint": ["py.typed"]},
+    package_data={"mm": ["py.typed"], "checkpoint": ["py.typed"], "demo": ["golden_losses.json"]},
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.7.1,<2.14",
