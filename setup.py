@@ -34,7 +34,7 @@ setup(
         "Typing :: Typed",
     ],
     packages=find_packages(include=["mm", "mm.*", "checkpoint", "checkpoint.*", "demo"]),
-    package_data={"mm": ["py.typed"], "checkpoint": ["py.typed"]},
+    package_data={"mm": ["py.typed"], "checkpoint": ["py.typed"], "demo": ["golden_losses.json"]},
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.7.1,<2.14",
@@ -52,7 +52,6 @@ setup(
         "packaging",
         "tqdm",
         "jsonargparse>=4.40,<5",
-        "ruamel.yaml>=0.18",
         "docstring-parser",
     ],
     entry_points={"console_scripts": ["mm-convert = checkpoint.cli:main", "mm-data = mm.data_tool.cli:main",
@@ -73,6 +72,7 @@ setup(
         "test": [
             "qwen2_5_vl-3d[decord,tensorboard,wandb,swanlab,parquet,demo,site]",
             "pytest>=9", "pytest-xdist>=3.6", "hypothesis>=6", "ruff", "basedpyright", "peft>=0.21", "openpyxl",
+            "ruamel.yaml>=0.18",
         ],
     },
 )

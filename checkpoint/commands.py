@@ -94,7 +94,7 @@ def verify(cfg: VerifyConfig) -> None:
 
 
 def diff(cfg: DiffConfig) -> int:
-    """Compare two directories of any kind and layout: the first differing tensors and their likely causes.
+    """Compare two directories of any kind and layout: the first differing tensors.
 
     Exit status 0: equal; 1: different.
     """

@@ -1,4 +1,4 @@
-"""``diff``: compares two directories of any kind and layout bit by bit, and guesses what went wrong.
+"""``diff``: compares two directories of any kind and layout bit by bit.
 
 Both are opened leniently: tensors that do not fit the model are reported, not raised as an error.
 """
@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint.causes import guess, misfit_cause, missing_head_cause
 from mm.config.model import ModelConfig
 from mm.conversion.compare import Finding, Unequal, compare, held_dtype
 from mm.conversion.convert import HF_DIR, num_threads
@@ -40,7 +39,7 @@ class DiffReport:
 def diff_directories(
     source_dir: str | Path, target_dir: str | Path, hf_dir: str | Path | None, num_workers: int
 ) -> DiffReport:
-    """Compare every tensor of the model, its copies and its padding; ``source_dir`` is assumed to be right.
+    """Compare every tensor of the model, its copies and its padding.
 
     ``hf_dir`` describes the model if neither directory does and it is not one of the published sizes; 0 workers means
     one per core.  Raises UserError if a directory cannot be opened: unknown kind, damage, or an unknown model.
@@ -65,7 +64,7 @@ def diff_directories(
     if len(general) > NUM_SHOWN:
         lines.append(f"{len(general) - NUM_SHOWN:,} more of this kind.")
     for finding in wrong[:NUM_SHOWN]:
-        lines += _finding_lines(finding, source, target, compared)
+        lines += _finding_lines(finding, source, target)
     if len(wrong) > NUM_SHOWN:
         lines.append(f"{len(wrong) - NUM_SHOWN:,} more weights differ in the model after these.")
     return DiffReport(tuple(lines), not (general or wrong))
@@ -129,7 +128,7 @@ def _count(findings: Sequence[Finding]) -> str:
     return "; ".join(counts) + "."
 
 
-def _finding_lines(finding: Finding, source: Source, target: Source, weights: Sequence[Weight]) -> Iterator[str]:
+def _finding_lines(finding: Finding, source: Source, target: Source) -> Iterator[str]:
     names = ", ".join(finding.weight.hf_names)
     if finding.lacking or finding.misfits:
         lacking = ", ".join(hf_weight.hf_names[0] for hf_weight in finding.lacking)
@@ -139,40 +138,27 @@ def _finding_lines(finding: Finding, source: Source, target: Source, weights: Se
         yield ", ".join(one.key for one in finding.unequal)
         for one in finding.unequal:
             yield from _unequal_lines(one, source, target, f"{one.key}: " * (len(finding.unequal) > 1))
-        yield f"    likely cause: {guess(finding.weight, finding.unequal, source, target, weights)}"
     for side, *copies in finding.copies:
         yield f"{names}: copies within {side.path} that should be equal"
         yield from (f"    {_where(side, stored)}" for stored in copies)
-        yield "    likely cause: " + (
-            "tied head: the output layer is a stale copy of the embedding"
-            if source.model.family.weights.embedding_weight in finding.weight.hf_names
-            else "one of the files is damaged or of another model"
-        ) + ", or tie_word_embeddings is wrong" * (side.kind is Kind.HUGGING_FACE)
     for stored, side in finding.padding.items():
         yield f"{names}: padding that is not zero"
         yield f"    {_where(side, stored)}"
-        if not finding.unequal:
-            yield "    likely cause: padding: it was trained, is damaged, or is in the wrong place"
 
 
 def _lacking_lines(finding: Finding, source: Source, target: Source) -> Iterator[str]:
-    causes = []
-    for side, misfit in finding.misfits:
-        yield f"    {misfit.text}"
-        causes.append(misfit_cause(misfit, side, target if side is source else source))
+    yield from (f"    {misfit.text}" for _, misfit in finding.misfits)
     for hf_weight in finding.lacking:
         (key,) = hf_weight.hf_names
-        for side, other in ((source, target), (target, source)):
+        for side in (source, target):
             held = [stretch.view.stored for stretch in side.index.stretches(key)]
             names = sorted({dtype_name(stored.dtype) for stored in held})
             if held_dtype(side, hf_weight) is not None:
                 yield f"    {_where(side, held[0])}"
-                causes.append(None if other.index.stretches(key) else missing_head_cause(side, hf_weight))
             elif len(names) > 1:
                 yield f"    {side.path} holds {key} as {' and '.join(names)}"
             elif not any(side is one for one, _ in finding.misfits):
                 yield f"    {side.path} has no {key}" + (f" of shape {list(hf_weight.shape)}" if held else "")
-    yield from (f"    likely cause: {cause}" for cause in dict.fromkeys(causes) if cause is not None)
 
 
 def _unequal_lines(one: Unequal, source: Source, target: Source, name: str) -> Iterator[str]:

@@ -4,7 +4,7 @@ A tiny Qwen2.5-VL with random weights learns to read scanned digits, in pictures
 processes, in pipeline stages whose layers mm-plan has chosen.  The run is interrupted and resumes under another
 parallel layout, the result is exported, and ``transformers`` alone answers questions on held-out pictures and videos
 with it.  Then adapters for the export learn another question.  Every training step goes through the shell script that
-a user would run.  The losses of the first steps must match those on the card of the device (``verified``).  With
+a user would run.  The losses of the first steps must match the golden ones of the device.  With
 ``--quick`` only these steps and a few steps of the adapters are trained, and no accuracy is required: that tests the
 path, not the learning.
 """
@@ -29,7 +29,6 @@ from demo.stages import ROOT, Clock, DemoError, run_python, run_script
 from mm.device.platforms import PLATFORMS
 from mm.errors import UserError
 from mm.training.metrics import step_rows
-from verified.card import Card
 
 EXAMPLES = ROOT / "examples/qwen2.5vl"
 SEED = 0
@@ -129,26 +128,20 @@ class Run:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="train a few steps and require no accuracy")
-    parser.add_argument("--without-golden", action="store_true",
-                        help=f"do not compare the losses of the first {golden.NUM_STEPS} steps with the device's card")
     parser.add_argument("--device", choices=[one.name for one in reversed(PLATFORMS)], default="cpu",
                         help="two of these (default: cpu)")
     parser.add_argument("--directory", type=Path, default=ROOT / "runs/demo", help="cleared first (default: runs/demo)")
     flags = parser.parse_args()
     transformers_logging.disable_progress_bar()
     try:
-        demo(Run(flags.directory.resolve(), flags.device), QUICK if flags.quick else FULL,
-             golden.card_of(flags.device), compares=not flags.without_golden)
+        demo(Run(flags.directory.resolve(), flags.device), QUICK if flags.quick else FULL)
     except (DemoError, UserError) as error:
         print(f"demo failed: {error}", file=sys.stderr)
         sys.exit(1)
 
 
-def demo(run: Run, plan: Plan, card: Card, *, compares: bool) -> None:
-    """Run all stages in order; the README describes the files they leave.
-
-    ``compares``: the losses of the first steps with those of ``card``.
-    """
+def demo(run: Run, plan: Plan) -> None:
+    """Run all stages in order; the README describes the files they leave."""
     clock = Clock()
     _clear(run.directory)
     clock.stage("writing 1,797 scanned digits and a tiny checkpoint")
@@ -169,7 +162,7 @@ def demo(run: Run, plan: Plan, card: Card, *, compares: bool) -> None:
     clock.stage(f"resuming as {TENSOR}, steps {first_resumed} to {plan.train_iters}, then exporting")
     train(run, plan, TENSOR, run.save, first_resumed, ("--export-hf", str(run.export)))
     records = read_metrics(run, plan)
-    golden_difference = golden.compare([record["loss"] for record in records], card) if compares else None
+    golden_difference = golden.compare([record["loss"] for record in records], run.device)
 
     difference = prove(run, dataset, clock)
     task = even_odd.prepare(dataset, run.data_json, run.model_json(PIPELINE), run.export, run / "even_odd",

@@ -145,7 +145,7 @@ def test_the_numbers_are_the_demo_s():
     assert f"(at most {even_odd.MAXIMUM_ACCURACY_BEFORE:.0%} without" in text
     assert f"own to {demo.MAXIMUM_LOGITS_DIFFERENCE:.0e}".replace("e-0", "e-") in text
     assert f"losses of the first {golden.NUM_STEPS} steps" in text
-    assert f"demo.yaml`](../verified/tiny-cpu-demo.yaml) to {golden.card_of('cpu').tolerance:.0e}".replace(
+    assert f"losses.json`](../demo/golden_losses.json) to {golden.of_device('cpu').tolerance:.0e}".replace(
         "e-0", "e-") in text
 
 

@@ -199,8 +199,6 @@ class Arguments:
     data_parallel_sharding_strategy: Sharding | None = Field(None, description=(
         "what the ranks with the same weights split: nothing (no_shard), optimizer state (optim), gradients too "
         "(optim_grads), or weights too (optim_grads_params); absent = as --use-distributed-optimizer says"))
-    fsdp2_config_path: str | None = Field(None, description=(
-        "MindSpeed-MM's YAML beside --use-torch-fsdp2, which must agree with the flags"))
     exp_avg_dtype: Literal["fp32", "bf16"] = Field(
         "fp32", description="dtype of Adam's first moment between steps; bf16 halves its memory")
     exp_avg_sq_dtype: Literal["fp32", "bf16"] = Field("fp32", description=(

@@ -51,19 +51,11 @@ def read_json(path: str | Path) -> Document:
 
     Raises UserError with ``file:line:column`` and the offending line for wrong syntax, and with every duplicate key.
     """
-    return parse_json(path, _read(path, "a JSON file"))
-
-
-def read_text(path: str | Path, what: str) -> str:
-    """The text of a UTF-8 file, which is expected to be ``what``; raises UserError."""
-    return _decoded(path, _read(path, what))
-
-
-def _read(path: str | Path, what: str) -> bytes:
     try:
-        return Path(path).read_bytes()
+        data = Path(path).read_bytes()
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); expected {what}") from error
+        raise UserError(f"{path}: cannot be read ({error.strerror}); expected a JSON file") from error
+    return parse_json(path, data)
 
 
 def parse_json(path: str | Path, data: bytes) -> Document:

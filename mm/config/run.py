@@ -18,7 +18,6 @@ from mm.config.data import DataConfig, read_data
 from mm.config.dataset_files import training_files, validation_files
 from mm.config.flag_rules import flag_problems, length_problems
 from mm.config.flags import TRAIN, Arguments
-from mm.config.fsdp2 import fsdp2_notes
 from mm.config.lora import lora_notes, lora_problems, merged
 from mm.config.model import ModelConfig, placement_notes, read_model
 from mm.config.outputs import is_same_directory
@@ -192,11 +191,7 @@ def load_run(
              *lora_notes(model.value.lora, args.lora, args.mm_model), *model.notes, *data.notes)
     run = Run(args, _with_flags(model.value, args), data.value, world_size,
               (*notes, *(missing if is_dry_run else ())), args.given_start)
-    own: tuple[str, ...] = ()
-    if args.fsdp2_config_path is not None and args.shards_weights:
-        with collected(problems):
-            own = fsdp2_notes(args.fsdp2_config_path, args, run.num_copies)
-    run = dataclasses.replace(run, notes=(*run.notes, *sharding_notes(args, run.num_copies), *own))
+    run = dataclasses.replace(run, notes=(*run.notes, *sharding_notes(args, run.num_copies)))
     refuse((*problems, *(parallel_problems(run) if checks_layout else ()), *loss_problems(args, data.value),
             *validation_problems(args, data.value), *question_flag_problems(args),
             *_model_problems(run, model.document), *long_patterns(run.model, f"{args.mm_model} or the command line"),

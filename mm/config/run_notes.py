@@ -77,8 +77,6 @@ def flag_notes(args: Arguments) -> Iterator[str]:
         (profile_flags, "they need --profile", profile_flags and not args.profile),
         (["--accumulate-allreduce-grads-in-fp32"], "--grad-reduce-in-bf16 overrides it, as in Megatron-LM",
          args.grad_reduce_in_bf16 and args.accumulate_allreduce_grads_in_fp32),
-        (["--fsdp2-config-path"], "it needs --data-parallel-sharding-strategy optim_grads_params",
-         args.fsdp2_config_path is not None and not args.shards_weights),
         (scale_flags, "they need --fp16", scale_flags and not args.fp16),
         (dynamic_flags, "--loss-scale gives a fixed scale", dynamic_flags and args.fp16 and args.loss_scale),
         (["--max-bad-fraction"], "it needs --bad-sample skip",

@@ -77,14 +77,14 @@ class ReadSettings(Generic[Built]):
 
 def read_settings(
     path: str | Path, cls: type[Built], tables: Mapping[str, Mapping[str, Row]],
-    rules: Callable[[Built], Iterator[str]], read: Callable[[str | Path], Document] = read_json,
+    rules: Callable[[Built], Iterator[str]],
 ) -> ReadSettings[Built]:
     """Read a JSON file as the dataclass ``cls``; raises UserError with every problem in the file.
 
     ``tables`` has every object of the file, with its keys that are no fields of ``cls``.  ``rules`` yields problems
-    between fields; it is called only if every single value is valid.  ``read``: for a file in another format.
+    between fields; it is called only if every single value is valid.
     """
-    found = _FileFindings(read(path))
+    found = _FileFindings(read_json(path))
     values = found.read(cls)
     for key_path, rows in tables.items():
         found.check_object(key_path, rows, tables)

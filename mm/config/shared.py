@@ -18,7 +18,6 @@ _PATHS = frozenset({
     "mm_model", "mm_data", "pretrained_checkpoint", "load_base_model", "save", "export_hf", "export_merged_hf",
     "log_dir", "tensorboard_dir", "vision_feature_cache", "wandb_project", "wandb_exp_name", "wandb_save_dir",
     "swanlab_project", "swanlab_exp_name", "swanlab_save_dir", "profile_save_path", "eval_generate_questions",
-    "fsdp2_config_path",
     "model_name_or_path", "dataset", "dataset_dir", "media_roots", "dataset_info", "cache_dir", "val_dataset",
 })  # fmt: skip
 """A machine may have its own copies; what they hold is compared where it matters."""

@@ -1,4 +1,4 @@
-"""Compares two sources of weights bit by bit, in Hugging Face order.  It finds what differs, not why."""
+"""Compares two sources of weights bit by bit, in Hugging Face order."""
 
 import math
 from collections.abc import Sequence
@@ -38,8 +38,6 @@ class Unequal:
     """Absolute difference; infinite if an element is infinite or NaN in only one directory."""
     at: tuple[int, int]
     """The first element that differs: its index along ``cut_dim``, and its flat index over the other dimensions."""
-    num_bits: int
-    """Number of differing bits in that element."""
 
     @property
     def key(self) -> str:
@@ -141,7 +139,7 @@ def _compare_tensor(
     sides: Sequence[tuple[Source, Files]],
     progress: Advance,
 ) -> Unequal:
-    num_different, largest, at, num_bits, dtype, key = 0, 0.0, (0, 0), 0, coarser(dtypes), hf_weight.hf_names[0]
+    num_different, largest, at, dtype, key = 0, 0.0, (0, 0), coarser(dtypes), hf_weight.hf_names[0]
     view = sides[0][0].index.stretches(key)[0].view
     for rows, indices in view.blocks(range(hf_weight.shape[view.dim]), COMPARED_BYTES):
         left, right = (files.block(side.index, key, rows, indices) for side, files in sides)
@@ -152,22 +150,10 @@ def _compare_tensor(
         unlike = left_bits != right_bits
         amounts = (_wide(left) - _wide(right))[unlike].abs().nan_to_num(nan=math.inf, posinf=math.inf)
         if not num_different:
-            row, index, place = first = tuple(unlike.nonzero()[0].tolist())
+            row, index, place = tuple(unlike.nonzero()[0].tolist())
             at = indices.start + index, rows.start + row + place  # either row or place is 0
-            num_bits = (int(left_bits[first] ^ right_bits[first]) & ((1 << 8 * dtype.itemsize) - 1)).bit_count()
         num_different, largest = num_different + len(amounts), max(largest, amounts.max().item())
-    return Unequal(hf_weight, dtypes, num_different, largest, at, num_bits)
-
-
-def sample(source: Source, hf_weight: Weight, indices: range, places: range) -> Tensor:
-    """[index, place] of one of ``hf_weights``: indices along ``cut_dim``, places in the other dimensions."""
-    key = hf_weight.hf_names[0]
-    with Files(source.path) as files:
-        if cut_dim(hf_weight):
-            return files.block(source.index, key, places, indices)[:, :, 0].T
-        found = (files.block(source.index, key, rows, some)[0]
-                 for rows, some in source.index.stretches(key)[0].view.blocks(indices, COMPARED_BYTES))
-        return torch.cat([block[:, places.start : places.stop].clone() for block in found])
+    return Unequal(hf_weight, dtypes, num_different, largest, at)
 
 
 def is_right(view: View, found: Source, expected: Source) -> bool:

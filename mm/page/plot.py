@@ -91,18 +91,6 @@ class Plot:
                 f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(self.title)}">'
                 f'{"".join(self._elements(axes))}</svg></figure>')
 
-    def file(self) -> str:
-        """The content of an SVG file, with the title at the top right and the names below it; there must be values."""
-        axes = _Axes.of(self)
-        assert axes is not None
-        names = [("#1d2733", self.title), *((one.colour, one.name) for one in self.series)]
-        texts = (f'<text x="{_WIDTH - _RIGHT}" y="{_TOP + 14 + 16 * number}" text-anchor="end" fill="{colour}">'
-                 f"{escape(name)}</text>" for number, (colour, name) in enumerate(names))
-        return "\n".join([
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" fill="#5b6675" font-size="12" '
-            f'font-family="Helvetica, Arial, sans-serif">', f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#fff"/>',
-            *self._elements(axes), *texts, "</svg>", ""])
-
     @property
     def _lost(self) -> list[Bin]:
         """Bins with values that are not finite."""

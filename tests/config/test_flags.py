@@ -173,6 +173,8 @@ def test_foreign_values_map_to_our_switches():
 @pytest.mark.parametrize("flag", ["--use-torch-fsdp2", "--use-megatron-fsdp"])
 def test_words_for_sharded_weights(flag):
     assert parse([*REQUIRED, flag]).sharding == "optim_grads_params" and notes(flag) == ()
+    (note,) = notes(flag, "--fsdp2-config-path", "absent.yaml")
+    assert "--fsdp2-config-path: no effect: with --use-torch-fsdp2 all weights are sharded over all ranks" in note
     for given in ((flag, "--data-parallel-sharding-strategy", "optim_grads"),
                   ("--data-parallel-sharding-strategy", "optim_grads", flag)):
         assert parse([*REQUIRED, *given]).sharding == "optim_grads"

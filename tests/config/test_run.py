@@ -264,8 +264,6 @@ def test_rates_without_effect_are_noted(tmp_path):
         assert what in reported
     assert "--lr-scale-modules: no effect: it needs --lr-mult" in "\n".join(
         load(tmp_path, "--lr-scale-modules", "mlp").notes)
-    assert "--fsdp2-config-path: no effect: it needs --data-parallel-sharding-strategy optim_grads_params" in "\n".join(
-        load(tmp_path, "--fsdp2-config-path", "absent.yaml").notes)
 
 
 def test_missing_paths_are_problems_except_in_a_dry_run(tmp_path):

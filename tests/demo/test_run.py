@@ -56,7 +56,7 @@ def test_summary_says_what_was_measured(directory: Path):
     lists = Planner(directory / "plan", {}).lists()
     assert summary["layouts"] == [str(replace(PIPELINE, vision=lists[0], language=lists[1])), str(TENSOR)]
     assert summary["final_loss"] == metrics(directory)[-1]["loss"]
-    assert 0 <= summary["golden_losses_max_rel_diff"] <= golden.card_of("cpu").tolerance
+    assert 0 <= summary["golden_losses_max_rel_diff"] <= golden.of_device("cpu").tolerance
     assert set(summary["versions"]) == {"torch", "megatron-core", "transformers"}
 
 
