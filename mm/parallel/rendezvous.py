@@ -1,0 +1,170 @@
+"""How the ranks of one attempt of a run find each other in the launcher's store, before any process group is made.
+
+torchrun restarts ranks (``--max-restarts``) with the store of the stopped attempt, and each node counts its restarts by
+itself.  So rank 0 draws a random prefix for the keys of its attempt and writes it to the key ``mm/attempt``.  A rank
+whose own key has a value already looks at the attempt of its predecessor, and waits for another.
+"""
+
+import json
+import os
+import resource
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from mm.config.launcher import launched_ranks
+from mm.errors import UserError, refuse
+from mm.parallel.node import Identity, own_identity
+
+ATTEMPT, END, OVER, NOTHING = "mm/attempt", "end", "over", "-"
+"""Keys: of the current attempt, and in each attempt why it ends, and that its end is reported; and a value not yet set.
+The other keys of an attempt are the numbers of its ranks."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
+"""Seconds between two looks at the store; each pause is twice as long as the one before, up to the longest."""
+_OTHER_FILES = 512
+"""Open files of rank 0 besides its connections to all ranks."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of all ranks, as rank 0 has written it."""
+
+    prefix: str
+    """Of its keys."""
+    host: str
+    """Of rank 0."""
+    facts: Mapping[str, str]
+    """What rank 0 runs, and its settings."""
+    process: Identity
+    """Rank 0's."""
+    num_restarts: str
+    """By the launcher of rank 0's node."""
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """This rank, the number of ranks, and how to open the store that they share."""
+
+    rank: int = 0
+    num_ranks: int = 1
+    open_store: Callable[[], Store] = dist.HashStore  # pyright: ignore[reportPrivateImportUsage]  (torch documents it)
+    """May take as long as ``timeout``.  Each call opens another connection."""
+    serves: bool = False
+    """Whether rank 0 serves the store, so that it ends with rank 0; torchrun's own outlives it."""
+    neighbours: tuple[int, ...] = ()
+    """The ranks of this node, where the launcher tells."""
+    timeout: timedelta = timedelta(minutes=10)
+    """How long a rank may take to be ready after another one is."""
+
+    @classmethod
+    def of_launcher(cls, timeout_minutes: float) -> "Rendezvous":
+        """Read the launcher's environment variables.  Without them this process is the only rank and opens no port.
+
+        Raises UserError if a variable is missing or wrong.
+        """
+        timeout, environment = timedelta(minutes=timeout_minutes), os.environ
+        if "RANK" not in environment:
+            return cls(timeout=timeout)
+        refuse(_problems(environment))
+        rank, host, port = int(environment["RANK"]), environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+        # torchrun's agent has a store for all attempts; other launchers leave that to rank 0.
+        serves = environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        has_served: list[Store] = []
+
+        def open_store() -> Store:
+            is_server = serves and rank == 0 and not has_served
+            try:
+                store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]  (torch documents it)
+                    host, port, is_master=is_server, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+            except dist.DistError as error:
+                does = "open" if is_server else "reach"
+                raise UserError(f"rank {rank} cannot {does} the launcher's store at {host}:{port} (MASTER_ADDR and "
+                                f"MASTER_PORT): {str(error).splitlines()[0]}") from error
+            has_served.append(store)
+            return store
+
+        first = rank - int(environment.get("LOCAL_RANK", "0"))
+        neighbours = tuple(range(first, first + int(environment.get("LOCAL_WORLD_SIZE", "0"))))
+        return cls(rank, int(environment["WORLD_SIZE"]), open_store, serves, neighbours, timeout)
+
+    def begin(self, store: Store, facts: Mapping[str, str]) -> Attempt:
+        """On rank 0: begin an attempt."""
+        attempt = Attempt(secrets.token_hex(8), socket.gethostname(), facts, own_identity(), _num_restarts())
+        names = [END, OVER, *map(str, range(self.num_ranks))]
+        PrefixStore(attempt.prefix, store).multi_set(names, [NOTHING] * len(names))
+        store.set(ATTEMPT, json.dumps(asdict(attempt)))
+        return attempt
+
+    def find(self, store: Store, own: str) -> Attempt | None:
+        """On another rank: join the current attempt by setting this rank's key to ``own``; None if there is none yet.
+        """
+        if not store.check([ATTEMPT]):  # to wait for it would block this connection
+            return None
+        found = json.loads(store.get(ATTEMPT))
+        attempt = Attempt(**found | {"process": tuple(found["process"])})
+        keys, me = PrefixStore(attempt.prefix, store), str(self.rank)
+        before, end = keys.multi_get([me, END])
+        may_be_over = end.decode() != NOTHING or attempt.process[0] == own_identity()[0]
+        if before.decode() != NOTHING or (may_be_over and attempt.num_restarts != _num_restarts()):
+            return None  # an earlier one
+        keys.set(me, own)
+        return attempt
+
+    def pauses(self) -> Iterator[None]:
+        """Wait a little before each item, as long as a rank may take; then raises UserError."""
+        until, pause = time.monotonic() + self.timeout.total_seconds(), _FIRST_PAUSE
+        while time.monotonic() < until:
+            yield
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        raise UserError(f"rank {self.rank} did not find rank 0 within {self.timeout.total_seconds() / 60:g} minutes; "
+                        f"see the output of rank 0's node")
+
+
+def allow_open_files(rendezvous: Rendezvous) -> tuple[str, ...]:
+    """Raise this process's limit on open files to what rank 0 needs; return the problem if the hard limit forbids it.
+
+    Rank 0 has a connection to each rank for gloo's gathers, and two more if it serves the store.
+    """
+    per_rank = 3 if rendezvous.serves else 1
+    needed = per_rank * rendezvous.num_ranks + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft >= needed or soft == resource.RLIM_INFINITY:
+        return ()
+    if hard < needed and hard != resource.RLIM_INFINITY:
+        return (f"rank 0 of {rendezvous.num_ranks} may open {hard} files (ulimit -Hn), but needs about {needed}: "
+                f"{per_rank} connections to each rank and {_OTHER_FILES} others; raise the limit of the process that "
+                f"starts the launcher",)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    return ()
+
+
+def _num_restarts() -> str:
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def _problems(environment: Mapping[str, str]) -> Iterator[str]:
+    """Launcher variables that are missing or wrong, given that RANK is set."""
+    num_ranks = launched_ranks(environment)
+    last = None if num_ranks is None else num_ranks - 1
+    for name, largest, expected in (
+        ("WORLD_SIZE", None, "the number of ranks"),
+        ("RANK", last, "this rank's number" if last is None else f"this rank's number, 0 to {last}"),
+        ("MASTER_PORT", 65535, "a port of rank 0's host"),
+    ):  # fmt: skip
+        text = environment.get(name)
+        if text is None or not text.isdecimal() or (largest is not None and int(text) > largest):
+            yield _problem(name, text, expected)
+    if not environment.get("MASTER_ADDR"):
+        yield _problem("MASTER_ADDR", environment.get("MASTER_ADDR"), "rank 0's host")
+
+
+def _problem(name: str, text: str | None, expected: str) -> str:
+    found = "not set" if text is None else repr(text)
+    return f"The environment variable {name} is {found}; expected {expected}, which torchrun sets"
