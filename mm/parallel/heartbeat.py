@@ -52,7 +52,7 @@ _MAX_DIFFERENCES = 5
 """The largest number of differences between two ranks that a message names."""
 _LEFT = "left"
 """The key that counts ranks which know that all have left."""
-_SILENT = " (and does not answer: it holds Python's GIL, or its process is stopped)"
+_SILENT = " does not answer: it holds Python's GIL, or its process is stopped"
 _THREADS = ("heartbeat", "deadline")
 
 
@@ -87,8 +87,10 @@ class Heartbeat:
         self._soon_seconds = _SOON_SECONDS * max(1.0, self._num_ranks / 250)
         doubt = max(_DOUBT_SECONDS, 3 * self._beat_seconds)
         self._judge = Judge(self._rank, self._num_ranks, rendezvous.timeout.total_seconds(), end_seconds, doubt)
-        self._state: State = "joined"
-        self._count, self._lost = 0, ""
+        self.state: State = "joined"
+        self.lost = ""
+        """See ``Record``."""
+        self._count = 0
         self._cause: Cause | None = None
         """Why this rank ends all ranks."""
         self._end: Cause | None = None
@@ -101,15 +103,6 @@ class Heartbeat:
 
     def beat(self) -> None:
         """Beat now."""
-        self._wake.set()
-
-    def say(self, state: State) -> None:
-        self._state = state
-        self._wake.set()
-
-    def lose(self, text: str) -> None:
-        """Report an error that another rank's death may have caused."""
-        self._lost = text
         self._wake.set()
 
     def end_all(self, cause: Cause) -> None:
@@ -139,11 +132,13 @@ class Heartbeat:
         store = self._rendezvous.open_store()
         if self._rank == 0:
             self.attempt = self._rendezvous.begin(store, self._facts)
-        for _ in self._rendezvous.pauses() if self.attempt is None else ():
+        seconds, began = self._rendezvous.timeout.total_seconds(), time.monotonic()
+        while self.attempt is None:
+            if time.monotonic() > began + seconds:
+                raise UserError(f"rank {self._rank} did not find rank 0 within {seconds / 60:g} minutes; see the "
+                                f"output of rank 0's node")
             self.attempt = self._rendezvous.find(store, self._written())
-            if self.attempt is not None:
-                break
-        assert self.attempt is not None, "``pauses`` ends with an error"
+            time.sleep(self._soon_seconds)
         self._keys = PrefixStore(self.attempt.prefix, store)
         self._cause = self._cause or _difference(self._rank, self._facts, self.attempt)
         self.joined.set()
@@ -156,8 +151,15 @@ class Heartbeat:
         self._keys.set(str(self._rank), self._written())
         end, records = self._read(self._reads)
         if end is None:
-            self._note(records)
-            cause = self._judge.cause(records, time.monotonic()) or self._own_cause()
+            if self.state == "ready" and self._rank == 0 and all(one.count and one.state != "joined"
+                                                                 for one in records.values()):
+                self.state = "begun"
+                self._wake.set()
+            if (self if self._rank == 0 else records[0]).state in ("begun", "leaving"):
+                self.begun.set()
+            cause = self._judge.cause(records, time.monotonic()) or self._cause
+            if cause is None and time.monotonic() > self.deadline:
+                cause = Cause(self._rank, self.lateness, shows_stacks=True)
             if cause is None or (cause.status and self._read([cause.rank])[1][cause.rank].state == "leaving"):
                 return False
             said = json.dumps(asdict(replace(cause, reporter=self._rank)))
@@ -166,7 +168,7 @@ class Heartbeat:
         return True
 
     def _pause(self) -> float:
-        waits = self._state == "leaving" or (self._state == "ready" and not self.begun.is_set())
+        waits = self.state == "leaving" or (self.state == "ready" and not self.begun.is_set())
         return min(self._soon_seconds if waits else self._beat_seconds, max(0.0, self.deadline - time.monotonic()))
 
     def _read(self, ranks: Iterable[int]) -> tuple[Cause | None, dict[int, Record]]:
@@ -180,21 +182,8 @@ class Heartbeat:
         """This rank's record."""
         self._count += 1
         left = self.deadline - time.monotonic()
-        return Record(self._count, self._state, self._place(), None if left == float("inf") else left, self.lateness,
-                      self._lost, self._process, stacks).text()
-
-    def _note(self, records: Mapping[int, Record]) -> None:
-        """Begin when all ranks are ready."""
-        are_ready = all(one.count and one.state != "joined" for one in records.values())
-        if self._rank == 0 and self._state == "ready" and are_ready:
-            self.say("begun")
-            self.begun.set()
-        elif records[0].state in ("begun", "leaving"):
-            self.begun.set()
-
-    def _own_cause(self) -> Cause | None:
-        is_late = time.monotonic() > self.deadline
-        return self._cause or (Cause(self._rank, self.lateness, is_riddle=True) if is_late else None)
+        return Record(self._count, self.state, self._place(), None if left == float("inf") else left, self.lateness,
+                      self.lost, self._process, stacks).text()
 
     def _obey(self, end: Cause) -> None:
         self._end = end
@@ -220,7 +209,7 @@ class Heartbeat:
         if end.text:
             _write(f"error: {end.text}\n")  # first: a launcher that sees another rank exit soon ends this one
         silent: list[Identity] = []
-        if end.text and not end.is_mistake:
+        if end.text and end.status != 2:
             records = self._answers()
             are_silent = {rank: one.is_there and one.stacks is None and not has_ended(one.process)
                           for rank, one in records.items()}
@@ -228,8 +217,8 @@ class Heartbeat:
             order = sorted(records, key=lambda rank: (not are_silent[rank], rank != end.rank, rank))
             _write("Where the ranks were:\n" + "".join(
                 f"  rank {rank}, {'last known: ' if records[rank].stacks is None else ''}{records[rank].place}"
-                f"{_SILENT if are_silent[rank] else ''}\n" for rank in order))
-            if end.is_riddle:
+                f"{f' (and{_SILENT})' if are_silent[rank] else ''}\n" for rank in order))
+            if end.shows_stacks:
                 _write("".join(f"\nStacks of rank {rank}:\n{records[rank].stacks}"
                                for rank in sorted(records) if records[rank].stacks))
         self._keys.set(OVER, json.dumps(silent))
@@ -262,17 +251,18 @@ class Heartbeat:
     def _end_without_store(self) -> None:
         if self._end is not None:
             self._end_process(self._end)
-        if self._state == "leaving":
+        if self.state == "leaving":
             self.finished.set()
             return
         serves = self._rendezvous.serves
         if self._rank == (1 if serves else min(self._rendezvous.neighbours, default=self._rank)):
-            why = death_of(0) if serves else "the launcher's store has ended; see the output of rank 0's node"
-            _write(f"error: {why}\n{self._own_place()}")
+            self._report_alone(death_of(0) if serves else
+                               "the launcher's store has ended; see the output of rank 0's node")
         self._end_process(Cause(0))
 
-    def _own_place(self) -> str:
-        return f"Where rank {self._rank} was (others cannot be asked without the store):\n  {self._place()}\n"
+    def _report_alone(self, why: str, stacks: str = "") -> None:
+        _write(f"error: {why}\nWhere rank {self._rank} was (others cannot be asked without the store):\n  "
+               f"{self._place()}\n{stacks}")
 
     def _end_process(self, end: Cause) -> None:
         """End this process whatever its other threads are stuck in, after ``GRACE_SECONDS``."""
@@ -292,8 +282,7 @@ class Heartbeat:
             if self._end is None and now > max(self._answered, self.deadline) + _STUCK_SECONDS:
                 self._end = Cause(0)
                 who = "rank 0" if self._rendezvous.serves else "the launcher's store"
-                _write(f"error: {self.lateness}, and {who} does not answer: it holds Python's GIL, or its process is "
-                       f"stopped\n{self._own_place()}{_stacks()}")
+                self._report_alone(f"{self.lateness}, and {who}{_SILENT}", _stacks())
                 if self._rendezvous.serves and self.attempt is not None:
                     kill([self.attempt.process])
                 self._end_process(self._end)
@@ -309,7 +298,7 @@ def _difference(rank: int, facts: Mapping[str, str], attempt: Attempt) -> Cause 
     more = f"; and {len(names) - _MAX_DIFFERENCES} others" if len(names) > _MAX_DIFFERENCES else ""
     return Cause(rank, f"rank {rank} on {socket.gethostname()} differs from rank 0 on {attempt.host}: {shown}{more}. "
                        f"Give every machine the same packages, code, flags and JSON files, and start again.",
-                 status=2, is_mistake=True)
+                 status=2)
 
 
 def _stacks() -> str:

@@ -22,11 +22,9 @@ class Cause:
     text: str = ""
     """What is printed; empty when the rank reports it itself."""
     status: int = 1
-    """0: all ranks have left normally."""
-    is_riddle: bool = False
-    """The text alone does not explain it, so the report shows the stacks of all ranks."""
-    is_mistake: bool = False
-    """A user's mistake, which the text explains: the report leaves out where the ranks were."""
+    """0: all ranks have left normally; 2: a user's mistake, so the report leaves out where the ranks were."""
+    shows_stacks: bool = False
+    """Whether the report shows the stacks of all ranks, because the text alone does not explain the cause."""
     reporter: int = -1
     """The rank that has found it."""
 
@@ -113,9 +111,9 @@ class Judge:
                   if one in records and records[one].is_there and now - since > 0.9 * self._doubt_seconds]
         if silent:
             return Cause(silent[0], f"{ranks_text(silent)} gave no sign of life for {self._doubt_seconds:.0f} s after "
-                                    f"{lost[rank].lost}", is_riddle=True)
+                                    f"{lost[rank].lost}", shows_stacks=True)
         if self._rank == 0:  # it knows of all ranks
-            return Cause(rank, f"{lost[rank].lost}\nNo rank gives a reason for its failure.", is_riddle=True)
+            return Cause(rank, f"{lost[rank].lost}\nNo rank gives a reason for its failure.", shows_stacks=True)
         return None
 
     def _silence(self, records: Mapping[int, Record], now: float) -> Cause | None:
@@ -125,9 +123,9 @@ class Judge:
             if not record.is_there:
                 continue
             if record.seconds_left is not None and silent > record.seconds_left + _GRACE_OF_LIMIT:
-                return Cause(rank, record.lateness, is_riddle=True)
+                return Cause(rank, record.lateness, shows_stacks=True)
             if silent > SILENT_SECONDS:
-                return Cause(rank, f"rank {rank} has given no sign of life for {SILENT_SECONDS:.0f} s", is_riddle=True)
+                return Cause(rank, f"rank {rank} has given no sign of life for {silent:.0f} s", shows_stacks=True)
         return None
 
     def _absence(self, records: Mapping[int, Record], now: float) -> Cause | None:
@@ -145,7 +143,7 @@ class Judge:
         if len(late) == self._num_ranks or now < self._first_seen("end", now) + self._end_seconds:
             return None
         return Cause(late[0], f"{ranks_text(late)} did not end within {self._end_seconds:.0f} s after the first; "
-                              f"--phase-timeouts between=SECONDS sets this limit", is_riddle=True)
+                              f"--phase-timeouts between=SECONDS sets this limit", shows_stacks=True)
 
     def _first_seen(self, what: str, now: float) -> float:
         return self._since.setdefault(what, now)

@@ -10,7 +10,6 @@ import os
 import resource
 import secrets
 import socket
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -25,8 +24,6 @@ from mm.parallel.node import Identity, own_identity
 ATTEMPT, END, OVER, NOTHING = "mm/attempt", "end", "over", "-"
 """Keys: of the current attempt, and in each attempt why it ends, and that its end is reported; and a value not yet set.
 The other keys of an attempt are the numbers of its ranks."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
-"""Seconds between two looks at the store; each pause is twice as long as the one before, up to the longest."""
 _OTHER_FILES = 512
 """Open files of rank 0 besides its connections to all ranks."""
 
@@ -96,8 +93,9 @@ class Rendezvous:
     def begin(self, store: Store, facts: Mapping[str, str]) -> Attempt:
         """On rank 0: begin an attempt."""
         attempt = Attempt(secrets.token_hex(8), socket.gethostname(), facts, own_identity(), _num_restarts())
-        names = [END, OVER, *map(str, range(self.num_ranks))]
-        PrefixStore(attempt.prefix, store).multi_set(names, [NOTHING] * len(names))
+        keys = PrefixStore(attempt.prefix, store)
+        for name in (END, OVER, *map(str, range(self.num_ranks))):
+            keys.set(name, NOTHING)
         store.set(ATTEMPT, json.dumps(asdict(attempt)))
         return attempt
 
@@ -116,32 +114,19 @@ class Rendezvous:
         keys.set(me, own)
         return attempt
 
-    def pauses(self) -> Iterator[None]:
-        """Wait a little before each item, as long as a rank may take; then raises UserError."""
-        until, pause = time.monotonic() + self.timeout.total_seconds(), _FIRST_PAUSE
-        while time.monotonic() < until:
-            yield
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
-        raise UserError(f"rank {self.rank} did not find rank 0 within {self.timeout.total_seconds() / 60:g} minutes; "
-                        f"see the output of rank 0's node")
-
 
 def allow_open_files(rendezvous: Rendezvous) -> tuple[str, ...]:
     """Raise this process's limit on open files to what rank 0 needs; return the problem if the hard limit forbids it.
 
     Rank 0 has a connection to each rank for gloo's gathers, and two more if it serves the store.
     """
-    per_rank = 3 if rendezvous.serves else 1
-    needed = per_rank * rendezvous.num_ranks + _OTHER_FILES
+    needed = (3 if rendezvous.serves else 1) * rendezvous.num_ranks + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft >= needed or soft == resource.RLIM_INFINITY:
-        return ()
-    if hard < needed and hard != resource.RLIM_INFINITY:
-        return (f"rank 0 of {rendezvous.num_ranks} may open {hard} files (ulimit -Hn), but needs about {needed}: "
-                f"{per_rank} connections to each rank and {_OTHER_FILES} others; raise the limit of the process that "
-                f"starts the launcher",)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    if resource.RLIM_INFINITY != hard < needed:
+        return (f"rank 0 of {rendezvous.num_ranks} may open {hard} files (ulimit -Hn), but needs about {needed}; raise "
+                f"the limit of the process that starts the launcher",)
+    if resource.RLIM_INFINITY != soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
     return ()
 
 
@@ -157,14 +142,11 @@ def _problems(environment: Mapping[str, str]) -> Iterator[str]:
         ("WORLD_SIZE", None, "the number of ranks"),
         ("RANK", last, "this rank's number" if last is None else f"this rank's number, 0 to {last}"),
         ("MASTER_PORT", 65535, "a port of rank 0's host"),
+        ("MASTER_ADDR", None, "rank 0's host"),
     ):  # fmt: skip
         text = environment.get(name)
-        if text is None or not text.isdecimal() or (largest is not None and int(text) > largest):
-            yield _problem(name, text, expected)
-    if not environment.get("MASTER_ADDR"):
-        yield _problem("MASTER_ADDR", environment.get("MASTER_ADDR"), "rank 0's host")
-
-
-def _problem(name: str, text: str | None, expected: str) -> str:
-    found = "not set" if text is None else repr(text)
-    return f"The environment variable {name} is {found}; expected {expected}, which torchrun sets"
+        is_right = bool(text) if name == "MASTER_ADDR" else text is not None and text.isdecimal() and (
+            largest is None or int(text) <= largest)
+        if not is_right:
+            yield (f"The environment variable {name} is {'not set' if text is None else repr(text)}; expected "
+                   f"{expected}, which torchrun sets")

@@ -78,22 +78,22 @@ class Watchdog:
         self._taken: deque[float] = deque(maxlen=100)
         self._is_limited = False
 
-    def meet(self) -> Store | None:
+    def meet(self) -> Store:
         """Wait for all ranks; return a store for process groups that has only this attempt's keys.
 
-        It is None in a process that no launcher started.  What a rank must check before the others may continue, it
+        What a rank must check before the others may continue, it
         checks before this call.  Raises UserError if rank 0 may not open as many files as it needs.
         """
         rendezvous, heartbeat = self._rendezvous, self._beating
         refuse(allow_open_files(rendezvous) if rendezvous.rank == 0 else ())
-        heartbeat.say("ready")
+        heartbeat.state = "ready"
+        heartbeat.beat()
         with self.phase("check"):  # of rank 0
             heartbeat.begun.wait()
         if heartbeat.problem is not None:
             raise heartbeat.problem
         assert heartbeat.attempt is not None, "it has joined, or there is a problem"
-        is_alone = rendezvous.open_store is Rendezvous.open_store
-        return None if is_alone else PrefixStore(f"mm/{heartbeat.attempt.prefix}", rendezvous.open_store())
+        return PrefixStore(f"mm/{heartbeat.attempt.prefix}", rendezvous.open_store())
 
     def place(self, mesh: "Mesh") -> None:
         """Tell the others this rank's place on the axes."""
@@ -185,7 +185,8 @@ class Watchdog:
         is_agreed = isinstance(error, AgreedError) or (isinstance(error, UserError) and self._rendezvous.num_ranks == 1)
         heartbeat.deadline = math.inf
         if error is None or is_agreed or not isinstance(error, Exception):
-            heartbeat.say("leaving")
+            heartbeat.state = "leaving"
+            heartbeat.beat()
             heartbeat.finished.wait(None if error is None else _END_SECONDS if is_agreed else 1.0)
             return
         defer_stopping()  # the launcher ends its ranks when one fails, but this one has to report why
@@ -198,7 +199,8 @@ class Watchdog:
         if isinstance(error, ConnectionError | dist.DistError) or (
             isinstance(error, RuntimeError) and _LOST.search(str(error))
         ):
-            heartbeat.lose(text)
+            heartbeat.lost = text
+            heartbeat.beat()
         else:
             heartbeat.end_all(Cause(rank, text))
         if self._is_ended():

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from mm.errors import UserError
 from mm.parallel import heartbeat as heartbeats
 from mm.parallel.heartbeat import Heartbeat
-from mm.parallel.judge import SILENT_SECONDS, Cause, Judge, Record
+from mm.parallel.judge import SILENT_SECONDS, Cause, Judge, Record, State
 from mm.parallel.node import own_identity
 from mm.parallel.rendezvous import ATTEMPT, Rendezvous
 from mm.parallel.watchdog import Watchdog
@@ -47,7 +47,7 @@ def judged(records: Mapping[int, Record], *times: float, rank: int = 0) -> Cause
     ({1: replace(RUNS, state="leaving", process=ended(1))}, (0.0, 20.0), None, ""),
     ({1: replace(RUNS, seconds_left=8.0, lateness="step 3 is late")}, (0.0, 10.0), None, ""),
     ({1: replace(RUNS, seconds_left=8.0, lateness="step 3 is late")}, (0.0, 12.0), 1, "step 3 is late"),
-    ({}, (0.0, SILENT_SECONDS + 1), 0, "rank 0 has given no sign of life for 300 s"),
+    ({}, (0.0, SILENT_SECONDS + 1), 0, "rank 0 has given no sign of life for 301 s"),
     ({2: replace(RUNS, lost="rank 2 failed with RuntimeError: closed by peer")}, (0.0, 4.0), None, ""),
     ({1: Record(), 2: Record()}, (0.0, 59.0), None, ""),
     ({1: Record(), 2: Record()}, (0.0, 61.0), 1, "ranks 1 to 2 of 3 did not connect within 1 minutes after rank 0; "),
@@ -96,16 +96,21 @@ class Ranks:
             assert self.have_ended.acquire(timeout=60)
 
 
+def say(rank: Heartbeat, state: State) -> None:
+    rank.state = state
+    rank.beat()
+
+
 def test_all_begin_once_all_are_ready_and_end_once_all_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(2, monkeypatch)
     second, first = ranks.join(1), ranks.join(0)
-    second.say("ready")
+    say(second, "ready")
     assert not second.begun.wait(0.5)
-    first.say("ready")
+    say(first, "ready")
     assert first.begun.wait(60) and second.begun.wait(60)
-    first.say("leaving")
+    say(first, "leaving")
     assert not first.finished.wait(0.5)
-    second.say("leaving")
+    say(second, "leaving")
     assert first.finished.wait(60) and second.finished.wait(60) and not ranks.statuses
 
 
@@ -115,7 +120,7 @@ def test_the_first_cause_counts_and_a_rank_that_joins_later_ends_too(
     ranks = Ranks(3, monkeypatch)
     first, second = ranks.join(0), ranks.join(1)
     assert second.joined.wait(60)
-    second.end_all(Cause(1, "rank 1 is the cause", is_riddle=True))
+    second.end_all(Cause(1, "rank 1 is the cause", shows_stacks=True))
     ranks.wait(2)
     first.end_all(Cause(0, "rank 0 is late"))
     ranks.join(2)
@@ -151,10 +156,10 @@ def test_a_rank_that_is_faster_than_rank_0_does_not_join_an_earlier_attempt(monk
     assert new.joined.wait(60) and new.attempt is not None and first.attempt is not None
     assert new.attempt.prefix == first.attempt.prefix != before["prefix"]
     for rank in (*old, new, first):
-        rank.say("ready")
+        say(rank, "ready")
     for rank in (*old, new, first):
         assert rank.begun.wait(60)
-        rank.say("leaving")
+        say(rank, "leaving")
     assert all(rank.finished.wait(60) for rank in (*old, new, first))
 
 
@@ -236,5 +241,5 @@ def test_open_files_are_allowed_as_far_as_the_system_lets_them() -> None:
     said = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert said.splitlines() == [
         "() 1024", "() 1712",
-        "rank 0 of 4096 may open 2000 files (ulimit -Hn), but needs about 4608: 1 connections to each rank and 512 "
-        "others; raise the limit of the process that starts the launcher"]
+        "rank 0 of 4096 may open 2000 files (ulimit -Hn), but needs about 4608; raise the limit of the process that "
+        "starts the launcher"]
