@@ -73,12 +73,12 @@ def evaluate(evaluating: Evaluating) -> int:
     """Ask and score on this process's device, as one rank of the launcher's world; returns the exit status, 0."""
     with loading(is_first_rank()):
         from mm.generation.source import find
-        from mm.parallel.meeting import Meeting
+        from mm.parallel.rendezvous import Rendezvous
         from mm.parallel.watchdog import Watchdog
         from mm.scoring.questions import read_items
 
     args = evaluating.asking.args
-    with Watchdog(Meeting.of_launcher(args.distributed_timeout_minutes), None, facts=software()) as watchdog:
+    with Watchdog(Rendezvous.of_launcher(args.distributed_timeout_minutes), None, facts=software()) as watchdog:
         with watchdog.phase("check"):
             with ongoing("reading the questions", is_first_rank()):
                 items = read_items(evaluating) if is_first_rank() else None  # the other ranks have no use for them

@@ -65,11 +65,11 @@ def answer(asking: Asking) -> int:
     """Answer on this process's device, as one rank of the launcher's world; returns the exit status, 0."""
     with loading(is_first_rank()):
         from mm.generation.source import find
-        from mm.parallel.meeting import Meeting
+        from mm.parallel.rendezvous import Rendezvous
         from mm.parallel.watchdog import Watchdog
 
     args = asking.args
-    with Watchdog(Meeting.of_launcher(args.distributed_timeout_minutes), None, facts=software()) as watchdog:
+    with Watchdog(Rendezvous.of_launcher(args.distributed_timeout_minutes), None, facts=software()) as watchdog:
         with watchdog.phase("check"):
             found = find(asking) if is_first_rank() else None  # one rank reports what all of them would
         with ongoing("waiting for the other ranks", is_first_rank()):

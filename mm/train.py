@@ -132,12 +132,12 @@ def train(run: Run, signals: StopSignals) -> int:
     if Launched.here().local_rank == 0:
         check_node(run)
     with loading(is_first_rank()):
-        from mm.parallel.meeting import Meeting
+        from mm.parallel.rendezvous import Rendezvous
         from mm.parallel.watchdog import Watchdog
 
     minutes, phases = run.args.distributed_timeout_minutes, phase_seconds(run.args.phase_timeouts)
     facts = {**software(), **shared_settings(run)}
-    with Claim() as claim, Watchdog(Meeting.of_launcher(minutes), run.args.step_timeout, phases, facts) as watchdog:
+    with Claim() as claim, Watchdog(Rendezvous.of_launcher(minutes), run.args.step_timeout, phases, facts) as watchdog:
         watchdog.at_end = claim.release  # the run may end while it is being locked
         with watchdog.phase("check"):
             run, opened = check_files(run, claim) if is_first_rank() else (run, None)

@@ -32,6 +32,7 @@ class MarkedWatchdog(Watchdog):
     def __enter__(self) -> Watchdog:
         with self.marker.during(marks.JOIN):
             super().__enter__()
+            self._beating.joined.wait()
         self.marker.write(marks.START, True)
         return self
 

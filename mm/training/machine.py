@@ -107,7 +107,7 @@ def _open_files(run: Run, node: Node) -> Iterator[MachineFinding]:
     if run.world_size == 1:
         return
     ranks = range(node.first_rank, node.first_rank + node.num_ranks)
-    least = max(gloo_connections(run, rank) for rank in ranks)  # mm.parallel.hub handles rank 0's other connections
+    least = max(gloo_connections(run, rank) for rank in ranks)  # rank 0's others: mm.parallel.rendezvous
     wanted = least + FILES_OF_A_RANK
     if node.open_files < wanted:
         cure = f"run `ulimit -n {wanted}` before the launcher, or docker run with `--ulimit nofile={wanted}`"

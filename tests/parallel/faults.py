@@ -27,7 +27,7 @@ FAULTS = (
     Fault("sleeps over its images", "sleeps", work=Work.VISION_FORWARD, model=WHOLE,
           flags=("--step-timeout", "8", "--tensor-model-parallel-size", "2")),
     Fault("killed", "killed"),
-    Fault("killed with the hub", "killed", rank=0, work=Work.FORWARD),
+    Fault("killed with the store", "killed", rank=0, work=Work.FORWARD),
     Fault("raises", "raises", work=Work.LANGUAGE_FORWARD),
     Fault("user's mistake", "user's mistake"),
     Fault("refused before the start", "refused", rank=0, flags=("--freeze-modules", "no_such_word")),

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from mm.batch import BatchTotals, StepPlan
-from mm.parallel.meeting import Meeting
+from mm.parallel.rendezvous import Rendezvous
 from mm.parallel.watchdog import Watchdog
 from mm.ports import free_port
 from mm.training.step import step
@@ -65,7 +65,7 @@ def train(name: str, num_steps: int, directory: Path) -> int:
     dist.init_process_group("gloo")
     started, losses, lengths = time.monotonic(), [], []
     run = Run(LAYOUTS[name])
-    with Watchdog(Meeting.of_launcher(10), STEP_SECONDS) as watchdog:
+    with Watchdog(Rendezvous.of_launcher(10), STEP_SECONDS) as watchdog:
         watchdog.place(run.mesh)
         watchdog.follow(run.stage.journal, run.setup.communicator)
         for iteration in range(num_steps):

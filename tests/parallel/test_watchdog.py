@@ -30,8 +30,12 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def said(jobs: Path, fault: str) -> str:
-    """All that the ranks wrote after the first step, which every job passes; the log of a step may come late."""
-    lines = (jobs / fault / "output").read_text(encoding="utf-8").splitlines(keepends=True)
+    """All that the ranks wrote after the first step, which every job passes; the log of a step may come late.  Without
+    torch's stacks of a store that has ended with rank 0."""
+    text = (jobs / fault / "output").read_text(encoding="utf-8")
+    text = re.sub(r"^(\[rank\d\]:)?\[W.*TCPStore.cpp.*\nException raised.*\n(frame #.*\n|<omitting.*\n)*\n?", "", text,
+                  flags=re.MULTILINE)
+    lines = text.splitlines(keepends=True)
     return "".join(line for line in lines if not line.startswith("note: ") and "] iteration  " not in line)
 
 
@@ -81,8 +85,8 @@ def test_a_killed_rank_is_named_first(jobs: Path) -> None:
     assert "Traceback" not in report, "the broken connections of the others"
 
 
-def test_the_hub_may_die_with_its_rank(jobs: Path) -> None:
-    report = said(jobs, "killed with the hub")
+def test_rank_0_may_die_with_its_store(jobs: Path) -> None:
+    report = said(jobs, "killed with the store")
     assert report.startswith("error: rank 0 died without an error message: ")
     assert "Traceback" not in report
 

@@ -115,7 +115,7 @@ def run_with(fault: Fault, inputs: Path) -> int:
         watchdog.Watchdog = StoppingWatchdog
     if fault.kind == "killed before":
         train.check_files = partial(die_once_expected, inputs / fault.name)
-        Watchdog.meet = lambda _: wait(inputs / fault.name)
+        Watchdog.meet = lambda entered: wait(entered, inputs / fault.name)
     is_alike = fault.kind == "set up otherwise" and os.environ["RANK"] != str(fault.rank)
     return train.main([
         "--device", "cpu", "--mm-model", str(inputs / f"{fault.model}.json"), "--mm-data", str(inputs / "data.json"),
@@ -144,21 +144,25 @@ class StoppingWatchdog(Watchdog):
     fault: Fault
     directory: Path
 
+    def _num_joined(self) -> int:
+        return sum(count > 0 for count, _ in self._beating._judge._changed.values())
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         with super().phase(name):
-            if name == self.fault.phase and (name != "start" or self._begun.is_set()):
-                while self._hub is not None and len(self._hub._processes) < 2:
-                    time.sleep(0.2)  # the other rank must have reached the hub, or it waits for that first
-                time.sleep(0.2)
+            if name == self.fault.phase and (name != "start" or self._beating.begun.is_set()):
+                while self._rendezvous.rank == 0 and self._num_joined() < 2:
+                    time.sleep(0.2)  # the other rank must have joined, or it waits for that first
+                time.sleep(1.2)  # as long as a beat
                 stop_here(self.directory)
             yield
         if self.fault.phase == "between" and name == "export":  # when the others leave
             stop_here(self.directory)
 
 
-def wait(directory: Path) -> None:
-    """In place of the meeting: rank 1 has joined, and waits for rank 0."""
+def wait(entered: Watchdog, directory: Path) -> None:
+    """In place of the wait for all ranks: rank 1 has joined, and waits for rank 0."""
+    entered._beating.joined.wait()
     (directory / "waits").touch()
     time.sleep(10 * GUARD_SECONDS)
 

@@ -20,7 +20,7 @@ import torch.distributed as dist  # noqa: E402
 from mm.config.run import load_run  # noqa: E402
 from mm.model.fingerprint import vision_fingerprint  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
-from mm.parallel.meeting import Meeting  # noqa: E402
+from mm.parallel.rendezvous import Rendezvous  # noqa: E402
 from mm.parallel.watchdog import Watchdog  # noqa: E402
 from mm.training.preflight import check  # noqa: E402
 from mm.training.run import Trainer  # noqa: E402
@@ -62,7 +62,7 @@ def train(directory: Path, name: str, *flags: str) -> Result:
     run = load_run(argv, dist.get_world_size(), {})
     mesh = parallel.start(DEVICE, run.model, run.tp_size, cp_size=run.cp_size, is_ring=run.is_ring,
                           keeps_features=run.args.vision_feature_cache is not None)
-    with Watchdog(Meeting.of_launcher(10), None) as watchdog:
+    with Watchdog(Rendezvous.of_launcher(10), None) as watchdog:
         watchdog.place(mesh)
         trainer = Trainer(settle(run, mesh, print), DEVICE, mesh, watchdog)
         result = Result(trainer.fingerprint)

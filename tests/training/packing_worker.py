@@ -25,7 +25,7 @@ from mm.config.run import load_run  # noqa: E402
 from mm.data.feed.loader import ReadStep, StepLoader  # noqa: E402
 from mm.data.feed.owner import DataOwner  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
-from mm.parallel.meeting import Meeting  # noqa: E402
+from mm.parallel.rendezvous import Rendezvous  # noqa: E402
 from mm.parallel.watchdog import Watchdog  # noqa: E402
 from mm.training.run import Trainer  # noqa: E402
 from mm.training.start import settle  # noqa: E402
@@ -77,7 +77,7 @@ def train(directory: Path, name: str) -> Result:
     argv = json.loads((directory / f"{name}.argv.json").read_text())
     run = load_run(argv, dist.get_world_size(), {})
     mesh = parallel.start(DEVICE, run.model, run.tp_size)
-    with Watchdog(Meeting.of_launcher(10), None) as watchdog:
+    with Watchdog(Rendezvous.of_launcher(10), None) as watchdog:
         watchdog.place(mesh)
         trainer = Trainer(settle(run, mesh, print), DEVICE, mesh, watchdog)
         data = trainer.feed(NUM_STEPS).plans

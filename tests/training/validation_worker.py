@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from datetime import timedelta
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -21,20 +22,20 @@ import torch.distributed as dist  # noqa: E402
 from mm.config.run import load_run  # noqa: E402
 from mm.errors import UserError  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
-from mm.parallel.meeting import Meeting  # noqa: E402
+from mm.parallel.rendezvous import Rendezvous  # noqa: E402
 from mm.parallel.watchdog import Watchdog  # noqa: E402
 from mm.training.run import Trainer  # noqa: E402
 from mm.training.start import settle  # noqa: E402
 from tests.files import json_lines  # noqa: E402
 
 
-def train(parts: list[list[str]], meeting: Meeting) -> dict:
+def train(parts: list[list[str]], rendezvous: Rendezvous) -> dict:
     """Run the command lines of one case in turn; each continues where the previous one ended."""
     runs = [load_run(argv, dist.get_world_size(), {}) for argv in parts]
     run = runs[0]
     mesh = parallel.start(DEVICE, run.model, run.tp_size, cp_size=run.cp_size, is_ring=run.is_ring)
     problems: tuple[str, ...] = ()
-    with Watchdog(meeting, None) as watchdog:
+    with Watchdog(rendezvous, None) as watchdog:
         watchdog.place(mesh)
         trainer = Trainer(settle(run, mesh, print), DEVICE, mesh, watchdog)
         for trainer.run in runs:
@@ -51,18 +52,22 @@ def train(parts: list[list[str]], meeting: Meeting) -> dict:
             "states": [one for _, one in of_ranks]}
 
 
+def store_of(name: str) -> dist.Store:
+    """A connection to the keys of one case."""
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return dist.PrefixStore(name, store)
+
+
 def main(directory: Path) -> None:
     rank = int(os.environ["RANK"])
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     cases: dict[str, dict] = json.loads((directory / "cases.json").read_text())
     results = {}
     for name, case in cases.items():
         if rank < case["num_ranks"]:
-            own_store = dist.PrefixStore(name, store)
-            meeting = Meeting(rank, case["num_ranks"], "localhost", own_store)
-            dist.init_process_group("gloo", store=own_store, rank=rank,
+            rendezvous = Rendezvous(rank, case["num_ranks"], partial(store_of, name))
+            dist.init_process_group("gloo", store=store_of(name), rank=rank,
                                     world_size=case["num_ranks"], timeout=timedelta(minutes=5))
-            results[name] = train(case["runs"], meeting)
+            results[name] = train(case["runs"], rendezvous)
             dist.destroy_process_group()
     if rank == 0:
         (directory / "results.json").write_text(json.dumps(results))
