@@ -17,7 +17,8 @@ _HARMLESS_STDLIB = {
                  "list", "tuple", "dict", "object", "type", "getattr"),  # getattr: how Python 3.11 pickles some enums
     "_codecs": ("encode",), "copyreg": ("_reconstructor",), "_io": ("BytesIO",), "io": ("BytesIO",),
     "datetime": ("datetime", "date", "timedelta", "timezone"),
-    "pathlib": ("Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
+    **dict.fromkeys(("pathlib", "pathlib._local"),  # the latter in Python 3.13
+                    ("Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")),
     "types": ("SimpleNamespace",), "functools": ("partial",), "signal": ("Signals",),
 }  # fmt: skip
 """Globals that Megatron's args and rng_state contain.  Any *other* global of Python itself (os.system, eval) suggests

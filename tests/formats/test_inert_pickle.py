@@ -56,6 +56,12 @@ def written(function: str, argument: str) -> bytes:
     return f"c{module}\n{name}\n(V{argument}\ntR.".encode()
 
 
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+def test_a_path_has_two_names(module: str) -> None:
+    """The second is Python 3.13's; a pickle may be read by another Python than the one that wrote it."""
+    assert global_name(load(written(f"{module} PosixPath", "a"))) == f"{module}.PosixPath"
+
+
 @pytest.mark.parametrize(
     "function, name",
     [
