@@ -74,7 +74,7 @@ def _installed(combination: Combination, uv: str, folder: Path, python: Path) ->
     pins, log = folder / "pins.txt", folder / "install.log"
     pins.write_text("\n".join(combination.pins()) + "\n", encoding="utf-8")
     make = [uv, "venv", "--python", combination.python, str(python.parent.parent)]
-    install = [uv, "pip", "install", "--compile-bytecode", "--python", str(python), "--constraint", str(pins), "--editable", f"{ROOT}[test]"]
+    install = [uv, "pip", "install", "--python", str(python), "--constraint", str(pins), "--editable", f"{ROOT}[test]"]
     if (python.exists() or _ran(make, log)) and _ran(install, log):
         return True
     tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-10:])
