@@ -1,10 +1,10 @@
 """Groups of torch's gloo backend with one worker thread each, instead of two, and without gloo's own report.
 
 After each collective, the worker writes the collective's name into a string that both workers of a group share, and
-takes no lock (``ProcessGroupGloo::runLoop`` in ``ProcessGroupGloo.cpp``; seen with torch 2.13 and 2.15, not 2.7.1).  Two
-collectives with names of more than 15 characters that end at the same time corrupt the heap: megatron's gradient and
-weight buckets on the CPU, which are coalesced, killed processes with "malloc(): unaligned tcache chunk detected".  One
-worker runs the collectives of a group in the order in which they were started, as NCCL and HCCL do.
+takes no lock (``ProcessGroupGloo::runLoop`` in ``ProcessGroupGloo.cpp``; seen with torch 2.13 and 2.15, not 2.7.1).
+Two collectives with names of more than 15 characters that end at the same time corrupt the heap: megatron's gradient
+and weight buckets on the CPU, which are coalesced, killed processes with "malloc(): unaligned tcache chunk detected".
+One worker runs the collectives of a group in the order in which they were started, as NCCL and HCCL do.
 
 A group's threads run with the policy SCHED_BATCH, which saves more than a third of the CPU time of tiny models with
 tensor parallelism on two cores (docs/performance.md).
