@@ -2,7 +2,7 @@
 #
 #     docker build --file docker/cuda.Dockerfile --build-arg BASE=IMAGE --tag vl-trainer:cuda .
 #
-# IMAGE has Python 3.10 or later, a CUDA build of torch 2.11 to 2.13, which stays as it is, a C compiler and Python.h, with
+# IMAGE has Python 3.10 or later, a CUDA build of torch 2.11 to 2.15, which stays as it is, a C compiler and Python.h, with
 # which Triton builds kernels at run time.
 ARG BASE
 FROM ${BASE}

@@ -152,12 +152,12 @@ def test_the_numbers_are_the_demo_s():
 def test_the_versions_are_those_of_the_package():
     always = [one for one in requires("qwen2_5_vl-3d") or [] if ";" not in one]
     ranges = dict(re.findall(r"^([a-z-]+)(\S+)$", "\n".join(always), re.MULTILINE))
-    assert set(ranges["torch"].split(",")) == {">=2.7.1", "<2.14"}
-    assert f"| torch | 2.7.1 to 2.13; on CUDA {MIN_TORCH.major}.{MIN_TORCH.minor} to 2.13 |" in INSTALL
-    assert set(ranges["megatron-core"].split(",")) == {">=0.16", "<0.18"}
-    assert "| megatron-core | 0.16 and 0.17 |" in INSTALL
-    assert set(ranges["transformers"].split(",")) == {">=5.18", "<6"}
-    assert "| transformers | 5.18 or later, below 6 |" in INSTALL
+    assert set(ranges["torch"].split(",")) == {">=2.7.1", "<2.16"}
+    assert f"| torch | 2.7.1 to 2.15; on CUDA {MIN_TORCH.major}.{MIN_TORCH.minor} to 2.15 |" in INSTALL
+    assert set(ranges["megatron-core"].split(",")) == {">=0.16", "<0.20"}
+    assert "| megatron-core | 0.16 to 0.19 |" in INSTALL
+    assert set(ranges["transformers"].split(",")) == {">=5.20", "<6"}
+    assert "| transformers | 5.20 or later, below 6 |" in INSTALL
     assert metadata("qwen2_5_vl-3d")["Requires-Python"] == ">=3.10" and "| Python | 3.10 or later |" in INSTALL
 
 

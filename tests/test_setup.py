@@ -16,7 +16,8 @@ EXTRAS = ("test", "decord", "tensorboard", "wandb", "swanlab", "parquet", "demo"
 
 @pytest.mark.parametrize(("version", "is_taken"), [
     ("2.11.0a0+eb65b36914.nv26.2", True), ("2.12.0a0+5a7b7a1.nv26.5", True), ("2.11.0", True), ("2.13.0+cu130", True),
-    ("2.7.1+cpu", True), ("2.7.0", False), ("2.6.0", False), ("2.14.0a0+x.nv26.10", False), ("2.14.0", False),
+    ("2.7.1+cpu", True), ("2.15.0a0+x.nv26.10", True), ("2.15.0", True), ("2.7.0", False), ("2.6.0", False),
+    ("2.16.0a0+x.nv26.12", False), ("2.16.0", False),
 ])  # fmt: skip
 def test_versions_of_torch(version: str, is_taken: bool) -> None:
     """As pip asks of a package that is installed already."""

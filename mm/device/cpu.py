@@ -146,7 +146,7 @@ CPU_SHIMS: tuple[Shim, ...] = (
     Shim("megatron.core.optimizer.optimizer:torch", _TorchOnCpu("torch"), _FACTORIES),
     Shim("megatron.core.optimizer.grad_scaler:torch", _TorchOnCpu("torch"), _FACTORIES),
 )
-"""What megatron-core 0.16 needs to run on a CPU, in the order in which it is applied."""
+"""What megatron-core needs to run on a CPU, in the order in which it is applied."""
 
 
 # The platform

@@ -181,7 +181,7 @@ def refuse_old_torch(version: str) -> None:
         raise UserError(
             f"torch is {version}, but CUDA needs {MIN_TORCH.base_version} or later: older ones have no varlen_attn for "
             f"packed samples, or no product of bf16 rows with an fp32 result: "
-            f"`python -m pip install 'torch>={MIN_TORCH.base_version},<2.14'`")
+            f"`python -m pip install 'torch>={MIN_TORCH.base_version},<2.16'`")
 
 
 def refuse_old_cuda(name: str, capability: tuple[int, int]) -> None:

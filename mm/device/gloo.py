@@ -1,10 +1,10 @@
 """Groups of torch's gloo backend with one worker thread each, instead of two, and without gloo's own report.
 
 After each collective, the worker writes the collective's name into a string that both workers of a group share, and
-takes no lock (``ProcessGroupGloo::runLoop`` in ``ProcessGroupGloo.cpp``; seen with torch 2.13, not with 2.7.1).  Two
-collectives with names of more than 15 characters that end at the same time corrupt the heap: megatron's gradient and
-weight buckets on the CPU, which are coalesced, killed processes with "malloc(): unaligned tcache chunk detected".  One
-worker runs the collectives of a group in the order in which they were started, as NCCL and HCCL do.
+takes no lock (``ProcessGroupGloo::runLoop`` in ``ProcessGroupGloo.cpp``; seen with torch 2.13 and 2.15, not 2.7.1).
+Two collectives with names of more than 15 characters that end at the same time corrupt the heap: megatron's gradient
+and weight buckets on the CPU, which are coalesced, killed processes with "malloc(): unaligned tcache chunk detected".
+One worker runs the collectives of a group in the order in which they were started, as NCCL and HCCL do.
 
 A group's threads run with the policy SCHED_BATCH, which saves more than a third of the CPU time of tiny models with
 tensor parallelism on two cores (docs/performance.md).
@@ -50,8 +50,14 @@ def _in_batch_policy() -> Iterator[None]:
 
 
 @_in_batch_policy()
-def with_one_worker(group: ProcessGroupGloo, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-    """Construct ``group`` as torch does, also on the interfaces in GLOO_SOCKET_IFNAME, but with one worker."""
+def with_one_worker(
+    group: ProcessGroupGloo, store: Store, rank: int, size: int, timeout: timedelta, enable_reconfigure: bool = False
+) -> None:
+    """Construct ``group`` as torch does, also on the interfaces in GLOO_SOCKET_IFNAME, but with one worker.
+
+    ``enable_reconfigure``: torch 2.15 passes it; it is true only for groups that our code never makes.
+    """
+    assert not enable_reconfigure
     options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]  (the stub has another name)
     interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     options._devices = [ProcessGroupGloo.create_device(interface=name) for name in interfaces] or [

@@ -296,7 +296,7 @@ NPU_SHIMS: tuple[Shim, ...] = (
     *COMMON_SHIMS,
     Shim("torch:Tensor.type", _type_as_on_cuda, "the optimizers accept torch.cuda.* type names only"),
 )
-"""Replacements for megatron-core 0.16 besides those of ``transfer_to_npu``, which does not change ``Tensor.type``."""
+"""Replacements for megatron-core besides those of ``transfer_to_npu``, which does not change ``Tensor.type``."""
 
 
 # Its runtime

@@ -32,7 +32,7 @@ from mm.parallel.units import BucketLayout, BucketPlaces, Unit, owned_weights
 from mm.parallel.weight_shards import WeightShards
 
 _ASKS_FOR_PLACES = "param_index_map" in inspect.signature(_ParamAndGradBucket.__init__).parameters
-"""A bucket of megatron-core 0.17 must be told where its weights lie in the buffer; one of 0.16 computes this itself."""
+"""A bucket must be told where its weights lie in the buffer; one of megatron-core 0.16 computes this itself."""
 
 
 class UnitGradients:
@@ -143,11 +143,13 @@ class _UnitBuffer:
         self.places: list[BucketPlaces] = []
         """By bucket: where each weight begins and ends in it."""
         self.numel = self.numel_unpadded = 0
+        self.num_optimizer_shards = group.size()
+        """megatron-core 0.19's optimizer compares it with its own number of ranks."""
         for weights in units:
             self._append(weights)
 
     def get_unpacked_index_map(self) -> dict[Any, tuple[int, int, int]]:
-        """What megatron-core 0.17's optimizer reads: the same here, because we have no 4-bit weights."""
+        """What megatron-core 0.17's optimizer alone reads: the same here, because we have no 4-bit weights."""
         return self.param_index_map
 
     def _append(self, weights: list[Any]) -> None:

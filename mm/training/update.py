@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
 from mm.device.device import Device
@@ -134,8 +136,7 @@ def _summands(loss: Tensor, inner: Sequence[Any], mesh: Mesh, votes: Tensor | No
     """
     squares = torch.zeros_like(loss)
     for chained in inner:
-        gradients = chained.get_main_grads_for_grad_norm()
-        if gradients:
+        if gradients := gradients_for_norm(chained):
             norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]  (no public name)
             square = torch.linalg.vector_norm(torch.stack(norms)).square()
             squares += _counted(square, _is_split(chained) or mesh.copy_rank == 0)
@@ -143,6 +144,15 @@ def _summands(loss: Tensor, inner: Sequence[Any], mesh: Mesh, votes: Tensor | No
     if votes is not None:
         sums = torch.cat([sums, votes])
     return sums
+
+
+def gradients_for_norm(chained: Any) -> list[Tensor]:
+    """The gradients of an optimizer that count on this rank, by megatron's rules.
+
+    Its own method is ``get_main_grads_for_grad_norm`` up to megatron-core 0.18, ``get_grads_for_grad_norm`` in 0.19.
+    """
+    return [one.grad for one in chained.get_parameters() if one.grad is not None and param_is_not_shared(one)
+            and param_is_not_tensor_parallel_duplicate(one)]
 
 
 def _counted(value: Tensor, counts: bool) -> Tensor:

@@ -72,9 +72,14 @@ def test_an_interface_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPat
         _options(gloo.with_one_worker)
 
 
-def _options(make: object) -> tuple[int, int, timedelta]:
+def test_torch_2_15_asks_for_a_group_with_another_argument() -> None:
+    """As its own ``init_process_group`` does, whatever the value."""
+    assert _options(gloo.with_one_worker, enable_reconfigure=False)[0] == 1
+
+
+def _options(make: object, **more: bool) -> tuple[int, int, timedelta]:
     """Number of workers, number of interfaces and timeout of a group that ``make`` constructs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist.ProcessGroupGloo, "__init__", make)
-        group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=timedelta(minutes=3))
+        group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=timedelta(minutes=3), **more)
     return group.options._threads, len(group.options._devices), group.options._timeout

@@ -31,6 +31,7 @@ from mm.training.disks import Disks  # noqa: E402
 from mm.training.optimizer_state import OwnedState, owned_states, scaler_state  # noqa: E402
 from mm.training.save import BegunSave  # noqa: E402
 from mm.training.step import Setup, forward_backward, step  # noqa: E402
+from mm.training.update import gradients_for_norm  # noqa: E402
 from mm.weights.halves import joined  # noqa: E402
 from mm.weights.memory import memory_shape  # noqa: E402
 from mm.weights.table import model_weights, unshard  # noqa: E402
@@ -135,7 +136,7 @@ class Run:
         forward_backward(self.setup, self.plan())
         assert not self.optimizer.prepare_grads()
         return [gradient for one in self.optimizer.chained_optimizers
-                for gradient in one.get_main_grads_for_grad_norm()]
+                for gradient in gradients_for_norm(one)]
 
     def save(
         self, directory: Path, retention: Retention = ALL_KEPT, disks: Disks | None = None, **options: bool

@@ -41,12 +41,16 @@ class Combination:
 
 COMBINATIONS = (
     Combination("locked", "3.11", "2.13.0", "0.16.1", "5.23.0", Others.LOCKED),
-    Combination("oldest", "3.10", "2.7.1", "0.16.0", "5.18.0", Others.OLDEST),
+    Combination("oldest", "3.10", "2.7.1", "0.16.0", "5.20.0", Others.OLDEST),
     Combination("image-2.7", "3.11", "2.7.1", "0.16.1", "5.24.0", Others.NEWEST),
-    Combination("image-2.10", "3.12", "2.10.0", "0.16.1", "5.24.0", Others.NEWEST),
-    Combination("newest", "3.12", "2.13.0", "0.17.1", "5.24.0", Others.NEWEST),
+    Combination("image-2.10", "3.12", "2.10.0", "0.19.2", "5.24.0", Others.NEWEST),
+    Combination("python-3.11", "3.11", "2.15.0", "0.16.1", "5.24.0", Others.NEWEST),
+    Combination("core-0.17", "3.12", "2.12.1", "0.17.1", "5.21.1", Others.NEWEST),
+    Combination("core-0.18", "3.12", "2.14.1", "0.18.2", "5.22.2", Others.NEWEST),
+    Combination("newest", "3.13", "2.15.0", "0.19.2", "5.24.0", Others.NEWEST),
 )
-"""Every end of every range in setup.py is in one of them; the two images are Ascend's of mid-2026."""
+"""Every end of every range in setup.py is in one of them, and every minor version of megatron-core; the two images are
+Ascend's of mid-2026."""
 
 
 def _locked() -> dict[str, str]:
