@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -11,11 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from mm.config.run import load_run
 from mm.conversion import convert
 from mm.conversion.convert import Options
+from mm.errors import UserError
 from mm.formats.layout import Layout
 from mm.formats.storage import Format, Storage
 from mm.ports import free_port
+from tests.config.test_fsdp2 import BROUGHT
 from tests.files import EXAMPLES, ROOT
 from tests.launch import warm_python
 from tests.scoring.tables import encoded, peer_json, write_table
@@ -195,6 +199,38 @@ def test_a_brought_script_runs_to_its_figures(tmp_path: Path) -> None:
                                     "Consumed Tokens per Second"), strict=True):
         assert re.fullmatch(rf"{name}: \d+\.\d+", line) and float(line.rpartition(" ")[2]) > 0, figures
     assert (tmp_path / "save_dir" / "latest_checkpointed_iteration.txt").read_text().strip() == "4"
+
+
+FSDP = (SCRIPT.replace("NPUS_PER_NODE=2", "NPUS_PER_NODE=8").replace("PP=2", "PP=1").replace("model_2", "model_72b")
+        .replace("    --use-distributed-optimizer \\\n", "    --bf16 \\\n    --use-torch-fsdp2 \\\n"
+                 "    --fsdp2-config-path {inputs}/fsdp2_config.yaml \\\n    --use-cpu-initialization \\\n"
+                 "    --init-model-with-meta-device \\\n    --no-initialization \\\n"
+                 "    --untie-embeddings-and-output-weights \\\n")
+        .replace("--ckpt-format torch ", "--ckpt-format torch_dist "))
+"""The same with what MindSpeed-MM's script for the 72B on FSDP2 has otherwise."""
+
+
+def test_a_brought_script_for_fsdp2_has_lists_that_do_not_count(tmp_path: Path) -> None:
+    """One stage, as there, although ``model_72b.json`` has lists of eight numbers."""
+    write_inputs(tmp_path)
+    (tmp_path / "mm").symlink_to("hf")
+    (tmp_path / "fsdp2_config.yaml").write_text(BROUGHT)
+    shutil.copy(EXAMPLES / "model_72b.json", tmp_path)
+    torchrun = tmp_path / "bin" / "torchrun"
+    torchrun.parent.mkdir()
+    torchrun.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {tmp_path}/words\n')
+    torchrun.chmod(0o755)
+    run_script(FSDP, tmp_path, torchrun.parent)
+    words = (tmp_path / "words").read_text().split("\n")[:-1]
+    flags = words[words.index("pretrain_vlm.py") + 1 :]
+    started = load_run(flags, environment={"WORLD_SIZE": "8", "RANK": "0"})
+    assert (started.num_stages, started.dp_size, started.shards_weights) == (1, 8, True)
+    towers = started.model.vision, started.model.language
+    assert [tower.pipeline_num_layers for tower in towers] == [((32,),), ((80,),)]
+    assert [note for note in started.notes if "the pipeline_num_layers lists have 8 stages" in note]
+    at = flags.index("--pipeline-model-parallel-size")
+    with pytest.raises(UserError, match="needs one pipeline stage"):  # without the flag, the lists count
+        load_run(flags[:at] + flags[at + 2 :], environment={"WORLD_SIZE": "8", "RANK": "0"})
 
 
 INFERENCE = MACHINES + """\

@@ -189,6 +189,13 @@ class ModelConfig:
                        freeze_modules=())
 
     @property
+    def on_one_stage(self) -> "ModelConfig":
+        """The model with all layers on one stage: each list is summed."""
+        vision, language = (replace(tower, pipeline_num_layers=((tower.num_layers,),))
+                            for tower in (self.vision, self.language))
+        return replace(self, vision=vision, language=language)
+
+    @property
     def visual_token_ids(self) -> tuple[int, int]:
         """The tokens of images and of videos, whose embeddings the projector's output replaces."""
         return self.image_token_id, self.video_token_id

@@ -31,6 +31,7 @@ from mm.config.run_notes import (
     frozen_notes,
     overridden_notes,
     sharding_notes,
+    sums_lists,
 )
 from mm.config.sampling import loss_problems, sampling_notes
 from mm.config.schema import changed, shown
@@ -221,7 +222,10 @@ def _attempt(read: Callable[[Given], Value], given: Given | None, problems: list
 
 
 def _with_flags(model: ModelConfig, args: Arguments) -> ModelConfig:
-    """``model`` with the flags' patterns, adapters, settings of memory and rates where its JSON has none."""
+    """``model`` with the flags' patterns, adapters, settings of memory and rates where its JSON has none.
+
+    On one stage if the flags say so.
+    """
     vision, language = (
         dataclasses.replace(tower, **{name: getattr(args, name) for name in ACTIVATION_FLAGS
                                       if not changed(getattr(tower, name))})
@@ -234,7 +238,8 @@ def _with_flags(model: ModelConfig, args: Arguments) -> ModelConfig:
             parts[part] = dataclasses.replace(parts[part], rates=rates)
     parts |= {name: getattr(model, name) or getattr(args, name) for name in _PATTERNS}
     parts["lora"] = merged(model.lora, args.lora)
-    return dataclasses.replace(model, **parts)
+    found = dataclasses.replace(model, **parts)
+    return found.on_one_stage if sums_lists(args, model) else found
 
 
 def _missing_paths(words: Words, data: DataConfig | None, environment: Mapping[str, str]) -> Iterator[str]:

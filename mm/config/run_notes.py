@@ -45,8 +45,17 @@ def frozen_notes(args: Arguments, model: ModelConfig) -> Iterator[str]:
                 yield NoEffect(keys, "freeze is true, and a frozen ViT keeps no activations", args.mm_model)
 
 
+def sums_lists(args: Arguments, model: ModelConfig) -> bool:
+    """Whether the pipeline lists of ``model`` do not count, as in MindSpeed-MM where FSDP2 is on one stage."""
+    return args.shards_weights and args.pipeline_model_parallel_size == 1 and model.num_stages * model.num_chunks > 1
+
+
 def overridden_notes(args: Arguments, model: ModelConfig) -> Iterator[str]:
-    """Flags about activations that change nothing in ``model``, the content of its JSON."""
+    """Pipeline lists that flags override, and flags about activations that change nothing in ``model``, the content of
+    its JSON."""
+    if sums_lists(args, model):
+        yield (f"{args.mm_model}: the pipeline_num_layers lists have {model.num_stages} stages, but weights are in "
+               f"shards and --pipeline-model-parallel-size is 1: all layers are on one stage")
     for setting, flags in ACTIVATION_FLAGS.items():
         given = [flag_name(name) for name in flags if name in changed(args)]
         if given and all(changed(getattr(tower, setting)) for tower in (model.vision, model.language)):

@@ -216,4 +216,4 @@ def _nested(counts: list[int], num_stages: int) -> PipelineLayout:
 @cache
 def one_stage(model: ModelConfig) -> ModelConfig:
     """``model`` in one slot, for computing once what does not depend on the lists."""
-    return Lists.spread(model.vision.num_layers, model.language.num_layers, 1, 1).applied(model)
+    return model.on_one_stage
