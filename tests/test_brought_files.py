@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.config.test_fsdp2 import BROUGHT
 
 from mm.config.run import load_run
 from mm.conversion import convert
@@ -19,7 +20,6 @@ from mm.errors import UserError
 from mm.formats.layout import Layout
 from mm.formats.storage import Format, Storage
 from mm.ports import free_port
-from tests.config.test_fsdp2 import BROUGHT
 from tests.files import EXAMPLES, ROOT
 from tests.launch import warm_python
 from tests.scoring.tables import encoded, peer_json, write_table

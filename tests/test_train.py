@@ -284,7 +284,7 @@ def test_the_same_command_begins_and_goes_on(inputs: Path) -> None:
     assert first["loss"] == metrics(inputs, "whole")[0]["loss"]
     again = ("--load", str(inputs / "third" / "save"), "--pretrained-checkpoint", str(inputs / "same" / "save"))
     said = run(inputs, "third", 1, *again, "--train-iters", "7")
-    assert f"starts from the weights of {inputs / 'same' / 'save'} (--pretrained-checkpoint)" in said
+    assert f"loaded a training checkpoint from {inputs / 'same' / 'save'}, iteration 6" in said
     assert "--no-load-optim: the learning-rate schedule restarts after iteration 6" in said
     said = run(inputs, "third", 1, *again, "--train-iters", "7", "--finetune", "--lr-decay-style", "cosine")
     assert f"loaded a training checkpoint from {inputs / 'third' / 'save'}, iteration 7" in said

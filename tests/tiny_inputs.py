@@ -57,6 +57,7 @@ def write_data(directory: Path, dataset: Path, preprocess: dict[str, Any] | None
     ``preprocess`` and ``basic`` override settings of these two sections.
     """
     data = json.loads((EXAMPLES / "data_tiny.json").read_text())
+    del data["dataset_param"]["basic_parameters"]["truncation"]  # which confirms the default for packs
     data["dataset_param"]["preprocess_parameters"] |= {
         "model_name_or_path": str(directory / "hf"), **(preprocess or {}),
     }  # fmt: skip

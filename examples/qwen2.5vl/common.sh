@@ -173,31 +173,16 @@ training_args() {
     )
 }
 
-# published_args: add the other flags of MindSpeed-MM's scripts for the published sizes, which train in bf16.
+# published_args: add the flags of every training of a published size, as in MindSpeed-MM's scripts without those that
+# have no effect here.
 published_args() {
     GPT_ARGS+=(
-        --use-mcore-models
         --context-parallel-algo ulysses_cp_algo
-        --tokenizer-type NullTokenizer
-        --make-vocab-size-divisible-by 1
-        --normalization RMSNorm
-        --use-fused-rmsnorm
-        --swiglu
-        --use-fused-swiglu
-        --no-masked-softmax-fusion
         --clip-grad 0.0
         --bf16
-        --use-flash-attn
         "${OVERLAP_ARGS[@]}"
         --num-workers 8
         --distributed-timeout-minutes 20
-        --distributed-backend nccl
-    )
-    MM_ARGS+=(--mm-tool "$MM_TOOL")
-    OUTPUT_ARGS+=(
-        --eval-interval 10000
-        --eval-iters 5000
-        --ckpt-format torch
     )
 }
 
@@ -211,6 +196,7 @@ launch() {
     done
     local flags=("${GPT_ARGS[@]}" "${MM_ARGS[@]}" "${OUTPUT_ARGS[@]}"
         --load "$SAVE_PATH" --pretrained-checkpoint "$LOAD_PATH" "$@")
+    [[ " $* " == *" --calculate-per-"* ]] || flags+=(--calculate-per-token-loss)
     local rehearse=(env -u WORLD_SIZE -u RANK -u LOCAL_RANK "$PYTHON" -m mm.train "${flags[@]}"
         --world-size "$WORLD_SIZE")
     local flag log status rehearsal words

@@ -14,7 +14,6 @@ nodes_from_hostfile "$HOSTFILE"
 
 MM_DATA=${MM_DATA:-./examples/qwen2.5vl/data_32b.json}
 MM_MODEL=${MM_MODEL:-./examples/qwen2.5vl/model_32b.json}
-MM_TOOL=${MM_TOOL:-./mindspeed_mm/tools/tools.json}
 LOAD_PATH=${LOAD_PATH:-ckpt/mm_path/Qwen2.5-VL-32B-Instruct}
 SAVE_PATH=${SAVE_PATH:-save_dir}
 
@@ -36,9 +35,4 @@ derive_sizes
 # model_32b.json has the sizes of the model, common.sh the flags of every training; the others are here.
 training_args
 published_args
-GPT_ARGS+=(
-    --vocab-size 152064
-    --no-gradient-accumulation-fusion
-    --variable-seq-lengths
-)
 launch "$@"

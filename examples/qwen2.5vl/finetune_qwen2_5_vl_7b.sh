@@ -9,7 +9,6 @@ NNODES=${NNODES:-1}
 
 MM_DATA=${MM_DATA:-./examples/qwen2.5vl/data_7b.json}
 MM_MODEL=${MM_MODEL:-./examples/qwen2.5vl/model_7b.json}
-MM_TOOL=${MM_TOOL:-./mindspeed_mm/tools/tools.json}
 LOAD_PATH=${LOAD_PATH:-ckpt/mm_path/Qwen2.5-VL-7B-Instruct}
 SAVE_PATH=${SAVE_PATH:-save_dir}
 
@@ -30,8 +29,4 @@ derive_sizes
 # model_7b.json has the sizes of the model, common.sh the flags of every training; the others are here.
 training_args
 published_args
-GPT_ARGS+=(
-    --vocab-size 152064
-    --variable-seq-lengths
-)
 launch "$@"

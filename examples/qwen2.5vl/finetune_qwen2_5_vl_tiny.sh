@@ -29,7 +29,6 @@ training_args
 GPT_ARGS+=(
     --device "${DEVICE:-cpu}"
     --clip-grad 1.0
-    --calculate-per-token-loss
     --num-workers 0
 )
 OUTPUT_ARGS+=(--log-dir "$LOG_DIR")

@@ -64,7 +64,9 @@ class Run:
     data: DataConfig
     world_size: int
     notes: tuple[str, ...] = ()
-    """Notes on settings that have no effect, or are missing in a dry run; to be printed once."""
+    """Notes on settings that change results or have no effect; to be printed once."""
+    missing: tuple[str, ...] = ()
+    """Files and directories that a run needs, and this dry run does not."""
     given_start: Mapping[str, str | None] | None = None
     """``Arguments.given_start`` of the command line; the files may change ``args.load``."""
 
@@ -168,7 +170,7 @@ def load_run(
     """Read and check everything; raises UserError with all problems of the flags and of both files.
 
     The world size is ``world_size`` if given, else WORLD_SIZE of the ``environment`` (torchrun sets it), else
-    ``--world-size``, else 1.  With ``--dry-run`` a missing file or directory is a note instead of a problem.
+    ``--world-size``, else 1.  With ``--dry-run`` a missing file or directory is no problem.
     ``checks_layout``: also check that the sizes of parallel groups and batches fit each other.
     """
     words = TRAIN.split(argv)
@@ -190,8 +192,7 @@ def load_run(
              *overridden_notes(args, model.value),
              *placement_notes(model.value, args.tensor_model_parallel_size, args.mm_model),
              *lora_notes(model.value.lora, args.lora, args.mm_model), *model.notes, *data.notes)
-    run = Run(args, _with_flags(model.value, args), data.value, world_size,
-              (*notes, *(missing if is_dry_run else ())), args.given_start)
+    run = Run(args, _with_flags(model.value, args), data.value, world_size, notes, tuple(missing), args.given_start)
     run = dataclasses.replace(run, notes=(*run.notes, *sharding_notes(args, run.num_copies)))
     refuse((*problems, *(parallel_problems(run) if checks_layout else ()), *loss_problems(args, data.value),
             *validation_problems(args, data.value), *question_flag_problems(args),

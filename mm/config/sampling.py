@@ -26,13 +26,12 @@ def sampling_notes(args: Arguments, data: DataConfig) -> Iterator[str]:
             "add --calculate-per-microbatch-loss for that, or --calculate-per-token-loss to confirm this")
         yield (f"loss: every target token of the global batch has the same weight.  MindSpeed-MM averages over each "
                f"microbatch, then over the microbatches: {advice}")
-    if data.packs:
+    if data.packs and data.truncation is None:
         yield (f"{args.mm_data}: packing fills each microbatch with whole samples, up to --seq-length x "
                f"--micro-batch-size = {args.seq_length * args.micro_batch_size} tokens; --global-batch-size counts "
-               f"samples, not packs as in MindSpeed-MM")
-        if data.truncation is None:
-            yield (f"{args.mm_data}: with packing, samples longer than --seq-length lose whole turns; set "
-                   f"\"truncation\": \"tokens\" in basic_parameters to cut them as MindSpeed-MM does without packing")
+               f"samples, not packs as in MindSpeed-MM.  Samples longer than --seq-length lose whole turns; set "
+               f"\"truncation\" in basic_parameters to \"turns\" to confirm this, or to \"tokens\" to cut them as "
+               f"MindSpeed-MM does without packing")
     if data.priority_mode != "data_bucketing_img" and data.sampler_type != "BucketBatchSampler":
         yield NoEffect(["priority_mode"], "it affects the BucketBatchSampler only", args.mm_data)
 

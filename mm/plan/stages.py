@@ -63,6 +63,7 @@ def stage_report(run: Run) -> str:
         _exchange_table(run, placement, sizes),
         _device_lines(run, placement, sizes),
         _group_lines(run),
+        ["Not here yet, but needed to train:", *(f"  - {one}" for one in run.missing)] if run.missing else [],
         ["Notes:", *(f"  - {note}" for note in notes)] if notes else [],
     ]
     return "\n\n".join("\n".join(table) for table in tables if table)

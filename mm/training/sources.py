@@ -44,14 +44,13 @@ def with_start(run: Run) -> Run:
         return run
     if args.load is not None and not holds_nothing(args.load):
         return _resumed(run)
-    found = "" if args.load is None else f"--load {args.load} holds no checkpoint yet, so "
-    begins = f"{found}the run starts from the weights of"
     if (base := args.pretrained_checkpoint) is not None:
         if os.path.isdir(base) and not is_peft_directory(base):  # a dry run goes on without it
             find_kind(base, named_in_script("--pretrained-checkpoint", base, os.environ))
-        note = f"{begins} {base} (--pretrained-checkpoint)"
-        args = replace(args, load=base, no_load_optim=True, no_load_rng=True)
-    elif args.load_base_model is not None:
+        return replace(run, args=replace(args, load=base, no_load_optim=True, no_load_rng=True))
+    found = "" if args.load is None else f"--load {args.load} holds no checkpoint yet, so "
+    begins = f"{found}the run starts from the weights of"
+    if args.load_base_model is not None:
         note = f"{begins} {args.load_base_model} (--load-base-model)"
         args = replace(args, load=None if run.model.lora.is_on else args.load_base_model)
     else:

@@ -127,11 +127,12 @@ def test_the_video_token_as_image_token_is_read_as_mindspeed_mm_writes_it(tmp_pa
     assert any("img_context_token_id is 151656, which is the video token" in note for note in read.notes)
 
 
-def test_keys_without_effect_are_noted_once_with_the_reason():
-    notes = "\n".join(read_model(EXAMPLES / "model_7b.json").notes)
+def test_keys_without_effect_are_noted_once_with_the_reason(tmp_path):
+    notes = "\n".join(read_model(write(tmp_path, changed("model_7b.json", {f"{LANGUAGE}.seq_length": 1024}))).notes)
     assert notes.count("text_decoder.seq_length") == 1
     assert "text_decoder.seq_length" in notes and ": no effect: --seq-length decides" in notes
-    notes = read_data(EXAMPLES / "data_7b.json").notes
+    data = changed("data_7b.json", {"dataset_param.basic_parameters.preprocessing_batch_size": 1000})
+    notes = read_data(write(tmp_path, data)).notes
     assert any("prepared on the fly" in note and "basic_parameters.preprocessing_batch_size" in note for note in notes)
 
 

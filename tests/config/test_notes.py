@@ -1,5 +1,7 @@
 """Notes at the start of a run: changes of results come first, settings without effect are counted."""
 
+import pickle
+
 import pytest
 
 from mm.config.flags import parse
@@ -36,3 +38,8 @@ def test_several_settings_without_effect_are_one_line():
 ])
 def test_flags_that_need_another_one_are_noted(flags, note):
     assert note in list(flag_notes(parse([*REQUIRED, *flags])))
+
+
+def test_notes_pickle_as_rank_0_sends_its_run_to_other_nodes() -> None:
+    sent = pickle.loads(pickle.dumps(IDLE))
+    assert sent == IDLE and [one.num_settings for one in sent] == [one.num_settings for one in IDLE]

@@ -36,8 +36,8 @@ def test_long_patterns_and_paths_are_problems(tmp_path):
     (problem,) = problems(tmp_path, "--freeze-modules", "*a" * 300)
     assert "or the command line: freeze_modules has a pattern of 600 characters, '*a*a" in problem
     assert "at most 500" in problem
-    notes = load(tmp_path, "--load", "a" * 5000).notes  # a longer name than any file system allows
-    assert any("--load is 'aaaa" in note and "which is not a directory" in note for note in notes)
+    missing = load(tmp_path, "--load", "a" * 5000).missing  # a longer name than any file system allows
+    assert any("--load is 'aaaa" in one and "which is not a directory" in one for one in missing)
 
 
 def test_microbatches_of_a_step_are_bounded(tmp_path):
@@ -268,7 +268,7 @@ def test_rates_without_effect_are_noted(tmp_path):
 
 def test_missing_paths_are_problems_except_in_a_dry_run(tmp_path):
     run = load(tmp_path, "--load", "nowhere")
-    reported = "\n".join(run.notes)
+    reported = "\n".join(run.missing)
     for what in ("--load is 'nowhere', which is not a directory", "model_name_or_path", "dataset_dir is './data'",
                  "dataset is './data/mllm"):
         assert what in reported
@@ -281,7 +281,9 @@ def test_missing_paths_are_problems_except_in_a_dry_run(tmp_path):
 
 def test_notes(tmp_path):
     reported = "\n".join(load(tmp_path, "--sequence-parallel", "--loss-scale", "8", "--use-flash-attn",
-                          "--profile-ranks", "9", "--mm-tool", "tools.json", "--profile-level", "level1").notes)
+                          "--profile-ranks", "9", "--mm-tool", "tools.json", "--profile-level", "level1",
+                              model={f"{LANGUAGE}.seq_length": 1024},
+                              data={"dataset_param.basic_parameters.preprocessing_batch_size": 1000}).notes)
     for what in ("--profile-ranks: no effect: they need --profile", "--mm-tool: no effect",
                  "--profile-level: no effect", "--sequence-parallel: no effect: there is one", "--load is absent",
                  "--save is absent",

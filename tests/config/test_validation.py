@@ -20,7 +20,7 @@ def test_questions_are_asked_at_the_interval_and_after_the_last_step(tmp_path):
     run = load(tmp_path, *asked)
     assert [step for step in range(1, 101) if asks(run.args, step)] == [40, 80, 100]
     assert not any(asks(load(tmp_path).args, step) for step in range(1, 101))
-    assert "--eval-generate-questions is 'q.json', which is not a file" in run.notes  # a problem without --dry-run
+    assert "--eval-generate-questions is 'q.json', which is not a file" in run.missing  # a problem without --dry-run
 
 
 def test_validation_needs_samples_and_may_be_switched_off(tmp_path):
