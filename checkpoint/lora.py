@@ -48,7 +48,7 @@ def lora_hf_to_mm(
             f"{directory.path} holds {model.trainable_modules[0]}, which was fully trained along with the adapters; "
             f"MindSpeed-MM's layout stores adapters only: make a whole model with merge_lora, and convert that."
         )
-    source = open_adapter(directory, model)
+    source = open_adapter(directory, model, is_own=True)
     check_layout(layout, model, LAYOUT)
     return to_mindspeed(source, Path(mm_dir), layout, Storage(format, Structure.CANONICAL, adapters_only=True))
 

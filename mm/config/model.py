@@ -345,14 +345,15 @@ def _vision_problems(vision: VisionConfig) -> Iterator[str]:
 
 
 def _language_problems(language: LanguageConfig) -> Iterator[str]:
-    heads, width = language.num_attention_heads, language.kv_channels
-    if width * heads != language.hidden_size:
-        yield (f"text_decoder.hidden_size is {language.hidden_size}; expected num_attention_heads x kv_channels = "
-               f"{heads} x {width}")
+    heads, width, section = language.num_attention_heads, language.kv_channels, language.mrope_section
+    if len(section) != 3 or min(section) < 0:
+        yield (f"text_decoder.mrope_section is {list(section)}; expected three numbers of at least 0 (time, height, "
+               f"width) whose sum is half of a head's width")
+    elif not language.hidden_size == heads * width == heads * 2 * sum(section):
+        yield (f"text_decoder.hidden_size is {language.hidden_size}, num_attention_heads {heads}, kv_channels {width} "
+               f"(by default their quotient) and mrope_section {list(section)}; expected hidden_size = "
+               f"num_attention_heads x kv_channels, and kv_channels = twice the sum of mrope_section, such as "
+               f"{heads * 2 * sum(section)} = {heads} x {2 * sum(section)}")
     if heads % language.num_query_groups:
         yield (f"text_decoder.num_query_groups is {language.num_query_groups}; expected a divisor of "
                f"num_attention_heads = {heads}")
-    section = language.mrope_section
-    if len(section) != 3 or min(section) < 0 or 2 * sum(section) != width:
-        yield (f"text_decoder.mrope_section is {list(section)}; expected three numbers of at least 0 (time, height, "
-               f"width) whose sum is half of kv_channels = {width // 2}")

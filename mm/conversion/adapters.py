@@ -110,7 +110,7 @@ def open_beside(path: str | Path, base: ModelConfig) -> Source:
     if not is_peft_directory(path):
         return open_saved(path)
     directory = AdapterDirectory.open(path)
-    return open_adapter(directory, directory.model(base))
+    return open_adapter(directory, directory.model(base), is_own=True)
 
 
 def _difference(source: Source, model: ModelConfig) -> list[str]:

@@ -167,20 +167,27 @@ class AdapterDirectory:
         refuse(problems)
         return alphas
 
-    def views(self, model: ModelConfig) -> tuple[list[View], list[Misfit]]:
-        """Views of the weights that a checkpoint of ``model`` saves, and tensors that do not fit."""
+    def views(self, model: ModelConfig, is_own: bool = False) -> tuple[list[View], list[Misfit]]:
+        """Views of the weights that a checkpoint of ``model`` saves, and tensors that do not fit.
+
+        ``is_own``: the model is that of ``self.model``, not of a run's settings.
+        """
+        missing = ("without which the others are of no use; save or download it again" if is_own else
+                   "which the settings of this run train: did --lora-target-modules, lora_mixed_training or "
+                   "--trainable-modules change?")
+        unknown = ("for which the given base model has no layer; give the model that the adapters were trained on"
+                   if is_own else "which the settings of this run do not train; name its layer with "
+                                  "--lora-target-modules, if the base model has it")
         views, misfits, left_over = whole_views(
             saved_weights(model), self.tensors,
-            lambda name, _: f"{self.path} has no {name}, which the settings of this run train: did "
-                            f"--lora-target-modules, lora_mixed_training or --trainable-modules change?",
+            lambda name, _: f"{self.path} has no {name}, {missing}",
             lambda name, shape, stored: (
                 f"{self.path / WEIGHTS_FILE}: {name} has shape {list(stored.shape)}, but this model needs "
                 f"{list(shape)}; does the adapter belong to another base model, or have another rank?"))
         whole = [name for name in left_over if ".lora_" not in name]
         for name in left_over:
             text = self._untrained(name, whole, model) if name in whole else (
-                f"{self.path / WEIGHTS_FILE} holds {name}, which the settings of this run do not train; name its "
-                f"layer with --lora-target-modules, if the base model has it")
+                f"{self.path / WEIGHTS_FILE} holds {name}, {unknown}")
             misfits.append(Misfit("left over", text, hf_name=name, stored=self.tensors[name]))
         return views, misfits
 
@@ -189,7 +196,7 @@ class AdapterDirectory:
         text = (f"{self.path / WEIGHTS_FILE} holds {name}, which was fully trained along with the adapters "
                 f"(modules_to_save of {CONFIG_FILE})")
         weights = {one: weight for weight in model_weights(model.base) for one in weight.hf_names}
-        merge = "merge adapters and model with PEFT (merge_and_unload), and train that model, saved, as --load"
+        merge = "merge adapters and model with PEFT (merge_and_unload), and give that model, saved, instead"
         if name not in weights:
             return f"{text}, but the model has no such weight; {merge}"
         apart = [one for one in weights[name].hf_names if one not in self.tensors]
@@ -214,10 +221,10 @@ class AdapterDirectory:
         alphas = tuple((one.layer, scales[one.layer] * one.alpha / one.scale) for one in found)
         return replace(plain, lora=replace(lora, alpha_pattern=alphas))
 
-    def problems(self, model: ModelConfig) -> list[str]:
-        """How these adapters differ from those of ``model``: one sentence per kind of difference."""
+    def problems(self, model: ModelConfig, is_own: bool = False) -> list[str]:
+        """How these adapters differ from those of ``model``: one sentence per kind of difference; see ``views``."""
         by_kind: dict[tuple[str, bool], list[str]] = {}
-        for misfit in self.views(model)[1]:
+        for misfit in self.views(model, is_own)[1]:
             is_matrix = ".lora_" in (misfit.hf_name or "")
             by_kind.setdefault((misfit.kind, is_matrix), []).append(misfit.text)
         found = [f"{texts[0]}{f' (and {len(texts) - 1} more tensors)' if len(texts) > 1 else ''}"

@@ -299,12 +299,12 @@ def open_training(directory: TrainingDirectory, lenient: bool = False, takes_ada
                    base_crc32=base.get("crc32"), base_name=base.get("path"))
 
 
-def open_adapter(directory: AdapterDirectory, model: ModelConfig) -> Source:
+def open_adapter(directory: AdapterDirectory, model: ModelConfig, is_own: bool = False) -> Source:
     """A PEFT directory as a source: the adapters and fully trained modules of ``model``.
 
-    Raises UserError with all mismatches.
+    ``is_own``: that is ``directory.model``, not a run's.  Raises UserError with all mismatches.
     """
-    refuse(directory.problems(model))
+    refuse(directory.problems(model, is_own))
     return _source(directory, Kind.ADAPTER, model, 1, directory.views(model), False, base_crc32=directory.base_crc32,
                    base_name=directory.base_name)
 

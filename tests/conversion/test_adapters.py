@@ -279,6 +279,23 @@ def test_adapters_of_another_model_cause_a_note(broken: Path, folder: Path, caps
     assert base_notes(stated, open_base(base, model_of())) == []  # compared by checksum
 
 
+@pytest.mark.parametrize(("name", "what"), [
+    ("model.layers.9.self_attn.q_proj.lora_A.weight", "for which the given base model has no layer"),
+    (None, "without which the others are of no use"),
+])
+def test_a_tensor_too_many_or_too_few_is_reported_without_a_trainers_flags(
+    name: str | None, what: str, broken: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    tensors = load_file(broken / WEIGHTS_FILE)
+    victim = min(one for one in tensors if one.endswith("lora_B.weight"))
+    save_file({one: tensor for one, tensor in tensors.items() if name or one != victim}
+              | ({f"{PREFIX}{name}": torch.zeros(2, 2)} if name else {}), broken / WEIGHTS_FILE)
+    assert main(["Qwen2_5_VLConverter", "merge_lora", "--cfg.lora_dir", str(broken), "--cfg.hf_config.hf_dir",
+                 str(folder / "base"), "--cfg.save_hf_dir", str(tmp_path / "merged")]) == 2
+    said = capsys.readouterr().err
+    assert what in said and "--lora" not in said and "--load" not in said
+
+
 def test_an_adapter_of_another_base_model_is_rejected(folder: Path, tmp_path: Path) -> None:
     base = model_of()
     wide = replace(base, language=replace(base.language, ffn_hidden_size=80))
