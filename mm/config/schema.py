@@ -244,5 +244,7 @@ def shown(value: Any) -> str:
         text = json.dumps(value, ensure_ascii=False, default=repr)
     except (TypeError, ValueError):  # YAML allows lists as keys, and lists that contain themselves
         text = repr(value)
+    except RecursionError:  # at a depth that the parser just accepts
+        text = f"a deeply nested {type(value).__name__}"
     return text if len(text) <= 80 else text[:77] + "..."
 

@@ -1,4 +1,4 @@
-"""Notes about samples that are changed or left out because of their length or their text.
+"""Notes about samples that are changed or left out because of their length or their text, and about unread keys.
 
 Each note is a sentence with a count, the first few samples, and what to change.
 """
