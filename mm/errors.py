@@ -50,9 +50,9 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub(lambda found: repr(found[0])[1:-1], redacted(text))
 
 
-def counted(number: int, noun: str) -> str:
-    """A number with its noun: "1 file", "1,339 tensors"."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """A number with its noun: "1 file", "1,339 tensors"; ``plural``: unless it is the noun with an s."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def redacted(text: str) -> str:

@@ -36,9 +36,9 @@ def _problems(model: ModelConfig, tp_size: int, num_stages: int, world_size: int
         yield (f"--tensor-model-parallel-size is {tp_size}, which does not divide the heads and the vocabulary of this "
                f"model; it allows {', '.join(map(str, model.tp_sizes))}")
     if world_size % (tp_size * num_stages):
-        yield (f"{world_size} ranks are not a multiple of tensor x pipeline parallel size = {tp_size} x {num_stages} = "
-               f"{tp_size * num_stages}; start that many with torchrun --nproc_per_node {tp_size * num_stages}, or "
-               f"change --tensor-model-parallel-size or --pipeline-model-parallel-size")
+        yield (f"The number of ranks is {world_size}, not a multiple of tensor x pipeline parallel size = {tp_size} x "
+               f"{num_stages} = {tp_size * num_stages}; start that many with torchrun --nproc_per_node "
+               f"{tp_size * num_stages}, or change --tensor-model-parallel-size or --pipeline-model-parallel-size")
 
 
 def even_lists(model: ModelConfig, num_stages: int) -> tuple[PipelineLayout, PipelineLayout]:

@@ -109,12 +109,13 @@ def _steps(run: Run) -> str:
     epochs = run.args.num_train_epochs
     if epochs is None:
         return counted(run.args.train_iters, "step")
-    return f"{epochs:g} epochs = {run.args.train_iters or 'an unknown number of'} steps"
+    return f"{epochs:g} epoch{'s' * (epochs != 1)} = {run.args.train_iters or 'an unknown number of'} steps"
 
 
 def _microbatches(run: Run) -> str:
     if run.num_microbatches is not None:
-        return f"micro {run.args.micro_batch_size} x {run.num_microbatches} microbatches x data {run.dp_size}"
+        number = counted(run.num_microbatches, "microbatch", "microbatches")
+        return f"micro {run.args.micro_batch_size} x {number} x data {run.dp_size}"
     patches = run.data.packing_max_patches
     return (f"packs of at most {run.args.seq_length * run.args.micro_batch_size} tokens"
             f"{f' and {patches} patches' if patches else ''}, as many as it takes, over data {run.dp_size}")

@@ -1,6 +1,7 @@
 """The texts of ``mm-plan predict`` and ``mm-plan lists``."""
 
 from mm.config.run import Run
+from mm.errors import counted
 from mm.plan.calibration import Calibration
 from mm.plan.judge import JudgedLists, Judgement
 from mm.plan.predict import StepPrediction
@@ -19,8 +20,8 @@ def prediction_report(run: Run, calibration: Calibration, workload: Workload, st
     if run.num_stages > 1:
         lines.append(f"Stages    wait for {step.bubble:.1%} of the pipeline's time; {1 - step.busy / step.even:.1%} "
                      f"with equal stages and microbatches")
-    lines.append(f"Measured  on {calibration.machine.device}, {calibration.machine.num_processes} processes at a time, "
-                 f"{calibration.date}")
+    num_processes = counted(calibration.machine.num_processes, "process", "processes")
+    lines.append(f"Measured  on {calibration.machine.device}, {num_processes} at a time, {calibration.date}")
     return "\n".join(lines)
 
 

@@ -18,6 +18,7 @@ from packaging.version import Version
 from mm.config.run import Run
 from mm.device.platform import MachineFinding
 from mm.device.platforms import PLATFORMS
+from mm.errors import counted
 from mm.launched import Launched
 from mm.plan.layer_memory import WIDTHS
 from mm.plan.sizes import StageSize, activation_bytes_on_host, stage_sizes
@@ -142,9 +143,9 @@ def _shared_memory(run: Run, node: Node) -> Iterator[MachineFinding]:
         size = f"{-(-wanted // (1 << 30))}g"
         yield node.shared_bytes < pixel_bytes, (
             f"{_SHARED_MEMORY} has {_gib(node.shared_bytes)} GiB free, but workers pass pixels through it: a "
-            f"microbatch of only images takes {_gib(pixel_bytes)} GiB, and {owners} data owners x --num-workers "
-            f"{workers} x prefetch_factor {run.data.prefetch_factor} of them take {_gib(wanted)} GiB. Without enough "
-            f"room a worker dies with a bus error: use `docker run --shm-size {size}` (or --ipc=host), `mount -o "
+            f"microbatch of only images takes {_gib(pixel_bytes)} GiB, and {counted(owners, 'data owner')} x "
+            f"--num-workers {workers} x prefetch_factor {run.data.prefetch_factor} of them take {_gib(wanted)} GiB. "
+            f"Without enough room a worker dies with a bus error: use `docker run --shm-size {size}` (or --ipc=host), `mount -o "
             f"remount,size={size} {_SHARED_MEMORY}`, or fewer --num-workers (0 needs none)")
 
 
@@ -158,14 +159,14 @@ def _host_memory(run: Run, node: Node) -> Iterator[MachineFinding]:
     wanted = least + RANK_BYTES * owners * run.args.num_workers + owners * held * pixel_bytes + copies + activations
     if node.host_bytes < wanted:
         yield node.host_bytes < least, (
-            f"{_gib(node.host_bytes)} GiB of host memory are free, but the {node.num_ranks} ranks of this node need up "
-            f"to {_gib(wanted)} GiB: {_gib(least - states)} for their processes, "
+            f"{_gib(node.host_bytes)} GiB of host memory are free, but the {counted(node.num_ranks, 'rank')} of this "
+            f"node may need up to {_gib(wanted)} GiB: {_gib(least - states)} for their processes, "
             f"{f'{_gib(states)} for optimizer states, ' if states else ''}"
             f"{f'{_gib(activations)} for activations of the longest microbatches, ' if activations else ''}"
             f"{_gib(copies)} for copies of what is saved, "
-            f"and the rest for {owners} data owners, which prefetch steps into pinned memory. Give the container more "
-            f"(`docker run --memory`), end other processes (`ps aux --sort=-rss | head`), or lower --num-workers, "
-            f"prefetch_factor or --global-batch-size"
+            f"and the rest to prefetch steps into pinned memory, on {counted(owners, 'data owner')}. Give the "
+            f"container more (`docker run --memory`), end other processes (`ps aux --sort=-rss | head`), or lower "
+            f"--num-workers, prefetch_factor or --global-batch-size"
             f"{', or --optimizer-offload-fraction' if states else ''}"
             f"{', or offload fewer layers (--cpu-offloading-num-layers)' if activations else ''}"
             f"{', or remove --async-save' if run.args.async_save else ''}")

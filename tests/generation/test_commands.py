@@ -171,7 +171,7 @@ def test_answers_by_other_settings_are_not_mixed(done: dict):
 @pytest.mark.parametrize(("name", "what"), [
     ("no picture", "image 'none.png' is not a regular file; give the path of an existing file"),
     ("no token", "--stop-tokens has '<|im_ende|>' (did you mean '<|im_end|>'?)"),
-    ("two ranks", "1 ranks are not a multiple of tensor x pipeline parallel size = 2 x 1"),
+    ("two ranks", "The number of ranks is 1, not a multiple of tensor x pipeline parallel size = 2 x 1"),
     ("no tokenizer", "has no tokenizer; give --model-name-or-path"),
     ("another model", "num_query_groups"),
     ("no setting", "num_beams is 4; supported: null or 1"),

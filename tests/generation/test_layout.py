@@ -50,8 +50,8 @@ def test_even_lists_are_legal_and_about_even(size: str, num_stages: int):
 
 
 @pytest.mark.parametrize(("tp_size", "num_stages", "world_size", "what"), [
-    (3, 1, 3, "--tensor-model-parallel-size is 3"), (2, 2, 2, "2 ranks are not a multiple of tensor x pipeline"),
-    (1, 2, 3, "3 ranks are not a multiple"),
+    (3, 1, 3, "--tensor-model-parallel-size is 3"), (2, 2, 2, "is 2, not a multiple of tensor x pipeline"),
+    (1, 2, 3, "is 3, not a multiple"),
 ])
 def test_indivisible_sizes_are_refused(tp_size, num_stages, world_size, what):
     with pytest.raises(UserError, match=what):

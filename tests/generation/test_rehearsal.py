@@ -43,7 +43,7 @@ def test_prompts_are_checked_without_weights(root: Path, capsys: pytest.CaptureF
     assert "red.png is a file; give a directory" in reported and ALL_IN_ORDER not in reported
     assert generate([*load, "--world-size", "3", "--prompt", "What?", "--image", str(root / "blue.png")]) == 2
     reported = capsys.readouterr().err
-    assert "3 ranks are not a multiple" in reported and "blue.png" in reported
+    assert "The number of ranks is 3, not a multiple" in reported and "blue.png" in reported
     assert not (root / "answers").exists()
 
 

@@ -163,7 +163,7 @@ def test_largest_stage_and_total():
     text = stage_report(run)
     assert f"Largest   stage 1 with {second.total_bytes / 2**30:.2f} GiB on each rank" in text
     assert f"Total     {4 * (first.total_bytes + second.total_bytes) / 2**30:.2f} GiB on 8 ranks" in text
-    assert "Batch     4 samples per step = micro 1 x 1 microbatches x data 4" in text
+    assert "Batch     4 samples per step = micro 1 x 1 microbatch x data 4" in text
 
 
 def test_single_stage_has_no_boundaries():
