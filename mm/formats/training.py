@@ -111,7 +111,8 @@ class CheckpointManifest:
         cure = instead_of(folder)
         stated = validated(_Stated, read_manifest(folder, FORMAT, VERSION, cure), folder, cure=cure)
         check_placed(stated.model, stated.tp_size, folder)
-        return cls(**vars(stated) | {"pieces": tuple(piece.tensor for piece in stated.pieces)})
+        pieces: Any = tuple(piece.tensor for piece in stated.pieces)
+        return cls(**vars(stated) | {"pieces": pieces})
 
     def text(self) -> str:
         """The content of the manifest file."""
