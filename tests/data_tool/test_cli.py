@@ -52,7 +52,7 @@ def test_index(inputs: Path, capsys):
     (inputs / "llava.json").write_text(json.dumps(LLAVA[:1]))
     assert index(inputs) == 0
     assert capsys.readouterr().out.startswith("training: 1 sample, ")
-    (rows,) = (inputs / "media/.mm-index").glob("*.rows")
+    (rows,) = (inputs / "media/.mm-index").glob("*.npy")
     made = rows.stat().st_mtime_ns
     assert index(inputs) == 0 and rows.stat().st_mtime_ns == made
     assert index(inputs, "--again") == 0 and rows.stat().st_mtime_ns > made
