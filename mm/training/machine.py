@@ -144,8 +144,8 @@ def _shared_memory(run: Run, node: Node) -> Iterator[MachineFinding]:
             f"{_SHARED_MEMORY} has {_gib(node.shared_bytes)} GiB free, but workers pass pixels through it: a "
             f"microbatch of only images takes {_gib(pixel_bytes)} GiB, and {counted(owners, 'data owner')} x "
             f"--num-workers {workers} x prefetch_factor {run.data.prefetch_factor} of them take {_gib(wanted)} GiB. "
-            f"Without enough room a worker dies with a bus error: use `docker run --shm-size {size}` (or --ipc=host), `mount -o "
-            f"remount,size={size} {_SHARED_MEMORY}`, or fewer --num-workers (0 needs none)")
+            f"Without enough room a worker dies with a bus error: use `docker run --shm-size {size}` (or --ipc=host), "
+            f"`mount -o remount,size={size} {_SHARED_MEMORY}`, or fewer --num-workers (0 needs none)")
 
 
 def _host_memory(run: Run, node: Node) -> Iterator[MachineFinding]:
