@@ -107,9 +107,9 @@ def test_the_quick_run_is_the_beginning_of_the_full_one():
     assert QUICK.train_iters == golden.NUM_STEPS < FULL.exit_iteration
 
 
-def test_the_first_losses_are_those_of_the_card(directory: Path):
-    card = golden.card_of("cpu")
-    assert [record["loss"] for record in metrics(directory)] == pytest.approx(card.losses, rel=card.tolerance)
+def test_the_first_losses_are_the_golden_ones(directory: Path):
+    expected = golden.of_device("cpu")
+    assert [record["loss"] for record in metrics(directory)] == pytest.approx(expected.losses, rel=expected.tolerance)
 
 
 def test_pictures_can_be_looked_at(directory: Path):
