@@ -40,7 +40,7 @@ setup(
     install_requires=[
         "torch>=2.7.1,<2.16",
         "megatron-core>=0.16,<0.20",
-        "transformers>=5.20,<6",
+        "transformers>=5.20.1,<6",
         "safetensors>=0.8",
         "numpy>=1.26",
         "pillow>=11.3",

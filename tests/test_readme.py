@@ -156,8 +156,8 @@ def test_the_versions_are_those_of_the_package():
     assert f"| torch | 2.7.1 to 2.15; on CUDA {MIN_TORCH.major}.{MIN_TORCH.minor} to 2.15 |" in INSTALL
     assert set(ranges["megatron-core"].split(",")) == {">=0.16", "<0.20"}
     assert "| megatron-core | 0.16 to 0.19 |" in INSTALL
-    assert set(ranges["transformers"].split(",")) == {">=5.20", "<6"}
-    assert "| transformers | 5.20 or later, below 6 |" in INSTALL
+    assert set(ranges["transformers"].split(",")) == {">=5.20.1", "<6"}
+    assert "| transformers | 5.20.1 or later, below 6 |" in INSTALL
     assert metadata("qwen2_5_vl-3d")["Requires-Python"] == ">=3.10" and "| Python | 3.10 or later |" in INSTALL
 
 

@@ -157,8 +157,8 @@ def test_versions_outside_the_tested_range(inputs: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(machine, "declared", lambda: ranges)  # an install may be older than the file
     run, tested = run_of(inputs, 8), PLENTY.versions
     _, (note,) = findings(run, versions={**tested, "transformers": "4.57.0"})
-    assert note.startswith("transformers 4.57.0 is outside the tested range, <6,>=5.20")
-    assert "pip install 'transformers<6,>=5.20'" in note
+    assert note.startswith("transformers 4.57.0 is outside the tested range, <6,>=5.20.1")
+    assert "pip install 'transformers<6,>=5.20.1'" in note
     assert findings(run, versions={**tested, "torch": "2.11.0a0+eb65b36914.nv26.2"}) == ([], [])
     (problem,), _ = findings(run, versions={**tested, "torch_npu": "2.12.0.post3"})
     assert "torch is 2.13.0, but torch_npu is 2.12.0.post3, which needs a matching torch" in problem

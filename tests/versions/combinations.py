@@ -41,7 +41,7 @@ class Combination:
 
 COMBINATIONS = (
     Combination("locked", "3.11", "2.13.0", "0.16.1", "5.23.0", Others.LOCKED),
-    Combination("oldest", "3.10", "2.7.1", "0.16.0", "5.20.0", Others.OLDEST),
+    Combination("oldest", "3.10", "2.7.1", "0.16.0", "5.20.1", Others.OLDEST),
     Combination("image-2.7", "3.11", "2.7.1", "0.16.1", "5.24.0", Others.NEWEST),
     Combination("image-2.10", "3.12", "2.10.0", "0.19.2", "5.24.0", Others.NEWEST),
     Combination("python-3.11", "3.11", "2.15.0", "0.16.1", "5.24.0", Others.NEWEST),
