@@ -78,6 +78,8 @@ def write_records(original: Path, beside: Path) -> Reading:
               {"instruction": "Say", "input": "it", "output": "It", "history": [["a", "b"]]}]
     (original / "forms.json").write_text(json.dumps(shares))
 
+    config = replace(config, attr=replace(config.attr, system="system", history="history"))
+
     def read() -> None:
         problems: list[str] = []
         for name in ("list.json", "lines.jsonl", "forms.json"):
