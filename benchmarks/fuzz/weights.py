@@ -10,6 +10,7 @@ from benchmarks.fuzz.kind import Kind, Reading
 from benchmarks.fuzz.mutate import json_form, json_lines, manifest, safetensors, text
 from benchmarks.fuzz.zips import torch_zip
 from checkpoint.lora import merge_lora
+from checkpoint.verify import show_directory, verify_directory
 from mm.config.lora import LoraConfig
 from mm.conversion.adapters import base_notes, check_base, export_peft, holds_adapters, open_beside
 from mm.conversion.convert import Options, fingerprint_of, hf_to_mm, mm_to_hf
@@ -124,8 +125,10 @@ def write_checkpoint(original: Path, beside: Path) -> Reading:
                        Values(random)))
         written = writer.write_pieces(folder, "0.safetensors", pieces)
         writer.commit(folder, training.CheckpointManifest(
-            iteration, 4 * iteration, 1, 1, 1, model, {"step": iteration, "grad_scaler": None}, {"mm": "x"},
-            tuple(written), run_id="a", best=asdict(BestSoFar(2.0, 1)),
+            iteration, 4 * iteration, 1, 1, 1, model,
+            {"step": iteration, "grad_scaler": {"scale": 1.0, "growth_tracker": 0.0, "hysteresis_tracker": 2.0}},
+            {"mm": "x"}, tuple(written), run_id="a", base={"path": "hf", "crc32": 7},
+            disks=[{"host": "a", "ranks": [0], "files": ["0.safetensors"]}], best=asdict(BestSoFar(2.0, 1)),
             data=DATA.to_json(), schedule=SCHEDULE.to_json(), recent=asdict(RecentSteps((1.0,), (2.0,), 0)),
             given_start={"load": None}))
     return _read_checkpoint
@@ -142,9 +145,14 @@ def _read_checkpoint() -> None:
         if stored.has(weight, "exp_avg"):
             stored.read_state(weight, "exp_avg", 1, 0, 0, 4)
     stored.read_random("cpu")
-    stated_progress(manifest)
+    if manifest.optimizer is not None:
+        assert manifest.optimizer["step"] >= 0
+        assert manifest.optimizer["grad_scaler"] is None or len(manifest.optimizer["grad_scaler"]) == 3
+    show_directory(Path("save"))
+    verify_directory(Path("save"), None, None, 1)
+    stated_progress(manifest, stored.path)
     if manifest.schedule is not None:
-        list(changed(Schedule.from_json(manifest.schedule), SCHEDULE))
+        list(changed(Schedule.from_json(manifest.schedule, stored.path), SCHEDULE))
     writer.tidy(Path("save"))
 
 

@@ -5,16 +5,18 @@ Conversions and training checkpoints both write one.  A checksum of the manifest
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from annotated_types import Lt
+from pydantic import Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from mm.config.model import ModelConfig
 from mm.config.patterns import long_patterns
-from mm.errors import UserError, naming, refuse, refuse_special
+from mm.config.schema import STRICT, NaturalNumber, shown
+from mm.errors import MAX_PROBLEMS, UserError, naming, refuse, refuse_special
 from mm.files import json_object
 from mm.formats.layout import Layout, check_layout
 from mm.formats.safetensors import DTYPE_NAMES, DTYPES
@@ -23,6 +25,9 @@ from mm.weights.views import Stored
 Built = TypeVar("Built")
 
 MANIFEST_FILE = "manifest.json"
+
+Natural = Annotated[NaturalNumber, Lt(2**63)]
+Crc32 = Annotated[NaturalNumber, Lt(2**32)]
 
 
 def manifest_text(content: Mapping[str, Any], key: str, tensors: Sequence[Mapping[str, Any]]) -> str:
@@ -73,59 +78,61 @@ def read_head(folder: Path, key: str) -> dict[str, Any]:
         raise UserError(f"{path} cannot be read ({error}).") from error
 
 
-def tensor_json(stored: Stored) -> dict[str, Any]:
+@dataclass(frozen=True, config=STRICT)
+class TensorEntry:
     """A tensor's entry in a manifest."""
+
+    file: str
+    name: str
+    dtype: Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]
+    shape: tuple[Natural, ...]
+    crc32: Crc32
+
+    def stored(self, name: str) -> Stored:
+        """The tensor, which has this name in the file.  Its offset is 0: only the file itself has the offset."""
+        return Stored(self.file, name, DTYPES[self.dtype], self.shape, 0, self.crc32)
+
+
+def tensor_json(stored: Stored) -> dict[str, Any]:
+    """The form of a ``TensorEntry`` in JSON."""
     return {
         "file": stored.file, "name": stored.name, "dtype": DTYPE_NAMES[stored.dtype], "shape": stored.shape,
         "crc32": stored.crc32,
     }  # fmt: skip
 
 
-def tensor_from_json(entry: Any, folder: Path) -> Stored:
-    """A tensor from its entry in the manifest in ``folder``.  Its offset is 0: only the file itself has the offset.
+def validated(
+    kind: type[Built], content: object, folder: Path, key: str = "",
+    cure: str = "use the version that wrote it, or another checkpoint",
+) -> Built:  # fmt: skip
+    """``content`` as ``kind``: the value of ``key`` in the manifest in ``folder``, or all of it.
 
-    Raises UserError for an entry that ``tensor_json`` does not write.
-    """
-    with suppress(KeyError, TypeError):
-        numbers = [*entry["shape"], entry["crc32"]]
-        are_whole = isinstance(entry["shape"], list) and all(type(one) is int and one >= 0 for one in numbers)
-        if are_whole and isinstance(entry["file"], str) and isinstance(entry["name"], str):
-            return Stored(
-                entry["file"], entry["name"], DTYPES[entry["dtype"]], tuple(entry["shape"]), 0, entry["crc32"])
-    raise UserError(f"{folder / MANIFEST_FILE} has a damaged entry of a tensor: {str(entry)[:200]}; expected file, "
-                    f"name, dtype, shape and crc32.")
-
-
-def built_from_json(kind: type[Built], content: object, what: str) -> Built:
-    """``what``, a part of a manifest, as the dataclass ``kind``, whose ``asdict`` it is.
-
-    Raises UserError for unknown names and wrong types: a manifest may be from another version, or made to do harm.
+    Raises UserError with the path of each key whose value does not fit: a manifest may be damaged, from another
+    version, or made to do harm.  ``cure`` ends the messages.
     """
     try:
         return TypeAdapter(kind).validate_json(json.dumps(content), strict=True)
     except ValidationError as error:
-        raise UserError(f"{MANIFEST_FILE} has {what} of another version ({_first(error)}); use the version that wrote "
-                        f"it, or another checkpoint.") from error
+        raise UserError(f"{folder / MANIFEST_FILE}: {found}; {cure}." for found in _problems(error, key)) from error
 
 
-def _first(error: ValidationError) -> str:
-    """The first problem, on one line."""
-    found = error.errors()[0]
-    return f"{'.'.join(map(str, found['loc']))}: {found['msg']}"
+def _problems(error: ValidationError, key: str) -> Iterator[str]:
+    for one in error.errors()[:MAX_PROBLEMS]:
+        place = ".".join(map(str, ((key,) if key else ()) + one["loc"])) or "it"
+        match one["type"]:
+            case "missing" | "missing_argument":
+                yield f"{place} is missing"
+            case "extra_forbidden" | "unexpected_keyword_argument":
+                yield f"{place} is not known to this version"
+            case _:
+                yield f"{place} is {shown(one['input'])} ({one['msg']})"
 
 
-def placed_model(content: object, tp_size: object, folder: Path) -> ModelConfig:
-    """The model in the manifest in ``folder``, from its ``asdict`` in JSON, on a layout with this tensor-parallel size.
-
-    Raises UserError for unknown fields, invalid values, and a layout that the model cannot have.
-    """
+def check_placed(model: ModelConfig, tp_size: int, folder: Path) -> None:
+    """Raise UserError if the model in the manifest in ``folder`` cannot have the layout that it states."""
     with naming(str(folder)):
-        model = built_from_json(ModelConfig, content, "a model")
         refuse(long_patterns(model, MANIFEST_FILE))
-        if type(tp_size) is not int:
-            raise UserError(f"{MANIFEST_FILE}: tp_size is {str(tp_size)[:80]}; expected an integer.")
         check_layout(Layout.of(model, tp_size), model, MANIFEST_FILE)
-    return model
 
 
 def _crc32(content: Mapping[str, Any]) -> int:

@@ -12,6 +12,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pydantic import ConfigDict
+from typing_extensions import TypedDict
+
 from mm import version
 from mm.config.model import ModelConfig
 from mm.errors import UserError, collected, nearest, refuse
@@ -19,11 +22,12 @@ from mm.formats.checkpoints import LATEST_FILE, iteration_name, named_iteration
 from mm.formats.layout import Layout, check_layout
 from mm.formats.manifest import (
     MANIFEST_FILE,
+    TensorEntry,
+    check_placed,
     manifest_text,
-    placed_model,
     read_manifest,
-    tensor_from_json,
     tensor_json,
+    validated,
 )
 from mm.formats.safetensors import read_header
 from mm.formats.storage import (
@@ -56,6 +60,39 @@ _NO_WEIGHTS = re.compile(r"distrib_optim\.pt|optim\.pt|rng.*\.pt|param_state.*\.
 """Files that Megatron's training writes beside the weights: optimizer and random states."""
 
 
+class _Layout(TypedDict):
+    vit_pp_layers: Any
+    llm_pp_layers: Any
+    tp_size: int
+
+
+class _Source(TypedDict):
+    kind: str
+    fingerprint: str
+
+
+class _Towers(TypedDict):
+    vision: dict[str, Any]
+    language: dict[str, Any]
+
+_Towers.__pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class _Content:
+    """The content of the manifest file.  The model's pipeline lists are those of ``layout``."""
+
+    tool: str
+    source: _Source
+    save_format: Format
+    structure: Structure
+    vit_only: bool
+    layout: _Layout
+    model: _Towers
+    tensors: tuple[TensorEntry, ...]
+    adapters_only: bool = False
+
+
 @dataclass(frozen=True)
 class ConvertedManifest:
     """Metadata of a converted directory."""
@@ -82,22 +119,16 @@ class ConvertedManifest:
         """
         if not (directory / MANIFEST_FILE).is_file():
             return None
-        content, path = read_manifest(directory, FORMAT, VERSION, _CONVERT_AGAIN), directory / MANIFEST_FILE
-        try:
-            layout, source = dict(content["layout"]), dict(content["source"])
-            model = {**content["model"]}
-            for tower, key in (("vision", "vit_pp_layers"), ("language", "llm_pp_layers")):
-                model[tower] = {**model[tower], "pipeline_num_layers": layout[key]}
-            storage = Storage(
-                Format(content["save_format"]), Structure(content["structure"]), bool(content["vit_only"]),
-                adapters_only=bool(content.get("adapters_only", False)))
-            tool, tp_size, entries = str(content["tool"]), layout["tp_size"], [*content["tensors"]]
-            source["kind"] = str(source["kind"])
-        except (KeyError, TypeError, ValueError) as error:
-            why = f"{type(error).__name__}: {str(error)[:200]}"
-            raise UserError(f"{path} is damaged ({why}); {_CONVERT_AGAIN}.") from error
-        tensors = tuple(tensor_from_json(entry, directory) for entry in entries)
-        return cls(tool, placed_model(model, tp_size, directory), tp_size, storage, source, tensors)
+        content = read_manifest(directory, FORMAT, VERSION, _CONVERT_AGAIN)
+        found = validated(_Content, content, directory, cure=_CONVERT_AGAIN)
+        storage = Storage(found.save_format, found.structure, found.vit_only, adapters_only=found.adapters_only)
+        tp_size, towers = found.layout["tp_size"], found.model
+        towers["vision"]["pipeline_num_layers"] = found.layout["vit_pp_layers"]
+        towers["language"]["pipeline_num_layers"] = found.layout["llm_pp_layers"]
+        model = validated(ModelConfig, towers, directory, "model", _CONVERT_AGAIN)
+        check_placed(model, tp_size, directory)
+        tensors = tuple(entry.stored(entry.name) for entry in found.tensors)
+        return cls(found.tool, model, tp_size, storage, found.source, tensors)
 
     def text(self) -> str:
         """The content of the manifest file."""

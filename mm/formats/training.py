@@ -6,25 +6,29 @@ for any layout.  ``mm.training`` decides which rank saves what.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any
 
+import pydantic.dataclasses
 import torch
-from pydantic import TypeAdapter, ValidationError
+from annotated_types import Len
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from mm.config.model import ModelConfig
-from mm.config.schema import Count, NaturalNumber
-from mm.errors import UserError, refuse
+from mm.config.schema import STRICT, Count, Number
 from mm.formats.checkpoints import instead_of
 from mm.formats.manifest import (
-    MANIFEST_FILE,
+    Crc32,
+    Natural,
+    TensorEntry,
+    check_placed,
     manifest_text,
-    placed_model,
     read_manifest,
-    tensor_from_json,
     tensor_json,
+    validated,
 )
 from mm.weights.views import Stored
 
@@ -60,12 +64,7 @@ class CheckpointTensor:
     @classmethod
     def from_json(cls, entry: Any, folder: Path) -> "CheckpointTensor":
         """A piece from its entry in the manifest in ``folder``; raises UserError for a damaged entry."""
-        stated = tensor_from_json(entry, folder)
-        kind, numbers = entry.get("part"), (entry.get("tp_rank"), entry.get("start"))
-        if not isinstance(kind, str) or not all(type(one) is int and one >= 0 for one in numbers):
-            raise UserError(f"{folder / MANIFEST_FILE} has a damaged entry of {stated.name}: part, tp_rank and start "
-                            f"are {str((kind, *numbers))[:200]}; {instead_of(folder)}.")
-        return cls(stated.name, kind, *numbers, dataclasses.replace(stated, name=_key(stated.name, kind)))
+        return validated(_Piece, entry, folder).tensor
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -78,8 +77,8 @@ class CheckpointTensor:
 class CheckpointManifest:
     """The content of a checkpoint.  ``facts`` are for people and never read back."""
 
-    iteration: NaturalNumber
-    consumed_samples: NaturalNumber
+    iteration: Natural
+    consumed_samples: Natural
     world_size: Count
     tp_size: Count
     pp_size: Count
@@ -109,15 +108,11 @@ class CheckpointManifest:
     @classmethod
     def read(cls, folder: Path) -> "CheckpointManifest":
         """Read the manifest; raises UserError if it is missing, damaged or of another version."""
-        content, path = read_manifest(folder, FORMAT, VERSION, instead_of(folder)), folder / MANIFEST_FILE
-        refuse(_field_problems(content, path))
-        model = placed_model(content["model"], content["tp_size"], folder)
-        pieces = tuple(CheckpointTensor.from_json(piece, folder) for piece in content["pieces"])
-        outside = next((one.stored.file for one in pieces
-                        if Path(one.stored.file).name != one.stored.file or not one.stored.file.isprintable()), None)
-        if outside is not None:
-            raise UserError(f"{path} names the file {outside!r}; expected plain file names beside it.")
-        return cls(**content | {"model": model, "pieces": pieces})
+        cure = instead_of(folder)
+        stated = validated(_Stated, read_manifest(folder, FORMAT, VERSION, cure), folder, cure=cure)
+        check_placed(stated.model, stated.tp_size, folder)
+        pieces: Any = tuple(piece.tensor for piece in stated.pieces)
+        return cls(**vars(stated) | {"pieces": pieces})
 
     def text(self) -> str:
         """The content of the manifest file."""
@@ -126,20 +121,51 @@ class CheckpointManifest:
         return manifest_text(content, "pieces", [piece.to_json() for piece in self.pieces])
 
 
-def _field_problems(content: Mapping[str, Any], path: Path) -> Iterator[str]:
-    """Fields of the manifest at ``path`` that are unknown, missing or of another type."""
-    kinds = get_type_hints(CheckpointManifest, include_extras=True) | {"model": Mapping[str, Any], "pieces": list[Any]}
-    yield from (f"{path} has {name[:80]!r}, which this version does not know; use the version that wrote it."
-                for name in content.keys() - kinds.keys())
-    for field in dataclasses.fields(CheckpointManifest):
-        if field.name not in content and field.default is dataclasses.MISSING:
-            yield f"{path} has no {field.name}; {instead_of(path.parent)}."
-        elif field.name in content:
-            try:
-                TypeAdapter(kinds[field.name]).validate_python(content[field.name], strict=True)
-            except ValidationError:
-                yield (f"{path}: {field.name} is {str(content[field.name])[:80]!r}, which no run writes; "
-                       f"{instead_of(path.parent)}.")
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class _Piece(TensorEntry):
+    """The entry of a ``CheckpointTensor``; its file is beside the manifest."""
+
+    part: str
+    tp_rank: Natural
+    start: Natural
+    file: Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
+
+    @property
+    def tensor(self) -> CheckpointTensor:
+        stored = self.stored(_key(self.name, self.part))
+        return CheckpointTensor(self.name, self.part, self.tp_rank, self.start, stored)
+
+
+class _Scaler(TypedDict):
+    scale: Number
+    growth_tracker: Number
+    hysteresis_tracker: Number
+
+
+class _Optimizer(TypedDict):
+    step: Natural
+    grad_scaler: _Scaler | None
+
+
+class _Base(TypedDict):
+    path: str
+    crc32: Crc32
+
+
+class _Disk(TypedDict):
+    host: str
+    ranks: Annotated[Sequence[Natural], Len(1)]
+    files: Sequence[str]
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class _Stated(CheckpointManifest):
+    """The content of the file."""
+
+    optimizer: _Optimizer | None
+    pieces: tuple[_Piece, ...]  # pyright: ignore[reportIncompatibleVariableOverride]  (their form in JSON)
+    base: _Base | None = None
+    disks: Sequence[_Disk] | None = None
 
 
 def _key(name: str, kind: str) -> str:

@@ -8,14 +8,15 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mm.data.index.contents import TrainedOn
-from mm.errors import UserError, naming
-from mm.formats.manifest import built_from_json
+from mm.errors import UserError
+from mm.formats.manifest import validated
 from mm.formats.source import Source
 from mm.formats.training import CheckpointManifest
 from mm.formats.training_reader import TrainingDirectory
@@ -98,17 +99,16 @@ def load(
     manifest = stored.manifest
     if finetune:
         return TrainingProgress(0, 0, notes=(*source.notes, *more_notes))
-    with naming(str(stored.path)):
-        return stated_progress(manifest, (*source.notes, *more_notes))
+    return stated_progress(manifest, stored.path, (*source.notes, *more_notes))
 
 
-def stated_progress(manifest: CheckpointManifest, notes: tuple[str, ...] = ()) -> TrainingProgress:
-    """The progress of the training that saved a checkpoint.  Raises UserError if its manifest is of another version."""
-    data = TrainedOn.from_json(manifest.data) if manifest.data is not None else None
-    best = built_from_json(BestSoFar, manifest.best or {}, "a best validation")
+def stated_progress(manifest: CheckpointManifest, folder: Path, notes: tuple[str, ...] = ()) -> TrainingProgress:
+    """The progress of the training that saved the checkpoint in ``folder``; raises UserError for what no run writes."""
+    data = TrainedOn.from_json(manifest.data, folder) if manifest.data is not None else None
+    best = validated(BestSoFar, manifest.best or {}, folder, "best")
+    recent = validated(RecentSteps, manifest.recent or {}, folder, "recent")
     return TrainingProgress(manifest.iteration, manifest.consumed_samples, data, notes, best, manifest.run_id,
-                            given_start=manifest.given_start,
-                            recent=RecentSteps.from_json(manifest.recent) if manifest.recent else RecentSteps())
+                            given_start=manifest.given_start, recent=recent)
 
 
 def _is_same_layout(stored: TrainingDirectory, mesh: Mesh) -> bool:

@@ -57,6 +57,6 @@ def _progress(run: Run, source: Source | None, dataset: Dataset) -> tuple[int, i
     data = source.manifest and source.manifest.data
     if data is None:
         return source.iteration, consumed, 0
-    then = TrainedOn.from_json(data)
+    then = TrainedOn.from_json(data, source.path)
     now = then.followed_by(dataset.contents(), order_description(run), consumed, run.args.allow_new_data)
     return source.iteration, consumed, now.began_at

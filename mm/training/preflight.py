@@ -243,20 +243,21 @@ def _has_samples(run: Run) -> bool:
 def _data_notes(run: Run, dataset: Dataset, sources: Sources | None) -> list[str]:
     """Notes on how the data have changed since the checkpoint in ``--load``.  Raises UserError unless
     ``--allow-new-data`` is given."""
-    args, data = run.args, None
+    args, data, folder = run.args, None, Path()
     with collected([]):  # problems of the checkpoint are reported with the files
         if args.load is not None and not args.finetune:
             opened, manifest = sources and (sources.adapters or sources.model), None
             if opened is not None:
-                manifest = opened.manifest
+                manifest, folder = opened.manifest, opened.path
             elif find_kind(args.load) is Kind.TRAINING:  # its weights cannot be used, but its manifest may be readable
-                manifest = CheckpointManifest.read(find_checkpoint(args.load)[0])
+                folder, _ = find_checkpoint(args.load)
+                manifest = CheckpointManifest.read(folder)
             # The base model of new adapters was trained by another run, whose data are not continued.
             if manifest is not None and manifest.model.lora.is_on == run.model.lora.is_on:
                 data = manifest.data
     if data is None:
         return []
-    then, now = TrainedOn.from_json(data), dataset.contents()
+    then, now = TrainedOn.from_json(data, folder), dataset.contents()
     then.followed_by(now, order_description(run), 0, args.allow_new_data)
     return [f"--allow-new-data: {change}; training goes on with the first sample"
             for change in then.changes(now, order_description(run))]

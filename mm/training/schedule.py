@@ -7,12 +7,16 @@ which to use.  Pure functions; needs neither megatron nor a device.
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
+
+from typing_extensions import TypedDict
 
 from mm.config.model import Rates
 from mm.config.run import Run
+from mm.config.schema import NotNegative, Positive
 from mm.errors import UserError
-from mm.formats.manifest import MANIFEST_FILE, built_from_json
+from mm.formats.manifest import validated
 from mm.training.sources import Sources, consumed_by
 
 _PARTS = {"vision": "the ViT", "projector": "the projector", "language": "the LLM"}
@@ -24,11 +28,11 @@ OVERRIDE, USE_CHECKPOINT = "--override-opt_param-scheduler", "--use-checkpoint-o
 class LearningRate:
     """The learning rate as a function of the samples consumed before the step (Megatron's rule)."""
 
-    max_lr: float
-    min_lr: float
-    warmup_init: float
-    warmup_samples: float
-    decay_samples: float
+    max_lr: NotNegative
+    min_lr: NotNegative
+    warmup_init: NotNegative
+    warmup_samples: NotNegative
+    decay_samples: NotNegative
     decay_style: str
     """"constant", "linear", "cosine" or "inverse-square-root"."""
 
@@ -53,7 +57,7 @@ class Schedule:
     """The schedule of learning rates and weight decay; saved in checkpoints."""
 
     learning_rate: LearningRate
-    weight_decay: float
+    weight_decay: NotNegative
     parts: Mapping[str, Mapping[str, float | None]]
     """Part of the model -> its "lr" and "weight_decay"; None for the values above."""
     modules: Mapping[str, Any]
@@ -80,15 +84,9 @@ class Schedule:
         return cls(learning_rate, args.weight_decay, parts, modules, run.global_batch_size, began_at)
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> "Schedule":
-        """The inverse of ``to_json``; raises UserError for other content."""
-        found = built_from_json(cls, content, "a learning-rate schedule")
-        modules = {name: tuple(value) if isinstance(value, list) else value for name, value in found.modules.items()}
-        if found.parts.keys() != _PARTS.keys() or modules.keys() != set(_MODULES) or not all(
-                one.keys() == {"lr", "weight_decay"} for one in found.parts.values()):
-            raise UserError(f"{MANIFEST_FILE} has a learning-rate schedule of another version; use the version that "
-                            f"wrote it, or another checkpoint.")
-        return replace(found, modules=modules)
+    def from_json(cls, content: Mapping[str, Any], folder: Path) -> "Schedule":
+        """The inverse of ``to_json``, from the manifest in ``folder``; raises UserError for other content."""
+        return cls(**vars(validated(_Stated, content, folder, "schedule")))
 
     def to_json(self) -> dict[str, Any]:
         """The form stored in a manifest."""
@@ -107,6 +105,31 @@ class Schedule:
         return replace(run, args=args, model=replace(run.model, **parts))
 
 
+class _Rates(TypedDict):
+    lr: Positive | None
+    weight_decay: NotNegative | None
+
+
+class _Parts(TypedDict):
+    vision: _Rates
+    projector: _Rates
+    language: _Rates
+
+
+class _Modules(TypedDict):
+    lr_scale_modules: tuple[str, ...]
+    lr_mult: Positive
+    weight_decay_exclude_modules: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Stated(Schedule):
+    """The content of a manifest."""
+
+    parts: _Parts
+    modules: _Modules
+
+
 def scheduled(run: Run, sources: Sources) -> tuple[Run, Schedule, tuple[str, ...]]:
     """The run with the effective rates, their schedule, and notes for the user.
 
@@ -123,7 +146,7 @@ def scheduled(run: Run, sources: Sources) -> tuple[Run, Schedule, tuple[str, ...
     if content is None:
         return run, now, (f"{trained.path}, which an older version saved, does not have its learning-rate schedule; "
                           f"the command line's is used",)
-    then = Schedule.from_json(content)
+    then = Schedule.from_json(content, trained.path)
     changes = list(changed(then, now)) if trained.iteration < args.train_iters else []  # else nothing is trained
     if args.override_opt_param_scheduler:
         return run, replace(now, began_at=then.began_at), tuple(f"{OVERRIDE}: {change}" for change in changes)

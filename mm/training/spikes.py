@@ -5,13 +5,10 @@ Everything here is computed from numbers that are equal on all ranks, so all ran
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 from mm.errors import AgreedError
-from mm.formats.manifest import built_from_json
 from mm.training.update import StepResult
 
 NUM_RECENT = 100
@@ -28,11 +25,6 @@ class RecentSteps:
     norms: tuple[float, ...] = ()
     num_bad: int = 0
     """Number of bad steps in a row up to now."""
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> "RecentSteps":
-        """The inverse of ``asdict``; raises UserError for other content."""
-        return built_from_json(cls, content, "losses of the latest steps")
 
     def max_norm(self, factor: float) -> float:
         """The gradient norm above which a step is a spike; infinite as long as too few steps are known."""

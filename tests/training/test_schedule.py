@@ -186,10 +186,10 @@ def test_an_older_versions_checkpoint_has_no_schedule(load: LoadRun, tmp_path: P
     assert schedule == Schedule.of(run) and "which an older version saved" in note
 
 
-def test_a_schedule_is_saved_completely(load: LoadRun) -> None:
+def test_a_schedule_is_saved_completely(load: LoadRun, tmp_path: Path) -> None:
     run = load("--vision-tower-lr", "1e-4", "--lr-scale-modules", "mlp", "norm", "--lr-mult", "0.5")
     schedule = Schedule.of(run, began_at=8)
-    assert Schedule.from_json(schedule.to_json()) == schedule
+    assert Schedule.from_json(schedule.to_json(), tmp_path) == schedule
     language = replace(run.model.language, rates=Rates(lr=1.0))
     other = replace(run, args=replace(run.args, lr=1.0), model=replace(run.model, language=language))
     assert Schedule.of(schedule.put_into(other), began_at=8) == schedule

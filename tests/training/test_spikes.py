@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from mm.errors import AgreedError
 from mm.formats.checkpoints import find_checkpoint
+from mm.formats.manifest import validated
 from mm.training.spikes import NUM_RECENT, RecentSteps
 from mm.training.update import StepResult
 from tests.tiny_inputs import metrics, run, write_inputs
@@ -38,7 +39,7 @@ def test_a_spike_is_a_multiple_of_the_median_of_enough_steps() -> None:
 def test_only_the_latest_steps_count(norms: list[float]) -> None:
     recent = after(RecentSteps(), *(result(norm=norm) for norm in norms))
     assert recent.norms == tuple(norms[-NUM_RECENT:])
-    assert RecentSteps.from_json(vars(recent)) == recent
+    assert validated(RecentSteps, vars(recent), Path("save")) == recent
 
 
 def test_bad_steps_do_not_count_and_only_so_many_in_a_row_are_skipped() -> None:

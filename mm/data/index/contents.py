@@ -6,10 +6,11 @@ Compares numbers of records and checksums only; files are not read here.
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from mm.errors import UserError
-from mm.formats.manifest import built_from_json
+from mm.formats.manifest import validated
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,9 @@ class TrainedOn:
     """A description of the sample order; None in checkpoints of older versions."""
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> "TrainedOn":
-        """The inverse of ``to_json``; raises UserError for other content."""
-        return built_from_json(cls, content, "a description of the data")
+    def from_json(cls, content: Mapping[str, Any], folder: Path) -> "TrainedOn":
+        """The inverse of ``to_json``, from the manifest in ``folder``; raises UserError for other content."""
+        return validated(cls, content, folder, "data")
 
     def to_json(self) -> dict[str, Any]:
         """For the manifest."""

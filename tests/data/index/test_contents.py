@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -41,7 +42,7 @@ def test_each_change_is_named(name):
 def test_changed_data_are_refused_or_start_at_the_first_sample():
     """Unchanged data continue in either case, so a restarted job continues."""
     before = TrainedOn((A, B), began_at=40)
-    assert TrainedOn.from_json(json.loads(json.dumps(before.to_json()))) == before
+    assert TrainedOn.from_json(json.loads(json.dumps(before.to_json())), Path("save")) == before
     for allowed in (False, True):
         assert before.followed_by((A, B), ORDER, 100, allowed) == replace(before, order=ORDER)  # did not say
     with pytest.raises(UserError, match=r"the data differ from those of the checkpoint: b.json .*; c.json .* new"
