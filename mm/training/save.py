@@ -225,13 +225,9 @@ def _planned(
     return planned
 
 
-def planned_weights(
-    setup: Setup, values: Mapping[str, Values] | None = None, with_copies: bool = False
-) -> ToWrite:  # fmt: skip
-    """The weights that this rank's position on the axes writes, ``with_copies`` of those that another position writes.
-
-    ``values``: by default those in memory, which are whole.
-    """
+def planned_weights(setup: Setup, values: Mapping[str, Values], with_copies: bool = False) -> ToWrite:
+    """The weights that this rank's position on the axes writes, ``with_copies`` of those that another position writes;
+    ``values`` by name."""
     file = weights_file(setup)
     planned: list[tuple[CheckpointTensor, Values]] = []
     for name, weight in _stored(setup, with_copies).items():
