@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.config.test_fsdp2 import BROUGHT
 
 from mm.config.run import load_run
 from mm.conversion import convert
@@ -214,7 +213,7 @@ def test_a_brought_script_for_fsdp2_has_lists_that_do_not_count(tmp_path: Path) 
     """One stage, as there, although ``model_72b.json`` has lists of eight numbers."""
     write_inputs(tmp_path)
     (tmp_path / "mm").symlink_to("hf")
-    (tmp_path / "fsdp2_config.yaml").write_text(BROUGHT)
+    (tmp_path / "fsdp2_config.yaml").write_text("sharding_size: 8\n")
     shutil.copy(EXAMPLES / "model_72b.json", tmp_path)
     torchrun = tmp_path / "bin" / "torchrun"
     torchrun.parent.mkdir()

@@ -177,7 +177,7 @@ def write_adapter(original: Path, beside: Path) -> Reading:
         directory = AdapterDirectory.open("peft")
         whole = open_source("../beside/hf")
         adapters = open_beside("peft", whole.model)
-        check_base(adapters, whole)
+        check_base(adapters, whole, "--load")
         base_notes(adapters, whole)
         _read_some(adapters)
         directory.problems(model)

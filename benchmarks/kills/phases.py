@@ -17,7 +17,7 @@ from benchmarks.kills import marks
 from benchmarks.kills.launch import Ending, kill
 from benchmarks.kills.runs import Runs, clock
 
-KILL_SECONDS = 10.0
+KILL_SECONDS = 5.0
 """A job whose rank is killed must end within this time."""
 REST_SECONDS = 10.0
 """A job whose rank is stopped must end within the limit and this time."""
