@@ -75,6 +75,7 @@ class _Towers(TypedDict):
     vision: dict[str, Any]
     language: dict[str, Any]
 
+
 _Towers.__pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[attr-defined]
 
 
