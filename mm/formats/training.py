@@ -61,11 +61,6 @@ class CheckpointTensor:
     def stop(self) -> int:
         return self.start + math.prod(self.stored.shape)
 
-    @classmethod
-    def from_json(cls, entry: Any, folder: Path) -> "CheckpointTensor":
-        """A piece from its entry in the manifest in ``folder``; raises UserError for a damaged entry."""
-        return validated(_Piece, entry, folder).tensor
-
     def to_json(self) -> dict[str, Any]:
         return {
             **tensor_json(self.stored), "name": self.name, "part": self.kind, "tp_rank": self.tp_rank,
