@@ -163,6 +163,7 @@ class Claim:
 
     def __init__(self) -> None:
         self._locks: tuple[tuple[Lock, str], ...] = ()
+        self._has_ended = False
 
     def add(self, directories: Mapping[str, str], say: Callable[[str], None]) -> None:
         """Lock the directories that these flags gave, creating missing ones; ``say`` reports a wait.
@@ -175,6 +176,8 @@ class Claim:
                     path.parent.mkdir(parents=True, exist_ok=True)
                     lock = Lock(path)
                     self._locks = (*self._locks, (lock, flag))  # first, so that it is released if the run ends
+                    if self._has_ended:  # just before, in another thread
+                        lock.release()
                     for number, (owner, is_alive) in enumerate(lock.attempts()):
                         if is_alive:
                             raise _busy(path, flag, owner)
@@ -197,7 +200,9 @@ class Claim:
         refuse(problems)
 
     def release(self) -> None:
-        """Release the directories, waiting only ``_RELEASE_SECONDS`` for an unresponsive disk."""
+        """Release the directories, waiting only ``_RELEASE_SECONDS`` for an unresponsive disk.  Locks no more of them:
+        another thread may end the run while the main thread is about to lock one."""
+        self._has_ended = True
         releasing = [threading.Thread(target=lock.release, daemon=True) for lock, _ in self._locks]
         for thread in releasing:
             thread.start()

@@ -351,3 +351,11 @@ def test_a_failed_maker_gives_the_lock_up(tmp_path: Path) -> None:
     with pytest.raises(KeyError), making(tmp_path / "lock", "a thing"):
         raise KeyError
     assert not any(tmp_path.iterdir())
+
+
+def test_a_run_that_has_ended_locks_nothing_more(tmp_path: Path) -> None:
+    """The end may come from another thread, right before the main thread locks a directory."""
+    claim = Claim()
+    claim.release()
+    claim.add({"--save": str(tmp_path)}, print)
+    assert not (tmp_path / LOCK_FILE).exists()
