@@ -64,7 +64,7 @@ class Device:
         if deterministic:
             make_deterministic(platform.deterministic_variables)
         index, num_devices = Launched.here().local_rank, platform.num_devices()
-        if num_devices is not None and index >= num_devices:
+        if num_devices and index >= num_devices:
             raise UserError(f"this rank is number {index} on its machine (LOCAL_RANK), which has {num_devices} "
                             f"{platform.name} devices; start at most {num_devices} ranks on it")
         platform.prepare(index)

@@ -69,15 +69,12 @@ def read_torch_file(path: Path, name: str) -> tuple[dict[str, Stored], tuple[str
 
 def read_consumed_samples(path: Path) -> int | None:
     """Samples that the training had consumed, from the file's ``args``; None if they do not say."""
-    state = getattr(_load(path).get("args"), "state", None)
-    found = state.get("consumed_train_samples") if isinstance(state, dict) else None
+    found = getattr(_load(path).get("args"), "consumed_train_samples", None)
     return found if type(found) is int else None
 
 
 class _StandIn:
-    """An object of a class that ``weights_only`` does not know: nothing but its state."""
-
-    state: Any = None
+    """An object of a class that ``weights_only`` does not know: nothing but its attributes."""
 
     def __new__(cls, *_: Any) -> "_StandIn":
         return super().__new__(cls)
@@ -86,7 +83,8 @@ class _StandIn:
         """Accept the arguments of any class."""
 
     def __setstate__(self, state: Any) -> None:
-        self.state = state
+        if isinstance(state, dict):
+            vars(self).update(state)
 
 
 def _stand_in(name: str) -> Callable:

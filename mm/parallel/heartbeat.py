@@ -137,11 +137,16 @@ class Heartbeat:
             if time.monotonic() > began + seconds:
                 raise UserError(f"rank {self._rank} did not find rank 0 within {seconds / 60:g} minutes; see the "
                                 f"output of rank 0's node")
-            self.attempt = self._rendezvous.find(store, self._written())
+            self.attempt = self._rendezvous.find(store, self._joining)
             time.sleep(self._soon_seconds)
         self._keys = PrefixStore(self.attempt.prefix, store)
-        self._cause = self._cause or _difference(self._rank, self._facts, self.attempt)
         self.joined.set()
+
+    def _joining(self, attempt: Attempt) -> str:
+        """This rank's first record in ``attempt``: if it is set up otherwise than rank 0, it never says that it is
+        ready, so nobody begins."""
+        self._cause = self._cause or _difference(self._rank, self._facts, attempt)
+        return self._written()
 
     def _look(self) -> bool:
         """One beat; whether it was the last."""
@@ -155,7 +160,7 @@ class Heartbeat:
                                                                  for one in records.values()):
                 self.state = "begun"
                 self._wake.set()
-            if (self if self._rank == 0 else records[0]).state in ("begun", "leaving"):
+            if self._cause is None and (self if self._rank == 0 else records[0]).state in ("begun", "leaving"):
                 self.begun.set()
             cause = self._judge.cause(records, time.monotonic()) or self._cause
             if cause is None and time.monotonic() > self.deadline:
@@ -182,7 +187,8 @@ class Heartbeat:
         """This rank's record."""
         self._count += 1
         left = self.deadline - time.monotonic()
-        return Record(self._count, self.state, self._place(), None if left == float("inf") else left, self.lateness,
+        state = self.state if self._cause is None else "joined"
+        return Record(self._count, state, self._place(), None if left == float("inf") else left, self.lateness,
                       self.lost, self._process, stacks).text()
 
     def _obey(self, end: Cause) -> None:

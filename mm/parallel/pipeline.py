@@ -132,6 +132,7 @@ class PipelineCommunicator:
         """Wait until every send of this step is done; nothing may be left to receive or to take."""
         left = self._steps[self._number :]
         assert not (left or self._inbox), f"the step ended with passes or messages left: {left}, {list(self._inbox)}"
+        self._microbatches = ()  # they may hold pixels
         if self._in_flight:
             with self._journal.during(Work.EXCHANGE):
                 while self._in_flight:

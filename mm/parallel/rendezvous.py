@@ -89,7 +89,8 @@ class Rendezvous:
             return store
 
         first = rank - here.local_rank
-        neighbours = tuple(range(first, first + (here.num_local_ranks or 0)))
+        # a launcher that shows each rank one device may give all of them the local rank 0
+        neighbours = tuple(range(first, min(first + (here.num_local_ranks or 0), here.num_ranks)))
         return cls(rank, here.num_ranks, open_store, serves, neighbours, timeout)
 
     def begin(self, store: Store, facts: Mapping[str, str]) -> Attempt:
@@ -101,9 +102,9 @@ class Rendezvous:
         store.set(ATTEMPT, json.dumps(asdict(attempt)))
         return attempt
 
-    def find(self, store: Store, own: str) -> Attempt | None:
-        """On another rank: join the current attempt by setting this rank's key to ``own``; None if there is none yet.
-        """
+    def find(self, store: Store, own: Callable[[Attempt], str]) -> Attempt | None:
+        """On another rank: join the current attempt by setting this rank's key to ``own`` of it; None if there is none
+        yet."""
         if not store.check([ATTEMPT]):  # to wait for it would block this connection
             return None
         found = json.loads(store.get(ATTEMPT))
@@ -113,7 +114,7 @@ class Rendezvous:
         may_be_over = end.decode() != NOTHING or attempt.process[0] == own_identity()[0]
         if before.decode() != NOTHING or (may_be_over and attempt.num_restarts != _num_restarts()):
             return None  # an earlier one
-        keys.set(me, own)
+        keys.set(me, own(attempt))
         return attempt
 
 

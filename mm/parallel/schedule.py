@@ -44,6 +44,27 @@ def run_schedule(
     steps = communicator.begin(plan)
     forward = _Forward(models, plan, steps, communicator, forward_only=False)
     kept: dict[ChunkPass, tuple[Tensor | None, Tensor]] = {}
+
+    # functions, so that nothing of a pass outlives it
+
+    def run_forward_pass(step: Step) -> None:
+        _, (microbatch, chunk) = step
+        kept[microbatch, chunk] = _, output = forward(microbatch, chunk)
+        if chunks[chunk].spec.has_head:
+            total.add_(output.detach())
+        communicator.give(step, output)
+        deallocate_output_tensor(output, not chunks[chunk].spec.has_head)
+
+    def run_backward_pass(step: Step) -> None:
+        _, (microbatch, chunk) = step
+        gradient, (received, output) = communicator.take(step), kept.pop((microbatch, chunk))
+        if output.requires_grad:
+            with chunks[chunk].journal.during(Work.BACKWARD, chunk, microbatch):
+                custom_backward(scale(output) if gradient is None and scale is not None else output, gradient)
+        if leave is not None:
+            leave(microbatch, chunk)
+        communicator.give(step, None if received is None else received.grad)
+
     with ExitStack() as outer:
         # with overlap, a chunk's gradients are reduced during its last backward pass
         no_sync = [outer.enter_context(ExitStack()) for _ in models]
@@ -51,25 +72,13 @@ def run_schedule(
             stack.enter_context(model.no_sync())
         last = {chunk: place for place, (is_forward, (_, chunk)) in enumerate(steps) if not is_forward}
         for place, step in enumerate(steps):
-            is_forward, (microbatch, chunk) = step
+            is_forward, (_, chunk) = step
             if is_forward:
-                received, output = forward(microbatch, chunk)
-                kept[microbatch, chunk] = received, output
-                if chunks[chunk].spec.has_head:
-                    total += output.detach()
-                communicator.give(step, output)
-                deallocate_output_tensor(output, not chunks[chunk].spec.has_head)
+                run_forward_pass(step)
                 continue
-            gradient = communicator.take(step)
-            received, output = kept.pop((microbatch, chunk))
             if place == last[chunk]:
                 no_sync[chunk].close()
-            if output.requires_grad:
-                with chunks[chunk].journal.during(Work.BACKWARD, chunk, microbatch):
-                    custom_backward(scale(output) if gradient is None and scale is not None else output, gradient)
-            if leave is not None:
-                leave(microbatch, chunk)
-            communicator.give(step, None if received is None else received.grad)
+            run_backward_pass(step)
     communicator.end()
     forward.end()
     return total

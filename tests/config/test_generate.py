@@ -58,7 +58,7 @@ def test_ranks_are_given_for_a_check_and_launched_for_answers(tmp_path: Path):
     assert load("--check", "--world-size", "4").world_size == 4
     for argv, environment, what in (
         (("--world-size", "4"), {}, "--world-size is 4, but no launcher started these ranks .* or add --check"),
-        (("--world-size", "4"), {"WORLD_SIZE": "2", "RANK": "0"}, "--world-size is 4, but the launcher started 2"),
+        (("--world-size", "4"), {"WORLD_SIZE": "2", "RANK": "0"}, "is 4, but the launcher's WORLD_SIZE is 2"),
         ((), {"WORLD_SIZE": "2"}, "WORLD_SIZE is set, but RANK is not"),
     ):
         with pytest.raises(UserError, match=what):

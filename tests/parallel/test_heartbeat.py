@@ -179,10 +179,11 @@ def test_no_port_is_opened_for_the_ranks(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize(("variables", "problems"), [
     ({"RANK": "0", "WORLD_SIZE": "1"}, [
-        "MASTER_PORT is not set; expected a port of rank 0's host", "MASTER_ADDR is not set; expected rank 0's host"]),
+        "MASTER_PORT is not set; expected a port of rank 0's host, 0 to 65535",
+        "MASTER_ADDR is not set; expected rank 0's host"]),
     ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "65536"}, [
         "RANK is '2'; expected this rank's number, 0 to 1",
-        "MASTER_PORT is '65536'; expected a port of rank 0's host"]),
+        "MASTER_PORT is '65536'; expected a port of rank 0's host, 0 to 65535"]),
     ({"RANK": "first", "MASTER_ADDR": "", "MASTER_PORT": "1"}, [
         "WORLD_SIZE is not set; expected the number of ranks", "RANK is 'first'; expected this rank's number",
         "MASTER_ADDR is ''; expected rank 0's host"]),

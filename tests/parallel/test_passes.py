@@ -72,7 +72,6 @@ def rank_of(images: list[bool], all_images: tuple[Images, ...], stage: int, trai
     for is_forward, (microbatch, chunk) in stage_steps(len(images), stage, training.num_stages, training.num_chunks):
         model, slot = models[chunk], chunk * training.num_stages + stage
         if is_forward:
-            model.forward_begins(microbatch, images_of(images[microbatch]))
             yield from reduced()
             yield "forward", (microbatch, slot)
             continue
@@ -85,8 +84,7 @@ def rank_of(images: list[bool], all_images: tuple[Images, ...], stage: int, trai
                     assert unit.is_open
                     yield from reduced()
             model.backward_ends()
-        if training.num_stages > 1:
-            reductions.leave(microbatch, chunk)
+        reductions.leave(microbatch, chunk)
         yield from reduced()
         yield "sent", (microbatch, slot)
     reductions.end()

@@ -130,7 +130,7 @@ def test_all_problems_of_a_converted_directory_are_reported_together(inputs: Pat
     printed = capsys.readouterr().err.splitlines()
     assert len(printed) == 3
     for file, problem in zip(files, printed[:2], strict=True):
-        assert problem.startswith(f"error: {file} starts like a file of torch.save") and "truncated" in problem
+        assert problem.startswith(f"error: {file} cannot be read by torch.load") and "truncated" in problem
     assert printed[2].startswith(f"error: --save is {str(path)!r}, which holds weights in MindSpeed-MM's layout")
 
 

@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -31,12 +31,19 @@ class MappedRows:
 
         Raises OSError, and ValueError if the content does not match ``crc32``.
         """
-        stamp = _stamp(path)
-        if stamp != known and file_crc32(path) != crc32:
-            raise ValueError("its content does not match its checksum")
-        array = np.lib.format.open_memmap(path, mode="r")
-        if _stamp(path) != stamp:
-            raise ValueError("it has changed meanwhile")
+        with open(path, "rb", opener=regular) as stream:
+            stamp = _stamp_of(os.fstat(stream.fileno()))
+            if stamp != known and _crc32(stream) != crc32:
+                raise ValueError("its content does not match its checksum")
+            stream.seek(0)
+            if np.lib.format.read_magic(stream) != (1, 0):
+                raise ValueError("another version of NumPy's format")
+            shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+            if dtype.hasobject:
+                raise ValueError("it holds objects")
+            array = np.memmap(stream, dtype, "r", stream.tell(), shape)
+            if _stamp_of(os.fstat(stream.fileno())) != stamp:
+                raise ValueError("it has changed meanwhile")
         return cls(array, path, crc32, stamp)
 
     @property
@@ -47,7 +54,7 @@ class MappedRows:
         """
         if self.path is not None and self._stamp is not None:
             with suppress(FileNotFoundError):
-                now = _stamp(self.path)
+                now = _stamp_of(os.stat(self.path))
                 if now != self._stamp and now[0] == self._stamp[0]:
                     raise _changed(self.path)
         return self._array
@@ -80,8 +87,7 @@ class MappedRows:
         self.__dict__ = state
 
 
-def _stamp(path: str) -> _Stamp:
-    status = os.stat(path)
+def _stamp_of(status: os.stat_result) -> _Stamp:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
@@ -91,9 +97,14 @@ def _changed(path: str) -> UserError:
 
 
 def file_crc32(path: str | Path) -> int:
-    """Checksum of a file, which is read in blocks: a map would count as memory of this process.  Raises OSError."""
-    crc32 = 0
+    """Checksum of a file.  Raises OSError."""
     with open(path, "rb", opener=regular) as stream:
-        while block := stream.read(_READ_BYTES):
-            crc32 = zlib.crc32(block, crc32)
+        return _crc32(stream)
+
+
+def _crc32(stream: IO[bytes]) -> int:
+    """Of the rest of a file, which is read in blocks: a map would count as memory of this process."""
+    crc32 = 0
+    while block := stream.read(_READ_BYTES):
+        crc32 = zlib.crc32(block, crc32)
     return crc32

@@ -15,7 +15,7 @@ def test_a_pipe_in_place_of_an_index_counts_as_absent(write_dataset, model_confi
     gauge = Gauge.from_config(data, model_config, 4096)
     expected = len(Dataset(data, gauge=gauge))
     kept = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
-    assert {path.suffix for path in kept} == {".json", ".rows"}
+    assert {path.suffix for path in kept} == {".json", ".npy"}
     for path in kept:
         path.unlink()
         os.mkfifo(path)
