@@ -42,29 +42,7 @@ def run_schedule(
             for group in reversed(model.bucket_groups):  # first used, first gathered; the forward hooks wait for them
                 group.start_param_sync()
     steps = communicator.begin(plan)
-    forward = _Forward(models, plan, steps, communicator, forward_only=False)
-    kept: dict[ChunkPass, tuple[Tensor | None, Tensor]] = {}
-
-    # functions, so that nothing of a pass outlives it
-
-    def run_forward_pass(step: Step) -> None:
-        _, (microbatch, chunk) = step
-        kept[microbatch, chunk] = _, output = forward(microbatch, chunk)
-        if chunks[chunk].spec.has_head:
-            total.add_(output.detach())
-        communicator.give(step, output)
-        deallocate_output_tensor(output, not chunks[chunk].spec.has_head)
-
-    def run_backward_pass(step: Step) -> None:
-        _, (microbatch, chunk) = step
-        gradient, (received, output) = communicator.take(step), kept.pop((microbatch, chunk))
-        if output.requires_grad:
-            with chunks[chunk].journal.during(Work.BACKWARD, chunk, microbatch):
-                custom_backward(scale(output) if gradient is None and scale is not None else output, gradient)
-        if leave is not None:
-            leave(microbatch, chunk)
-        communicator.give(step, None if received is None else received.grad)
-
+    passes = _Passes(_Forward(models, plan, steps, communicator, forward_only=False), communicator, total, scale, leave)
     with ExitStack() as outer:
         # with overlap, a chunk's gradients are reduced during its last backward pass
         no_sync = [outer.enter_context(ExitStack()) for _ in models]
@@ -74,13 +52,13 @@ def run_schedule(
         for place, step in enumerate(steps):
             is_forward, (_, chunk) = step
             if is_forward:
-                run_forward_pass(step)
+                passes.run_forward(step)
                 continue
             if place == last[chunk]:
                 no_sync[chunk].close()
-            run_backward_pass(step)
+            passes.run_backward(step)
     communicator.end()
-    forward.end()
+    passes.forward.end()
     return total
 
 
@@ -116,8 +94,8 @@ class _Forward:
         communicator: PipelineCommunicator, forward_only: bool,
     ) -> None:  # fmt: skip
         self._models, self._communicator, self._forward_only = models, communicator, forward_only
-        self._chunks: list[Any] = [model.module for model in models]
-        self._inputs = _Inputs(self._chunks, plan, [one for is_forward, one in steps if is_forward], forward_only)
+        self.chunks: list[Any] = [model.module for model in models]
+        self._inputs = _Inputs(self.chunks, plan, [one for is_forward, one in steps if is_forward], forward_only)
         self.end = self._inputs.end
 
     def __call__(self, microbatch: int, chunk: int) -> tuple[Tensor | None, Tensor]:
@@ -127,11 +105,45 @@ class _Forward:
         own = self._inputs.take(microbatch, chunk)
         if isinstance(model, ShardedGradients) and not (self._forward_only and model.weight_shards is None):
             model.start(microbatch, own.images)
-        journal: Journal = self._chunks[chunk].journal
+        journal: Journal = self.chunks[chunk].journal
         with journal.during(Work.FORWARD, chunk, microbatch):
             output = model(own, received)
         self._inputs.prepare_next()
         return received if received is not None and received.requires_grad else None, output
+
+
+class _Passes:
+    """The passes of a training step: methods, so that nothing of a pass outlives it except what its backward needs."""
+
+    def __init__(
+        self, forward: _Forward, communicator: PipelineCommunicator, total: Tensor,
+        scale: Callable[[Tensor], Tensor] | None, leave: Callable[[int, int], None] | None,
+    ) -> None:  # fmt: skip
+        """``total``: to add the losses to; the others are those of ``run_schedule``."""
+        self.forward, self._communicator, self._total = forward, communicator, total
+        self._scale, self._leave = scale, leave
+        self._kept: dict[ChunkPass, tuple[Tensor | None, Tensor]] = {}
+
+    def run_forward(self, step: Step) -> None:
+        _, (microbatch, chunk) = step
+        self._kept[microbatch, chunk] = _, output = self.forward(microbatch, chunk)
+        has_head = self.forward.chunks[chunk].spec.has_head
+        if has_head:
+            self._total.add_(output.detach())
+        self._communicator.give(step, output)
+        deallocate_output_tensor(output, not has_head)
+
+    def run_backward(self, step: Step) -> None:
+        _, (microbatch, chunk) = step
+        gradient, (received, output) = self._communicator.take(step), self._kept.pop((microbatch, chunk))
+        if output.requires_grad:
+            if gradient is None and self._scale is not None:
+                output = self._scale(output)
+            with self.forward.chunks[chunk].journal.during(Work.BACKWARD, chunk, microbatch):
+                custom_backward(output, gradient)
+        if self._leave is not None:
+            self._leave(microbatch, chunk)
+        self._communicator.give(step, None if received is None else received.grad)
 
 
 class _Inputs:
