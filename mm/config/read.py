@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from mm.errors import UserError, refuse
+from mm.errors import UserError, refuse, refuse_special
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ def read_json(path: str | Path) -> Document:
 
     Raises UserError with ``file:line:column`` and the offending line for wrong syntax, and with every duplicate key.
     """
+    refuse_special(Path(path))
     try:
         data = Path(path).read_bytes()
     except OSError as error:

@@ -125,3 +125,8 @@ def test_a_missing_file_and_a_directory_are_reported(tmp_path):
 def test_a_lone_surrogate_is_refused(tmp_path):
     assert "half of a surrogate pair" in refusal(tmp_path, '{"name": "\\ud800"}')
     assert read_json(write(tmp_path, '{"name": "\\ud83d\\ude00"}')).root == {"name": "\U0001f600"}
+
+
+def test_a_device_is_refused_unread():
+    with pytest.raises(UserError, match="/dev/zero: is not a regular file"):
+        read_json("/dev/zero")
