@@ -77,7 +77,10 @@ def check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
 def write_results(
     folder: Path, items: Items, title: str, answers: Mapping[int, Prediction]
 ) -> tuple[list[ScoredItem], dict[str, Any]]:
-    """Score ``answers``, one for every item; write predictions and scores, and return both."""
+    """Score ``answers``; write predictions and scores, and return both.  Raises UserError unless each item has one."""
+    if missing := [number for number in range(len(items.items)) if number not in answers]:
+        raise UserError(f"{folder / ANSWERS}: has no answer to question {missing[0]}; give the same command again, or "
+                        f"remove the file to ask everything again.")
     found = scored(items, answers)
     scores = summary(items, title, found)
     write_text(folder / PREDICTIONS, "".join(_line(one.line()) for one in found))
