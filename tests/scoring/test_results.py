@@ -126,5 +126,5 @@ def test_another_evaluation_is_refused_and_nothing_lost(tmp_path):
 def test_answers_of_other_numbers_are_refused_by_the_first_that_lacks_one(tmp_path):
     answers = answers_of("ai2d")
     answers[7] = answers.pop(1)
-    with pytest.raises(UserError, match="answers.jsonl: has no answer to question 1"):
+    with pytest.raises(UserError, match=r"answers\.jsonl: has no answer to question 1"):
         finished(tmp_path / "out", items_of(tmp_path, "ai2d"), answers)
