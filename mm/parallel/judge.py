@@ -30,7 +30,8 @@ class Cause:
 
 
 State = Literal["joined", "ready", "begun", "leaving"]
-"""Of a rank; "ready": it waits for the others; "begun", on rank 0: all were ready; "leaving": its part has ended."""
+"""What a rank has reached; "ready": it waits for the others; "begun", on rank 0: all were ready; "leaving": its part
+has ended."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Record:
     """What a rank says about itself."""
 
     count: int = 0
-    """Of what it has written; 0: it has not joined yet."""
+    """How many records it has written; 0: it has not joined yet."""
     state: State = "joined"
     place: str = "has not joined the others"
     seconds_left: float | None = None

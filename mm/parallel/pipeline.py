@@ -90,7 +90,7 @@ class PipelineCommunicator:
         self._receives: list[list[Step]] = []
         """By number of the step before which they begin."""
         self._number = 0
-        """Of the next step to begin or to end."""
+        """Passes of the step that have ended; also the place of the next one in ``_steps``."""
         self._inbox: dict[Step, Arriving] = {}
         self._in_flight: deque[tuple[dist.Work, Tensor]] = deque()
         self._most_in_flight = 0

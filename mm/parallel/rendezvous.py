@@ -33,9 +33,9 @@ class Attempt:
     """One start of all ranks, as rank 0 has written it."""
 
     prefix: str
-    """Of its keys."""
+    """Comes before each of its keys."""
     host: str
-    """Of rank 0."""
+    """The host that rank 0 runs on."""
     facts: Mapping[str, str]
     """What rank 0 runs, and its settings."""
     process: Identity

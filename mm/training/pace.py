@@ -34,7 +34,7 @@ class PaceMeter:
         self._depth = 0
         """Number of waits and pauses that have begun and not ended; the outermost counts."""
         self._marks: list[_Mark] = []
-        """Of the running step; empty during the first."""
+        """Marks of the running step; empty during the first."""
         self._ended: tuple[list[_Mark], float] | None = None
         """Marks of the step before, and its own wait for data."""
         self._own, self._seconds, self._num_steps = 0.0, 0.0, 0

@@ -132,7 +132,7 @@ class SlowRankNotes:
         """``share``: a rank is slow if it exceeds this."""
         self._places, self._share = places, share
         self._paces = list[Pace]()
-        """Of the present span."""
+        """Paces measured in the present span."""
         self._num_slow: dict[tuple[int, ...], int] = {}
         """By ranks: spans in a row, until now, in which they were slow."""
         self._noted = set[tuple[int, ...]]()

@@ -103,7 +103,7 @@ def file_crc32(path: str | Path) -> int:
 
 
 def _crc32(stream: IO[bytes]) -> int:
-    """Of the rest of a file, which is read in blocks: a map would count as memory of this process."""
+    """Checksum of the rest of a file, read in blocks: a map would count as memory of this process."""
     crc32 = 0
     while block := stream.read(_READ_BYTES):
         crc32 = zlib.crc32(block, crc32)
