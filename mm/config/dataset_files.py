@@ -48,6 +48,11 @@ class DatasetFile:
     num_samples: int | None = None
     """Use this many samples instead of all, before the rate applies."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every sample is used once."""
+        return self.rate_percent == 100 and self.num_samples is None
+
 
 def training_files(data: DataConfig) -> list[DatasetFile]:
     """The files of ``dataset``.  Raises UserError for an entry that is neither a file nor a name of the registry."""

@@ -17,7 +17,7 @@ from mm.config.model import ModelConfig
 from mm.data.encode.encoder import SampleEncoder
 from mm.data.read.content import content_of, with_places
 from mm.data.read.formats import num_media, read_sample
-from mm.data.read.open_records import open_records
+from mm.data.read.records import open_records
 from mm.data.read.roots import KnownMedia, MediaRoots
 from mm.data.record_name import name_of, numbered
 from mm.data.sample import Image, Inline, Media, Sample, Turn, Video

@@ -15,11 +15,11 @@ from typing import Any
 
 from mm.config.data import Attributes
 from mm.config.evaluate import Rule
+from mm.config.schema import shown
 from mm.data.media.decoder import Decoder
-from mm.data.read.content import shown, with_places
+from mm.data.read.content import with_places
 from mm.data.read.formats import HALF_CHARACTER, MESSAGES, num_media, read_sample
-from mm.data.read.open_records import open_records
-from mm.data.read.records import Raw
+from mm.data.read.records import Raw, open_records
 from mm.data.read.roots import KnownMedia, MediaRoots
 from mm.data.record_name import name_of, numbered
 from mm.data.sample import Image
@@ -41,7 +41,7 @@ def read_own(path: str, rule: Rule, media_roots: tuple[str, ...]) -> Items:
     items: dict[str, Item] = {}
     file = open_records(path)
     for raw in file.records(problems):
-        where = file.where(raw) + (f": {numbered('question', raw.index, name_of(raw.value))}" if raw.place else "")
+        where = file.where(raw) + (f": {numbered('question', raw.index, name_of(raw.value))}" if raw.line else "")
         with collected(problems, f"{where}: "):
             if raw.problem is not None:
                 raise UserError(raw.problem)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mm.data.media.decoder import Decoder
-from mm.data.read.spans import UTF8_MARK, not_utf8
+from mm.data.read.records import UTF8_MARK, not_utf8
 from mm.data.sample import Inline
 from mm.errors import MAX_PROBLEMS, UserError, collected, nearest, refuse, refuse_special
 from mm.files import write_whole

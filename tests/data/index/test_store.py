@@ -4,28 +4,15 @@ import multiprocessing
 import os
 import signal
 
-from mm.data.index import indexed_file as indexed
+from mm.data.index import sample_files
 from mm.data.index.dataset import Dataset
 from mm.data.index.gauge import Gauge
 from tests.data.oracle import RECORDS
 
 
-def test_a_pipe_in_place_of_an_index_counts_as_absent(write_dataset, model_config, tmp_path):
-    data = write_dataset(RECORDS, cache_dir=str(tmp_path / "cache"))
-    gauge = Gauge.from_config(data, model_config, 4096)
-    expected = len(Dataset(data, gauge=gauge))
-    kept = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
-    assert {path.suffix for path in kept} == {".json", ".npy"}
-    for path in kept:
-        path.unlink()
-        os.mkfifo(path)
-        assert len(Dataset(data, gauge=gauge)) == expected
-    assert all(path.is_file() for path in kept)
-
-
 def _open(data, model, start, answers, dies):
     """Acts like an owner on another node; reports when it creates the index, and may die meanwhile."""
-    make = indexed.make_index
+    make = sample_files.make_index
 
     def reported(*arguments):
         answers.put(os.getpid())
@@ -33,7 +20,7 @@ def _open(data, model, start, answers, dies):
             os.kill(os.getpid(), signal.SIGKILL)
         return make(*arguments)
 
-    indexed.make_index = reported
+    sample_files.make_index = reported
     start.wait()
     dataset = Dataset(data, gauge=Gauge.from_config(data, model, 4096))
     answers.put([len(dataset), dataset.columns.files[0].path])
@@ -55,9 +42,9 @@ def test_one_of_several_processes_creates_it_and_another_takes_over_if_it_dies(w
         one.start()
     start.set()
     found = [answers.get() for _ in range(3)]
-    (path,) = map(str, (tmp_path / "cache").glob("*.npy"))
+    (path,) = map(str, (tmp_path / "cache").glob("*.rows"))
     assert found[0] in [one.pid for one in owners] and found[1:] == [[len(RECORDS) * 20, path]] * 2
     for one in owners:
         one.join()
     names = sorted(path.suffix for path in (tmp_path / "cache").iterdir() if path.is_file())
-    assert names == [".json", ".npy"]
+    assert names == [".json", ".numbers", ".rows"]
