@@ -60,8 +60,6 @@ TABS: list[tuple[str, list[str]]] = [
     ("mm-data sh", ["show"]),
     ("mm-data show --split v", ["validation"]),
     ("mm-data index --mm-m", ["--mm-model"]),
-    ("mm-data convert l", ["llava"]),
-    ("mm-data convert llava --med", ["--media-folder"]),
     ("mm-doctor --device n", ["npu"]),
     ("mm-generate --pro", ["--prompt", "--prompts"]),
     ("mm-generate --save", []),
@@ -174,8 +172,8 @@ def test_every_help_ends_with_the_exit_statuses(name: str) -> None:
 
 
 @pytest.mark.parametrize("words", [
-    "mm-data check", "mm-data stats", "mm-data show", "mm-data index", "mm-data convert", "mm-data convert llava",
-    "mm-data mock", "mm-plan calibrate", "mm-plan predict", "mm-plan compare", "mm-plan lists",
+    "mm-data check", "mm-data show", "mm-data index", "mm-data mock", "mm-plan calibrate", "mm-plan predict",
+    "mm-plan compare", "mm-plan lists",
 ])
 def test_the_help_of_a_command_ends_with_them_too(words: str) -> None:
     printed = " ".join(printed_by(*words.split(), "--help").split())
@@ -185,7 +183,6 @@ def test_the_help_of_a_command_ends_with_them_too(words: str) -> None:
 @pytest.mark.parametrize(("words", "first"), [
     ("mm-data check", ["--mm-data", "--mm-model", "--seq-length"]),
     ("mm-data show", ["--mm-data", "--mm-model", "--seq-length"]),
-    ("mm-data convert llava", ["--input", "--media-folder", "--output"]),
     ("mm-data mock", ["--output"]),
 ])
 def test_the_flags_that_a_command_needs_stand_first(words: str, first: list[str]) -> None:

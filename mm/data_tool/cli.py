@@ -2,10 +2,8 @@
 
     mm-data index --mm-data data.json --mm-model model.json --seq-length 8192
     mm-data check --mm-data data.json --mm-model model.json --seq-length 8192 --deep --html report.html
-    mm-data stats --mm-data data.json --mm-model model.json --seq-length 8192
     mm-data show --mm-data data.json --mm-model model.json --seq-length 8192 --sample 3 --html sample.html
     mm-data mock --output ./data/mock --num-samples 1000 --num-images 2
-    mm-data convert llava --input llava.json --media-folder ./data/COCO2017/train2017 --output samples.json
 
 The commands are in ``mm.data_tool.commands``.  They are imported inside ``run_command``, so that Ctrl-C during the
 import of torch also ends with a single line.
