@@ -302,10 +302,6 @@ def test_the_document_shows_the_records_that_are_kept(tmp_path: Path) -> None:
     assert rendered(tmp_path, None, page) == page and block(page)
 
 
-def test_the_document_shows_what_ranks_read() -> None:
-    assert run_ranks(0, "benchmarks.convert", "--reads", "72b") in PAGE.read_text()
-
-
 def test_records_of_two_devices_are_refused(tmp_path: Path) -> None:
     machine = {"kind": "machine", "label": "kernels", "size": "3b", "date": "2026-01-01", "versions": {}}
     records = [machine | {"device": "one"}, machine | {"device": "another"}, {"kind": "tower", "label": "kernels"}]
