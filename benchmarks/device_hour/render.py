@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.device_hour.goals import goals
 from benchmarks.measure import report
 from benchmarks.records import LOSS, NORM, OURS, PEER, Results, read_records
-from mm.device.known import known_device
+from mm.device.platforms import known_device
 from tests.files import ROOT, table
 from tests.workload import microbatches_of
 

@@ -13,7 +13,7 @@ from benchmarks.kills.marks import Marker
 from mm import train
 from mm.data.feed.owner import DataOwner
 from mm.device.device import Device
-from mm.signals import StopSignals
+from mm.process import StopSignals
 
 Device.pick("cpu")
 
