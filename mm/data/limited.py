@@ -29,7 +29,7 @@ from typing import IO, Any
 import numpy as np
 
 from mm.errors import UserError
-from mm.signals import STOPPING, ignore_stopping
+from mm.process import STOPPING, ignore_stopping
 
 Request = Mapping[str, Any]
 """JSON values.  ``num_content_bytes``, if present, is the number of bytes that follow."""

@@ -24,7 +24,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
-from mm.signals import STOPPING
+from mm.process import STOPPING
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -10,7 +10,7 @@ import pytest
 
 from mm.data.limited import LimitedProcess, ProcessEndedError
 from mm.errors import UserError
-from mm.signals import STOPPING
+from mm.process import STOPPING
 
 
 @pytest.fixture(scope="module")

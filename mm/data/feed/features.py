@@ -15,7 +15,6 @@ import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from torch import Tensor
 from mm.data.encode.encoder import ImagePlan
 from mm.data.media.video import VideoPlan, VideoProcessor
 from mm.data.sample import Inline
+from mm.environment import installed
 from mm.errors import UserError
 from mm.files import replace_file, sha256
 
@@ -161,11 +161,4 @@ def _content(path: str | Inline | tuple[str | Inline, ...]) -> str:
 
 
 def _versions(kind: str) -> list[str | None]:
-    return [_version(package) for package in _PACKAGES[kind]]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # built from source without metadata
-        return None
+    return [installed(package) for package in _PACKAGES[kind]]

@@ -27,8 +27,7 @@ import numpy as np
 from mm.data.order.stream import SampleOrder, StepSamples
 from mm.data.workers import fork_server
 from mm.errors import UserError
-from mm.process import node_id
-from mm.signals import ignore_stopping
+from mm.process import ignore_stopping, node_id
 
 NUM_AHEAD = 2
 """Steps planned before they are requested.  Owners request as far ahead as their workers prepare."""
