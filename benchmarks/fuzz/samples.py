@@ -20,7 +20,7 @@ from mm.config.model import read_model
 from mm.data.feed.quarantine import Quarantine
 from mm.data.index.dataset import Dataset
 from mm.data.index.gauge import Gauge
-from mm.data.media.decoder import Decoder
+from mm.data.media.picture import image_remarks, image_size, load_pixels
 from mm.data.sample import Video
 from mm.errors import UserError, refuse
 from tests.data.clips import even, write_clip
@@ -129,16 +129,12 @@ def write_pictures(original: Path, beside: Path) -> Reading:
     for name, mode in (("a.png", "RGBA"), ("b.jpg", "RGB"), ("c.gif", "P"), ("d.webp", "RGB"), ("e.tiff", "RGB"),
                        ("f.bmp", "RGB"), ("g.png", "P"), ("h.ppm", "RGB"), ("i.ico", "RGBA")):
         Image.fromarray(pixels).convert(mode).save(original / name)
-    decoders: list[Decoder] = []
-
     def read() -> None:
-        decoder = decoders[0] if decoders else Decoder()
-        decoders[:] = [decoder]  # one in each child, as in each worker
         problems: list[str] = []
         for path in sorted(Path().iterdir()):
             if path.stat(follow_symlinks=False).st_nlink == 1:  # the others are as they were
                 with_problems(problems, lambda name=str(path): (
-                    decoder.picture_size(name), decoder.remarks(name), decoder.picture(name)))
+                    image_size(name), image_remarks(name), load_pixels(name)))
         refuse(problems)
 
     return read
@@ -152,16 +148,12 @@ def with_problems(problems: list[str], read: Callable[[], object]) -> None:
 
 
 def write_videos(original: Path, beside: Path) -> Reading:
-    gauge = _gauge(beside)[1]
+    videos = _gauge(beside)[1].encoder.videos
     for name, codec in (("a.mp4", "libx264"), ("b.mkv", "libx264"), ("c.avi", "mpeg4")):
         write_clip(original / name, even(8), (64, 48), codec)
     frames = [Image.fromarray(np.full((48, 64, 3), 30 * number, np.uint8)) for number in range(6)]
     frames[0].save(original / "d.gif", save_all=True, append_images=frames[1:], duration=100)
-    decoders: list[Decoder] = []
-
     def read() -> None:
-        decoders[:] = decoders or [Decoder(None, 8.0)]
-        videos = replace(gauge.encoder.videos, decoder=decoders[0])
         problems: list[str] = []
         for path in sorted(Path().iterdir()):
             if path.stat(follow_symlinks=False).st_nlink == 1:

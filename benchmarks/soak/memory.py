@@ -106,7 +106,7 @@ def _mib(pid: int) -> float:
 def _role(process: psutil.Process) -> str:
     words = " ".join(process.cmdline())
     for part, role in (("mm.launch", "launcher"), ("mm.train", f"rank {process.environ().get('RANK')}"),
-                       ("media.answers", "decoder"), ("import serve", "template"), ("resource_tracker", "tracker"),
+                       ("resource_tracker", "tracker"),
                        ("forkserver", "data process")):  # fmt: skip
         if part in words:
             return role
