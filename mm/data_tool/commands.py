@@ -23,11 +23,11 @@ from mm.data.index.sample_files import SPLITS, Split
 from mm.data_tool.mock import HELP, Mock
 from mm.data_tool.show import Shown
 from mm.data_tool.survey import damaged_samples, survey
-from mm.ending import print_notes, refused
+from mm.environment import version_line
 from mm.errors import MAX_PROBLEMS, UserError, counted, refuse
+from mm.process import print_notes, refused
 from mm.progress import ongoing
 from mm.report import check_page, write_page
-from mm.version import version_line
 
 
 def _add_command(commands: Any, name: str, *, help: str, description: str) -> Any:

@@ -118,7 +118,7 @@ def test_missing_pictures_double_indices_and_broken_lines(folder):
     missing, broken, double = caught.value.problems
     where = f"{folder}/own.jsonl"
     assert missing.startswith(f"{where}:1: question 0 (counted from 0): image 'no.png' is not a regular file")
-    assert broken.startswith(f"{where}:2:13: question 1 (counted from 0): not valid JSON")
+    assert broken.startswith(f"{where}:2: question 1 (counted from 0): not valid JSON")
     assert double == (f"{where}:4: question 3 (counted from 0, id 5): has the same index '5' as {where}:3: question 2 "
                       f"(counted from 0, id 5); expected unique indices.")
     with pytest.raises(UserError, match="is not a file; expected JSON"):
