@@ -35,11 +35,10 @@ from benchmarks.measure import command, num_cores, report, seconds_of, shipped_m
 from mm.config.data import Attributes, DataConfig, read_data
 from mm.config.model import ModelConfig
 from mm.data.feed.loader import planned_steps
-from mm.data.index.columns import Columns
 from mm.data.index.dataset import Dataset
 from mm.data.index.gauge import ROW, Gauge
 from mm.data.index.index import Checker, Reader
-from mm.data.index.store import NUMBER, RecordIndex, Rows, Store
+from mm.data.index.store import NUMBER, Columns, RecordIndex, Rows, Store
 from mm.data.order.cost import SampleSizes
 from mm.data.order.pack import Budget
 from mm.data.order.sampler import SAMPLERS, BatchShares

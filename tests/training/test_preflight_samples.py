@@ -109,8 +109,7 @@ def test_a_rate_that_leaves_nothing_for_validation_is_found(inputs: Path):
     data["dataset_param"]["basic_parameters"]["val_rate"] = 0.1
     (inputs / "data.json").write_text(json.dumps(data))
     (problem,) = problems(inputs)
-    assert re.fullmatch(rf"val_rate = 0.1 leaves no samples of {inputs}/\S+ for validation, of 1 usable sample; "
-                        r"change it, or repair samples\.", problem)
+    assert re.fullmatch(rf"val_rate = 0.1 leaves no samples of {inputs}/\S+ for validation; change it, or .*", problem)
 
 
 @pytest.mark.parametrize("bad_sample", ["error", "skip"])
@@ -187,8 +186,8 @@ def test_keys_that_nothing_reads_are_noted_and_others_refused(inputs: Path, caps
     (good,) = json.loads((inputs / "samples.json").read_text())
     (inputs / "samples.json").write_text(json.dumps([good | {"id": "a", "solution": "x"}] * 4))
     assert main(flags(inputs, "--check")) == 0
-    assert (f"note: nothing reads 'solution', which 4 records have (the first is {inputs}/samples.json: record 0 "
-            f"(id 'a')); docs/data.md lists the keys that are read\n") in capsys.readouterr().out
+    assert (f"note: 4 records, the first is {inputs}/samples.json: record 0 (id 'a'): nothing reads 'solution'; "
+            f"docs/data.md lists the keys that are read\n") in capsys.readouterr().out
     (inputs / "samples.json").write_text(json.dumps([good, good | {"objects": {"bbox": [[1, 2, 3, 4]]}}]))
     assert main(flags(inputs, "--check")) == 2
     (problem,) = capsys.readouterr().err.splitlines()

@@ -14,11 +14,10 @@ import numpy as np
 
 from mm.batch import Microbatch
 from mm.config.data import DataConfig
-from mm.data.index.columns import Columns
 from mm.data.index.contents import Contents
 from mm.data.index.gauge import BAD, Gauge
 from mm.data.index.sample_files import NUM_NAMED, IndexedFile, Split, first_of, open_files
-from mm.data.index.store import NUMBER, Rows, Store
+from mm.data.index.store import NUMBER, Columns, Rows, Store
 from mm.data.lengths import Lengths
 from mm.data.order.selection import chosen, split_off
 from mm.data.record_name import BadSample
@@ -51,9 +50,7 @@ class Dataset:
         Samples in which no turn fits ``--seq-length`` are always left out, and counted.
         """
         self._config, self._gauge = config, gauge
-        opened = open_files(config, skips_bad, gauge, split)
-        self.files: tuple[IndexedFile, ...] = opened.files
-        self.skipped: tuple[BadSample, ...] = opened.skipped
+        self.files, self.skipped = open_files(config, skips_bad, gauge, split)
         """Samples that were left out because they cannot be used; empty in data workers."""
         self._columns = Columns(tuple(file.index.rows for file in self.files), self._chosen(seed, split))
         if not len(self):

@@ -77,23 +77,18 @@ class IndexedFile:
                    f"(image_max_pixels), or shorten them.  {first_of(map(self.named, numbers.tolist()[:NUM_NAMED]))}")
 
 
-@dataclass(frozen=True)
-class SampleFiles:
-    """Files with at least one good sample."""
-
-    files: tuple[IndexedFile, ...]
-    skipped: tuple[BadSample, ...]
-    """Samples that were left out because they cannot be used."""
-
-
 def first_of(names: Iterator[str]) -> str:
     """The end of a note about samples."""
     return f"The first: {', '.join(names)}"
 
 
-def open_files(config: DataConfig, skips_bad: bool, gauge: Gauge | None, split: Split) -> SampleFiles:
-    """Check every record, unless the index has the result for the same content.  Arguments and UserErrors are those of
-    ``Dataset``."""
+def open_files(
+    config: DataConfig, skips_bad: bool, gauge: Gauge | None, split: Split
+) -> tuple[tuple[IndexedFile, ...], tuple[BadSample, ...]]:
+    """The files with at least one good sample, and the samples that were left out because they cannot be used.
+
+    Arguments and UserErrors are those of ``Dataset``.
+    """
     has_files = split == "validation" and config.val_dataset  # otherwise it is a share of the training files
     sources = validation_files(config) if has_files else training_files(config)
     most = config.val_max_samples if has_files else config.max_samples
@@ -120,7 +115,7 @@ def open_files(config: DataConfig, skips_bad: bool, gauge: Gauge | None, split: 
     if problems:
         more = ["There may be more problems: 'mm-data check' counts all, and its --html PAGE lists them."]
         raise UserError(problems[:MAX_PROBLEMS] + more * (len(problems) >= MAX_PROBLEMS))
-    return SampleFiles(tuple(files), tuple(skipped))
+    return tuple(files), tuple(skipped)
 
 
 def _opened(
