@@ -1,6 +1,5 @@
 """``mm-data``: the command line for data files, independent of training.
 
-    mm-data index --mm-data data.json --mm-model model.json --seq-length 8192
     mm-data check --mm-data data.json --mm-model model.json --seq-length 8192 --deep --html report.html
     mm-data show --mm-data data.json --mm-model model.json --seq-length 8192 --sample 3 --html sample.html
     mm-data mock --output ./data/mock --num-samples 1000 --num-images 2

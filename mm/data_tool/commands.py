@@ -17,22 +17,22 @@ from mm.config.model import ModelConfig, read_model
 from mm.config.notes import NoEffect
 from mm.console import NEEDED, add_common_flags, positive_count, whole_number
 from mm.data.encode.chat import load_tokenizer
-from mm.data.index.dataset import Dataset, datasets, notes_of
+from mm.data.index.dataset import Dataset, datasets
 from mm.data.index.gauge import Gauge
 from mm.data.index.sample_files import SPLITS, Split
 from mm.data_tool.mock import HELP, Mock
 from mm.data_tool.show import Shown
 from mm.data_tool.survey import damaged_samples, survey
 from mm.environment import version_line
-from mm.errors import MAX_PROBLEMS, UserError, counted, refuse
-from mm.process import print_notes, refused
+from mm.errors import MAX_PROBLEMS, UserError, refuse
+from mm.process import refused
 from mm.progress import ongoing
 from mm.report import check_page, write_page
 
 
-def _add_command(commands: Any, name: str, *, help: str, description: str) -> Any:
+def _add_command(commands: Any, names: Sequence[str], *, help: str, description: str) -> Any:
     """Add a command about the samples of a data JSON; returns the group of its optional flags."""
-    parser = commands.add_parser(name, help=help, description=description)
+    parser = commands.add_parser(names[0], aliases=names[1:], help=help, description=description)
     needed = parser.add_argument_group(NEEDED)
     needed.add_argument("--mm-data", required=True, help="the data JSON")
     needed.add_argument("--mm-model", required=True, help="the model JSON")
@@ -52,38 +52,14 @@ def _seed(text: str) -> int:
     return number
 
 
-def _add_index(commands: Any) -> None:
-    parser = _add_command(
-        commands, "index", help="check and measure all samples beforehand, so that training starts at once",
-        description="Checks all samples and keeps the result, as the trainer does at its first start. The next start "
-                    "with this data JSON, model JSON and --seq-length uses it.")
-    parser.add_argument("--again", action="store_true", help="create it again, for example after images have changed")
-    parser.add_argument("--bad-sample", choices=("error", "skip"), default="error",
-                        help="as in training (default: %(default)s)")
-    parser.set_defaults(run=_index)
-
-
-def _index(flags: argparse.Namespace) -> None:
-    """Create the index of the training and validation samples, and print a summary."""
-    data, model = read_data(flags.mm_data).value, read_model(flags.mm_model).value
-    data = dataclasses.replace(data, overwrite_cache=flags.again or data.overwrite_cache)
-    gauge, problems = Gauge.from_config(data, model, flags.seq_length), list[str]()
-    splits = datasets(data, problems, flags.bad_sample == "skip", gauge, flags.seed)
-    refuse(problems)
-    for name, dataset in splits.items():
-        lengths = dataset.lengths
-        print(f"{name}: {counted(len(dataset), 'sample')}, {lengths.num_tokens.sum(dtype='int64'):,} tokens (at most "
-              f"{lengths.num_tokens.max():,} in one), {lengths.num_media.sum(dtype='int64'):,} images and videos of "
-              f"{lengths.num_patches.sum(dtype='int64'):,} patches")
-    left_out = (f"left out: {one.message()}" for dataset in splits.values() for one in dataset.skipped)
-    print_notes(dict.fromkeys((*notes_of(splits), *left_out)))
-
-
 def _add_check(commands: Any) -> None:
     parser = _add_command(
-        commands, "check", help="find all samples that cannot be used, and report statistics of the others",
-        description="Reads all records and the headers of media, and shows how samplers would distribute the samples; "
-                    "with --deep it also decodes all media. The exit status is 2 if there are any problems.")
+        commands, ("check", "index", "stats"),
+        help="find all samples that cannot be used, report statistics of the others, and keep the index for training",
+        description="Reads all records and the headers of media; with --deep it also decodes all media. The next start "
+                    "of training with this data JSON, model JSON and --seq-length uses the index. The exit status is 2 "
+                    "if there are any problems.")
+    parser.add_argument("--again", action="store_true", help="create the index again, as after images have changed")
     parser.add_argument("--deep", action="store_true", help="decode all images and videos, as training does")
     parser.add_argument("--html", type=Path, help="also write the report with histograms to this HTML file")
     parser.set_defaults(run=_check)
@@ -92,7 +68,7 @@ def _add_check(commands: Any) -> None:
 def _check(flags: argparse.Namespace) -> None:
     check_page(flags.html)
     problems: list[str] = []
-    splits, gauge, model = _measured(flags, problems)
+    splits, gauge, model = _measured(flags, problems, flags.again)
     if splits:
         damaged = damaged_samples(splits, gauge.encoder) if flags.deep else []
         with ongoing("computing the statistics"):
@@ -117,18 +93,21 @@ def _key_notes(path: str) -> Iterator[str]:
         yield f"all other keys of {path} are used, or have the only value that is possible here"
 
 
-def _measured(flags: argparse.Namespace, problems: list[str]) -> tuple[Mapping[Split, Dataset], Gauge, ModelConfig]:
+def _measured(
+    flags: argparse.Namespace, problems: list[str], again: bool = False
+) -> tuple[Mapping[Split, Dataset], Gauge, ModelConfig]:
     """The usable training and validation samples; unusable ones are listed in the datasets.
 
     A split without usable samples is left out, and its errors are added to ``problems``.
     """
     data, model = read_data(flags.mm_data).value, read_model(flags.mm_model).value
+    data = dataclasses.replace(data, overwrite_cache=again or data.overwrite_cache)
     gauge = Gauge.from_config(data, model, flags.seq_length)
     return datasets(data, problems, True, gauge, flags.seed), gauge, model
 
 
 def _add_show(commands: Any) -> None:
-    parser = _add_command(commands, "show", help="show a sample as the model sees it",
+    parser = _add_command(commands, ("show",), help="show a sample as the model sees it",
                           description="Its tokens, with target tokens marked; --html also shows its resized images.")
     parser.add_argument("--sample", type=int, default=0,
                         help="index of the sample in its split, counted from 0 (default: %(default)s)")
@@ -171,7 +150,7 @@ def _mock(flags: argparse.Namespace) -> None:
     print(f"written: {mock.write(flags.output, load_tokenizer(flags.tokenizer) if flags.tokenizer else None)}")
 
 
-_COMMANDS = (_add_check, _add_show, _add_index, _add_mock)
+_COMMANDS = (_add_check, _add_show, _add_mock)
 
 
 def run(words: Sequence[str]) -> int:

@@ -1,10 +1,8 @@
-"""Facts about a dataset before training on it: statistics of its samples, their problems, and how evenly and fully each
-sampler would use it.  ``mm.report`` displays them.
-"""
+"""Facts about a dataset before training on it: statistics of its samples, and their problems, for ``mm.report``."""
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,22 +11,14 @@ from mm.config.model import ModelConfig
 from mm.data.encode.encoder import SampleEncoder
 from mm.data.index.dataset import Dataset, notes_of
 from mm.data.index.sample_files import Split
-from mm.data.order.balance import Sizes
 from mm.data.order.cost import SampleSizes
 from mm.data.order.pack import Budget, fullest_packs
-from mm.data.order.sampler import SAMPLERS, BatchShares
-from mm.data.order.stream import Deal, Stream
 from mm.data.record_name import BadSample
 from mm.data.workers import in_processes
-from mm.errors import UserError, counted
+from mm.errors import UserError
 from mm.progress import Progress
-from mm.report import Histogram, Problem, Report, Table
+from mm.report import Histogram, Problem, Report
 
-DP_SIZES = (8, 64)
-SAMPLES_OF_RANK = 32
-"""Samples per rank in a global batch, if the dataset has enough."""
-_NUM_STEPS = 4
-"""The imbalance is averaged over this many steps."""
 _NUM_AT_A_TIME = 64
 """Samples that one process decodes before it reports."""
 _OF_ONE_SAMPLE = re.compile(
@@ -84,35 +74,7 @@ def _section(name: Split, dataset: Dataset, model: ModelConfig, seq_length: int)
     histograms = [Histogram.of("Tokens", "per sample", tokens),
                   Histogram.of("Patches", "per sample", sizes.num_patches),
                   Histogram.of("Images and videos", "per sample", lengths.num_media)]
-    return Report(f"{name.capitalize()} samples", tuple(facts.items()), tuple(_imbalance(sizes, seq_length)),
-                  tuple(histograms))
-
-
-def _imbalance(sizes: Sizes, seq_length: int) -> Iterator[Table]:
-    """The cost of the costliest rank relative to the mean, for each sampler."""
-    num_samples = len(sizes.costs)
-    dp_sizes = [size for size in DP_SIZES if num_samples >= 2 * size] or [2] * (num_samples >= 4)
-    if not dp_sizes:
-        return
-    rows: dict[str, list[str]] = {}
-    for dp_size in dp_sizes:
-        global_batch_size = dp_size * min(SAMPLES_OF_RANK, num_samples // dp_size)
-        for name, sampler in SAMPLERS.items():  # one sample per microbatch, or packs
-            stream, deal = sampler.order(sizes, BatchShares(dp_size, Budget(seq_length)), seed=0)
-            rows.setdefault(name, []).append(f"{_mean_imbalance(stream, deal, sizes, global_batch_size):.3f}")
-    yield Table("Work of the busiest data-parallel rank, for which the others wait (FLOPs; 1 = the mean of all ranks)",
-                ("sampler_type", *(f"with {counted(size, 'rank')}" for size in dp_sizes)),
-                tuple((name, *values) for name, values in rows.items()))
-
-
-def _mean_imbalance(stream: Stream, deal: Deal, sizes: Sizes, global_batch_size: int) -> float:
-    """The cost of the costliest rank over the mean, averaged over the first steps."""
-    found: list[float] = []
-    for step in range(_NUM_STEPS):
-        ranks = deal(stream.samples(step * global_batch_size, global_batch_size))
-        work = np.array([sum(int(sizes.costs[one].sum()) for one in rank) for rank in ranks])
-        found.append(work.max() / work.mean())
-    return float(np.mean(found))
+    return Report(f"{name.capitalize()} samples", tuple(facts.items()), histograms=tuple(histograms))
 
 
 def damaged_samples(splits: Mapping[Split, Dataset], encoder: SampleEncoder) -> list[BadSample]:

@@ -20,7 +20,7 @@ from mm.data.media.picture import image_size
 from mm.data.read.content import with_places
 from mm.data.read.formats import HALF_CHARACTER, MESSAGES, num_media, read_sample
 from mm.data.read.records import Raw, open_records
-from mm.data.read.roots import KnownMedia, MediaRoots
+from mm.data.read.roots import MediaRoots
 from mm.data.record_name import name_of, numbered
 from mm.data.sample import Image
 from mm.errors import MAX_PROBLEMS, UserError, collected, refuse
@@ -36,7 +36,7 @@ def read_own(path: str, rule: Rule, media_roots: tuple[str, ...]) -> Items:
     """Read a file of questions.  Raises UserError with everything in it that cannot be asked or scored."""
     if not os.path.isfile(path):
         raise UserError(f"{path}: is not a file; expected JSON, JSONL or Parquet with questions and answers.")
-    media = KnownMedia(MediaRoots.beside(path, media_roots))
+    media = MediaRoots.beside(path, media_roots)
     problems: list[str] = []
     items: dict[str, Item] = {}
     file = open_records(path)
@@ -61,7 +61,7 @@ def read_own(path: str, rule: Rule, media_roots: tuple[str, ...]) -> Items:
     return Items(rule, tuple(items.values()))
 
 
-def _item(raw: Raw, where: str, rule: Rule, media: KnownMedia) -> Item:
+def _item(raw: Raw, where: str, rule: Rule, media: MediaRoots) -> Item:
     record = raw.value
     if not isinstance(record, dict):
         raise UserError(f"is a {type(record).__name__}; expected an object with 'question' and 'answer'.")
@@ -78,7 +78,7 @@ def _item(raw: Raw, where: str, rule: Rule, media: KnownMedia) -> Item:
         _index(record, raw), where, asked.text, asked.content, (last.text,), {}, _groups(record), tuple(earlier))
 
 
-def _question(record: Mapping[str, Any], raw: Raw, where: str, rule: Rule, media: KnownMedia) -> Item:
+def _question(record: Mapping[str, Any], raw: Raw, where: str, rule: Rule, media: MediaRoots) -> Item:
     question = record["question"]
     if not isinstance(question, str) or not question.strip():
         raise UserError(f"'question' is {shown(question)}; expected a string.")

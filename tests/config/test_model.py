@@ -282,8 +282,6 @@ def test_words_for_tools_are_taken(tmp_path):
     ({"dataset_param.preprocess_parameters.image_max_pixel": 3}, "did you mean 'image_max_pixels'?"),
     ({"dataset_param.attr": ABSENT}, "dataset_param.attr is missing; expected an object"),
     ({"dataset_param": ABSENT}, "dataset_param is missing; expected an object"),
-    ({"dataset_param.attr.user_tag": "assistant"}, "user_tag = 'assistant', assistant_tag = 'assistant'"),
-    ({"dataset_param.attr.images": "messages"}, "messages = 'messages', images = 'messages'"),
     ({"dataloader_param.sampler_type": "LengthGroupedSampler"}, '"BucketBatchSampler" or "BalancedBatchSampler"'),
     ({"dataloader_param.priority_mode": "random"}, 'supported: "data_bucketing_img" or "data_reordering_img"'),
     ({"dataloader_param.sampler_type": 3}, 'is 3; supported: "BaseRandomBatchSampler"'),

@@ -9,7 +9,6 @@ import pytest
 
 from demo import digits as demo_digits
 from demo.tiny_checkpoint import build
-from mm.data.order.sampler import SAMPLERS
 from mm.data_tool.cli import main
 from tests.data.oracle import photo
 from tests.files import EXAMPLES
@@ -71,11 +70,6 @@ def test_check_finds_them_all_and_writes_a_page(flags: list[str], tmp_path: Path
     assert re.search(r"samples for training +61\n", reported.out)
     assert re.search(r"unusable +9\ntoo long +0 \(0.0%\)\n", reported.out)
     assert "% full" in reported.out
-    table = dict(re.findall(r"(B\w+BatchSampler.*?)  +([\d.]+)", reported.out))
-    assert list(table) == list(SAMPLERS)
-    of_other_samples, not_even = "BucketBatchSampler, data_bucketing_img", "BaseRandomBatchSampler with packing"
-    assert all(1 <= float(number) <= float(table["BaseRandomBatchSampler"]) for name, number in table.items()
-               if name not in (of_other_samples, not_even)), table
     lines = (Path(flags[1]).parent / "digits" / "train.json").read_text().splitlines()
     places = {int(line) for line in re.findall(r"train\.json:(\d+): record", reported.out)}
     assert len(places) == 10 and max(places) <= len(lines)
@@ -91,16 +85,14 @@ def test_losses_of_long_samples_are_counted(flags: list[str], tmp_path: Path, ca
     records = [shortened, sample("word " * 300, "1"), *[sample("1?", str(number)) for number in range(4)]]
     (tmp_path / "train.json").write_text(json.dumps(records))
     own = with_validation(flags, tmp_path, dataset=str(tmp_path / "train.json"), packing=True)
-    for command in ("check", "index"):
-        assert main([command, *own]) == 0
-        reported = capsys.readouterr().out
-        assert "note: 1 of 5 samples are longer than --seq-length 256 and lose " in reported
-        assert f"keep more.  The first: {tmp_path}/train.json: record 0 (id 'a')" in reported
-        assert "note: 1 sample left out, because not even one question and answer of each fit" in reported
-        assert "record 0 (id 'a'): words that look like control tokens" in reported
-        if command == "check":
-            assert re.search(r"unusable +0\ntoo long +1 \(16.7%\)\n", reported)
-            assert re.search(r"samples truncated to --seq-length +1 \(20.0%\); tokens dropped: \d+", reported)
+    assert main(["check", *own]) == 0
+    reported = capsys.readouterr().out
+    assert "note: 1 of 5 samples are longer than --seq-length 256 and lose " in reported
+    assert f"keep more.  The first: {tmp_path}/train.json: record 0 (id 'a')" in reported
+    assert "note: 1 sample left out, because not even one question and answer of each fit" in reported
+    assert "record 0 (id 'a'): words that look like control tokens" in reported
+    assert re.search(r"unusable +0\ntoo long +1 \(16.7%\)\n", reported)
+    assert re.search(r"samples truncated to --seq-length +1 \(20.0%\); tokens dropped: \d+", reported)
 
 
 PEER_KEYS = {
@@ -202,14 +194,6 @@ def test_show(flags: list[str], tmp_path: Path, capsys) -> None:
     assert "data:image/png;base64," in page.read_text() and "84 x 84 pixels" in page.read_text()
     assert main(["show", *flags, "--sample", "99"]) == 2
     assert capsys.readouterr().err == "error: --sample is 99; there are 61 samples for training, counted from 0\n"
-
-
-def test_a_page_that_cannot_be_written_is_refused_before_the_work(flags: list[str], tmp_path: Path, capsys) -> None:
-    for path, what in ((tmp_path / "none" / "page.html", "there is no directory"), (tmp_path, "is a directory")):
-        for command in ("check", "show"):
-            assert main([command, *flags, "--html", str(path)]) == 2
-            reported = capsys.readouterr()
-            assert reported.out == "" and reported.err.startswith(f"error: --html is {path}") and what in reported.err
 
 
 def test_ids_cannot_move_the_cursor_and_all_problems_can_be_seen(flags: list[str], tmp_path: Path, capsys) -> None:

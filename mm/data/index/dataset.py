@@ -22,7 +22,7 @@ from mm.data.lengths import Lengths
 from mm.data.order.selection import chosen, split_off
 from mm.data.record_name import BadSample
 from mm.data.sample import Sample
-from mm.errors import UserError, collected, printable
+from mm.errors import UserError, collected
 
 _BATCH = 1 << 20
 """Samples whose places are in memory at a time."""
@@ -118,12 +118,7 @@ class Dataset:
     def __getitem__(self, index: int) -> Sample:
         """Sample ``index``.  Raises UserError when its file has changed since the check."""
         file, number = self._place(index)
-        return file.reader.read(number, file.index.rows.array[number])
-
-    def name(self, index: int) -> str | int | None:
-        """The ``id`` of a sample's record, or None."""
-        file, number = self._place(index)
-        return file.name(number)
+        return file.sample(number)
 
     def _named(self, index: int) -> str:
         file, number = self._place(index)
@@ -136,7 +131,7 @@ class Dataset:
         if self._gauge is not None and (row["num_tokens"], row["num_patches"]) != (
                 encoded.num_tokens, encoded.num_patches):
             raise UserError(f"{file.where(number)}: an image or video of it has changed since it was measured; run "
-                            f"'mm-data index --again', and start again.")
+                            f"'mm-data check --again', and start again.")
 
     def bad_sample(self, index: int, error: UserError) -> BadSample:
         """The entry for sample ``index``, which cannot be used because of ``error``, in the list of bad samples.
@@ -144,8 +139,7 @@ class Dataset:
         Raises UserError when its file has changed since the check.
         """
         file, number = self._place(index)
-        where = printable(f"{file.where(number)}: ")
-        return file.reader.bad_sample(number, file.index.rows.array[number], error.problems[0].removeprefix(where))
+        return file.bad_sample(number, error.problems[0])
 
     def _place(self, index: int) -> tuple[IndexedFile, int]:
         """The file of sample ``index``, and its number in that file.  Raises IndexError."""

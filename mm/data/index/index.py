@@ -4,8 +4,7 @@ The check reads a file block by block in several processes.  ``mm.data.index.sto
 """
 
 import tempfile
-from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +18,11 @@ from mm.data.index.store import RecordIndex, Rows
 from mm.data.media.video import VideoConstantsError
 from mm.data.read.formats import read_sample, unread_keys
 from mm.data.read.records import Raw, RecordBlock, RecordFile, Span
-from mm.data.read.roots import KnownMedia, MediaRoots
+from mm.data.read.roots import MediaRoots
 from mm.data.record_name import BadSample, name_of, record_place
 from mm.data.sample import Media, Sample
 from mm.data.workers import in_processes
-from mm.errors import MAX_PROBLEMS, UserError, naming, printable
+from mm.errors import MAX_PROBLEMS, UserError, printable
 from mm.families.known import TITLES, names_of
 from mm.progress import Progress
 
@@ -35,33 +34,24 @@ _CONTROL_WORDS = (f"words that look like control tokens ({', '.join(names_of(lam
 _MANY_KEYS = "more keys that nothing reads"
 
 
+@dataclass(frozen=True)
 class Reader:
-    """Turns the records of one file into samples.  A ``gauge`` measures them."""
+    """How the records of one file become samples; a ``gauge`` measures them."""
 
-    def __init__(self, file: RecordFile, attr: Attributes, roots: MediaRoots, gauge: Gauge | None = None) -> None:
-        self.file, self.attr, self.roots, self.gauge = file, attr, roots, gauge
+    file: RecordFile
+    attr: Attributes
+    roots: MediaRoots
+    gauge: Gauge | None = None
 
-    def read(self, number: int, row: np.void) -> Sample:
-        """Record ``number``, which was found good.  Raises UserError when its file has changed."""
-        where, record = record_place(self.file.path, number), self.file.read(span_of(row))
-        with naming(where):
-            return read_sample(record, self.attr, self.roots, where)
+    def sample(self, record: Any, number: int) -> Sample:
+        """Record ``number`` as a sample.  Raises UserError for an invalid record."""
+        return read_sample(record, self.attr, self.roots, record_place(self.file.path, number))
 
-    def bad_sample(self, number: int, row: np.void, reason: str) -> BadSample:
-        """The entry of record ``number``, which the check found good, in the list of bad samples.
-
-        Raises UserError when its file has changed.
-        """
-        record, sample = self.file.read(span_of(row)), None
-        with suppress(UserError):
-            sample = read_sample(record, self.attr, self.roots, "")
-        return _bad_sample(self.file.path, number, row, reason, record, sample)
-
-
-def _bad_sample(path: str, number: int, row: np.void, reason: str, record: Any, sample: Sample | None) -> BadSample:
-    paths = [printable(str(one)) for item in (sample.media if sample else ()) for one in item.contents]
-    cause = min((one for one in paths if one in reason), key=reason.find, default=None)
-    return BadSample(path, int(row["line"]) or None, number, name_of(record), cause, reason)
+    def bad_sample(self, number: int, row: np.void, reason: str, record: Any, sample: Sample | None) -> BadSample:
+        """The entry of a record in the list of bad samples; ``sample``: if it could be read."""
+        paths = [printable(str(one)) for item in (sample.media if sample else ()) for one in item.contents]
+        cause = min((one for one in paths if one in reason), key=reason.find, default=None)
+        return BadSample(self.file.path, int(row["line"]) or None, number, name_of(record), cause, reason)
 
 
 def span_of(row: np.void) -> Span:
@@ -75,7 +65,6 @@ class _CheckedBlock:
 
     rows: np.ndarray
     bad: list[BadSample] = field(default_factory=list[BadSample])
-    bad_media: list[int] = field(default_factory=list[int])
     noted: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
     error: UserError | None = None
 
@@ -88,7 +77,6 @@ class _CheckedBlock:
     def add(self, other: "_CheckedBlock") -> None:
         """Add the findings of another block, without its rows."""
         self.bad += other.bad
-        self.bad_media += other.bad_media
         for what, (count, first) in other.noted.items():
             self.note(what, count, first)
 
@@ -98,11 +86,7 @@ class Checker:
     """Checks blocks of one file; nothing is measured if its reader has no ``gauge``.  Pickles into workers."""
 
     reader: Reader
-    _media: KnownMedia = field(init=False)
     _grids: dict[Media, Grid] = field(default_factory=dict, init=False)
-
-    def __post_init__(self) -> None:
-        self._media = KnownMedia(self.reader.roots)
 
     def __call__(self, block: RecordBlock) -> _CheckedBlock:
         found = _CheckedBlock(np.zeros(len(block.spans), ROW))
@@ -116,11 +100,11 @@ class Checker:
 
     def _check(self, raw: Raw, row: np.void, found: _CheckedBlock) -> None:
         """Fill in the row of one record, and add what is wrong or odd about it."""
-        path, num_lookups, sample = self.reader.file.path, self._media.num_lookups, None
+        sample = None
         try:
             if raw.problem is not None:
                 raise UserError(raw.problem)
-            sample = read_sample(raw.value, self.reader.attr, self._media, record_place(path, raw.index))
+            sample = self.reader.sample(raw.value, raw.index)
             self._measure(sample, raw.index, row, found)
         except TooLongError as error:
             row["num_tokens"], row["num_dropped_tokens"] = TOO_LONG, error.num_tokens
@@ -128,8 +112,7 @@ class Checker:
             raise
         except UserError as error:
             row["num_tokens"] = BAD
-            found.bad.append(_bad_sample(path, raw.index, row, error.problems[0], raw.value, sample))
-            found.bad_media += [raw.index] * (self._media.num_lookups > num_lookups)
+            found.bad.append(self.reader.bad_sample(raw.index, row, error.problems[0], raw.value, sample))
             return
         for key in unread_keys(raw.value, self.reader.attr):
             found.note(f"nothing reads {key}; docs/data.md lists the keys that are read", 1, raw.index)
@@ -179,18 +162,10 @@ def make_index(
         rows = rows[: int(np.flatnonzero(is_usable(rows["num_tokens"]))[num_good - 1]) + 1]
     noted = {what: place for what, place in found.noted.items() if place[1] < len(rows)}
     bad = tuple(one for one in found.bad if one.index < len(rows))
-    bad_media = tuple(number for number in found.bad_media if number < len(rows))
-    return RecordIndex(Rows(rows), bad, bad_media, noted, tuple(problems))
+    return RecordIndex(Rows(rows), bad, noted, tuple(problems))
 
 
 def still_bad(index: RecordIndex, checker: Checker) -> bool:
-    """Whether the bad records of an index that was kept are still bad: missing images may exist by now.
-
-    Records that are bad regardless of media need no check: the file and the settings match the index.
-    """
-    return all(block.bad for block in map(checker, _bad_blocks(index)))
-
-
-def _bad_blocks(index: RecordIndex) -> Iterator[RecordBlock]:
-    for number in index.bad_media:
-        yield RecordBlock(number, [span_of(index.rows.array[number])])
+    """Whether the bad records of an index that was kept are still bad: missing images may exist by now."""
+    blocks = (RecordBlock(one.index, [span_of(index.rows.array[one.index])]) for one in index.bad)
+    return all(block.bad for block in map(checker, blocks))

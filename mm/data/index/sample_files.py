@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -16,7 +17,8 @@ from mm.data.order.selection import num_chosen
 from mm.data.read.records import open_records
 from mm.data.read.roots import MediaRoots
 from mm.data.record_name import BadSample, name_of, record_place
-from mm.errors import MAX_PROBLEMS, UserError, collected, counted
+from mm.data.sample import Sample
+from mm.errors import MAX_PROBLEMS, UserError, collected, counted, naming, printable
 
 Split = Literal["training", "validation"]
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -37,7 +39,7 @@ class IndexedFile:
     """Number of samples in use, including those set aside for validation."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"index": replace(self.index, bad=(), bad_media=(), noted={})}
+        return self.__dict__ | {"index": replace(self.index, bad=(), noted={})}
 
     @property
     def content(self) -> str:
@@ -53,17 +55,32 @@ class IndexedFile:
         """The numbers of the records in which no turn fits."""
         return np.flatnonzero(self.index.rows.array["num_tokens"] == TOO_LONG)
 
-    def name(self, number: int) -> str | int | None:
-        """The ``id`` of a good record, or None."""
-        return name_of(self.reader.file.read(span_of(self.index.rows.array[number])))
+    def record(self, number: int) -> Any:
+        """Record ``number``, which the check could read.  Raises UserError when the file has changed since."""
+        return self.reader.file.read(span_of(self.index.rows.array[number]))
+
+    def sample(self, number: int) -> Sample:
+        """The sample of a good record.  Raises UserError as ``record`` does."""
+        record = self.record(number)
+        with naming(self.where(number)):
+            return self.reader.sample(record, number)
+
+    def bad_sample(self, number: int, reason: str) -> BadSample:
+        """The entry of a record, found good by the check, in the list of bad samples.  Raises UserError as ``record``
+        does."""
+        record, sample = self.record(number), None
+        with suppress(UserError):
+            sample = self.reader.sample(record, number)
+        where = printable(f"{self.where(number)}: ")
+        return self.reader.bad_sample(number, self.index.rows.array[number], reason.removeprefix(where), record, sample)
 
     def where(self, number: int) -> str:
         """A record as ``Sample.where`` names it."""
         return record_place(self.reader.file.path, number)
 
     def named(self, number: int) -> str:
-        """A good record as messages name it."""
-        return record_place(self.reader.file.path, number, self.name(number))
+        """A record as notes name it."""
+        return record_place(self.reader.file.path, number, name_of(self.record(number)))
 
     def notes(self, seq_length: int | None) -> Iterator[str]:
         """Oddities of good records, and those in which no turn fits; None: nothing was measured."""

@@ -102,8 +102,6 @@ class RecordIndex:
     rows: Rows
     """The columns of ``ROW``."""
     bad: tuple[BadSample, ...] = ()
-    bad_media: tuple[int, ...] = ()
-    """Those of the bad records whose media were looked up; these can change without the record."""
     noted: Mapping[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
     """Oddities of good records: how many records have each, and the first of them."""
     problems: tuple[str, ...] = ()
@@ -161,14 +159,13 @@ class Store:
                 bad = tuple(BadSample(**{**one, "dataset": path}) for one in found["bad"])
                 noted = {what: (count, first) for what, (count, first) in found["noted"].items()}
                 rows = Rows.open(str(folder / f"{key}.rows"), ROW)
-                return RecordIndex(rows, bad, tuple(found["bad_media"]), noted, (), found["identity"])
+                return RecordIndex(rows, bad, noted, (), found["identity"])
         return None
 
     def save(self, key: str, index: RecordIndex) -> None:
         """Keep an index."""
         self._write(f"{key}.rows", index.rows.array)
-        facts = {"bad": [asdict(one) for one in index.bad], "bad_media": index.bad_media, "noted": index.noted,
-                 "identity": os.urandom(8).hex()}
+        facts = {"bad": [asdict(one) for one in index.bad], "noted": index.noted, "identity": os.urandom(8).hex()}
         self._write(f"{key}.json", json.dumps(facts).encode())
 
     def numbers(self, facts: Any, choose: Callable[[], np.ndarray]) -> Rows:

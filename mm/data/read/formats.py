@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 from mm.config.data import Attributes
 from mm.config.schema import shown
@@ -24,6 +24,7 @@ from mm.data.read.content import (
     unread,
     unread_of_message,
 )
+from mm.data.read.roots import MediaRoots
 from mm.data.record_name import described
 from mm.data.sample import KINDS, Image, Inline, Media, Sample, Turn
 from mm.errors import UserError, counted, nearest
@@ -38,14 +39,6 @@ _TOOL_ROLES = ("tool", "tools", "tool_call", "tool_calls", "tool_response", "fun
                "function_response", "observation")
 _TWO_COLUMNS = (("query", "response"), ("prompt", "completion"), ("question", "answer"))
 """Pairs of columns of ms-swift, TRL and others, which are read where ``attr`` names them."""
-
-
-class Finder(Protocol):
-    """Finds media files; implemented in ``mm.data.read.roots``."""
-
-    def find(self, path: str, kind: str) -> str | Inline:
-        """Raises UserError for a file that may not be used."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -79,7 +72,7 @@ MediaField = str | Inline | tuple[str, ...]
 """A file path, an embedded image, or the paths of a video's frames."""
 
 
-def read_sample(record: Any, attr: Attributes, media: Finder, where: str, is_prompt: bool = False) -> Sample:
+def read_sample(record: Any, attr: Attributes, media: MediaRoots, where: str, is_prompt: bool = False) -> Sample:
     """``record`` as a sample with this ``where``.  Raises UserError for an invalid record.
 
     ``is_prompt``: the sample ends with a question; an answer after it is dropped.
@@ -278,7 +271,7 @@ def _check_counts(messages: list[ChatMessage], coming: Mapping[str, list[MediaFi
                             f"expected one {cls.placeholder} where each {kind} belongs.")
 
 
-def _filled(content: Content, coming: Mapping[str, Iterator[MediaField]], media: Finder) -> Content:
+def _filled(content: Content, coming: Mapping[str, Iterator[MediaField]], media: MediaRoots) -> Content:
     """``content`` with located media; those without a path take the next one of the record's columns."""
     filled: list[str | Media] = []
     for item in content:

@@ -22,8 +22,6 @@ _DATA = re.compile(r"data:image/[^;,]*[^,]*;base64,", re.IGNORECASE)
 _SPACE = re.compile(r"[ \t\r\n]+")
 _SHOWN_CHARACTERS = 200
 """Longest path in messages; a longer string is probably not a path but a whole image."""
-_MAX_REMEMBERED = 100_000
-"""Number of resolved paths cached while a file is checked; samples often share images."""
 
 
 @dataclass(frozen=True)
@@ -85,27 +83,6 @@ class MediaRoots:
             f"; if this is the {kind} itself in base64, put data:image/png;base64, before it")
         raise UserError(f"{kind} {_shown(path)} is not a regular file, neither as {_shown(joined)} nor relative to the "
                         f"working directory; check {self.settings[0]}{hint}.")
-
-
-class KnownMedia:
-    """``MediaRoots`` with a cache, for one pass over many samples."""
-
-    def __init__(self, roots: MediaRoots) -> None:
-        self._roots = roots
-        self._found: dict[tuple[str, str], str] = {}
-        self.num_lookups = 0
-
-    def find(self, path: str, kind: str) -> str | Inline:
-        """See ``MediaRoots.find``."""
-        self.num_lookups += 1
-        if (found := self._found.get((path, kind))) is not None:
-            return found
-        new = self._roots.find(path, kind)
-        if isinstance(new, str):  # embedded images would fill the memory
-            if len(self._found) >= _MAX_REMEMBERED:
-                self._found.clear()
-            self._found[path, kind] = new
-        return new
 
 
 def _without_scheme(path: str, kind: str) -> str:

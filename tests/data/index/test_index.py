@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -108,6 +109,15 @@ def test_several_processes_give_the_same_index_as_one(cached, model_config, monk
     assert len(found) == 21 and found[-1].startswith("30 records, the first is ")
 
 
+def test_one_of_several_creates_it(cached, model_config, made):
+    """The others wait; each then maps the same file."""
+    data = cached(RECORDS * 20, preprocessing_num_workers=1)
+    gauge = Gauge.from_config(data, model_config, 4096)
+    with ThreadPoolExecutor() as pool:
+        found = list(pool.map(lambda _: Dataset(data, gauge=gauge), range(3)))
+    assert len(made) == 1 and len({dataset.columns.files[0].path for dataset in found}) == 1
+
+
 def test_changed_inputs_create_a_new_index(cached, model_config, made, tmp_path, hf_directory):
     data = cached([*RECORDS, {"messages": []}])
 
@@ -148,7 +158,7 @@ def test_changed_inputs_create_a_new_index(cached, model_config, made, tmp_path,
 
 
 def test_repaired_pictures_are_found(cached, model_config, made, tmp_path, monkeypatch):
-    """Only bad records with pictures are looked at again."""
+    """Only the bad records are looked at again."""
     data = cached([*RECORDS, {"messages": [("user", "<image>"), ("assistant", "x")], "images": [f"{tmp_path}/a.png"]},
                    {"messages": [("user", ""), ("assistant", "x")]}])
     gauge, looked_at, check = Gauge.from_config(data, model_config, 4096), [], Checker.__call__
@@ -162,7 +172,7 @@ def test_repaired_pictures_are_found(cached, model_config, made, tmp_path, monke
     monkeypatch.setattr(Checker, "__call__", noted)
     found = Dataset(data, True, gauge)
     assert len(found) == len(RECORDS) and [one.index for one in found.skipped] == [5, 6]
-    assert len(made) == 1 and set(looked_at) == {5}
+    assert len(made) == 1 and set(looked_at) == {5, 6}
     photo(60, 60).save(tmp_path / "a.png")
     assert len(Dataset(data, True, gauge)) == len(RECORDS) + 1
     assert len(made) == 2
@@ -181,7 +191,7 @@ def test_a_picture_that_changes_later_is_noticed_when_it_is_read(cached, model_c
     photo(60, 60, seed=3).save(tmp_path / "a.png")  # other colours give the same lengths
     assert read(first) and Dataset(data, gauge=gauge).contents() == first.contents()
     photo(190, 60).save(tmp_path / "a.png")
-    with pytest.raises(UserError, match=r"record 0: an image or video of it has changed .*mm-data index --again"):
+    with pytest.raises(UserError, match=r"record 0: an image or video of it has changed .*mm-data check --again"):
         read(Dataset(data, gauge=gauge))
     assert read(Dataset(replace(data, overwrite_cache=True), gauge=gauge))
     (tmp_path / "a.png").unlink()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mm.data.read.roots import MAX_INLINE_BYTES, KnownMedia, MediaRoots
+from mm.data.read.roots import MAX_INLINE_BYTES, MediaRoots
 from mm.errors import UserError
 
 
@@ -66,7 +66,7 @@ def test_other_paths_are_refused(root, path, what):
 def test_an_embedded_picture_needs_no_file(root, start):
     content = bytes(range(256)) * 3
     encoded = base64.b64encode(content).decode()
-    media = KnownMedia(MediaRoots(str(root / "media")))
+    media = MediaRoots(str(root / "media"))
     for text in (encoded, "\n".join(encoded[place : place + 76] for place in range(0, len(encoded), 76)) + "\r\n"):
         found = media.find(start + text, "image")
         assert found.content == content and str(found) == f"{(start + text)[:40]}..." and "\\x00" not in repr(found)
@@ -89,11 +89,3 @@ def test_the_root_may_be_a_link(root):
     assert MediaRoots(str(root / "link")).find("in/a.png", "image") == str(root / "link/in/a.png")
     with pytest.raises(UserError, match="media_roots"):
         MediaRoots(str(root / "link")).find("out.png", "image")
-
-
-def test_found_paths_are_cached_and_missing_ones_are_not(root):
-    media = KnownMedia(MediaRoots(str(root / "media")))
-    with pytest.raises(UserError):
-        media.find("new.png", "image")
-    (root / "media/new.png").touch()
-    assert media.find("new.png", "image") == media.find("new.png", "image") == str(root / "media/new.png")
