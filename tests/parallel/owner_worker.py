@@ -6,7 +6,6 @@ DIRECTORY/RANK.json as it goes; nothing is judged here.
 
 import json
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -20,8 +19,7 @@ from mm.batch import Microbatch
 from mm.config.model import ModelConfig
 from mm.device.cpu import CPU, HostRuntime
 from mm.device.device import Device
-from mm.errors import AgreedError, UserError
-from tests.data.feed.planning import order
+from mm.errors import UserError
 from tests.tiny import microbatch, our_config, random_sample
 
 if TYPE_CHECKING:
@@ -213,42 +211,12 @@ def receive(layout: Layout, failure: Exception | None = None) -> dict:
     }
 
 
-def plan() -> dict:
-    """What this rank is given when the process that plans for both replicas is killed after a few steps."""
-    from mm.data.feed.loader import ReadStep
-    from mm.data.feed.owner import DataOwner, planned_steps
-    from mm.parallel import mesh as parallel
-
-    layout = LAYOUTS[2]
-    mesh = parallel.build_mesh(layout.config, layout.tp, parallel.timedelta(seconds=60))
-    planned, taken = planned_steps(mesh, order if mesh.owns_data else None), []
-
-    def steps() -> "Iterator[ReadStep]":
-        for microbatches, step in zip(batches(mesh.dp_rank), planned or (), strict=False):
-            taken.append(step)
-            yield ReadStep(microbatches)
-            if len(taken) == FAILING_STEP and mesh.dp_rank == 0:
-                os.kill(step[0][1], signal.SIGKILL)
-
-    owner = DataOwner(steps() if mesh.owns_data else None, mesh, len(STEPS), False, layout.config, Device.pick("cpu"))
-    num_steps, problems = 0, None
-    try:
-        for _ in owner:
-            num_steps += 1
-    except AgreedError as error:
-        problems = error.problems
-    parallel.stop_mesh()
-    return {"place": {"dp": mesh.dp_rank}, "owns_data": mesh.owns_data, "taken": taken, "num_steps": num_steps,
-            "problems": problems}
-
-
 def main(directory: str) -> None:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
     path = Path(directory) / f"{dist.get_rank()}.json"
     received = {layout.name: receive(layout) for layout in LAYOUTS}
-    received["planner"] = plan()
     received["user's mistake"] = receive(LAYOUTS[2], failure=UserError("data.json: sample 17 has no answer"))
     received["broken picture"] = receive(LAYOUTS[2], failure=OSError("picture 17 cannot be read"))
     received["bug"] = receive(LAYOUTS[2], failure=IndexError("list index out of range"))

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mm.data.encode.encoder import ImagePlan
+from mm.data.media.image import ImagePlan
 from mm.data.media.video import VideoPlan, VideoProcessor
 from mm.data.sample import Inline
 from mm.environment import installed
@@ -98,7 +98,7 @@ def pixel_facts(media: ImagePlan | VideoPlan, videos: VideoProcessor) -> dict[st
     """Everything that determines the pixels besides the content of the file, as JSON values."""
     if isinstance(media, ImagePlan):
         return {"image": media.processor.settings, "grid": media.grid, "versions": _versions("image")}
-    backend, wanted = videos.decoder.backend, asdict(media.wanted)
+    backend, wanted = videos.data.video_backend or "pyav", asdict(media.wanted)
     return {
         "video": videos.constants.settings,
         "grid": media.grid,
