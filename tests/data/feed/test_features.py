@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mm.batch import BatchTotals, Microbatch
+from mm.batch import Microbatch
 from mm.data.encode.encoder import SampleEncoder
 from mm.data.feed.features import FeatureCache, path_of, pixel_facts, read_features, used_bytes, write_features
 from mm.data.feed.loader import StepLoader
@@ -86,12 +86,6 @@ def test_a_microbatch_has_pixels_and_keys_and_later_features(read, cache: Featur
         rows.nbytes for rows in {key: rows for key, rows in zip(first.feature_keys, made, strict=True)}.values())
 
 
-def test_data_workers_find_the_same(read, cache: FeatureCache) -> None:
-    made = keep(cache, read(cache))
-    found = read(cache, num_workers=1)
-    assert torch.equal(found.features.view(torch.float32), torch.cat(made))
-
-
 def test_if_one_is_missing_all_are_computed_and_only_that_one_is_written(read, cache: FeatureCache) -> None:
     first = read(cache)
     keep(cache, first)
@@ -123,23 +117,6 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
         read_features(str(tmp_path), key, 4, 16)
     with pytest.raises(UserError, match="cannot read these cached ViT features: No such file"):
         read_features(str(tmp_path), "f" * 32, 4, 16)
-
-
-def test_every_setting_that_changes_pixels_changes_the_key(write_dataset, model_config, pictures: Path) -> None:
-    path = str(pictures / "one.png")
-
-    def facts(*bounds: int | None, **changes) -> str:
-        item = Image(path, *bounds)
-        encoder = SampleEncoder.from_config(write_dataset(**changes), model_config, 4096)
-        return json.dumps(pixel_facts(encoder.planned(item), encoder.videos))
-
-    assert facts() == facts()
-    found = [
-        facts(), facts(image_max_pixels=100 * 100), facts(image_min_pixels=60 * 60), facts(image_backend="torch"),
-        facts(image_resize="llamafactory"), facts(image_exif=False), facts(None, 90 * 90),
-        facts(64 * 64),
-    ]  # fmt: skip
-    assert len(set(found)) == len(found)
 
 
 def test_every_plan_field_that_affects_pixels_changes_the_key(write_dataset, model_config, pictures: Path) -> None:
@@ -174,14 +151,3 @@ def test_an_embedded_picture_is_identified_by_its_bytes(write_dataset, model_con
     items = Image(str(pictures / "one.png")), Image(Inline("data:image", content)), Image(Inline("x", content + b"."))
     keys = [cache.key(encoder.planned(item), encoder.videos) for item in items]
     assert keys[0] == keys[1] != keys[2]
-
-
-def test_microbatches_with_cached_features_cost_the_vit_nothing(read, cache: FeatureCache, model_config) -> None:
-    first = read(cache)
-    keep(cache, first)
-    second = read(cache)
-    computed, skipped = (BatchTotals.of([one], model_config.vision) for one in (first, second))
-    assert computed.num_cached_images == computed.num_cached_patches == 0
-    assert (skipped.num_images, skipped.num_patches) == (computed.num_images, computed.num_patches)
-    assert (skipped.num_cached_images, skipped.num_cached_patches) == (3, computed.num_patches)
-    assert skipped.num_image_pairs == skipped.num_window_pairs == 0 < computed.num_window_pairs
