@@ -30,7 +30,7 @@ def test_a_load_path_that_does_not_exist_is_named_by_its_variable(tmp_path, scri
         outcome = subprocess.run(
             ["bash", str(EXAMPLES / f"{script}_qwen2_5_vl_7b.sh"), *(["--check"] if script == "finetune" else [])],
             env={name: value for name, value in os.environ.items() if name != "LOAD_PATH"} | ONE | given
-            | {"PYTHON": sys.executable}, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)  # fmt: skip
+            | {"PYTHON": sys.executable}, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
         assert outcome.returncode == 2
         path = given.get("LOAD_PATH", "ckpt/mm_path/Qwen2.5-VL-7B-Instruct")
         assert f"error: LOAD_PATH ({flag}) is '{path}', which is not a directory" in outcome.stderr
