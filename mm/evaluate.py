@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from mm.config.evaluate import EVALUATE, Evaluating, load_evaluating
 from mm.config.generate import kept_answers
-from mm.ending import end_with_launcher, refused, run_command, status_of
 from mm.errors import UserError
+from mm.process import end_with_launcher, refused, run_command, status_of
 from mm.progress import ongoing
 
 if TYPE_CHECKING:

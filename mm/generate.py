@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 
 from mm.config.generate import GENERATE, Asking, GenerateArguments, kept_answers, load_asking
-from mm.ending import end_with_launcher, refused, run_command, status_of
 from mm.errors import UserError
+from mm.process import end_with_launcher, refused, run_command, status_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from mm.config.generate import Asking
 from mm.config.notes import sorted_notes
-from mm.ending import is_first_rank, print_notes, print_notes_once
+from mm.environment import software
+from mm.process import is_first_rank, print_notes, print_notes_once
 from mm.progress import loading, ongoing
-from mm.version import software
 
 if TYPE_CHECKING:
     from mm.generation.session import Session

@@ -42,7 +42,8 @@ def run_page(record: RunRecord, name: str, now: datetime) -> str:
     return page(f"Run {name}", render(
         "run.html", facts=facts.body(), charts=list(_charts(record)),
         tables=Report("", (), tuple(_tables(record))).body(), timeline=record.timeline,
-        answers=[(images, _answer(row).body()) for images, row in record.answers], answered_at=record.answered_at, settings=Report("", (), (settings,)).body()))
+        answers=[(images, _answer(row).body()) for images, row in record.answers],
+        answered_at=record.answered_at, settings=Report("", (), (settings,)).body()))
 
 
 def _answer(row: Row) -> Report:

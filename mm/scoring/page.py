@@ -4,10 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
-from mm.data.media.picture import load_image
-from mm.data.media.thumbnail import jpeg
+from mm.data.media.picture import jpeg, load_pixels
 from mm.data.sample import Image
 from mm.report import Report, Table, page, render
 from mm.scoring.benchmarks import Item, Items
@@ -73,7 +70,7 @@ def _answer(scored: ScoredItem) -> Report:
 def _images(item: Item) -> Iterator[bytes]:
     """Small copies of an item's first images as JPEG."""
     for one in [one for one in item.content if isinstance(one, Image)][:_MAX_IMAGES]:
-        yield jpeg(np.asarray(load_image(one.path)), _MAX_SIDE_PIXELS)
+        yield jpeg(load_pixels(one.path), _MAX_SIDE_PIXELS)
 
 
 def thumbnails(items: Items) -> Iterator[tuple[int, int, bytes]]:
