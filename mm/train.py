@@ -26,7 +26,7 @@ from mm.ending import (
 )
 from mm.errors import UserError, collected, printable, refuse
 from mm.launched import Launched
-from mm.lock import Claim, claim_problems
+from mm.lock import Claim
 from mm.progress import loading, ongoing
 from mm.signals import StopSignals
 from mm.version import software
@@ -102,7 +102,7 @@ def check_files(run: Run, claim: Claim) -> "tuple[Run, Opened]":
     written = {flag: path for flag, path in (("--save", run.args.save), ("--log-dir", run.args.log_dir))
                if path is not None}
     checked = check(run)
-    refuse([*checked.problems, *claim_problems(written), *(absent_device(run.args.device) if run.args.check else ())])
+    refuse([*checked.problems, *(absent_device(run.args.device) if run.args.check else ())])
     run, opened = checked.run, checked.opened
     if run.args.dry_run:  # whose report ends with the notes
         return replace(run, notes=(*run.notes, *checked.notes)), opened

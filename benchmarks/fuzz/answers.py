@@ -9,7 +9,6 @@ from mm.errors import UserError, refuse
 from mm.generation.answers import AnswerFile
 from mm.generation.prompts import read_prompts
 from mm.generation.source import settings_in
-from mm.lock import LOCK_FILE, Owner, claim_problems
 from mm.scoring.benchmarks import BENCHMARKS, Items, read_benchmark
 from mm.scoring.own import read_own
 from mm.scoring.results import ANSWERS, SETTINGS, check_settings, read_answers, write_results
@@ -95,8 +94,6 @@ def write_left(original: Path, beside: Path) -> Reading:
         [{"index": str(number), "question": "a?", "answer": "two"} for number in range(2)]))
     (original / "logs" / "metrics.jsonl").write_text("".join(
         json.dumps({"kind": "step", "iteration": number, "loss": 1.0}) + "\n" for number in range(1, 5)))
-    owner = Owner("elsewhere", 2**22 + 1, "another kernel", "5", "2026-01-01 00:00:00")
-    (original / "logs" / LOCK_FILE).write_bytes(owner.content())
 
     def read() -> None:
         check_settings(Path("out"), _SETTINGS)
@@ -105,7 +102,6 @@ def write_left(original: Path, beside: Path) -> Reading:
         if len(found := read_answers(Path("out") / ANSWERS)) == 2:
             write_results(Path("out"), read_own("out/own.json", "exact", ()), "own", found)
         keep_before(Path("logs/metrics.jsonl"), 3)
-        refuse(claim_problems({"--log-dir": "logs"}))
 
     return read
 
@@ -114,5 +110,5 @@ ANSWERS_KINDS = (
     Kind("TSV", write_tsv, {"*.tsv": text}, words=("tsv",)),
     Kind("questions", write_questions, {"*.json": json_form, "*.jsonl": json_lines}, words=("own",)),
     Kind("results of killed runs", write_left, {"out/settings.json": json_form, "out/answers.jsonl": json_lines,
-         "logs/metrics.jsonl": json_lines, f"logs/{LOCK_FILE}": json_form}, damages_folder=False, words=("--log-dir",)),
+         "logs/metrics.jsonl": json_lines}, damages_folder=False, words=("--log-dir",)),
 )
