@@ -17,7 +17,6 @@ def test_damaged_files_of_every_kind_are_accepted_or_refused(tmp_path: Path) -> 
                           text=True, timeout=600, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     found = json.loads((tmp_path / "found.json").read_text())["kinds"]
-    assert len(found) == 22
     assert abs(sum(one["accepted"] + one["refused"] for one in found.values()) - NUM_MUTATIONS) <= len(found)
     assert sum(one["accepted"] for one in found.values()) > 50 and sum(one["refused"] for one in found.values()) > 50
 
