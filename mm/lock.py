@@ -54,7 +54,7 @@ class Owner:
     def here(cls) -> "Owner":
         """This process."""
         pid = os.getpid()
-        return cls(socket.gethostname(), pid, node_id("pid"), began(pid) or "", f"{datetime.now():%Y-%m-%d %H:%M:%S}")
+        return cls(socket.gethostname(), pid, node_id(), began(pid) or "", f"{datetime.now():%Y-%m-%d %H:%M:%S}")
 
     @classmethod
     def read(cls, content: bytes) -> "Owner | None":
@@ -66,7 +66,7 @@ class Owner:
 
     def is_alive(self) -> bool | None:
         """Whether the process still runs; None if it runs under another kernel."""
-        return began(self.pid) == self.started if self.kernel == node_id("pid") else None
+        return began(self.pid) == self.started if self.kernel == node_id() else None
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host} since {self.since}"

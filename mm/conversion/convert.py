@@ -14,7 +14,6 @@ from pathlib import Path
 
 from mm.config.flags import VitQkvOrder
 from mm.config.outputs import folder_problems
-from mm.ending import print_notes
 from mm.errors import UserError, counted, refuse
 from mm.formats.atomic import (
     MEGATRON_MODES,
@@ -39,6 +38,7 @@ from mm.formats.mindspeed_layout import RELEASE, Format, Storage, Structure, min
 from mm.formats.qkv_order import QkvOrder
 from mm.formats.source import Source, open_hf, open_source
 from mm.formats.tensor_io import Blocks, Files, groups
+from mm.process import print_notes
 from mm.progress import Progress, ongoing
 from mm.weights.views import Stored, TargetFile, View, dtype_name
 
