@@ -37,7 +37,6 @@ COMMANDS = {
     "data": ("benchmarks.data", "--quick"),
     "plan": ("benchmarks.plan", "--quick", "--rounds", "1"),
     "shipped": ("benchmarks.plan.shipped", "--size", "7b", "--data", "llava"),
-    "search": ("benchmarks.plan.search", "--size", "7b", "--rounds", "1"),
     "meta": ("benchmarks.plan.meta", "--device", "h200", "--step", "3B"),
     "device": ("benchmarks.plan.device", "--device", "cpu", "--size", "tiny", "--tokens", "689", "--num-microbatches",
                "1", "--quick", "--warmup", "1", "--steps", "1"),

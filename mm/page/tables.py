@@ -14,7 +14,7 @@ _MAX_SAMPLES = 8
 """Most numbers of samples in a cell."""
 
 _KINDS = {"text": "all tokens text", "visual": "all tokens visual", "stated": "with --dry-run-patches"}
-"""Kinds of microbatches in ``mm.plan.sizes`` -> how a header names them."""
+"""Kinds of microbatches in ``mm.plan.stage_memory`` -> how a header names them."""
 
 
 def tables(record: RunRecord) -> Iterator[Table]:

@@ -13,24 +13,20 @@ from mm.config.run import Run
 from mm.device.known import KNOWN_DEVICES
 from mm.errors import counted
 from mm.placement import Message, Placement, StageSpec
-from mm.plan.fitting import Fit, cheapest_fits
+from mm.plan.comm_costs import StepBytes
 from mm.plan.layer_memory import WIDTHS
 from mm.plan.memory import MicrobatchSizes
-from mm.plan.sizes import (
+from mm.plan.memory_flags import Fit, cheapest_fits
+from mm.plan.model_states import StageSize, chunk_size, num_model_params, stage_sizes
+from mm.plan.stage_memory import (
     STATED,
     VISUAL,
-    StageSize,
-    chunk_size,
+    UnitBuffers,
     longest_microbatches,
-    num_model_params,
     peak_bytes,
     peaks,
     stage_memory,
-    stage_sizes,
-    unit_buffers,
 )
-from mm.plan.states import on_host
-from mm.plan.step_bytes import StepBytes
 from mm.weights.groups import Group, optimizer_groups
 from mm.weights.lora import describe, model_adapters, num_adapter_params
 from mm.weights.placed import stage_weights
@@ -102,7 +98,7 @@ def _states(args: Arguments) -> str:
     copies = {"fp32": "", "remainder": ", 16 bits beside each weight in place of an fp32 copy",
               "none": ", no fp32 copies of weights"}  # fmt: skip
     found = (f", moments: {' and '.join(rounded)}" if rounded else "") + copies[args.kept_copy]
-    return found + (f", {on_host(args.host_share)}" if args.host_share else "")
+    return found + (f", {100 * args.host_share:.3g}% of the optimizer states in host memory" if args.host_share else "")
 
 
 def _steps(run: Run) -> str:
@@ -206,7 +202,7 @@ def _total_lines(run: Run, sizes: list[StageSize]) -> list[str]:
 
 def _memory_table(run: Run, placement: Placement, sizes: list[StageSize]) -> list[str]:
     """Peak memory of each stage, and its parts."""
-    buffers, offloads = unit_buffers(run), run.model.offloads_activations
+    buffers, offloads = UnitBuffers.of(run), run.model.offloads_activations
     header = ("stage", "tokens", "in flight", "states", "activations", "sent ahead", "logits", "a layer's work",
               *["open units"] * (buffers is not None), "peak", *["on the host"] * offloads)
     rows: list[tuple[str, ...]] = [header]

@@ -26,7 +26,7 @@ from mm.doctor.network import host_findings, name_findings
 from mm.doctor.step import GOLDEN
 from mm.doctor.trial import TrialNode, cause, end, environment, trial_findings
 from mm.doctor.variables import variable_findings
-from mm.plan.sizes import num_model_params
+from mm.plan.model_states import num_model_params
 from mm.ports import free_port
 from mm.version import VERSION
 from tests.files import ROOT

@@ -10,12 +10,13 @@ from mm.config.activations import OffloadConfig, RecomputeConfig
 from mm.config.run import Run
 from mm.device.known import KNOWN_DEVICES
 from mm.plan.by_device import calibration_by_device
-from mm.plan.costs import BlockCosts, Cutting, counts_of
+from mm.plan.comm_costs import StepBytes
+from mm.plan.costs import HOST_BYTES_PER_SECOND, BlockCosts, Cutting, behind_link, exposed_layers, offloaded_bytes
 from mm.plan.memory import MicrobatchSizes
-from mm.plan.offload import HOST_BYTES_PER_SECOND, behind_link, exposed_layers, offloaded_bytes
-from mm.plan.sizes import longest_microbatches, stage_memory, stage_sizes
+from mm.plan.model_states import stage_sizes
+from mm.plan.stage_memory import longest_microbatches, stage_memory
 from mm.plan.stages import stage_report
-from mm.plan.step_bytes import StepBytes
+from mm.plan.workload import counts_of
 from mm.weights.table import Place
 from tests.plan.test_costs import TEXT, TOTALS
 from tests.plan.test_stages import run_of
@@ -56,7 +57,7 @@ def test_a_layer_takes_as_long_as_its_bytes_on_the_link() -> None:
     slow, exposed = (behind_link(laws, 10**9, calibration, is_exposed=one) for one in (False, True))
     assert slow.forward == exposed.forward == replace(laws.forward, per_row=10**9 / HOST_BYTES_PER_SECOND)
     assert exposed.backward.per_row == 2 * slow.backward.per_row == 2 * slow.forward.per_row
-    assert behind_link(laws, 10**9, replace(calibration, assumed_host_bytes=None), is_exposed=True) == laws
+    assert behind_link(laws, 10**9, replace(calibration, host_bytes=None), is_exposed=True) == laws
     plain, more = (BlockCosts.of(one.model, Cutting(1, sequence_parallel=False), calibration).of_all(
         counts_of([TOTALS, TEXT])) for one in (run, offloaded(run)))
     assert np.all(more > plain)

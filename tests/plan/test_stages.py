@@ -11,8 +11,8 @@ from mm.config.flags import Arguments
 from mm.config.model import Rates, read_model
 from mm.config.run import Run
 from mm.device.known import KNOWN_DEVICES, known_device
-from mm.plan.sizes import TEXT, VISUAL, block_bytes, longest_microbatches, num_model_params, peaks, stage_sizes
-from mm.plan.stage_memory import StageMemory
+from mm.plan.model_states import block_bytes, num_model_params, stage_sizes
+from mm.plan.stage_memory import TEXT, VISUAL, StageMemory, longest_microbatches, peaks
 from mm.plan.stages import stage_report
 from tests.files import EXAMPLES
 

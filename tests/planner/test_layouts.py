@@ -37,15 +37,12 @@ def test_the_best_layouts_are_shown_and_the_trainer_takes_the_best(capsys, tmp_p
     html = tmp_path / "report.html"
     text = said(capsys, 0, "--device", "h200", "--fix", "PP=1/2,VPP=1/2,MBS=2/4", "--write", str(tmp_path / "best"),
                 "--html", str(html), *flags())  # fmt: skip
-    assert re.search(r"^Advice +TP ", text, re.MULTILINE) and "published figures of H200" in text
+    assert re.search(r"^Advice +layout 1: ", text, re.MULTILINE) and "published figures of H200" in text
     seconds = [float(found) for found in re.findall(r"^\d+ .*(?:none|selective|full) +([\d.]+) ", text, re.MULTILINE)]
     assert seconds == sorted(seconds) and len(seconds) >= 2
-    assert re.search(r"^now ", text, re.MULTILINE) and "Now   " in text and "Why not 2" in text
+    assert re.search(r"^now ", text, re.MULTILINE)
     page = html.read_text()
-    for shown in ("Single changes of the present layout", "stage 0"):
-        assert shown in text and shown in page
-    changes = text.partition("Single changes of the present layout\n")[2].partition("\n\n")[0].splitlines()[1:]
-    assert changes and all(re.search(r" \+(?!0\.0%)\d+\.\d%$", line) for line in changes), "only what gains"
+    assert "stage 0" in text and "stage 0" in page
     assert "<title>Layouts for 8 ranks and model_7b.json</title>" in page
     assert page.count("<figure>") == 2 and "Predicted step: iteration 1" in page and "<script" not in page
     least = float(re.search(r"take less than ([\d.]+) s", text)[1])
@@ -134,7 +131,7 @@ def test_a_script_plans_its_own_run(tmp_path: Path) -> None:
     (["--device", "h200", "--lengths", "lava"], r"--lengths has 'lava'; expected one of llava, .*did you mean 'llava'"),
     (["--device", "h200", "--lengths", "text=-1"], r"--lengths has 'text=-1'; expected a share above 0"),
     (["--device", "h200", "--world-size", "7", "--fix", "PP=2"],
-     r"no layout is legal for --world-size 7 .* nearest: --world-size 6 or 8"),
+     r"no layout is legal for --world-size 7 .* change --world-size"),
     (["--device", "h200", "--memory-gib", "2"], r"no layout fits into 2.0 GiB: the smallest of \d+ needs [\d.]+ GiB .*"
                                                 r"GiB too much; use more or larger devices"),
     (["--calibration", "none.json"], r"none.json: cannot be read"),
@@ -151,25 +148,14 @@ def test_a_present_layout_that_is_not_possible_is_explained(capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(("fixed", "sampler", "words", "change"), [
-    ("MBS=2", {}, ["--calculate-per-microbatch-loss"], "MBS 2 instead of 4 gives samples other weights in the loss"),
-    ("MBS=4", {}, ["--calculate-per-microbatch-loss"], None),
-    ("MBS=2", {}, [], None),
-    ("MBS=4,SAMPLER=balanced", {"sampler_type": "BucketBatchSampler"}, [], "SAMPLER balanced puts other samples into"),
-    ("MBS=4,SAMPLER=as given", {"sampler_type": "BucketBatchSampler"}, [], None),
+    ("MBS=2", {}, ["--calculate-per-microbatch-loss"], "MBS must stay 4"),
+    ("MBS=4,SAMPLER=balanced", {"sampler_type": "BucketBatchSampler"}, [], "SAMPLER must stay 'as given'"),
+    ("MBS=4,SAMPLER=balanced", {}, ["--calculate-per-microbatch-loss"], "SAMPLER must stay 'as given'"),
 ])  # fmt: skip
-def test_fixed_values_that_change_what_is_learnt_are_named(
+def test_fixed_values_that_would_change_what_is_learnt_are_refused(
     fixed, sampler, words, change, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
     data = json.loads((SHIPPED / "data_7b.json").read_text())
     data["dataloader_param"] |= sampler
     (tmp_path / "data.json").write_text(json.dumps(data))
-    text = said(capsys, 0, "--device", "h200", "--top", "1", "--fix", f"TP=1,PP=2,VPP=1,{fixed}",
-                *flags(mm_data=tmp_path / "data.json"), *words)  # fmt: skip
-    assert ("with the same loss and gradients" in text) == (change is None)
-    assert change is None or f"not as in the given run: {change}" in text
-
-
-def test_a_sampler_that_the_trainer_would_refuse_is_refused(capsys: pytest.CaptureFixture) -> None:
-    text = said(capsys, 2, "--device", "h200", "--fix", "SAMPLER=balanced,MBS=4", *flags(),
-                "--calculate-per-microbatch-loss")
-    assert "--fix has SAMPLER=balanced" in text and "leave SAMPLER out" in text
+    assert change in said(capsys, 2, "--device", "h200", "--fix", fixed, *flags(mm_data=tmp_path / "data.json"), *words)

@@ -11,7 +11,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from mm.config.run import Run, load_run
-from mm.plan.sizes import activation_bytes_on_host, num_model_params, stage_sizes
+from mm.plan.model_states import num_model_params, stage_sizes
+from mm.plan.stage_memory import activation_bytes_on_host
 from mm.requirements import DISTRIBUTION, declared
 from mm.training import machine
 from mm.training.machine import Node, gloo_connections, has_lazy_gloo, microbatch_pixel_bytes, node_problems
