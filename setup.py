@@ -11,7 +11,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 _ROOT = Path(__file__).parent
-_FILE = _ROOT / "mm/version.py"
+_FILE = _ROOT / "mm/environment.py"
 _VERSION = re.search(r'^VERSION = "(.+)"$', _FILE.read_text(encoding="utf-8"), re.MULTILINE)
 assert _VERSION is not None, f"{_FILE} has the version"
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from mm.config.evaluate import EVALUATE, Evaluating, load_evaluating
 from mm.config.generate import kept_answers
 from mm.config.notes import notes_at_start, sorted_notes
-from mm.ending import end_with_launcher, is_first_rank, print_notes, print_notes_once, refused, run_command, status_of
+from mm.environment import software
 from mm.errors import UserError
+from mm.process import end_with_launcher, is_first_rank, print_notes, print_notes_once, refused, run_command, status_of
 from mm.progress import Progress, loading, ongoing
-from mm.version import software
 
 if TYPE_CHECKING:
     from mm.data.sample import Sample

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from mm.config.generate import GENERATE, Asking, GenerateArguments, kept_answers, load_asking
 from mm.config.notes import notes_at_start, sorted_notes
-from mm.ending import end_with_launcher, is_first_rank, print_notes, print_notes_once, refused, run_command, status_of
+from mm.environment import software
 from mm.errors import UserError
+from mm.process import end_with_launcher, is_first_rank, print_notes, print_notes_once, refused, run_command, status_of
 from mm.progress import loading, ongoing
-from mm.version import software
 
 if TYPE_CHECKING:
     from mm.data.sample import Sample

@@ -18,7 +18,7 @@ from mm.conversion.convert import Options
 from mm.errors import UserError
 from mm.formats.layout import Layout
 from mm.formats.storage import Format, Storage
-from mm.ports import free_port
+from mm.process import free_port
 from tests.files import EXAMPLES, ROOT
 from tests.launch import warm_python
 from tests.scoring.tables import encoded, peer_json, write_table

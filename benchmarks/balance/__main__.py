@@ -75,7 +75,7 @@ class Samples:
         for number in range(num_steps):
             times = []
             for rank in plan(number):
-                counts = np.stack([sample_counts(self.lengths.of(one)).sum(axis=0) for one in rank])
+                counts = np.stack([sample_counts(self.lengths.of(np.array(one))).sum(axis=0) for one in rank])
                 costs = self._costs.of_slots(counts, slots)
                 times.append(step_costs(in_order(costs, pipeline_orders(costs, NUM_STAGES)), NUM_STAGES)[0])
             found.append(max(times))

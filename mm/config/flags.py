@@ -96,8 +96,6 @@ class Arguments:
     phase_timeouts: Patterns = Field((), description=(
         "NAME=SECONDS pairs: time limits of the phases check, start, load, data, answers, save, export and between; "
         "0 = no limit"))
-    check_p2p: bool = Field(False, description=(
-        "compare shape, dtype and microbatch of every message between stages before it is received; slower"))
     overlap_p2p_communication: bool = Field(False, description=(
         "receive the next message between stages during computation; the default on NPU and CPU"))
     no_overlap_p2p_communication: bool = Field(False, description=(

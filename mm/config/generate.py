@@ -20,9 +20,9 @@ from mm.config.flags import Arguments, VitQkvOrder
 from mm.config.foreign import FLAGS, Fixed, FlagRow, Inert, SameAs
 from mm.config.inference import GenerationSettings, InferenceConfig, read_inference, settings_problems
 from mm.config.schema import STRICT, Count, NaturalNumber, NotNegative, Patterns, Positive, ReadSettings, fields_of
+from mm.environment import Launched, named_in_script, world_problems
 from mm.errors import UserError, collected, refuse
 from mm.families.known import TITLES
-from mm.launched import Launched, named_in_script, world_problems
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -13,10 +13,10 @@ from pathlib import Path
 from mm.config.misspelt import parse
 from mm.config.outputs import PAGE_FILE
 from mm.console import add_common_flags
-from mm.ending import refused, run_command
+from mm.environment import version_line
 from mm.errors import UserError, collected, refuse
+from mm.process import refused, run_command
 from mm.report import check_page, write_page
-from mm.version import version_line
 
 PROGRAM = "mm-page"
 

@@ -10,7 +10,7 @@ from mm.config.flags import Arguments
 from mm.config.model import ModelConfig
 from mm.config.notes import sorted_notes
 from mm.config.run import Run
-from mm.device.known import KNOWN_DEVICES
+from mm.device.platforms import KNOWN_DEVICES
 from mm.errors import counted
 from mm.placement import Message, Placement, StageSpec
 from mm.plan.comm_costs import StepBytes
@@ -314,5 +314,5 @@ def _group_lines(run: Run) -> list[str]:
     return ["Optimizer groups (maximum learning rates):", *_aligned(rows)]
 
 
-def _gib(num_bytes: int) -> str:
+def _gib(num_bytes: float) -> str:
     return f"{num_bytes / _GIB:.2f}"

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from mm.ending import run_command
+from mm.process import run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:

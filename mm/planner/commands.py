@@ -15,7 +15,7 @@ from mm.config.flags import TRAIN
 from mm.config.misspelt import parse
 from mm.config.run import Run, load_run
 from mm.console import COMPLETION, Completed, add_common_flags, completed_parser, positive_count
-from mm.ending import print_notes, refused
+from mm.environment import version_line
 from mm.errors import UserError, printable
 from mm.plan.by_device import calibration_by_flops
 from mm.plan.calibration import read_calibration
@@ -26,7 +26,7 @@ from mm.plan.workload import COUNTS, workload_of
 from mm.planner.layouts import add_flags, layouts, lengths_of
 from mm.planner.machine import ACCEPT, ACCEPT_HELP, calibration_for
 from mm.planner.reports import compared, lists_report, prediction_report, write_prediction
-from mm.version import version_line
+from mm.process import print_notes, refused
 
 
 def run(words: Sequence[str]) -> int:

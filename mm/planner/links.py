@@ -23,13 +23,13 @@ def seconds_of(device: Device, mesh: Mesh, work: Callable[[], object] | None, nu
     seconds: list[float] = []
     for _ in range(num_repeats + 1):
         dist.barrier()
-        device.synchronize()
-        marks = [device.mark()]
+        device.runtime.synchronize()
+        marks = [device.runtime.mark()]
         if work is not None:
             work()
-        marks.append(device.mark())
-        device.synchronize()
-        began, ended = device.seconds_of(marks)
+        marks.append(device.runtime.mark())
+        device.runtime.synchronize()
+        began, ended = device.runtime.seconds_of(marks)
         seconds.append(ended - began)
     return mean_of_ranks(None if work is None else median(seconds[1:]), mesh)
 
@@ -71,7 +71,7 @@ def all_reduce_laws(device: Device, mesh: Mesh) -> dict[int, Law]:
 def host_bytes_per_second(device: Device, mesh: Mesh) -> float:
     """Bytes per second copied from pinned memory of the host while all ranks copy."""
     target = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=device.torch_device)
-    source = device.pin(torch.ones(_COPIED_BYTES, dtype=torch.uint8))
+    source = device.runtime.pin(torch.ones(_COPIED_BYTES, dtype=torch.uint8))
     return _COPIED_BYTES / seconds_of(device, mesh, lambda: target.copy_(source, non_blocking=True))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from mm.config.data import Attributes
 from mm.config.evaluate import Rule
-from mm.data.media.decoder import Decoder
+from mm.data.media.picture import image_size
 from mm.data.read.content import shown, with_places
 from mm.data.read.formats import HALF_CHARACTER, MESSAGES, num_media, read_sample
 from mm.data.read.open_records import open_records
@@ -36,7 +36,7 @@ def read_own(path: str, rule: Rule, media_roots: tuple[str, ...]) -> Items:
     """Read a file of questions.  Raises UserError with everything in it that cannot be asked or scored."""
     if not os.path.isfile(path):
         raise UserError(f"{path}: is not a file; expected JSON, JSONL or Parquet with questions and answers.")
-    media, decoder = KnownMedia(MediaRoots.beside(path, media_roots)), Decoder()
+    media = KnownMedia(MediaRoots.beside(path, media_roots))
     problems: list[str] = []
     items: dict[str, Item] = {}
     file = open_records(path)
@@ -52,7 +52,7 @@ def read_own(path: str, rule: Rule, media_roots: tuple[str, ...]) -> Items:
             items[item.index] = item
             for content in (*(one for turn in item.earlier for one in turn.content), *item.content):
                 if isinstance(content, Image):
-                    decoder.picture_size(content.path)
+                    image_size(content.path)
         if len(problems) >= MAX_PROBLEMS:
             raise UserError([*problems, f"{path}: reading stopped here; more problems may follow."])
     refuse(problems)

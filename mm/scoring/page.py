@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mm.data.media.decoder import Decoder
-from mm.data.media.thumbnail import jpeg
+from mm.data.media.picture import jpeg, load_pixels
 from mm.data.sample import Image, Inline, Media
 from mm.report import Report, Table, page, picture_tag
 from mm.scoring.benchmarks import Items
@@ -31,8 +30,7 @@ def results_page(scores: Mapping[str, Any], settings: Mapping[str, Any], found: 
     # equal scores stay in the order of the file
     worst = sorted((one for one in found if one.score < 1), key=lambda one: one.score)[:_NUM_WORST]
     heading = f"The {len(worst)} worst answers" if len(worst) > 1 else "The worst answer"
-    decoder = Decoder()
-    shown = "\n".join(_answer(decoder, one) for one in worst)
+    shown = "\n".join(_answer(one) for one in worst)
     whole = report(scores, settings)
     facts, tables = replace(whole, tables=()), replace(whole, facts=())
     answers = f"<h2>{heading}</h2>\n{shown}" if worst else "<h2>All answers are right</h2>"
@@ -71,10 +69,10 @@ def _percent(value: Mapping[str, Any]) -> str:
     return f"{value['score_percent']:.2f}%"
 
 
-def _answer(decoder: Decoder, scored: ScoredItem) -> str:
+def _answer(scored: ScoredItem) -> str:
     images = [item for item in scored.item.content if not isinstance(item, str)]
     more = len(images) - _MAX_IMAGES
-    shown = "".join(_image(decoder, item) for item in images[:_MAX_IMAGES])
+    shown = "".join(_image(item) for item in images[:_MAX_IMAGES])
     options = "".join(f"\n{letter}. {text}" for letter, text in scored.item.options.items())
     rows = (("question", scored.item.question + options), ("answered", scored.answer.text or "(nothing)"),
             ("right", " | ".join(scored.item.right)), ("score", f"{scored.score:.1%}"),
@@ -85,24 +83,23 @@ def _answer(decoder: Decoder, scored: ScoredItem) -> str:
             f'<table class="answer">{cells}</table><p></p>')
 
 
-def _image(decoder: Decoder, item: Media | Cell) -> str:
+def _image(item: Media | Cell) -> str:
     if not isinstance(item, Image | Cell):
         first, *others = map(str, item.contents)
         more = f" and {len(others)} more frames" if others else ""
         return f"<p>[video {html.escape(Path(first).name)}{more}]</p>"
-    return picture_tag(_thumbnail(decoder, item), "image")
+    return picture_tag(_thumbnail(item), "image")
 
 
 def thumbnails(items: Items) -> Iterator[tuple[int, int, bytes]]:
     """Small copies of the images of the first questions as JPEG, each after the numbers of its question and of itself.
     """
-    decoder = Decoder()
     for number, item in enumerate(items.items[:_MAX_THUMBNAILS]):
         images = [one for one in item.content if isinstance(one, Image | Cell)]
         for place, one in enumerate(images[:_MAX_IMAGES]):
-            yield number, place, _thumbnail(decoder, one)
+            yield number, place, _thumbnail(one)
 
 
-def _thumbnail(decoder: Decoder, item: Image | Cell) -> bytes:
-    pixels = decoder.picture(item.path if isinstance(item, Image) else Inline(item.where, item.content()))
+def _thumbnail(item: Image | Cell) -> bytes:
+    pixels = load_pixels(item.path if isinstance(item, Image) else Inline(item.where, item.content()))
     return jpeg(pixels, _MAX_SIDE_PIXELS)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mm.data.media.decoder import Decoder
+from mm.data.media.picture import image_size
 from mm.data.read.spans import UTF8_MARK, not_utf8
 from mm.data.sample import Inline
 from mm.errors import MAX_PROBLEMS, UserError, collected, nearest, refuse, refuse_special
@@ -89,14 +89,13 @@ def read_table(path: str, needed: Sequence[str]) -> TsvTable:
     problems: list[str] = []
     columns: tuple[str, ...] = ()
     rows: dict[str, TsvRow] = {}
-    decoder = Decoder()
     with _mapped(path) as data:
         for line, cells in _records(path, data):
             if not columns:
                 columns = _columns(path, [_text(path, line, data, cell) for cell in cells], needed)
                 continue
             with collected(problems):
-                row = _row(path, columns, line, cells, data, decoder)
+                row = _row(path, columns, line, cells, data)
                 index = row.texts["index"]
                 if index in rows:
                     raise UserError(f"{path}:{line}: has the same index {index!r} as line {rows[index].line}; expected "
@@ -189,7 +188,7 @@ def _columns(path: str, names: Sequence[str], needed: Sequence[str]) -> tuple[st
 
 
 def _row(
-    path: str, columns: Sequence[str], line: int, cells: Sequence[CellSpan], data: mmap.mmap, decoder: Decoder
+    path: str, columns: Sequence[str], line: int, cells: Sequence[CellSpan], data: mmap.mmap
 ) -> TsvRow:
     """One record; an image cell that refers to another row is still a text."""
     if len(cells) != len(columns):
@@ -207,7 +206,7 @@ def _row(
     encoded = _images(data[start:end])
     images = tuple(Cell(path, line, image_span, number) for number in range(len(encoded)))
     for cell, text in zip(images, encoded, strict=True):
-        decoder.picture_size(Inline(cell.where, _decoded(text, cell.where)))
+        image_size(Inline(cell.where, _decoded(text, cell.where)))
     return TsvRow(line, texts, images)
 
 

@@ -43,7 +43,7 @@ class BackgroundSaves:
     """The saves that are being written: all of one iteration, so one copy in memory is enough."""
 
     def __init__(self, device: Device) -> None:
-        self._copies = HostCopies(device)
+        self._copies = HostCopies(device.runtime)
         self._pending: list[_WrittenSave] = []
 
     @property

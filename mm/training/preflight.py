@@ -270,7 +270,7 @@ def _image_notes(run: Run, dataset: Dataset, gauge: Gauge) -> list[str]:
     processors = gauge.encoder.images, image_processor(run.data, "llamafactory")
     for index in range(min(len(dataset), _NUM_COMPARED)):
         for path in (item.path for item in dataset[index].media if isinstance(item, Image)):
-            here, there = (math.prod(images.image_grid(path)) // images.merge_size**2 for images in processors)
+            here, there = (math.prod(images.plan(path).grid) // images.merge_size**2 for images in processors)
             if here != there:
                 return [
                     f"{path} becomes {here} tokens, as in transformers.  LLaMA-Factory and MindSpeed-MM first "

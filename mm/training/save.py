@@ -99,7 +99,7 @@ class BegunSave:
 
     def finish(self, setup: Setup, retention: files.Retention = files.ALL_KEPT) -> Path:
         """Write and commit it while training waits, together with all ranks; results and errors as in ``commit``."""
-        return self.commit(setup.mesh, lambda: self.write(self.tensors, setup.stage.device), retention)
+        return self.commit(setup.mesh, lambda: self.write(self.tensors, setup.stage.device.runtime), retention)
 
     def commit(
         self, mesh: Mesh, written: Callable[[], list[CheckpointTensor]], retention: files.Retention = files.ALL_KEPT

@@ -8,7 +8,7 @@ import pytest
 
 from mm.config.activations import OffloadConfig, RecomputeConfig
 from mm.config.run import Run
-from mm.device.known import KNOWN_DEVICES
+from mm.device.platforms import KNOWN_DEVICES
 from mm.plan.by_device import calibration_by_device
 from mm.plan.comm_costs import StepBytes
 from mm.plan.costs import HOST_BYTES_PER_SECOND, BlockCosts, Cutting, behind_link, exposed_layers, offloaded_bytes

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 
 from mm.batch import Images, passes_of_any
 from mm.parallel.activity import Journal
-from mm.parallel.unit_order import Task, Use, is_used, tasks_of, uses_of
-from mm.parallel.unit_passes import UnitPasses
-from mm.parallel.units import Unit
+from mm.parallel.buckets import Unit
+from mm.parallel.zero3_schedule import Task, UnitPasses, Use, is_used, tasks_of, uses_of
 from tests.parallel.fake_units import FakeGradients
 
 Event = tuple[str, Any]

@@ -1,11 +1,40 @@
-"""Messages that start together, and the handles by which to wait for them."""
+"""Messages between stages, as the step's plan describes them, and the handles by which to wait for them."""
 
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mm.parallel.checked import Transfer
+from mm.batch import samples_text
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One message that this rank sends or receives; its ``shape`` is None if the boundary carries nothing."""
+
+    is_sent: bool
+    is_gradient: bool
+    microbatch: int
+    chunk: int
+    """Chunk on this rank."""
+    boundary: int
+    """Index of the receiving slot of activations: slot b also sends gradients back over boundary b."""
+    peer: int
+    """Global rank."""
+    peer_stage: int
+    shape: tuple[int, int] | None
+    samples: tuple[int, ...]
+    """The microbatch's samples."""
+
+    def text(self, dtype: torch.dtype) -> str:
+        """One line for a report."""
+        verb, way = ("sends", "to") if self.is_sent else ("waits for", "from")
+        what = "gradient" if self.is_gradient else "activation"
+        shape = "nothing" if self.shape is None else f"{list(self.shape)} {str(dtype).removeprefix('torch.')}"
+        return (f"{verb} the {what} of microbatch {self.microbatch} between slots {self.boundary - 1} and "
+                f"{self.boundary} {way} rank {self.peer} (stage {self.peer_stage}), {shape}"
+                f"{samples_text(self.samples)}")
 
 
 @dataclass

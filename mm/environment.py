@@ -1,8 +1,105 @@
-"""The environment variables by which a launcher such as torchrun describes its ranks."""
+"""What this process runs in: our version and code, installed packages, and the launcher's environment variables.
 
+Reads only metadata of packages, because a broken package may be impossible to import.
+"""
+
+import gc
+import importlib.metadata
 import os
+import platform
+import re
+import sys
+import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+VERSION = "0.1.0"
+"""setup.py reads it here."""
+DISTRIBUTION = "qwen2_5_vl-3d"
+"""The name of this project's package."""
+DECISIVE = ("torch", "megatron-core", "transformers")
+"""Packages whose versions belong in a bug report."""
+CODE = "the code in mm/"
+"""Name of the code itself in ``software()``."""
+
+
+# Versions and packages
+
+
+def installed(name: str) -> str | None:
+    """The version of a package; None if it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def version_line(program: str) -> str:
+    """What ``--version`` prints; nothing is imported for it."""
+    found = ", ".join(f"{package} {installed(package) or 'not installed'}" for package in DECISIVE)
+    return f"{program} {VERSION} (Python {platform.python_version()}, {found})"
+
+
+def software() -> dict[str, str]:
+    """What must be the same on all machines of a run: versions, and a checksum of the code itself, by name."""
+    major, minor, _ = platform.python_version_tuple()
+    return {"Python": f"{major}.{minor}", **{package: installed(package) or "not installed" for package in DECISIVE},
+            CODE: f"{VERSION}, crc32 {_code_crc32(Path(__file__).parent):08x}"}
+
+
+def _code_crc32(folder: Path) -> int:
+    crc32 = 0
+    for path in sorted(folder.rglob("*.py")):
+        crc32 = zlib.crc32(path.read_bytes(), zlib.crc32(str(path.relative_to(folder)).encode(), crc32))
+    return crc32
+
+
+def declared() -> "list[Requirement]":
+    """What every installation needs, without extras; empty if the project is not installed as a package."""
+    from packaging.requirements import Requirement  # not at the top: mm-doctor reports that it is missing
+
+    return [one for one in map(Requirement, _requires()) if one.marker is None]
+
+
+def declared_names() -> list[str]:
+    """The names alone, for a Python without ``packaging``."""
+    return [re.split(r"[^\w.-]", one, maxsplit=1)[0] for one in _requires() if ";" not in one]
+
+
+def _requires() -> list[str]:
+    return (importlib.metadata.requires(DISTRIBUTION) or []) if installed(DISTRIBUTION) else []
+
+
+def is_outside(requirement: "Requirement", version: str) -> bool:
+    """Whether ``version`` is not one that was tested."""
+    return not requirement.specifier.contains(version, prereleases=True)
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Keep the garbage collector from running in the body, which imports modules, and from scanning them later.
+
+    It would scan the growing number of functions and classes again and again: a third of the time that a command needs
+    to start.
+    """
+    was_enabled, num_modules = gc.isenabled(), len(sys.modules)
+    gc.disable()
+    try:
+        yield
+    finally:
+        if len(sys.modules) > num_modules:
+            gc.freeze()
+        if was_enabled:
+            gc.enable()
+
+
+# The launcher's variables
 
 _MOST_DIGITS = 9
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from mm.batch import Images, passes_of_any
 from mm.parallel.activity import Journal
 from mm.parallel.order import stage_steps
-from mm.parallel.passes import Reductions
+from mm.parallel.zero2_schedule import Reductions
 from tests.parallel.fake_units import FakeGradients
 
 NUM_VISION, NUM_LANGUAGE = 2, 2
