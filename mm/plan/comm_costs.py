@@ -1,19 +1,16 @@
-"""What the ranks of a run exchange besides the layers' own collectives: seconds of messages and sums, the reduction
-and the update after the pipeline, and the bytes of a step.
+"""What the ranks of a run exchange besides the layers' own collectives: seconds of messages and sums,
+and the reduction and the update after the pipeline.
 
 Ranks are numbered as in ``mm.parallel.mesh``: tensor-parallel ranks are neighbours, then context, data and pipeline.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from mm.config.run import Run
 from mm.plan.calibration import Calibration
 from mm.plan.layer_memory import WIDTHS
 from mm.plan.linear_costs import FREE, Law
-from mm.plan.memory import MicrobatchSizes
 from mm.plan.model_states import StageSize, gathered_params, num_optimizer_shards
-from mm.plan.stage_memory import StageMemory
 
 
 def all_reduce_law(calibration: Calibration, num_ranks: int, stride: int = 1) -> Law:
@@ -86,40 +83,3 @@ def update_seconds(run: Run, calibration: Calibration, sizes: Sequence[StageSize
     """Seconds of the optimizer."""
     law = calibration.step
     return law.fixed + law.per_row * max(size.num_trainable_params for size in sizes) / num_optimizer_shards(run)
-
-
-@dataclass(frozen=True)
-class StepBytes:
-    """Bytes of one rank in a step, besides the pipeline.
-
-    A reduce-scatter or an all-gather sends all bytes but a rank's own share, and an all-reduce is both.
-    """
-
-    gradient_bytes: int
-    """Sent while gradients are summed."""
-    weight_bytes: int
-    """Sent while weights are gathered."""
-    host_bytes: int
-    """Sent to host memory; as many come back."""
-
-    @classmethod
-    def of(
-        cls, run: Run, size: StageSize, memory: StageMemory, kinds: Sequence[MicrobatchSizes], num_microbatches: int
-    ) -> "StepBytes":
-        """For a rank of the stage with this ``size`` and ``memory``.  ``kinds``: the longest microbatches; the one that
-        sends most to the host counts.  Every microbatch is assumed to have images."""
-        def sent(num_bytes: int) -> int:
-            return num_bytes * (run.num_copies - 1) // run.num_copies
-
-        width, times = WIDTHS[run.args.precision], num_microbatches if run.shards_gradients else 1
-        if not run.args.splits_optimizer:
-            gradients, weights = 2 * sent(size.reduced_bytes), 0
-        elif run.shards_weights:
-            gradients = sent(size.reduced_bytes) * times
-            weights = num_microbatches * sent(width * sum(gathered_params(run)))
-        else:
-            gradients, weights = sent(size.reduced_bytes) * times, sent(width * size.num_trainable_params)
-        # tensor-parallel ranks all-reduce the gradients of whole encoders
-        gradients += 2 * size.whole_gradient_bytes // num_optimizer_shards(run) * (run.tp_size - 1) // run.tp_size
-        activations = max(sum(chunk.offloaded_bytes(rows) for chunk in memory.chunks) for rows in kinds)
-        return cls(gradients, weights, size.host_bytes + num_microbatches * activations)

@@ -188,12 +188,6 @@ class ChunkMemory:
             return self._language_layers[-1].passing * rows.num_tokens
         return self._vision_layers[-1].passing * rows.num_patches if self.spec.vision_layers else 0
 
-    def offloaded_bytes(self, rows: MicrobatchSizes) -> int:
-        """Bytes of one microbatch that go to host memory and come back."""
-        vision, language = (sum(layer.offloaded for layer in layers)
-                            for layers in (self._vision_layers, self._language_layers))
-        return vision * rows.num_patches + language * rows.num_tokens
-
     def host_bytes(self, rows: MicrobatchSizes, count: int = 1, num_microbatches: int = 1) -> int:
         """Bytes in host memory of ``count`` consecutive microbatches, in whole pages; see ``kept_bytes``."""
         num_patches = self._num_encoded(count, num_microbatches) * rows.num_patches

@@ -13,7 +13,6 @@ from mm.config.run import Run
 from mm.device.platforms import KNOWN_DEVICES
 from mm.errors import counted
 from mm.placement import Message, Placement, StageSpec
-from mm.plan.comm_costs import StepBytes
 from mm.plan.layer_memory import WIDTHS
 from mm.plan.memory import MicrobatchSizes
 from mm.plan.memory_flags import Fit, cheapest_fits
@@ -56,7 +55,6 @@ def stage_report(run: Run) -> str:
         _boundary_lines(run, placement),
         _total_lines(run, sizes),
         _memory_table(run, placement, sizes),
-        _exchange_table(run, placement, sizes),
         _device_lines(run, placement, sizes),
         _group_lines(run),
         ["Not here yet, but needed to train:", *(f"  - {one}" for one in run.missing)] if run.missing else [],
@@ -228,20 +226,6 @@ def _memory_table(run: Run, placement: Placement, sizes: list[StageSize]) -> lis
         *(["On the host: offloaded activations.  The columns of logits and of a layer's work include those that are",
            "on the device at that moment."] if offloads else []),
     ]
-
-
-def _exchange_table(run: Run, placement: Placement, sizes: list[StageSize]) -> list[str]:
-    """What a step exchanges besides the pipeline, if it exchanges anything."""
-    kinds, count = list(longest_microbatches(run).values()), run.num_microbatches or 1
-    found = [StepBytes.of(run, size, stage_memory(run, placement, stage), kinds, count)
-             for stage, size in enumerate(sizes)]
-    rows = [(str(stage), *map(_gib, (one.gradient_bytes, one.weight_bytes, one.host_bytes)))
-            for stage, one in enumerate(found)]
-    if all(one == StepBytes(0, 0, 0) for one in found):
-        return []
-    microbatches = "one pack" if run.num_microbatches is None else f"{count} microbatch{'es' if count > 1 else ''}"
-    return [f"Exchanged in a step of {microbatches} (one rank each; GiB sent, and as many received):",
-            *_aligned([("stage", "gradients", "weights", "with the host"), *rows], num_texts=1)]
 
 
 def _microbatch_lines(run: Run, kinds: dict[str, MicrobatchSizes]) -> list[str]:

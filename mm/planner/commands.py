@@ -25,7 +25,7 @@ from mm.plan.predict import Predictor
 from mm.plan.workload import COUNTS, workload_of
 from mm.planner.layouts import add_flags, layouts, lengths_of
 from mm.planner.machine import ACCEPT, ACCEPT_HELP, calibration_for
-from mm.planner.reports import compared, lists_report, prediction_report, write_prediction
+from mm.planner.reports import compared, lists_report, prediction_report
 from mm.process import print_notes, refused
 
 
@@ -79,9 +79,6 @@ def _parser() -> argparse.ArgumentParser:
         "Prints how long a step takes, what the stages do meanwhile, and how sure that is; --world-size says how many "
         "ranks the run has.  Nothing is started."))
     add_calibration(predict, is_required=True)
-    predict.add_argument("--timeline", type=Path, metavar="DIR", help=(
-        "also write the timeline of one step to DIR, as an SVG file and a trace: iteration 1, or that of "
-        "--profile-pipeline"))
     compare = command("compare", _compare, "compare measured steps of a run with their prediction", (
         "Compares the steps that --profile-pipeline has measured with their prediction."))
     compare.add_argument("folder", type=Path, metavar="RUN_DIR", help="the --log-dir of the run")
@@ -143,11 +140,8 @@ def _largest_microbatch(run: Run) -> tuple[int, int]:
 
 def _predict(flags: argparse.Namespace, run: Run, _: Sequence[str]) -> None:
     calibration = calibration_for(flags.calibration, run, flags.accept_calibration)
-    lengths, predictor = lengths_of(run), Predictor(run, calibration)
-    workload = workload_of(run, lengths)
-    print(printable(prediction_report(run, calibration, workload, predictor.predict(workload))))
-    if flags.timeline is not None:
-        print(printable(f"wrote {write_prediction(flags.timeline, predictor, lengths)}, .json and .svg"))
+    workload = workload_of(run, lengths_of(run))
+    print(printable(prediction_report(run, calibration, workload, Predictor(run, calibration).predict(workload))))
 
 
 def _compare(flags: argparse.Namespace, run: Run, _: Sequence[str]) -> None:

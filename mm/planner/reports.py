@@ -6,14 +6,13 @@ from pathlib import Path
 from statistics import fmean
 
 from mm.config.run import Run
-from mm.data.lengths import HasLengths
 from mm.errors import counted, refuse
 from mm.formats.hf_config import differences
 from mm.plan.calibration import Calibration
 from mm.plan.lists import RatedLists
 from mm.plan.predict import Predictor, StepPrediction
 from mm.plan.predicted_timeline import predicted_timeline, step_parts
-from mm.plan.workload import Workload, counts_of, workload_of
+from mm.plan.workload import Workload, counts_of
 from mm.report import Report, Table
 from mm.timeline.files import measured_steps, write_timeline
 from mm.timeline.spans import StepSettings, StepTimeline
@@ -37,14 +36,6 @@ def prediction_report(run: Run, calibration: Calibration, workload: Workload, st
     num_processes = counted(calibration.machine.num_processes, "process", "processes")
     lines.append(f"Measured  on {calibration.machine.device}, {num_processes} at a time, {calibration.date}")
     return "\n".join(lines)
-
-
-def write_prediction(folder: Path, predictor: Predictor, lengths: HasLengths) -> Path:
-    """Write the predicted timeline of one step; returns the path of its files without their suffixes."""
-    iteration = predictor.run.args.profile_pipeline or 1
-    (replicas,) = workload_of(predictor.run, lengths, num_steps=1, first=iteration).steps
-    ordered = [predictor.entering(counts) for counts in replicas]
-    return write_timeline(folder, "--timeline", [predicted_timeline(predictor, ordered, iteration)])
 
 
 def compared(predictor: Predictor, folder: Path, pictures: Path | None) -> str:

@@ -6,15 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from mm.config.run import load_run
 from mm.environment import CODE
 from mm.model.flops import Backward
 from mm.plan.calibration import read_calibration
-from mm.plan.predict import Predictor
-from mm.plan.workload import COUNTS, Workload
 from mm.planner import cli
 from tests.files import ROOT
 from tests.tiny_inputs import flags_of, write_inputs
@@ -61,16 +57,6 @@ def test_a_run_is_predicted_from_its_flags(inputs: Path, capsys: pytest.CaptureF
         assert "Tokens" in text and "2 processes at a time" in text
 
 
-def test_more_work_takes_longer(inputs: Path) -> None:
-    run = load_run([*flags_of(inputs, "a run", 1), "--dry-run"], 1)
-    calibration = read_calibration(inputs / "found.json")
-    predictor = Predictor(run, calibration)
-    counts = np.zeros((1, len(COUNTS)))
-    counts[:, [COUNTS.index(name) for name in ("num_tokens", "num_causal_pairs", "num_target_tokens")]] = 400, 9e4, 300
-    once, twice = (predictor.predict(Workload(((np.repeat(counts, count, axis=0),),))) for count in (1, 2))
-    assert twice.pipeline == pytest.approx(2 * once.pipeline)
-
-
 def test_what_cannot_be_predicted_is_refused(inputs: Path, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     flags = flags_of(inputs, "a run", 1)
     found = json.loads((inputs / "found.json").read_text())
@@ -91,13 +77,6 @@ def test_what_cannot_be_predicted_is_refused(inputs: Path, capsys: pytest.Captur
                 "--world-size", "2")  # fmt: skip
     assert "--num-processes is 1; expected a multiple of --tensor-model-parallel-size, which is 2" in text
     assert "--mm-model is missing" in said(capsys, 2, "predict", "--calibration", inputs / "found.json")
-
-
-@pytest.mark.parametrize("words", [["--print-completion", "bash"], ["--print-completion=bash"]], ids=len)
-def test_completion_is_that_of_this_command(words: list[str], capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(words)
-    assert capsys.readouterr().out.startswith("# Completion of mm-plan, written by: mm-plan --print-completion bash")
 
 
 def test_lists_are_judged_and_better_ones_found(inputs: Path, capsys: pytest.CaptureFixture) -> None:

@@ -1,18 +1,14 @@
 """``mm-plan`` without a command: a report with the best layouts, files that the trainer takes, and bad input."""
 
 import json
-import os
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from mm import progress
 from mm.planner import cli
-from tests.browser import WIDTHS, content_width, hidden_width, needs_browser
 from tests.files import ROOT
-from tests.tiny_inputs import flags_of, write_inputs
 
 SHIPPED = ROOT / "examples/qwen2.5vl"
 
@@ -61,17 +57,6 @@ def test_the_best_layouts_are_shown_and_the_trainer_takes_the_best(capsys, tmp_p
     assert written == given  # nothing else has changed
 
 
-@needs_browser
-def test_a_browser_shows_the_page_whole(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    """Without scrolling sideways, and on a laptop without scrolling the table of layouts."""
-    html = tmp_path / "report.html"
-    said(capsys, 0, "--device", "h200", "--fix", "TP=2,PP=2,VPP=2,MBS=2/4", "--html", str(html), *flags())
-    page = html.read_text()
-    assert "tensor_ranks" in page and '<div class="timeline"><svg' in page and 'class="limit"' in page
-    assert hidden_width(page, 1280, tmp_path) == 0
-    assert [content_width(page, width, tmp_path) for width in WIDTHS] == [*WIDTHS]
-
-
 def test_weights_in_shards_have_layouts_with_one_stage_and_the_report_says_so(capsys) -> None:
     text = said(capsys, 0, "--device", "h200", "--fix", "PP=1/2,VPP=1,MBS=4",
                 *flags(data_parallel_sharding_strategy="optim_grads_params"))
@@ -85,40 +70,6 @@ def test_the_encoder_batch_can_be_fixed_and_is_written(capsys: pytest.CaptureFix
     assert "tensor_ranks x 4" in text
     model = json.loads((tmp_path / "model.json").read_text())
     assert (model["encoder_placement"], model["encoder_batch_microbatches"]) == ("tensor_ranks", 4)
-
-
-def test_an_absent_index_is_made_with_its_progress_shown(
-    capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a terminal, progress is lines; the second plan reads the index and shows none."""
-    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.0)
-    monkeypatch.setattr(progress, "EVERY_SECONDS", 0.0)
-    inputs, planned = write_inputs(tmp_path), []
-    for _ in range(2):
-        assert cli.main(flags_of(inputs, "a run", 1, "--bf16", "--world-size", "1", "--device", "h200", "--fix",
-                                 "PP=1,MBS=1", "--top", "1")) == 0  # fmt: skip
-        planned.append(capsys.readouterr())
-    first, second = planned
-    data = json.loads((inputs / "data.json").read_text())["dataset_param"]["basic_parameters"]["dataset"]
-    assert re.search(rf"^checking {re.escape(data)}: [\d.]+ \w+ of .*\(100%\)", first.err, re.MULTILINE), first.err
-    assert "checking" not in second.err
-    table = [[line for line in one.out.splitlines() if line.startswith("1 ")] for one in planned]
-    assert table[0] and table[0] == table[1]
-
-
-def test_a_device_that_is_too_small_recomputes_and_splits_more(capsys: pytest.CaptureFixture) -> None:
-    large, small = (said(capsys, 0, "--device", device, "--top", "1", *flags(lengths="documents", seq_length=4096))
-                    for device in ("h200", "a100 40gb"))
-    peaks = [float(re.search(r"^1 .* ([\d.]+)$", text, re.MULTILINE)[1]) for text in (large, small)]
-    assert peaks[1] <= 0.92 * 40 < peaks[0]
-
-
-def test_a_script_plans_its_own_run(tmp_path: Path) -> None:
-    variables = {"MM_PLAN": "--device h200 --lengths llava --fix PP=2,VPP=1,MBS=4 --top 1", "LOG_DIR": str(tmp_path)}
-    done = subprocess.run(["bash", SHIPPED / "finetune_qwen2_5_vl_7b.sh"], cwd=ROOT, env={**os.environ, **variables},
-                          capture_output=True, text=True, check=False)  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Layouts for 8 ranks" in done.stdout and "192 samples per step" in done.stdout
 
 
 @pytest.mark.parametrize(("words", "message"), [
