@@ -235,7 +235,7 @@ def node_id(namespace: str = "pid") -> str:
     """
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot_id} {os.readlink('/proc/self/ns/{namespace}')}"
+        return f"{boot_id} {os.readlink(f'/proc/self/ns/{namespace}')}"
     except OSError:
         return secrets.token_hex(16)
 

@@ -287,7 +287,7 @@ def test_a_brought_script_asks_the_peers_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "inference.json").write_text(json.dumps(inference))
     done = run_script(INFERENCE, tmp_path, warm_programs(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "settings have no effect here; the same command with --check lists them" in done.stderr
+    assert "no effect: " in done.stderr
     alone = run([str(warm_python()), "-m", "mm.generate", "--load", str(tmp_path / "hf"), "--device", "cpu",
                  "--mm-model", str(tmp_path / "inference.json")])
     assert alone.returncode == 0 and len(alone.stdout) > 1, alone.stderr

@@ -254,14 +254,6 @@ class Predictor:
             return np.stack(costs, axis=-1), in_order(messages, order)
         return in_order(self.costs.of_slots(here, slots), order), in_order(messages, order)
 
-    def entering(self, counts: np.ndarray) -> np.ndarray:
-        """Microbatches in the order in which they enter the pipeline."""
-        placement = self.run.model.placement()
-        if placement.num_stages == 1:
-            return counts
-        flops = self._flops.of_slots(counts, self._flops.slots_of([placement]))
-        return counts[pipeline_orders(flops, placement.num_stages)[:, 0]]
-
     def _of_slots(self, counts: np.ndarray, placement: Placement, slots: np.ndarray) -> np.ndarray:
         """Costs [2, num_microbatches, num_slots] of microbatches in their order, some of which share a pass of the ViT.
 

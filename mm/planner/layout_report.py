@@ -1,28 +1,20 @@
-"""The report of ``mm-plan`` without a command: for the terminal, and as an HTML page with the timeline of a step."""
+"""The report of ``mm-plan`` without a command."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from mm.config.run import Run
-from mm.data.lengths import HasLengths
 from mm.device.platform import KnownDevice
 from mm.errors import counted
 from mm.plan.lists import Lists
-from mm.plan.predict import Predictor
-from mm.plan.predicted_timeline import predicted_timeline
 from mm.plan.search import Planned, SearchResult
-from mm.report import Bars, Histogram, Report, Table, page
-from mm.timeline.picture import draw
+from mm.report import Report, Table
 
 MIN_SPEEDUP = 1.01
 """Least speedup for which the report advises a change."""
 _HEAD = ("", "TP", "CP", "PP", "VPP", "DP", "MBS", "samples", "encoder", "recompute", "step, s", "90% interval",
          "tok/s/device", "MFU", "waits", "GiB")
-_MAX_SAMPLES = 20_000
-"""Samples in the histograms of the page."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +23,6 @@ class LayoutPlan:
 
     run: Run
     """The run as given."""
-    lengths: HasLengths
     device: KnownDevice | None
     calibration: str
     """The source of the predictions."""
@@ -50,29 +41,10 @@ def layout_report(plan: LayoutPlan) -> Report:
     rows = [_row(str(number), one, plan) for number, one in enumerate(plan.found.ranking, 1)]
     rows += [] if plan.present is None else [_row("now", plan.present, plan)]
     title = "Layouts: all train on the same samples in each step, with the same loss and gradients"
-    limit = None if plan.max_bytes is None else plan.max_bytes / 2**30
-    memory = tuple((f"stage {stage}", num_bytes / 2**30) for stage, num_bytes in enumerate(best.stage_bytes))
     model = Path(plan.run.args.mm_model).name
     return Report(
         f"Layouts for {counted(plan.run.world_size, 'rank')} and {model}", tuple(_facts(plan, best)),
-        (Table(title, _HEAD, tuple(rows)),), bars=(Bars("Memory of layout 1", "GiB per rank", memory, limit),))
-
-
-def layout_page(plan: LayoutPlan, report: Report) -> str:
-    """The report as a page of its own, with the lengths of the samples and the predicted step of layout 1."""
-    best = plan.found.ranking[0]
-    numbers = np.arange(len(plan.lengths))
-    if len(numbers) > _MAX_SAMPLES:
-        numbers = np.sort(np.random.default_rng(0).choice(numbers, _MAX_SAMPLES, replace=False))
-    sizes = plan.lengths.of(numbers)
-    histograms = (Histogram.of("Tokens", "per sample", sizes.num_tokens),
-                  Histogram.of("Patches", "per sample", sizes.num_patches))
-    predictor = Predictor(best.run, best.predictor.calibration)
-    entering = predictor.entering(predictor.slowest(best.workload.steps[0]))
-    step = draw([predicted_timeline(predictor, [entering], 1)])
-    body = replace(report, histograms=histograms).body()
-    return page(report.title, f'{body}\n<h2>The slowest replica of layout 1 in a step</h2>\n'
-                              f'<div class="timeline">{step}</div>')
+        (Table(title, _HEAD, tuple(rows)),))
 
 
 def _facts(plan: LayoutPlan, best: Planned) -> Iterator[tuple[str, str]]:
@@ -91,10 +63,11 @@ def _facts(plan: LayoutPlan, best: Planned) -> Iterator[tuple[str, str]]:
     if plan.run.args.shards_weights:
         yield "Stages", ("only layouts with one pipeline stage: optim_grads_params works with no more; give "
                          "--data-parallel-sharding-strategy optim_grads to search the others")
+    of_stages = ", ".join(f"{num_bytes / 2**30:.1f}" for num_bytes in best.stage_bytes)
+    yield "Memory", f"layout 1: {of_stages} GiB on a rank of each stage"
     if plan.max_bytes is not None:
-        how_many = counted(plan.found.num_too_large, "layout")
-        yield "Memory", (f"at most {plan.max_bytes / 2**30:.1f} GiB per rank"
-                         f"{f'; no lists that fit were found for {how_many}' if plan.found.num_too_large else ''}")
+        yield "Limit", (f"{plan.max_bytes / 2**30:.1f} GiB per rank; no lists that fit were found for "
+                        f"{counted(plan.found.num_too_large, 'layout')}")
     yield from (("Refused", reason) for reason in plan.found.refusals[:2])
     if plan.present_problems:
         yield "Now", f"the present layout is not legal: {'; '.join(plan.present_problems)}"

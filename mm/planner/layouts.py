@@ -33,10 +33,9 @@ from mm.plan.choices import (
 )
 from mm.plan.distributions import DISTRIBUTIONS, mixed
 from mm.plan.search import LayoutSearch, SearchResult
-from mm.planner.layout_report import LayoutPlan, layout_page, layout_report
+from mm.planner.layout_report import LayoutPlan, layout_report
 from mm.planner.machine import ACCEPT, ACCEPT_HELP, calibration_for
 from mm.planner.written import write_layout
-from mm.report import check_page, write_page
 
 NUM_SAMPLES = 20_000
 """Samples drawn from the distributions of ``--lengths``."""
@@ -70,21 +69,14 @@ def add_flags(parser: argparse._ActionsContainer) -> None:
         "values to keep, such as TP=2,PP=4, or several for one name, such as MBS=1/2; names: " + ", ".join(NAMES)))
     parser.add_argument("--top", type=positive_count, default=_NUM_SHOWN,
                         help="layouts to show (default: %(default)s)")
-    parser.add_argument("--html", type=Path, help=(
-        "also write the report to this HTML file, with the lengths of the samples and the timeline of a step"))
     parser.add_argument("--write", type=Path, help=(
         "directory for the best layout: model.json, data.json, and layout.sh with the variables of the scripts"))
 
 
 def layouts(flags: argparse.Namespace, training: Sequence[str]) -> Iterator[str]:
-    """Search, and yield the report.  With ``--html`` and ``--write``, also write it and the best layout, and yield what
-    was written."""
-    check_page(flags.html)
+    """Search, and yield the report.  With ``--write``, also write the best layout, and yield what was written."""
     plan = _planned(flags, training)
-    report = layout_report(plan)
-    yield report.text()
-    if flags.html is not None:
-        yield "\n" + write_page(flags.html, layout_page(plan, report))
+    yield layout_report(plan).text()
     if flags.write is not None:
         yield printable(write_layout(flags.write, plan.found.ranking[0], plan.run))
 
@@ -119,7 +111,7 @@ def _planned(flags: argparse.Namespace, training: Sequence[str]) -> LayoutPlan:
     if not problems:
         with suppress(UserError):  # the calibration lacks its blocks
             present = search.planned(present_choice(run), run)
-    return LayoutPlan(run, lengths, device, what, found, seconds, present, problems, max_bytes)
+    return LayoutPlan(run, device, what, found, seconds, present, problems, max_bytes)
 
 
 def _labels() -> list[str]:

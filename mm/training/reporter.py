@@ -145,11 +145,6 @@ class Reporter:
                 answer_seconds=found.seconds,
             ), scores["benchmark"])
 
-    def refresh_page(self, has_news: bool) -> None:
-        """With --page, write the page of the run again if there is news, or it is some minutes old."""
-        if self._writer is not None:
-            self._writer.refresh_page(has_news)
-
     def close(self, iteration: int, how: str) -> None:
         """Close the files; ``how`` the run ends goes to the run's file."""
         if self._writer is not None:

@@ -22,7 +22,7 @@ IMAGES = ("num_images", "num_patches", "num_image_pairs", "num_window_pairs")
 
 
 def drawn() -> tuple[Predictor, tuple[np.ndarray, ...], StepTimeline]:
-    """Two replicas of two stages with two chunks; every third microbatch has no images."""
+    """Two replicas of two stages with two chunks, each with equal microbatches."""
     model, rng = our_config(((2, 1), (1, 0)), ((0, 0), (1, 3))), np.random.default_rng(0)
     found = by_flops(model)
     blocks = tuple(replace(one, laws=BlockLaws(one.laws.forward * 1e-9 + Law(0, 1e-6), one.laws.backward * 1e-9))
@@ -31,11 +31,9 @@ def drawn() -> tuple[Predictor, tuple[np.ndarray, ...], StepTimeline]:
                           all_reduce={2: Law(1e-4, 1e-9)})
     counts = np.zeros((2, 6, len(COUNTS)))
     for name in ("num_tokens", "num_target_tokens", "num_causal_pairs", *IMAGES):
-        counts[..., COUNTS.index(name)] = rng.integers(100, 400, (2, 6))
-    for name in IMAGES:
-        counts[:, ::3, COUNTS.index(name)] = 0
+        counts[..., COUNTS.index(name)] = rng.integers(100, 400, (2, 1))
     predictor = Predictor(run_of(model, 4), calibration)
-    return predictor, tuple(counts), predicted_timeline(predictor, [predictor.entering(one) for one in counts], 3)
+    return predictor, tuple(counts), predicted_timeline(predictor, counts, 3)
 
 
 def test_every_stage_of_every_replica_has_a_record() -> None:

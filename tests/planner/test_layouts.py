@@ -30,17 +30,12 @@ def said(capsys: pytest.CaptureFixture, status: int, *words: str) -> str:
 
 
 def test_the_best_layouts_are_shown_and_the_trainer_takes_the_best(capsys, tmp_path: Path) -> None:
-    html = tmp_path / "report.html"
     text = said(capsys, 0, "--device", "h200", "--fix", "PP=1/2,VPP=1/2,MBS=2/4", "--write", str(tmp_path / "best"),
-                "--html", str(html), *flags())  # fmt: skip
+                *flags())  # fmt: skip
     assert re.search(r"^Advice +layout 1: ", text, re.MULTILINE) and "published figures of H200" in text
     seconds = [float(found) for found in re.findall(r"^\d+ .*(?:none|selective|full) +([\d.]+) ", text, re.MULTILINE)]
     assert seconds == sorted(seconds) and len(seconds) >= 2
     assert re.search(r"^now ", text, re.MULTILINE)
-    page = html.read_text()
-    assert "stage 0" in text and "stage 0" in page
-    assert "<title>Layouts for 8 ranks and model_7b.json</title>" in page
-    assert page.count("<figure>") == 2 and "Predicted step: iteration 1" in page and "<script" not in page
     least = float(re.search(r"take less than ([\d.]+) s", text)[1])
     assert least <= seconds[0]
     source = f'set -e; source {tmp_path}/best/layout.sh; NPUS_PER_NODE=8 bash {SHIPPED}/finetune_qwen2_5_vl_7b.sh'
