@@ -27,9 +27,8 @@ from mm.formats.source import open as open_source
 from mm.formats.storage import Format, Storage
 from mm.formats.training_reader import TrainingDirectory
 from mm.training.checkpoint import stated_progress
+from mm.training.progress import BestSoFar, RecentSteps
 from mm.training.schedule import LearningRate, Schedule, changed
-from mm.training.spikes import RecentSteps
-from mm.training.validation import BestSoFar
 from mm.weights.table import model_weights
 from mm.weights.trained import saved_weights
 from tests.checkpoint.models import SmallModel

@@ -20,7 +20,7 @@ Device.pick("cpu")
 from mm.parallel import watchdog  # noqa: E402
 from mm.parallel.mesh import Mesh  # noqa: E402
 from mm.parallel.watchdog import Watchdog  # noqa: E402
-from mm.training import background, feed  # noqa: E402
+from mm.training import feed, save  # noqa: E402
 
 _PHASES = {"load": marks.LOAD, "data": marks.OPEN, "save": marks.SAVE, "export": marks.EXPORT}
 """Phases of the watchdog and how they are marked; ``check`` and ``start`` are parts of START."""
@@ -70,7 +70,7 @@ class MarkedOwner(DataOwner):
             return super()._share_step()
 
 
-class MarkedSave(background._WrittenSave):
+class MarkedSave(save.WrittenSave):
     marker: Marker
 
     def run(self) -> None:
@@ -89,7 +89,7 @@ class MarkedSignals(StopSignals):
 def main(flags: list[str]) -> int:
     marker = Marker()
     MarkedWatchdog.marker = MarkedOwner.marker = MarkedSave.marker = MarkedSignals.marker = marker
-    watchdog.Watchdog, feed.DataOwner, background._WrittenSave = MarkedWatchdog, MarkedOwner, MarkedSave
+    watchdog.Watchdog, feed.DataOwner, save.WrittenSave = MarkedWatchdog, MarkedOwner, MarkedSave
     train.StopSignals = MarkedSignals
     return train.main(flags)
 

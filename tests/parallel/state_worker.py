@@ -35,7 +35,7 @@ from mm.formats.training_writer import Retention  # noqa: E402
 from mm.model.load import fill  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.training import checkpoint as state  # noqa: E402
-from mm.training.validation import BestSoFar  # noqa: E402
+from mm.training.progress import BestSoFar  # noqa: E402
 from mm.weights.table import fuse, model_weights, shard  # noqa: E402
 from mm.weights.views import Stored  # noqa: E402
 from tests.parallel.state_background import background_fails, in_background  # noqa: E402

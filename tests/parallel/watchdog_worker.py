@@ -29,7 +29,7 @@ from mm.parallel import watchdog  # noqa: E402
 from mm.parallel.activity import Activity, Work  # noqa: E402
 from mm.parallel.watchdog import Watchdog  # noqa: E402
 from mm.ports import free_port  # noqa: E402
-from mm.training import preflight, run  # noqa: E402, F401
+from mm.training import loop, preflight  # noqa: E402, F401
 from mm.training.feed import Feed  # noqa: E402
 
 GUARD_SECONDS = 60.0
@@ -39,7 +39,7 @@ ITERATION = 2
 JOBS_AT_ONCE = 4
 
 
-class FaultyTrainer(run.Trainer):
+class FaultyTrainer(loop.Trainer):
     """A run in which ``fault`` happens; the trainer asks nothing of it, the journal tells it when."""
 
     fault: Fault
@@ -107,7 +107,7 @@ def run_with(fault: Fault, inputs: Path) -> int:
     os.dup2(output, 1)
     os.dup2(output, 2)
     FaultyTrainer.fault = fault
-    run.Trainer = FaultyTrainer
+    loop.Trainer = FaultyTrainer
     if fault.kind == "refused" and os.environ["RANK"] != str(fault.rank):
         time.sleep(LATE_SECONDS)  # it comes when the other rank wants to end
     if fault.phase and os.environ["RANK"] == str(fault.rank):

@@ -19,7 +19,7 @@ from mm.device.device import Device
 Device.pick("cpu")
 
 from mm.parallel.activity import Activity, Work  # noqa: E402
-from mm.training import run  # noqa: E402
+from mm.training import loop  # noqa: E402
 
 EARLY, LATE = range(26, 36, 2), range(56, 66, 2)
 """Steps at which to count: a save or a validation takes memory for a while, at some of them."""
@@ -32,7 +32,7 @@ class Allocated(ctypes.Structure):
         "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")]
 
 
-class CountingTrainer(run.Trainer):
+class CountingTrainer(loop.Trainer):
     """Counts when some of its steps begin."""
 
     def run_steps(self) -> None:
@@ -60,7 +60,7 @@ class CountingTrainer(run.Trainer):
         pass
 
 
-run.Trainer = CountingTrainer
+loop.Trainer = CountingTrainer
 
 if __name__ == "__main__":
     sys.exit(train.main(sys.argv[2:]))

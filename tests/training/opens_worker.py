@@ -21,7 +21,7 @@ Device.pick("cpu")
 
 from mm.data.encode.encoder import SampleEncoder  # noqa: E402
 from mm.parallel.activity import Activity, Work  # noqa: E402
-from mm.training import run  # noqa: E402
+from mm.training import loop  # noqa: E402
 
 
 class Opens:
@@ -45,7 +45,7 @@ class Opens:
             self.counted[os.path.relpath(path, self._directory)] += 1
 
 
-class CountedTrainer(run.Trainer):
+class CountedTrainer(loop.Trainer):
     """Stops counting when the first step begins."""
 
     opens: Opens
@@ -64,7 +64,7 @@ class CountedTrainer(run.Trainer):
 
 def main(directory: Path, flags: list[str]) -> int:
     CountedTrainer.opens = opens = Opens(directory)
-    run.Trainer = CountedTrainer
+    loop.Trainer = CountedTrainer
     opens.counted = of_run = Counter()
     status = train.main(flags)
     settings = load_run(flags)

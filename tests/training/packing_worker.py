@@ -27,8 +27,8 @@ from mm.data.feed.owner import DataOwner  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.parallel.rendezvous import Rendezvous  # noqa: E402
 from mm.parallel.watchdog import Watchdog  # noqa: E402
-from mm.training.run import Trainer  # noqa: E402
-from mm.training.start import settle  # noqa: E402
+from mm.training.loop import Trainer  # noqa: E402
+from mm.training.preflight import check  # noqa: E402
 from tests.files import json_lines  # noqa: E402
 
 NUM_STEPS = 3
@@ -79,7 +79,7 @@ def train(directory: Path, name: str) -> Result:
     mesh = parallel.start(DEVICE, run.model, run.tp_size)
     with Watchdog(Rendezvous.of_launcher(10), None) as watchdog:
         watchdog.place(mesh)
-        trainer = Trainer(settle(run, mesh, print), DEVICE, mesh, watchdog)
+        trainer = Trainer(run, check(run) if mesh.rank == 0 else None, DEVICE, mesh, watchdog)
         data = trainer.feed(NUM_STEPS).plans
         own = [[sorted(microbatch.samples) for microbatch in plan.microbatches] for plan in data]
         data.close()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mm.config.run import load_run
 from mm.errors import UserError
 from mm.train import main
-from mm.training.epochs import num_steps_of
+from mm.training.schedule import num_steps_of
 from tests.launch import run_ranks
 from tests.tiny_inputs import flags_of, metrics, run, write_inputs
 

@@ -12,8 +12,7 @@ from tests.tiny_inputs import short_flags, write_inputs
 
 PACKING = {"basic_parameters": {"packing": True}}
 BALANCED = {"sampler_type": "BalancedBatchSampler"}
-SLOW = ("--train-iters", "8", "--log-interval", "2", "--global-batch-size", "4", "--lr-decay-style", "constant",
-        "--slow-rank-share", "0.01")  # fmt: skip
+SLOW = ("--train-iters", "8", "--log-interval", "2", "--global-batch-size", "4", "--lr-decay-style", "constant")
 CASES: dict[str, tuple[dict, dict, tuple[str, ...]]] = {  # what is in the data JSON, and flags
     "plain": ({}, {}, ()),
     "packed evenly": (PACKING, BALANCED, ()),
@@ -106,7 +105,6 @@ def test_a_slow_rank_is_named(ran: tuple[dict, str], name: str) -> None:
         assert one["share"] == pytest.approx(one["own_seconds"] / one["median_seconds"] - 1)
     assert compared[-1]["slowest_rank_share"] == first[-1]["share"]
     assert " slowest ranks over the last 2 steps: rank 1 (host " in said
-    assert "--slow-rank-share" not in said, "eight steps are no evidence"
     others = results["slow work"]["metrics"]
     for key in ("loss", "grad_norm"):  # to the bit, however slow
         assert [row[key] for row in rows] == [row[key] for row in others]

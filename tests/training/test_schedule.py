@@ -23,7 +23,6 @@ from mm.formats import training_writer as writer  # noqa: E402
 from mm.formats.source import Kind, Source  # noqa: E402
 from mm.formats.training_reader import TrainingDirectory  # noqa: E402
 from mm.training.schedule import OVERRIDE, USE_CHECKPOINT, LearningRate, Schedule, scheduled  # noqa: E402
-from mm.training.sources import Sources  # noqa: E402
 from tests.files import EXAMPLES  # noqa: E402
 
 
@@ -67,7 +66,7 @@ def load(tmp_path: Path) -> LoadRun:
     return load
 
 
-def checkpoint(folder: Path, run: Run, iteration: int = 3, schedule: Schedule | None = None) -> Sources:
+def checkpoint(folder: Path, run: Run, iteration: int = 3, schedule: Schedule | None = None) -> Source:
     """A checkpoint of ``run`` after so many iterations."""
     kept = (schedule or Schedule.of(run)).to_json()
     temporary = writer.begin(folder / "save", iteration, 0)
@@ -77,11 +76,11 @@ def checkpoint(folder: Path, run: Run, iteration: int = 3, schedule: Schedule | 
     return opened(path, run)
 
 
-def opened(path: Path, run: Run) -> Sources:
+def opened(path: Path, run: Run) -> Source:
     directory = TrainingDirectory.open(path)
     manifest = directory.manifest
-    return Sources(Source(path, Kind.TRAINING, run.model, 1, (), (), directory, iteration=manifest.iteration,
-                          consumed_samples=manifest.consumed_samples))
+    return Source(path, Kind.TRAINING, run.model, 1, (), (), directory, iteration=manifest.iteration,
+                          consumed_samples=manifest.consumed_samples)
 
 
 @pytest.mark.parametrize(("flags", "what"), [

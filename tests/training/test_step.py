@@ -73,7 +73,7 @@ def test_steps_change_every_weight_and_lower_the_loss(parts, plan: StepPlan) -> 
 def test_padding_is_zero_and_stays_zero(parts, plan: StepPlan) -> None:
     """In weights, gradients, fp32 copies and moments, with weight decay."""
     from mm.training.block_adam import BlockAdam
-    from mm.training.optimizer_state import owned_states
+    from mm.training.optimizer import owned_states
     from mm.training.step import step
 
     padded = {one.name: one for one in parts.stage.weights if memory_shape(one, 1) != local_shape(one, 1)}

@@ -77,7 +77,7 @@ class Engine:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything that a step changes: weights, their fp32 copies, moments and step counts."""
-        from mm.training.optimizer_state import owned_states
+        from mm.training.optimizer import owned_states
 
         found = {name: parameter.detach().clone() for name, parameter in self.setup.stage.named_parameters()}
         for state in owned_states(self.setup.optimizer, self.setup.models):
@@ -160,7 +160,7 @@ def test_weights_with_remainders_are_updated_as_their_fp32_copies_would_be(
     build, device_type: type, split, moments: tuple[str, ...]
 ) -> None:
     """To the bit, over steps in which the weights of both are rounded alike: ties away from zero."""
-    from mm.training.optimizer_state import MOMENTS, owned_states
+    from mm.training.optimizer import MOMENTS, owned_states
 
     own = build(device_type, "bf16", *split, *moments, *REMAINDERS)
     reference = build(device_type, "bf16", *split, *moments)
@@ -215,7 +215,7 @@ def test_states_in_host_memory_get_the_same_bits(build, device_type: type, split
 
 def test_a_bad_step_keeps_the_other_of_two_weights_as_near_to_their_copy(build) -> None:
     """As loaded from a checkpoint with remainders, whose ties are rounded away from zero."""
-    from mm.training.optimizer_state import owned_states
+    from mm.training.optimizer import owned_states
     from mm.training.step import step
 
     engine = build(Device, "bf16", *OFFLOADED)

@@ -14,7 +14,7 @@ from mm.config.data import read_data
 from mm.config.model import read_model
 from mm.data.encode.encoder import SampleEncoder
 from mm.data.index.dataset import Dataset
-from mm.training.validation import BestSoFar
+from mm.training.progress import BestSoFar
 from tests.data.oracle import transformers_inputs
 from tests.launch import run_ranks
 from tests.tiny_inputs import metrics, run, short_flags, write_inputs
