@@ -23,23 +23,18 @@ from mm.formats.training_writer import Retention  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.training import disks as of_disks  # noqa: E402
 from mm.training.disks import Disks, find_disks  # noqa: E402
-from tests.parallel.state_layouts import DISTRIBUTED, DP2, PP2, TP2, WEIGHT_SHARDS  # noqa: E402
+from tests.parallel.state_layouts import DISTRIBUTED, PP2, TP2, WEIGHT_SHARDS  # noqa: E402
 from tests.parallel.state_run import Layout, Run, different, problems_of  # noqa: E402
 from tests.workload import REMAINDERS  # noqa: E402
 
 LAYOUTS = {
-    "pp2": PP2,
-    "pp2-tied": Layout((4, 0), (1, 3), tied=True),
     "pp2-tied-distributed-bf16": Layout((4, 0), (1, 3), tied=True, precision="bf16", flags=DISTRIBUTED),
     "dp2": Layout(precision="bf16"),
-    "dp2-distributed": DP2,
-    "dp2-weight-shards": Layout(flags=WEIGHT_SHARDS),
-    "dp2-weight-shards-bf16-remainders": Layout(precision="bf16", flags=(*WEIGHT_SHARDS, *REMAINDERS)),
+    "dp2-weight-shards": Layout(precision="bf16", flags=(*WEIGHT_SHARDS, *REMAINDERS)),
     "tp2": TP2,
 }
-OTHERS = {"pp2": TP2, "pp2-tied": Layout(tied=True), "dp2": PP2, "dp2-distributed": PP2,
-          "dp2-weight-shards": PP2, "tp2": PP2}
-"""A layout that needs files of both disks."""
+OTHERS = {"dp2": PP2, "tp2": PP2}
+"""A layout that may need files of both disks."""
 
 
 def names_in(folder: Path) -> list[list[str]]:

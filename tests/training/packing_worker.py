@@ -33,8 +33,8 @@ from tests.files import json_lines  # noqa: E402
 
 NUM_STEPS = 3
 SLOW_RANK = 1
-SLOW_WORK_SECONDS, SLOW_DATA_SECONDS = 0.3, 0.9
-"""For a microbatch, and for a step."""
+SLOW_DATA_SECONDS = 0.9
+"""For a step."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Result:
 
 @contextmanager
 def slow_rank(name: str, trainer: Trainer) -> Iterator[None]:
-    """In the cases "slow work" and "slow data", one rank sleeps before its forward passes, or reads its samples slowly.
+    """In the case "slow data", one rank reads its samples slowly.
 
     It is the second replica's at the first stage.  A slow read begins when the trainer asks for it: begun during the
     step before, a long step on a busy machine would hide it.
@@ -64,8 +64,6 @@ def slow_rank(name: str, trainer: Trainer) -> Iterator[None]:
         asked.release()
         return ask(owner)
 
-    if trainer.mesh.rank == SLOW_RANK and name == "slow work":
-        trainer.setup.stage.chunks[0].register_forward_pre_hook(lambda *_: time.sleep(SLOW_WORK_SECONDS))
     if trainer.mesh.rank == SLOW_RANK and name == "slow data":
         StepLoader.__next__, DataOwner.__next__ = read_slowly, ask_for_a_step
     yield

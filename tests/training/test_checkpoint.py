@@ -53,43 +53,26 @@ def results(directory: Path) -> dict:
 # Scenarios of the worker
 
 
-SAME_LAYOUT = (
-    "dp2", "dp2-distributed", "dp2-distributed-overlap", "dp2-distributed-bf16", "dp2-bf16-reduced-in-bf16",
-    "dp2-shards", "dp2-shards-bf16-remainders-reduced-in-bf16", "cp2-shards-fp16",
-    "dp2-weight-shards", "dp2-weight-shards-bf16-remainders-reduced-in-bf16", "cp2-weight-shards-fp16",
-    "dp2-weight-shards-bf16-no-copies-rounded",
-    "dp2-rounded", "dp2-distributed-rounded", "dp2-bf16-remainders", "dp2-distributed-bf16-remainders-rounded",
-    "dp2-distributed-bf16-no-copies", "pp2-tied-bf16-no-copies-rounded", "pp2-tied-fp16-second-rounded",
-    "dp2-offloaded", "dp2-bf16-offloaded", "dp2-weight-shards-bf16-remainders-half-offloaded", "dp2-fp16", "dp2-groups",
-    "dp2-vision-and-more-frozen", "tp2", "tp2-bf16", "tp2-whole-encoder-bf16",
-    "tp2-whole-encoder-sequence", "pp2", "pp2-tied", "pp2-vpp2-overlap", "pp2-nothing-trained-on-first",
-)  # fmt: skip
-CHAINS = ("untied", "tied", "shards", "bf16", "rounded", "remainders", "offloaded", "frozen", "groups",
-          "whole encoder")
 
 
-def test_every_scenario_is_checked(results: dict) -> None:
-    assert set(results["resume"]) == set(SAME_LAYOUT) and set(results["reshard"]) == set(CHAINS)
+def test_resume_is_bit_exact(results: dict) -> None:
+    assert len(results["resume"]) == 21
+    for name, measured in results["resume"].items():
+        assert measured["resumed_losses"] == measured["losses"] and len(set(measured["losses"])) == 2, name
+        assert measured["different"] == [] and measured["num_compared"] > 20, name
+        assert measured["is_random_equal"] and measured["best"] == [2.5, 1, 3, "these"], name
+        assert measured["progress"] == {
+            "iteration": 2, "consumed_samples": 8, "data": None, "notes": [], "run_id": None, "schedule": None,
+            "given_start": None, "recent": {"losses": [], "norms": [], "num_bad": 0}, "base": None}
 
 
-@pytest.mark.parametrize("name", SAME_LAYOUT)
-def test_resume_is_bit_exact(name: str, results: dict) -> None:
-    measured = results["resume"][name]
-    assert measured["resumed_losses"] == measured["losses"] and len(set(measured["losses"])) == 2
-    assert measured["different"] == [] and measured["num_compared"] > 20
-    assert measured["is_random_equal"] and measured["best"] == [2.5, 1, 3, "these"]
-    assert measured["progress"] == {
-        "iteration": 2, "consumed_samples": 8, "data": None, "notes": [], "run_id": None, "schedule": None,
-        "given_start": None, "recent": {"losses": [], "norms": [], "num_bad": 0}}
-
-
-@pytest.mark.parametrize("name", CHAINS)
-def test_any_layout_continues_from_any_other(name: str, results: dict) -> None:
-    is_bf16 = name in ("bf16", "rounded", "remainders", "offloaded")
-    tolerance = BF16_LOSS_TOLERANCE if is_bf16 else LOSS_TOLERANCE
-    for measured in results["reshard"][name]:
-        assert measured["different"] == [] and measured["num_compared"] > 100
-        assert measured["resumed_losses"] == pytest.approx(measured["losses"], rel=tolerance)
+def test_any_layout_continues_from_any_other(results: dict) -> None:
+    assert len(results["reshard"]) == 8
+    for name, measured in ((name, one) for name, chain in results["reshard"].items() for one in chain):
+        is_bf16 = name in ("remainders", "offloaded")
+        tolerance = BF16_LOSS_TOLERANCE if is_bf16 else LOSS_TOLERANCE
+        assert measured["different"] == [] and measured["num_compared"] > 100, name
+        assert measured["resumed_losses"] == pytest.approx(measured["losses"], rel=tolerance), name
         if not is_bf16 and name not in ("whole encoder", "shards"):  # whose layouts are partly alike
             assert "random states are not restored" in measured["notes"][0]
 
@@ -102,12 +85,6 @@ def test_a_run_without_fp32_copies_takes_the_weights_of_one_with_them_and_says_w
     measured = results["to_no_copies"]
     assert measured["different"] == [] and measured["losses"] == measured["resumed_losses"]
     assert "of which --main-params-dtype bf16 keeps 16 bits" in measured["notes"][0]
-
-
-@pytest.mark.parametrize("written", ["tp1", "tp2"])
-def test_files_do_not_contain_memory_padding(written: str, results: dict) -> None:
-    """A checkpoint that was cut by hand, in the file format, loads on any layout."""
-    assert results["by_hand"][written] == {"tp2": [], "pp2": [], "dp2": [], "dp2-distributed": []}
 
 
 @pytest.mark.parametrize("name", ["dp2-distributed-bf16", "tp2-bf16", "pp2"])
@@ -157,11 +134,9 @@ def test_a_full_disk_fails_the_save_on_all_ranks_and_harms_nothing(results: dict
     assert found["resumed"] == [0, 0] and found["later"] == [1, 4]
 
 
-@pytest.mark.parametrize(
-    "name", ["dp2", "dp2-distributed", "dp2-distributed to dp2", "dp2-distributed to pp2", "tp2 to pp2"])
-def test_ranks_read_the_optimizer_state_only_once(name: str, results: dict) -> None:
+def test_ranks_read_the_optimizer_state_only_once(results: dict) -> None:
     """Even if all replicas hold the same state."""
-    assert results["optimizer_reads"][name] == 1.0, results["optimizer_reads"]
+    assert set(results["optimizer_reads"].values()) == {1.0}, results["optimizer_reads"]
 
 
 def test_only_the_newest_checkpoints_are_kept(results: dict) -> None:
@@ -211,8 +186,7 @@ def test_a_process_killed_in_a_save_leaves_the_last_good_checkpoint(directory: P
 # Export
 
 
-@pytest.mark.parametrize("tied", ["", "-tied"])
-@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+@pytest.mark.parametrize(("layout", "tied"), [("tp2", ""), ("pp2", "-tied")])
 def test_export_equals_the_loaded_model(layout: str, tied: str, directory: Path, tmp_path: Path) -> None:
     base, checkpoint = directory / f"hf{tied}", directory / f"{layout}{tied}"
     convert.mm_to_hf(checkpoint, base, tmp_path / "out").run(Options(num_workers=1))
@@ -289,7 +263,7 @@ def test_every_flipped_bit_is_found_and_named(checkpoint: Path) -> None:
     chooser = random.Random(0)
     paths = sorted(checkpoint.glob("*.safetensors"))
     assert len(paths) == 5
-    for _ in range(50):
+    for _ in range(20):
         path = chooser.choice(paths)
         content = bytearray(path.read_bytes())
         position, bit = chooser.randrange(len(content)), 1 << chooser.randrange(8)

@@ -21,10 +21,7 @@ MOVING: dict[str, tuple[str, tuple[str, ...]]] = {  # model JSON, flags; trained
 }
 CASES: dict[str, tuple[str, tuple[str, str, str], tuple[str, ...]]] = {
     **{name: (model, OWN, flags) for name, (model, flags) in MOVING.items()},
-    "pp2": ("model_2", OWN, ()),
-    "tp2": ("model_1", TABLE, ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
     "tp2, whole encoder": ("model_whole", TABLE, ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
-    "cp2": ("model_1", OWN, ("--context-parallel-size", "2")),
     "cp2, weight shards": ("model_1", OWN, (
         "--context-parallel-size", "2", "--data-parallel-sharding-strategy", "optim_grads_params")),
 }

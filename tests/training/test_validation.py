@@ -32,19 +32,13 @@ LAYOUTS: dict[str, tuple[int, str, tuple[str, ...]]] = {  # ranks, model JSON, f
     "dp1": (1, "model_1", ()),
     "dp2": (2, "model_1", ()),
     "dp4": (4, "model_1", ()),
-    "pp2": (2, "model_2", ("--check-p2p",)),
     "chunks": (4, "model_chunks", ("--virtual-pipeline-model-parallel-size", "2")),
-    "tp2": (2, "model_1", ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
-    "cp2": (2, "model_1", ("--context-parallel-size", "2")),
-    "cp2-dp2": (4, "model_1", ("--context-parallel-size", "2")),
     "cp2-dp2, weight shards": (4, "model_1", (*WEIGHT_SHARDS, "--context-parallel-size", "2")),
-    "tp2-pp2": (4, "model_2", ("--tensor-model-parallel-size", "2")),
+    "tp2-pp2": (4, "model_2", ("--tensor-model-parallel-size", "2", "--sequence-parallel", "--check-p2p")),
 }
-FEWER_SIZES = {"pp2": (7, 13), "tp2": (13,), "cp2": (13,), "cp2-dp2": (13,), "tp2-pp2": (13,)}
-"""Layouts with fewer sizes than ``SIZES``: the others have all of them with one replica, two and four, stages of chunks
-and weight shards."""
+FEWER_SIZES = {"tp2-pp2": (13,), "cp2-dp2, weight shards": (13,)}
+"""Layouts with fewer sizes than ``SIZES``."""
 MOVING: dict[str, tuple[str, str, tuple[str, ...]]] = {  # model JSON, data JSON, flags
-    "packed evenly": ("model_2", "packed", ("--micro-batch-size", "2")),
     "chunks with overlap": ("model_chunks", "val_7", (
         "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", "--global-batch-size", "4")),
     "weight shards": ("model_1", "packed", (*WEIGHT_SHARDS, "--micro-batch-size", "2")),
