@@ -12,9 +12,8 @@ from pathlib import Path
 from typing_extensions import Self
 
 from mm.config.flags import Arguments
-from mm.errors import AgreedError, UserError, writing
+from mm.errors import AgreedError, writing
 from mm.files import wait_until_visible
-from mm.formats.checkpoints import stated
 from mm.formats.training_writer import TEMPORARY_PREFIX
 from mm.launched import Launched
 from mm.parallel.agreement import by_rank, on_first
@@ -66,22 +65,6 @@ class Disks:
     def named(self, ranks: Sequence[int]) -> str:
         """Ranks with their hosts."""
         return f"{', '.join(dict.fromkeys(self.hosts[rank] for rank in ranks))} ({ranks_text(ranks)})"
-
-    def check_same(self, checkpoint: Path, mesh: Mesh) -> None:
-        """Raise AgreedError unless all disks hold ``checkpoint``, which rank 0 has chosen."""
-        crc32s, paths = zip(*by_rank(mesh, (_crc32(checkpoint), checkpoint.resolve())), strict=True)
-        if lacking := [rank for rank, one in enumerate(crc32s) if one is None or one != crc32s[0]]:
-            raise AgreedError(
-                f"{checkpoint}, from which {self.named([0])} continues, is missing or another one on "
-                f"{self.named(lacking)}: start the nodes in the order of the run that saved it (--node_rank), or copy "
-                f"it there from each of its nodes: `rsync -a NODE:{paths[0]}/ {paths[0]}/`")
-
-
-def _crc32(path: Path) -> int | None:
-    try:
-        return stated(path).get("crc32")
-    except UserError:
-        return None
 
 
 def find_disks(args: Arguments, mesh: Mesh) -> Disks:

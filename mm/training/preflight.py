@@ -27,11 +27,10 @@ from mm.data.index.sample_files import Split
 from mm.data.order.sampler import order_description
 from mm.data.sample import Image
 from mm.errors import UserError, collected, counted
-from mm.formats.checkpoints import LATEST_FILE, find_checkpoint
+from mm.formats.checkpoints import LATEST_FILE
 from mm.formats.hf import HFDirectory
 from mm.formats.hf_config import hf_problems
-from mm.formats.source import Kind, find_kind
-from mm.formats.training import CheckpointManifest
+from mm.formats.source import Kind
 from mm.generation.prompts import encoder_for_prompts
 from mm.progress import Progress
 from mm.scoring.questions import read_items
@@ -219,22 +218,12 @@ def _has_samples(run: Run) -> bool:
 def _data_notes(run: Run, dataset: Dataset, sources: Sources | None) -> list[str]:
     """Notes on how the data have changed since the checkpoint in ``--load``.  Raises UserError unless
     ``--allow-new-data`` is given."""
-    args, data, folder = run.args, None, Path()
-    with collected([]):  # problems of the checkpoint are reported with the files
-        if args.load is not None and not args.finetune:
-            opened, manifest = sources and (sources.adapters or sources.model), None
-            if opened is not None:
-                manifest, folder = opened.manifest, opened.path
-            elif find_kind(args.load) is Kind.TRAINING:  # its weights cannot be used, but its manifest may be readable
-                folder, _ = find_checkpoint(args.load)
-                manifest = CheckpointManifest.read(folder)
-            # The base model of new adapters was trained by another run, whose data are not continued.
-            if manifest is not None and manifest.model.lora.is_on == run.model.lora.is_on:
-                data = manifest.data
-    if data is None:
+    trained = sources and sources.trained(run)
+    data = trained and trained.manifest and trained.manifest.data
+    if trained is None or data is None or run.args.finetune:
         return []
-    then, now = TrainedOn.from_json(data, folder), dataset.contents()
-    then.followed_by(now, order_description(run), 0, args.allow_new_data)
+    then, now = TrainedOn.from_json(data, trained.path), dataset.contents()
+    then.followed_by(now, order_description(run), 0, run.args.allow_new_data)
     return [f"--allow-new-data: {change}; training goes on with the first sample"
             for change in then.changes(now, order_description(run))]
 

@@ -9,7 +9,6 @@ import dataclasses
 import secrets
 import shutil
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -362,8 +361,6 @@ class Saver:
         self._phase, self._disks = phase, disks
         self._saved = iteration, checkpoint
         """The iteration of the latest save that training waited for, and its checkpoint."""
-        self._usual_seconds: dict[str, float] = {}
-        """For each kind of work in a save, what it took the last time."""
         self._background = BackgroundSaves(setup.stage.device) if run.args.async_save else None
         self._weights = WeightCheck(run.args.check_weights_interval, setup)
 
@@ -465,12 +462,11 @@ class Saver:
     @contextmanager
     def _saving(self, doing: str, iteration: int) -> Iterator[None]:
         """Guard a part of a save, and show what it is ``doing``; the run must still own its directories."""
-        began, what = time.monotonic(), f"{doing} the checkpoint of iteration {iteration}"
+        what = f"{doing} the checkpoint of iteration {iteration}"
         with (self._phase("save"), self._setup.stage.journal.during(Work.SAVE),
-              ongoing(what, self._setup.mesh.rank == 0, self._usual_seconds.get(doing))):
+              ongoing(what, self._setup.mesh.rank == 0)):
             together(self._setup.mesh, self._claim.check)
             yield
-        self._usual_seconds[doing] = time.monotonic() - began
 
     def _save(self, directory: str, progress: TrainingProgress, retention: Retention, waits: bool = False) -> None:
         """Save everything that training needs to continue; with ``--async-save`` in the background unless it ``waits``.

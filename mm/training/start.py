@@ -6,12 +6,14 @@ mistake on one raises the same UserError on all.
 
 import os
 import secrets
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 from mm.config.run import Run
 from mm.config.shared import with_own_paths
 from mm.conversion.adapters import check_base
+from mm.errors import naming
 from mm.files import wait_until_visible
 from mm.formats.checkpoints import find_checkpoint
 from mm.formats.manifest import MANIFEST_FILE
@@ -56,15 +58,14 @@ def open_sources(
     """Delete leftovers of killed saves, and open the weights that the run starts from."""
     for note in all_of(together(mesh, lambda: tuple(tidy_up(run) if disks.is_first else ())), mesh.control_group):
         say(f"note: {note}")
-    if disks.are_several and checkpoint is not None:
-        disks.check_same(checkpoint, mesh)
 
     def find() -> Sources:
         if checked is not None and checked.sources is not None:
             return checked.sources
         if checkpoint is not None:
             wait_until_visible(checkpoint / MANIFEST_FILE, _LATE_SECONDS)  # if it stays unseen, opening it fails
-        return open_start(run, checkpoint)
+        with naming(disks.hosts[mesh.rank]) if disks.are_several else nullcontext():
+            return open_start(run, checkpoint)
 
     return together(mesh, find)
 

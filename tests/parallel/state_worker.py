@@ -20,23 +20,18 @@ Device.pick("cpu")  # before megatron is imported
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
-from torch import Tensor  # noqa: E402
 
 from mm.config.model import ModelConfig  # noqa: E402
 from mm.device.device import Device  # noqa: E402
-from mm.formats import training_writer as writer  # noqa: E402
-from mm.formats.blocks import Values  # noqa: E402
 from mm.formats.checkpoints import LATEST_FILE, find_checkpoint  # noqa: E402
 from mm.formats.files import Files  # noqa: E402
 from mm.formats.source import open_to_train  # noqa: E402
-from mm.formats.training import CheckpointManifest, CheckpointTensor  # noqa: E402
+from mm.formats.training import CheckpointManifest  # noqa: E402
 from mm.formats.training_writer import Retention  # noqa: E402
 from mm.model.load import fill  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.training import checkpoint as state  # noqa: E402
 from mm.training.progress import BestSoFar  # noqa: E402
-from mm.weights.table import fuse, model_weights, shard  # noqa: E402
 from mm.weights.views import Stored  # noqa: E402
 from tests.parallel.state_background import background_fails, in_background  # noqa: E402
 from tests.parallel.state_layouts import (  # noqa: E402
@@ -132,20 +127,6 @@ def reshard(directory: Path, layouts: tuple[Layout, ...]) -> list[dict]:
             "resumed_losses": run.train(2),
         })
     return results
-
-
-def to_fp32(directory: Path, *flags: str) -> list[str]:
-    """A bf16 checkpoint goes on in fp32 from its fp32 copies."""
-    run = Run(dataclasses.replace(DP2, precision="bf16", flags=(*DISTRIBUTED, *flags)))
-    run.train(2)
-    run.save(directory)
-    expected = run.whole()
-    found = Run(TP2, seed=2).load(directory).whole()
-    names = [name for name in found if name.endswith(":weight")]
-    assert all(name.replace(":weight", ":master") in expected for name in names)
-    masters = {name: expected[name.replace(":weight", ":master")] for name in names}
-    moments = {name: tensor for name, tensor in expected.items() if "exp_avg" in name}
-    return different(masters | moments, {name: found[name] for name in (*names, *moments)})
 
 
 def to_no_copies(directory: Path) -> dict:
@@ -290,7 +271,6 @@ def main(directory: Path) -> None:
         "background": {name: in_background(directory / "background" / name, SAME_LAYOUT[name])
                        for name in ("dp2-distributed-overlap", "tp2-bf16", "pp2-tied")},
         "background_fails": background_fails(directory / "background_fails", TP2),
-        "to_fp32": to_fp32(directory / "to_fp32") + to_fp32(directory / "remainders_to_fp32", *REMAINDERS),
         "damage": damage(directory / "damage"),
         "disk_full": disk_full(directory / "disk_full"),
         "random_weights": random_weights(),

@@ -20,7 +20,7 @@ from mm.conversion import convert
 from mm.conversion.convert import Options
 from mm.errors import UserError
 from mm.formats import checkpoints, manifest
-from mm.formats.source import Kind, find_kind, open_training
+from mm.formats.source import open_training
 from mm.formats.training_reader import TrainingDirectory
 from mm.weights.names import published_name
 from mm.weights.table import local_shape, model_weights
@@ -75,10 +75,6 @@ def test_any_layout_continues_from_any_other(results: dict) -> None:
         assert measured["resumed_losses"] == pytest.approx(measured["losses"], rel=tolerance), name
         if not is_bf16 and name not in ("whole encoder", "shards"):  # whose layouts are partly alike
             assert "random states are not restored" in measured["notes"][0]
-
-
-def test_an_fp32_run_continues_from_the_fp32_copies_of_a_bf16_checkpoint(results: dict) -> None:
-    assert results["to_fp32"] == []
 
 
 def test_a_run_without_fp32_copies_takes_the_weights_of_one_with_them_and_says_what_it_drops(results: dict) -> None:
@@ -200,37 +196,7 @@ def test_export_equals_the_loaded_model(layout: str, tied: str, directory: Path,
         assert torch.equal(parameter, expected[published_name(name)]), name
 
 
-def test_export_rejects_another_model(directory: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="untie_embeddings_and_output_weights"):
-        convert.mm_to_hf(directory / "tp2", directory / "hf-tied", tmp_path / "out")
-
-
 # Kinds of --load
-
-
-def test_load_kinds(directory: Path, tmp_path: Path) -> None:
-    assert find_kind(directory / "hf") is Kind.HUGGING_FACE
-    assert find_kind(directory / "tp2") is Kind.TRAINING
-    assert find_kind(directory / "tp2" / "iter_0000000") is Kind.TRAINING
-    with pytest.raises(UserError, match="does not exist"):
-        find_kind(tmp_path / "none")
-    with pytest.raises(UserError, match=r"neither a Hugging Face directory .* it holds nothing"):
-        find_kind(tmp_path)
-    (tmp_path / "mindspeed" / "release" / "mp_rank_00").mkdir(parents=True)
-    (tmp_path / "mindspeed" / checkpoints.LATEST_FILE).write_text("release")
-    assert find_kind(tmp_path / "mindspeed") is Kind.MINDSPEED
-    (tmp_path / "mindspeed" / manifest.MANIFEST_FILE).write_text("{}")  # of a conversion, not of training
-    assert find_kind(tmp_path / "mindspeed") is Kind.MINDSPEED
-    with pytest.raises(UserError, match="holds the ranks of one checkpoint; give the directory above"):
-        find_kind(tmp_path / "mindspeed" / "release")
-    (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
-    with pytest.raises(UserError, match="LoRA adapter"):
-        find_kind(tmp_path / "adapter")
-    (tmp_path / "broken" / "iter_0000005").mkdir(parents=True)
-    (tmp_path / "broken" / checkpoints.LATEST_FILE).write_text("5\n")
-    with pytest.raises(UserError, match=r"iter_0000005 has no manifest.json"):
-        find_kind(tmp_path / "broken")
 
 
 # Damage and interruption, tested on files only
@@ -284,22 +250,6 @@ def key_at(path: Path, offset: int) -> str:
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     header.pop("__metadata__")
     return next(key for key, entry in header.items() if entry["data_offsets"][0] <= offset < entry["data_offsets"][1])
-
-
-def test_truncated_swapped_and_missing_files_are_found(checkpoint: Path) -> None:
-    one, other = (checkpoint / f"optimizer_tp00_pp00_dp{rank:02d}.safetensors" for rank in (0, 1))
-    contents = one.read_bytes(), other.read_bytes()
-    one.write_bytes(contents[0][:-1])
-    with pytest.raises(UserError, match=r"optimizer_tp00_pp00_dp00.safetensors"):
-        read_everything(checkpoint)
-    one.write_bytes(contents[1])
-    other.write_bytes(contents[0])
-    with pytest.raises(UserError, match=r"optimizer_tp00_pp00_dp0\d.safetensors"):
-        read_everything(checkpoint)
-    other.unlink()
-    one.write_bytes(contents[0])
-    with pytest.raises(UserError, match=r"optimizer_tp00_pp00_dp01.safetensors"):
-        read_everything(checkpoint)
 
 
 def test_a_damaged_or_foreign_manifest_is_rejected(checkpoint: Path) -> None:

@@ -38,7 +38,8 @@ def test_disks_are_recognised_and_no_probe_is_left(results: dict) -> None:
 
 def test_each_rank_resumes_bit_for_bit_from_its_own_disk(results: dict) -> None:
     for name, found in results["resume"].items():
-        assert found["resumed_losses"] == found["losses"] and found["different"] == [] and found["is_random_equal"], name
+        assert found["resumed_losses"] == found["losses"] and found["different"] == [], name
+        assert found["is_random_equal"], name
         for rank, names in enumerate(found["files"]):
             assert f"random_{rank:05d}.safetensors" in names and f"random_{1 - rank:05d}.safetensors" not in names
             assert any(one.startswith("optimizer_") for one in names)
@@ -60,13 +61,6 @@ def test_rank_0s_disk_has_a_checkpoint_last(results: dict) -> None:
     assert found["problems"] == [["rank 0: killed"]] * 2
     assert found["before"] == [["iter_0000001", LATEST_FILE], ["iter_0000001", "iter_0000002", LATEST_FILE]]
     assert found["after"] == [["iter_0000002", LATEST_FILE]] * 2
-
-
-def test_a_disk_without_the_checkpoint_of_rank_0_is_named(results: dict) -> None:
-    (problem,), other = results["interrupted"]["lost"]
-    assert other == [problem]
-    assert re.match(r"save/late/iter_0000002, from which \S+ \(rank 0\) continues, is missing or another one on \S+ "
-                    r"\(rank 1\): start the nodes in the order .*`rsync -a NODE:\S+/iter_0000002/ ", problem)
 
 
 def test_a_save_of_replicas_that_differ_is_refused(results: dict) -> None:

@@ -6,13 +6,11 @@ import re
 import resource
 from pathlib import Path
 
-import psutil
 import pytest
 from packaging.requirements import Requirement
 
 from mm.config.run import Run, load_run
 from mm.plan.sizes import activation_bytes_on_host, num_model_params, stage_sizes
-from mm.requirements import DISTRIBUTION, declared
 from mm.training import machine
 from mm.training.machine import Node, has_lazy_gloo, microbatch_pixel_bytes, node_problems
 from tests.files import ROOT
@@ -56,19 +54,6 @@ def test_the_limits_are_those_of_this_process() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     shared = os.statvfs("/dev/shm")
     assert node.open_files == 200 and node.shared_bytes == pytest.approx(shared.f_bavail * shared.f_frsize, rel=0.5)
-
-
-def test_host_memory_is_what_the_container_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without a container has no file of a limit."""
-    limit = tmp_path / "memory.max"
-    monkeypatch.setattr(machine, "_CGROUP_LIMITS", (limit,))
-    assert 1 << 20 < Node.here({}).host_bytes <= psutil.virtual_memory().total
-    limit.write_text("5000\n")
-    limit.with_name("memory.current").write_text("3000\n")
-    limit.with_name("memory.stat").write_text("file 900\ninactive_file 700\n")
-    assert Node.here({}).host_bytes == 5000 - 3000 + 700
-    limit.write_text("max\n")
-    assert Node.here({}).host_bytes > 1 << 20
 
 
 def test_open_files_of_1024_ranks(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,13 +131,6 @@ def test_versions_outside_the_tested_range(inputs: Path, monkeypatch: pytest.Mon
     _, (note,) = findings(run, versions={**tested, "cuda": "13.0", "nvidia-driver": "550.54.15"})
     assert "NVIDIA's driver is 550.54.15" in note and "580 or later" in note
     assert findings(run, versions={**tested, "cuda": "12.8", "nvidia-driver": "550.54.15"}) == ([], [])
-
-
-def test_the_names_match_setup() -> None:
-    text = (ROOT / "setup.py").read_text()
-    assert f'name="{DISTRIBUTION}"' in text
-    assert all(f'"{name}>=' in text for name in machine.PACKAGES)
-    assert {one.name for one in declared()} >= set(machine.PACKAGES)
 
 
 def test_copies_of_background_saves_need_host_memory(inputs: Path) -> None:

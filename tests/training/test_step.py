@@ -95,15 +95,6 @@ def test_padding_is_zero_and_stays_zero(parts, plan: StepPlan) -> None:
         assert kinds == dict.fromkeys(expected, len(padded))
 
 
-def test_a_learning_rate_of_zero_changes_nothing(parts, plan: StepPlan) -> None:
-    from mm.training.step import step
-
-    before = weights_of(parts)
-    losses = [step(parts, plan, 0.0).loss for _ in range(2)]
-    assert losses[0] == losses[1]
-    assert all(torch.equal(weight, before[name]) for name, weight in weights_of(parts).items())
-
-
 def test_a_loss_that_is_not_finite_changes_no_weight(parts, plan: StepPlan) -> None:
     from mm.training.step import step
 

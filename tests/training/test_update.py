@@ -178,21 +178,6 @@ def test_weights_with_remainders_are_updated_as_their_fp32_copies_would_be(
 
 @FORMS
 @SPLITS
-@pytest.mark.parametrize("flags", [REMAINDERS, NO_COPIES, (*NO_COPIES, *ROUNDED_MOMENTS)], ids=" ".join)
-def test_a_bad_step_changes_nothing_without_fp32_copies(build, device_type: type, split, flags) -> None:
-    engine = build(device_type, "bf16", *split, *flags)
-    engine.step()
-    before = engine.tensors()
-    engine.spoil(math.inf)
-    with pytest.raises(AgreedError, match="the gradient norm is inf"):
-        engine.step()
-    after = engine.tensors()
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-    assert not any(name.endswith(".master") for name in after)
-
-
-@FORMS
-@SPLITS
 @pytest.mark.parametrize(("precision", "flags"), [
     ("fp32", ()), ("bf16", ()), ("bf16", ROUNDED_MOMENTS), ("bf16", REMAINDERS),
     ("bf16", (*NO_COPIES, *ROUNDED_MOMENTS)), ("fp16", ("--initial-loss-scale", "1024")),
@@ -288,20 +273,6 @@ def test_a_bad_step_that_may_be_skipped_changes_nothing(build, device_type: type
 
 
 @FORMS
-def test_a_loss_that_is_not_finite_changes_nothing(build, device_type: type) -> None:
-    from mm.training.step import forward_backward
-    from mm.training.update import update
-
-    engine = build(device_type, "bf16")
-    engine.step()
-    before, setup = engine.tensors(), engine.setup
-    loss = forward_backward(setup, engine.plan) + math.inf
-    with pytest.raises(AgreedError, match="the loss is inf, so no weight was changed"):
-        update(setup.optimizer, loss, LR, setup.mesh, setup.stage.device)
-    assert_equal(engine.tensors(), before)
-
-
-@FORMS
 @SPLITS
 def test_a_gradient_that_overflows_under_loss_scaling_skips_the_step(build, device_type: type, split) -> None:
     engine = build(device_type, "fp16", "--initial-loss-scale", "1024", "--hysteresis", "1", *split)
@@ -312,31 +283,6 @@ def test_a_gradient_that_overflows_under_loss_scaling_skips_the_step(build, devi
     assert (skipped.updated, skipped.loss_scale, skipped.grad_norm) == (False, 1024.0, 0.0) and skipped.loss > 0
     assert_equal(engine.tensors(), before)
     assert float(engine.setup.optimizer.get_loss_scale()) == 512.0
-
-
-def test_an_error_in_adam_leaves_no_switch_behind(build, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = build(Device, "fp32")
-    (adam,) = {one.optimizer for one in engine.setup.optimizer.chained_optimizers}
-    seen: list[set[str]] = []
-
-    def fails(*_: object) -> None:
-        seen.append({"found_inf", "grad_scale"} & vars(adam).keys())
-        raise MemoryError("no room")
-
-    monkeypatch.setattr(adam, "step", fails)
-    with pytest.raises(MemoryError):
-        engine.step()
-    assert seen == [{"found_inf", "grad_scale"}] and seen[0].isdisjoint(vars(adam))
-
-
-def test_an_error_in_a_validation_leaves_the_model_in_training(build) -> None:
-    from mm.training.validation import evaluating
-
-    setup = build(Device, "fp32").setup
-    with pytest.raises(KeyError), evaluating(setup):
-        assert not any(model.training for model in setup.models)
-        raise KeyError("a sample")
-    assert all(model.training for model in setup.models)
 
 
 def test_only_torchs_fused_adam_clips_in_its_kernel() -> None:
