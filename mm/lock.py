@@ -56,7 +56,7 @@ class Owner:
     def here(cls) -> "Owner":
         """This process."""
         pid = os.getpid()
-        return cls(socket.gethostname(), pid, node_id("pid"), began(pid) or "", f"{datetime.now():%Y-%m-%d %H:%M:%S}")
+        return cls(socket.gethostname(), pid, node_id(), began(pid) or "", f"{datetime.now():%Y-%m-%d %H:%M:%S}")
 
     @classmethod
     def read(cls, content: bytes) -> "Owner | None":
@@ -74,7 +74,7 @@ class Owner:
 
     def is_alive(self) -> bool | None:
         """Whether the process still runs; None if it runs under another kernel."""
-        if self.kernel != node_id("pid"):
+        if self.kernel != node_id():
             return None
         try:
             os.kill(self.pid, 0)

@@ -14,7 +14,11 @@ from mm.config.notes import notes_at_start, sorted_notes
 from mm.config.phases import phase_seconds
 from mm.config.run import Run, load_run
 from mm.config.shared import shared_settings
-from mm.ending import (
+from mm.environment import Launched, software
+from mm.errors import UserError, collected, printable, refuse
+from mm.lock import Claim, claim_problems
+from mm.process import (
+    StopSignals,
     end_stopped,
     end_with_launcher,
     is_first_rank,
@@ -24,12 +28,7 @@ from mm.ending import (
     run_command,
     status_of,
 )
-from mm.errors import UserError, collected, printable, refuse
-from mm.launched import Launched
-from mm.lock import Claim, claim_problems
 from mm.progress import loading, ongoing
-from mm.signals import StopSignals
-from mm.version import software
 
 if TYPE_CHECKING:
     from mm.training.sources import Checked
@@ -139,7 +138,7 @@ def train(run: Run, signals: StopSignals) -> int:
             checked = check_files(run, claim) if is_first_rank() else None
         with watchdog.phase("start"), loading(is_first_rank(), "starting the device"):
             from mm.device.device import Device
-            from mm.device.known import peak_notes
+            from mm.device.platforms import peak_notes
 
             device = Device.pick(run.args.device, run.args.deterministic_mode)
             print_notes_once((*device.notes, *peak_notes(device.platform, device.name)))

@@ -18,7 +18,7 @@ from mm.conversion.convert import Options
 from mm.errors import UserError
 from mm.formats.layout import Layout
 from mm.formats.storage import Format, Storage
-from mm.ports import free_port
+from mm.process import free_port
 from tests.files import EXAMPLES, ROOT
 from tests.launch import warm_python
 from tests.scoring.tables import encoded, peer_json, write_table
@@ -287,7 +287,7 @@ def test_a_brought_script_asks_the_peers_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "inference.json").write_text(json.dumps(inference))
     done = run_script(INFERENCE, tmp_path, warm_programs(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "settings have no effect here; the same command with --check lists them" in done.stderr
+    assert "no effect: " in done.stderr
     alone = run([str(warm_python()), "-m", "mm.generate", "--load", str(tmp_path / "hf"), "--device", "cpu",
                  "--mm-model", str(tmp_path / "inference.json")])
     assert alone.returncode == 0 and len(alone.stdout) > 1, alone.stderr

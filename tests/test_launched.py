@@ -7,7 +7,7 @@ import pytest
 
 from mm import evaluate, generate, train
 from mm.doctor import rank as doctor_rank
-from mm.launched import Launched, launcher_problems
+from mm.environment import Launched, launcher_problems
 from mm.planner import rank as planner_rank
 from tests.files import EXAMPLES
 

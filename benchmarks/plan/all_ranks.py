@@ -20,8 +20,8 @@ import numpy as np
 from benchmarks.measure import command, report
 from benchmarks.plan.shipped import DATA, MEMORY_SHARE, NUM_SAMPLES, NUM_STEPS, SCRIPTS, run_of
 from mm.config.run import Run
-from mm.device.known import KNOWN_DEVICES
 from mm.device.platform import KnownDevice
+from mm.device.platforms import KNOWN_DEVICES
 from mm.parallel.simulation import step_costs
 from mm.plan.by_device import calibration_by_device
 from mm.plan.choices import PACKS, RECOMPUTE, choices

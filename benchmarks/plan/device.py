@@ -23,7 +23,7 @@ from mm.batch import BatchTotals
 from mm.config.data import DataConfig
 from mm.config.run import Run
 from mm.device.device import Device
-from mm.device.known import known_device
+from mm.device.platforms import known_device
 from tests.meta.device import Tally
 from tests.meta.step import Case, trace
 from tests.workload import SAMPLE_TOKENS, equal_samples
@@ -56,7 +56,7 @@ def measured(case: Case, device: Device, is_quick: bool, num_warmup: int, num_st
     from mm.planner.probes import QUICK_EFFORT, USUAL_EFFORT
     from tests.microbatches import random_microbatch
 
-    model, precision = case.model(), "fp32" if device.kind == "cpu" else "bf16"
+    model, precision = case.model(), "fp32" if device.platform.name == "cpu" else "bf16"
     batch = [random_microbatch(model, equal_samples(case.num_samples * SAMPLE_TOKENS), seed)
              for seed in range(case.num_microbatches)]
     args = step_arguments("--use-distributed-optimizer", *([f"--{precision}"] if precision != "fp32" else []))
@@ -70,10 +70,10 @@ def measured(case: Case, device: Device, is_quick: bool, num_warmup: int, num_st
     ours = Ours(model, device, precision, random_tensors(model, device.torch_device, DTYPES[precision]))
     own, seconds = ours.batches(batch), list[float]()
     for _ in range(num_warmup + num_steps):
-        device.synchronize()
+        device.runtime.synchronize()
         start = time.perf_counter()
         ours.step(own)
-        device.synchronize()
+        device.runtime.synchronize()
         seconds.append(time.perf_counter() - start)
     ours.close()
     (low, high), timed = prediction.interval, seconds[num_warmup:]

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.measure import command, report, versions
 from benchmarks.plan.shipped import DATA, MEMORY_SHARE, NUM_STEPS, run_of
-from mm.device.known import KNOWN_DEVICES
+from mm.device.platforms import KNOWN_DEVICES
 from mm.plan.by_device import calibration_by_device
 from mm.plan.choices import ENCODER_BATCH_SIZES, choices
 from mm.plan.distributions import mixed

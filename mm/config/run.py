@@ -21,7 +21,6 @@ from mm.config.flags import TRAIN, Arguments
 from mm.config.lora import lora_notes, lora_problems, merged
 from mm.config.model import ModelConfig, placement_notes, read_model
 from mm.config.outputs import is_same_directory
-from mm.config.patterns import long_patterns
 from mm.config.read import Document
 from mm.config.run_notes import (
     ACTIVATION_FLAGS,
@@ -36,8 +35,8 @@ from mm.config.run_notes import (
 from mm.config.sampling import loss_problems, sampling_notes
 from mm.config.schema import changed, shown
 from mm.config.validation import question_flag_problems, validation_notes, validation_problems
+from mm.environment import Launched, named_in_script, world_problems
 from mm.errors import UserError, collected, redacted, refuse
-from mm.launched import Launched, named_in_script, world_problems
 
 Given = TypeVar("Given")
 Value = TypeVar("Value")
@@ -196,7 +195,7 @@ def load_run(
     run = dataclasses.replace(run, notes=(*run.notes, *sharding_notes(args, run.num_copies)))
     refuse((*problems, *(parallel_problems(run) if checks_layout else ()), *loss_problems(args, data.value),
             *validation_problems(args, data.value), *question_flag_problems(args),
-            *_model_problems(run, model.document), *long_patterns(run.model, f"{args.mm_model} or the command line"),
+            *_model_problems(run, model.document),
             *lora_problems(model.value.lora, args.lora, model.document, words.given), *_adapter_problems(run)))
     return run
 

@@ -22,7 +22,6 @@ from mm.conversion.convert import (
     fingerprint_of,
     write,
 )
-from mm.ending import print_notes
 from mm.errors import UserError, counted, refuse
 from mm.formats.adapter import CONFIG_FILE, AdapterDirectory, adapter_targets, config_text, is_peft_directory
 from mm.formats.atomic import PLAIN_MODES, Crc32s, Output, is_complete, is_intact, tidy
@@ -34,6 +33,7 @@ from mm.formats.mindspeed import MindSpeedDirectory
 from mm.formats.qkv_order import QkvOrder
 from mm.formats.source import Kind, Source, find_kind, open_adapter, open_to_train, open_training
 from mm.formats.training_reader import TrainingDirectory
+from mm.process import print_notes
 from mm.progress import Progress
 from mm.weights.lora import AdapterWeights, model_adapters
 from mm.weights.plan import TargetFile, make_plan

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from mm.config.flags import VitQkvOrder
 from mm.conversion.compare import is_right
-from mm.ending import print_notes
 from mm.errors import UserError, counted
 from mm.formats.atomic import (
     MEGATRON_MODES,
@@ -38,6 +37,7 @@ from mm.formats.qkv_order import QkvOrder
 from mm.formats.source import Source, open_hf
 from mm.formats.source import open as open_source
 from mm.formats.storage import RELEASE, Format, Storage, Structure, mindspeed_targets
+from mm.process import print_notes
 from mm.progress import Progress, ongoing
 from mm.weights.plan import CopyPlan, TargetFile, make_plan
 from mm.weights.views import View

@@ -25,7 +25,7 @@ ALIGN_BYTES = 64
 
 
 class Host(Protocol):
-    """Something that copies tensors to the host; ``mm.device.device.Device`` implements it."""
+    """Something that copies tensors to the host; ``mm.device.platform.Runtime`` is one."""
 
     def host_buffer(self, num_bytes: int) -> Tensor | None:
         """Memory for ``start_copying_back``; None if tensors are already on the host."""

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ConfigDict
 from typing_extensions import TypedDict
 
-from mm import version
+from mm import environment
 from mm.config.model import ModelConfig
 from mm.errors import UserError, collected, nearest, refuse
 from mm.formats.checkpoints import LATEST_FILE, iteration_name, named_iteration
@@ -50,7 +50,7 @@ from mm.weights.table import Weight, local_shape
 from mm.weights.views import Misfit, Stored, View, shard_view
 
 FORMAT, VERSION = "mm weights", 2
-TOOL = f"mm-convert {version.VERSION}"
+TOOL = f"mm-convert {environment.VERSION}"
 _CONVERT_AGAIN = "convert the source again"
 _SAFETENSORS_FILE = re.compile(r"model\d{0,4}\.safetensors")
 """More digits, as in a file by someone else, would mean millions of virtual chunks."""

@@ -14,6 +14,7 @@ from mm.config.model import ModelConfig
 from mm.config.read import read_json
 from mm.console import whole_number
 from mm.conversion.adapters import base_notes, check_base, holds_adapters, open_beside
+from mm.environment import named_in_script
 from mm.errors import UserError, naming, nearest, reading, refuse
 from mm.formats import source as weights
 from mm.formats.adapter import CONFIG_FILE, AdapterDirectory, is_peft_directory
@@ -21,7 +22,6 @@ from mm.formats.hf_config import hf_problems, model_from_hf
 from mm.formats.qkv_order import QkvOrder
 from mm.formats.source import Kind, Source
 from mm.generation.layout import placed
-from mm.launched import named_in_script
 
 
 @dataclass(frozen=True)

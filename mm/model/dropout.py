@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mm.batch import Microbatch
-from mm.device.hashing import BITS, mixed
+from mm.device.pointwise import BITS, mixed
 
 _PLACES_AT_A_TIME = 1 << 22
 """Elements of a matrix hashed at once; each int64 intermediate takes 32 MiB."""

@@ -2,7 +2,7 @@
 
 megatron gives the layers their weights, shards and groups; this module replaces what a rank computes with its shard.
 The bias is part of the matrix product, and the product for the weight's gradient adds directly to megatron's gradient
-buffer (``mm.device.accumulate``), in any precision, as apex's fused kernel does: the gradient itself is never stored.
+buffer (``mm.device.kernels``), in any precision, as apex's fused kernel does: the gradient itself is never stored.
 The operation that reads the product sums the gradient of that bias (``mm.device.pointwise``).
 """
 
@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from mm.device.accumulate import Accumulate
+from mm.device.kernels import Accumulate
 from mm.model.cut_rows import CutRows, reduce_rows
 from mm.parallel.gradients import gradient_from, take_buffer
 

@@ -13,8 +13,7 @@ from megatron.core.tensor_parallel import VocabParallelEmbedding, reduce_from_te
 from torch import Tensor, nn
 
 from mm.config.model import LanguageConfig
-from mm.device.accumulate import Accumulate
-from mm.device.kernels import EAGER_LOGITS, LogitKernels
+from mm.device.kernels import EAGER_LOGITS, Accumulate, LogitKernels
 from mm.model.cut_rows import CutRows, reduce_rows
 from mm.model.layer_context import LayerContext, never_initialize
 from mm.model.loss import MAX_LOGIT_ROWS, LossInputs, max_logit_rows

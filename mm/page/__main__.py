@@ -13,10 +13,10 @@ from pathlib import Path
 from mm.config.misspelt import parse
 from mm.config.outputs import PAGE_FILE
 from mm.console import add_common_flags
-from mm.ending import refused, run_command
+from mm.environment import version_line
 from mm.errors import UserError, collected, refuse
+from mm.process import refused, run_command
 from mm.report import check_page, write_page
-from mm.version import version_line
 
 PROGRAM = "mm-page"
 
@@ -30,21 +30,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: Sequence[str]) -> int:
     from mm.page.pages import run_page, runs_page
     from mm.page.plot import COLOURS
-    from mm.page.record import ASIDE, read_run, run_names
+    from mm.page.record import read_run, run_names
 
     try:
         flags = parse(_parser(), words)
         folders: list[Path] = flags.runs
-        path = flags.html or (folders[0] if folders[0].is_dir() else folders[0].parent) / PAGE_FILE
         if len(folders) > len(COLOURS):
-            raise UserError(f"{len(folders)} runs are given; expected at most {len(COLOURS)}, because no more "
-                            f"colours can be told apart; make several pages")
+            raise UserError(f"{len(folders)} runs are given; expected at most {len(COLOURS)}; make several pages")
         if len(folders) > 1 and flags.html is None:
-            raise UserError("--html is missing: the page of several runs belongs to none of them; name its file, such "
-                            "as --html runs.html")
-        if folders[0].match(ASIDE) and flags.html is None:
-            raise UserError(f"--html is missing: {path} is the page of a later run than {folders[0].name}; name "
-                            f"another file, such as --html old.html")
+            raise UserError("--html is missing; name the file for the page of several runs, such as --html runs.html")
         check_page(flags.html)
         problems: list[str] = []
         runs = []
@@ -53,7 +47,8 @@ def _run(words: Sequence[str]) -> int:
                 runs.append(read_run(folder, name))
         refuse(problems)
         now = datetime.now()
-        print(write_page(path, run_page(runs[0], now) if len(runs) == 1 else runs_page(runs, now)))
+        html = run_page(runs[0], now) if len(runs) == 1 else runs_page(runs, now)
+        print(write_page(flags.html or folders[0] / PAGE_FILE, html))
     except UserError as error:
         return refused(error)
     return 0
@@ -64,10 +59,9 @@ def _parser() -> argparse.ArgumentParser:
         "Writes one HTML file about a run: facts, curves, tables, timeline, answers and settings; or about several "
         "runs, side by side.  A run may have ended or not."))
     add_common_flags(parser, version_line(PROGRAM), PROGRAM)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help=(
-        "the --log-dir of a run, or the metrics_*.jsonl of an earlier run in it"))
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="the --log-dir of a run")
     parser.add_argument("--html", type=Path, metavar="PAGE", help=(
-        f"the file to write (default: {PAGE_FILE} in RUN_DIR); needed with several runs and with an earlier run"))
+        f"the file to write (default: {PAGE_FILE} in RUN_DIR); needed with several runs"))
     return parser
 
 

@@ -20,8 +20,8 @@ from torch.distributed.distributed_c10d import Store, _world
 
 from mm.config.model import ModelConfig
 from mm.device.device import Device
+from mm.environment import Launched, launcher_problems
 from mm.errors import refuse
-from mm.launched import Launched, launcher_problems
 from mm.parallel.context import Context
 
 _GRADIENT_GROUP = "PIPELINE_GRADIENT_GROUP"
@@ -102,37 +102,6 @@ class Mesh:
         return self.dp_rank * self.cp_size + self.cp_rank
 
 
-@dataclass(frozen=True)
-class DeviceGroup:
-    """A group whose ranks communicate on the device.  Each such group allocates buffers there."""
-
-    name: str
-    """Its description in torch."""
-    has_messages: bool = False
-    """Whether its ranks send point to point, which takes additional buffers."""
-
-
-def device_groups(
-    tp_size: int, pp_size: int, cp_size: int = 1, is_ring: bool = False, is_tied: bool = False,
-    encodes_whole: bool = False,
-) -> tuple[DeviceGroup, ...]:
-    """All groups of one rank that may communicate on the device; its other groups use gloo.
-
-    ``is_tied``: word embedding and output layer are one weight, held by two stages.  ``encodes_whole``: see
-    ``ModelConfig``.
-    """
-    return (
-        DeviceGroup("default_pg"),
-        DeviceGroup("DATA_PARALLEL_GROUP_WITH_CP"),
-        DeviceGroup("PIPELINE_MODEL_PARALLEL_GROUP", pp_size > 1),
-        *([DeviceGroup(_GRADIENT_GROUP, True)] if pp_size > 1 else []),
-        *([DeviceGroup("TENSOR_MODEL_PARALLEL_GROUP")] if tp_size > 1 else []),
-        *([DeviceGroup("CONTEXT_PARALLEL_GROUP", is_ring)] if cp_size > 1 else []),
-        *([DeviceGroup("TENSOR_AND_CONTEXT_PARALLEL_GROUP")] if encodes_whole and min(tp_size, cp_size) > 1 else []),
-        *([DeviceGroup(_TIED_GROUP)] if is_tied and pp_size > 1 else []),
-    )
-
-
 def start(
     device: Device, model: ModelConfig, tp_size: int, timeout_minutes: float = 10.0, cp_size: int = 1,
     is_ring: bool = False, keeps_features: bool = False, store: Store | None = None,
@@ -148,11 +117,11 @@ def start(
         refuse(launcher_problems(os.environ, meets=True))
         here = Launched.here()
         rank, world_size = (-1, -1) if store is None else (here.rank, here.num_ranks or 1)
-        dist.init_process_group(device.backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        dist.init_process_group(device.platform.backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     elif not dist.is_initialized():
         alone = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  (torch documents it)
-        dist.init_process_group(device.backend, store=alone, rank=0, world_size=1, timeout=timeout)
-    return build_mesh(model, tp_size, timeout, cp_size, is_ring, keeps_features, device.max_message_ctas)
+        dist.init_process_group(device.platform.backend, store=alone, rank=0, world_size=1, timeout=timeout)
+    return build_mesh(model, tp_size, timeout, cp_size, is_ring, keeps_features, device.platform.max_message_ctas)
 
 
 def for_prompts(mesh: Mesh, has_patch_embedding: bool, timeout_minutes: float) -> Mesh:

@@ -10,7 +10,7 @@ from operator import add
 
 from mm.config.model import ModelConfig
 from mm.config.run import Run
-from mm.device.hashing import ROUNDED_AT_ONCE
+from mm.device.pointwise import ROUNDED_AT_ONCE
 from mm.placement import Placement, StageSpec
 from mm.plan.layer_memory import FP32, WIDTHS
 from mm.plan.lists import one_stage

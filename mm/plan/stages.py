@@ -10,7 +10,7 @@ from mm.config.flags import Arguments
 from mm.config.model import ModelConfig
 from mm.config.notes import sorted_notes
 from mm.config.run import Run
-from mm.device.known import KNOWN_DEVICES
+from mm.device.platforms import KNOWN_DEVICES
 from mm.errors import counted
 from mm.placement import Message, Placement, StageSpec
 from mm.plan.fitting import Fit, cheapest_fits

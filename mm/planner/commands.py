@@ -15,7 +15,7 @@ from mm.config.flags import TRAIN
 from mm.config.misspelt import parse
 from mm.config.run import Run, load_run
 from mm.console import COMPLETION, Completed, add_common_flags, completed_parser, positive_count
-from mm.ending import print_notes, refused
+from mm.environment import version_line
 from mm.errors import UserError, printable
 from mm.plan.by_flops import calibration_by_flops
 from mm.plan.calibration import read_calibration
@@ -27,7 +27,7 @@ from mm.planner.compare import compared, write_prediction
 from mm.planner.layouts import add_flags, layouts, lengths_of
 from mm.planner.machine import ACCEPT, ACCEPT_HELP, calibration_for
 from mm.planner.reports import lists_report, prediction_report
-from mm.version import version_line
+from mm.process import print_notes, refused
 
 
 def run(words: Sequence[str]) -> int:

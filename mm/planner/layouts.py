@@ -14,8 +14,8 @@ from mm.console import positive_count, whole_number
 from mm.data.index.dataset import Dataset
 from mm.data.index.gauge import Gauge
 from mm.data.lengths import HasLengths
-from mm.device.known import KNOWN_DEVICES
 from mm.device.platform import KnownDevice, Links
+from mm.device.platforms import KNOWN_DEVICES
 from mm.errors import UserError, counted, nearest, printable
 from mm.plan.by_device import calibration_by_device
 from mm.plan.calibration import Calibration

@@ -7,11 +7,11 @@ from pathlib import Path
 from mm.config.command_line import flag_name
 from mm.config.run import Run
 from mm.device.platforms import usable_platform
-from mm.ending import print_notes
+from mm.environment import CODE, software
 from mm.errors import UserError
 from mm.plan.calibration import Calibration, read_calibration
 from mm.plan.states import on_host
-from mm.version import CODE, software
+from mm.process import print_notes
 
 ACCEPT = "--accept-calibration"
 ACCEPT_HELP = "use a calibration that was measured on another device, with other versions, or in another precision"

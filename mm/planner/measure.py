@@ -10,6 +10,7 @@ from mm.config.flags import Arguments
 from mm.config.layers import layers_in
 from mm.config.model import ModelConfig
 from mm.device.device import Device
+from mm.environment import software
 from mm.parallel import mesh as parallel
 from mm.parallel.megatron import DTYPES
 from mm.plan.calibration import BlockKey, Calibration, Machine, MeasuredBlock
@@ -21,7 +22,6 @@ from mm.planner.samples import random_microbatch
 from mm.planner.slots import usual_pass
 from mm.planner.speeds import measured_speeds
 from mm.planner.updates import step_law
-from mm.version import software
 
 _SAMPLE = tuple[Sequence[Grid], int]
 

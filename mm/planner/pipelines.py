@@ -39,7 +39,7 @@ def seconds_between_passes(device: Device, args: Arguments, model: ModelConfig, 
     for _ in range(NUM_REPEATS + 1):
         dist.barrier()
         forward_backward(setup, plan)
-        device.synchronize()
+        device.runtime.synchronize()
         spans = recorder.spans()
         seconds.append(unrecorded(spans) / _num_passes(spans))
     found = mean_of_ranks(median(seconds[1:]), mesh)

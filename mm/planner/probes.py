@@ -139,7 +139,7 @@ class Prober:
         """Build one slot, measure it with every microbatch, and free it."""
         mesh = replace(self._mesh, pp_rank=slot, pp_size=len(VISION))
         settings = parallel_config(model, self._mesh, self._args.precision, self._args.sequence_parallel)
-        chunk = Chunk(model, 0, mesh, settings, self._device, "token", Journal(), self._device.side_queue())
+        chunk = Chunk(model, 0, mesh, settings, self._device, "token", Journal(), self._device.runtime.side_queue())
         generator = torch.Generator(self._device.torch_device).manual_seed(slot)
         with torch.no_grad():
             for parameter in chunk.parameters():
@@ -166,17 +166,17 @@ class Prober:
         reduction.begin([wrapped], device.kernels.overwrites)
         while True:
             dist.barrier()
-            device.synchronize()
-            marks = [device.mark()]
+            device.runtime.synchronize()
+            marks = [device.runtime.mark()]
             inputs = chunk.prepare(microbatch, totals)
             x = None if received is None else received.detach().requires_grad_(received.requires_grad)
             output: Any = wrapped(inputs, x)
-            marks.append(device.mark())
+            marks.append(device.runtime.mark())
             if output.requires_grad:
                 torch.autograd.backward(output, None if chunk.spec.has_head else torch.ones_like(output))
-            marks.append(device.mark())
-            device.synchronize()
-            began, middle, ended = device.seconds_of(marks)
+            marks.append(device.runtime.mark())
+            device.runtime.synchronize()
+            began, middle, ended = device.runtime.seconds_of(marks)
             yield middle - began, ended - middle
 
     def _received(self, model: ModelConfig, chunk: Chunk, microbatch: Microbatch) -> Tensor | None:

@@ -22,7 +22,7 @@ def measured_speeds(device: Device, mesh: Mesh, model: ModelConfig, dtype: torch
     rows, inner, outer = min(num_rows, _MAX_ROWS), language.hidden_size, language.ffn_hidden_size
     left, right = torch.ones(rows, inner, dtype=dtype, device=at), torch.ones(inner, outer, dtype=dtype, device=at)
     whole = torch.ones(_COPIED_BYTES, dtype=torch.uint8, device=at)
-    target, on_host = torch.empty_like(whole), device.pin(torch.ones(_COPIED_BYTES, dtype=torch.uint8))
+    target, on_host = torch.empty_like(whole), device.runtime.pin(torch.ones(_COPIED_BYTES, dtype=torch.uint8))
     return DeviceSpeeds(
         product_flops=2.0 * rows * inner * outer / _seconds(device, mesh, lambda: torch.mm(left, right)),
         copy_bytes=2.0 * _COPIED_BYTES / _seconds(device, mesh, lambda: target.copy_(whole)),

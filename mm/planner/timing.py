@@ -14,12 +14,12 @@ def repeated_seconds(device: Device, num_repeats: int, work: Callable[[], object
     seconds: list[float] = []
     for _ in range(num_repeats + 1):
         dist.barrier()
-        device.synchronize()
-        marks = [device.mark()]
+        device.runtime.synchronize()
+        marks = [device.runtime.mark()]
         work()
-        marks.append(device.mark())
-        device.synchronize()
-        began, ended = device.seconds_of(marks)
+        marks.append(device.runtime.mark())
+        device.runtime.synchronize()
+        began, ended = device.runtime.seconds_of(marks)
         seconds.append(ended - began)
     return seconds[1:]
 

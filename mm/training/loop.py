@@ -16,8 +16,8 @@ from mm.parallel import mesh as parallel
 from mm.parallel.activity import Work
 from mm.parallel.mesh import Mesh
 from mm.parallel.watchdog import Watchdog
+from mm.process import StopSignals
 from mm.progress import ongoing
-from mm.signals import StopSignals
 from mm.training.disks import find_disks
 from mm.training.feed import Feed, open_feed
 from mm.training.progress import StepResult, say_on_last_rank

@@ -46,14 +46,14 @@ class Recorder:
         self._events: list[tuple[Any, Activity | None]] = []
 
     def begin(self, activity: Activity) -> None:
-        self._events.append((self._device.mark(), activity))
+        self._events.append((self._device.runtime.mark(), activity))
 
     def end(self, activity: Activity) -> None:
-        self._events.append((self._device.mark(), None))
+        self._events.append((self._device.runtime.mark(), None))
 
     def spans(self) -> tuple[ActivitySpan, ...]:
         """Wait for the device, return the recorded spans and clear them."""
-        seconds = self._device.seconds_of([event for event, _ in self._events])
+        seconds = self._device.runtime.seconds_of([event for event, _ in self._events])
         moments = [Moment(when, activity) for when, (_, activity) in zip(seconds, self._events, strict=True)]
         self._events.clear()
         return flat_spans(moments)
@@ -117,7 +117,7 @@ class Profile(Watcher):
         if self._window and iteration == self._window[0]:
             self._is_running = True
             if self._is_chosen:
-                self._profiler = self._device.profiler(self._path, f"rank{self._rank}")
+                self._profiler = self._device.platform.profiler(self._path, f"rank{self._rank}")
                 self._profiler.start()
 
     def after(self, step: Step) -> None:

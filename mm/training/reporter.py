@@ -61,7 +61,7 @@ class Reporter:
             tokens_per_second_per_device=totals.num_tokens / seconds / mesh.world_size,
             model_flops_per_second_per_device=rate,
             mfu=rate / peak if peak else None,
-            max_memory_bytes=device.max_memory_bytes(),
+            max_memory_bytes=device.runtime.max_memory_bytes(),
             num_cached_images=totals.num_cached_images if run.args.vision_feature_cache else None,
             loss=result.loss,
             lr=result.lr,

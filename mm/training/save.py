@@ -113,7 +113,7 @@ class BegunSave:
 
     def finish(self, setup: Setup, retention: Retention = ALL_KEPT) -> Path:
         """Write and commit it while training waits, together with all ranks; results and errors as in ``commit``."""
-        return self.commit(setup.mesh, lambda: self.write(self.tensors, setup.stage.device), retention)
+        return self.commit(setup.mesh, lambda: self.write(self.tensors, setup.stage.device.runtime), retention)
 
     def commit(
         self, mesh: Mesh, written: Callable[[], list[CheckpointTensor]], retention: Retention = ALL_KEPT
@@ -292,7 +292,7 @@ class BackgroundSaves:
     """The saves that are being written (``--async-save``): all of one iteration, so one copy in memory is enough."""
 
     def __init__(self, device: Device) -> None:
-        self._copies = HostCopies(device)
+        self._copies = HostCopies(device.runtime)
         self._pending: list[WrittenSave] = []
 
     @property

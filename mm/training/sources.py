@@ -15,6 +15,7 @@ from mm.data.encode.encoder import SampleEncoder
 from mm.data.index.dataset import Dataset, datasets
 from mm.data.index.gauge import Gauge
 from mm.data.index.sample_files import Split
+from mm.environment import named_in_script
 from mm.errors import UserError, collected, refuse
 from mm.formats.adapter import is_peft_directory
 from mm.formats.checkpoints import newest_checkpoint, run_id_of, run_ids, stated
@@ -22,7 +23,6 @@ from mm.formats.layout import Layout
 from mm.formats.qkv_order import QkvOrder
 from mm.formats.source import Kind, Source, find_kind, holds_nothing, open_to_train
 from mm.formats.training_writer import tidy
-from mm.launched import named_in_script
 from mm.scoring.benchmarks import Items
 from mm.training.schedule import Schedule
 

@@ -24,8 +24,8 @@ from mm.device.device import Device
 from mm.errors import counted
 from mm.parallel.activity import Activity, Work
 from mm.parallel.agreement import by_rank
+from mm.parallel.heartbeat import ranks_text
 from mm.parallel.mesh import Mesh
-from mm.parallel.ranks import ranks_text
 from mm.timeline.spans import WAITS
 from mm.training.watch import Step, Watcher
 
@@ -139,17 +139,17 @@ class StepTiming(Watcher):
 
     def _enter(self, what: Work | str) -> None:
         if self._events and not self._depth:
-            self._events.append((self._device.mark(), what))
+            self._events.append((self._device.runtime.mark(), what))
         self._depth += 1
 
     def _leave(self) -> None:
         self._depth -= 1
         if self._events and not self._depth:
-            self._events.append((self._device.mark(), _OWN))
+            self._events.append((self._device.runtime.mark(), _OWN))
 
     def after(self, step: Step) -> None:
         """The host has read the step's gradient norm, so the device has passed the step before."""
-        boundary = (self._device.mark(), _PAUSE if self._depth else _OWN)
+        boundary = (self._device.runtime.mark(), _PAUSE if self._depth else _OWN)
         if self._ended is not None:
             self._add(*self._ended)
         self._ended = ([*self._events, boundary], step.own_data_seconds) if self._events else None
@@ -159,7 +159,8 @@ class StepTiming(Watcher):
 
     def _add(self, events: list[tuple[Any, Work | str]], own_data_seconds: float) -> None:
         seconds: dict[Work | str, float] = defaultdict(float)
-        for gap, (_, what) in zip(self._device.seconds_between([event for event, _ in events]), events, strict=False):
+        gaps = self._device.runtime.seconds_between([event for event, _ in events])
+        for gap, (_, what) in zip(gaps, events, strict=False):
             seconds[what] += gap
         # an accelerator may still be busy while the host waits
         self._own_seconds += seconds[_OWN] + min(own_data_seconds, seconds[Work.DATA])
@@ -167,7 +168,7 @@ class StepTiming(Watcher):
 
     def _compare(self, step: Step) -> None:
         """Add the slowest ranks and the stages' peak memory to ``step``; each rank sends 16 bytes."""
-        own = torch.tensor([self._own_seconds, self._device.max_memory_bytes()], dtype=torch.float64)
+        own = torch.tensor([self._own_seconds, self._device.runtime.max_memory_bytes()], dtype=torch.float64)
         of_ranks = [torch.empty_like(own) for _ in range(self._mesh.world_size)]
         dist.all_gather(of_ranks, own, group=self._mesh.control_group)
         peaks: dict[int, int] = {}

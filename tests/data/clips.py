@@ -12,8 +12,9 @@ import av
 import numpy as np
 import torch
 
-from mm.data.media.decoder import Decoder
 from mm.data.media.frames import Clock, wanted_frames
+from mm.data.media.video_file import read_header
+from mm.data.media.video_frames import BACKENDS
 from tests.data.oracle import PREPROCESSOR, photo
 
 TICK = Fraction(1, 600)
@@ -159,9 +160,9 @@ def bicubic(frame: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def read(
-    decoder: Decoder, path: Path, numbers: Sequence[int] | None = None, is_upright: bool = True
+    path: Path, numbers: Sequence[int] | None = None, is_upright: bool = True, backend: str = "pyav"
 ) -> list[np.ndarray]:
-    """Frames of a file from the decoder's process, all by default."""
-    header = decoder.header(str(path), is_upright)
+    """Frames of a file, all by default."""
+    header = read_header(str(path), is_upright)
     chosen = np.arange(len(header.times)) if numbers is None else np.array(numbers)
-    return list(decoder.frames(str(path), wanted_frames(Clock.of(header, None, None), chosen, is_upright)))
+    return list(BACKENDS[backend](str(path), wanted_frames(Clock.of(header, None, None), chosen, is_upright)))

@@ -53,7 +53,7 @@ def test_tensors_keep_their_meaning_under_the_shims() -> None:
 def test_how_a_kind_of_device_exchanges_messages(kind: str, starts_ahead: bool, max_ctas: int | None) -> None:
     """Where a message that waits would take processors from the computation, it is asked for late, and takes few."""
     device = Device(platform_of(kind), 0, kernels_of("cpu"))
-    assert (device.starts_messages_ahead, device.max_message_ctas) == (starts_ahead, max_ctas)
+    assert (device.platform.starts_messages_ahead, device.platform.max_message_ctas) == (starts_ahead, max_ctas)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from mm.batch import BatchTotals, StepPlan
 from mm.parallel.rendezvous import Rendezvous
 from mm.parallel.watchdog import Watchdog
-from mm.ports import free_port
+from mm.process import free_port
 from mm.training.step import step
 from tests.launch import fork_rank
 from tests.tiny import microbatch, random_sample
@@ -35,8 +35,7 @@ DEEP_VISION, DEEP_LANGUAGE = ((1, 1, 1, 1), (0, 0, 0, 0)), ((0, 0, 0, 0), (1, 1,
 LAYOUTS = {
     "pp4": Layout((2, 2, 0, 0), (0, 0, 2, 2)),
     "vpp2-pp4": Layout(DEEP_VISION, DEEP_LANGUAGE),
-    "vpp2-pp4-checked": Layout(DEEP_VISION, DEEP_LANGUAGE, flags=("--check-p2p",)),
-    "vpp2-pp2-checked": Layout(((2, 1), (1, 0)), ((0, 0), (1, 3)), flags=("--check-p2p",)),
+    "vpp2-pp2": Layout(((2, 1), (1, 0)), ((0, 0), (1, 3))),
     "pp8": Layout((1, 1, 1, 1, 0, 0, 0, 0), (0, 0, 0, 0, 1, 1, 1, 1)),
 }
 

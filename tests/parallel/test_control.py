@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import pytest
 
-from mm.requirements import installed
+from mm.environment import installed
 from mm.training.machine import has_lazy_gloo
 from tests.files import ROOT
 from tests.parallel.control import COLLECTIVES, computed, computed_of_pairs

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from mm.device.device import Device
-from tests.devices import kernels_of, platform_of
+from tests.devices import platform_of
 from tests.launch import run_ranks
 from tests.parallel.messages import Mode
 from tests.parallel.messages_worker import LAYOUTS, MAX_CTAS, MODES
@@ -94,7 +93,7 @@ def test_kernels_occupy_devices_when_messages_begin_ahead(programs: dict) -> Non
 @pytest.mark.parametrize("kind", ["cpu", "npu", "cuda"])
 def test_what_a_device_chooses_passes_everywhere(kind: str, programs: dict) -> None:
     """And occupies a device by messages only where they do not take its processors."""
-    chosen = Mode(Device(platform_of(kind), 0, kernels_of("cpu")).starts_messages_ahead)
+    chosen = Mode(platform_of(kind).starts_messages_ahead)
     assert not any(replay(of_modes[chosen]).stuck for of_modes in programs.values())
     assert (max(replay(programs["PP4"][chosen], 0.01).occupied) > 0.5) is (kind != "cuda")
 

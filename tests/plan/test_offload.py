@@ -8,7 +8,7 @@ import pytest
 
 from mm.config.activations import OffloadConfig, RecomputeConfig
 from mm.config.run import Run
-from mm.device.known import KNOWN_DEVICES
+from mm.device.platforms import KNOWN_DEVICES
 from mm.plan.by_device import calibration_by_device
 from mm.plan.costs import BlockCosts, Cutting, counts_of
 from mm.plan.memory import MicrobatchSizes

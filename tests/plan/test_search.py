@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mm.config.activations import OffloadConfig, RecomputeConfig
 from mm.config.run import Run, parallel_problems
-from mm.device.known import KNOWN_DEVICES
+from mm.device.platforms import KNOWN_DEVICES
 from mm.errors import UserError
 from mm.plan.by_device import calibration_by_device
 from mm.plan.calibration import BlockLaws, Calibration

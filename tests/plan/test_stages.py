@@ -10,7 +10,7 @@ from mm.config.data import DataConfig
 from mm.config.flags import Arguments
 from mm.config.model import Rates, read_model
 from mm.config.run import Run
-from mm.device.known import KNOWN_DEVICES, known_device
+from mm.device.platforms import KNOWN_DEVICES, known_device
 from mm.plan.sizes import TEXT, VISUAL, block_bytes, longest_microbatches, num_model_params, peaks, stage_sizes
 from mm.plan.stage_memory import StageMemory
 from mm.plan.stages import stage_report

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from mm.config.run import load_run
+from mm.environment import CODE
 from mm.model.flops import Backward
 from mm.plan.calibration import read_calibration
 from mm.plan.costs import COUNTS
 from mm.plan.predict import Predictor
 from mm.plan.workload import Workload
 from mm.planner import cli
-from mm.version import CODE
 from tests.files import ROOT
 from tests.tiny_inputs import flags_of, write_inputs
 

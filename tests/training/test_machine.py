@@ -10,6 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from mm.config.run import Run, load_run
+from mm.environment import DECISIVE
 from mm.plan.sizes import activation_bytes_on_host, num_model_params, stage_sizes
 from mm.training import machine
 from mm.training.machine import Node, has_lazy_gloo, microbatch_pixel_bytes, node_problems
@@ -46,14 +47,9 @@ def test_this_machine_can_run_one_rank(inputs: Path) -> None:
 
 
 def test_the_limits_are_those_of_this_process() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
-    try:
-        node = Node.here()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    shared = os.statvfs("/dev/shm")
-    assert node.open_files == 200 and node.shared_bytes == pytest.approx(shared.f_bavail * shared.f_frsize, rel=0.5)
+    node, (_, hard), shared = Node.here(), resource.getrlimit(resource.RLIMIT_NOFILE), os.statvfs("/dev/shm")
+    assert node.open_files in (hard, 1 << 62)
+    assert node.shared_bytes == pytest.approx(shared.f_bavail * shared.f_frsize, rel=0.5)
 
 
 def test_open_files_of_1024_ranks(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +113,7 @@ def test_states_and_activations_need_host_memory(inputs: Path) -> None:
 def test_versions_outside_the_tested_range(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ranges = [Requirement(one) for one in re.findall(r'^        "((?:torch|megatron-core|transformers)>=.*)",$',
                                                      (ROOT / "setup.py").read_text(), re.MULTILINE)]
-    assert [one.name for one in ranges] == list(machine.PACKAGES)
+    assert [one.name for one in ranges] == list(DECISIVE)
     monkeypatch.setattr(machine, "declared", lambda: ranges)  # an install may be older than the file
     run, tested = run_of(inputs, 8), PLENTY.versions
     _, (note,) = findings(run, versions={**tested, "transformers": "4.57.0"})
@@ -128,9 +124,6 @@ def test_versions_outside_the_tested_range(inputs: Path, monkeypatch: pytest.Mon
     assert "torch is 2.13.0, but torch_npu is 2.12.0.post3, which needs a matching torch" in problem
     assert "`python -m pip install 'torch==2.12.*'" in problem
     assert findings(run, versions={**tested, "torch_npu": "2.13.0"}) == ([], [])
-    _, (note,) = findings(run, versions={**tested, "cuda": "13.0", "nvidia-driver": "550.54.15"})
-    assert "NVIDIA's driver is 550.54.15" in note and "580 or later" in note
-    assert findings(run, versions={**tested, "cuda": "12.8", "nvidia-driver": "550.54.15"}) == ([], [])
 
 
 def test_copies_of_background_saves_need_host_memory(inputs: Path) -> None:

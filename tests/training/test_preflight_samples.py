@@ -106,7 +106,7 @@ def test_questions_for_the_model_in_training_are_fully_checked(inputs: Path):
     assert long.startswith(f"{path}:1: question 3 (counted from 0): has ")
     assert "the model has 4096 positions, including the answer" in long
     (missing,) = found({"question": "What?", "image": "whole.png"})
-    assert missing.startswith(f"{path}:1: question 2 (counted from 0): has neither 'answer' nor 'answers'")
+    assert missing.startswith(f"{path}:1: question 2 (counted from 0): 'answer' is null")
     with pytest.raises(UserError, match=r"--eval-generate-questions is 'none\.json', which is not a file"):
         load_run(flags(inputs, "--eval-generate-interval", "1", "--eval-generate-questions", "none.json",
                        "--eval-generate-rule", "exact"), environment={})

@@ -40,7 +40,7 @@ def test_a_profile_ends_with_the_run(tmp_path: Path, num_done: int, said: list[s
     args: Any = SimpleNamespace(
         log_timers=False, profile_step_start=3, profile_step_end=6, profile_ranks=[0],
         profile_save_path=str(tmp_path), profile_pipeline=12, log_dir=str(tmp_path))
-    device: Any = SimpleNamespace(profiler=lambda *_: profiler)
+    device: Any = SimpleNamespace(platform=SimpleNamespace(profiler=lambda *_: profiler))
     stage: Any = SimpleNamespace(device=device, journal=Journal())
     watch = Watch([Timers(args, stage, None, found.append),  # type: ignore[arg-type]
                    Profile(args, device, 0, 1, 9, found.append)], stage.journal, [])

@@ -34,7 +34,7 @@ LAYOUTS: dict[str, tuple[int, str, tuple[str, ...]]] = {  # ranks, model JSON, f
     "dp4": (4, "model_1", ()),
     "chunks": (4, "model_chunks", ("--virtual-pipeline-model-parallel-size", "2")),
     "cp2-dp2, weight shards": (4, "model_1", (*WEIGHT_SHARDS, "--context-parallel-size", "2")),
-    "tp2-pp2": (4, "model_2", ("--tensor-model-parallel-size", "2", "--sequence-parallel", "--check-p2p")),
+    "tp2-pp2": (4, "model_2", ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
 }
 FEWER_SIZES = {"tp2-pp2": (13,), "cp2-dp2, weight shards": (13,)}
 """Layouts with fewer sizes than ``SIZES``."""

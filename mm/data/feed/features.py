@@ -15,16 +15,16 @@ import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mm.data.encode.encoder import ImagePlan
+from mm.data.media.image import ImagePlan
 from mm.data.media.video import VideoPlan, VideoProcessor
 from mm.data.sample import Inline
+from mm.environment import installed
 from mm.errors import UserError
 from mm.files import replace_file, sha256
 
@@ -98,7 +98,7 @@ def pixel_facts(media: ImagePlan | VideoPlan, videos: VideoProcessor) -> dict[st
     """Everything that determines the pixels besides the content of the file, as JSON values."""
     if isinstance(media, ImagePlan):
         return {"image": media.processor.settings, "grid": media.grid, "versions": _versions("image")}
-    backend, wanted = videos.decoder.backend, asdict(media.wanted)
+    backend, wanted = videos.data.video_backend or "pyav", asdict(media.wanted)
     return {
         "video": videos.constants.settings,
         "grid": media.grid,
@@ -161,11 +161,4 @@ def _content(path: str | Inline | tuple[str | Inline, ...]) -> str:
 
 
 def _versions(kind: str) -> list[str | None]:
-    return [_version(package) for package in _PACKAGES[kind]]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # built from source without metadata
-        return None
+    return [installed(package) for package in _PACKAGES[kind]]

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import islice
+from functools import cached_property, partial
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -13,10 +13,13 @@ from mm.batch import IGNORE_INDEX, Microbatch
 from mm.data.encode.encoder import Outline, SampleEncoder
 from mm.data.feed.features import FeatureCache
 from mm.data.index.dataset import Dataset
-from mm.data.order.stream import StepSamples
+from mm.data.order.stream import SampleOrder, StepSamples
 from mm.data.record_name import BadSample
 from mm.data.workers import Prepared
 from mm.errors import UserError, add_note
+
+_PLANNED_AHEAD = 2
+"""Steps planned before they are requested.  The loader requests as far ahead as its workers prepare."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,30 @@ class StepLoader(Iterator[ReadStep]):
     def close(self) -> None:
         """End the workers.  The loader yields no more steps."""
         self._microbatches.close()
+
+
+def planned_steps(make_order: Callable[[], SampleOrder], num_workers: int) -> Iterator[StepSamples]:
+    """The endless steps of one replica, planned ahead by a process of their own; without workers, by this thread.
+
+    Planning takes time in proportion to the global batch: a second of Python for 100,000 samples, during which this
+    process could launch no work on its device.
+    """
+    return Prepared(_PlanStep(make_order), count(), min(num_workers, 1), _PLANNED_AHEAD)
+
+
+@dataclass(frozen=True)
+class _PlanStep:
+    """Plans a step, given its number.  Pickles small: the order, in proportion to the dataset, is made where it is
+    used."""
+
+    make_order: Callable[[], SampleOrder]
+
+    @cached_property
+    def _order(self) -> SampleOrder:
+        return self.make_order()
+
+    def __call__(self, number: int) -> StepSamples:
+        return self._order.step(number)
 
 
 def _in_one_row(steps: Iterable[StepSamples]) -> Iterator[tuple[list[int], bool]]:

@@ -28,8 +28,8 @@ from mm.model.qwen2_5_vl.layers import LayerStack
 from mm.model.qwen2_5_vl.positions import VisionPlan, plan_vision
 from mm.model.qwen2_5_vl.rope import vision_cos_sin
 from mm.model.rows import Permutation
-from mm.parallel.pieces import Pieces
-from mm.parallel.units import Unit
+from mm.parallel.buckets import Unit
+from mm.parallel.row_shards import Pieces
 from mm.placement import StageSpec
 from mm.weights.memory import memory_ffn
 

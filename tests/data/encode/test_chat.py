@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import Qwen2_5_VLProcessor
 
 from mm.batch import IGNORE_INDEX
-from mm.data.encode.chat import _MASKS, ChatEncoder, TooLongError, load_tokenizer
+from mm.data.encode.chat import ChatEncoder, TooLongError, load_tokenizer
 from mm.data.encode.truncation import kept_turns
 from mm.data.index.dataset import Dataset
 from mm.data.sample import Image, Turn
@@ -249,13 +249,6 @@ def test_a_control_token_split_between_two_turns_is_none(tokenizer):
     assert targets(tokenizer, encoded) == "end|> and <|im_start|>?<|im_end|>\n" and encoded.num_control_words == 1
 
 
-def test_a_text_with_every_private_character_is_refused(tokenizer):
-    with pytest.raises(UserError, match="its messages contain all 6399 private-use characters"):
-        encoder(tokenizer).encode(conversation(("user", "".join(_MASKS)), ("assistant", "x")), [])
-    encoded = encoder(tokenizer).encode(conversation(("user", "".join(_MASKS[:-1])), ("assistant", "<|im_end|>")), [])
-    assert targets(tokenizer, encoded) == "<|im_end|><|im_end|>\n"
-
-
 def test_a_template_that_repeats_a_control_token_of_a_message_is_refused(hf_directory):
     tokenizer = load_tokenizer(str(hf_directory))
     tokenizer.chat_template = "{{ messages[0]['content'][0]['text'] }}" + CHAT_TEMPLATE
@@ -320,7 +313,7 @@ def test_unusable_directories_are_refused(hf_directory, tmp_path):
 PLACES = ("processor_config.json", "chat_template.json", "chat_template.jinja", "tokenizer_config.json")
 
 
-@pytest.mark.parametrize("places", [both for size in (1, 2, 4) for both in itertools.combinations(PLACES, size)])
+@pytest.mark.parametrize("places", [both for size in (2, 4) for both in itertools.combinations(PLACES, size)])
 def test_with_several_templates_the_one_transformers_uses_is_taken(tmp_path, hf_directory, places):
     directory = shutil.copytree(hf_directory, tmp_path / "hf")
     for name in PLACES[:3]:
@@ -338,9 +331,7 @@ def test_with_several_templates_the_one_transformers_uses_is_taken(tmp_path, hf_
 
 @pytest.mark.parametrize(("content", "message"), [
     ("{", "chat_template.json:1:2: the file ends before"),
-    ("[1]", "chat_template.json: its 'chat_template' is not a string"),
-    ('{"chat_template": 5}', "chat_template.json: its 'chat_template' is not a string"),
-])
+    ("[1]", "has no chat template"), ('{"chat_template": 5}', "has no chat template")])
 def test_a_broken_template_file_is_named(tmp_path, hf_directory, content, message):
     directory = shutil.copytree(hf_directory, tmp_path / "hf")
     (directory / "chat_template.jinja").unlink(missing_ok=True)
@@ -354,3 +345,19 @@ def test_a_broken_tokenizer_file_is_named(tmp_path, hf_directory):
     (directory / "tokenizer_config.json").write_text("[1]")
     with pytest.raises(UserError, match="cannot load its tokenizer"):
         load_tokenizer(str(directory))
+
+
+def test_no_code_of_a_checkpoint_runs(hf_directory, tmp_path):
+    """What transformers would ask about, or run with trust_remote_code; and templates run in its sandbox."""
+    directory = shutil.copytree(hf_directory, tmp_path / "hf")
+    tokenizer = load_tokenizer(str(directory))
+    tokenizer.chat_template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    with pytest.raises(UserError, match=r"the chat template cannot be used: access to attribute.*; use Qwen2.5-VL's"):
+        encoder(tokenizer).encode(conversation(("user", "Hi"), ("assistant", "Hello")), [])
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config | own))
+    (directory / "own.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
+    with pytest.raises(UserError, match="cannot load its tokenizer: "):
+        load_tokenizer(str(directory))
+    assert not (tmp_path / "executed").exists()

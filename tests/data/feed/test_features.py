@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from mm.batch import BatchTotals, Microbatch
-from mm.data.encode.encoder import ImagePlan, SampleEncoder
+from mm.data.encode.encoder import SampleEncoder
 from mm.data.feed.features import FeatureCache, path_of, pixel_facts, read_features, used_bytes, write_features
 from mm.data.feed.loader import StepLoader
 from mm.data.index.dataset import Dataset
+from mm.data.media.image import ImagePlan
 from mm.data.media.video import VideoPlan
 from mm.data.sample import Image, Inline, Video
 from mm.errors import UserError

@@ -1,4 +1,5 @@
-import multiprocessing
+import os
+import signal
 import threading
 import time
 from dataclasses import replace
@@ -7,15 +8,16 @@ from itertools import chain
 import psutil
 import pytest
 import torch
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from mm.batch import Microbatch
 from mm.data.encode.encoder import SampleEncoder
 from mm.data.feed.loader import StepLoader
 from mm.data.index.dataset import Dataset
-from mm.data.order.stream import SampleOrder, shuffled
+from mm.data.media.image import ImagePlan, ImageProcessor
+from mm.data.order.stream import shuffled
+from mm.data.workers import decoding
 from mm.errors import UserError
-from tests.data.oracle import photo
+from tests.data.oracle import photo, plain_order
 
 
 @pytest.fixture
@@ -34,9 +36,10 @@ def make_loader(write_dataset, model_config):
             "shuffle": True,
         }
         encoder = changes.pop("encoder", None) or SampleEncoder.from_config(data, model_config, 4096)
+        skips_bad = changes.pop("skips_bad", False)
         num_workers, dataset = changes.pop("num_workers", 0), Dataset(data)
-        steps = SampleOrder.plain(len(dataset), **{**values, **changes}).steps()
-        loaders.append(StepLoader(dataset, encoder, steps, num_workers))
+        steps = plain_order(len(dataset), **{**values, **changes}).steps()
+        loaders.append(StepLoader(dataset, encoder, steps, num_workers, skips_bad=skips_bad))
         return loaders[-1]
 
     yield make
@@ -123,7 +126,7 @@ def test_workers_keep_the_trainers_random_state_and_end_on_close(make_loader):
     loader = make_loader(num_workers=2)
     next(loader)
     assert torch.equal(torch.get_rng_state(), random_state)
-    pids = [worker.pid for worker in loader._microbatches._results._workers]
+    pids = [worker.process.pid for worker in loader._microbatches._workers._workers]
     assert len(pids) == 2 and all(map(psutil.pid_exists, pids))
     loader.close()
     assert_end(pids)
@@ -131,17 +134,49 @@ def test_workers_keep_the_trainers_random_state_and_end_on_close(make_loader):
         next(loader)
 
 
-def test_a_killed_worker_is_noticed_without_a_wait(make_loader, monkeypatch):
-    """torch itself would look for it each time that it has waited for data in vain, here after five minutes."""
-    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (300.0,))
-    loader = make_loader(num_workers=2)
-    next(loader)
-    multiprocessing.active_children()[0].kill()
-    began = time.monotonic()
-    with pytest.raises(RuntimeError, match="exited unexpectedly"):
-        while True:
-            next(loader)
-    assert time.monotonic() - began < 250
+class DeadlyDecoder(ImageProcessor):
+    """Decodes images, except one whose decoder hangs, crashes, or says that it is bad."""
+
+    how = ""
+
+    def patches(self, plan: ImagePlan) -> torch.Tensor:
+        with decoding(plan.path, 0.5):
+            if str(plan.path).endswith("tall.jpg"):
+                if self.how == "refuses":
+                    raise UserError(f"{plan.path}: is bad.")
+                while self.how == "hangs":
+                    pass
+                os.kill(os.getpid(), signal.SIGSEGV)
+        return super().patches(plan)
+
+
+class Hanging(DeadlyDecoder):
+    how = "hangs"
+
+
+class Refusing(DeadlyDecoder):
+    how = "refuses"
+
+
+def test_a_deadly_file_costs_its_samples_and_no_step_changes(make_loader, write_dataset, model_config):
+    """The order, and all other samples, are those of a run whose decoder only refuses the file; also after resuming."""
+    good = SampleEncoder.from_config(write_dataset(), model_config, 4096)
+
+    def taken(kind, num_workers, consumed_samples=0):
+        encoder = replace(good, images=kind(**vars(good.images)))
+        loader = make_loader(encoder=encoder, num_workers=num_workers, skips_bad=True,
+                             consumed_samples=consumed_samples)
+        steps = [next(loader) for _ in range(4)]
+        return [one.microbatches for one in steps], [bad for one in steps for bad in one.bad]
+
+    expected, refused = taken(Refusing, 0)
+    assert len(refused) > 1 and len({bad.index for bad in refused}) < len(refused), "over several epochs"
+    for kind, reason in ((DeadlyDecoder, "its decoder crashed (SIGSEGV)"), (Hanging, "its decoder took too long")):
+        found, bad = taken(kind, 2)
+        assert_same(found, expected)
+        assert [(one.index, one.path) for one in bad] == [(one.index, one.path) for one in refused]
+        assert all(reason in one.reason and one.reason.startswith(str(one.path)) for one in bad)
+    assert_same(taken(DeadlyDecoder, 1, consumed_samples=16)[0][:2], expected[2:])
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -152,19 +152,6 @@ def test_an_unreadable_sample_raises_the_same_error_on_every_rank(received, case
         assert len(received[rank][case]["steps"]) == FAILING_STEP
 
 
-def test_one_planner_serves_the_owners_of_a_node_and_its_death_is_one_error_on_every_rank(received) -> None:
-    """Two replicas; it is killed after some steps, and one more may be planned already."""
-    found = [received[rank]["planner"] for rank in RANKS]
-    (pid,) = {step[0][1] for one in found for step in one["taken"]}
-    for one in found:
-        assert len(one["taken"]) in ((FAILING_STEP, FAILING_STEP + 1) if one["owns_data"] else (0,))
-        dp_rank = one["place"]["dp"]
-        assert one["taken"] == [[[dp_rank, pid, 4 * number], []] for number in range(len(one["taken"]))]
-        assert one["num_steps"] == FAILING_STEP
-        (problem,) = one["problems"]
-        assert "the process that plans the samples of each step has ended" in problem
-
-
 def test_a_bug_in_a_loader_is_raised_on_its_rank(received: list[dict]) -> None:
     """The owner raises its own error at once; the others notice the end of its process, and stop."""
     for rank in RANKS:

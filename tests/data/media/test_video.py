@@ -1,7 +1,6 @@
 """Samples with videos, from files to tensors, compared with transformers and the published frame rules."""
 
 import os
-import pickle
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -16,7 +15,6 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from mm.batch import IGNORE_INDEX, Microbatch, normalised
 from mm.data.encode.encoder import SampleEncoder
-from mm.data.media.decoder import Decoder
 from mm.data.media.video import _resize
 from mm.data.sample import Image, Sample, Turn, Video
 from mm.errors import UserError
@@ -142,18 +140,13 @@ def expected_video(one, clips):
 
 @pytest.fixture(scope="module")
 def encoder_of(hf_directory, media_directory, model_config, tmp_path_factory):
-    """Encoders with one process of decoding: each of their own would start a Python."""
     from tests.data.oracle import data_config
-
-    decoder = Decoder()
 
     def build(**changes):
         data = data_config(hf_directory, media_directory, "unused", video_max_pixels=MAX_PIXELS, **changes)
-        made = SampleEncoder.from_config(data, model_config, 4096)
-        return replace(made, images=replace(made.images, decoder=decoder), videos=replace(made.videos, decoder=decoder))
+        return SampleEncoder.from_config(data, model_config, 4096)
 
-    yield build
-    decoder.close()
+    return build
 
 
 @pytest.fixture(scope="module")
@@ -321,14 +314,6 @@ def test_videos_are_joined_with_other_samples(clips, encoder, media_directory):
     assert torch.equal(joined.positions, torch.cat([one.positions for one in ordered], dim=1))
     assert torch.equal(joined.pixel_values, torch.cat([one.pixel_values for one in ordered]))
     assert max(t for t, _, _ in joined.image_grids) > 1
-
-
-def test_the_encoder_pickles_without_its_decoder(clips, encoder, media_directory):
-    sample = sample_of(CASES["plain"], clips, media_directory)
-    expected = encoder.encode(sample)
-    copy = pickle.loads(pickle.dumps(encoder))
-    assert torch.equal(copy.encode(sample).pixel_values, expected.pixel_values)
-    copy.videos.decoder.close()
 
 
 def test_a_video_of_too_many_pixels_is_refused_before_it_is_decoded(clips, encoder_of):
