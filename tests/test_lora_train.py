@@ -20,8 +20,8 @@ from mm.config.run import load_run
 from mm.conversion.convert import Options, hf_to_mm
 from mm.formats.checkpoints import LATEST_FILE
 from mm.formats.layout import Layout
-from mm.formats.storage import Format, Storage
-from mm.formats.training_reader import TrainingDirectory
+from mm.formats.mindspeed_layout import Format, Storage
+from mm.formats.training import TrainingDirectory
 from mm.training.sources import with_start
 from tests.files import ROOT
 from tests.generation.commands import run_commands

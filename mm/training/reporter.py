@@ -9,7 +9,8 @@ from mm.device.facts import device_facts, sdpa_backend
 from mm.errors import counted
 from mm.model import flops
 from mm.parallel.agreement import all_of
-from mm.plan.sizes import stage_peaks, stage_sizes
+from mm.plan.model_states import stage_sizes
+from mm.plan.stage_memory import stage_peaks
 from mm.training.metrics import MetricsWriter, ScoreMetrics, SpikeMetrics, StepMetrics, ValidationMetrics
 from mm.training.progress import Say, StepResult
 from mm.training.schedule import Schedule

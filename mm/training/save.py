@@ -29,8 +29,8 @@ from mm.conversion.adapters import base_to_name, export_peft, merge, open_base, 
 from mm.device.device import Device
 from mm.errors import AgreedError, UserError, collected
 from mm.formats import training_writer as files
-from mm.formats.blocks import ON_HOST, Host, Values
 from mm.formats.host_copies import HostCopies
+from mm.formats.pipelined_write import ON_HOST, Host, Values
 from mm.formats.training import CheckpointManifest, CheckpointTensor
 from mm.formats.training_writer import ALL_KEPT, Retention
 from mm.lock import Claim

@@ -15,7 +15,7 @@ from mm.errors import UserError
 from mm.formats import training
 from mm.formats import training_writer as writer
 from mm.formats.source import Kind, Source
-from mm.formats.training_reader import TrainingDirectory
+from mm.formats.training import TrainingDirectory
 from mm.train import main
 from mm.training.preflight import check
 from mm.training.sources import Sources
