@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 from pydantic_core import to_jsonable_python
@@ -9,18 +10,21 @@ from pydantic_core import to_jsonable_python
 from mm.config.command_line import flag_name
 from mm.config.run import Run
 
+_OF_A_START = frozenset({
+    "finetune", "load", "no_load_optim", "no_load_rng", "load_base_model", "pretrained_checkpoint",
+})  # fmt: skip
+"""Rank 0 decides these for all ranks, by what ``--save`` holds."""
 _OF_A_MACHINE = frozenset({
-    "finetune", "load", "no_load_optim", "no_load_rng",  # adjusted to what --save holds, which all ranks agree on later
     "num_workers", "world_size", "vision_feature_cache_gib",
     "preprocessing_num_workers", "prefetch_factor", "overwrite_cache",
 })  # fmt: skip
 _PATHS = frozenset({
-    "mm_model", "mm_data", "pretrained_checkpoint", "load_base_model", "save", "export_hf", "export_merged_hf",
+    "mm_model", "mm_data", "save", "export_hf", "export_merged_hf",
     "log_dir", "tensorboard_dir", "vision_feature_cache", "wandb_project", "wandb_exp_name", "wandb_save_dir",
     "swanlab_project", "swanlab_exp_name", "swanlab_save_dir", "profile_save_path", "eval_generate_questions",
     "model_name_or_path", "dataset", "dataset_dir", "media_roots", "dataset_info", "cache_dir", "val_dataset",
 })  # fmt: skip
-"""A machine may have its own copies; what they hold is compared where it matters."""
+"""Paths may differ per node; contents are checked elsewhere."""
 
 
 def shared_settings(run: Run) -> dict[str, str]:
@@ -32,9 +36,15 @@ def shared_settings(run: Run) -> dict[str, str]:
     }
 
 
+def with_own_paths(run: Run, own: Run) -> Run:
+    """``run``, which rank 0 has decided, with the paths and data workers of this machine's command line."""
+    kept = {name: value for name, value in vars(own.args).items() if name in _OF_A_MACHINE | _PATHS}
+    return replace(run, args=replace(run.args, **kept), data=own.data)
+
+
 def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     for key, value in to_jsonable_python(settings).items():
-        if key in _OF_A_MACHINE | _PATHS:
+        if key in _OF_A_START | _OF_A_MACHINE | _PATHS:
             continue
         name = f"{prefix}.{key}".strip(".")
         if isinstance(value, dict):
