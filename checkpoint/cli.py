@@ -10,7 +10,7 @@ prints one line as well.
 import sys
 from collections.abc import Sequence
 
-from mm.ending import run_command
+from mm.process import run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -24,11 +24,11 @@ from checkpoint.parser import ConvertParser, completed_commands, refuse_misspelt
 from checkpoint.verify import show_directory, verify_directory
 from mm.console import COMPLETION, SHELLS, completion_script
 from mm.conversion import convert
-from mm.ending import refused
+from mm.environment import version_line
 from mm.errors import UserError, printable
 from mm.families.known import FAMILIES
-from mm.formats.storage import Format, Storage, Structure
-from mm.version import version_line
+from mm.formats.mindspeed_layout import Format, Storage, Structure
+from mm.process import refused
 
 _CONVERTERS = {family.mindspeed.converter: family.title for family in FAMILIES}
 _NOT_HERE = {

@@ -20,8 +20,8 @@ from mm.config.misspelt import unknown_flag
 from mm.config.notes import NoEffect
 from mm.config.schema import NUMBERS, choices, converted, expected, fields_of
 from mm.console import COMPLETION, SHELLS, Completed, add_common_flags, is_flag, whole_number
+from mm.environment import version_line
 from mm.errors import nearest, refuse
-from mm.version import version_line
 
 Built = TypeVar("Built")
 

@@ -25,7 +25,6 @@ _ASK_GROUPS: Mapping[str, str] = {
     "media_roots": "Files of questions",
     "image_min_pixels": "Images and videos",
     "max_new_tokens": "How tokens are chosen",
-    "check": "Before the ranks are started",
 }
 GENERATE_FIRST = ("load", "prompt", "image", "video", "chat", "prompts", "output", "bf16",
                   "tensor_model_parallel_size", "max_new_tokens")  # fmt: skip

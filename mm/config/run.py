@@ -35,8 +35,8 @@ from mm.config.run_notes import (
 from mm.config.sampling import loss_problems, sampling_notes
 from mm.config.schema import changed, shown
 from mm.config.validation import question_flag_problems, validation_notes, validation_problems
+from mm.environment import Launched, named_in_script, world_problems
 from mm.errors import UserError, collected, redacted, refuse
-from mm.launched import Launched, named_in_script, world_problems
 
 Given = TypeVar("Given")
 Value = TypeVar("Value")

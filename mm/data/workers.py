@@ -34,7 +34,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from mm.errors import UserError
-from mm.signals import STOPPING
+from mm.process import STOPPING
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

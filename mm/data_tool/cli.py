@@ -14,7 +14,7 @@ import of torch also ends with a single line.
 import sys
 from collections.abc import Sequence
 
-from mm.ending import run_command
+from mm.process import run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -26,11 +26,11 @@ from mm.data_tool.llava import convert_llava, summary
 from mm.data_tool.mock import HELP, Mock
 from mm.data_tool.show import Shown
 from mm.data_tool.survey import MediaFindings, look, survey
-from mm.ending import print_notes, refused
+from mm.environment import version_line
 from mm.errors import MAX_PROBLEMS, UserError, counted, printable, refuse
+from mm.process import print_notes, refused
 from mm.progress import ongoing
 from mm.report import check_page, write_page
-from mm.version import version_line
 
 
 def _add_index(commands: Any) -> None:

@@ -17,11 +17,11 @@ from mm.data.index.dataset import Dataset
 from mm.data.order.sampler import order_description, order_of
 from mm.data.order.stream import SampleOrder, StepSamples
 from mm.data.record_name import BadSample
-from mm.ending import print_notes
 from mm.errors import counted
 from mm.model.stage import Stage
 from mm.parallel.agreement import all_of, together
 from mm.parallel.mesh import Mesh
+from mm.process import print_notes
 from mm.training.checkpoint import TrainingProgress
 from mm.training.opened import Samples
 

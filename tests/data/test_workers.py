@@ -15,8 +15,7 @@ from mm.data import workers
 from mm.data.sample import Inline
 from mm.data.workers import Prepared, decoding
 from mm.errors import UserError
-from mm.process import began
-from mm.signals import STOPPING
+from mm.process import STOPPING, began
 from tests.files import ROOT
 
 

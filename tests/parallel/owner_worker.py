@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from mm.batch import Microbatch
 from mm.config.model import ModelConfig
+from mm.device.cpu import CPU, HostRuntime
 from mm.device.device import Device
 from mm.errors import UserError
 from tests.tiny import microbatch, our_config, random_sample
@@ -157,11 +158,11 @@ class Loader:
         return ReadStep(self.steps[self.num_asked - 1])
 
 
-@dataclass(frozen=True)
-class PinsOnCpu(Device):
+class PinsOnCpu(HostRuntime):
     """The CPU, with a copy in place of pinned memory, and a note of each and the thread that made it."""
 
-    pinned: dict[int, str] = field(default_factory=dict)
+    def __init__(self, _: int) -> None:
+        self.pinned: dict[int, str] = {}
 
     def pin(self, tensor: "torch.Tensor") -> "torch.Tensor":
         copy = tensor.clone()
@@ -182,7 +183,7 @@ def receive(layout: Layout, failure: Exception | None = None) -> dict:
     mesh = parallel.build_mesh(config, layout.tp, parallel.timedelta(seconds=60), layout.cp, keeps_features=True)
     fails = failure if mesh.dp_rank == mesh.dp_size - 1 else None
     loader = Loader(batches(mesh.dp_rank), fails) if mesh.owns_data else None
-    device = PinsOnCpu(**vars(Device.pick("cpu")))
+    device = replace(Device.pick("cpu"), platform=replace(CPU, runtime=PinsOnCpu))
     spec = placement[mesh.pp_rank]
     owner = DataOwner(loader, mesh, len(STEPS), spec.has_patch_embedding, config, device,
                       holds_projector=spec.has_projector)
@@ -190,7 +191,7 @@ def receive(layout: Layout, failure: Exception | None = None) -> dict:
     try:
         for plan in owner:
             rows = [rows for m in plan.microbatches for rows in (m.pixel_values, m.features) if rows is not None]
-            pinned_in |= {device.pinned.get(one.data_ptr(), "not pinned") for one in rows}
+            pinned_in |= {device.runtime.pinned.get(one.data_ptr(), "not pinned") for one in rows}
             steps.append({"microbatches": [fingerprint(m) for m in plan.microbatches], "totals": asdict(plan.totals)})
     except Exception as raised:
         if failure is None:

@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch import Tensor
 from mm.data.media.image import ImagePlan
 from mm.data.media.video import VideoPlan, VideoProcessor
 from mm.data.sample import Inline
+from mm.environment import installed
 from mm.errors import UserError
 from mm.files import replace_file, sha256
 
@@ -124,11 +124,4 @@ def _content(path: str | Inline | tuple[str | Inline, ...]) -> str:
 
 
 def _versions(kind: str) -> list[str | None]:
-    return [_version(package) for package in _PACKAGES[kind]]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # built from source without metadata
-        return None
+    return [installed(package) for package in _PACKAGES[kind]]

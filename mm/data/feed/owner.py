@@ -189,7 +189,7 @@ class DataOwner(Iterator[StepPlan]):
         return replace(light, pixel_values=self._pinned(pixels) if self._holds_patch_embedding else None)
 
     def _pinned(self, rows: Tensor | None) -> Tensor | None:
-        return None if rows is None else self._device.pin(rows)
+        return None if rows is None else self._device.runtime.pin(rows)
 
     def _share_rows(
         self, microbatch: Microbatch, owned: Tensor | None, width: int,

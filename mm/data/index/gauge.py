@@ -22,11 +22,11 @@ from mm.config.data import DataConfig
 from mm.config.model import ModelConfig
 from mm.data.encode.encoder import SampleEncoder
 from mm.data.sample import Media, Sample, Video
-from mm.ending import is_first_rank
 from mm.errors import UserError
 from mm.families.family import Family
 from mm.families.known import FAMILIES
 from mm.model.arithmetic import Arithmetic
+from mm.process import is_first_rank
 from mm.progress import ongoing
 
 ROW = np.dtype([
