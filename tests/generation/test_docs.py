@@ -30,7 +30,8 @@ def run_commands_of(text: str, tmp_path: Path) -> str:
 
 
 def test_the_commands_run(tmp_path: Path):
-    assert "own.jsonl" in run_commands_of(f"{GENERATE_TEXT}\n```bash\nrm -r runs/tiny/hf\n```\n{EVALUATE_TEXT}", tmp_path)
+    text = f"{GENERATE_TEXT}\n```bash\nrm -r runs/tiny/hf\n```\n{EVALUATE_TEXT}"
+    assert "own.jsonl" in run_commands_of(text, tmp_path)
     (answer,) = (tmp_path / "runs/tiny/answers.jsonl").read_text(encoding="utf-8").splitlines()
     assert json.loads(answer)["question"] == "What is in the picture?"
     assert json.loads((tmp_path / "runs/tiny/scores/scores.json").read_text())["overall"]["num_questions"] == 1
