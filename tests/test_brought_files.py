@@ -17,7 +17,7 @@ from mm.conversion import convert
 from mm.conversion.convert import Options
 from mm.errors import UserError
 from mm.formats.layout import Layout
-from mm.formats.storage import Format, Storage
+from mm.formats.mindspeed_layout import Format, Storage
 from mm.process import free_port
 from tests.files import EXAMPLES, ROOT
 from tests.launch import warm_python

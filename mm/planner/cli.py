@@ -1,13 +1,4 @@
-"""``mm-plan``: how long the steps of a run take on a device, and with which lists they are shorter, before it starts.
-
-    mm-plan lists -- FLAGS
-    mm-plan calibrate --output calibration.json --num-processes 2 -- FLAGS
-    mm-plan predict --calibration calibration.json -- FLAGS
-    mm-plan compare RUN_DIR --calibration calibration.json -- FLAGS
-
-FLAGS are those of ``python -m mm.train``.  The commands are in ``mm.planner.commands``, imported inside ``run_command``
-so that Ctrl-C during the import of torch also ends with a single line.
-"""
+"""``mm-plan``.  Its commands are imported later, so that Ctrl-C during the import of torch also ends with one line."""
 
 import sys
 from collections.abc import Sequence

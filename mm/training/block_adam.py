@@ -17,7 +17,7 @@ from mm.config.flags import KeptCopy
 from mm.device.device import Device
 from mm.device.pointwise import ROUNDED_AT_ONCE
 from mm.parallel.weight_shards import placeholder
-from mm.plan.states import offloaded
+from mm.plan.model_states import offloaded
 from mm.training.passage import Passage, host_memory
 from mm.weights.halves import REMAINDER, joined, split
 

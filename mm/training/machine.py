@@ -21,7 +21,8 @@ from mm.device.platforms import PLATFORMS
 from mm.environment import Launched, declared, installed, is_outside
 from mm.errors import counted
 from mm.plan.layer_memory import WIDTHS
-from mm.plan.sizes import StageSize, activation_bytes_on_host, stage_sizes
+from mm.plan.model_states import StageSize, stage_sizes
+from mm.plan.stage_memory import activation_bytes_on_host
 from mm.process import open_file_limit
 
 FILES_OF_A_RANK = 256

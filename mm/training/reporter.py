@@ -11,7 +11,8 @@ from mm.errors import counted, printable
 from mm.model import flops
 from mm.parallel.agreement import all_of
 from mm.parallel.mesh import Mesh
-from mm.plan.sizes import stage_peaks, stage_sizes
+from mm.plan.model_states import stage_sizes
+from mm.plan.stage_memory import stage_peaks
 from mm.training.checkpoint import TrainingProgress
 from mm.training.metrics import MetricsWriter, ScoreMetrics, SpikeMetrics, StepMetrics, ValidationMetrics
 from mm.training.questions import QuestionScores

@@ -12,7 +12,8 @@ from packaging.requirements import Requirement
 
 from mm.config.run import Run, load_run
 from mm.environment import DECISIVE, DISTRIBUTION, declared
-from mm.plan.sizes import activation_bytes_on_host, num_model_params, stage_sizes
+from mm.plan.model_states import num_model_params, stage_sizes
+from mm.plan.stage_memory import activation_bytes_on_host
 from mm.training import machine
 from mm.training.machine import Node, gloo_connections, has_lazy_gloo, microbatch_pixel_bytes, node_problems
 from tests.files import ROOT

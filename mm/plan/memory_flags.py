@@ -1,20 +1,22 @@
 """The cheapest flags with which a run fits the memory of a device that is too small for it as it is.
 
-Peaks come from ``mm.plan.sizes``.  The order of the changes is a preference, not measured: exact and nearly free ones
-first, then those that take time or round, the roughest last.  Layouts stay as they are; ``mm-plan`` searches
-for others.
+The order of the changes is a preference, not measured: exact and nearly free ones first, then those that take time or
+round.  Layouts stay as they are; ``mm-plan`` searches for others.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 
 from mm.config.activations import OffloadConfig, RecomputeConfig
 from mm.config.flags import Arguments
 from mm.config.run import Run
-from mm.plan.sizes import activation_bytes_on_host, peaks, stage_sizes
+from mm.plan.model_states import stage_sizes
+from mm.plan.stage_memory import activation_bytes_on_host, peaks
 
 NEARLY_EQUAL = 0.9
-"""Devices with at least this share of the largest memory of their group get one answer, for the smallest of them."""
+"""Devices whose smallest memory has at least this share of the others' get one answer, for the smallest."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Fit:
 
     max_bytes: int
     flags: tuple[str, ...]
-    peak_bytes: int
+    peak_bytes: float
     """With these changes; if none are enough, the smallest that any set of changes reaches."""
     host_bytes: int = 0
     """Host memory for the optimizer states and activations of a rank with these changes."""
@@ -99,46 +101,47 @@ CHANGES = (
     Change("--grad-reduce-in-bf16", _in_bf16(lambda args: not args.grad_reduce_in_bf16, grad_reduce_in_bf16=True)),
     Change("--main-params-dtype bf16", _in_bf16(lambda args: args.kept_copy == "fp32", main_params_dtype="bf16")),
 )
-"""The cheapest first.  Each counts as dearer than all before it together, so it is added only if those are not enough.
-"""
+"""The cheapest first.  A change is tried only if all cheaper ones together are not enough."""
 
 
 def cheapest_fits(run: Run, memories: Iterable[int]) -> list[Fit]:
     """For each of ``memories`` (bytes) that is too small for ``run``, the cheapest changes with which it fits.
 
-    Nearly equal memories get one answer, for the smallest of them.
+    Nearly equal memories get one answer, for the smallest of them; the largest comes first.
     """
-    present = _peak(run)
-    known: dict[int, int | None] = {0: present}
-    return [_cheapest(run, max_bytes, known) for max_bytes in _distinct(one for one in memories if one < present)]
+    @cache
+    def peak(changes: int) -> float:
+        one = changed(run, changes)
+        return math.inf if one is None else peak_of(one)
+
+    small, distinct = sorted({one for one in memories if one < peak(0)}), list[int]()
+    for one in small:
+        if not distinct or one * NEARLY_EQUAL > distinct[-1]:
+            distinct.append(one)
+    found, every = list[Fit](), range(1 << len(CHANGES))
+    for max_bytes in reversed(distinct):
+        changes = next((one for one in every if peak(one) <= max_bytes), 0)
+        flags = tuple(one.flags for bit, one in enumerate(CHANGES) if changes >> bit & 1)
+        fitting = changed(run, changes)
+        assert fitting is not None, "it has a peak"
+        found.append(Fit(max_bytes, flags, peak(changes), _host_bytes(fitting)) if changes else
+                     Fit(max_bytes, (), min(map(peak, every))))
+    return found
 
 
-def _cheapest(run: Run, max_bytes: int, known: dict[int, int | None]) -> Fit:
-    """``known``: peaks by set of changes (bit n: ``CHANGES[n]``), None if they conflict; new ones are added."""
-    for changes in range(1, 1 << len(CHANGES)):
-        if changes not in known:
-            changed = _changed(run, changes)
-            known[changes] = None if changed is None else _peak(changed)
-        peak = known[changes]
-        if peak is not None and peak <= max_bytes:
-            changed = _changed(run, changes)
-            assert changed is not None, "it has a peak"
-            flags = tuple(one.flags for bit, one in enumerate(CHANGES) if changes >> bit & 1)
-            return Fit(max_bytes, flags, peak, _host_bytes(changed))
-    return Fit(max_bytes, (), min(peak for peak in known.values() if peak is not None))
-
-
-def _changed(run: Run, changes: int) -> Run | None:
+def changed(run: Run, changes: int) -> Run | None:
+    """``run`` with a set of changes (bit n: ``CHANGES[n]``); None if they conflict."""
     for bit, change in enumerate(CHANGES):
         if changes >> bit & 1:
-            changed = change.applied(run)
-            if changed is None:
+            other = change.applied(run)
+            if other is None:
                 return None
-            run = changed
+            run = other
     return run
 
 
-def _peak(run: Run) -> int:
+def peak_of(run: Run) -> int:
+    """Memory of the fullest rank."""
     placement = run.model.placement()
     return max(peaks(run, placement, stage_sizes(run, placement)).values())
 
@@ -147,14 +150,3 @@ def _host_bytes(run: Run) -> int:
     placement = run.model.placement()
     states, activations = stage_sizes(run, placement), activation_bytes_on_host(run, placement)
     return max(size.host_bytes + num_bytes for size, num_bytes in zip(states, activations, strict=True))
-
-
-def _distinct(memories: Iterable[int]) -> list[int]:
-    """The smallest of each group of nearly equal memories, largest group first."""
-    groups: list[list[int]] = []
-    for one in sorted(set(memories), reverse=True):
-        if groups and one >= NEARLY_EQUAL * groups[-1][0]:
-            groups[-1].append(one)
-        else:
-            groups.append([one])
-    return [min(group) for group in groups]

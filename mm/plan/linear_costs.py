@@ -1,7 +1,4 @@
-"""How long a piece of work takes: a law that is linear in its rows and pairs, fitted to measured times.
-
-Pure arithmetic; it knows neither what was measured nor on which device.
-"""
+"""How long a piece of work takes: seconds that are linear in its rows and pairs, fitted to measured times."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,8 +22,10 @@ class Law:
         return Law(self.fixed + other.fixed, self.per_row + other.per_row, self.per_pair + other.per_pair)
 
     def __mul__(self, factor: float) -> "Law":
-        """The law of the same work that takes ``factor`` times as long."""
         return Law(self.fixed * factor, self.per_row * factor, self.per_pair * factor)
+
+
+FREE = Law(0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -41,30 +40,20 @@ class Timed:
 def fitted(times: Sequence[Timed]) -> Law:
     """The law with the least sum of squared relative errors among those without a negative coefficient.
 
-    ``times`` must not be empty, and each must be positive.
+    ``times`` must not be empty, and each must be positive.  Every subset of the coefficients is tried, which is exact.
     """
-    seconds = np.array([one.seconds for one in times])
-    terms = np.array([[1.0, one.rows, one.pairs] for one in times]) / seconds[:, None]
-    return Law(*nonnegative(terms, np.ones(len(times))).tolist())
-
-
-def nonnegative(terms: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """The x >= 0 that minimizes the sum of squares of ``terms @ x - target``; terms that do not improve it get 0.
-
-    It tries every subset of the terms, which is exact, and fast for a few terms.
-    """
-    num_terms = terms.shape[1]
-    best, least = np.zeros(num_terms), np.inf
-    for chosen in (list(some) for count in range(1, num_terms + 1) for some in combinations(range(num_terms), count)):
+    terms = np.array([[1.0, one.rows, one.pairs] for one in times]) / np.array([[one.seconds] for one in times])
+    best, least = np.zeros(3), np.inf
+    for chosen in (list(some) for count in (1, 2, 3) for some in combinations(range(3), count)):
         if not terms[:, chosen].any(axis=0).all():
             continue  # nothing was measured with such a term
         scale = np.abs(terms[:, chosen]).max(axis=0)
-        found = np.linalg.lstsq(terms[:, chosen] / scale, target, rcond=None)[0] / scale
-        error = float(np.square(terms[:, chosen] @ found - target).sum())
+        found = np.linalg.lstsq(terms[:, chosen] / scale, np.ones(len(times)), rcond=None)[0] / scale
+        error = float(np.square(terms[:, chosen] @ found - 1).sum())
         if (found >= 0).all() and error < least - 1e-12:
-            best, least = np.zeros(num_terms), error
+            best, least = np.zeros(3), error
             best[chosen] = found
-    return best
+    return Law(*best.tolist())
 
 
 def relative_errors(law: Law, times: Sequence[Timed]) -> list[float]:
