@@ -52,8 +52,6 @@ setup(
         "psutil",
         "packaging",
         "tqdm",
-        "jsonargparse>=4.40,<5",
-        "docstring-parser",
     ],
     entry_points={"console_scripts": ["mm-convert = checkpoint.cli:main", "mm-data = mm.data_tool.cli:main",
                                       "mm-doctor = mm.doctor.cli:main", "mm-evaluate = mm.evaluate:main",

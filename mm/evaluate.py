@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mm.config.evaluate import EVALUATE, Evaluating, load_evaluating
 from mm.config.generate import kept_answers
 from mm.config.notes import notes_at_start, sorted_notes
-from mm.ending import end_with_launcher, is_first_rank, print_notes, print_notes_once, refused, run_command, status_of
-from mm.errors import UserError
+from mm.ending import end_with_launcher, is_first_rank, print_notes, print_notes_once, run_command, status_of
 from mm.progress import Progress, loading, ongoing
 from mm.version import software
 
@@ -39,13 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: Sequence[str]) -> int:
     end_with_launcher()
-    try:
-        evaluating = load_evaluating(words)
-        if evaluating.asking.args.check:
-            check(evaluating)
-    except UserError as error:
-        return refused(error)
+    evaluating = load_evaluating(words)
     if evaluating.asking.args.check:
+        check(evaluating)
         return 0
     return status_of(lambda: evaluate(evaluating))
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from mm.config.generate import GENERATE, Asking, GenerateArguments, kept_answers, load_asking
 from mm.config.notes import notes_at_start, sorted_notes
-from mm.ending import end_with_launcher, is_first_rank, print_notes, print_notes_once, refused, run_command, status_of
-from mm.errors import UserError
+from mm.ending import end_with_launcher, is_first_rank, print_notes, print_notes_once, run_command, status_of
 from mm.progress import loading, ongoing
 from mm.version import software
 
@@ -30,13 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: Sequence[str]) -> int:
     end_with_launcher()
-    try:
-        asking = load_asking(words)
-        if asking.args.check:
-            check(asking)
-    except UserError as error:
-        return refused(error)
+    asking = load_asking(words)
     if asking.args.check:
+        check(asking)
         return 0
     return status_of(lambda: answer(asking))
 

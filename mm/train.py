@@ -20,11 +20,10 @@ from mm.ending import (
     is_first_rank,
     print_notes,
     print_notes_once,
-    refused,
     run_command,
     status_of,
 )
-from mm.errors import UserError, collected, printable, refuse
+from mm.errors import collected, printable, refuse
 from mm.launched import Launched
 from mm.lock import Claim, claim_problems
 from mm.progress import loading, ongoing
@@ -63,17 +62,14 @@ def _kept(words: Sequence[str]) -> str:
 
 def _run(words: Sequence[str], signals: StopSignals) -> int:
     end_with_launcher()
-    try:
-        run = load_run(words)
-        if run.args.may_begin or run.args.save is not None:
-            with loading(is_first_rank()):
-                from mm.training.sources import with_start  # loads torch
+    run = load_run(words)
+    if run.args.may_begin or run.args.save is not None:
+        with loading(is_first_rank()):
+            from mm.training.sources import with_start  # loads torch
 
-            run = with_start(run)
-        if run.args.dry_run or run.args.check:
-            run, _ = check_files(run, Claim())
-    except UserError as error:
-        return refused(error)
+        run = with_start(run)
+    if run.args.dry_run or run.args.check:
+        run, _ = check_files(run, Claim())
     if run.args.dry_run:
         from mm.plan.stages import stage_report  # loads torch, which a mistake in the settings should not wait for
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from mm.config.flags import VitQkvOrder
 from mm.conversion.compare import is_right
+from mm.conversion.options import Options
 from mm.ending import print_notes
 from mm.errors import UserError, counted
 from mm.formats.atomic import (
@@ -48,18 +49,6 @@ HF_DIR = "--cfg.hf_config.hf_dir"
 QKV_ORDER = "--cfg.common_model_config.vit_qkv_order"
 IS_IDENTICAL = "is already identical; nothing was written."
 """Said of a target whose files and tensors are already those that would be written."""
-
-
-@dataclass(kw_only=True)
-class Options:
-    """Options of every conversion."""
-
-    dry_run: bool = False
-    """Print the plan with sizes, and write nothing."""
-    overwrite: bool = False
-    """Replace a target that is not empty."""
-    num_workers: int = 0
-    """Threads; 0 = one per core."""
 
 
 @dataclass(frozen=True)

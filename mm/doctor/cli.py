@@ -8,8 +8,7 @@ The checks are in ``mm.doctor.commands``, imported inside ``run_command`` so tha
 import sys
 from collections.abc import Sequence
 
-from mm.ending import refused, run_command
-from mm.errors import UserError
+from mm.ending import run_command
 from mm.importing import without_collection
 
 
@@ -20,13 +19,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
-    with without_collection():
-        from mm.doctor.commands import run
-
     try:
-        return run(words)
-    except UserError as error:
-        return refused(error)
+        with without_collection():
+            from mm.doctor.commands import run
+    except ModuleNotFoundError:
+        return _packages()
+    return run(words)
+
+
+def _packages() -> int:
+    """Print what can be said in a Python without the packages that the checks need; return the exit status, 1."""
+    from mm.doctor.packages import package_findings
+
+    sys.stdout.write("".join(f"{finding.text()}\n" for finding in package_findings()))
+    return 1
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """The checks of ``mm-doctor``, from those that need nothing to those that need everything."""
 
-import argparse
 import os
 import platform
 import sys
@@ -10,11 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from glob import glob
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from mm.config.choices import DeviceName
-from mm.config.misspelt import parse
-from mm.console import add_common_flags, positive_count
+from mm.config.command_line import CommandLine
+from mm.config.schema import APPENDS, STRICT, Count, Group, NaturalNumber, Positive
 from mm.doctor.diagnosis import Diagnosis, Level, fault, ok
 from mm.doctor.imports import import_findings, start_imports
 from mm.doctor.machine import directory_findings, file_findings, memory_findings, temporary_findings
@@ -30,13 +32,41 @@ if TYPE_CHECKING:
     from mm.device.platform import Platform
 
 
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DoctorFlags:
+    """``mm-doctor``."""
+
+    device: Annotated[DeviceName, Group("What is examined")] = Field("auto", description="what to examine")
+    directory: Annotated[tuple[Path, ...], APPENDS] = Field((), title="one or more directories", description=(
+        "where data is read or checkpoints are written; absent = here"))
+    hosts: Annotated[tuple[str, ...], APPENDS] = Field(
+        (), title="HOST or HOST:PORT", description="other nodes, which this one must reach")
+    port: Count = Field(29500, description="port of --hosts without one")
+    report: Path | None = Field(None, description="also write everything to this file, for an issue")
+
+    no_trial: Annotated[bool, Group("The trial: ranks that compute and talk to each other")] = Field(
+        False, description="start no ranks, for example while devices are busy")
+    num_processes: Count | None = Field(
+        None, description="ranks of the trial on this machine; absent = one for each device, 2 on the CPU")
+    trial_seconds: Positive = Field(
+        300.0, description="how long the trial may take, and how long to wait for other nodes")
+
+    nnodes: Annotated[Count, Group("Several nodes: the same command on each of them, as for torchrun")] = Field(
+        1, description="how many")
+    node_rank: NaturalNumber = Field(0, description="the number of this node, from 0")
+    master_addr: str = Field("localhost", description="name or address of node 0")
+    master_port: Count = Field(6000, description="a free port of node 0")
+
+
+DOCTOR = CommandLine("mm-doctor", "Print what a run would find on this machine, and how to mend it.", DoctorFlags)
+
+
 def run(words: Sequence[str]) -> int:
     """Examine this machine, print each finding as soon as it is known, and return the exit status: 0, or 1 if there is
     a fault."""
-    parser = _parser()
-    flags = parse(parser, words)
-    if not 0 <= flags.node_rank < flags.nnodes:
-        parser.error(f"--node-rank is {flags.node_rank}; expected 0 to {flags.nnodes - 1} (--nnodes)")
+    flags = DOCTOR.read(DOCTOR.split(words))
+    if flags.node_rank >= flags.nnodes:
+        raise UserError(f"--node-rank is {flags.node_rank}; expected 0 to {flags.nnodes - 1} (--nnodes)")
     lines, counts = list[str](), Counter[Level]()
 
     def say(line: str) -> None:
@@ -57,35 +87,7 @@ def run(words: Sequence[str]) -> int:
     return int(counts[Level.FAULT] > 0)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("mm-doctor", allow_abbrev=False, description=(
-        "Prints what a run would find on this machine, and how to mend it."))
-    add_common_flags(parser, version_line("mm-doctor"), "mm-doctor")
-    examined = parser.add_argument_group("What is examined")
-    examined.add_argument("--device", default="auto", choices=get_args(DeviceName),
-                          help="what to examine (default auto)")
-    examined.add_argument("--directory", type=Path, action="append", metavar="DIR",
-                          help="where data is read or checkpoints are written; may be repeated (default: here)")
-    examined.add_argument("--hosts", nargs="*", default=[], metavar="HOST[:PORT]",
-                          help="other nodes, which this one must reach")
-    examined.add_argument("--port", type=int, default=29500, help="port of --hosts without one (default 29500)")
-    examined.add_argument("--report", type=Path, metavar="FILE", help="also write everything to FILE, for an issue")
-    trial = parser.add_argument_group("The trial: ranks that compute and talk to each other")
-    trial.add_argument("--no-trial", action="store_true", help="start no ranks, for example while devices are busy")
-    trial.add_argument("--num-processes", type=positive_count, metavar="N",
-                       help="ranks of the trial on this machine; absent = one for each device, 2 on the CPU")
-    trial.add_argument("--trial-seconds", type=float, default=300.0, metavar="SECONDS",
-                       help="how long the trial may take, and how long to wait for other nodes (default 300)")
-    several = parser.add_argument_group("Several nodes", "the same command on each of them, as for torchrun")
-    several.add_argument("--nnodes", type=positive_count, default=1, metavar="N", help="how many (default 1)")
-    several.add_argument("--node-rank", type=int, default=0, metavar="R", help="the number of this node, from 0")
-    several.add_argument("--master-addr", default="localhost", metavar="HOST", help="name or address of node 0")
-    several.add_argument("--master-port", type=int, default=6000, metavar="PORT",
-                         help="a free port of node 0 (default 6000)")
-    return parser
-
-
-def _findings(flags: argparse.Namespace) -> Iterator[Diagnosis]:
+def _findings(flags: DoctorFlags) -> Iterator[Diagnosis]:
     """The findings of all checks.  A check that fails does not end the others."""
     imports = start_imports()
     for name, check in (
@@ -119,14 +121,14 @@ def _cure_of(error: Exception) -> str:
     return "mend what the message and the faults above name"
 
 
-def _directories(wanted: Sequence[Path] | None) -> Iterator[Diagnosis]:
+def _directories(wanted: Sequence[Path]) -> Iterator[Diagnosis]:
     """The directories that the user gave, by default the current one, and the one for temporary files."""
     for directory in dict.fromkeys(wanted or [Path.cwd()]):
         yield from directory_findings(directory, takes_checkpoints=True)
     yield from temporary_findings(os.environ)
 
 
-def _variables(flags: argparse.Namespace) -> Iterator[Diagnosis]:
+def _variables(flags: DoctorFlags) -> Iterator[Diagnosis]:
     import psutil  # not at the top: it may be missing, and the other checks go on
 
     interfaces = {name: [one.address for one in some] for name, some in psutil.net_if_addrs().items()}
@@ -137,12 +139,12 @@ def _variables(flags: argparse.Namespace) -> Iterator[Diagnosis]:
     yield from variable_findings(os.environ, interfaces, os.cpu_count() or 1, num_processes)
 
 
-def _trial(flags: argparse.Namespace, own: TrialNode) -> Iterator[Diagnosis]:
+def _trial(flags: DoctorFlags, own: TrialNode) -> Iterator[Diagnosis]:
     num_processes = flags.num_processes or _num_devices(flags.device)
     yield from trial_findings(flags.device, num_processes, flags.trial_seconds, own)
 
 
-def _between(flags: argparse.Namespace) -> Iterator[Diagnosis]:
+def _between(flags: DoctorFlags) -> Iterator[Diagnosis]:
     """Checks between the nodes: first of the network, then, unless there is a fault, a trial on all their devices."""
     from mm.device.platforms import PLATFORMS
     from mm.doctor.nodes import Nodes

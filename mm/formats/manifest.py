@@ -14,9 +14,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from mm.config.model import ModelConfig
-from mm.config.patterns import long_patterns
 from mm.config.schema import STRICT, NaturalNumber, shown
-from mm.errors import MAX_PROBLEMS, UserError, naming, refuse, refuse_special
+from mm.errors import MAX_PROBLEMS, UserError, naming, refuse_special
 from mm.files import json_object
 from mm.formats.layout import Layout, check_layout
 from mm.formats.safetensors import DTYPE_NAMES, DTYPES
@@ -131,7 +130,6 @@ def _problems(error: ValidationError, key: str) -> Iterator[str]:
 def check_placed(model: ModelConfig, tp_size: int, folder: Path) -> None:
     """Raise UserError if the model in the manifest in ``folder`` cannot have the layout that it states."""
     with naming(str(folder)):
-        refuse(long_patterns(model, MANIFEST_FILE))
         check_layout(Layout.of(model, tp_size), model, MANIFEST_FILE)
 
 

@@ -13,9 +13,6 @@ from mm.plan.calibration import Calibration, read_calibration
 from mm.plan.states import on_host
 from mm.version import CODE, software
 
-ACCEPT = "--accept-calibration"
-ACCEPT_HELP = "use a calibration that was measured on another device, with other versions, or in another precision"
-
 COPIES = {"fp32": "fp32 copies of 16-bit weights", "remainder": "--store-param-remainders",
            "none": "--main-params-dtype bf16"}
 """What the user calls the values of ``Arguments.kept_copy``."""
@@ -27,8 +24,8 @@ def calibration_for(path: Path, run: Run, accepts: bool) -> Calibration:
     found = read_calibration(path)
     differences = list(_differences(found, run))
     if differences and not accepts:
-        raise UserError([f"{path}: {one}; measure again with `mm-plan calibrate --output {path}`, or add {ACCEPT} if "
-                         f"the run will be like the calibration" for one in differences])
+        raise UserError([f"{path}: {one}; measure again with `mm-plan calibrate --output {path}`, or add "
+                         f"--accept-calibration if the run will be like the calibration" for one in differences])
     now, then = software()[CODE], found.machine.versions.get(CODE)
     notes = [] if then in (None, now) else [f"the calibration was measured with {CODE} {then}, but here it is {now}"]
     print_notes([*differences, *notes], sys.stderr)
