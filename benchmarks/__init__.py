@@ -10,9 +10,8 @@ answers.
                  with a device?  .feature_cache: how much time does the cache of the ViT's features save?
     convert      How long does mm-convert take compared with a plain copy, and what do ranks read at startup?
     save         How much faster is a save in overlapping blocks?
-    kills        What does a run lose that is killed or stopped in each phase, and how fast does it end?
     kernels      Which form of each kernel is fastest on a device?
-    soak         Does a run lose nothing under kills, signals, full and slow disks and a jumping clock?  Does it grow?
+    faults       Does a run lose nothing under kills, stops and signals, and does its memory grow?
     device_hour  Runs all measurements on a device; .render writes them into docs/performance.md.
 
 They share ``measure`` (clocks, ratios, tables, ranks), ``records`` (files of results) and ``sides`` (both trainers).

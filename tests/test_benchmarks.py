@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ OURS, PEER = "ours", "transformers"
 PAGE = ROOT / "docs" / "performance.md"
 BEGIN = "<!-- measured on a device: written by python -m benchmarks.device_hour.render -->"
 END = "<!-- end of what was measured on a device -->"
-HOUR = ("parity", "ceilings", "kernels", "mixed", "towers", "loader")
+HOUR = ("ceilings", "parity", "mixed", "kernels", "towers", "loader")
 COMMANDS = {
     # parity is a command of its own below: here its limit ends it, as a command that fails
     "hour": ("benchmarks.device_hour", "--rehearse", "--steps", *HOUR, "--limit", "parity=1"),
@@ -146,15 +147,15 @@ def of_kind(records: list[dict], kind: str, **values: object) -> list[dict]:
     return [one for one in records if all(one.get(key) == value for key, value in wanted.items())]
 
 
-def rendered(folder: Path, records: list[dict] | Path | None, page: str) -> tuple[str, list[dict]]:
-    """``page`` with what ``records`` render to (None: those that are kept), and the goals that are judged by them."""
+def rendered(folder: Path, records: list[dict] | Path | None, page: str) -> str:
+    """``page`` with what ``records`` render to; None: those that are kept."""
     if isinstance(records, list):
         (folder / "made.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
         records = folder / "made.jsonl"
     (folder / "page.md").write_text(page)
-    words = ["--document", str(folder / "page.md"), "--goals", str(folder / "goals.json")]
-    run_ranks(0, "benchmarks.device_hour.render", *words, *(["--records", str(records)] if records else []))
-    return (folder / "page.md").read_text(), json.loads((folder / "goals.json").read_text())
+    words = ["--document", str(folder / "page.md"), *(["--records", str(records)] if records else [])]
+    run_ranks(0, "benchmarks.device_hour.render", *words)
+    return (folder / "page.md").read_text()
 
 
 def block(page: str) -> str:
@@ -258,14 +259,9 @@ def test_kernels_compute_the_same_in_every_form(started: dict[str, Future]) -> N
     records = records_of(started["hour"].result() / "records.jsonl")
     kernels = of_kind(records, "kernel")
     assert {one["group"] for one in kernels} == {
-        "ceilings", "gemm", "weight gradient", "patch embedding", "attention", "pointwise", "optimizer",
-    }  # fmt: skip
-    # of all forms only the product with another output dtype is missing on a CPU
-    assert {one["name"] for one in kernels if "error" in one} == {"addmm into fp32"}
-    timed = [one for one in kernels if "error" not in one]
-    assert all(0 < one["ms_min"] <= one["ms"] <= one["ms_max"] and one["repeats"] >= 3 for one in timed)
-    assert max(one["difference"] for one in timed) < 1e-5  # measured: 7e-7, the convolution of patches
-    assert max(one["difference"] for one in timed if one["name"] != "product, then add_") > 0
+        "ceilings", "attention", "pointwise", "optimizer"}
+    assert all(0 < one["ms_min"] <= one["ms"] <= one["ms_max"] and one["repeats"] >= 3 for one in kernels)
+    assert 0 < max(one["difference"] for one in kernels) < 1e-5  # measured: 3e-7
     for tower in ("ViT", "LLM"):
         assert [one["name"] for one in of_kind(records, "tower", tower=tower)] == [OURS, PEER]
     assert all(one["difference"] < 1e-5 for one in of_kind(records, "tower"))  # measured: 0 and 8e-8
@@ -284,65 +280,26 @@ def test_mixed_samples_reach_attention_of_different_lengths(started: dict[str, F
     assert ours["first_loss"] == pytest.approx(theirs["first_loss"], rel=1e-5)
 
 
-def test_goals_follow_from_the_records(started: dict[str, Future], tmp_path: Path) -> None:
-    """Real lines, then the same with our times a hundredth or a hundredfold."""
-    records = records_of(started["hour"].result() / "records.jsonl")
-    (ours,) = of_kind(records, "side", side=OURS)
-    (theirs,) = of_kind(records, "side", side=PEER)
-    records += [ours | {"label": "step"}, ours | {"label": "frozen"}]  # other flags of the same command
-    measured = {goal["what"]: goal for goal in rendered(tmp_path, records, PAGE.read_text())[1]}
-    unmeasured = {what for what, goal in measured.items() if goal["value"] is None}
-    assert {measured[what]["name"] for what in unmeasured} == {"G9", "G10", "G12", "G13"}  # equal, 7B, 8 workers
-    assert [goal["value"] for goal in measured.values() if goal["name"] == "G15"] == [0, 0]  # nothing was frozen
-    rates = [side["tokens"] / side["steps_seconds"][0] for side in (ours, theirs)]
-    speed = measured["tokens/s relative to transformers, mixed samples, where transformers pads"]["value"]
-    assert speed == pytest.approx(rates[0] / rates[1], rel=1e-12)
-
-    def scaled(factor: float) -> dict[str, bool | None]:
-        changed = json.loads(json.dumps(records))
-        for one in changed:
-            if one.get("side") == OURS and one["kind"] == "side" and one["label"] in ("step", "mixed"):
-                one["steps_seconds"] = [factor * second for second in one["steps_seconds"]]
-                one["phases_ms"]["optimizer"] *= factor**2
-            elif one.get("name") == OURS and "ms" in one:
-                one["ms"] *= factor
-        judged = rendered(tmp_path, changed, PAGE.read_text())[1]
-        return {f"{goal['name']} {goal['what']}": goal["is_reached"] for goal in judged}
-
-    fast, slow = scaled(1e-2), scaled(1e2)
-    changed = {goal for goal in fast if fast[goal] is True and slow[goal] is False}
-    assert changed == {
-        f"{goal['name']} {what}" for what, goal in measured.items()
-        if goal["value"] is not None and goal["name"] in ("G9", "G10", "G11", "G14") and "error" not in what
-    }  # fmt: skip
-    assert len(changed) == 7
-
-
-def test_a_rehearsal_judges_no_goal(started: dict[str, Future], tmp_path: Path) -> None:
+def test_a_rehearsal_is_rendered(started: dict[str, Future], tmp_path: Path) -> None:
+    """The same text as in the command's own file; a second time changes nothing, and no records remove it."""
     folder = started["hour"].result()
     text = (folder / "tables.md").read_text()
-    once, _ = rendered(tmp_path, folder / "records.jsonl", PAGE.read_text())
-    assert block(once) == text
-    assert "A rehearsal" in text and "**reached**" not in text and "| not reached |" not in text
-    for line in ("| mixed | ours | 800 |", "| ViT | transformers |", "| parity | **ended at its limit of 1 s** |"):
+    once = rendered(tmp_path, folder / "records.jsonl", PAGE.read_text())
+    assert block(once) == text and rendered(tmp_path, folder / "records.jsonl", once) == once
+    records = records_of(folder / "records.jsonl")
+    sides = [of_kind(records, "side", label="mixed", side=side)[0] for side in (OURS, PEER)]
+    rates = [side["tokens"] / side["steps_seconds"][0] for side in sides]
+    speed = re.search(r"\| tokens/s relative to transformers, mixed samples.* \| ([\d.]+)x \|", text)
+    assert speed is not None and float(speed[1]) == pytest.approx(rates[0] / rates[1], rel=1e-2)
+    for line in ("A rehearsal", "| mixed | ours | 800 |", "| ViT | transformers |", "parity (ended at its limit"):
         assert line in text
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    again, _ = rendered(tmp_path, folder / "records.jsonl", once)
-    assert again == once and again.count(text) == 1 and len(lines) > 60
-    assert rendered(tmp_path, [], again)[0] == rendered(tmp_path, [], PAGE.read_text())[0]
+    assert "Nothing was measured yet" in rendered(tmp_path, [], once)
 
 
 def test_the_document_shows_the_records_that_are_kept(tmp_path: Path) -> None:
-    """No figure without its record: the block is what the kept records render to, or says that there are none."""
+    """No figure without its record: the block is what the kept records render to."""
     page = PAGE.read_text()
-    found, goals = rendered(tmp_path, None, page)
-    assert found == page and block(page)
-    if not (ROOT / "benchmarks" / "device_hour" / "records.jsonl").exists():
-        assert "Nothing was measured yet" in block(page) and block(page).count("| not measured |") == len(goals)
-
-
-def test_the_document_shows_what_ranks_read() -> None:
-    assert run_ranks(0, "benchmarks.convert", "--reads", "72b") in PAGE.read_text()
+    assert rendered(tmp_path, None, page) == page and block(page)
 
 
 def test_records_of_two_devices_are_refused(tmp_path: Path) -> None:

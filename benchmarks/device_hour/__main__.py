@@ -1,14 +1,15 @@
-"""An hour on a device: measures everything that docs/performance.md says about accelerators.
+"""Measures on a device what docs/performance.md says about accelerators, the most valuable first.
 
     python -m benchmarks.device_hour --list
-    python -m benchmarks.device_hour --output runs/device [--steps parity ceilings ...] [--within 580]
+    python -m benchmarks.device_hour --output runs/device [--steps parity ceilings ...] [--within 720]
 
 Runs a list of commands, correctness first, each in a new process with a time limit, and continues after one that
 fails.  It writes to ``--output``: ``records.jsonl`` (each result at once, and how each command ended), ``log.txt`` (all
 output), ``profile.txt`` (the operators of one step) and ``tables.md`` (the results as docs/performance.md shows them;
 ``python -m benchmarks.device_hour.render`` puts them there).  Commands that are recorded as done do not run again
-unless ``--steps`` names them, so the same line continues after an interruption.  ``--within SECONDS`` ends in that
-time: it skips a command if less than half of its limit is left, and shortens the limits of others to the time left.
+unless ``--steps`` names them, so the same line continues after an interruption.  ``--within SECONDS`` skips a command
+if less than half of its limit is left, and shortens the limits of others to the time left.  Its default, 720, leaves
+three minutes of a quarter of an hour for the start of the machine.
 
 A machine needs this repository, torch for its device, transformers, megatron-core and the few packages that setup.py
 lists.  Where nothing can be installed, put wheels of the missing packages beside the repository and unpack them into a
@@ -66,30 +67,25 @@ def _speed(*words: str, size: str = "3b", peer: bool = False) -> tuple[str, ...]
 
 
 STEPS = (
-    Step("tests", 150, "correctness", ("pytest", "-q", "-W", "default", "tests/device", "-k", "cuda")),
-    Step("parity", 240, "correctness", ("benchmarks.step", "parity")),
-    Step("train", 240, "correctness of the program itself", ("benchmarks.step", "train")),
-    Step("ceilings", 200, "ceilings; matrix products, weight gradients, ffn widths, forms of Adam",
-         _kernels("ceilings", "gemm", "optimizer")),
-    Step("kernels", 240, "forms of attention, SwiGLU, rope and RMSNorm", _kernels("attention", "pointwise")),
-    Step("step", 150, "FLOP/s, optimizer and memory of a 3B step", _speed("--mix")),
-    Step("mixed", 360, "speed over transformers on mixed samples, which it pads",
+    Step("tests", 90, "correctness", ("pytest", "-q", "-W", "default", "tests/device", "-k", "cuda")),
+    Step("ceilings", 40, "ceilings; forms of Adam", _kernels("ceilings", "optimizer")),
+    Step("step", 90, "FLOP/s, optimizer and memory of a 3B step", _speed("--mix")),
+    Step("parity", 180, "correctness", ("benchmarks.step", "parity")),
+    Step("mixed", 200, "speed over transformers on mixed samples, which it pads",
          _speed("--mix", *HALVES, "--rounds", "2", "--warmup", "2", "--steps", "5", peer=True)),
-    Step("equal", 240, "speed over transformers on equal samples",
-         _speed(*HALVES, "--warmup", "2", "--steps", "5", peer=True)),
-    Step("profile", 120, "where the time of a step goes", _speed("--steps", "3", "--profile", "{output}/profile.txt")),
-    Step("one_sample", 120, "one sample per microbatch", _speed("--tokens", "689", "--num-microbatches", "8")),
-    Step("frozen", 120, "time and memory that a frozen ViT saves", _speed("--mix", *FROZEN)),
-    Step("recompute", 120, "memory of a 3B step with recomputation", _speed("--mix", "--recompute")),
-    Step("offload", 120, "time of a 3B step with activations in host memory", _speed("--mix", "--offload")),
-    Step("offload_inputs", 120, "time of a 3B step with recomputation and inputs of layers in host memory",
-         _speed("--mix", "--recompute", "--offload")),
-    Step("large", 240, "FLOP/s and memory of a 7B step",
+    Step("large", 100, "FLOP/s and memory of a 7B step",
          _speed("--num-microbatches", "4", "--recompute", *FROZEN, size="7b")),
-    Step("towers", 180, "speed over transformers of the ViT and the LLM alone", _kernels("towers")),
-    Step("predictions", 300, "time of 3B steps beside predictions by published figures, kernels and a calibration",
+    Step("kernels", 120, "forms of attention, SwiGLU, rope and RMSNorm", _kernels("attention", "pointwise")),
+    Step("train", 150, "correctness of the program itself", ("benchmarks.step", "train")),
+    Step("profile", 90, "where the time of a step goes", _speed("--steps", "3", "--profile", "{output}/profile.txt")),
+    Step("predictions", 120, "time of 3B steps beside predictions by published figures, kernels and a calibration",
          ("benchmarks.plan.device",)),
-    Step("loader", 150, "time that a step waits for the loader", ("benchmarks.data.loader",)),
+    Step("recompute", 90, "memory of a 3B step with recomputation", _speed("--mix", "--recompute")),
+    Step("offload", 90, "time of a 3B step with activations in host memory", _speed("--mix", "--offload")),
+    Step("equal", 150, "speed over transformers on equal samples",
+         _speed(*HALVES, "--warmup", "2", "--steps", "5", peer=True)),
+    Step("towers", 150, "speed over transformers of the ViT and the LLM alone", _kernels("towers")),
+    Step("loader", 120, "time that a step waits for the loader", ("benchmarks.data.loader",)),
 )  # fmt: skip
 
 REHEARSAL = {
@@ -163,7 +159,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("runs/device"), help="folder for all files")
     parser.add_argument("--list", action="store_true", help="print the commands, and run none")
     parser.add_argument("--steps", nargs="+", choices=names, metavar="NAME", help=f"only these: {', '.join(names)}")
-    parser.add_argument("--within", type=int, metavar="SECONDS", help="end within this time; see above")
+    parser.add_argument("--within", type=int, default=720, metavar="SECONDS", help="end within this time; see above")
     parser.add_argument("--limit", nargs="+", default=[], metavar="NAME=SECONDS", help="other limits of steps")
     parser.add_argument("--rehearse", action="store_true", help="a tiny size on the CPU: shows that it runs")
     flags = parser.parse_args(argv)
@@ -190,7 +186,7 @@ def main(argv: list[str]) -> int:
     output.mkdir(parents=True, exist_ok=True)
     failed, left = [], []
     for step in steps:
-        remaining = flags.within - (time.monotonic() - start) if flags.within else float(step.limit_seconds)
+        remaining = flags.within - (time.monotonic() - start)
         if remaining < step.limit_seconds / 2:
             left.append(step.name)
         elif not run(replace(step, limit_seconds=min(step.limit_seconds, int(remaining))), output):

@@ -1,4 +1,4 @@
-"""Writes the measurements on an accelerator into docs/performance.md, between two marks.
+"""Writes the measurements on an accelerator into docs/performance.md, between two marks; kernels stay in the records.
 
     python -m benchmarks.device_hour.render [--records runs/device/records.jsonl] [--document docs/performance.md]
 
@@ -9,12 +9,11 @@ has no figure whose record is not in the repository.
 import argparse
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.device_hour.goals import goals
-from benchmarks.measure import report
-from benchmarks.records import LOSS, NORM, OURS, PEER, Results, read_records
+from benchmarks.kernels.attention import LOOP, MASK
+from benchmarks.records import OURS, PEER, Results, read_records
+from benchmarks.step.floors import OPTIMIZER_BYTES_PER_PARAM
 from mm.device.known import known_device
 from tests.files import ROOT, table
 from tests.workload import microbatches_of
@@ -22,7 +21,7 @@ from tests.workload import microbatches_of
 KEPT = Path(__file__).with_name("records.jsonl")
 BEGIN = "<!-- measured on a device: written by python -m benchmarks.device_hour.render -->"
 END = "<!-- end of what was measured on a device -->"
-NOTHING = """Nothing was measured yet. This measures it, on one CUDA or NPU device, within an hour:
+NOTHING = """Nothing was measured yet. This measures it, on one CUDA or NPU device, within a quarter of an hour:
 
 ```
 python -m benchmarks.device_hour --output runs/device
@@ -35,7 +34,7 @@ def block(records: list[dict]) -> str:
     results = Results.latest(records)
     machines = results.of("machine")
     if not any(one["kind"] in ("kernel", "side", "tower", "loader", "parity", "train") for one in results.records):
-        return "\n".join([NOTHING, *table(("what", "measured"), _goal_rows(results)), ""])
+        return NOTHING
     devices = sorted({one["device"] for one in machines} - {"no device", None})
     if len(devices) > 1:
         raise SystemExit(f"the records are of {' and '.join(devices)}; expected one device: keep a file for each")
@@ -46,16 +45,13 @@ def block(records: list[dict]) -> str:
         parts.append(["A rehearsal: a tiny size or the CPU. It shows that the commands run; its figures say nothing of "
                       "a device."])  # fmt: skip
     parts += [
-        table(("what", "measured"), _goal_rows(results)),
+        table(("what", "measured"), _figure_rows(results)),
         _titled("Steps", STEP_HEAD, _step_rows(results)),
         _titled("Parts of a step, in ms", ("step", "side", *PHASES), _phase_rows(results)),
         _titled("Towers alone, forward and backward", ("tower", "side", "rows", "ms", "TFLOP/s"), _tower_rows(results)),
-        _titled("Parity with transformers in fp32 on the CPU", PARITY_HEAD, _parity_rows(results)),
-        _titled("A tiny run of the program, beside the same in fp32 on the CPU", TRAIN_HEAD, _train_rows(results)),
-        _titled("mm-plan's predictions of a step, in seconds", PREDICTION_HEAD, _prediction_rows(results)),
+        _correctness(results),
         _titled("Loader", LOADER_HEAD, _loader_rows(results)),
-        *_kernel_tables(results),
-        _titled("Commands", ("command", "ended", "s"), _command_rows(results)),
+        _not_done(results),
     ]
     return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
 
@@ -81,11 +77,55 @@ def _number(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def _goal_rows(results: Results) -> Iterator[tuple[str, ...]]:
-    """What was measured of each goal; the bounds are for ``--goals``, not for the document."""
-    for goal in goals(results):
-        unit = goal.unit if goal.unit in ("x", "%", "") else f" {goal.unit}"
-        yield goal.what, "not measured" if goal.value is None else f"{_number(goal.value)}{unit}"
+def _figure_rows(results: Results) -> Iterator[tuple[str, ...]]:
+    for what, value, unit in _figures(results):
+        if value is not None:
+            yield what, f"{_number(value)}{unit}"
+
+
+def _figures(results: Results) -> Iterator[tuple[str, float | None, str]]:
+    """What is measured, the value (None: not measured), and its unit."""
+    for label, what in (("mixed", "mixed samples, where transformers pads"), ("equal", "equal samples")):
+        sides = (results.step(label, OURS), results.step(label, PEER))
+        rates = [side["tokens_per_second"] if side else None for side in sides]
+        yield f"tokens/s relative to transformers, {what}", _ratio(*rates), "x"
+    for tower in ("LLM", "ViT"):
+        times = [(results.of("tower", tower=tower, name=name) or [{}])[-1].get("ms") for name in (PEER, OURS)]
+        yield f"speed relative to transformers, the {tower} alone, forward and backward", _ratio(*times), "x"
+    small, large = results.step("step", OURS), results.step("large", OURS)
+    of_ceiling = "share of the measured matrix-product rate"
+    yield f"3B: model FLOP/s, {of_ceiling}", _ceiling_share(small, "model_flops"), "%"
+    yield f"7B, ViT frozen, recomputed: model FLOP/s, {of_ceiling}", _ceiling_share(large, "model_flops"), "%"
+    yield f"7B, the same with FLOPs of recomputation, {of_ceiling}", _ceiling_share(large, "hardware_flops"), "%"
+    floor_ms = None
+    if small and small["phases_ms"] and results.copy_gbps:
+        floor_ms = OPTIMIZER_BYTES_PER_PARAM * small["params_trained"] / results.copy_gbps / 1e6
+    yield ("optimizer, time relative to moving 30 bytes per weight at the measured copy rate",
+           small["phases_ms"]["optimizer"] / floor_ms if small and floor_ms else None, "x")  # fmt: skip
+    for label, what in (("step", "3B"), ("recompute", "3B, recomputed"), ("large", "7B, ViT frozen, recomputed")):
+        step = results.step(label, OURS)
+        error = abs(step["max_memory_gib"] / sum(step["expected_memory_gib"].values()) - 1) if step else None
+        yield f"peak memory, deviation from the formula, {what}", None if error is None else 100 * error, "%"
+    waits = [one for one in results.of("loader", num_workers=8) if "wait_share" in one]
+    yield ("share of a step spent waiting for the loader, 8 workers",
+           100 * waits[-1]["wait_share"] if waits else None, "%")  # fmt: skip
+    times = {name: (results.kernel("attention", "ViT windows, one size", name, part="forward and backward") or {})
+             .get("ms") for name in (OURS, MASK, LOOP)}  # fmt: skip
+    yield "window attention, speed relative to one masked call", _ratio(times[MASK], times[OURS]), "x"
+    yield "window attention, speed relative to one call per window", _ratio(times[LOOP], times[OURS]), "x"
+    errors = results.of("window error")
+    yield "relative error of window attention in fp32", errors[-1]["difference"] if errors else None, ""
+
+
+def _ratio(above: float | None, below: float | None) -> float | None:
+    return above / below if above is not None and below else None
+
+
+def _ceiling_share(step: dict | None, flops: str) -> float | None:
+    """Percent of the measured ceiling at which these FLOPs ran."""
+    if step is None or step["share_of_measured_ceiling"] is None:
+        return None
+    return 100 * step["share_of_measured_ceiling"] * step[flops] / step["model_flops"]
 
 
 STEP_HEAD = ("command", "side", "tokens", "seconds (least .. largest)", "by published figures", "tokens/s",
@@ -154,40 +194,15 @@ def _tower_rows(results: Results) -> Iterator[tuple[object, ...]]:
         yield one["tower"], one["name"], f"{one['rows']:,}", _number(one["ms"]), _number(one["tflops"])
 
 
-PARITY_HEAD = ("model, precision", "loss", "gradient norm", "worst gradient", "transformers' worst", "")
-
-
-def _parity_rows(results: Results) -> Iterator[tuple[str, ...]]:
-    for one in results.of("parity"):
-        for name, case in one["cases"].items():
-            ours = [case["ours"][key] for key in (LOSS, NORM, "gradient_error_max")]
-            yield (name, *map(_number, ours), _number(case["transformers"]["gradient_error_max"]),
-                   "passed" if case["passed"] else "**missed**")  # fmt: skip
-
-
-TRAIN_HEAD = ("precision", "largest error of the loss", "of the gradient norm", "resumed and exported to the bit", "")
-
-
-def _train_rows(results: Results) -> Iterator[tuple[str, ...]]:
-    for one in results.of("train"):
-        for precision, case in one["cases"].items():
-            is_same = case["resumes_to_the_bit"] and case["exports_the_same_file"]
-            yield (precision, _number(case[LOSS]), _number(case[NORM]), "yes" if is_same else "**no**",
-                   "passed" if case["passed"] else "**missed**")  # fmt: skip
-
-
-PREDICTION_HEAD = ("step", "measured (least .. largest)", "by published figures, at the time",
-                   "by kernels, at the time", "calibrated", "interval")  # fmt: skip
-
-
-def _prediction_rows(results: Results) -> Iterator[tuple[str, ...]]:
-    """Each prediction with its error."""
-    for one in results.of("prediction"):
-        cells = ("" if (found := one[name]) is None else _with_error(found, one["measured"])
-                 for name in ("by_figures", "by_kernels", "calibrated"))
-        least, largest = one["spread"]
-        yield (one["case"], f"{one['measured']:.3f} ({least:.3f} .. {largest:.3f})", *cells,
-               f"{one['low']:.3f} .. {one['high']:.3f}")  # fmt: skip
+def _correctness(results: Results) -> list[str]:
+    """One line: how many comparisons with transformers and with the CPU passed."""
+    found = []
+    for kind, what in (("parity", "parity with transformers in fp32 on the CPU"),
+                       ("train", "a tiny run beside the same in fp32 on the CPU, resumed and exported to the bit")):
+        cases = {name: case for one in results.of(kind) for name, case in one["cases"].items()}
+        good = sum(case["passed"] for case in cases.values())
+        found += [f"{what}: {good} of {len(cases)} passed ({'; '.join(cases)})"] if cases else []
+    return [f"Correctness: {'; '.join(found)}."] if found else []
 
 
 LOADER_HEAD = ("workers", "cores", "samples/s", "step, s", "wait, s (largest)", "share of the step")
@@ -201,29 +216,9 @@ def _loader_rows(results: Results) -> Iterator[tuple[object, ...]]:
                _number(one.get("step_seconds")), *waits)  # fmt: skip
 
 
-def _kernel_tables(results: Results) -> Iterator[list[str]]:
-    """A table for each group of kernels.  The forward pass of attention alone is only in the records."""
-    products = results.of("kernel", group="gemm")
-    passes = list(dict.fromkeys(one["name"] for one in products))
-    cases = {case: {one["name"]: one for one in products if one["case"] == case}
-             for case in dict.fromkeys(one["case"] for one in products)}  # fmt: skip
-    rows = [(case, *(_number(found.get(name, {}).get("tflops")) for name in passes)) for case, found in cases.items()]
-    yield _titled("Matrix products of a linear layer, TFLOP/s", ("layer", *passes), rows)
-    for group in dict.fromkeys(one["group"] for one in results.of("kernel") if one["group"] != "gemm"):
-        kernels = [one for one in results.of("kernel", group=group) if one.get("part") != "forward"]
-        rows = [(one["case"], one["name"], _number(one.get("ms")), _number(one.get("tflops")), _number(one.get("gbps")),
-                 _number(one.get("difference")), one.get("error", "").replace("|", "/")[:80] or _operators(one))
-                for one in kernels]  # fmt: skip
-        yield _titled(f"Kernels, {group}", ("case", "form", "ms", "TFLOP/s", "GB/s", "difference", ""), rows)
-
-
-def _operators(kernel: dict) -> str:
-    return " ".join(name.partition("::_")[2] for name in kernel.get("ran", ()))
-
-
-def _command_rows(results: Results) -> Iterator[tuple[object, ...]]:
-    for one in results.of("command"):
-        yield one["label"], {0: "done"}.get(one["status"], f"**{one['status']}**"), one["seconds"]
+def _not_done(results: Results) -> list[str]:
+    failed = [f"{one['label']} ({one['status']})" for one in results.of("command") if one["status"] != 0]
+    return [f"Not run to their end: {', '.join(failed)}."] if failed else []
 
 
 def put(document: str, text: str) -> str:
@@ -238,15 +233,11 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--records", type=Path)
     parser.add_argument("--document", type=Path, default=ROOT / "docs" / "performance.md")
-    parser.add_argument("--goals", type=Path, help="JSON file to write the goals and their measurements to")
     flags = parser.parse_args(argv)
     path = flags.records or (KEPT if KEPT.exists() else None)
     records = read_records(path) if path else []
     text = put(flags.document.read_text(encoding="utf-8"), block(records))
     flags.document.write_text(text, encoding="utf-8")
-    if flags.goals:
-        judged = [{**asdict(goal), "is_reached": goal.is_reached} for goal in goals(Results.latest(records))]
-        report(judged, flags.goals, prints=False)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A run holds no more after many steps than after a few: objects, memory, open files and threads of each rank.
 
-Background saves, validations and data workers take part.  benchmarks/soak watches the memory of longer runs.
+Background saves, validations and data workers take part.  benchmarks.faults watches the memory of longer runs.
 """
 
 import json

@@ -1,1 +1,0 @@
-"""Damaged and hostile files of every kind, read as the commands read them."""
