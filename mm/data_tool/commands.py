@@ -12,7 +12,7 @@ from mm.data.encode.chat import load_tokenizer
 from mm.data.index.dataset import Dataset, datasets, notes_of
 from mm.data.index.gauge import Gauge
 from mm.data.index.sample_files import Split
-from mm.data_tool.cli import CheckFlags, DataFlags, IndexFlags, LlavaFlags, MockFlags, ShowFlags, StatsFlags
+from mm.data_tool.flags import CheckFlags, DataFlags, IndexFlags, LlavaFlags, MockFlags, ShowFlags, StatsFlags
 from mm.data_tool.kinds import pictures_by_kind
 from mm.data_tool.llava import convert_llava, summary
 from mm.data_tool.show import Shown

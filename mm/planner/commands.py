@@ -18,8 +18,8 @@ from mm.plan.costs import COUNTS, Cutting
 from mm.plan.judge import judge
 from mm.plan.predict import Predictor
 from mm.plan.workload import workload_of
-from mm.planner.cli import CalibrateFlags, CompareFlags, LayoutFlags, ListsFlags, PredictFlags
 from mm.planner.compare import compared, write_prediction
+from mm.planner.flags import CalibrateFlags, CompareFlags, LayoutFlags, ListsFlags, PredictFlags
 from mm.planner.layouts import layouts, lengths_of
 from mm.planner.machine import calibration_for
 from mm.planner.reports import lists_report, prediction_report

@@ -32,7 +32,7 @@ from mm.plan.choices import (
 from mm.plan.distributions import DISTRIBUTIONS, mixed
 from mm.plan.lists import Lists
 from mm.plan.search import LayoutSearch, Planned, SearchResult
-from mm.planner.cli import LayoutFlags
+from mm.planner.flags import LayoutFlags
 from mm.planner.layout_report import LayoutPlan, layout_page, layout_report
 from mm.planner.machine import calibration_for
 from mm.planner.written import write_layout

@@ -22,7 +22,7 @@ from mm.requirements import declared_names
 from tests.doctor.whole import Examined, examined
 
 PACKAGES = Path(sysconfig.get_path("purelib"))
-CHANGED = "packaging", "psutil", "annotated-types", "docstring-parser", "jsonargparse"
+CHANGED = "packaging", "psutil", "annotated-types", "tqdm", "simplejpeg"
 _NAMESPACES = ["unshare", "--map-root-user", "--mount", "--uts", "--net"]
 _AWAY = r"remove (\S+) from PYTHONPATH", r'export PYTHONPATH="$(echo "$PYTHONPATH" | sed "s#\1:##")"'
 
@@ -201,9 +201,9 @@ def test_packages_that_are_missing_old_or_damaged(environment: Path, tmp_path: P
     python = str(environment / "bin/python")
     for name in CHANGED:
         _wheel_of(name, tmp_path)
-    info = f"docstring_parser-{distribution('docstring-parser').version}.dist-info"
+    info = f"tqdm-{distribution('tqdm').version}.dist-info"
     shutil.copytree(PACKAGES / info, _site(environment) / info)  # without the package itself
-    _install_as("jsonargparse", "3.0.0", environment)
+    _install_as("simplejpeg", "1.0.0", environment)
 
     def look(cures: list[str]) -> Examined:
         offline = f"export PIP_NO_INDEX=1 PIP_FIND_LINKS={tmp_path} PIP_QUIET=1 PIP_DISABLE_PIP_VERSION_CHECK=1"
@@ -216,11 +216,11 @@ def test_packages_that_are_missing_old_or_damaged(environment: Path, tmp_path: P
 
     first = look([])
     faults = {name for name, one in first.bad.items() if one.level == "fault"}
-    assert {"packaging", "psutil", "annotated-types", "docstring-parser"} <= faults, first.output
+    assert {"packaging", "psutil", "annotated-types", "tqdm"} <= faults, first.output
     assert first.status == 1 and "training step" not in first.output
     second = look(cures_of(first))
     assert {one.level for one in second.bad.values() if one.name in declared_names()} == {"warning"}, second.output
-    assert "3.0.0 is outside the tested range" in second.bad["jsonargparse"].what
+    assert "1.0.0 is outside the tested range" in second.bad["simplejpeg"].what
     third = look(cures_of(second))
     assert not third.bad.keys() & {*declared_names(), "versions", "imports"}, third.output
     assert third.status == 0, third.output

@@ -336,13 +336,6 @@ def test_the_fake_npu(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("is_warm")
 def test_a_device_that_is_not_there(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The other checks are made and reported all the same."""
-    with pytest.raises(SystemExit, match="2"):
-        run(["--device", "tpu"])
-    assert "invalid choice: 'tpu'" in capfd.readouterr().err
-    for flag in ("--nnodes", "--num-processes"):
-        with pytest.raises(SystemExit, match="2"):
-            run([flag, "0"])
-        assert f"argument {flag}: is '0'; expected an integer of at least 1" in capfd.readouterr().err
     report = tmp_path / "report.txt"
     assert run(["--device", "npu", "--directory", str(tmp_path), "--report", str(report)]) == 1
     text = report.read_text()

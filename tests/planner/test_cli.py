@@ -98,13 +98,6 @@ def test_what_cannot_be_predicted_is_refused(inputs: Path, capsys: pytest.Captur
     assert "--mm-model is missing" in said(capsys, 2, "predict", "--calibration", inputs / "found.json")
 
 
-@pytest.mark.parametrize("words", [["--print-completion", "bash"], ["--print-completion=bash"]], ids=len)
-def test_completion_is_that_of_this_command(words: list[str], capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(words)
-    assert capsys.readouterr().out.startswith("# Completion of mm-plan, written by: mm-plan --print-completion bash")
-
-
 def test_lists_are_judged_and_better_ones_found(inputs: Path, capsys: pytest.CaptureFixture) -> None:
     """The whole LLM beside half of the ViT is far from even."""
     model = json.loads((inputs / "model_2.json").read_text())
