@@ -2,7 +2,7 @@
 
 import sys
 
-from mm.ending import not_installed
+from mm.process import not_installed
 
 try:
     from mm.train import main

@@ -32,7 +32,7 @@ from typing import Any
 import psutil
 
 from benchmarks.measure import command, report, versions
-from mm.ports import free_port
+from mm.process import free_port
 from tests.data.clips import even, write_clip
 from tests.files import ROOT, json_lines
 from tests.tiny_inputs import flags_of, write_inputs

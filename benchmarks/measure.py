@@ -20,7 +20,7 @@ import torch
 from mm.config.choices import DeviceName
 from mm.config.flags import Arguments, parse
 from mm.config.model import ModelConfig, read_model
-from mm.ports import free_port
+from mm.process import free_port
 from tests.files import EXAMPLES
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class Timing:
 
 def _torch_module(device: "Device") -> Any | None:
     """``torch.cuda`` or ``torch.npu``; None on a CPU."""
-    return None if device.kind == "cpu" else getattr(torch, device.kind)
+    return None if device.platform.name == "cpu" else getattr(torch, device.platform.name)
 
 
 class Clock:
@@ -147,20 +147,20 @@ class Clock:
         device = self._device
         for _ in range(self._num_warmup):
             work()
-        device.synchronize()
+        device.runtime.synchronize()
         start = time.perf_counter()
         work()
-        device.synchronize()
+        device.runtime.synchronize()
         once = time.perf_counter() - start
         marks: list[Any] = []
-        cache = None if device.kind == "cpu" else torch.empty(CACHE_BYTES // 4, device=device.torch_device)
+        cache = None if device.platform.name == "cpu" else torch.empty(CACHE_BYTES // 4, device=device.torch_device)
         for _ in range(max(MIN_REPEATS, min(MAX_REPEATS, int(self._seconds / once)))):
             if cache is not None:
                 cache.zero_()
-            marks.append(device.mark())
+            marks.append(device.runtime.mark())
             work()
-            marks.append(device.mark())
-        times = device.seconds_of(marks)
+            marks.append(device.runtime.mark())
+        times = device.runtime.seconds_of(marks)
         return Timing.of([1000 * (end - begin) for begin, end in zip(times[::2], times[1::2], strict=True)])
 
 
@@ -174,11 +174,11 @@ class Phases:
 
     def begin(self, name: str) -> None:
         self._names.append(name)
-        self._marks.append(self._device.mark())
+        self._marks.append(self._device.runtime.mark())
 
     def milliseconds(self) -> dict[str, float]:
         """The time of each part since the last call, by name; ends the current part, and waits for the device."""
-        times = self._device.seconds_of([*self._marks, self._device.mark()])
+        times = self._device.runtime.seconds_of([*self._marks, self._device.runtime.mark()])
         found = dict.fromkeys(self._names, 0.0)
         for name, begin, end in zip(self._names, times, times[1:], strict=False):
             found[name] += 1000 * (end - begin)
@@ -199,7 +199,7 @@ class Memory:
     @classmethod
     def peak(cls, device: "Device") -> "Memory":
         module = _torch_module(device)
-        return cls(device.max_memory_bytes(), None if module is None else module.max_memory_reserved())
+        return cls(device.runtime.max_memory_bytes(), None if module is None else module.max_memory_reserved())
 
 
 def reset_peak_memory(device: "Device") -> None:

@@ -29,9 +29,9 @@ from torch import Tensor
 from benchmarks.measure import DEVICES, command, median_ratio, num_cores, report, versions
 from mm.device.device import Device
 from mm.formats.atomic import MEGATRON_MODES, new_file
-from mm.formats.blocks import BLOCK_BYTES, Values, write_tensors
-from mm.formats.files import Files
 from mm.formats.host_copies import HostCopies
+from mm.formats.pipelined_write import BLOCK_BYTES, Values, write_tensors
+from mm.formats.tensor_io import Files
 from mm.weights.views import Stored
 
 HIDDEN = 2048
@@ -71,7 +71,7 @@ def one_after_another(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> dict
 
 def in_blocks(path: Path, tensors: Sequence[tuple[str, Tensor]], device: Device, block_bytes: int) -> dict[str, int]:
     with new_file(path, MEGATRON_MODES.file) as opened:
-        return write_tensors(opened, [(name, Values(tensor)) for name, tensor in tensors], device, block_bytes)
+        return write_tensors(opened, [(name, Values(tensor)) for name, tensor in tensors], device.runtime, block_bytes)
 
 
 def read_twice(path: Path, tensors: Sequence[Stored]) -> None:
@@ -92,7 +92,7 @@ def in_turn(works: Sequence[Callable[[], Any]], device: Device, is_second_first:
     """Run two pieces of work one after the other; returns their seconds and their results."""
     seconds, results = [0.0, 0.0], [None, None]
     for index in (1, 0) if is_second_first else (0, 1):
-        device.synchronize()
+        device.runtime.synchronize()
         os.sync()
         began = time.perf_counter()
         results[index] = works[index]()
@@ -110,7 +110,7 @@ def measure(device: Device, num_bytes: int, rounds: int, block_sizes: Sequence[i
     old, new = folder / "old", folder / "new"
     taken: dict[str, list[list[float]]] = {}
     stored: list[Stored] = []
-    copies, live = HostCopies(device), [Values(tensor) for _, tensor in tensors]
+    copies, live = HostCopies(device.runtime), [Values(tensor) for _, tensor in tensors]
     for number in range(rounds + 1):  # the first warms up
         for block_bytes in block_sizes:
             works = [partial(one_after_another, old, tensors), partial(in_blocks, new, tensors, device, block_bytes)]

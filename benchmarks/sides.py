@@ -32,7 +32,7 @@ from mm.model.stage import Stage
 from mm.parallel import mesh as parallel
 from mm.parallel.activity import Activity, Work
 from mm.parallel.megatron import DTYPES
-from mm.ports import free_port
+from mm.process import free_port
 from mm.training.step import Setup, forward_backward, step
 from mm.weights.memory import MemoryLayout
 from mm.weights.names import published_name
@@ -141,7 +141,8 @@ class Ours:
         """The microbatches with this rank's pixels in pinned memory, as the trainer's data thread delivers them."""
         stage, context = self.setup.stage, self.setup.mesh.context
         own = [own_pixels(m, context) for m in deal_images(microbatches, stage.model, context.num_encoders)]
-        return [m if m.pixel_values is None else dataclasses.replace(m, pixel_values=stage.device.pin(m.pixel_values))
+        pin = stage.device.runtime.pin
+        return [m if m.pixel_values is None else dataclasses.replace(m, pixel_values=pin(m.pixel_values))
                 for m in own]  # fmt: skip
 
     def pass_over(self, microbatches: list[Microbatch]) -> float:

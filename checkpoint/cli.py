@@ -14,9 +14,9 @@ from typing import Any, cast
 from checkpoint import options
 from mm.config.command_line import CommandLine, Commands
 from mm.config.read import parse_json, read_json
-from mm.ending import run_command
 from mm.errors import UserError
 from mm.families.known import FAMILIES
+from mm.process import run_command
 
 CONVERTERS = {family.mindspeed.converter: family.title for family in FAMILIES}
 _CLASSES: Mapping[str, type] = {

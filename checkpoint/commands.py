@@ -26,7 +26,7 @@ from mm.errors import UserError, naming, printable, refuse
 from mm.formats.adapter import PREFIX
 from mm.formats.hf import HFDirectory, are_module_names
 from mm.formats.layout import Layout
-from mm.formats.storage import Format, Storage, Structure
+from mm.formats.mindspeed_layout import Format, Storage, Structure
 
 _COMMON = "--cfg.common_model_config"
 

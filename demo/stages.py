@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from mm.ports import free_port
+from mm.process import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = "examples/qwen2.5vl/finetune_qwen2_5_vl_tiny.sh"

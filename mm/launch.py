@@ -1,8 +1,7 @@
 """torchrun for the scripts in ``examples/``: ``python -m mm.launch`` with torchrun's own arguments.
 
-It is the same launcher, except that Ctrl-C, a scheduler's signal and a port in use end it without a traceback, that
-ranks have time to save (torchrun itself would kill them 30 seconds after SIGTERM, and would not pass SIGUSR1 on), and
-that it does not give that time to a rank whose process is stopped.
+It is the same launcher, except that Ctrl-C, a scheduler's signal and a port in use end it without a traceback, and that
+ranks have time to save (torchrun itself would kill them 30 seconds after SIGTERM, and would not pass SIGUSR1 on).
 """
 
 import os
@@ -12,21 +11,13 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
-from contextlib import suppress
 from tempfile import TemporaryDirectory
-from threading import Thread
-from typing import TYPE_CHECKING
 
-from mm.ending import not_installed, not_loaded
-from mm.importing import without_collection
-from mm.signals import STOPPING, status_after
-
-if TYPE_CHECKING:
-    import psutil
+from mm.environment import without_collection
+from mm.process import STOPPING, not_installed, not_loaded, status_after
 
 _DEFAULTS = {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", "PET_SHUTDOWN_TIMEOUT": "600"}
 """Environment variables that set torchrun's arguments, unless the user does: 10 minutes for a save."""
-_BEAT_SECONDS = 2.0
 _IN_USE = "EADDRINUSE"
 """How torch names the error of a port that another process listens on."""
 _NAME_SECONDS = 60.0
@@ -41,7 +32,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         with without_collection():
-            import psutil
             from torch.distributed import DistNetworkError
             from torch.distributed import run as torchrun
             from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -59,7 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (problem := _unknown_host(args)) is not None:
         sys.stderr.write(f"error: {problem}\n")
         return 2
-    Thread(target=_end_stopped, args=(psutil.Process(),), name="stopped ranks", daemon=True).start()
     try:
         with TemporaryDirectory(prefix="torchelastic_") as logs:  # torchrun would leave its own
             os.environ.setdefault("PET_LOG_DIR", logs)
@@ -102,24 +91,6 @@ def _unknown_host(args: Namespace) -> str | None:
                         f"{error.strerror}; give the address of node 0, or a name that `getent hosts "
                         f"{args.master_addr}` finds on every node")
         time.sleep(1.0)
-
-
-def _end_stopped(launcher: "psutil.Process") -> None:
-    """Kill ranks that are stopped by SIGSTOP once another rank has ended: torchrun then sends SIGTERM to all of them,
-    which a stopped process does not handle."""
-    import psutil
-
-    ranks: set[psutil.Process] = set()
-    while True:
-        time.sleep(_BEAT_SECONDS)
-        alive = set(launcher.children())
-        ranks = ranks | alive if ranks & alive else alive  # after a restart, none of the earlier ranks is alive
-        if ranks == alive:
-            continue
-        for one in launcher.children(recursive=True):  # a program may stand between a rank and its launcher
-            with suppress(psutil.NoSuchProcess):
-                if one.status() == psutil.STATUS_STOPPED:
-                    one.kill()
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from typing import TypeVar
 
 from tqdm import tqdm
 
+from mm.environment import without_collection
 from mm.errors import printable
-from mm.importing import without_collection
 
 Item = TypeVar("Item")
 

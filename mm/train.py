@@ -14,7 +14,11 @@ from mm.config.notes import notes_at_start, sorted_notes
 from mm.config.phases import phase_seconds
 from mm.config.run import Run, load_run
 from mm.config.shared import shared_settings
-from mm.ending import (
+from mm.environment import Launched, software
+from mm.errors import collected, printable, refuse
+from mm.lock import Claim
+from mm.process import (
+    StopSignals,
     end_stopped,
     end_with_launcher,
     is_first_rank,
@@ -23,12 +27,7 @@ from mm.ending import (
     run_command,
     status_of,
 )
-from mm.errors import collected, printable, refuse
-from mm.launched import Launched
-from mm.lock import Claim, claim_problems
 from mm.progress import loading, ongoing
-from mm.signals import StopSignals
-from mm.version import software
 
 if TYPE_CHECKING:
     from mm.training.opened import Opened
@@ -98,7 +97,7 @@ def check_files(run: Run, claim: Claim) -> "tuple[Run, Opened]":
     written = {flag: path for flag, path in (("--save", run.args.save), ("--log-dir", run.args.log_dir))
                if path is not None}
     checked = check(run)
-    refuse([*checked.problems, *claim_problems(written), *(absent_device(run.args.device) if run.args.check else ())])
+    refuse([*checked.problems, *(absent_device(run.args.device) if run.args.check else ())])
     run, opened = checked.run, checked.opened
     if run.args.dry_run:  # whose report ends with the notes
         return replace(run, notes=(*run.notes, *checked.notes)), opened
@@ -139,7 +138,7 @@ def train(run: Run, signals: StopSignals) -> int:
             run, opened = check_files(run, claim) if is_first_rank() else (run, None)
         with watchdog.phase("start"), loading(is_first_rank(), "starting the device"):
             from mm.device.device import Device
-            from mm.device.known import peak_notes
+            from mm.device.platforms import peak_notes
 
             device = Device.pick(run.args.device, run.args.deterministic_mode)
             print_notes_once((*device.notes, *peak_notes(device.platform, device.name)))

@@ -24,7 +24,7 @@ from types import FrameType
 from PIL import Image
 
 from mm.device.device import Device
-from mm.ports import free_port
+from mm.process import free_port
 from tests.launch import fork_rank
 
 _NEEDED = ("mm.train", "mm.training.preflight", "mm.training.run", "mm.evaluate", "mm.generation.batches",

@@ -99,27 +99,3 @@ def test_the_readme_says_that_no_npu_has_run_it():
     assert "No NPU has run it yet; [`docs/ascend.md`](docs/ascend.md)" in (ROOT / "README.md").read_text()
     assert "**No NPU has run this code yet.**" in TEXT
 
-
-def buffers() -> str:
-    """The table of buffers in the page, by the groups of ``mm.parallel.mesh``."""
-    from mm.device.device import Device
-
-    Device.pick("cpu")  # before megatron is imported
-    from mm.device.npu import hccl_buffer_mb
-    from mm.parallel.mesh import device_groups
-
-    layouts = {
-        "`TP` 1, `PP` 1": (1, 1), "`TP` 2, `PP` 1": (2, 1), "`PP` 2": (1, 2), "`TP` 2, `PP` 2": (2, 2),
-        "`TP` 2, `PP` 2, 3B": (2, 2, 1, False, True), "`TP` 2, `PP` 2, ring of 2": (2, 2, 2, True),
-    }  # fmt: skip
-    rows = ""
-    for name, layout in layouts.items():
-        groups = device_groups(*layout)
-        messages = sum(group.has_messages for group in groups)
-        total = f"{hccl_buffer_mb(len(groups), messages):,} MB"
-        rows += f"| {name} | {len(groups)} x 2 x 200{f' + {messages} x 2 x 20' if messages else ''} | {total} |\n"
-    return f"<!-- buffers -->\n| layout | groups | buffers of a rank |\n| --- | --- | --- |\n{rows}<!-- end -->"
-
-
-def test_the_buffers_of_groups_are_those_of_the_code() -> None:
-    assert buffers() in (ROOT / "docs/ascend.md").read_text(encoding="utf-8"), f"paste this:\n{buffers()}"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mm.version import VERSION
+from mm.environment import VERSION
 from tests.bare import bare_environment, bare_variables, copied_source
 from tests.files import ROOT
 

@@ -14,8 +14,8 @@ import pytest
 
 from demo.tiny_checkpoint import build
 from mm.data.record_name import record_place
-from mm.ending import print_notes, run_command
 from mm.errors import UserError, printable
+from mm.process import print_notes, run_command
 from tests.files import EXAMPLES, ROOT
 from tests.tiny_inputs import write_data
 
@@ -35,7 +35,7 @@ def test_control_characters_are_escaped(capsys) -> None:
 
 
 def test_a_process_that_leaves_at_once_leaves_no_temporary_folder(tmp_path: Path) -> None:
-    program = ("from multiprocessing.util import get_temp_dir; from mm.ending import leave\n"
+    program = ("from multiprocessing.util import get_temp_dir; from mm.process import leave\n"
                "print(get_temp_dir(), flush=True); leave(3)")  # fmt: skip
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=os.environ | {"TMPDIR": str(tmp_path)},
                           capture_output=True, text=True, check=False)  # fmt: skip
@@ -96,7 +96,7 @@ def test_a_file_that_cannot_be_read_is_named_without_a_traceback(tmp_path: Path,
 
 def test_output_that_nobody_reads_any_more_ends_the_command_in_silence() -> None:
     """As in ``mm-data stats | head -1``."""
-    program = ("import sys; from mm.ending import run_command\n"
+    program = ("import sys; from mm.process import run_command\n"
                "sys.exit(run_command(lambda: print('line\\n' * 99999), str))")
     command = [sys.executable, "-c", program]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

@@ -5,7 +5,7 @@ import sys
 
 _PROGRAM = """
 import gc
-from mm.importing import without_collection
+from mm.environment import without_collection
 
 with without_collection():
     assert not gc.isenabled()

@@ -15,12 +15,10 @@ PACKAGES = ("mm", "checkpoint", "demo")
 MAX_FUNCTION_LINES = 60
 
 FLOORS = {
-    "mm.errors": 0, "mm.families": 0, "mm.files": 0, "mm.placement": 0, "mm.console": 0, "mm.version": 0,
-    "mm.importing": 0, "mm.launched": 0, "mm.ports": 0, "mm.process": 0,
-    "mm.progress": 1, "mm.report": 1, "mm.requirements": 1, "mm.signals": 1, "mm.lock": 1,
+    "mm.errors": 0, "mm.families": 0, "mm.files": 0, "mm.placement": 0, "mm.console": 0, "mm.environment": 0,
+    "mm.progress": 1, "mm.report": 1, "mm.process": 1,
     "mm.config": 1, "mm.device": 1,
-    "mm.ending": 2,
-    "mm.batch": 2, "mm.weights": 2,
+    "mm.batch": 2, "mm.weights": 2, "mm.lock": 2,
     "mm.parallel": 3, "mm.formats": 3,
     "mm.model": 4, "mm.conversion": 4, "mm.timeline": 4,
     "mm.data": 5,
@@ -35,8 +33,6 @@ neighbours that do not see each other."""
 ROOMS = {
     "mm.data": {
         "mm.data.sample": 0, "mm.data.lengths": 0, "mm.data.record_name": 0, "mm.data.workers": 0,
-        "mm.data.fork_server": 0,
-        "mm.data.limited": 0,
         "mm.data.media": 1, "mm.data.read": 1, "mm.data.order": 1,
         "mm.data.encode": 2,
         "mm.data.index": 3,
@@ -52,14 +48,15 @@ WITHOUT_PROCESSES = ("mm.errors", "mm.families", "mm.placement", "mm.config", "m
 """Mathematics, rules and files: neither megatron nor torch.distributed, so mm-convert and the tests of these run on any
 machine."""
 
-WITHOUT_TORCH = ("mm.errors", "mm.families", "mm.console", "mm.ending", "mm.placement", "mm.signals", "mm.config")
+WITHOUT_TORCH = ("mm.errors", "mm.families", "mm.console", "mm.environment", "mm.process", "mm.placement",
+                 "mm.config")
 """What reads and checks settings, before torch is loaded."""
 
 FILES = {"mm.formats", "mm.conversion", "checkpoint"}
 """What reads and writes weights, from the formats up to ``mm-convert``."""
 
-FILES_MAY_IMPORT = FILES | {"mm.errors", "mm.families", "mm.files", "mm.placement", "mm.console", "mm.version",
-                            "mm.ending", "mm.progress", "mm.config", "mm.weights"}
+FILES_MAY_IMPORT = FILES | {"mm.errors", "mm.families", "mm.files", "mm.placement", "mm.console", "mm.environment",
+                            "mm.process", "mm.progress", "mm.config", "mm.weights"}
 """The other rooms below are about devices and batches, which files know nothing of."""
 
 KNOW_A_DEVICE = {"mm.device.cpu", "mm.device.cuda", "mm.device.npu"}

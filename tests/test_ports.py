@@ -3,8 +3,8 @@
 import socket
 from pathlib import Path
 
-from mm import ports
-from mm.ports import free_port
+from mm import process
+from mm.process import free_port
 
 
 def test_a_port_is_free_and_none_that_the_system_gives_away(monkeypatch) -> None:
@@ -15,5 +15,5 @@ def test_a_port_is_free_and_none_that_the_system_gives_away(monkeypatch) -> None
         other.bind(("", 0))
         number, free = taken.getsockname()[1], other.getsockname()[1]
         other.close()
-        monkeypatch.setattr(ports, "_PORTS", [number, free])
+        monkeypatch.setattr(process, "_PORTS", [number, free])
         assert {free_port() for _ in range(20)} == {free}

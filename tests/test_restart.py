@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mm.ports import free_port
+from mm.process import free_port
 from tests.files import EXAMPLES, ROOT
 from tests.launch import warm_python
 from tests.tiny_inputs import flags_of, metrics, write_inputs
@@ -121,7 +121,7 @@ def test_ranks_and_data_workers_end_with_a_killed_launcher(tmp_path: Path) -> No
 
 
 def test_a_rank_that_torchrun_did_not_start_outlives_its_parent(tmp_path: Path) -> None:
-    program = ("import os, time\nfrom mm import ending\nending._BEAT_SECONDS = 0.01\nending.end_with_launcher()\n"
+    program = ("import os, time\nfrom mm import process\nprocess._BEAT_SECONDS = 0.01\nprocess.end_with_launcher()\n"
                "parent = os.getppid()\nopen(os.environ['BEGUN'], 'w').close()\n"
                "while os.getppid() == parent: time.sleep(0.01)\ntime.sleep(0.5)\n"
                "print('still there')")

@@ -14,13 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mm import ending
+from mm import process
 from mm.config.model import read_model
 from mm.conversion import convert
 from mm.conversion.convert import Options
 from mm.formats import checkpoints as files
 from mm.formats.layout import Layout
-from mm.formats.storage import Format, Storage, Structure
+from mm.formats.mindspeed_layout import Format, Storage, Structure
 from mm.lock import Claim
 from mm.timeline.spans import TIMED, seconds_key
 from mm.weights.table import model_weights
@@ -46,7 +46,7 @@ def test_a_mistake_before_the_start_is_reported_by_one_rank_at_once(inputs: Path
     started = time.monotonic()
     done = torchrun(2, "mm.train", "--mm-model", str(inputs / "model_1.json"), "--mm-data", str(inputs / "data.json"),
                     "--micro-batch-size", "2", "--seq-length", "512", "--lr", "x")  # fmt: skip
-    assert time.monotonic() - started < ending._LAUNCHER_SECONDS
+    assert time.monotonic() - started < process._LAUNCHER_SECONDS
     errors = [line for line in done.stderr.splitlines() if "error: --" in line]
     assert errors == ["error: --lr is 'x'; expected a number of at least 0",
                     "error: --train-iters is missing: total number of optimizer steps; or give --num-train-epochs"]

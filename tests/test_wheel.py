@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mm.requirements import DISTRIBUTION, declared
-from mm.version import VERSION
+from mm.environment import DISTRIBUTION, VERSION, declared
 from tests.bare import bare_environment, bare_variables, copied_source
 from tests.files import ROOT
 

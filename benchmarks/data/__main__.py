@@ -24,7 +24,6 @@ from transformers import Qwen2VLImageProcessorPil
 from benchmarks.measure import command, median_ratio, report, seconds_of
 from mm.batch import normalised
 from mm.config.data import DataConfig
-from mm.data.media.decoder import Decoder
 from mm.data.media.image import ImageProcessor
 from mm.data.media.video import VideoProcessor
 from mm.data.sample import Video
@@ -56,9 +55,9 @@ def pictures(directory: Path, rounds: int) -> dict[str, Any]:
         path = str(directory / f"{size[0]}.jpg")
         write_photo(Path(path), size)
         expected = theirs([Image.open(path)], return_tensors="pt")["pixel_values"]
-        assert torch.equal(normalised(exact.patches(path)[0], exact.normalisation.constants()), expected)
+        assert torch.equal(normalised(exact.patches(exact.plan(path)), exact.normalisation.constants()), expected)
         works = (partial(lambda path: theirs([Image.open(path)], return_tensors="pt"), path),
-                 partial(exact.patches, path), partial(fast.patches, path))  # fmt: skip
+                 *(partial(lambda one, path: one.patches(one.plan(path)), one, path) for one in (exact, fast)))
         taken = [[seconds_of(work) for work in works] for _ in range(rounds)]
         peer_seconds, exact_seconds, fast_seconds = zip(*taken, strict=True)
         found[name] = {
@@ -75,28 +74,26 @@ def headers(directory: Path, num_files: int) -> dict[str, float]:
     paths = [directory / f"{number}.jpg" for number in range(10_000, 10_000 + num_files)]
     for path in paths:
         path.write_bytes(raw)
-    taken = seconds_of(lambda: [processor.image_grid(str(path)) for path in paths])
+    taken = seconds_of(lambda: [processor.plan(str(path)) for path in paths])
     found = {"files_per_second": num_files / taken}
     print("headers", json.dumps(found), flush=True)
     return found
 
 
 def memory(directory: Path, num_samples: int) -> dict[str, list[float]]:
-    """Resident MiB of both processes after each tenth of the samples."""
+    """Resident MiB after each tenth of the samples."""
     clip = str(write_clip(directory / "clip.mp4", even(30, fps=15), (320, 240)))
     pictures = ImageProcessor(**SETTINGS)
     data = DataConfig(model_name_or_path="-", dataset=("-",))
-    videos = VideoProcessor(pictures, data, True, Decoder(None, 60.0))
-    found: dict[str, list[float]] = {"reader": [], "decoder": []}
+    videos = VideoProcessor(pictures, data, True)
+    found: dict[str, list[float]] = {"reader": []}
     for number in range(num_samples):
         if number % 2:
             videos.patches(videos.plan(Video(clip)))
         else:
-            pictures.patches(str(directory / "640.jpg"))
+            pictures.patches(pictures.plan(str(directory / "640.jpg")))
         if (number + 1) % (num_samples // 10) == 0:
-            reader = psutil.Process()
-            found["reader"].append(reader.memory_info().rss / 2**20)
-            found["decoder"].append(sum(child.memory_info().rss for child in reader.children()) / 2**20)
+            found["reader"].append(psutil.Process().memory_info().rss / 2**20)
     print("memory", json.dumps(found), flush=True)
     return found
 

@@ -15,6 +15,7 @@ rows take half a minute of CPU time: four processes import torch, and each step 
 
 import argparse
 import json
+import multiprocessing
 import random
 import subprocess
 import sys
@@ -33,7 +34,7 @@ from PIL import Image
 from benchmarks.measure import command, num_cores, report, seconds_of, shipped_model, versions
 from mm.config.data import Attributes, DataConfig, read_data
 from mm.config.model import ModelConfig
-from mm.data.feed.planner import PlannedSteps, Seat, start_planner
+from mm.data.feed.loader import planned_steps
 from mm.data.index.columns import Columns
 from mm.data.index.dataset import Dataset
 from mm.data.index.gauge import ROW, Gauge
@@ -134,13 +135,13 @@ def parts(folder: Path) -> dict[str, float]:
     found_seconds = time.perf_counter() - began
     checker = Checker(Reader(file, data.attr, MediaRoots(data.dataset_dir), gauge))
     sample = Dataset(replace(data, max_samples=1))[0]
-    grids = [gauge.encoder.images.image_grid(one) for part in sample.media for one in part.contents]
+    grids = [gauge.encoder.images.plan(one).grid for part in sample.media for one in part.contents]
     chat = gauge.encoder.chat
     text = chat.render(sample.turns)
     headers = iter(pictures)
     checker(blocks[0])  # fills the cache of picture sizes
     return {
-        "headers_per_second": 1 / seconds_of(lambda: gauge.encoder.images.image_grid(next(headers)), len(pictures)),
+        "headers_per_second": 1 / seconds_of(lambda: gauge.encoder.images.plan(next(headers)), len(pictures)),
         "records_found_per_second": sum(len(block.spans) for block in blocks) / found_seconds,
         "checked_records_per_second": len(blocks[-2].spans) / seconds_of(lambda: checker(blocks[-2]), 3),
         "form_records_per_second": len(blocks[-2].spans) / seconds_of(
@@ -196,14 +197,12 @@ def large_order(folder: str) -> SampleOrder:
 
 def planning(folder: Path, in_planner: bool) -> dict[str, float]:
     """Time and memory of planning: in the planning process, or in this one, as with ``--num-workers 0``."""
-    began, process, steps = time.perf_counter(), psutil.Process(), None
-    if in_planner:
-        seat = Seat.here(0)
-        process = psutil.Process(start_planner(partial(large_order, str(folder)), seat, 1).pid)
-        steps = PlannedSteps(seat, 0)
-    else:
-        steps = large_order(str(folder)).steps()
+    began, process = time.perf_counter(), psutil.Process()
+    steps = planned_steps(partial(large_order, str(folder)), int(in_planner))
     next(steps)
+    if in_planner:
+        (planner,) = multiprocessing.active_children()
+        process = psutil.Process(planner.pid)
     first, times = time.perf_counter(), []
     for _ in range(4):
         begin = time.thread_time()

@@ -12,6 +12,7 @@ import argparse
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 from benchmarks.measure import num_cores, shipped_model
@@ -21,7 +22,7 @@ from mm.config.data import DataConfig, read_data
 from mm.data.encode.encoder import SampleEncoder
 from mm.data.feed.loader import StepLoader
 from mm.data.index.dataset import Dataset
-from mm.data.order.stream import SampleOrder
+from mm.data.order.stream import SampleOrder, in_turn, shuffled
 from mm.data_tool.mock import Mock
 from tests.tiny_inputs import write_data
 
@@ -43,8 +44,7 @@ def measure(data: DataConfig, flags: argparse.Namespace, num_workers: int, step_
     dataset = Dataset(data)
     encoder = SampleEncoder.from_config(data, shipped_model("tiny"), MAX_TOKENS)
     batch = flags.samples_per_step
-    order = SampleOrder.plain(
-        len(dataset), 0, True, global_batch_size=batch, micro_batch_size=batch, dp_rank=0, dp_size=1)
+    order = SampleOrder(shuffled(len(dataset), 0), partial(in_turn, micro_batch_size=batch, dp_size=1), batch, 0)
     start = time.perf_counter()
     loader = StepLoader(dataset, encoder, order.steps(), num_workers, data.prefetch_factor)
     try:

@@ -106,7 +106,8 @@ def main(argv: list[str]) -> int:
     flags = parse(argv)
     device = Device.pick(flags.device)
     records = Records(flags.records, flags.label, device.name, flags.size)
-    bench = Bench(device, flags.size, records, device.kind == "cuda" if flags.compile is None else flags.compile)
+    compiles = device.platform.name == "cuda" if flags.compile is None else flags.compile
+    bench = Bench(device, flags.size, records, compiles)
     for name in flags.groups:
         GROUPS[name](bench)
     for failed in bench.failed:

@@ -87,7 +87,7 @@ def forms(bench: Bench, segments: Segments, causal: bool, is_grouped: bool, has_
         number = number.to(bench.device.torch_device)
         mask = number[:, None] == number
         found[MASK] = functools.partial(masked, mask=mask)
-    if bench.device.kind != "cpu":
+    if bench.device.platform.name != "cpu":
         found["variable length"] = varlen
         found |= {f"SDPA by stretch, {name}": functools.partial(_through, backend, stretch)
                   for name, backend in BACKENDS.items()}  # fmt: skip

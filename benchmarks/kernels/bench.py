@@ -29,7 +29,7 @@ class Bench:
         self.sample: Sample = TINY_SAMPLE if self.is_tiny else SAMPLE
         self.num_samples = (2,) if self.is_tiny else (1, NUM_SAMPLES)
         self.clock = Clock(device, num_warmup=1, seconds=0.0) if self.is_tiny else Clock(device)
-        self.dtype = torch.float32 if device.kind == "cpu" else torch.bfloat16
+        self.dtype = torch.float32 if device.platform.name == "cpu" else torch.bfloat16
         self.failed: list[str] = []
         """Cases in which our own form raised an error."""
         self._generator = torch.Generator(device.torch_device).manual_seed(0)

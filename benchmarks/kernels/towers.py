@@ -30,7 +30,7 @@ TINY_WARMUP, TINY_TIMED = 1, 2
 
 def time_towers(bench: Bench) -> None:
     """Time one tower at a time, in a model that has one unused layer of the other."""
-    precision = "fp32" if bench.device.kind == "cpu" else "bf16"
+    precision = "fp32" if bench.device.platform.name == "cpu" else "bf16"
     whole = model_config(bench.size)
     samples = {"ViT": bench.sample, "LLM": ((), num_tokens(bench.sample))}
     for name, other in (("ViT", "language"), ("LLM", "vision")):
@@ -114,8 +114,8 @@ def _alternate(bench: Bench, tower: str, works: dict[str, Work], flops: float, r
 
 
 def _timed(device: Device, work: Work) -> tuple[Tensor, float]:
-    device.synchronize()
+    device.runtime.synchronize()
     start = time.perf_counter()
     result = work()
-    device.synchronize()
+    device.runtime.synchronize()
     return result, time.perf_counter() - start

@@ -23,7 +23,7 @@ from mm.batch import BatchTotals
 from mm.config.data import DataConfig
 from mm.config.run import Run
 from mm.device.device import Device
-from mm.device.known import known_device
+from mm.device.platforms import known_device
 from tests.meta.device import Tally
 from tests.meta.step import Case, trace
 from tests.workload import SAMPLE_TOKENS, equal_samples
@@ -46,23 +46,21 @@ def predicted(
 
 
 def measured(case: Case, device: Device, is_quick: bool, num_warmup: int, num_steps: int) -> dict[str, Any]:
-    """The calibrated prediction of a step, and its measured time.  ``is_quick``: calibrate once, without repeats."""
+    """The calibrated prediction of a step, and its measured time.  ``is_quick``: calibrate in one round."""
     from benchmarks.sides import Ours, random_tensors
     from mm.parallel.megatron import DTYPES
-    from mm.plan.costs import counts_of
     from mm.plan.predict import Predictor
-    from mm.plan.workload import Workload
-    from mm.planner.measure import ProbeSizes, measure
-    from mm.planner.probes import QUICK_EFFORT, USUAL_EFFORT
+    from mm.plan.workload import Workload, counts_of
+    from mm.planner.measure import NUM_ROUNDS, ProbeSizes, measure
     from tests.microbatches import random_microbatch
 
-    model, precision = case.model(), "fp32" if device.kind == "cpu" else "bf16"
+    model, precision = case.model(), "fp32" if device.platform.name == "cpu" else "bf16"
     batch = [random_microbatch(model, equal_samples(case.num_samples * SAMPLE_TOKENS), seed)
              for seed in range(case.num_microbatches)]
     args = step_arguments("--use-distributed-optimizer", *([f"--{precision}"] if precision != "fp32" else []))
     began = time.perf_counter()
     calibration = measure(device, args, model, [1], ProbeSizes(batch[0].num_tokens, batch[0].num_patches),
-                          QUICK_EFFORT if is_quick else USUAL_EFFORT)
+                          1 if is_quick else NUM_ROUNDS)
     calibrated = time.perf_counter() - began
     counts = counts_of([BatchTotals.of([one], model.vision) for one in batch])
     prediction = Predictor(Run(args, model, DataConfig("hf", ("data.json",)), 1), calibration).predict(
@@ -70,10 +68,10 @@ def measured(case: Case, device: Device, is_quick: bool, num_warmup: int, num_st
     ours = Ours(model, device, precision, random_tensors(model, device.torch_device, DTYPES[precision]))
     own, seconds = ours.batches(batch), list[float]()
     for _ in range(num_warmup + num_steps):
-        device.synchronize()
+        device.runtime.synchronize()
         start = time.perf_counter()
         ours.step(own)
-        device.synchronize()
+        device.runtime.synchronize()
         seconds.append(time.perf_counter() - start)
     ours.close()
     (low, high), timed = prediction.interval, seconds[num_warmup:]
@@ -88,7 +86,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--size", default="3b", choices=("tiny", "3b", "7b"))
     parser.add_argument("--tokens", type=int, default=6 * SAMPLE_TOKENS, help="of a microbatch, in samples of 689")
     parser.add_argument("--num-microbatches", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="calibrate once, without repeats: shows that it runs")
+    parser.add_argument("--quick", action="store_true", help="calibrate in one round: shows that it runs")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=7)
     add_record_flags(parser, "predictions")

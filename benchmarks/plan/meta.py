@@ -19,8 +19,8 @@ from mm.config.data import DataConfig
 from mm.config.model import ModelConfig
 from mm.config.run import Run
 from mm.data.lengths import Lengths
-from mm.device.known import KNOWN_DEVICES
 from mm.device.platform import KnownDevice
+from mm.device.platforms import KNOWN_DEVICES
 from mm.plan.by_device import ATTENTION, LAYER_SECONDS, MEMORY, PRODUCTS, calibration_by_device
 from mm.plan.distributions import WINDOW
 from mm.plan.predict import Predictor, StepPrediction

@@ -36,7 +36,7 @@ def time_side(flags: argparse.Namespace, device: Device) -> dict:
     from tests.microbatches import random_microbatch
 
     model = model_config(flags.size, flags.freeze, flags.recompute, flags.offload)
-    precision = flags.precision or ("fp32" if device.kind == "cpu" else "bf16")
+    precision = flags.precision or ("fp32" if device.platform.name == "cpu" else "bf16")
     tokens = flags.tokens or DEFAULT_TOKENS.get(flags.size, 8192)
     batch = [random_microbatch(model, samples, seed)
              for seed, samples in enumerate(microbatches_of(tokens, flags.num_microbatches, flags.mix))]
@@ -56,7 +56,7 @@ def time_side(flags: argparse.Namespace, device: Device) -> dict:
         side.report_phases(phases.begin)
     results, found = [], []
     for _ in range(flags.warmup + flags.steps):
-        device.synchronize()
+        device.runtime.synchronize()
         phases.begin("start")
         results.append(side.step(*arguments))
         found.append(phases.milliseconds())
@@ -65,7 +65,7 @@ def time_side(flags: argparse.Namespace, device: Device) -> dict:
     if flags.profile and flags.round == 0:
         with profiled(profile_path(flags)) as profile:
             side.step(*arguments)
-            device.synchronize()
+            device.runtime.synchronize()
     timed = found[flags.warmup :]
     phases_ms = {name: statistics.median(one[name] for one in timed) for name in timed[0]}
     seconds = [sum(one.values()) / 1000 for one in found]

@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.measure import versions
 from benchmarks.records import LOSS, NORM
 from mm.device.device import Device
-from mm.ports import free_port
+from mm.process import free_port
 from tests.files import ROOT
 from tests.tiny_inputs import flags_of, metrics, write_inputs
 
@@ -38,7 +38,7 @@ def runs_of(device: Device, precisions: Mapping[str, Sequence[str]]) -> tuple[di
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
         inputs = write_inputs(Path(folder))
         reference = pool.submit(_run, inputs, "reference", "cpu", _from_hf(inputs))
-        pairs = {name: tuple(pool.submit(work, inputs, device.kind, f"{name}-{work.__name__}", flags)
+        pairs = {name: tuple(pool.submit(work, inputs, device.platform.name, f"{name}-{work.__name__}", flags)
                              for work in (_whole, _halves)) for name, flags in precisions.items()}  # fmt: skip
         cases, passed = {}, True
         for name, (whole, halves) in pairs.items():

@@ -35,8 +35,8 @@ from mm.config.schema import (
     section_of,
 )
 from mm.console import COMMON, COMPLETION, NEEDED, SHELLS, STATUSES, Completed, completion_script, is_flag
+from mm.environment import version_line
 from mm.errors import UserError, nearest, refuse
-from mm.version import version_line
 
 Built = TypeVar("Built")
 

@@ -101,8 +101,6 @@ class Arguments(HasPrecision):
     phase_timeouts: Patterns = Field((), description=(
         "NAME=SECONDS pairs: time limits of the phases check, start, load, data, answers, save, export and between; "
         "0 = no limit"))
-    check_p2p: bool = Field(False, description=(
-        "compare shape, dtype and microbatch of every message between stages before it is received; slower"))
     overlap_p2p_communication: bool = Field(False, description=(
         "receive the next message between stages during computation; the default on NPU and CPU"))
     no_overlap_p2p_communication: Annotated[bool, Excludes("overlap_p2p_communication")] = Field(False, description=(
@@ -301,7 +299,7 @@ class Arguments(HasPrecision):
         "note a rank that stays slower than the same stage of the other replicas by more than this share"
     ))
     page: bool = Field(False, description=(
-        "keep a page of the run in --log-dir, run.html: curves, tables, timeline and answers"))
+        "at the end, write a page of the run, run.html in --log-dir: curves, tables, timeline and answers"))
     profile_pipeline: Count | None = Field(
         None, description="iteration whose timeline is written to --log-dir, as an SVG file and a trace")
     profile: bool = Field(False, description="run the profiler of torch or torch_npu")

@@ -76,7 +76,8 @@ FLAGS: Mapping[str, FlagRow] = {
     **rows(Inert("--log-timers breaks down the time of a step"), "--timing-log-level --timing-log-option"),
     **rows(Inert("always on: the log names the three slowest ranks, and --slow-rank-share sets when to note one"),
            "--log-straggler --disable-straggler-on-startup --straggler-ctrlr-port --straggler-minmax-count"),
-    "--variable-seq-lengths": Inert("always on: every rank knows all shapes of a step before it begins"),
+    **rows(Inert("always on: every rank knows all shapes of a step before it begins"),
+           "--variable-seq-lengths --check-p2p"),
     "--enable-dummy-optimizer": Inert("always on: a stage without trainable parameters needs no optimizer"),
     **rows(Inert("it only affects memory; --cpu-offload-activations keeps activations of whole layers in host memory, "
                  "and --recompute-granularity recomputes them"), "--swap-attention --swap-modules"),

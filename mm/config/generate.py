@@ -32,9 +32,9 @@ from mm.config.schema import (
     ReadSettings,
     fields_of,
 )
+from mm.environment import Launched, named_in_script, world_problems
 from mm.errors import UserError, collected, refuse
 from mm.families.known import TITLES
-from mm.launched import Launched, named_in_script, world_problems
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -54,7 +54,6 @@ class ModelArguments(HasPrecision):
         None, description="order of the ViT's qkv in --load of MindSpeed-MM; absent = from model_name_or_path")
 
     device: Annotated[DeviceName, Group("Machines")] = Field("auto", description="what to run on")
-    world_size: Count | None = Field(None, description="ranks for --check; a launcher sets WORLD_SIZE instead")
     tensor_model_parallel_size: Annotated[Count, FIRST] = Field(1, description="tensor-parallel ranks")
     pipeline_model_parallel_size: Count | None = Field(None, description=(
         "pipeline stages; absent = those of the model JSON's lists if there are enough ranks, else 1"))
@@ -85,9 +84,6 @@ class ModelArguments(HasPrecision):
     stop_tokens: Patterns = Field((), description="tokens or ids that end an answer, instead of the checkpoint's")
     seed: NaturalNumber = Field(1234, description="seed of sampling")
 
-    check: Annotated[bool, Group("Before the ranks are started")] = Field(False, description=(
-        "check everything that can be checked beforehand, and exit; media in a questions file are checked for "
-        "existence, format and header, but not decoded"))
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -111,6 +107,7 @@ _TRAINING = Inert("it affects training only")
 _OTHER_FLAGS: Mapping[str, FlagRow] = {
     **{flag_name(name): _TRAINING for name in fields_of(Arguments)},
     **FLAGS,
+    "--check": Fixed((), "each run reports every mistake before it loads the weights"),
     "--context-parallel-size": Fixed(("1",), "expected 1: prompts are not split over context-parallel ranks"),
 }
 
@@ -267,9 +264,9 @@ def read_asking(
         raise UserError(problems)
     (args,) = found
     notes = (*line.notes(words), *(inference.notes if inference else ()), *(data.notes if data else ()))
-    world_size = Launched.here(environment).num_ranks or args.world_size or 1
+    world_size = Launched.here(environment).num_ranks or 1
     asking = Asking(args, inference and inference.value, data and data.value, world_size, notes)
-    wrong = world_problems(environment, args.world_size, None if args.check else "--check")
+    wrong = world_problems(environment, None, "")
     return asking, [*problems, *wrong, *_problems(args, environment)]
 
 

@@ -35,8 +35,8 @@ from mm.config.read import Document
 from mm.config.sampling import loss_problems, sampling_notes
 from mm.config.schema import changed, shown
 from mm.config.validation import validation_notes, validation_problems
+from mm.environment import Launched, named_in_script, world_problems
 from mm.errors import UserError, collected, redacted, refuse
-from mm.launched import Launched, named_in_script, world_problems
 
 Given = TypeVar("Given")
 Value = TypeVar("Value")

@@ -12,13 +12,13 @@ The path of a record, top to bottom, with the rooms that handle each step:
         |   encode/   text as token ids and labels (chat), and a position for each (encoder)
         v
     Microbatch        token ids, labels, positions and patches, first of one sample, then of all samples packed together
-        |   feed/     loader: worker processes prepare steps ahead, as planned by the planner
+        |   feed/     loader: worker processes prepare steps ahead
         v
     ReadStep          one replica's microbatches of one step, on the one rank that reads for the replica
         |   feed/     owner: token ids to every rank of the replica, patches only to those that embed them
         v
     StepPlan          the same step on every rank
 
-Modules shared by all rooms are in this folder: ``sample``, ``lengths``, ``record_name``, ``workers``, ``limited``.  A
-room imports only rooms below it; docs/architecture.md shows their floors.
+Modules shared by all rooms are in this folder: ``sample``, ``lengths``, ``record_name``, ``workers``.  A room imports
+only rooms below it; docs/architecture.md shows their floors.
 """

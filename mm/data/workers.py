@@ -1,74 +1,128 @@
 """Process the items of a stream in worker processes, in order.
 
+A decoder may crash, hang or fill the memory, and nothing in its own process can stop it.  Workers therefore decode
+inside ``decoding``.  When a worker ends there, another one takes its place and gets the same item, in which that file
+now raises a UserError: it costs one sample, and all other results and their order stay the same.
+
 Processes are started through a fork server, a fresh process without threads.  Forking the trainer itself would copy
 locks that its threads (communication, prefetch) may hold at that moment, open sockets, and the accelerator's state.
-The cost: a script that trains needs an ``if __name__ == "__main__"`` guard.  The fork server and its processes end with
-the process that has started it, also if they are stopped (``mm.data.fork_server``).
+The cost: a script that trains needs an ``if __name__ == "__main__"`` guard.  Workers end with the process that started
+them, which closes their connections.
 """
 
+import ctypes
+import gc
 import itertools
-import os
-import reprlib
+import resource
 import signal
-import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+import zlib
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from multiprocessing import forkserver, popen_forkserver, resource_tracker
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext, ForkServerProcess
-from multiprocessing.queues import Queue
-from types import FrameType
-from typing import Any, Generic, TypeVar
+from contextvars import ContextVar
+from multiprocessing import forkserver, get_context, resource_tracker
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from multiprocessing.pool import ExceptionWithTraceback  # pyright: ignore[reportAttributeAccessIssue]
+from multiprocessing.util import Finalize
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-from torch.utils.data import DataLoader
 
-from mm.signals import STOPPING
+from mm.errors import UserError
+from mm.process import STOPPING
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-_PRELOADED = ["mm.data.fork_server", "mm.data.feed.loader", "mm.data.feed.planner", "mm.data.order.sampler"]
-"""One module for the fork server itself, and those that the worker processes need.  Named here, not imported: most of
-them are on higher floors."""
+DECODING_SECONDS = 300.0
+"""Limit for one image."""
+ROOM_BYTES = 4 << 30
+"""Memory that decoding one file may reserve: three times what the largest image takes."""
+_PRELOADED = ["mm.data.feed.loader", "mm.data.order.sampler"]
+"""Modules that workers need.  Strings, because importing them would invert the layering."""
 _WORTH_A_START = 16
 """Number of items.  This process finishes fewer of them before worker processes would have started."""
-_END_SECONDS = 5.0
-"""How long to wait for the end of a worker after it was asked to end, or the connection to it has broken."""
 _NUM_AHEAD = 4
 """Items that each process of ``in_processes`` works ahead."""
+_NAME_BYTES = 4096
+
+
+class Embedded(Protocol):
+    """A file within another one."""
+
+    @property
+    def content(self) -> bytes: ...
+
+
+class _Watched:
+    """What a worker is decoding, in memory shared with its owner, and the files whose decoding ended a worker."""
+
+    def __init__(self, name: Any) -> None:
+        self.name = name
+        self.lost: dict[bytes, str] = {}
+
+
+_WATCHED: ContextVar[_Watched | None] = ContextVar("_WATCHED", default=None)
+"""None outside of workers."""
+
+
+@contextmanager
+def decoding(path: str | Embedded, seconds: float = DECODING_SECONDS) -> Iterator[None]:
+    """Limits the time and memory of a block that decodes ``path``, if this process is a worker.
+
+    Raises UserError when the block needs more than ``ROOM_BYTES``, or ended a worker before.
+    """
+    watched = _WATCHED.get()
+    if watched is None:
+        yield
+        return
+    name = path if isinstance(path, str) else f"{path} {zlib.crc32(path.content)}"
+    key = name.encode(errors="surrogatepass")[: _NAME_BYTES - 1]
+    if key in watched.lost:
+        raise UserError(f"{path}: {watched.lost[key]}; re-encode or remove it.")
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    watched.name.value = key
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (num_pages * resource.getpagesize() + ROOM_BYTES, before[1]))
+        signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM ends the process, whatever it is doing
+        yield
+    except MemoryError:
+        raise UserError(f"{path}: decoding needs more than {ROOM_BYTES >> 30} GiB of memory; re-encode or remove it."
+                        ) from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        resource.setrlimit(resource.RLIMIT_AS, before)
+        watched.name.value = b""
 
 
 class Prepared(Iterator[Result], Generic[Result]):
     """The results of ``work`` for each item of a stream, in order, computed ahead by worker processes.
 
-    ``work`` is sent to each process once.  An error raised in a worker is raised here with its traceback as text.
+    ``work`` is sent to each process once.  An error raised in a worker is raised here, caused by its traceback.
     """
 
     def __init__(
         self, work: Callable[[Item], Result], items: Iterable[Item], num_processes: int, num_ahead: int
     ) -> None:
         """Start the processes immediately; each works ``num_ahead`` items ahead.  With 0, this thread does the work."""
-        each = _EachItem(work)
-        self._results: Any = map(each.__getitem__, items) if num_processes == 0 else _in_loader(
-            each, items, num_processes, num_ahead)
+        self._workers = _Workers(work, num_processes) if num_processes else None
+        rest = iter(items)
+        self._results: Iterator[Result] = (work(item) for item in rest) if self._workers is None else _in_order(
+            self._workers, deque(map(self._workers.submit, itertools.islice(rest, num_processes * num_ahead))), rest)
 
     def __next__(self) -> Result:
         return next(self._results)
 
     def close(self) -> None:
         """End the processes; no more items are processed."""
-        if hasattr(self._results, "_shutdown_workers"):
-            # torch has no public method for this.  It relies on the iterator being freed, but the traceback of an
-            # error keeps a reference to it.  It would wait for each stopped worker in turn.
-            late = threading.Timer(_END_SECONDS, lambda workers: [one.kill() for one in workers], [
-                self._results._workers])
-            late.daemon = True
-            late.start()
-            _continue_server()
-            self._results._shutdown_workers()
-            late.cancel()
+        if self._workers is not None:
+            self._workers.close()
         self._results = iter(())
 
 
@@ -87,150 +141,135 @@ def in_processes(work: Callable[[Item], Result], items: Iterable[Item], num_proc
         results.close()
 
 
-def _in_loader(each: "_EachItem", items: Iterable[Any], num_processes: int, num_ahead: int) -> Iterator[Any]:
-    loader = DataLoader(
-        each,
-        sampler=items,  # pyright: ignore[reportArgumentType]  (any iterable does)
-        batch_size=None,
-        num_workers=num_processes,  # torch limits each to one CPU thread
-        collate_fn=_unchanged,
-        prefetch_factor=num_ahead,
-        multiprocessing_context=fork_server(),
-        generator=torch.Generator(),  # otherwise torch draws a seed from the trainer's random state
-    )
-    with _uninterrupted():
-        results: Any = iter(loader)
-    results._worker_result_queue.workers = results._workers
-    return results
+def _in_order(workers: "_Workers", ahead: deque[Future[Any]], items: Iterator[Any]) -> Iterator[Any]:
+    while ahead:
+        result = ahead.popleft().result()
+        ahead.extend(map(workers.submit, itertools.islice(items, 1)))
+        yield result
 
 
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Delay signals that stop the program until the block, which starts processes, has finished: half-started processes
-    could not be ended.
+class _Workers:
+    """Processes that each do one item at a time, each with a thread that waits for its result or its end."""
 
-    The started processes block these signals for good.  A terminal or a scheduler sends them to every process; the
-    parent decides what happens to the work.
-    """
-    received: list[tuple[int, FrameType | None]] = []
-    is_main = threading.current_thread() is threading.main_thread()
-    before: dict[int, Any] = {}
-    for number in STOPPING if is_main else ():
-        before[number] = signal.signal(number, lambda *arguments: received.append(arguments))
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    for number, frame in received[:1]:
-        handler = before[number]
-        if callable(handler):
-            handler(number, frame)
-        elif handler is signal.SIG_DFL:
-            signal.raise_signal(number)
+    def __init__(self, work: Callable[[Any], Any], num_processes: int) -> None:
+        self._work, self._context = work, fork_server()
+        self._lost: dict[bytes, str] = {}
+        self._tasks: SimpleQueue[tuple[Any, Future[Any]] | None] = SimpleQueue()
+        self._lock, self._is_closed = Lock(), False
+        self._workers = [_Worker(self._context, work) for _ in range(num_processes)]
+        self._end = Finalize(self, _kill, (self._workers,), exitpriority=1)
+        for number in range(num_processes):
+            Thread(target=self._run, args=(number,), name="data worker", daemon=True).start()
 
+    def submit(self, item: Any) -> Future[Any]:
+        """The future result for ``item``."""
+        future = Future[Any]()
+        self._tasks.put((item, future))
+        return future
 
-class _EachItem(torch.utils.data.Dataset[Any]):
-    """``work`` as a dataset, for torch's loader."""
+    def close(self) -> None:
+        """End the processes and their threads."""
+        with self._lock:
+            self._is_closed = True
+        self._end()
+        for _ in self._workers:
+            self._tasks.put(None)
 
-    def __init__(self, work: Callable[[Any], Any]) -> None:
-        self._work = work
+    def _run(self, number: int) -> None:
+        while (task := self._tasks.get()) is not None:
+            item, future = task
+            try:
+                future.set_result(self._result(number, item))
+            except Exception as error:
+                future.set_exception(error)
 
-    def __getitem__(self, item: Any) -> Any:
-        try:
-            return self._work(item)
-        except StopIteration as error:  # it would end the stream without an error
-            name = getattr(self._work, "__qualname__", type(self._work).__qualname__)
-            raise RuntimeError(f"{name} raised StopIteration for item {reprlib.repr(item)}") from error
+    def _result(self, number: int, item: Any) -> Any:
+        """The result of worker ``number``, replaced as often as a file ends it."""
+        while True:
+            connection = self._workers[number].connection
+            try:
+                connection.send((item, self._lost))
+                result = connection.recv()
+            except (EOFError, OSError):
+                self._replace(number)
+                continue
+            if isinstance(result, Exception):
+                raise result
+            return result
 
-
-def _unchanged(result: Any) -> Any:
-    """Replaces torch's collate function, which turns tuples into lists and arrays into tensors."""
-    return result
-
-
-class _WorkerPopen(popen_forkserver.Popen):
-    """Kills its process instead of terminating it.
-
-    The process blocks SIGTERM, which torch and multiprocessing send to one that does not end by itself.
-    """
-
-    def terminate(self) -> None:
-        self.kill()
-        _continue_server()
-
-
-class _ResultQueue(Queue):  # pyright: ignore[reportMissingTypeArgument]  (Python 3.11 accepts none)
-    """Its ``get`` times out immediately if a worker has died.
-
-    torch looks for dead workers after each timeout.  Otherwise it would look only every 5 seconds, because they are not
-    children of this process.
-    """
-
-    _reader: Connection
-    workers: Sequence[ForkServerProcess] = ()
-    """Set in the process that reads the results."""
-
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        sentinels = [worker.sentinel for worker in self.workers]
-        wait([self._reader, *sentinels], timeout if block else 0)
-        try:
-            return super().get(block, 0)
-        except (OSError, EOFError):  # a tensor was fetched from a worker that has died or is about to
-            wait(sentinels, _END_SECONDS)
-            raise
+    def _replace(self, number: int) -> None:
+        """Start a worker in place of one that has ended, and note the file that it was decoding."""
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("the data workers were closed")
+            worker = self._workers[number]
+            worker.process.join()
+            name, why = bytes(worker.name.value), _reason(worker.process.exitcode or 0)
+            if not name:
+                raise UserError(f"a data worker ended: its process {why}.  If no error is reported above, look for "
+                                f"'Out of memory' in the kernel log (dmesg); --num-workers sets how many there are.")
+            self._lost = self._lost | {name: f"its decoder {why}"}
+            self._workers[number] = _Worker(self._context, self._work)
 
 
-class _WorkerProcess(ForkServerProcess):
-    @staticmethod
-    def _Popen(process_obj: Any) -> _WorkerPopen:  # multiprocessing's name
-        return _WorkerPopen(process_obj)
+def _reason(status: int) -> str:
+    """How a process ended, given its ``exitcode``."""
+    if status == -signal.SIGALRM:
+        return "took too long (videos: video_timeout of the data JSON)"
+    if status == -signal.SIGKILL:
+        return "was killed, perhaps because memory ran out"
+    return f"crashed ({signal.Signals(-status).name})" if status < 0 else f"ended with status {status}"
 
 
-class _WorkerContext(ForkServerContext):
-    Process = _WorkerProcess
+class _Worker:
+    """A process, the connection to it, and the name of the file that it is decoding."""
 
-    def Queue(self, maxsize: int = 0) -> _ResultQueue:  # multiprocessing's name
-        return _ResultQueue(maxsize, ctx=self)
+    def __init__(self, context: ForkServerContext, work: Callable[[Any], Any]) -> None:
+        self.connection, other = context.Pipe()
+        self.name: Any = context.RawArray(ctypes.c_char, _NAME_BYTES)
+        self.process = context.Process(
+            target=_serve, args=(work, other, self.name), name="data worker", daemon=True)
+        self.process.start()
+        other.close()
+
+
+def _kill(workers: list[_Worker]) -> None:
+    for worker in workers:
+        worker.process.kill()
+    for worker in workers:
+        worker.process.join()
+
+
+def _serve(work: Callable[[Any], Any], connection: Connection, name: Any) -> None:
+    """Main function of a worker: do each item that comes, until the connection closes."""
+    gc.freeze()  # memory shared with the other workers would be copied when the garbage collector marks it
+    torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    watched = _Watched(name)
+    _WATCHED.set(watched)
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while True:
+            item, watched.lost = connection.recv()
+            try:
+                result = work(item)
+            except Exception as error:
+                result = ExceptionWithTraceback(error, error.__traceback__)
+            connection.send(result)
 
 
 def fork_server() -> ForkServerContext:
-    """The running fork server; starts it on first use."""
-    context = _WorkerContext()
+    """The running fork server; starts it on first use.
+
+    Its processes block the signals that stop a program: a terminal or a scheduler sends them to every process, and the
+    parent decides what happens to the work.
+    """
+    context = get_context("forkserver")
     # Preloaded once in the fork server, so that processes start in milliseconds.  No effect once a server is running.
     context.set_forkserver_preload(_PRELOADED)
     resource_tracker.ensure_running()  # started here, because Python then unblocks SIGINT and SIGTERM
-    with _uninterrupted():
-        _start_server()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return context
-
-
-def _start_server() -> None:
-    """Start the fork server, unless it runs, in a thread that never ends: the system kills the server with the thread
-    that has started it."""
-    before, started = _server(), Future[None]()
-
-    def start() -> None:
-        try:
-            started.set_result(forkserver.ensure_running())
-        except OSError as error:
-            started.set_exception(error)
-        if _server() != before:
-            threading.Event().wait()
-
-    threading.Thread(target=start, name="fork server", daemon=True).start()
-    started.result()
-
-
-def _server() -> int | None:
-    """The process id of the fork server that this process has started."""
-    return forkserver._forkserver._forkserver_pid  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _continue_server() -> None:
-    """Continue a fork server that is stopped: it alone reports that a worker has ended."""
-    if (server := _server()) is not None:
-        with suppress(ProcessLookupError):
-            os.kill(server, signal.SIGCONT)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from mm.config.command_line import CommandLine, Commands
 from mm.config.foreign import Fixed
 from mm.data_tool.flags import CheckFlags, IndexFlags, LlavaFlags, MockFlags, ShowFlags, StatsFlags
-from mm.ending import run_command
+from mm.process import run_command
 
 COMMANDS = Commands("mm-data", "Checks, measures and converts data files.", {
     "check": CommandLine(

@@ -17,8 +17,8 @@ from mm.data_tool.kinds import pictures_by_kind
 from mm.data_tool.llava import convert_llava, summary
 from mm.data_tool.show import Shown
 from mm.data_tool.survey import MediaFindings, look, survey
-from mm.ending import print_notes
 from mm.errors import MAX_PROBLEMS, UserError, counted, printable, refuse
+from mm.process import print_notes
 from mm.progress import ongoing
 from mm.report import check_page, write_page
 

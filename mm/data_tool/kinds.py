@@ -6,8 +6,7 @@ A message has no kind of its own.  Its kind is its text without what differs bet
 import re
 from collections.abc import Iterable
 
-from mm.data.media.decoder import Decoder
-from mm.data.media.thumbnail import jpeg
+from mm.data.media.picture import jpeg, load_pixels
 from mm.errors import UserError
 from mm.report import Problem
 
@@ -27,14 +26,14 @@ def kind_of(reason: str, path: str | None = None) -> str:
 
 def pictures_by_kind(problems: Iterable[Problem]) -> dict[str, bytes]:
     """For each kind whose first problem is about an image that can be read, that image as a small JPEG."""
-    decoder, first, found = Decoder(), dict[str, Problem](), dict[str, bytes]()
+    first, found = dict[str, Problem](), dict[str, bytes]()
     for problem in problems:
         first.setdefault(problem.kind, problem)
     for kind, problem in first.items():
         if problem.path is None:
             continue
         try:
-            found[kind] = jpeg(decoder.picture(problem.path), _PICTURE_PIXELS)
+            found[kind] = jpeg(load_pixels(problem.path), _PICTURE_PIXELS)
         except UserError:
             continue  # it is a video, or the problem is that it cannot be read
     return found

@@ -13,6 +13,7 @@ from mm.config.model import ModelConfig
 from mm.data.encode.encoder import SampleEncoder
 from mm.data.index.dataset import Dataset, notes_of
 from mm.data.index.sample_files import Split
+from mm.data.media.picture import image_remarks
 from mm.data.order.balance import Sizes
 from mm.data.order.cost import SampleSizes
 from mm.data.order.pack import Budget, fullest_packs
@@ -20,7 +21,7 @@ from mm.data.order.sampler import SAMPLERS, BatchShares
 from mm.data.order.stream import Deal, Stream
 from mm.data.record_name import BadSample
 from mm.data.sample import Image
-from mm.data.workers import in_processes
+from mm.data.workers import decoding, in_processes
 from mm.data_tool.kinds import kind_of
 from mm.errors import UserError, counted
 from mm.progress import Progress
@@ -190,8 +191,9 @@ class _Look:
             try:
                 sample = dataset[index]
                 paths = [item.path for item in sample.media if isinstance(item, Image)]
-                seen.remarks.extend((remark, str(path)) for path in paths
-                                    for remark in self.encoder.images.decoder.remarks(path))
+                for path in paths:
+                    with decoding(path):
+                        seen.remarks.extend((remark, str(path)) for remark in image_remarks(path))
                 files = {path for item in sample.media for path in item.files}
                 seen.media.extend((path, sample.where) for path in sorted(files))
                 name = dataset.name(index)

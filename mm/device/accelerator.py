@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mm.device.side import SideQueue
+from mm.device.side_stream import SideQueue
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class AcceleratorRuntime:
     def host_buffer(self, num_bytes: int) -> Tensor | None:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
-    def start_copying_back(self, tensor: Tensor, into: Tensor | None) -> Callable[[], Tensor]:
+    def start_copying_back(self, tensor: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) if into is None else into
         copy.copy_(tensor, non_blocking=True)
         copied = self._module.Event()

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mm.device.accumulate import plain_accumulate
 from mm.device.attention import Segments, by_stretch, sdpa
-from mm.device.kernels import Fuse, Kernels, eager_leaves, rms_norm
+from mm.device.kernels import Fuse, Kernels, eager_leaves, plain_accumulate, rms_norm
 from mm.device.partial_attention import PLAIN
 from mm.device.platform import Platform, torch_profiler
 from mm.device.shims import COMMON_SHIMS, Shim
-from mm.device.side import SideQueue
+from mm.device.side_stream import SideQueue
 
 
 def cpu_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
@@ -56,7 +55,7 @@ class HostRuntime:
     def host_buffer(self, num_bytes: int) -> Tensor | None:
         return None
 
-    def start_copying_back(self, tensor: Tensor, into: Tensor | None) -> Callable[[], Tensor]:
+    def start_copying_back(self, tensor: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
         copy = tensor if into is None else into.copy_(tensor)
         return lambda: copy
 

@@ -2,9 +2,7 @@
 
 import functools
 import inspect
-import re
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,23 +10,18 @@ from packaging.version import Version
 from torch import Tensor
 
 from mm.device.accelerator import AcceleratorRuntime
-from mm.device.accumulate import plain_accumulate
 from mm.device.attention import Segments, by_stretch, check_cover, sdpa
 from mm.device.deterministic import Variable
-from mm.device.hashing import rounded_at_random
-from mm.device.kernels import Fuse, Kernels, eager_leaves, fused_leaves, rms_norm
+from mm.device.kernels import Fuse, Kernels, eager_leaves, fused_leaves, plain_accumulate, rms_norm
 from mm.device.partial_attention import PLAIN, Gradients, Pairs, PartialAttention, PartialOutput
-from mm.device.platform import KnownDevice, Links, MachineFinding, Platform, torch_profiler
+from mm.device.platform import KnownDevice, Links, Platform, torch_profiler
+from mm.device.pointwise import rounded_at_random
 from mm.device.shims import COMMON_SHIMS
 from mm.errors import UserError
 
 MAX_MESSAGE_CTAS = 4
 """Each is generally reported to move some 20 GB/s over NVLink: 20 MB, the hidden states of 2,756 tokens of 7B, take
 0.25 ms, and a stage computes for 25 ms or more.  Chosen, not measured."""
-MIN_DRIVERS = {"12": 525, "13": 580}
-"""CUDA major version of torch -> oldest major version of NVIDIA's driver for it (CUDA's release notes, table 2)."""
-_DRIVER = "nvidia-driver"
-_DRIVER_FILE = Path("/proc/driver/nvidia/version")
 MIN_TORCH = Version("2.11.0a0")
 """The oldest torch that was tried on CUDA, in NVIDIA's containers."""
 _SM80 = (8, 0)
@@ -142,20 +135,7 @@ def _fault() -> str | None:
 
 
 def _versions() -> dict[str, str]:
-    found = {"cuda": torch.version.cuda} if torch.version.cuda else {}
-    try:
-        driver = re.search(r"Kernel Module\D+([\d.]+)", _DRIVER_FILE.read_text(encoding="utf-8"))
-    except OSError:
-        driver = None
-    return found if driver is None else {**found, _DRIVER: driver[1]}
-
-
-def _version_findings(versions: Mapping[str, str]) -> Iterator[MachineFinding]:
-    cuda, driver = versions.get("cuda", ""), versions.get(_DRIVER)
-    oldest = MIN_DRIVERS.get(cuda.partition(".")[0])
-    if oldest is not None and driver is not None and int(driver.partition(".")[0]) < oldest:
-        yield False, (f"NVIDIA's driver is {driver}, but torch is built for CUDA {cuda}, which needs {oldest} or "
-                      f"later: update the driver (`nvidia-smi` shows it), or install a torch for an older CUDA")
+    return {"cuda": torch.version.cuda} if torch.version.cuda else {}
 
 
 def _prepare(index: int) -> None:
@@ -259,7 +239,7 @@ CUDA = Platform(
     backend="nccl",
     fault=_fault,
     versions=_versions,
-    version_findings=_version_findings,
+    version_findings=lambda _: iter(()),
     device_files="/dev/nvidia[0-9]*",
     num_devices=torch.cuda.device_count,
     known_devices=_KNOWN_DEVICES,

@@ -1,6 +1,5 @@
 """What a run actually ran on: device, versions and kernels, read from the objects that do the work."""
 
-import importlib.metadata
 from dataclasses import fields
 from typing import Any
 
@@ -10,8 +9,9 @@ from mm.device.device import Device
 from mm.device.kernels import AddNormLeaves, LogitKernels
 from mm.device.partial_attention import PartialAttention
 from mm.device.platforms import PLATFORMS
+from mm.environment import installed
 
-_PACKAGES = ("torch", "megatron-core", "transformer_engine", "apex", "flash-attn")
+_PACKAGES = ("torch", "megatron-core", "transformers", "transformer_engine", "apex", "flash-attn")
 """Packages besides those that a platform reports."""
 
 
@@ -22,10 +22,10 @@ def device_facts(device: Device, adam: object) -> dict[str, Any]:
     """
     return {
         "device": device.name,
-        "backend": device.backend,
-        "versions": _versions(),
-        "kernels": {field.name: _name(getattr(device.kernels, field.name)) for field in fields(device.kernels)},
-        "adam": None if adam is None else _name(type(adam)),
+        "backend": device.platform.backend,
+        "versions": installed_versions(),
+        "kernels": {field.name: kernel_name(getattr(device.kernels, field.name)) for field in fields(device.kernels)},
+        "adam": None if adam is None else kernel_name(type(adam)),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "switches": device.platform.switches(),
     }
@@ -49,19 +49,15 @@ def sdpa_backend(
     return torch.nn.attention.SDPBackend(chosen).name
 
 
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+def installed_versions() -> dict[str, str]:
+    """Versions of the packages that decide what is computed, and of the devices' libraries."""
+    found = {package: version for package in _PACKAGES if (version := installed(package)) is not None}
     for platform in PLATFORMS:
         found |= platform.versions()
     return found
 
 
-def _name(kernel: Any) -> str | bool | None:
+def kernel_name(kernel: Any) -> str | bool | None:
     """``module.name`` of a kernel: of the class for a class method such as autograd's ``apply``, and of the forward
     function (``sums`` of ``LogitKernels``) for a pair.  None and booleans are returned as they are."""
     if kernel is None or isinstance(kernel, bool):

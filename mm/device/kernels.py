@@ -7,15 +7,22 @@ and chooses among all of them.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mm.device import hashing, pointwise
-from mm.device.accumulate import Accumulate
+from mm.device import pointwise
 from mm.device.attention import Kernel
 from mm.device.partial_attention import PartialAttention
 from mm.device.pointwise import Heads, Leaf
 
+Accumulate = Callable[[Tensor, Tensor, Tensor, bool], None]
+"""``accumulate(buffer, gradient, x, overwrites)``: buffer += gradient^T x, summed in fp32 for all dtypes.
+If it overwrites: buffer = gradient^T x.
+
+Gradient [rows, output] and x [rows, input] share one dtype: bf16, fp16 or fp32; ``buffer`` [output, input] is fp32 or
+of that dtype.  The product of 16-bit rows is never rounded to their dtype on its way into an fp32 buffer, or stored on
+its own."""
 SwiGLUKernel = Callable[..., Tensor]
 RopeKernel = Callable[..., Heads]
 Fuse = Callable[[Leaf], Leaf]
@@ -65,14 +72,23 @@ class Kernels:
     """(x [..., 2n] = [gate; up], bias) -> silu(gate) * up [..., n].  The bias, if any, is already added to x, and its
     gradient is summed here; the same holds for rope."""
     rope: RopeKernel
-    """(qkv, cos, sin, bias) -> rotated queries, rotated keys, values; shapes and dtypes as in ``mm.device.pointwise``.
-    """
+    """(qkv, cos, sin, bias) -> rotated queries, rotated keys, values; shapes and dtypes as in
+    ``mm.device.pointwise``."""
     accumulate: Accumulate
-    rounded_at_random: Leaf = hashing.rounded_at_random
-    """``hashing.rounded_at_random``, as one kernel where leaves are compiled."""
+    rounded_at_random: Leaf = pointwise.rounded_at_random
+    """``pointwise.rounded_at_random``, as one kernel where leaves are compiled."""
     overwrites: bool = True
     """Whether ``accumulate`` can overwrite a buffer as cheaply as add to it, so that the buffer need not be zeroed
     first.  ATB's product can only add."""
+
+
+def plain_accumulate(buffer: Tensor, gradient: Tensor, x: Tensor, overwrites: bool = False) -> None:
+    """An ``Accumulate`` that casts the rows to the dtype of the buffer: the CPU multiplies only equal dtypes."""
+    gradient, x = gradient.to(buffer.dtype), x.to(buffer.dtype)
+    if overwrites:
+        torch.mm(gradient.t(), x, out=buffer)
+    else:
+        buffer.addmm_(gradient.t(), x)
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -1,9 +1,7 @@
 """Ascend's NPUs: torch_npu's operators, ATB's accumulating matrix product, and messages by HCCL."""
 
-import contextlib
 import functools
 import importlib
-import importlib.metadata
 import importlib.util
 import itertools
 import os
@@ -26,6 +24,7 @@ from mm.device.partial_attention import Gradients, Pairs, PartialAttention, Part
 from mm.device.platform import KnownDevice, Links, MachineFinding, Platform
 from mm.device.pointwise import Heads
 from mm.device.shims import COMMON_SHIMS, Shim
+from mm.environment import installed
 from mm.errors import UserError
 
 MAX_SEGMENTS = 1024
@@ -69,14 +68,8 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -
         ends = list(itertools.accumulate(lengths))
         outputs.append(
             torch_npu().npu_fusion_attention(
-                *of_call,
-                q.shape[1],
-                "TND",
-                scale=q.shape[-1] ** -0.5,
-                actual_seq_qlen=ends,
-                actual_seq_kvlen=ends,
-                **_masking(q.device, causal),
-            )[0]
+                *of_call, q.shape[1], "TND", scale=q.shape[-1] ** -0.5, actual_seq_qlen=ends, actual_seq_kvlen=ends,
+                **_masking(q.device, causal))[0]
         )
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -234,9 +227,8 @@ def _fault() -> str | None:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        found["torch_npu"] = importlib.metadata.version("torch_npu")
+    version = installed("torch_npu")
+    found = {} if version is None else {"torch_npu": version}
     home = os.environ.get("ASCEND_TOOLKIT_HOME") or os.environ.get("ASCEND_HOME_PATH")
     for file in Path(home).glob(_CANN_VERSION_FILES) if home else ():
         try:
@@ -305,12 +297,6 @@ NPU_SHIMS: tuple[Shim, ...] = (
 def _profiler(directory: str, name: str) -> Any:
     handler = torch_npu().profiler.tensorboard_trace_handler(directory, name)
     return torch_npu().profiler.profile(on_trace_ready=handler)
-
-
-def hccl_buffer_mb(num_groups: int, num_with_messages: int, buffsize_mb: int = 200, p2p_buffsize_mb: int = 20) -> int:
-    """MB that HCCL allocates on an NPU: twice HCCL_BUFFSIZE per group, and twice P2P_HCCL_BUFFSIZE per group with
-    messages."""
-    return 2 * buffsize_mb * num_groups + 2 * p2p_buffsize_mb * num_with_messages
 
 
 # Known types

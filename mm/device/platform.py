@@ -1,8 +1,7 @@
 """Everything the trainer must know about a kind of device: the interface that ``cpu.py``, ``cuda.py`` and ``npu.py``
 implement.
 
-Code outside these three files never asks which device it runs on: it reads a fact of the platform or calls one of its
-functions.  A new device is another such file with its own ``Platform``, and an entry in ``platforms.py``.
+A new device is another such file with its own ``Platform``, and an entry in ``platforms.py``.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from torch import Tensor
 from mm.device.deterministic import Variable
 from mm.device.kernels import Fuse, Kernels
 from mm.device.shims import Shim
-from mm.device.side import SideQueue
+from mm.device.side_stream import SideQueue
 
 MachineFinding = tuple[bool, str]
 """(whether a run would certainly fail, message for the user)"""
@@ -53,10 +52,7 @@ class KnownDevice:
 
 
 class Runtime(Protocol):
-    """How one process moves data to and from its device, waits for it and asks about it.
-
-    ``Device`` describes the methods, under the same names.
-    """
+    """How one process moves data to and from its device, waits for it and asks about it."""
 
     @property
     def torch_device(self) -> torch.device: ...
@@ -64,25 +60,49 @@ class Runtime(Protocol):
     @property
     def name(self) -> str: ...
 
-    def copy(self, tensor: Tensor) -> Tensor: ...
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Copy a host tensor to the device; the host does not wait for the work queued there."""
+        ...
 
-    def pin(self, tensor: Tensor) -> Tensor: ...
+    def pin(self, tensor: Tensor) -> Tensor:
+        """Copy a host tensor to pinned memory, in any thread; on the CPU the result is the tensor itself."""
+        ...
 
-    def host_buffer(self, num_bytes: int) -> Tensor | None: ...
+    def host_buffer(self, num_bytes: int) -> Tensor | None:
+        """Pinned memory for ``start_copying_back``, as bytes; None on the CPU, whose tensors are on the host."""
+        ...
 
-    def start_copying_back(self, tensor: Tensor, into: Tensor | None) -> Callable[[], Tensor]: ...
+    def start_copying_back(self, tensor: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
+        """Start copying a tensor to the host; calling the result, in any thread, waits for the copy and returns it.
 
-    def side_queue(self) -> SideQueue: ...
+        The wait is for work queued before this call.  ``into``: memory for the copy, pinned on an accelerator; None
+        allocates it, but on the CPU the result is then the tensor itself.
+        """
+        ...
 
-    def mark(self) -> Any: ...
+    def side_queue(self) -> SideQueue:
+        """A new side stream."""
+        ...
 
-    def seconds_of(self, marks: Sequence[Any]) -> list[float]: ...
+    def mark(self) -> Any:
+        """Mark this moment; on an accelerator, the moment when all work queued on the current stream so far is done."""
+        ...
 
-    def seconds_between(self, marks: Sequence[Any]) -> list[float]: ...
+    def seconds_of(self, marks: Sequence[Any]) -> list[float]:
+        """Times of marks on this process's ``time.perf_counter``; waits until the device has passed them."""
+        ...
 
-    def synchronize(self) -> None: ...
+    def seconds_between(self, marks: Sequence[Any]) -> list[float]:
+        """Time from each mark to the next.  Does not wait: the device must have passed all of them."""
+        ...
 
-    def max_memory_bytes(self) -> int: ...
+    def synchronize(self) -> None:
+        """Wait for the device; used around timings only, never in training."""
+        ...
+
+    def max_memory_bytes(self) -> int:
+        """Peak memory of this process: allocated on the device, or resident on the CPU."""
+        ...
 
     def random_state(self) -> Tensor | None:
         """State of the device's random number generator; None if torch's on the host is the only one."""

@@ -41,8 +41,7 @@ class Diagnosis:
 
 def read_lines(content: bytes) -> list[Diagnosis]:
     """Findings in the order in which a process wrote them, without one that it was writing when it ended."""
-    rows = map(json_object, whole_lines(content))
-    return [Diagnosis(Level(one["level"]), one["name"], one["what"], one["cure"]) for one in rows]
+    return [Diagnosis(**one | {"level": Level(one["level"])}) for one in map(json_object, whole_lines(content))]
 
 
 def ok(name: str, what: str) -> Diagnosis:

@@ -1,16 +1,19 @@
-"""The limits of a machine: open files, memory, directories and clock."""
+"""The limits of a machine: open files, memory, directories, host name, and environment variables."""
 
 import errno
 import os
-import resource
+import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import NamedTemporaryFile, gettempdir
 
+from mm.console import whole_number
 from mm.doctor.diagnosis import Diagnosis, fault, ok, warning
+from mm.environment import launcher_problems
+from mm.process import open_file_limit
 
-MIN_FILES, ENOUGH_FILES, WANTED_FILES = 300, 4096, 65536
+ENOUGH_FILES = 4096
 """One process with everything imported needs some 260 (``mm.training.machine``); many ranks need more."""
 ENOUGH_SHARED_BYTES = 1 << 30
 """Containers have 64 MiB unless told otherwise; a microbatch of large pictures takes more than that."""
@@ -21,24 +24,16 @@ CHECKPOINT_BYTES = 116e9
 SLOW_DISK_BYTES = 100e6
 """Bytes per second below which a directory is called slow: a checkpoint of 7B takes 20 minutes."""
 _PROBE_BYTES = 64 << 20
-CLOCK_SECONDS = 2.0
 _GB = 1e9
-_TEMPORARY = "TMPDIR", "TEMP", "TMP"
 
 
 def file_findings() -> Iterator[Diagnosis]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    soft, hard = ((1 << 62) if one == resource.RLIM_INFINITY else one for one in (soft, hard))
-    most = min(hard, WANTED_FILES)  # a shell without rights cannot go beyond the hard limit
-    cure = (f"ulimit -n {most} before the launcher" if most >= MIN_FILES else
-            "let root raise the hard limit (/etc/security/limits.conf)") + (
-        f", or docker run --ulimit nofile={WANTED_FILES}")
-    if hard < MIN_FILES:
-        yield fault("open files", f"a process may open {hard:,}", cure)
-    elif soft < ENOUGH_FILES:
-        yield warning("open files", f"a process may open {soft:,}; jobs of many ranks need more", cure)
+    limit = open_file_limit()
+    if limit < ENOUGH_FILES:
+        yield warning("open files", f"a process may open {limit:,}; jobs of many ranks need more", "let root raise the "
+                      "hard limit (/etc/security/limits.conf), or docker run --ulimit nofile=65536")
     else:
-        yield ok("open files", f"{soft:,}" if soft < 1 << 62 else "unlimited")
+        yield ok("open files", f"{limit:,}")
 
 
 def memory_findings(host_bytes: int, shared_bytes: int | None) -> Iterator[Diagnosis]:
@@ -57,7 +52,7 @@ def memory_findings(host_bytes: int, shared_bytes: int | None) -> Iterator[Diagn
 
 
 def directory_findings(directory: Path, *, takes_checkpoints: bool) -> Iterator[Diagnosis]:
-    """Whether files can be written there, how fast, how much fits, and whether its clock is this machine's.
+    """Whether files can be written there, how fast, and how much fits.
 
     ``takes_checkpoints``: whether checkpoints are written there, or only small files.
     """
@@ -68,7 +63,7 @@ def directory_findings(directory: Path, *, takes_checkpoints: bool) -> Iterator[
         if free < MIN_DISK_BYTES:
             yield fault(name, f"{free / 1e6:,.0f} MB free", "delete files, or choose another directory")
             return
-        speed, skew = _written(directory)
+        speed = _bytes_per_second(directory)
     except OSError as error:
         what = error.strerror or str(error)
         if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
@@ -78,22 +73,18 @@ def directory_findings(directory: Path, *, takes_checkpoints: bool) -> Iterator[
             cure = f"mkdir -p '{directory}'" if error.errno == errno.ENOENT else "choose another directory"
             yield fault(name, what, cure)
         return
-    minutes = CHECKPOINT_BYTES / speed / 60
     text = (f"{free / _GB:,.0f} GB free, {speed / 1e6:,.0f} MB/s written: a checkpoint of 7B with optimizer takes "
-            f"{minutes:,.0f} min")
+            f"{CHECKPOINT_BYTES / speed / 60:,.0f} min")
     if takes_checkpoints and free < ENOUGH_DISK_BYTES:
         yield warning(name, text, "no checkpoint of 3B fits; choose another directory for --save")
     elif takes_checkpoints and speed < SLOW_DISK_BYTES:
         yield warning(name, text, "choose a faster directory for --save, or --async-save")
     else:
         yield ok(name, text)
-    if abs(skew) > CLOCK_SECONDS:
-        yield warning("clock", f"the file server of {directory} is {skew:+.1f} s from this machine",
-                      "let both follow one time server (chronyc makestep)")
 
 
-def _written(directory: Path) -> tuple[float, float]:
-    """Bytes per second written through to the disk, and seconds from this machine's clock to the file server's."""
+def _bytes_per_second(directory: Path) -> float:
+    """Written through to the disk."""
     with NamedTemporaryFile(dir=directory, prefix=".mm-doctor-") as file:
         block = os.urandom(1 << 20)
         began = time.perf_counter()
@@ -101,15 +92,86 @@ def _written(directory: Path) -> tuple[float, float]:
             file.write(block)
         file.flush()
         os.fsync(file.fileno())
-        seconds = time.perf_counter() - began
-        return _PROBE_BYTES / seconds, os.stat(file.name).st_mtime - time.time()
+        return _PROBE_BYTES / (time.perf_counter() - began)
 
 
 def temporary_findings(environment: Mapping[str, str]) -> Iterator[Diagnosis]:
     """The directory for temporary files.  Python silently skips a TMPDIR that it cannot write to."""
     used = gettempdir()
-    wanted = next((environment[name] for name in _TEMPORARY if environment.get(name)), used)
+    wanted = environment.get("TMPDIR") or used
     if os.path.realpath(wanted) != os.path.realpath(used):
         yield warning("TMPDIR", f"{wanted} cannot be written to, so Python uses {used}",
                       f"mkdir -p '{wanted}', or unset TMPDIR")
     yield from directory_findings(Path(used), takes_checkpoints=False)
+
+
+def name_findings(environment: Mapping[str, str], *, is_one_of_several: bool) -> Iterator[Diagnosis]:
+    """Whether this machine can resolve its own name, as gloo does unless GLOO_SOCKET_IFNAME is set."""
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        yield fault("host name", f"{name} has no address ({error.strerror}); gloo looks it up",
+                    f"add `127.0.0.1 {name}` to /etc/hosts for one machine, its own address for several")
+        return
+    if is_one_of_several and address.startswith("127.") and not environment.get("GLOO_SOCKET_IFNAME"):
+        yield fault("host name", f"{name} is {address}, which other machines cannot reach",
+                    f"give {name} its own address in /etc/hosts, or set GLOO_SOCKET_IFNAME to its interface")
+    else:
+        yield ok("host name", f"{name} is {address}")
+
+
+# Environment variables that make runs fail or slow
+
+_SHOWN = ("ACLNN_", "ASCEND_", "ATB_", "CANN_", "COMBINED_", "CPU_AFFINITY", "CUDA_", "GLOO_", "HCCL_", "MASTER_",
+          "MKL_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_", "TASK_QUEUE", "TORCH_", "TP_")
+"""Prefixes of the names that matter."""
+_PATTERNS = ("NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
+_INTERFACES = (*_PATTERNS, "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+_SLOW = {"CUDA_LAUNCH_BLOCKING": "1", "ASCEND_LAUNCH_BLOCKING": "1", "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+         "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}  # fmt: skip
+"""Values that are for debugging, or that turn a fast link off."""
+_CONNECT_SECONDS = range(120, 7201)
+"""HCCL's documentation of HCCL_CONNECT_TIMEOUT."""
+
+
+def variable_findings(
+    environment: Mapping[str, str], interfaces: Sequence[str], num_cores: int, num_processes: int
+) -> Iterator[Diagnosis]:
+    """``interfaces``: names of the network interfaces; ``num_processes``: ranks on this machine."""
+    for name in _INTERFACES:
+        if (value := environment.get(name)) and not _names_an_interface(name, value, interfaces):
+            yield fault(name, f"{value!r} names no interface of this machine, which has {', '.join(interfaces)}",
+                        f"unset {name}, or set it to the interface of the training network")
+    for name in ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"):
+        if environment.get(name) == "":
+            yield warning(name, "set and empty, which hides all devices", f"unset {name}")
+    for name, value in _SLOW.items():
+        if environment.get(name, "").upper() == value:
+            yield warning(name, f"{value} makes runs slow", f"unset {name} when nothing is to be debugged")
+    connect, threads = environment.get("HCCL_CONNECT_TIMEOUT"), whole_number(environment.get("OMP_NUM_THREADS", "1"))
+    if connect is not None and whole_number(connect) not in _CONNECT_SECONDS:
+        yield fault("HCCL_CONNECT_TIMEOUT", f"{connect!r}; HCCL takes 120 to 7200 seconds",
+                    "export HCCL_CONNECT_TIMEOUT=1200")
+    if not threads or (threads > 1 and threads * num_processes > num_cores):
+        yield warning("OMP_NUM_THREADS", f"{threads or environment['OMP_NUM_THREADS']!r} threads in each of "
+                      f"{num_processes} processes, on {num_cores} cores",
+                      f"export OMP_NUM_THREADS={max(1, num_cores // num_processes)}")
+    for problem in launcher_problems(environment):
+        yield fault("launcher", problem, "unset it: torchrun sets it in each rank that it starts")
+    shown = sorted(f"{name}={value}" for name, value in environment.items() if name.startswith(_SHOWN))
+    yield ok("variables", ", ".join(shown) or "none that matter")
+
+
+def _names_an_interface(name: str, value: str, interfaces: Sequence[str]) -> bool:
+    """Whether the ``value`` of variable ``name`` is valid here.
+
+    NCCL and HCCL take a list of prefixes of names, of which one must exist; ^ excludes them, and = demands whole names.
+    gloo takes a list of prefixes, all of which must exist, and knows neither ^ nor = (seen with torch 2.13).
+    """
+    if name not in _PATTERNS:
+        return all(word and any(one.startswith(word) for one in interfaces) for word in value.split(","))
+    if value.startswith("^"):
+        return True
+    exact, words = value.startswith("="), value.lstrip("=").split(",")
+    return any(one == word if exact else one.startswith(word) for one in interfaces for word in words if word)

@@ -7,17 +7,17 @@ and every rank what it begins, so that both are known after a crash or a hang.
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mm.doctor.begun import FOUND, begun_file
 from mm.doctor.diagnosis import Diagnosis, fault, ok, warning
-from mm.ending import end_with_launcher, is_first_rank, run_command, status_of
+from mm.doctor.trial import FOUND, begun_file
+from mm.environment import Launched, launcher_problems, software
 from mm.errors import refuse
-from mm.launched import Launched, launcher_problems
+from mm.process import end_with_launcher, is_first_rank, run_command, status_of
 
 if TYPE_CHECKING:
     from mm.device.device import Device
@@ -40,6 +40,7 @@ def _examine(folder: Path, wanted: str) -> int:
 
         begin("device")
         from mm.device.device import Device
+        from mm.device.facts import installed_versions
 
         device = Device.pick(wanted)
         begin("meeting the other ranks")
@@ -50,35 +51,35 @@ def _examine(folder: Path, wanted: str) -> int:
         from mm.parallel.agreement import by_rank
 
         mesh = parallel.start(device, model(), tp_size=1)
-        names = by_rank(mesh, _name(device, mesh))
+        names = by_rank(mesh, f"rank {mesh.rank} ({device.torch_device} of {socket.gethostname()})")
+        facts = by_rank(mesh, {**software(), **installed_versions()})
         with open(folder / FOUND if is_first_rank() else os.devnull, "w", encoding="utf-8", buffering=1) as found:
             found.writelines(one.line() for one in chain(
-                _device(device), link_findings(device, mesh, names, begin), _steps(device, mesh, begin)))
+                _device(device), _different(facts, names), link_findings(device, mesh, names, begin),
+                _steps(device, mesh, begin)))
         begin("end")
         parallel.stop()
     return 0
 
 
-def _name(device: "Device", mesh: "Mesh") -> str:
-    """This rank with its device, and among several machines with its own."""
-    is_one_machine = Launched.here().num_local_ranks in (None, mesh.world_size)
-    place = "" if is_one_machine else f" of {socket.gethostname()}"
-    return f"rank {mesh.rank} ({device.torch_device}{place})"
-
-
 def _device(device: "Device") -> Iterator[Diagnosis]:
-    yield ok("device", f"{device.kind}: {device.name}")
+    from mm.device.facts import kernel_name
+
+    yield ok("device", f"{device.platform.name}: {device.name}")
     for note in device.notes:
         yield warning("device", note, "follow the advice in this note")
-    names = {field.name: getattr(device.kernels, field.name) for field in fields(device.kernels)}
-    yield ok("kernels", ", ".join(f"{name} {_named(one)}" for name, one in names.items()
-                                  if callable(one) and name != "rounded_at_random"))
+    yield ok("kernels", ", ".join(f"{field.name} {kernel_name(getattr(device.kernels, field.name))}"
+                                  for field in fields(device.kernels)))
 
 
-def _named(kernel: Any) -> str:
-    """Where a function comes from, also through ``functools.partial``."""
-    inner = getattr(kernel, "func", kernel)
-    return f"{inner.__module__}.{inner.__qualname__}" if hasattr(inner, "__qualname__") else type(inner).__name__
+def _different(facts: Sequence[Mapping[str, str]], names: Sequence[str]) -> Iterator[Diagnosis]:
+    """Ranks with other versions or other code than rank 0."""
+    for name, own in zip(names, facts, strict=True):
+        found = [f"{key} is {own.get(key, 'absent')}, on rank 0 {facts[0].get(key, 'absent')}"
+                 for key in sorted({*own, *facts[0]}) if own.get(key) != facts[0].get(key)]
+        if found:
+            yield fault("nodes differ", f"{name}: {'; '.join(found)}",
+                        "install the same on every node, and copy the same code there")
 
 
 def _steps(device: "Device", mesh: "Mesh", begin: Callable[[str], None]) -> Iterator[Diagnosis]:
@@ -92,8 +93,8 @@ def _steps(device: "Device", mesh: "Mesh", begin: Callable[[str], None]) -> Iter
             yield ok(f"training step in {precision}", text)
         else:
             yield fault(f"training step in {precision}", text,
-                        "this device computes something else: compare with --device cpu, update the driver and the "
-                        "device's libraries to a pair of versions that was tested, and report it (mm-doctor --report)")
+                        "a device computes something else: try each alone (--num-processes 1), update the driver and "
+                        "the device's libraries to a pair of versions that was tested, and report it (--report)")
 
 
 if __name__ == "__main__":

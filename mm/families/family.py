@@ -133,10 +133,6 @@ class Family:
     """Its name, as messages show it."""
     mindspeed: MindSpeedNames
     tokens: ChatTokens
-    template_sha256s: frozenset[str]
-    """SHA-256 of published chat templates, which are known to terminate."""
-    split_patterns: frozenset[str]
-    """Regular expressions by which published tokenizers split a text, in a time proportional to its length."""
     weights: WeightNames
     config_json: ConfigJson
     vision_epsilon: float

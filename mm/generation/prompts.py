@@ -7,7 +7,7 @@ A record of a file is a conversation in any form that the trainer reads, ending 
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,11 +85,6 @@ def encoder_for_prompts(encoder: SampleEncoder, model: ModelConfig) -> SampleEnc
     """``prompt_encoder`` for the settings of ``encoder``, an encoder of training samples, without reading its files."""
     chat = replace(encoder.chat, seq_length=model.language.max_position_embeddings)
     return replace(encoder, chat=chat)
-
-
-def in_order(asked: Iterable[tuple[str, Sample, str]]) -> list[Prompt]:
-    """Prompts, numbered in order; ``asked`` has the name, content and digest of each."""
-    return [Prompt(number, sample, name, digest) for number, (name, sample, digest) in enumerate(asked)]
 
 
 def _conversation(record: Any) -> Any:

@@ -1,6 +1,6 @@
 """Sequence parallelism in the model: gather rows from the tensor-parallel ranks' pieces, and reduce-scatter them back.
 
-Between two linear layers each rank holds a piece; their products need all rows.  ``mm.parallel.pieces`` cuts them.
+Between two linear layers each rank holds a piece; their products need all rows.  ``mm.parallel.row_shards`` cuts them.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mm.model.rows import Permutation
-from mm.parallel.pieces import Pieces
+from mm.parallel.row_shards import Pieces
 
 
 @dataclass(frozen=True, eq=False)

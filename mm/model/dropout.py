@@ -1,7 +1,6 @@
 """Dropout as a hash of what is dropped: the step, the sample, the position in it, the layer and the column.
 
-So no parallel layout changes it, a recomputed layer drops the same elements, and no mask is kept for the backward pass.
-Every element of a matrix is hashed to 32 bits, and is dropped if its hash is below a threshold.
+So no layout changes it, a recomputed layer drops the same elements, and no mask is kept for the backward pass.
 """
 
 import hashlib
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mm.batch import Microbatch
-from mm.device.hashing import BITS, mixed
+from mm.device.pointwise import BITS, mixed
 
 _PLACES_AT_A_TIME = 1 << 22
 """Elements of a matrix hashed at once; each int64 intermediate takes 32 MiB."""

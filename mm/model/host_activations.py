@@ -65,7 +65,7 @@ class HostPages:
                      f"{self.num_bytes:,} bytes")
             cure = ("give the ranks of this node more memory, offload fewer layers (--cpu-offloading-num-layers), or "
                     "keep only their inputs (--recompute-granularity full)")
-            self._free += host_segment(self._device, SEGMENT_BYTES, needs, cure).split(PAGE_BYTES)
+            self._free += host_segment(self._device.runtime, SEGMENT_BYTES, needs, cure).split(PAGE_BYTES)
             self.num_bytes += SEGMENT_BYTES
         return [self._free.pop() for _ in range(count)]  # one by one: a dying layer may give pages back meanwhile
 
@@ -169,7 +169,7 @@ class HostActivations:
 
     def __init__(self, device: Device) -> None:
         self.pages = HostPages(device)
-        self._device, self._queue = device, device.side_queue()
+        self._device, self._queue = device, device.runtime.side_queue()
         self._leaving: LayerActivations | None = None
         self._held: list[Tensor] = []
         """Blocks that are being fetched, kept until the computing stream waits for it: if no tensor uses them any
@@ -230,7 +230,7 @@ class HostActivations:
         with self._queue.behind_mark():
             for memory, start in memories:
                 for here, there in memory.pairs(own.pages, start):
-                    self._device.start_copying_back(here, there)
+                    self._device.runtime.start_copying_back(here, there)
 
     def _fetch(self, own: LayerActivations) -> None:
         """Let ``own`` come, if it has left and does not come already."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from torch import Tensor, nn
 
-from mm.device.accumulate import Accumulate
+from mm.device.kernels import Accumulate
 from mm.model.cut_rows import CutRows, reduce_rows
 from mm.model.dropout import Dropout, seed_of
 from mm.model.layer_context import LayerContext

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from mm.config.flags import LossUnit
 from mm.config.model import ModelConfig
 from mm.device.device import Device
-from mm.device.side import SideQueue
+from mm.device.side_stream import SideQueue
 from mm.model.cut_rows import CutRows, gather_rows
+from mm.model.embedding import VisualRows
 from mm.model.families import towers_of
 from mm.model.host_activations import HostActivations
 from mm.model.layer_context import LayerContext
@@ -25,12 +26,11 @@ from mm.model.loss import LossInputs
 from mm.model.prepare import ChunkInputs, Preparation
 from mm.model.together import EncodedTogether
 from mm.model.towers import Towers, VisionInputs
-from mm.model.visual_rows import VisualRows
 from mm.parallel.activity import Journal, Work
+from mm.parallel.buckets import Unit
 from mm.parallel.megatron import mark_parameters, parallel_config
 from mm.parallel.mesh import Mesh
-from mm.parallel.pieces import Pieces
-from mm.parallel.units import Unit
+from mm.parallel.row_shards import Pieces
 from mm.parallel.weight_shards import UnitWeights, WeightShards
 from mm.weights.memory import memory_shape
 from mm.weights.placed import stage_weights
@@ -174,7 +174,7 @@ class Chunk(nn.Module):
     def _give(self, features: Tensor, images: tuple[tuple[str, int], ...]) -> None:
         """Start copying ``features`` to the host; nothing waits for them before the step ends."""
         if self.gives_features:
-            read = self.device.start_copying_back(features)
+            read = self.device.runtime.start_copying_back(features)
             self.made.append(MadeFeatures(images, read, features.nbytes))
 
     def _loss(self, x: Tensor, inputs: ChunkInputs, targets: LossInputs) -> Tensor:
@@ -196,7 +196,7 @@ class Stage:
         self.model, self.device = model, device
         self.config = parallel_config(model, mesh, precision, sequence_parallel)
         self.journal = Journal()
-        side, host = device.side_queue(), HostActivations(device) if model.offloads_activations else None
+        side, host = device.runtime.side_queue(), HostActivations(device) if model.offloads_activations else None
         self.chunks = tuple(
             Chunk(model, number, mesh, self.config, device, loss_unit, self.journal, side, shards_weights, host)
             for number in range(model.num_chunks))

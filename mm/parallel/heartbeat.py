@@ -2,7 +2,7 @@
 
 Ranks talk through keys of the launcher's store, over a connection that only this thread uses, so a main thread that is
 stuck in a collective does not stop it.  In each beat a rank writes its record, and reads why the run ends (normally
-nothing), the records of rank 0 and of its own node, and on rank 0 those of all ranks.  ``judge.py`` looks for a cause;
+nothing), the records of rank 0 and of its own node, and on rank 0 those of all ranks.  ``Judge`` looks for a cause;
 whoever finds one writes it with ``compare_set``, so that the first counts, and reports it:
 
 1. It prints the cause.
@@ -10,10 +10,8 @@ whoever finds one writes it with ``compare_set``, so that the first counts, and 
    were, the silent ones first.
 3. It names the processes that do not answer, which any rank of their machine kills, and all ranks exit.
 
-A beat costs three small requests per rank.  The time between beats grows with the number of ranks: 4,096 ranks make
-3,000 requests a second, and rank 0 reads 1 MB every 4 seconds.
-
-A request to a store whose process is stopped never returns.  So a second thread looks at the time limit, too.
+The time between beats grows with the number of ranks: 4,096 ranks make 3,000 requests a second, and rank 0 reads 1 MB
+every 4 seconds.
 """
 
 import json
@@ -22,42 +20,175 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from mm.ending import leave
 from mm.errors import UserError, printable
-from mm.parallel.judge import Cause, Judge, Record, State, has_ended
-from mm.parallel.ranks import death_of
 from mm.parallel.rendezvous import END, NOTHING, OVER, Attempt, Rendezvous
-from mm.process import Identity, kill, own_identity
+from mm.process import Identity, has_ended, kill, leave, own_identity
 
+SILENT_SECONDS = 300.0
+"""How long a rank may give no sign of life if no time limit has passed: Python's GIL may be held for minutes."""
 GRACE_SECONDS = 1.0
 """Wait between the report and a rank's exit: the launcher must see the causing rank exit first."""
 ANSWER_SECONDS = 5.0
 """How long the reporter waits for the other ranks' stacks; a rank that holds the GIL, or is stopped, gives none."""
 _DOUBT_SECONDS = 5.0
+"""How long an error of communication waits for the death or silence that explains it."""
+_LIMIT_SECONDS = 3.0
+"""After a limit, its rank has this time to report that itself."""
 _SOON_SECONDS = 0.1
 """Time between beats while this rank waits for the others."""
-_STUCK_SECONDS = 10.0
-"""How long after a limit the store may leave its rank without an answer."""
-_LATE_SECONDS = 10.0
-"""How long a rank 0 that serves the store stays for ranks that have not joined yet; without it they would look for its
-store until their own time limit."""
 _MAX_DIFFERENCES = 5
 """The largest number of differences between two ranks that a message names."""
-_LEFT = "left"
-"""The key that counts ranks which know that all have left."""
-_SILENT = " does not answer: it holds Python's GIL, or its process is stopped"
-_THREADS = ("heartbeat", "deadline")
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why all ranks end."""
+
+    rank: int
+    text: str = ""
+    """What is printed; empty when the rank reports it itself."""
+    status: int = 1
+    """0: all ranks have left normally; 2: a user's mistake, so the report leaves out where the ranks were."""
+    shows_stacks: bool = False
+    """Whether the report shows the stacks of all ranks, because the text alone does not explain the cause."""
+    reporter: int = -1
+    """The rank that has found it."""
+
+
+State = Literal["joined", "ready", "begun", "leaving"]
+"""What a rank has reached; "ready": it waits for the others; "begun", on rank 0: all were ready; "leaving": its part
+has ended."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a rank says about itself."""
+
+    count: int = 0
+    """How many records it has written; 0: it has not joined yet."""
+    state: State = "joined"
+    place: str = "has not joined the others"
+    seconds_left: float | None = None
+    """Until its time limit."""
+    lateness: str = ""
+    """What to report when the limit has passed."""
+    lost: str = ""
+    """An error that another rank's death may have caused."""
+    process: Identity = ("", 0, "")
+    stacks: str | None = None
+    """Once it has been told that the run ends."""
+
+    @property
+    def is_there(self) -> bool:
+        return self.count > 0 and self.state != "leaving"
+
+    @classmethod
+    def read(cls, text: str) -> "Record":
+        found = json.loads(text)
+        return cls(**found | {"process": tuple(found["process"])})
+
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+
+class Judge:
+    """Decides from the records that this rank reads whether all must end, and why.  Knows no store."""
+
+    def __init__(
+        self, rank: int, num_ranks: int, start_seconds: float, end_seconds: float, doubt_seconds: float
+    ) -> None:
+        """``start_seconds``: how long other ranks may take to be ready after rank 0 is; ``end_seconds``: to leave after
+        the first has left; ``doubt_seconds``: see ``_DOUBT_SECONDS``."""
+        self._rank, self._num_ranks = rank, num_ranks
+        self._start_seconds, self._end_seconds, self._doubt_seconds = start_seconds, end_seconds, doubt_seconds
+        self._changed: dict[int, tuple[int, float]] = {}
+        """By rank: its latest count, and when that was new."""
+        self._since: dict[str, float] = {}
+        """When something was first seen."""
+
+    def cause(self, records: Mapping[int, Record], now: float) -> Cause | None:
+        """The reason to end all ranks, at the time ``now``."""
+        for rank, record in records.items():
+            if self._changed.get(rank, (-1, 0.0))[0] != record.count:
+                self._changed[rank] = record.count, now
+        there = {rank: record for rank, record in records.items() if record.is_there}
+        return self._death(there) or self._loss(there, now) or self._silence(there, now) or (
+            self._absence(records, now) or self._late_end(records, now) if self._rank == 0 else None)
+
+    def _death(self, there: Mapping[int, Record]) -> Cause | None:
+        return next((Cause(rank, f"rank {rank} died without an error message: it crashed or was killed (out of "
+                                 f"memory?); the launcher and the system log show the signal")
+                     for rank, record in there.items() if has_ended(record.process)), None)
+
+    def _loss(self, there: Mapping[int, Record], now: float) -> Cause | None:
+        """A rank whose communication has failed; rather one that has been silent since then."""
+        lost = {rank: record.lost for rank, record in there.items() if record.lost}
+        if not lost or now < self._first_seen("loss", now) + self._doubt_seconds:
+            return None
+        silent = [rank for rank in there if now - self._changed[rank][1] > 0.9 * self._doubt_seconds]
+        if silent:
+            return Cause(silent[0], f"{ranks_text(silent)} gave no sign of life for {self._doubt_seconds:.0f} s after "
+                                    f"{lost[min(lost)]}", shows_stacks=True)
+        if self._rank == 0:  # it knows of all ranks
+            return Cause(min(lost), f"{lost[min(lost)]}\nNo rank gives a reason for its failure.", shows_stacks=True)
+        return None
+
+    def _silence(self, there: Mapping[int, Record], now: float) -> Cause | None:
+        """A rank that has passed its limit and cannot say so itself, or is silent for long."""
+        for rank, record in there.items():
+            silent = now - self._changed[rank][1]
+            if record.seconds_left is not None and silent > record.seconds_left + _LIMIT_SECONDS:
+                return Cause(rank, record.lateness, shows_stacks=True)
+            if silent > SILENT_SECONDS:
+                return Cause(rank, f"rank {rank} has given no sign of life for {silent:.0f} s", shows_stacks=True)
+        return None
+
+    def _absence(self, records: Mapping[int, Record], now: float) -> Cause | None:
+        missing = _not_in(records, ("ready", "begun", "leaving"))
+        if 0 in missing or not missing or now < self._first_seen("ready", now) + self._start_seconds:
+            return None
+        return Cause(missing[0], f"{ranks_text(missing)} of {self._num_ranks} did not connect within "
+                                 f"{self._start_seconds / 60:g} minutes after rank 0; see the output of their "
+                                 f"launchers, and --distributed-timeout-minutes")
+
+    def _late_end(self, records: Mapping[int, Record], now: float) -> Cause | None:
+        late = _not_in(records, ("leaving",))
+        if not late:
+            return Cause(0, status=0)
+        if len(late) == self._num_ranks or now < self._first_seen("end", now) + self._end_seconds:
+            return None
+        return Cause(late[0], f"{ranks_text(late)} did not end within {self._end_seconds:.0f} s after the first; "
+                              f"--phase-timeouts between=SECONDS sets this limit", shows_stacks=True)
+
+    def _first_seen(self, what: str, now: float) -> float:
+        return self._since.setdefault(what, now)
+
+
+def _not_in(records: Mapping[int, Record], states: Sequence[str]) -> list[int]:
+    return [rank for rank, record in sorted(records.items()) if not record.count or record.state not in states]
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Ascending ranks as text, such as ``ranks 1, 4 to 7``."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][-1] == rank - 1:
+            spans[-1][1:] = [rank]
+        else:
+            spans.append([rank])
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(' to '.join(map(str, span)) for span in spans)}"
 
 
 class Heartbeat:
-    """This rank's part.  The main thread sets the attributes and calls the methods; two other threads do the rest."""
+    """This rank's part.  The main thread sets the attributes and calls the methods; the other thread does the rest."""
 
     def __init__(
         self, rendezvous: Rendezvous, facts: Mapping[str, str], place: Callable[[], str], at_end: Callable[[], None],
@@ -72,6 +203,9 @@ class Heartbeat:
         """
         self.deadline, self.lateness = float("inf"), ""
         """This rank's time limit, and what to report when it has passed."""
+        self.state: State = "joined"
+        self.lost = ""
+        """See ``Record``."""
         self.attempt: Attempt | None = None
         """Set once this rank has joined the others."""
         self.problem: UserError | None = None
@@ -85,21 +219,13 @@ class Heartbeat:
         self._reads = self._all if self._rank == 0 else tuple(sorted({0, *rendezvous.neighbours}))
         self._beat_seconds = max(1.0, self._num_ranks / 1000)
         self._soon_seconds = _SOON_SECONDS * max(1.0, self._num_ranks / 250)
-        doubt = max(_DOUBT_SECONDS, 3 * self._beat_seconds)
-        self._judge = Judge(self._rank, self._num_ranks, rendezvous.timeout.total_seconds(), end_seconds, doubt)
-        self.state: State = "joined"
-        self.lost = ""
-        """See ``Record``."""
+        self._judge = Judge(self._rank, self._num_ranks, rendezvous.timeout.total_seconds(), end_seconds,
+                            max(_DOUBT_SECONDS, 3 * self._beat_seconds))
         self._count = 0
         self._cause: Cause | None = None
         """Why this rank ends all ranks."""
-        self._end: Cause | None = None
-        """Why all ranks end."""
-        self._answered = time.monotonic()
-        """When the store has last answered."""
         self._wake = threading.Event()
-        for name, target in zip(_THREADS, (self._run, self._watch_deadline), strict=True):
-            threading.Thread(target=target, name=name, daemon=True).start()
+        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     def beat(self) -> None:
         """Beat now."""
@@ -110,7 +236,7 @@ class Heartbeat:
         self._cause = cause
         self._wake.set()
 
-    # In the thread "heartbeat"
+    # In the thread
 
     def _run(self) -> None:
         try:
@@ -146,18 +272,14 @@ class Heartbeat:
         """This rank's first record in ``attempt``: if it is set up otherwise than rank 0, it never says that it is
         ready, so nobody begins."""
         self._cause = self._cause or _difference(self._rank, self._facts, attempt)
-        return self._written()
+        return self._record().text()
 
     def _look(self) -> bool:
         """One beat; whether it was the last."""
-        assert self.attempt is not None, "it has joined"
-        if self._rendezvous.serves and has_ended(self.attempt.process):
-            raise dist.DistError("the store has ended with rank 0")
-        self._keys.set(str(self._rank), self._written())
+        self._keys.set(str(self._rank), self._record().text())
         end, records = self._read(self._reads)
         if end is None:
-            if self.state == "ready" and self._rank == 0 and all(one.count and one.state != "joined"
-                                                                 for one in records.values()):
+            if self.state == "ready" and self._rank == 0 and not _not_in(records, ("ready", "leaving")):
                 self.state = "begun"
                 self._wake.set()
             if self._cause is None and (self if self._rank == 0 else records[0]).state in ("begun", "leaving"):
@@ -179,36 +301,24 @@ class Heartbeat:
     def _read(self, ranks: Iterable[int]) -> tuple[Cause | None, dict[int, Record]]:
         """Why all ranks end, and the records of these ranks."""
         end, *texts = (text.decode() for text in self._keys.multi_get([END, *map(str, ranks)]))
-        self._answered = time.monotonic()
         records = [Record() if text == NOTHING else Record.read(text) for text in texts]
         return None if end == NOTHING else Cause(**json.loads(end)), dict(zip(ranks, records, strict=True))
 
-    def _written(self, stacks: str | None = None) -> str:
-        """This rank's record."""
+    def _record(self, stacks: str | None = None) -> Record:
         self._count += 1
         left = self.deadline - time.monotonic()
-        state = self.state if self._cause is None else "joined"
-        return Record(self._count, state, self._place(), None if left == float("inf") else left, self.lateness,
-                      self.lost, self._process, stacks).text()
+        return Record(self._count, self.state if self._cause is None else "joined", self._place(),
+                      None if left == float("inf") else left, self.lateness, self.lost, self._process, stacks)
 
     def _obey(self, end: Cause) -> None:
-        self._end = end
         if not end.status:
-            self._keys.add(_LEFT, 1)
-            until = time.monotonic() + _LATE_SECONDS
-            while self._serves and self._keys.add(_LEFT, 0) < self._num_ranks and time.monotonic() < until:
-                time.sleep(self._soon_seconds)
+            if self._rank == 0:
+                time.sleep(2 * self._soon_seconds)  # it may serve the store, in which the others read the end
             self.finished.set()
             return
-        self._keys.set(str(self._rank), self._written(_stacks()))
+        self._keys.set(str(self._rank), self._record(_stacks()).text())
         kill(self._reported(end) if end.reporter == self._rank else self._awaited())
-        if self._serves:
-            self._wait_for_late()
         self._end_process(end)
-
-    @property
-    def _serves(self) -> bool:
-        return self._rendezvous.serves and self._rank == 0
 
     def _reported(self, end: Cause) -> list[Identity]:
         """Report why and where all ranks end; returns the processes that do not answer."""
@@ -221,9 +331,10 @@ class Heartbeat:
                           for rank, one in records.items()}
             silent = [records[rank].process for rank, is_silent in are_silent.items() if is_silent]
             order = sorted(records, key=lambda rank: (not are_silent[rank], rank != end.rank, rank))
+            why = " (and does not answer: it holds Python's GIL, or its process is stopped)"
             _write("Where the ranks were:\n" + "".join(
                 f"  rank {rank}, {'last known: ' if records[rank].stacks is None else ''}{records[rank].place}"
-                f"{f' (and{_SILENT})' if are_silent[rank] else ''}\n" for rank in order))
+                f"{why if are_silent[rank] else ''}\n" for rank in order))
             if end.shows_stacks:
                 _write("".join(f"\nStacks of rank {rank}:\n{records[rank].stacks}"
                                for rank in sorted(records) if records[rank].stacks))
@@ -247,51 +358,24 @@ class Heartbeat:
             time.sleep(self._soon_seconds)
         return [] if text == NOTHING else [tuple(one) for one in json.loads(text)]
 
-    def _wait_for_late(self) -> None:
-        """Keep the store for ranks that have not read yet that the run ends."""
-        until = time.monotonic() + _LATE_SECONDS
-        while time.monotonic() < until and not all(one.count for one in self._read(self._all)[1].values()):
-            time.sleep(self._soon_seconds)
-        time.sleep(GRACE_SECONDS)
-
     def _end_without_store(self) -> None:
-        if self._end is not None:
-            self._end_process(self._end)
+        """The process that serves the store has ended: rank 0, or the launcher of its node."""
         if self.state == "leaving":
             self.finished.set()
             return
-        serves = self._rendezvous.serves
-        if self._rank == (1 if serves else min(self._rendezvous.neighbours, default=self._rank)):
-            self._report_alone(death_of(0) if serves else
-                               "the launcher's store has ended; see the output of rank 0's node")
+        if self._rank == min(self._rendezvous.neighbours, default=self._rank):
+            _write(f"error: the store of the ranks has ended, because rank 0 or the launcher of its node has died; see "
+                   f"the output of that node\nRank {self._rank} was at: {self._place()}\n")
         self._end_process(Cause(0))
 
-    def _report_alone(self, why: str, stacks: str = "") -> None:
-        _write(f"error: {why}\nWhere rank {self._rank} was (others cannot be asked without the store):\n  "
-               f"{self._place()}\n{stacks}")
-
     def _end_process(self, end: Cause) -> None:
-        """End this process whatever its other threads are stuck in, after ``GRACE_SECONDS``."""
+        """End this process, whatever its other threads are stuck in."""
         if end.rank == self._rank:
             self.ordered.set()
-        for seconds in (GRACE_SECONDS, 0.0):  # twice: the main thread goes on, and may have locked something
-            with suppress(Exception):  # nothing may keep the process alive
-                self._at_end()
-            time.sleep(seconds)
+        time.sleep(GRACE_SECONDS)
+        with suppress(Exception):  # nothing may keep the process alive
+            self._at_end()
         leave(end.status)
-
-    # In the thread "deadline"
-
-    def _watch_deadline(self) -> None:
-        while not self.finished.wait(1.0):
-            now = time.monotonic()
-            if self._end is None and now > max(self._answered, self.deadline) + _STUCK_SECONDS:
-                self._end = Cause(0)
-                who = "rank 0" if self._rendezvous.serves else "the launcher's store"
-                self._report_alone(f"{self.lateness}, and {who}{_SILENT}", _stacks())
-                if self._rendezvous.serves and self.attempt is not None:
-                    kill([self.attempt.process])
-                self._end_process(self._end)
 
 
 def _difference(rank: int, facts: Mapping[str, str], attempt: Attempt) -> Cause | None:
@@ -308,10 +392,11 @@ def _difference(rank: int, facts: Mapping[str, str], attempt: Attempt) -> Cause 
 
 
 def _stacks() -> str:
-    """Stacks of all threads of this process except those of the heartbeat."""
+    """Stacks of all threads of this process but this one."""
     frames = sys._current_frames()
     return "".join(f"thread {thread.name}:\n{''.join(traceback.format_stack(frames[thread.ident]))}"
-                   for thread in threading.enumerate() if thread.name not in _THREADS and thread.ident in frames)
+                   for thread in threading.enumerate()
+                   if thread is not threading.current_thread() and thread.ident in frames)
 
 
 def _write(text: str) -> None:

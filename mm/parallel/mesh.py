@@ -20,8 +20,8 @@ from torch.distributed.distributed_c10d import Store, _world
 
 from mm.config.model import ModelConfig
 from mm.device.device import Device
+from mm.environment import Launched, launcher_problems
 from mm.errors import refuse
-from mm.launched import Launched, launcher_problems
 from mm.parallel.context import Context
 
 _GRADIENT_GROUP = "PIPELINE_GRADIENT_GROUP"
@@ -32,9 +32,8 @@ launcher ends the job."""
 
 # With this, gloo connects two ranks when they first communicate.  Without it every rank of a group connects to every
 # other: a group of N reads N^2 (154 + 8 N) bytes of addresses from one store, and each rank has N open files.  The
-# collectives that Mesh's groups run connect a rank to log N others, and a group's first rank to all when it gathers
-# (tests/parallel/control.py).  All ranks of a group must have the same value, or torch 2.13 crashes, so it is set
-# before the first group is made; a value that the user has set stays.
+# collectives that Mesh's groups run connect a rank to log N others, and a group's first rank to all when it gathers.
+# All ranks of a group must have the same value, or torch 2.13 crashes; a value that the user has set stays.
 os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
@@ -102,37 +101,6 @@ class Mesh:
         return self.dp_rank * self.cp_size + self.cp_rank
 
 
-@dataclass(frozen=True)
-class DeviceGroup:
-    """A group whose ranks communicate on the device.  Each such group allocates buffers there."""
-
-    name: str
-    """Its description in torch."""
-    has_messages: bool = False
-    """Whether its ranks send point to point, which takes additional buffers."""
-
-
-def device_groups(
-    tp_size: int, pp_size: int, cp_size: int = 1, is_ring: bool = False, is_tied: bool = False,
-    encodes_whole: bool = False,
-) -> tuple[DeviceGroup, ...]:
-    """All groups of one rank that may communicate on the device; its other groups use gloo.
-
-    ``is_tied``: word embedding and output layer are one weight, held by two stages.  ``encodes_whole``: see
-    ``ModelConfig``.
-    """
-    return (
-        DeviceGroup("default_pg"),
-        DeviceGroup("DATA_PARALLEL_GROUP_WITH_CP"),
-        DeviceGroup("PIPELINE_MODEL_PARALLEL_GROUP", pp_size > 1),
-        *([DeviceGroup(_GRADIENT_GROUP, True)] if pp_size > 1 else []),
-        *([DeviceGroup("TENSOR_MODEL_PARALLEL_GROUP")] if tp_size > 1 else []),
-        *([DeviceGroup("CONTEXT_PARALLEL_GROUP", is_ring)] if cp_size > 1 else []),
-        *([DeviceGroup("TENSOR_AND_CONTEXT_PARALLEL_GROUP")] if encodes_whole and min(tp_size, cp_size) > 1 else []),
-        *([DeviceGroup(_TIED_GROUP)] if is_tied and pp_size > 1 else []),
-    )
-
-
 def start(
     device: Device, model: ModelConfig, tp_size: int, timeout_minutes: float = 10.0, cp_size: int = 1,
     is_ring: bool = False, keeps_features: bool = False, store: Store | None = None,
@@ -148,11 +116,11 @@ def start(
         refuse(launcher_problems(os.environ, meets=True))
         here = Launched.here()
         rank, world_size = (-1, -1) if store is None else (here.rank, here.num_ranks or 1)
-        dist.init_process_group(device.backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        dist.init_process_group(device.platform.backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     elif not dist.is_initialized():
         alone = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  (torch documents it)
-        dist.init_process_group(device.backend, store=alone, rank=0, world_size=1, timeout=timeout)
-    return build_mesh(model, tp_size, timeout, cp_size, is_ring, keeps_features, device.max_message_ctas)
+        dist.init_process_group(device.platform.backend, store=alone, rank=0, world_size=1, timeout=timeout)
+    return build_mesh(model, tp_size, timeout, cp_size, is_ring, keeps_features, device.platform.max_message_ctas)
 
 
 def for_prompts(mesh: Mesh, has_patch_embedding: bool, timeout_minutes: float) -> Mesh:
@@ -211,27 +179,12 @@ def build_mesh(
         _my_group(pipelines, timeout, name=_GRADIENT_GROUP, options=options))
     assert replica_group is not None and control_group is not None and gradient_group is not None, "of every rank"
     return Mesh(
-        rank=rank,
-        world_size=world_size,
-        tp_rank=rank % tp_size,
-        tp_size=tp_size,
-        pp_rank=pp_rank,
-        pp_size=pp_size,
-        dp_rank=dp_rank,
-        dp_size=dp_size,
-        context=Context(groups.cp, _encoders(model, groups), is_ring),
-        groups=groups,
-        replica_group=replica_group,
-        owners_group=owners_group,
-        pixel_groups=pixel_groups,
-        feature_groups=feature_groups,
-        pixel_ranks=tuple(with_media[0][dp_rank]) if model.encodes_whole else (),
-        feature_ranks=tuple(with_media[1][dp_rank]) if model.encodes_whole else (),
-        control_group=control_group,
-        tied_group=tied_group,
-        gradient_group=gradient_group,
-        replica_owner=owners[dp_rank],
-    )
+        rank=rank, world_size=world_size, tp_rank=rank % tp_size, tp_size=tp_size, pp_rank=pp_rank, pp_size=pp_size,
+        dp_rank=dp_rank, dp_size=dp_size, context=Context(groups.cp, _encoders(model, groups), is_ring), groups=groups,
+        replica_group=replica_group, owners_group=owners_group, pixel_groups=pixel_groups,
+        feature_groups=feature_groups, pixel_ranks=tuple(with_media[0][dp_rank]) if model.encodes_whole else (),
+        feature_ranks=tuple(with_media[1][dp_rank]) if model.encodes_whole else (), control_group=control_group,
+        tied_group=tied_group, gradient_group=gradient_group, replica_owner=owners[dp_rank])
 
 
 def _encoders(model: ModelConfig, groups: ProcessGroupCollection) -> dist.ProcessGroup:
@@ -246,13 +199,9 @@ def _make_groups_of_megatron(
 ) -> None:
     with _file_of(limits) as limits_path:
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tp_size,
-            pipeline_model_parallel_size=pp_size,
-            context_parallel_size=cp_size,
-            nccl_communicator_config_path=limits_path,
-            create_gloo_process_groups=False,
-            distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
-        )
+            tensor_model_parallel_size=tp_size, pipeline_model_parallel_size=pp_size, context_parallel_size=cp_size,
+            nccl_communicator_config_path=limits_path, create_gloo_process_groups=False,
+            distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)))
 
 
 @contextmanager

@@ -16,12 +16,11 @@ from torch import Tensor
 from mm.batch import Microbatch, StepPlan
 from mm.config.model import ModelConfig
 from mm.parallel.activity import Journal, Work
-from mm.parallel.checked import MessageError, Transfer, difference
 from mm.parallel.context import Context
 from mm.parallel.mesh import Mesh
+from mm.parallel.messages import Arriving, Batch, Transfer
 from mm.parallel.order import Step, max_sent_ahead, stage_receives, stage_steps
-from mm.parallel.pieces import piece_of
-from mm.parallel.transport import Arriving, Batch
+from mm.parallel.row_shards import piece_of
 from mm.placement import Message
 from mm.weights.trained import GradientPath
 
@@ -69,14 +68,13 @@ class PipelineCommunicator:
 
     def __init__(
         self, mesh: Mesh, model: ModelConfig, parallel: TransformerConfig, device: torch.device, journal: Journal,
-        checks: bool = False, starts_ahead: bool = True,
+        starts_ahead: bool = True,
     ) -> None:
-        """``checks``: sender and receiver compare the header of each message; no receive is then posted early.
-        ``starts_ahead``: see ``stage_receives``."""
-        self._starts_ahead = starts_ahead and not checks
+        """``starts_ahead``: see ``stage_receives``."""
+        self._starts_ahead = starts_ahead
         self._stage, self._num_stages, self._num_chunks = mesh.pp_rank, mesh.pp_size, model.num_chunks
         self._activation_group, self._gradient_group = mesh.groups.pp, mesh.gradient_group
-        self._context, self._journal, self._checks = mesh.context, journal, checks
+        self._context, self._journal = mesh.context, journal
         self._model, self._gradient_path = model, GradientPath.of(model)
         self._dtype = parallel.pipeline_dtype
         self._like = torch.empty(0, dtype=self._dtype, device=device)
@@ -158,8 +156,6 @@ class PipelineCommunicator:
         if transfers := tuple(due for batch in batches.values() for due, _ in batch.transfers):
             self._latest = transfers
             with self._journal.during(Work.EXCHANGE):
-                if self._checks:
-                    self._check(*batches.values())
                 self._run(*batches.values())
 
     def _wait_for(self, arriving: Arriving) -> Tensor | None:
@@ -183,41 +179,13 @@ class PipelineCommunicator:
         crosses = is_forward or (self._gives_back(microbatch, chunk) if is_before else
                                  self._gradient_path.comes_back(spec, bool(contents.image_grids)))
         return Transfer(
-            is_sent,
-            not is_forward,
-            microbatch,
-            chunk,
-            boundary,
-            peer=self._previous if is_before else self._next,
+            is_sent, not is_forward, microbatch, chunk, boundary, peer=self._previous if is_before else self._next,
             peer_stage=(self._stage + (-1 if is_before else 1)) % self._num_stages,
-            shape=self._shape(message, contents) if crosses else None,
-            samples=contents.samples,
-        )
+            shape=self._shape(message, contents) if crosses else None, samples=contents.samples)
 
     def _gives_back(self, microbatch: int, chunk: int) -> bool:
         """Whether the gradient of a chunk's input is sent to the stage before."""
         return self._gradient_path.leaves(self._specs[chunk], bool(self._microbatches[microbatch].image_grids))
-
-    def _check(self, *batches: Batch) -> None:
-        """Exchange a header for each message and compare; raises MessageError.  Boundaries that carry nothing have a
-        header too."""
-        headers, received = [], []
-        for batch in batches:
-            headers.append(Batch(batch.group))
-            for due, tensor in batch.transfers:
-                expected = due.header(tensor)
-                found = self._like.new_tensor(expected, dtype=torch.int64)
-                if due.is_sent:
-                    headers[-1].send(due, found)
-                else:
-                    received.append((headers[-1].receive(due, found), expected, found))
-        self._run(*headers)
-        for arriving, *_ in received:
-            self._wait_for(arriving)
-        problems = [difference(arriving.due, self._stage, expected, found.tolist())
-                    for arriving, expected, found in received]
-        if found := [problem for problem in problems if problem]:
-            raise MessageError("\n".join(found))
 
     def _shape(self, message: Message, microbatch: Microbatch) -> tuple[int, int] | None:
         shape = message_shape(message, microbatch, self._model, self._context)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from mm.parallel.activity import Work
 from mm.parallel.gradients import forget_added, mark_stale, zero_stale
-from mm.parallel.passes import Reductions
 from mm.parallel.sharded import ShardedGradients, shard_range
-from mm.parallel.unit_passes import UnitPasses
+from mm.parallel.zero2_schedule import Reductions
+from mm.parallel.zero3_schedule import UnitPasses
 
 _MIN_ELEMENTS = 1 << 20
 """Ranges of a buffer with at least this many elements are summed in place; smaller ones are first joined to one."""

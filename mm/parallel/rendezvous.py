@@ -2,12 +2,11 @@
 
 torchrun restarts ranks (``--max-restarts``) with the store of the stopped attempt, and each node counts its restarts by
 itself.  So rank 0 draws a random prefix for the keys of its attempt and writes it to the key ``mm/attempt``.  A rank
-whose own key has a value already looks at the attempt of its predecessor, and waits for another.
+whose own key has a value already, or whose attempt has ended, looks at an earlier one, and waits for another.
 """
 
 import json
 import os
-import resource
 import secrets
 import socket
 from collections.abc import Callable, Mapping
@@ -17,15 +16,13 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from mm.environment import Launched, launcher_problems
 from mm.errors import UserError, refuse
-from mm.launched import Launched, launcher_problems
-from mm.process import Identity, own_identity
+from mm.process import open_file_limit
 
 ATTEMPT, END, OVER, NOTHING = "mm/attempt", "end", "over", "-"
 """Keys: of the current attempt, and in each attempt why it ends, and that its end is reported; and a value not yet set.
 The other keys of an attempt are the numbers of its ranks."""
-_OTHER_FILES = 512
-"""Open files of rank 0 besides its connections to all ranks."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +35,6 @@ class Attempt:
     """The host that rank 0 runs on."""
     facts: Mapping[str, str]
     """What rank 0 runs, and its settings."""
-    process: Identity
-    """Rank 0's."""
-    num_restarts: str
-    """By the launcher of rank 0's node."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +45,6 @@ class Rendezvous:
     num_ranks: int = 1
     open_store: Callable[[], Store] = dist.HashStore  # pyright: ignore[reportPrivateImportUsage]  (torch documents it)
     """May take as long as ``timeout``.  Each call opens another connection."""
-    serves: bool = False
-    """Whether rank 0 serves the store, so that it ends with rank 0; torchrun's own outlives it."""
     neighbours: tuple[int, ...] = ()
     """The ranks of this node, where the launcher tells."""
     timeout: timedelta = timedelta(minutes=10)
@@ -66,36 +57,35 @@ class Rendezvous:
         Raises UserError if a variable is missing or wrong.
         """
         timeout, environment = timedelta(minutes=timeout_minutes), os.environ
+        open_file_limit()  # rank 0 has a connection to each rank
         if "RANK" not in environment:
             return cls(timeout=timeout)
         refuse(launcher_problems(environment, meets=True))
         here, host, port = Launched.here(environment), environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
         assert here.num_ranks is not None, "checked"
-        rank = here.rank
         # torchrun's agent has a store for all attempts; other launchers leave that to rank 0.
-        serves = environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        serves = environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and here.rank == 0
         has_served: list[Store] = []
 
         def open_store() -> Store:
-            is_server = serves and rank == 0 and not has_served
             try:
                 store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]  (torch documents it)
-                    host, port, is_master=is_server, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+                    host, port, is_master=serves and not has_served, timeout=timeout, wait_for_workers=False,
+                    multi_tenant=True)
             except dist.DistError as error:
-                does = "open" if is_server else "reach"
-                raise UserError(f"rank {rank} cannot {does} the launcher's store at {host}:{port} (MASTER_ADDR and "
-                                f"MASTER_PORT): {str(error).splitlines()[0]}") from error
+                raise UserError(f"rank {here.rank} cannot {'open' if serves else 'reach'} the launcher's store at "
+                                f"{host}:{port} (MASTER_ADDR and MASTER_PORT): {str(error).splitlines()[0]}") from error
             has_served.append(store)
             return store
 
-        first = rank - here.local_rank
+        first = here.rank - here.local_rank
         # a launcher that shows each rank one device may give all of them the local rank 0
         neighbours = tuple(range(first, min(first + (here.num_local_ranks or 0), here.num_ranks)))
-        return cls(rank, here.num_ranks, open_store, serves, neighbours, timeout)
+        return cls(here.rank, here.num_ranks, open_store, neighbours, timeout)
 
     def begin(self, store: Store, facts: Mapping[str, str]) -> Attempt:
         """On rank 0: begin an attempt."""
-        attempt = Attempt(secrets.token_hex(8), socket.gethostname(), facts, own_identity(), _num_restarts())
+        attempt = Attempt(secrets.token_hex(8), socket.gethostname(), facts)
         keys = PrefixStore(attempt.prefix, store)
         for name in (END, OVER, *map(str, range(self.num_ranks))):
             keys.set(name, NOTHING)
@@ -107,31 +97,9 @@ class Rendezvous:
         yet."""
         if not store.check([ATTEMPT]):  # to wait for it would block this connection
             return None
-        found = json.loads(store.get(ATTEMPT))
-        attempt = Attempt(**found | {"process": tuple(found["process"])})
+        attempt = Attempt(**json.loads(store.get(ATTEMPT)))
         keys, me = PrefixStore(attempt.prefix, store), str(self.rank)
-        before, end = keys.multi_get([me, END])
-        may_be_over = end.decode() != NOTHING or attempt.process[0] == own_identity()[0]
-        if before.decode() != NOTHING or (may_be_over and attempt.num_restarts != _num_restarts()):
+        if any(value.decode() != NOTHING for value in keys.multi_get([me, END])):
             return None  # an earlier one
         keys.set(me, own(attempt))
         return attempt
-
-
-def allow_open_files(rendezvous: Rendezvous) -> tuple[str, ...]:
-    """Raise this process's limit on open files to what rank 0 needs; return the problem if the hard limit forbids it.
-
-    Rank 0 has a connection to each rank for gloo's gathers, and two more if it serves the store.
-    """
-    needed = (3 if rendezvous.serves else 1) * rendezvous.num_ranks + _OTHER_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if resource.RLIM_INFINITY != hard < needed:
-        return (f"rank 0 of {rendezvous.num_ranks} may open {hard} files (ulimit -Hn), but needs about {needed}; raise "
-                f"the limit of the process that starts the launcher",)
-    if resource.RLIM_INFINITY != soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-    return ()
-
-
-def _num_restarts() -> str:
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -1,14 +1,12 @@
 """Gradients of which each data-parallel rank keeps only its shard (ZeRO-2), on megatron's buckets.
 
-megatron's DDP keeps a buffer for all gradients and reduces it once per step.  Here each unit, such as a layer, has a
-buffer only while a backward pass fills it.  The pass reduce-scatters it to the ranks with the same weights, and each
-rank adds the shard that it gets to the sum of the step.  Shards are those of megatron's distributed optimizer, so its
-states, its gathers of weights and our checkpoints are the same as without this.
+Each unit, such as a layer, has a buffer only while a backward pass fills it.  The pass reduce-scatters it, and each
+rank adds its shard to the sum of the step.  Shards are those of megatron's distributed optimizer, so its states, its
+gathers of weights and our checkpoints are the same as without this.
 
 Other engines do not fit: torch's ``fully_shard`` rounds each microbatch's gradients to the weights' dtype, where our
-products add to fp32 buffers, and megatron-core's FSDP runs on CUDA alone.  ``mm.parallel.passes`` decides when a unit
-is reduced; if ranks keep only shards of the weights, too (``mm.parallel.weight_shards``), ``mm.parallel.unit_passes``
-does.
+products add to fp32 buffers, and megatron-core's FSDP runs on CUDA alone.
+``mm.parallel.zero2_schedule`` decides when a unit is reduced; with shards of the weights, too, ``zero3_schedule`` does.
 """
 
 import inspect
@@ -27,8 +25,8 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from mm.batch import Images
+from mm.parallel.buckets import BucketLayout, BucketPlaces, Unit, owned_weights
 from mm.parallel.gradients import mark_stale, zero_stale
-from mm.parallel.units import BucketLayout, BucketPlaces, Unit, owned_weights
 from mm.parallel.weight_shards import WeightShards
 
 _ASKS_FOR_PLACES = "param_index_map" in inspect.signature(_ParamAndGradBucket.__init__).parameters

@@ -23,12 +23,11 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from mm.batch import StepPlan, samples_text
 from mm.config.phases import PHASE_SECONDS
 from mm.device.platforms import PLATFORMS
-from mm.errors import AgreedError, ReportedError, Stopped, StoppedRun, UserError, refuse
+from mm.errors import AgreedError, ReportedError, Stopped, StoppedRun, UserError
 from mm.parallel.activity import Journal, Work
-from mm.parallel.heartbeat import Heartbeat
-from mm.parallel.judge import Cause
-from mm.parallel.rendezvous import Rendezvous, allow_open_files
-from mm.signals import defer_stopping, status_after
+from mm.parallel.heartbeat import Cause, Heartbeat
+from mm.parallel.rendezvous import Rendezvous
+from mm.process import defer_stopping, status_after
 
 if TYPE_CHECKING:
     from mm.parallel.mesh import Mesh
@@ -81,11 +80,9 @@ class Watchdog:
     def meet(self) -> Store:
         """Wait for all ranks; return a store for process groups that has only this attempt's keys.
 
-        What a rank must check before the others may continue, it
-        checks before this call.  Raises UserError if rank 0 may not open as many files as it needs.
+        What a rank must check before the others may continue, it checks before this call.
         """
-        rendezvous, heartbeat = self._rendezvous, self._beating
-        refuse(allow_open_files(rendezvous) if rendezvous.rank == 0 else ())
+        heartbeat = self._beating
         heartbeat.state = "ready"
         heartbeat.beat()
         with self.phase("check"):  # of rank 0
@@ -93,7 +90,7 @@ class Watchdog:
         if heartbeat.problem is not None:
             raise heartbeat.problem
         assert heartbeat.attempt is not None, "it has joined, or there is a problem"
-        return PrefixStore(f"mm/{heartbeat.attempt.prefix}", rendezvous.open_store())
+        return PrefixStore(f"mm/{heartbeat.attempt.prefix}", self._rendezvous.open_store())
 
     def place(self, mesh: "Mesh") -> None:
         """Tell the others this rank's place on the axes."""

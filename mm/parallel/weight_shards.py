@@ -2,7 +2,7 @@
 
 Weights without memory keep their shape, and each of their elements reads as NaN, so that a use of a closed unit cannot
 pass unnoticed.  Those of one dimension, norms and biases, are small and stay whole: a layer's last bias is added by the
-next layer, and autograd may keep them.  ``mm.parallel.unit_passes`` decides when units open and close.
+next layer, and autograd may keep them.  ``mm.parallel.zero3_schedule`` decides when units open and close.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mm.parallel.units import BucketLayout, Unit, owned_weights
+from mm.parallel.buckets import BucketLayout, Unit, owned_weights
 
 
 def without_memory(module: nn.Module) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from mm.config.command_line import CommandLine, Commands
 from mm.config.flags import TRAIN
-from mm.ending import run_command
+from mm.process import run_command
 from mm.planner.flags import CalibrateFlags, CompareFlags, LayoutFlags, ListsFlags, PredictFlags
 
 

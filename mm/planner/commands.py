@@ -1,4 +1,4 @@
-"""The commands of ``mm-plan``, each a function of its flags in ``mm.planner.cli`` and those of training."""
+"""The commands of ``mm-plan``, each a function of its flags in ``mm.planner.flags`` and of the run."""
 
 import os
 import subprocess
@@ -10,37 +10,31 @@ from typing import Any
 import numpy as np
 
 from mm.config.run import Run, load_run
-from mm.ending import print_notes
 from mm.errors import UserError, printable
-from mm.plan.by_flops import calibration_by_flops
+from mm.plan.by_device import calibration_by_flops
 from mm.plan.calibration import read_calibration
-from mm.plan.costs import COUNTS, Cutting
-from mm.plan.judge import judge
+from mm.plan.costs import Cutting
+from mm.plan.lists import rate_lists
 from mm.plan.predict import Predictor
-from mm.plan.workload import workload_of
-from mm.planner.compare import compared, write_prediction
+from mm.plan.workload import COUNTS, workload_of
 from mm.planner.flags import CalibrateFlags, CompareFlags, LayoutFlags, ListsFlags, PredictFlags
 from mm.planner.layouts import layouts, lengths_of
 from mm.planner.machine import calibration_for
-from mm.planner.reports import lists_report, prediction_report
+from mm.planner.reports import compared, lists_report, prediction_report
+from mm.process import print_notes
 
 
-def _calibrate(flags: CalibrateFlags, training: Sequence[str]) -> None:
+def _calibrate(flags: CalibrateFlags, run: Run, training: Sequence[str]) -> None:
     """Start the ranks that measure; rank 0 writes the file."""
-    run = _run(training)
-    folder = flags.output.absolute().parent
-    if flags.output.is_dir() or not folder.is_dir():
+    if flags.output.is_dir() or not flags.output.absolute().parent.is_dir():
         raise UserError(f"--output is {flags.output}; expected a file in an existing directory")
-    if run.tp_size > flags.num_processes:
-        raise UserError(f"--tensor-model-parallel-size is {run.tp_size}, but --num-processes is {flags.num_processes}; "
-                        f"layers of that size are measured on as many devices, so give --num-processes {run.tp_size}")
     if flags.num_processes % run.tp_size:
         raise UserError(f"--num-processes is {flags.num_processes}; expected a multiple of "
                         f"--tensor-model-parallel-size, which is {run.tp_size}")
     if run.tp_size not in replace(run.model, encoder_placement="cut").tp_sizes:
         raise UserError(f"--tensor-model-parallel-size is {run.tp_size}, which does not divide the ViT's "
                         f"{run.model.vision.num_attention_heads} heads; calibrate always cuts the ViT, although this "
-                        f"run keeps it whole, so give a size that divides them; only layers of that size are measured")
+                        f"run keeps it whole, so give a size that divides them")
     words = [sys.executable, "-m", "mm.launch", "--standalone", "--nproc_per_node", str(flags.num_processes), "-m",
              "mm.planner.rank", str(flags.output.absolute()), *map(str, _largest_microbatch(run)), *training]
     done = subprocess.run(words, check=False, env={"OMP_NUM_THREADS": "1", **os.environ})
@@ -50,10 +44,6 @@ def _calibrate(flags: CalibrateFlags, training: Sequence[str]) -> None:
     worst = max(found.blocks, key=lambda one: one.error)
     print(f"written: {printable(str(flags.output))}: {len(found.blocks)} kinds of blocks; usual error of a law "
           f"{found.error:.0%}, largest {worst.error:.0%} ({worst.key.kind})")
-    if (speeds := found.speeds) is not None:
-        print(f"each of {found.machine.num_processes} devices: {speeds.product_flops / 1e12:,.3g} TFLOP/s in matrix "
-              f"products, copies of {speeds.copy_bytes / 1e9:,.3g} GB/s in memory and {speeds.host_bytes / 1e9:,.3g} "
-              f"GB/s from the host")
 
 
 def _largest_microbatch(run: Run) -> tuple[int, int]:
@@ -71,24 +61,18 @@ def _largest_microbatch(run: Run) -> tuple[int, int]:
     return tokens, (patches or num_patches) * run.model.encoder_batch_size
 
 
-def _predict(flags: PredictFlags, training: Sequence[str]) -> None:
-    run = _run(training)
+def _predict(flags: PredictFlags, run: Run, _: Sequence[str]) -> None:
     calibration = calibration_for(flags.calibration, run, flags.accept_calibration)
-    lengths, predictor = lengths_of(run), Predictor(run, calibration)
-    workload = workload_of(run, lengths)
-    print(printable(prediction_report(run, calibration, workload, predictor.predict(workload))))
-    if flags.timeline is not None:
-        print(printable(f"wrote {write_prediction(flags.timeline, predictor, lengths)}, .json and .svg"))
+    workload = workload_of(run, lengths_of(run))
+    print(printable(prediction_report(run, calibration, workload, Predictor(run, calibration).predict(workload))))
 
 
-def _compare(flags: CompareFlags, training: Sequence[str]) -> None:
-    run = _run(training)
+def _compare(flags: CompareFlags, run: Run, _: Sequence[str]) -> None:
     calibration = calibration_for(flags.calibration, run, flags.accept_calibration)
     print(printable(compared(Predictor(run, calibration), flags.folder, flags.timeline)))
 
 
-def _lists(flags: ListsFlags, training: Sequence[str]) -> None:
-    run = _run(training)
+def _lists(flags: ListsFlags, run: Run, _: Sequence[str]) -> None:
     if run.num_stages == 1:
         raise UserError(f"{run.args.mm_model} has one pipeline stage, so there are no lists to choose; give "
                         f"pipeline_num_layers one number per stage")
@@ -97,26 +81,19 @@ def _lists(flags: ListsFlags, training: Sequence[str]) -> None:
                                            run.args.precision)
     else:
         calibration = calibration_for(flags.calibration, run, flags.accept_calibration)
-    judged = judge(run, Predictor(run, calibration), workload_of(run, lengths_of(run)),
-                   None if flags.memory_gib is None else flags.memory_gib << 30)
-    print(printable(lists_report(run, judged, has_times=flags.calibration is not None)))
+    max_bytes = None if flags.memory_gib is None else flags.memory_gib << 30
+    rated = rate_lists(run, Predictor(run, calibration), workload_of(run, lengths_of(run)), max_bytes)
+    print(printable(lists_report(run, *rated, has_times=flags.calibration is not None)))
 
 
-def _run(training: Sequence[str]) -> Run:
-    """The run that the training flags describe; it need not be possible here."""
-    return load_run([*training, "--dry-run"])
-
-
-def _layouts(flags: LayoutFlags, training: Sequence[str]) -> None:
-    for text in layouts(flags, training):
-        print(text)
-
-
-_COMMANDS: Mapping[type, Callable[[Any, Sequence[str]], None]] = {
-    LayoutFlags: _layouts, CalibrateFlags: _calibrate, PredictFlags: _predict, CompareFlags: _compare,
-    ListsFlags: _lists}  # fmt: skip
+_COMMANDS: Mapping[type, Callable[[Any, Run, Sequence[str]], None]] = {
+    CalibrateFlags: _calibrate, PredictFlags: _predict, CompareFlags: _compare, ListsFlags: _lists}  # fmt: skip
 
 
 def run(flags: object, training: Sequence[str]) -> None:
     """Run the command that ``flags`` belong to; ``training`` are the flags of the run."""
-    _COMMANDS[type(flags)](flags, training)
+    if isinstance(flags, LayoutFlags):
+        for text in layouts(flags, training):
+            print(text)
+    else:
+        _COMMANDS[type(flags)](flags, load_run([*training, "--dry-run"]), training)

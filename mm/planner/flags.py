@@ -32,8 +32,6 @@ class LayoutFlags:
         "values to keep, such as TP=2,PP=4, or several for one name, such as MBS=1/2; names: TP, CP, PP, VPP, MBS, "
         "SAMPLER, ENCODER, RECOMPUTE, EB"))
     top: Count = Field(5, description="layouts to show")
-    html: Path | None = Field(None, description=(
-        "also write the report to this HTML file, with the lengths of the samples and the timeline of a step"))
     write: Path | None = Field(None, description=(
         "directory for the best layout: model.json, data.json, and layout.sh with the variables of the scripts"))
 
@@ -53,9 +51,6 @@ class PredictFlags:
 
     calibration: Path = Field(description="the file that mm-plan calibrate has written")
     accept_calibration: bool = Field(False, description=_ACCEPT)
-    timeline: Path | None = Field(None, description=(
-        "directory for the timeline of one step too, as an SVG file and a trace: iteration 1, or that of "
-        "--profile-pipeline"))
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -63,6 +58,8 @@ class CompareFlags(PredictFlags):
     """``mm-plan compare``."""
 
     folder: Annotated[Path, Positional("RUN_DIR")] = Field(description="the --log-dir of the run")
+    timeline: Path | None = Field(None, description=(
+        "directory for both timelines of each step too, as an SVG file and a trace"))
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -1,9 +1,10 @@
 """``mm-plan`` without a command: which layout trains a run fastest on a device, on its own data."""
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -12,9 +13,9 @@ from mm.console import whole_number
 from mm.data.index.dataset import Dataset
 from mm.data.index.gauge import Gauge
 from mm.data.lengths import HasLengths
-from mm.device.known import KNOWN_DEVICES
 from mm.device.platform import KnownDevice, Links
-from mm.errors import UserError, counted, nearest, printable
+from mm.device.platforms import KNOWN_DEVICES
+from mm.errors import UserError, counted, nearest, printable, refuse
 from mm.plan.by_device import calibration_by_device
 from mm.plan.calibration import Calibration
 from mm.plan.choices import (
@@ -23,20 +24,18 @@ from mm.plan.choices import (
     NAMES,
     RECOMPUTE,
     SAMPLERS,
-    Choice,
     choices,
     encoder_batch_sizes,
+    fixed_problems,
     present_choice,
     recomputations,
 )
 from mm.plan.distributions import DISTRIBUTIONS, mixed
-from mm.plan.lists import Lists
-from mm.plan.search import LayoutSearch, Planned, SearchResult
+from mm.plan.search import LayoutSearch, SearchResult
 from mm.planner.flags import LayoutFlags
-from mm.planner.layout_report import LayoutPlan, layout_page, layout_report
+from mm.planner.layout_report import LayoutPlan, layout_report
 from mm.planner.machine import calibration_for
 from mm.planner.written import write_layout
-from mm.report import check_page, write_page
 
 NUM_SAMPLES = 20_000
 """Samples drawn from the distributions of ``--lengths``."""
@@ -45,22 +44,15 @@ NUM_STEPS = 4
 MEMORY_SHARE = 0.92
 """Fraction of a device's memory that a rank may need by default.  The driver, communication buffers and fragmentation
 take the rest."""
-_FARTHEST = 32
-"""How far from the given world size the error message looks for a legal one."""
 _WORDS = {"sampler": SAMPLERS, "encoder": ENCODERS, "recompute": (*RECOMPUTE, AS_GIVEN)}
 """Fields of ``--fix`` whose values are words, with the legal ones."""
 _MOST_RANKS = 1 << 20
 
 
 def layouts(flags: LayoutFlags, training: Sequence[str]) -> Iterator[str]:
-    """Search, and yield the report.  With ``--html`` and ``--write``, also write it and the best layout, and yield what
-    was written."""
-    check_page(flags.html)
+    """Search, and yield the report.  With ``--write``, also write the best layout, and yield what was written."""
     plan = _planned(flags, training)
-    report = layout_report(plan)
-    yield report.text()
-    if flags.html is not None:
-        yield "\n" + write_page(flags.html, layout_page(plan, report))
+    yield layout_report(plan).text()
     if flags.write is not None:
         yield printable(write_layout(flags.write, plan.found.ranking[0], plan.run))
 
@@ -78,19 +70,24 @@ def _planned(flags: LayoutFlags, training: Sequence[str]) -> LayoutPlan:
     if max_bytes is None and device is not None and device.memory_bytes is not None:
         max_bytes = int(MEMORY_SHARE * device.memory_bytes)
     calibrate, what = _calibrations(flags, device, links, run)
+    refuse(fixed_problems(run, fixed))
     legal = list(choices(run, fixed, links.node_size))
     if not legal:
-        raise UserError(_no_layout(run, fixed, links.node_size))
-    allowed, batch_sizes = recomputations(fixed), encoder_batch_sizes(fixed)
-    search, began = LayoutSearch(run, calibrate, lengths, max_bytes, NUM_STEPS, allowed), time.perf_counter()
-    found = search.best(legal, flags.top, encoder_batch_sizes=batch_sizes)
+        raise UserError(
+            f"no layout is legal for --world-size {run.world_size} with {run.global_batch_size} samples per step"
+            f"{f' and --fix {flags.fix}' if fixed else ''}: TP must divide heads and vocabulary, TP x CP x PP the "
+            f"ranks, and DP x MBS the samples; change --world-size, --global-batch-size or --fix")
+    search, began = (LayoutSearch(run, calibrate, lengths, max_bytes, NUM_STEPS, recomputations(fixed)),
+                     time.perf_counter())
+    found = search.best(legal, flags.top, encoder_batch_sizes=encoder_batch_sizes(fixed))
     seconds = time.perf_counter() - began
     if not found.ranking:
         raise UserError(_nothing_fits(found, max_bytes) if found.smallest else found.refusals)
-    problems = tuple(parallel_problems(run))
-    present = None if problems else _present(search, run)
-    changes = () if present is None else _changes(search, present, legal, batch_sizes)
-    return LayoutPlan(run, lengths, device, what, found, seconds, present, problems, changes, max_bytes)
+    present, problems = None, tuple(parallel_problems(run))
+    if not problems:
+        with suppress(UserError):  # the calibration lacks its blocks
+            present = search.planned(present_choice(run), run)
+    return LayoutPlan(run, device, what, found, seconds, present, problems, max_bytes)
 
 
 def _labels() -> list[str]:
@@ -173,25 +170,6 @@ def _fixed(words: str) -> Mapping[str, Sequence[object]]:
     return found
 
 
-def _no_layout(run: Run, fixed: Mapping[str, Sequence[object]], node_size: int) -> str:
-    """Why there is no legal layout, and the nearest numbers of ranks that have one."""
-    if run.args.loss_unit == "microbatch" and AS_GIVEN not in fixed.get("sampler", [AS_GIVEN]):
-        return (f"--fix has SAMPLER={'/'.join(map(str, fixed['sampler']))}, whose microbatches depend on the number of "
-                f"ranks, and so would a sample's weight with --calculate-per-microbatch-loss; leave SAMPLER out, or "
-                f"train with --calculate-per-sample-loss")
-    def has_layouts(world_size: int) -> bool:
-        return world_size > 0 and any(True for _ in choices(replace(run, world_size=world_size), fixed, node_size))
-
-    nearest_first = ((run.world_size - distance, run.world_size + distance) for distance in range(1, _FARTHEST + 1))
-    near = next((sizes for both in nearest_first if (sizes := list(filter(has_layouts, both)))), [])
-    names = {field: name for name, field in NAMES.items()}
-    words = ",".join(f"{names[field]}={'/'.join(map(str, values))}" for field, values in fixed.items())
-    kept = f" and --fix {words}" if fixed else ""
-    cure = f"nearest: --world-size {' or '.join(map(str, near))}" if near else "change --global-batch-size or --fix"
-    return (f"no layout is legal for --world-size {run.world_size} with {run.global_batch_size} samples per step"
-            f"{kept}: TP must divide heads and vocabulary, TP x CP x PP the ranks, and DP x MBS the samples; {cure}")
-
-
 def _nothing_fits(found: SearchResult, max_bytes: int | None) -> str:
     smallest = found.smallest
     assert smallest is not None and max_bytes is not None, "asked where nothing fits"
@@ -200,39 +178,3 @@ def _nothing_fits(found: SearchResult, max_bytes: int | None) -> str:
             f"{smallest.peak_bytes / 2**30:.1f} GiB (TP {choice.tp_size}, CP {choice.cp_size}, PP {choice.num_stages}, "
             f"recompute {choice.recompute}), which is {missing / 2**30:.1f} GiB too much; use more or larger devices, "
             f"train adapters with --lora-target-modules, freeze a part, or reduce --seq-length")
-
-
-def _present(search: LayoutSearch, run: Run) -> Planned | None:
-    """The run as it is; None if the calibration lacks its blocks."""
-    try:
-        return search.planned(present_choice(run), run)
-    except UserError:
-        return None
-
-
-def _changes(
-    search: LayoutSearch, present: Planned, legal: Sequence[Choice], batch_sizes: Sequence[int]
-) -> tuple[tuple[str, Planned], ...]:
-    """Layouts that differ from the present one in one field, with their best lists, fastest first; without those that
-    gain no more than better lists alone."""
-    own, found = present.choice, list[tuple[str, Planned]]()
-    names = {field: name for name, field in NAMES.items()}
-    for field, name in [("lists", "the lists"), *names.items()]:
-        if field == "lists":
-            some = [own]
-        elif field == "encoder_batch":
-            some = [replace(own, encoder_batch=batch_sizes[0])]
-        else:
-            others = dict.fromkeys(replace(own, **{field: getattr(one, field)}) for one in legal)
-            some = [one for one in others if one != own and not list(parallel_problems(one.applied(present.run)))]
-        tried = batch_sizes if field == "encoder_batch" else ()
-        ranking = search.best(some, 1, num_searched=1, encoder_batch_sizes=tried).ranking if some else ()
-        for one in ranking:
-            if field == "encoder_batch" and one.choice.encoder_batch == own.encoder_batch:
-                continue
-            value = "" if field == "lists" else f" {getattr(own, field)} -> {getattr(one.choice, field)}"
-            if Lists.of(one.run.model) != Lists.of(present.run.model) or field != "lists":
-                found.append((f"{name}{value}", one))
-    best_lists = min((one.step.seconds for name, one in found if name == "the lists"), default=math.inf)
-    return tuple(sorted((both for both in found if both[0] == "the lists" or both[1].step.seconds < best_lists),
-                        key=lambda both: both[1].step.seconds))

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mm.config.run import load_run
-from mm.ending import end_with_launcher, is_first_rank, run_command, status_of
+from mm.environment import launcher_problems
 from mm.errors import refuse
-from mm.launched import launcher_problems
+from mm.process import end_with_launcher, is_first_rank, run_command, status_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:

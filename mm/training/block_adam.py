@@ -15,9 +15,9 @@ from torch.optim.adamw import adamw
 
 from mm.config.flags import KeptCopy
 from mm.device.device import Device
-from mm.device.hashing import ROUNDED_AT_ONCE
+from mm.device.pointwise import ROUNDED_AT_ONCE
 from mm.parallel.weight_shards import placeholder
-from mm.plan.states import offloaded
+from mm.plan.model_states import offloaded
 from mm.training.passage import Passage, host_memory
 from mm.weights.halves import REMAINDER, joined, split
 
@@ -86,7 +86,7 @@ class BlockAdam(torch.optim.AdamW):
     The second one, with a beta of 0.999, changes by less than half of bf16's spacing in a step, so the nearest number
     would often be the one it had before.  It is rounded stochastically, and right on average; so is a bf16 weight of
     which nothing else is kept, for the same reason.  The direction depends only on the weight, its second moment and
-    the step (``mm.device.hashing``), so a resumed run rounds the same way.
+    the step (``mm.device.pointwise``), so a resumed run rounds the same way.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class BlockAdam(torch.optim.AdamW):
                 self.state[copy][MASTER] = copy.detach()
                 continue
             if kept.copy == "fp32":
-                self.state[copy][MASTER] = device.start_copying_back(copy.detach(), self._host[copy][MASTER])()
+                self.state[copy][MASTER] = device.runtime.start_copying_back(copy.detach(), self._host[copy][MASTER])()
             copy.data = placeholder(copy)
             if kept.copy == "remainder":
                 self.state[copy][REMAINDER] = self.new_state(copy, REMAINDER)

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from typing_extensions import Self
 
 from mm.config.flags import Arguments
+from mm.environment import Launched
 from mm.errors import AgreedError, UserError, writing
 from mm.files import wait_until_visible
 from mm.formats.checkpoints import stated
 from mm.formats.training_writer import TEMPORARY_PREFIX
-from mm.launched import Launched
 from mm.parallel.agreement import by_rank, together
+from mm.parallel.heartbeat import ranks_text
 from mm.parallel.mesh import Mesh
-from mm.parallel.ranks import ranks_text
 
 WAIT_SECONDS = 10.0
 """How long ranks look for rank 0's probe.  A shared disk answers the first look at a new name from its server, but a

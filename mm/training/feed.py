@@ -8,8 +8,8 @@ from pathlib import Path
 from mm.config.run import Run
 from mm.config.validation import is_due, validates
 from mm.data.feed.features import FeatureCache
-from mm.data.feed.loader import StepLoader
-from mm.data.feed.owner import DataOwner, planned_steps
+from mm.data.feed.loader import StepLoader, planned_steps
+from mm.data.feed.owner import DataOwner
 from mm.data.feed.quarantine import LEDGER, Quarantine
 from mm.data.feed.validation import ValidationPlan, ValidationReader, in_between
 from mm.data.index.contents import TrainedOn
@@ -17,11 +17,11 @@ from mm.data.index.dataset import Dataset
 from mm.data.order.sampler import order_description, order_of
 from mm.data.order.stream import SampleOrder, StepSamples
 from mm.data.record_name import BadSample
-from mm.ending import print_notes
 from mm.errors import counted
 from mm.model.stage import Stage
 from mm.parallel.agreement import all_of, together
 from mm.parallel.mesh import Mesh
+from mm.process import print_notes
 from mm.training.checkpoint import TrainingProgress
 from mm.training.opened import Samples
 
@@ -82,9 +82,8 @@ def open_feed(
     found = all_of((reader.plan(),) if reader else (), mesh.control_group)
     assert len(found) <= 1, "ranks that own data see the same samples"
     validation = found[0] if found else None
-    # Without workers the calling thread plans the steps too.
-    planned = planned_steps(mesh, opened and opened.make_order) if run.args.num_workers else None
-    loader = together(mesh, lambda: opened and opened.open_loader(planned or opened.make_order().steps()))
+    loader = together(mesh, lambda: opened and opened.open_loader(
+        planned_steps(opened.make_order, run.args.num_workers)))
     steps = loader and (in_between(loader, due, reader.loader) if reader else loader)
     num_plans = num_steps + (sum(due) * validation.num_plans if validation else 0)
     plans = DataOwner(steps, mesh, num_plans, stage.has_patch_embedding, run.model, stage.device,

@@ -7,7 +7,6 @@ note; each includes the command that fixes it.
 
 import os
 import re
-import resource
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,16 +15,16 @@ import psutil
 from packaging.version import Version
 
 from mm.config.run import Run
+from mm.device.facts import installed_versions
 from mm.device.platform import MachineFinding
 from mm.device.platforms import PLATFORMS
+from mm.environment import Launched, declared, installed, is_outside
 from mm.errors import counted
-from mm.launched import Launched
 from mm.plan.layer_memory import WIDTHS
-from mm.plan.sizes import StageSize, activation_bytes_on_host, stage_sizes
-from mm.requirements import declared, installed, is_outside
+from mm.plan.model_states import StageSize, stage_sizes
+from mm.plan.stage_memory import activation_bytes_on_host
+from mm.process import open_file_limit
 
-PACKAGES = ("torch", "megatron-core", "transformers")
-"""Packages whose tested range is in setup.py."""
 FILES_OF_A_RANK = 256
 """Open files for a process besides its connections: data, logs, pipes to workers, the device's driver and the
 collectives' own files.  With everything imported, a process on the CPU has 6."""
@@ -58,17 +57,13 @@ class Node:
     @classmethod
     def here(cls, environment: Mapping[str, str] = os.environ) -> "Node":
         launched = Launched.here(environment)
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        versions = {name: version for name in PACKAGES if (version := installed(name)) is not None}
-        for platform in PLATFORMS:
-            versions |= platform.versions()
         return cls(
             first_rank=launched.rank - launched.local_rank,
             num_ranks=launched.num_local_ranks or 1,
-            open_files=1 << 62 if soft == resource.RLIM_INFINITY else soft,
+            open_files=open_file_limit(),
             shared_bytes=_free_bytes(_SHARED_MEMORY),
             host_bytes=min((psutil.virtual_memory().available, *_container_bytes())),
-            versions=versions,
+            versions=installed_versions(),
         )
 
 

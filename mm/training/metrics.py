@@ -18,9 +18,9 @@ from mm.config.flags import Arguments
 from mm.config.outputs import FACTS_FILE, METRICS_FILE
 from mm.errors import UserError, writing
 from mm.files import json_object, read_regular, regular, whole_lines, write_whole
+from mm.page.pages import write_run_page
 from mm.progress import duration
 from mm.timeline.spans import TIMED, label, seconds_key
-from mm.training.run_page import RunPage
 from mm.training.slow_ranks import SlowRank
 from mm.training.trackers import open_trackers
 
@@ -208,7 +208,7 @@ class MetricsWriter:
         A resumed run drops the rows of iterations that it will repeat; a new run moves an earlier run's file aside.
         This and the other methods raise UserError naming a file that cannot be written.
         """
-        self._args = args
+        self._args, self._say = args, say
         self._since_line: list[StepMetrics] = []
         self._step_seconds: deque[float] = deque(maxlen=_NUM_TIMED)
         directory = Path(args.log_dir)
@@ -220,7 +220,6 @@ class MetricsWriter:
             opened = regular(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             self._file: TextIO = os.fdopen(opened, "a", encoding="utf-8")
         self._trackers = open_trackers(args, resolved)
-        self._page = RunPage(self._path, json.loads(json.dumps(resolved)), say) if args.page else None
 
     def write(self, step: StepMetrics) -> None:
         """Store one step, and print the log line if due."""
@@ -256,16 +255,9 @@ class MetricsWriter:
                                       for name, value in {"kind": kind, **row}.items()}  # JSON has no other numbers
             self._file.write(json.dumps(finite) + "\n")
             self._file.flush()
-        if self._page is not None:
-            self._page.fold(finite)
         values = {name: finite[name] for name in shown if finite[name] is not None}
         for tracker in self._trackers if values else ():
             tracker.log(values, row["iteration"])
-
-    def refresh_page(self, has_news: bool) -> None:
-        """With --page, write the page of the run again if there is news, or it is some minutes old."""
-        if self._page is not None:
-            self._page.refresh(has_news)
 
     def close(self, ended: Mapping[str, Any] | None = None) -> None:
         """Close everything; ``ended`` says when and how the run ends."""
@@ -274,8 +266,12 @@ class MetricsWriter:
         if ended is not None:
             with writing(self._facts_path, _FLAG):
                 write_whole(self._facts_path, _facts_text({**self._facts, "ended": ended}).encode())
-        if self._page is not None:
-            self._page.end(ended)
+        if self._args.page:
+            try:
+                write_run_page(self._path.parent)
+            except (OSError, UserError) as error:  # a page is not worth a run
+                self._say(f"note: the page of the run cannot be written ({error}); python -m mm.page "
+                          f"{self._path.parent} writes it later")
         for tracker in self._trackers:
             tracker.close()
 

@@ -62,20 +62,20 @@ class PaceMeter:
 
     def _enter(self, what: Work | str) -> None:
         if self._marks and not self._depth:
-            self._marks.append((self._device.mark(), what))
+            self._marks.append((self._device.runtime.mark(), what))
         self._depth += 1
 
     def _leave(self) -> None:
         self._depth -= 1
         if self._marks and not self._depth:
-            self._marks.append((self._device.mark(), _OWN))
+            self._marks.append((self._device.runtime.mark(), _OWN))
 
     def end_step(self, own_data_seconds: float) -> None:
         """Call when the host has read the step's gradient norm, so the device has passed the step before.
 
         ``own_data_seconds``: how long the host waited for samples that this rank reads itself.
         """
-        boundary = (self._device.mark(), _OWN)
+        boundary = (self._device.runtime.mark(), _OWN)
         if self._ended is not None:
             self._add(*self._ended)
         self._ended = ([*self._marks, boundary], own_data_seconds) if self._marks else None
@@ -83,7 +83,8 @@ class PaceMeter:
 
     def _add(self, marks: list[_Mark], own_data_seconds: float) -> None:
         seconds: dict[Work | str, float] = defaultdict(float)
-        for gap, (_, what) in zip(self._device.seconds_between([mark for mark, _ in marks]), marks, strict=False):
+        gaps = self._device.runtime.seconds_between([mark for mark, _ in marks])
+        for gap, (_, what) in zip(gaps, marks, strict=False):
             seconds[what] += gap
         # an accelerator may still be busy while the host waits
         self._own += seconds[_OWN] + min(own_data_seconds, seconds[Work.DATA])
@@ -98,7 +99,7 @@ class PaceMeter:
         if not self._num_steps:
             return None
         num_steps, seconds = self._num_steps, self._seconds
-        own = torch.tensor([self._own / num_steps, self._device.max_memory_bytes()], dtype=torch.float64)
+        own = torch.tensor([self._own / num_steps, self._device.runtime.max_memory_bytes()], dtype=torch.float64)
         gathered = [torch.empty_like(own) for _ in range(self._mesh.world_size)]
         dist.all_gather(gathered, own, group=self._mesh.control_group)
         self._own, self._seconds, self._num_steps = 0.0, 0.0, 0

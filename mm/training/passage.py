@@ -29,7 +29,7 @@ def host_memory(device: Device, sizes: Sequence[tuple[int, torch.dtype]]) -> lis
              f"memory")
     cure = ("give the ranks of this node more memory, lower --optimizer-offload-fraction, or shard the states over "
             "more ranks (--data-parallel-sharding-strategy optim)")
-    segments = [host_segment(device, num_bytes, needs, cure).zero_() for num_bytes in segments_bytes]
+    segments = [host_segment(device.runtime, num_bytes, needs, cure).zero_() for num_bytes in segments_bytes]
     return [segments[segment][start : start + num_bytes].view(dtype)
             for (segment, start), num_bytes, (_, dtype) in zip(places, sizes_bytes, sizes, strict=True)]
 
@@ -39,7 +39,7 @@ class Passage:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._coming, self._going = device.side_queue(), device.side_queue()
+        self._coming, self._going = device.runtime.side_queue(), device.runtime.side_queue()
         self._leaving: list[Callable[[], Tensor]] = []
         """Waits for the last block that was copied back; blocks are copied back in order."""
 
@@ -55,7 +55,7 @@ class Passage:
             compute(number, here)
             self._going.mark()
             with self._going.behind_mark():
-                self._leaving = [self._device.start_copying_back(one, host)
+                self._leaving = [self._device.runtime.start_copying_back(one, host)
                                  for one, host in zip(here, block, strict=True)] or self._leaving
         self._going.join()
 

@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from mm.config.command_line import flag_name
 from mm.config.dataset_files import training_files, validation_files
@@ -216,7 +215,7 @@ def _open_questions(run: Run, gauge: Gauge | None, found: Findings) -> Questions
     if path is None or not os.path.isfile(path) or not os.path.isdir(run.data.model_name_or_path):
         return None
     asked = evaluating_in_training(run.args, run.data, run.world_size)
-    with collected(found.problems), TemporaryDirectory() as folder:
+    with collected(found.problems):
         items = read_items(asked)
         found.notes.extend(items.notes)
         if gauge is None:
@@ -224,9 +223,9 @@ def _open_questions(run: Run, gauge: Gauge | None, found: Findings) -> Questions
         assert asked.asking.media_config(run.data.model_name_or_path) == run.data, "one encoder suits both"
         encoder = encoder_for_prompts(gauge.encoder, run.model)
         shown = Progress("checking questions", len(items.items), "questions")
-        for _, sample, _ in shown.each(items.as_prompts(Path(folder))):
+        for item in shown.each(items.items):
             with collected(found.problems):
-                encoder.encode_prompt(sample)
+                encoder.encode_prompt(item.sample)
         return Questions(items, encoder)
     return None
 
@@ -270,7 +269,7 @@ def _image_notes(run: Run, dataset: Dataset, gauge: Gauge) -> list[str]:
     processors = gauge.encoder.images, image_processor(run.data, "llamafactory")
     for index in range(min(len(dataset), _NUM_COMPARED)):
         for path in (item.path for item in dataset[index].media if isinstance(item, Image)):
-            here, there = (math.prod(images.image_grid(path)) // images.merge_size**2 for images in processors)
+            here, there = (math.prod(images.plan(path).grid) // images.merge_size**2 for images in processors)
             if here != there:
                 return [
                     f"{path} becomes {here} tokens, as in transformers.  LLaMA-Factory and MindSpeed-MM first "

@@ -14,7 +14,7 @@ from mm.config.validation import asks
 from mm.errors import refuse, writing
 from mm.files import write_whole
 from mm.generation.batches import answer_batches, in_batches
-from mm.generation.prompts import Prompt, in_order
+from mm.generation.prompts import Prompt
 from mm.generation.session import Response, Session, read_encoder, with_stop_tokens
 from mm.generation.source import settings_in
 from mm.page.record import thumbnail_path
@@ -25,7 +25,7 @@ from mm.progress import Progress
 from mm.scoring.benchmarks import Items
 from mm.scoring.page import thumbnails
 from mm.scoring.questions import read_items, title_of
-from mm.scoring.results import PICTURES, Prediction, write_results
+from mm.scoring.results import Prediction, write_results
 from mm.training.opened import Questions
 from mm.training.step import Setup
 from mm.training.validation import evaluating
@@ -90,15 +90,15 @@ class QuestionSet:
         return QuestionScores(scores, time.perf_counter() - started)
 
     def _prepared(self, folder: Path) -> tuple[list[tuple[Prompt, ...]], list[str]]:
-        """On rank 0: the questions in batches, with their images as files.  An earlier run's folder is deleted."""
+        """On rank 0: the questions in batches.  An earlier run's folder is deleted."""
         assert self._items is not None, "rank 0 has read them"
         if folder.exists():
             shutil.rmtree(folder)
-        (folder / PICTURES).mkdir(parents=True)
+        folder.mkdir(parents=True)
         if self._run.args.page and not self._has_thumbnails:
             self._write_thumbnails(self._items)
         self._answers.clear()
-        prompts = in_order(self._items.as_prompts(folder / PICTURES))
+        prompts = [Prompt(number, item.sample, item.index) for number, item in enumerate(self._items.items)]
         return in_batches(self._session, prompts, self._asked.asking.args.batch_size)
 
     def _write_thumbnails(self, items: Items) -> None:
@@ -112,6 +112,5 @@ class QuestionSet:
 
     def _finish(self, folder: Path, problems: Sequence[str]) -> dict[str, Any]:
         assert self._items is not None, "rank 0 has read them"
-        shutil.rmtree(folder / PICTURES)
         refuse(problems)
         return write_results(folder, self._items, title_of(self._asked), self._answers)[1]

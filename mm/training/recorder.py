@@ -51,14 +51,14 @@ class Recorder:
         self._marks: list[tuple[Any, Activity | None]] = []
 
     def begin(self, activity: Activity) -> None:
-        self._marks.append((self._device.mark(), activity))
+        self._marks.append((self._device.runtime.mark(), activity))
 
     def end(self, activity: Activity) -> None:
-        self._marks.append((self._device.mark(), None))
+        self._marks.append((self._device.runtime.mark(), None))
 
     def spans(self) -> tuple[ActivitySpan, ...]:
         """Wait for the device, return the recorded spans and clear them."""
-        seconds = self._device.seconds_of([mark for mark, _ in self._marks])
+        seconds = self._device.runtime.seconds_of([mark for mark, _ in self._marks])
         moments = [Moment(when, activity) for when, (_, activity) in zip(seconds, self._marks, strict=True)]
         self._marks.clear()
         return flat_spans(moments)
@@ -128,7 +128,7 @@ class StepObserver:
         if args.log_timers or iteration == args.profile_pipeline:
             self._stage.journal.listeners.append(self._recorder)
         if self._window and iteration == self._window[0] and self._mesh.rank in args.profile_ranks:
-            self._profiler = self._stage.device.profiler(self._profile_path, f"rank{self._mesh.rank}")
+            self._profiler = self._stage.device.platform.profiler(self._profile_path, f"rank{self._mesh.rank}")
             self._profiler.start()
 
     def end(self, own_data_seconds: float) -> tuple[float, Mapping[str, float] | None]:
@@ -153,7 +153,7 @@ class StepObserver:
         if iteration % self._args.log_interval:
             return ComparedRanks()
         if self._meter is None or self._slow_notes is None:
-            return ComparedRanks(stage_memory_bytes=(self._stage.device.max_memory_bytes(),))
+            return ComparedRanks(stage_memory_bytes=(self._stage.device.runtime.max_memory_bytes(),))
         pace = self._meter.gather()
         if pace is None:
             return ComparedRanks()

@@ -11,7 +11,8 @@ from mm.errors import counted, printable
 from mm.model import flops
 from mm.parallel.agreement import all_of
 from mm.parallel.mesh import Mesh
-from mm.plan.sizes import stage_peaks, stage_sizes
+from mm.plan.model_states import stage_sizes
+from mm.plan.stage_memory import stage_peaks
 from mm.training.checkpoint import TrainingProgress
 from mm.training.metrics import MetricsWriter, ScoreMetrics, SpikeMetrics, StepMetrics, ValidationMetrics
 from mm.training.questions import QuestionScores
@@ -84,7 +85,7 @@ class Reporter:
             tokens_per_second_per_device=totals.num_tokens / seconds / mesh.world_size,
             model_flops_per_second_per_device=rate,
             mfu=rate / peak if peak else None,
-            max_memory_bytes=device.max_memory_bytes(),
+            max_memory_bytes=device.runtime.max_memory_bytes(),
             timers=timers,
             num_cached_images=totals.num_cached_images if run.args.vision_feature_cache else None,
             loss=result.loss,
@@ -143,11 +144,6 @@ class Reporter:
                 num_truncated_answers=scores["num_truncated_answers"],
                 answer_seconds=found.seconds,
             ), scores["benchmark"])
-
-    def refresh_page(self, has_news: bool) -> None:
-        """With --page, write the page of the run again if there is news, or it is some minutes old."""
-        if self._writer is not None:
-            self._writer.refresh_page(has_news)
 
     def close(self, iteration: int, how: str) -> None:
         """Close the files; ``how`` the run ends goes to the run's file."""

@@ -15,8 +15,8 @@ from mm.parallel import mesh as parallel
 from mm.parallel.activity import Work
 from mm.parallel.mesh import Mesh
 from mm.parallel.watchdog import Watchdog
+from mm.process import StopSignals
 from mm.progress import ongoing
-from mm.signals import StopSignals
 from mm.training.feed import Feed, open_feed
 from mm.training.questions import QuestionSet
 from mm.training.recorder import StepObserver
@@ -95,16 +95,14 @@ class Trainer:
                         self.saver.commit()
                     if self._is_check_due(iteration):
                         self._check_weights()
-                    if validates := validator.is_due(iteration):
+                    if validator.is_due(iteration):
                         self._validate(validator, feed)
-                    is_asked = questions is not None and questions.is_due(iteration)
-                    if questions is not None and is_asked:
+                    if questions is not None and questions.is_due(iteration):
                         self.reporter.report_scores(self.progress, questions.ask(iteration))
                     is_last = iteration == last or self._is_over
-                    if saves := self.saver.is_due(iteration, is_last):
+                    if self.saver.is_due(iteration, is_last):
                         self._check_weights()
                         self.saver.save(self.progress, is_last)
-                    self.reporter.refresh_page(validates or is_asked or saves)
         self._end(feed, keeper)
 
     @property

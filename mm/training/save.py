@@ -21,7 +21,7 @@ from typing_extensions import Self
 
 from mm.errors import UserError
 from mm.formats import training_writer as files
-from mm.formats.blocks import Host, Values
+from mm.formats.pipelined_write import Host, Values
 from mm.formats.training import CheckpointManifest, CheckpointTensor
 from mm.parallel.agreement import by_rank, gather, on_first, together
 from mm.parallel.mesh import Mesh
@@ -99,7 +99,7 @@ class BegunSave:
 
     def finish(self, setup: Setup, retention: files.Retention = files.ALL_KEPT) -> Path:
         """Write and commit it while training waits, together with all ranks; results and errors as in ``commit``."""
-        return self.commit(setup.mesh, lambda: self.write(self.tensors, setup.stage.device), retention)
+        return self.commit(setup.mesh, lambda: self.write(self.tensors, setup.stage.device.runtime), retention)
 
     def commit(
         self, mesh: Mesh, written: Callable[[], list[CheckpointTensor]], retention: files.Retention = files.ALL_KEPT

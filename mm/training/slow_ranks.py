@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mm.errors import counted
-from mm.parallel.ranks import ranks_text
+from mm.parallel.heartbeat import ranks_text
 
 NUM_NAMED = 3
 """Slowest ranks that the log names."""

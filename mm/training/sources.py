@@ -10,13 +10,13 @@ from pathlib import Path
 from mm.config.flags import Arguments
 from mm.config.run import Run
 from mm.conversion.adapters import holds_adapters, open_adapters, open_base
+from mm.environment import named_in_script
 from mm.errors import UserError, collected, refuse
 from mm.formats.adapter import is_peft_directory
 from mm.formats.checkpoints import find_checkpoint, newest_checkpoint, stated
 from mm.formats.layout import Layout
 from mm.formats.qkv_order import QkvOrder
 from mm.formats.source import Kind, Source, find_kind, holds_nothing, open_to_train
-from mm.launched import named_in_script
 
 
 def qkv_order(run: Run) -> QkvOrder:

@@ -14,11 +14,11 @@ from mm.parallel import reduction
 from mm.parallel.activity import Work
 from mm.parallel.megatron import ddp_config, optimizer_config
 from mm.parallel.mesh import Mesh
-from mm.parallel.passes import Reductions
 from mm.parallel.pipeline import PipelineCommunicator
 from mm.parallel.schedule import run_forward, run_schedule
 from mm.parallel.sharded import ShardedGradients
-from mm.parallel.unit_passes import UnitPasses
+from mm.parallel.zero2_schedule import Reductions
+from mm.parallel.zero3_schedule import UnitPasses
 from mm.training.optimizer import build_optimizer, kept_states
 from mm.training.update import StepResult, update
 from mm.weights.groups import group_of
@@ -49,7 +49,7 @@ class Setup:
                   if not is_frozen(weight, stage.model)}
         optimizer = build_optimizer(optimizer_config(args, settings), models, groups, kept_states(args), stage.device)
         communicator = PipelineCommunicator(mesh, stage.model, settings, stage.device.torch_device, stage.journal,
-                                            args.check_p2p, starts_ahead(args, stage.device))
+                                            starts_ahead(args, stage.device))
         return cls(mesh, stage, models, passes, optimizer, communicator)
 
     def gather_weights(self) -> None:
@@ -79,7 +79,8 @@ def _wrapped(
 
 def starts_ahead(args: Arguments, device: Device) -> bool:
     """Whether transfers between stages start before the receiver waits: by flag, else by the device's default."""
-    return args.overlap_p2p_communication or (device.starts_messages_ahead and not args.no_overlap_p2p_communication)
+    return args.overlap_p2p_communication or (
+        device.platform.starts_messages_ahead and not args.no_overlap_p2p_communication)
 
 
 def step(

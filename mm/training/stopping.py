@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from mm.errors import Stopped
-from mm.signals import STOPPING, StopSignals, shown, status_after
+from mm.process import STOPPING, StopSignals, shown, status_after
 
 
 @dataclass(frozen=True)

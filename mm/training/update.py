@@ -87,11 +87,11 @@ def update(
         dist.all_reduce(sums)
     numbers = torch.cat([sums, *scale])
     is_folded = not overflowed and clips_in_adam(optimizer, device)
-    reading = device.start_reading(numbers) if is_folded else numbers.tolist
+    on_host = device.runtime.start_copying_back(numbers) if is_folded else lambda: numbers
     max_squares = math.inf if max_norm is None else _rounded(max_norm * max_norm)  # ** would raise OverflowError
     if is_folded:
         _step_folded(inner, sums, max_squares)
-    loss_sum, squares, *more = reading()
+    loss_sum, squares, *more = on_host().tolist()
     agreed, scales = (more, ()) if not scale else (more[:-1], more[-1:])
     fault = _fault(loss_sum, squares, max_squares)
     if fault and max_norm is None:
@@ -112,7 +112,7 @@ def clips_in_adam(optimizer: ChainedOptimizer, device: Device) -> bool:
 
     ``mm.device.shims`` makes megatron use torch's kernel.
     """
-    return device.adam_obeys_scale and all(
+    return device.platform.adam_obeys_scale and all(
         isinstance(one.optimizer, torch.optim.Adam) and all(group["fused"] for group in one.param_groups)
         for one in _trained(optimizer)
     )

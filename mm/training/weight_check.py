@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mm.errors import AgreedError
 from mm.parallel.agreement import all_of
-from mm.parallel.ranks import ranks_text
+from mm.parallel.heartbeat import ranks_text
 from mm.training.step import Setup
 
 _CHUNK_ELEMENTS = 1 << 24

@@ -12,8 +12,9 @@ import av
 import numpy as np
 import torch
 
-from mm.data.media.decoder import Decoder
 from mm.data.media.frames import Clock, wanted_frames
+from mm.data.media.video_file import read_header
+from mm.data.media.video_frames import BACKENDS
 from tests.data.oracle import PREPROCESSOR, photo
 
 TICK = Fraction(1, 600)
@@ -143,25 +144,10 @@ def patches(frames: list[np.ndarray], grid: tuple[int, int, int]) -> torch.Tenso
     return torch.stack(rows)
 
 
-def bicubic(frame: np.ndarray, height: int, width: int) -> np.ndarray:
-    """A frame resized in floating point: cubic convolution (a = -0.5), with a wider filter for shrinking."""
-    def weights(size: int, new: int) -> np.ndarray:
-        scale = size / new
-        stretch = max(scale, 1.0)
-        centre = (np.arange(new) + 0.5) * scale
-        x = np.abs((np.arange(size)[None] + 0.5 - centre[:, None]) / stretch)
-        cubic = np.where(x < 1, 1.5 * x**3 - 2.5 * x**2 + 1, np.where(x < 2, -0.5 * x**3 + 2.5 * x**2 - 4 * x + 2, 0))
-        return cubic / cubic.sum(axis=1, keepdims=True)
-
-    rows, columns = weights(frame.shape[0], height), weights(frame.shape[1], width)
-    across = np.einsum("ij,hjc->hic", columns, frame.astype(np.float64)).round().clip(0, 255)
-    return np.einsum("ij,jwc->iwc", rows, across).round().clip(0, 255)
-
-
 def read(
-    decoder: Decoder, path: Path, numbers: Sequence[int] | None = None, is_upright: bool = True
+    path: Path, numbers: Sequence[int] | None = None, is_upright: bool = True, backend: str = "pyav"
 ) -> list[np.ndarray]:
-    """Frames of a file from the decoder's process, all by default."""
-    header = decoder.header(str(path), is_upright)
+    """Frames of a file, all by default."""
+    header = read_header(str(path), is_upright)
     chosen = np.arange(len(header.times)) if numbers is None else np.array(numbers)
-    return list(decoder.frames(str(path), wanted_frames(Clock.of(header, None, None), chosen, is_upright)))
+    return list(BACKENDS[backend](str(path), wanted_frames(Clock.of(header, None, None), chosen, is_upright)))

@@ -1,6 +1,7 @@
 """Records and pictures for the data tests, and transformers' results for them."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel, Qwen2Tokenizer, Qwen
 from mm.batch import Microbatch, normalised
 from mm.config.data import Attributes, DataConfig
 from mm.data.encode.encoder import SampleEncoder
+from mm.data.order.stream import SampleOrder, in_turn, shuffled
 from mm.data.sample import Sample, Video
 
 SPECIAL_TOKENS = [
@@ -213,3 +215,12 @@ class Transformers:
         ids = torch.tensor([token_ids])
         is_image = (ids == self._tokenizer.convert_tokens_to_ids("<|image_pad|>")).int()
         return self._model.get_rope_index(ids, is_image, grids)[0][:, 0]
+
+
+def plain_order(
+    num_samples: int, seed: int, shuffle: bool, global_batch_size: int, micro_batch_size: int, dp_rank: int,
+    dp_size: int, consumed_samples: int = 0,
+) -> SampleOrder:
+    """Microbatches of ``micro_batch_size`` samples, dealt in turn."""
+    deal = partial(in_turn, micro_batch_size=micro_batch_size, dp_size=dp_size)
+    return SampleOrder(shuffled(num_samples, seed, shuffle), deal, global_batch_size, dp_rank, consumed_samples)

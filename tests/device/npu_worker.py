@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from mm.ports import free_port
+from mm.process import free_port
 from tests.stand_ins import fake_npu
 
 

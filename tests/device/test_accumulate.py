@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from mm.device import npu as npu_platform
-from mm.device.accumulate import Accumulate, plain_accumulate
 from mm.device.cuda import cuda_accumulate
+from mm.device.kernels import Accumulate, plain_accumulate
 from mm.device.npu import npu_accumulate
 
 ROWS, OUTPUT, INPUT = 64, 48, 40

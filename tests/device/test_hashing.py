@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mm.device.hashing import mixed, rounded_at_random
+from mm.device.pointwise import mixed, rounded_at_random
 from mm.plan.by_device import EAGER_ROUNDING_BYTES
 
 NUM_SAMPLES = 1 << 16

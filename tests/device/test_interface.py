@@ -64,7 +64,7 @@ def names_one(node: ast.expr) -> bool:
 
 
 @pytest.mark.parametrize("source", [
-    'x = kind == "npu"', 'x = "cuda" != name', 'x = name in ("cuda", "npu")', "x = self.device.kind == other",
+    'x = kind == "npu"', 'x = "cuda" != name', 'x = name in ("cuda", "npu")', "x = self.device.platform.name == other",
     "x = tensor.device.type == other", "x = self.platform.name != other", "x = tensor.is_cuda", 'x = {"cpu": 1}[kind]',
     'match kind:\n    case "cuda": ...',
 ])  # fmt: skip
@@ -114,7 +114,7 @@ def test_a_device_that_is_added_to_the_table_is_picked(monkeypatch: pytest.Monke
     monkeypatch.setenv("LOCAL_RANK", "2")
     for wanted in ("toy", "auto"):
         device = Device.pick(wanted)
-        assert (device.kind, device.backend, device.index, device.max_message_ctas) == ("toy", "toys", 2, 3)
+        assert (device.platform.name, device.platform.backend, device.index) == ("toy", "toys", 2)
     assert prepared == [2, 2]
     with pytest.raises(UserError, match="--device broken: it has no wheels; buy some"):
         Device.pick("broken")

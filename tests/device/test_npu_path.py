@@ -41,13 +41,13 @@ def picked(wanted):
     before = sys.modules["torch_npu.contrib.transfer_to_npu"].LOADED_BEFORE
     import torch
     found = {
-        "kind": device.kind, "index": device.index, "backend": device.backend, "name": device.name,
+        "kind": device.platform.name, "index": device.index, "backend": device.platform.backend, "name": device.name,
         "torch_device": str(device.torch_device), "chosen": torch.npu.current_device(),
         "megatron asks for": torch.cuda.current_device(), "megatron was there before": "megatron" in before,
         "attention": device.kernels.attention.__name__, "rms_norm": device.kernels.rms_norm.__name__,
-        "swiglu": device.kernels.swiglu.__name__, "memory": device.max_memory_bytes(),
+        "swiglu": device.kernels.swiglu.__name__, "memory": device.runtime.max_memory_bytes(),
     }
-    device.synchronize()
+    device.runtime.synchronize()
     return found
 
 for words in sys.argv[1:]:

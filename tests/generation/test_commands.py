@@ -165,7 +165,7 @@ def test_killed_in_the_middle_and_started_again(done: dict, root: Path):
 
 def test_answers_by_other_settings_are_not_mixed(done: dict):
     assert done["other settings"]["status"] == 2
-    assert "made with other weights or settings" in done["other settings"]["err"]
+    assert "or was made with other weights or settings" in done["other settings"]["err"]
 
 
 @pytest.mark.parametrize(("name", "what"), [

@@ -20,13 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mm.device.cpu import CPU, CPU_SHIMS
+from mm.device.cpu import CPU, CPU_SHIMS, HostRuntime
 from mm.device.cuda import CUDA
 from mm.device.device import Device
 from mm.device.kernels import Kernels
 from mm.device.pointwise import SUMMED_ROWS
 from mm.device.shims import Shim, apply_shims
-from mm.device.side import SideQueue
 from tests.meta.kernels import fused_rms_norm, sdpa, varlen_attn
 
 META = torch.device("meta")
@@ -260,15 +259,11 @@ class Recorder(TorchDispatchMode):
         self.live_bytes -= self._storages.pop(key)
 
 
-@dataclass(frozen=True)
-class MetaDevice(Device):
-    """A CUDA device without values."""
+class MetaRuntime(HostRuntime):
+    """Of a CUDA device without values."""
 
-    recorder: Recorder
-
-    @classmethod
-    def of(cls, recorder: Recorder) -> "MetaDevice":
-        return cls(replace(CPU, name="meta", backend="fake"), 0, kernels(recorder), recorder)
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
 
     @property
     def torch_device(self) -> torch.device:
@@ -277,17 +272,16 @@ class MetaDevice(Device):
     def copy(self, tensor: Tensor) -> Tensor:
         return self.recorder.copy(tensor)
 
-    def side_queue(self) -> SideQueue:
-        return SideQueue(None)
-
     def start_copying_back(self, tensor: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
-        """A copy to the host, for which nothing waits here."""
-        assert into is not None, "states and activations have memory on the host"
-        return lambda: into
+        """A copy for which nothing waits here, if there is memory for it, else one that is read: one wait."""
+        copy = self.recorder.read(tensor) if into is None else into
+        return lambda: copy
 
-    def start_reading(self, tensor: Tensor) -> Callable[[], list[float]]:
-        """A copy to the host, counted as one wait, however many numbers it has."""
-        return self.recorder.read(tensor).tolist
+
+def meta_device(recorder: Recorder) -> Device:
+    """A CUDA device without values."""
+    platform = replace(CPU, name="meta", backend="fake", runtime=lambda _: MetaRuntime(recorder))
+    return Device(platform, 0, kernels(recorder))
 
 
 def kernels(recorder: Recorder) -> Kernels:

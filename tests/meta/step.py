@@ -24,7 +24,7 @@ from mm.config.activations import OffloadConfig, RecomputeConfig
 from mm.config.lora import LoraConfig
 from mm.config.model import ModelConfig, read_model
 from tests.files import EXAMPLES
-from tests.meta.device import PHASES, MetaDevice, Recorder, Tally, prepare
+from tests.meta.device import PHASES, Recorder, Tally, meta_device, prepare
 from tests.workload import SAMPLE, SAMPLE_TOKENS
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> T
     batch = deal_images([deepcopy(one) for _ in range(case.num_microbatches)], model, num_encoders)
     totals = BatchTotals.of(batch, model.vision)
     with recorder:
-        stage = Stage(model, mesh, "bf16", MetaDevice.of(recorder), sequence_parallel=case.sequence_parallel,
+        stage = Stage(model, mesh, "bf16", meta_device(recorder), sequence_parallel=case.sequence_parallel,
                       shards_weights=args.shards_weights)
         for chunk in stage.chunks:
             record_phase(chunk, "prepare")

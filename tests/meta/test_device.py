@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.meta.device import META, MetaDevice, Recorder, Tally
+from tests.meta.device import META, Recorder, Tally, meta_device
 from tests.meta.kernels import fused_rms_norm, sdpa, varlen_attn
 
 ROWS, WIDTH = 8, 16
@@ -117,7 +117,7 @@ def test_the_host_waits_once(read: Callable[[Tensor], object]) -> None:
 
 def test_copies_to_the_device_are_no_kernels() -> None:
     with Recorder() as recorder:
-        MetaDevice.of(recorder).copy(torch.arange(3))
+        meta_device(recorder).copy(torch.arange(3))
     assert (recorder.num_copies, dict(recorder.tallies)) == (1, {})
 
 
@@ -126,7 +126,7 @@ def test_fused_kernels_keep_what_their_gradients_read() -> None:
     with Recorder() as recorder:
         q = torch.empty(ROWS, heads, dim, device=META, dtype=torch.bfloat16, requires_grad=True)
         k, v = (torch.empty(ROWS, groups, dim, device=META, dtype=torch.bfloat16, requires_grad=True) for _ in "kv")
-        starts = MetaDevice.of(recorder).copy(torch.tensor([0, 3, ROWS]))
+        starts = meta_device(recorder).copy(torch.tensor([0, 3, ROWS]))
         before = recorder.live_bytes
         out = varlen_attn(q, k, v, starts, starts, 5, 5, window_size=(-1, 0), enable_gqa=True)
         assert out.shape == q.shape and out.is_contiguous()

@@ -1,7 +1,7 @@
 """Activations in host memory, on a device whose side stream is late: copies are made when somebody waits for them."""
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mm.device.cpu import CPU, HostRuntime
 from mm.device.device import Device
 from mm.errors import UserError
 from mm.model import host_activations
 from mm.model.host_activations import HostActivations, HostPages, LayerActivations, on_pages
-from tests.stand_ins.late import LateDevice
+from tests.stand_ins.late import late_device
 
 PAGE_BYTES, ROWS, WIDTH = 1024, 24, 16
 ROW_BYTES = 4 * ROWS * WIDTH
@@ -78,7 +79,7 @@ ORDERS = {"one": "f0 b0", "two": "f0 f1 b0 f2 b1 b2", "all first": "f0 f1 f2 b0 
 @pytest.mark.parametrize("num_offloaded", [1, 2, 4])
 @pytest.mark.parametrize("order", ORDERS)
 def test_gradients_are_those_without_it(order: str, num_offloaded: int) -> None:
-    device, passes, found = LateDevice.new(), dict[str, Pass](), list[int]()
+    device, passes, found = late_device(), dict[str, Pass](), list[int]()
     host = HostActivations(device)
     for step in range(3):
         for action, name in ((one[0], one[1:]) for one in ORDERS[order].split()):
@@ -97,13 +98,13 @@ def test_gradients_are_those_without_it(order: str, num_offloaded: int) -> None:
                 assert all(torch.equal(*both) for both in zip(mine, plain(x), strict=True))
         found.append(host.pages.num_bytes)
         assert len(host.pages._free) * PAGE_BYTES == host.pages.num_bytes  # all were given back
-    assert device.num_after_free == 0
+    assert device.runtime.num_after_free == 0
     assert len(set(found)) == 1
 
 
 def test_two_layers_are_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """During a layer's backward pass, its own activations and those of the layer before."""
-    host, memories, found = HostActivations(LateDevice.new()), weakref.WeakSet[Any](), list[int]()
+    host, memories, found = HostActivations(late_device()), weakref.WeakSet[Any](), list[int]()
     after_output: list[int] = []
     made, bring = host_activations._Memory.__init__, host.bring
 
@@ -136,7 +137,7 @@ def test_two_layers_are_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_shared_tensors_weights_and_numbers_stay() -> None:
-    host = HostActivations(LateDevice.new())
+    host = HostActivations(late_device())
     own = LayerActivations(host, None, True, (TABLE,))
     for tensor in (TABLE, TABLE[:4], WEIGHTS[0], WEIGHTS[0].T, torch.arange(5), torch.ones(3, device="meta")):
         assert own.keep(tensor)().data_ptr() == tensor.data_ptr()
@@ -161,10 +162,9 @@ def test_every_byte_has_a_place_of_its_own(sizes: list[int], page_bytes: int) ->
 
 
 def test_too_little_host_memory_is_named() -> None:
-    @dataclass(frozen=True)
-    class Full(Device):
+    class Full(HostRuntime):
         def host_buffer(self, num_bytes: int) -> Tensor | None:
             raise RuntimeError("CUDA error: out of memory")
 
     with pytest.raises(UserError, match="--cpu-offload-activations keeps the activations of this rank in host memory"):
-        HostPages(Full(**vars(Device.pick("cpu")))).take(1)
+        HostPages(replace(Device.pick("cpu"), platform=replace(CPU, runtime=Full))).take(1)

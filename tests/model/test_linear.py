@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mm.device.accumulate import plain_accumulate
 from mm.device.device import Device
+from mm.device.kernels import plain_accumulate
 from mm.device.pointwise import biased
 from tests.tiny import our_config
 
@@ -229,7 +229,7 @@ def test_sequence_parallel_backward_communicates_beside_its_products(
     from mm.model.cut_rows import CutRows
     from mm.model.linear import linear
     from mm.model.rows import Permutation
-    from mm.parallel.pieces import Pieces
+    from mm.parallel.row_shards import Pieces
 
     log: list[str] = []
 

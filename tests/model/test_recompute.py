@@ -2,8 +2,8 @@
 
 import torch
 
-from mm.device.accumulate import plain_accumulate
 from mm.device.device import Device
+from mm.device.kernels import plain_accumulate
 
 
 class OurLinear(torch.nn.Linear):

@@ -16,10 +16,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mm.device.accumulate import plain_accumulate
 from mm.device.cuda import MIN_TORCH, cuda_accumulate
 from mm.device.device import Device
-from mm.device.kernels import EAGER_LOGITS, LogitKernels
+from mm.device.kernels import EAGER_LOGITS, LogitKernels, plain_accumulate
 from tests.devices import kernels_of
 
 Device.pick("cpu")  # importing megatron needs it

@@ -23,7 +23,7 @@ class Fault:
 WHOLE = "model_whole"
 """One stage, with the whole ViT on two tensor-parallel ranks."""
 FAULTS = (
-    Fault("sleeps", "sleeps", flags=("--step-timeout", "8", "--check-p2p")),
+    Fault("sleeps", "sleeps", flags=("--step-timeout", "8")),
     Fault("sleeps over its images", "sleeps", work=Work.VISION_FORWARD, model=WHOLE,
           flags=("--step-timeout", "8", "--tensor-model-parallel-size", "2")),
     Fault("killed", "killed"),
@@ -36,8 +36,6 @@ FAULTS = (
     Fault("interrupted", "interrupted", work=Work.DATA),
     Fault("interrupted alone", "interrupted alone", work=Work.LANGUAGE_FORWARD),
     *(Fault(f"stopped in {phase}", "stopped", rank, phase=phase, flags=("--phase-timeouts", f"{phase}=6"))
-      for phase, rank in (("check", 0), ("start", 1), ("load", 1), ("data", 0), ("save", 1), ("export", 0),
-                          ("between", 1))),
+      for phase, rank in (("start", 1), ("load", 1), ("data", 1), ("save", 1), ("between", 1))),
     Fault("stopped in a step", "stopped", flags=("--step-timeout", "8")),
-    Fault("wrong shape", "wrong shape", work=Work.DATA, flags=("--check-p2p",)),
 )

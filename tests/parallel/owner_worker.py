@@ -6,10 +6,9 @@ DIRECTORY/RANK.json as it goes; nothing is judged here.
 
 import json
 import os
-import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -18,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from mm.batch import Microbatch
 from mm.config.model import ModelConfig
+from mm.device.cpu import CPU, HostRuntime
 from mm.device.device import Device
-from mm.errors import AgreedError, UserError
-from tests.data.feed.planning import order
+from mm.errors import UserError
 from tests.tiny import microbatch, our_config, random_sample
 
 if TYPE_CHECKING:
@@ -159,11 +158,11 @@ class Loader:
         return ReadStep(self.steps[self.num_asked - 1])
 
 
-@dataclass(frozen=True)
-class PinsOnCpu(Device):
+class PinsOnCpu(HostRuntime):
     """The CPU, with a copy in place of pinned memory, and a note of each and the thread that made it."""
 
-    pinned: dict[int, str] = field(default_factory=dict)
+    def __init__(self, _: int) -> None:
+        self.pinned: dict[int, str] = {}
 
     def pin(self, tensor: "torch.Tensor") -> "torch.Tensor":
         copy = tensor.clone()
@@ -184,7 +183,7 @@ def receive(layout: Layout, failure: Exception | None = None) -> dict:
     mesh = parallel.build_mesh(config, layout.tp, parallel.timedelta(seconds=60), layout.cp, keeps_features=True)
     fails = failure if mesh.dp_rank == mesh.dp_size - 1 else None
     loader = Loader(batches(mesh.dp_rank), fails) if mesh.owns_data else None
-    device = PinsOnCpu(**vars(Device.pick("cpu")))
+    device = replace(Device.pick("cpu"), platform=replace(CPU, runtime=PinsOnCpu))
     spec = placement[mesh.pp_rank]
     owner = DataOwner(loader, mesh, len(STEPS), spec.has_patch_embedding, config, device,
                       holds_projector=spec.has_projector)
@@ -192,7 +191,7 @@ def receive(layout: Layout, failure: Exception | None = None) -> dict:
     try:
         for plan in owner:
             rows = [rows for m in plan.microbatches for rows in (m.pixel_values, m.features) if rows is not None]
-            pinned_in |= {device.pinned.get(one.data_ptr(), "not pinned") for one in rows}
+            pinned_in |= {device.runtime.pinned.get(one.data_ptr(), "not pinned") for one in rows}
             steps.append({"microbatches": [fingerprint(m) for m in plan.microbatches], "totals": asdict(plan.totals)})
     except Exception as raised:
         if failure is None:
@@ -212,42 +211,12 @@ def receive(layout: Layout, failure: Exception | None = None) -> dict:
     }
 
 
-def plan() -> dict:
-    """What this rank is given when the process that plans for both replicas is killed after a few steps."""
-    from mm.data.feed.loader import ReadStep
-    from mm.data.feed.owner import DataOwner, planned_steps
-    from mm.parallel import mesh as parallel
-
-    layout = LAYOUTS[2]
-    mesh = parallel.build_mesh(layout.config, layout.tp, parallel.timedelta(seconds=60))
-    planned, taken = planned_steps(mesh, order if mesh.owns_data else None), []
-
-    def steps() -> "Iterator[ReadStep]":
-        for microbatches, step in zip(batches(mesh.dp_rank), planned or (), strict=False):
-            taken.append(step)
-            yield ReadStep(microbatches)
-            if len(taken) == FAILING_STEP and mesh.dp_rank == 0:
-                os.kill(step[0][1], signal.SIGKILL)
-
-    owner = DataOwner(steps() if mesh.owns_data else None, mesh, len(STEPS), False, layout.config, Device.pick("cpu"))
-    num_steps, problems = 0, None
-    try:
-        for _ in owner:
-            num_steps += 1
-    except AgreedError as error:
-        problems = error.problems
-    parallel.stop_mesh()
-    return {"place": {"dp": mesh.dp_rank}, "owns_data": mesh.owns_data, "taken": taken, "num_steps": num_steps,
-            "problems": problems}
-
-
 def main(directory: str) -> None:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
     path = Path(directory) / f"{dist.get_rank()}.json"
     received = {layout.name: receive(layout) for layout in LAYOUTS}
-    received["planner"] = plan()
     received["user's mistake"] = receive(LAYOUTS[2], failure=UserError("data.json: sample 17 has no answer"))
     received["broken picture"] = receive(LAYOUTS[2], failure=OSError("picture 17 cannot be read"))
     received["bug"] = receive(LAYOUTS[2], failure=IndexError("list index out of range"))

@@ -203,7 +203,7 @@ def count_known_reads() -> int:
         torch.equal(x, x)
         torch.cuda.synchronize()
         torch.cuda.current_stream().synchronize()
-        Device.pick("cpu").synchronize()
+        Device.pick("cpu").runtime.synchronize()
         with suppress(AttributeError):  # a CPU makes no event: the call fails after it was counted
             torch.cuda.Event.synchronize(None)
     return trace.num_read_back

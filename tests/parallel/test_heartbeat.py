@@ -16,12 +16,10 @@ import torch.distributed as dist
 
 from mm.errors import UserError
 from mm.parallel import heartbeat as heartbeats
-from mm.parallel.heartbeat import Heartbeat
-from mm.parallel.judge import SILENT_SECONDS, Cause, Judge, Record, State
+from mm.parallel.heartbeat import SILENT_SECONDS, Cause, Heartbeat, Judge, Record, State, ranks_text
 from mm.parallel.rendezvous import ATTEMPT, Rendezvous
 from mm.parallel.watchdog import Watchdog
-from mm.ports import free_port
-from mm.process import own_identity
+from mm.process import free_port, own_identity
 from tests.files import ROOT
 
 RUNS = Record(1, "begun", process=own_identity())
@@ -114,7 +112,7 @@ def test_all_begin_once_all_are_ready_and_end_once_all_have_left(monkeypatch: py
     assert first.finished.wait(60) and second.finished.wait(60) and not ranks.statuses
 
 
-def test_the_first_cause_counts_and_a_rank_that_joins_later_ends_too(
+def test_the_first_cause_counts(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     ranks = Ranks(3, monkeypatch)
@@ -123,10 +121,8 @@ def test_the_first_cause_counts_and_a_rank_that_joins_later_ends_too(
     second.end_all(Cause(1, "rank 1 is the cause", shows_stacks=True))
     ranks.wait(2)
     first.end_all(Cause(0, "rank 0 is late"))
-    ranks.join(2)
-    ranks.wait(1)
     text = capfd.readouterr().err
-    assert ranks.statuses == [1, 1, 1] and "rank 0 is late" not in text
+    assert ranks.statuses == [1, 1] and "rank 0 is late" not in text
     assert text.startswith("error: rank 1 is the cause\nWhere the ranks were:\n  rank 1, place 1\n  rank 0, place 0\n")
     assert "\n  rank 2, last known: has not joined the others\n\nStacks of rank 0:\n" in text
 
@@ -150,7 +146,6 @@ def test_a_rank_that_is_faster_than_rank_0_does_not_join_an_earlier_attempt(monk
     assert old[1].joined.wait(60)
     new = ranks.join(1)
     assert not new.joined.wait(0.5)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     before = json.loads(ranks.store.get(ATTEMPT))
     first = ranks.join(0)
     assert new.joined.wait(60) and new.attempt is not None and first.attempt is not None
@@ -202,7 +197,7 @@ def test_launcher_variables_that_are_missing_or_wrong_are_named(
 
 WAITING = """
 import sys
-from mm.ending import run_command
+from mm.process import run_command
 from mm.parallel.rendezvous import Rendezvous
 from mm.parallel.watchdog import Watchdog
 
@@ -230,17 +225,8 @@ def test_a_rank_that_waits_for_the_store_of_rank_0_ends_by_a_signal() -> None:
             process.kill()
 
 
-def test_open_files_are_allowed_as_far_as_the_system_lets_them() -> None:
-    """In a process of its own, whose limits it lowers for good."""
-    program = ("import resource\n"
-               "from mm.parallel.rendezvous import Rendezvous, allow_open_files\n"
-               "allow = lambda count, serves: allow_open_files(Rendezvous(0, count, serves=serves))\n"
-               "resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 2000))\n"
-               "print(allow(512, False), resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"
-               "print(allow(400, True), resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"
-               "print(*allow(4096, False))")
-    said = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert said.splitlines() == [
-        "() 1024", "() 1712",
-        "rank 0 of 4096 may open 2000 files (ulimit -Hn), but needs about 4608; raise the limit of the process that "
-        "starts the launcher"]
+
+@pytest.mark.parametrize(("ranks", "text"), [
+    ([3], "rank 3"), ([0, 1], "ranks 0 to 1"), ([1, 3, 4, 5, 8], "ranks 1, 3 to 5, 8")])
+def test_ranks_are_listed_in_spans(ranks: list[int], text: str) -> None:
+    assert ranks_text(ranks) == text

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mm.parallel.pieces import piece_of
+from mm.parallel.row_shards import piece_of
 
 
 @given(num_units=st.integers(0, 60), unit=st.sampled_from((1, 4)), num_ranks=st.integers(1, 8))

@@ -17,7 +17,7 @@ from mm.data.feed.owner import deal_images
 from mm.device.cpu import CPU, HostRuntime
 from mm.device.device import Device
 from mm.parallel.context import even_rows
-from mm.parallel.pieces import piece_of
+from mm.parallel.row_shards import piece_of
 from tests.launch import run_ranks
 from tests.parallel.cases import Case, batch_of
 from tests.parallel.pipeline_worker import CASES

@@ -10,11 +10,9 @@ import socket
 from pathlib import Path
 
 import pytest
-import torch
 
 from mm.device.device import Device
 from mm.lock import LOCK_FILE
-from mm.parallel.checked import Transfer, difference
 from tests.launch import run_ranks
 from tests.parallel.faults import FAULTS, WHOLE
 from tests.tiny_inputs import write_inputs
@@ -62,11 +60,8 @@ def test_a_stopped_rank_is_named_after_the_limit_of_its_phase(fault, jobs: Path)
         f"the phase '{fault.phase}' has taken more than 6 s on rank ")
     errors = [line for line in report.splitlines() if line.startswith("error: ")]
     assert errors[0].startswith(f"error: {limit}") and len(errors) == 1, report
-    if fault.rank == 0:
-        assert "and rank 0 does not answer: it holds Python's GIL, or its process is stopped" in report
-    else:
-        places = report.partition("Where the ranks were:\n")[2]
-        assert re.match(r"  rank 1, last known: .* \(and does not answer: it holds Python's GIL, or", places), report
+    places = report.partition("Where the ranks were:\n")[2]
+    assert re.match(r"  rank 1, last known: .* \(and does not answer: it holds Python's GIL, or", places), report
 
 
 def test_a_rank_that_waits_for_the_visual_tokens_of_another_says_so(jobs: Path) -> None:
@@ -87,7 +82,7 @@ def test_a_killed_rank_is_named_first(jobs: Path) -> None:
 
 def test_rank_0_may_die_with_its_store(jobs: Path) -> None:
     report = said(jobs, "killed with the store")
-    assert report.startswith("error: rank 0 died without an error message: ")
+    assert "error: the store of the ranks has ended" in report and "Rank 1 was at: stage 1, " in report
     assert "Traceback" not in report
 
 
@@ -118,8 +113,7 @@ def test_a_rank_with_other_settings_is_named_with_its_machine(jobs: Path) -> Non
 
 def test_a_rank_may_die_before_the_start(jobs: Path) -> None:
     report = said(jobs, "killed before the start")
-    assert report.startswith("error: rank 0 died without an error message: ")
-    assert "\n  prepares" in report and "Traceback" not in report
+    assert "error: the store of the ranks has ended" in report and "Rank 1 was at: prepares" in report
 
 
 @pytest.mark.parametrize("name", ["interrupted", "interrupted alone"])
@@ -139,34 +133,6 @@ def test_a_stalled_step_says_what_every_rank_is_at(jobs: Path) -> None:
     waiting, sleeping = report.partition("\nStacks of rank 0:\n")[2].split("\nStacks of rank 1:\n")
     assert "in _wait_for\n" in waiting and "time.sleep(" not in waiting
     assert "in begin\n    time.sleep(" in sleeping
-
-
-def test_a_message_of_another_shape_is_refused(jobs: Path) -> None:
-    report = said(jobs, "wrong shape")
-    name = r"the activation of microbatch \d between slots 0 and 1, \[(\d+), 64\] float32"
-    found = re.match(f"error: rank 1 failed with MessageError: --check-p2p: stage 1 expected from stage 0 \\(rank 0\\) "
-                     f"{name}; found {name}: the two stages do not follow the same plan\nTraceback", report)
-    assert found and int(found[1]) < int(found[2])
-
-
-ACTIVATION = Transfer(is_sent=False, is_gradient=False, microbatch=3, chunk=0, boundary=1, peer=0, peer_stage=0,
-                      shape=(5, 8), samples=(4, 2))
-
-
-@pytest.mark.parametrize(("sent", "dtype", "what"), [
-    ({"microbatch": 2}, torch.bfloat16, "the activation of microbatch 2 between slots 0 and 1, [5, 8] bfloat16"),
-    ({"is_gradient": True}, torch.bfloat16, "the gradient of microbatch 3 between slots 0 and 1, [5, 8] bfloat16"),
-    ({"boundary": 5}, torch.bfloat16, "the activation of microbatch 3 between slots 4 and 5, [5, 8] bfloat16"),
-    ({}, torch.float32, "the activation of microbatch 3 between slots 0 and 1, [5, 8] float32"),
-    ({"shape": None}, torch.bfloat16, "the activation of microbatch 3 between slots 0 and 1, nothing"),
-])
-def test_each_difference_is_found(sent: dict, dtype: torch.dtype, what: str) -> None:
-    expected = ACTIVATION.header(torch.empty(5, 8, dtype=torch.bfloat16))
-    other = Transfer(**{**vars(ACTIVATION), **sent})
-    found = other.header(None if other.shape is None else torch.empty(other.shape, dtype=dtype))
-    problem = difference(ACTIVATION, 1, expected, found)
-    assert problem is not None and f"; found {what}: " in problem
-    assert difference(ACTIVATION, 1, expected, expected) is None
 
 
 def test_the_limit_follows_the_steps_and_the_first_has_more() -> None:

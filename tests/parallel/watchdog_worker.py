@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -23,18 +22,15 @@ from tests.parallel.faults import FAULTS, Fault
 Device.pick("cpu")
 
 from mm import train  # noqa: E402
-from mm.batch import StepPlan  # noqa: E402
 from mm.errors import UserError  # noqa: E402
 from mm.parallel import watchdog  # noqa: E402
 from mm.parallel.activity import Activity, Work  # noqa: E402
 from mm.parallel.watchdog import Watchdog  # noqa: E402
-from mm.ports import free_port  # noqa: E402
+from mm.process import free_port  # noqa: E402
 from mm.training import preflight, run  # noqa: E402, F401
-from mm.training.feed import Feed  # noqa: E402
 
 GUARD_SECONDS = 60.0
 """After which a job that does not end is killed."""
-LATE_SECONDS = 2.0
 ITERATION = 2
 JOBS_AT_ONCE = 4
 
@@ -74,31 +70,6 @@ class FaultyTrainer(run.Trainer):
     def end(self, activity: Activity) -> None:
         pass
 
-    def feed(self, num_steps: int) -> Feed:
-        """A rank of the wrong shape works on a plan in which a picture is smaller."""
-        feed = super().feed(num_steps)
-        if self.fault.kind != "wrong shape" or self.mesh.rank != self.fault.rank:
-            return feed
-        return replace(feed, plans=_Smaller(feed.plans))
-
-
-class _Smaller(Iterator[StepPlan]):
-    def __init__(self, plans) -> None:
-        self.plans, self.iteration = plans, 0
-        self.own_wait_seconds = 0.0
-
-    def __next__(self) -> StepPlan:
-        plan, self.iteration = next(self.plans), self.iteration + 1
-        if self.iteration != ITERATION:
-            return plan
-        number, chosen = next((number, one) for number, one in enumerate(plan.microbatches) if one.image_grids)
-        (t, _, w), *grids = chosen.image_grids
-        smaller = replace(chosen, image_grids=((t, 2, w), *grids))
-        return replace(plan, microbatches=(*plan.microbatches[:number], smaller, *plan.microbatches[number + 1 :]))
-
-    def close(self) -> None:
-        self.plans.close()
-
 
 def run_with(fault: Fault, inputs: Path) -> int:
     """On one rank: the program; returns its exit status."""
@@ -108,8 +79,6 @@ def run_with(fault: Fault, inputs: Path) -> int:
     os.dup2(output, 2)
     FaultyTrainer.fault = fault
     run.Trainer = FaultyTrainer
-    if fault.kind == "refused" and os.environ["RANK"] != str(fault.rank):
-        time.sleep(LATE_SECONDS)  # it comes when the other rank wants to end
     if fault.phase and os.environ["RANK"] == str(fault.rank):
         StoppingWatchdog.fault, StoppingWatchdog.directory = fault, inputs / fault.name
         watchdog.Watchdog = StoppingWatchdog
@@ -144,15 +113,10 @@ class StoppingWatchdog(Watchdog):
     fault: Fault
     directory: Path
 
-    def _num_joined(self) -> int:
-        return sum(count > 0 for count, _ in self._beating._judge._changed.values())
-
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         with super().phase(name):
             if name == self.fault.phase and (name != "start" or self._beating.begun.is_set()):
-                while self._rendezvous.rank == 0 and self._num_joined() < 2:
-                    time.sleep(0.2)  # the other rank must have joined, or it waits for that first
                 time.sleep(1.2)  # as long as a beat
                 stop_here(self.directory)
             yield

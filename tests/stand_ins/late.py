@@ -3,7 +3,7 @@
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mm.device.cpu import CPU, HostRuntime
 from mm.device.device import Device
 
 
@@ -73,15 +74,11 @@ def _spoil(address: int, num_bytes: int) -> None:
     ctypes.memset(address, 255, num_bytes)
 
 
-@dataclass(frozen=True)
-class LateDevice(Device):
+class LateRuntime(HostRuntime):
     """The CPU with such streams."""
 
-    queues: list[LateQueue] = field(default_factory=list)
-
-    @classmethod
-    def new(cls) -> "LateDevice":
-        return cls(**vars(Device.pick("cpu")))
+    def __init__(self, _: int) -> None:
+        self.queues: list[LateQueue] = []
 
     @property
     def num_after_free(self) -> int:
@@ -101,3 +98,8 @@ class LateDevice(Device):
             return into
 
         return arrived
+
+
+def late_device() -> Any:
+    """The CPU with a ``LateRuntime``."""
+    return replace(Device.pick("cpu"), platform=replace(CPU, runtime=LateRuntime))

@@ -11,8 +11,9 @@ import pytest
 from packaging.requirements import Requirement
 
 from mm.config.run import Run, load_run
-from mm.plan.sizes import activation_bytes_on_host, num_model_params, stage_sizes
-from mm.requirements import DISTRIBUTION, declared
+from mm.environment import DECISIVE, DISTRIBUTION, declared
+from mm.plan.model_states import num_model_params, stage_sizes
+from mm.plan.stage_memory import activation_bytes_on_host
 from mm.training import machine
 from mm.training.machine import Node, gloo_connections, has_lazy_gloo, microbatch_pixel_bytes, node_problems
 from tests.files import ROOT
@@ -153,7 +154,7 @@ def test_activations_may_need_host_memory(inputs: Path) -> None:
 def test_versions_outside_the_tested_range(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ranges = [Requirement(one) for one in re.findall(r'^        "((?:torch|megatron-core|transformers)>=.*)",$',
                                                      (ROOT / "setup.py").read_text(), re.MULTILINE)]
-    assert [one.name for one in ranges] == list(machine.PACKAGES)
+    assert [one.name for one in ranges] == list(DECISIVE)
     monkeypatch.setattr(machine, "declared", lambda: ranges)  # an install may be older than the file
     run, tested = run_of(inputs, 8), PLENTY.versions
     _, (note,) = findings(run, versions={**tested, "transformers": "4.57.0"})
@@ -164,16 +165,13 @@ def test_versions_outside_the_tested_range(inputs: Path, monkeypatch: pytest.Mon
     assert "torch is 2.13.0, but torch_npu is 2.12.0.post3, which needs a matching torch" in problem
     assert "`python -m pip install 'torch==2.12.*'" in problem
     assert findings(run, versions={**tested, "torch_npu": "2.13.0"}) == ([], [])
-    _, (note,) = findings(run, versions={**tested, "cuda": "13.0", "nvidia-driver": "550.54.15"})
-    assert "NVIDIA's driver is 550.54.15" in note and "580 or later" in note
-    assert findings(run, versions={**tested, "cuda": "12.8", "nvidia-driver": "550.54.15"}) == ([], [])
 
 
 def test_the_names_match_setup() -> None:
     text = (ROOT / "setup.py").read_text()
     assert f'name="{DISTRIBUTION}"' in text
-    assert all(f'"{name}>=' in text for name in machine.PACKAGES)
-    assert {one.name for one in declared()} >= set(machine.PACKAGES)
+    assert all(f'"{name}>=' in text for name in DECISIVE)
+    assert {one.name for one in declared()} >= set(DECISIVE)
 
 
 def test_a_small_run_opens_fewer_files_than_allowed_for() -> None:

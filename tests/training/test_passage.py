@@ -1,20 +1,21 @@
 """The way of optimizer states through a device whose side streams are late: copies are made when somebody waits."""
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from mm.device.cpu import CPU, HostRuntime
 from mm.device.device import Device
 from mm.errors import UserError
 from mm.training.passage import Passage, host_memory
-from tests.stand_ins.late import LateDevice
+from tests.stand_ins.late import late_device
 
 
 @pytest.mark.parametrize("sizes", [[(3, 2)], [(3,), (4, 1), (2,)], [(2,), (), (5, 1), ()], []], ids=str)
 def test_each_block_is_there_when_it_is_computed_on_and_arrives(sizes: list[tuple[int, ...]]) -> None:
-    device = LateDevice.new()
+    device = late_device()
     passage = Passage(device)
     flat = iter(host_memory(device, [(size, torch.float32) for block in sizes for size in block]))
     blocks = [[next(flat) for _ in block] for block in sizes]
@@ -34,11 +35,10 @@ def test_each_block_is_there_when_it_is_computed_on_and_arrives(sizes: list[tupl
 
 
 def test_too_little_host_memory_is_named() -> None:
-    @dataclass(frozen=True)
-    class Full(Device):
+    class Full(HostRuntime):
         def host_buffer(self, num_bytes: int) -> Tensor | None:
             raise RuntimeError("CUDA error: out of memory")
 
     said = "keeps 4,096 bytes of this rank's optimizer states in host memory, and 4,096 bytes of it cannot be allocated"
     with pytest.raises(UserError, match=said):
-        host_memory(Full(**vars(Device.pick("cpu"))), [(1024, torch.float32)])
+        host_memory(replace(Device.pick("cpu"), platform=replace(CPU, runtime=Full)), [(1024, torch.float32)])

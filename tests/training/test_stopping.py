@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mm.lock import LOCK_FILE
-from mm.ports import free_port
+from mm.process import free_port
 from tests.files import ROOT
 from tests.launch import warm_python
 from tests.tiny_inputs import flags_of, metrics, run, write_inputs
@@ -121,8 +121,8 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(inputs: Path) -> None:
 
 STUCK = """
 import hashlib, os, sys
-from mm.ending import run_command
-from mm.signals import StopSignals
+from mm.process import run_command
+from mm.process import StopSignals
 
 def work(signals):
     with signals.deferred():
@@ -151,7 +151,7 @@ def test_a_second_signal_ends_a_process_that_is_stuck() -> None:
 
 SWALLOWED = """
 import os, signal, sys, time
-from mm.ending import run_command
+from mm.process import run_command
 
 def work():
     try:

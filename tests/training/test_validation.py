@@ -32,7 +32,7 @@ LAYOUTS: dict[str, tuple[int, str, tuple[str, ...]]] = {  # ranks, model JSON, f
     "dp1": (1, "model_1", ()),
     "dp2": (2, "model_1", ()),
     "dp4": (4, "model_1", ()),
-    "pp2": (2, "model_2", ("--check-p2p",)),
+    "pp2": (2, "model_2", ()),
     "chunks": (4, "model_chunks", ("--virtual-pipeline-model-parallel-size", "2")),
     "tp2": (2, "model_1", ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
     "cp2": (2, "model_1", ("--context-parallel-size", "2")),

@@ -6,7 +6,7 @@ from enum import Enum
 
 from packaging.requirements import Requirement
 
-from mm.requirements import declared
+from mm.environment import declared
 from tests.files import ROOT
 
 

@@ -8,7 +8,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from mm.requirements import declared
+from mm.environment import declared
 from tests.files import ROOT, json_lines
 from tests.launch import run_ranks
 from tests.versions.combinations import COMBINATIONS, Combination, Others, lower_end

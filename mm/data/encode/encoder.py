@@ -10,10 +10,9 @@ from mm.batch import Grid, Microbatch
 from mm.config.data import DataConfig, ResizeRule
 from mm.config.model import ModelConfig
 from mm.data.encode.chat import ChatEncoder, EncodedText, load_tokenizer
-from mm.data.media.decoder import Decoder
-from mm.data.media.image import ImageProcessor
+from mm.data.media.image import ImagePlan, ImageProcessor
 from mm.data.media.video import VideoPlan, VideoProcessor
-from mm.data.sample import Image, Inline, Media, Sample, Turn, Video
+from mm.data.sample import Image, Media, Sample, Turn, Video
 from mm.errors import UserError, naming, refuse
 from mm.model.arithmetic import Arithmetic, VideoTimes
 from mm.model.families import arithmetic_of
@@ -23,9 +22,8 @@ def image_processor(data: DataConfig, rule: ResizeRule | None = None) -> ImagePr
     """The image processor for ``data``, or with another ``rule``.  Raises UserError as ``from_directory`` does."""
     rule = rule or data.image_resize or "transformers"
     is_upright = rule == "transformers" if data.image_exif is None else data.image_exif
-    processor = ImageProcessor.from_directory(
+    return ImageProcessor.from_directory(
         data.model_name_or_path, data.image_min_pixels, data.image_max_pixels, rule, is_upright, data.image_backend)
-    return replace(processor, decoder=Decoder(data.video_backend, data.video_timeout))
 
 
 @dataclass(frozen=True)
@@ -148,31 +146,16 @@ class SampleEncoder:
         )
         return Outline(microbatch, kept, sample.where)
 
-    def planned(self, media: Media) -> "ImagePlan | VideoPlan":
+    def planned(self, media: Media) -> ImagePlan | VideoPlan:
         """How an image or video will be read, from its header.  Raises UserError naming its file."""
         if isinstance(media, Video):
             return self.videos.plan(media)
-        processor = self.images.within(media)
-        return ImagePlan(media.path, processor, processor.image_grid(media.path))
+        return self.images.within(media).plan(media.path)
 
-    def _pixels(self, planned: "ImagePlan | VideoPlan") -> Tensor:
+    def _pixels(self, planned: ImagePlan | VideoPlan) -> Tensor:
         if isinstance(planned, VideoPlan):
             return self.videos.patches(planned)
-        patches, grid = planned.processor.patches(planned.path)
-        if grid != planned.grid:
-            raise UserError(
-                f"{planned.path}: its header and its pixels disagree on the size ({planned.grid} and {grid} patches); "
-                f"replace or remove the file.")
-        return patches
-
-
-@dataclass(frozen=True)
-class ImagePlan:
-    """An image whose pixels are not decoded yet."""
-
-    path: str | Inline
-    processor: ImageProcessor
-    grid: Grid
+        return planned.processor.patches(planned)
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,20 @@
 """Sends each step's data from the one rank that reads it to all ranks of its replica, ahead of time.
 
-The owner (first stage, TP rank 0) decodes media once.  The light part of all microbatches of a step (token ids, labels,
-positions, segment lengths, image grids, sample numbers) goes to the whole replica in one CPU broadcast.  Pixels go only
-to the ranks with the patch embedding, as bytes, which the device normalises.  Cached outputs of a frozen ViT replace
-them, and go to the ranks with the projector.  A thread does this for step n+1 while step n computes; only that thread
-uses the mesh's replica, owners, pixel and feature groups.
+The owner (first stage, TP rank 0) decodes media once.  The plan of a step without its media goes to the whole replica
+in one CPU broadcast.  Pixels go only to the ranks with the patch embedding, as bytes, which the device normalises.
+Cached outputs of a frozen ViT replace them, and go to the ranks with the projector.  A thread does this for step n+1
+while step n computes; only that thread uses the mesh's replica, owners, pixel and feature groups.
 """
 
 import math
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from itertools import islice
 from queue import Queue, SimpleQueue
 from threading import Thread
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,35 +23,26 @@ from torch import Tensor
 from mm.batch import BatchTotals, Images, Microbatch, StepPlan, encoder_batches_of, image_passes, passes_of_any
 from mm.config.model import ModelConfig
 from mm.data.feed.loader import ReadStep
-from mm.data.feed.message import Head, from_message, to_message
-from mm.data.feed.planner import MakeOrder, PlannedSteps, Seat, start_planner
 from mm.data.feed.quarantine import Quarantine
 from mm.data.order.sequence import in_pipeline_order
 from mm.data.record_name import BadSample
 from mm.device.device import Device
-from mm.errors import AgreedError, printable
+from mm.errors import AgreedError
 from mm.model.flops import image_flops
-from mm.parallel.agreement import all_of, attempt, together
+from mm.parallel.agreement import all_of, attempt
 from mm.parallel.context import deal, images_of
 from mm.parallel.mesh import Mesh
 
 
-def planned_steps(mesh: Mesh, make_order: MakeOrder | None) -> PlannedSteps | None:
-    """The steps of this rank's replica, on ranks that own data and pass ``make_order``; None on others.
+@dataclass(frozen=True)
+class _Found:
+    """What an owner tells the others about its next step."""
 
-    One process plans for all owners of a node.  Every rank must call this.  Raises AgreedError on all ranks when such a
-    process does not start.
-    """
-    own = None if make_order is None else Seat.here(mesh.rank)
-    seats = all_of((own,) if own else (), mesh.control_group)
-    neighbours = sorted((seat for seat in seats if own and seat.node == own.node), key=lambda seat: seat.rank)
-
-    def start() -> None:
-        if make_order is not None and neighbours[0] == own:
-            start_planner(make_order, neighbours[0], len(neighbours))
-
-    together(mesh, start)
-    return together(mesh, lambda: PlannedSteps(neighbours[0], mesh.dp_rank) if neighbours else None)
+    problems: tuple[str, ...]
+    """Why it could not be read."""
+    bad: tuple[BadSample, ...]
+    totals: BatchTotals
+    passes: tuple[Images, ...]
 
 
 @dataclass(frozen=True)
@@ -137,64 +127,52 @@ class DataOwner(Iterator[StepPlan]):
                 return
 
     def _share_step(self) -> tuple[StepPlan, _Reading]:
-        """Owners read and agree; each sends its replica a message (``mm.data.feed.message``), then pixels."""
-        mesh, owned, message, read = self._mesh, None, None, _Reading(0.0, 0.0)
+        """Owners read and agree; each sends its replica the plan without media, then pixels or features."""
+        mesh, owned, read = self._mesh, list[Microbatch](), _Reading(0.0, 0.0)
+        shared: list[Any] = [None]
         if self._steps is not None:
             began = time.perf_counter()
             step, problems = attempt(mesh, self._steps.__next__)
             read = _Reading(began, time.perf_counter())
-            owned, message = self._agree(step, problems)
+            owned = in_pipeline_order(self._model, step.microbatches) if step else []
+            shared = [self._agree(step, owned, problems)]
         if mesh.tp_size * mesh.cp_size * mesh.pp_size > 1:
-            message = _share(message, mesh)
-        assert message is not None, "a rank without peers owns the data"
-        head, problems, light, passes = from_message(message)
-        if head.num_failed:
+            dist.broadcast_object_list(shared, src=mesh.replica_owner, group=mesh.replica_group)
+        plan: StepPlan
+        plan, problems = shared[0]
+        if problems:
             raise AgreedError(problems)
-        light = deal_images(light, self._model, mesh.context.num_encoders)
+        light = deal_images(plan.microbatches, self._model, mesh.context.num_encoders)
         whole = tuple(self._share_media(*pair) for pair in zip(light, owned or [None] * len(light), strict=True))
-        return StepPlan(whole, head.totals, image_passes=passes if self._shares_image_passes else None), read
+        return replace(plan, microbatches=whole), read
 
-    def _agree(self, step: ReadStep | None, problems: tuple[str, ...]) -> tuple[list[Microbatch], Tensor]:
-        """On an owner: its microbatches of the next step, and the message for them.  The head sums all owners' data.
+    def _agree(
+        self, step: ReadStep | None, microbatches: list[Microbatch], problems: tuple[str, ...]
+    ) -> tuple[StepPlan, tuple[str, ...]]:
+        """On every owner: the plan of its replica without media, and the problems of all owners.
 
         ``step``: None if it could not be read, for the reasons ``problems``.
         """
-        mesh = self._mesh
-        for note in step.notes if step else ():
-            sys.stderr.write(f"warning: rank {mesh.rank}: {printable(note)}\n")
-        microbatches = in_pipeline_order(self._model, step.microbatches) if step else []
-        bad = step.bad if step else ()
-        head = Head(int(bool(problems)), len(bad), BatchTotals.of(microbatches, self._model.vision))
+        mesh, model = self._mesh, self._model
+        own = _Found(problems, step.bad if step else (), BatchTotals.of(microbatches, model.vision),
+                     image_passes(microbatches, model.encoder_batch_size))
+        found = [own] * mesh.dp_size
         if mesh.dp_size > 1:
-            counts = head.numbers()
-            dist.all_reduce(counts, group=mesh.owners_group)
-            head = Head.of(counts)
-            problems = all_of(problems, mesh.owners_group) if head.num_failed else ()
-        if head.num_bad:
-            is_validation = step is not None and step.is_validation
-            problems = self._leave_out(
-                bad, problems, self._validation_quarantine if is_validation else self._quarantine)
-            head = replace(head, num_failed=int(bool(problems)))
-        passes = self._image_passes(microbatches) if self._shares_image_passes else ()
-        return microbatches, to_message(head, problems, microbatches, passes)
+            dist.all_gather_object(found, own, group=mesh.owners_group)
+        problems = tuple(dict.fromkeys(problem for one in found for problem in one.problems))
+        if bad := [sample for one in found for sample in one.bad]:
+            problems += self._leave_out(bad, step is not None and step.is_validation)
+        light = tuple(replace(one, pixel_values=None, features=None) for one in microbatches)
+        totals = BatchTotals(*map(sum, zip(*(astuple(one.totals) for one in found), strict=True)))
+        passes = passes_of_any([one.passes for one in found]) if self._shares_image_passes else None
+        return StepPlan(light, totals, image_passes=passes), problems
 
-    def _image_passes(self, microbatches: list[Microbatch]) -> tuple[Images, ...]:
-        """On every owner: ``StepPlan.image_passes`` of all replicas, given the microbatches of this one."""
-        passes, num_replicas = image_passes(microbatches, self._model.encoder_batch_size), self._mesh.dp_size
-        replicas: list[tuple[Images, ...]] = [passes] * num_replicas
-        if num_replicas > 1:
-            dist.all_gather_object(replicas, passes, group=self._mesh.owners_group)
-        return passes_of_any(replicas)
-
-    def _leave_out(
-        self, bad: tuple[BadSample, ...], problems: tuple[str, ...], quarantine: Quarantine | None
-    ) -> tuple[str, ...]:
-        """On every owner: add the bad samples of all owners to the quarantine.  Returns ``problems``, plus any new."""
+    def _leave_out(self, bad: Sequence[BadSample], is_validation: bool) -> tuple[str, ...]:
+        """On every owner: add the bad samples of all owners to the quarantine.  Returns the problems with that."""
+        quarantine = self._validation_quarantine if is_validation else self._quarantine
         assert quarantine is not None, "bad samples are left out only if there is a quarantine"
-        group = self._mesh.owners_group if self._mesh.dp_size > 1 else None
-        found = bad if group is None else all_of(bad, group)
-        _, further = attempt(self._mesh, partial(quarantine.add, found))
-        return problems + (further if group is None else all_of(further, group))
+        _, problems = attempt(self._mesh, partial(quarantine.add, bad))
+        return all_of(problems, self._mesh.owners_group) if self._mesh.dp_size > 1 else problems
 
     def _share_media(self, light: Microbatch, owned: Microbatch | None) -> Microbatch:
         """Add pixels, or cached features in their place, to ``light`` where this rank needs them, in pinned memory.
@@ -211,7 +189,7 @@ class DataOwner(Iterator[StepPlan]):
         return replace(light, pixel_values=self._pinned(pixels) if self._holds_patch_embedding else None)
 
     def _pinned(self, rows: Tensor | None) -> Tensor | None:
-        return None if rows is None else self._device.pin(rows)
+        return None if rows is None else self._device.runtime.pin(rows)
 
     def _share_rows(
         self, microbatch: Microbatch, owned: Tensor | None, width: int,
@@ -269,12 +247,3 @@ def _rows_of(rows: Tensor, microbatch: Microbatch, images: Sequence[int]) -> Ten
     """The rows of ``images``, in their order."""
     of_images = rows.split([math.prod(grid) for grid in microbatch.image_grids])
     return rows if len(images) == len(of_images) else torch.cat([of_images[image] for image in images])
-
-
-def _share(payload: Tensor | None, mesh: Mesh) -> Tensor:
-    """Broadcast an int64 vector whose length only the owner knows."""
-    size = torch.tensor([0 if payload is None else payload.numel()])
-    dist.broadcast(size, src=mesh.replica_owner, group=mesh.replica_group)
-    payload = torch.empty(int(size), dtype=torch.int64) if payload is None else payload
-    dist.broadcast(payload, src=mesh.replica_owner, group=mesh.replica_group)
-    return payload

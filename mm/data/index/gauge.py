@@ -21,13 +21,12 @@ from mm.batch import IGNORE_INDEX, Grid, image_pairs, window_pairs
 from mm.config.data import DataConfig
 from mm.config.model import ModelConfig
 from mm.data.encode.encoder import SampleEncoder
-from mm.data.media.decoder import Decoder
 from mm.data.sample import Media, Sample, Video
-from mm.ending import is_first_rank
 from mm.errors import UserError
 from mm.families.family import Family
 from mm.families.known import FAMILIES
 from mm.model.arithmetic import Arithmetic
+from mm.process import is_first_rank
 from mm.progress import ongoing
 
 ROW = np.dtype([
@@ -81,8 +80,6 @@ def _facts(value: Any) -> Any:
     if isinstance(value, DataConfig):  # only the settings that plan videos; other parts cover the rest
         names = ("image_resize", *(field.name for field in fields(value) if field.name.startswith("video_")))
         return {name: getattr(value, name) for name in names if name not in ("video_backend", "video_timeout")}
-    if isinstance(value, Decoder):
-        return None  # all backends give the same frames
     if is_dataclass(value):
         values = {field.name: getattr(value, field.name) for field in fields(value)}
         # What a family fixes follows from the tokenizer, and its positions change no length.

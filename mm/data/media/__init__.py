@@ -1,1 +1,1 @@
-"""What does the ViT see of a file?  Images and videos become patches; videos in a process that can be killed."""
+"""What does the ViT see of a file?  Images and videos become patches."""

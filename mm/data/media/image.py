@@ -2,20 +2,21 @@
 
 The default is bit-identical to transformers' ``Qwen2VLImageProcessorPil``, and faster.  ``backend="torch"`` is faster
 still and resizes with torch, as transformers' torchvision-based processor does.  LLaMA-Factory, whose rule MindSpeed-MM
-uses, resizes the image once before that.  ``decoder.py`` reads the files.
+uses, resizes the image once before that.
 """
 
 import json
 import math
 import operator
-from dataclasses import field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 from PIL import Image
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass
+from pydantic.dataclasses import dataclass as validated
 from torch import Tensor
 from torch.nn.functional import interpolate
 
@@ -23,11 +24,14 @@ from mm.batch import Grid, Normalisation
 from mm.config.data import ImageBackend, ResizeRule
 from mm.config.read import read_json
 from mm.config.schema import Count, NotNegative, Positive, expected, fields_of
-from mm.data.media.decoder import Decoder
-from mm.data.media.picture import ResizeStep
+from mm.data.media.picture import image_size, load_image, load_pixels
 from mm.data.sample import Image as ImageItem
 from mm.data.sample import Inline
+from mm.data.workers import decoding
 from mm.errors import UserError, refuse
+
+ResizeStep = tuple[tuple[int, int], Image.Resampling]
+"""A size (width, height) to resize to, and the filter to use."""
 
 _CONFIG_FILES = {
     "image": ("processor_config.json", "preprocessor_config.json"),
@@ -83,7 +87,7 @@ _PerChannel = Annotated[tuple[NotNegative, NotNegative, NotNegative], Field(titl
 _PositivePerChannel = Annotated[tuple[Positive, Positive, Positive], Field(title="three numbers above 0")]
 
 
-@dataclass(frozen=True, config=ConfigDict(strict=True, arbitrary_types_allowed=True))
+@validated(frozen=True, config=ConfigDict(strict=True))
 class ImageProcessor:
     """Sizes and constants for images, with their names in Hugging Face's files."""
 
@@ -100,7 +104,6 @@ class ImageProcessor:
     """Least and most pixels of LLaMA-Factory's rule; None: that rule is not used."""
     backend: ImageBackend = "pillow"
     """The library that resizes."""
-    decoder: Decoder = field(default_factory=Decoder, repr=False, compare=False)
 
     @classmethod
     def from_directory(
@@ -156,22 +159,24 @@ class ImageProcessor:
     def _steps(self, width: int, height: int) -> list[ResizeStep]:
         return [] if self.llama_factory is None else llama_factory_steps(width, height, *self.llama_factory)
 
-    def image_grid(self, path: str | Inline) -> Grid:
-        """Patches of an image file, read from its header alone.  Raises UserError as ``Decoder.picture_size`` does, and
-        for extreme aspect ratios."""
-        size = self.decoder.picture_size(path, self.is_upright)
+    def plan(self, path: str | Inline) -> "ImagePlan":
+        """Read the header of an image file.  Raises UserError as ``load_image``, and for extreme aspect ratios."""
+        with decoding(path):
+            size = image_size(path, self.is_upright)
         try:
-            return self._grid(*size)
+            return ImagePlan(path, self, size, self._grid(*size))
         except ValueError as error:
             raise UserError(f"{path}: {error}; crop or remove the image.") from error
 
-    def patches(self, path: str | Inline) -> tuple[Tensor, Grid]:
+    def patches(self, plan: "ImagePlan") -> Tensor:
         """Decode, resize and cut an image file: uint8 [num_patches, channels x frames x patch_size x patch_size].
 
-        A still image is repeated ``temporal_patch_size`` times as frames.  Raises UserError as ``Decoder.picture``.
+        A still image is repeated ``temporal_patch_size`` times as frames.  Raises UserError as ``load_image``, and for
+        an image whose header states another size.
         """
-        pixels = self._resized_by_torch(path) if self.backend == "torch" else self._resized_by_pillow(path)
-        return self.to_patches(pixels[None].expand(self.temporal_patch_size, -1, -1, -1))
+        with decoding(plan.path):
+            pixels = self._resized_by_torch(plan) if self.backend == "torch" else self._resized_by_pillow(plan)
+        return self.to_patches(pixels[None].expand(self.temporal_patch_size, -1, -1, -1))[0]
 
     def to_patches(self, frames: Tensor) -> tuple[Tensor, Grid]:
         """Frames, uint8 [num_frames, height, width, 3], as patches uint8 [num_patches, 3 x frames x side x side].
@@ -194,25 +199,26 @@ class ImageProcessor:
     @property
     def settings(self) -> dict[str, Any]:
         """All that determines pixels and sizes, as JSON values."""
-        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "decoder"}
+        return {one.name: getattr(self, one.name) for one in fields(self)}
 
     @property
     def normalisation(self) -> Normalisation:
         return Normalisation(255.0, self.image_mean, self.image_std)
 
-    def _resized_by_pillow(self, path: str | Inline) -> Tensor:
+    def _resized_by_pillow(self, plan: "ImagePlan") -> Tensor:
         """uint8 [height, width, 3]"""
-        header = self.decoder.picture_size(path, self.is_upright)
-        _, rows, columns = self._grid(*header)
-        size = columns * self.patch_size, rows * self.patch_size
-        steps = [*self._steps(*header), (size, Image.Resampling.BICUBIC)]
-        return torch.from_numpy(self.decoder.resized(path, header, steps, self.is_upright, self.llama_factory is None))
+        image = load_image(plan.path, self.is_upright, on_white=self.llama_factory is None)
+        plan.check(image.width, image.height)
+        height, width = (patches * self.patch_size for patches in plan.grid[1:])
+        for size, how in (*self._steps(*plan.size), ((width, height), Image.Resampling.BICUBIC)):
+            image = image.resize(size, how)
+        return torch.from_numpy(np.array(image))
 
-    def _resized_by_torch(self, path: str | Inline) -> Tensor:
+    def _resized_by_torch(self, plan: "ImagePlan") -> Tensor:
         """uint8 [height, width, 3], resized by torch: 16-bit filter coefficients, where Pillow uses 22 bits."""
-        pixels = torch.from_numpy(self.decoder.picture(path, self.is_upright, is_fast=True))
-        _, rows, columns = self._grid(pixels.shape[1], pixels.shape[0])
-        size = rows * self.patch_size, columns * self.patch_size
+        pixels = torch.from_numpy(load_pixels(plan.path, self.is_upright))
+        plan.check(pixels.shape[1], pixels.shape[0])
+        size = plan.grid[1] * self.patch_size, plan.grid[2] * self.patch_size
         resized = pixels.permute(2, 0, 1)[None]
         lost_rows, lost_columns = pixels.shape[0] - size[0], pixels.shape[1] - size[1]
         # Rounding between the passes makes their order visible.  This is Pillow's order since version 13 (Resample.c).
@@ -222,28 +228,35 @@ class ImageProcessor:
         return resized[0].permute(1, 2, 0)
 
 
+@dataclass(frozen=True)
+class ImagePlan:
+    """How one image will be read; its pixels are not decoded yet."""
+
+    path: str | Inline
+    processor: ImageProcessor
+    size: tuple[int, int]
+    """Width and height."""
+    grid: Grid
+
+    def check(self, width: int, height: int) -> None:
+        """Raise UserError unless the decoded image has the size that its header states."""
+        if self.size != (width, height):
+            raise UserError(f"{self.path}: its header and its pixels disagree on the size ({self.size[0]} x "
+                            f"{self.size[1]} and {width} x {height} pixels); replace or remove the file.")
+
+
 def _read_config(directory: Path, media: str) -> tuple[Path, dict[str, Any]]:
     """The file that holds the settings of the image or video processor, and its settings."""
     for name in _CONFIG_FILES[media]:
         path = directory / name
-        if not path.is_file():
-            continue
-        values = read_json(path).root
-        if name == "processor_config.json" and isinstance(values, dict):
+        values = read_json(path).root if path.is_file() else None
+        if values is not None and name == "processor_config.json":
             values = values.get(f"{media}_processor")
-        if not isinstance(values, dict | None):
-            raise UserError(f"{path}: is {str(values)[:40]!r}; expected an object with the processor's settings.")
         if values is not None:
             _check_settings(path, values)
             return path, values
-    shared = directory / "processor_config.json"
-    if shared.is_file():
-        others = " or ".join(_CONFIG_FILES[media][1:])
-        raise UserError(f"{shared}: has no {media}_processor, and {directory} has no {others}, so it is unknown how "
-                        f"{media}s are resized; copy preprocessor_config.json from the published checkpoint.")
-    if not directory.is_dir():
-        raise UserError(f"{directory}: no such directory; expected that of the weights, with its processor.")
-    raise UserError(f"{directory}: has no preprocessor_config.json; copy it from the published checkpoint.")
+    raise UserError(f"{directory}: has no {' or '.join(_CONFIG_FILES[media][1:])}, so it is unknown how {media}s are "
+                    f"resized; copy preprocessor_config.json from the published checkpoint.")
 
 
 def _check_settings(path: Path, values: dict[str, Any]) -> None:
@@ -269,12 +282,7 @@ def _checked(path: Path, values: dict[str, Any]) -> ImageProcessor:
     try:
         return TypeAdapter(ImageProcessor).validate_json(json.dumps(given))
     except ValidationError as error:
-        wrong = dict.fromkeys(str(one["loc"][0]) for one in error.errors())
-        missing = ", ".join(key for key in wrong if key not in given)
-        problems = [f"{path}: has no {missing}; copy the file from the published checkpoint."] if missing else []
-        problems += [
-            f"{path}: {key} is {given[key]!r}; expected {expected(fields_of(ImageProcessor)[key])}. Copy the file from "
-            f"the published checkpoint."
-            for key in wrong if key in given
-        ]
-        raise UserError(problems) from error
+        raise UserError(
+            f"{path}: {key} is {given.get(key)!r}; expected {expected(fields_of(ImageProcessor)[key])}: copy the file "
+            f"from the published checkpoint."
+            for key in dict.fromkeys(str(one["loc"][0]) for one in error.errors())) from error

@@ -6,9 +6,8 @@ Photographs are rotated upright, transparency becomes white, and animations give
 import io
 import os
 import stat
-from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
+from typing import IO, cast
 
 import numpy as np
 import simplejpeg
@@ -19,58 +18,21 @@ from mm.errors import UserError
 
 MAX_IMAGE_PIXELS = 50_000_000
 """Larger images are refused: a file of a few kilobytes can claim gigabytes of pixels."""
-MAX_IMAGE_BYTES = 1 << 29
-"""Limit for image files: more than ``MAX_IMAGE_PIXELS`` take uncompressed, at 8 bytes each."""
-FORMATS = (
-    "AVIF", "BLP", "BMP", "CUR", "DCX", "DDS", "DIB", "FITS", "FLI", "FTEX", "GBR", "GIF", "ICNS", "ICO", "IM", "IMT",
-    "JPEG", "JPEG2000", "MCIDAS", "MSP", "PCD", "PCX", "PIXAR", "PNG", "PPM", "PSD", "QOI", "SGI", "SPIDER",
-    "SUN", "TGA", "TIFF", "WEBP", "XBM", "XPM", "XVTHUMB",
-)  # fmt: skip
-"""Formats that Pillow decodes by itself.  Left out: EPS, for which it starts a PostScript interpreter; WMF, which it
-reads on Windows only; and formats that it can identify but not decode."""
+_NOT_DECODED = ("EPS", "WMF", "GRIB", "HDF5", "BUFR", "MPEG")
+"""Formats that Pillow identifies but cannot decode by itself; for EPS it starts a PostScript interpreter."""
 _AS_JPEG = "convert it to a JPEG or PNG file"
-_AGAIN = "fetch or copy it again, or remove it"
-_SIGNATURES_ANYWHERE = (
+_SIGNATURES = (
     (b"ftyphei", "HEIC, which Pillow reads only with a plugin", _AS_JPEG),
     (b"ftypmif1", "HEIF, which Pillow reads only with a plugin", _AS_JPEG),
-    (b"ftypavi", "AVIF, damaged or truncated", _AGAIN),
-    (b"jxl \r\n\x87\n", "JPEG XL, which Pillow does not read", _AS_JPEG),
     (b"ftyp", "a video (MP4 or MOV)", "use it as a video"),
     (b"\x1aE\xdf\xa3", "a video (Matroska or WebM)", "use it as a video"),
     (b"<svg", "a drawing (SVG)", _AS_JPEG),
-    (b"%!PS", "PostScript", _AS_JPEG),
     (b"%PDF", "a PDF document", "convert its pages to JPEG or PNG files"),
     (b"<html", "a web page", "the download failed: fetch the file itself"),
     (b"<!doctype html", "a web page", "the download failed: fetch the file itself"),
     (b"git-lfs", "a pointer of Git LFS", "fetch the file itself with 'git lfs pull'"),
 )
-"""Content that is not an image, recognised in the first bytes: a mark anywhere in them (also matched in lower case),
-what the file is, and the fix."""
-_SIGNATURES_AT_START = (
-    (b"\xff\xd8\xff", "JPEG, damaged or truncated", _AGAIN),
-    (b"\x89PNG", "PNG, damaged or truncated", _AGAIN),
-    (b"GIF8", "GIF, damaged or truncated", _AGAIN),
-    (b"RIFF", "WebP, damaged or truncated", _AGAIN),
-    (b"II*\0", "TIFF, damaged or truncated", _AGAIN),
-    (b"MM\0*", "TIFF, damaged or truncated", _AGAIN),
-    (b"BM", "BMP, damaged or truncated", _AGAIN),
-    (b"\0\0\x01\0", "ICO, damaged or truncated", _AGAIN),
-    (b"\xff\x0a", "JPEG XL, which Pillow does not read", _AS_JPEG),
-    (b"\x1f\x8b", "gzip-compressed", "unpack it"),
-    (b"PK\x03\x04", "a ZIP archive", "unpack it"),
-    (b"\x93NUMPY", "a NumPy array", _AS_JPEG),
-    (b"{", "JSON, such as a server's error", "the download failed: fetch the file itself"),
-    (b"<?xml", "XML, such as a server's error", "the download failed: fetch the file itself"),
-    (b"data:image", "base64 text", "decode it and write the bytes to the file"),
-    (b"iVBORw0KGgo", "base64 text", "decode it and write the bytes to the file"),
-    (b"/9j/", "base64 text", "decode it and write the bytes to the file"),
-    (bytes(16), "zeros, as left by a lost write", _AGAIN),
-)
-"""The same for marks at the very beginning."""
-
-_QUICK, _QUICK_FORMATS = (b"\xff\xd8\xff", b"\x89PNG\r\n"), ("JPEG", "PNG")
-_QUICK_BYTES = 1 << 16
-"""What ``quick_size`` reads of a file.  Headers are longer only where a camera adds a preview."""
+"""Content that is not an image: a mark in its first bytes (also matched in lower case), what it is, and the fix."""
 
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -80,8 +42,6 @@ _TURNS = {
 """EXIF orientation -> the transpose that turns the image upright."""
 _TURNED = (_TURNS[5], _TURNS[6], _TURNS[7], _TURNS[8])
 """Those that swap width and height."""
-ResizeStep = tuple[tuple[int, int], Image.Resampling]
-"""A size (width, height) to resize to, and the filter to use."""
 
 
 def image_size(path: str | Inline, is_upright: bool = True) -> tuple[int, int]:
@@ -89,31 +49,6 @@ def image_size(path: str | Inline, is_upright: bool = True) -> tuple[int, int]:
     with _open(path) as image:
         is_turned = is_upright and _turn(image) in _TURNED
         return (image.height, image.width) if is_turned else (image.width, image.height)
-
-
-def quick_size(path: str | Inline, is_upright: bool = True) -> tuple[int, int] | None:
-    """The same from the first bytes of a JPEG or PNG file, so that time and memory are bounded.
-
-    None if they do not contain the header of such an image; ``image_size`` says why.
-    """
-    try:
-        start = _start(path)
-        if not start.startswith(_QUICK):
-            return None
-        with _open(Inline(str(path), start), _QUICK_FORMATS) as image:
-            is_turned = is_upright and _turn(image) in _TURNED
-            return (image.height, image.width) if is_turned else (image.width, image.height)
-    except (UserError, OSError):
-        return None
-
-
-def _start(path: str | Inline) -> bytes:
-    """The first bytes of an image.  Raises UserError or OSError for a file that ``image_size`` refuses to open."""
-    if not isinstance(path, str):
-        return path.content[:_QUICK_BYTES]
-    _check_file(path, os.stat(path))
-    with open(path, "rb", buffering=0) as stream:
-        return stream.read(_QUICK_BYTES)
 
 
 def format_of(path: str | Inline) -> str | None:
@@ -148,60 +83,51 @@ def load_image(path: str | Inline, is_upright: bool = True, on_white: bool = Tru
     truncated, has pixel values outside these ranges, or is larger than ``MAX_IMAGE_PIXELS``.
     """
     with _open(path) as image:
-        turn = _turn(image) if is_upright else None
-        try:
-            image.load()
-        except MemoryError:
-            raise
-        except Exception as error:  # Pillow's decoders raise many error types on broken files
-            raise _damaged(path, error) from error
-        shallow = _in_8_bits(image, path)
-        if shallow.mode == "RGB" and "transparency" not in shallow.info:
-            decoded = shallow  # not copied: that takes milliseconds for a large image
-        else:
-            decoded = to_rgb(shallow) if on_white else shallow.convert("RGB")
-        return decoded if turn is None else decoded.transpose(turn)
+        return _decoded(image, path, is_upright, on_white)
 
 
-def load_pixels(
-    path: str | Inline, is_upright: bool = True, room: Callable[[int], memoryview | bytearray] = bytearray
-) -> np.ndarray:
-    """The same pixels as ``load_image`` on white, uint8 [height, width, 3], but faster: JPEG files bypass Pillow.
-
-    ``room`` returns the memory for them, given its number of bytes.
-    """
+def load_pixels(path: str | Inline, is_upright: bool = True) -> np.ndarray:
+    """The same pixels as ``load_image`` on white, uint8 [height, width, 3], but faster: JPEG files bypass Pillow."""
     with _open(path) as image:
-        is_plain = image.format in ("JPEG", "MPO") and image.mode == "RGB"
-        turn, num_bytes = _turn(image) if is_upright else None, image.width * image.height * 3
-    if not is_plain:
-        return into(room, np.asarray(load_image(path, is_upright)))
+        if image.format not in ("JPEG", "MPO") or image.mode != "RGB":
+            return np.array(_decoded(image, path, is_upright, on_white=True))
+        turn, stream = _turn(image) if is_upright else None, cast(IO[bytes], image.fp)
+        stream.seek(0)
+        content = stream.read()
     try:  # based on the same library, with the same exact transforms
-        content = Path(path).read_bytes() if isinstance(path, str) else path.content
-        pixels = simplejpeg.decode_jpeg(
-            content, "RGB", fastdct=False, fastupsample=False, buffer=room(num_bytes) if turn is None else None)
+        pixels = simplejpeg.decode_jpeg(content, "RGB", fastdct=False, fastupsample=False)
     except ValueError as error:
         raise _damaged(path, error) from error
-    return pixels if turn is None else into(room, _turned(pixels, turn))
+    return pixels if turn is None else np.array(Image.fromarray(pixels).transpose(turn))
 
 
-def into(room: Callable[[int], memoryview | bytearray], pixels: np.ndarray) -> np.ndarray:
-    """Copy ``pixels``, uint8, into the memory that ``room`` returns."""
-    copy = np.frombuffer(room(pixels.nbytes), dtype=np.uint8).reshape(pixels.shape)
-    copy[:] = pixels
-    return copy
+def jpeg(pixels: np.ndarray, longest_side: int) -> bytes:
+    """An image of uint8 [height, width, 3] as JPEG, with at most ``longest_side`` pixels on each side."""
+    image = Image.fromarray(pixels)
+    image.thumbnail((longest_side, longest_side), Image.Resampling.LANCZOS)
+    stream = io.BytesIO()
+    image.save(stream, "JPEG", quality=85)
+    return stream.getvalue()
+
+
+def _decoded(image: Image.Image, path: str | Inline, is_upright: bool, on_white: bool) -> Image.Image:
+    turn = _turn(image) if is_upright else None
+    try:
+        image.load()
+    except MemoryError:
+        raise
+    except Exception as error:  # Pillow's decoders raise many error types on broken files
+        raise _damaged(path, error) from error
+    shallow = _in_8_bits(image, path)
+    if shallow.mode == "RGB" and "transparency" not in shallow.info:
+        decoded = shallow  # not copied: that takes milliseconds for a large image
+    else:
+        decoded = to_rgb(shallow) if on_white else shallow.convert("RGB")
+    return decoded if turn is None else decoded.transpose(turn)
 
 
 def _damaged(path: str | Inline, error: Exception) -> UserError:
     return UserError(f"{path}: the image is damaged or truncated ({error}); replace or remove it.")
-
-
-def _turned(pixels: np.ndarray, turn: Image.Transpose) -> np.ndarray:
-    """``Image.transpose`` of an array."""
-    if turn in _TURNED:
-        pixels = pixels.transpose(1, 0, 2)
-    rows = slice(None, None, -1 if turn in (_TURNS[3], _TURNS[4], _TURNS[7], _TURNS[8]) else 1)
-    columns = slice(None, None, -1 if turn in (_TURNS[2], _TURNS[3], _TURNS[6], _TURNS[7]) else 1)
-    return pixels[rows, columns]
 
 
 def _turn(image: Image.Image) -> Image.Transpose | None:
@@ -214,11 +140,13 @@ def _turn(image: Image.Image) -> Image.Transpose | None:
         return None
 
 
-def _open(path: str | Inline, formats: tuple[str, ...] = FORMATS) -> Image.Image:
+def _open(path: str | Inline) -> Image.Image:
     """A Pillow image whose pixels are not decoded yet."""
+    Image.init()
+    formats = [one for one in Image.ID if one not in _NOT_DECODED]
     try:
-        if isinstance(path, str):
-            _check_file(path, os.stat(path))
+        if isinstance(path, str) and not stat.S_ISREG(os.stat(path).st_mode):
+            raise UserError(f"{path}: is not a regular file; expected an image.")
         image = Image.open(path if isinstance(path, str) else io.BytesIO(path.content), formats=formats)
     except Image.UnidentifiedImageError as error:
         raise UserError(f"{path}: is not an image that Pillow can read: {_beginning(path)}.") from error
@@ -231,8 +159,7 @@ def _open(path: str | Inline, formats: tuple[str, ...] = FORMATS) -> Image.Image
     except (UserError, MemoryError):
         raise
     except Exception as error:  # Pillow raises many error types on unusual headers
-        raise UserError(f"{path}: Pillow cannot read its header ({error}); save it again, replace or remove it."
-                        ) from error
+        raise _damaged(path, error) from error
     if image.width * image.height > MAX_IMAGE_PIXELS:
         image.close()
         raise UserError(
@@ -241,30 +168,18 @@ def _open(path: str | Inline, formats: tuple[str, ...] = FORMATS) -> Image.Image
     return image
 
 
-def _check_file(path: str, found: os.stat_result) -> None:
-    """Checks before anything is read."""
-    if not stat.S_ISREG(found.st_mode):
-        raise UserError(f"{path}: is not a regular file; expected an image.")
-    if found.st_size > MAX_IMAGE_BYTES:
-        raise UserError(f"{path}: has {found.st_size:,} bytes, above the limit of {MAX_IMAGE_BYTES:,} for an image "
-                        f"file; make it smaller, as a JPEG or PNG file, or remove it.")
-
-
 def _beginning(path: str | Inline) -> str:
     with open(path, "rb") if isinstance(path, str) else io.BytesIO(path.content) as stream:
         start = stream.read(200)
-    if not start:
-        return f"it is empty; {_AGAIN}"
     known = known_content(start)
     return f"it starts with {start[:16]!r}; use a JPEG or PNG file" if known is None else "it is {}; {}".format(*known)
 
 
 def known_content(start: bytes) -> tuple[str, str] | None:
     """What a file that starts with ``start`` is, if it is not a usable image, and the fix; None if unknown."""
-    for mark, what, fix in _SIGNATURES_ANYWHERE:
-        if mark in start or mark in start.lower():
-            return what, fix
-    return next(((what, fix) for mark, what, fix in _SIGNATURES_AT_START if start.lstrip().startswith(mark)), None)
+    if not start.strip(b"\0"):
+        return "empty, or zeros left by a lost write", "fetch or copy it again, or remove it"
+    return next(((what, fix) for mark, what, fix in _SIGNATURES if mark in start or mark in start.lower()), None)
 
 
 def _in_8_bits(image: Image.Image, path: str | Inline) -> Image.Image:

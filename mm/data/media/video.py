@@ -3,7 +3,7 @@
 Bit-identical to transformers' ``Qwen2VLVideoProcessor``, which needs torchvision and keeps all frames in memory.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mm.batch import Grid, Normalisation
 from mm.config.data import DataConfig
-from mm.data.media.decoder import Decoder
+from mm.data.media.animation import animation_header, is_animation
 from mm.data.media.frames import (
     Clock,
     FrameRule,
@@ -25,14 +25,16 @@ from mm.data.media.frames import (
     vl_utils_frames,
     wanted_frames,
 )
-from mm.data.media.image import ImageProcessor, llama_factory_steps, smart_resize
-from mm.data.media.picture import ResizeStep
-from mm.data.media.video_file import Pixels, Wanted
+from mm.data.media.image import ImageProcessor, ResizeStep, llama_factory_steps, smart_resize
+from mm.data.media.picture import image_size, load_image
+from mm.data.media.video_file import Pixels, Wanted, read_header
+from mm.data.media.video_frames import frames_of, missing_backend
 from mm.data.sample import Inline, Video
+from mm.data.workers import decoding
 from mm.errors import UserError
 
-_Chosen = tuple[np.ndarray, Fraction, Wanted]
-"""Frame indices, the duration that they cover, and what a decoder needs to find them."""
+_Chosen = tuple[tuple[int, int], np.ndarray, Fraction, Wanted]
+"""Width and height; frame indices, the duration that they cover, and what a decoder needs to find them."""
 MAX_VIDEO_PIXELS = 1 << 28
 """Limit for all resized frames of a video together: 768 MiB.  Decoded frames are in memory one at a time."""
 
@@ -60,14 +62,15 @@ class VideoPlan:
 
 @dataclass(frozen=True)
 class VideoProcessor:
-    """Sizes, constants and settings for videos.  Pickles into data workers, each with its own decoder."""
+    """Sizes, constants and settings for videos."""
 
     constants: ImageProcessor
     """The checkpoint's constants for videos."""
     data: DataConfig
     is_upright: bool
     """Whether to apply the rotation stored in the file."""
-    decoder: Decoder
+    missing: tuple[str, ...] = ()
+    """Why the checkpoint does not say how to resize videos; ``constants`` are then those of images."""
 
     @classmethod
     def from_config(cls, data: DataConfig, images: ImageProcessor) -> "VideoProcessor":
@@ -75,34 +78,37 @@ class VideoProcessor:
         checkpoint's constants.
 
         If the checkpoint's constants for videos are missing or wrong, planning a video raises VideoConstantsError:
-        datasets without videos do not need them.  ``images`` is the image processor, which reads with the same decoder.
+        datasets without videos do not need them.
         """
-        is_upright, decoder = images.is_upright, images.decoder
-        if data.video_backend not in (None, "pyav"):
-            decoder.check()
+        if (why := missing_backend(data.video_backend or "pyav")) is not None:
+            raise UserError(f"video_backend is {data.video_backend!r}, which cannot be imported ({why}); install it, "
+                            f"or use \"pyav\".")
         try:
             constants = ImageProcessor.from_directory(data.model_name_or_path, media="video")
         except UserError as error:
-            return _NoVideoProcessor(images, data, is_upright, decoder, error.problems)
+            return cls(images, data, images.is_upright, error.problems)
         if not _is_llama_factory(data) and data.video_max_pixels < constants.min_pixels:
             raise UserError(
                 f"video_max_pixels = {data.video_max_pixels} is below min_pixels = {constants.min_pixels} of the "
                 f"checkpoint in {data.model_name_or_path}, which leaves no size; raise it."
             )
-        return cls(constants, data, is_upright, decoder)
+        return cls(constants, data, images.is_upright)
 
     def plan(self, video: Video) -> VideoPlan:
-        """Select frames and size.  Raises UserError naming the file, as ``Decoder.header`` does, and for extreme aspect
-        ratios."""
+        """Select frames and size.  Raises UserError naming the file, also for extreme aspect ratios, and
+        VideoConstantsError."""
+        if self.missing:
+            raise VideoConstantsError(f"{video.contents[0]} is a video, but {problem}" for problem in self.missing)
         name, is_listed = str(video.contents[0]), isinstance(video.path, tuple)
-        first, choose = self._listed(video) if is_listed else self._filed(video, name)
         try:
-            numbers, length, wanted = choose()
+            first, numbers, length, wanted = self._listed(video) if is_listed else self._filed(video, name)
             pairing = self.constants.temporal_patch_size
             num_frames = -(-len(numbers) // pairing) * pairing
             steps = self._steps(video, *first)
             width, height = [first, *(size for size, _ in steps)][-1]
             height, width = self._last_size(video, height, width, num_frames)
+        except UserError:
+            raise
         except ValueError as error:
             raise UserError(f"{name}: {error}; change its settings, crop or remove the video.") from error
         if num_frames * height * width > MAX_VIDEO_PIXELS:
@@ -121,24 +127,23 @@ class VideoProcessor:
             steps=tuple(steps),
         )
 
-    def _filed(self, video: Video, path: str) -> "tuple[tuple[int, int], Callable[[], _Chosen]]":
-        """Width and height of a video file, and a function that selects its frames."""
-        header = self.decoder.header(path, self.is_upright)
+    def _filed(self, video: Video, path: str) -> _Chosen:
+        """The frames of a video file to take.  Raises ValueError for settings that it does not fit."""
+        with decoding(path, self.data.video_timeout):
+            header = animation_header(path) if is_animation(path) else read_header(path, self.is_upright)
+        clock, rule = Clock.of(header, video.video_start, video.video_end), self._rule(video)
+        if _is_llama_factory(self.data):
+            numbers, length = llama_factory_frames(clock, rule), llama_factory_seconds(clock)
+        else:
+            numbers, length = vl_utils_frames(clock, rule), clock.seconds
+        return (header.width, header.height), numbers, length, wanted_frames(clock, numbers, self.is_upright)
 
-        def choose() -> _Chosen:
-            clock = Clock.of(header, video.video_start, video.video_end)
-            if _is_llama_factory(self.data):
-                numbers, length = llama_factory_frames(clock, self._rule(video)), llama_factory_seconds(clock)
-            else:
-                numbers, length = vl_utils_frames(clock, self._rule(video)), clock.seconds
-            return numbers, length, wanted_frames(clock, numbers, self.is_upright)
-
-        return (header.width, header.height), choose
-
-    def _listed(self, video: Video) -> "tuple[tuple[int, int], Callable[[], _Chosen]]":
+    def _listed(self, video: Video) -> _Chosen:
         """The same for a list of frames, which are all used.  Raises UserError if their sizes differ."""
-        sizes = [self.decoder.picture_size(path, self.is_upright) for path in video.contents]
-        for path, size in zip(video.contents, sizes, strict=True):
+        sizes: list[tuple[int, int]] = []
+        for path in video.contents:
+            with decoding(path):
+                sizes.append(size := image_size(path, self.is_upright))
             if size != sizes[0]:
                 raise UserError(
                     f"{path}: has {size[0]} x {size[1]} pixels, but the first frame of its video, {video.contents[0]}, "
@@ -146,7 +151,7 @@ class VideoProcessor:
         rate = Fraction(video.sample_fps or video.fps or self.data.video_fps).limit_denominator(1_000_000)
         numbers, zeros = tuple(range(len(sizes))), (0,) * len(sizes)
         wanted = Wanted(numbers, numbers, zeros, zeros, zeros, 0, 1 / rate, self.is_upright)
-        return sizes[0], lambda: (np.array(numbers), len(numbers) / rate, wanted)
+        return sizes[0], np.array(numbers), len(numbers) / rate, wanted
 
     def patches(self, plan: VideoPlan) -> Tensor:
         """Decode, resize and cut the frames of a plan.
@@ -177,9 +182,14 @@ class VideoProcessor:
             yield from [_resize(_stepped(frame, plan.steps), size)] * count
 
     def _decoded(self, plan: VideoPlan) -> Iterator[Pixels]:
-        if isinstance(plan.path, tuple):
-            return (self.decoder.picture(path, self.is_upright) for path in plan.path)
-        return self.decoder.frames(plan.path, plan.wanted)
+        if isinstance(plan.path, str):
+            with decoding(plan.path, self.data.video_timeout):
+                yield from frames_of(plan.path, plan.wanted, self.data.video_backend or "pyav")
+            return
+        for path in plan.path:
+            with decoding(path):
+                frame = load_image(path, self.is_upright)
+            yield np.array(frame)
 
     def _rule(self, video: Video) -> FrameRule:
         if video.fps is not None and video.nframes is not None:
@@ -213,17 +223,6 @@ class VideoProcessor:
         if lower > upper:
             raise ValueError(f"the pixel bounds of its frames contradict each other: at most {upper}, at least {lower}")
         return smart_resize(height, width, constants.patch_size * constants.merge_size, lower, upper)
-
-
-@dataclass(frozen=True)
-class _NoVideoProcessor(VideoProcessor):
-    """Used when the checkpoint does not say how to resize videos; ``constants`` are those of images."""
-
-    problems: tuple[str, ...]
-
-    def plan(self, video: Video) -> VideoPlan:
-        """Raises VideoConstantsError."""
-        raise VideoConstantsError(f"{video.contents[0]} is a video, but {problem}" for problem in self.problems)
 
 
 def _is_llama_factory(data: DataConfig) -> bool:

@@ -1,7 +1,4 @@
-"""Decodes selected frames of video files with one of three libraries.  Runs in a process that can be killed.
-
-Does not import torch, except for torchcodec.
-"""
+"""Decodes selected frames of video files with one of three libraries."""
 
 import contextlib
 from collections import deque
@@ -12,15 +9,23 @@ from typing import Any
 import numpy as np
 from av.error import FFmpegError
 
+from mm.data.media.animation import animation_frames, is_animation
 from mm.data.media.video_file import UNTURNED, DisplayMatrix, Pixels, Wanted, before_all, matrix_of, opened
 from mm.errors import UserError
+
+
+def frames_of(path: str, wanted: Wanted, backend: str) -> Iterator[Pixels]:
+    """The wanted frames of a video or animation, in order.
+
+    Raises UserError naming the file and, where it is known, the time of a frame that is missing or damaged.
+    """
+    return animation_frames(path, wanted) if is_animation(path) else BACKENDS[backend](path, wanted)
 
 
 def pyav_frames(path: str, wanted: Wanted) -> Iterator[Pixels]:
     """The wanted frames, decoded by PyAV, one at a time; only they are converted to RGB.
 
-    Between frames that are far apart it seeks to a key frame.  Raises UserError naming the file and the time of a frame
-    that is missing or damaged.
+    Between frames that are far apart it seeks to a key frame.
     """
     with opened(path) as (container, stream):
         search = _Search(path, container, stream, wanted)
@@ -93,7 +98,7 @@ class _Search:
             self._container.seek(time, stream=self._stream)
             self._frames = self._decoded()
         self._current, self._following = None, next(self._frames, None)
-        # Only for one frame: PyAV never frees a frame whose side data was read.
+        # Only for one frame: a frame whose side data was read is freed by the garbage collector alone.
         if self._matrix is None and self._following is not None:
             self._matrix = matrix_of(self._following[0]) if self._wanted.is_upright else UNTURNED
 

@@ -88,16 +88,6 @@ class SampleOrder:
     consumed_samples: int = 0
     """Samples already trained on, over all ranks: where the stream continues."""
 
-    @classmethod
-    def plain(
-        cls, num_samples: int, seed: int, shuffle: bool, global_batch_size: int, micro_batch_size: int, dp_rank: int,
-        dp_size: int, consumed_samples: int = 0,
-    ) -> "SampleOrder":
-        """Microbatches of ``micro_batch_size`` samples, dealt in turn.  ``global_batch_size`` must be a multiple of
-        ``micro_batch_size * dp_size``."""
-        deal = partial(in_turn, micro_batch_size=micro_batch_size, dp_size=dp_size)
-        return cls(shuffled(num_samples, seed, shuffle), deal, global_batch_size, dp_rank, consumed_samples)
-
     def of_ranks(self, number: int) -> list[StepSamples]:
         """What each rank takes, ``number`` optimizer steps after ``consumed_samples``."""
         first = self.consumed_samples + number * self.global_batch_size

@@ -50,10 +50,6 @@ QWEN2_5_VL = Family(
         converter="Qwen2_5_VLConverter",
     ),
     tokens=TOKENS,
-    template_sha256s=frozenset({"a0bc6f6fc7a29a80017a433e8f03a1cc1236e838a944a2d034295a60c4f2fddb"}),
-    split_patterns=frozenset({
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
-        r"\s+(?!\S)|\s+"}),
     weights=_WEIGHTS,
     config_json=ConfigJson(MODEL_TYPE, KEYS, fixed_problems, PUBLISHED),
     vision_epsilon=1e-6,

@@ -26,9 +26,9 @@ from mm.model.qwen2_5_vl.layers import LayerStack
 from mm.model.qwen2_5_vl.rope import mrope_cos_sin
 from mm.model.ring import Ring
 from mm.model.vocabulary import OutputLayer
+from mm.parallel.buckets import Unit
 from mm.parallel.context import Share
-from mm.parallel.pieces import Pieces
-from mm.parallel.units import Unit
+from mm.parallel.row_shards import Pieces
 from mm.placement import StageSpec
 
 

@@ -13,12 +13,12 @@ from mm.config.model import Tower
 from mm.device.pointwise import biased
 from mm.model.attention import AttentionInputs
 from mm.model.cut_rows import CutRows
-from mm.model.dropout import RowKeys
+from mm.model.dropout import NO_KEYS, RowKeys
 from mm.model.host_activations import Keep, LayerActivations, keep_here
 from mm.model.layer_context import LayerContext
-from mm.model.mlp import GatedMLP
 from mm.model.norm import Residual, RMSNorm
 from mm.model.recompute import LinearInput, Remade, apply_linear, recomputing
+from mm.weights.memory import memory_ffn
 
 
 class SelfAttention(nn.Module):
@@ -42,6 +42,28 @@ class SelfAttention(nn.Module):
         attention = self.attention if inputs.across is None else partial(inputs.across.attend, self.attention)
         out = attention(q, k, v, inputs.segments, inputs.causal)
         return self.linear_proj(out.flatten(1), inputs.cut, inputs.keys.ordered)
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)), gate and up fused as [gate; up]; zero-padded columns give zeros."""
+
+    def __init__(self, tower: Tower, context: LayerContext, bias: bool) -> None:
+        super().__init__()
+        ffn = memory_ffn(tower.ffn_hidden_size, context.tp_size)
+        self.swiglu = context.device.kernels.swiglu
+        self.recomputes = tower.recompute.recomputes("mlp_act")
+        self.linear_fc1 = context.column(tower.hidden_size, 2 * ffn, bias)
+        self.linear_fc2 = context.row(ffn, tower.hidden_size, bias)
+
+    def forward(
+        self, x: LinearInput, cut: CutRows | None, keys: RowKeys = NO_KEYS, keep: Keep = keep_here
+    ) -> tuple[Tensor, Tensor | None]:
+        """What is added to the residual stream, in the form that ``RowLinear`` returns."""
+        gate_up, bias = apply_linear(self.linear_fc1, x, cut, keys.piece)
+        hidden = self.swiglu(gate_up, bias)
+        if self.recomputes:
+            hidden = Remade(hidden, self.swiglu, gate_up, keep)
+        return apply_linear(self.linear_fc2, hidden, cut, keys.whole)
 
 
 class TransformerLayer(nn.Module):

@@ -22,13 +22,13 @@ def mrope_cos_sin(positions: Tensor, head_dim: int, theta: float, section: Seque
     return _cos_sin(positions.float().t()[:, axis] * frequencies)
 
 
-def vision_cos_sin(positions: Tensor, head_dim: int, theta: float = 10000.0) -> tuple[Tensor, Tensor]:
+def vision_cos_sin(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     """Tables of the ViT's rope: the first quarter of a head turns with the row, the second with the column.
 
     From rows and columns, int [num_patches, 2], to cos and sin as above.  Equal to the bit to transformers'
     ``Qwen2_5_VLVisionRotaryEmbedding``; 10000 is its ``rope_theta``.
     """
-    frequencies = _inverse_frequencies(head_dim // 2, theta, positions.device)
+    frequencies = _inverse_frequencies(head_dim // 2, 10000.0, positions.device)
     return _cos_sin((positions.float()[..., None] * frequencies).flatten(1))
 
 

@@ -1,5 +1,3 @@
-import multiprocessing
-import threading
 import time
 from dataclasses import replace
 from itertools import chain
@@ -7,15 +5,15 @@ from itertools import chain
 import psutil
 import pytest
 import torch
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from mm.batch import Microbatch
 from mm.data.encode.encoder import SampleEncoder
 from mm.data.feed.loader import StepLoader
 from mm.data.index.dataset import Dataset
-from mm.data.order.stream import SampleOrder, shuffled
+from mm.data.order.stream import shuffled
 from mm.errors import UserError
-from tests.data.oracle import photo
+from tests.data.feed.deadly import Crashing, Refusing
+from tests.data.oracle import photo, plain_order
 
 
 @pytest.fixture
@@ -34,9 +32,10 @@ def make_loader(write_dataset, model_config):
             "shuffle": True,
         }
         encoder = changes.pop("encoder", None) or SampleEncoder.from_config(data, model_config, 4096)
+        skips_bad = changes.pop("skips_bad", False)
         num_workers, dataset = changes.pop("num_workers", 0), Dataset(data)
-        steps = SampleOrder.plain(len(dataset), **{**values, **changes}).steps()
-        loaders.append(StepLoader(dataset, encoder, steps, num_workers))
+        steps = plain_order(len(dataset), **{**values, **changes}).steps()
+        loaders.append(StepLoader(dataset, encoder, steps, num_workers, skips_bad=skips_bad))
         return loaders[-1]
 
     yield make
@@ -88,29 +87,6 @@ def test_resume_continues_where_the_run_stopped(make_loader):
     assert not torch.equal(before[0][0].token_ids, after[0][0].token_ids)
 
 
-def test_workers_are_safe_with_threads_and_torch_distributed(make_loader, one_rank):
-    expected = take(make_loader(), 4)
-    lock, stop = threading.Lock(), threading.Event()
-
-    def hold_locks():
-        while not stop.is_set():
-            with lock:
-                torch.mm(torch.ones(200, 200), torch.ones(200, 200))
-
-    thread = threading.Thread(target=hold_locks)
-    thread.start()
-    try:
-        loader = make_loader(num_workers=2)
-        found: list = []
-        consumer = threading.Thread(target=lambda: found.extend(take(loader, 4)))  # as the data owner does
-        consumer.start()
-        consumer.join(60)
-        assert_same(found, expected)
-    finally:
-        stop.set()
-        thread.join()
-
-
 def assert_end(pids):
     deadline = time.monotonic() + 20
     while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
@@ -123,7 +99,7 @@ def test_workers_keep_the_trainers_random_state_and_end_on_close(make_loader):
     loader = make_loader(num_workers=2)
     next(loader)
     assert torch.equal(torch.get_rng_state(), random_state)
-    pids = [worker.pid for worker in loader._microbatches._results._workers]
+    pids = [worker.process.pid for worker in loader._microbatches._workers._workers]
     assert len(pids) == 2 and all(map(psutil.pid_exists, pids))
     loader.close()
     assert_end(pids)
@@ -131,17 +107,24 @@ def test_workers_keep_the_trainers_random_state_and_end_on_close(make_loader):
         next(loader)
 
 
-def test_a_killed_worker_is_noticed_without_a_wait(make_loader, monkeypatch):
-    """torch itself would look for it each time that it has waited for data in vain, here after five minutes."""
-    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (300.0,))
-    loader = make_loader(num_workers=2)
-    next(loader)
-    multiprocessing.active_children()[0].kill()
-    began = time.monotonic()
-    with pytest.raises(RuntimeError, match="exited unexpectedly"):
-        while True:
-            next(loader)
-    assert time.monotonic() - began < 250
+def test_a_deadly_file_costs_its_samples_and_no_step_changes(make_loader, write_dataset, model_config):
+    """The order, and all other samples, are those of a run whose decoder only refuses the file; also after resuming."""
+    good = SampleEncoder.from_config(write_dataset(), model_config, 4096)
+
+    def taken(kind, num_workers, num_steps, consumed_samples=0):
+        encoder = replace(good, images=kind(**vars(good.images)))
+        loader = make_loader(encoder=encoder, num_workers=num_workers, skips_bad=True,
+                             consumed_samples=consumed_samples)
+        steps = [next(loader) for _ in range(num_steps)]
+        return [one.microbatches for one in steps], [bad for one in steps for bad in one.bad]
+
+    expected, refused = taken(Refusing, 0, 4)
+    assert len(refused) > 1 and len({bad.index for bad in refused}) < len(refused), "over several epochs"
+    found, bad = taken(Crashing, 2, 4)
+    assert_same(found, expected)
+    assert [(one.index, one.path) for one in bad] == [(one.index, one.path) for one in refused]
+    assert all(one.reason.startswith(f"{one.path}: its decoder crashed (SIGSEGV)") for one in bad)
+    assert_same(taken(Crashing, 1, 2, consumed_samples=16)[0], expected[2:])
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

