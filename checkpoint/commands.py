@@ -27,7 +27,7 @@ from mm.conversion import convert
 from mm.environment import version_line
 from mm.errors import UserError, printable
 from mm.families.known import FAMILIES
-from mm.formats.storage import Format, Storage, Structure
+from mm.formats.mindspeed_layout import Format, Storage, Structure
 from mm.process import refused
 
 _CONVERTERS = {family.mindspeed.converter: family.title for family in FAMILIES}

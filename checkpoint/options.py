@@ -15,7 +15,7 @@ from mm.errors import UserError, collected, naming, refuse
 from mm.formats.adapter import PREFIX
 from mm.formats.hf import HFDirectory, are_module_names
 from mm.formats.layout import Layout
-from mm.formats.storage import Structure
+from mm.formats.mindspeed_layout import Structure
 from mm.placement import PipelineLayout
 
 LayerLists = int | list[int] | list[list[int]] | str

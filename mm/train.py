@@ -16,7 +16,7 @@ from mm.config.run import Run, load_run
 from mm.config.shared import shared_settings
 from mm.environment import Launched, software
 from mm.errors import UserError, collected, printable, refuse
-from mm.lock import Claim, claim_problems
+from mm.lock import Claim
 from mm.process import (
     StopSignals,
     end_stopped,
@@ -101,7 +101,7 @@ def check_files(run: Run, claim: Claim) -> "tuple[Run, Opened]":
     written = {flag: path for flag, path in (("--save", run.args.save), ("--log-dir", run.args.log_dir))
                if path is not None}
     checked = check(run)
-    refuse([*checked.problems, *claim_problems(written), *(absent_device(run.args.device) if run.args.check else ())])
+    refuse([*checked.problems, *(absent_device(run.args.device) if run.args.check else ())])
     run, opened = checked.run, checked.opened
     if run.args.dry_run:  # whose report ends with the notes
         return replace(run, notes=(*run.notes, *checked.notes)), opened

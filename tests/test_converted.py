@@ -10,8 +10,8 @@ from mm.conversion import convert
 from mm.conversion.convert import Options
 from mm.formats.hf import HFDirectory
 from mm.formats.layout import Layout
-from mm.formats.source import open as open_source
-from mm.formats.storage import Format, Storage, Structure
+from mm.formats.mindspeed_layout import Format, Storage, Structure
+from mm.formats.source import open_source
 from tests import tiny
 from tests.launch import run_ranks
 

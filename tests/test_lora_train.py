@@ -24,8 +24,8 @@ from mm.errors import UserError
 from mm.formats.adapter import AdapterDirectory
 from mm.formats.checkpoints import LATEST_FILE
 from mm.formats.layout import Layout
-from mm.formats.storage import Format, Storage
-from mm.formats.training_reader import TrainingDirectory
+from mm.formats.mindspeed_layout import Format, Storage
+from mm.formats.training import TrainingDirectory
 from mm.generation.source import find
 from mm.training.sources import with_start
 from tests.files import ROOT

@@ -20,7 +20,7 @@ from mm.conversion import convert
 from mm.conversion.convert import Options
 from mm.formats import checkpoints as files
 from mm.formats.layout import Layout
-from mm.formats.storage import Format, Storage, Structure
+from mm.formats.mindspeed_layout import Format, Storage, Structure
 from mm.lock import Claim
 from mm.timeline.spans import TIMED, seconds_key
 from mm.weights.table import model_weights

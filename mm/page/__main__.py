@@ -1,22 +1,17 @@
-"""``mm-page``, which is ``python -m mm.page``: the page of a run, or of several side by side.
-
-    mm-page logs
-    mm-page logs_a logs_b --html both.html
-"""
+"""``mm-page``, which is ``python -m mm.page``: the page of a run, as in ``mm-page logs``."""
 
 import argparse
 import sys
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 
 from mm.config.misspelt import parse
 from mm.config.outputs import PAGE_FILE
 from mm.console import add_common_flags
 from mm.environment import version_line
-from mm.errors import UserError, collected, refuse
+from mm.errors import UserError
 from mm.process import refused, run_command
-from mm.report import check_page, write_page
+from mm.report import check_page
 
 PROGRAM = "mm-page"
 
@@ -28,27 +23,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
-    from mm.page.pages import run_page, runs_page
-    from mm.page.plot import COLOURS
-    from mm.page.record import read_run, run_names
+    from mm.page.pages import write_run_page
 
     try:
         flags = parse(_parser(), words)
-        folders: list[Path] = flags.runs
-        if len(folders) > len(COLOURS):
-            raise UserError(f"{len(folders)} runs are given; expected at most {len(COLOURS)}; make several pages")
-        if len(folders) > 1 and flags.html is None:
-            raise UserError("--html is missing; name the file for the page of several runs, such as --html runs.html")
         check_page(flags.html)
-        problems: list[str] = []
-        runs = []
-        for folder, name in zip(folders, run_names(folders), strict=True):
-            with collected(problems):
-                runs.append(read_run(folder, name))
-        refuse(problems)
-        now = datetime.now()
-        html = run_page(runs[0], now) if len(runs) == 1 else runs_page(runs, now)
-        print(write_page(flags.html or folders[0] / PAGE_FILE, html))
+        print(write_run_page(flags.run, flags.html))
     except UserError as error:
         return refused(error)
     return 0
@@ -56,12 +36,12 @@ def _run(words: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(PROGRAM, allow_abbrev=False, description=(
-        "Writes one HTML file about a run: facts, curves, tables, timeline, answers and settings; or about several "
-        "runs, side by side.  A run may have ended or not."))
+        "Writes one HTML file about a run, which may have ended or not: facts, curves, tables, timeline, answers and "
+        "settings."))
     add_common_flags(parser, version_line(PROGRAM), PROGRAM)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="the --log-dir of a run")
-    parser.add_argument("--html", type=Path, metavar="PAGE", help=(
-        f"the file to write (default: {PAGE_FILE} in RUN_DIR); needed with several runs"))
+    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="the --log-dir of a run")
+    parser.add_argument("--html", type=Path, metavar="PAGE",
+                        help=f"the file to write (default: {PAGE_FILE} in RUN_DIR)")
     return parser
 
 

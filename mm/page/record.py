@@ -1,8 +1,7 @@
 """A run as its ``--log-dir`` describes it: settings, metrics, bad samples, answers, timelines and checkpoints."""
 
-import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -88,29 +87,17 @@ class Metrics:
 
 
 @dataclass(frozen=True)
-class Answered:
-    """One question with its answer."""
-
-    question: str
-    right: Sequence[str]
-    prediction: str
-    score: float
-    thumbnails: Sequence[Path]
-
-
-@dataclass(frozen=True)
 class RunRecord:
     """Everything that a page shows."""
 
-    name: str
     facts: Row
     """``run.json``; empty if it is missing."""
     metrics: Metrics
     bad_samples: tuple[BadSample, ...]
     answered_at: int
     """The iteration of the answers."""
-    answers: tuple[Answered, ...]
-    """The latest ones, the worst first."""
+    answers: tuple[tuple[list[bytes], Row], ...]
+    """The latest ones, the worst first: small images of the question as JPEG, and the line of ``predictions.jsonl``."""
     timeline: Path | None
     """The picture of the latest measured step."""
     checkpoints: tuple[tuple[int, datetime], ...]
@@ -126,7 +113,7 @@ class RunRecord:
         return found
 
 
-def read_run(folder: Path, name: str) -> RunRecord:
+def read_run(folder: Path) -> RunRecord:
     """Read the ``--log-dir`` of a run.  Raises UserError if there are no metrics, or a file is damaged."""
     metrics, facts_file = folder / METRICS_FILE, folder / FACTS_FILE
     if not metrics.is_file():
@@ -141,18 +128,10 @@ def read_run(folder: Path, name: str) -> RunRecord:
     timelines = sorted(folder.glob("pipeline_step_*.svg"), key=lambda one: (len(one.name), one.name))
     save = facts.get("arguments", {}).get("save")
     return RunRecord(
-        name, facts, Metrics.read(metrics), tuple(bad), answered_at,
+        facts, Metrics.read(metrics), tuple(bad), answered_at,
         tuple(_answers(sets[answered_at], folder / ANSWERS_FOLDER)) if sets else (),
         timelines[-1] if timelines else None, _checkpoints(Path(save)) if save and Path(save).is_dir() else (),
         datetime.fromtimestamp(metrics.stat().st_mtime))
-
-
-def run_names(paths: Sequence[Path]) -> list[str]:
-    """Names that tell the paths apart: without the folders that contain all of them."""
-    whole = [path.absolute() for path in paths]
-    shared = os.path.commonpath([one.parent.parent if len(whole) == 1 and one.name == "logs" else one.parent
-                                 for one in whole])
-    return [str(one.relative_to(shared)) for one in whole]
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -169,13 +148,10 @@ def _objects(path: Path, lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
                             ) from error
 
 
-def _answers(path: Path, folder: Path) -> Iterator[Answered]:
-    rows = sorted(enumerate(_lines(path)), key=lambda one: one[1]["score"])
-    for number, row in rows[:_MAX_ANSWERS]:
-        options = "".join(f"\n{letter}. {text}" for letter, text in row.get("options", {}).items())
+def _answers(path: Path, folder: Path) -> Iterator[tuple[list[bytes], Row]]:
+    for number, row in sorted(enumerate(_lines(path)), key=lambda one: one[1]["score"])[:_MAX_ANSWERS]:
         images = (thumbnail_path(folder, number, image) for image in range(_MAX_THUMBNAILS))
-        yield Answered(f"{number + 1}. {row['question']}{options}", row["right"], row["prediction"], row["score"],
-                       [one for one in images if one.is_file()])
+        yield [one.read_bytes() for one in images if one.is_file()], row
 
 
 def thumbnail_path(folder: Path, number: int, image: int) -> Path:

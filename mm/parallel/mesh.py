@@ -32,9 +32,8 @@ launcher ends the job."""
 
 # With this, gloo connects two ranks when they first communicate.  Without it every rank of a group connects to every
 # other: a group of N reads N^2 (154 + 8 N) bytes of addresses from one store, and each rank has N open files.  The
-# collectives that Mesh's groups run connect a rank to log N others, and a group's first rank to all when it gathers
-# (tests/parallel/control.py).  All ranks of a group must have the same value, or torch 2.13 crashes, so it is set
-# before the first group is made; a value that the user has set stays.
+# collectives that Mesh's groups run connect a rank to log N others, and a group's first rank to all when it gathers.
+# All ranks of a group must have the same value, or torch 2.13 crashes; a value that the user has set stays.
 os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
@@ -180,27 +179,12 @@ def build_mesh(
         _my_group(pipelines, timeout, name=_GRADIENT_GROUP, options=options))
     assert replica_group is not None and control_group is not None and gradient_group is not None, "of every rank"
     return Mesh(
-        rank=rank,
-        world_size=world_size,
-        tp_rank=rank % tp_size,
-        tp_size=tp_size,
-        pp_rank=pp_rank,
-        pp_size=pp_size,
-        dp_rank=dp_rank,
-        dp_size=dp_size,
-        context=Context(groups.cp, _encoders(model, groups), is_ring),
-        groups=groups,
-        replica_group=replica_group,
-        owners_group=owners_group,
-        pixel_groups=pixel_groups,
-        feature_groups=feature_groups,
-        pixel_ranks=tuple(with_media[0][dp_rank]) if model.encodes_whole else (),
-        feature_ranks=tuple(with_media[1][dp_rank]) if model.encodes_whole else (),
-        control_group=control_group,
-        tied_group=tied_group,
-        gradient_group=gradient_group,
-        replica_owner=owners[dp_rank],
-    )
+        rank=rank, world_size=world_size, tp_rank=rank % tp_size, tp_size=tp_size, pp_rank=pp_rank, pp_size=pp_size,
+        dp_rank=dp_rank, dp_size=dp_size, context=Context(groups.cp, _encoders(model, groups), is_ring), groups=groups,
+        replica_group=replica_group, owners_group=owners_group, pixel_groups=pixel_groups,
+        feature_groups=feature_groups, pixel_ranks=tuple(with_media[0][dp_rank]) if model.encodes_whole else (),
+        feature_ranks=tuple(with_media[1][dp_rank]) if model.encodes_whole else (), control_group=control_group,
+        tied_group=tied_group, gradient_group=gradient_group, replica_owner=owners[dp_rank])
 
 
 def _encoders(model: ModelConfig, groups: ProcessGroupCollection) -> dist.ProcessGroup:
@@ -215,13 +199,9 @@ def _make_groups_of_megatron(
 ) -> None:
     with _file_of(limits) as limits_path:
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tp_size,
-            pipeline_model_parallel_size=pp_size,
-            context_parallel_size=cp_size,
-            nccl_communicator_config_path=limits_path,
-            create_gloo_process_groups=False,
-            distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
-        )
+            tensor_model_parallel_size=tp_size, pipeline_model_parallel_size=pp_size, context_parallel_size=cp_size,
+            nccl_communicator_config_path=limits_path, create_gloo_process_groups=False,
+            distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)))
 
 
 @contextmanager

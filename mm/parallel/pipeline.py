@@ -179,16 +179,9 @@ class PipelineCommunicator:
         crosses = is_forward or (self._gives_back(microbatch, chunk) if is_before else
                                  self._gradient_path.comes_back(spec, bool(contents.image_grids)))
         return Transfer(
-            is_sent,
-            not is_forward,
-            microbatch,
-            chunk,
-            boundary,
-            peer=self._previous if is_before else self._next,
+            is_sent, not is_forward, microbatch, chunk, boundary, peer=self._previous if is_before else self._next,
             peer_stage=(self._stage + (-1 if is_before else 1)) % self._num_stages,
-            shape=self._shape(message, contents) if crosses else None,
-            samples=contents.samples,
-        )
+            shape=self._shape(message, contents) if crosses else None, samples=contents.samples)
 
     def _gives_back(self, microbatch: int, chunk: int) -> bool:
         """Whether the gradient of a chunk's input is sent to the stage before."""

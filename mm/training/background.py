@@ -12,8 +12,8 @@ from pathlib import Path
 
 from mm.device.device import Device
 from mm.errors import AgreedError, collected
-from mm.formats.blocks import ON_HOST
 from mm.formats.host_copies import HostCopies
+from mm.formats.pipelined_write import ON_HOST
 from mm.formats.training import CheckpointTensor
 from mm.formats.training_writer import Retention
 from mm.parallel.agreement import together

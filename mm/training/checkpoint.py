@@ -18,8 +18,7 @@ from mm.data.index.contents import TrainedOn
 from mm.errors import UserError
 from mm.formats.manifest import validated
 from mm.formats.source import Source
-from mm.formats.training import CheckpointManifest
-from mm.formats.training_reader import TrainingDirectory
+from mm.formats.training import CheckpointManifest, TrainingDirectory
 from mm.model.load import fill, read_once
 from mm.parallel.agreement import together
 from mm.parallel.mesh import Mesh

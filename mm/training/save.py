@@ -21,7 +21,7 @@ from typing_extensions import Self
 
 from mm.errors import UserError
 from mm.formats import training_writer as files
-from mm.formats.blocks import Host, Values
+from mm.formats.pipelined_write import Host, Values
 from mm.formats.training import CheckpointManifest, CheckpointTensor
 from mm.parallel.agreement import by_rank, gather, on_first, together
 from mm.parallel.mesh import Mesh

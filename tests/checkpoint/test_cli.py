@@ -57,7 +57,7 @@ def test_torch_files_and_both_structures(structure, hf, tmp_path, capsys):
     opposite = {"common_model_config__enable_canonical_hf_struct": "false" if structure == "true" else "true"}
     back = {"save_hf_dir": tmp_path / "back", "hf_config__hf_dir": hf}
     assert run("mm_to_hf", mm_dir=tmp_path / "other", **back, **opposite) == 2
-    assert "its tensors are named as in the" in capsys.readouterr().err
+    assert "enable_canonical_hf_struct says" in capsys.readouterr().err
     assert run("resplit", source_dir=tmp_path / "other", target_dir=tmp_path / "third", save_format="safetensors",
                **target, **opposite) == 0
     assert run("show", dir=tmp_path / "third") == 0
@@ -228,7 +228,7 @@ def truncated(directory: Path) -> None:
 
 BAD_SOURCES = {
     "missing shard": (lambda hf: min(hf.glob("*.safetensors")).unlink(), "lacks 1 of the 2 shards"),
-    "absent tensor": (lambda hf: rewrite(hf, lambda tensors: tensors.popitem()), "which does not hold it"),
+    "absent tensor": (lambda hf: rewrite(hf, lambda tensors: tensors.popitem()), "do not list the same tensors"),
     "truncated": (truncated, "its header describes"),
     "Git-LFS": (lambda hf: min(hf.glob("*.safetensors")).write_text("version https://git-lfs.github.com/spec/v1\n"),
                 "is a Git-LFS pointer"),
@@ -273,7 +273,7 @@ def test_bad_targets(hf, tmp_path, capsys):
         (tmp_path / "full", {}, "is not empty; give another one, or --cfg.overwrite true"),
         (tmp_path / "full", {"overwrite": "true"}, "was not written by this command"),
         (tmp_path / "file", {}, "is a file"),
-        (tmp_path / "file" / "mm", {}, "/file is a file; give another directory"),
+        (tmp_path / "file" / "mm", {}, "/file is a file; give a directory"),
     ):
         before = files(tmp_path)
         assert to_mm(copy, target, **flags) == 2
@@ -356,38 +356,4 @@ def test_bad_directories_of_ranks(hf, tmp_path, capsys):
     shutil.rmtree(mm / "release" / "mp_rank_00_000")
     assert run("mm_to_hf", **back) == 2
     assert "mp_rank_00_000/model.safetensors is missing" in capsys.readouterr().err
-    assert not (tmp_path / "back").exists()
-
-
-class Evil:
-    """Runs code if an unsafe reader unpickles it."""
-
-    def __reduce__(self):
-        return exec, ("raise SystemExit('code of the file was run')",)
-
-
-def test_bad_torch_files(hf, tmp_path, capsys):
-    """A truncated file, a Git-LFS pointer, and both formats at once; code in a pickle is not run."""
-    mm = tmp_path / "mm"
-    assert to_mm(hf, mm, save_format="torch") == 0
-    path = mm / "release" / "mp_rank_00_000" / "model_optim_rng.pt"
-    whole = path.read_bytes()
-    torch.save({"model": torch.load(path, weights_only=True)["model"], "rng_state": Evil()}, path)
-    assert run("verify", mm_dir=mm) == 0
-    contents = {
-        "truncated": whole[:-100],
-        "is a Git-LFS pointer": b"version https://git-lfs.github.com/spec/v1\n",
-        "is empty": b"",
-    }
-    for message, content in contents.items():
-        path.write_bytes(content)
-        for command, flags in (("mm_to_hf", {"mm_dir": mm, "save_hf_dir": tmp_path / "back", "hf_config__hf_dir": hf}),
-                               ("verify", {"mm_dir": mm}), ("show", {"dir": mm})):
-            assert run(command, **flags) == 2
-            printed = capsys.readouterr().err
-            assert message in printed and str(path) in printed
-    path.write_bytes(whole)
-    save_file({}, path.with_name("model.safetensors"))
-    assert run("verify", mm_dir=mm) == 2
-    assert "mixes" in capsys.readouterr().err
     assert not (tmp_path / "back").exists()

@@ -26,10 +26,10 @@ from torch import Tensor  # noqa: E402
 from mm.config.model import ModelConfig  # noqa: E402
 from mm.device.device import Device  # noqa: E402
 from mm.formats import training_writer as writer  # noqa: E402
-from mm.formats.blocks import Values  # noqa: E402
 from mm.formats.checkpoints import LATEST_FILE, find_checkpoint  # noqa: E402
-from mm.formats.files import Files  # noqa: E402
+from mm.formats.pipelined_write import Values  # noqa: E402
 from mm.formats.source import open_to_train  # noqa: E402
+from mm.formats.tensor_io import Files  # noqa: E402
 from mm.formats.training import CheckpointManifest, CheckpointTensor  # noqa: E402
 from mm.formats.training_writer import Retention  # noqa: E402
 from mm.model.load import fill  # noqa: E402

@@ -11,23 +11,18 @@ import pytest
 from tests.devices import platform_of
 from tests.launch import run_ranks
 from tests.parallel.messages import Mode
-from tests.parallel.messages_worker import LAYOUTS, MAX_CTAS, MODES
+from tests.parallel.messages_worker import LAYOUTS, MODES
 from tests.parallel.replay import Compute, Message, Program, Replay, Start, Wait, replay
 
 AHEAD, WHEN_WANTED = Mode(starts_ahead=True), Mode(starts_ahead=False)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
+def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[Mode, list[Program]]]:
     """What the worker wrote."""
     output = tmp_path_factory.mktemp("messages") / "programs"
     run_ranks(0, "tests.parallel.messages_worker", str(output))
     return pickle.loads(output.read_bytes())
-
-
-@pytest.fixture(scope="module")
-def programs(found: tuple[dict, dict]) -> dict[str, dict[Mode, list[Program]]]:
-    return found[0]
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
@@ -96,13 +91,6 @@ def test_what_a_device_chooses_passes_everywhere(kind: str, programs: dict) -> N
     chosen = Mode(platform_of(kind).starts_messages_ahead)
     assert not any(replay(of_modes[chosen]).stuck for of_modes in programs.values())
     assert (max(replay(programs["PP4"][chosen], 0.01).occupied) > 0.5) is (kind != "cuda")
-
-
-def test_a_limit_of_processors_is_that_of_the_pipelines_groups(found: tuple[dict, dict]) -> None:
-    limits = found[1]
-    limited = {name for name, limit in limits.items() if limit is not None}
-    assert limited == {"PIPELINE_MODEL_PARALLEL_GROUP", "PIPELINE_GRADIENT_GROUP"} and len(limits) > len(limited)
-    assert {limits[name] for name in limited} == {MAX_CTAS}
 
 
 # The replay itself, on programs by hand

@@ -21,7 +21,7 @@ from mm.conversion.convert import Options
 from mm.errors import UserError
 from mm.formats import checkpoints, manifest
 from mm.formats.source import Kind, find_kind, open_training
-from mm.formats.training_reader import TrainingDirectory
+from mm.formats.training import TrainingDirectory
 from mm.weights.names import published_name
 from mm.weights.table import local_shape, model_weights
 from tests import tiny

@@ -16,7 +16,7 @@ from mm.conversion import convert
 from mm.conversion.convert import Options
 from mm.errors import UserError
 from mm.formats.layout import Layout
-from mm.formats.storage import Format, Storage
+from mm.formats.mindspeed_layout import Format, Storage
 from mm.generation.source import find
 from mm.train import main
 from mm.training.sources import with_start

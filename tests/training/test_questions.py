@@ -95,7 +95,7 @@ def test_answers_equal_the_checkpoints(root: Path, results: dict, name: str) -> 
 
 def test_the_page_shows_the_answers_with_their_images(root: Path) -> None:
     html = (root / "pp2" / "run.html").read_text()
-    for words in ("Answers after step 1, the worst first", "Scored answers (1)", "Ended at ",
+    for words in ("Answers after step 1, the worst first", "Scored answers (1)", "ended at ",
                   "How many pictures are in sample number 2?", "Peak memory of the stages"):
         assert words in html, words
     assert html.count("data:image/jpeg;base64,") > 3

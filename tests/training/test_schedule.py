@@ -21,7 +21,7 @@ from mm.errors import UserError  # noqa: E402
 from mm.formats import training  # noqa: E402
 from mm.formats import training_writer as writer  # noqa: E402
 from mm.formats.source import Kind, Source  # noqa: E402
-from mm.formats.training_reader import TrainingDirectory  # noqa: E402
+from mm.formats.training import TrainingDirectory  # noqa: E402
 from mm.training.schedule import OVERRIDE, USE_CHECKPOINT, LearningRate, Schedule, scheduled  # noqa: E402
 from mm.training.sources import Sources  # noqa: E402
 from tests.files import EXAMPLES  # noqa: E402

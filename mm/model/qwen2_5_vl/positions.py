@@ -45,12 +45,8 @@ def merge_units(grids: Sequence[Grid], spatial_merge_size: int) -> MergeUnits:
 
 
 def mrope_positions(
-    token_ids: Tensor,
-    image_grids: Sequence[Grid],
-    image_token_id: int,
-    vision_start_token_id: int,
-    spatial_merge_size: int,
-    videos: VideoTimes | None = None,
+    token_ids: Tensor, image_grids: Sequence[Grid], image_token_id: int, vision_start_token_id: int,
+    spatial_merge_size: int, videos: VideoTimes | None = None,
 ) -> Tensor:
     """M-RoPE positions of one sample, equal to those of transformers' ``Qwen2_5_VLModel.get_rope_index``.
 
@@ -153,13 +149,11 @@ def plan_vision(grids: Sequence[Grid], patch_size: int, spatial_merge_size: int,
     by_frame = frame_of_unit[unit_order].argsort(stable=True)
     is_identity = torch.equal(by_frame, torch.arange(by_frame.numel()))
     return VisionPlan(
-        patch_order=Permutation.of(patch_order),
-        token_restore=Permutation.of(unit_order).reversed(),
+        patch_order=Permutation.of(patch_order), token_restore=Permutation.of(unit_order).reversed(),
         window_lengths=tuple((lengths * patches_per_unit).tolist()),
         image_lengths=tuple(height * width for time, height, width in grids for _ in range(time)),
         image_order=None if is_identity else Permutation.of(_patches(by_frame, patches_per_unit)),
-        positions=vision_positions(grids, spatial_merge_size)[patch_order],
-    )
+        positions=vision_positions(grids, spatial_merge_size)[patch_order])
 
 
 def _starts(counts: Tensor) -> Tensor:

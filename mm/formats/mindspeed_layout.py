@@ -21,9 +21,8 @@ from mm.formats.safetensors import safetensors_file
 from mm.formats.torch_file import Tensors, TorchFile
 from mm.placement import StageSpec
 from mm.weights.placed import stage_weights
-from mm.weights.plan import TargetFile
 from mm.weights.table import SINGLE_ADAPTER, Fusion, Weight, local_shape
-from mm.weights.views import View, shard_view
+from mm.weights.views import TargetFile, View, shard_view
 
 RELEASE = "release"
 TORCH_FILE = "model_optim_rng.pt"

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mm.formats.blocks import NUM_BLOCKS, ON_HOST, Values, write_tensors
+from mm.formats.pipelined_write import NUM_BLOCKS, ON_HOST, Values, write_tensors
 from mm.weights.memory import MemoryLayout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64)
