@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch import results_by_size, run_ranks
+from tests.many import IS_MANY
 from tests.parallel.lora_cases import CASES, DROPOUT_CASES, MATRIX, LoraCase
 
 # Largest errors measured over all cases, fp32 on CPU: loss of two steps 2.1e-7, gradient 1.1e-5, weight after two steps
@@ -37,7 +38,7 @@ def assert_exact(measured: dict) -> None:
     assert measured["num_gradients"] == measured["expected_gradients"] and not measured["uncovered"], measured
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, 4] if IS_MANY else [4])
 def test_every_strategy_equals_peft(world_size: int, tmp_path: Path) -> None:
     """With every way to have replicas."""
     names = [case.name for case in MATRIX if case.layout.world_size == world_size]

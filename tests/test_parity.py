@@ -83,7 +83,7 @@ MAX_RANKS = 8 if IS_MANY else 4
 SIZES = [sizes for sizes in itertools.product((1, 2), (1, 2, 4), (1, 2, 3, 4), (1, 2))
          if 1 < math.prod(sizes) <= MAX_RANKS]
 """TP, CP, PP and DP; one rank alone is in ``CASES``."""
-FEW = settings(max_examples=24, derandomize=True, suppress_health_check=list(HealthCheck))
+FEW = settings(max_examples=10, derandomize=True, suppress_health_check=list(HealthCheck))
 MANY = settings(suppress_health_check=list(HealthCheck))
 
 
