@@ -20,7 +20,6 @@ from mm.data.feed.quarantine import LEDGER, Quarantine
 from mm.data.index.contents import changed
 from mm.data.index.dataset import Dataset
 from mm.data.index.gauge import Gauge
-from mm.data.sample import Image
 from mm.errors import UserError
 from tests.data.clips import damage_frame, even, write_clip
 from tests.data.oracle import data_config, photo
@@ -52,14 +51,6 @@ def opened(tmp_path, hf_directory, model_config):
 
 def lines(*records) -> str:
     return "\n".join(one if isinstance(one, str) else json.dumps(one) for one in records)
-
-
-@pytest.mark.parametrize(("name", "content"), [
-    ("a list.jsonl", json.dumps([GOOD, GOOD], indent=1)), ("lines.json", lines(GOOD, "", GOOD)),
-    ("list.txt", json.dumps([GOOD, GOOD])), ("lines", lines(GOOD, GOOD) + "\n\n"),
-])
-def test_18_the_format_is_detected_from_the_content(opened, name, content):
-    assert len(opened(content, name)) == 2
 
 
 BAD_RECORDS = {
@@ -152,12 +143,6 @@ def test_messages_and_the_ledger_hold_no_text_of_a_record(opened, tmp_path, name
     Quarantine(3, 0.9, tmp_path / LEDGER).add(dataset.skipped)
     text = (tmp_path / LEDGER).read_text()
     assert NAME not in text and json.loads(text)["line"] == 2
-
-
-@pytest.mark.parametrize("images", ["a.png", ["a.png"]])
-def test_20_a_single_path_is_a_list_and_null_is_empty(opened, tmp_path, images):
-    dataset = opened(lines(record("<image>", "x", images=images), record("a", "b", images=None)))
-    assert [sample.media for sample in (dataset[0], dataset[1])] == [(Image(f"{tmp_path}/a.png"),), ()]
 
 
 def test_23_no_target_left(opened):
@@ -268,11 +253,6 @@ def test_42_damaged_videos_are_listed_once_each_and_the_others_are_trained_on(op
         assert found.token_ids.tolist() == expected.token_ids.tolist()
         assert found.labels.tolist() == expected.labels.tolist() and found.image_grids == expected.image_grids
     assert torch.equal(first.pixel_values, alone.microbatches[0].pixel_values)
-
-
-def test_27_the_same_record_many_times_and_one_alone(opened):
-    assert len(opened(lines(*[record("<image>", "x", images=["a.png"], id="1")] * 5))) == 5
-    assert len(opened(lines(GOOD))) == 1
 
 
 def test_28_an_edited_file_counts_as_changed_data(opened, tmp_path):

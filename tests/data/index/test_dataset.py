@@ -46,19 +46,6 @@ def test_messages_and_images_are_in_reading_order(write_dataset, media_directory
     assert dataset[4].media == ()
 
 
-def test_llava_columns_and_system_column(load):
-    record = {
-        "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}],
-        "instruction": "Be brief.",
-    }
-    dataset = load(json.dumps([record]), attr=Attributes(system="instruction"))
-    assert dataset[0].turns == (
-        Turn("system", ("Be brief.",)),
-        Turn("user", ("Hi",)),
-        Turn("assistant", ("Hello",)),
-    )
-
-
 @pytest.mark.parametrize("columns", [{}, {"instruction": ""}, {"instruction": None}])
 def test_an_empty_system_text_is_none(load, columns):
     attr = Attributes(messages="messages", role_tag="role", content_tag="content", user_tag="user",
@@ -114,13 +101,6 @@ def test_images_without_a_column_for_them_are_found(load):
     with pytest.raises(UserError, match="has 'images' and 'image'; keep one"):
         load(json.dumps([raw(("user", "<image>"), ANSWER, images=["wide.png"], image="wide.png")]), attr=attr)
     assert len(load(json.dumps([raw(USER, ANSWER, images=[])]), attr=attr)) == 1
-
-
-def test_system_message_and_column_together_are_refused(load):
-    attr = Attributes(messages="messages", role_tag="role", content_tag="content", user_tag="user",
-                      assistant_tag="assistant", system="instruction")  # fmt: skip
-    with pytest.raises(UserError, match="'instruction' too"):
-        load(json.dumps([raw(("system", "a"), USER, ANSWER, instruction="b")]), attr=attr)
 
 
 def test_problems_are_collected_up_to_20(load):
