@@ -124,11 +124,6 @@ class Launched:
             _number(environment.get(name, "")) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
         return cls(rank or 0, num_ranks or None, local_rank or 0, num_local_ranks or None)
 
-    @property
-    def is_on_one_machine(self) -> bool:
-        """Whether the launcher says that all ranks are on this machine."""
-        return self.num_local_ranks is not None and self.num_local_ranks == self.num_ranks
-
 
 def _number(text: str) -> int | None:
     return int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else None

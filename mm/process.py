@@ -1,6 +1,5 @@
 """How a program runs and ends: signals that stop it, its messages and exit status, and what its process may use."""
 
-import fcntl
 import io
 import json
 import os
@@ -47,12 +46,6 @@ def status_after(number: int) -> int:
 def shown(number: int) -> str:
     """The signal as users know it."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-
-
-def ignore_stopping() -> None:
-    """Ignore these signals in a helper process: they reach every process of a job, and the main process decides."""
-    for number in STOPPING:
-        signal.signal(number, signal.SIG_IGN)
 
 
 def defer_stopping() -> None:
@@ -171,18 +164,14 @@ before the launcher listens."""
 def end_with_launcher() -> None:
     """Make this process end when torchrun dies, even if torchrun was killed and could not end its ranks.
 
-    Data workers end with this process.  A process that torchrun did not start is not watched: under ``nohup`` it must
-    outlive the shell.
+    A process that torchrun did not start is not watched: under ``nohup`` it must outlive the shell.
     """
     if _LAUNCHED in os.environ:
         threading.Thread(target=_end_with, args=(_launcher(),), name="launcher's end", daemon=True).start()
 
 
 def _launcher() -> "psutil.Process | None":
-    """Return torchrun's process, or None if it has ended.
-
-    It is the nearest ancestor without torchrun's environment: a profiler or a binding program may be in between.
-    """
+    """torchrun's process, or None if it has ended: the nearest ancestor without torchrun's environment."""
     import psutil  # not at the top: a Python without any package imports this file, to report what is missing
 
     found = psutil.Process().parent()
@@ -227,15 +216,11 @@ Identity = tuple[str, int, str]
 """Node, process id, and when the process began."""
 
 
-def node_id(namespace: str = "pid") -> str:
-    """An id shared by the processes of this machine in the same Linux ``namespace``.
-
-    Those of one "pid" namespace see each other's process ids, those of one "net" namespace reach each other's abstract
-    sockets.
-    """
+def node_id() -> str:
+    """An id shared by the processes of this machine that see each other's process ids."""
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot_id} {os.readlink(f'/proc/self/ns/{namespace}')}"
+        return f"{boot_id} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return secrets.token_hex(16)
 
@@ -271,21 +256,6 @@ def kill(processes: Iterable[Identity]) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def end_with(pipe: int) -> None:
-    """Let the system kill this process, even while it is stopped, as soon as no process has the other end of ``pipe``
-    open any more.  Nothing may be written to the pipe.
-
-    PR_SET_PDEATHSIG would end it with the thread that has started it.
-    """
-    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
-    ends = select.poll()
-    ends.register(pipe)
-    if ends.poll(0):  # it was closed before
-        os._exit(1)
-
-
 # The end of a program: its messages and exit status
 
 _OUTPUT = 1
@@ -297,7 +267,8 @@ _EXTENSION = "Failed to load the backend extension: "
 def run_command(
     command: Callable[[], int], kept: Callable[[], str], is_rank: bool = False, signals: StopSignals | None = None
 ) -> int:
-    """Run a program and return its exit status: that of ``command``, or 128 plus the number of a signal that ended it.
+    """Run a program and return its exit status: that of ``command``, 2 after a UserError, which is printed, or 128 plus
+    the number of a signal that ended it.
 
     After a signal, one rank prints one line, which says what remains of the work (``kept``).  ``is_rank``: the process
     may be in the middle of a collective, so it exits without returning.  ``signals``: for a command that defers them.
@@ -310,6 +281,8 @@ def run_command(
             status = command()
         sys.stdout.flush()
         return status
+    except UserError as error:
+        return refused(error)
     except ModuleNotFoundError as error:
         return not_installed(error)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""A report: facts, tables, bars, histograms and problems, as text for the terminal and as one HTML page."""
+"""A report: facts, tables, histograms and problems, as text for the terminal and as one HTML page."""
 
 import os
 from base64 import b64encode
@@ -63,26 +63,6 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Bars:
-    """One number for each of several things, drawn as a bar, and the limit that all have."""
-
-    title: str
-    unit: str
-    values: tuple[tuple[str, float], ...]
-    limit: float | None = None
-
-    @property
-    def heading(self) -> str:
-        limit = "" if self.limit is None else f"; limit {self.limit:,.1f}"
-        return f"{self.title} ({self.unit}{limit})"
-
-    @property
-    def end(self) -> float:
-        """The value of a bar of full length."""
-        return max([value for _, value in self.values] + [self.limit or 0.0]) or 1.0
-
-
-@dataclass(frozen=True)
 class Problem:
     """What is wrong with one sample or file."""
 
@@ -106,7 +86,6 @@ class Report:
     notes: tuple[str, ...] = ()
     sections: tuple["Report", ...] = ()
     """Reports on the splits of a dataset, such as training and validation, each under its title."""
-    bars: tuple[Bars, ...] = ()
 
     def text(self) -> str:
         """Text for the terminal, with at most ``MAX_PROBLEMS`` problems."""
@@ -119,10 +98,10 @@ class Report:
         return printable("\n\n".join("\n".join(block) for block in blocks if block))
 
     def _blocks(self) -> list[list[str]]:
-        """Blocks of lines: title, facts, tables, bars and histograms."""
+        """Blocks of lines: title, facts, tables and histograms."""
         width = max((len(name) for name, _ in self.facts), default=0)
         return [[self.title], [f"{name.ljust(width)}  {value}" for name, value in self.facts],
-                *map(_table_lines, self.tables), *map(_bar_lines, self.bars), *map(_histogram_lines, self.histograms)]
+                *map(_table_lines, self.tables), *map(_histogram_lines, self.histograms)]
 
     def html(self, pictures: Mapping[str, bytes] | None = None) -> str:
         """The whole page, with the problems above the statistics, the most frequent kind first.
@@ -200,9 +179,3 @@ def _histogram_lines(histogram: Histogram) -> list[str]:
     bars = [f"{name.rjust(width)}  {'#' * -(-count * _BAR_CHARACTERS // max(histogram.most, 1))} {count:,}"
             for name, count in zip(names, histogram.counts, strict=True)]
     return [f"{histogram.title} ({histogram.unit}, from)", *bars]
-
-
-def _bar_lines(bars: Bars) -> list[str]:
-    width = max((len(name) for name, _ in bars.values), default=0)
-    return [bars.heading, *(f"{name.ljust(width)}  {'#' * round(value / bars.end * _BAR_CHARACTERS)} {value:,.1f}"
-                            for name, value in bars.values)]

@@ -19,7 +19,7 @@ HUGE = "9" * 5000
 
 def test_a_torchrun_environment_is_read() -> None:
     assert not list(launcher_problems(RIGHT, meets=True)) and not list(launcher_problems({}))
-    assert Launched.here(RIGHT) == Launched(3, 4, 1, 2) and not Launched.here(RIGHT).is_on_one_machine
+    assert Launched.here(RIGHT) == Launched(3, 4, 1, 2)
     assert Launched.here({"LOCAL_RANK": "2"}) == Launched(local_rank=2)  # chooses the device of a process alone
     assert not list(launcher_problems({"LOCAL_RANK": "2"}))
 

@@ -39,18 +39,14 @@ class Segments:
         kept = tuple(length for length in lengths if length)
         starts = torch.tensor((0, *itertools.accumulate(kept)), dtype=torch.int32)
         return cls(
-            lengths=kept,
-            stretches=tuple((length, len(list(group))) for length, group in itertools.groupby(kept)),
-            cu_seqlens=copy(starts),
-            max_length=max(kept, default=0),
-        )
+            lengths=kept, stretches=tuple((length, len(list(group))) for length, group in itertools.groupby(kept)),
+            cu_seqlens=copy(starts), max_length=max(kept, default=0))
 
     def prefers_stretches(self, max_segments: int | None = None) -> bool:
         """Whether to call by stretch, if a variable-length call takes up to ``max_segments`` (None: any number).
 
-        The way with fewer calls wins.  A single stretch (one sequence, equal lengths) is one call either way; then the
-        batch wins, because it needs no lengths.  Windows of mixed sizes have up to nine stretches, so nine launches per
-        layer; they take one variable-length call.  The rule counts launches; measurements may change it.
+        The way with fewer launches wins; of one stretch the batch, because it needs no lengths.  Windows of mixed sizes
+        have up to nine stretches, so they take one variable-length call.
         """
         num_calls = 1 if max_segments is None else -(-len(self.lengths) // max_segments)
         return len(self.stretches) <= num_calls
@@ -78,8 +74,7 @@ def by_stretch(
 def pieces(sizes: list[int], *tensors: Tensor) -> Iterable[Sequence[Tensor]]:
     """The tensors' rows in pieces of ``sizes``.
 
-    They come from a split, whose backward joins the gradients once; slices would pad each to the whole row.  A single
-    piece is the tensors themselves, because even a split into one copies the gradients.
+    A split's backward joins the gradients once; slices would pad each.  Even a split into one copies the gradients.
     """
     return [tensors] if len(sizes) == 1 else zip(*(tensor.split(sizes) for tensor in tensors), strict=True)
 

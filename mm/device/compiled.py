@@ -32,10 +32,9 @@ class _Call(NamedTuple):
 def compiled(leaf: Leaf) -> Leaf:
     """Compile ``leaf`` to one kernel with ``torch.compile``, once for each width and dtype, for any number of rows.
 
-    Widths are compiled in, because a kernel that learns them at run time has no wide loads.  All arguments are detached
-    and made contiguous, which most of them are, so that neither the place in a graph nor the layout of a gradient
-    causes another compilation.  Calls with one row or none run eagerly, because torch would compile these two numbers
-    in as well.  A leaf that cannot be compiled raises torch's error.
+    A kernel that learns widths at run time has no wide loads.  Arguments are detached and made contiguous, so that the
+    layout of a gradient causes no other compilation.  Calls with one row or none run eagerly, because torch would
+    compile these numbers in.
     """
     options = _options(leaf)
     latest = threading.local()  # backward passes run in threads of their own

@@ -24,10 +24,8 @@ _make = ProcessGroupGloo.__init__
 def _in_batch_policy() -> Iterator[None]:
     """Let threads that start in this block have the policy SCHED_BATCH: when they wake, they preempt no other thread.
 
-    A group's loop thread wakes for each message.  If it preempts the worker that is sending, which holds the lock of
-    the connection, it can only poll until its time slice ends: the message stays unread, so the poll returns at once
-    (``Pair::handleEvents`` in gloo's ``transport/tcp/pair.cc``).  In a process whose policy is not the usual one,
-    threads keep that.
+    A group's loop thread wakes for each message; if it preempts the sending worker, which holds the connection's lock,
+    it only polls until its time slice ends (``Pair::handleEvents`` in gloo's ``transport/tcp/pair.cc``).
     """
     policy = os.sched_getscheduler(0)
     if policy != os.SCHED_OTHER:

@@ -72,8 +72,8 @@ class Kernels:
     """(x [..., 2n] = [gate; up], bias) -> silu(gate) * up [..., n].  The bias, if any, is already added to x, and its
     gradient is summed here; the same holds for rope."""
     rope: RopeKernel
-    """(qkv, cos, sin, bias) -> rotated queries, rotated keys, values; shapes and dtypes as in ``mm.device.pointwise``.
-    """
+    """(qkv, cos, sin, bias) -> rotated queries, rotated keys, values; shapes and dtypes as in
+    ``mm.device.pointwise``."""
     accumulate: Accumulate
     rounded_at_random: Leaf = pointwise.rounded_at_random
     """``pointwise.rounded_at_random``, as one kernel where leaves are compiled."""

@@ -68,14 +68,8 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -
         ends = list(itertools.accumulate(lengths))
         outputs.append(
             torch_npu().npu_fusion_attention(
-                *of_call,
-                q.shape[1],
-                "TND",
-                scale=q.shape[-1] ** -0.5,
-                actual_seq_qlen=ends,
-                actual_seq_kvlen=ends,
-                **_masking(q.device, causal),
-            )[0]
+                *of_call, q.shape[1], "TND", scale=q.shape[-1] ** -0.5, actual_seq_qlen=ends, actual_seq_kvlen=ends,
+                **_masking(q.device, causal))[0]
         )
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 

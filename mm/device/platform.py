@@ -1,8 +1,7 @@
 """Everything the trainer must know about a kind of device: the interface that ``cpu.py``, ``cuda.py`` and ``npu.py``
 implement.
 
-Code outside these three files never asks which device it runs on: it reads a fact of the platform or calls one of its
-functions.  A new device is another such file with its own ``Platform``, and an entry in ``platforms.py``.
+A new device is another such file with its own ``Platform``, and an entry in ``platforms.py``.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

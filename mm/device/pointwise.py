@@ -1,22 +1,16 @@
 """SwiGLU, rope, the norm of a sum and the loss's logits: work that one pass over memory can do, forward and backward.
 
-A *leaf* here is a function from tensors to tensors without autograd inside.  ``swiglu_of`` and ``rope_of`` make each
-pair of leaves, a function and its gradient, differentiable, and ``mm.model.norm`` does so for the norm; they keep no
-more for the backward pass than needed.
-There are two sets of leaves with the same mathematics.  Leaves for eager execution write in place, because each of
-their operations is a pass over memory.  Leaves to be fused do not write, so that a compiler can turn each into one
-kernel.
+A *leaf* is a function from tensors to tensors without autograd inside; ``swiglu_of``, ``rope_of`` and
+``mm.model.norm`` make a leaf and its gradient differentiable.  There are two sets with the same mathematics: leaves for
+eager execution write in place, because each operation is a pass over memory; leaves to be fused do not write, so that a
+compiler can turn each into one kernel.
 
-A bias is part of the product before SwiGLU or rope, and its gradient is the sum of the rows of that product's
-gradient.  The leaf that makes those rows sums them too, so they need not be read again.  The output of a sublayer's
-last product has the gradient of the residual sum; the leaf of the norm before the sublayer reads that gradient, and
-sums it for the bias.
+Bias gradients are column sums of gradients that these kernels already compute, so they are summed there.
 
-The fused projection of attention holds, per group of queries, the group's queries, one key and one value: ``qkv`` is
-[num_tokens, num_groups, heads_per_group + 2, head_dim].  ``cos`` and ``sin`` are [num_tokens, head_dim], both halves of
-the last axis equal.  Rope computes in the wider dtype of ``qkv`` and the tables and returns that of ``qkv``.  The
-tables' dtype thus chooses the arithmetic of transformers: its ViT rotates in float32 and casts back (float32 tables),
-its language model rotates in the dtype of the model (tables cast to it).
+``qkv`` holds, per group of queries, the group's queries, one key and one value: [num_tokens, num_groups,
+heads_per_group + 2, head_dim].  ``cos`` and ``sin`` are [num_tokens, head_dim], both halves of the last axis equal.
+Rope computes in the wider dtype of ``qkv`` and the tables and returns that of ``qkv``: as in transformers, float32 for
+the ViT and the model's dtype for the LLM.
 """
 
 import functools
@@ -243,10 +237,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Keeps x alone; autograd's own form keeps silu(gate) too and joins the two gradients by a copy.
-
-    ``ctx`` carries whatever forward leaves on it for backward, so it has no type.
-    """
+    """Keeps x alone; autograd's own form keeps silu(gate) too and joins the two gradients by a copy."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, _: Tensor | None, leaf: Leaf, gradient_leaf: Leaf) -> Tensor:

@@ -1,8 +1,7 @@
 """Replaces names in torch and megatron as a platform declares, so that code for CUDA runs elsewhere.
 
-This is the only file that patches.  megatron-core is written for CUDA.  On NPUs ``torch_npu``'s own ``transfer_to_npu``
-redirects it, and the table of ``npu.py`` adds the rest; on the CPU the table of ``cpu.py`` does everything.
-``COMMON_SHIMS`` are part of every table.
+This is the only file that patches.  megatron-core is written for CUDA; on NPUs ``torch_npu``'s ``transfer_to_npu``
+redirects it, and the tables of ``npu.py`` and ``cpu.py`` do the rest.
 """
 
 import importlib

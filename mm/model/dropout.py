@@ -1,7 +1,6 @@
 """Dropout as a hash of what is dropped: the step, the sample, the position in it, the layer and the column.
 
-So no parallel layout changes it, a recomputed layer drops the same elements, and no mask is kept for the backward pass.
-Every element of a matrix is hashed to 32 bits, and is dropped if its hash is below a threshold.
+So no layout changes it, a recomputed layer drops the same elements, and no mask is kept for the backward pass.
 """
 
 import hashlib

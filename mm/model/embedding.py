@@ -183,9 +183,5 @@ def _exchange(made_by: Tensor, wanted_by: Tensor, group: dist.ProcessGroup) -> E
         return tuple(torch.bincount(ranks, minlength=group.size()).tolist())
 
     return Exchange(
-        group,
-        send=Permutation.of(sent.argsort(stable=True)),
-        sent=counts(sent),
-        received=counts(received),
-        receive=Permutation.of(received.argsort(stable=True)).reversed(),
-    )
+        group, send=Permutation.of(sent.argsort(stable=True)), sent=counts(sent), received=counts(received),
+        receive=Permutation.of(received.argsort(stable=True)).reversed())

@@ -1,7 +1,7 @@
 """Model FLOPs of a training step, for MFU and for balancing the work of stages.
 
-A multiply-add counts as two, and only matrix products count: no biases and norms, and no recomputation, which is not
-part of the model.  The ViT is included, padding is not.  Causal attention counts the pairs that it computes.
+Only matrix products count, a multiply-add as two, without recomputation and padding; causal attention counts the pairs
+that it computes.
 """
 
 from collections.abc import Mapping, Sequence

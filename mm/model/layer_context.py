@@ -50,29 +50,14 @@ class LayerContext:
     def column(self, input_size: int, output_size: int, bias: bool) -> ColumnLinear:
         """A linear layer whose outputs are cut over tensor parallelism."""
         return ColumnLinear(
-            input_size,
-            output_size,
-            self.device.kernels.accumulate,
-            config=self.parallel,
-            init_method=never_initialize,
-            bias=bias,
-            gather_output=False,
-            tp_group=self.tp_group,
-        )
+            input_size, output_size, self.device.kernels.accumulate, config=self.parallel, init_method=never_initialize,
+            bias=bias, gather_output=False, tp_group=self.tp_group)
 
     def row(self, input_size: int, output_size: int, bias: bool) -> RowLinear:
         """A linear layer whose inputs are cut over tensor parallelism; its output is whole on every rank."""
         return RowLinear(
-            input_size,
-            output_size,
-            self.device.kernels.accumulate,
-            config=self.parallel,
-            init_method=never_initialize,
-            bias=bias,
-            input_is_parallel=True,
-            skip_bias_add=False,
-            tp_group=self.tp_group,
-        )
+            input_size, output_size, self.device.kernels.accumulate, config=self.parallel, init_method=never_initialize,
+            bias=bias, input_is_parallel=True, skip_bias_add=False, tp_group=self.tp_group)
 
     def norm(self, hidden_size: int, epsilon: float) -> RMSNorm:
         return RMSNorm(self.empty(hidden_size), epsilon, self.device.kernels)

@@ -1,9 +1,8 @@
 """megatron-core's tensor-parallel linear layers with our own local arithmetic.
 
-megatron gives the layers their weights, shards and groups; this module replaces what a rank computes with its shard.
 The bias is part of the matrix product, and the product for the weight's gradient adds directly to megatron's gradient
-buffer (``mm.device.kernels``), in any precision, as apex's fused kernel does: the gradient itself is never stored.
-The operation that reads the product sums the gradient of that bias (``mm.device.pointwise``).
+buffer, in any precision, as apex's fused kernel does.  The operation that reads the product sums the gradient of the
+bias (``mm.device.pointwise``).
 """
 
 from typing import Any
@@ -29,19 +28,12 @@ class _Linear(torch.autograd.Function):
     If x is a piece of ``cut`` rows, all rows are gathered for the product, and again for the gradient of W; only the
     piece is kept.  Backward overlaps each collective with a product: it gathers x during the product for the gradient
     of x, and reduce-scatters that gradient during the product for the gradient of W.
-
-    ``ctx`` carries whatever forward leaves on it for backward, so it has no type.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        accumulate: Accumulate,
-        group: dist.ProcessGroup | None,
-        cut: CutRows | None,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, accumulate: Accumulate,
+        group: dist.ProcessGroup | None, cut: CutRows | None,
     ) -> Tensor:
         ctx.save_for_backward(x if weight.requires_grad else None)
         ctx.weight, ctx.has_bias, ctx.accumulate, ctx.group, ctx.cut = weight, bias is not None, accumulate, group, cut
@@ -74,12 +66,8 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    accumulate: Accumulate,
-    gradient_group: dist.ProcessGroup | None = None,
-    cut: CutRows | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, accumulate: Accumulate,
+    gradient_group: dist.ProcessGroup | None = None, cut: CutRows | None = None,
 ) -> Tensor:
     """x W^T + b of x [rows, input]; ``weight`` is [output, ...], its other axes flattened.
 

@@ -64,10 +64,8 @@ def fill(stage: Stage, weights: Sequence[Weight], source: Source, mesh: Mesh) ->
 def read_once(stage: Stage, weights: Sequence[Weight], read: Callable[[Weight], Tensor], mesh: Mesh) -> None:
     """Set ``weights`` to the results of ``read``: this rank's shards, as files hold them.
 
-    Several ranks, along the data and context axes, hold the same shards.  Each reads an even share of the bytes into
-    its parameters and broadcasts it to the others.  If ranks keep shards of weights, that share, which is as large as
-    its shards, is held beside them on the device until it is sent.  Broadcasting starts once every rank has read its
-    share, so if one rank cannot read a file, all raise the same UserError and none is left waiting.
+    Of the ranks that hold the same shards, each reads an even share of the bytes and broadcasts it to the others, once
+    every rank has read its share: if one cannot read a file, all raise the same UserError.
     """
     group = mesh.groups.dp_cp
     parameters = [stage.get_parameter(weight.name) for weight in weights]

@@ -1,7 +1,6 @@
 """The training loss: how each token's cross entropy, which ``vocabulary.py`` computes, is weighted.
 
-The weights depend on the whole global batch, never on how it is distributed over ranks, so every layout has the same
-loss and gradient.  Except for the mean over microbatches, they do not depend on the division into microbatches either.
+The weights depend on the global batch, never on its distribution over ranks, so every layout has the same loss.
 """
 
 from dataclasses import dataclass
@@ -17,10 +16,8 @@ from mm.parallel.context import Share
 MAX_LOGIT_ROWS = 1024
 """Target tokens whose logits exist at a time, in forward and backward, if 16-bit logits are widened to fp32.
 
-Qwen2.5's 151,936 logits of 1,024 tokens take 622 MB in fp32, and another 311 MB while they are converted from or to 16
-bits.  The loss holds these 933 MB and no more, or less under tensor parallelism.  Every block of the backward reads
-and writes the weight's fp32 gradient, 8 bytes for 2 x 1024 operations.  An H200 does 206 operations in the time of a
-byte (989 TFLOP/s over 4.8 TB/s, as published), so with fewer than 824 rows the product would wait for memory."""
+Qwen2.5's 151,936 logits of 1,024 tokens take 622 MB in fp32, and another 311 MB while they are converted.  Every block
+of the backward reads and writes the weight's fp32 gradient: with fewer than 824 rows an H200 would wait for memory."""
 _MAX_LOGIT_BYTES = 6 * MAX_LOGIT_ROWS
 """Memory of ``MAX_LOGIT_ROWS`` per column of the vocabulary: 4 bytes of fp32 and 2 bytes of a 16-bit number per row."""
 

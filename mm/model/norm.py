@@ -64,10 +64,7 @@ class RMSNorm(nn.Module):
 
 
 class _AddNorm(torch.autograd.Function):
-    """Keeps the sum and one number per row, and adds the gradients of weight and next bias to their buffers in fp32.
-
-    ``ctx`` carries whatever forward leaves on it for backward, so it has no type.
-    """
+    """Keeps the sum and one number per row, and adds the gradients of weight and next bias to their buffers in fp32."""
 
     @staticmethod
     def forward(

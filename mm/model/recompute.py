@@ -32,9 +32,7 @@ def apply_linear(
 ) -> Any:
     """Apply ``linear`` to ``x``; if ``x`` is ``Remade``, autograd keeps the function ``again`` instead of the tensor.
 
-    Saved tensors are matched by address and shape.  A saved view of ``made`` with that shape but other strides or dtype
-    would match too, and backward would get the wrong tensor.  A saved copy would not match, and would stay in memory.
-    Our linear layers save neither.
+    Saved tensors are matched by address and shape; our linear layers save neither other views nor copies of ``made``.
     """
     if isinstance(x, Tensor):
         return linear(x, cut, keys)

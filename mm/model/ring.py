@@ -1,8 +1,8 @@
 """Ring attention (arXiv:2310.01889): causal attention over tokens divided among context-parallel ranks.
 
-Keys and values travel around a ring of the ranks.  Each rank attends with its own queries to the keys that pass by, and
-combines the partial results by their log-sum-exp.  Tokens are divided in the zigzag of ``mm.parallel.context``: every
-rank has equal work at every step, and other ranks' keys are used in whole pieces, so only its own keys need a mask.
+Each rank attends with its own queries to the keys that pass by, and combines the partial results by their log-sum-exp.
+Tokens are divided in the zigzag of ``mm.parallel.context``: every rank has equal work at every step, and only its own
+keys need a mask.
 """
 
 from collections.abc import Callable, Sequence
@@ -97,8 +97,6 @@ class Ring:
 
 
 class _RingAttention(torch.autograd.Function):
-    """``ctx`` carries whatever forward leaves on it for backward, so it has no type."""
-
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
         held, last = torch.cat((k, v), dim=1), len(ring.steps) - 1

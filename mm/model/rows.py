@@ -1,8 +1,7 @@
 """Moving rows by distinct indices.
 
-Autograd does not know that they are distinct: the gradient of ``x[index]`` sorts and sums, and the gradient of
-``index_copy`` fills by index, for which some NPUs wait for the host at every single index.  Here each gradient is a
-selection and at most one copy.  Boolean indexing is not used, because only the device knows the size of its result.
+Autograd's gradient of ``x[index]`` sorts and sums, and that of ``index_copy`` fills by index, for which some NPUs wait
+for the host at every index.  Here each gradient is a selection and at most one copy.
 """
 
 from collections.abc import Callable
@@ -40,8 +39,6 @@ class Permutation:
 
 
 class _Permute(torch.autograd.Function):
-    """``ctx`` carries whatever forward leaves on it for backward, so it has no type."""
-
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)

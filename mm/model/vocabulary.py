@@ -58,12 +58,8 @@ class VocabularyEmbedding(VocabParallelEmbedding):
 
     def __init__(self, config: LanguageConfig, context: LayerContext) -> None:
         super().__init__(
-            config.vocab_size,
-            config.hidden_size,
-            init_method=never_initialize,
-            config=context.parallel,
-            tp_group=context.tp_group,
-        )
+            config.vocab_size, config.hidden_size, init_method=never_initialize, config=context.parallel,
+            tp_group=context.tp_group)
 
     def forward(self, token_ids: Tensor, cut: CutRows | None = None) -> Tensor:
         """int64 [num_tokens] -> [num_tokens, hidden], whole on every rank, or a piece of ``cut``."""
@@ -86,16 +82,8 @@ class _WeightedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        target: Tensor,
-        is_here: Tensor | None,
-        row_weights: Tensor,
-        accumulate: Accumulate,
-        group: dist.ProcessGroup | None,
-        max_rows: int,
-        kernels: LogitKernels,
+        ctx: Any, x: Tensor, weight: Tensor, target: Tensor, is_here: Tensor | None, row_weights: Tensor,
+        accumulate: Accumulate, group: dist.ProcessGroup | None, max_rows: int, kernels: LogitKernels,
     ) -> Tensor:
         found = torch.empty(3, len(x), dtype=torch.float32, device=x.device)
         row_max, total, target_logit = found
@@ -193,15 +181,8 @@ class OutputLayer(nn.Module):
 
 
 def weighted_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    is_here: Tensor | None,
-    row_weights: Tensor,
-    accumulate: Accumulate,
-    group: dist.ProcessGroup | None = None,
-    max_rows: int = MAX_LOGIT_ROWS,
-    kernels: LogitKernels = EAGER_LOGITS,
+    x: Tensor, weight: Tensor, target: Tensor, is_here: Tensor | None, row_weights: Tensor, accumulate: Accumulate,
+    group: dist.ProcessGroup | None = None, max_rows: int = MAX_LOGIT_ROWS, kernels: LogitKernels = EAGER_LOGITS,
 ) -> Tensor:
     """Sum of the weighted cross entropies of the logits x W^T, in fp32; the same for any ``max_rows``.
 

@@ -1,6 +1,6 @@
-"""The page of one run, and that of several side by side: facts, curves, tables, timeline and answers."""
+"""The page of a run: facts, curves, tables, timeline and answers."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -9,8 +9,8 @@ import numpy as np
 
 from mm.config.outputs import PAGE_FILE
 from mm.errors import counted
-from mm.page.plot import COLOURS, Chart, Series, chart, number_text
-from mm.page.record import Row, RunRecord, read_run, run_names
+from mm.page.plot import Chart, chart, number_text
+from mm.page.record import Row, RunRecord, read_run
 from mm.progress import duration
 from mm.report import Report, Table, page, render, write_page
 
@@ -24,82 +24,64 @@ _MAX_OPEN, _MAX_LISTED = 12, 50
 _MAX_SAMPLES = 8
 """Most numbers of samples in a cell."""
 _KINDS = {"text": "all tokens text", "visual": "all tokens visual", "stated": "with --dry-run-patches"}
-"""Kinds of microbatches in ``mm.plan.sizes`` -> how a header names them."""
-_OF_EVERY_RUN = ("arguments.log_dir", "started_at", "ended.at")
-"""Settings that differ between any two runs."""
+"""Kinds of microbatches in ``mm.plan.stage_memory`` -> how a header names them."""
 
 
-def write_run_page(folder: Path) -> None:
-    """Write the page of the run in ``folder``, its ``--log-dir``, into that folder."""
-    write_page(folder / PAGE_FILE, run_page(read_run(folder, *run_names([folder])), datetime.now()))
+def write_run_page(folder: Path, path: Path | None = None) -> str:
+    """Write the page of the run in ``folder``, its ``--log-dir``; returns the line that says so.
+
+    Raises UserError if there is no run, or a file is damaged.
+    """
+    return write_page(path or folder / PAGE_FILE, run_page(read_run(folder), str(folder), datetime.now()))
 
 
-def run_page(record: RunRecord, now: datetime) -> str:
-    """The page of one run."""
-    settings = Table("All settings", ("setting", "value"), tuple(_settings(record).items()), is_folded=True)
-    notes = () if record.facts else ("There is no run.json, so no settings are shown.",)
-    return page(f"Run {record.name}", render(
-        "run.html", status=f"{_status(record)} Page written at {now:%Y-%m-%d %H:%M:%S}.", facts=[*_facts(record)],
-        first=Report("", (), notes=notes).body(), charts=_charts([record]),
-        rest=Report("", (), tuple(_tables(record))).body(), timeline=record.timeline, answers=record.answers,
+def run_page(record: RunRecord, name: str, now: datetime) -> str:
+    """The page of the run that is called ``name``."""
+    settings = Table("All settings", ("setting", "value"), tuple(_flat("", record.facts)), is_folded=True)
+    facts = Report("", (("status", _status(record)), ("page written", f"{now:%Y-%m-%d %H:%M:%S}"), *_facts(record)))
+    return page(f"Run {name}", render(
+        "run.html", facts=facts.body(), charts=list(_charts(record)),
+        tables=Report("", (), tuple(_tables(record))).body(), timeline=record.timeline,
+        answers=[(images, _answer(row).body()) for images, row in record.answers],
         answered_at=record.answered_at, settings=Report("", (), (settings,)).body()))
 
 
-def runs_page(runs: Sequence[RunRecord], now: datetime) -> str:
-    """The page of several runs: the settings that differ, facts side by side, and curves in one picture."""
-    names = tuple(one.name for one in runs)
-    rows = _side_by_side([_settings(one) for one in runs])
-    rows = tuple(row for row in rows if len(set(row[1:])) > 1 and row[0] not in _OF_EVERY_RUN)
-    tables = (Table(f"Settings that differ ({len(rows):,})", ("", *names), rows, is_folded=len(rows) > _MAX_OPEN),
-              Table("Facts", ("", *names), _side_by_side([
-                  {"status": _status(one), **dict(_facts(one))} for one in runs])))
-    return page(f"Runs {', '.join(names[:-1])} and {names[-1]}", render(
-        "run.html", status=f"Page written at {now:%Y-%m-%d %H:%M:%S}.", facts=(),
-        first=Report("", (), tables).body(), charts=_charts(runs), rest="", timeline=None, answers=(), settings=""))
-
-
-def _side_by_side(columns: Sequence[Mapping[str, str]]) -> tuple[tuple[str, ...], ...]:
-    """A column for each run; a missing value is a dash."""
-    keys = dict.fromkeys(key for one in columns for key in one)
-    return tuple((key, *(one.get(key, "-") for one in columns)) for key in keys)
+def _answer(row: Row) -> Report:
+    options = "".join(f"\n{letter}. {text}" for letter, text in row.get("options", {}).items())
+    return Report("", (("question", row["question"] + options), ("answered", row["prediction"] or "(nothing)"),
+                       ("right", " | ".join(row["right"])), ("score", f"{row['score']:.0%}")))
 
 
 def _status(record: RunRecord) -> str:
     """Whether the run has ended and how, as far as its files say."""
-    if (how := record.fact("ended", "how")) is not None:
-        return f"Ended at {record.fact('ended', 'at')}: {how}."
+    if ended := record.facts.get("ended"):
+        return f"ended at {ended['at']}: {ended['how']}"
     if record.metrics.last is None:
-        return "No step has been recorded yet."
-    return (f"No end is recorded: the run goes on, or it was killed. Step {record.metrics.last['iteration']:,} is the "
-            f"last, at {record.last_written:%Y-%m-%d %H:%M:%S}.")
+        return "no step has been recorded yet"
+    return (f"no end is recorded: the run goes on, or it was killed; step {record.metrics.last['iteration']:,} is the "
+            f"last, at {record.last_written:%Y-%m-%d %H:%M:%S}")
 
 
 def _facts(record: RunRecord) -> Iterator[tuple[str, str]]:
-    """Names and values, first of those that change; what the files lack is left out."""
+    """Names and values, first of those that change."""
     if record.metrics.last is not None:
         yield from _progress(record, record.metrics.last)
-    if (model := record.fact("arguments", "mm_model")) is not None:
-        layers = " + ".join(f"{record.fact('model', tower, 'num_layers')} {name} layers"
-                            for tower, name in (("vision", "ViT"), ("language", "LLM")))
-        yield "model", f"{Path(model).name} ({layers})"
-    if (world_size := record.fact("world_size")) is not None:
-        sizes = (("tensor", record.fact("arguments", "tensor_model_parallel_size")),
-                 ("context", record.fact("arguments", "context_parallel_size")),
-                 ("pipeline", record.fact("pipeline_model_parallel_size")), ("data", record.fact("data_parallel_size")))
-        yield "layout", f"{' x '.join(f'{name} {size}' for name, size in sizes)} = {counted(world_size, 'rank')}"
-    if (device := record.fact("ran_on", "device")) is not None:
-        yield "device", f"{device}, {record.fact('ran_on', 'backend')}"
-    for name in ("precision", "global_batch_size", "started_at"):
-        if (value := record.fact(name)) is not None:
-            yield name.replace("_", " "), str(value)
+    facts, args, model = record.facts, record.facts["arguments"], record.facts["model"]
+    yield "model", (f"{Path(args['mm_model']).name} ({model['vision']['num_layers']} ViT layers + "
+                    f"{model['language']['num_layers']} LLM layers)")
+    yield "layout", (f"tensor {args['tensor_model_parallel_size']} x context {args['context_parallel_size']} x "
+                     f"pipeline {facts['pipeline_model_parallel_size']} x data {facts['data_parallel_size']} = "
+                     f"{counted(facts['world_size'], 'rank')}")
+    yield "device", f"{facts['ran_on']['device']}, {facts['ran_on']['backend']}"
+    yield from ((name.replace("_", " "), str(facts[name])) for name in ("precision", "global_batch_size", "started_at"))
 
 
 def _progress(record: RunRecord, last: Row) -> Iterator[tuple[str, str]]:
-    metrics, total, done = record.metrics, record.fact("arguments", "train_iters"), last["iteration"]
-    of_total = f" of {total:,} ({done / total:.1%})" if total else ""
-    yield "step", f"{done:,}{of_total}" + (f", epoch {last['epoch']:.2f}" if last.get("epoch") is not None else "")
+    metrics, total, done = record.metrics, record.facts["arguments"]["train_iters"], last["iteration"]
+    yield "step", f"{done:,} of {total:,} ({done / total:.1%})" + (
+        f", epoch {last['epoch']:.2f}" if last.get("epoch") is not None else "")
     seconds, mfu = metrics.recent_median("step_seconds") or 0.0, metrics.recent_median("mfu")
-    if total and done < total:
+    if done < total:
         yield "time left", f"{duration((total - done) * seconds)}, without validations and checkpoints"
     yield "time in steps", duration(float(metrics.column("step_seconds").sum()))
     yield "tokens", f"{metrics.num_tokens:,}"
@@ -123,35 +105,17 @@ def _best(row: Row) -> str:
     return "none" if loss is None else f"{number_text(loss)}, step {row['best_iteration']:,}"
 
 
-def _charts(runs: Sequence[RunRecord]) -> list[Chart]:
-    steps = np.concatenate([one.metrics.column("iteration") for one in runs])
-    if not len(steps):
-        return []
-    span = (steps.min(), max(steps.max(), steps.min() + 1))
-    found = [_chart(runs, *one, span) for one in _CHARTS]
-    scores = [_marks(one.name, one.metrics.rows("score"), "validation_score_percent", colour)
-              for one, colour in zip(runs, COLOURS, strict=False)]
-    found.append(chart("Score of answers", "%", (), scores, (), span))
-    return [one for one in found if one is not None]
-
-
-def _chart(runs: Sequence[RunRecord], title: str, unit: str, name: str, span: tuple[float, float]) -> Chart | None:
-    is_alone, dots = len(runs) == 1, list[Series]()
-    scale = GIB if name == "max_memory_bytes" else 1.0
-    series = [Series(one.name, one.metrics.column("iteration"), one.metrics.column(name) / scale, colour,
-                     name not in _SMOOTH) for one, colour in zip(runs, COLOURS, strict=False)]
-    if name == "loss":
-        dots = [_marks(f"{one.name}, validation", one.metrics.rows("validation"), "validation_loss",
-                       COLOURS[2] if is_alone else colour) for one, colour in zip(runs, COLOURS, strict=False)]
-    has_spikes = is_alone and name in ("loss", "grad_norm")
-    spikes = [(row["iteration"], row["why"]) for row in runs[0].metrics.rows("spike")] if has_spikes else []
-    return chart(title, unit, series, dots, spikes, span)
-
-
-def _marks(name: str, rows: Sequence[Row], field: str, colour: str) -> Series:
-    found = [(row["iteration"], row[field]) for row in rows if row[field] is not None]
-    steps, values = np.array(found, dtype=np.float64).reshape(len(found), 2).T
-    return Series(name, steps, values, colour)
+def _charts(record: RunRecord) -> Iterator[Chart]:
+    metrics = record.metrics
+    validations = [(row["iteration"], row["validation_loss"]) for row in metrics.rows("validation")
+                   if row["validation_loss"] is not None]
+    spikes = [(row["iteration"], row["why"]) for row in metrics.rows("spike")]
+    scores = np.array([(row["iteration"], row["validation_score_percent"]) for row in metrics.rows("score")])
+    found = [chart(title, unit, metrics.column("iteration"), metrics.column(name) / (GIB if "GiB" in unit else 1.0),
+                   name not in _SMOOTH, validations if name == "loss" else (),
+                   spikes if name in ("loss", "grad_norm") else ()) for title, unit, name in _CHARTS]
+    found.append(chart("Score of answers", "%", *scores.reshape(len(scores), 2).T, is_noisy=False))
+    yield from (one for one in found if one is not None)
 
 
 def _tables(record: RunRecord) -> Iterator[Table]:
@@ -172,9 +136,7 @@ def _tables(record: RunRecord) -> Iterator[Table]:
         ("Slowest ranks", ("ranks", "stage", "replica", "device", "own time in a step", "against the median"),
          [*_slowest(metrics.compared or {})]),
         ("Peak memory of the stages in GiB", *_memory(record)),
-        ("Samples left out", ("where", "what"), [(one.where, one.what) for one in record.bad_samples]),
-        ("Checkpoints in --save", ("step", "written"), [
-            (f"{step:,}", f"{written:%Y-%m-%d %H:%M:%S}") for step, written in record.checkpoints]))
+        ("Samples left out", ("where", "what"), [(one.where, one.what) for one in record.bad_samples]))
     for title, header, rows in tables:
         some = f"; the latest {_MAX_LISTED}" if len(rows) > _MAX_LISTED else ""
         if rows:
@@ -190,7 +152,7 @@ def _slowest(row: Row) -> Iterator[tuple[str, ...]]:
 
 def _memory(record: RunRecord) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Header and rows: peak memory of each stage as predicted for each kind of microbatch, and as measured."""
-    predicted, measured = record.fact("predicted_peak_bytes") or [], record.metrics.stage_memory_bytes
+    predicted, measured = record.facts["predicted_peak_bytes"], record.metrics.stage_memory_bytes
     kinds = list(predicted[0]) if predicted else []
     header = ("stage", *(f"predicted, {_KINDS.get(kind, kind)}" for kind in kinds), "measured")
     values = [[*(predicted[stage][kind] for kind in kinds), measured[stage] if stage < len(measured) else None]
@@ -199,12 +161,8 @@ def _memory(record: RunRecord) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
                     for stage, row in enumerate(values)]
 
 
-def _settings(record: RunRecord) -> dict[str, str]:
-    """All settings and facts of ``run.json`` by their path, such as ``arguments.lr``; those not set are left out."""
-    return dict(_flat("", record.facts))
-
-
 def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    """All settings of ``run.json`` by their path, such as ``arguments.lr``; those not set are left out."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             if name != "weights":  # long lists of names

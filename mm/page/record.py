@@ -1,8 +1,7 @@
 """A run as its ``--log-dir`` describes it: settings, metrics, bad samples, answers, timelines and checkpoints."""
 
-import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -17,7 +16,7 @@ from mm.data.feed.quarantine import LEDGER
 from mm.data.record_name import BadSample
 from mm.errors import UserError
 from mm.files import complete, json_object
-from mm.formats.checkpoints import ITERATION_NAME, complete_iterations, iteration_name
+from mm.formats.checkpoints import ITERATION_NAME
 
 CURVES = ("loss", "lr", "grad_norm", "step_seconds", "tokens_per_second_per_device", "max_memory_bytes")
 """Fields of a step that have a curve."""
@@ -88,71 +87,40 @@ class Metrics:
 
 
 @dataclass(frozen=True)
-class Answered:
-    """One question with its answer."""
-
-    question: str
-    right: Sequence[str]
-    prediction: str
-    score: float
-    thumbnails: Sequence[Path]
-
-
-@dataclass(frozen=True)
 class RunRecord:
     """Everything that a page shows."""
 
-    name: str
     facts: Row
-    """``run.json``; empty if it is missing."""
+    """``run.json``."""
     metrics: Metrics
     bad_samples: tuple[BadSample, ...]
     answered_at: int
     """The iteration of the answers."""
-    answers: tuple[Answered, ...]
-    """The latest ones, the worst first."""
+    answers: tuple[tuple[list[bytes], Row], ...]
+    """The latest ones, the worst first: small images of the question as JPEG, and the line of ``predictions.jsonl``."""
     timeline: Path | None
     """The picture of the latest measured step."""
-    checkpoints: tuple[tuple[int, datetime], ...]
-    """Iterations of the complete checkpoints in ``--save``, and when they were written."""
     last_written: datetime
     """When the newest row was written."""
 
-    def fact(self, *keys: str) -> Any:
-        """A value of ``run.json``; None if an older version did not write it."""
-        found: Any = self.facts
-        for key in keys:
-            found = found.get(key) if isinstance(found, Mapping) else None
-        return found
 
-
-def read_run(folder: Path, name: str) -> RunRecord:
+def read_run(folder: Path) -> RunRecord:
     """Read the ``--log-dir`` of a run.  Raises UserError if there are no metrics, or a file is damaged."""
     metrics, facts_file = folder / METRICS_FILE, folder / FACTS_FILE
-    if not metrics.is_file():
-        raise UserError(f"{folder}: has no {METRICS_FILE}; give the --log-dir of a run that has begun; the default is "
-                        f"logs, where mm-train was started")
-    facts = next(_objects(facts_file, [facts_file.read_bytes()])) if facts_file.is_file() else {}
+    if not metrics.is_file() or not facts_file.is_file():
+        raise UserError(f"{folder}: has no {METRICS_FILE} and {FACTS_FILE}; give the --log-dir of a run that has begun "
+                        f"(the default is logs, where mm-train was started)")
+    (facts,) = _objects(facts_file, [facts_file.read_bytes()])
     ledger = folder / LEDGER
     bad = [BadSample(**row) for row in _lines(ledger)] if ledger.is_file() else []
     sets = {int(match[1]): one for one in (folder / ANSWERS_FOLDER).glob(f"iter_*/{PREDICTIONS_FILE}")
             if (match := ITERATION_NAME.fullmatch(one.parent.name))}
     answered_at = max(sets, default=0)
     timelines = sorted(folder.glob("pipeline_step_*.svg"), key=lambda one: (len(one.name), one.name))
-    save = facts.get("arguments", {}).get("save")
     return RunRecord(
-        name, facts, Metrics.read(metrics), tuple(bad), answered_at,
+        facts, Metrics.read(metrics), tuple(bad), answered_at,
         tuple(_answers(sets[answered_at], folder / ANSWERS_FOLDER)) if sets else (),
-        timelines[-1] if timelines else None, _checkpoints(Path(save)) if save and Path(save).is_dir() else (),
-        datetime.fromtimestamp(metrics.stat().st_mtime))
-
-
-def run_names(paths: Sequence[Path]) -> list[str]:
-    """Names that tell the paths apart: without the folders that contain all of them."""
-    whole = [path.absolute() for path in paths]
-    shared = os.path.commonpath([one.parent.parent if len(whole) == 1 and one.name == "logs" else one.parent
-                                 for one in whole])
-    return [str(one.relative_to(shared)) for one in whole]
+        timelines[-1] if timelines else None, datetime.fromtimestamp(metrics.stat().st_mtime))
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -169,20 +137,12 @@ def _objects(path: Path, lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
                             ) from error
 
 
-def _answers(path: Path, folder: Path) -> Iterator[Answered]:
-    rows = sorted(enumerate(_lines(path)), key=lambda one: one[1]["score"])
-    for number, row in rows[:_MAX_ANSWERS]:
-        options = "".join(f"\n{letter}. {text}" for letter, text in row.get("options", {}).items())
+def _answers(path: Path, folder: Path) -> Iterator[tuple[list[bytes], Row]]:
+    for number, row in sorted(enumerate(_lines(path)), key=lambda one: one[1]["score"])[:_MAX_ANSWERS]:
         images = (thumbnail_path(folder, number, image) for image in range(_MAX_THUMBNAILS))
-        yield Answered(f"{number + 1}. {row['question']}{options}", row["right"], row["prediction"], row["score"],
-                       [one for one in images if one.is_file()])
+        yield [one.read_bytes() for one in images if one.is_file()], row
 
 
 def thumbnail_path(folder: Path, number: int, image: int) -> Path:
     """The small copy of an image of question ``number``, in the ``ANSWERS_FOLDER`` of a run."""
     return folder / THUMBNAILS_FOLDER / f"{number}_{image}.jpg"
-
-
-def _checkpoints(folder: Path) -> tuple[tuple[int, datetime], ...]:
-    return tuple((one, datetime.fromtimestamp((folder / iteration_name(one)).stat().st_mtime))
-                 for one in complete_iterations(folder))

@@ -1,9 +1,8 @@
 """How our own backward passes fill megatron's gradient buffers.
 
-The first product can overwrite a weight's buffer, so buffers need not be zeroed before it: ``mark_stale`` marks them,
-the first writer overwrites and unmarks, and ``zero_stale`` zeroes those that no microbatch reached (the ViT's, if none
-had an image) before the reduction.  Only weights of two or more dimensions are marked; their gradients pass through
-``take_buffer`` or ``gradient_buffer``.  megatron's hook adds the others', so ``mark_stale`` zeroes those.
+Buffers need not be zeroed before a step: ``mark_stale`` marks them, the first writer overwrites and unmarks, and
+``zero_stale`` zeroes those that no microbatch reached.  Only weights of two or more dimensions are marked; megatron's
+hook adds the others' gradients, so ``mark_stale`` zeroes those.
 """
 
 from collections.abc import Iterable, Iterator
@@ -67,9 +66,8 @@ def gradient_buffer(weight: Tensor) -> Tensor:
 def gradient_from(buffer: Tensor, weight: Tensor) -> Tensor | None:
     """What a backward that has filled ``buffer`` returns to autograd as the gradient of ``weight``.
 
-    With megatron's DDP, None: the gradient is already in its buffer.  megatron's hook still runs, after the backward of
-    every use of the weight in the pass.  It does not add a gradient if ``grad_added_to_main_grad`` is set, but requires
-    that ``grad`` is not None, so a single element expanded to the weight's shape stands in.
+    With megatron's DDP, None: the gradient is in its buffer.  megatron's hook adds none if ``grad_added_to_main_grad``
+    is set, but requires that ``grad`` is not None, so a single element expanded to the weight's shape stands in.
     """
     marked: Any = weight  # carries megatron's attributes, which torch's types lack
     if buffer is not getattr(marked, "main_grad", None):

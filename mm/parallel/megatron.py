@@ -26,33 +26,19 @@ def parallel_config(
 ) -> TransformerConfig:
     """megatron's settings for a stage: the LLM's sizes, the parallel sizes and the precision.
 
-    megatron has fields for one tower only; our layers take the sizes of both from ``mm.config.model``.
-    ``calculate_per_token_loss`` makes megatron sum gradients over data-parallel ranks instead of averaging them: our
-    loss is already divided by the global batch's total.
+    ``calculate_per_token_loss`` makes megatron sum gradients over data-parallel ranks: our loss is already divided by
+    the global batch's total.
     """
     language, dtype = model.language, DTYPES[precision]
     return TransformerConfig(
-        num_layers=language.num_layers,
-        hidden_size=language.hidden_size,
-        ffn_hidden_size=language.ffn_hidden_size,
-        num_attention_heads=language.num_attention_heads,
-        num_query_groups=language.num_query_groups,
-        kv_channels=language.kv_channels,
-        tensor_model_parallel_size=mesh.tp_size,
-        pipeline_model_parallel_size=mesh.pp_size,
-        context_parallel_size=mesh.cp_size,
+        num_layers=language.num_layers, hidden_size=language.hidden_size, ffn_hidden_size=language.ffn_hidden_size,
+        num_attention_heads=language.num_attention_heads, num_query_groups=language.num_query_groups,
+        kv_channels=language.kv_channels, tensor_model_parallel_size=mesh.tp_size,
+        pipeline_model_parallel_size=mesh.pp_size, context_parallel_size=mesh.cp_size,
         virtual_pipeline_model_parallel_size=model.num_chunks if model.num_chunks > 1 else None,
-        sequence_parallel=sequence_parallel,
-        pipeline_dtype=dtype,
-        params_dtype=dtype,
-        bf16=precision == "bf16",
-        fp16=precision == "fp16",
-        perform_initialization=False,
-        gradient_accumulation_fusion=False,
-        calculate_per_token_loss=True,
-        batch_p2p_comm=False,
-        overlap_p2p_comm=False,
-    )
+        sequence_parallel=sequence_parallel, pipeline_dtype=dtype, params_dtype=dtype, bf16=precision == "bf16",
+        fp16=precision == "fp16", perform_initialization=False, gradient_accumulation_fusion=False,
+        calculate_per_token_loss=True, batch_p2p_comm=False, overlap_p2p_comm=False)
 
 
 def mark_parameters(
@@ -85,18 +71,13 @@ def mark_parameters(
 def ddp_config(args: Arguments) -> DistributedDataParallelConfig:
     """DDP settings: gradients are summed over data-parallel ranks, in fp32 or with ``--grad-reduce-in-bf16`` in bf16.
 
-    ``align_param_gather`` keeps megatron's forward hooks from starting overlapped gathers.  ``schedule.py`` starts them
-    instead, in the same order on all ranks, because a rank without images never calls the ViT's hooks.  Shards of
-    weights are gathered by ``UnitPasses``, not by megatron.
+    ``align_param_gather`` keeps megatron's forward hooks from starting overlapped gathers: ``schedule.py`` does, in one
+    order on all ranks, because a rank without images never calls the ViT's hooks.
     """
     return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=not args.grad_reduce_in_bf16,
-        overlap_grad_reduce=args.overlap_grad_reduce,
-        overlap_param_gather=args.gathers_during_forward,
-        align_param_gather=args.gathers_during_forward,
-        use_distributed_optimizer=args.splits_optimizer,
-        average_in_collective=False,
-    )
+        grad_reduce_in_fp32=not args.grad_reduce_in_bf16, overlap_grad_reduce=args.overlap_grad_reduce,
+        overlap_param_gather=args.gathers_during_forward, align_param_gather=args.gathers_during_forward,
+        use_distributed_optimizer=args.splits_optimizer, average_in_collective=False)
 
 
 def optimizer_config(args: Arguments, settings: TransformerConfig) -> OptimizerConfig:

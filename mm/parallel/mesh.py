@@ -32,9 +32,8 @@ launcher ends the job."""
 
 # With this, gloo connects two ranks when they first communicate.  Without it every rank of a group connects to every
 # other: a group of N reads N^2 (154 + 8 N) bytes of addresses from one store, and each rank has N open files.  The
-# collectives that Mesh's groups run connect a rank to log N others, and a group's first rank to all when it gathers
-# (tests/parallel/control.py).  All ranks of a group must have the same value, or torch 2.13 crashes, so it is set
-# before the first group is made; a value that the user has set stays.
+# collectives that Mesh's groups run connect a rank to log N others, and a group's first rank to all when it gathers.
+# All ranks of a group must have the same value, or torch 2.13 crashes; a value that the user has set stays.
 os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
@@ -60,8 +59,7 @@ class Mesh:
     """gloo, the data owners of all replicas; None on other ranks.  Used by the data thread alone."""
     pixel_groups: tuple[dist.ProcessGroup | None, ...]
     """For each rank of the context axis, a gloo group of the data owner and of the ranks there that hold the patch
-    embedding; None if these are a single rank, and on ranks outside the group.  Used by the data thread alone.  () with
-    whole encoders, where no two ranks need the same pixels."""
+    embedding, for the data thread; None for a single rank and outside the group; () with whole encoders."""
     feature_groups: tuple[dist.ProcessGroup | None, ...]
     """Like ``pixel_groups``, with the ranks that hold the projector, for stored ViT features; () if none are stored."""
     pixel_ranks: tuple[int, ...]
@@ -74,8 +72,7 @@ class Mesh:
     """The two ranks that hold the word embedding and its copy in the output layer; None elsewhere, and where one rank
     holds both."""
     gradient_group: dist.ProcessGroup
-    """A second group of the pipeline's ranks, for gradients.  NCCL and HCCL run the messages of a group in order, so in
-    the activations' group a gradient's receive that is posted early would delay the activations behind it."""
+    """A second group of the pipeline's ranks, for gradients: NCCL and HCCL run the messages of a group in order."""
     replica_owner: int
     """Global rank of this replica's data owner."""
 
@@ -108,9 +105,8 @@ def start(
 ) -> Mesh:
     """Join the process group that the launcher describes in the environment, and build every group.
 
-    Without a launcher this process is the only rank and opens no port, so several such processes can share a machine.
-    ``keeps_features``: a frozen ViT's features are stored, and sent instead of pixels.  ``store``: where ranks find
-    each other's addresses, as ``Watchdog.meet`` returns it; None takes the launcher's.
+    Without a launcher this process is the only rank and opens no port.  ``keeps_features``: a frozen ViT's features are
+    stored, and sent instead of pixels.  ``store``: as ``Watchdog.meet`` returns it; None takes the launcher's.
     """
     timeout = timedelta(minutes=timeout_minutes)
     if not dist.is_initialized() and "RANK" in os.environ:
@@ -180,27 +176,12 @@ def build_mesh(
         _my_group(pipelines, timeout, name=_GRADIENT_GROUP, options=options))
     assert replica_group is not None and control_group is not None and gradient_group is not None, "of every rank"
     return Mesh(
-        rank=rank,
-        world_size=world_size,
-        tp_rank=rank % tp_size,
-        tp_size=tp_size,
-        pp_rank=pp_rank,
-        pp_size=pp_size,
-        dp_rank=dp_rank,
-        dp_size=dp_size,
-        context=Context(groups.cp, _encoders(model, groups), is_ring),
-        groups=groups,
-        replica_group=replica_group,
-        owners_group=owners_group,
-        pixel_groups=pixel_groups,
-        feature_groups=feature_groups,
-        pixel_ranks=tuple(with_media[0][dp_rank]) if model.encodes_whole else (),
-        feature_ranks=tuple(with_media[1][dp_rank]) if model.encodes_whole else (),
-        control_group=control_group,
-        tied_group=tied_group,
-        gradient_group=gradient_group,
-        replica_owner=owners[dp_rank],
-    )
+        rank=rank, world_size=world_size, tp_rank=rank % tp_size, tp_size=tp_size, pp_rank=pp_rank, pp_size=pp_size,
+        dp_rank=dp_rank, dp_size=dp_size, context=Context(groups.cp, _encoders(model, groups), is_ring), groups=groups,
+        replica_group=replica_group, owners_group=owners_group, pixel_groups=pixel_groups,
+        feature_groups=feature_groups, pixel_ranks=tuple(with_media[0][dp_rank]) if model.encodes_whole else (),
+        feature_ranks=tuple(with_media[1][dp_rank]) if model.encodes_whole else (), control_group=control_group,
+        tied_group=tied_group, gradient_group=gradient_group, replica_owner=owners[dp_rank])
 
 
 def _encoders(model: ModelConfig, groups: ProcessGroupCollection) -> dist.ProcessGroup:
@@ -215,13 +196,9 @@ def _make_groups_of_megatron(
 ) -> None:
     with _file_of(limits) as limits_path:
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tp_size,
-            pipeline_model_parallel_size=pp_size,
-            context_parallel_size=cp_size,
-            nccl_communicator_config_path=limits_path,
-            create_gloo_process_groups=False,
-            distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
-        )
+            tensor_model_parallel_size=tp_size, pipeline_model_parallel_size=pp_size, context_parallel_size=cp_size,
+            nccl_communicator_config_path=limits_path, create_gloo_process_groups=False,
+            distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)))
 
 
 @contextmanager
@@ -251,10 +228,7 @@ def _media_groups(
 
 
 def _groups_of_several(ranks: list[list[list[int]]], timeout: timedelta) -> tuple[dist.ProcessGroup | None, ...]:
-    """Create the groups of each list; return for each the group that this rank is in.
-
-    It is None if this rank is in none of them, or if they have a single rank each and are not created.
-    """
+    """Create the groups of each list; return for each this rank's group, None if it has none or a single rank."""
     return tuple(_my_group(lists, timeout, "gloo") if len(lists[0]) > 1 else None for lists in ranks)
 
 
@@ -262,21 +236,14 @@ def _my_group(
     ranks: list[list[int]], timeout: timedelta, backend: str | None = None, name: str | None = None,
     options: Any = None,
 ) -> dist.ProcessGroup | None:
-    """Create a group of each list of ``ranks`` (every rank must, in the same order); return this rank's, if any.
-
-    ``name`` is for reports; ``options`` are NCCL's.
-    """
+    """Create a group of each list of ``ranks`` (every rank must, in the same order); return this rank's, if any."""
     mine, _ = dist.new_subgroups_by_enumeration(ranks, timeout, backend, options, name)
     assert not isinstance(mine, int), "torch gives a number to the ranks outside of a group only"
     return mine
 
 
 def stop_mesh() -> None:
-    """Destroy the groups of ``build_mesh``, keeping the process group itself.  Every rank must call this.
-
-    A gloo group is a thread that wakes a hundred times a second, and sockets: torch keeps both until the group is
-    destroyed, even if nobody refers to it any more.
-    """
+    """Destroy the groups of ``build_mesh``, with their threads and sockets, on every rank; keep the process group."""
     parallel_state.destroy_model_parallel()
     dist.barrier()  # no rank closes a connection that another one still reads
     made = [group for group in _world.pg_names if group is not dist.group.WORLD]

@@ -69,10 +69,9 @@ def stage_receives(
     """When a stage begins to receive the messages that its ``steps`` wait for: element i before step i, which is also
     right after step i - 1, together with what that step sends.
 
-    A message is asked for before the step that needs it; with ``starts_ahead`` already after the step before it in the
-    same direction, so that it arrives while the stage computes.  The stage that the ring of chunks leads back to asks
-    as soon as the other end may have sent, which can be many steps before it needs the message: otherwise that send
-    would hold up all later ones.
+    A message is asked for before the step that needs it; with ``starts_ahead`` after the step before it in the same
+    direction, so that it arrives during computation.  The stage that the ring of chunks leads back to asks as soon as
+    the other end may have sent: otherwise that send would hold up all later ones.
     """
     found: list[list[Step]] = [[] for _ in range(len(steps) + 1)]
     for is_forward in (True, False):

@@ -1,7 +1,5 @@
 """The loop of a step: every pass of this stage in the order of ``mm.parallel.order``, with its messages; for validation
 the forward passes alone.
-
-Our own, because megatron's loop asks its communicator for messages without saying of which microbatch and chunk.
 """
 
 from collections import deque

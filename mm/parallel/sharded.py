@@ -1,9 +1,8 @@
 """Gradients of which each data-parallel rank keeps only its shard (ZeRO-2), on megatron's buckets.
 
-megatron's DDP keeps a buffer for all gradients and reduces it once per step.  Here each unit, such as a layer, has a
-buffer only while a backward pass fills it.  The pass reduce-scatters it to the ranks with the same weights, and each
-rank adds the shard that it gets to the sum of the step.  Shards are those of megatron's distributed optimizer, so its
-states, its gathers of weights and our checkpoints are the same as without this.
+Each unit, such as a layer, has a buffer only while a backward pass fills it.  The pass reduce-scatters it, and each
+rank adds its shard to the sum of the step.  Shards are those of megatron's distributed optimizer, so its states, its
+gathers of weights and our checkpoints are the same as without this.
 
 Other engines do not fit: torch's ``fully_shard`` rounds each microbatch's gradients to the weights' dtype, where our
 products add to fp32 buffers, and megatron-core's FSDP runs on CUDA alone.

@@ -86,11 +86,9 @@ def simulate(
     return timeline
 
 
-def step_cost(
-    costs: Sequence[Sequence[SlotCost]], num_stages: int, messages: Sequence[Sequence[MessageCost]] | None = None,
-) -> float:  # fmt: skip
+def step_cost(costs: Sequence[Sequence[SlotCost]], num_stages: int) -> float:
     """The time from the first stage's start to the last stage's end."""
-    return float(step_ends(as_array(costs), num_stages, None if messages is None else as_array(messages)).max())
+    return float(step_ends(as_array(costs), num_stages).max())
 
 
 def even_step_cost(busy: Number, num_microbatches: Number, num_stages: int, num_chunks: int) -> Number:

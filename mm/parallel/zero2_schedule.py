@@ -1,9 +1,8 @@
 """Decides when units are reduced if data-parallel ranks keep shards of the gradients: in the same order on all ranks.
 
-A collective needs the same order on every rank, but replicas differ: one has no images in a microbatch, another has
-fewer microbatches.  So the order follows from the plan, which all know: pass by pass, and in each pass from the last
-unit to the first, those of the ViT and the projector only if any replica has images there.  A rank goes through this
-order as its backward passes proceed, and reduces zeros where it has no gradients.
+Replicas differ in images and numbers of microbatches, so the order follows from the plan, which all know: pass by pass,
+and in each pass from the last unit to the first, those of the ViT and the projector only if any replica has images
+there.  A rank goes through this order as its backward passes proceed, and reduces zeros where it has no gradients.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,6 @@
 """The device is found by itself, and what is patched is exactly the declared table."""
 
 import importlib
-import json
 import os
 import random
 import subprocess
@@ -22,7 +21,6 @@ from mm.device.shims import COMMON_SHIMS
 from mm.errors import UserError
 from tests.devices import kernels_of, platform_of
 from tests.files import ROOT
-from tests.tiny_inputs import write_inputs
 
 
 def test_every_shim_target_exists_and_has_a_reason() -> None:
@@ -119,76 +117,6 @@ def test_the_shims_of_an_npu_and_an_apex_without_kernels(tmp_path: Path) -> None
         "npu:0", "torch.cuda.FloatTensor", "torch.cuda.BFloat16Tensor", "torch.FloatTensor", "torch.float64",
         "True", "apex.optimizers",
     ], done.stderr  # fmt: skip
-
-
-TRANSFORMER_ENGINE = """
-import sys
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
-__version__ = "2.9.0"
-class Anything(type):
-    def __getattr__(cls, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Anything(name, (), {})
-class Package(ModuleType):
-    __path__ = []
-    __getattr__ = Anything.__getattr__
-class Finder(MetaPathFinder, Loader):
-    def find_spec(self, name, path, target=None):
-        return ModuleSpec(name, self, is_package=True) if name.startswith(__name__ + ".") else None
-    def create_module(self, spec):
-        return Package(spec.name)
-    def exec_module(self, module): ...
-sys.meta_path.insert(0, Finder())
-import transformer_engine.common, transformer_engine.pytorch
-"""
-APEX = "class FusedAdam: ...\nclass FusedSGD: ...\nmulti_tensor_applier = None\n"
-ONE_STEP = """
-import sys, torch, mm.device.device
-from mm import train
-print([name for name in sys.modules if name.partition(".")[0] == "megatron"])
-compiler = torch.compile
-status = train.main(sys.argv[1:])
-import megatron.core.optimizer as o
-print("took", o.SGD.__module__)
-print(torch.compile is compiler, "torch._inductor.compile_fx" in sys.modules)
-sys.exit(status)
-"""
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
-
-
-@pytest.mark.parametrize("beside", ["transformer_engine", "apex"])
-def test_the_fused_step_does_not_depend_on_what_is_installed(inputs: Path, tmp_path: Path, beside: str) -> None:
-    """megatron prefers the Adam of either; then nothing would clip in the kernel, and the host would read before it.
-
-    megatron waits for the device, and a whole run loads no compiler.
-    """
-    folder = tmp_path / "packages" / beside
-    folder.mkdir(parents=True)
-    (folder / "__init__.py").write_text(TRANSFORMER_ENGINE if beside == "transformer_engine" else "")
-    if beside == "apex":
-        (folder / "optimizers.py").write_text(APEX)
-    flags = [
-        "--device", "cpu", "--mm-model", str(inputs / "model_1.json"), "--mm-data", str(inputs / "data.json"),
-        "--micro-batch-size", "1", "--global-batch-size", "2", "--seq-length", "512", "--train-iters", "1", "--lr",
-        "1e-3", "--log-interval", "1", "--num-workers", "0", "--use-distributed-optimizer", "--load",
-        str(inputs / "hf"), "--log-dir", str(tmp_path / "logs"), "--save", str(tmp_path / "save"),
-    ]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", ONE_STEP, *flags], capture_output=True, text=True, cwd=ROOT, check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(folder.parent), str(ROOT)))})  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    ran_on = json.loads((tmp_path / "logs" / "run.json").read_text())["ran_on"]
-    assert (ran_on["adam"], ran_on["clips_in_adam"]) == ("torch.optim.adamw.AdamW", True)
-    assert "took torch" not in done.stdout, "megatron did not see the package beside it"
-    first, *_, last = done.stdout.splitlines()
-    assert (first, last) == ("[]", "True False")
 
 
 def test_every_device_gets_torchs_adam_and_safe_gloo() -> None:

@@ -7,7 +7,6 @@ while step n computes; only that thread uses the mesh's replica, owners, pixel a
 """
 
 import math
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -28,11 +27,14 @@ from mm.data.feed.quarantine import Quarantine
 from mm.data.order.sequence import in_pipeline_order
 from mm.data.record_name import BadSample
 from mm.device.device import Device
-from mm.errors import AgreedError, printable
+from mm.errors import AgreedError
 from mm.model.flops import image_flops
 from mm.parallel.agreement import all_of, attempt
 from mm.parallel.context import deal, images_of
 from mm.parallel.mesh import Mesh
+
+_Reading = tuple[float, float]
+"""When this rank began and ended to read its samples of one step, by ``time.perf_counter``."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +46,6 @@ class _Found:
     bad: tuple[BadSample, ...]
     totals: BatchTotals
     passes: tuple[Images, ...]
-
-
-@dataclass(frozen=True)
-class _Reading:
-    """When this rank read its samples of one step, by ``time.perf_counter``."""
-
-    began: float
-    ended: float
 
 
 class DataOwner(Iterator[StepPlan]):
@@ -103,8 +97,8 @@ class DataOwner(Iterator[StepPlan]):
         ended = time.perf_counter()
         if isinstance(shared, Exception):
             raise shared
-        plan, read = shared
-        self.own_wait_seconds = max(0.0, min(ended, read.ended) - max(began, read.began))
+        plan, (read_began, read_ended) = shared
+        self.own_wait_seconds = max(0.0, min(ended, read_ended) - max(began, read_began))
         self._wanted.put(True)
         return plan
 
@@ -129,12 +123,12 @@ class DataOwner(Iterator[StepPlan]):
 
     def _share_step(self) -> tuple[StepPlan, _Reading]:
         """Owners read and agree; each sends its replica the plan without media, then pixels or features."""
-        mesh, owned, read = self._mesh, list[Microbatch](), _Reading(0.0, 0.0)
+        mesh, owned, read = self._mesh, list[Microbatch](), (0.0, 0.0)
         shared: list[Any] = [None]
         if self._steps is not None:
             began = time.perf_counter()
             step, problems = attempt(mesh, self._steps.__next__)
-            read = _Reading(began, time.perf_counter())
+            read = began, time.perf_counter()
             owned = in_pipeline_order(self._model, step.microbatches) if step else []
             shared = [self._agree(step, owned, problems)]
         if mesh.tp_size * mesh.cp_size * mesh.pp_size > 1:
@@ -155,8 +149,6 @@ class DataOwner(Iterator[StepPlan]):
         ``step``: None if it could not be read, for the reasons ``problems``.
         """
         mesh, model = self._mesh, self._model
-        for note in step.notes if step else ():
-            sys.stderr.write(f"warning: rank {mesh.rank}: {printable(note)}\n")
         own = _Found(problems, step.bad if step else (), BatchTotals.of(microbatches, model.vision),
                      image_passes(microbatches, model.encoder_batch_size))
         found = [own] * mesh.dp_size

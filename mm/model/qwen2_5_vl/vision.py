@@ -78,13 +78,10 @@ def vision_inputs(
         image_cut = replace(window_cut, order=plan.image_order)
         token_cut = CutRows(Pieces(num_patches // unit, cut_group), plan.token_restore.reversed())
     inputs = WindowedVisionInputs(
-        pixel_values=pixels,
-        features=features,
-        plan=plan,
+        pixel_values=pixels, features=features, plan=plan,
         window=AttentionInputs(cos, sin, Segments.build(plan.window_lengths, device.copy), False, window_cut),
         full=AttentionInputs(image_cos, image_sin, Segments.build(plan.image_lengths, device.copy), False, image_cut),
-        token_cut=token_cut,
-    )
+        token_cut=token_cut)
     return inputs if keys is None else _with_keys(inputs, device.copy(keys), config.spatial_merge_size**2)
 
 
