@@ -15,8 +15,8 @@ from typing import Any
 
 from mm.config.command_line import CommandLine, Commands
 from mm.config.flags import TRAIN
-from mm.process import run_command
 from mm.planner.flags import CalibrateFlags, CompareFlags, LayoutFlags, ListsFlags, PredictFlags
+from mm.process import run_command
 
 
 def _line(name: str, description: str, cls: type, usage: str = "[flags] -- FLAGS") -> CommandLine[Any]:

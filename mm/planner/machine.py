@@ -13,7 +13,6 @@ from mm.plan.calibration import Calibration, read_calibration
 from mm.process import print_notes
 
 
-
 def settings_of(args: Arguments) -> dict[str, str]:
     """What must be as it was during the calibration, besides the device and the precision."""
     return {**software(), "--exp-avg-dtype": args.exp_avg_dtype, "--exp-avg-sq-dtype": args.exp_avg_sq_dtype,
