@@ -56,7 +56,7 @@ def evaluate(evaluating: Evaluating) -> int:
         settings = _settings(evaluating, session)
         on_first(session.mesh, lambda: check_settings(Path(evaluating.output), settings))
         answer_file(session, lambda: (
-            [Prompt(number, item.sample, item.index, item.digest) for number, item in enumerate(read[0].items)], []),
+            [Prompt(number, item.sample, item.index) for number, item in enumerate(read[0].items)], []),
             str(Path(evaluating.output) / ANSWERS), evaluating.asking.args.batch_size, phase)
         on_first(session.mesh, lambda: _finish(evaluating, read[0], settings))
     return 0

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 from pydantic_core import to_jsonable_python
@@ -9,6 +10,11 @@ from pydantic_core import to_jsonable_python
 from mm.config.command_line import flag_name
 from mm.config.run import Run
 from mm.config.schema import LOCAL, fields_of
+
+_OF_A_START = frozenset({
+    "finetune", "load", "no_load_optim", "no_load_rng", "load_base_model", "pretrained_checkpoint",
+})  # fmt: skip
+"""Rank 0 decides these for all ranks, by what ``--save`` holds."""
 
 
 def shared_settings(run: Run) -> dict[str, str]:
@@ -19,6 +25,13 @@ def shared_settings(run: Run) -> dict[str, str]:
     return {**{flag_name(name): text for name, text in _leaves(args)},
             **{f"{name} of --mm-model": text for name, text in _leaves({"": run.model})},
             **{f"{name} of --mm-data": text for name, text in _leaves(data)}}
+
+
+def with_own_paths(run: Run, own: Run) -> Run:
+    """``run``, which rank 0 has decided, with the paths and data workers of this machine's command line."""
+    kept = {name: getattr(own.args, name) for name, field in fields_of(type(own.args)).items()
+            if LOCAL in field.metadata and name not in _OF_A_START}
+    return replace(run, args=replace(run.args, **kept), data=own.data)
 
 
 def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
