@@ -15,7 +15,7 @@ from mm.config.phases import phase_seconds
 from mm.config.run import Run, load_run
 from mm.config.shared import shared_settings
 from mm.environment import Launched, software
-from mm.errors import UserError, collected, printable, refuse
+from mm.errors import collected, printable, refuse
 from mm.lock import Claim
 from mm.process import (
     StopSignals,
@@ -24,7 +24,6 @@ from mm.process import (
     is_first_rank,
     print_notes,
     print_notes_once,
-    refused,
     run_command,
     status_of,
 )
@@ -62,12 +61,9 @@ def _kept(words: Sequence[str]) -> str:
 
 def _run(words: Sequence[str], signals: StopSignals) -> int:
     end_with_launcher()
-    try:
-        run = load_run(words)
-        if run.args.dry_run or run.args.check:
-            run = check_files(run, Claim()).run
-    except UserError as error:
-        return refused(error)
+    run = load_run(words)
+    if run.args.dry_run or run.args.check:
+        run = check_files(run, Claim()).run
     if run.args.dry_run:
         from mm.plan.stages import stage_report  # loads torch, which a mistake in the settings should not wait for
 

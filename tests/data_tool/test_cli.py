@@ -70,13 +70,6 @@ def test_training_uses_the_index_created_beforehand(inputs: Path, monkeypatch):
     assert len(Dataset(run.data, gauge=Gauge.from_config(run.data, run.model, 64), seed=run.args.seed)) == 1
 
 
-def test_numbers_of_flags(inputs: Path, capsys):
-    for value in ("0", "-1", "1.5", "a"):
-        with pytest.raises(SystemExit) as ended:
-            index(inputs, "--num-workers", value)
-        assert ended.value.code == 2 and f"is '{value}'; expected an integer of at least 1" in capsys.readouterr().err
-
-
 def test_index_of_bad_samples(inputs: Path, capsys):
     (inputs / "llava.json").write_text(json.dumps(LLAVA[:2]))
     assert index(inputs) == 2
