@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mm.config.evaluate import EVALUATE, Evaluating, load_evaluating
 from mm.config.generate import kept_answers
-from mm.errors import UserError
-from mm.process import end_with_launcher, refused, run_command, status_of
+from mm.process import end_with_launcher, run_command, status_of
 from mm.progress import ongoing
 
 if TYPE_CHECKING:
@@ -31,10 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: Sequence[str]) -> int:
     end_with_launcher()
-    try:
-        evaluating = load_evaluating(words)
-    except UserError as error:
-        return refused(error)
+    evaluating = load_evaluating(words)
     return status_of(lambda: evaluate(evaluating))
 
 
@@ -60,7 +56,7 @@ def evaluate(evaluating: Evaluating) -> int:
         settings = _settings(evaluating, session)
         on_first(session.mesh, lambda: check_settings(Path(evaluating.output), settings))
         answer_file(session, lambda: (
-            [Prompt(number, item.sample, item.index, item.digest) for number, item in enumerate(read[0].items)], []),
+            [Prompt(number, item.sample, item.index) for number, item in enumerate(read[0].items)], []),
             str(Path(evaluating.output) / ANSWERS), evaluating.asking.args.batch_size, phase)
         on_first(session.mesh, lambda: _finish(evaluating, read[0], settings))
     return 0

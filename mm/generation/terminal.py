@@ -16,11 +16,7 @@ from mm.generation.prompts import Prompt, question
 from mm.generation.session import Response, Session
 from mm.parallel.agreement import on_first
 
-HELP = """\
-Ask anything.  A line that starts with / is a command:
-  /image FILE   add an image to the next question        /clear   start a new conversation
-  /video FILE   add a video to the next question         /exit    end, like the end of the input
-"""
+HELP = "Ask anything; /image FILE and /video FILE add to the next question, /clear starts anew, and /exit ends.\n"
 
 
 def ask_once(session: Session, make: Callable[[], Sample]) -> None:
@@ -80,29 +76,22 @@ class Chat:
         """The next question; None at the end."""
         while True:
             try:
-                command, _, rest = (line := input("> " if sys.stdin.isatty() else "").strip()).partition(" ")
+                line = input("> " if sys.stdin.isatty() else "").strip()
             except EOFError:
                 return None
-            try:
-                match command:
-                    case "":
-                        pass
-                    case "/exit":
-                        return None
-                    case "/clear":
-                        self.turns, self.images, self.videos = [], [], []
-                    case "/image":
-                        question("", [rest.strip()], [])  # raises UserError if there is no such file
-                        self.images.append(rest.strip())
-                    case "/video":
-                        question("", [], [rest.strip()])
-                        self.videos.append(rest.strip())
-                    case _ if command.startswith("/"):
-                        sys.stdout.write(HELP)
-                    case _:
-                        return self._prompt(line)
-            except UserError as error:
-                _print_errors(error.problems)
+            command, _, path = line.partition(" ")
+            if command == "/exit":
+                return None
+            if command == "/clear":
+                self.turns, self.images, self.videos = [], [], []
+            elif command in ("/image", "/video"):
+                (self.images if command == "/image" else self.videos).append(path.strip())
+            elif line:
+                try:
+                    return self._prompt(line)
+                except UserError as error:
+                    self.images, self.videos = [], []
+                    _print_errors(error.problems)
 
     def _prompt(self, text: str) -> Prompt:
         asked = question(text, self.images, self.videos)

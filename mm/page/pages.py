@@ -54,8 +54,8 @@ def _answer(row: Row) -> Report:
 
 def _status(record: RunRecord) -> str:
     """Whether the run has ended and how, as far as its files say."""
-    if (how := record.fact("ended", "how")) is not None:
-        return f"ended at {record.fact('ended', 'at')}: {how}"
+    if ended := record.facts.get("ended"):
+        return f"ended at {ended['at']}: {ended['how']}"
     if record.metrics.last is None:
         return "no step has been recorded yet"
     return (f"no end is recorded: the run goes on, or it was killed; step {record.metrics.last['iteration']:,} is the "
@@ -63,31 +63,25 @@ def _status(record: RunRecord) -> str:
 
 
 def _facts(record: RunRecord) -> Iterator[tuple[str, str]]:
-    """Names and values, first of those that change; what the files lack is left out."""
+    """Names and values, first of those that change."""
     if record.metrics.last is not None:
         yield from _progress(record, record.metrics.last)
-    if (model := record.fact("arguments", "mm_model")) is not None:
-        layers = " + ".join(f"{record.fact('model', tower, 'num_layers')} {name} layers"
-                            for tower, name in (("vision", "ViT"), ("language", "LLM")))
-        yield "model", f"{Path(model).name} ({layers})"
-    if (world_size := record.fact("world_size")) is not None:
-        sizes = (("tensor", record.fact("arguments", "tensor_model_parallel_size")),
-                 ("context", record.fact("arguments", "context_parallel_size")),
-                 ("pipeline", record.fact("pipeline_model_parallel_size")), ("data", record.fact("data_parallel_size")))
-        yield "layout", f"{' x '.join(f'{name} {size}' for name, size in sizes)} = {counted(world_size, 'rank')}"
-    if (device := record.fact("ran_on", "device")) is not None:
-        yield "device", f"{device}, {record.fact('ran_on', 'backend')}"
-    for name in ("precision", "global_batch_size", "started_at"):
-        if (value := record.fact(name)) is not None:
-            yield name.replace("_", " "), str(value)
+    facts, args, model = record.facts, record.facts["arguments"], record.facts["model"]
+    yield "model", (f"{Path(args['mm_model']).name} ({model['vision']['num_layers']} ViT layers + "
+                    f"{model['language']['num_layers']} LLM layers)")
+    yield "layout", (f"tensor {args['tensor_model_parallel_size']} x context {args['context_parallel_size']} x "
+                     f"pipeline {facts['pipeline_model_parallel_size']} x data {facts['data_parallel_size']} = "
+                     f"{counted(facts['world_size'], 'rank')}")
+    yield "device", f"{facts['ran_on']['device']}, {facts['ran_on']['backend']}"
+    yield from ((name.replace("_", " "), str(facts[name])) for name in ("precision", "global_batch_size", "started_at"))
 
 
 def _progress(record: RunRecord, last: Row) -> Iterator[tuple[str, str]]:
-    metrics, total, done = record.metrics, record.fact("arguments", "train_iters"), last["iteration"]
-    of_total = f" of {total:,} ({done / total:.1%})" if total else ""
-    yield "step", f"{done:,}{of_total}" + (f", epoch {last['epoch']:.2f}" if last.get("epoch") is not None else "")
+    metrics, total, done = record.metrics, record.facts["arguments"]["train_iters"], last["iteration"]
+    yield "step", f"{done:,} of {total:,} ({done / total:.1%})" + (
+        f", epoch {last['epoch']:.2f}" if last.get("epoch") is not None else "")
     seconds, mfu = metrics.recent_median("step_seconds") or 0.0, metrics.recent_median("mfu")
-    if total and done < total:
+    if done < total:
         yield "time left", f"{duration((total - done) * seconds)}, without validations and checkpoints"
     yield "time in steps", duration(float(metrics.column("step_seconds").sum()))
     yield "tokens", f"{metrics.num_tokens:,}"
@@ -142,9 +136,7 @@ def _tables(record: RunRecord) -> Iterator[Table]:
         ("Slowest ranks", ("ranks", "stage", "replica", "device", "own time in a step", "against the median"),
          [*_slowest(metrics.compared or {})]),
         ("Peak memory of the stages in GiB", *_memory(record)),
-        ("Samples left out", ("where", "what"), [(one.where, one.what) for one in record.bad_samples]),
-        ("Checkpoints in --save", ("step", "written"), [
-            (f"{step:,}", f"{written:%Y-%m-%d %H:%M:%S}") for step, written in record.checkpoints]))
+        ("Samples left out", ("where", "what"), [(one.where, one.what) for one in record.bad_samples]))
     for title, header, rows in tables:
         some = f"; the latest {_MAX_LISTED}" if len(rows) > _MAX_LISTED else ""
         if rows:
@@ -160,7 +152,7 @@ def _slowest(row: Row) -> Iterator[tuple[str, ...]]:
 
 def _memory(record: RunRecord) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Header and rows: peak memory of each stage as predicted for each kind of microbatch, and as measured."""
-    predicted, measured = record.fact("predicted_peak_bytes") or [], record.metrics.stage_memory_bytes
+    predicted, measured = record.facts["predicted_peak_bytes"], record.metrics.stage_memory_bytes
     kinds = list(predicted[0]) if predicted else []
     header = ("stage", *(f"predicted, {_KINDS.get(kind, kind)}" for kind in kinds), "measured")
     values = [[*(predicted[stage][kind] for kind in kinds), measured[stage] if stage < len(measured) else None]

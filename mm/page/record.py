@@ -16,7 +16,7 @@ from mm.data.feed.quarantine import LEDGER
 from mm.data.record_name import BadSample
 from mm.errors import UserError
 from mm.files import complete, json_object
-from mm.formats.checkpoints import ITERATION_NAME, complete_iterations, iteration_name
+from mm.formats.checkpoints import ITERATION_NAME
 
 CURVES = ("loss", "lr", "grad_norm", "step_seconds", "tokens_per_second_per_device", "max_memory_bytes")
 """Fields of a step that have a curve."""
@@ -91,7 +91,7 @@ class RunRecord:
     """Everything that a page shows."""
 
     facts: Row
-    """``run.json``; empty if it is missing."""
+    """``run.json``."""
     metrics: Metrics
     bad_samples: tuple[BadSample, ...]
     answered_at: int
@@ -100,38 +100,27 @@ class RunRecord:
     """The latest ones, the worst first: small images of the question as JPEG, and the line of ``predictions.jsonl``."""
     timeline: Path | None
     """The picture of the latest measured step."""
-    checkpoints: tuple[tuple[int, datetime], ...]
-    """Iterations of the complete checkpoints in ``--save``, and when they were written."""
     last_written: datetime
     """When the newest row was written."""
-
-    def fact(self, *keys: str) -> Any:
-        """A value of ``run.json``; None if an older version did not write it."""
-        found: Any = self.facts
-        for key in keys:
-            found = found.get(key) if isinstance(found, Mapping) else None
-        return found
 
 
 def read_run(folder: Path) -> RunRecord:
     """Read the ``--log-dir`` of a run.  Raises UserError if there are no metrics, or a file is damaged."""
     metrics, facts_file = folder / METRICS_FILE, folder / FACTS_FILE
-    if not metrics.is_file():
-        raise UserError(f"{folder}: has no {METRICS_FILE}; give the --log-dir of a run that has begun; the default is "
-                        f"logs, where mm-train was started")
-    facts = next(_objects(facts_file, [facts_file.read_bytes()])) if facts_file.is_file() else {}
+    if not metrics.is_file() or not facts_file.is_file():
+        raise UserError(f"{folder}: has no {METRICS_FILE} and {FACTS_FILE}; give the --log-dir of a run that has begun "
+                        f"(the default is logs, where mm-train was started)")
+    (facts,) = _objects(facts_file, [facts_file.read_bytes()])
     ledger = folder / LEDGER
     bad = [BadSample(**row) for row in _lines(ledger)] if ledger.is_file() else []
     sets = {int(match[1]): one for one in (folder / ANSWERS_FOLDER).glob(f"iter_*/{PREDICTIONS_FILE}")
             if (match := ITERATION_NAME.fullmatch(one.parent.name))}
     answered_at = max(sets, default=0)
     timelines = sorted(folder.glob("pipeline_step_*.svg"), key=lambda one: (len(one.name), one.name))
-    save = facts.get("arguments", {}).get("save")
     return RunRecord(
         facts, Metrics.read(metrics), tuple(bad), answered_at,
         tuple(_answers(sets[answered_at], folder / ANSWERS_FOLDER)) if sets else (),
-        timelines[-1] if timelines else None, _checkpoints(Path(save)) if save and Path(save).is_dir() else (),
-        datetime.fromtimestamp(metrics.stat().st_mtime))
+        timelines[-1] if timelines else None, datetime.fromtimestamp(metrics.stat().st_mtime))
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -157,8 +146,3 @@ def _answers(path: Path, folder: Path) -> Iterator[tuple[list[bytes], Row]]:
 def thumbnail_path(folder: Path, number: int, image: int) -> Path:
     """The small copy of an image of question ``number``, in the ``ANSWERS_FOLDER`` of a run."""
     return folder / THUMBNAILS_FOLDER / f"{number}_{image}.jpg"
-
-
-def _checkpoints(folder: Path) -> tuple[tuple[int, datetime], ...]:
-    return tuple((one, datetime.fromtimestamp((folder / iteration_name(one)).stat().st_mtime))
-                 for one in complete_iterations(folder))

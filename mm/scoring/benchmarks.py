@@ -1,14 +1,12 @@
 """The benchmarks known by name, and their TSV files as items."""
 
-import hashlib
-import json
 import string
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from mm.config.evaluate import BenchmarkName, Rule
 from mm.data.read.roots import MediaRoots
-from mm.data.sample import Image, Inline, Media, Sample, Turn
+from mm.data.sample import Image, Media, Sample, Turn
 from mm.errors import UserError, collected, counted, refuse
 from mm.scoring.prompts import Form, max_mark, prompt
 from mm.scoring.tsv import IMAGE, TsvRow, listed, read_table
@@ -63,13 +61,6 @@ class Item:
     def sample(self) -> Sample:
         """The prompt."""
         return Sample((*self.earlier, Turn("user", self.content)), self.where)
-
-    @property
-    def digest(self) -> str:
-        """Digest of the prompt with the bytes of its embedded images, wherever its file is."""
-        contents = [item.path.digest if isinstance(item, Image) and isinstance(item.path, Inline) else str(item)
-                    for item in self.content]
-        return hashlib.sha256(json.dumps([str(self.earlier), contents]).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

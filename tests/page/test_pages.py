@@ -17,7 +17,7 @@ from mm.page.pages import run_page
 from mm.page.plot import MAX_BINS, binned
 from mm.page.record import read_run
 from tests.browser import WIDTHS, content_width, needs_browser
-from tests.page.runs import write_run
+from tests.page.runs import FACTS, write_run
 from tests.page_reader import PageReader
 
 NOW = datetime(2026, 11, 28, 13)
@@ -79,7 +79,7 @@ def test_a_spike_in_a_long_run_is_on_the_page_and_lost_values_are_counted(tmp_pa
 
 def test_hostile_texts_are_text(tmp_path: Path) -> None:
     bad = "<script>alert(1)</script><img src=x onerror=alert(1)>\u202e\x1b[31m"
-    folder = write_run(tmp_path / "run", started_at=bad, arguments={"mm_model": bad, bad: bad})
+    folder = write_run(tmp_path / "run", started_at=bad, arguments=FACTS["arguments"] | {"mm_model": bad, bad: bad})
     answers = folder / "answers" / "iter_0000010"
     answers.mkdir(parents=True)
     (answers / "predictions.jsonl").write_text(json.dumps(
@@ -115,13 +115,12 @@ def test_damaged_and_missing_files(tmp_path: Path, capsys: pytest.CaptureFixture
         metrics.write_text(f"{damaged}\n{whole}")
         with pytest.raises(UserError, match=r"metrics\.jsonl:1: is not a row of a run's metrics"):
             read_run(folder)
-    (folder / "run.json").unlink()
     metrics.write_text("")
     assert main([str(folder)]) == 0
     assert "no step has been recorded yet" in (folder / "run.html").read_text()
     capsys.readouterr()
     assert main([str(tmp_path)]) == 2
-    assert f"error: {tmp_path}: has no metrics.jsonl; give the --log-dir of a run" in capsys.readouterr().err
+    assert f"error: {tmp_path}: has no metrics.jsonl and run.json; give the --log-dir" in capsys.readouterr().err
     assert main([str(folder), "--html", str(tmp_path / "no" / "x.html")]) == 2
 
 

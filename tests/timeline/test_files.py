@@ -45,7 +45,7 @@ def test_prediction_and_measurement_of_a_stage_follow_one_another() -> None:
 
 
 def test_damaged_and_missing_traces_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no pipeline_step_\*\.json; expected the --log-dir of a run with "):
+    with pytest.raises(UserError, match=r"no pipeline_step_\*\.json; expected the --log-dir of a run with"):
         measured_steps(tmp_path)
     path = tmp_path / "pipeline_step_7.json"
     for content in ("{", "[]", "{}", json.dumps({"otherData": {"iteration": 7}})):
