@@ -35,7 +35,7 @@ setup(
         "Typing :: Typed",
     ],
     packages=find_packages(include=["mm", "mm.*", "checkpoint", "checkpoint.*", "demo"]),
-    package_data={"mm": ["py.typed"], "checkpoint": ["py.typed"], "demo": ["golden_losses.json"]},
+    package_data={"mm": ["py.typed", "templates/*"], "checkpoint": ["py.typed"], "demo": ["golden_losses.json"]},
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.7.1,<2.16",
@@ -52,8 +52,8 @@ setup(
         "psutil",
         "packaging",
         "tqdm",
-        "jsonargparse>=4.40,<5",
-        "docstring-parser",
+        "jinja2",
+        "openpyxl",
     ],
     entry_points={"console_scripts": ["mm-convert = checkpoint.cli:main", "mm-data = mm.data_tool.cli:main",
                                       "mm-doctor = mm.doctor.cli:main", "mm-evaluate = mm.evaluate:main",
@@ -72,7 +72,7 @@ setup(
         "site": ["mkdocs-material>=9.7,<10", "pymdown-extensions<13", "jieba"],  # 13 needs Python 3.11.5
         "test": [
             "qwen2_5_vl-3d[decord,tensorboard,wandb,swanlab,parquet,demo,site]",
-            "pytest>=9", "pytest-xdist>=3.6", "hypothesis>=6", "ruff", "basedpyright", "peft>=0.21", "openpyxl",
+            "pytest>=9", "pytest-xdist>=3.6", "hypothesis>=6", "ruff", "basedpyright", "peft>=0.21",
             "ruamel.yaml>=0.18",
         ],
     },

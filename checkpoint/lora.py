@@ -8,10 +8,9 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from mm.config.lora import ALPHAS, ALPHAS_TEXT, LoraConfig
+from mm.config.lora import LoraConfig
 from mm.config.model import ModelConfig
 from mm.conversion.adapters import (
-    Merge,
     check_base,
     export_peft,
     holds_adapters,
@@ -26,8 +25,8 @@ from mm.formats.adapter import CONFIG_FILE, AdapterDirectory
 from mm.formats.hf import HFDirectory
 from mm.formats.layout import Layout, check_layout
 from mm.formats.mindspeed import MindSpeedDirectory
+from mm.formats.mindspeed_layout import Format, Storage, Structure, mindspeed_name
 from mm.formats.source import Kind, Source, find_kind, open_adapter, open_hf
-from mm.formats.storage import Format, Storage, Structure, mindspeed_name
 from mm.weights.lora import model_adapters
 from mm.weights.names import ALL_LINEAR
 
@@ -44,10 +43,8 @@ def lora_hf_to_mm(
     directory = AdapterDirectory.open(lora_dir)
     model = directory.model(_base_model(directory, base_dir))
     if model.trainable_modules:
-        raise UserError(
-            f"{directory.path} holds {model.trainable_modules[0]}, which was fully trained along with the adapters; "
-            f"MindSpeed-MM's layout stores adapters only: make a whole model with merge_lora, and convert that."
-        )
+        raise UserError(f"{directory.path} holds {model.trainable_modules[0]}, which was fully trained; MindSpeed-MM's "
+                        f"layout stores adapters only: make a whole model with merge_lora, and convert that.")
     source = open_adapter(directory, model, is_own=True)
     check_layout(layout, model, LAYOUT)
     return to_mindspeed(source, Path(mm_dir), layout, Storage(format, Structure.CANONICAL, adapters_only=True))
@@ -81,20 +78,16 @@ def open_mindspeed_adapters(
         raise UserError(f"{directory.path} does not hold adapters only; for a whole model use mm_to_hf.")
     model = None
     if directory.manifest is None:
-        missing = [flag for flag, value in ((HF_DIR, base_dir), (LAYOUT, layout),
-                                            ("--cfg.lora_alpha", alpha)) if value is None]
-        if missing or base_dir is None or alpha is None:
-            raise UserError(f"{directory.path} has no manifest that describes its adapters; give "
-                            f"{', '.join(missing)}: the base model, its layout and the alpha of the training.")
-        if not ALPHAS[0] <= alpha <= ALPHAS[1]:
-            raise UserError(f"--cfg.lora_alpha is {alpha}; expected {ALPHAS_TEXT}.")
+        if layout is None or base_dir is None or alpha is None:
+            raise UserError(f"{directory.path} has no manifest that describes its adapters; give {HF_DIR}, {LAYOUT} "
+                            f"and --cfg.lora_alpha: the base model, its layout and the alpha of the training.")
         with naming(HF_DIR):
             base = HFDirectory.open(base_dir, weights_required=False).model_config()
         model = _found_model(directory, base, alpha)
     return open_mindspeed(directory, model, layout)
 
 
-def merge_lora(lora_dir: str | Path, hf_dir: str | Path, save_hf_dir: str | Path) -> Merge:
+def merge_lora(lora_dir: str | Path, hf_dir: str | Path, save_hf_dir: str | Path) -> Conversion:
     """Adapters of any kind and the Hugging Face directory of their base model -> a whole model.
 
     Adapters in MindSpeed-MM's layout need a manifest.

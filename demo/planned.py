@@ -32,11 +32,10 @@ class Planner:
         return self.folder / "model.json"
 
     def plan(self) -> None:
-        """Calibrate, search, and write the planned layout and a report."""
+        """Calibrate, search, and write the planned layout."""
         self.folder.mkdir()
         self._run("calibrate", "calibrate", "--output", self.calibration, "--num-processes", "2")
-        self._run("layouts", "--calibration", self.calibration, "--fix", KEPT, "--write", self.folder, "--html",
-                  self.folder / "report.html")
+        self._run("layouts", "--calibration", self.calibration, "--fix", KEPT, "--write", self.folder)
 
     def lists(self) -> tuple[Any, Any]:
         """Layers of the ViT and of the LLM on each stage, or in each chunk of each stage."""

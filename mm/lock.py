@@ -24,7 +24,7 @@ from pathlib import Path
 
 from typing_extensions import Self
 
-from mm.errors import UserError, collected, refuse, writing
+from mm.errors import UserError, refuse, writing
 from mm.files import json_object, regular
 from mm.process import began, node_id
 
@@ -35,8 +35,6 @@ SILENT_SECONDS = 60.0
 _LOOK_SECONDS = 0.5
 _NOTE_SECONDS = 10.0
 """When to print that a process waits for an index; then again each time that it has waited four times as long."""
-_RELEASE_SECONDS = 5.0
-"""How long the end of a run waits for an unresponsive disk."""
 
 
 @dataclass(frozen=True)
@@ -60,29 +58,15 @@ class Owner:
 
     @classmethod
     def read(cls, content: bytes) -> "Owner | None":
-        """The owner in a lock file's ``content``; None if it is not written yet, or damaged."""
+        """The owner in a lock file's ``content``; None if it is not written yet."""
         try:
-            found = cls(**json_object(content)["owner"])
+            return cls(**json_object(content)["owner"])
         except (ValueError, KeyError, TypeError):
             return None
-        is_pid = type(found.pid) is int and 0 < found.pid < 2**31
-        return found if is_pid and all(isinstance(one, str) for one in (found.kernel, found.started)) else None
-
-    def content(self) -> bytes:
-        """The lock file's content."""
-        return json.dumps({"owner": asdict(self)}).encode() + b"\n"
 
     def is_alive(self) -> bool | None:
         """Whether the process still runs; None if it runs under another kernel."""
-        if self.kernel != node_id():
-            return None
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:  # another user's process, which /proc may hide
-            return began(self.pid) in (None, self.started)
-        return began(self.pid) == self.started
+        return began(self.pid) == self.started if self.kernel == node_id() else None
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host} since {self.since}"
@@ -92,7 +76,7 @@ class Lock:
     """This process's lock file, which a thread renews."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._content = path, Owner.here().content()
+        self.path, self._content = path, json.dumps({"owner": asdict(Owner.here())}).encode() + b"\n"
         self._is_created = False
         self._has_ended = threading.Event()
         self._changing = threading.Lock()
@@ -180,7 +164,9 @@ class Claim:
                         lock.release()
                     for number, (owner, is_alive) in enumerate(lock.attempts()):
                         if is_alive:
-                            raise _busy(path, flag, owner)
+                            raise UserError(
+                                f"{flag} is being written by another run, {owner or 'which has just begun'} ({path}); "
+                                f"wait until it ends, or give another directory")
                         if number == 0:
                             say(f"note: {flag} is claimed by {owner or 'a run'}; this run takes it over if {path} is "
                                 f"not renewed within {SILENT_SECONDS:.0f} s")
@@ -190,46 +176,21 @@ class Claim:
 
     def check(self) -> None:
         """Raise UserError if any lock is lost."""
-        problems: list[str] = []
-        for lock, flag in self._locks:
-            with collected(problems):
-                if lock.is_lost():
-                    problems.append(f"{flag}: {lock.path} no longer belongs to this run: it was not renewed for "
-                                    f"{SILENT_SECONDS:.0f} s, or was removed, so another run may be writing there; "
-                                    f"this run stops writing")
-        refuse(problems)
+        refuse(f"{flag}: {lock.path} no longer belongs to this run: it was not renewed for {SILENT_SECONDS:.0f} s, or "
+               f"was removed, so another run may be writing there; this run stops writing"
+               for lock, flag in self._locks if lock.is_lost())
 
     def release(self) -> None:
-        """Release the directories, waiting only ``_RELEASE_SECONDS`` for an unresponsive disk.  Locks no more of them:
-        another thread may end the run while the main thread is about to lock one."""
+        """Release the directories, and lock no more: another thread may end the run while the main thread locks one."""
         self._has_ended = True
-        releasing = [threading.Thread(target=lock.release, daemon=True) for lock, _ in self._locks]
-        for thread in releasing:
-            thread.start()
-        until = time.monotonic() + _RELEASE_SECONDS
-        for thread in releasing:
-            thread.join(max(0.0, until - time.monotonic()))
+        for lock, _ in self._locks:
+            lock.release()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.release()
-
-
-def claim_problems(directories: Mapping[str, str]) -> list[str]:
-    """Report directories that another run on this host is writing, without locking any.
-
-    Runs on other hosts are found when the directories are locked.
-    """
-    problems: list[str] = []
-    for path, flag in _lock_files(directories).items():
-        with collected(problems), writing(path, flag):
-            found = _look(path)
-            owner = None if found is None else Owner.read(found[0])
-            if owner is not None and owner.is_alive():
-                raise _busy(path, flag, owner)
-    return problems
 
 
 @contextmanager
@@ -261,21 +222,14 @@ def _lock_files(directories: Mapping[str, str]) -> dict[Path, str]:
     return found
 
 
-def _busy(path: Path, flag: str, owner: Owner | None) -> UserError:
-    return UserError(f"{flag} is being written by another run, {owner or 'which has just begun'} ({path}); wait until "
-                     f"it ends, or give another directory")
-
-
 def _look(path: Path) -> tuple[bytes, int] | None:
-    """Content (none if it is another user's) and modification time of the file, which is opened again, so that a shared
-    disk asks its server; None if there is no file.  Raises OSError for anything but a regular file."""
-    with suppress(FileNotFoundError):
-        try:
-            with open(path, "rb", opener=lambda name, flags: regular(name, flags | os.O_NOFOLLOW)) as stream:
-                return stream.read(), os.fstat(stream.fileno()).st_mtime_ns
-        except PermissionError:
-            return b"", path.stat().st_mtime_ns
-    return None
+    """Content and modification time of the file, which is opened again, so that a shared disk asks its server; None if
+    there is no file.  Raises OSError for anything but a regular file."""
+    try:
+        with open(path, "rb", opener=lambda name, flags: regular(name, flags | os.O_NOFOLLOW)) as stream:
+            return stream.read(), os.fstat(stream.fileno()).st_mtime_ns
+    except FileNotFoundError:
+        return None
 
 
 def _remove(path: Path, left: tuple[bytes, int]) -> None:

@@ -20,7 +20,7 @@ class PageReader(HTMLParser):
         for name, value in attrs:
             assert not name.startswith("on") and name != "href"
             assert name != "src" or (value or "").startswith("data:image/")
-        if tag not in ("meta", "img", "line", "br"):
+        if tag not in ("meta", "img", "line", "br", "hr"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:

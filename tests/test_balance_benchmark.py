@@ -18,7 +18,7 @@ def output(tmp_path_factory) -> tuple[dict, str]:
 
 
 def test_balance_is_even_and_shortens_the_step(output: tuple[dict, str]) -> None:
-    found, _ = output
+    found, text = output
     by = {(row["set"], row["sampler"]): row for row in found["rows"]}
     for name in ("llava", "documents", "videos"):
         plain = by[name, "BaseRandomBatchSampler"]
@@ -26,14 +26,7 @@ def test_balance_is_even_and_shortens_the_step(output: tuple[dict, str]) -> None
             row = by[name, sampler]
             assert row["worst_step"] <= 1.01 and row["cost_of_plain"] == pytest.approx(1 / plain["step"], rel=0.01)
         assert by[name, "BaseRandomBatchSampler with packing"]["full"] >= 0.95 and plain["of_rank"] == 32
-        assert by[name, "BucketBatchSampler, data_reordering_img"]["turn"] < plain["turn"]
-    assert found["planning"]["full"] >= 0.97
-
-
-def test_every_goal_is_shown(output: tuple[dict, str]) -> None:
-    found, text = output
-    assert found["goals"] and all(what in text for what, *_ in found["goals"])
-    assert text.count("reached") + text.count("**missed**") == len(found["goals"])
+    assert found["planning"]["full"] >= 0.97 and "20,480 samples: " in text
 
 
 @pytest.mark.parametrize(("name", "mean_tokens"), [

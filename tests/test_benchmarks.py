@@ -38,8 +38,6 @@ COMMANDS = {
     "data": ("benchmarks.data", "--quick"),
     "plan": ("benchmarks.plan", "--quick", "--rounds", "1"),
     "shipped": ("benchmarks.plan.shipped", "--size", "7b", "--data", "llava"),
-    "search": ("benchmarks.plan.search", "--size", "7b", "--rounds", "1"),
-    "meta": ("benchmarks.plan.meta", "--device", "h200", "--step", "3B"),
     "device": ("benchmarks.plan.device", "--device", "cpu", "--size", "tiny", "--tokens", "689", "--num-microbatches",
                "1", "--quick", "--warmup", "1", "--steps", "1"),
     "fits": ("benchmarks.plan.fits", "--size", "3b"),
@@ -120,15 +118,10 @@ def test_planned_layouts_beat_those_of_the_scripts(started: dict[str, Future]) -
     assert same_sizes["share_of_bound"] > 0.96
 
 
-def test_the_page_has_the_tables_of_what_fits(started: dict[str, Future]) -> None:
+def test_the_page_has_the_table_of_what_fits(started: dict[str, Future]) -> None:
     page = (ROOT / "docs" / "planning.md").read_text().splitlines()
     lines = started["fits"].result()
-    assert len(lines) == 3 * (3 + 3) and set(lines) <= set(page)
-
-
-def test_kernels_of_a_step_predict_about_what_the_laws_do(started: dict[str, Future]) -> None:
-    (row,) = started["meta"].result()
-    assert 0.8 < row["ratio"] < 1.25
+    assert len(lines) == 2 + 3 and set(lines) <= set(page)
 
 
 def num_vision_params() -> int:

@@ -10,8 +10,8 @@ from mm.conversion import convert
 from mm.conversion.convert import Options
 from mm.formats.hf import HFDirectory
 from mm.formats.layout import Layout
-from mm.formats.source import open as open_source
-from mm.formats.storage import Format, Storage, Structure
+from mm.formats.mindspeed_layout import Format, Storage, Structure
+from mm.formats.source import open_source
 from tests import tiny
 from tests.launch import run_ranks
 
@@ -71,11 +71,6 @@ def test_trains_as_from_hugging_face(model, directory, results):
     expected, losses = found["losses"]
     assert len(set(losses)) == 2 and losses == expected
     assert found["after"] == []
-
-
-@pytest.mark.parametrize("model", ["untied", "tied"])
-def test_the_comparison_finds_differences(model, results):
-    assert len(results[model]["without loading"]) > 50
 
 
 def test_every_rank_reports_a_copy_that_differs(results):

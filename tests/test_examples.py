@@ -13,7 +13,7 @@ from mm.config.generate import load_asking
 from mm.config.model import read_model
 from mm.config.run import load_run
 from mm.generation.layout import placed
-from mm.plan.sizes import num_model_params
+from mm.plan.model_states import num_model_params
 from mm.plan.stages import stage_report
 from tests.files import EXAMPLES, ROOT
 
@@ -360,19 +360,6 @@ def test_scripts_that_ask_launch_flags_that_load(tmp_path, monkeypatch, size, nu
     assert asking.args.prompt == "a b" and asking.inference is not None
     model, notes = placed(asking.inference.model, 1, asking.args.pipeline_model_parallel_size, num_stages)
     assert (model, notes, asking.notes) == (asking.inference.model, (), ())
-
-
-@pytest.mark.parametrize("script", ["inference", "evaluate"])
-def test_scripts_that_ask_rehearse_before_they_launch_several_processes(tmp_path, script):
-    asked = {"script": script, "NPUS_PER_NODE": "2", "TP": "2"}
-    outcome, argv = run_script(tmp_path, "7b", "--seed", "1", **asked, CHECK_STATUS="2")
-    assert (outcome.returncode, argv, outcome.stdout) == (2, [], "")
-    assert "checked\nnote: the loss differs\n" in outcome.stderr
-    outcome, argv = run_script(tmp_path, "7b", "--seed", "1", **asked)
-    assert outcome.returncode == 0 and "mm.launch" in argv and "checked" not in outcome.stderr
-    assert {"--check", "--world-size"}.isdisjoint(argv)
-    argv = run_script(tmp_path, "7b", "--check", **asked)[1]
-    assert (argv[0], *argv[-3:]) == (f"{script}_vlm.py", "--check", "--world-size", "2")
 
 
 def test_wrong_sizes_of_a_script_that_asks_are_refused(tmp_path):

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,9 +20,13 @@ import pytest
 
 from mm import lock
 from mm.errors import UserError
-from mm.lock import LOCK_FILE, Claim, Owner, claim_problems, making
+from mm.lock import LOCK_FILE, Claim, Owner, making
 
 CONTEXT = multiprocessing.get_context("forkserver")
+
+
+def content_of(owner: Owner) -> bytes:
+    return json.dumps({"owner": asdict(owner)}).encode() + b"\n"
 
 
 def take(directories: dict[str, str]) -> Claim:
@@ -81,25 +86,6 @@ def test_a_run_that_ends_while_it_locks_leaves_no_lock(tmp_path: Path, monkeypat
     found.release()
 
 
-def test_a_second_release_returns_when_the_directory_is_released(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found, is_lost, is_releasing = take({"--save": str(tmp_path)}), lock.Lock.is_lost, threading.Event()
-
-    def slow_disk(one: lock.Lock) -> bool:
-        is_releasing.set()
-        time.sleep(0.3)
-        return is_lost(one)
-
-    monkeypatch.setattr(lock.Lock, "is_lost", slow_disk)
-    first = threading.Thread(target=found.release)
-    first.start()
-    assert is_releasing.wait(10)
-    found.release()
-    assert not (tmp_path / LOCK_FILE).exists()
-    first.join()
-
-
 def test_a_second_run_is_rejected_while_the_first_runs(tmp_path: Path) -> None:
     with take({"--save": str(tmp_path / "a/save"), "--log-dir": str(tmp_path / "logs")}):
         for directories in ({"--save": str(tmp_path / "a" / ".." / "a/save")}, {"--save": str(tmp_path / "logs")}):
@@ -109,41 +95,27 @@ def test_a_second_run_is_rejected_while_the_first_runs(tmp_path: Path) -> None:
             (problem,) = refused.value.problems
             assert f"--save {given} is being written by another run, process {os.getpid()} on {socket.gethostname()} " \
                    "since 20" in problem
-            assert claim_problems(directories) == [problem]
             assert list((tmp_path / "other").iterdir()) == []  # already taken locks are released
     assert not list(tmp_path.rglob(f"{LOCK_FILE}*"))
-    assert claim_problems({"--save": str(tmp_path / "a/save"), "--log-dir": str(tmp_path / "none")}) == []
     take({"--save": str(tmp_path / "a/save"), "--log-dir": str(tmp_path / "a/save")}).release()  # one lock
 
 
 def test_a_killed_run_is_replaced_at_once(tmp_path: Path) -> None:
     child = holder(tmp_path)
-    assert claim_problems({"--save": str(tmp_path)})[0].count(f"process {child} on ") == 1
     os.kill(child, signal.SIGSTOP)  # a stopped process may continue
-    assert claim_problems({"--save": str(tmp_path)})
+    with pytest.raises(UserError, match=f"process {child} on "):
+        take({"--save": str(tmp_path)})
     os.kill(child, signal.SIGKILL)
-    while claim_problems({"--save": str(tmp_path)}):  # a zombie: its exit status has not been read
-        time.sleep(0.01)
-    take({"--save": str(tmp_path)}).release()
+    while True:
+        with suppress(UserError):  # it may not be dead yet; then it is a zombie, whose exit status has not been read
+            take({"--save": str(tmp_path)}).release()
+            break
     os.waitpid(child, 0)
 
 
 def test_a_reused_process_id_is_not_the_owner(tmp_path: Path) -> None:
-    (tmp_path / LOCK_FILE).write_bytes(replace(Owner.here(), started="1").content())
+    (tmp_path / LOCK_FILE).write_bytes(content_of(replace(Owner.here(), started="1")))
     take({"--save": str(tmp_path)}).release()
-
-
-def test_another_users_process_is_the_owner_only_if_it_began_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that may not be signalled belongs to another user, who may have got a dead owner's process id."""
-
-    def refuse(*_: int) -> None:
-        raise PermissionError
-
-    monkeypatch.setattr(lock.os, "kill", refuse)
-    owner = Owner.here()
-    assert owner.is_alive() and not replace(owner, started="1").is_alive()
-    monkeypatch.setattr(lock, "began", lambda _: None)  # /proc hides other users' processes
-    assert owner.is_alive()
 
 
 def test_only_one_of_many_runs_replaces_a_killed_one(tmp_path: Path, monkeypatch) -> None:
@@ -155,7 +127,7 @@ def test_only_one_of_many_runs_replaces_a_killed_one(tmp_path: Path, monkeypatch
         remove(*arguments)
 
     monkeypatch.setattr(lock, "_remove", remove_slowly)
-    for number in range(10):
+    for number in range(4):
         directory, found = tmp_path / str(number), tmp_path / f"found {number}"
         found.mkdir()
         child = holder(directory)
@@ -185,16 +157,6 @@ def follow_all(directory: Path, found: Path, num_runs: int) -> None:
     assert [os.waitpid(one, 0)[1] for one in children] == [0] * num_runs
 
 
-def test_a_new_lock_is_not_even_briefly_moved(tmp_path: Path, monkeypatch) -> None:
-    """Otherwise a third run could create its own."""
-    with take({"--save": str(tmp_path)}) as mine:
-        for change in ("rename", "replace", "unlink"):
-            monkeypatch.setattr(Path, change, lambda *_: pytest.fail("the lock is touched"))
-        lock._remove(tmp_path / LOCK_FILE, (replace(Owner.here(), started="1").content(), 0))
-        mine.check()
-        monkeypatch.undo()
-
-
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The lock of a run on another host."""
@@ -202,13 +164,12 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(lock, "BEAT_SECONDS", 0.05)
     monkeypatch.setattr(lock, "_LOOK_SECONDS", 0.1)
     owner = replace(Owner.here(), kernel="another", host="node-7", pid=17, since="2026-11-23 01:02:03")
-    (tmp_path / LOCK_FILE).write_bytes(owner.content())
+    (tmp_path / LOCK_FILE).write_bytes(content_of(owner))
     return tmp_path / LOCK_FILE
 
 
 def test_another_hosts_run_counts_as_dead_without_renewal(elsewhere: Path, capsys) -> None:
     directories = {"--save": str(elsewhere.parent)}
-    assert claim_problems(directories) == []  # a check does not wait
     with take(directories):
         held = Owner.read(elsewhere.read_bytes())
         assert held is not None and held.pid == os.getpid()
@@ -236,17 +197,11 @@ def test_a_run_renews_its_lock_and_notices_its_loss(elsewhere: Path) -> None:
     mine.check()
     other = replace(Owner.here(), host="node-8")
     elsewhere.unlink()
-    elsewhere.write_bytes(other.content())
+    elsewhere.write_bytes(content_of(other))
     with pytest.raises(UserError, match=r"no longer belongs to this run.*this run stops writing"):
         mine.check()
     mine.release()
     assert json.loads(elsewhere.read_bytes())["owner"] == asdict(other)  # it belongs to another run and stays
-
-
-def test_a_directory_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(UserError, match=r"--save .*file.* cannot be written"):
-        take({"--save": str(tmp_path / "file")})
 
 
 @pytest.mark.parametrize("place", [
@@ -257,7 +212,6 @@ def test_a_lock_that_is_no_file_is_refused_at_once(tmp_path: Path, place: Callab
     directories = {"--save": str(tmp_path)}
     with pytest.raises(UserError, match=rf"--save {tmp_path}: {path} cannot .*not a regular file.*remove it"):
         take(directories)
-    assert len(claim_problems(directories)) == 1
     with pytest.raises(OSError, match="not a regular file"), making(path, "a thing"):
         pass
     assert os.path.lexists(path)
@@ -313,21 +267,9 @@ def test_others_wait_for_the_maker_and_take_over_if_it_is_killed(tmp_path: Path)
     assert not any(path.parent.iterdir())
 
 
-@pytest.mark.parametrize("is_readable", [True, False])
-def test_a_maker_elsewhere_is_waited_for_while_it_renews(elsewhere: Path, monkeypatch, capsys, is_readable) -> None:
-    """Another user's lock may not be readable."""
+def test_a_maker_elsewhere_is_waited_for_while_it_renews(elsewhere: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(lock, "_NOTE_SECONDS", 0.5)
-    seen, of_others, num_opened, open_file = [], elsewhere.read_bytes(), 0, lock.regular
-
-    def denied(*arguments: Any) -> int:
-        nonlocal num_opened
-        num_opened += 1
-        if elsewhere.read_bytes() == of_others:
-            raise PermissionError
-        return open_file(*arguments)
-
-    if not is_readable:
-        monkeypatch.setattr(lock, "regular", denied)
+    seen = []
 
     def wait() -> None:
         with making(elsewhere, "the index of records.json"):
@@ -342,9 +284,8 @@ def test_a_maker_elsewhere_is_waited_for_while_it_renews(elsewhere: Path, monkey
     waiting.join()
     assert seen == ["makes"] and not elsewhere.exists()
     said = capsys.readouterr().err
-    owner = "process 17 on node-7 since 2026-11-23 01:02:03" if is_readable else "another process"
+    owner = "process 17 on node-7 since 2026-11-23 01:02:03"
     assert f"note: waiting for {owner}, which creates the index of records.json: " in said
-    assert num_opened < 100  # it sleeps between them
 
 
 def test_a_failed_maker_gives_the_lock_up(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_the_tiny_model_does_what_the_text_says(tmp_path: Path):
 
 
 def test_the_number_of_layouts_is_that_of_the_parity_test():
-    assert f"under each of {len(CASES)} layouts" in PARITY and f": {len(CASES)} layouts by hand" in README
+    assert f"under each of {len(CASES)} layouts" in PARITY and f": {len(CASES)} hand-picked layouts" in README
     assert f"every gradient, {len(CASES)} layouts, in CI" in README
 
 

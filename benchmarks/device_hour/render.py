@@ -167,7 +167,7 @@ def _predicted(results: Results, label: str, step: dict) -> float | None:
         return None
     (run,) = runs
     # imported here, because it takes seconds
-    from benchmarks.plan.meta import predicted_step
+    from benchmarks.plan.device import predicted_step
     from tests.meta.step import Case
 
     case = Case(run["size"], freeze=tuple(run["frozen"]), recompute="full" if run["recompute"] else "none",

@@ -25,11 +25,9 @@ from mm.model.stage import Stage
 from mm.parallel import mesh as parallel
 from mm.placement import PipelineLayout
 from mm.plan.calibration import Calibration
-from mm.plan.costs import counts_of
 from mm.plan.predict import Predictor, StepPrediction
-from mm.plan.workload import Workload
+from mm.plan.workload import Workload, counts_of
 from mm.planner.measure import ProbeSizes, measure
-from mm.planner.probes import QUICK_EFFORT, Effort
 from mm.planner.samples import random_microbatch
 from mm.training.step import Setup, step
 
@@ -175,16 +173,15 @@ class _Measured:
 
 
 def _calibrated(device: Device, world_size: int, is_quick: bool) -> Calibration:
-    """A calibration in one round, with adapters too if a case has them; a quick one without repeats."""
+    """A calibration in one round, with adapters too if a case has them."""
     plain, lora = CASES[1][0], CASES[1][3]
     sizes = _QUICK_SIZES if is_quick else _SIZES
     cases = cases_of(world_size, is_quick)
     tp_sizes = sorted({1, *(case.tp_size for case in cases)})
-    effort = QUICK_EFFORT if is_quick else Effort(1)
-    found = measure(device, arguments(1), model_of(plain, is_quick), tp_sizes, sizes, effort)
+    found = measure(device, arguments(1), model_of(plain, is_quick), tp_sizes, sizes, 1)
     if not any(case.has_lora for case in cases):
         return found
-    more = measure(device, arguments(1), model_of(lora, is_quick), [1], sizes, effort)
+    more = measure(device, arguments(1), model_of(lora, is_quick), [1], sizes, 1)
     return replace(found, blocks=(*found.blocks, *(one for one in more.blocks if one.key not in found.by_key)))
 
 
@@ -196,9 +193,7 @@ def _row(case: Case, world_size: int, rounds: Sequence[_Measured]) -> dict[str, 
     low, high = predicted.interval
     is_inside = [one.predicted.interval[0] <= seconds <= one.predicted.interval[1]
                  for one in rounds for seconds in one.seconds]
-    every = [seconds for one in rounds for seconds in one.seconds]
     return {"case": case.name, "num_ranks": world_size, "predicted": predicted.seconds, "low": low, "high": high,
-            "measured": measured, "error": predicted.seconds / measured - 1, "bubble": predicted.bubble,
+            "measured": measured, "error": predicted.seconds / measured - 1,
             "calibration_seconds": statistics.fmean(one.calibration_seconds for one in rounds),
-            "share_in_interval": statistics.fmean(is_inside), "spread": [min(every), max(every)],
-            "predictions": [one.predicted.seconds for one in rounds]}  # fmt: skip
+            "share_in_interval": statistics.fmean(is_inside)}  # fmt: skip

@@ -1,29 +1,26 @@
 """Which flags make each published model fit on how many devices of which memory, by the dry run's formulas.
 
-    python -m benchmarks.plan.fits [--size 3b 7b 32b 72b]
+    python -m benchmarks.plan.fits [--gib 64] [--size 3b 7b 32b 72b]
 
-Prints the tables of docs/planning.md.  Each device holds a tensor-parallel part of the whole model; the first tensor
+Prints the table of docs/planning.md.  Each device holds a tensor-parallel part of the whole model; the first tensor
 parallel size with which flags suffice is the answer.
 """
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
+from itertools import product
 
-from benchmarks.measure import report, shipped_model, step_arguments
+from benchmarks.measure import command, report, shipped_model, step_arguments
 from mm.config.data import DataConfig
 from mm.config.lora import LoraConfig
 from mm.config.model import ModelConfig
 from mm.config.run import Run
-from mm.plan.fitting import CHANGES, cheapest_fits
+from mm.plan.memory_flags import CHANGES, cheapest_fits
 
 SIZES = ("3b", "7b", "32b", "72b")
 TRAINED = ("everything", "ViT frozen", "adapters")
 NUM_DEVICES = (1, 2, 4, 8, 16)
-MEMORIES = (64.0, 79.65, 140.4)
-"""GiB: of Ascend 910B and A2, of an 80 GB and of a 141 GB GPU, as their drivers report them."""
 NUM_TOKENS = 8192
 """Tokens of the one microbatch that a device holds at a time."""
 LETTERS = dict(zip((change.flags for change in CHANGES), "DRSGMWFAOBN", strict=True))
@@ -40,18 +37,13 @@ def model_of(size: str, trained: str) -> ModelConfig:
         lora=LoraConfig(("all-linear",), r=16) if trained == "adapters" else LoraConfig())
 
 
-def answers(model: ModelConfig, num_devices: int) -> list[str]:
-    """For each of ``MEMORIES``: TP size and letters of the flags, or a dash."""
-    found = dict[float, str]()
+def answer(model: ModelConfig, num_devices: int, gib: float) -> str:
+    """TP size and letters of the flags, or a dash."""
     for tp_size in (one for one in model.tp_sizes if one <= num_devices and num_devices % one == 0):
-        run = _run(model, num_devices, tp_size)
-        limits = {int(memory * 2**30): memory for memory in MEMORIES if memory not in found}
-        fits = {fit.max_bytes: fit for limit in limits for fit in cheapest_fits(run, [limit])}
-        for limit, memory in limits.items():
-            flags = fits[limit].flags if limit in fits else ()
-            if flags or limit not in fits:
-                found[memory] = f"TP {tp_size} {''.join(LETTERS[one] for one in flags)}".strip()
-    return [found.get(memory, "-") for memory in MEMORIES]
+        fits = cheapest_fits(_run(model, num_devices, tp_size), [int(gib * 2**30)])
+        if not fits or fits[0].flags:
+            return f"TP {tp_size} {''.join(LETTERS[one] for fit in fits for one in fit.flags)}".strip()
+    return "-"
 
 
 def _run(model: ModelConfig, num_devices: int, tp_size: int) -> Run:
@@ -60,33 +52,25 @@ def _run(model: ModelConfig, num_devices: int, tp_size: int) -> Run:
     return Run(args, model, DataConfig("hf", ("data.json",)), num_devices)
 
 
-def tables(sizes: Sequence[str]) -> Iterator[str]:
-    """The lines of a table in Markdown for each of ``MEMORIES``."""
-    found = {(size, trained): [answers(model_of(size, trained), count) for count in NUM_DEVICES]
-             for size in sizes for trained in TRAINED}
-    for place, memory in enumerate(MEMORIES):
-        yield f"| {memory:g} GiB | {' | '.join(_devices(count) for count in NUM_DEVICES)} |"
-        yield f"| --- |{' --- |' * len(NUM_DEVICES)}"
-        for (size, trained), row in found.items():
-            yield f"| {size.upper()}, {trained} | {' | '.join(one[place] for one in row)} |"
-        yield ""
+def lines_of(sizes: Sequence[str], gib: float) -> Iterator[str]:
+    """The lines of a table in Markdown."""
+    columns = [f"{count} device{'s' * (count > 1)}" for count in NUM_DEVICES]
+    yield f"| {gib:g} GiB | {' | '.join(columns)} |"
+    yield f"| --- |{' --- |' * len(NUM_DEVICES)}"
+    for size, trained in product(sizes, TRAINED):
+        model = model_of(size, trained)
+        yield f"| {size.upper()}, {trained} | {' | '.join(answer(model, count, gib) for count in NUM_DEVICES)} |"
 
 
-def _devices(count: int) -> str:
-    return "1 device" if count == 1 else f"{count} devices"
-
-
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: list[str]) -> None:
+    parser = command(__doc__)
+    parser.add_argument("--gib", type=float, default=64.0, help="memory of a device")
     parser.add_argument("--size", nargs="*", default=SIZES, choices=SIZES)
-    parser.add_argument("--output", type=Path, help="JSON file of the lines to write")
     flags = parser.parse_args(argv)
-    lines = list(tables(flags.size))
+    lines = list(lines_of(flags.size, flags.gib))
     print("\n".join(lines))
-    if flags.output is not None:
-        report(lines, flags.output, prints=False)
-    return 0
+    report(lines, flags.output, prints=False)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

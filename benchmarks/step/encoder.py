@@ -21,12 +21,10 @@ from mm.config.data import DataConfig
 from mm.config.model import ModelConfig
 from mm.config.run import Run
 from mm.device.device import Device
-from mm.plan.costs import counts_of
 from mm.plan.predict import Predictor
-from mm.plan.workload import Workload
-from mm.planner.measure import ProbeSizes
+from mm.plan.workload import Workload, counts_of
+from mm.planner.measure import NUM_ROUNDS, ProbeSizes
 from mm.planner.measure import measure as calibrate
-from mm.planner.probes import QUICK_EFFORT, USUAL_EFFORT, Effort
 from tests.microbatches import random_microbatch
 from tests.workload import Sample
 
@@ -60,8 +58,7 @@ def measure(device: Device, rounds: int, is_quick: bool, sequence_parallel: bool
     model = replace(model, vision=replace(model.vision, freeze=False))
     pictures = QUICK_PICTURES if is_quick else PICTURES
     batches = {name: batch_of(samples, model) for name, samples in pictures.items()}
-    predicted = predicted_ratios(device, model, batches, sequence_parallel,
-                                 QUICK_EFFORT if is_quick else USUAL_EFFORT)
+    predicted = predicted_ratios(device, model, batches, sequence_parallel, 1 if is_quick else NUM_ROUNDS)
     tensors = random_tensors(model, device.torch_device, torch.float32)
     seconds = {name: {encoder: list[tuple[float, float]]() for encoder in ENCODERS} for name in batches}
     firsts: list[tuple[float, float]] = []
@@ -91,7 +88,7 @@ def measure(device: Device, rounds: int, is_quick: bool, sequence_parallel: bool
 
 
 def predicted_ratios(
-    device: Device, model: ModelConfig, batches: dict[str, list[Microbatch]], sequence_parallel: bool, effort: Effort
+    device: Device, model: ModelConfig, batches: dict[str, list[Microbatch]], sequence_parallel: bool, num_rounds: int
 ) -> dict[str, dict[str, float]]:
     """The predicted time of a step, cut / whole and cut / together, for each of ``batches``."""
     args = step_arguments("--use-distributed-optimizer", "--tensor-model-parallel-size", "2",
@@ -99,7 +96,7 @@ def predicted_ratios(
     totals = {name: [BatchTotals.of([one], model.vision) for one in batch] for name, batch in batches.items()}
     sizes = ProbeSizes(max(one.num_tokens for batch in totals.values() for one in batch),
                        max(one.num_patches for batch in totals.values() for one in batch))
-    calibration = calibrate(device, args, model, [1, 2], sizes, effort)
+    calibration = calibrate(device, args, model, [1, 2], sizes, num_rounds)
     found: dict[str, dict[str, float]] = {}
     for name, batch in totals.items():
         seconds = {

@@ -18,8 +18,8 @@
 # takes 2 bytes for each weight and 12 more for each that is trained.  MindSpeed-MM's scripts save weights alone, and only
 # at the end: add --no-save-optim --no-save-rng and set SAVE_INTERVAL to TRAIN_ITERS for that.
 #
-# Flags after the script's name are passed on; with --dry-run (of a training) or --check nothing is launched.  Else one
-# process checks everything before several are launched, so that a mistake is reported once and ends the script with
+# Flags after the script's name are passed on; with --dry-run or --check of a training nothing is launched.  Else one
+# process checks a training before several are launched, so that a mistake is reported once and ends the script with
 # status 2.  All paths are relative to the repository root.
 #
 # MM_PLAN plans the run of the script instead of starting it: the words of mm-plan, without the flags of training, as in
@@ -266,17 +266,7 @@ ask() {
         [[ "${!name}" =~ ^[1-9][0-9]{0,8}$ ]] || wrong+=("$name is '${!name}'; expected an integer of at least 1.")
     done
     ((${#wrong[@]} == 0)) || fail "${wrong[@]}"
-    if ((NPUS_PER_NODE * NNODES == 1)); then exec "$PYTHON" "$program" "${flags[@]}"; fi
-    local rehearse=(env -u WORLD_SIZE -u RANK -u LOCAL_RANK "$PYTHON" "$program" "${flags[@]}"
-        --world-size "$((NPUS_PER_NODE * NNODES))")
-    local flag status rehearsal
-    for flag in "$@"; do
-        if [[ " --check --help -h " == *" $flag "* ]]; then
-            exec "${rehearse[@]}"
-        fi
-    done
-    # The ranks say the notes again; a rehearsal is seen where it fails.
-    rehearsal=$("${rehearse[@]}" --check 2>&1) || { status=$? && echo "$rehearsal" >&2 && exit "$status"; }
+    if ((NPUS_PER_NODE * NNODES == 1)) || [[ " $* " == *" --help "* ]]; then exec "$PYTHON" "$program" "${flags[@]}"; fi
     exec "$PYTHON" -m mm.launch --nproc_per_node "$NPUS_PER_NODE" --nnodes "$NNODES" \
         --node_rank "$NODE_RANK" --master_addr "$MASTER_ADDR" --master_port "$MASTER_PORT" "$program" "${flags[@]}"
 }

@@ -2,9 +2,9 @@
 
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,34 +12,22 @@ import torch
 from torch import Tensor
 
 from mm.config.model import ModelConfig
-from mm.conversion.convert import (
-    HF_DIR,
-    IS_IDENTICAL,
-    LAYOUT,
-    Conversion,
-    Options,
-    check_replaceable,
-    fingerprint_of,
-    write,
-)
-from mm.errors import UserError, counted, refuse
+from mm.conversion.convert import HF_DIR, LAYOUT, Conversion, copying
+from mm.errors import UserError, refuse
 from mm.formats.adapter import CONFIG_FILE, AdapterDirectory, adapter_targets, config_text, is_peft_directory
-from mm.formats.atomic import PLAIN_MODES, Crc32s, Output, is_complete, is_intact, tidy
-from mm.formats.files import Files
+from mm.formats.atomic import PLAIN_MODES, Crc32s
 from mm.formats.hf import HFDirectory
 from mm.formats.hf_target import hf_targets, is_hf_target, write_other_files
 from mm.formats.layout import Layout
 from mm.formats.mindspeed import MindSpeedDirectory
 from mm.formats.qkv_order import QkvOrder
 from mm.formats.source import Kind, Source, find_kind, open_adapter, open_to_train, open_training
-from mm.formats.training_reader import TrainingDirectory
-from mm.process import print_notes
-from mm.progress import Progress
-from mm.weights.lora import AdapterWeights, model_adapters
-from mm.weights.plan import TargetFile, make_plan
+from mm.formats.tensor_io import Blocks, tensor_bytes
+from mm.formats.training import TrainingDirectory
+from mm.weights.lora import model_adapters
 from mm.weights.table import Place, Weight, model_weights
 from mm.weights.trained import saved_weights
-from mm.weights.views import Stored, View
+from mm.weights.views import View
 
 
 def holds_adapters(path: str | Path, flag: str = "--load") -> bool:
@@ -93,12 +81,9 @@ def open_mindspeed(directory: MindSpeedDirectory, model: ModelConfig | None, lay
     Raises UserError naming all tensors that are missing, left over or of another shape.
     """
     placed, tp_size = directory.placed_model(layout, LAYOUT, model)
-    views, misfits = directory.views(placed, tp_size)
-    problems = list(dict.fromkeys(misfit.text for misfit in misfits))
+    views, problems = directory.views(placed, tp_size)
     if problems and directory.manifest is None:
-        names = placed.lora.target_modules
-        others = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        problems.append(f"{directory.path} was read as the adapters of {', '.join(names[:3])}{others} on "
+        problems.append(f"{directory.path} was read as the adapters of {', '.join(placed.lora.target_modules[:3])} on "
                         f"{Layout.of(placed, tp_size)}; give the settings and the layout of its training.")
     refuse(problems)
     return Source(directory.path, Kind.MINDSPEED, placed, tp_size, tuple(views), directory.files, directory,
@@ -115,19 +100,12 @@ def open_beside(path: str | Path, base: ModelConfig) -> Source:
 
 def _difference(source: Source, model: ModelConfig) -> list[str]:
     """How the content of an adapter directory differs from what ``model`` trains."""
-    stored, trained = ({one.name: one for one in saved_weights(each)} for each in (source.model, model))
+    stored, trained = ({one.name: (list(one.shape), one.scale) for one in saved_weights(each)}
+                       for each in (source.model, model))
     flags = "give the --lora-* flags, lora_mixed_training and --trainable-modules of that run"
-    only = [("holds {}, which this run does not train", sorted(stored.keys() - trained.keys())),
-            ("has no {}, which this run trains", sorted(trained.keys() - stored.keys()))]
-    found = [f"{source.path} {text.format(names[0])}{f' (and {len(names) - 1} more)' if len(names) > 1 else ''}; "
-             f"{flags}." for text, names in only if names]
-    changed = [name for name in trained if name in stored
-               and (trained[name].shape, trained[name].scale) != (stored[name].shape, stored[name].scale)]
-    if changed:
-        one, other = stored[changed[0]], trained[changed[0]]
-        found.append(f"{source.path} has {changed[0]} of shape {list(one.shape)} and scale {one.scale}, but this run "
-                     f"{list(other.shape)} and {other.scale}; {flags}.")
-    return found
+    return [f"{source.path} has {name} of shape and scale {stored.get(name, 'none')}, but this run trains "
+            f"{trained.get(name, 'none')}; {flags}." for name in sorted(stored.keys() | trained.keys())
+            if stored.get(name) != trained.get(name)][:1]
 
 
 def open_base(path: str | Path, model: ModelConfig, qkv: QkvOrder | None = None) -> Source:
@@ -209,105 +187,40 @@ def export_peft(adapters: Source, target: str | Path, base: str | None) -> Conve
     def write_others(folder: Path, _: Mapping[str, Crc32s]) -> None:
         (folder / CONFIG_FILE).write_text(config_text(adapters.model, base), encoding="utf-8")
 
-    return Conversion(
-        adapters, Path(target), views, make_plan(adapters.index, views, [file]), write_others,
-        lambda path: (path / CONFIG_FILE).is_file(), PLAIN_MODES,
-    )  # fmt: skip
+    return copying(adapters, Path(target), [file], views, write_others, lambda path: (path / CONFIG_FILE).is_file(),
+                   PLAIN_MODES)
 
 
-@dataclass(frozen=True)
-class Merge:
-    """Writes a Hugging Face directory modelled on ``like``: the weights of ``base`` with ``adapters`` added."""
+def merge(adapters: Source, base: Source, hf_dir: str | Path, target: str | Path) -> Conversion:
+    """Write a Hugging Face directory modelled on ``hf_dir``: the weights of ``base``, of any kind, with ``adapters``.
 
-    adapters: Source
-    base: Source
-    like: HFDirectory
-    target: Path
-
-    def run(self, options: Options) -> None:
-        """Write the target; raises UserError if it must not or cannot be written, or ``base`` is another model."""
-        model, target = self.adapters.model, self.target.resolve()
-        check_base(self.adapters, self.base, HF_DIR)
-        print_notes((*self.base.notes, *self.adapters.notes, *base_notes(self.adapters, self.base)))
-        views, files = hf_targets(self.like, model.base, self.base.dtypes)
-        num_bytes = sum(file.num_bytes for file in files)
-        if options.dry_run:
-            print(f"{self.base.path} + {self.adapters.path} -> {target}: {counted(len(files), 'file')}, {num_bytes:,} "
-                  f"bytes. Nothing was written.")
-            return
-        sources = self.base, self.adapters
-        fingerprint = fingerprint_of(sources, files)
-        if is_complete(target, fingerprint, files):
-            tidy(target)
-        elif not options.overwrite and self._is_done(target, views, files):
-            print(f"{target} {IS_IDENTICAL}")
-            return
-        else:
-            check_replaceable(target, sources, num_bytes, is_hf_target, options.overwrite)
-            for source in sources:
-                source.check()
-            write(target, fingerprint, files, PLAIN_MODES, lambda output: self._fill(output, views, files),
-                  lambda folder, _: write_other_files(self.like, folder, files))
-        print(f"{target} is complete: {counted(len(files), 'weight file')}, {num_bytes:,} bytes.")
-
-    def _is_done(self, target: Path, views: Sequence[View], files: Sequence[TargetFile]) -> bool:
-        """Whether all files of the target exist, and all their tensors have the bytes of the merge."""
-        if not is_hf_target(target) or not all(is_intact(target, file) for file in files):
-            return False
-        values = self._values()
-        shown = Progress(f"comparing with {target}", len(files), "files")
-        return all(is_intact(target, file, {one.name: zlib.crc32(data) for one, data in _held(file, views, values)})
-                   for file in shown.each(files))
-
-    def _fill(self, output: Output, views: Sequence[View], files: Sequence[TargetFile]) -> None:
-        values, left = self._values(), [one for one in files if one.name not in output.finished]
-        total, num_left = (sum(file.num_bytes for file in some) for some in (files, left))
-        with Progress(f"writing {self.target}", total, "B", total - num_left) as progress:
-            for file in left:
-                output.create(file)
-                crc32s: dict[str, int] = {}
-                with Files(output.folder, os.O_WRONLY) as opened:
-                    for stored, data in _held(file, views, values):
-                        opened.write(stored, 0, data)
-                        crc32s[stored.name] = zlib.crc32(data)
-                output.finish(file, crc32s)
-                progress.update(file.num_bytes)
-
-    def _values(self) -> Callable[[Weight, str], Tensor]:
-        """Returns a function for the Hugging Face tensors of the merged model, in the dtype of the base."""
-        found = {f"{one.layer}.weight": one for one in model_adapters(self.adapters.model)}
-        trained = {one.name for one in saved_weights(self.adapters.model) if not one.is_adapter}
-
-        def values(weight: Weight, key: str) -> Tensor:
-            number = weight.hf_names.index(key)
-            base = self.base.read_hf(weight, number)
-            if weight.name in trained:
-                return self.adapters.read_hf(weight, number).to(base.dtype)
-            if key not in found:
-                return base
-            return (base.float() + self._product(found[key]).view(base.shape)).to(base.dtype)
-
-        return values
-
-    def _product(self, adapter: AdapterWeights) -> Tensor:
-        """scale x B A, in fp32."""
-        a, b = (self.adapters.read_hf(one, 0).float().flatten(1) for one in (adapter.a, adapter.b))
-        return (b @ a) * adapter.scale
-
-
-def _held(
-    file: TargetFile, views: Sequence[View], values: Callable[[Weight, str], Tensor]
-) -> Iterator[tuple[Stored, memoryview]]:
-    """The tensors of one file of a merge, and their bytes."""
-    for view in (one for one in views if one.stored.file == file.name):
-        (span,) = view.spans
-        assert span.key is not None, view
-        data = values(view.weight, span.key).contiguous().view(-1).view(torch.uint8).numpy().data
-        yield view.stored, memoryview(data)
-
-
-def merge(adapters: Source, base: Source, hf_dir: str | Path, target: str | Path) -> Merge:
-    """Plan a merge.  ``hf_dir`` is the template of the target; ``base`` may be of any kind."""
+    Raises UserError if ``base`` or ``hf_dir`` is another model.
+    """
+    model = adapters.model
     like = HFDirectory.open(hf_dir, weights_required=False)
-    like.check(adapters.model.base)
-    return Merge(adapters, base, like, Path(target))
+    like.check(model.base)
+    check_base(adapters, base, HF_DIR)
+    adapters = replace(adapters, notes=(*adapters.notes, *base_notes(adapters, base)))
+    views, files = hf_targets(like, model.base, base.dtypes)
+    found = {f"{one.layer}.weight": one for one in model_adapters(model)}
+    trained = {one.name for one in saved_weights(model) if not one.is_adapter}
+
+    def value(weight: Weight, key: str) -> Tensor:
+        number = weight.hf_names.index(key)
+        own = base.read_hf(weight, number)
+        if weight.name in trained:
+            return adapters.read_hf(weight, number).to(own.dtype)
+        if key not in found:
+            return own
+        a, b = (adapters.read_hf(one, 0).float().flatten(1) for one in (found[key].a, found[key].b))
+        return (own.float() + ((b @ a) * found[key].scale).view(own.shape)).to(own.dtype)
+
+    def blocks(group: Sequence[View]) -> Blocks:
+        for view in group:
+            (span,) = view.spans
+            assert span.key is not None, view
+            yield view.stored, 0, tensor_bytes(value(view.weight, span.key))
+
+    return Conversion(
+        (base, adapters), Path(target), files, views, blocks, lambda folder, _: write_other_files(like, folder, files),
+        is_hf_target, PLAIN_MODES, max_workers=1)  # fmt: skip

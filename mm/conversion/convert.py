@@ -6,142 +6,207 @@ Each function plans one conversion; ``Conversion.run`` executes it.
 import hashlib
 import os
 import shutil
+import zlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
 from mm.config.flags import VitQkvOrder
-from mm.conversion.compare import is_right
-from mm.errors import UserError, counted
+from mm.config.outputs import folder_problems
+from mm.conversion.options import Options
+from mm.errors import UserError, counted, refuse
 from mm.formats.atomic import (
     MEGATRON_MODES,
+    PART,
     PLAIN_MODES,
     Crc32s,
     Modes,
-    Output,
-    is_complete,
-    is_intact,
+    begin_file,
+    commit,
+    finish_file,
     left_bytes,
     tidy,
+    unfinished,
 )
 from mm.formats.checkpoints import LATEST_FILE
-from mm.formats.copy import execute
 from mm.formats.hf import HFDirectory
 from mm.formats.hf_target import hf_targets, is_hf_target, write_other_files
 from mm.formats.layout import Layout, check_layout
 from mm.formats.manifest import MANIFEST_FILE
 from mm.formats.mindspeed import TOOL, ConvertedManifest
+from mm.formats.mindspeed_layout import RELEASE, Format, Storage, Structure, mindspeed_targets
 from mm.formats.qkv_order import QkvOrder
-from mm.formats.source import Source, open_hf
-from mm.formats.source import open as open_source
-from mm.formats.storage import RELEASE, Format, Storage, Structure, mindspeed_targets
+from mm.formats.source import Source, open_hf, open_source
+from mm.formats.tensor_io import Blocks, Files, groups
 from mm.process import print_notes
 from mm.progress import Progress, ongoing
-from mm.weights.plan import CopyPlan, TargetFile, make_plan
-from mm.weights.views import View
+from mm.weights.views import Stored, TargetFile, View, dtype_name
 
 SOURCE_LAYOUT, TARGET_LAYOUT = "--cfg.source_parallel_config", "--cfg.target_parallel_config"
 LAYOUT = "--cfg.parallel_config"
 HF_DIR = "--cfg.hf_config.hf_dir"
 QKV_ORDER = "--cfg.common_model_config.vit_qkv_order"
-IS_IDENTICAL = "is already identical; nothing was written."
-"""Said of a target whose files and tensors are already those that would be written."""
-
-
-@dataclass(kw_only=True)
-class Options:
-    """Options of every conversion."""
-
-    dry_run: bool = False
-    """Print the plan with sizes, and write nothing."""
-    overwrite: bool = False
-    """Replace a target that is not empty."""
-    num_workers: int = 0
-    """Threads; 0 = one per core."""
 
 
 @dataclass(frozen=True)
 class Conversion:
     """A planned conversion; nothing is written yet."""
 
-    source: Source
+    sources: tuple[Source, ...]
     target: Path
+    files: Sequence[TargetFile]
     views: Sequence[View]
-    """Which part of the model each tensor of the target holds."""
-    plan: CopyPlan
+    """Which part of the model each tensor of ``files`` holds, in their order."""
+    blocks: Callable[[Sequence[View]], Blocks]
+    """The bytes of one of ``groups`` of views, or of some of its views."""
     write_others: Callable[[Path, Mapping[str, Crc32s]], None]
     """Writes the small files into the finished directory, given the checksums by file and tensor."""
     is_ours: Callable[[Path], bool]
     """Whether a directory is of the target's kind, so that it may be replaced."""
     modes: Modes
     """Permissions of the target."""
+    max_workers: int | None = None
+    """Most threads; None: as many as the options say."""
 
-    @cached_property
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files)
+
+    @property
     def fingerprint(self) -> str:
-        """Digest of source and target; it identifies the journal of an interrupted conversion."""
-        return fingerprint_of((self.source,), self.plan.files)
+        """Digest of the sources and the target; an interrupted conversion continues if it is the same."""
+        digest = hashlib.sha256()
+        for source in self.sources:
+            digest.update(source.fingerprint.encode())
+        for file in self.files:
+            digest.update(repr((file.name, file.tensors, file.num_bytes)).encode())
+        return digest.hexdigest()
 
     def run(self, options: Options) -> None:
         """Write the target, or with ``dry_run`` print the plan.
 
         Raises UserError if the target must not or cannot be written, or the source is damaged.
         """
-        num_workers = num_threads(options.num_workers)
-        print_notes(self.source.notes)
+        num_workers = self.max_workers or num_threads(options.num_workers)
+        print_notes(note for source in self.sources for note in source.notes)
         if options.dry_run:
             print("\n".join(self.describe()))
             return
         target = self.target.resolve()
-        if is_complete(target, self.fingerprint, self.plan.files):
+        if not options.overwrite and self._is_done(target, num_workers):
             tidy(target)
-        elif not options.overwrite and self._is_done(target, num_workers):
-            print(f"{target} {IS_IDENTICAL}")
+            print(f"{target} is already identical; nothing was written.")
             return
-        else:
-            check_replaceable(target, (self.source,), self.plan.num_bytes, self.is_ours, options.overwrite)
-            with ongoing(f"checking {self.source.path}"):
-                self.source.check()
-            write(target, self.fingerprint, self.plan.files, self.modes,
-                  lambda output: self._fill(output, num_workers), self.write_others)
-        print(f"{target} is complete: {counted(len(self.plan.files), 'weight file')}, {self.plan.num_bytes:,} bytes.")
+        check_replaceable(target, self.sources, self.num_bytes, self.is_ours, options.overwrite)
+        for source in self.sources:
+            with ongoing(f"checking {source.path}"):
+                source.check()
+        try:
+            with unfinished(target, self.fingerprint, self.modes) as folder:
+                self.write_others(folder, self._write(folder, num_workers))
+                commit(folder, target)
+        except OSError as error:
+            raise UserError(f"{error.filename or target} cannot be read or written ({error.strerror}); fix that and "
+                            f"run the same command again, which continues after the finished files.") from error
+        print(f"{target} is complete: {counted(len(self.files), 'weight file')}, {self.num_bytes:,} bytes.")
 
     def _is_done(self, target: Path, num_workers: int) -> bool:
-        """Whether all files of the target exist, and all their tensors match the source."""
-        if not self.is_ours(target):
+        """Whether all files of the target exist, and have the right bytes."""
+        if not self.is_ours(target) or not all(
+                (target / file.name).is_file() and (target / file.name).stat().st_size == file.num_bytes
+                for file in self.files):
             return False
-        found = replace(self.source, path=target, views=tuple(self.views))
-        with ThreadPoolExecutor(num_workers) as pool:
-            if not all(pool.map(lambda file: is_intact(target, file), self.plan.files)):
-                return False
-            are_right = pool.map(lambda view: is_right(view, found, self.source), self.views)
-            return all(Progress(f"comparing with {target}", len(self.views), "tensors").each(are_right))
 
-    def _fill(self, output: Output, num_workers: int) -> None:
-        sizes = {file.name: sum(tensor.num_bytes for tensor in file.tensors) for file in self.plan.files}
-        done = sum(sizes[name] for name in output.finished)
-        with Progress(f"writing {self.target}", sum(sizes.values()), "B", done) as progress:
-            execute(self.plan, self.source.path, output, num_workers, progress.update)
+        def is_framed(file: TargetFile) -> bool:
+            with (target / file.name).open("rb", buffering=0) as opened, Files(target) as files:
+                frame = file.frame({one.name: files.crc32(one) for one in file.tensors})
+                return all(os.pread(opened.fileno(), len(data), at) == data for at, data in frame)
+
+        def is_right(group: Sequence[View]) -> bool:
+            with Files(target) as files:
+                return all(files.holds(*block) for block in self.blocks(group))
+
+        shown = groups(self.views)
+        with ThreadPoolExecutor(num_workers) as pool:
+            return all(pool.map(is_framed, self.files)) and all(
+                Progress(f"comparing with {target}", len(shown), "tensors").each(pool.map(is_right, shown)))
+
+    def _write(self, folder: Path, num_workers: int) -> dict[str, Crc32s]:
+        """Write the files that are not finished; returns the checksums of all tensors by file and name."""
+        left = {file.name: file for file in self.files if not (folder / file.name).is_file()}
+        if len(left) < len(self.files):
+            print(f"note: an earlier run finished {len(self.files) - len(left)} of {len(self.files)} files")
+        total, num_left = (sum(one.num_bytes for file in some for one in file.tensors)
+                           for some in (self.files, left.values()))
+        written: dict[str, list[Future[dict[Stored, int]]]] = {file: [] for file in left}
+        crc32s: dict[str, Crc32s] = {}
+        with ThreadPoolExecutor(num_workers) as pool, Progress(
+                f"writing {self.target}", total, "B", total - num_left) as progress:
+            for file in left.values():
+                begin_file(folder, file, self.modes)
+            for group in groups([view for view in self.views if view.stored.file in left]):
+                future = pool.submit(self._write_group, folder, group, progress.update)
+                for file in {view.stored.file for view in group}:
+                    written[file].append(future)
+            try:
+                for file in self.files:
+                    if file.name in left:
+                        found = {stored: crc for one in written[file.name] for stored, crc in one.result().items()}
+                        crc32s[file.name] = {one.name: found[one] for one in file.tensors}
+                        finish_file(folder, file, crc32s[file.name])
+                    else:
+                        with Files(folder) as files:
+                            crc32s[file.name] = {one.name: files.crc32(one) for one in file.tensors}
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)  # leaving the with block waits for running work
+                raise
+        return crc32s
+
+    def _write_group(
+        self, folder: Path, group: Sequence[View], progress: Callable[[int], object]
+    ) -> dict[Stored, int]:
+        """Write the tensors of ``group``, and return their checksums."""
+        crc32s = {view.stored: 0 for view in group}
+        with Files(folder, os.O_WRONLY, PART) as files:
+            for stored, start, block in self.blocks(group):
+                crc32s[stored] = zlib.crc32(block, crc32s[stored])
+                files.write(stored, start, block)
+                progress(len(block))
+        return crc32s
 
     def describe(self) -> list[str]:
         """The plan, with a line for every file."""
-        files, copies = self.plan.files, self.source.index.copies
-        num_moves = sum(len(job.moves) * job.num_rows for job in self.plan.jobs)
         return [
-            f"{self.source.path} -> {self.target}",
-            *(f"  {file.name}  {counted(len(file.tensors), 'tensor')}  {file.num_bytes:,} bytes" for file in files),
-            f"{counted(len(files), 'file')}, {counted(sum(len(file.tensors) for file in files), 'tensor')}, "
-            f"{self.plan.num_bytes:,} bytes in {counted(num_moves, 'range')}; copies in the source, which are only "
-            f"compared: {counted(len(copies), 'tensor')}. Nothing was written.",
+            f"{' + '.join(str(source.path) for source in self.sources)} -> {self.target}",
+            *(f"  {file.name}  {counted(len(file.tensors), 'tensor')}  {file.num_bytes:,} bytes"
+              for file in self.files),
+            f"{counted(len(self.files), 'file')}, {counted(len(self.views), 'tensor')}, {self.num_bytes:,} bytes. "
+            f"Nothing was written.",
         ]
 
 
+def copying(
+    source: Source, target: Path, files: Sequence[TargetFile], views: Sequence[View],
+    write_others: Callable[[Path, Mapping[str, Crc32s]], None], is_ours: Callable[[Path], bool], modes: Modes,
+) -> Conversion:
+    """The conversion that fills ``files`` from ``source``; raises UserError if one would change a dtype."""
+    refuse(
+        f"{one.view.stored.file}: {one.view.stored.name} is {dtype_name(one.view.stored.dtype)}, but "
+        f"{view.stored.name} in {view.stored.file} would be {dtype_name(view.stored.dtype)}; a conversion does not "
+        f"change dtypes. Give a source of the same dtype throughout."
+        for view in views for span in view.spans for one in source.index.find(span)
+        if one.view.stored.dtype != view.stored.dtype)
+
+    def blocks(group: Sequence[View]) -> Blocks:
+        with Files(source.path) as opened:
+            yield from opened.target_blocks(source.index, group)
+
+    return Conversion((source,), target, files, views, blocks, write_others, is_ours, modes)
+
+
 def hf_to_mm(
-    hf_dir: str | Path,
-    mm_dir: str | Path,
-    layout: Layout,
-    storage: Storage | None = None,
+    hf_dir: str | Path, mm_dir: str | Path, layout: Layout, storage: Storage | None = None,
     language_dir: str | Path | None = None,
 ) -> Conversion:
     """Hugging Face directory -> MindSpeed-MM's layout; the LLM comes from ``language_dir`` if given.
@@ -154,13 +219,8 @@ def hf_to_mm(
 
 
 def resplit(
-    source_dir: str | Path,
-    target_dir: str | Path,
-    source_layout: Layout | None,
-    target_layout: Layout,
-    hf_dir: str | Path | None = None,
-    format: Format | None = None,
-    structure: Structure | None = None,
+    source_dir: str | Path, target_dir: str | Path, source_layout: Layout | None, target_layout: Layout,
+    hf_dir: str | Path | None = None, format: Format | None = None, structure: Structure | None = None,
     vit_qkv_order: VitQkvOrder | None = None,
 ) -> Conversion:
     """From any layout, or a training checkpoint, to another layout.
@@ -180,12 +240,8 @@ def resplit(
 
 
 def mm_to_hf(
-    mm_dir: str | Path,
-    hf_dir: str | Path,
-    save_hf_dir: str | Path,
-    layout: Layout | None = None,
-    structure: Structure | None = None,
-    vit_qkv_order: VitQkvOrder | None = None,
+    mm_dir: str | Path, hf_dir: str | Path, save_hf_dir: str | Path, layout: Layout | None = None,
+    structure: Structure | None = None, vit_qkv_order: VitQkvOrder | None = None,
 ) -> Conversion:
     """Any layout, or a training checkpoint -> a Hugging Face directory modelled on ``hf_dir``.
 
@@ -197,23 +253,14 @@ def mm_to_hf(
         mm_dir, "--cfg.mm_dir", layout=layout, layout_flag=LAYOUT, model=base.model_config(),
         qkv=QkvOrder(vit_qkv_order, hf_dir, QKV_ORDER))
     if structure and source.storage and source.storage.structure is not structure:
-        raise UserError(
-            f"--cfg.common_model_config.enable_canonical_hf_struct means that {source.path} has the "
-            f"{structure.value} structure, but its tensors are named as in the {source.storage.structure.value} one; "
-            f"leave the flag out, or give the right directory."
-        )
+        raise UserError(f"--cfg.common_model_config.enable_canonical_hf_struct says {structure.value}, but "
+                        f"{source.path} holds {source.storage.structure.value} tensors; leave the flag out.")
     if source.is_vit_only:
         raise UserError(f"{source.path} holds ViT and projector only (save_vit_only), not a Hugging Face model.")
     base.check(source.model)
-    target_views, files = hf_targets(base, source.model, source.dtypes)
-
-    def write_others(folder: Path, _: Mapping[str, Crc32s]) -> None:
-        write_other_files(base, folder, files)
-
-    return Conversion(
-        source, Path(save_hf_dir), target_views, make_plan(source.index, target_views, files), write_others,
-        is_hf_target, PLAIN_MODES,
-    )  # fmt: skip
+    views, files = hf_targets(base, source.model, source.dtypes)
+    return copying(source, Path(save_hf_dir), files, views, lambda folder, _: write_other_files(base, folder, files),
+                   is_hf_target, PLAIN_MODES)
 
 
 def to_mindspeed(source: Source, target: Path, layout: Layout, storage: Storage) -> Conversion:
@@ -221,57 +268,17 @@ def to_mindspeed(source: Source, target: Path, layout: Layout, storage: Storage)
     model = layout.place(source.model)
     if storage.vit_only:
         source = replace(source, views=tuple(view for view in source.views if view.weight.part != "language"))
-    target_views, files = mindspeed_targets(model, layout.tp_size, storage, source.dtypes)
+    views, files = mindspeed_targets(model, layout.tp_size, storage, source.dtypes)
 
     def write_others(folder: Path, crc32s: Mapping[str, Crc32s]) -> None:
-        tensors = tuple(
-            replace(tensor, crc32=crc32s[file.name][tensor.name]) for file in files for tensor in file.tensors
-        )
+        tensors = tuple(replace(one, crc32=crc32s[file.name][one.name]) for file in files for one in file.tensors)
         origin = {"kind": source.kind.name.lower(), "fingerprint": source.fingerprint}
         manifest = ConvertedManifest(TOOL, model, layout.tp_size, storage, origin, tensors)
         (folder / MANIFEST_FILE).write_text(manifest.text(), encoding="utf-8")
         (folder / LATEST_FILE).write_text(RELEASE, encoding="utf-8")
 
-    return Conversion(
-        source, target, target_views, make_plan(source.index, target_views, files), write_others,
-        lambda path: (path / LATEST_FILE).is_file(), MEGATRON_MODES,
-    )  # fmt: skip
-
-
-def fingerprint_of(sources: Sequence[Source], files: Sequence[TargetFile]) -> str:
-    """Digest of the sources and of the planned files."""
-    digest = hashlib.sha256()
-    for source in sources:
-        digest.update(source.fingerprint.encode())
-    for file in files:
-        digest.update(repr((file.name, file.tensors, file.num_bytes)).encode())
-    return digest.hexdigest()
-
-
-def write(
-    target: Path, fingerprint: str, files: Sequence[TargetFile], modes: Modes, fill: Callable[[Output], None],
-    write_others: Callable[[Path, Mapping[str, Crc32s]], None],
-) -> None:
-    """Write ``target``, a resolved path, which appears complete or not at all.
-
-    ``fill`` writes those of ``files`` that no earlier run of the same ``fingerprint`` has finished.  Raises UserError
-    if a file cannot be read or written.
-    """
-    output = Output.begin(target, fingerprint, modes)
-    try:
-        for name in output.drop_damaged(files):
-            print(f"note: {output.folder / name} changed after it was finished; it is written again")
-        if output.finished:
-            print(f"note: an earlier run finished {len(output.finished)} of {len(files)} files")
-        fill(output)
-        output.commit(write_others)
-    except OSError as error:
-        raise UserError(
-            f"{error.filename or target} cannot be read or written ({error.strerror}); fix that and run the same "
-            f"command again, which continues after the {len(output.finished)} of {len(files)} finished files."
-        ) from error
-    finally:
-        output.close()
+    return copying(source, target, files, views, write_others, lambda path: (path / LATEST_FILE).is_file(),
+                   MEGATRON_MODES)
 
 
 def num_threads(num_workers: int) -> int:
@@ -295,10 +302,7 @@ def check_replaceable(
         if source.is_relative_to(target) or target.is_relative_to(source):
             raise UserError(f"The target {target} is, contains or is inside the source {source}; give another target.")
     if overwrite and not is_ours(target) and target.is_dir() and any(target.iterdir()):
-        raise UserError(
-            f"The target {target} is not empty and was not written by this command, so it is not overwritten; give "
-            f"another one."
-        )
+        raise UserError(f"The target {target} is not empty and was not written by this command; give another one.")
     check_target(target, num_bytes, None if overwrite else ", or --cfg.overwrite true to replace it")
 
 
@@ -307,18 +311,12 @@ def check_target(target: Path, num_bytes: int, hint: str | None = "") -> None:
 
     ``hint`` suggests what else to do about a target that is not empty; None means that it is replaced.
     """
-    if target.exists() and not target.is_dir():
-        raise UserError(f"The target {target} is a file; give a directory that does not exist yet.")
     if hint is not None and target.is_dir() and any(target.iterdir()):
         raise UserError(f"The target {target} is not empty; give another one{hint}.")
-    existing = next(folder for folder in target.parents if folder.exists())
-    if not existing.is_dir():
-        raise UserError(f"The target {target} cannot be written: {existing} is a file; give another directory.")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"The target {target} cannot be written: no permission for {existing}.")
+    checked = target.parent if target.is_dir() else target
+    refuse(folder_problems("The target", str(checked)))
+    existing = next(folder for folder in (checked, *checked.parents) if folder.exists())
     free_bytes = shutil.disk_usage(existing).free + left_bytes(target)
     if num_bytes > free_bytes:
-        raise UserError(
-            f"The target {target} needs {num_bytes:,} bytes, but only {free_bytes:,} are free; make room or give "
-            f"another disk."
-        )
+        raise UserError(f"The target {target} needs {num_bytes:,} bytes, but only {free_bytes:,} are free; make "
+                        f"room or give another disk.")

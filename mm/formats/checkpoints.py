@@ -17,8 +17,6 @@ LATEST_FILE = "latest_checkpointed_iteration.txt"
 UNREADABLE = ""
 """Stands for the run id if the manifest cannot be read; no run has this id."""
 
-_MAX_DIGITS = 18
-"""Most digits of an iteration's number."""
 ITERATION_NAME = re.compile(r"iter_(\d{7,})")
 LEFTOVER_NAME = re.compile(r"iter_\d{7,}\.(?:(?:tmp|old)-\w+|dying)")
 """What interrupted saves leave; earlier versions saved ``.dying`` when a run failed."""
@@ -26,7 +24,7 @@ LEFTOVER_NAME = re.compile(r"iter_\d{7,}\.(?:(?:tmp|old)-\w+|dying)")
 
 def named_iteration(text: str) -> int | None:
     """The iteration that a text names as a number; None for other text."""
-    return int(text) if text.isdecimal() and len(text) <= _MAX_DIGITS else None
+    return int(text) if text.isdecimal() else None
 
 
 def iteration_name(iteration: int) -> str:
@@ -76,9 +74,8 @@ def instead_of(folder: Path) -> str:
     A run does not go back to an older checkpoint by itself: it would train the steps since then again, and overwrite
     files that may still be worth a look.
     """
-    match, older = ITERATION_NAME.fullmatch(folder.name), list[int]()
-    if match:
-        older = [iteration for iteration in complete_iterations(folder.parent) if iteration < int(match[1])]
+    match = ITERATION_NAME.fullmatch(folder.name)
+    older = [one for one in complete_iterations(folder.parent) if match and one < int(match[1])]
     if not older:
         return f"use another checkpoint: {folder.parent} has no older one"
     replaced, latest = folder.with_name(iteration_name(older[-1])), folder.with_name(LATEST_FILE)
@@ -87,7 +84,7 @@ def instead_of(folder: Path) -> str:
 
 
 def find_checkpoint(directory: str | Path) -> tuple[Path, tuple[str, ...]]:
-    """The checkpoint to load, and notes for the user on leftovers of an interrupted save.
+    """The checkpoint to load, and notes for the user.
 
     ``directory`` is one checkpoint, or the directory of all of them, in which ``latest_checkpointed_iteration.txt``
     names one.  Raises UserError if there is none.
@@ -107,9 +104,9 @@ def find_checkpoint(directory: str | Path) -> tuple[Path, tuple[str, ...]]:
     else:
         raise UserError(f"{directory} holds no complete training checkpoint (no iter_*/{MANIFEST_FILE}).")
     chosen = directory / iteration_name(iteration)
-    # If a save that replaces a checkpoint is killed between its two renames, the complete old one is left aside.
-    asides = [path.parent for path in sorted(directory.glob(f"{chosen.name}.old-*/{MANIFEST_FILE}"))]
     if not (chosen / MANIFEST_FILE).is_file():
+        # If a save that replaces a checkpoint is killed between its two renames, the complete old one is left aside.
+        asides = [path.parent for path in sorted(directory.glob(f"{chosen.name}.old-*/{MANIFEST_FILE}"))]
         if not asides:
             raise UserError(
                 f"{chosen} has no {MANIFEST_FILE}, so it is not a complete checkpoint; complete ones in {directory}: "
@@ -117,11 +114,7 @@ def find_checkpoint(directory: str | Path) -> tuple[Path, tuple[str, ...]]:
             )
         chosen = asides[-1]
         notes.append(f"{chosen} is used, because the save that should have replaced it was interrupted")
-    notes += [
-        f"{path} is left over from an interrupted save and is not used; "
-        f"{f'--load {path} reads it' if is_only_copy(path) else 'delete it'}"
-        for path in sorted(directory.iterdir())
-        if path != chosen and (LEFTOVER_NAME.fullmatch(path.name) or (
-            ITERATION_NAME.fullmatch(path.name) and not (path / MANIFEST_FILE).is_file()))
-    ]
+    notes += [f"{path} is left over from an interrupted save and is not used; "
+              f"{f'--load {path} reads it' if is_only_copy(path) else 'delete it'}"
+              for path in sorted(directory.glob("iter_*.*")) if path != chosen and LEFTOVER_NAME.fullmatch(path.name)]
     return chosen, tuple(notes)

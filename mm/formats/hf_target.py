@@ -11,9 +11,8 @@ from mm.config.model import ModelConfig
 from mm.formats.hf import INDEX_FILE, SINGLE_FILE, HFDirectory, is_model_weights
 from mm.formats.hf_config import for_both_versions, stated_dtype, with_dtype
 from mm.formats.safetensors import safetensors_file, safetensors_file_like
-from mm.weights.plan import TargetFile, dtype_name
 from mm.weights.table import model_weights
-from mm.weights.views import View, whole_view
+from mm.weights.views import TargetFile, View, dtype_name, whole_view
 
 _SHARD_BYTES = 5_000_000_000
 """Size of a shard file if the base has no weights; transformers 4 used 5 GB as well."""

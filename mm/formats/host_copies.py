@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from mm.errors import UserError
-from mm.formats.blocks import ALIGN_BYTES, Host, Values
+from mm.formats.pipelined_write import Host, Values
 
+ALIGN_BYTES = 64
+"""Alignment of tensors in a segment; enough for any dtype."""
 _LARGEST_BYTES = 4 << 30
 """Largest size of a segment, unless a single tensor is larger."""
 

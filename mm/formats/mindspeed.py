@@ -12,29 +12,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pydantic import ConfigDict
-from typing_extensions import TypedDict
-
 from mm import environment
 from mm.config.model import ModelConfig
 from mm.errors import UserError, collected, nearest, refuse
 from mm.formats.checkpoints import LATEST_FILE, iteration_name, named_iteration
 from mm.formats.layout import Layout, check_layout
-from mm.formats.manifest import (
-    MANIFEST_FILE,
-    TensorEntry,
-    check_placed,
-    manifest_text,
-    read_manifest,
-    tensor_json,
-    validated,
-)
-from mm.formats.safetensors import read_header
-from mm.formats.storage import (
+from mm.formats.manifest import MANIFEST_FILE, manifest_text, read_manifest, stated_tensor, tensor_json, validated
+from mm.formats.mindspeed_layout import (
     RELEASE,
     TORCH_FILE,
     Format,
-    RankFile,
     Storage,
     Structure,
     encoder_of,
@@ -43,11 +30,11 @@ from mm.formats.storage import (
     rank_files,
     rank_of,
 )
+from mm.formats.safetensors import read_header
 from mm.formats.torch_file import read_consumed_samples, read_torch_file
 from mm.placement import layout_problems
-from mm.weights.plan import dtype_name
-from mm.weights.table import Weight, local_shape
-from mm.weights.views import Misfit, Stored, View, shard_view
+from mm.weights.table import local_shape
+from mm.weights.views import Stored, View, dtype_name, shard_view
 
 FORMAT, VERSION = "mm weights", 2
 TOOL = f"mm-convert {environment.VERSION}"
@@ -58,40 +45,6 @@ _ITERATION_NAME = re.compile(r"iter_(\d+)")
 _CHUNK = re.compile(r"model(\d*)[./]")
 _NO_WEIGHTS = re.compile(r"distrib_optim\.pt|optim\.pt|rng.*\.pt|param_state.*\.pt")
 """Files that Megatron's training writes beside the weights: optimizer and random states."""
-
-
-class _Layout(TypedDict):
-    vit_pp_layers: Any
-    llm_pp_layers: Any
-    tp_size: int
-
-
-class _Source(TypedDict):
-    kind: str
-    fingerprint: str
-
-
-class _Towers(TypedDict):
-    vision: dict[str, Any]
-    language: dict[str, Any]
-
-
-_Towers.__pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[attr-defined]
-
-
-@dataclass(frozen=True)
-class _Content:
-    """The content of the manifest file.  The model's pipeline lists are those of ``layout``."""
-
-    tool: str
-    source: _Source
-    save_format: Format
-    structure: Structure
-    vit_only: bool
-    layout: _Layout
-    model: _Towers
-    tensors: tuple[TensorEntry, ...]
-    adapters_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,15 +74,14 @@ class ConvertedManifest:
         if not (directory / MANIFEST_FILE).is_file():
             return None
         content = read_manifest(directory, FORMAT, VERSION, _CONVERT_AGAIN)
-        found = validated(_Content, content, directory, cure=_CONVERT_AGAIN)
-        storage = Storage(found.save_format, found.structure, found.vit_only, adapters_only=found.adapters_only)
-        tp_size, towers = found.layout["tp_size"], found.model
-        towers["vision"]["pipeline_num_layers"] = found.layout["vit_pp_layers"]
-        towers["language"]["pipeline_num_layers"] = found.layout["llm_pp_layers"]
+        storage = Storage(Format(content["save_format"]), Structure(content["structure"]), content["vit_only"],
+                          adapters_only=content.get("adapters_only", False))
+        layout, towers = content["layout"], content["model"]
+        towers["vision"]["pipeline_num_layers"] = layout["vit_pp_layers"]
+        towers["language"]["pipeline_num_layers"] = layout["llm_pp_layers"]
         model = validated(ModelConfig, towers, directory, "model", _CONVERT_AGAIN)
-        check_placed(model, tp_size, directory)
-        tensors = tuple(entry.stored(entry.name) for entry in found.tensors)
-        return cls(found.tool, model, tp_size, storage, found.source, tensors)
+        tensors = tuple(map(stated_tensor, content["tensors"]))
+        return cls(content["tool"], model, layout["tp_size"], storage, content["source"], tensors)
 
     def text(self) -> str:
         """The content of the manifest file."""
@@ -228,97 +180,80 @@ class MindSpeedDirectory:
         if given is not None and given != found:
             how = "was written with" if self.manifest else "holds files of"
             raise UserError(
-                f"{flag} says {given}, but {self.path} {how} {found}; leave {flag} out, or give the right directory."
-            )
+                f"{flag} says {given}, but {self.path} {how} {found}; leave {flag} out, or give the right directory.")
         if self.manifest is not None:
             return self.manifest.model, self.manifest.tp_size
         if model is None:
-            raise UserError(
-                f"{self.path} has no manifest that describes its model; give --cfg.hf_config.hf_dir, the Hugging "
-                f"Face directory that it was converted from."
-            )
+            raise UserError(f"{self.path} has no manifest that describes its model; give --cfg.hf_config.hf_dir, the "
+                            f"Hugging Face directory that it was converted from.")
         if self.storage.vit_only:
-            raise UserError(
-                f"{self.path} has neither an LLM nor a manifest, so its number of stages is unknown; convert from the "
-                f"Hugging Face directory instead."
-            )
+            raise UserError(f"{self.path} has neither an LLM nor a manifest, so its number of stages is unknown; "
+                            f"convert from the Hugging Face directory instead.")
         where = f"{self.path / self.folder}: "
         problems = layout_problems(found.vision, found.language, model.vision.num_layers, model.language.num_layers,
                                    f"{where}vit_pp_layers", f"{where}llm_pp_layers")
         if problems:
-            has_end = any("final_layernorm" in name for stored in self.contents.values() for name in stored)
             stages = [count for chunk in found.vision for count in chunk]
-            cause = (
-                "every stage holds the whole ViT, as with MindSpeed-MM's --hetero-parallel.  Give the directory that "
-                "was the input of convert_base_to_hetero, or the Hugging Face directory."
-                if len(stages) > 1 and set(stages) == {model.vision.num_layers} else
-                "since 26.0.0, MindSpeed-MM's converter loses the last LLM layers, final norm and output layer if "
-                "the list of LLM layers begins with 0.  Convert again with mm-convert hf_to_mm."
-                if found.language[0][0] == 0 and not has_end
-                else "some files are missing or incomplete, or belong to another model."
-            )
+            is_hetero = len(stages) > 1 and set(stages) == {model.vision.num_layers}
+            cause = ("every stage holds the whole ViT, as with MindSpeed-MM's --hetero-parallel: give the input of "
+                     "convert_base_to_hetero, or the Hugging Face directory." if is_hetero else
+                     "files are missing, or of another model (MindSpeed-MM's converter loses the last LLM layers since "
+                     "26.0.0 if the list of LLM layers begins with 0).")
             raise UserError([*problems, f"{where}this layout is what the files hold; {cause}"])
         check_layout(found, model, where.rstrip(": "))
         return found.place(model), found.tp_size
 
-    def views(self, model: ModelConfig, tp_size: int) -> tuple[list[View], list[Misfit]]:
-        """Views of all weights, and what does not fit; ``model`` is on the layout of this directory.
+    def views(self, model: ModelConfig, tp_size: int) -> tuple[list[View], list[str]]:
+        """Views of all weights, and problems; ``model`` is on the layout of this directory.
 
         Views have the checksums of the manifest.  Raises UserError if the manifest describes other files.
         """
         if self.manifest is not None and self.manifest.storage != self.storage:
             raise UserError(
-                f"{self.path} was written with {self.manifest.storage}, but holds {self.storage}; convert again."
-            )
-        views, misfits, known = [], [], {}
+                f"{self.path} was written with {self.manifest.storage}, but holds {self.storage}; convert again.")
+        views: list[View] = []
+        problems: list[str] = []
+        known: dict[str, set[str]] = {}
         for rank_file in rank_files(model, tp_size, self.storage):
             file = f"{self.folder}/{rank_file.file}"
             known.setdefault(file, set()).update(rank_file.weights)
-            for name, weight in rank_file.weights.items():
-                misfit = self._misfit(file, name, weight, tp_size, rank_file)
-                if misfit is not None:
-                    misfits.append(misfit)
-                else:
-                    stored, stated = self.contents[file][name], self._stated.get((file, name))
-                    stored = dataclasses.replace(stored, crc32=stated.crc32) if stated else stored
-                    views.append(shard_view(stored, weight, tp_size, rank_file.tp_rank))
-        return views, misfits + self._left_over(known)
-
-    def _misfit(self, file: str, name: str, weight: Weight, tp_size: int, rank_file: RankFile) -> Misfit | None:
-        path, shape = self.path / file, local_shape(weight, tp_size)
-        if file not in self.contents:
-            text = f"{path} is missing; copy the directory again, or correct the layout."
-            return Misfit("missing", text, weight, rank_file.tp_rank)
-        stored = self.contents[file].get(name)
-        if stored is None:
-            text = f"{path} lacks the tensor {name} of shape {list(shape)}."
-            return Misfit("missing", text, weight, rank_file.tp_rank)
-        if stored.shape != shape:
-            text = (f"{path}: {name} has shape {list(stored.shape)}; expected {list(shape)}. Was it cut for another TP "
-                    f"size?")
-            return Misfit("shape", text, weight, rank_file.tp_rank, stored=stored)
-        where, stated = f"{path}: {name} is {dtype_name(stored.dtype)}", self._stated.get((file, name))
-        if not stored.dtype.is_floating_point:
-            text = f"{where}; expected floating-point numbers."
-        elif self.manifest is not None and stated is None:
-            text = f"{where}, but {MANIFEST_FILE} does not list it; convert again."
-        elif stated is not None and stated.dtype != stored.dtype:
-            text = f"{where}, but {MANIFEST_FILE} says {dtype_name(stated.dtype)}; convert again."
-        else:
-            return None
-        return Misfit("dtype", text, weight, rank_file.tp_rank, stored=stored)
-
-    def _left_over(self, known: Mapping[str, set[str]]) -> list[Misfit]:
-        misfits = []
-        for file, contents in sorted(self.contents.items()):
-            path = self.path / file
-            if file not in known:
-                misfits.append(Misfit("left over", f"{path} does not belong to any rank of the layout; remove it."))
+            if rank_file.weights and file not in self.contents:
+                problems.append(f"{self.path / file} is missing; copy the directory again, or correct the layout.")
                 continue
-            for name in sorted(contents.keys() - known[file]):
-                text = f"{path} holds {name}, which does not belong on this rank{nearest(name, known[file])}."
-                misfits.append(Misfit("left over", text, stored=contents[name]))
-        return misfits
+            for name, weight in rank_file.weights.items():
+                if problem := self._problem(file, name, local_shape(weight, tp_size)):
+                    problems.append(problem)
+                else:
+                    crc32 = self._stated[file, name].crc32 if self.manifest else None
+                    stored = dataclasses.replace(self.contents[file][name], crc32=crc32)
+                    views.append(shard_view(stored, weight, tp_size, rank_file.tp_rank))
+        return views, list(dict.fromkeys(problems)) + self._left_over(known)
+
+    def _problem(self, file: str, name: str, shape: tuple[int, ...]) -> str | None:
+        """How a stored tensor differs from what is expected; None if it does not."""
+        path, stored = self.path / file, self.contents[file].get(name)
+        if stored is None:
+            return f"{path} lacks the tensor {name} of shape {list(shape)}."
+        if stored.shape != shape:
+            return (f"{path}: {name} has shape {list(stored.shape)}; expected {list(shape)}. Was it cut for another TP "
+                    f"size?")
+        if not stored.dtype.is_floating_point:
+            return f"{path}: {name} is {dtype_name(stored.dtype)}; expected floating-point numbers."
+        stated = self._stated.get((file, name))
+        if self.manifest is not None and (stated is None or stated.dtype != stored.dtype):
+            return f"{path}: {name} is {dtype_name(stored.dtype)}, but {MANIFEST_FILE} does not list it; convert again."
+        return None
+
+    def _left_over(self, known: Mapping[str, set[str]]) -> list[str]:
+        problems = []
+        for file, contents in sorted(self.contents.items()):
+            if file not in known:
+                problems.append(f"{self.path / file} does not belong to any rank of the layout; remove it.")
+                continue
+            problems += [f"{self.path / file} holds {name}, which does not belong on this rank"
+                         f"{nearest(name, known[file])}."
+                         for name in sorted(contents.keys() - known[file])]
+        return problems
 
     @cached_property
     def _stated(self) -> Mapping[tuple[str, str], Stored]:
@@ -355,11 +290,9 @@ def _folder(path: Path) -> str:
         raise UserError(f"{path} has no {LATEST_FILE}; expected the directory that holds it beside {RELEASE}/.")
     text = latest.read_text(encoding="utf-8", errors="replace").strip()
     folder = text if (iteration := named_iteration(text)) is None else iteration_name(iteration)
-    if not folder or Path(folder).name != folder or not (path / folder).is_dir():
-        raise UserError(
-            f"{latest} contains {text[:40]!r}, but {path} has no directory {folder[:40]!r}; write the name of the "
-            f"directory to use into that file."
-        )
+    if Path(folder).name != folder or not (path / folder).is_dir():
+        raise UserError(f"{latest} contains {text[:40]!r}, but {path} has no such directory; write the name of the "
+                        f"directory to use into that file.")
     if not any((path / folder).glob("mp_rank_*")):
         raise UserError(f"{path / folder} holds no mp_rank_* directories; expected one for every rank.")
     return folder
@@ -387,9 +320,7 @@ def _weight_files(folder: Path) -> list[str]:
 def _storage(path: Path, contents: Mapping[str, Mapping[str, Stored]]) -> Storage:
     formats = {Format.TORCH if file.endswith(".pt") else Format.SAFETENSORS: file for file in contents}
     if len(formats) > 1:
-        raise UserError(
-            f"{path} mixes {' and '.join(sorted(formats.values()))}; remove the files of the outdated format."
-        )
+        raise UserError(f"{path} mixes {' and '.join(sorted(formats.values()))}; remove the outdated files.")
     names = [name for stored in contents.values() for name in stored]
     if names and all(".lora_" in name for name in names):
         return Storage(next(iter(formats)), Structure.CANONICAL, adapters_only=True)

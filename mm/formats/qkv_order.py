@@ -4,7 +4,6 @@ Its converters of 2.1.0 and since 26.0.0 write qkv per head, as its runtime read
 as [Q; K; V] and cut that as a whole.  Comparing with a Hugging Face directory of the same model shows which it is.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,14 +11,12 @@ from torch import Tensor
 
 from mm.config.flags import VitQkvOrder
 from mm.config.model import ModelConfig
-from mm.formats.files import Files
 from mm.formats.hf import HFDirectory
 from mm.formats.mindspeed import MindSpeedDirectory
-from mm.formats.storage import Structure
-from mm.weights.cut import Span
-from mm.weights.plan import ViewIndex
+from mm.formats.mindspeed_layout import Structure
+from mm.formats.tensor_io import Files
 from mm.weights.table import Fusion, Weight, model_weights
-from mm.weights.views import View
+from mm.weights.views import View, ViewIndex
 
 
 @dataclass(frozen=True)
@@ -37,49 +34,45 @@ class QkvOrder:
 def in_qkv_order(
     directory: MindSpeedDirectory, model: ModelConfig, tp_size: int, order: QkvOrder
 ) -> tuple[MindSpeedDirectory, tuple[str, ...]]:
-    """``directory`` with the order to read it in, and notes for the user.
+    """Return ``directory`` annotated with its qkv order, and notes for the user.
 
     Directories by this project, and those of the canonical structure, have one possible order.
     """
     if directory.manifest is not None or directory.storage.structure is Structure.CANONICAL or not order.flag:
         return directory, ()
+    whole = replace(directory, storage=replace(directory.storage, whole_vision_qkv=True))
     found = order.stated
     if found is None and order.base is not None:
-        found = _order_by_comparison(directory, model, tp_size, HFDirectory.open(order.base, weights_required=False))
+        base = HFDirectory.open(order.base, weights_required=False)
+        if base.tensors:
+            found = _order_by_comparison(directory, whole, model, tp_size, base)
     if found is None:
         return directory, (
-            f"{directory.path} has no manifest, so the order of the ViT's qkv is unknown; it is read per head, as "
-            f"MindSpeed-MM 2.1.0 and releases since 26.0.0 write it.  If 2.2.0 or 2.3.0 converted it, give "
-            f"{order.flag} whole",)
+            f"{directory.path} has no manifest, so the order of the ViT's qkv is unknown; it is read per head.  If "
+            f"MindSpeed-MM 2.2.0 or 2.3.0 converted it, give {order.flag} whole",)
     if found == "per_head":
         return directory, ()
-    storage = replace(directory.storage, whole_vision_qkv=True)
-    return replace(directory, storage=storage), (
-        f"{directory.path} has the ViT's qkv as a whole, [Q; K; V], as the converters of MindSpeed-MM 2.2.0 and 2.3.0 "
-        f"write it, although its runtime expects it per head; it is read correctly here",)
+    return whole, (f"{directory.path} has the ViT's qkv as a whole, as MindSpeed-MM 2.2.0 and 2.3.0 write it; it is "
+                   f"read correctly here",)
 
 
 def _order_by_comparison(
-    directory: MindSpeedDirectory, model: ModelConfig, tp_size: int, base: HFDirectory
+    per_head: MindSpeedDirectory, whole: MindSpeedDirectory, model: ModelConfig, tp_size: int, base: HFDirectory
 ) -> VitQkvOrder | None:
     """The order in which the ViT's first qkv is much closer to that of ``base``; None if neither is."""
     weight = next(weight for weight in model_weights(model) if weight.fusion is Fusion.PER_HEAD_QKV)
-    either = [replace(directory, storage=replace(directory.storage, whole_vision_qkv=is_whole))
-              for is_whole in (False, True)]
-    expected = _rows(base.path, base.views(model)[0], weight)
-    per_head, whole = (_rows(one.path, one.views(model, tp_size)[0], weight) for one in either)
-    if expected is None or per_head is None or whole is None:
+    sides = [(base.path, base.views(model)), *((one.path, one.views(model, tp_size)) for one in (per_head, whole))]
+    if any(problems for _, (_, problems) in sides):
         return None
-    from_per_head, from_whole = (float((found - expected).abs().sum()) for found in (per_head, whole))
-    if min(from_per_head, from_whole) > max(from_per_head, from_whole) / 2:
+    expected, *both = (_rows(path, views, weight) for path, (views, _) in sides)
+    one, other = (float((found - expected).abs().sum()) for found in both)
+    if min(one, other) > max(one, other) / 2:
         return None
-    return "whole" if from_whole < from_per_head else "per_head"
+    return "whole" if other < one else "per_head"
 
 
-def _rows(root: Path, views: Sequence[View], weight: Weight) -> Tensor | None:
-    """The whole Hugging Face tensor of ``weight`` in fp32; None if ``views`` lack part of it."""
-    index, rows = ViewIndex(views), Span(weight.hf_names[0], 0, weight.hf_shapes[0][0])
-    if sum(one.span.length for one in index.find(rows)) != rows.length:
-        return None
+def _rows(root: Path, views: list[View], weight: Weight) -> Tensor:
+    """The whole Hugging Face tensor of ``weight`` in fp32."""
     with Files(root) as files:
-        return files.block(index, weight.hf_names[0], range(1), range(rows.length))[0].float()
+        rows = range(weight.hf_shapes[0][0])
+        return files.block(ViewIndex(views), weight.hf_names[0], range(1), rows)[0].float()

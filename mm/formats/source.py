@@ -7,6 +7,7 @@ checkpoint or a PEFT directory.  Opening reads headers only.
 import hashlib
 import math
 import os
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -18,24 +19,20 @@ from torch import Tensor
 
 from mm.config.model import ModelConfig
 from mm.errors import UserError, naming, refuse
+from mm.families.known import FAMILIES
 from mm.formats.adapter import AdapterDirectory, is_peft_directory
 from mm.formats.checkpoints import LATEST_FILE, complete_iterations, find_checkpoint
-from mm.formats.copy import check_copies_and_padding
-from mm.formats.files import Files
-from mm.formats.hf import HFDirectory, language_views
-from mm.formats.hf_config import FREE_ON_RESUME, stored_problems
-from mm.formats.known_models import recognize
+from mm.formats.hf import HFDirectory, language_views, output_layer_hint
+from mm.formats.hf_config import FREE_ON_RESUME, model_from_hf, stored_problems
 from mm.formats.layout import Layout
 from mm.formats.manifest import MANIFEST_FILE
 from mm.formats.mindspeed import MindSpeedDirectory
+from mm.formats.mindspeed_layout import Storage
 from mm.formats.qkv_order import QkvOrder, in_qkv_order
-from mm.formats.storage import Storage
-from mm.formats.training import CheckpointManifest
-from mm.formats.training_reader import TrainingDirectory
-from mm.weights.cut import cut_dim, shard_spans
-from mm.weights.plan import ViewIndex
+from mm.formats.tensor_io import Files
+from mm.formats.training import CheckpointManifest, TrainingDirectory
 from mm.weights.table import Weight, local_shape
-from mm.weights.views import Misfit, View
+from mm.weights.views import View, ViewIndex, cut_dim, shard_spans
 
 BLOCK_BYTES = 1 << 26
 """Bytes of a tensor read at once: the memory that reading takes besides the weight itself."""
@@ -71,10 +68,6 @@ class Source:
     """What was opened at ``path``."""
     storage: Storage | None = None
     """How a directory in MindSpeed-MM's layout stores the weights."""
-    problems: tuple[Misfit, ...] = ()
-    """What does not fit the model; empty unless opened leniently."""
-    is_stated: bool = True
-    """Whether the directory itself describes its model."""
     iteration: int | None = None
     """Iteration of the training that wrote it; None if no training did."""
     consumed_samples: int | None = None
@@ -128,11 +121,21 @@ class Source:
         return ViewIndex(self.views)
 
     def check(self) -> None:
-        """Check that copies are equal and padding is zero, which ``read`` does not check.
-
-        Raises UserError naming each tensor that is wrong.
-        """
-        check_copies_and_padding(self.index, self.path)
+        """Raise UserError unless copies are equal and padding, which ``read`` does not read, is zero."""
+        self.check_here()
+        problems = []
+        with Files(self.path) as files:
+            for one, other in ((one.stored, other.stored) for one, other in self.index.copies):
+                if not files.are_equal(one, other):
+                    problems.append(
+                        f"{self.path / other.file}: {other.name} differs from {one.name} in {self.path / one.file}, "
+                        f"its copy; one of the files is damaged or of another model{output_layer_hint(other.name)}.")
+            for padding in self.index.padding:
+                if not files.is_zero(padding):
+                    stored = padding.view.stored
+                    problems.append(f"{self.path / stored.file}: the padding of {stored.name} is not zero; the file is "
+                                    f"damaged or was cut for another TP size.")
+        refuse(problems)
 
     def check_here(self) -> None:
         """Raise UserError if another node's disk holds some of the weights."""
@@ -178,8 +181,7 @@ class Source:
         whole = shard.view(math.prod(shard.shape[: cut_dim(weight)]), sum(span.length for span in spans), -1)
         with Files(self.path) as files:
             for span in spans:
-                found = list(self.index.find(span))
-                assert span.key is None or sum(one.span.length for one in found) == span.length, (weight.name, span)
+                found = self.index.find(span)
                 for one in found:
                     if one.view not in checked:
                         if isinstance(self.directory, TrainingDirectory):
@@ -213,43 +215,32 @@ def find(path: str | Path, flag: str = "--load") -> Directory:
 
     Raises UserError if it is of no known kind, incomplete or damaged.
     """
-    classes = {
-        Kind.HUGGING_FACE: HFDirectory, Kind.MINDSPEED: MindSpeedDirectory, Kind.TRAINING: TrainingDirectory,
-    }  # fmt: skip
+    classes = {Kind.HUGGING_FACE: HFDirectory, Kind.MINDSPEED: MindSpeedDirectory, Kind.TRAINING: TrainingDirectory}
     return classes[find_kind(path, flag)].open(path)
 
 
-def open(
-    path: str | Path,
-    flag: str = "--load",
-    *,
-    layout: Layout | None = None,
-    layout_flag: str = "",
-    model: ModelConfig | None = None,
-    qkv: QkvOrder | None = None,
-    lenient: bool = False,
+def open_source(
+    path: str | Path, flag: str = "--load", *, layout: Layout | None = None, layout_flag: str = "",
+    model: ModelConfig | None = None, qkv: QkvOrder | None = None,
 ) -> Source:
     """Open a weight directory of any kind, which ``flag`` gave, as a source.
 
     ``layout`` is the layout that the user stated with ``layout_flag``.  For a directory in MindSpeed-MM's layout
-    without a manifest, ``model`` is its model, and ``qkv`` determines the order of the ViT's qkv.  With ``lenient``,
-    tensors that do not fit the model are collected in ``problems`` instead of raised, and the views cover the others.
-    Raises UserError if the directory is of no known kind, incomplete, damaged, or not on the given layout.
+    without a manifest, ``model`` is its model, and ``qkv`` determines the order of the ViT's qkv.  Raises UserError if
+    the directory is of no known kind, incomplete, damaged, or not on the given layout.
     """
     directory = find(path, flag)
     match directory:
         case HFDirectory():
             with naming(flag):
-                source = open_hf(directory, lenient=lenient)
+                source = open_hf(directory)
         case MindSpeedDirectory():
-            source = _open_mindspeed(directory, layout, layout_flag, model, qkv or QkvOrder(), lenient)
+            source = _open_mindspeed(directory, layout, layout_flag, model, qkv or QkvOrder())
         case TrainingDirectory():
-            source = open_training(directory, lenient=lenient)
+            source = open_training(directory)
             if layout is not None and layout != source.layout:
-                raise UserError(
-                    f"{layout_flag} says {layout}, but the training checkpoint {source.path} was saved with "
-                    f"{source.layout}; leave {layout_flag} out, or give the right directory."
-                )
+                raise UserError(f"{layout_flag} says {layout}, but {source.path} was saved with {source.layout}; leave "
+                                f"{layout_flag} out.")
     return source
 
 
@@ -261,7 +252,7 @@ def open_to_train(
     Raises UserError if it is of no known kind, incomplete or of another model, or if the optimizer state is needed and
     MindSpeed-MM trained it.
     """
-    source = open(path, "--load", model=model, qkv=qkv)
+    source = open_source(path, "--load", model=model, qkv=qkv)
     if needs_optimizer:
         source.check_optimizer()
     if source.is_vit_only:
@@ -270,11 +261,11 @@ def open_to_train(
     return source
 
 
-def open_hf(directory: HFDirectory, language_path: str | Path | None = None, lenient: bool = False) -> Source:
+def open_hf(directory: HFDirectory, language_path: str | Path | None = None) -> Source:
     """A Hugging Face directory as a source; with ``language_path``, the LLM comes from that directory."""
     model = directory.model_config()
-    views, misfits = directory.views(model)
-    source = _source(directory, Kind.HUGGING_FACE, model, 1, (views, misfits), lenient)
+    views, problems = directory.views(model)
+    source = _source(directory, Kind.HUGGING_FACE, model, 1, (views, problems))
     if language_path is None:
         return source
     language, files = language_views(language_path, directory.config, model)
@@ -282,7 +273,7 @@ def open_hf(directory: HFDirectory, language_path: str | Path | None = None, len
     return replace(source, views=(*kept, *language), files=(*source.files, *files))
 
 
-def open_training(directory: TrainingDirectory, lenient: bool = False, takes_adapters: bool = False) -> Source:
+def open_training(directory: TrainingDirectory, takes_adapters: bool = False) -> Source:
     """The weights of a training checkpoint in the dtypes of the training, without its optimizer state.
 
     Raises UserError if it holds adapters instead of a whole model, unless ``takes_adapters``.
@@ -294,7 +285,7 @@ def open_training(directory: TrainingDirectory, lenient: bool = False, takes_ada
             f"{directory.path} holds adapters (LoRA) of the model in {base.get('path')}, not a whole model; continue "
             f"training with the --lora-* flags of that run, or make a whole model with mm-convert merge_lora."
         )
-    return _source(directory, Kind.TRAINING, manifest.model, manifest.tp_size, directory.views(), lenient,
+    return _source(directory, Kind.TRAINING, manifest.model, manifest.tp_size, directory.views(),
                    iteration=manifest.iteration, consumed_samples=manifest.consumed_samples, notes=directory.notes,
                    base_crc32=base.get("crc32"), base_name=base.get("path"))
 
@@ -305,42 +296,47 @@ def open_adapter(directory: AdapterDirectory, model: ModelConfig, is_own: bool =
     ``is_own``: that is ``directory.model``, not a run's.  Raises UserError with all mismatches.
     """
     refuse(directory.problems(model, is_own))
-    return _source(directory, Kind.ADAPTER, model, 1, directory.views(model), False, base_crc32=directory.base_crc32,
+    return _source(directory, Kind.ADAPTER, model, 1, directory.views(model), base_crc32=directory.base_crc32,
                    base_name=directory.base_name)
 
 
 def _open_mindspeed(
-    directory: MindSpeedDirectory, layout: Layout | None, layout_flag: str, model: ModelConfig | None, qkv: QkvOrder,
-    lenient: bool,
+    directory: MindSpeedDirectory, layout: Layout | None, layout_flag: str, model: ModelConfig | None, qkv: QkvOrder
 ) -> Source:
     if directory.storage.adapters_only:
         raise UserError(
             f"{directory.path} holds adapters (LoRA) in MindSpeed-MM's layout, not a model; give the --lora-* flags "
             f"of their training, or make a PEFT directory with mm-convert lora_mm_to_hf."
         )
-    is_stated = directory.manifest is not None
-    if not is_stated and model is None:
-        model = recognize(directory)
+    if directory.manifest is None and model is None:
+        model = _recognized(directory)
     placed, tp_size = directory.placed_model(layout, layout_flag, model)
     directory, notes = in_qkv_order(directory, placed, tp_size, qkv)
-    return _source(directory, Kind.MINDSPEED, placed, tp_size, directory.views(placed, tp_size), lenient,
-                   storage=directory.storage, is_stated=is_stated, notes=notes, iteration=directory.iteration,
+    return _source(directory, Kind.MINDSPEED, placed, tp_size, directory.views(placed, tp_size),
+                   storage=directory.storage, notes=notes, iteration=directory.iteration,
                    consumed_samples=directory.consumed_samples)
 
 
+def _recognized(directory: MindSpeedDirectory) -> ModelConfig | None:
+    """The published model whose tensors are all in ``directory``, which describes none; None if there is none.
+
+    Heads cannot be read off the shapes of fused weights, so no other model can be recognized.
+    """
+    for config in (config for family in FAMILIES for config in family.config_json.published.values()):
+        model = model_from_hf(config)
+        with suppress(UserError):
+            if not directory.views(*directory.placed_model(None, "", model))[1]:
+                return model
+    return None
+
+
 def _source(
-    directory: Directory | AdapterDirectory,
-    kind: Kind,
-    model: ModelConfig,
-    tp_size: int,
-    found: tuple[list[View], list[Misfit]],
-    lenient: bool,
-    **facts: Any,
+    directory: Directory | AdapterDirectory, kind: Kind, model: ModelConfig, tp_size: int,
+    found: tuple[list[View], list[str]], **facts: Any,
 ) -> Source:
-    views, misfits = found
-    refuse(misfit.text for misfit in misfits if not lenient)
-    return Source(directory.path, kind, model, tp_size, tuple(views), directory.files, directory,
-                  problems=tuple(misfits), **facts)
+    views, problems = found
+    refuse(problems)
+    return Source(directory.path, kind, model, tp_size, tuple(views), directory.files, directory, **facts)
 
 
 def holds_nothing(path: str | Path) -> bool:

@@ -1,10 +1,8 @@
 """``model_optim_rng.pt``, Megatron's and MindSpeed-MM's torch.save file: where its tensors lie, and how to lay one out.
 
-Reading takes torch's own unpickler for untrusted files (``weights_only``).  Classes that it does not know become inert
-stand-ins, so no code of a file runs.  Under a fake tensor mode it gives offsets and reads no tensor; ``mmap=True``
-would map the whole file, which Linux refuses for one that is larger than the memory.
-
-torch.save itself writes everything except the tensors' data, which it is configured to skip.
+Reading takes torch's unpickler for untrusted files (``weights_only``) under a fake tensor mode, which gives offsets
+and reads no tensor.  Classes that it does not know become inert stand-ins, so no code of a file runs.  torch.save
+itself writes everything except the tensors' data, which it is configured to skip.
 """
 
 import os
@@ -21,14 +19,9 @@ import torch
 from torch._utils import _rebuild_tensor_v2
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from mm.errors import UserError, refuse, refuse_special
-from mm.formats.safetensors import refuse_lfs_pointer
-from mm.weights.plan import TargetFile
-from mm.weights.views import Stored
+from mm.errors import UserError, refuse
+from mm.weights.views import Stored, TargetFile
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int16,
-           torch.int32, torch.int64, torch.bool)  # fmt: skip
-"""Dtypes that have a storage class of their own; torch writes the others in another way."""
 _EXTRA_STATE = "_extra_state"
 """Suffix of the names of modules' ``get_extra_state`` values: None, a buffer of FP8 scales, or an empty tensor."""
 
@@ -36,33 +29,28 @@ _EXTRA_STATE = "_extra_state"
 def read_torch_file(path: Path, name: str) -> tuple[dict[str, Stored], tuple[str, ...]]:
     """The tensors of a file by ``CHUNK/NAME``, and its chunks: ``model``, or ``model0``, ``model1``...
 
-    ``name`` is the file name that the tensors record.  Tensors are row-major and little-endian; those that share a
-    storage (tied weights) have overlapping ranges.  A chunk may have no tensors.  Raises UserError for a file that
-    torch.load does not read with ``weights_only``, and for tensors that are not contiguous.
+    ``name`` is the file name that the tensors record.  Tensors that share a storage (tied weights) have overlapping
+    ranges.  Raises UserError for a file that torch.load does not read with ``weights_only``, and for tensors that are
+    not contiguous.
     """
     content = _load(path)
     chunks = {key: value for key, value in content.items() if re.fullmatch(r"model\d{0,4}", key)}
     if not chunks:
-        raise UserError(
-            f"{path} has the keys {sorted(content)}; expected 'model', or 'model0', 'model1', ... as Megatron writes. "
-            f"Is it an optimizer file? Give the model_optim_rng.pt beside it."
-        )
-    tensors, problems, end = {}, [], path.stat().st_size
+        raise UserError(f"{path} has the keys {sorted(content)}; expected 'model', or 'model0', 'model1', ...; "
+                        f"give the model_optim_rng.pt that Megatron writes.")
+    tensors, problems = {}, []
     for chunk, entries in chunks.items():
-        if not isinstance(entries, dict) or not all(isinstance(key, str) for key in entries):
-            problems.append(f"{path}: {chunk} is a {type(entries).__name__}; expected a dictionary of named tensors.")
-            continue
         for key, value in entries.items():
             if key.endswith(_EXTRA_STATE) and not (isinstance(value, torch.Tensor) and value.numel()):
                 continue
-            problem = _problem(value)
-            if problem is None:
-                stored = _stored(name, f"{chunk}/{key}", value)
-                tensors[stored.name] = stored
-                problem = "lies beyond the end of the file, which is damaged." if (
-                    stored.offset + stored.num_bytes > end) else None
-            if problem is not None:
-                problems.append(f"{path}: {chunk}/{key} {problem}")
+            if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+                problems.append(f"{path}: {chunk}/{key} is a {type(value).__name__}; expected a dense tensor.")
+            elif not value.is_contiguous() or value.is_conj() or value.is_neg():
+                problems.append(f"{path}: {chunk}/{key} has the strides {tuple(value.stride())} for the shape "
+                                f"{tuple(value.shape)}; save it .contiguous().")
+            else:
+                start = cast(Any, value.untyped_storage())._checkpoint_offset + value.storage_offset() * value.itemsize
+                tensors[f"{chunk}/{key}"] = Stored(name, f"{chunk}/{key}", value.dtype, tuple(value.shape), start)
     refuse(problems)
     return tensors, tuple(chunks)
 
@@ -103,7 +91,6 @@ def _load(path: Path) -> dict[str, Any]:
     """The file's dictionary; its tensors have no data, but know where it lies."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes 2 s, and few directories hold torch files
 
-    _refuse_other_formats(path)
     try:
         stand_ins: list[Any] = [(_stand_in(name), name) for name in get_unsafe_globals_in_checkpoint(path)]
         with FakeTensorMode(), safe_globals(stand_ins):
@@ -112,39 +99,9 @@ def _load(path: Path) -> dict[str, Any]:
         reason = re.sub(r"(?s).*WeightsUnpickler error: |\n.*", "", str(error).strip())
         raise UserError(f"{path} cannot be read by torch.load(..., weights_only=True): {reason}. If it is truncated, "
                         f"copy or download it again.") from error
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise UserError(f"{path} holds a {type(content).__name__}; expected a dictionary with the key 'model' or "
-                        f"'model0'.")
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds a {type(content).__name__}; expected a dictionary with the key 'model'.")
     return content
-
-
-def _refuse_other_formats(path: Path) -> None:
-    """Raise UserError unless the first bytes are those of a zip archive."""
-    refuse_special(path)
-    try:
-        with path.open("rb") as file:
-            start = file.read(64)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}; expected a model_optim_rng.pt.") from error
-    if not start.startswith(b"PK\x03\x04"):
-        refuse_lfs_pointer(path, start)
-        what = f"starts with {start[:8]!r}" if start else "is empty"
-        raise UserError(f"{path} {what}; expected a file of torch.save, which starts with b'PK\\x03\\x04' (files of "
-                        f"torch before 1.6: load and save them again).")
-
-
-def _problem(value: Any) -> str | None:
-    """Why ``value`` is no byte range of the file."""
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-        return f"is a {type(value).__name__}; expected a dense tensor."
-    if not value.is_contiguous() or value.is_conj() or value.is_neg():
-        return f"has the strides {tuple(value.stride())} for the shape {tuple(value.shape)}; save it .contiguous()."
-    return None
-
-
-def _stored(file: str, name: str, tensor: torch.Tensor) -> Stored:
-    start = cast(Any, tensor.untyped_storage())._checkpoint_offset  # where the storage's data begins in the file
-    return Stored(file, name, tensor.dtype, tuple(tensor.shape), start + tensor.storage_offset() * tensor.itemsize)
 
 
 _NUM_RECORDS_BEFORE = 4
@@ -165,14 +122,9 @@ class TorchFile(TargetFile):
     def new(cls, name: str, chunks: Mapping[str, Tensors]) -> "TorchFile":
         """Lay out the tensors of ``chunks``: ``{"model": ...}``, or ``{"model0": ..., "model1": ...}``.
 
-        The result depends only on the arguments, so that another process can complete the file.  Raises UserError for a
-        dtype that torch saves differently.
+        The result depends only on the arguments, so that another process can complete the file.
         """
         specs = [(f"{chunk}/{key}", *spec) for chunk, tensors in chunks.items() for key, spec in tensors.items()]
-        unknown = [f"{key} ({dtype})" for key, dtype, _ in specs if dtype not in _DTYPES]
-        if unknown:
-            known = ", ".join(map(str, _DTYPES))
-            raise UserError(f"The torch format cannot hold the dtype of {unknown[0]}; expected one of {known}.")
         # Interned: pickle writes a name shared by two chunks as a reference only if both are the same object.
         content = {sys.intern(chunk): {sys.intern(key): _Absent(*spec) for key, spec in tensors.items()}
                    for chunk, tensors in chunks.items()}

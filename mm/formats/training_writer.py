@@ -15,15 +15,9 @@ from typing import BinaryIO
 
 from mm.errors import UserError
 from mm.formats.atomic import MEGATRON_MODES, new_file, put_in_place, sync
-from mm.formats.blocks import ON_HOST, Host, Values, write_tensors
-from mm.formats.checkpoints import (
-    LATEST_FILE,
-    LEFTOVER_NAME,
-    is_only_copy,
-    iteration_name,
-    run_ids,
-)
+from mm.formats.checkpoints import LATEST_FILE, LEFTOVER_NAME, is_only_copy, iteration_name, run_ids
 from mm.formats.manifest import MANIFEST_FILE
+from mm.formats.pipelined_write import ON_HOST, Host, Values, write_tensors
 from mm.formats.safetensors import safetensors_file
 from mm.formats.training import CheckpointManifest, CheckpointTensor
 
@@ -39,10 +33,8 @@ def begin(directory: Path, iteration: int, num_bytes: int, token: str | None = N
     directory.mkdir(mode=MEGATRON_MODES.directory, parents=True, exist_ok=True)
     free_bytes = shutil.disk_usage(directory).free
     if num_bytes > free_bytes:
-        raise UserError(
-            f"The checkpoint of iteration {iteration} needs {num_bytes:,} bytes in {directory}, but only "
-            f"{free_bytes:,} are free; make room, give another --save, or use --keep-last-checkpoints."
-        )
+        raise UserError(f"The checkpoint of iteration {iteration} needs {num_bytes:,} bytes in {directory}, but only "
+                        f"{free_bytes:,} are free; make room, or give another --save.")
     temporary = directory / f"{iteration_name(iteration)}.tmp-{token or secrets.token_hex(4)}"
     temporary.mkdir(mode=MEGATRON_MODES.directory)
     return temporary
@@ -147,8 +139,8 @@ def tidy(directory: Path) -> list[str]:
         if not (is_leftover or path.name.startswith((f"{LATEST_FILE}.tmp-", TEMPORARY_PREFIX))):
             continue
         if is_leftover and is_only_copy(path):
-            notes.append(f"{path} is left over from an interrupted save or a failed run, and stays, because no other "
-                         f"checkpoint of its iteration is complete; --load {path} reads it")
+            notes.append(f"{path} is left over from an interrupted save, and stays, because no other checkpoint of its "
+                         f"iteration is complete; --load {path} reads it")
             continue
         try:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -165,7 +157,5 @@ def _new_file(path: Path) -> Iterator[BinaryIO]:
         with new_file(path, MEGATRON_MODES.file) as opened:
             yield opened
     except OSError as error:
-        raise UserError(
-            f"{path} cannot be written ({error.strerror}), so this checkpoint is abandoned; earlier ones are "
-            f"unchanged. Make room, or give another --save that every machine can write."
-        ) from error
+        raise UserError(f"{path} cannot be written ({error.strerror}), so this checkpoint is abandoned; earlier ones "
+                        f"are unchanged. Make room, or give another --save.") from error

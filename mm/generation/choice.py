@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from mm.config.generate import Decoding
 
@@ -28,15 +29,12 @@ def penalized(logits: Tensor, was_there: Tensor, penalty: float) -> Tensor:
 
 def probabilities(logits: Tensor, decoding: Decoding) -> Tensor:
     """Probability of each token, float32 [rows, vocabulary]; 0 for tokens that are never drawn."""
-    logits = logits / decoding.temperature
-    if 0 < decoding.top_k < logits.shape[1]:
-        least = logits.topk(decoding.top_k, dim=1).values[:, -1:]
-        logits = logits.masked_fill(logits < least, float("-inf"))
-    if decoding.top_p < 1.0:
-        rising, order = logits.sort(dim=1)
-        is_left_out = rising.softmax(dim=1).cumsum(dim=1) <= 1.0 - decoding.top_p
-        is_left_out[:, -1] = False  # the likeliest always stays
-        logits = logits.masked_fill(is_left_out.scatter(1, order, is_left_out), float("-inf"))
+    warpers = [TemperatureLogitsWarper(float(decoding.temperature)),
+               *([TopKLogitsWarper(decoding.top_k)] if decoding.top_k else ()),
+               *([TopPLogitsWarper(decoding.top_p)] if decoding.top_p < 1 else ())]
+    ids = torch.empty(0, dtype=torch.int64)  # they ask for earlier tokens, and do not look at them
+    for warper in warpers:
+        logits = warper(ids, logits)
     return logits.softmax(dim=1)
 
 

@@ -5,10 +5,10 @@ A record of a file is a conversation in any form that the trainer reads, ending 
 """
 
 import hashlib
-import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from mm.config.data import Attributes, DataConfig
@@ -36,12 +36,16 @@ class Prompt:
     sample: Sample
     name: str | int | None = None
     """The record's own ``id``."""
-    digest: str = ""
-    """Digest of the record's content."""
 
     @property
     def question(self) -> str:
         return self.sample.turns[-1].text
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of its turns, with the bytes of embedded images."""
+        embedded = (one.digest for media in self.sample.media for one in media.contents if isinstance(one, Inline))
+        return hashlib.sha256(repr((self.sample.turns, *embedded)).encode()).hexdigest()
 
 
 def read_prompts(path: str, media_roots: Sequence[str]) -> tuple[list[Prompt], list[str]]:
@@ -61,16 +65,10 @@ def read_prompts(path: str, media_roots: Sequence[str]) -> tuple[list[Prompt], l
             if raw.problem is not None:
                 raise UserError(raw.problem)
             sample = read_sample(_conversation(raw.value), _ATTRIBUTES, media, where, is_prompt=True)
-            digest = hashlib.sha256(json.dumps(raw.value, sort_keys=True, default=_identity).encode()).hexdigest()
-            prompts.append(Prompt(raw.index, sample, name_of(raw.value), digest))
+            prompts.append(Prompt(raw.index, sample, name_of(raw.value)))
     if unreadable or not num_records:
         raise UserError(unreadable or f"{path}: has no prompts; expected a JSON list of objects, or one per line.")
     return prompts, problems
-
-
-def _identity(value: Any) -> str:
-    """Stands for a value that JSON cannot hold in a record's digest: an embedded image's digest, else the repr."""
-    return value.digest if isinstance(value, Inline) else repr(value)
 
 
 def prompt_encoder(media: DataConfig, model: ModelConfig) -> SampleEncoder:
@@ -85,11 +83,6 @@ def encoder_for_prompts(encoder: SampleEncoder, model: ModelConfig) -> SampleEnc
     """``prompt_encoder`` for the settings of ``encoder``, an encoder of training samples, without reading its files."""
     chat = replace(encoder.chat, seq_length=model.language.max_position_embeddings)
     return replace(encoder, chat=chat)
-
-
-def in_order(asked: Iterable[tuple[str, Sample, str]]) -> list[Prompt]:
-    """Prompts, numbered in order; ``asked`` has the name, content and digest of each."""
-    return [Prompt(number, sample, name, digest) for number, (name, sample, digest) in enumerate(asked)]
 
 
 def _conversation(record: Any) -> Any:

@@ -81,7 +81,7 @@ class Session:
         ``weights``, a fingerprint of the weights, and ``precision`` are for ``key``.
         """
         self.stage, self.mesh, self._encoder = stage, mesh, encoder
-        self.media, self.decoding, self._weights, self._precision = media, decoding, weights, precision
+        self.media, self.decoding, self.weights, self._precision = media, decoding, weights, precision
         self._answerer = Answerer(stage, mesh, decoding)
 
     @classmethod
@@ -113,7 +113,7 @@ class Session:
 
     def key(self, prompt: Prompt) -> str:
         """A key that changes with the prompt, the weights and the settings."""
-        facts = [prompt.digest, self._weights, asdict(self.decoding), asdict(self.media), self._precision]
+        facts = [prompt.digest, self.weights, asdict(self.decoding), asdict(self.media), self._precision]
         return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]
 
     def respond(

@@ -63,7 +63,7 @@ def find(asking: Asking) -> ModelFiles:
         source, adapters = _beside_its_model(args.load, base, named_by, order)
         stated = adapters.model
     else:
-        source = weights.open(args.load, named, model=stated or _model_of(base, named_by), qkv=order)
+        source = weights.open_source(args.load, named, model=stated or _model_of(base, named_by), qkv=order)
     if source.is_vit_only:
         raise UserError(f"--load {args.load} has no LLM (it was made with save_vit_only); give a whole model.")
     if stated is not None:
@@ -105,7 +105,7 @@ def _beside_its_model(path: str, base: str | None, named_by: str, order: QkvOrde
     if base is None:
         raise UserError(f"--load {path} has adapters (LoRA), not a whole model; give --model-name-or-path, the "
                         f"Hugging Face directory of the model that they were trained for.")
-    model = weights.open(base, named_by, qkv=order)
+    model = weights.open_source(base, named_by, qkv=order)
     adapters = open_beside(path, model.model)
     check_base(adapters, model, "--model-name-or-path")
     return model, adapters

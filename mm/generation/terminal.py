@@ -3,39 +3,20 @@
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TextIO
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from transformers import TextStreamer
 
 from mm.data.sample import Sample, Turn
-from mm.errors import AgreedError, UserError, printable
+from mm.errors import AgreedError, UserError
 from mm.generation.decode import Answer
 from mm.generation.prompts import Prompt, question
 from mm.generation.session import Response, Session
 from mm.parallel.agreement import on_first
 
-HELP = """\
-Ask anything.  A line that starts with / is a command:
-  /image FILE   add an image to the next question        /clear   start a new conversation
-  /video FILE   add a video to the next question         /exit    end, like the end of the input
-"""
-
-
-class TextStream:
-    """Writes an answer as it grows, without incomplete characters: some need several tokens."""
-
-    def __init__(self, text_of: Callable[[Sequence[int]], str], stream: TextIO) -> None:
-        self._text_of, self._stream, self._shown = text_of, stream, ""
-
-    def listen(self, answer: Answer) -> None:
-        """Print one answer as it grows; called with each of its tokens."""
-        text = self._text_of(answer.token_ids)
-        if text.endswith("\ufffd") and answer.ended is None:
-            return
-        new = text[len(self._shown) :]
-        self._stream.write(printable(new) if self._stream.isatty() else new)
-        self._stream.flush()
-        self._shown = text
+HELP = "Ask anything; /image FILE and /video FILE add to the next question, /clear starts anew, and /exit ends.\n"
 
 
 def ask_once(session: Session, make: Callable[[], Sample]) -> None:
@@ -50,12 +31,16 @@ def ask_once(session: Session, make: Callable[[], Sample]) -> None:
 
 
 def _shown_answer(session: Session, prompt: Prompt) -> tuple[list[Response], tuple[str, ...]]:
-    is_first = session.mesh.rank == 0
-    stream = TextStream(session.text, sys.stdout) if is_first else None
-    responses, problems = session.respond((prompt,), stream.listen if stream else None)
-    if is_first and not problems:
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+    if session.mesh.rank != 0:
+        return session.respond((prompt,))
+    stream = TextStreamer(session.encoder.chat.tokenizer, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def listen(answer: Answer) -> None:
+        stream.put(torch.tensor(answer.token_ids[-1:]))
+
+    responses, problems = session.respond((prompt,), listen)
+    if not problems:
+        stream.end()
     return responses, problems
 
 
@@ -81,61 +66,38 @@ class Chat:
             if prompt is None:
                 return
             responses, problems = _shown_answer(session, prompt)
-            if session.mesh.rank != 0:
-                continue
-            if problems:
-                self._complain(problems)
-            else:
-                self.turns += [prompt.sample.turns[-1], Turn("assistant", (responses[0].text,))]
+            if session.mesh.rank == 0:
+                if not problems:
+                    self.turns += [prompt.sample.turns[-1], Turn("assistant", (responses[0].text,))]
                 self.images, self.videos = [], []
+                _print_errors(problems)
 
     def _next(self) -> Prompt | None:
         """The next question; None at the end."""
         while True:
-            if sys.stdin.isatty():
-                sys.stdout.write("> ")
-                sys.stdout.flush()
-            line = sys.stdin.readline()
-            if not line:
+            try:
+                line = input("> " if sys.stdin.isatty() else "").strip()
+            except EOFError:
                 return None
-            command, _, rest = line.strip().partition(" ")
-            match command:
-                case "":
-                    continue
-                case "/exit":
-                    return None
-                case "/clear":
-                    self.turns, self.images, self.videos = [], [], []
-                case "/image" | "/video":
-                    self._show(command.removeprefix("/"), rest.strip())
-                case _ if command.startswith("/"):
-                    sys.stdout.write(HELP)
-                case _:
-                    try:
-                        return self._prompt(line.strip())
-                    except UserError as error:
-                        self._complain(error.problems)
+            command, _, path = line.partition(" ")
+            if command == "/exit":
+                return None
+            if command == "/clear":
+                self.turns, self.images, self.videos = [], [], []
+            elif command in ("/image", "/video"):
+                (self.images if command == "/image" else self.videos).append(path.strip())
+            elif line:
+                try:
+                    return self._prompt(line)
+                except UserError as error:
+                    self.images, self.videos = [], []
+                    _print_errors(error.problems)
 
     def _prompt(self, text: str) -> Prompt:
         asked = question(text, self.images, self.videos)
         before = [] if self.system is None else [Turn("system", (self.system,))]
         self.number += 1
-        sample = Sample((*before, *self.turns, asked), f"question {self.number}")
-        return Prompt(self.number - 1, sample)
-
-    def _show(self, kind: str, path: str) -> None:
-        """Keep a file for the next question, if it exists."""
-        try:
-            question("", [path] if kind == "image" else [], [path] if kind == "video" else [])
-        except UserError as error:
-            _print_errors(error.problems)
-            return
-        (self.images if kind == "image" else self.videos).append(path)
-
-    def _complain(self, problems: Sequence[str]) -> None:
-        """Report problems; the conversation continues without the question and its media."""
-        self.images, self.videos = [], []
-        _print_errors(problems)
+        return Prompt(self.number - 1, Sample((*before, *self.turns, asked), f"question {self.number}"))
 
 
 def _print_errors(problems: Sequence[str]) -> None:

@@ -1,24 +1,31 @@
-"""``mm-page``, which is ``python -m mm.page``: the page of a run, or of several side by side.
+"""``mm-page``, which is ``python -m mm.page``: the page of a run, as in ``mm-page logs``."""
 
-    mm-page logs
-    mm-page logs_a logs_b --html both.html
-"""
-
-import argparse
 import sys
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
+from typing import Annotated
 
-from mm.config.misspelt import parse
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from mm.config.command_line import CommandLine
 from mm.config.outputs import PAGE_FILE
-from mm.console import add_common_flags
-from mm.environment import version_line
-from mm.errors import UserError, collected, refuse
-from mm.process import refused, run_command
-from mm.report import check_page, write_page
+from mm.config.schema import STRICT, Positional
+from mm.process import run_command
+from mm.report import check_page
 
-PROGRAM = "mm-page"
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class PageFlags:
+    """``mm-page``."""
+
+    run: Annotated[Path, Positional("RUN_DIR")] = Field(description="the --log-dir of a run")
+    html: Path | None = Field(None, description=f"the file to write; absent = {PAGE_FILE} in RUN_DIR")
+
+
+PAGE = CommandLine(
+    "mm-page", "Write one HTML file about a run, which may have ended or not: facts, curves, tables, timeline, answers "
+    "and settings.", PageFlags, "RUN_DIR [--html PAGE]")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,47 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
-    from mm.page.pages import run_page, runs_page
-    from mm.page.plot import COLOURS
-    from mm.page.record import ASIDE, read_run, run_names
+    flags = PAGE.read(PAGE.split(words))
+    from mm.page.pages import write_run_page
 
-    try:
-        flags = parse(_parser(), words)
-        folders: list[Path] = flags.runs
-        path = flags.html or (folders[0] if folders[0].is_dir() else folders[0].parent) / PAGE_FILE
-        if len(folders) > len(COLOURS):
-            raise UserError(f"{len(folders)} runs are given; expected at most {len(COLOURS)}, because no more "
-                            f"colours can be told apart; make several pages")
-        if len(folders) > 1 and flags.html is None:
-            raise UserError("--html is missing: the page of several runs belongs to none of them; name its file, such "
-                            "as --html runs.html")
-        if folders[0].match(ASIDE) and flags.html is None:
-            raise UserError(f"--html is missing: {path} is the page of a later run than {folders[0].name}; name "
-                            f"another file, such as --html old.html")
-        check_page(flags.html)
-        problems: list[str] = []
-        runs = []
-        for folder, name in zip(folders, run_names(folders), strict=True):
-            with collected(problems):
-                runs.append(read_run(folder, name))
-        refuse(problems)
-        now = datetime.now()
-        print(write_page(path, run_page(runs[0], now) if len(runs) == 1 else runs_page(runs, now)))
-    except UserError as error:
-        return refused(error)
+    check_page(flags.html)
+    print(write_run_page(flags.run, flags.html))
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(PROGRAM, allow_abbrev=False, description=(
-        "Writes one HTML file about a run: facts, curves, tables, timeline, answers and settings; or about several "
-        "runs, side by side.  A run may have ended or not."))
-    add_common_flags(parser, version_line(PROGRAM), PROGRAM)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help=(
-        "the --log-dir of a run, or the metrics_*.jsonl of an earlier run in it"))
-    parser.add_argument("--html", type=Path, metavar="PAGE", help=(
-        f"the file to write (default: {PAGE_FILE} in RUN_DIR); needed with several runs and with an earlier run"))
-    return parser
 
 
 if __name__ == "__main__":

@@ -1,144 +1,174 @@
-"""The page of one run, and that of several side by side, put together from facts, curves, tables and answers."""
+"""The page of a run: facts, curves, tables, timeline and answers."""
 
-from base64 import b64encode
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from datetime import datetime
-from html import escape
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from mm.config.outputs import PAGE_FILE
 from mm.errors import counted
-from mm.page.curve import Bin
-from mm.page.facts import GIB, run_facts, settings, status
-from mm.page.plot import BAD, COLOURS, Marks, Plot, Series
-from mm.page.record import Answered, RunRecord
-from mm.page.tables import MAX_OPEN, settings_table, tables
-from mm.report import Report, Table, page, picture_tag
+from mm.page.plot import Chart, chart, number_text
+from mm.page.record import Row, RunRecord, read_run
+from mm.progress import duration
+from mm.report import Report, Table, page, render, write_page
 
-_MAX_QUESTIONS = 24
-_MAX_THUMBNAILS = 4
-_MAX_TIMELINE_BYTES = 400_000
-_CURVES = (("Loss", "", "loss"), ("Learning rate", "", "lr"), ("Gradient norm", "before clipping", "grad_norm"),
+GIB = 2**30
+_CHARTS = (("Loss", "", "loss"), ("Learning rate", "", "lr"), ("Gradient norm", "before clipping", "grad_norm"),
            ("Step time", "s", "step_seconds"), ("Tokens/s per device", "tokens/s", "tokens_per_second_per_device"),
            ("Peak memory", "GiB, last rank", "max_memory_bytes"))  # fmt: skip
 _SMOOTH = ("lr", "max_memory_bytes")
-_OF_EVERY_RUN = ("arguments.log_dir", "started_at", "ended.at")
-"""Settings that differ between any two runs."""
+_MAX_OPEN, _MAX_LISTED = 12, 50
+"""Most rows of a table that is not folded, and of any table: the latest ones."""
+_MAX_SAMPLES = 8
+"""Most numbers of samples in a cell."""
+_KINDS = {"text": "all tokens text", "visual": "all tokens visual", "stated": "with --dry-run-patches"}
+"""Kinds of microbatches in ``mm.plan.stage_memory`` -> how a header names them."""
 
 
-def run_page(record: RunRecord, now: datetime) -> str:
-    """The page of one run."""
-    (_, found), *facts = run_facts(record, now)
-    _, is_bad = status(record, now)
-    body = [
-        f'<p class="status{" bad" if is_bad else ""}">{escape(found)} Page written at {now:%Y-%m-%d %H:%M:%S}.</p>',
-        _tiles(facts),
-        Report("", (), notes=record.notes).body(),
-        _plots([record]),
-        Report("", (), tuple(tables(record))).body(),
-        *_timelines(record),
-        *_answers(record.questions),
-        Report("", (), (settings_table(record),)).body() if record.facts else "",
-    ]
-    return page(f"Run {record.name}", "\n".join(body))
+def write_run_page(folder: Path, path: Path | None = None) -> str:
+    """Write the page of the run in ``folder``, its ``--log-dir``; returns the line that says so.
+
+    Raises UserError if there is no run, or a file is damaged.
+    """
+    return write_page(path or folder / PAGE_FILE, run_page(read_run(folder), str(folder), datetime.now()))
 
 
-def runs_page(runs: Sequence[RunRecord], now: datetime) -> str:
-    """The page of several runs: the settings that differ, facts side by side, and curves in one picture."""
-    names = tuple(one.name for one in runs)
-    facts = [dict(run_facts(one, now)) for one in runs]
-    body = [
-        f'<p class="status">Page written at {now:%Y-%m-%d %H:%M:%S}.</p>',
-        _differences([one for one in runs if one.facts]).body(),
-        Report("", (), (_side_by_side("Facts", names, facts),)).body(),
-        _plots(runs),
-        Report("", (), notes=tuple(f"{one.name}: {note}" for one in runs for note in one.notes)).body(),
-    ]
-    return page(f"Runs {', '.join(names[:-1])} and {names[-1]}", "\n".join(body))
+def run_page(record: RunRecord, name: str, now: datetime) -> str:
+    """The page of the run that is called ``name``."""
+    settings = Table("All settings", ("setting", "value"), tuple(_flat("", record.facts)), is_folded=True)
+    facts = Report("", (("status", _status(record)), ("page written", f"{now:%Y-%m-%d %H:%M:%S}"), *_facts(record)))
+    return page(f"Run {name}", render(
+        "run.html", facts=facts.body(), charts=list(_charts(record)),
+        tables=Report("", (), tuple(_tables(record))).body(), timeline=record.timeline,
+        answers=[(images, _answer(row).body()) for images, row in record.answers],
+        answered_at=record.answered_at, settings=Report("", (), (settings,)).body()))
 
 
-def _differences(runs: Sequence[RunRecord]) -> Report:
-    """The settings that differ between runs whose settings are known; if there are many, they are folded."""
-    if len(runs) < 2:
-        return Report("", ())
-    table = _side_by_side("Settings that differ", [one.name for one in runs], [
-        {name: value for name, value in settings(one).items() if name not in _OF_EVERY_RUN} for one in runs])
-    rows = tuple(row for row in table.rows if len(set(row[1:])) > 1)
-    if not rows:
-        return Report("", (), notes=("All settings are the same.",))
-    title = f"{table.title} ({len(rows):,})"
-    return Report("", (), (replace(table, title=title, rows=rows, is_folded=len(rows) > MAX_OPEN),))
+def _answer(row: Row) -> Report:
+    options = "".join(f"\n{letter}. {text}" for letter, text in row.get("options", {}).items())
+    return Report("", (("question", row["question"] + options), ("answered", row["prediction"] or "(nothing)"),
+                       ("right", " | ".join(row["right"])), ("score", f"{row['score']:.0%}")))
 
 
-def _tiles(facts: Sequence[tuple[str, str]]) -> str:
-    tiles = (f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts)
-    return f'<dl class="tiles">{"".join(tiles)}</dl>'
+def _status(record: RunRecord) -> str:
+    """Whether the run has ended and how, as far as its files say."""
+    if ended := record.facts.get("ended"):
+        return f"ended at {ended['at']}: {ended['how']}"
+    if record.metrics.last is None:
+        return "no step has been recorded yet"
+    return (f"no end is recorded: the run goes on, or it was killed; step {record.metrics.last['iteration']:,} is the "
+            f"last, at {record.last_written:%Y-%m-%d %H:%M:%S}")
 
 
-def _side_by_side(title: str, names: Sequence[str], columns: Sequence[dict[str, str]]) -> Table:
-    """A column for each run; a missing value is a dash."""
-    keys = dict.fromkeys(key for one in columns for key in one)
-    return Table(title, ("", *names), tuple((key, *(one.get(key, "-") for one in columns)) for key in keys))
+def _facts(record: RunRecord) -> Iterator[tuple[str, str]]:
+    """Names and values, first of those that change."""
+    if record.metrics.last is not None:
+        yield from _progress(record, record.metrics.last)
+    facts, args, model = record.facts, record.facts["arguments"], record.facts["model"]
+    yield "model", (f"{Path(args['mm_model']).name} ({model['vision']['num_layers']} ViT layers + "
+                    f"{model['language']['num_layers']} LLM layers)")
+    yield "layout", (f"tensor {args['tensor_model_parallel_size']} x context {args['context_parallel_size']} x "
+                     f"pipeline {facts['pipeline_model_parallel_size']} x data {facts['data_parallel_size']} = "
+                     f"{counted(facts['world_size'], 'rank')}")
+    yield "device", f"{facts['ran_on']['device']}, {facts['ran_on']['backend']}"
+    yield from ((name.replace("_", " "), str(facts[name])) for name in ("precision", "global_batch_size", "started_at"))
 
 
-def _plots(runs: Sequence[RunRecord]) -> str:
-    steps = [one.history.curves["loss"].bins for one in runs if one.history.num_steps]
-    if not steps:
-        return ""
-    span = (min(bins[0].first for bins in steps), max(bins[-1].last for bins in steps))
-    figures = [_plot(runs, *curve, span).svg() for curve in _CURVES]
-    figures.append(Plot("Score of answers", "%", [
-        Series(one.name, one.history.scores.bins, colour, is_noisy=False)
-        for one, colour in zip(runs, COLOURS, strict=False)], (), span).svg())
-    return f'<div class="curves">{"".join(figures)}</div>'
+def _progress(record: RunRecord, last: Row) -> Iterator[tuple[str, str]]:
+    metrics, total, done = record.metrics, record.facts["arguments"]["train_iters"], last["iteration"]
+    yield "step", f"{done:,} of {total:,} ({done / total:.1%})" + (
+        f", epoch {last['epoch']:.2f}" if last.get("epoch") is not None else "")
+    seconds, mfu = metrics.recent_median("step_seconds") or 0.0, metrics.recent_median("mfu")
+    if done < total:
+        yield "time left", f"{duration((total - done) * seconds)}, without validations and checkpoints"
+    yield "time in steps", duration(float(metrics.column("step_seconds").sum()))
+    yield "tokens", f"{metrics.num_tokens:,}"
+    if last["loss"] is not None:
+        yield "loss", number_text(last["loss"])
+    for row in metrics.rows("validation")[-1:]:
+        yield "best validation loss", _best(row)
+    for row in metrics.rows("score")[-1:]:
+        yield "score", f"{row['validation_score_percent']:.2f}%"
+    yield "bad steps and spikes", str(len(metrics.rows("spike")))
+    yield "steps without update", f"{metrics.num_unchanged:,}"
+    recent = f"median of the last {counted(len(metrics.recent), 'step')}"
+    yield "step time", f"{number_text(seconds)} s, {recent}"
+    yield "tokens/s per device", f"{metrics.recent_median('tokens_per_second_per_device') or 0.0:,.0f}, {recent}"
+    yield "MFU", "unknown: no peak of this device is known" if mfu is None else f"{mfu:.1%}, {recent}"
+    yield "peak memory", f"{metrics.column('max_memory_bytes').max() / GIB:,.2f} GiB, last rank"
 
 
-def _plot(runs: Sequence[RunRecord], title: str, unit: str, field: str, span: tuple[int, int]) -> Plot:
-    factor = 1 / GIB if field == "max_memory_bytes" else 1.0
-    is_alone = len(runs) == 1
-    series, marks = [], []
-    for one, colour in zip(runs, COLOURS, strict=False):
-        bins = [_scaled(single, factor) for single in one.history.curves[field].bins]
-        series.append(Series(one.name, bins, colour, field not in _SMOOTH))
-        if field == "loss":
-            marks.append(Marks("validation" if is_alone else f"{one.name}, validation",
-                               one.history.validation_losses.bins, "diamond", COLOURS[2] if is_alone else colour))
-        if field in ("loss", "grad_norm") and is_alone:
-            marks.append(Marks("bad step or spike", one.history.spike_steps.bins, "cross", BAD, at_top=True))
-    return Plot(title, unit, series, marks, span)
+def _best(row: Row) -> str:
+    loss = row["best_validation_loss"]
+    return "none" if loss is None else f"{number_text(loss)}, step {row['best_iteration']:,}"
 
 
-def _scaled(one: Bin, factor: float) -> Bin:
-    return one if factor == 1.0 else replace(
-        one, total=one.total * factor, least=one.least * factor, most=one.most * factor)
+def _charts(record: RunRecord) -> Iterator[Chart]:
+    metrics = record.metrics
+    validations = [(row["iteration"], row["validation_loss"]) for row in metrics.rows("validation")
+                   if row["validation_loss"] is not None]
+    spikes = [(row["iteration"], row["why"]) for row in metrics.rows("spike")]
+    scores = np.array([(row["iteration"], row["validation_score_percent"]) for row in metrics.rows("score")])
+    found = [chart(title, unit, metrics.column("iteration"), metrics.column(name) / (GIB if "GiB" in unit else 1.0),
+                   name not in _SMOOTH, validations if name == "loss" else (),
+                   spikes if name in ("loss", "grad_norm") else ()) for title, unit, name in _CHARTS]
+    found.append(chart("Score of answers", "%", *scores.reshape(len(scores), 2).T, is_noisy=False))
+    yield from (one for one in found if one is not None)
 
 
-def _timelines(record: RunRecord) -> Iterator[str]:
-    """The picture of the latest step that has one; it is embedded as an image, in which no script runs."""
-    small = [one for one in record.timelines if one.stat().st_size <= _MAX_TIMELINE_BYTES]
-    if small:
-        content = b64encode(small[-1].read_bytes()).decode()
-        others = ", ".join(one.name for one in record.timelines if one != small[-1])
-        yield (f'<h2>Timeline of a step ({escape(small[-1].name)})</h2><div class="timeline"><img alt="timeline" '
-               f'src="data:image/svg+xml;base64,{content}"></div>')
-        yield f"<p>Others in --log-dir: {escape(others)}</p>" if others else ""
+def _tables(record: RunRecord) -> Iterator[Table]:
+    """All tables that have rows, except the settings."""
+    metrics = record.metrics
+    tables = (
+        ("Validations", ("step", "loss", "best", "samples", "seconds"), [
+            (f"{row['iteration']:,}", "not finite" if row["validation_loss"] is None else number_text(
+                row["validation_loss"]), _best(row), f"{row['num_samples']:,}", f"{row['validation_seconds']:,.1f}")
+            for row in metrics.rows("validation")]),
+        ("Scored answers", ("step", "score", "questions", "truncated", "seconds"), [
+            (f"{row['iteration']:,}", f"{row['validation_score_percent']:.2f}%", f"{row['num_questions']:,}",
+             f"{row['num_truncated_answers']:,}", f"{row['answer_seconds']:,.1f}") for row in metrics.rows("score")]),
+        ("Bad steps and spikes", ("step", "why", "weights", "samples"), [
+            (f"{row['iteration']:,}", row["why"], "unchanged" if row["skipped"] else "updated",
+             ", ".join(map(str, row["samples"][:_MAX_SAMPLES])) + " ..." * (len(row["samples"]) > _MAX_SAMPLES))
+            for row in metrics.rows("spike")]),
+        ("Slowest ranks", ("ranks", "stage", "replica", "device", "own time in a step", "against the median"),
+         [*_slowest(metrics.compared or {})]),
+        ("Peak memory of the stages in GiB", *_memory(record)),
+        ("Samples left out", ("where", "what"), [(one.where, one.what) for one in record.bad_samples]))
+    for title, header, rows in tables:
+        some = f"; the latest {_MAX_LISTED}" if len(rows) > _MAX_LISTED else ""
+        if rows:
+            yield Table(f"{title} ({len(rows):,}{some})", header, tuple(rows[-_MAX_LISTED:]), len(rows) > _MAX_OPEN)
 
 
-def _answers(questions: Sequence[Answered]) -> Iterator[str]:
-    if not questions:
-        return
-    shown = questions[:_MAX_QUESTIONS]
-    yield f"<h2>Answers ({counted(len(shown), 'question')}, the worst answered first)</h2>"
-    yield f'<div class="questions">{"".join(map(_question, shown))}</div>'
+def _slowest(row: Row) -> Iterator[tuple[str, ...]]:
+    for one in row.get("slowest_ranks", ()):
+        yield (", ".join(map(str, one["ranks"])), str(one["stage"]), str(one["replica"]),
+               ", ".join(f"{host} {device}" for host, device in zip(one["hosts"], one["devices"], strict=True)),
+               f"{1000 * one['own_seconds']:,.0f} ms", f"{one['share']:+,.0%}, other {one['compared_with']}")
 
 
-def _question(asked: Answered) -> str:
-    pictures = "".join(picture_tag(path.read_bytes(), "image of the question")
-                       for path in asked.thumbnails[:_MAX_THUMBNAILS])
-    rows = "".join(f"<tr><td>step {step:,}</td><td{_style(score)}>{escape(text) or '(nothing)'}</td>"
-                   f"<td>{score:.0%}</td></tr>" for step, text, score in asked.answers)
-    return (f"<div>{pictures}<p>{asked.number + 1}. {escape(asked.question)}</p>"
-            f"<table>{rows}<tr><td>right</td><td>{escape(' | '.join(asked.right))}</td><td></td></tr></table></div>")
+def _memory(record: RunRecord) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Header and rows: peak memory of each stage as predicted for each kind of microbatch, and as measured."""
+    predicted, measured = record.facts["predicted_peak_bytes"], record.metrics.stage_memory_bytes
+    kinds = list(predicted[0]) if predicted else []
+    header = ("stage", *(f"predicted, {_KINDS.get(kind, kind)}" for kind in kinds), "measured")
+    values = [[*(predicted[stage][kind] for kind in kinds), measured[stage] if stage < len(measured) else None]
+              for stage in range(len(predicted) or len(measured))]
+    return header, [(str(stage), *("-" if one is None else f"{one / GIB:,.2f}" for one in row))
+                    for stage, row in enumerate(values)]
 
 
-def _style(score: float) -> str:
-    return "" if score >= 1 else ' class="wrong"'
+def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    """All settings of ``run.json`` by their path, such as ``arguments.lr``; those not set are left out."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            if name != "weights":  # long lists of names
+                yield from _flat(f"{path}.{name}" if path else str(name), inner)
+    elif isinstance(value, list) and any(isinstance(one, Mapping) for one in value):
+        for number, inner in enumerate(value):
+            yield from _flat(f"{path}.{number}", inner)
+    elif value not in (None, [], ""):
+        yield path, ", ".join(map(str, value)) if isinstance(value, list) else str(value)

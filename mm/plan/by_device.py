@@ -1,10 +1,11 @@
-"""A calibration without measurements: the published peaks and bandwidths of a device, times usual efficiencies.
+"""Calibrations without measurements: by the published peaks and bandwidths of a device, times usual efficiencies, and
+by FLOPs alone.
 
-It serves to compare layouts on one device.  Its times are estimates, so predictions have the wide interval of
-``ASSUMED_ERROR``.
+They serve to compare layouts on one device.  Times by published figures are estimates, so predictions have the wide
+interval of ``ASSUMED_ERROR``; times by FLOPs are ratios only.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from mm.config.flags import Arguments
@@ -13,14 +14,13 @@ from mm.config.run import Run
 from mm.device.platform import KnownDevice, Links
 from mm.device.platforms import PLATFORMS
 from mm.errors import UserError
-from mm.model.flops import block_backwards
+from mm.model.flops import BlockPlace, block_backwards
 from mm.plan.calibration import BlockKey, BlockLaws, Calibration, Machine, MeasuredBlock, Network
-from mm.plan.costs import WHOLE_LAYER, Cutting, block_keys, forward_laws
-from mm.plan.laws import Law
+from mm.plan.costs import HOST_BYTES_PER_SECOND, WHOLE_LAYER, Cutting, block_keys, forward_laws
 from mm.plan.layer_memory import ALL, FP32, WIDTHS, LayerBytes, layer_bytes
-from mm.plan.lists import one_stage
-from mm.plan.offload import HOST_BYTES_PER_SECOND
-from mm.plan.states import state_widths
+from mm.plan.linear_costs import FREE, Law
+from mm.plan.model_states import state_widths
+from mm.plan.workload import one_stage
 from mm.weights.table import Place
 
 PRODUCTS, ATTENTION, MEMORY, LINKS = 0.7, 0.45, 0.7, 0.7
@@ -59,27 +59,39 @@ def calibration_by_device(run: Run, device: KnownDevice, links: Links) -> Calibr
     if run.args.precision == "fp32":
         raise UserError(f"the run is in fp32, but the published peak of {device.label} is for 16 bits; add --bf16, or "
                         f"measure the device with mm-plan calibrate and give --calibration")
-    cutting = Cutting(run.tp_size, run.args.sequence_parallel)
-    rates, model = _DeviceRates.of(run, device, links), one_stage(run.model)
-    found = dict[BlockKey, MeasuredBlock]()
-    for has_images in (False, True):
-        backwards = block_backwards(model, has_images)
-        for place, key in block_keys(run.model, cutting, has_images).items():
-            if key not in found:
-                laws = rates.laws(place[0], forward_laws(model)[place], key, backwards[place].num_forward)
-                found[key] = MeasuredBlock(key, laws, ASSUMED_ERROR)
-    within = LINKS * links.within
+    rates, found = _DeviceRates.of(run, device, links), dict[BlockKey, MeasuredBlock]()
+    for place, key, flops, num_backward in _blocks(run.model, Cutting(run.tp_size, run.args.sequence_parallel)):
+        if key not in found:
+            found[key] = MeasuredBlock(key, rates.laws(place[0], flops, key, num_backward), ASSUMED_ERROR)
     is_compiled = any(one.compiles_leaves for one in PLATFORMS if device in one.known_devices)
-    update_bytes = UPDATE_BYTES + rounding_bytes(run.args, is_compiled)
-    seconds = update_bytes / (MEMORY * device.memory_bandwidth)
+    seconds = (UPDATE_BYTES + rounding_bytes(run.args, is_compiled)) / (MEMORY * device.memory_bandwidth)
     seconds += run.args.host_share * sum(state_widths(run.args)) / HOST_BYTES_PER_SECOND  # both ways at the same time
+    within = Law(COLLECTIVE_SECONDS, 1 / (LINKS * links.within))
     return Calibration(
-        machine=Machine(device.label, run.args.precision, 1, {}), date="", blocks=tuple(found.values()),
-        chunk_pass=0.0, pipeline_pass=None,
-        step=Law(UPDATE_SECONDS, seconds),
-        message=Law(COLLECTIVE_SECONDS, 1 / within), all_reduce={2: Law(COLLECTIVE_SECONDS, 1 / within)},
-        network=Network(links.node_size, NETWORK_SECONDS, 1 / (LINKS * links.between)), assumed_error=ASSUMED_ERROR,
-        assumed_host_bytes=HOST_BYTES_PER_SECOND)
+        Machine(device.label, run.args.precision, 1, {}), "", tuple(found.values()), step=Law(UPDATE_SECONDS, seconds),
+        message=within, all_reduce={2: within}, host_bytes=HOST_BYTES_PER_SECOND,
+        network=Network(links.node_size, NETWORK_SECONDS, 1 / (LINKS * links.between)), assumed_error=ASSUMED_ERROR)
+
+
+def calibration_by_flops(model: ModelConfig, cutting: Cutting, precision: str) -> Calibration:
+    """Every FLOP takes one unit of time; messages, collectives, the update and selective recomputation take none."""
+    found = dict[BlockKey, MeasuredBlock]()
+    for _, key, flops, num_backward in _blocks(model, cutting):
+        # Tensor-parallel ranks share a block that is cut; one of a whole encoder runs on each rank alone.
+        forward = flops * (cutting.tp_size // key.tp_size)
+        backward = forward * num_backward + (forward if key.recompute == WHOLE_LAYER else FREE)
+        found[key] = MeasuredBlock(key, BlockLaws(forward, backward), error=0.0)
+    machine = Machine("any device, by FLOPs", precision, 1, {})
+    return Calibration(machine, "", tuple(found.values()), step=FREE, message=FREE, all_reduce={2: FREE})
+
+
+def _blocks(model: ModelConfig, cutting: Cutting) -> Iterator[tuple[BlockPlace, BlockKey, Law, int]]:
+    """Each block without and with images: its place, key, forward FLOPs, and its backward pass in forward passes."""
+    forward = forward_laws(one_stage(model))
+    for has_images in (False, True):
+        backwards = block_backwards(one_stage(model), has_images)
+        for place, key in block_keys(model, cutting, has_images).items():
+            yield place, key, forward[place], backwards[place].num_forward
 
 
 def rounding_bytes(args: Arguments, is_compiled: bool = True) -> int:
@@ -124,14 +136,13 @@ class _DeviceRates:
         """``num_backward``: work of the backward pass, in forward passes."""
         tp_size = key.tp_size
         work = Law(0.0, flops.per_row / tp_size / self.product_flops, flops.per_pair / tp_size / self.attention_flops)
-        moved, again = self._moved(place, key), self._again(key, work)
-        of_tensor, of_context = self._exchanged(place, key), self._exchanged_in_attention(place, key.tp_size)
-        exchanged = of_tensor + of_context
+        moved, of_tensor = self._moved(place, key), self._exchanged(place, key)
+        exchanged = of_tensor + self._exchanged_in_attention(place, key.tp_size)
         forward = work + moved + exchanged
         if not num_backward:
-            return BlockLaws(forward, Law(0.0, 0.0))
+            return BlockLaws(forward, FREE)
         # gradients are written and read like activations, and the kept activations are read again
-        backward = work * num_backward + moved * 2 + exchanged + again
+        backward = work * num_backward + moved * 2 + exchanged + self._recomputed(key, work)
         if key.recompute == WHOLE_LAYER:
             backward += forward
         if key.sequence_parallel:  # inputs of layers are gathered again
@@ -146,10 +157,10 @@ class _DeviceRates:
             return Law(LAYER_SECONDS / 4, 4 * self.model.language.hidden_size * self.width / self.memory_bytes)
         return Law(LAYER_SECONDS, 2 * self._bytes(tower, key).kept(ALL) / self.memory_bytes)
 
-    def _again(self, key: BlockKey, work: Law) -> Law:
+    def _recomputed(self, key: BlockKey, work: Law) -> Law:
         """The time to recompute single modules in the backward pass."""
         if key.recompute in ("", WHOLE_LAYER):
-            return Law(0.0, 0.0)
+            return FREE
         qkv, proj, fc1, fc2 = (rows * columns for rows, columns in key.matrices[:4])
         is_mlp = "mlp" in key.recompute.split(", ")
         share = (fc1 + fc2) / (qkv + proj + fc1 + fc2) if is_mlp else SMALL_MODULES
@@ -160,7 +171,7 @@ class _DeviceRates:
         text."""
         tp_size, tower = key.tp_size, self._tower(place)
         if tp_size == 1 or place is Place.PATCH_EMBEDDING:
-            return Law(0.0, 0.0)
+            return FREE
         hidden = (tower or self.model.language).hidden_size * self.width
         count = _NUM_COLLECTIVES if tower is not None else 1
         count += self.model.encodes_whole and place is Place.EMBEDDING
@@ -172,7 +183,7 @@ class _DeviceRates:
         around all ranks."""
         language, others = self.model.language, self.cp_size - 1
         if not others or place is not Place.LANGUAGE_LAYER:
-            return Law(0.0, 0.0)
+            return FREE
         q, k = (heads * language.head_dim * self.width / tp_size
                 for heads in (language.num_attention_heads, language.num_query_groups))
         if self.is_ring:

@@ -1,6 +1,6 @@
-"""What was measured on a device: the laws of blocks, messages, collectives and the update, and the file they are in.
+"""How long the parts of a step take on a device: the content of a calibration file, in which predictions look laws up.
 
-``mm.planner.measure`` measures and writes it; predictions look laws up here.
+``mm.planner.measure`` measures one; ``mm.plan.by_device`` computes one from published figures.
 """
 
 import json
@@ -15,9 +15,9 @@ from pydantic import TypeAdapter, ValidationError
 from mm.config.read import read_json
 from mm.errors import UserError
 from mm.files import write_whole
-from mm.plan.laws import Law
+from mm.plan.linear_costs import Law
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,8 @@ class Machine:
     precision: str
     num_processes: int
     """Processes that measured at the same time: on a CPU they share caches and memory bandwidth."""
-    versions: Mapping[str, str]
-    exp_avg_dtype: str = "fp32"
-    exp_avg_sq_dtype: str = "fp32"
-    kept_copy: str = "fp32"
-    host_share: float = 0.0
-    """Share of the optimizer states in host memory."""
+    settings: Mapping[str, str]
+    """Versions, and what the optimizer keeps, in words by name."""
 
 
 @dataclass(frozen=True)
@@ -83,52 +79,29 @@ class Network:
 
 
 @dataclass(frozen=True)
-class DeviceSpeeds:
-    """What one device reaches outside of a model; what the layers reach of it shows where time goes."""
-
-    product_flops: float
-    """FLOP/s of a large matrix product."""
-    copy_bytes: float
-    """Bytes per second read and written by a copy in its memory."""
-    host_bytes: float
-    """Bytes per second copied from pinned memory of the host."""
-
-
-@dataclass(frozen=True)
 class Calibration:
     """The content of a calibration file.  All times are in seconds."""
 
     machine: Machine
     date: str
     blocks: tuple[MeasuredBlock, ...]
-    chunk_pass: float
-    """The host's time for each pass of a chunk besides its blocks."""
-    pipeline_pass: float | None
-    """The same in a pipeline, with its schedule and messages; None if one process measured alone."""
     step: Law
     """The rest of a step, by the trained parameters of one rank: gradient norm, update, and the host's work."""
     message: Law | None
     """From one stage to the next, by bytes; None if one process measured alone."""
     all_reduce: Mapping[int, Law]
     """Number of ranks -> law by bytes; empty if one process measured alone."""
-    speeds: DeviceSpeeds | None = None
-    """None if nothing was measured."""
+    host_bytes: float | None = None
+    """Bytes per second to and from host memory; None: such copies take no time."""
     network: Network | None = None
     """None: all ranks are on one node, or connected like those that measured."""
     assumed_error: float | None = None
     """Relative error of times that were computed rather than measured."""
-    assumed_host_bytes: float | None = None
-    """Bytes per second to and from host memory, if ``speeds`` were not measured."""
 
     @property
     def error(self) -> float:
         """The usual relative error of a block: the median."""
         return median(one.error for one in self.blocks) if self.assumed_error is None else self.assumed_error
-
-    @property
-    def host_bytes(self) -> float | None:
-        """Bytes per second to or from host memory; None if unknown, as on no device."""
-        return self.assumed_host_bytes if self.speeds is None else self.speeds.host_bytes
 
     @cached_property
     def by_key(self) -> Mapping[BlockKey, MeasuredBlock]:
@@ -143,13 +116,11 @@ def read_calibration(path: Path) -> Calibration:
     """Read a calibration file; raises UserError for anything else."""
     root = read_json(path).root
     found = root.pop("format", None) if isinstance(root, dict) else None
+    cure = f"write it again with `mm-plan calibrate --output {path}`"
     if found != FORMAT:
-        raise UserError(f"{path}: the format is {found!r}; expected {FORMAT}, as `mm-plan calibrate --output {path}` "
-                        f"writes it")
+        raise UserError(f"{path}: the format is {found!r}; expected {FORMAT}; {cure}")
     try:
         return TypeAdapter(Calibration).validate_python(root)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise UserError(f"{path}: {where}: {first['msg']}; write the file again with `mm-plan calibrate --output "
-                        f"{path}`") from error
+        raise UserError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}; {cure}") from error

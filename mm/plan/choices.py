@@ -1,8 +1,7 @@
 """The layouts that a run could have, and the run with each of them.
 
 They differ in tensor, context and pipeline sizes, chunks, samples per microbatch, packing, encoder placement and batch,
-and recomputation.  All train on the same samples in each step, with the same loss and gradients, unless values that the
-user fixed change that (``learning_changes``).
+and recomputation.  All train on the same samples in each step, with the same loss and gradients.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +15,6 @@ from mm.config.data import DataConfig
 from mm.config.model import EncoderPlacement, ModelConfig
 from mm.config.run import Run, parallel_problems
 from mm.config.sampling import loss_problems
-from mm.data.order.sampler import order_description
 from mm.plan.lists import Lists
 
 AS_GIVEN, BALANCED, PACKS = "as given", "balanced", "balanced packs"
@@ -32,6 +30,7 @@ there."""
 ENCODERS: Sequence[EncoderPlacement] = get_args(EncoderPlacement)
 ENCODER_BATCH_SIZES = (1, 2, 4, 8)
 """Microbatches whose images pass the ViT together, as the search tries them."""
+_BUCKETS = "BucketBatchSampler"
 _MAX_CHUNKS, _MAX_SLOTS = 4, 64
 _MAX_SAMPLES = 8
 """Most samples in a microbatch: with more, few microbatches are left, and matrix products hardly get faster."""
@@ -143,14 +142,15 @@ def choices(run: Run, fixed: Mapping[str, Sequence[object]], node_size: int) -> 
             yield choice
 
 
-def learning_changes(choice: Choice, run: Run) -> Iterator[str]:
-    """How training with ``choice`` learns otherwise than ``run``: only fixed values can do that."""
-    present = run.args.micro_batch_size
-    if run.args.loss_unit == "microbatch" and choice.micro_batch_size != present:
-        yield (f"MBS {choice.micro_batch_size} instead of {present} gives samples other weights in the loss, which "
-               f"--calculate-per-microbatch-loss averages over microbatches")
-    if (order := order_description(run)) != order_description(choice.applied(run)):
-        yield f"SAMPLER {choice.sampler} puts other samples into each step; they are {order} now"
+def fixed_problems(run: Run, fixed: Mapping[str, Sequence[object]]) -> Iterator[str]:
+    """Values of ``fixed`` that would change what is learnt."""
+    is_of_microbatches, present = run.args.loss_unit == "microbatch", run.args.micro_batch_size
+    if is_of_microbatches and {*fixed.get("micro_batch_size", ())} - {present}:
+        yield (f"--fix: MBS must stay {present}, because --calculate-per-microbatch-loss gives a sample another weight "
+               f"in another microbatch; train with --calculate-per-sample-loss")
+    if {*fixed.get("sampler", ())} - {AS_GIVEN} and (is_of_microbatches or run.data.sampler_type == _BUCKETS):
+        yield (f"--fix: SAMPLER must stay {AS_GIVEN!r}, because with this loss or BucketBatchSampler another one would "
+               f"change what is learnt; leave it out")
 
 
 def recomputations(fixed: Mapping[str, Sequence[object]]) -> list[str]:
@@ -182,7 +182,7 @@ def _is_divisible(choice: Choice, run: Run) -> bool:
 def _samplers(data: DataConfig) -> list[str]:
     """The samplers that keep the samples of each step.  A bucket sampler cannot be replaced: it decides which samples
     share a step."""
-    if data.sampler_type == "BucketBatchSampler":
+    if data.sampler_type == _BUCKETS:
         return [AS_GIVEN]
     return [PACKS] if data.packs else [BALANCED, PACKS]
 

@@ -1,16 +1,16 @@
 """Lengths of samples drawn at random like those of published datasets; each function cites its figures.
 
-There are no files, only the arrays that samplers read.  Pictures and frames have the sizes that ``smart_resize``
-computes for 14-pixel patches merged 2 x 2; a sample beyond ``seq_length`` tokens loses text and whole pictures.
+Pictures and frames have the sizes that ``smart_resize`` computes for 14-pixel patches merged 2 x 2; a sample beyond
+``seq_length`` tokens loses text and whole pictures.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 
 import numpy as np
 
-from mm.batch import BatchTotals, image_pairs, window_pairs
+from mm.batch import image_pairs, window_pairs
 from mm.data.lengths import Lengths
 from mm.data.media.image import smart_resize
 
@@ -24,10 +24,9 @@ _MIN_TEXT = 50
 def llava(num_samples: int, seed: int = 0, seq_length: int = SEQ_LENGTH) -> Lengths:
     """LLaVA-Instruct-158K on COCO pictures of at most 262,144 pixels, as MindSpeed-MM's script has it.
 
-    Its card: 58 k conversations (126 MB of JSON), 23 k descriptions (20.5 MB), 77 k answers that reason (79.6 MB).
-    Bytes per sample, at 3.8 bytes per token, give means of 568, 233 and 271 tokens, and with pictures of about 315
-    tokens a mean of 691; MindSpeed-MM's README says 689.  Three of four COCO pictures are 640 x 480 or upright; the
-    others are drawn between 500 x 333 and 640 x 640.  The spread within a kind (log-normal, 0.35) is our guess.
+    58 k conversations, 23 k descriptions and 77 k answers that reason, of 568, 233 and 271 tokens (from the bytes of
+    its JSON, at 3.8 a token); with pictures of about 315 tokens a mean of 691, where MindSpeed-MM's README says 689.
+    Three of four COCO pictures are 640 x 480 or upright.  The spread within a kind (log-normal, 0.35) is our guess.
     """
     rng = np.random.default_rng(seed)
     kind = rng.choice(3, num_samples, p=np.array([58, 23, 77]) / 158)
@@ -44,10 +43,8 @@ def llava(num_samples: int, seed: int = 0, seq_length: int = SEQ_LENGTH) -> Leng
 def documents(num_samples: int, seed: int = 0, seq_length: int = SEQ_LENGTH) -> Lengths:
     """Questions on scanned pages, charts and documents of several pages, pictures of at most 4,000,000 pixels.
 
-    Published: DocVQA asks 50,000 questions on 12,767 scanned pages; MP-DocVQA has 48 k pages in 6 k documents, 8 each.
-    Half of ours is one letter page of 100 to 240 dpi, a quarter a chart or figure of 400 to 1,000 pixels a side, an
-    eighth two to eight pages at 70 to 110 dpi, an eighth text.  The shares are ours; text is 30 to 200 tokens, or
-    1,200 on average where there is nothing else.
+    Half is one letter page of 100 to 240 dpi, a quarter a chart or figure of 400 to 1,000 pixels a side, an eighth two
+    to eight pages at 70 to 110 dpi (MP-DocVQA has 48 k pages in 6 k documents), an eighth text.  The shares are ours.
     """
     rng = np.random.default_rng(seed)
     kind = rng.choice(4, num_samples, p=[0.5, 0.25, 0.125, 0.125])
@@ -71,9 +68,8 @@ def documents(num_samples: int, seed: int = 0, seq_length: int = SEQ_LENGTH) -> 
 def videos(num_samples: int, seed: int = 0, seq_length: int = SEQ_LENGTH) -> Lengths:
     """LLaVA-Video-178K, by MindSpeed-MM's settings: 2 frames a second, at most 128, frames of at most 65,536 pixels.
 
-    The set's videos last up to three minutes, in parts of 0 to 30 s, 30 to 60 s, 1 to 2 and 2 to 3 minutes, 40 s on
-    average; so do log-normal lengths between 3 and 180 s.  Nine of ten are 16:9, the others upright.  Text: captions
-    of several hundred tokens for a quarter, answers of 30 to 150 for the rest; the shares are ours.
+    Videos last 3 to 180 s, 40 s on average; nine of ten are 16:9, the others upright.  Text: captions of several
+    hundred tokens for a quarter, answers of 30 to 150 for the rest; the shares are ours.
     """
     rng = np.random.default_rng(seed)
     seconds = np.clip(_log_normal(rng, np.full(num_samples, 42.0), 0.75), 3, 180)
@@ -88,10 +84,7 @@ def videos(num_samples: int, seed: int = 0, seq_length: int = SEQ_LENGTH) -> Len
 
 
 def text(num_samples: int, seed: int = 0, seq_length: int = SEQ_LENGTH) -> Lengths:
-    """Conversations without images: log-normal lengths with a mean of 600 tokens and a sigma of 0.8.
-
-    The mean is our choice, between Alpaca's answers (about 100 tokens) and ShareGPT's dialogues (above 1,000).
-    """
+    """Conversations without images: log-normal lengths with a mean of 600 tokens, which is our choice."""
     rng = np.random.default_rng(seed)
     words = _log_normal(rng, np.full(num_samples, 600.0), 0.8)
     return _lengths(words, [[]] * num_samples, 0.6, seq_length)
@@ -104,19 +97,6 @@ def mixed(shares: Mapping[str, float], num_samples: int, seed: int = 0, seq_leng
              for name, share in shares.items()]  # fmt: skip
     order = rng.permutation(sum(map(len, drawn)))
     return Lengths(*(np.concatenate([getattr(one, field.name) for one in drawn])[order] for field in fields(Lengths)))
-
-
-def totals_of(lengths: Lengths, samples: Sequence[int] | np.ndarray, seq_length: int = SEQ_LENGTH) -> BatchTotals:
-    """The counts of a microbatch of ``samples``; those longer than ``seq_length`` lose the end of their text."""
-    tokens = np.minimum(lengths.num_tokens[samples], seq_length).astype(np.int64)
-    return BatchTotals(
-        num_tokens=int(tokens.sum()), num_patches=int(lengths.num_patches[samples].sum()),
-        num_images=int(lengths.num_media[samples].sum()), num_omitted_images=0,
-        num_target_tokens=int(lengths.num_target_tokens[samples].sum()), num_target_samples=len(samples),
-        num_microbatches=1, num_causal_pairs=int((tokens * (tokens + 1) // 2).sum()),
-        num_image_pairs=int(lengths.num_image_pairs[samples].sum()),
-        num_window_pairs=int(lengths.num_window_pairs[samples].sum()),
-    )  # fmt: skip
 
 
 DISTRIBUTIONS = {"llava": llava, "documents": documents, "videos": videos, "text": text}

@@ -1,4 +1,4 @@
-"""The search for the pipeline lists with the shortest step.  The caller says what a step costs and what fits.
+"""Pipeline lists: the search for those with the shortest step, and their judgement on a run's own data.
 
 If few lists are possible, all of them are compared, so no others are better.  Otherwise the search moves one layer at a
 time between two slots while that helps.  Asking about many lists together costs hardly more than asking about one.
@@ -7,14 +7,19 @@ time between two slots while that helps.  Asking about many lists together costs
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import accumulate, combinations_with_replacement, pairwise
 from typing import Any
 
 import numpy as np
 
 from mm.config.model import ModelConfig
+from mm.config.run import Run
 from mm.placement import PipelineLayout, Placement
+from mm.plan.predict import Predictor
+from mm.plan.stage_memory import PeakMemory
+from mm.plan.workload import Workload
+from mm.progress import ongoing
 
 LEAST_GAIN = 1e-4
 """A layer moves only if the step gets shorter by this share."""
@@ -24,6 +29,8 @@ MANY_SLOTS, MAX_DISTANCE = 12, 1
 """With more slots than the first, layers move only between slots at most the second apart."""
 MAX_TRIED = 60
 """Most moves of a round whose cost is computed: those with the lowest bounds."""
+_NUM_SEARCHED = 2
+"""Steps that ``rate_lists`` simulates to search; it rates on all."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +220,50 @@ def _nested(counts: list[int], num_stages: int) -> PipelineLayout:
     return tuple(tuple(counts[first : first + num_stages]) for first in range(0, len(counts), num_stages))
 
 
-@cache
-def one_stage(model: ModelConfig) -> ModelConfig:
-    """``model`` in one slot, for computing once what does not depend on the lists."""
-    return model.on_one_stage
+@dataclass(frozen=True)
+class RatedLists:
+    """Lists, with the time and memory that their pipelines need."""
+
+    lists: Lists
+    seconds: float
+    """Mean pipeline of the slowest replica; in forward FLOPs without a calibration."""
+    busy: float
+    """Mean work of that replica's stages during it."""
+    peak_bytes: int
+    """Memory of the fullest rank."""
+
+    @property
+    def utilisation(self) -> float:
+        """The share of the pipeline's time in which the mean stage works."""
+        return self.busy / self.seconds
+
+
+def rate_lists(
+    run: Run, predictor: Predictor, workload: Workload, max_bytes: int | None
+) -> tuple[RatedLists, RatedLists, float]:
+    """The lists of ``run`` and the best that were found, which may be the same; and the mean pipeline if stages and
+    microbatches were equal.  None sets no limit to the memory of a rank."""
+    present, memory = Lists.of(run.model), PeakMemory(run)
+    searched = Workload(workload.steps[:_NUM_SEARCHED])
+    with ongoing("searching for better lists"):
+        found, _ = best_lists(present, list_costs(predictor, memory, searched, max_bytes))
+    both = list(dict.fromkeys((present, found)))
+    pipelines = predictor.pipelines(workload, [one.placement for one in both])
+    means = zip(both, pipelines.seconds.mean(axis=0).tolist(), pipelines.busy.mean(axis=0).tolist(), strict=True)
+    rated = [RatedLists(one, seconds, busy, max(memory.of_stages(one.placement))) for one, seconds, busy in means]
+    return rated[0], min(rated, key=lambda one: one.seconds), float(pipelines.even[:, 0].mean())
+
+
+def list_costs(
+    predictor: Predictor, memory: PeakMemory, workload: Workload, max_bytes: int | None, is_rough: bool = False
+) -> Costs:
+    """The costs that the search for lists asks for.  ``is_rough``: see ``Predictor.pipelines``."""
+
+    def placements(some: Sequence[Lists]) -> list[Placement]:
+        return [one.placement for one in some]
+
+    return Costs(
+        costs=lambda some: predictor.pipelines(workload, placements(some), is_rough).seconds.mean(axis=0),
+        least=lambda some: predictor.least(workload, placements(some)),
+        unevenness=lambda some: predictor.unevenness(workload, placements(some)),
+        fits=lambda one: max_bytes is None or max(memory.of_stages(one.placement)) <= max_bytes)

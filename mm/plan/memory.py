@@ -1,9 +1,7 @@
-"""Formulas for the memory of one rank's chunk besides its states: activations, logits, and the working set of a layer.
+"""The memory of one rank's chunk besides its states: activations, logits, and the working set of a layer.
 
-Pure arithmetic over the model's settings; ``mm.plan.layer_memory`` says what one layer keeps and needs, and
-``mm.plan.stage_memory`` adds chunks up to stages.
-``tests/test_budgets.py`` compares all of it with a traced step.  Not counted: allocations of the driver and the
-communication library, and the allocator's fragmentation.
+``tests/test_budgets.py`` compares it with a traced step.  Not counted: allocations of the driver and the communication
+library, and the allocator's fragmentation.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,8 +25,8 @@ from mm.plan.layer_memory import (
     trained_layers,
     vision_division,
 )
-from mm.plan.messages import message_bytes
-from mm.plan.params import params_by_place, params_of
+from mm.plan.model_states import params_by_place, params_of
+from mm.plan.workload import message_bytes
 from mm.weights.memory import memory_shape
 from mm.weights.placed import owns, stage_weights, weights_by_place
 from mm.weights.table import Place, Weight
@@ -155,12 +153,6 @@ class ChunkMemory:
         waits = self._path.comes_back(self.spec, rows.num_patches > 0)
         return 0 if waits else self._message_bytes(self.spec.sends, rows)
 
-    def kept_logit_bytes(self, rows: MicrobatchSizes) -> int:
-        """Bytes of logits that one microbatch also keeps: those of its last block, as with CUDA's kernels."""
-        if not rows.num_targets:
-            return 0
-        return self._logits((rows.num_targets - 1) % max_logit_rows(self.width, is_fused=True) + 1) * self.width
-
     def logit_bytes(self, rows: MicrobatchSizes) -> int:
         """Peak bytes of logits: in 16-bit precision one block in fp32 and one in 16 bits, as on NPUs.
 
@@ -184,28 +176,23 @@ class ChunkMemory:
     @cached_property
     def _between_towers(self) -> tuple[int, int]:
         """Bytes per patch of the ViT's last layer, which leaves, and per token of the LLM's first, which runs."""
-        last, *_ = [layer.passing for layer in reversed(self._layers("vision"))] or [0]
+        last, *_ = [layer.passing for layer in reversed(self._vision_layers)] or [0]
         if not last or not self.spec.language_layers:
             return 0, 0
-        first = self._layers("language")[0]
+        first = self._language_layers[0]
         return last, first.passing + first.made
 
     def passing_bytes(self, rows: MicrobatchSizes) -> int:
         """Bytes of the last layer's passing activations: after its forward pass, beside logits."""
         if self.spec.language_layers:
-            return self._layers("language")[-1].passing * rows.num_tokens
-        return self._layers("vision")[-1].passing * rows.num_patches if self.spec.vision_layers else 0
-
-    def offloaded_bytes(self, rows: MicrobatchSizes) -> int:
-        """Bytes of one microbatch that go to host memory and come back."""
-        vision, language = (sum(layer.offloaded for layer in self._layers(part)) for part in ("vision", "language"))
-        return vision * rows.num_patches + language * rows.num_tokens
+            return self._language_layers[-1].passing * rows.num_tokens
+        return self._vision_layers[-1].passing * rows.num_patches if self.spec.vision_layers else 0
 
     def host_bytes(self, rows: MicrobatchSizes, count: int = 1, num_microbatches: int = 1) -> int:
         """Bytes in host memory of ``count`` consecutive microbatches, in whole pages; see ``kept_bytes``."""
         num_patches = self._num_encoded(count, num_microbatches) * rows.num_patches
-        of_vision = sum(_paged(layer.offloaded * num_patches) for layer in self._layers("vision"))
-        return of_vision + count * sum(_paged(layer.offloaded * rows.num_tokens) for layer in self._layers("language"))
+        of_vision = sum(_paged(layer.offloaded * num_patches) for layer in self._vision_layers)
+        return of_vision + count * sum(_paged(layer.offloaded * rows.num_tokens) for layer in self._language_layers)
 
     @cached_property
     def _working_per_row(self) -> tuple[int, int]:
@@ -214,7 +201,7 @@ class ChunkMemory:
             passing = [layer.passing for layer in layers if layer.passing]
             return max((layer.working for layer in layers), default=0) + min(2, len(passing)) * max(passing, default=0)
 
-        vision, language = of(self._layers("vision")), of(self._layers("language"))
+        vision, language = of(self._vision_layers), of(self._language_layers)
         # the gradients of visual tokens twice: as they arrive, and joined
         return vision + 2 * self._together_per_patch * self._path.leads_to_images, language
 
@@ -244,23 +231,23 @@ class ChunkMemory:
     @cached_property
     def embedding_weights(self) -> int:
         """All elements of the word embedding."""
-        return self._elements(self._of(Place.EMBEDDING)) if self.spec.has_embedding else 0
+        return self._elements(self._of(Place.EMBEDDING))[0]
 
     @cached_property
     def embedding_gradients(self) -> int:
         """Trained elements of the word embedding; 0 if the slot has the head, whose buffer is as large and exists while
         there are more activations."""
-        return 0 if self.spec.has_head else self._trained_elements(self._of(Place.EMBEDDING))
+        return 0 if self.spec.has_head else self._elements(self._of(Place.EMBEDDING))[1]
 
     @cached_property
     def head_gradients(self) -> int:
         """Trained elements of the output layer."""
-        return self._trained_elements(self._head)
+        return self._elements(self._head)[1]
 
     @cached_property
     def head_weights(self) -> int:
         """All elements of the output layer."""
-        return self._elements(self._head)
+        return self._elements(self._head)[0]
 
     @property
     def _head(self) -> Sequence[Weight]:
@@ -276,11 +263,9 @@ class ChunkMemory:
         """Whether the output layer is the word embedding; its buffer then exists from the head's backward pass on."""
         return self.model.language.tied and self.spec.has_embedding and self.spec.has_head
 
-    def _trained_elements(self, weights: Sequence[Weight]) -> int:
-        return params_of(weights, self.model, self.tp_size)[1]
-
-    def _elements(self, weights: Sequence[Weight]) -> int:
-        return params_of(weights, self.model, self.tp_size)[0]
+    def _elements(self, weights: Sequence[Weight]) -> tuple[int, int]:
+        """All and trained elements."""
+        return params_of(weights, self.model, self.tp_size)[:2]
 
     def _message_bytes(self, message: Message, rows: MicrobatchSizes) -> int:
         num_pieces = self.num_pieces if message is Message.HIDDEN_STATES else self._vision_division[1]
@@ -295,9 +280,6 @@ class ChunkMemory:
 
     def _of(self, place: Place, layer: int | None = None) -> Sequence[Weight]:
         return weights_by_place(self.model)[place, layer] if owns(self.spec, place, layer) else ()
-
-    def _layers(self, part: str) -> Sequence[LayerMemory]:
-        return self._vision_layers if part == "vision" else self._language_layers
 
     @cached_property
     def _vision_layers(self) -> Sequence[LayerMemory]:
@@ -337,9 +319,9 @@ class ChunkMemory:
     def _vision_per_patch(self) -> int:
         model, spec, vision = self.model, self.spec, self.model.vision
         merged = vision.spatial_merge_size**2
-        kept = sum(layer.kept for layer in self._layers("vision"))
+        kept = sum(layer.kept for layer in self._vision_layers)
         kept += vision.hidden_size * self.width * self._copies_patches
-        if any(layer.keeps != NOTHING for layer in self._layers("vision")):
+        if any(layer.keeps != NOTHING for layer in self._vision_layers):
             kept += _vision_table_bytes(vision)
         if spec.has_patch_embedding and not all(is_frozen(one, model) for one in self._of(Place.PATCH_EMBEDDING)):
             kept += vision.patch_elements * self.width // self._vision_division[1] + INT64
@@ -366,8 +348,8 @@ class ChunkMemory:
     @cached_property
     def _language_per_token(self) -> int:
         language = self.model.language
-        kept = sum(layer.kept for layer in self._layers("language"))
-        if any(layer.keeps != NOTHING for layer in self._layers("language")):
+        kept = sum(layer.kept for layer in self._language_layers)
+        if any(layer.keeps != NOTHING for layer in self._language_layers):
             kept += 2 * language.head_dim * self.width
         embedding = self._of(Place.EMBEDDING)
         return kept + (INT64 if any(not is_frozen(weight, self.model) for weight in embedding) else 0)
@@ -378,7 +360,7 @@ class ChunkMemory:
         trained weight before it, it has no gradient then."""
         if not self.spec.has_embedding or not all(is_frozen(one, self.model) for one in self._of(Place.EMBEDDING)):
             return 0
-        first = self._layers("language")[0]
+        first = self._language_layers[0]
         return first.sizes.input if first.is_passing and first.keeps.keeps_input and not first.stays else 0
 
     @cached_property

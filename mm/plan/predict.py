@@ -1,7 +1,6 @@
 """The predicted time of a step: the slots' costs through the pipeline's schedule, then the reduction and the update.
 
-Pure arithmetic over a calibration and the counts of microbatches; ``mm.plan.costs`` adds up the laws.  Many placements
-of one run are predicted at once.
+Pure arithmetic over a calibration and the counts of microbatches.  Many placements of one run are predicted at once.
 """
 
 import math
@@ -20,17 +19,13 @@ from mm.errors import UserError
 from mm.parallel.simulation import even_step_cost, step_costs
 from mm.placement import Message, Placement
 from mm.plan.calibration import Calibration
-from mm.plan.costs import COUNTS, BlockCosts, Cutting, image_kinds
-from mm.plan.laws import Law
+from mm.plan.comm_costs import message_law, reduction_seconds, update_seconds
+from mm.plan.costs import BlockCosts, Cutting
 from mm.plan.layer_memory import WIDTHS
-from mm.plan.lists import one_stage
-from mm.plan.messages import message_bytes
-from mm.plan.reduction import reduction_seconds, update_seconds
-from mm.plan.shares import divided, evenly_divided
-from mm.plan.sizes import StageSize, stage_sizes
-from mm.plan.traffic import message_law
-from mm.plan.workload import Workload
-from mm.weights.table import VISION_PLACES, Place
+from mm.plan.linear_costs import Law
+from mm.plan.model_states import StageSize, stage_sizes
+from mm.plan.workload import COUNTS, Workload, mean_per_rank, message_bytes, one_stage, per_rank
+from mm.weights.table import Place
 from mm.weights.trained import GradientPath
 
 _NINE_OF_TEN = 1.645
@@ -111,6 +106,12 @@ class Predictor:
             busy=float(found.busy.mean()), even=float(found.even.mean()), reduction=reduction, update=update,
             error=self.calibration.error)
 
+    def after(self, sizes: Sequence[StageSize], num_passes: float) -> tuple[float, float]:
+        """Seconds of the gradients' reduction and of the update, with stages of these sizes and ``num_passes``
+        microbatches in each replica."""
+        return (reduction_seconds(self.run, self.calibration, sizes, num_passes),
+                update_seconds(self.run, self.calibration, sizes))
+
     def pipelines(
         self, workload: Workload, placements: Sequence[Placement], is_rough: bool = False
     ) -> Pipelines:  # fmt: skip
@@ -139,10 +140,18 @@ class Predictor:
         return np.stack([seconds, costs.sum(axis=(0, 1, 2)) / num_stages, np.full_like(seconds, len(counts))])
 
     def _work_of_replicas(self, step: Sequence[np.ndarray]) -> np.ndarray:
-        """The time of all blocks of each replica, without the fixed cost of passes."""
+        """The time of all blocks of each replica."""
         work = self.costs.of_all(self.shared(np.concatenate(step)))
         sizes = np.array([len(counts) for counts in step])
         return np.add.reduceat(work, np.cumsum(sizes) - sizes)
+
+    def slowest(self, step: Sequence[np.ndarray]) -> np.ndarray:
+        """The microbatches of the replica with most work."""
+        return step[int(self._work_of_replicas(step).argmax())]
+
+    def flops(self, workload: Workload) -> float:
+        """Mean model FLOPs of a step."""
+        return fmean(float(self._flops.of_all(np.concatenate(step)).sum()) for step in workload.steps)
 
     def estimated(
         self, samples: np.ndarray, num_microbatches: float, least_microbatches: float, num_chunks: int
@@ -218,6 +227,11 @@ class Predictor:
 
         return [of_step(step) for step in workload.steps]
 
+    @cached_property
+    def _costs_of_rows(self) -> BlockCosts:
+        """The costs without the ViT's fixed costs."""
+        return replace(self.costs, fixed=self.costs.fixed * ~self.costs.is_vision)
+
     def ordered(
         self, counts: np.ndarray, placements: Sequence[Placement], slots: np.ndarray | None = None,
         is_rough: bool = False,
@@ -243,11 +257,11 @@ class Predictor:
     def _of_slots(self, counts: np.ndarray, placement: Placement, slots: np.ndarray) -> np.ndarray:
         """Costs [2, num_microbatches, num_slots] of microbatches in their order, some of which share a pass of the ViT.
 
-        A pass that takes no time still waits for its gradient.
+        A pass whose work is in another one takes no time, but still waits for its gradient.
         """
-        passes = self.costs.is_passed(slots[..., None])[..., 0][:, image_kinds(counts)]
+        is_passed = np.tensordot(self.costs.of_blocks(self.shared(counts)), slots, 1) > 0
         found = np.tensordot(self.of_blocks(counts, placement), slots, 1)
-        return np.where(passes, np.maximum(found + self.costs.chunk_pass, np.finfo(float).tiny), 0.0)
+        return np.where(is_passed, np.maximum(found, np.finfo(float).tiny), 0.0)
 
     def of_blocks(self, counts: np.ndarray, placement: Placement) -> np.ndarray:
         """Costs [2, num_microbatches, num_blocks] of microbatches in their order.
@@ -263,50 +277,19 @@ class Predictor:
         skip_vision = [num_cached > 0 if num_images else None for num_images, num_cached in images]
         batches = [list(batch) for batch in encoder_batches(skip_vision, size)]
         if batches:
-            is_vision = np.array([place in VISION_PLACES for place, _ in self.costs.places])
+            is_vision = self.costs.is_vision
             of_batches = self.costs.of_blocks(self.shared(np.stack([counts[batch].sum(axis=0) for batch in batches])))
             found[:, [number for batch in batches for number in batch]] *= ~is_vision
             for direction, end in enumerate((0, -1)):
                 found[direction, [batch[end] for batch in batches]] += of_batches[direction] * is_vision
         return found
 
-    def entering(self, counts: np.ndarray) -> np.ndarray:
-        """Microbatches in the order in which they enter the pipeline."""
-        placement = self.run.model.placement()
-        if placement.num_stages == 1:
-            return counts
-        flops = self._flops.of_slots(counts, self._flops.slots_of([placement]))
-        return counts[pipeline_orders(flops, placement.num_stages)[:, 0]]
-
-    def after_pipeline(self, placement: Placement, steps: Sequence[Sequence[Sized]]) -> tuple[float, float]:
-        """Seconds of the gradients' reduction and of the update, with the microbatches of each step and replica."""
-        return self.after(stage_sizes(self.run, placement), mean_passes(steps))
-
-    def after(self, sizes: Sequence[StageSize], num_passes: float) -> tuple[float, float]:
-        """``after_pipeline`` with stages of these sizes and ``num_passes`` microbatches in each replica."""
-        return (reduction_seconds(self.run, self.calibration, sizes, num_passes),
-                update_seconds(self.run, self.calibration, sizes))
-
-    def slowest(self, step: Sequence[np.ndarray]) -> np.ndarray:
-        """The microbatches of the replica with most work."""
-        return step[int(self._work_of_replicas(step).argmax())]
-
-    def flops(self, workload: Workload) -> float:
-        """Mean model FLOPs of a step."""
-        return fmean(float(self._flops.of_all(np.concatenate(step)).sum()) for step in workload.steps)
-
     def shared(self, counts: np.ndarray) -> np.ndarray:
         """What one rank computes of each microbatch: its share of the tokens, and of the images."""
-        return divided(counts, self.run.cp_size, self.run.num_encoders)
+        return per_rank(counts, self.run.cp_size, self.run.num_encoders)
 
     def _evenly_shared(self, counts: np.ndarray) -> np.ndarray:
-        return evenly_divided(counts, self.run.cp_size, self.run.num_encoders)
-
-    @cached_property
-    def _costs_of_rows(self) -> BlockCosts:
-        """The costs without the ViT's fixed costs."""
-        is_vision = np.array([place in VISION_PLACES for place, _ in self.costs.places])
-        return replace(self.costs, fixed=self.costs.fixed * ~is_vision)
+        return mean_per_rank(counts, self.run.cp_size, self.run.num_encoders)
 
     def messages(self, counts: np.ndarray, placements: Sequence[Placement]) -> np.ndarray:
         """Seconds of messages, forward and backward [2, num_microbatches, num_slots - 1, num_placements]."""

@@ -19,12 +19,11 @@ from mm.data.order.sampler import PACKS_OF_STAGE, order_of, sampler_name
 from mm.errors import UserError
 from mm.plan.calibration import Calibration
 from mm.plan.choices import RECOMPUTE, Choice
-from mm.plan.costs import COUNTS
-from mm.plan.judge import list_costs
-from mm.plan.lists import Lists, best_lists
+from mm.plan.lists import Lists, best_lists, list_costs
+from mm.plan.model_states import StageSize, stage_sizes
 from mm.plan.predict import Predictor, StepPrediction
-from mm.plan.sizes import ChunkSizes, PeakMemory, StageSize, stage_sizes
-from mm.plan.workload import Workload, sample_counts, workload_of
+from mm.plan.stage_memory import ChunkSizes, PeakMemory
+from mm.plan.workload import COUNTS, Workload, sample_counts, workload_of
 from mm.progress import Progress
 
 NUM_SEARCH_STEPS = 1
@@ -33,8 +32,8 @@ SLACK = 1.03
 """The search ends when the next layout's estimate exceeds the step of the best ones by this factor."""
 NUM_OF_GROUP = 4
 """Most layouts of a group that get lists: those that fit and have the best estimates."""
-NUM_SEARCHED = 6
-"""Groups whose fastest layout's lists are searched, by default."""
+_NUM_SEARCHED = 6
+"""Groups whose fastest layout's lists are searched, or more if more are kept."""
 _LEAST_GAIN = 0.01
 """A larger encoder batch, which needs more memory, must make the step shorter by this share."""
 _MAX_MOVES, _WORTH_MOVING = 8, 1.2
@@ -134,11 +133,9 @@ class LayoutSearch:
                        tuple(PeakMemory(run).of_stages(run.model.placement())), predictor, workload)
 
     def best(
-        self, choices: Iterable[Choice], num_kept: int, num_searched: int = NUM_SEARCHED,
-        encoder_batch_sizes: Sequence[int] = (),
-    ) -> SearchResult:  # fmt: skip
-        """The ``num_kept`` fastest layouts, after a search for the lists of ``num_searched``.  ``encoder_batch_sizes``:
-        other encoder batches to try for the layouts that are kept."""
+        self, choices: Iterable[Choice], num_kept: int, encoder_batch_sizes: Sequence[int] = ()
+    ) -> SearchResult:
+        """The ``num_kept`` fastest layouts.  ``encoder_batch_sizes``: other encoder batches to try for these."""
         considered = list(choices)
         opened, refusals = list[_Open](), dict[str, None]()
         for choice in Progress("estimating layouts", len(considered), "layouts").each(considered):
@@ -148,7 +145,7 @@ class LayoutSearch:
                 refusals |= dict.fromkeys(error.problems)
         opened.sort(key=lambda one: one.estimate)
         fitting, too_large = self._fitting(opened, num_kept)
-        promising = _best_of_groups(fitting)[: max(num_searched, num_kept)]
+        promising = _best_of_groups(fitting)[: max(_NUM_SEARCHED, num_kept)]
         listed = map(self._with_best_lists, promising)
         searched = sorted(Progress("searching lists", len(promising), "layouts").each(listed),
                           key=lambda one: one.seconds)

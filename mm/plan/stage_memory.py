@@ -1,24 +1,26 @@
-"""Formulas for the memory of one rank's stage besides its states: its chunks, over the schedule.
-
-Pure arithmetic; ``mm.plan.memory`` has the formulas of a chunk.
-"""
+"""The memory of one rank's stage: its chunks over the schedule, and the peak with its states, for a run's longest
+microbatches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from operator import le
 
 from mm.config.model import ModelConfig
+from mm.config.run import Run
 from mm.model.host_activations import SEGMENT_BYTES
 from mm.parallel.order import in_flight, max_sent_ahead
-from mm.placement import Placement
+from mm.placement import Placement, StageSpec
+from mm.plan.layer_memory import FP32, WIDTHS
 from mm.plan.memory import ChunkMemory, MicrobatchSizes
+from mm.plan.model_states import StageSize, block_bytes, build_bytes, chunk_size
+from mm.plan.workload import one_stage
 
 
 @dataclass(frozen=True)
 class UnitBuffers:
-    """Gradients that exist only while a backward pass fills and reduces them (``mm.parallel.sharded``), and weights
-    that are whole only while they are used (``mm.parallel.weight_shards``)."""
+    """Gradients that exist only while a backward pass fills and reduces them, and weights that are whole only while
+    they are used."""
 
     width: int
     """Bytes of one gradient."""
@@ -28,6 +30,16 @@ class UnitBuffers:
     """Bytes of one weight; 0 if all are always whole."""
     num_open: int = 1
     """Layers whose weights are whole at the same time: 1, or 2 with overlapped gathers."""
+
+    @classmethod
+    def of(cls, run: Run) -> "UnitBuffers | None":
+        """None if a rank keeps all gradients."""
+        if not run.shards_gradients:
+            return None
+        width = WIDTHS["bf16"] if run.args.grad_reduce_in_bf16 else FP32
+        weight_width = WIDTHS[run.args.precision] if run.shards_weights else 0
+        return cls(width, 2 if run.args.overlap_grad_reduce else 1, weight_width,
+                   2 if run.args.overlap_param_gather else 1)
 
 
 @dataclass(frozen=True)
@@ -41,16 +53,17 @@ class StageMemory:
         cls, model: ModelConfig, placement: Placement, stage: int, tp_size: int, precision: str,
         num_pieces: int = 1, ulysses_size: int = 1, keeps_features: bool = False,
     ) -> "StageMemory":  # fmt: skip
-        specs = [placement[stage, chunk] for chunk in range(placement.num_chunks)]
-        return cls(tuple(
-            ChunkMemory(model, placement, spec, tp_size, precision, num_pieces, ulysses_size, keeps_features)
-            for spec in specs))
+        return cls(tuple(ChunkMemory(model, placement, placement[stage, chunk], tp_size, precision, num_pieces,
+                                     ulysses_size, keeps_features) for chunk in range(placement.num_chunks)))
 
     def in_flight(self, rows: MicrobatchSizes, num_microbatches: int) -> tuple[int, ...]:
         """Number of microbatches, by chunk, whose activations are kept at the schedule's peak."""
+        return max(self._moments(num_microbatches),
+                   key=lambda counts: (self._kept_bytes(rows, counts, num_microbatches), sum(counts)))
+
+    def _moments(self, num_microbatches: int) -> tuple[tuple[int, ...], ...]:
         placement = self.chunks[0].placement
-        moments = _moments(num_microbatches, self.chunks[0].spec.stage, placement.num_stages, placement.num_chunks)
-        return max(moments, key=lambda counts: (self._kept_bytes(rows, counts, num_microbatches), sum(counts)))
+        return _moments(num_microbatches, self.chunks[0].spec.stage, placement.num_stages, placement.num_chunks)
 
     def _kept_bytes(self, rows: MicrobatchSizes, counts: Sequence[int], num_microbatches: int) -> int:
         """Bytes of activations with ``counts`` microbatches in flight."""
@@ -66,10 +79,9 @@ class StageMemory:
 
     def host_bytes(self, rows: MicrobatchSizes, num_microbatches: int) -> int:
         """Bytes of activations in host memory, in whole segments, at the moment of the schedule with most of them."""
-        placement = self.chunks[0].placement
-        moments = _moments(num_microbatches, self.chunks[0].spec.stage, placement.num_stages, placement.num_chunks)
         most = max(sum(chunk.host_bytes(rows, count, num_microbatches)
-                       for chunk, count in zip(self.chunks, counts, strict=True)) for counts in moments)
+                       for chunk, count in zip(self.chunks, counts, strict=True))
+                   for counts in self._moments(num_microbatches))
         return -(-most // SEGMENT_BYTES) * SEGMENT_BYTES
 
     def logit_bytes(self, rows: MicrobatchSizes) -> int:
@@ -134,3 +146,101 @@ def _moments(num_microbatches: int, stage: int, num_stages: int, num_chunks: int
     found = dict.fromkeys(in_flight(num_microbatches, stage, num_stages, num_chunks))
     return tuple(one for one in found if not any(
         other != one and all(map(le, one, other)) for other in found))
+
+
+TEXT, VISUAL, STATED = "text", "visual", "stated"
+
+
+def longest_microbatches(run: Run) -> dict[str, MicrobatchSizes]:
+    """One rank's rows of the longest microbatch, in its two extremes.
+
+    One is all text, every token a target.  The other is all visual tokens, which are never targets.  A mixture needs
+    memory between the two.  With ``--dry-run-patches``: one microbatch with that many patches, the rest text.
+
+    Ranks that divide the images get whole ones, so a rank may have one more than its share.
+    """
+    num_tokens, per_token = run.args.seq_length * run.args.micro_batch_size, run.model.vision.spatial_merge_size**2
+    data, patch_pixels = run.data, run.model.vision.patch_size**2
+    largest_image = data.image_max_pixels // patch_pixels
+    if data.attr.videos is not None:  # a video stays whole, like an image
+        num_pairs = -(-data.video_maxlen // run.model.vision.temporal_patch_size)
+        largest_image = max(largest_image, num_pairs * data.video_max_pixels // patch_pixels)
+
+    def rows(num_patches: int) -> MicrobatchSizes:
+        num_text = num_tokens - num_patches // per_token
+        share = -(-num_patches // run.num_encoders) + largest_image
+        return MicrobatchSizes(-(-num_tokens // run.cp_size), min(num_patches, share), -(-num_text // run.cp_size))
+
+    if run.args.dry_run_patches is not None:
+        return {STATED: rows(run.args.dry_run_patches)}
+    return {TEXT: rows(0), VISUAL: rows(num_tokens * per_token)}
+
+
+def stage_memory(run: Run, placement: Placement, stage: int) -> StageMemory:
+    return StageMemory(tuple(_chunk_memory(run, placement, placement[stage, chunk])
+                             for chunk in range(placement.num_chunks)))
+
+
+def _chunk_memory(run: Run, placement: Placement, spec: StageSpec) -> ChunkMemory:
+    return ChunkMemory(one_stage(run.model), placement, spec, run.tp_size, run.args.precision, run.num_pieces,
+                       1 if run.is_ring else run.cp_size, run.args.vision_feature_cache is not None)
+
+
+def peaks(run: Run, placement: Placement, sizes: Sequence[StageSize]) -> dict[str, int]:
+    """Peak bytes of the largest stage, by kind of microbatch."""
+    found = stage_peaks(run, placement, sizes)
+    return {kind: max(of_stage[kind] for of_stage in found) for kind in found[0]}
+
+
+def stage_peaks(run: Run, placement: Placement, sizes: Sequence[StageSize]) -> list[dict[str, int]]:
+    """Peak bytes of each stage, by kind of microbatch."""
+    kinds = longest_microbatches(run)
+    return [{kind: peak_bytes(stage_memory(run, placement, stage), rows, run, size) for kind, rows in kinds.items()}
+            for stage, size in enumerate(sizes)]
+
+
+def peak_bytes(memory: StageMemory, rows: MicrobatchSizes, run: Run, size: StageSize) -> int:
+    """Peak bytes of a stage: while it computes, in the update or while it is built, whichever is most."""
+    in_update = size.total_bytes + size.update_bytes + block_bytes(run, size)
+    in_questions = 0
+    if run.shards_weights and run.args.eval_generate_interval is not None:  # besides its cache, which is bounded by it
+        in_questions = size.total_bytes + size.num_params * WIDTHS[run.args.precision]
+    return max(memory.peak_bytes(rows, run.held_microbatches, size.total_bytes, UnitBuffers.of(run)), in_update,
+               in_questions, build_bytes(run, size))
+
+
+def activation_bytes_on_host(run: Run, placement: Placement) -> list[int]:
+    """Host memory for the offloaded activations of one rank of each stage, for the kind of microbatch that needs
+    most."""
+    memories = [stage_memory(run, placement, stage) for stage in range(placement.num_stages)]
+    return [max(memory.host_bytes(rows, run.held_microbatches) for rows in longest_microbatches(run).values())
+            for memory in memories]
+
+
+ChunkSizes = dict[StageSpec, tuple[StageSize, ChunkMemory]]
+"""States and other memory of each chunk."""
+
+
+class PeakMemory:
+    """The peak memory of a run's stages for many placements with as many stages and chunks."""
+
+    def __init__(self, run: Run, chunks: ChunkSizes | None = None) -> None:
+        """``chunks``: those of runs that differ from ``run`` in lists and microbatches only; new ones are added."""
+        self._run, self._kinds = run, tuple(longest_microbatches(run).values())
+        self._chunks = {} if chunks is None else chunks
+        self._peaks: dict[tuple[StageSpec, ...], int] = {}
+
+    def of_stages(self, placement: Placement) -> list[int]:
+        """Peak bytes of one rank of each stage, for the kind of microbatch that needs most."""
+        return [self._of_stage(placement, stage) for stage in range(placement.num_stages)]
+
+    def _of_stage(self, placement: Placement, stage: int) -> int:
+        specs = tuple(placement[stage, chunk] for chunk in range(placement.num_chunks))
+        if specs not in self._peaks:
+            for spec in specs:
+                if spec not in self._chunks:
+                    self._chunks[spec] = chunk_size(self._run, spec), _chunk_memory(self._run, placement, spec)
+            size = reduce(StageSize.__add__, (self._chunks[spec][0] for spec in specs))
+            memory = StageMemory(tuple(self._chunks[spec][1] for spec in specs))
+            self._peaks[specs] = max(peak_bytes(memory, rows, self._run, size) for rows in self._kinds)
+        return self._peaks[specs]

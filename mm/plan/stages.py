@@ -13,24 +13,19 @@ from mm.config.run import Run
 from mm.device.platforms import KNOWN_DEVICES
 from mm.errors import counted
 from mm.placement import Message, Placement, StageSpec
-from mm.plan.fitting import Fit, cheapest_fits
 from mm.plan.layer_memory import WIDTHS
 from mm.plan.memory import MicrobatchSizes
-from mm.plan.sizes import (
+from mm.plan.memory_flags import Fit, cheapest_fits
+from mm.plan.model_states import StageSize, chunk_size, num_model_params, stage_sizes
+from mm.plan.stage_memory import (
     STATED,
     VISUAL,
-    StageSize,
-    chunk_size,
+    UnitBuffers,
     longest_microbatches,
-    num_model_params,
     peak_bytes,
     peaks,
     stage_memory,
-    stage_sizes,
-    unit_buffers,
 )
-from mm.plan.states import on_host
-from mm.plan.step_bytes import StepBytes
 from mm.weights.groups import Group, optimizer_groups
 from mm.weights.lora import describe, model_adapters, num_adapter_params
 from mm.weights.placed import stage_weights
@@ -60,7 +55,6 @@ def stage_report(run: Run) -> str:
         _boundary_lines(run, placement),
         _total_lines(run, sizes),
         _memory_table(run, placement, sizes),
-        _exchange_table(run, placement, sizes),
         _device_lines(run, placement, sizes),
         _group_lines(run),
         ["Not here yet, but needed to train:", *(f"  - {one}" for one in run.missing)] if run.missing else [],
@@ -102,7 +96,7 @@ def _states(args: Arguments) -> str:
     copies = {"fp32": "", "remainder": ", 16 bits beside each weight in place of an fp32 copy",
               "none": ", no fp32 copies of weights"}  # fmt: skip
     found = (f", moments: {' and '.join(rounded)}" if rounded else "") + copies[args.kept_copy]
-    return found + (f", {on_host(args.host_share)}" if args.host_share else "")
+    return found + (f", {100 * args.host_share:.3g}% of the optimizer states in host memory" if args.host_share else "")
 
 
 def _steps(run: Run) -> str:
@@ -206,7 +200,7 @@ def _total_lines(run: Run, sizes: list[StageSize]) -> list[str]:
 
 def _memory_table(run: Run, placement: Placement, sizes: list[StageSize]) -> list[str]:
     """Peak memory of each stage, and its parts."""
-    buffers, offloads = unit_buffers(run), run.model.offloads_activations
+    buffers, offloads = UnitBuffers.of(run), run.model.offloads_activations
     header = ("stage", "tokens", "in flight", "states", "activations", "sent ahead", "logits", "a layer's work",
               *["open units"] * (buffers is not None), "peak", *["on the host"] * offloads)
     rows: list[tuple[str, ...]] = [header]
@@ -232,20 +226,6 @@ def _memory_table(run: Run, placement: Placement, sizes: list[StageSize]) -> lis
         *(["On the host: offloaded activations.  The columns of logits and of a layer's work include those that are",
            "on the device at that moment."] if offloads else []),
     ]
-
-
-def _exchange_table(run: Run, placement: Placement, sizes: list[StageSize]) -> list[str]:
-    """What a step exchanges besides the pipeline, if it exchanges anything."""
-    kinds, count = list(longest_microbatches(run).values()), run.num_microbatches or 1
-    found = [StepBytes.of(run, size, stage_memory(run, placement, stage), kinds, count)
-             for stage, size in enumerate(sizes)]
-    rows = [(str(stage), *map(_gib, (one.gradient_bytes, one.weight_bytes, one.host_bytes)))
-            for stage, one in enumerate(found)]
-    if all(one == StepBytes(0, 0, 0) for one in found):
-        return []
-    microbatches = "one pack" if run.num_microbatches is None else f"{count} microbatch{'es' if count > 1 else ''}"
-    return [f"Exchanged in a step of {microbatches} (one rank each; GiB sent, and as many received):",
-            *_aligned([("stage", "gradients", "weights", "with the host"), *rows], num_texts=1)]
 
 
 def _microbatch_lines(run: Run, kinds: dict[str, MicrobatchSizes]) -> list[str]:
@@ -318,5 +298,5 @@ def _group_lines(run: Run) -> list[str]:
     return ["Optimizer groups (maximum learning rates):", *_aligned(rows)]
 
 
-def _gib(num_bytes: int) -> str:
+def _gib(num_bytes: float) -> str:
     return f"{num_bytes / _GIB:.2f}"

@@ -1,149 +1,40 @@
-"""The commands of ``mm-plan``: flags become calls, and errors become messages with exit status 2."""
+"""The commands of ``mm-plan``, each a function of its flags in ``mm.planner.flags`` and of the run."""
 
-import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mm.config.flags import TRAIN
-from mm.config.misspelt import parse
 from mm.config.run import Run, load_run
-from mm.console import COMPLETION, Completed, add_common_flags, completed_parser, positive_count
-from mm.environment import version_line
 from mm.errors import UserError, printable
-from mm.plan.by_flops import calibration_by_flops
+from mm.plan.by_device import calibration_by_flops
 from mm.plan.calibration import read_calibration
-from mm.plan.costs import COUNTS, Cutting
-from mm.plan.judge import judge
+from mm.plan.costs import Cutting
+from mm.plan.lists import rate_lists
 from mm.plan.predict import Predictor
-from mm.plan.workload import workload_of
-from mm.planner.compare import compared, write_prediction
-from mm.planner.layouts import add_flags, layouts, lengths_of
-from mm.planner.machine import ACCEPT, ACCEPT_HELP, calibration_for
-from mm.planner.reports import lists_report, prediction_report
-from mm.process import print_notes, refused
+from mm.plan.workload import COUNTS, workload_of
+from mm.planner.flags import CalibrateFlags, CompareFlags, LayoutFlags, ListsFlags, PredictFlags
+from mm.planner.layouts import layouts, lengths_of
+from mm.planner.machine import calibration_for
+from mm.planner.reports import compared, lists_report, prediction_report
+from mm.process import print_notes
 
 
-def run(words: Sequence[str]) -> int:
-    """Run the command that ``words`` names; returns the exit status."""
-    own, training = _split(words)
-    try:
-        first = own[0].partition("=")[0] if own else ""
-        if first.startswith("--") and first not in ("--help", "--version", COMPLETION):
-            flags, more = _layouts_parser().parse_known_args(own)
-            training = [*more, *training]
-        else:
-            flags = parse(_parser(), own)
-        flags.run(flags, training)
-    except UserError as error:
-        return refused(error)
-    return 0
-
-
-def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words before and after ``--``, which separates our flags from those of training."""
-    place = list(words).index("--") if "--" in words else len(words)
-    return list(words[:place]), list(words[place + 1 :])
-
-
-def _layouts_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("mm-plan", allow_abbrev=False, description=(
-        "Finds the fastest layout of a run.  All other flags are those of python -m mm.train."))
-    add_flags(parser)
-    parser.set_defaults(run=_layouts)
-    return parser
-
-
-def _layouts(flags: argparse.Namespace, training: Sequence[str]) -> None:
-    for text in layouts(flags, training):
-        print(text)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "mm-plan", usage="mm-plan --device NAME FLAGS | mm-plan COMMAND ... -- FLAGS", description=(
-            "Without a command: finds the fastest layout of a run on a device, or on what --calibration has measured, "
-            "and with --write DIR writes it (docs/planning.md).  FLAGS are those of python -m mm.train."))
-    add_common_flags(parser, version_line("mm-plan"), "mm-plan", _completed)
-    commands: Any = parser.add_subparsers(required=True, metavar="COMMAND", prog="mm-plan")
-    add_flags(parser.add_argument_group("Without a command"))
-    calibrate = commands.add_parser(
-        "calibrate", help="measure this device with the layers of a model",
-        description="Measures each kind of layer at several sizes, updates, messages and collectives, and writes what "
-                    "predictions use.  FLAGS are those of the run that will be predicted: its model, precision, "
-                    "moments, --seq-length, --micro-batch-size and tensor-parallel size.")
-    calibrate.add_argument("--output", type=Path, required=True, help="the file to write")
-    calibrate.add_argument("--num-processes", type=positive_count, default=1, help=(
-        "devices, or on a CPU processes that compute at the same time (default: %(default)s); a tensor-parallel size "
-        "needs as many"))
-    calibrate.set_defaults(run=_calibrate)
-    predict = commands.add_parser(
-        "predict", help="predict the step time of a run",
-        description="Prints how long a step takes, what the stages do meanwhile, and how sure that is.  FLAGS are "
-                    "those of the run; --world-size says how many ranks it has.  Nothing is started.")
-    predict.add_argument("--calibration", type=Path, required=True, help="the file that mm-plan calibrate has written")
-    _add_accept(predict)
-    predict.add_argument("--timeline", type=Path, metavar="DIR", help=(
-        "also write the timeline of one step to DIR, as an SVG file and a trace: iteration 1, or that of "
-        "--profile-pipeline"))
-    predict.set_defaults(run=_predict)
-    compare = commands.add_parser(
-        "compare", help="compare measured steps of a run with their prediction",
-        description="Compares the steps that --profile-pipeline has measured with their prediction.  FLAGS are those "
-                    "of the run.")
-    compare.add_argument("folder", type=Path, metavar="RUN_DIR", help="the --log-dir of the run")
-    compare.add_argument("--calibration", type=Path, required=True, help="the file that mm-plan calibrate has written")
-    _add_accept(compare)
-    compare.add_argument("--timeline", type=Path, metavar="DIR", help=(
-        "also write both timelines of each step to DIR, as an SVG file and a trace"))
-    compare.set_defaults(run=_compare)
-    lists = commands.add_parser(
-        "lists", help="find the pipeline lists with the shortest step",
-        description="Judges the pipeline_num_layers of the run's model JSON on its own data, and searches for better "
-                    "lists with as many stages and chunks.  Losses and gradients do not depend on them.  FLAGS are "
-                    "those of the run.")
-    lists.add_argument("--calibration", type=Path, help=(
-        "a file that mm-plan calibrate has written (default: every FLOP takes the same time)"))
-    _add_accept(lists)
-    lists.add_argument("--memory-gib", type=positive_count, help=(
-        "GiB of memory that a rank may need; lists that need more are not proposed (default: no limit)"))
-    lists.set_defaults(run=_lists)
-    return parser
-
-
-def _completed() -> Completed:
-    """The flags of training stand among our own without a command, else after ``--``."""
-    own = completed_parser(_parser())
-    commands = {word: replace(one, commands={"--": TRAIN.completed}) for word, one in own.commands.items()}
-    return Completed({**TRAIN.completed.flags, **own.flags}, commands)
-
-
-def _add_accept(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(ACCEPT, action="store_true", help=ACCEPT_HELP)
-
-
-def _calibrate(flags: argparse.Namespace, training: Sequence[str]) -> None:
+def _calibrate(flags: CalibrateFlags, run: Run, training: Sequence[str]) -> None:
     """Start the ranks that measure; rank 0 writes the file."""
-    run = _run(training)
-    folder = flags.output.absolute().parent
-    if flags.output.is_dir() or not folder.is_dir():
+    if flags.output.is_dir() or not flags.output.absolute().parent.is_dir():
         raise UserError(f"--output is {flags.output}; expected a file in an existing directory")
-    if run.tp_size > flags.num_processes:
-        raise UserError(f"--tensor-model-parallel-size is {run.tp_size}, but --num-processes is {flags.num_processes}; "
-                        f"layers of that size are measured on as many devices, so give --num-processes {run.tp_size}")
     if flags.num_processes % run.tp_size:
         raise UserError(f"--num-processes is {flags.num_processes}; expected a multiple of "
                         f"--tensor-model-parallel-size, which is {run.tp_size}")
     if run.tp_size not in replace(run.model, encoder_placement="cut").tp_sizes:
         raise UserError(f"--tensor-model-parallel-size is {run.tp_size}, which does not divide the ViT's "
                         f"{run.model.vision.num_attention_heads} heads; calibrate always cuts the ViT, although this "
-                        f"run keeps it whole, so give a size that divides them; only layers of that size are measured")
+                        f"run keeps it whole, so give a size that divides them")
     words = [sys.executable, "-m", "mm.launch", "--standalone", "--nproc_per_node", str(flags.num_processes), "-m",
              "mm.planner.rank", str(flags.output.absolute()), *map(str, _largest_microbatch(run)), *training]
     done = subprocess.run(words, check=False, env={"OMP_NUM_THREADS": "1", **os.environ})
@@ -153,10 +44,6 @@ def _calibrate(flags: argparse.Namespace, training: Sequence[str]) -> None:
     worst = max(found.blocks, key=lambda one: one.error)
     print(f"written: {printable(str(flags.output))}: {len(found.blocks)} kinds of blocks; usual error of a law "
           f"{found.error:.0%}, largest {worst.error:.0%} ({worst.key.kind})")
-    if (speeds := found.speeds) is not None:
-        print(f"each of {found.machine.num_processes} devices: {speeds.product_flops / 1e12:,.3g} TFLOP/s in matrix "
-              f"products, copies of {speeds.copy_bytes / 1e9:,.3g} GB/s in memory and {speeds.host_bytes / 1e9:,.3g} "
-              f"GB/s from the host")
 
 
 def _largest_microbatch(run: Run) -> tuple[int, int]:
@@ -174,24 +61,18 @@ def _largest_microbatch(run: Run) -> tuple[int, int]:
     return tokens, (patches or num_patches) * run.model.encoder_batch_size
 
 
-def _predict(flags: argparse.Namespace, training: Sequence[str]) -> None:
-    run = _run(training)
+def _predict(flags: PredictFlags, run: Run, _: Sequence[str]) -> None:
     calibration = calibration_for(flags.calibration, run, flags.accept_calibration)
-    lengths, predictor = lengths_of(run), Predictor(run, calibration)
-    workload = workload_of(run, lengths)
-    print(printable(prediction_report(run, calibration, workload, predictor.predict(workload))))
-    if flags.timeline is not None:
-        print(printable(f"wrote {write_prediction(flags.timeline, predictor, lengths)}, .json and .svg"))
+    workload = workload_of(run, lengths_of(run))
+    print(printable(prediction_report(run, calibration, workload, Predictor(run, calibration).predict(workload))))
 
 
-def _compare(flags: argparse.Namespace, training: Sequence[str]) -> None:
-    run = _run(training)
+def _compare(flags: CompareFlags, run: Run, _: Sequence[str]) -> None:
     calibration = calibration_for(flags.calibration, run, flags.accept_calibration)
     print(printable(compared(Predictor(run, calibration), flags.folder, flags.timeline)))
 
 
-def _lists(flags: argparse.Namespace, training: Sequence[str]) -> None:
-    run = _run(training)
+def _lists(flags: ListsFlags, run: Run, _: Sequence[str]) -> None:
     if run.num_stages == 1:
         raise UserError(f"{run.args.mm_model} has one pipeline stage, so there are no lists to choose; give "
                         f"pipeline_num_layers one number per stage")
@@ -200,11 +81,19 @@ def _lists(flags: argparse.Namespace, training: Sequence[str]) -> None:
                                            run.args.precision)
     else:
         calibration = calibration_for(flags.calibration, run, flags.accept_calibration)
-    judged = judge(run, Predictor(run, calibration), workload_of(run, lengths_of(run)),
-                   None if flags.memory_gib is None else flags.memory_gib << 30)
-    print(printable(lists_report(run, judged, has_times=flags.calibration is not None)))
+    max_bytes = None if flags.memory_gib is None else flags.memory_gib << 30
+    rated = rate_lists(run, Predictor(run, calibration), workload_of(run, lengths_of(run)), max_bytes)
+    print(printable(lists_report(run, *rated, has_times=flags.calibration is not None)))
 
 
-def _run(training: Sequence[str]) -> Run:
-    """The run that the training flags describe; it need not be possible here."""
-    return load_run([*training, "--dry-run"])
+_COMMANDS: Mapping[type, Callable[[Any, Run, Sequence[str]], None]] = {
+    CalibrateFlags: _calibrate, PredictFlags: _predict, CompareFlags: _compare, ListsFlags: _lists}  # fmt: skip
+
+
+def run(flags: object, training: Sequence[str]) -> None:
+    """Run the command that ``flags`` belong to; ``training`` are the flags of the run."""
+    if isinstance(flags, LayoutFlags):
+        for text in layouts(flags, training):
+            print(text)
+    else:
+        _COMMANDS[type(flags)](flags, load_run([*training, "--dry-run"]), training)

@@ -1,22 +1,20 @@
 """``mm-plan`` without a command: which layout trains a run fastest on a device, on its own data."""
 
-import argparse
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
 from mm.config.run import Run, load_run, parallel_problems
-from mm.console import positive_count, whole_number
+from mm.console import whole_number
 from mm.data.index.dataset import Dataset
 from mm.data.index.gauge import Gauge
 from mm.data.lengths import HasLengths
 from mm.device.platform import KnownDevice, Links
 from mm.device.platforms import KNOWN_DEVICES
-from mm.errors import UserError, counted, nearest, printable
+from mm.errors import UserError, counted, nearest, printable, refuse
 from mm.plan.by_device import calibration_by_device
 from mm.plan.calibration import Calibration
 from mm.plan.choices import (
@@ -25,19 +23,18 @@ from mm.plan.choices import (
     NAMES,
     RECOMPUTE,
     SAMPLERS,
-    Choice,
     choices,
     encoder_batch_sizes,
+    fixed_problems,
     present_choice,
     recomputations,
 )
 from mm.plan.distributions import DISTRIBUTIONS, mixed
-from mm.plan.lists import Lists
-from mm.plan.search import LayoutSearch, Planned, SearchResult
-from mm.planner.layout_report import LayoutPlan, layout_page, layout_report
-from mm.planner.machine import ACCEPT, ACCEPT_HELP, calibration_for
+from mm.plan.search import LayoutSearch, SearchResult
+from mm.planner.flags import LayoutFlags
+from mm.planner.layout_report import LayoutPlan, layout_report
+from mm.planner.machine import calibration_for
 from mm.planner.written import write_layout
-from mm.report import check_page, write_page
 
 NUM_SAMPLES = 20_000
 """Samples drawn from the distributions of ``--lengths``."""
@@ -46,53 +43,20 @@ NUM_STEPS = 4
 MEMORY_SHARE = 0.92
 """Fraction of a device's memory that a rank may need by default.  The driver, communication buffers and fragmentation
 take the rest."""
-_FARTHEST = 32
-"""How far from the given world size the error message looks for a legal one."""
-_NUM_SHOWN = 5
 _WORDS = {"sampler": SAMPLERS, "encoder": ENCODERS, "recompute": (*RECOMPUTE, AS_GIVEN)}
 """Fields of ``--fix`` whose values are words, with the legal ones."""
 _MOST_RANKS = 1 << 20
 
 
-def add_flags(parser: argparse._ActionsContainer) -> None:
-    """Add the flags of ``mm-plan`` without a command."""
-    parser.add_argument("--device", help="a device whose published figures are used: " + ", ".join(_labels()))
-    parser.add_argument("--calibration", type=Path, help=(
-        "a file that mm-plan calibrate has written, instead of published figures; only layouts whose blocks were "
-        "measured are considered"))
-    parser.add_argument(ACCEPT, action="store_true", help=ACCEPT_HELP)
-    parser.add_argument("--memory-gib", type=positive_count, help=(
-        f"GiB of memory that a rank may use (default: {MEMORY_SHARE:.0%}% of the device's)"))
-    parser.add_argument("--node-size", type=positive_count, help=(
-        "devices in a node (default: as in the maker's usual server)"))
-    parser.add_argument("--network-gbit", type=positive_count, help=(
-        "network bandwidth per device to other nodes, in Gbit/s (default: the device's usual network adapter)"))
-    parser.add_argument("--lengths", help=(
-        "instead of the run's own data: llava, documents, videos, text, or a mix such as llava=3,text=1"))
-    parser.add_argument("--fix", default="", help=(
-        "values to keep, such as TP=2,PP=4, or several for one name, such as MBS=1/2; names: " + ", ".join(NAMES)))
-    parser.add_argument("--top", type=positive_count, default=_NUM_SHOWN,
-                        help="layouts to show (default: %(default)s)")
-    parser.add_argument("--html", type=Path, help=(
-        "also write the report to this HTML file, with the lengths of the samples and the timeline of a step"))
-    parser.add_argument("--write", type=Path, help=(
-        "directory for the best layout: model.json, data.json, and layout.sh with the variables of the scripts"))
-
-
-def layouts(flags: argparse.Namespace, training: Sequence[str]) -> Iterator[str]:
-    """Search, and yield the report.  With ``--html`` and ``--write``, also write it and the best layout, and yield what
-    was written."""
-    check_page(flags.html)
+def layouts(flags: LayoutFlags, training: Sequence[str]) -> Iterator[str]:
+    """Search, and yield the report.  With ``--write``, also write the best layout, and yield what was written."""
     plan = _planned(flags, training)
-    report = layout_report(plan)
-    yield report.text()
-    if flags.html is not None:
-        yield "\n" + write_page(flags.html, layout_page(plan, report))
+    yield layout_report(plan).text()
     if flags.write is not None:
         yield printable(write_layout(flags.write, plan.found.ranking[0], plan.run))
 
 
-def _planned(flags: argparse.Namespace, training: Sequence[str]) -> LayoutPlan:
+def _planned(flags: LayoutFlags, training: Sequence[str]) -> LayoutPlan:
     run = load_run([*training, "--dry-run"], checks_layout=False)
     if (flags.device is None) == (flags.calibration is None):
         raise UserError(f"--device is {flags.device or 'absent'} and --calibration is {flags.calibration or 'absent'}; "
@@ -105,19 +69,24 @@ def _planned(flags: argparse.Namespace, training: Sequence[str]) -> LayoutPlan:
     if max_bytes is None and device is not None and device.memory_bytes is not None:
         max_bytes = int(MEMORY_SHARE * device.memory_bytes)
     calibrate, what = _calibrations(flags, device, links, run)
+    refuse(fixed_problems(run, fixed))
     legal = list(choices(run, fixed, links.node_size))
     if not legal:
-        raise UserError(_no_layout(run, fixed, links.node_size))
-    allowed, batch_sizes = recomputations(fixed), encoder_batch_sizes(fixed)
-    search, began = LayoutSearch(run, calibrate, lengths, max_bytes, NUM_STEPS, allowed), time.perf_counter()
-    found = search.best(legal, flags.top, encoder_batch_sizes=batch_sizes)
+        raise UserError(
+            f"no layout is legal for --world-size {run.world_size} with {run.global_batch_size} samples per step"
+            f"{f' and --fix {flags.fix}' if fixed else ''}: TP must divide heads and vocabulary, TP x CP x PP the "
+            f"ranks, and DP x MBS the samples; change --world-size, --global-batch-size or --fix")
+    search, began = (LayoutSearch(run, calibrate, lengths, max_bytes, NUM_STEPS, recomputations(fixed)),
+                     time.perf_counter())
+    found = search.best(legal, flags.top, encoder_batch_sizes=encoder_batch_sizes(fixed))
     seconds = time.perf_counter() - began
     if not found.ranking:
         raise UserError(_nothing_fits(found, max_bytes) if found.smallest else found.refusals)
-    problems = tuple(parallel_problems(run))
-    present = None if problems else _present(search, run)
-    changes = () if present is None else _changes(search, present, legal, batch_sizes)
-    return LayoutPlan(run, lengths, device, what, found, seconds, present, problems, changes, max_bytes)
+    present, problems = None, tuple(parallel_problems(run))
+    if not problems:
+        with suppress(UserError):  # the calibration lacks its blocks
+            present = search.planned(present_choice(run), run)
+    return LayoutPlan(run, device, what, found, seconds, present, problems, max_bytes)
 
 
 def _labels() -> list[str]:
@@ -137,7 +106,7 @@ def _device(name: str) -> KnownDevice:
     return found[0]
 
 
-def _links(flags: argparse.Namespace, device: KnownDevice | None) -> Links:
+def _links(flags: LayoutFlags, device: KnownDevice | None) -> Links:
     links = device.links if device is not None else Links(np.inf, np.inf, _MOST_RANKS)
     if flags.node_size is not None:
         links = replace(links, node_size=flags.node_size)
@@ -145,13 +114,14 @@ def _links(flags: argparse.Namespace, device: KnownDevice | None) -> Links:
 
 
 def _calibrations(
-    flags: argparse.Namespace, device: KnownDevice | None, links: Links, run: Run
+    flags: LayoutFlags, device: KnownDevice | None, links: Links, run: Run
 ) -> tuple[Callable[[Run], Calibration], str]:
     """A function from a layout to its calibration, and a description of the source."""
     if device is not None:
         return (lambda one: calibration_by_device(one, device, links)), (
             f"published figures of {device.label} ({device.reference}), {counted(links.node_size, 'device')} per node, "
             f"{links.between * 8 / 1e9:.0f} Gbit/s each to other nodes; usual efficiencies; nothing was measured")
+    assert flags.calibration is not None, "one of the two is given"
     found = calibration_for(flags.calibration, run, flags.accept_calibration)
     return (lambda _: found), f"{flags.calibration}: {found.machine.device}, {found.date}"
 
@@ -199,25 +169,6 @@ def _fixed(words: str) -> Mapping[str, Sequence[object]]:
     return found
 
 
-def _no_layout(run: Run, fixed: Mapping[str, Sequence[object]], node_size: int) -> str:
-    """Why there is no legal layout, and the nearest numbers of ranks that have one."""
-    if run.args.loss_unit == "microbatch" and AS_GIVEN not in fixed.get("sampler", [AS_GIVEN]):
-        return (f"--fix has SAMPLER={'/'.join(map(str, fixed['sampler']))}, whose microbatches depend on the number of "
-                f"ranks, and so would a sample's weight with --calculate-per-microbatch-loss; leave SAMPLER out, or "
-                f"train with --calculate-per-sample-loss")
-    def has_layouts(world_size: int) -> bool:
-        return world_size > 0 and any(True for _ in choices(replace(run, world_size=world_size), fixed, node_size))
-
-    nearest_first = ((run.world_size - distance, run.world_size + distance) for distance in range(1, _FARTHEST + 1))
-    near = next((sizes for both in nearest_first if (sizes := list(filter(has_layouts, both)))), [])
-    names = {field: name for name, field in NAMES.items()}
-    words = ",".join(f"{names[field]}={'/'.join(map(str, values))}" for field, values in fixed.items())
-    kept = f" and --fix {words}" if fixed else ""
-    cure = f"nearest: --world-size {' or '.join(map(str, near))}" if near else "change --global-batch-size or --fix"
-    return (f"no layout is legal for --world-size {run.world_size} with {run.global_batch_size} samples per step"
-            f"{kept}: TP must divide heads and vocabulary, TP x CP x PP the ranks, and DP x MBS the samples; {cure}")
-
-
 def _nothing_fits(found: SearchResult, max_bytes: int | None) -> str:
     smallest = found.smallest
     assert smallest is not None and max_bytes is not None, "asked where nothing fits"
@@ -226,39 +177,3 @@ def _nothing_fits(found: SearchResult, max_bytes: int | None) -> str:
             f"{smallest.peak_bytes / 2**30:.1f} GiB (TP {choice.tp_size}, CP {choice.cp_size}, PP {choice.num_stages}, "
             f"recompute {choice.recompute}), which is {missing / 2**30:.1f} GiB too much; use more or larger devices, "
             f"train adapters with --lora-target-modules, freeze a part, or reduce --seq-length")
-
-
-def _present(search: LayoutSearch, run: Run) -> Planned | None:
-    """The run as it is; None if the calibration lacks its blocks."""
-    try:
-        return search.planned(present_choice(run), run)
-    except UserError:
-        return None
-
-
-def _changes(
-    search: LayoutSearch, present: Planned, legal: Sequence[Choice], batch_sizes: Sequence[int]
-) -> tuple[tuple[str, Planned], ...]:
-    """Layouts that differ from the present one in one field, with their best lists, fastest first; without those that
-    gain no more than better lists alone."""
-    own, found = present.choice, list[tuple[str, Planned]]()
-    names = {field: name for name, field in NAMES.items()}
-    for field, name in [("lists", "the lists"), *names.items()]:
-        if field == "lists":
-            some = [own]
-        elif field == "encoder_batch":
-            some = [replace(own, encoder_batch=batch_sizes[0])]
-        else:
-            others = dict.fromkeys(replace(own, **{field: getattr(one, field)}) for one in legal)
-            some = [one for one in others if one != own and not list(parallel_problems(one.applied(present.run)))]
-        tried = batch_sizes if field == "encoder_batch" else ()
-        ranking = search.best(some, 1, num_searched=1, encoder_batch_sizes=tried).ranking if some else ()
-        for one in ranking:
-            if field == "encoder_batch" and one.choice.encoder_batch == own.encoder_batch:
-                continue
-            value = "" if field == "lists" else f" {getattr(own, field)} -> {getattr(one.choice, field)}"
-            if Lists.of(one.run.model) != Lists.of(present.run.model) or field != "lists":
-                found.append((f"{name}{value}", one))
-    best_lists = min((one.step.seconds for name, one in found if name == "the lists"), default=math.inf)
-    return tuple(sorted((both for both in found if both[0] == "the lists" or both[1].step.seconds < best_lists),
-                        key=lambda both: both[1].step.seconds))

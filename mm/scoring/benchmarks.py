@@ -1,20 +1,15 @@
 """The benchmarks known by name, and their TSV files as items."""
 
-import hashlib
-import json
-import os
 import string
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from mm.config.evaluate import BenchmarkName, Rule
 from mm.data.read.roots import MediaRoots
-from mm.data.sample import Image, Inline, Media, Sample, Turn
+from mm.data.sample import Image, Media, Sample, Turn
 from mm.errors import UserError, collected, counted, refuse
 from mm.scoring.prompts import Form, max_mark, prompt
-from mm.scoring.tsv import IMAGE, Cell, TsvRow, TsvTable, listed, read_table
+from mm.scoring.tsv import IMAGE, TsvRow, listed, read_table
 
 GROUPS = ("split", "l2-category", "category")
 """Columns by which scores are also broken down, as in VLMEvalKit."""
@@ -52,7 +47,7 @@ class Item:
     """``file:line``; for the user's own questions also the question's number."""
     question: str
     """The question's text in the file, for people."""
-    content: tuple[str | Media | Cell, ...]
+    content: tuple[str | Media, ...]
     """The last turn of the prompt."""
     right: tuple[str, ...]
     """Each of these answers is right; letters if there are options."""
@@ -62,22 +57,10 @@ class Item:
     earlier: tuple[Turn, ...] = ()
     """Earlier turns."""
 
-    def as_prompt(self, folder: Path) -> tuple[Sample, str]:
-        """The prompt, with images extracted from the file to ``folder``, and a digest that does not depend on
-        ``folder``."""
-        content = tuple(Image(item.write(folder)) if isinstance(item, Cell) else item for item in self.content)
-        contents = [_content(old, new) for old, new in zip(self.content, content, strict=True)]
-        digest = hashlib.sha256(json.dumps([str(self.earlier), contents]).encode()).hexdigest()
-        return Sample((*self.earlier, Turn("user", content)), self.where), digest
-
-
-def _content(old: str | Media | Cell, new: str | Media) -> str:
-    """Identifies an item of a prompt by its content, independently of where files are."""
-    if isinstance(old, Cell) and not isinstance(new, str):
-        return os.path.basename(str(new.path))
-    if isinstance(new, Image) and isinstance(new.path, Inline):
-        return f"{zlib.crc32(new.path.content):08x}"
-    return str(new)
+    @property
+    def sample(self) -> Sample:
+        """The prompt."""
+        return Sample((*self.earlier, Turn("user", self.content)), self.where)
 
 
 @dataclass(frozen=True)
@@ -89,25 +72,21 @@ class Items:
     notes: tuple[str, ...] = ()
     headline_split: str | None = None
 
-    def as_prompts(self, folder: Path) -> Iterator[tuple[str, Sample, str]]:
-        """For each item its index and the result of ``Item.as_prompt``."""
-        for item in self.items:
-            yield item.index, *item.as_prompt(folder)
-
 
 def read_benchmark(path: str, benchmark: Benchmark, custom_prompt: bool, media_roots: tuple[str, ...] = ()) -> Items:
     """Read the TSV file of a benchmark.  Raises UserError with everything in it that cannot be asked or scored."""
     needed = ("index", "question", "answer", *(("A", "B") if benchmark.rule == "choice" else ()))
     table = read_table(path, needed)
     if IMAGE not in table.columns and _PATHS not in table.columns:
-        raise UserError(f"{path}:1: has neither a column {IMAGE!r} (images as base64) nor {_PATHS!r} (their paths); "
-                        f"{benchmark.title} has questions about images.")
+        raise UserError(f"{path}:1: has neither a column {IMAGE!r} (images as base64) nor {_PATHS!r} (their paths).")
     problems: list[str] = []
     items: list[Item] = []
     num_without, roots = 0, MediaRoots.beside(path, media_roots)
     for row in table.rows:
         with collected(problems, f"{path}:{row.line}: "):
-            images = _images(table, row, roots)
+            images = tuple(map(Image, row.images))
+            if IMAGE not in table.columns and _PATHS in row.texts:
+                images = tuple(Image(roots.find(one, Image.kind)) for one in listed(row.texts[_PATHS]))
             num_without += not images
             if images:
                 items.append(_item(path, row, images, benchmark, custom_prompt))
@@ -118,40 +97,31 @@ def read_benchmark(path: str, benchmark: Benchmark, custom_prompt: bool, media_r
     return Items(benchmark.rule, tuple(items), tuple(notes if num_without else ()), benchmark.headline_split)
 
 
-def _images(table: TsvTable, row: TsvRow, roots: MediaRoots) -> tuple[Image | Cell, ...]:
-    if IMAGE in table.columns or _PATHS not in row.texts:
-        return row.images
-    return tuple(Image(roots.find(one, Image.kind)) for one in listed(row.texts[_PATHS]))
-
-
-def _item(path: str, row: TsvRow, images: tuple[Image | Cell, ...], benchmark: Benchmark, custom: bool) -> Item:
+def _item(path: str, row: TsvRow, images: tuple[Image, ...], benchmark: Benchmark, custom: bool) -> Item:
     options = {letter: row.texts[letter] for letter in string.ascii_uppercase if letter in row.texts}
-    question, is_open = row.texts.get("question", ""), benchmark.form == "marked options" and "A" not in options
-    refuse(_problems(row, question, options, is_open, benchmark, len(images)))
-    right = listed(row.texts["answer"])
+    is_open = benchmark.form == "marked options" and "A" not in options
+    has_options = benchmark.rule == "choice" and not is_open
+    refuse(_problems(row, options if has_options else None, benchmark, len(images)))
+    question = row.texts["question"]
     asked = prompt(benchmark.form, custom, question, row.texts.get("hint", ""), options, len(images))
     return Item(
         row.texts["index"], f"{path}:{row.line}", question,
-        tuple(item if isinstance(item, str) else images[item] for item in asked), right,
-        {} if is_open or benchmark.rule != "choice" else options,
-        {name: row.texts[name] for name in GROUPS if name in row.texts})
+        tuple(item if isinstance(item, str) else images[item] for item in asked), listed(row.texts["answer"]),
+        options if has_options else {}, {name: row.texts[name] for name in GROUPS if name in row.texts})
 
 
 def _problems(
-    row: TsvRow, question: str, options: Mapping[str, str], is_open: bool, benchmark: Benchmark, num_images: int,
+    row: TsvRow, options: Mapping[str, str] | None, benchmark: Benchmark, num_images: int
 ) -> Iterator[str]:
-    answer = row.texts.get("answer")
+    """``options``: None for a question without."""
+    question, answer = row.texts.get("question", ""), row.texts.get("answer")
     if not question:
         yield "column 'question' is empty; expected a question."
     if answer is None:
-        yield ("column 'answer' is empty, so it cannot be scored; use a split with published answers (of DocVQA and "
-               "MMMU the validation split).")
-    elif benchmark.rule == "choice" and not is_open:
-        if len(options) < 2:
-            yield f"has {len(options)} options; expected texts in columns A, B and so on."
-        elif answer not in options:
-            yield f"column 'answer' is {answer!r}; expected the letter of an option: {', '.join(options)}."
-    most = max_mark(" ".join((question, *options.values()))) if benchmark.form == "marked options" else 0
-    if most > num_images:
-        yield (f"refers to <image {most}>, but has {counted(num_images, 'image')}; add the missing ones to column "
-               f"{IMAGE!r}.")
+        yield "column 'answer' is empty, so it cannot be scored; use a split with published answers (validation)."
+    elif options is not None and (len(options) < 2 or answer not in options):
+        yield f"column 'answer' is {answer!r}; expected the letter of one of several options: {', '.join(options)}."
+    if benchmark.form == "marked options":
+        most = max_mark(" ".join((question, *(options or {}).values())))
+        if most > num_images:
+            yield f"refers to <image {most}>, but has {counted(num_images, 'image')} in column {IMAGE!r}."

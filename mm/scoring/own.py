@@ -7,35 +7,29 @@ In a sample in one of the trainer's forms, the last answer is the right one, and
 Only the options are added to the user's words.
 """
 
-import json
-import os
 import string
 from collections.abc import Mapping
 from typing import Any
 
 from mm.config.data import Attributes
 from mm.config.evaluate import Rule
-from mm.data.media.picture import image_size
 from mm.data.read.content import shown, with_places
-from mm.data.read.formats import HALF_CHARACTER, MESSAGES, num_media, read_sample
+from mm.data.read.formats import MESSAGES, num_media, read_sample
 from mm.data.read.open_records import open_records
 from mm.data.read.records import Raw
 from mm.data.read.roots import KnownMedia, MediaRoots
 from mm.data.record_name import name_of, numbered
-from mm.data.sample import Image
 from mm.errors import MAX_PROBLEMS, UserError, collected, refuse
 from mm.scoring.benchmarks import GROUPS, Item, Items
 from mm.scoring.prompts import prompt
 
 _ATTRIBUTES = Attributes(system="system", history="history")
 _SCORED = ("index", "id", "question", "options", "answer", "answers", *GROUPS)
-"""Keys of a record besides those of a sample, whose texts ``read_sample`` checks."""
+"""Keys of a record besides those of a sample."""
 
 
 def read_own(path: str, rule: Rule, media_roots: tuple[str, ...]) -> Items:
     """Read a file of questions.  Raises UserError with everything in it that cannot be asked or scored."""
-    if not os.path.isfile(path):
-        raise UserError(f"{path}: is not a file; expected JSON, JSONL or Parquet with questions and answers.")
     media = KnownMedia(MediaRoots.beside(path, media_roots))
     problems: list[str] = []
     items: dict[str, Item] = {}
@@ -47,14 +41,10 @@ def read_own(path: str, rule: Rule, media_roots: tuple[str, ...]) -> Items:
                 raise UserError(raw.problem)
             item = _item(raw, where, rule, media)
             if item.index in items:
-                raise UserError(f"has the same index {item.index!r} as {items[item.index].where}; expected unique "
-                                f"indices.")
+                raise UserError(f"has the same index {item.index!r} as {items[item.index].where}.")
             items[item.index] = item
-            for content in (*(one for turn in item.earlier for one in turn.content), *item.content):
-                if isinstance(content, Image):
-                    image_size(content.path)
         if len(problems) >= MAX_PROBLEMS:
-            raise UserError([*problems, f"{path}: reading stopped here; more problems may follow."])
+            break
     refuse(problems)
     if not items:
         raise UserError(f"{path}: has no records; there is nothing to ask.")
@@ -65,8 +55,6 @@ def _item(raw: Raw, where: str, rule: Rule, media: KnownMedia) -> Item:
     record = raw.value
     if not isinstance(record, dict):
         raise UserError(f"is a {type(record).__name__}; expected an object with 'question' and 'answer'.")
-    refuse(f"{name!r} contains half of a surrogate pair, which is not a character; repair the text." for name in _SCORED
-           if HALF_CHARACTER.search(json.dumps(record.get(name), ensure_ascii=False, default=str)))
     if "question" in record:
         return _question(record, raw, where, rule, media)
     sample = read_sample(record, _ATTRIBUTES, media, where)
@@ -79,14 +67,12 @@ def _item(raw: Raw, where: str, rule: Rule, media: KnownMedia) -> Item:
 
 
 def _question(record: Mapping[str, Any], raw: Raw, where: str, rule: Rule, media: KnownMedia) -> Item:
-    question = record["question"]
+    question, options = record["question"], _options(record.get("options"))
     if not isinstance(question, str) or not question.strip():
         raise UserError(f"'question' is {shown(question)}; expected a string.")
-    options = _options(record.get("options"))
     if (rule == "choice") != bool(options):
-        raise UserError("has no 'options', which the rule choice needs; give an object of letters and texts, or a list."
-                        if rule == "choice" else f"has 'options', which the rule {rule} does not read; remove them, or "
-                        f"use the rule choice.")
+        raise UserError(f"has {'no ' if rule == 'choice' else ''}'options'; the rule choice needs them, and no other "
+                        f"rule reads them.")
     right = _right(record, options)
     text = "".join(map(str, prompt("options", False, question, "", options, 0))) if options else question
     as_sample = {
@@ -97,42 +83,32 @@ def _question(record: Mapping[str, Any], raw: Raw, where: str, rule: Rule, media
 
 
 def _options(given: Any) -> dict[str, str]:
-    if not given:
-        return {}
     if isinstance(given, list):
-        given = dict(zip(string.ascii_uppercase, given, strict=False)) if len(given) <= 26 else None
-    if not isinstance(given, dict) or len(given) < 2 or not all(
+        given = dict(zip(string.ascii_uppercase, given, strict=False))
+    if given and (not isinstance(given, dict) or len(given) < 2 or not all(
             len(letter) == 1 and letter in string.ascii_uppercase and isinstance(text, str)
-            for letter, text in given.items()):
+            for letter, text in given.items())):
         raise UserError(f"'options' is {shown(given)}; expected at least two texts, as a list or as an object with "
                         f'letters like {{"A": "cat", "B": "dog"}}.')
-    return given
+    return given or {}
 
 
 def _right(record: Mapping[str, Any], options: Mapping[str, str]) -> tuple[str, ...]:
     """The right answers; with options their letters, although the record may give the options' texts."""
-    given = [record[name] for name in ("answer", "answers") if record.get(name) is not None]
-    if len(given) != 1:
-        raise UserError(f"has {'both' if given else 'neither'} 'answer' {'and' if given else 'nor'} 'answers'; "
-                        f"expected one of them: a string, a number, or a list of these, any of which is accepted.")
-    several = given[0] if isinstance(given[0], list) else given
+    given = record.get("answer", record.get("answers"))
+    several = given if isinstance(given, list) else [given]
     if not several or not all(isinstance(one, str | int | float) and not isinstance(one, bool) for one in several):
-        raise UserError(f"'answer' is {shown(given[0])}; expected a string, a number, or a list of these.")
-    right = tuple(map(str, several))
-    if not options:
-        return right
+        raise UserError(f"'answer' is {shown(given)}; expected a string, a number, or a list of these.")
     letters = {text: letter for letter, text in options.items()}
-    wrong = next((one for one in right if one not in options and one not in letters), None)
+    right = tuple(one if one in options else letters.get(one, one) for one in map(str, several))
+    wrong = next((one for one in right if options and one not in options), None)
     if wrong is not None:
         raise UserError(f"'answer' is {wrong!r}; expected the letter or the text of an option: {', '.join(options)}.")
-    return tuple(one if one in options else letters[one] for one in right)
+    return right
 
 
 def _index(record: Mapping[str, Any], raw: Raw) -> str:
-    given = next((record[name] for name in ("index", "id") if name in record), raw.index)
-    if not isinstance(given, str | int):
-        raise UserError(f"'index' is {shown(given)}; expected a string or an integer.")
-    return str(given)
+    return str(record.get("index", record.get("id", raw.index)))
 
 
 def _groups(record: Mapping[str, Any]) -> dict[str, str]:

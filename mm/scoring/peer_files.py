@@ -4,67 +4,37 @@
     MODEL_DATASET_acc.xlsx     scores: with options as shares from 0 to 1, for other benchmarks in percent
     MODEL_DATASET_acc.csv      the same, with tabs, as its README says
     MODEL_DATASET_PREV.json    with options: index -> hit and log
-
-A workbook of Excel is a zip file of XML; these have one sheet of plain cells, and the same bytes for the same results.
 """
 
 import csv
 import io
-import json
-import re
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
-from xml.sax.saxutils import escape
+
+from openpyxl import Workbook
+from openpyxl.cell.cell import ILLEGAL_CHARACTERS_RE
 
 from mm.config.evaluate import Rule
 from mm.files import write_whole
 from mm.scoring.benchmarks import GROUPS
-from mm.scoring.results import ScoredItem
+from mm.scoring.results import ScoredItem, write_json, write_text
 
 Cells = Sequence[Sequence[str | float]]
 """Rows; the first one has the column names."""
 
-_NOT_IN_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
-_LONGEST_CELL = 32_767
-"""Characters; Excel refuses a file with a longer cell."""
-_MAIN = "http://schemas.openxmlformats.org/spreadsheetml/2006/main"
-_OFFICE = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
-_PACKAGE = "http://schemas.openxmlformats.org/package/2006"
-_KIND = "application/vnd.openxmlformats-officedocument.spreadsheetml"
-_HEAD = '<?xml version="1.0" encoding="UTF-8" standalone="yes"?>\n'
-_FRAME = {
-    "[Content_Types].xml": (
-        f'<Types xmlns="{_PACKAGE}/content-types"><Default Extension="rels" '
-        f'ContentType="application/vnd.openxmlformats-package.relationships+xml"/>'
-        f'<Default Extension="xml" ContentType="application/xml"/>'
-        f'<Override PartName="/xl/workbook.xml" ContentType="{_KIND}.sheet.main+xml"/>'
-        f'<Override PartName="/xl/worksheets/sheet1.xml" ContentType="{_KIND}.worksheet+xml"/></Types>'),
-    "_rels/.rels": (
-        f'<Relationships xmlns="{_PACKAGE}/relationships"><Relationship Id="rId1" Type="{_OFFICE}/officeDocument" '
-        f'Target="xl/workbook.xml"/></Relationships>'),
-    "xl/workbook.xml": (
-        f'<workbook xmlns="{_MAIN}" xmlns:r="{_OFFICE}"><sheets><sheet name="Sheet1" sheetId="1" r:id="rId1"/></sheets>'
-        f'</workbook>'),
-    "xl/_rels/workbook.xml.rels": (
-        f'<Relationships xmlns="{_PACKAGE}/relationships"><Relationship Id="rId1" Type="{_OFFICE}/worksheet" '
-        f'Target="worksheets/sheet1.xml"/></Relationships>'),
-}
-"""The files of a workbook around its sheet."""
-
 
 def write_peer_files(folder: Path, model: str, dataset: str, rule: Rule, found: Sequence[ScoredItem]) -> None:
     """Write all files; ``model`` and ``dataset`` are MindSpeed-MM's ``evaluation_model`` and ``evaluation_dataset``."""
-    acc = choice_scores(found) if rule == "choice" else word_scores(found)
-    files = {".xlsx": workbook(_predictions(rule, found)), "_acc.xlsx": workbook(acc),
-             "_acc.csv": _csv(acc).encode(errors="backslashreplace")}
+    scores, start = choice_scores(found) if rule == "choice" else word_scores(found), f"{model}_{dataset}"
+    write_whole(folder / f"{start}.xlsx", workbook(_predictions(rule, found)))
+    write_whole(folder / f"{start}_acc.xlsx", workbook(scores))
+    stream = io.StringIO()
+    csv.writer(stream, delimiter="\t", quoting=csv.QUOTE_ALL, lineterminator="\n").writerows(scores)
+    write_text(folder / f"{start}_acc.csv", stream.getvalue())
     if rule == "choice":
-        hits = {one.item.index: {"hit": int(one.score), "log": _log(one)} for one in found}
-        files["_PREV.json"] = json.dumps(hits, indent=4).encode()
-    for end, content in files.items():
-        write_whole(folder / f"{model}_{dataset}{end}", content)
+        write_json(folder / f"{start}_PREV.json", {
+            one.item.index: {"hit": int(one.score), "log": _log(one)} for one in found})
 
 
 def _predictions(rule: Rule, found: Sequence[ScoredItem]) -> Cells:
@@ -86,13 +56,11 @@ def _log(scored: ScoredItem) -> str:
 def choice_scores(found: Sequence[ScoredItem]) -> Cells:
     """One row per split: its share of right answers, overall and by category."""
     splits = sorted({one.item.groups.get("split", "none") for one in found})
-    header: list[str] = ["split", "Overall"]
-    columns: list[Mapping[str, Any]] = [{split: _share(found, split, {}) for split in splits}]
-    for name in GROUPS[1:]:
-        for group in sorted({one.item.groups[name] for one in found if name in one.item.groups}):
-            header.append(group)
-            columns.append({split: _share(found, split, {name: group}) for split in splits})
-    return [header, *([split, *(column[split] for column in columns)] for split in splits)]
+    columns: Mapping[str, dict[str, str]] = {"Overall": {}} | {
+        group: {name: group} for name in GROUPS[1:]
+        for group in sorted({one.item.groups[name] for one in found if name in one.item.groups})}
+    return [["split", *columns], *([split, *(_share(found, split, one) for one in columns.values())]
+                                   for split in splits)]
 
 
 def _share(found: Sequence[ScoredItem], split: str, groups: Mapping[str, str]) -> float | str:
@@ -112,30 +80,15 @@ def word_scores(found: Sequence[ScoredItem]) -> Cells:
     return [list(both), list(both.values())]
 
 
-def _csv(rows: Cells) -> str:
-    stream = io.StringIO()
-    csv.writer(stream, delimiter="\t", quoting=csv.QUOTE_ALL, lineterminator="\n").writerows(rows)
-    return stream.getvalue()
-
-
 def workbook(rows: Cells) -> bytes:
-    """An Excel file with one sheet."""
-    body = "".join(f"<row>{''.join(map(_cell, row))}</row>" for row in rows)
-    sheet = f'<worksheet xmlns="{_MAIN}"><sheetData>{body}</sheetData></worksheet>'
-    files = {**_FRAME, "xl/worksheets/sheet1.xml": sheet}
+    """An Excel file with one sheet; what begins with ``=`` is a text."""
+    book = Workbook(write_only=False)
+    sheet = book.worksheets[0]
+    for row in rows:
+        sheet.append([ILLEGAL_CHARACTERS_RE.sub("", one) if isinstance(one, str) else one for one in row])
+    for row in sheet.iter_rows():
+        for cell in row:
+            cell.data_type = "s" if cell.data_type == "f" else cell.data_type
     stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w") as file:
-        for name, text in files.items():
-            info = zipfile.ZipInfo(name)  # dated 1980, so that the bytes are always the same
-            info.compress_type = zipfile.ZIP_DEFLATED
-            file.writestr(info, _HEAD + text)
+    book.save(stream)
     return stream.getvalue()
-
-
-def _cell(value: str | float) -> str:
-    if not isinstance(value, str):
-        return f"<c><v>{value!r}</v></c>"
-    if not value:
-        return "<c/>"
-    text = escape(_NOT_IN_XML.sub("", value)[:_LONGEST_CELL])
-    return f'<c t="inlineStr"><is><t xml:space="preserve">{text}</t></is></c>'

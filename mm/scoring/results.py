@@ -7,21 +7,19 @@
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from mm.config.outputs import PREDICTIONS_FILE
-from mm.errors import UserError, refuse, writing
+from mm.errors import refuse, writing
 from mm.files import json_object, read_regular, write_whole
 from mm.scoring.benchmarks import GROUPS, Item, Items
 from mm.scoring.rules import REFERENCES, chosen_option, score
 
 SETTINGS, ANSWERS, PREDICTIONS, SCORES = "settings.json", "answers.jsonl", PREDICTIONS_FILE, "scores.json"
-PICTURES = "pictures"
-"""Folder for images extracted from a TSV file, while questions are answered."""
 
 
 @dataclass(frozen=True)
@@ -60,49 +58,35 @@ class ScoredItem:
 
 
 def check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Begin an evaluation in ``folder``, or resume it.
-
-    Raises UserError if the folder has a different evaluation, whose files are not changed.
-    """
+    """Begin an evaluation in ``folder``, or resume it.  Raises UserError if the folder has a different one."""
     path = folder / SETTINGS
-    if path.exists():
-        refuse(_differences(path, settings))
-    elif any((folder / name).exists() for name in (ANSWERS, PREDICTIONS)):
-        raise UserError(f"{folder}: has answers of an evaluation, but not {SETTINGS}, which describes it; give another "
-                        f"--output, or move these files away.")
-    else:
+    if not path.exists():
         write_json(path, settings)
+    earlier, now = json_object(read_regular(path)), json.loads(json.dumps(settings))
+    refuse(f"{path}: {key} was {json.dumps(earlier.get(key))} and is now {json.dumps(now.get(key))}; give another "
+           f"--output, or remove this folder to start again."
+           for key in dict.fromkeys((*now, *earlier)) if now.get(key) != earlier.get(key))
 
 
 def write_results(
     folder: Path, items: Items, title: str, answers: Mapping[int, Prediction]
 ) -> tuple[list[ScoredItem], dict[str, Any]]:
-    """Score ``answers``; write predictions and scores, and return both.  Raises UserError unless each item has one."""
-    if missing := [number for number in range(len(items.items)) if number not in answers]:
-        raise UserError(f"{folder / ANSWERS}: has no answer to question {missing[0]}; give the same command again, or "
-                        f"remove the file to ask everything again.")
+    """Score ``answers``, which has one for each item, by number; write predictions and scores, and return both."""
     found = scored(items, answers)
     scores = summary(items, title, found)
-    write_text(folder / PREDICTIONS, "".join(_line(one.line()) for one in found))
+    write_text(folder / PREDICTIONS, "".join(json.dumps(one.line(), ensure_ascii=False) + "\n" for one in found))
     write_json(folder / SCORES, scores)
     return found, scores
 
 
 def read_answers(path: Path) -> dict[int, Prediction]:
     """Read the file that ``mm.generation.answers`` writes, by the number of the question."""
-    found: dict[int, Prediction] = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        try:
-            answer = json_object(line)
-            found[answer["number"]] = Prediction.of(str(answer["answer"]), answer["ended"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path}:{number}: is not an answer of mm.generate; give another --output, or remove the "
-                            f"file to ask everything again.") from error
-    return found
+    answers = map(json_object, path.read_bytes().splitlines())
+    return {one["number"]: Prediction.of(one["answer"], one["ended"]) for one in answers}
 
 
 def scored(items: Items, answers: Mapping[int, Prediction]) -> list[ScoredItem]:
-    """Score every item; ``answers`` has one for each, by number."""
+    """Score every item."""
     return [ScoredItem(item, answers[number], score(items.rule, answers[number].text, item.right, item.options))
             for number, item in enumerate(items.items)]
 
@@ -138,34 +122,13 @@ def _mean(found: Sequence[ScoredItem]) -> dict[str, Any]:
     return {"num_questions": len(found), "score_percent": round(100 * fmean(one.score for one in found), 4)}
 
 
-def _differences(path: Path, settings: Mapping[str, Any]) -> Iterator[str]:
-    """How ``settings`` differ from those of the earlier run."""
-    try:
-        earlier = json_object(read_regular(path))
-    except ValueError as error:
-        raise UserError(
-            f"{path}: is not a JSON object ({error}); give another --output, or remove this folder.") from error
-    now = json.loads(json.dumps(settings))
-    for key in dict.fromkeys((*now, *earlier)):
-        if now.get(key) != earlier.get(key):
-            yield (f"{path}: {key} was {json.dumps(earlier.get(key), ensure_ascii=False)} and is now "
-                   f"{json.dumps(now.get(key), ensure_ascii=False)}; give another --output, or remove this folder to "
-                   f"start again.")
-
-
 def write_json(path: Path, value: Any) -> None:
     """Write ``value`` as indented JSON."""
     write_text(path, json.dumps(value, ensure_ascii=False, indent=2) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write ``text`` in UTF-8; a lone surrogate, which UTF-8 cannot encode, becomes its JSON escape.
-
-    Raises UserError if the file cannot be written.
-    """
+    """Write ``text`` in UTF-8; half of a surrogate pair becomes its escape.  Raises UserError if the file cannot be
+    written."""
     with writing(path):
         write_whole(path, text.encode(errors="backslashreplace"))
-
-
-def _line(value: Mapping[str, Any]) -> str:
-    return json.dumps(value, ensure_ascii=False) + "\n"

@@ -1,14 +1,18 @@
-"""The files of a timeline: a picture that any browser shows, and a trace for Perfetto."""
+"""The files of a timeline: a picture that any browser shows, and a trace in Chrome's format, which Perfetto shows and
+comparisons read back."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+from pydantic_core import to_jsonable_python
 
 from mm.errors import UserError, writing
-from mm.files import write_whole
+from mm.files import json_object, read_regular, write_whole
 from mm.timeline.picture import draw
-from mm.timeline.spans import StepTimeline
-from mm.timeline.trace import read_trace, trace
+from mm.timeline.spans import StepTimeline, count_chunks, label, numeral
 
 
 def write_timeline(
@@ -28,11 +32,45 @@ def write_timeline(
     return path
 
 
+def trace(timelines: Sequence[StepTimeline]) -> dict[str, Any]:
+    """A process per stage and replica, a thread per rank.  With several timelines, the processes of a stage follow one
+    another."""
+    events = [event for number, one in enumerate(timelines) for event in _events(one, number, len(timelines))]
+    step = to_jsonable_python(timelines[0]) if len(timelines) == 1 else {}
+    return {"displayTimeUnit": "ms", "otherData": step, "traceEvents": events}
+
+
+def _events(timeline: StepTimeline, number: int, num_timelines: int) -> Iterator[dict[str, Any]]:
+    num_chunks, num_replicas = count_chunks(timeline.records), max(one.dp_rank for one in timeline.records) + 1
+    ends = ", predicted" if timeline.is_predicted else ", measured" if num_timelines > 1 else ""
+    for record in timeline.records:
+        place = {"pid": (record.pp_rank * num_replicas + record.dp_rank) * num_timelines + number, "tid": record.rank}
+        process, thread = f"stage {record.pp_rank}, replica {record.dp_rank}{ends}", f"rank {record.rank}"
+        yield from ({"ph": "M", "name": "process_name", "args": {"name": process}, **place},
+                    {"ph": "M", "name": "process_labels", "args": {"labels": record.holds}, **place},
+                    {"ph": "M", "name": "process_sort_index", "args": {"sort_index": place["pid"]}, **place},
+                    {"ph": "M", "name": "thread_name", "args": {"name": thread}, **place})
+        for span in record.spans:
+            activity = span.activity
+            yield {
+                "ph": "X", "name": f"{label(activity.work)} {numeral(activity, num_chunks)}".rstrip(),
+                "cat": activity.work.name.lower(), "ts": span.start * 1e6, "dur": span.seconds * 1e6,
+                "args": {"chunk": activity.chunk, "microbatch": activity.microbatch}, **place,
+            }  # fmt: skip
+
+
 def measured_steps(folder: Path) -> list[StepTimeline]:
     """All measured steps that --profile-pipeline has written to a --log-dir.  Raises UserError if there are none."""
     paths = sorted(folder.glob("pipeline_step_*.json"), key=lambda path: (len(path.name), path.name))
     if not paths:
-        what = "no pipeline_step_*.json" if folder.is_dir() else "no such directory"
-        raise UserError(f"{folder}: {what}; expected the --log-dir of a run with --profile-pipeline ITERATION; add "
-                        f"that flag to a run, with an iteration past the first few")
-    return [read_trace(path) for path in paths]
+        raise UserError(f"{folder}: no pipeline_step_*.json; expected the --log-dir of a run with --profile-pipeline "
+                        f"ITERATION; add that flag to a run, with an iteration past the first few")
+    return list(map(read_trace, paths))
+
+
+def read_trace(path: Path) -> StepTimeline:
+    """Read the trace of one step.  Raises UserError for a file that ``trace`` has not written."""
+    try:
+        return TypeAdapter(StepTimeline).validate_python(json_object(read_regular(path)).get("otherData"))
+    except (OSError, ValueError) as error:  # with pydantic's
+        raise UserError(f"{path}: cannot be read ({error}); measure the step again with --profile-pipeline") from error

@@ -2,9 +2,8 @@
 
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from mm.config.validation import asks
 from mm.errors import refuse, writing
 from mm.files import write_whole
 from mm.generation.batches import answer_batches, in_batches
-from mm.generation.prompts import Prompt, in_order
+from mm.generation.prompts import Prompt
 from mm.generation.session import Response, Session, read_encoder, with_stop_tokens
 from mm.generation.source import settings_in
 from mm.page.record import thumbnail_path
@@ -25,30 +24,24 @@ from mm.progress import Progress
 from mm.scoring.benchmarks import Items
 from mm.scoring.page import thumbnails
 from mm.scoring.questions import read_items, title_of
-from mm.scoring.results import PICTURES, Prediction, write_results
-from mm.training.opened import Questions
+from mm.scoring.results import Prediction, write_results
+from mm.training.metrics import ScoreMetrics
+from mm.training.progress import TrainingProgress
+from mm.training.reporter import Reporter
+from mm.training.sources import Questions
 from mm.training.step import Setup
 from mm.training.validation import evaluating
-
-
-@dataclass(frozen=True)
-class QuestionScores:
-    """The scores of the model's answers."""
-
-    scores: Mapping[str, Any]
-    """The scores from ``write_results``."""
-    seconds: float
 
 
 class QuestionSet:
     """The questions, on rank 0, and the model in training."""
 
-    def __init__(self, run: Run, setup: Setup, phase: Phase, opened: Questions | None = None) -> None:
+    def __init__(self, run: Run, setup: Setup, phase: Phase, opened: Questions | None, reporter: Reporter) -> None:
         """``phase`` guards each batch; ``opened`` is what the check before the run has opened on this rank.
 
         Raises UserError, the same on every rank.
         """
-        self._run, self._setup, self._phase = run, setup, phase
+        self._run, self._setup, self._phase, self._reporter = run, setup, phase, reporter
         self._asked = asked = evaluating_in_training(run.args, run.data, run.world_size)
         args, model, directory = run.args, run.model, run.data.model_name_or_path
         mesh = for_prompts(setup.mesh, setup.stage.has_patch_embedding, args.distributed_timeout_minutes)
@@ -62,17 +55,26 @@ class QuestionSet:
         self._answers: dict[int, Prediction] = {}
         self._has_thumbnails = False
 
-    def is_due(self, iteration: int) -> bool:
-        """Whether the model answers the questions after this step."""
-        return asks(self._run.args, iteration)
+    def after(self, progress: TrainingProgress) -> None:
+        """Ask all questions if they are due after this step, and report the scores."""
+        if not asks(self._run.args, progress.iteration):
+            return
+        started = time.perf_counter()
+        scores = self.ask(progress.iteration)
+        of_all = scores["headline"]
+        self._reporter.report_score(ScoreMetrics(
+            iteration=progress.iteration, consumed_samples=progress.consumed_samples,
+            validation_score_percent=of_all["score_percent"], num_questions=of_all["num_questions"],
+            num_truncated_answers=scores["num_truncated_answers"], answer_seconds=time.perf_counter() - started,
+        ), scores["benchmark"])
 
-    def ask(self, iteration: int) -> QuestionScores:
+    def ask(self, iteration: int) -> dict[str, Any]:
         """Ask all questions, write predictions and scores to a folder of this iteration, and return the scores.
 
         Called on every rank; does not change the training.  Raises AgreedError with the problems of questions that can
         no longer be asked.
         """
-        started, session = time.perf_counter(), self._session
+        session = self._session
         folder = Path(self._asked.output) / f"iter_{iteration:07d}"
         batches, problems = on_first(session.mesh, lambda: self._prepared(folder))
         with ExitStack() as asking:
@@ -86,19 +88,18 @@ class QuestionSet:
                     shown.update(len(answered))
 
                 problems += answer_batches(session, batches, keep, self._phase)
-        scores = on_first(session.mesh, lambda: self._finish(folder, problems))
-        return QuestionScores(scores, time.perf_counter() - started)
+        return on_first(session.mesh, lambda: self._finish(folder, problems))
 
     def _prepared(self, folder: Path) -> tuple[list[tuple[Prompt, ...]], list[str]]:
-        """On rank 0: the questions in batches, with their images as files.  An earlier run's folder is deleted."""
+        """On rank 0: the questions in batches.  An earlier run's folder is deleted."""
         assert self._items is not None, "rank 0 has read them"
         if folder.exists():
             shutil.rmtree(folder)
-        (folder / PICTURES).mkdir(parents=True)
+        folder.mkdir(parents=True)
         if self._run.args.page and not self._has_thumbnails:
             self._write_thumbnails(self._items)
         self._answers.clear()
-        prompts = in_order(self._items.as_prompts(folder / PICTURES))
+        prompts = [Prompt(number, item.sample, item.index) for number, item in enumerate(self._items.items)]
         return in_batches(self._session, prompts, self._asked.asking.args.batch_size)
 
     def _write_thumbnails(self, items: Items) -> None:
@@ -112,6 +113,5 @@ class QuestionSet:
 
     def _finish(self, folder: Path, problems: Sequence[str]) -> dict[str, Any]:
         assert self._items is not None, "rank 0 has read them"
-        shutil.rmtree(folder / PICTURES)
         refuse(problems)
         return write_results(folder, self._items, title_of(self._asked), self._answers)[1]

@@ -13,9 +13,8 @@ from typing import Any
 from mm.config.flags import Arguments
 from mm.config.model import ModelConfig
 from mm.weights.names import matches
-from mm.weights.patterns import nearest_names
 from mm.weights.table import Weight, model_weights, stored_name
-from mm.weights.trained import is_frozen, lacks_adapters
+from mm.weights.trained import is_frozen, lacks_adapters, nearest_names
 
 
 @dataclass(frozen=True, order=True)

@@ -3,8 +3,8 @@
 Conversion both ways, resharding, loading, the keys a stage must hold and verification all ask here: no other module
 spells a weight name or fuses weights.  Pure shapes and tensor algebra.
 
-Our names and fused layouts are MindSpeed-MM's, except that layer numbers are global (``mm.formats.storage`` has its
-local ones).  Hugging Face names are the published ones, from the model's family.
+Our names and fused layouts are MindSpeed-MM's, except that layer numbers are global (``mm.formats.mindspeed_layout``
+has its local ones).  Hugging Face names are the published ones, from the model's family.
 """
 
 from collections.abc import Iterator, Sequence

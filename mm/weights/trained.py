@@ -5,14 +5,14 @@ the dry run ask here.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
 from mm.config.model import ModelConfig
+from mm.errors import nearest
 from mm.placement import Message, StageSpec
 from mm.weights.names import matches
-from mm.weights.patterns import nearest_names
 from mm.weights.table import VISION_PLACES, Place, Weight, is_held, model_weights, stored_name
 
 
@@ -49,6 +49,16 @@ def lacks_adapters(model: ModelConfig) -> bool:
 
 def _matches_any(patterns: tuple[str, ...], weight: Weight) -> bool:
     return any(matches(pattern, stored_name(weight)) for pattern in patterns)
+
+
+def nearest_names(pattern: str, weights: Collection[Weight]) -> str:
+    """Hint for a pattern that matched nothing: one of Hugging Face's names, a similar word, or how our names start."""
+    foreign = [weight.name for weight in weights if any(matches(pattern, name) for name in weight.hf_names)]
+    if foreign:
+        return f"; in Hugging Face's names it matches {foreign[0]}{' and others' if len(foreign) > 1 else ''}"
+    words = {word for weight in weights for word in weight.name.split(".") if not word.isdecimal()}
+    starts = dict.fromkeys(".".join(weight.name.split(".")[:2]) for weight in weights)
+    return nearest(pattern, sorted(words)) or f"; names start with {', '.join(starts)}"
 
 
 def freeze_problems(model: ModelConfig) -> Iterator[str]:

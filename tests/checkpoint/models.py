@@ -13,11 +13,11 @@ from checkpoint.cli import main
 from mm.config.model import ModelConfig
 from mm.formats.hf_config import model_from_hf
 from mm.formats.layout import Layout
+from mm.formats.mindspeed_layout import RELEASE, Storage, mindspeed_targets
 from mm.formats.safetensors import safetensors_file
-from mm.formats.storage import RELEASE, Storage, mindspeed_targets
 from mm.placement import PipelineLayout
-from mm.weights.plan import TargetFile
 from mm.weights.table import model_weights
+from mm.weights.views import TargetFile
 from tests.saved_hf import Spelling, spell
 
 

@@ -13,7 +13,7 @@ from mm.config.model import ModelConfig
 from mm.families.qwen2_5_vl.config_json import published_config
 from mm.formats.hf_config import model_from_hf
 from mm.formats.layout import Layout
-from mm.formats.storage import Format, Storage, Structure
+from mm.formats.mindspeed_layout import Format, Storage, Structure
 from tests.checkpoint.models import write_sparse_hf, write_sparse_mm
 
 NAME = "Qwen2.5-VL-{}-Instruct"
@@ -80,7 +80,7 @@ def test_mm_to_hf(structure, tmp_path, monkeypatch, capsys):
     assert planned_bytes(capsys) == hf_file.stat().st_size
     if structure is Structure.FUSED:
         assert run(command + flag) == 2
-        assert "its tensors are named as in the fused one" in capsys.readouterr().err
+        assert "enable_canonical_hf_struct says canonical" in capsys.readouterr().err
 
 
 STORAGES = [Storage(Format.TORCH), Storage(Format.TORCH, Structure.CANONICAL), Storage()]

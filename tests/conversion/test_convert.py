@@ -15,7 +15,7 @@ from mm.conversion import convert
 from mm.conversion.convert import Options
 from mm.errors import UserError
 from mm.formats.layout import Layout
-from mm.formats.storage import Format, Storage, Structure, rank_files
+from mm.formats.mindspeed_layout import Format, Storage, Structure, rank_files
 from mm.weights.table import fuse, shard
 from tests.checkpoint.models import SmallModel, files, layouts, small_models, weights
 
@@ -32,7 +32,7 @@ def cases(draw) -> tuple[SmallModel, Layout, Layout, Storage, Storage]:
     return small, draw(layouts(small)), draw(layouts(small)), draw(kinds), draw(kinds)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(cases())
 def test_every_way_gives_the_same_bits(case):
     small, first, second, kind, other_kind = case
@@ -143,7 +143,7 @@ def test_files_without_some_layers(tmp_path):
 def test_the_stated_structure(tmp_path):
     SmallModel(2).save(tmp_path / "hf")
     convert.hf_to_mm(tmp_path / "hf", tmp_path / "mm", Layout(((2,),), ((3,),), 2)).run(ONE_WORKER)
-    with pytest.raises(UserError, match="the canonical structure, but its tensors are named as in the fused one"):
+    with pytest.raises(UserError, match=r"says canonical, but .* holds fused tensors"):
         convert.mm_to_hf(tmp_path / "mm", tmp_path / "hf", tmp_path / "back", structure=Structure.CANONICAL)
 
 
@@ -153,7 +153,7 @@ def test_padding_that_is_not_zero(kind, tmp_path):
     SmallModel(2, vision_ffn=5).save(tmp_path / "hf")
     convert.hf_to_mm(tmp_path / "hf", tmp_path / "mm", Layout(((2,),), ((3,),), 2), kind).run(ONE_WORKER)
     conversion = convert.mm_to_hf(tmp_path / "mm", tmp_path / "hf", tmp_path / "back")
-    padded = [padding for padding in conversion.source.index.padding
+    padded = [padding for padding in conversion.sources[0].index.padding
               if "image_encoder" in padding.view.stored.name]
     assert {padding.view.stored.name.rsplit(".", 2)[1] for padding in padded} == (
         {"gate_proj", "up_proj", "linear_fc2"} if kind.structure is Structure.CANONICAL
@@ -180,7 +180,7 @@ def test_copies_that_differ_are_reported(tmp_path):
         path = tmp_path / "mm" / "release" / file / "model.safetensors"
         whole = path.read_bytes()
         conversion = convert.mm_to_hf(tmp_path / "mm", tmp_path / "hf", tmp_path / "back")
-        copies = [other.stored for _, other in conversion.source.index.copies]
+        copies = [other.stored for _, other in conversion.sources[0].index.copies]
         (place,) = [other.offset for other in copies if other.name == name and file in other.file]
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         with pytest.raises(UserError, match=f"{file}/model.safetensors: {name} differs from"):

@@ -144,21 +144,6 @@ def patches(frames: list[np.ndarray], grid: tuple[int, int, int]) -> torch.Tenso
     return torch.stack(rows)
 
 
-def bicubic(frame: np.ndarray, height: int, width: int) -> np.ndarray:
-    """A frame resized in floating point: cubic convolution (a = -0.5), with a wider filter for shrinking."""
-    def weights(size: int, new: int) -> np.ndarray:
-        scale = size / new
-        stretch = max(scale, 1.0)
-        centre = (np.arange(new) + 0.5) * scale
-        x = np.abs((np.arange(size)[None] + 0.5 - centre[:, None]) / stretch)
-        cubic = np.where(x < 1, 1.5 * x**3 - 2.5 * x**2 + 1, np.where(x < 2, -0.5 * x**3 + 2.5 * x**2 - 4 * x + 2, 0))
-        return cubic / cubic.sum(axis=1, keepdims=True)
-
-    rows, columns = weights(frame.shape[0], height), weights(frame.shape[1], width)
-    across = np.einsum("ij,hjc->hic", columns, frame.astype(np.float64)).round().clip(0, 255)
-    return np.einsum("ij,jwc->iwc", rows, across).round().clip(0, 255)
-
-
 def read(
     path: Path, numbers: Sequence[int] | None = None, is_upright: bool = True, backend: str = "pyav"
 ) -> list[np.ndarray]:

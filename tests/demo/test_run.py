@@ -64,7 +64,7 @@ def test_the_layout_is_planned_and_the_step_compared_with_its_prediction(directo
     summary, plan = json.loads((directory / "summary.json").read_text()), directory / "plan"
     assert read_calibration(plan / "calibration.json").machine.num_processes == 2
     assert summary["predicted_step_seconds"] > 0 and summary["measured_step_seconds"] > 0
-    assert "Memory of layout 1" in (plan / "report.html").read_text()
+    assert "layout 1: " in (plan / "layouts.log").read_text()
     picture = (plan / f"compared_step_{PICTURED_ITERATION}.svg").read_text()
     assert picture.index("Predicted step") < picture.index("Measured step")
     trained = json.loads((directory / "model_tp1_pp2.json").read_text())

@@ -28,7 +28,7 @@ from mm.doctor.rank import _different
 from mm.doctor.step import GOLDEN
 from mm.doctor.trial import FOUND, TrialNode, begun_file, cause, environment, trial_findings
 from mm.environment import VERSION
-from mm.plan.sizes import num_model_params
+from mm.plan.model_states import num_model_params
 from tests.files import ROOT
 from tests.launch import run_ranks, warm_python
 from tests.plan.test_stages import run_of

@@ -59,35 +59,9 @@ def unlisted_tensor(directory: Path) -> None:
     edit_index(directory, lambda weight_map: weight_map.pop("model.norm.weight"))
 
 
-def listed_file(directory: Path) -> None:
-    edit_index(directory, lambda weight_map: weight_map.update({"model.norm.weight": ["x.safetensors"]}))
-
-
-def outside(directory: Path) -> None:
-    edit_index(directory, lambda weight_map: weight_map.update({"model.norm.weight": "../x.safetensors"}))
-
-
-def header_of_another_kind(directory: Path) -> None:
-    first_shard(directory).write_bytes((2).to_bytes(8, "little") + b"[]")
-
-
 def truncated(directory: Path) -> None:
     data = first_shard(directory).read_bytes()
     first_shard(directory).write_bytes(data[:-7])
-
-
-def truncated_in_header(directory: Path) -> None:
-    first_shard(directory).write_bytes(first_shard(directory).read_bytes()[:40])
-
-
-def empty_file(directory: Path) -> None:
-    first_shard(directory).write_bytes(b"")
-
-
-def damaged_header(directory: Path) -> None:
-    data = bytearray(first_shard(directory).read_bytes())
-    data[8:10] = b"!!"
-    first_shard(directory).write_bytes(bytes(data))
 
 
 def edited_config(**changes):
@@ -145,22 +119,16 @@ def quantized(directory: Path) -> None:
     (config_lfs, r"config\.json is a Git-LFS pointer.*git lfs pull"),
     (missing_shard, r"lacks 1 of the \d+ shards .*model-00001-of-\d+\.safetensors\. .*finish it"),
     (missing_index, r"no model\.safetensors\.index\.json; the download was probably interrupted"),
-    (absent_tensor, r"lists model\.ghost in model-00001-of-\d+\.safetensors, which does not hold it; download"),
-    (unlisted_tensor, r"holds model\.norm\.weight, which \S+ does not list"),
-    (listed_file, "has no 'weight_map' of tensor names to shard files"),
-    (outside, r"names '\.\./x\.safetensors'; expected plain file names"),
+    (absent_tensor, r"index\.json and model-00001-of-\d+\.safetensors do not list the same tensors: .* model\.ghost"),
+    (unlisted_tensor, r"do not list the same tensors: only one has model\.norm\.weight"),
     (truncated, r"model-00001-of-\d+\.safetensors has \d+ bytes, but its header describes \d+; download it again"),
-    (truncated_in_header, r"model-00001-of-\d+\.safetensors \(40 bytes\) is truncated.*download it again"),
-    (empty_file, r"model-00001-of-\d+\.safetensors \(0 bytes\) is truncated.*download it again"),
-    (damaged_header, r"model-00001-of-\d+\.safetensors has a damaged safetensors header"),
-    (header_of_another_kind, r"model-00001-of-\d+\.safetensors has a damaged safetensors header"),
     (edited_config(model_type="qwen3_vl"), r"config\.json has model_type 'qwen3_vl'; expected 'qwen2_5_vl': "
      r"this version trains Qwen2\.5-VL, neither Qwen2-VL nor Qwen3-VL"),
     (edited_config(quantization_config={}), r"quantization_config.*unquantized model"),
     (broken_config, r"config\.json is not valid JSON"),
     (no_config, r"config\.json does not exist"),
-    (adapter, r"LoRA adapter \(adapter_config\.json, adapter_model\.safetensors\).*base model"),
-    (only_pickle, r"only as a pickle, pytorch_model\.bin.*save_pretrained"),
+    (adapter, r"LoRA adapter, not a model; give .*base model"),
+    (only_pickle, r"only as a pickle.*save_pretrained"),
     (nothing, r"holds no weights; expected model\.safetensors"),
     (both, r"holds both .* remove the one"),
     (twice, r"holds model\.language_model\.norm\.weight .* holds model\.norm\.weight: the same weight twice|"

@@ -51,11 +51,7 @@ def test_an_llm_that_does_not_fit(directories, tmp_path, capsys):
     (llm / "config.json").write_text(json.dumps(other))
     assert run("hf_to_mm", **flags) == 2
     assert "intermediate_size is 9, but the whole model has 7" in capsys.readouterr().err
-    for content in ("[]", "5", '{"text_config": "qwen2"}'):
-        (llm / "config.json").write_text(content)
-        assert run("hf_to_mm", **flags) == 2
-        assert "config.json holds " in (printed := capsys.readouterr().err) and "expected an object" in printed
     (llm / "config.json").unlink()
     assert run("hf_to_mm", **flags) == 2
-    assert "has no config.json" in capsys.readouterr().err
+    assert "config.json does not exist" in capsys.readouterr().err
     assert not (tmp_path / "mm").exists()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mm.formats.source import open as open_source
+from mm.formats.source import open_source
 from mm.weights.placed import stage_weights
 from mm.weights.table import model_weights, unshard
 from tests.parallel.cases import CASES

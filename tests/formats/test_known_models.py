@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 from mm.config.model import ModelConfig, read_model
+from mm.errors import UserError
 from mm.families.qwen2_5_vl.config_json import published_config
 from mm.formats.hf_config import model_from_hf
-from mm.formats.known_models import recognize
 from mm.formats.mindspeed import MindSpeedDirectory
-from mm.formats.storage import Storage
+from mm.formats.mindspeed_layout import Storage
+from mm.formats.source import open_source
 from mm.weights.table import model_weights
 from tests.checkpoint.models import write_sparse_mm
 from tests.files import EXAMPLES
@@ -40,7 +41,7 @@ def test_sizes_are_those_of_the_examples(size):
 def test_a_published_model_is_recognized(size, tp_size, tmp_path):
     model = read_model(EXAMPLES / f"model_{size}.json").value
     directory = directory_of(model, tp_size, tmp_path)
-    assert recognize(directory) == model_from_hf(published_config(size.upper()))
+    assert open_source(tmp_path).model == directory.layout.place(model_from_hf(published_config(size.upper())))
     assert directory.layout.vision == model.vision.pipeline_num_layers
     assert directory.layout.language == model.language.pipeline_num_layers
     assert directory.layout.tp_size == tp_size
@@ -49,4 +50,6 @@ def test_a_published_model_is_recognized(size, tp_size, tmp_path):
 def test_another_vocabulary_is_not(tmp_path):
     model = model_from_hf(published_config("7B"))
     other = dataclasses.replace(model, language=dataclasses.replace(model.language, vocab_size=151660))
-    assert recognize(directory_of(other, 1, tmp_path)) is None
+    directory_of(other, 1, tmp_path)
+    with pytest.raises(UserError, match="no manifest that describes its model"):
+        open_source(tmp_path)

@@ -20,7 +20,7 @@ def directory(root: Path, latest: str, file: str) -> Path:
 
 
 @pytest.mark.parametrize(("latest", "file", "problem"), [
-    ("", "release/mp_rank_00/model.safetensors", "contains '', but .* has no directory ''; write the name"),
+    ("", "release/mp_rank_00/model.safetensors", "contains '', but .* has no such directory; write the name"),
     ("..", "release/mp_rank_00/model.safetensors", "holds no mp_rank_\\* directories"),
     ("release", "release/mp_rank_00/model3000000.safetensors", "is not a weight file"),
     ("release", "release/mp_rank_00_3000000/model.safetensors", "is not named mp_rank_TT or mp_rank_TT_PPP"),

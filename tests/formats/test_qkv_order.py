@@ -10,9 +10,9 @@ import torch
 from mm.conversion import convert
 from mm.conversion.convert import Options
 from mm.formats.layout import Layout
+from mm.formats.mindspeed_layout import Format, Storage
 from mm.formats.qkv_order import QkvOrder
 from mm.formats.source import open_to_train
-from mm.formats.storage import Format, Storage
 from mm.weights.table import model_weights
 from tests.checkpoint.models import SmallModel, files, run
 
@@ -64,7 +64,7 @@ def test_a_hugging_face_directory_shows_the_order(hf, tmp_path, capsys, tp_size,
     mm = converted(hf, tmp_path / "mm", tp_size, is_whole)
     assert run("mm_to_hf", mm_dir=mm, save_hf_dir=tmp_path / "back", hf_config__hf_dir=hf) == 0
     assert files(tmp_path / "back") == files(hf)
-    assert ("converters of MindSpeed-MM 2.2.0 and 2.3.0" in capsys.readouterr().out) is is_whole
+    assert ("MindSpeed-MM 2.2.0 and 2.3.0" in capsys.readouterr().out) is is_whole
     assert run("resplit", source_dir=mm, target_dir=tmp_path / "one", hf_config__hf_dir=hf, **TARGET) == 0
     assert run("verify", mm_dir=tmp_path / "one", hf_config__hf_dir=hf) == 0
     source = open_to_train(mm, MODEL, qkv=QkvOrder(base=hf, flag="--vit-qkv-order"))

@@ -14,8 +14,8 @@ from mm.conversion.convert import Options
 from mm.errors import UserError
 from mm.formats.layout import Layout
 from mm.formats.manifest import MANIFEST_FILE
-from mm.formats.source import open as open_source
-from mm.formats.training_reader import TrainingDirectory
+from mm.formats.source import open_source
+from mm.formats.training import TrainingDirectory
 from tests.checkpoint.models import SmallModel, files, layouts, run, small_models
 from tests.checkpoint.test_diff import save_training
 
@@ -81,7 +81,7 @@ def test_damage_is_named(trained, capsys):
     assert str(path) in capsys.readouterr().err
     path.unlink()
     assert run("verify", mm_dir=trained) == 2
-    assert f"{path} is missing; {cure}" in capsys.readouterr().err
+    assert f"{path} lacks " in capsys.readouterr().err
 
 
 def test_files_on_another_nodes_disk_are_named(trained, tmp_path, capsys):

@@ -2,7 +2,7 @@
 
 import torch
 
-from mm.formats.storage import Structure, is_canonical_name, stored_weights
+from mm.formats.mindspeed_layout import Structure, is_canonical_name, stored_weights
 from mm.weights.table import fuse, model_weights, shard, unshard
 from tests.checkpoint.models import SmallModel
 from tests.unfuse import unfuse

@@ -11,11 +11,10 @@ import torch
 from mm.errors import UserError
 from mm.formats import checkpoints
 from mm.formats import training_writer as writer
-from mm.formats.blocks import Values
 from mm.formats.manifest import MANIFEST_FILE
+from mm.formats.pipelined_write import Values
 from mm.formats.source import holds_nothing
-from mm.formats.training import CheckpointManifest, CheckpointTensor
-from mm.formats.training_reader import TrainingDirectory
+from mm.formats.training import CheckpointManifest, CheckpointTensor, TrainingDirectory
 from tests.checkpoint.models import SmallModel
 from tests.killed import run_killed
 

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from mm.formats import training_writer as writer
-from mm.formats.blocks import Values
-from mm.formats.files import Files
-from mm.formats.training import CheckpointManifest, CheckpointTensor
-from mm.formats.training_reader import TrainingDirectory
+from mm.formats.pipelined_write import Values
+from mm.formats.tensor_io import Files
+from mm.formats.training import CheckpointManifest, CheckpointTensor, TrainingDirectory
 from mm.weights.halves import split
 from mm.weights.table import local_shape, model_weights, shard
 from tests.checkpoint.models import SmallModel

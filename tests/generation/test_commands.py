@@ -37,7 +37,8 @@ def commands(root: Path, stop_word: str) -> dict[str, dict]:
     """Results by name, in order."""
     load = ["--load", str(root / "hf"), *SHORT]
     wide, prompts = str(root / "wide.png"), ["--prompts", str(root / "prompts.jsonl"), "--batch-size", "2"]
-    talk = f"/image {wide}\nWhat is this?\n\nAnd now?\n/image none.png\n/nothing\n/clear\nWhat is this?\n/exit\nno\n"
+    talk = (f"/image {wide}\nWhat is this?\n\nAnd now?\n/image none.png\nWhat?\n/image x\n/clear\nWhat is this?\n"
+            f"/exit\nno\n")
     return {
         "one": {"argv": [*load, "--prompt", "What is this?", "--image", wide]},
         "again": {"argv": [*load, "--prompt", "What is this?", "--image", wide, "--system", "Be short."]},
@@ -48,7 +49,6 @@ def commands(root: Path, stop_word: str) -> dict[str, dict]:
         "stopped": {"argv": [*load, *prompts, "--output", str(root / "stopped.jsonl"), "--stop-tokens", stop_word]},
         "killed": {"argv": [*load, *prompts, "--output", str(root / "b.jsonl")], "kill_after": 4},
         "started again": {"argv": [*load, *prompts, "--output", str(root / "b.jsonl")]},
-        "nothing left": {"argv": [*load, *prompts, "--output", str(root / "b.jsonl")]},
         "other settings": {"argv": [*load, *prompts, "--output", str(root / "b.jsonl"), "--temperature", "1"]},
         "no picture": {"argv": [*load, "--prompt", "What?", "--image", "none.png"]},
         "no token": {"argv": [*load, "--prompt", "What?", "--stop-tokens", "<|im_ende|>"]},
@@ -118,7 +118,6 @@ def test_a_conversation(done: dict):
     assert talk["status"] == 0, talk
     assert talk["out"].startswith(done["one"]["out"])
     assert talk["err"].count("error: ") == 1 and "image 'none.png' is not a regular file" in talk["err"]
-    assert "/image FILE" in talk["out"]
 
 
 def test_an_error_of_one_rank_ends_all(root: Path):
@@ -160,12 +159,11 @@ def test_killed_in_the_middle_and_started_again(done: dict, root: Path):
     kept = re.search(r"b\.jsonl already has (\d+) answers", done["started again"]["err"])
     assert kept and 4 <= int(kept[1]) < len(GOOD)
     assert (root / "b.jsonl").read_bytes() == (root / "whole.jsonl").read_bytes()
-    assert done["nothing left"]["status"] == 2
 
 
 def test_answers_by_other_settings_are_not_mixed(done: dict):
     assert done["other settings"]["status"] == 2
-    assert "made with other weights or settings" in done["other settings"]["err"]
+    assert "or was made with other weights or settings" in done["other settings"]["err"]
 
 
 @pytest.mark.parametrize(("name", "what"), [

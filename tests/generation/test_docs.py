@@ -1,15 +1,17 @@
-"""The commands of docs/generate.md do what the text says, on the tiny model."""
+"""The commands of docs/generate.md and docs/evaluate.md do what the text says, on the tiny model."""
 
 import json
 import re
 import subprocess
 from pathlib import Path
 
+from mm.config.evaluate import EVALUATE
 from mm.config.generate import GENERATE
 from tests.files import ROOT
 from tests.launch import warm_python
 
-TEXT = (ROOT / "docs" / "generate.md").read_text(encoding="utf-8")
+GENERATE_TEXT, EVALUATE_TEXT = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in (
+    "generate.md", "evaluate.md"))
 
 
 def run_commands_of(text: str, tmp_path: Path) -> str:
@@ -28,14 +30,21 @@ def run_commands_of(text: str, tmp_path: Path) -> str:
 
 
 def test_the_commands_run(tmp_path: Path):
-    assert run_commands_of(TEXT, tmp_path).strip()
+    text = f"{GENERATE_TEXT}\n```bash\nrm -r runs/tiny/hf\n```\n{EVALUATE_TEXT}"
+    assert "own.jsonl" in run_commands_of(text, tmp_path)
     (answer,) = (tmp_path / "runs/tiny/answers.jsonl").read_text(encoding="utf-8").splitlines()
     assert json.loads(answer)["question"] == "What is in the picture?"
+    assert json.loads((tmp_path / "runs/tiny/scores/scores.json").read_text())["overall"]["num_questions"] == 1
+
+
+def flags_in(text: str) -> set[str]:
+    return set(re.findall(r"--[a-z][\w-]*", text)) - {"--nproc_per_node", "--export-hf"}
 
 
 def test_every_flag_is_there():
-    ours = set(re.findall(r"--[a-z][\w-]*", TEXT)) - {"--nproc_per_node", "--served-model-name", "--export-hf",
-                                                      "--tensor-parallel-size"}
-    assert ours <= GENERATE.fields.keys(), ours - GENERATE.fields.keys()
-    unsaid = GENERATE.fields.keys() - ours
-    assert unsaid == {"--vit-qkv-order", "--distributed-timeout-minutes", "--image-min-pixels"}
+    said = flags_in(GENERATE_TEXT)
+    assert said <= GENERATE.fields.keys(), said - GENERATE.fields.keys()
+    assert GENERATE.fields.keys() - said == {"--vit-qkv-order", "--distributed-timeout-minutes", "--image-min-pixels"}
+    said = flags_in(EVALUATE_TEXT)
+    assert said <= EVALUATE.fields.keys(), said - EVALUATE.fields.keys()
+    assert EVALUATE.fields.keys() - GENERATE.fields.keys() - said == {"--max-questions"}

@@ -21,7 +21,7 @@ from torch import Tensor  # noqa: E402
 
 from mm.conversion.adapters import open_adapters  # noqa: E402
 from mm.formats.source import Source, open_to_train  # noqa: E402
-from mm.formats.training_reader import TrainingDirectory  # noqa: E402
+from mm.formats.training import TrainingDirectory  # noqa: E402
 from mm.model.load import fill  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.weights.memory import MemoryLayout  # noqa: E402

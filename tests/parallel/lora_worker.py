@@ -21,11 +21,11 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from mm.config.model import ModelConfig
 from mm.conversion.adapters import export_peft, merge, model_crc32, open_adapters, open_base, open_saved
 from mm.conversion.convert import Options
-from mm.formats.training_reader import TrainingDirectory
+from mm.formats.training import TrainingDirectory
 from mm.model.load import fill
 from mm.parallel import mesh as parallel
 from mm.training import checkpoint as state
-from mm.training.optimizer_state import MOMENTS, owned_states
+from mm.training.optimizer import MOMENTS, owned_states
 from mm.training.save import BegunSave
 from mm.training.step import forward_backward
 from mm.weights.lora import model_adapters

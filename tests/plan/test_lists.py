@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from mm.parallel.simulation import SlotCost, step_cost
 from mm.placement import PipelineLayout
 from mm.plan import lists
-from mm.plan.by_flops import calibration_by_flops
+from mm.plan.by_device import calibration_by_flops
 from mm.plan.costs import Cutting
 from mm.plan.distributions import llava
-from mm.plan.judge import judge
-from mm.plan.lists import LEAST_GAIN, Costs, Lists, best_lists
+from mm.plan.lists import LEAST_GAIN, Costs, Lists, best_lists, rate_lists
 from mm.plan.predict import Predictor
 from mm.plan.workload import workload_of
 from tests.plan.test_stages import run_of
@@ -99,11 +98,11 @@ def test_lists_that_do_not_fit_are_not_proposed() -> None:
 def test_the_shipped_lists_are_found_from_those_of_mindspeed_mm(num_gib: int | None) -> None:
     run = run_of("7b", [32, 0], [12, 16], 2, freeze="v", micro_batch_size=4, global_batch_size=48)
     workload = workload_of(run, llava(192))
-    found = judge(run, Predictor(run, calibration_by_flops(run.model, Cutting(1, False), "fp32")), workload,
-                  None if num_gib is None else num_gib << 30)
-    assert found.present.lists == Lists(((32, 0),), ((12, 16),))
-    assert found.even <= found.best.seconds <= found.present.seconds
-    assert num_gib is None or found.best.peak_bytes <= num_gib << 30 or found.best.lists == found.present.lists
+    predictor = Predictor(run, calibration_by_flops(run.model, Cutting(1, False), "fp32"))
+    present, best, even = rate_lists(run, predictor, workload, None if num_gib is None else num_gib << 30)
+    assert present.lists == Lists(((32, 0),), ((12, 16),))
+    assert even <= best.seconds <= present.seconds
+    assert num_gib is None or best.peak_bytes <= num_gib << 30 or best.lists == present.lists
     if num_gib is None:
-        assert found.best.lists == Lists(((32, 0),), ((14, 14),))
-        assert found.best.utilisation > found.present.utilisation + 0.05
+        assert best.lists == Lists(((32, 0),), ((14, 14),))
+        assert best.utilisation > present.utilisation + 0.05

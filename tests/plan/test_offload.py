@@ -1,6 +1,5 @@
-"""Offloaded activations: the bytes that cross the link, their time beside a layer's, and the dry run's lines."""
+"""Offloaded activations: the bytes that cross the link, their time beside a layer's."""
 
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -10,12 +9,10 @@ from mm.config.activations import OffloadConfig, RecomputeConfig
 from mm.config.run import Run
 from mm.device.platforms import KNOWN_DEVICES
 from mm.plan.by_device import calibration_by_device
-from mm.plan.costs import BlockCosts, Cutting, counts_of
+from mm.plan.costs import HOST_BYTES_PER_SECOND, BlockCosts, Cutting, behind_link, exposed_layers, offloaded_bytes
 from mm.plan.memory import MicrobatchSizes
-from mm.plan.offload import HOST_BYTES_PER_SECOND, behind_link, exposed_layers, offloaded_bytes
-from mm.plan.sizes import longest_microbatches, stage_memory, stage_sizes
-from mm.plan.stages import stage_report
-from mm.plan.step_bytes import StepBytes
+from mm.plan.stage_memory import stage_memory
+from mm.plan.workload import counts_of
 from mm.weights.table import Place
 from tests.plan.test_costs import TEXT, TOTALS
 from tests.plan.test_stages import run_of
@@ -56,7 +53,7 @@ def test_a_layer_takes_as_long_as_its_bytes_on_the_link() -> None:
     slow, exposed = (behind_link(laws, 10**9, calibration, is_exposed=one) for one in (False, True))
     assert slow.forward == exposed.forward == replace(laws.forward, per_row=10**9 / HOST_BYTES_PER_SECOND)
     assert exposed.backward.per_row == 2 * slow.backward.per_row == 2 * slow.forward.per_row
-    assert behind_link(laws, 10**9, replace(calibration, assumed_host_bytes=None), is_exposed=True) == laws
+    assert behind_link(laws, 10**9, replace(calibration, host_bytes=None), is_exposed=True) == laws
     plain, more = (BlockCosts.of(one.model, Cutting(1, sequence_parallel=False), calibration).of_all(
         counts_of([TOTALS, TEXT])) for one in (run, offloaded(run)))
     assert np.all(more > plain)
@@ -79,29 +76,3 @@ def test_the_last_layer_of_a_slot_waits_for_its_activations() -> None:
     assert (Place.LANGUAGE_LAYER, 27) not in offloaded_bytes(model, 1, "bf16", 1), "before the head it stays"
     model = offloaded(run_of("7b", [32, 0], [8, 20], 2, bf16=True), 7).model
     assert exposed_layers(model) == frozenset(), "the layer after the last offloaded one hides its transfer"
-
-
-def test_a_step_exchanges_activations_and_states_with_the_host() -> None:
-    run = offloaded(run_of("7b", [32], [28], 2, bf16=True, global_batch_size=6, optimizer_cpu_offload=True))
-    text, (size,) = stage_report(run), stage_sizes(run, run.model.placement())
-    (chunk,) = stage_memory(run, run.model.placement(), 0).chunks
-    activations = max(map(chunk.offloaded_bytes, longest_microbatches(run).values()))
-    (line,) = re.findall(r"^Exchanged in a step of 3 microbatches .*\nstage .*\n0 (.*)$", text, re.MULTILINE)
-    gradients, weights, host = map(float, line.split())
-    assert gradients == round(size.reduced_bytes / 2**30, 2) and weights == 0
-    assert " on the host\n" in text and "On the host: offloaded activations" in text
-    assert host == round((size.host_bytes + 3 * activations) / 2**30, 2)
-    assert "Exchanged" not in stage_report(run_of("7b", [32], [28], 1, bf16=True))
-
-
-@pytest.mark.parametrize(("num_copies", "splits"), [(1, False), (4, False), (4, True)])
-def test_tensor_ranks_exchange_the_gradients_of_whole_encoders(num_copies: int, splits: bool) -> None:
-    """Two ranks all-reduce all of them, or each its shard, after the reduction over the copies."""
-    run = run_of("7b", [32], [28], 2 * num_copies, bf16=True, tensor_model_parallel_size=2,
-                 use_distributed_optimizer=splits)
-    run = replace(run, model=replace(run.model, encoder_placement="tensor_ranks"))
-    (size,), memory = stage_sizes(run, run.model.placement()), stage_memory(run, run.model.placement(), 0)
-    found = StepBytes.of(run, size, memory, list(longest_microbatches(run).values()), 1)
-    of_copies = size.reduced_bytes * (num_copies - 1) // num_copies * (1 if splits else 2)
-    assert size.whole_gradient_bytes > 0
-    assert found.gradient_bytes == of_copies + size.whole_gradient_bytes // (num_copies if splits else 1)

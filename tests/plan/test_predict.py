@@ -17,11 +17,11 @@ from mm.errors import UserError
 from mm.model.flops import slot_flops
 from mm.parallel.simulation import step_cost
 from mm.plan.calibration import BlockLaws, Calibration, Network
-from mm.plan.costs import VISION_PLACES, counts_of
-from mm.plan.laws import Law
+from mm.plan.linear_costs import Law
+from mm.plan.model_states import stage_sizes
 from mm.plan.predict import Predictor, StepPrediction
-from mm.plan.sizes import stage_sizes
-from mm.plan.workload import Workload
+from mm.plan.workload import Workload, counts_of
+from mm.weights.table import VISION_PLACES
 from tests.plan.test_costs import by_flops
 from tests.tiny import our_config
 

@@ -12,12 +12,12 @@ from mm.device.platforms import KNOWN_DEVICES
 from mm.errors import UserError
 from mm.plan.by_device import calibration_by_device
 from mm.plan.calibration import BlockLaws, Calibration
-from mm.plan.choices import AS_GIVEN, BALANCED, RECOMPUTE, Choice, choices, present_choice, recomputations
+from mm.plan.choices import AS_GIVEN, BALANCED, RECOMPUTE, Choice, choices, present_choice
 from mm.plan.distributions import llava, mixed
 from mm.plan.lists import Lists
 from mm.plan.predict import Predictor
 from mm.plan.search import LayoutSearch, Planned, SearchResult
-from mm.plan.sizes import PeakMemory
+from mm.plan.stage_memory import PeakMemory
 from mm.plan.workload import workload_of
 from tests.plan.test_predict import run_of
 from tests.tiny import our_config
@@ -96,19 +96,6 @@ def test_one_tower_is_recomputed_if_that_is_enough() -> None:
     assert best.choice.recompute == "ViT full" and best.peak_bytes == found[2]
 
 
-def test_only_allowed_kinds_of_recomputation_are_tried() -> None:
-    """As above, where "ViT full" is what fits."""
-    run = replace(tiny_run(1, (), "--seq-length", "2048"), model=our_config(((8,),), ((8,),)))
-    size = replace(present_choice(run), recompute="ViT full").applied(run)
-    limit = max(PeakMemory(size).of_stages(size.model.placement()))
-    for allowed, found in (((), ["ViT full"]), (["none"], []), (["full", "none"], ["full"]), ([AS_GIVEN], []),
-                           ([AS_GIVEN, "full"], ["full"])):  # fmt: skip
-        fixed = {"num_stages": [1], "micro_batch_size": [1], "sampler": [BALANCED], "encoder": ["cut"]}
-        fixed |= {"recompute": allowed} if allowed else {}
-        search = LayoutSearch(run, by_device, llava(64, 0, 512), limit, 1, recomputations(fixed))
-        assert [one.choice.recompute for one in search.best(choices(run, fixed, 8), 1).ranking] == found
-
-
 @pytest.mark.parametrize("settings", [
     {"recompute": RecomputeConfig("full", "block", 1)}, {"offload": OffloadConfig(True, 1)}], ids=str)
 def test_a_prediction_does_not_depend_on_those_before_it(settings: dict) -> None:
@@ -133,7 +120,7 @@ def test_the_ranking_has_one_layout_of_each_group_and_keeps_the_samples_of_a_ste
     for one in found.ranking:
         assert one.run.global_batch_size == run.global_batch_size
         assert not list(parallel_problems(one.run))
-        assert one.workload.num_tokens == pytest.approx(found.ranking[0].workload.num_tokens)
+        assert one.workload.mean("num_tokens") == pytest.approx(found.ranking[0].workload.mean("num_tokens"))
         assert found.least <= one.step.pipeline + one.step.reduction + one.step.update
 
 
@@ -172,15 +159,6 @@ def test_fixed_values_are_kept_and_the_loss_of_microbatches_fixes_them() -> None
     own = tiny_run(4, (), "--calculate-per-microbatch-loss")
     assert {(one.micro_batch_size, one.sampler) for one in choices(own, {}, 8)} == {(1, AS_GIVEN)}
     assert present_choice(run).applied(run).model == run.model
-
-
-def test_a_device_with_a_tenth_of_the_peak_computes_ten_times_as_long() -> None:
-    run, lengths = tiny_run(1), llava(64, 0, 512)
-    both = (replace(H200, peak_flops=peak) for peak in (1e9, 1e8))  # so little that nothing else takes noticeable time
-    one, other = (Predictor(run, calibration_by_device(run, device, device.links)).predict(workload_of(run, lengths))
-                  for device in both)
-    assert other.pipeline == pytest.approx(10 * one.pipeline, rel=0.01)
-    assert one.interval[0] < one.seconds < one.interval[1]
 
 
 def test_only_context_parallelism_uses_the_network_between_two_nodes_of_tensor_ranks() -> None:

@@ -1,22 +1,16 @@
 """``mm-plan`` from the command line: real processes measure this machine, runs are predicted from what they wrote."""
 
-import dataclasses
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from mm.config.run import load_run
 from mm.environment import CODE
 from mm.model.flops import Backward
 from mm.plan.calibration import read_calibration
-from mm.plan.costs import COUNTS
-from mm.plan.predict import Predictor
-from mm.plan.workload import Workload
 from mm.planner import cli
 from tests.files import ROOT
 from tests.tiny_inputs import flags_of, write_inputs
@@ -30,7 +24,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "kinds of blocks; usual error of a law " in done.stdout
-    assert "each of 2 devices: " in done.stdout and "TFLOP/s in matrix products" in done.stdout
     return folder
 
 
@@ -51,8 +44,7 @@ def test_every_kind_of_block_is_measured_in_every_way_that_training_uses_it(inpu
     assert found.message is not None
     assert found.message.seconds(1 << 20) > 0
     assert found.step.seconds(1e6) > 0
-    assert found.speeds is not None and min(dataclasses.astuple(found.speeds)) > 0
-    assert found.pipeline_pass is not None and found.pipeline_pass >= 0
+    assert found.host_bytes is not None and found.host_bytes > 0
 
 
 def test_a_run_is_predicted_from_its_flags(inputs: Path, capsys: pytest.CaptureFixture) -> None:
@@ -65,16 +57,6 @@ def test_a_run_is_predicted_from_its_flags(inputs: Path, capsys: pytest.CaptureF
         assert "Tokens" in text and "2 processes at a time" in text
 
 
-def test_more_work_takes_longer(inputs: Path) -> None:
-    run = load_run([*flags_of(inputs, "a run", 1), "--dry-run"], 1)
-    calibration = read_calibration(inputs / "found.json")
-    predictor = Predictor(run, calibration)
-    counts = np.zeros((1, len(COUNTS)))
-    counts[:, [COUNTS.index(name) for name in ("num_tokens", "num_causal_pairs", "num_target_tokens")]] = 400, 9e4, 300
-    once, twice = (predictor.predict(Workload(((np.repeat(counts, count, axis=0),),))) for count in (1, 2))
-    assert twice.pipeline == pytest.approx(2 * once.pipeline)
-
-
 def test_what_cannot_be_predicted_is_refused(inputs: Path, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     flags = flags_of(inputs, "a run", 1)
     found = json.loads((inputs / "found.json").read_text())
@@ -85,24 +67,16 @@ def test_what_cannot_be_predicted_is_refused(inputs: Path, capsys: pytest.Captur
     text = said(capsys, 2, "predict", "--calibration", inputs / "found.json", "--", *flags, "--lora-r", "4",
                 "--lora-target-modules", "all-linear")  # fmt: skip
     assert "the calibration has no " in text and "run mm-plan calibrate with the flags of this run" in text
-    for name, content, message in (("old", {**found, "format": 0}, "the format is 0; expected 2"),
+    for name, content, message in (("old", {**found, "format": 0}, "the format is 0; expected 3"),
                                    ("odd", {**found, "blocks": 3}, "blocks: "), ("list", [], "the format is None")):
         (tmp_path / name).write_text(json.dumps(content))
         assert message in said(capsys, 2, "predict", "--calibration", tmp_path / name, "--", *flags)
-    assert "cannot be read" in said(capsys, 2, "predict", "--calibration", tmp_path / "none", "--", *flags)
     text = said(capsys, 2, "calibrate", "--output", tmp_path, "--", *flags)
     assert "expected a file in an existing directory" in text
     text = said(capsys, 2, "calibrate", "--output", tmp_path / "new", "--", *flags, "--tensor-model-parallel-size", "2",
                 "--world-size", "2")  # fmt: skip
-    assert "--tensor-model-parallel-size is 2, but --num-processes is 1" in text
+    assert "--num-processes is 1; expected a multiple of --tensor-model-parallel-size, which is 2" in text
     assert "--mm-model is missing" in said(capsys, 2, "predict", "--calibration", inputs / "found.json")
-
-
-@pytest.mark.parametrize("words", [["--print-completion", "bash"], ["--print-completion=bash"]], ids=len)
-def test_completion_is_that_of_this_command(words: list[str], capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(words)
-    assert capsys.readouterr().out.startswith("# Completion of mm-plan, written by: mm-plan --print-completion bash")
 
 
 def test_lists_are_judged_and_better_ones_found(inputs: Path, capsys: pytest.CaptureFixture) -> None:
@@ -129,13 +103,12 @@ def test_a_calibration_of_another_machine_is_used_only_with_a_flag(
     inputs: Path, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
     found = json.loads((inputs / "found.json").read_text())
-    found["machine"] |= {"device": "H200", "precision": "bf16", "exp_avg_dtype": "bf16", "kept_copy": "none"}
-    found["machine"]["versions"] |= {"torch": "1.0", CODE: "other"}
+    found["machine"] |= {"device": "H200", "precision": "bf16"}
+    found["machine"]["settings"] |= {"torch": "1.0", "--exp-avg-dtype": "bf16", CODE: "other"}
     old = tmp_path / "old.json"
     old.write_text(json.dumps(found))
     differences = ("was measured on H200, but this device is cpu", "was measured in bf16, but the run is in fp32",
-                   "was measured with --exp-avg-dtype bf16, but the run has fp32",
-                   "was measured with --main-params-dtype bf16, but the run has fp32 copies of 16-bit weights",
+                   "was measured with --exp-avg-dtype bf16, but here it is fp32",
                    "was measured with torch 1.0, but here it is ")  # fmt: skip
     training = ["--world-size", "2", *flags_of(inputs, "a run", 2)]
     for words in (["predict", "--calibration", str(old), "--", *training],

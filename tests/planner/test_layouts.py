@@ -1,18 +1,14 @@
 """``mm-plan`` without a command: a report with the best layouts, files that the trainer takes, and bad input."""
 
 import json
-import os
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from mm import progress
 from mm.planner import cli
-from tests.browser import WIDTHS, content_width, hidden_width, needs_browser
 from tests.files import ROOT
-from tests.tiny_inputs import flags_of, write_inputs
 
 SHIPPED = ROOT / "examples/qwen2.5vl"
 
@@ -34,20 +30,12 @@ def said(capsys: pytest.CaptureFixture, status: int, *words: str) -> str:
 
 
 def test_the_best_layouts_are_shown_and_the_trainer_takes_the_best(capsys, tmp_path: Path) -> None:
-    html = tmp_path / "report.html"
     text = said(capsys, 0, "--device", "h200", "--fix", "PP=1/2,VPP=1/2,MBS=2/4", "--write", str(tmp_path / "best"),
-                "--html", str(html), *flags())  # fmt: skip
-    assert re.search(r"^Advice +TP ", text, re.MULTILINE) and "published figures of H200" in text
+                *flags())  # fmt: skip
+    assert re.search(r"^Advice +layout 1: ", text, re.MULTILINE) and "published figures of H200" in text
     seconds = [float(found) for found in re.findall(r"^\d+ .*(?:none|selective|full) +([\d.]+) ", text, re.MULTILINE)]
     assert seconds == sorted(seconds) and len(seconds) >= 2
-    assert re.search(r"^now ", text, re.MULTILINE) and "Now   " in text and "Why not 2" in text
-    page = html.read_text()
-    for shown in ("Single changes of the present layout", "stage 0"):
-        assert shown in text and shown in page
-    changes = text.partition("Single changes of the present layout\n")[2].partition("\n\n")[0].splitlines()[1:]
-    assert changes and all(re.search(r" \+(?!0\.0%)\d+\.\d%$", line) for line in changes), "only what gains"
-    assert "<title>Layouts for 8 ranks and model_7b.json</title>" in page
-    assert page.count("<figure>") == 2 and "Predicted step: iteration 1" in page and "<script" not in page
+    assert re.search(r"^now ", text, re.MULTILINE)
     least = float(re.search(r"take less than ([\d.]+) s", text)[1])
     assert least <= seconds[0]
     source = f'set -e; source {tmp_path}/best/layout.sh; NPUS_PER_NODE=8 bash {SHIPPED}/finetune_qwen2_5_vl_7b.sh'
@@ -62,17 +50,6 @@ def test_the_best_layouts_are_shown_and_the_trainer_takes_the_best(capsys, tmp_p
             for key in [key for key in tower if key == "pipeline_num_layers" or key.startswith("recompute")]:
                 del tower[key]
     assert written == given  # nothing else has changed
-
-
-@needs_browser
-def test_a_browser_shows_the_page_whole(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    """Without scrolling sideways, and on a laptop without scrolling the table of layouts."""
-    html = tmp_path / "report.html"
-    said(capsys, 0, "--device", "h200", "--fix", "TP=2,PP=2,VPP=2,MBS=2/4", "--html", str(html), *flags())
-    page = html.read_text()
-    assert "tensor_ranks" in page and '<div class="timeline"><svg' in page and 'class="limit"' in page
-    assert hidden_width(page, 1280, tmp_path) == 0
-    assert [content_width(page, width, tmp_path) for width in WIDTHS] == [*WIDTHS]
 
 
 def test_weights_in_shards_have_layouts_with_one_stage_and_the_report_says_so(capsys) -> None:
@@ -90,40 +67,6 @@ def test_the_encoder_batch_can_be_fixed_and_is_written(capsys: pytest.CaptureFix
     assert (model["encoder_placement"], model["encoder_batch_microbatches"]) == ("tensor_ranks", 4)
 
 
-def test_an_absent_index_is_made_with_its_progress_shown(
-    capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a terminal, progress is lines; the second plan reads the index and shows none."""
-    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.0)
-    monkeypatch.setattr(progress, "EVERY_SECONDS", 0.0)
-    inputs, planned = write_inputs(tmp_path), []
-    for _ in range(2):
-        assert cli.main(flags_of(inputs, "a run", 1, "--bf16", "--world-size", "1", "--device", "h200", "--fix",
-                                 "PP=1,MBS=1", "--top", "1")) == 0  # fmt: skip
-        planned.append(capsys.readouterr())
-    first, second = planned
-    data = json.loads((inputs / "data.json").read_text())["dataset_param"]["basic_parameters"]["dataset"]
-    assert re.search(rf"^checking {re.escape(data)}: [\d.]+ \w+ of .*\(100%\)", first.err, re.MULTILINE), first.err
-    assert "checking" not in second.err
-    table = [[line for line in one.out.splitlines() if line.startswith("1 ")] for one in planned]
-    assert table[0] and table[0] == table[1]
-
-
-def test_a_device_that_is_too_small_recomputes_and_splits_more(capsys: pytest.CaptureFixture) -> None:
-    large, small = (said(capsys, 0, "--device", device, "--top", "1", *flags(lengths="documents", seq_length=4096))
-                    for device in ("h200", "a100 40gb"))
-    peaks = [float(re.search(r"^1 .* ([\d.]+)$", text, re.MULTILINE)[1]) for text in (large, small)]
-    assert peaks[1] <= 0.92 * 40 < peaks[0]
-
-
-def test_a_script_plans_its_own_run(tmp_path: Path) -> None:
-    variables = {"MM_PLAN": "--device h200 --lengths llava --fix PP=2,VPP=1,MBS=4 --top 1", "LOG_DIR": str(tmp_path)}
-    done = subprocess.run(["bash", SHIPPED / "finetune_qwen2_5_vl_7b.sh"], cwd=ROOT, env={**os.environ, **variables},
-                          capture_output=True, text=True, check=False)  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Layouts for 8 ranks" in done.stdout and "192 samples per step" in done.stdout
-
-
 @pytest.mark.parametrize(("words", "message"), [
     (["--device", "h2000"], r"--device is 'h2000', which is not known .*did you mean 'h200'.*mm-plan calibrate"),
     (["--device", "a100"], r"which may be A100 40GB or A100 80GB; expected one of"),
@@ -134,7 +77,7 @@ def test_a_script_plans_its_own_run(tmp_path: Path) -> None:
     (["--device", "h200", "--lengths", "lava"], r"--lengths has 'lava'; expected one of llava, .*did you mean 'llava'"),
     (["--device", "h200", "--lengths", "text=-1"], r"--lengths has 'text=-1'; expected a share above 0"),
     (["--device", "h200", "--world-size", "7", "--fix", "PP=2"],
-     r"no layout is legal for --world-size 7 .* nearest: --world-size 6 or 8"),
+     r"no layout is legal for --world-size 7 .* change --world-size"),
     (["--device", "h200", "--memory-gib", "2"], r"no layout fits into 2.0 GiB: the smallest of \d+ needs [\d.]+ GiB .*"
                                                 r"GiB too much; use more or larger devices"),
     (["--calibration", "none.json"], r"none.json: cannot be read"),
@@ -151,25 +94,14 @@ def test_a_present_layout_that_is_not_possible_is_explained(capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(("fixed", "sampler", "words", "change"), [
-    ("MBS=2", {}, ["--calculate-per-microbatch-loss"], "MBS 2 instead of 4 gives samples other weights in the loss"),
-    ("MBS=4", {}, ["--calculate-per-microbatch-loss"], None),
-    ("MBS=2", {}, [], None),
-    ("MBS=4,SAMPLER=balanced", {"sampler_type": "BucketBatchSampler"}, [], "SAMPLER balanced puts other samples into"),
-    ("MBS=4,SAMPLER=as given", {"sampler_type": "BucketBatchSampler"}, [], None),
+    ("MBS=2", {}, ["--calculate-per-microbatch-loss"], "MBS must stay 4"),
+    ("MBS=4,SAMPLER=balanced", {"sampler_type": "BucketBatchSampler"}, [], "SAMPLER must stay 'as given'"),
+    ("MBS=4,SAMPLER=balanced", {}, ["--calculate-per-microbatch-loss"], "SAMPLER must stay 'as given'"),
 ])  # fmt: skip
-def test_fixed_values_that_change_what_is_learnt_are_named(
+def test_fixed_values_that_would_change_what_is_learnt_are_refused(
     fixed, sampler, words, change, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
     data = json.loads((SHIPPED / "data_7b.json").read_text())
     data["dataloader_param"] |= sampler
     (tmp_path / "data.json").write_text(json.dumps(data))
-    text = said(capsys, 0, "--device", "h200", "--top", "1", "--fix", f"TP=1,PP=2,VPP=1,{fixed}",
-                *flags(mm_data=tmp_path / "data.json"), *words)  # fmt: skip
-    assert ("with the same loss and gradients" in text) == (change is None)
-    assert change is None or f"not as in the given run: {change}" in text
-
-
-def test_a_sampler_that_the_trainer_would_refuse_is_refused(capsys: pytest.CaptureFixture) -> None:
-    text = said(capsys, 2, "--device", "h200", "--fix", "SAMPLER=balanced,MBS=4", *flags(),
-                "--calculate-per-microbatch-loss")
-    assert "--fix has SAMPLER=balanced" in text and "leave SAMPLER out" in text
+    assert change in said(capsys, 2, "--device", "h200", "--fix", fixed, *flags(mm_data=tmp_path / "data.json"), *words)

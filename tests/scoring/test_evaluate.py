@@ -2,7 +2,6 @@
 
 import base64
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ def write_questions(root: Path) -> None:
     good = {"index": "0", "image": encoded(0), "question": "What?", "answer": "x"}
     cut = base64.b64encode(base64.b64decode(encoded(1))[:1000]).decode()
     write_table(root / "no_columns.tsv", [{"index": "0", "image": encoded(0), "text": "What?", "answer": "x"}])
-    write_table(root / "no_picture.tsv", [good, {**good, "index": "1", "image": "QUJD" * 40}])
     write_table(root / "cut.tsv", [good, {**good, "index": "1", "image": cut}])
     write_table(root / "mended.tsv", [good, {**good, "index": "1", "image": encoded(1)}])
     asked = [{"question": f"What is in number {number}?", "image": "1_0.png", "answer": "x"} for number in range(3)]
@@ -51,21 +49,18 @@ def evaluation(root: Path, questions: str, output: str, *flags: str) -> list[str
 def commands(root: Path) -> dict[str, dict[str, Any]]:
     """Results by name, in order."""
     own = evaluation(root, "own.json", "own", "--rule", "exact")
-    chartqa = evaluation(root, "chartqa.tsv", "killed", "--benchmark", "chartqa")
     unfinished = evaluation(root, "chartqa.tsv", "unfinished", "--benchmark", "chartqa")
     cut = evaluation(root, "changing.tsv", "changing", "--benchmark", "docvqa")
     argvs = {
         **{name: evaluation(root, f"{name}.tsv", name, "--benchmark", name) for name in ROWS},
-        "own": own, "killed": chartqa, "started again": chartqa,
-        "other settings": [*chartqa, "--repetition-penalty", "2"], "unfinished": unfinished, "cut": cut,
+        "own": own, "unfinished": unfinished, "cut": cut,
         "peer": ["--load", str(root / "hf"), "--device", "cpu", "--max-new-tokens", "6", "--mm-model",
                  str(root / "evaluate.json"), "--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size",
                  "1", "--seq-length", "1024", "--vocab-size", "152064", "--variable-seq-lengths", "--micro-batch-size",
                  "1"],
     }
     asked = {name: {"program": "mm.evaluate", "argv": argv} for name, argv in argvs.items()}
-    for name in ("killed", "unfinished"):
-        asked[name] |= {"kill_after": 1}
+    asked["unfinished"] |= {"kill_after": 1}
     asked["generated"] = {"argv": [
         "--load", str(root / "hf"), "--device", "cpu", "--max-new-tokens", "6", "--greedy", "--repetition-penalty", "1",
         *SIZES, "--batch-size", "2", "--prompts", str(root / "prompts.json"), "--output", str(root / "own.jsonl")]}
@@ -107,33 +102,15 @@ def test_answers_are_those_of_mm_generate(root, done):
         one["answer"] for one in json_lines(root / "own.jsonl")]
 
 
-def test_a_run_that_was_killed_ends_with_the_same_files(root, done):
-    assert done["killed"]["status"] < 0 and done["started again"]["status"] == 0
-    kept = re.search(r"answers\.jsonl already has (\d+) answers", done["started again"]["err"])
-    assert kept and 1 <= int(kept[1]) < len(ROWS["chartqa"])
-    assert sorted(path.name for path in (root / "killed").iterdir()) == FILES
-    for name in FILES:
-        assert (root / "killed" / name).read_bytes() == (root / "chartqa" / name).read_bytes(), name
-
-
-@pytest.mark.parametrize(("num_ranks", "output"), [(2, "two"), (3, "unfinished")])
-def test_any_number_of_ranks_writes_the_same_files(root, done, num_ranks, output):
-    """Two ranks answer three batches; three ranks finish a run of one rank that has at most two batches left."""
+def test_several_ranks_finish_what_one_has_begun_with_the_same_files(root, done):
+    """Three ranks, for at most two batches that are left."""
     assert done["chartqa"]["status"] == 0 and done["unfinished"]["status"] < 0
-    kept = root / output / "answers.jsonl"
-    before = kept.read_bytes() if kept.exists() else b""
-    assert before.count(b"\n") in (range(1, len(ROWS["chartqa"])) if output == "unfinished" else (0,))
-    run_ranks(num_ranks, "mm.evaluate", *evaluation(root, "chartqa.tsv", output, "--benchmark", "chartqa"))
-    assert kept.read_bytes().startswith(before)
-    assert sorted(path.name for path in (root / output).iterdir()) == FILES
+    before = (root / "unfinished/answers.jsonl").read_bytes()
+    assert 0 < before.count(b"\n") < len(ROWS["chartqa"])
+    run_ranks(3, "mm.evaluate", *evaluation(root, "chartqa.tsv", "unfinished", "--benchmark", "chartqa"))
+    assert sorted(path.name for path in (root / "unfinished").iterdir()) == FILES
     for name in FILES:
-        assert (root / output / name).read_bytes() == (root / "chartqa" / name).read_bytes(), name
-
-
-def test_other_settings_are_refused(root, done):
-    found = done["other settings"]
-    assert found["status"] == 2
-    assert f'error: {root}/killed/settings.json: decoding was {{"max_new_tokens": 6,' in found["err"]
+        assert (root / "unfinished" / name).read_bytes() == (root / "chartqa" / name).read_bytes(), name
 
 
 def test_the_peers_json(root, done):
@@ -144,25 +121,21 @@ def test_the_peers_json(root, done):
     settings = json.loads((root / "peer/settings.json").read_text())
     assert settings["use_custom_prompt"] and settings["benchmark"] == "ai2d"
     assert settings["decoding"]["repetition_penalty"] != 2 and settings["media"]["image_min_pixels"] == 784
-    assert "settings have no effect here; the same command with --check lists them" in found["err"]
+    assert "no effect: " in found["err"]
 
 
 def test_bad_questions_are_reported_and_results_are_kept(root, done):
     assert done["docvqa"]["status"] == done["own"]["status"] == 0
     kept = {path: path.read_bytes() for name in ("docvqa", "own") for path in (root / name).iterdir()}
     argvs = {
-        **{name: evaluation(root, name, "docvqa", "--benchmark", "docvqa")
-           for name in ("no_columns.tsv", "no_picture.tsv")},
+        "no_columns.tsv": evaluation(root, "no_columns.tsv", "docvqa", "--benchmark", "docvqa"),
         "missing": evaluation(root, "missing.json", "own", "--rule", "exact"),
         "no rule": evaluation(root, "own.json", "own")}
     bad = dict(zip(argvs, run_commands([
         {"program": "mm.evaluate", "argv": argv} for argv in argvs.values()]), strict=True))
     for name, expected in (
         ("no_columns.tsv", f"error: {root}/no_columns.tsv:1: has no column 'question'; its columns are 'index', "
-                           f"'image', 'text', 'answer', separated by tabs; rename the right column, or use "
-                           f"OpenCompass's file of this benchmark.\n"),
-        ("no_picture.tsv", f"error: {root}/no_picture.tsv:3: image 1 of column 'image': is not an image that "
-                           f"Pillow can read: it starts with b'ABCABCABCABCABCA'; use a JPEG or PNG file.\n"),
+                           f"'image', 'text', 'answer', separated by tabs.\n"),
         ("missing", f"error: {root}/missing.json:1: question 3 (counted from 0): image 'none.png' "
                     f"is not a regular file, neither as"),
         ("no rule", "error: --benchmark or --rule is missing: name the benchmark of the questions"),

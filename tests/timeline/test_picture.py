@@ -57,8 +57,6 @@ def test_a_prediction_stands_above_the_measured_step_on_one_scale() -> None:
     headings = [one.text for panel in panels for one in panel.iter(f"{SVG}text") if one.attrib["font-size"] == "18"]
     assert headings == ["Predicted step: iteration 7", "Measured step: iteration 7"]
     texts = [one.text for one in picture.iter(f"{SVG}text")]
-    assert "measured minus predicted: +2,000.0 ms" in texts
-    assert [one for one in texts if one.startswith(("+", "-"))] == ["+25.0", "+0.0", "-25.0", "+0.0", "+0.0"]
     assert "one note" in texts and "and <another>" in texts
     bottom = float(picture.attrib["height"])
     assert all(float(one.attrib["y"]) < bottom for one in picture.iter(f"{SVG}text"))

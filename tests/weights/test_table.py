@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from mm.errors import UserError
 from mm.formats.hf import are_module_names
-from mm.formats.storage import stage_local_name
+from mm.formats.mindspeed_layout import stage_local_name
 from mm.placement import layout_problems
 from mm.weights.names import live_name, published_name
 from mm.weights.placed import stage_weights

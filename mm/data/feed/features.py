@@ -1,23 +1,20 @@
 """The cache of ViT outputs: with a frozen ViT, its features of images and videos are kept over epochs and runs.
 
-``KEY[:2]/KEY.vit`` contains one image or video: a header of 64 bytes (``_HEAD``), then the rows of its patches in the
-processor's order, as output by the ViT's last layer.  The key covers the content of the media file, everything that
-determines its pixels, and the ViT, so a stale file is never used.  The rank that reads the data looks features up here;
-``mm.data.feed.keeper`` writes them.
+``KEY[:2]/KEY.vit`` has one image or video: the rows of its patches in the processor's order, as output by the ViT's
+last layer.  The key covers the content of the media file, everything that determines its pixels, and the ViT, so a
+stale file is never used.  The rank that reads the data looks features up here; ``mm.data.feed.keeper`` writes them.
 """
 
 import hashlib
 import json
 import math
-import os
-import struct
-import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,27 +25,11 @@ from mm.environment import installed
 from mm.errors import UserError
 from mm.files import replace_file, sha256
 
-_FORM = 1
-"""Increment when the same settings would produce different pixels or features."""
-_HEAD = struct.Struct("<8s16sIIQ24x")
-"""Little-endian: ``_MAGIC``, key, CRC-32 of the rows, bytes per row, number of rows, zeros."""
-_MAGIC = b"MM-ViT 1"
-HEAD_BYTES = _HEAD.size
+_FORM = 2
+"""Increment when the same settings would produce different pixels, features or files."""
 _PACKAGES = {"image": ("pillow", "simplejpeg", "torch"), "pyav": ("av", "pillow", "torch"),
              "decord": ("decord", "pillow", "torch"), "torchcodec": ("torchcodec", "pillow", "torch")}  # fmt: skip
 """Packages that decode each kind of file; another version may round differently."""
-
-
-@dataclass(frozen=True)
-class CachedFeatures:
-    """Cached features for the media of one microbatch."""
-
-    keys: tuple[str, ...]
-    """One per image or video; "" if it is cached already.  () if all are cached."""
-    features: tuple[Tensor, ...] | None
-    """uint8 [num_patches, row_bytes] for each, if all are cached."""
-    notes: list[str]
-    """Warnings about damaged files."""
 
 
 @dataclass(frozen=True)
@@ -61,37 +42,24 @@ class FeatureCache:
     row_bytes: int
     """Bytes of one patch's features."""
 
-    def look_up(self, media: Sequence[ImagePlan | VideoPlan], videos: VideoProcessor) -> CachedFeatures:
-        """Look up ``media``.  A damaged file is deleted with a warning and counts as missing.
+    def look_up(
+        self, media: Sequence[ImagePlan | VideoPlan], videos: VideoProcessor
+    ) -> tuple[tuple[str, ...], tuple[Tensor, ...] | None]:
+        """The ``Microbatch.feature_keys`` of the media of one microbatch; or, if all are cached, their features.
 
         Raises UserError when a media file can no longer be read.
         """
         keys = [self.key(one, videos) for one in media]
-        notes: list[str] = []
         missing = {key for key in keys if not path_of(self.directory, key).exists()}
-        features: dict[str, Tensor] = {}
-        num_patches = {key: math.prod(one.grid) for key, one in zip(keys, media, strict=True)}
-        for key, count in num_patches.items() if not missing else ():
-            try:
-                features[key] = read_features(self.directory, key, count, self.row_bytes)
-            except UserError as error:
-                missing.add(key)
-                notes += [f"{problem} {self._delete(key)}" for problem in error.problems]
         if missing:
-            return CachedFeatures(tuple(key if key in missing else "" for key in keys), None, notes)
-        return CachedFeatures((), tuple(features[key] for key in keys), notes)
+            return tuple(key if key in missing else "" for key in keys), None
+        return (), tuple(read_features(self.directory, key, math.prod(one.grid), self.row_bytes)
+                         for key, one in zip(keys, media, strict=True))
 
     def key(self, media: ImagePlan | VideoPlan, videos: VideoProcessor) -> str:
         """32 hexadecimal digits."""
         facts = [_FORM, self.vision, self.row_bytes, _content(media.path), pixel_facts(media, videos)]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
-
-    def _delete(self, key: str) -> str:
-        try:
-            path_of(self.directory, key).unlink(missing_ok=True)
-        except OSError as error:
-            return f"It cannot be deleted ({error.strerror}), so its image or video is recomputed in every epoch."
-        return "It was deleted and will be recomputed."
 
 
 def pixel_facts(media: ImagePlan | VideoPlan, videos: VideoProcessor) -> dict[str, Any]:
@@ -117,32 +85,27 @@ def path_of(directory: str, key: str) -> Path:
 def write_features(directory: str, key: str, rows: Tensor) -> None:
     """Write ``rows``, which are on the host, atomically.  Raises OSError."""
     content: Any = rows.contiguous().view(torch.uint8).numpy()
-    head = _HEAD.pack(_MAGIC, bytes.fromhex(key), zlib.crc32(content), content.shape[1], len(content))
-    replace_file(path_of(directory, key), lambda stream: (stream.write(head), stream.write(content)))
+    replace_file(path_of(directory, key), lambda stream: stream.write(content))
 
 
 def read_features(directory: str, key: str, num_rows: int, row_bytes: int) -> Tensor:
-    """uint8 [num_rows, row_bytes].  Raises UserError if the file is damaged or was written under another key."""
-    path, rows = path_of(directory, key), torch.empty(num_rows, row_bytes, dtype=torch.uint8)
-    content: Any = rows.numpy()
+    """uint8 [num_rows, row_bytes].  Raises UserError if the file has another size or cannot be read."""
+    path = path_of(directory, key)
     try:
-        with path.open("rb", buffering=0) as stream:
-            head, size = stream.read(_HEAD.size), os.fstat(stream.fileno()).st_size
-            has_all = size == _HEAD.size + rows.nbytes and stream.readinto(content) == rows.nbytes
+        content = np.fromfile(path, dtype=np.uint8)
     except OSError as error:
         raise UserError(f"{path}: cannot read these cached ViT features: {error.strerror}.") from error
-    if not has_all:
-        raise UserError(f"{path}: these cached ViT features have {size} bytes, not {_HEAD.size + rows.nbytes}.")
-    if head != _HEAD.pack(_MAGIC, bytes.fromhex(key), zlib.crc32(content), row_bytes, num_rows):
-        raise UserError(f"{path}: these cached ViT features are damaged: the header does not match the rows.")
-    return rows
+    if len(content) != num_rows * row_bytes:
+        raise UserError(f"{path}: these cached ViT features have {len(content)} bytes, not {num_rows * row_bytes}; "
+                        f"delete the file.")
+    return torch.from_numpy(content).view(num_rows, row_bytes)
 
 
 def used_bytes(directory: str) -> int:
     """Size of all files in the folder, including partial ones left by a killed run."""
     total = 0
     for path in Path(directory).glob("*/*"):
-        with suppress(FileNotFoundError):  # a damaged file, deleted in the meantime
+        with suppress(FileNotFoundError):  # another rank's partial file, renamed in the meantime
             total += path.stat().st_size
     return total
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from queue import Queue
 from threading import Lock, Thread
 
-from mm.data.feed.features import HEAD_BYTES, path_of, used_bytes, write_features
+from mm.data.feed.features import path_of, used_bytes, write_features
 from mm.model.stage import MadeFeatures
 
 MAX_WAITING_BYTES = 1 << 30
@@ -39,13 +39,13 @@ class FeatureKeeper:
         """Queue the features of a step.  Raises an earlier error of the writer thread, except disk errors."""
         if self._failure is not None:
             raise self._failure
-        with self._lock:
-            is_slow = self._waiting_bytes > MAX_WAITING_BYTES
-            self._waiting_bytes += 0 if is_slow else sum(one.num_bytes for one in made)
-        if is_slow and made:
+        if made and self._waiting_bytes > MAX_WAITING_BYTES:
             self._warn_once(f"the disk of {self._directory} is slower than the ViT: some features are not kept but "
                             f"recomputed in the next epoch")
-        for one in () if is_slow else made:
+            return
+        for one in made:
+            with self._lock:
+                self._waiting_bytes += one.num_bytes
             self._made.put(one)
 
     def close(self) -> None:
@@ -75,11 +75,11 @@ class FeatureKeeper:
         for (key, _), rows in zip(made.images, rows_of_images, strict=True):
             if not key or path_of(self._directory, key).exists():
                 continue
-            if HEAD_BYTES + rows.nbytes > self._room:
+            if rows.nbytes > self._room:
                 self._end(f"{self._directory} has reached the limit of --vision-feature-cache-gib")
                 return
             write_features(self._directory, key, rows)
-            self._room -= HEAD_BYTES + rows.nbytes
+            self._room -= rows.nbytes
 
     def _end(self, reason: str) -> None:
         self._has_ended = True

@@ -29,8 +29,6 @@ class ReadStep:
     microbatches: list[Microbatch]
     bad: tuple[BadSample, ...] = ()
     """Samples that could not be used.  Each is replaced by one token that is not a target."""
-    notes: tuple[str, ...] = ()
-    """Warnings for the user."""
     is_validation: bool = False
 
 
@@ -56,15 +54,14 @@ class StepLoader(Iterator[ReadStep]):
 
     def __next__(self) -> ReadStep:
         """The next step.  Raises UserError naming a sample that cannot be used, unless bad samples are left out."""
-        step, bad, notes, is_last = [], [], [], False
+        step, bad, is_last = [], [], False
         while not is_last:
-            item, found, warnings, is_last = next(self._microbatches)
+            item, found, is_last = next(self._microbatches)
             if isinstance(item, UserError):
                 raise item
             step.append(item)
             bad += found
-            notes += warnings
-        return ReadStep(step, tuple(bad), tuple(notes))
+        return ReadStep(step, tuple(bad))
 
     def close(self) -> None:
         """End the workers.  The loader yields no more steps."""
@@ -105,7 +102,7 @@ def _in_one_row(steps: Iterable[StepSamples]) -> Iterator[tuple[list[int], bool]
 
 @dataclass(frozen=True)
 class _ReadMicrobatch:
-    """Reads one microbatch; returns it with bad samples, notes, and whether it is the last of its step.
+    """Reads one microbatch; returns it with bad samples, and whether it is the last of its step.
 
     A UserError is returned, not raised: raised in a worker, its message would be buried in a traceback.
     """
@@ -115,19 +112,17 @@ class _ReadMicrobatch:
     skips_bad: bool
     features: FeatureCache | None
 
-    def __call__(
-        self, one: tuple[list[int], bool]
-    ) -> tuple[Microbatch | UserError, list[BadSample], list[str], bool]:
+    def __call__(self, one: tuple[list[int], bool]) -> tuple[Microbatch | UserError, list[BadSample], bool]:
         indices, is_last = one
         bad: list[BadSample] = []
         try:
             outlines = [self._attempt(index, partial(self._outline, index), bad) for index in indices]
-            outlines, notes = self._looked_up(outlines)
+            outlines = self._looked_up(outlines)
             samples = [self._attempt(index, partial(self._filled, outline), bad).microbatch
                        for index, outline in zip(indices, outlines, strict=True)]
         except UserError as error:
-            return error, [], [], is_last
-        return Microbatch.join(samples or [_stand_in()]), bad, notes, is_last
+            return error, [], is_last
+        return Microbatch.join(samples or [_stand_in()]), bad, is_last
 
     def _attempt(self, index: int, work: Callable[[], Outline], bad: list[BadSample]) -> Outline:
         """The result of ``work``, or a stand-in for sample ``index`` if it fails and bad samples are skipped."""
@@ -145,19 +140,20 @@ class _ReadMicrobatch:
             outline = self.encoder.outline(sample)
         return replace(outline, microbatch=replace(outline.microbatch, samples=(index,)))
 
-    def _looked_up(self, outlines: list[Outline]) -> tuple[list[Outline], list[str]]:
+    def _looked_up(self, outlines: list[Outline]) -> list[Outline]:
         """Add the cached ViT outputs if all are cached, otherwise the keys of the missing ones."""
         if self.features is None:
-            return outlines, []
-        found = self.features.look_up([one for outline in outlines for one in outline.media], self.encoder.videos)
-        keys, features, filled = iter(found.keys), iter(found.features or ()), []
+            return outlines
+        found_keys, found = self.features.look_up(
+            [one for outline in outlines for one in outline.media], self.encoder.videos)
+        keys, features, filled = iter(found_keys), iter(found or ()), []
         for outline in outlines:
             own = tuple(islice(features, len(outline.media)))
             changes: dict[str, Any] = {"feature_keys": tuple(islice(keys, len(outline.media)))}
             if own:
                 changes |= {"features": torch.cat(own), "feature_bytes": self.features.row_bytes}
             filled.append(replace(outline, microbatch=replace(outline.microbatch, **changes)))
-        return filled, found.notes
+        return filled
 
     def _filled(self, outline: Outline) -> Outline:
         """Add the pixels, unless cached features replace the ViT."""

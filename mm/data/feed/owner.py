@@ -7,7 +7,6 @@ while step n computes; only that thread uses the mesh's replica, owners, pixel a
 """
 
 import math
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -28,7 +27,7 @@ from mm.data.feed.quarantine import Quarantine
 from mm.data.order.sequence import in_pipeline_order
 from mm.data.record_name import BadSample
 from mm.device.device import Device
-from mm.errors import AgreedError, printable
+from mm.errors import AgreedError
 from mm.model.flops import image_flops
 from mm.parallel.agreement import all_of, attempt
 from mm.parallel.context import deal, images_of
@@ -155,8 +154,6 @@ class DataOwner(Iterator[StepPlan]):
         ``step``: None if it could not be read, for the reasons ``problems``.
         """
         mesh, model = self._mesh, self._model
-        for note in step.notes if step else ():
-            sys.stderr.write(f"warning: rank {mesh.rank}: {printable(note)}\n")
         own = _Found(problems, step.bad if step else (), BatchTotals.of(microbatches, model.vision),
                      image_passes(microbatches, model.encoder_batch_size))
         found = [own] * mesh.dp_size

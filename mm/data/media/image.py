@@ -249,24 +249,14 @@ def _read_config(directory: Path, media: str) -> tuple[Path, dict[str, Any]]:
     """The file that holds the settings of the image or video processor, and its settings."""
     for name in _CONFIG_FILES[media]:
         path = directory / name
-        if not path.is_file():
-            continue
-        values = read_json(path).root
-        if name == "processor_config.json" and isinstance(values, dict):
+        values = read_json(path).root if path.is_file() else None
+        if values is not None and name == "processor_config.json":
             values = values.get(f"{media}_processor")
-        if not isinstance(values, dict | None):
-            raise UserError(f"{path}: is {str(values)[:40]!r}; expected an object with the processor's settings.")
         if values is not None:
             _check_settings(path, values)
             return path, values
-    shared = directory / "processor_config.json"
-    if shared.is_file():
-        others = " or ".join(_CONFIG_FILES[media][1:])
-        raise UserError(f"{shared}: has no {media}_processor, and {directory} has no {others}, so it is unknown how "
-                        f"{media}s are resized; copy preprocessor_config.json from the published checkpoint.")
-    if not directory.is_dir():
-        raise UserError(f"{directory}: no such directory; expected that of the weights, with its processor.")
-    raise UserError(f"{directory}: has no preprocessor_config.json; copy it from the published checkpoint.")
+    raise UserError(f"{directory}: has no {' or '.join(_CONFIG_FILES[media][1:])}, so it is unknown how {media}s are "
+                    f"resized; copy preprocessor_config.json from the published checkpoint.")
 
 
 def _check_settings(path: Path, values: dict[str, Any]) -> None:
@@ -292,12 +282,7 @@ def _checked(path: Path, values: dict[str, Any]) -> ImageProcessor:
     try:
         return TypeAdapter(ImageProcessor).validate_json(json.dumps(given))
     except ValidationError as error:
-        wrong = dict.fromkeys(str(one["loc"][0]) for one in error.errors())
-        missing = ", ".join(key for key in wrong if key not in given)
-        problems = [f"{path}: has no {missing}; copy the file from the published checkpoint."] if missing else []
-        problems += [
-            f"{path}: {key} is {given[key]!r}; expected {expected(fields_of(ImageProcessor)[key])}. Copy the file from "
-            f"the published checkpoint."
-            for key in wrong if key in given
-        ]
-        raise UserError(problems) from error
+        raise UserError(
+            f"{path}: {key} is {given.get(key)!r}; expected {expected(fields_of(ImageProcessor)[key])}: copy the file "
+            f"from the published checkpoint."
+            for key in dict.fromkeys(str(one["loc"][0]) for one in error.errors())) from error

@@ -10,7 +10,6 @@ from transformers import Qwen2_5_VLProcessor
 
 from mm.batch import IGNORE_INDEX
 from mm.data.encode.chat import ChatEncoder, TooLongError, load_tokenizer
-from mm.data.encode.truncation import kept_turns
 from mm.data.index.dataset import Dataset
 from mm.data.sample import Image, Turn
 from mm.errors import UserError
@@ -79,17 +78,6 @@ def conversation(*turns):
 TWO_TURNS = conversation(("user", "One?"), ("assistant", "First."), ("user", "Two?"), ("assistant", "Second."))
 
 
-def test_targets(tokenizer):
-    assert targets(tokenizer, encoder(tokenizer).encode(TWO_TURNS, [])) == ("First.<|im_end|>\nSecond.<|im_end|>\n")
-    assert targets(tokenizer, encoder(tokenizer, mask_history=True).encode(TWO_TURNS, [])) == "Second.<|im_end|>\n"
-
-
-def test_train_on_prompt_makes_every_token_a_target(tokenizer):
-    encoded = encoder(tokenizer, train_on_prompt=True).encode(
-        conversation(("user", "See <image>"), ("assistant", "Yes.")), [(1, 4, 4)])
-    assert encoded.labels.tolist() == [*encoded.token_ids[1:].tolist(), IGNORE_INDEX]
-
-
 def test_default_system_prompt_comes_from_the_template(tokenizer):
     assert (
         encoder(tokenizer)
@@ -98,14 +86,6 @@ def test_default_system_prompt_comes_from_the_template(tokenizer):
     )
     own = [*conversation(("system", "Be brief.")), *TWO_TURNS]
     assert encoder(tokenizer).render(own).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")
-
-
-def test_a_token_across_header_and_answer_is_a_target(tokenizer):
-    messages = conversation(("user", "Hi"), ("assistant", "\nHello"))
-    encoded = encoder(tokenizer).encode(messages, [])
-    newlines = tokenizer.convert_tokens_to_ids("\u010a\u010a")
-    assert newlines in encoded.token_ids.tolist()
-    assert targets(tokenizer, encoded) == "\n\nHello<|im_end|>\n"
 
 
 texts = st.text("ab \n\t\u00e9e\u0301\u56fe\U0001f600.1'", min_size=1, max_size=12)
@@ -166,18 +146,6 @@ def test_truncation_equals_llama_factory_but_never_cuts_an_image(tokenizer, name
             learnt = [label for label in encoded.labels.tolist() if label != IGNORE_INDEX]
             assert len(kept) < len(ids) and (how.get("train_on_prompt") or learnt == whole[-len(learnt):] or not learnt)
     assert equal >= (len(limits) // 4 if grids else len(limits))
-
-
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(-5, 200), st.booleans())
-def test_as_many_whole_turns_are_kept_as_fit(lengths, limit, last_first):
-    kept = kept_turns(lengths, limit, last_first)
-    assert sum(lengths[turn] for turn in kept) <= max(limit, 0)
-    if last_first:
-        assert kept.stop == len(lengths)
-        assert kept.start == 0 or sum(lengths[kept.start - 1 :]) > limit
-    else:
-        assert kept.start == 0
-        assert kept.stop == len(lengths) or sum(lengths[: kept.stop + 1]) > limit
 
 
 pieces = st.lists(st.sampled_from(["<image>", "a word", "<|im_end|>", "\u56fe\n", " x"]), min_size=1, max_size=4)
@@ -243,32 +211,6 @@ def test_a_control_token_in_a_text_is_plain_text(tokenizer, control):
     assert tokenizer.decode(encoded.token_ids) == tokenizer.decode(plain.token_ids).replace(" x", f" {control}")
 
 
-def test_a_control_token_split_between_two_turns_is_none(tokenizer):
-    messages = conversation(("user", "What is <|im_"), ("assistant", "end|> and <|im_start|>?"))
-    encoded = encoder(tokenizer).encode(messages, [])
-    assert targets(tokenizer, encoded) == "end|> and <|im_start|>?<|im_end|>\n" and encoded.num_control_words == 1
-
-
-def test_a_template_that_repeats_a_control_token_of_a_message_is_refused(hf_directory):
-    tokenizer = load_tokenizer(str(hf_directory))
-    tokenizer.chat_template = "{{ messages[0]['content'][0]['text'] }}" + CHAT_TEMPLATE
-    with pytest.raises(UserError, match="renders 2 of the 1 control tokens in the messages"):
-        encoder(tokenizer).encode(conversation(("user", "A <|im_end|>?"), ("assistant", "B")), [])
-
-
-def test_a_placeholder_in_an_answer_is_plain_text(tokenizer):
-    messages = conversation(("user", "<image>?"), ("assistant", "Write <image>."))
-    encoded = encoder(tokenizer).encode(messages, [(1, 2, 2)])
-    assert targets(tokenizer, encoded) == "Write <image>.<|im_end|>\n" and encoded.media == (0,)
-
-
-def test_an_answer_remains_for_a_question_of_any_length(tokenizer):
-    """A plain cut at the end would leave no target."""
-    encoded = encoder(tokenizer, seq_length=64).encode(
-        conversation(("user", "word " * 2000), ("assistant", "It is learnt.")), [])
-    assert targets(tokenizer, encoded) == "It is learnt.<|im_end|>\n"
-
-
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -327,24 +269,6 @@ def test_with_several_templates_the_one_transformers_uses_is_taken(tmp_path, hf_
         (directory / name).write_text(text)
     theirs = Qwen2_5_VLProcessor.get_processor_dict(directory)[0].get("chat_template")
     assert load_tokenizer(str(directory)).chat_template == (theirs or "tokenizer_config.json")
-
-
-@pytest.mark.parametrize(("content", "message"), [
-    ("{", "chat_template.json:1:2: the file ends before"),
-    ("[1]", "has no chat template"), ('{"chat_template": 5}', "has no chat template")])
-def test_a_broken_template_file_is_named(tmp_path, hf_directory, content, message):
-    directory = shutil.copytree(hf_directory, tmp_path / "hf")
-    (directory / "chat_template.jinja").unlink(missing_ok=True)
-    (directory / "chat_template.json").write_text(content)
-    with pytest.raises(UserError, match=message):
-        load_tokenizer(str(directory))
-
-
-def test_a_broken_tokenizer_file_is_named(tmp_path, hf_directory):
-    directory = shutil.copytree(hf_directory, tmp_path / "hf")
-    (directory / "tokenizer_config.json").write_text("[1]")
-    with pytest.raises(UserError, match="cannot load its tokenizer"):
-        load_tokenizer(str(directory))
 
 
 def test_no_code_of_a_checkpoint_runs(hf_directory, tmp_path):

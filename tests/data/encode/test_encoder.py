@@ -1,5 +1,4 @@
 import json
-import pickle
 import shutil
 from dataclasses import replace
 
@@ -71,16 +70,6 @@ def test_joining_puts_the_shortest_first_and_keeps_samples_whole(write_dataset, 
     assert microbatch.num_patches == microbatch.pixel_values.shape[0]
 
 
-def test_joining_keeps_the_given_order_of_equal_lengths(write_dataset, model_config):
-    records = [{"messages": [("user", "Hi"), ("assistant", answer)]} for answer in ("1", "2", "3")]
-    data = write_dataset(records)
-    encoder, dataset = SampleEncoder.from_config(data, model_config, 4096), Dataset(data)
-    samples = [encoder.encode(dataset[index]) for index in (2, 0, 1)]
-    microbatch = Microbatch.join(samples)
-    assert torch.equal(microbatch.token_ids, torch.cat([sample.token_ids for sample in samples]))
-    assert microbatch.pixel_values is None and microbatch.image_grids == ()
-
-
 def test_a_damaged_image_is_named_with_its_sample(write_dataset, model_config, tmp_path):
     path = tmp_path / "short.png"
     photo(300, 300).save(path)
@@ -101,13 +90,6 @@ def test_a_checkpoint_that_does_not_fit_the_model_json_is_refused(write_dataset,
         "patch_size",
         "merge_size",
     ]
-
-
-def test_encoder_pickles(write_dataset, model_config):
-    data = write_dataset()
-    encoder, sample = SampleEncoder.from_config(data, model_config, 4096), Dataset(data)[3]
-    copy = pickle.loads(pickle.dumps(encoder))
-    assert torch.equal(copy.encode(sample).token_ids, encoder.encode(sample).token_ids)
 
 
 @pytest.mark.parametrize("template", ["{% if %}", "hello"])

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from threading import Event
 
-import pytest
 import torch
 
 from mm.data.feed import keeper as module
@@ -16,7 +15,7 @@ from mm.model.stage import MadeFeatures
 from tests.files import ROOT
 
 KEYS = [f"{number:032x}" for number in range(1, 5)]
-FILE_BYTES = 64 + 4 * 8 * 4
+FILE_BYTES = 4 * 8 * 4
 
 
 def made(*keys: str, value: float = 1.0, num_patches: int = 4) -> MadeFeatures:
@@ -31,15 +30,6 @@ def test_each_image_is_kept_once_and_none_without_a_key(tmp_path: Path) -> None:
     rows = [read_features(str(tmp_path / "new"), key, 4, 32).view(torch.float32) for key in KEYS[:3]]
     assert [float(one.unique()) for one in rows] == [1.0, 1.0, 2.0]
     assert len(list((tmp_path / "new").glob("*/*"))) == 3
-
-
-def test_each_image_keeps_its_own_rows(tmp_path: Path) -> None:
-    rows = torch.arange(10.0)[:, None].expand(10, 8).contiguous()
-    keeper = FeatureKeeper(str(tmp_path), 0, None, 1)
-    keeper.keep([MadeFeatures(((KEYS[0], 2), ("", 3), (KEYS[1], 5)), lambda: rows, rows.nbytes)])
-    keeper.close()
-    assert torch.equal(read_features(str(tmp_path), KEYS[0], 2, 32).view(torch.float32), rows[:2])
-    assert torch.equal(read_features(str(tmp_path), KEYS[1], 5, 32).view(torch.float32), rows[5:])
 
 
 def test_the_limit_counts_existing_files_and_other_writers(tmp_path: Path, capfd) -> None:
@@ -94,13 +84,3 @@ def test_a_slow_disk_does_not_grow_the_queue_without_limit(tmp_path: Path, monke
     keeper.close()
     assert [path_of(str(tmp_path), key).exists() for key in KEYS] == [True, True, True, False]
     assert "is slower than the ViT: some features are not kept" in capfd.readouterr().err
-
-
-def test_a_bug_is_raised_in_the_training_thread(tmp_path: Path) -> None:
-    def fail() -> torch.Tensor:
-        raise IndexError("a bug")
-
-    keeper = FeatureKeeper(str(tmp_path), 0, None, 1)
-    keeper.keep([MadeFeatures(((KEYS[0], 1),), fail, 4)])
-    with pytest.raises(IndexError, match="a bug"):
-        keeper.close()

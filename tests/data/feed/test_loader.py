@@ -1,6 +1,3 @@
-import os
-import signal
-import threading
 import time
 from dataclasses import replace
 from itertools import chain
@@ -13,10 +10,9 @@ from mm.batch import Microbatch
 from mm.data.encode.encoder import SampleEncoder
 from mm.data.feed.loader import StepLoader
 from mm.data.index.dataset import Dataset
-from mm.data.media.image import ImagePlan, ImageProcessor
 from mm.data.order.stream import shuffled
-from mm.data.workers import decoding
 from mm.errors import UserError
+from tests.data.feed.deadly import Crashing, Refusing
 from tests.data.oracle import photo, plain_order
 
 
@@ -91,29 +87,6 @@ def test_resume_continues_where_the_run_stopped(make_loader):
     assert not torch.equal(before[0][0].token_ids, after[0][0].token_ids)
 
 
-def test_workers_are_safe_with_threads_and_torch_distributed(make_loader, one_rank):
-    expected = take(make_loader(), 4)
-    lock, stop = threading.Lock(), threading.Event()
-
-    def hold_locks():
-        while not stop.is_set():
-            with lock:
-                torch.mm(torch.ones(200, 200), torch.ones(200, 200))
-
-    thread = threading.Thread(target=hold_locks)
-    thread.start()
-    try:
-        loader = make_loader(num_workers=2)
-        found: list = []
-        consumer = threading.Thread(target=lambda: found.extend(take(loader, 4)))  # as the data owner does
-        consumer.start()
-        consumer.join(60)
-        assert_same(found, expected)
-    finally:
-        stop.set()
-        thread.join()
-
-
 def assert_end(pids):
     deadline = time.monotonic() + 20
     while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
@@ -134,49 +107,24 @@ def test_workers_keep_the_trainers_random_state_and_end_on_close(make_loader):
         next(loader)
 
 
-class DeadlyDecoder(ImageProcessor):
-    """Decodes images, except one whose decoder hangs, crashes, or says that it is bad."""
-
-    how = ""
-
-    def patches(self, plan: ImagePlan) -> torch.Tensor:
-        with decoding(plan.path, 0.5):
-            if str(plan.path).endswith("tall.jpg"):
-                if self.how == "refuses":
-                    raise UserError(f"{plan.path}: is bad.")
-                while self.how == "hangs":
-                    pass
-                os.kill(os.getpid(), signal.SIGSEGV)
-        return super().patches(plan)
-
-
-class Hanging(DeadlyDecoder):
-    how = "hangs"
-
-
-class Refusing(DeadlyDecoder):
-    how = "refuses"
-
-
 def test_a_deadly_file_costs_its_samples_and_no_step_changes(make_loader, write_dataset, model_config):
     """The order, and all other samples, are those of a run whose decoder only refuses the file; also after resuming."""
     good = SampleEncoder.from_config(write_dataset(), model_config, 4096)
 
-    def taken(kind, num_workers, consumed_samples=0):
+    def taken(kind, num_workers, num_steps, consumed_samples=0):
         encoder = replace(good, images=kind(**vars(good.images)))
         loader = make_loader(encoder=encoder, num_workers=num_workers, skips_bad=True,
                              consumed_samples=consumed_samples)
-        steps = [next(loader) for _ in range(4)]
+        steps = [next(loader) for _ in range(num_steps)]
         return [one.microbatches for one in steps], [bad for one in steps for bad in one.bad]
 
-    expected, refused = taken(Refusing, 0)
+    expected, refused = taken(Refusing, 0, 4)
     assert len(refused) > 1 and len({bad.index for bad in refused}) < len(refused), "over several epochs"
-    for kind, reason in ((DeadlyDecoder, "its decoder crashed (SIGSEGV)"), (Hanging, "its decoder took too long")):
-        found, bad = taken(kind, 2)
-        assert_same(found, expected)
-        assert [(one.index, one.path) for one in bad] == [(one.index, one.path) for one in refused]
-        assert all(reason in one.reason and one.reason.startswith(str(one.path)) for one in bad)
-    assert_same(taken(DeadlyDecoder, 1, consumed_samples=16)[0][:2], expected[2:])
+    found, bad = taken(Crashing, 2, 4)
+    assert_same(found, expected)
+    assert [(one.index, one.path) for one in bad] == [(one.index, one.path) for one in refused]
+    assert all(one.reason.startswith(f"{one.path}: its decoder crashed (SIGSEGV)") for one in bad)
+    assert_same(taken(Crashing, 1, 2, consumed_samples=16)[0], expected[2:])
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

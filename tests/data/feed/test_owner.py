@@ -19,8 +19,6 @@ from tests.parallel.owner_worker import (
     FAILING_STEP,
     LAYOUTS,
     STEPS,
-    WITH_FEATURES,
-    WITH_KEYS,
     Layout,
     batches,
     fingerprint,
@@ -114,28 +112,12 @@ def test_only_the_owner_reads_and_reads_each_step_once(received: list[dict], lay
         assert mine["num_asked"] == (len(STEPS) if is_first else None)
 
 
-def test_the_ranks_cover_all_places(received: list[dict]) -> None:
-    """So the tests above cover every place of every layout."""
-    for layout in LAYOUTS:
-        places = {tuple(sorted(received[rank][layout.name]["place"].items())) for rank in RANKS}
-        assert len(places) == len(RANKS)
-        assert {dict(place)["dp"] for place in places} == set(range(layout.dp))
-
-
 def test_the_steps_differ_and_some_have_images_on_one_replica_only() -> None:
     """So that swapped steps, microbatches or replicas would be detected."""
     seen = [json.dumps(fingerprint(m)) for dp in (0, 1) for step in batches(dp) for m in step]
     assert len(set(seen)) == len(seen)
     with_images = [[any(m.image_grids for m in batches(dp)[step]) for dp in (0, 1)] for step in range(len(STEPS))]
     assert [True, False] in with_images and [False, True] in with_images and [False, False] in with_images
-
-
-def test_some_steps_have_keys_and_some_have_features() -> None:
-    """So the tests above cover both."""
-    keys = [key for dp in (0, 1) for m in batches(dp)[WITH_KEYS] for key in m.feature_keys]
-    assert "" in keys and any(len(key) == 32 for key in keys)
-    assert all(m.skips_vision for dp in (0, 1) for m in batches(dp)[WITH_FEATURES] if m.image_grids)
-    assert not all(m.skips_vision for dp in (0, 1) for m in batches(dp)[WITH_FEATURES])
 
 
 @pytest.mark.parametrize(

@@ -43,11 +43,6 @@ def test_every_sample_once_in_the_same_microbatches_for_any_replicas(
         assert all(sum(bool(m) for rank in step for m in rank) <= most for step in steps)
 
 
-def test_replicas_share_the_work(run_of: Callable[..., Run]) -> None:
-    (first, *_) = validation_order(run_of("random", 4), lengths(100)).steps
-    assert [sum(map(bool, rank)) for rank in first] != [12, 0, 0, 0] and all(rank[0] for rank in first)
-
-
 def test_chunks_have_a_microbatch_for_each_stage(run_of: Callable[..., Run]) -> None:
     run = replace(run_of("random", 2), model=our_config(((3, 1), (0, 0)), ((0, 0), (1, 3))))
     (step,) = validation_order(run, lengths(3)).steps  # two microbatches

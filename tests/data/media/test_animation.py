@@ -146,14 +146,3 @@ def test_listed_frames_and_animations_pass_through_index_and_quarantine(folder, 
     assert (several.path, still.path) == (str(folder / "other.png"), str(folder / "0.png"))
     assert "has 84 x 112 pixels, but the first frame of its video" in several.reason
     assert "is an image (PNG), not a video of a known format; use it as an image" in still.reason
-
-
-@pytest.mark.parametrize("name", ["moving.gif", "moving.webp", "moving.png"])
-@pytest.mark.parametrize("share", [0.95, 0.5, 0.05])
-def test_a_truncated_animation_is_refused(folder, tmp_path, name, share):
-    raw = (folder / name).read_bytes()
-    path = tmp_path / name
-    path.write_bytes(raw[: int(len(raw) * share)])
-    with pytest.raises(UserError, match=rf"{name}: .*(truncated|is not a video)"):
-        clock = Clock.of(animation_header(str(path)), None, None)
-        list(animation_frames(str(path), wanted_frames(clock, np.arange(clock.num_frames), True)))

@@ -13,7 +13,6 @@ from mm.data.media.frames import (
     llama_factory_frames,
     most_frame_pixels,
     vl_utils_frames,
-    wanted_frames,
 )
 from mm.data.media.video_file import VideoHeader
 from tests.data.clips import llama_factory_numbers, qwen_numbers
@@ -109,19 +108,6 @@ def test_one_frame_is_enough(choose):
     assert choose(clock, rule()).tolist() == [0]
     nine = Clock.of(even(9, Fraction(30), Fraction(1, 1000)), None, None)
     assert choose(nine, rule(num_frames=1)).tolist() == choose(nine, rule(num_frames=0)).tolist() == [0]
-
-
-@pytest.mark.parametrize("last", [0, 1, 100_000])
-def test_a_wrong_duration_of_the_last_frame_is_ignored(last):
-    clock = Clock.of(header([0, 3000, 6000, 9000], last=last), None, None)
-    assert clock.seconds == Fraction(12_000, 90_000)
-
-
-def test_decoding_begins_at_the_key_frame_before_a_frame():
-    clock = Clock.of(header(range(0, 1000, 10), Fraction(1, 100), keys=(0, 30, 60)), None, None)
-    wanted = wanted_frames(clock, np.array([0, 29, 30, 30, 99]), True)
-    assert wanted.numbers == (0, 29, 30, 99)
-    assert wanted.times == (0, 290, 300, 990) and wanted.starts == (0, 0, 300, 600)
 
 
 @given(st.integers(1, 10**6), st.integers(1, 10**6), st.integers(1, 10**9), st.integers(1, 384).map(lambda n: 2 * n))

@@ -1,5 +1,4 @@
 import json
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -136,20 +135,6 @@ def test_llama_factorys_rule_in_every_mode(tmp_path, hf_directory, mode, suffix)
     assert_equal(path, processor, reference_patches(path, lambda image: llama_factory.preprocessed(image, 0, 3000)))
 
 
-def test_the_two_rules_differ_as_documented(hf_directory):
-    """640 x 480 with the shipped bound of 262,144 pixels: 336 tokens there, 315 here."""
-    tokens = [math.prod(ImageProcessor.from_directory(str(hf_directory), 0, 262144, rule=rule)._grid(640, 480)) // 4
-              for rule in ("llamafactory", "transformers")]
-    assert tokens == [336, 315]
-
-
-def test_a_side_that_becomes_0_is_refused(tmp_path, hf_directory):
-    photo(9000, 1).save(tmp_path / "line.png")
-    processor = ImageProcessor.from_directory(str(hf_directory), 0, 3000, rule="llamafactory")
-    with pytest.raises(UserError, match=r"line.png: resizing it to 3000 pixels leaves a side of 0 pixels"):
-        processor.plan(str(tmp_path / "line.png"))
-
-
 def test_an_extreme_aspect_ratio_is_refused(tmp_path, hf_directory):
     photo(1001, 5).save(tmp_path / "strip.png")
     processor = ImageProcessor.from_directory(str(hf_directory))
@@ -167,15 +152,6 @@ def test_the_tighter_pixel_bound_applies_and_0_means_none(hf_directory):
     assert bounds(10_000, 10**9) == (10_000, 12845056)
     with pytest.raises(UserError, match=r"image_max_pixels = 1000 .* 3136 is above the upper bound 1000"):
         bounds(0, 1000)
-
-
-def test_a_file_that_is_not_an_image_is_named_once(tmp_path, hf_directory):
-    path = tmp_path / "page.jpg"
-    path.write_text("<html>")
-    with pytest.raises(UserError) as error:
-        ImageProcessor.from_directory(str(hf_directory)).plan(str(path))
-    assert str(error.value) == f"{path}: is not an image that Pillow can read: it is a web page; the download "\
-        "failed: fetch the file itself."
 
 
 def test_an_image_may_have_bounds_of_its_own(tmp_path, hf_directory):
@@ -226,7 +202,7 @@ def test_constants_come_from_where_transformers_reads_them(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [({"do_resize": False}, "do_resize is False"), ({"resample": 2}, "resample is 2"),
-     ({"rescale_factor": 1.0}, "rescale_factor"), ({"merge_size": None}, "has no merge_size")],
+     ({"rescale_factor": 1.0}, "rescale_factor"), ({"merge_size": None}, "merge_size is None")],
 )  # fmt: skip
 def test_unknown_settings_are_refused(tmp_path, change, message):
     values = {key: value for key, value in {**PREPROCESSOR, **change}.items() if value is not None}
@@ -243,29 +219,16 @@ def test_a_directory_without_settings_is_refused(tmp_path):
 def test_a_file_without_the_settings_of_videos_is_refused(tmp_path):
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": PREPROCESSOR}))
     assert ImageProcessor.from_directory(str(tmp_path)).max_pixels == 12845056
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=r"has no video_preprocessor_config.json or pre.*how videos are resized; copy"):
         ImageProcessor.from_directory(str(tmp_path), media="video")
-    assert str(caught.value) == (
-        f"{tmp_path / 'processor_config.json'}: has no video_processor, and {tmp_path} has no "
-        f"video_preprocessor_config.json or preprocessor_config.json, so it is unknown how videos are resized; copy "
-        f"preprocessor_config.json from the published checkpoint.")
 
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"patch_size": "14"}, "patch_size is '14'; expected an integer of at least 1"),
-    ({"merge_size": 0}, "merge_size is 0"),
-    ({"image_mean": [0.5]}, "image_mean is \\[0.5\\]; expected three numbers"),
-    ({"image_std": [0.2, 0, 0.2]}, "image_std is \\[0.2, 0, 0.2\\]"),
-    ({"min_pixels": "5"}, "min_pixels is '5'"),
-    ({"size": "big", "min_pixels": None, "max_pixels": None}, "has no min_pixels, max_pixels"),
+    ({"image_std": [0.2, 0, 0.2]}, "image_std is \\[0.2, 0, 0.2\\]; expected three numbers above 0"),
+    ({"min_pixels": None, "max_pixels": None}, "min_pixels is None.*\\n.*max_pixels is None"),
 ])
 def test_settings_that_are_not_numbers_are_refused(tmp_path, change, message):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR | change))
     with pytest.raises(UserError, match=message):
-        ImageProcessor.from_directory(str(tmp_path))
-
-
-def test_settings_that_are_not_an_object_are_refused(tmp_path):
-    (tmp_path / "preprocessor_config.json").write_text("[1]")
-    with pytest.raises(UserError, match="expected an object with the processor's settings"):
         ImageProcessor.from_directory(str(tmp_path))

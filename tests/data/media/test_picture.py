@@ -80,15 +80,6 @@ def test_pixels_are_turned_as_images_are(tmp_path, suffix, orientation):
     assert image_size(path, is_upright=False) == (90, 40)
 
 
-@pytest.mark.parametrize("options", [{"quality": 30}, {"progressive": True}, {"subsampling": 0}, {"subsampling": 2}],
-                         ids=str)
-@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK", "YCbCr"])
-def test_a_jpeg_decoded_without_pillow_has_the_same_pixels(tmp_path, mode, options):
-    path = str(tmp_path / "photo.jpg")
-    photo(101, 67, mode=mode).save(path, **options)
-    assert np.array_equal(load_pixels(path), np.asarray(load_image(path)))
-
-
 def write_huge_png(path: Path) -> None:
     """A header that claims 10000 x 10000 pixels, without data."""
     photo(4, 4).save(path)
@@ -96,12 +87,6 @@ def write_huge_png(path: Path) -> None:
     data[16:24] = (10_000).to_bytes(4, "big") * 2
     data[29:33] = zlib.crc32(bytes(data[12:29])).to_bytes(4, "big")
     path.write_bytes(bytes(data))
-
-
-def test_broken_exif_is_ignored(tmp_path):
-    path = str(tmp_path / "photo.jpg")
-    photo(40, 30).save(path, exif=b"Exif\0\0garbage!!")
-    assert image_size(path) == (40, 30) and load_image(path).size == (40, 30) and load_pixels(path).shape == (30, 40, 3)
 
 
 def test_remarks(tmp_path):

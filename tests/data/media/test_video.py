@@ -13,16 +13,14 @@ import torch
 from PIL import Image as PillowImage
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from mm.batch import IGNORE_INDEX, Microbatch, normalised
+from mm.batch import IGNORE_INDEX, normalised
 from mm.data.encode.encoder import SampleEncoder
-from mm.data.media.video import _resize
 from mm.data.sample import Image, Sample, Turn, Video
 from mm.errors import UserError
 from tests import llama_factory
 from tests.data.clips import (
     VFR,
     all_frames,
-    bicubic,
     even,
     llama_factory_numbers,
     patches,
@@ -244,32 +242,10 @@ def test_llama_factorys_rule(name, clips, encoder_of):
     assert torch.equal(numbers_of(encoder.videos, plan), expected)
 
 
-def test_llama_factorys_length_of_a_video_is_what_the_file_says(clips, encoder_of):
-    """3.47 s if the last frame has the mean duration; the file's header states less."""
-    import av
-
-    encoder, path = encoder_of(image_resize="llamafactory"), str(clips / "changing.mp4")
-    with av.open(path) as container:
-        stream = container.streams.video[0]
-        stated = float(stream.duration * stream.time_base)
-    plan = encoder.videos.plan(Video(path))
-    count = max(1, int(stated * 2))
-    assert stated < 3.2 and len(plan.wanted.times) == count
-    assert plan.seconds == pytest.approx(2 * stated / count)
-
-
 def test_llama_factorys_rule_turns_no_video_unless_asked(clips, encoder_of):
     video = Video(str(clips / "turned.mp4"))
     plans = [encoder_of(image_resize="llamafactory", image_exif=how).videos.plan(video) for how in (None, True)]
     assert [plan.grid[1] < plan.grid[2] for plan in plans] == [True, False]
-
-
-# Largest difference measured: 1 of 255, in 0.7% of the values: torch's weights have 16 bits.
-@pytest.mark.parametrize("size", [(28, 56), (140, 84), (64, 200)])
-def test_frames_are_resized_by_cubic_convolution(size):
-    frame = np.random.default_rng(0).integers(0, 256, (90, 130, 3), dtype=np.uint8)
-    found = _resize(frame, list(size)).permute(1, 2, 0).numpy().astype(np.float64)
-    assert np.abs(found - bicubic(frame, *size)).max() <= 1
 
 
 def test_pixels_equal_transformers_video_processor(clips, encoder, tmp_path):
@@ -290,32 +266,6 @@ def test_pixels_equal_transformers_video_processor(clips, encoder, tmp_path):
         assert torch.equal(numbers_of(encoder.videos, plan), expected["pixels"])
 
 
-def test_no_cut_falls_inside_a_video(clips, encoder, media_directory, model_config):
-    sample = sample_of(CASES["turns"], clips, media_directory)
-    whole = encoder.encode(sample)
-    numbers = set()
-    for limit in range(len(whole.token_ids), 40, -7):
-        cut = replace(encoder, chat=replace(encoder.chat, seq_length=limit)).encode(sample)
-        ids = cut.token_ids.tolist()
-        assert len(ids) <= limit and cut.image_grids == whole.image_grids[: len(cut.image_grids)]
-        assert cut.num_omitted_images == 3 - len(cut.image_grids)
-        assert sum(ids.count(token) for token in model_config.visual_token_ids) * 4 == cut.num_patches
-        assert (0 if cut.pixel_values is None else len(cut.pixel_values)) == cut.num_patches
-        numbers.add(len(cut.image_grids))
-    assert numbers >= {1, 2, 3}
-
-
-def test_videos_are_joined_with_other_samples(clips, encoder, media_directory):
-    encoded = [encoder.encode(sample_of(CASES[name], clips, media_directory))
-               for name in ("plain", "picture, video, picture", "one frame")]
-    joined = Microbatch.join(encoded)
-    ordered = sorted(encoded, key=lambda one: one.num_tokens)
-    assert joined.image_grids == sum((one.image_grids for one in ordered), ())
-    assert torch.equal(joined.positions, torch.cat([one.positions for one in ordered], dim=1))
-    assert torch.equal(joined.pixel_values, torch.cat([one.pixel_values for one in ordered]))
-    assert max(t for t, _, _ in joined.image_grids) > 1
-
-
 def test_a_video_of_too_many_pixels_is_refused_before_it_is_decoded(clips, encoder_of):
     encoder = encoder_of(video_maxlen=100_000, video_total_pixels=10**15)
     video = Video(str(clips / "plain.mp4"), nframes=74, min_pixels=500_000, max_pixels=8_000_000)
@@ -334,22 +284,3 @@ def test_contradicting_settings_are_refused(clips, encoder_of, encoder):
         encoder.videos.plan(Video(str(clips / "plain.mp4"), nframes=2, fps=2.0))
     with pytest.raises(UserError, match=r"plain.mp4: no frame starts between video_start = 9 and video_end = its end"):
         encoder.videos.plan(Video(str(clips / "plain.mp4"), video_start=9.0))
-
-
-def test_a_token_of_videos_of_another_model_is_refused(write_dataset, model_config):
-    with pytest.raises(UserError, match=r"the id of <\|video_pad\|> is \d+ in .*, but video_token_id is 7 in the"):
-        SampleEncoder.from_config(write_dataset(), replace(model_config, video_token_id=7), 100)
-
-
-def test_constants_of_videos_are_read_where_transformers_reads_them(hf_directory, tmp_path, encoder_of):
-    import json
-
-    from mm.data.media.image import ImageProcessor
-
-    for name in ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json"):
-        (tmp_path / name).write_text(json.dumps({**PREPROCESSOR, "max_pixels": 10_000 + len(name)} if name[0] != "p" or
-            "pre" in name else {"video_processor": {**PREPROCESSOR, "max_pixels": 10_000 + len(name)}}))  # fmt: skip
-    for name in ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json"):
-        found = ImageProcessor.from_directory(str(tmp_path), media="video")
-        assert found.max_pixels == 10_000 + len(name)
-        (tmp_path / name).unlink()

@@ -78,14 +78,6 @@ def test_good_files_of_every_structure_are_read_from_any_frame(tmp_path, name):
         assert all(np.array_equal(one, frames[n]) for one, n in zip(found, numbers, strict=True))
 
 
-def test_a_tag_that_is_not_utf8_does_no_harm(tmp_path):
-    path = write_clip(tmp_path / "tagged.mp4", even(3))
-    expected, (before, name, after) = all_frames(path)[0], path.read_bytes().partition(b"Lavf")
-    assert name
-    path.write_bytes(before + b"\xe9\xff\xfe\xc3" + after)
-    assert all(map(np.array_equal, read(path), expected))
-
-
 @pytest.mark.parametrize("name", ["old.ts", "open.ts", "open.mp4", "open-hevc.mkv"])
 def test_only_the_frames_that_a_wanted_one_needs_are_decoded(tmp_path, monkeypatch, name):
     """At most two groups of pictures of eight frames, and the frames until the decoder outputs the wanted one."""

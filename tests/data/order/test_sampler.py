@@ -9,15 +9,10 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from mm.batch import BatchTotals
 from mm.config.data import PriorityMode
 from mm.config.data import SamplerType as SamplerType
 from mm.config.run import Run, load_run
-from mm.data.index.dataset import Dataset
-from mm.data.index.gauge import Gauge
 from mm.data.lengths import Lengths
 from mm.data.order.bucket import BLOCK_SAMPLES, NUM_BUCKETS, bucket_stream
 from mm.data.order.cost import SampleSizes
@@ -161,16 +156,6 @@ def test_the_global_batch_equals_a_plain_shuffles(run_of, kind):
         assert samples_in(step) == sorted(plain.samples(24 * number, 24).tolist())
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "packed" in kind])
-def test_packs_keep_the_budgets(run_of, kind):
-    run, has = run_of(kind, 3, 1), lengths()
-    bound = run.data.packing_max_patches
-    for rank in (rank for step in steps(run, range(6)) for rank in step):
-        for pack in rank:
-            assert has.num_tokens[pack].sum() <= SEQ_LENGTH
-            assert bound is None or has.num_patches[pack].sum() <= bound
-
-
 @pytest.mark.parametrize(("kind", "most"), [("balanced", 1.01), ("packed evenly", 1.01)])
 def test_balanced_ranks_cost_the_same(run_of, kind, most):
     """32 samples for each of 4 ranks; plain sampling differs by more."""
@@ -201,14 +186,6 @@ def test_buckets_follow_one_another_in_runs():
     assert (first != second).any()
 
 
-@settings(max_examples=30)
-@given(st.integers(1, 300), st.booleans(), st.integers(0, 3))
-def test_no_bucket_drops_a_sample(num_samples, shuffle, epoch):
-    costs = np.random.default_rng(num_samples).integers(0, 50, num_samples)
-    order = bucket_stream(costs, 3, shuffle).samples(epoch * num_samples, num_samples)
-    assert sorted(order.tolist()) == list(range(num_samples))
-
-
 def test_virtual_chunks_get_a_microbatch_for_each_stage(run_of):
     """And a multiple of that number: otherwise a chunk would have more in flight in some steps."""
     chunks = our_config(((2, 1), (1, 0)), ((0, 0), (2, 2)))
@@ -218,16 +195,3 @@ def test_virtual_chunks_get_a_microbatch_for_each_stage(run_of):
             counts = {len(rank) for step in steps(run, range(6)) for rank in step}
             assert all(count % 2 == 0 for count in counts)
             assert max(counts) == (8 if kind == "packed evenly" else 2 if micro_batch_size == 8 else 4)
-
-
-def test_lengths_found_by_reading_are_those_of_the_encoded_samples(write_dataset, model_config):
-    data = write_dataset()
-    gauge = Gauge.from_config(data, model_config, 64)
-    dataset, encoder = Dataset(data, gauge=gauge), gauge.encoder
-    found = dataset.lengths
-    for index in range(len(dataset)):
-        totals = BatchTotals.of([encoder.encode(dataset[index])], model_config.vision)
-        for name in ("num_tokens", "num_target_tokens", "num_patches", "num_image_pairs", "num_window_pairs"):
-            assert getattr(found, name)[index] == getattr(totals, name), name
-        assert found.num_media[index] == totals.num_images
-    assert found.num_tokens.max() <= 64 and found.num_media.max() > 0
