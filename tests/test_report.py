@@ -39,8 +39,8 @@ REPORT = Report(
 
 def test_the_text_shows_everything() -> None:
     text = REPORT.text()
-    for part in ("A <b>file</b>.json", "samples  1,234", "plain     1.23", "seed  1", "Tokens (a sample, from)", "note: one note", "a.json:19: has",
-                 "... and 5 more problems; --html PAGE lists them all"):
+    for part in ("A <b>file</b>.json", "samples  1,234", "plain     1.23", "seed  1", "Tokens (a sample, from)",
+                 "note: one note", "a.json:19: has", "... and 5 more problems; --html PAGE lists them all"):
         assert part in text
     assert " 0  ################## 3\n10  " + "#" * 40 + " 7" in text and "a.json:20:" not in text
 
