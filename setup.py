@@ -53,8 +53,6 @@ setup(
         "packaging",
         "tqdm",
         "jinja2",
-        "jsonargparse>=4.40,<5",
-        "docstring-parser",
         "openpyxl",
     ],
     entry_points={"console_scripts": ["mm-convert = checkpoint.cli:main", "mm-data = mm.data_tool.cli:main",

@@ -3,14 +3,39 @@
     mm-convert CONVERTER hf_to_mm --cfg.mm_dir DIR --cfg.hf_config.hf_dir DIR \\
         --cfg.parallel_config.llm_pp_layers [[12,16]] --cfg.parallel_config.vit_pp_layers [[32,0]]
 
-The commands are in ``checkpoint.commands``, which is imported inside ``run_command``: Ctrl-C while torch loads then
-prints one line as well.
+The commands themselves are in ``checkpoint.commands``, which loads torch.
 """
 
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
+from checkpoint import options
+from mm.config.command_line import CommandLine, Commands
+from mm.config.read import parse_json, read_json
+from mm.errors import UserError
+from mm.families.known import FAMILIES
 from mm.process import run_command
+
+CONVERTERS = {family.mindspeed.converter: family.title for family in FAMILIES}
+_CLASSES: Mapping[str, type] = {
+    "hf_to_mm": options.HFToMMConfig, "mm_to_hf": options.MMToHFConfig, "resplit": options.ResplitConfig,
+    "lora_hf_to_mm": options.LoraHFToMMConfig, "lora_mm_to_hf": options.LoraMMToHFConfig,
+    "merge_lora": options.MergeLoraConfig, "verify": options.VerifyConfig, "diff": options.DiffConfig,
+    "show": options.ShowConfig}  # fmt: skip
+_USAGE = "--cfg.FIELD VALUE ...  (also --config FILE of JSON: {\"cfg\": {...}})"
+COMMANDS = Commands("mm-convert", "Convert weights between Hugging Face and MindSpeed-MM.", {
+    converter: Commands(f"mm-convert {converter}", f"{title}, all sizes.", {
+        name: CommandLine(f"mm-convert {converter} {name}", cls.__doc__ or "", cls, _USAGE, start="--cfg.")
+        for name, cls in _CLASSES.items()})
+    for converter, title in CONVERTERS.items()})
+_NOT_HERE = {
+    "hf_to_mm_dcp": "torch's distributed checkpoints are not supported; the trainer's --load reads the Hugging Face "
+                    "directory itself, on any layout",
+    "hf_to_mm_ldt": "the trainer has no disaggregated training; hf_to_mm places the layers freely over the stages",
+}
+"""MindSpeed-MM's commands that are missing here -> the reason, and what to do instead."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,10 +48,46 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: Sequence[str]) -> int:
     from mm.progress import loading
 
+    _refuse_others(words)
+    line, rest = COMMANDS.find(words)
+    cfg = line.read(line.split(list(_expanded(rest, line))))
     with loading():
-        from checkpoint.commands import run
+        from checkpoint import commands
 
-    return run(words)
+    return commands.run(cfg)
+
+
+def _expanded(words: Sequence[str], line: CommandLine[Any]) -> Iterator[str]:
+    """``words`` with the flags that ``--config FILE``, and an object given for a whole section, stand for."""
+    sections = {flag.rpartition(".")[0] for flag in line.flags}
+    rest = iter(words)
+    for word in rest:
+        flag, equals, value = word.partition("=")
+        if flag != "--config" and flag not in sections:
+            yield word
+            continue
+        value = value if equals else next(rest, "")
+        read = read_json(value) if flag == "--config" else parse_json(flag, value.encode())
+        yield from _words(read.root, "-" if flag == "--config" else flag)
+
+
+def _words(value: Any, flag: str) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, inner in cast(dict[str, Any], value).items():
+            yield from _words(inner, f"--{key}" if flag == "-" else f"{flag}.{key}")
+    elif value is not None:
+        yield f"{flag}={value if isinstance(value, str) else json.dumps(value)}"
+
+
+def _refuse_others(words: Sequence[str]) -> None:
+    """Raise UserError for commands of MindSpeed-MM's mm-convert that are missing here."""
+    converter, command = (*words, "", "")[:2]
+    if converter == "GenericDCPConverter":
+        raise UserError(f"{converter} is for checkpoints of MindSpeed-MM's FSDP2 trainer, which are not supported "
+                        f"here.  Instead of hf_to_dcp, give --load the Hugging Face directory itself.  Export a model "
+                        f"trained with FSDP2 with MindSpeed-MM's own dcp_to_hf, and --load that directory.")
+    if command in _NOT_HERE:
+        raise UserError(f"{command} is not available here: {_NOT_HERE[command]}.")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from mm.config.lora import ALPHAS, ALPHAS_TEXT, LoraConfig
+from mm.config.lora import LoraConfig
 from mm.config.model import ModelConfig
 from mm.conversion.adapters import (
     check_base,
@@ -81,8 +81,6 @@ def open_mindspeed_adapters(
         if layout is None or base_dir is None or alpha is None:
             raise UserError(f"{directory.path} has no manifest that describes its adapters; give {HF_DIR}, {LAYOUT} "
                             f"and --cfg.lora_alpha: the base model, its layout and the alpha of the training.")
-        if not ALPHAS[0] <= alpha <= ALPHAS[1]:
-            raise UserError(f"--cfg.lora_alpha is {alpha}; expected {ALPHAS_TEXT}.")
         with naming(HF_DIR):
             base = HFDirectory.open(base_dir, weights_required=False).model_config()
         model = _found_model(directory, base, alpha)

@@ -44,8 +44,7 @@ HIDDEN = "[hidden]"
 def printable(text: str) -> str:
     """Make ``text`` safe for a terminal or a log.
 
-    It may contain ids, paths and keys from users' data.  Characters that move the cursor, hide text or cannot be
-    encoded become Python escapes, and credentials are hidden.
+    Characters that move the cursor, hide text or cannot be encoded become escapes, and credentials are hidden.
     """
     return _UNPRINTABLE.sub(lambda found: repr(found[0])[1:-1], redacted(text))
 
@@ -138,10 +137,7 @@ def naming(place: str) -> Iterator[None]:
 
 @contextmanager
 def writing(path: str | Path, flag: str = "") -> Iterator[None]:
-    """Turn an OSError into a UserError that names the file, and the ``flag`` that gave its directory.
-
-    The system's error has the file name if opening failed, but not if the disk was full during a write.
-    """
+    """Turn an OSError into a UserError that names the file, and the ``flag`` that gave its directory."""
     try:
         yield
     except OSError as error:
@@ -167,8 +163,8 @@ def add_note(error: BaseException, note: str) -> None:
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return `` (did you mean 'x'?)`` for the known word closest to ``word``, or an empty string.
 
-    Each piece of ``word`` (between ``-``, ``_`` and ``.``) must be close to a piece of the known word as well, or begin
-    with it: a flag of another program often shares most letters with an unrelated one.
+    Each piece of ``word`` (between ``-``, ``_`` and ``.``) must be close to a piece of the known word, or begin with
+    it.
     """
     close = difflib.get_close_matches(word, list(known), n=5, cutoff=_CUTOFF)
     match = next((one for one in close if all(

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mm.config.evaluate import EVALUATE, Evaluating, load_evaluating
 from mm.config.generate import kept_answers
-from mm.errors import UserError
-from mm.process import end_with_launcher, refused, run_command, status_of
+from mm.process import end_with_launcher, run_command, status_of
 from mm.progress import ongoing
 
 if TYPE_CHECKING:
@@ -31,10 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: Sequence[str]) -> int:
     end_with_launcher()
-    try:
-        evaluating = load_evaluating(words)
-    except UserError as error:
-        return refused(error)
+    evaluating = load_evaluating(words)
     return status_of(lambda: evaluate(evaluating))
 
 

@@ -8,8 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from mm.config.generate import GENERATE, Asking, GenerateArguments, kept_answers, load_asking
-from mm.errors import UserError
-from mm.process import end_with_launcher, refused, run_command, status_of
+from mm.process import end_with_launcher, run_command, status_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,10 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: Sequence[str]) -> int:
     end_with_launcher()
-    try:
-        asking = load_asking(words)
-    except UserError as error:
-        return refused(error)
+    asking = load_asking(words)
     return status_of(lambda: answer(asking))
 
 

@@ -267,7 +267,8 @@ _EXTENSION = "Failed to load the backend extension: "
 def run_command(
     command: Callable[[], int], kept: Callable[[], str], is_rank: bool = False, signals: StopSignals | None = None
 ) -> int:
-    """Run a program and return its exit status: that of ``command``, or 128 plus the number of a signal that ended it.
+    """Run a program and return its exit status: that of ``command``, 2 after a UserError, which is printed, or 128 plus
+    the number of a signal that ended it.
 
     After a signal, one rank prints one line, which says what remains of the work (``kept``).  ``is_rank``: the process
     may be in the middle of a collective, so it exits without returning.  ``signals``: for a command that defers them.
@@ -280,6 +281,8 @@ def run_command(
             status = command()
         sys.stdout.flush()
         return status
+    except UserError as error:
+        return refused(error)
     except ModuleNotFoundError as error:
         return not_installed(error)
     except RuntimeError as error:

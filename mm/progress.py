@@ -3,7 +3,6 @@
 The lines in a job's log show that it is alive, and how long it will take.
 """
 
-import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -51,10 +50,9 @@ class Progress:
         self._began = time.monotonic()
         self._next_print = self._began + FIRST_SECONDS
         self._has_printed = False
-        num_columns, num_rows = _terminal_size()
         self._bar = tqdm(total=total, initial=done, desc=self._what, unit="B" if self._is_bytes else f" {unit}",
                          unit_scale=self._is_bytes, unit_divisor=1024, delay=_DELAY_SECONDS,
-                         ncols=num_columns, nrows=num_rows, disable=not (is_shown and has_terminal))
+                         disable=not (is_shown and has_terminal))
 
     @property
     def done(self) -> int:
@@ -114,9 +112,7 @@ class Progress:
 def ongoing(what: str, is_shown: bool = True, usual_seconds: float | None = None) -> Iterator[None]:
     """Show that work without countable parts goes on, and for how long, until the body ends.
 
-    A thread shows it, because the body does not return in between; it ends with the body.  ``is_shown``: see
-    ``Progress``.  ``usual_seconds``: what the same work took before, if known.  The body must not show a ``Progress``
-    of its own.
+    ``usual_seconds``: what the same work took before, if known.  The body must not show a ``Progress`` of its own.
     """
     if not is_shown:
         yield
@@ -143,9 +139,7 @@ def loading(is_shown: bool = True, what: str = "loading the libraries") -> Itera
 def _show_seconds(what: str, usual: str, ended: Event) -> None:
     if ended.wait(_DELAY_SECONDS):
         return
-    num_columns, num_rows = _terminal_size()
-    with tqdm(desc=what, initial=1, bar_format="{desc}: {elapsed}{postfix}", postfix=usual, leave=False,
-              ncols=num_columns, nrows=num_rows) as bar:  # fmt: skip
+    with tqdm(desc=what, initial=1, bar_format="{desc}: {elapsed}{postfix}", postfix=usual, leave=False) as bar:
         bar.start_t -= _DELAY_SECONDS
         while not ended.wait(_BEAT_SECONDS):
             bar.refresh()
@@ -157,16 +151,6 @@ def _print_seconds(what: str, usual: str, ended: Event) -> None:
         seconds = EVERY_SECONDS
         sys.stderr.write(f"{what}: {duration(time.monotonic() - began)}{usual or ' so far'}\n")
         sys.stderr.flush()
-
-
-def _terminal_size() -> tuple[int | None, int | None]:
-    """Columns and rows for tqdm; None leaves them to tqdm.
-
-    tqdm shows nothing on a terminal that reports size 0, as some do in containers and CI.
-    """
-    if sys.stderr.isatty() and 0 in os.get_terminal_size(sys.stderr.fileno()):
-        return 80, 24
-    return None, None
 
 
 def duration(seconds: float) -> str:

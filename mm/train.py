@@ -15,7 +15,7 @@ from mm.config.phases import phase_seconds
 from mm.config.run import Run, load_run
 from mm.config.shared import shared_settings
 from mm.environment import Launched, software
-from mm.errors import UserError, collected, printable, refuse
+from mm.errors import collected, printable, refuse
 from mm.lock import Claim
 from mm.process import (
     StopSignals,
@@ -24,14 +24,13 @@ from mm.process import (
     is_first_rank,
     print_notes,
     print_notes_once,
-    refused,
     run_command,
     status_of,
 )
 from mm.progress import loading, ongoing
 
 if TYPE_CHECKING:
-    from mm.training.opened import Opened
+    from mm.training.sources import Checked
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,17 +61,9 @@ def _kept(words: Sequence[str]) -> str:
 
 def _run(words: Sequence[str], signals: StopSignals) -> int:
     end_with_launcher()
-    try:
-        run = load_run(words)
-        if run.args.may_begin or run.args.save is not None:
-            with loading(is_first_rank()):
-                from mm.training.sources import with_start  # loads torch
-
-            run = with_start(run)
-        if run.args.dry_run or run.args.check:
-            run, _ = check_files(run, Claim())
-    except UserError as error:
-        return refused(error)
+    run = load_run(words)
+    if run.args.dry_run or run.args.check:
+        run = check_files(run, Claim()).run
     if run.args.dry_run:
         from mm.plan.stages import stage_report  # loads torch, which a mistake in the settings should not wait for
 
@@ -84,32 +75,33 @@ def _run(words: Sequence[str], signals: StopSignals) -> int:
     return status_of(lambda: train(run, signals))
 
 
-def check_files(run: Run, claim: Claim) -> "tuple[Run, Opened]":
-    """Check everything that needs no device, and print the notes; raises UserError with all problems.
+def check_files(run: Run, claim: Claim) -> "Checked":
+    """Decide what the run starts from, check everything that needs no device, and print the notes.
 
-    With ``--check``, a device that is given by name must be there.
-    Adds the directories that the run writes to ``claim``, except in a rehearsal.  Returns the run with the number of
-    its steps, and what the check has opened, for the start.  It builds the index of the samples, which other ranks that
-    read data open later; a node that cannot see it builds its own.
+    Raises UserError with all problems.  With ``--check``, a device that is given by name must be there.  Adds the
+    directories that the run writes to ``claim``, except in a rehearsal.  It builds the index of the samples, which
+    other ranks that read data open later; a node that cannot see it builds its own.
     """
     with loading():
         from mm.device.platforms import absent_device
         from mm.training.preflight import check  # imports transformers, which the ranks that do not check may not need
+        from mm.training.sources import with_start
         from mm.weights.trained import freeze_notes
 
     is_rehearsal = run.args.dry_run or run.args.check
     written = {flag: path for flag, path in (("--save", run.args.save), ("--log-dir", run.args.log_dir))
                if path is not None}
-    checked = check(run)
+    checked = check(with_start(run))
     refuse([*checked.problems, *(absent_device(run.args.device) if run.args.check else ())])
-    run, opened = checked.run, checked.opened
+    run = checked.run
     if run.args.dry_run:  # whose report ends with the notes
-        return replace(run, notes=(*run.notes, *checked.notes)), opened
+        checked.run = replace(run, notes=(*run.notes, *checked.notes))
+        return checked
     notes = (*run.notes, *freeze_notes(run.model), *checked.notes)
     print_notes(sorted_notes(notes) if run.args.check else notes_at_start(notes))
     if not is_rehearsal:
         claim.add(written, lambda text: print(text, flush=True))
-    return run, opened
+    return checked
 
 
 def check_node(run: Run) -> None:
@@ -125,8 +117,8 @@ def check_node(run: Run) -> None:
 def train(run: Run, signals: StopSignals) -> int:
     """Train on this process's device, as one rank of the launcher's world; returns the exit status.
 
-    One rank of each node checks the node.  Only rank 0 checks the files, and starts with what it has opened; the others
-    wait, and end with it if it finds a problem.  However the run ends, the directories that were claimed are released.
+    One rank of each node checks the node.  Only rank 0 checks the files, and decides; the others follow it, or end
+    with it if it finds a problem.  However the run ends, the directories that were claimed are released.
     """
     if Launched.here().local_rank == 0:
         check_node(run)
@@ -139,7 +131,7 @@ def train(run: Run, signals: StopSignals) -> int:
     with Claim() as claim, Watchdog(Rendezvous.of_launcher(minutes), run.args.step_timeout, phases, facts) as watchdog:
         watchdog.at_end = claim.release  # the run may end while it is being locked
         with watchdog.phase("check"):
-            run, opened = check_files(run, claim) if is_first_rank() else (run, None)
+            checked = check_files(run, claim) if is_first_rank() else None
         with watchdog.phase("start"), loading(is_first_rank(), "starting the device"):
             from mm.device.device import Device
             from mm.device.platforms import peak_notes
@@ -148,10 +140,7 @@ def train(run: Run, signals: StopSignals) -> int:
             print_notes_once((*device.notes, *peak_notes(device.platform, device.name)))
             # megatron looks at the device while it is imported, so everything built on it comes after this
             from mm.parallel import mesh as parallel
-            from mm.training.disks import find_disks
-            from mm.training.reporter import say_on_last_rank
-            from mm.training.run import Trainer
-            from mm.training.start import settle
+            from mm.training.loop import Trainer
 
         with ongoing("waiting for the other ranks", is_first_rank()):
             store = watchdog.meet()
@@ -160,9 +149,8 @@ def train(run: Run, signals: StopSignals) -> int:
                                   run.args.vision_feature_cache is not None, store)
         watchdog.place(mesh)
         with watchdog.phase("load"):
-            settled = settle(run, mesh, say_on_last_rank(mesh), opened, find_disks(run.args, mesh))
-            trainer = Trainer(settled, device, mesh, watchdog, claim, signals)
-            del opened, settled  # frees the headers of the weights; the trainer keeps the samples and questions
+            trainer = Trainer(run, checked, device, mesh, watchdog, claim, signals)
+            del checked  # frees the headers of the weights; the trainer keeps the samples and questions
         trainer.run_steps()
         trainer.export()
         trainer.close()

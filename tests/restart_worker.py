@@ -15,7 +15,7 @@ from mm.device.device import Device
 Device.pick("cpu")
 
 from mm.parallel.activity import Activity, Work  # noqa: E402
-from mm.training import run  # noqa: E402
+from mm.training import loop  # noqa: E402
 
 LATE_SECONDS = 3.0
 KILLED = {0: (1, 4, Work.FORWARD), 1: (0, 4, Work.BACKWARD)}
@@ -23,7 +23,7 @@ KILLED = {0: (1, 4, Work.FORWARD), 1: (0, 4, Work.BACKWARD)}
 that is validated is one of the validation."""
 
 
-class KilledTrainer(run.Trainer):
+class KilledTrainer(loop.Trainer):
     """Kills its process at the iteration in ``KILLED``."""
 
     def run_steps(self) -> None:
@@ -44,7 +44,7 @@ def main(flags: list[str]) -> int:
     if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) and os.environ["RANK"] == "0":
         time.sleep(LATE_SECONDS)
     if int(os.environ["TORCHELASTIC_MAX_RESTARTS"]):
-        run.Trainer = KilledTrainer
+        loop.Trainer = KilledTrainer
     # each replica holds the whole optimizer state, so that a survivor could save it
     return train.main([flag for flag in flags if flag != "--use-distributed-optimizer"])
 

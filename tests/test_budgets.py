@@ -8,11 +8,8 @@ All steps are traced in one process of their own, because tracing patches it.  T
 in tests/test_shard_budgets.py.
 """
 
-import json
 import math
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -23,8 +20,7 @@ from mm.plan.memory import ChunkMemory, MicrobatchSizes
 from mm.plan.stage_memory import StageMemory
 from mm.weights.memory import memory_shape
 from mm.weights.table import model_weights
-from tests.meta.device import PHASES
-from tests.meta.step import Case, Trace, main, report
+from tests.meta.step import Case, Trace
 from tests.workload import NO_COPIES, REMAINDERS, ROUNDED_MOMENTS
 
 
@@ -69,17 +65,9 @@ MEMORY_CASES = {
     "3B, few layers, selective": Case("3b", layers=FEW_LAYERS, full_attention=FULL, recompute="selective"),
     "3B, few layers, full recompute": Case("3b", layers=FEW_LAYERS, full_attention=FULL, recompute="full"),
     "3B, few layers, frozen ViT": Case("3b", layers=FEW_LAYERS, full_attention=FULL, freeze=FROZEN_VIT),
-    "3B, few layers, frozen LLM": Case("3b", layers=FEW_LAYERS, full_attention=FULL, freeze=("language",)),
-    "3B, few layers, first of them frozen": Case(
-        "3b", layers=FEW_LAYERS, full_attention=FULL, freeze_layers=("0-1", "0,2"), freeze_modules=("patch_embed",)),
     "3B, few layers, first of both frozen": Case(
         "3b", layers=FEW_LAYERS, full_attention=FULL, freeze=FROZEN_VIT, freeze_layers=("", "0-1"),
         freeze_modules=("embedding",)),
-    "3B, few layers, half of each layer frozen": Case(
-        "3b", layers=FEW_LAYERS, full_attention=FULL, freeze_modules=("patch_embed", "attention", "norm")),
-    "3B, few layers, MLP recomputed": Case("3b", layers=FEW_LAYERS, full_attention=FULL, recompute="mlp"),
-    "3B, few layers, norms recomputed, fc1 frozen": Case(
-        "3b", layers=FEW_LAYERS, full_attention=FULL, recompute="layernorm", freeze_modules=("fc1",)),
     "3B, few layers, norms recomputed, fc1 alone trained": Case(
         "3b", layers=FEW_LAYERS, full_attention=FULL, freeze=FROZEN_VIT, recompute="layernorm",
         freeze_modules=("embedding", "attention", "norm", "fc2", "output_layer")),
@@ -89,44 +77,24 @@ MEMORY_CASES = {
     "3B, few layers, TP 2, sequence, adapters": Case("3b", layers=FEW_LAYERS, full_attention=FULL, tp_size=2,
                                                      sequence_parallel=True, lora_rank=64),
     "7B, few layers": Case("7b", layers=FEW_LAYERS, full_attention=FULL),
-    "7B, few layers, selective": Case("7b", layers=FEW_LAYERS, full_attention=FULL, recompute="selective"),
     "3B, first of two stages": Case("3b", 4, num_microbatches=4, layers=((4, 0), (1, 3)), full_attention=FULL),
     "3B, last of two stages": Case("3b", 4, num_microbatches=4, layers=((4, 0), (1, 3)), full_attention=FULL, stage=1),
     "3B, last of two stages, after part of the ViT": Case(
         "3b", 4, num_microbatches=4, layers=((2, 2), (0, 4)), full_attention=(1, 2), stage=1),
-    "3B, few layers, TP 2": Case("3b", layers=FEW_LAYERS, full_attention=FULL, tp_size=2),
     "3B, few layers, TP 2, sequence": Case("3b", layers=FEW_LAYERS, full_attention=FULL, tp_size=2,
                                            sequence_parallel=True),
     "3B, few layers, TP 2, sequence, full recompute": Case("3b", layers=FEW_LAYERS, full_attention=FULL, tp_size=2,
                                                            recompute="full", sequence_parallel=True),
-    "3B, few layers, TP 2, whole encoder": Case("3b", layers=FEW_LAYERS, full_attention=FULL, tp_size=2,
-                                                whole_encoder=True),
     "3B, few layers, TP 2, sequence, whole encoder": Case(
         "3b", layers=FEW_LAYERS, full_attention=FULL, tp_size=2, sequence_parallel=True, whole_encoder=True),
-    "3B, few layers, TP 2, frozen whole encoder, adapters": Case(
-        "3b", layers=FEW_LAYERS, full_attention=FULL, tp_size=2, freeze=FROZEN_VIT, whole_encoder=True, lora_rank=64),
     "3B, few layers, four encoded together": Case("3b", 3, num_microbatches=4, layers=FEW_LAYERS, full_attention=FULL,
                                                   encoder_batch=4),
     "3B, few layers, three of four encoded together, TP 2, sequence": Case(
         "3b", 3, num_microbatches=4, layers=FEW_LAYERS, full_attention=FULL, encoder_batch=3, tp_size=2,
         sequence_parallel=True),
-    "3B, first of two stages, two encoded together": Case(
-        "3b", 4, num_microbatches=4, layers=((4, 0), (1, 3)), full_attention=FULL, encoder_batch=2),
     **{f"{name}, offloaded": case for name, case in {
         "3B": Case("3b", offload=36),
         "3B, few layers": Case("3b", layers=FEW_LAYERS, full_attention=FULL, offload=4),
-        "3B, few layers, the first two": Case("3b", layers=FEW_LAYERS, full_attention=FULL, offload=2),
-        "7B, few layers, selective": Case(
-            "7b", layers=FEW_LAYERS, full_attention=FULL, recompute="selective", offload=4),
-        "7B, full recompute": Case("7b", recompute="full", offload=36),
-        "3B, few layers, first of both frozen": Case(
-            "3b", layers=FEW_LAYERS, full_attention=FULL, freeze=FROZEN_VIT, freeze_layers=("", "0-1"),
-            freeze_modules=("embedding",), offload=4),
-        "3B, few layers, frozen ViT, adapters, selective": Case(
-            "3b", layers=FEW_LAYERS, full_attention=FULL, freeze=FROZEN_VIT, lora_rank=64, recompute="selective",
-            offload=4),
-        "3B, first of two stages": Case("3b", 4, num_microbatches=4, layers=((4, 0), (1, 3)), full_attention=FULL,
-                                        offload=4),
         "3B, last of two stages": Case("3b", 4, num_microbatches=4, layers=((4, 0), (1, 3)), full_attention=FULL,
                                        stage=1, offload=4),
         "3B, few layers, TP 2, sequence, full recompute": Case(
@@ -138,7 +106,6 @@ MEMORY_CASES = {
                                           offload=4),
     }.items()},
     "3B, few layers, Ulysses 2": Case("3b", layers=FEW_LAYERS, full_attention=FULL, cp_size=2),
-    "3B, few layers, Ulysses 4": Case("3b", layers=FEW_LAYERS, full_attention=FULL, cp_size=4, freeze=FROZEN_VIT),
     "3B, few layers, ring of 2": Case("3b", layers=FEW_LAYERS, full_attention=FULL, cp_size=2, is_ring=True),
     "7B, few layers, TP 2, sequence, ring of 2": Case("7b", layers=FEW_LAYERS, full_attention=FULL, tp_size=2,
                                                       cp_size=2, is_ring=True, sequence_parallel=True),
@@ -154,8 +121,11 @@ def cost(traced_step: Trace, *phases: str) -> Budget:
     return Budget(total.kernels, total.num_bytes / 1e9)
 
 
-def test_kernels_and_bytes_of_a_step(traced) -> None:
+def test_kernels_bytes_and_host_reads_of_a_step(traced) -> None:
     step = traced(WHOLE)
+    reads = step.host_reads
+    assert sum(reads.get(phase, 0) for phase in ("prepare", "forward", "backward")) <= SCHEDULE_HOST_READS, reads
+    assert sum(reads.values()) <= STEP_HOST_READS, reads
     assert (step.num_tokens, step.num_patches, step.num_targets) == (8268, 15120, 2220)
     assert_within(cost(step, "forward", "backward"), STEP_BUDGET)
     assert_within(cost(step, "update"), UPDATE_BUDGET)
@@ -177,12 +147,6 @@ def test_a_whole_encoder_has_no_collectives_but_one_exchange(traced, sequence_pa
     kernels, gigabytes = cost(before, "forward", "backward")
     assert_within(cost(after, "forward", "backward"), Budget(kernels + 2, 0.98 * gigabytes))
     assert after.total("forward", "backward").flops == pytest.approx(before.total("forward", "backward").flops, 1e-3)
-
-
-def test_host_reads_of_a_step(traced) -> None:
-    reads = traced(WHOLE).host_reads
-    assert sum(reads.get(phase, 0) for phase in ("prepare", "forward", "backward")) <= SCHEDULE_HOST_READS, reads
-    assert sum(reads.values()) <= STEP_HOST_READS, reads
 
 
 def test_flops_are_those_of_the_model(traced) -> None:
@@ -254,8 +218,7 @@ def test_peak_is_that_of_the_formula(traced, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [
-    "3B, few layers, selective", "3B, few layers, full recompute", "3B, few layers, frozen ViT",
-    "3B, first of two stages", "3B, last of two stages", "3B, few layers, TP 2, sequence", "3B, few layers, Ulysses 2"])
+    "3B, few layers, selective", "3B, first of two stages", "3B, last of two stages", "3B, few layers, TP 2, sequence"])
 def test_a_validation_needs_no_more_memory_than_a_step(traced, name: str) -> None:
     """By the formula.  Measured: the peak beside the states is 9% (first of two stages) to 49% of the formula's."""
     case = replace(MEMORY_CASES[name], forward_only=True)
@@ -274,8 +237,7 @@ def test_states_are_those_of_the_dry_run(traced) -> None:
 
 
 @pytest.mark.parametrize(("flags", "num_bytes"), [
-    (ROUNDED_MOMENTS, 14), (REMAINDERS, 16), ((*REMAINDERS, *ROUNDED_MOMENTS), 12), (NO_COPIES, 14),
-    ((*NO_COPIES, *ROUNDED_MOMENTS), 10)], ids=lambda one: " ".join(one) if isinstance(one, tuple) else "")  # fmt: skip
+    (REMAINDERS, 16), ((*REMAINDERS, *ROUNDED_MOMENTS), 12), ((*NO_COPIES, *ROUNDED_MOMENTS), 10)], ids=str)
 def test_states_in_16_bits_take_less_and_are_widened_by_the_block(traced, flags, num_bytes: int) -> None:
     """Instead of 18 bytes a trained parameter; the update moves more for each, as ``mm.plan.by_device`` assumes."""
     from tests.plan.test_stages import run_of, sizes
@@ -297,17 +259,3 @@ def test_frozen_weights_beside_adapters_cost_their_bytes_only(traced) -> None:
     frozen, adapters = (sum(size for size, is_adapter in sizes if is_adapter == kind) for kind in (False, True))
     assert 0 < adapters < frozen / 20
     assert traced(case).state_bytes == pytest.approx(2 * frozen + 18 * adapters, abs=1e5)
-
-
-def test_the_command(tracing: ProcessPoolExecutor, tmp_path: Path) -> None:
-    command = "--size tiny --tokens 1400 --num-microbatches 2 --freeze vision projector --recompute full --tp-size 2"
-    tracing.submit(main, [*command.split(), "--output", str(tmp_path / "out.json")]).result()
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert (found["num_tokens"], found["num_patches"], list(found["operators"])) == (1378, 2520, list(PHASES))
-
-
-def test_the_tables_of_the_command(traced) -> None:
-    text = report(traced(WHOLE))
-    assert text.startswith("8268 tokens, 15120 patches, 2220 targets in a microbatch, 203.98 TFLOP of the model")
-    assert all(f"\n{phase} " in text for phase in PHASES)
-    assert "\n  flash_attention_backward " in text

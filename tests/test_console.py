@@ -11,9 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from mm.config.evaluate import EVALUATE
-from mm.config.generate import GENERATE
-from mm.config.schema import fields_of
 from mm.console import COMPLETION, NEEDED, SHELLS, STATUSES
 from tests.files import ROOT
 
@@ -166,47 +163,60 @@ def test_zsh_offers_the_same(scripts: Path, tmp_path: Path) -> None:
         "--mm-model weights/config.json", "--mm-model=weights/config.json", "weights/config.json"]
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_help_ends_with_the_exit_statuses(name: str) -> None:
-    printed = " ".join(printed_by(name, "--help").split())
-    assert printed.endswith(" ".join(STATUSES.split()))
-    assert COMPLETION in printed
+HELPS = [*COMMANDS, "mm-data check", "mm-data stats", "mm-data show", "mm-data index", "mm-data convert",
+         "mm-data convert llava", "mm-data mock", "mm-plan calibrate", "mm-plan predict", "mm-plan compare",
+         "mm-plan lists", "mm-convert Qwen2_5_VLConverter", "mm-convert Qwen2_5_VLConverter hf_to_mm",
+         "mm-convert Qwen2_5_VLConverter diff"]  # fmt: skip
 
 
-@pytest.mark.parametrize("words", [
-    "mm-data check", "mm-data stats", "mm-data show", "mm-data index", "mm-data convert", "mm-data convert llava",
-    "mm-data mock", "mm-plan calibrate", "mm-plan predict", "mm-plan compare", "mm-plan lists",
-])
-def test_the_help_of_a_command_ends_with_them_too(words: str) -> None:
-    printed = " ".join(printed_by(*words.split(), "--help").split())
-    assert printed.endswith(" ".join(STATUSES.split()))
+@pytest.mark.parametrize("words", HELPS)
+def test_every_help_has_titled_groups_and_the_exit_statuses(words: str) -> None:
+    printed = printed_by(*words.split(), "--help")
+    assert " ".join(printed.split()).endswith(" ".join(STATUSES.split())) and COMPLETION in printed
+    groups = [part for part in printed.split("\n\n") if "\n  " in part and not part.startswith("usage:")]
+    assert groups and all(re.fullmatch(r"[A-Z][^\n]+:", group.splitlines()[0]) for group in groups)
+    if NEEDED in printed:
+        assert groups[0].startswith(NEEDED)
 
 
 @pytest.mark.parametrize(("words", "first"), [
     ("mm-data check", ["--mm-data", "--mm-model", "--seq-length"]),
-    ("mm-data show", ["--mm-data", "--mm-model", "--seq-length"]),
     ("mm-data convert llava", ["--input", "--media-folder", "--output"]),
-    ("mm-data mock", ["--output"]),
+    ("mm-convert Qwen2_5_VLConverter merge_lora", ["--cfg.lora_dir", "--cfg.hf_config.hf_dir", "--cfg.save_hf_dir"]),
+    ("mm-plan predict", ["--calibration"]),
 ])
 def test_the_flags_that_a_command_needs_stand_first(words: str, first: list[str]) -> None:
     printed = printed_by(*words.split(), "--help")
-    needed, *others = printed[printed.index(NEEDED) : printed.rindex("\n\n")].split("\n\n")
-    assert re.findall(r"^  (--[\w-]+)", needed, re.MULTILINE) == first
-    assert all(re.fullmatch(r"[A-Z][\w ,]+:", group.splitlines()[0]) for group in others), "they have titles"
+    assert re.findall(r"^  (--[\w.-]+)", printed[: printed.index("\n\n", printed.index(NEEDED))], re.MULTILINE) == first
 
 
-def test_the_help_of_the_doctor_is_in_groups() -> None:
-    """Beside --help and the like, no flag is without one."""
-    printed = printed_by("mm-doctor", "--help")
-    titles = re.findall(r"^(\S.*):$", printed, re.MULTILINE)
-    assert titles == ["options", "What is examined", "The trial: ranks that compute and talk to each other",
-                      "Several nodes"]
-    options = printed[printed.index("options:") : printed.index("What is examined:")]
-    assert re.findall(r"^  (?:-h, )?(--[\w-]+)", options, re.MULTILINE) == ["--help", "--version", COMPLETION]
+def test_help_and_completion_load_no_torch() -> None:
+    """Each takes a fraction of a second."""
+    code = """if True:
+        import sys
+        from importlib import import_module
+        for module, word in (%s):
+            try:
+                import_module(module).main([*word.split()])
+            except SystemExit:
+                pass
+        assert "torch" not in sys.modules and "transformers" not in sys.modules"""
+    pairs = [(command.__module__, word) for command in COMMANDS.values() for word in ("--help", f"{COMPLETION} bash")]
+    subprocess.run([sys.executable, "-c", code % repr(pairs)], check=True, capture_output=True, cwd=ROOT)
 
 
-@pytest.mark.parametrize("line", [GENERATE, EVALUATE], ids=["generate", "evaluate"])
-def test_the_help_of_questions_is_in_groups_too(line) -> None:
-    fields = list(fields_of(line.cls))
-    assert len(line.first) == 10 and set(line.first) | set(line.groups) <= set(fields)
-    assert fields[0] in line.groups, "each flag has a group"
+@pytest.mark.parametrize(("words", "what"), [
+    ("mm-data chek", "'chek' is not a command of mm-data (did you mean 'check'?); expected one of check, stats,"),
+    ("mm-data convert", "mm-data convert needs a command; expected llava"),
+    ("mm-data show --mm-dat x", "--mm-dat is not a known flag (did you mean '--mm-data'?); see mm-data show --help"),
+    ("mm-data show --part training", "--part is not available here: write --split"),
+    ("mm-plan predict", "--calibration is missing: the file that mm-plan calibrate has written"),
+    ("mm-doctor --num-proceses 2", "--num-proceses is not a known flag (did you mean '--num-processes'?)"),
+    ("mm-doctor --nnodes 0", "--nnodes is 0; expected an integer of at least 1"),
+    ("mm-page --htm x", "RUN_DIR is missing: the --log-dir of a run"),
+    ("mm-page --print-completion fish", "--print-completion is 'fish'; expected bash or zsh"),
+])
+def test_mistakes_on_any_command_line(words: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name, *rest = words.split()
+    assert COMMANDS[name](rest) == 2
+    assert f"error: {what}" in capsys.readouterr().err

@@ -73,11 +73,6 @@ def test_trains_as_from_hugging_face(model, directory, results):
     assert found["after"] == []
 
 
-@pytest.mark.parametrize("model", ["untied", "tied"])
-def test_the_comparison_finds_differences(model, results):
-    assert len(results[model]["without loading"]) > 50
-
-
 def test_every_rank_reports_a_copy_that_differs(results):
     for (problem,) in results["damaged"]:
         assert "mp_rank_01_002/model_optim_rng.pt" in problem

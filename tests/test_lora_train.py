@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,19 +13,15 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from checkpoint.lora import lora_hf_to_mm, lora_mm_to_hf
+from checkpoint.lora import lora_hf_to_mm
 from mm import train
 from mm.config.flags import Arguments
-from mm.config.generate import load_asking
 from mm.config.run import load_run
 from mm.conversion.convert import Options, hf_to_mm
-from mm.errors import UserError
-from mm.formats.adapter import AdapterDirectory
 from mm.formats.checkpoints import LATEST_FILE
 from mm.formats.layout import Layout
 from mm.formats.mindspeed_layout import Format, Storage
 from mm.formats.training import TrainingDirectory
-from mm.generation.source import find
 from mm.training.sources import with_start
 from tests.files import ROOT
 from tests.generation.commands import run_commands
@@ -81,15 +76,6 @@ def test_the_finished_command_leaves_both_exports_alone(inputs: Path, trained: P
     said = run(inputs, "whole", 1, *again)
     assert said.count("is already identical; nothing was written.") == 2
     assert [(one.read_bytes(), one.stat().st_mtime_ns) for one in files] == before
-    # other weights in its place are not replaced
-    weights = load_file(files[1])
-    weights["lm_head.weight"] = weights["lm_head.weight"] + 1
-    save_file(weights, files[1], {"format": "pt"})
-    try:
-        with pytest.raises(AssertionError, match="merged is not empty; give another one"):
-            run(inputs, "whole", 1, *again)
-    finally:
-        files[1].write_bytes(before[1][0])
 
 
 def test_exports_are_what_peft_reads_and_merges(inputs: Path, trained: Path) -> None:
@@ -178,31 +164,6 @@ def test_mistakes_are_reported_at_once(inputs: Path, trained: Path, capsys: pyte
     assert "is a whole model, but --load-base-model names another" in found
 
 
-def test_adapters_that_name_another_base_are_reported(
-    inputs: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    """Without a checksum, as PEFT saves them, by the check of a run and before an answer."""
-    adapter, base = tmp_path / "adapter", inputs / "hf"
-    shutil.copytree(trained / "adapter", adapter)
-    save_file(load_file(adapter / "adapter_model.safetensors"), adapter / "adapter_model.safetensors")
-    config = json.loads((adapter / "adapter_config.json").read_text()) | {"base_model_name_or_path": "Qwen/Other"}
-    (adapter / "adapter_config.json").write_text(json.dumps(config))
-    note = f"note: {adapter} names 'Qwen/Other' as its base model, and {base} is given"
-    assert checked(inputs, "--load", str(adapter), "--load-base-model", str(base), *LORA) == 0
-    assert capsys.readouterr().out.count(note) == 1
-    (answer,) = run_commands([{"argv": [
-        "--device", "cpu", "--max-new-tokens", "2", "--prompt", "What?", "--load", str(adapter),
-        "--model-name-or-path", str(base)]}])
-    assert answer["status"] == 0 and answer["err"].count(note) == 1
-    for name, stated in (("Qwen/Other", "names 'Qwen/Other' as their model, which is no directory here"),
-                         (None, "names no base model")):
-        (adapter / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": name}))
-        with pytest.raises(UserError) as refusal:
-            find(load_asking(["--load", str(adapter), "--prompt", "What?"]))
-        assert str(refusal.value).startswith(f"--load {adapter} has adapters (LoRA), not a whole model, and {adapter}")
-        assert f"adapter_config.json {stated}; give --model-name-or-path, " in str(refusal.value)
-
-
 def test_what_a_run_of_adapters_begins_with_and_what_stands_beside_them_later(inputs: Path, trained: Path) -> None:
     """``--pretrained-checkpoint`` may be a whole model or adapters; the whole model stays the base at a resume."""
     def started(save: Path, pretrained: Path) -> Arguments:
@@ -216,31 +177,6 @@ def test_what_a_run_of_adapters_begins_with_and_what_stands_beside_them_later(in
     resumed = started(old, hf)
     assert (resumed.load, resumed.load_base_model, resumed.no_load_optim) == (str(old), str(hf), False)
     assert started(old, adapter).load_base_model is None
-
-
-def test_a_converted_checkpoint_names_the_model_that_it_was_trained_on(
-    inputs: Path, trained: Path, tmp_path: Path
-) -> None:
-    """By default what the checkpoint states; a directory is compared with it, but a name on a hub cannot be."""
-    for given, named in ((None, str(inputs / "hf")), ("Qwen/Tuned", "Qwen/Tuned")):
-        target = tmp_path / str(given).replace("/", "-")
-        lora_mm_to_hf(trained / "save", target, None, given, None).run(Options(num_workers=1))
-        assert AdapterDirectory.open(target).base_name == named
-    with pytest.raises(UserError) as refusal:
-        lora_mm_to_hf(trained / "save", tmp_path / "other", None, str(inputs / "ancestor"), None)
-    (problem,) = refusal.value.problems
-    assert "holds adapters of another base model than" in problem and f"({inputs / 'hf'})" in problem
-    assert "--cfg.hf_config.hf_dir" in problem and "--load-base-model" not in problem
-
-
-@pytest.mark.parametrize("adapters", ["adapter", "save"])
-def test_adapters_of_another_base_are_refused_before_the_run(
-    adapters: str, inputs: Path, trained: Path, capsys: pytest.CaptureFixture
-) -> None:
-    """For a PEFT directory and a training checkpoint: neither was trained on the merged model."""
-    start = ["--load", str(trained / adapters), "--load-base-model"]
-    (found,) = refused(inputs, capsys, *start, str(trained / "merged"), *LORA)
-    assert f"holds adapters of another base model than {trained / 'merged'}: its checksum was" in found
 
 
 def test_adapters_that_mindspeed_trained_go_on(inputs: Path, trained: Path, capsys: pytest.CaptureFixture) -> None:
@@ -265,18 +201,3 @@ def test_adapters_that_mindspeed_trained_go_on(inputs: Path, trained: Path, caps
     exports = [load_file(path / "adapter_model.safetensors") for path in directories]
     assert exports[0].keys() == exports[1].keys()
     assert all(torch.equal(one, exports[1][name]) for name, one in exports[0].items())
-
-
-def test_a_dry_run_says_what_adapters_cost(inputs: Path, capsys: pytest.CaptureFixture) -> None:
-    model = json.loads((inputs / "model_1.json").read_text())
-    assert not model["text_decoder"].get("freeze")
-    assert train.main(flags_of(inputs, "dry", 1, "--dry-run", "--lora-target-modules", "model.layers.*.q_proj")) == 0
-    text = capsys.readouterr().out
-    assert "4 linear layers, rank 8, alpha 16" in text and "no gradients, optimizer state or fp32 copies" in text
-    assert "LLM 0-3 (adapters)" in text
-
-
-def test_the_program_needs_no_peft() -> None:
-    found = subprocess.run(["grep", "-rlE", r"^\s*(import|from) peft", "mm", "checkpoint"], capture_output=True,
-                           text=True, check=False, cwd=ROOT)
-    assert found.stdout == ""

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 from mm.config.run import Run
-from mm.plan.model_states import build_bytes, gathered_params
+from mm.plan.model_states import build_bytes
 from mm.plan.stage_memory import UnitBuffers
 from tests.meta.step import Case
 from tests.test_budgets import FEW_LAYERS, FROZEN_VIT, FULL, STEP_HOST_READS, formulas, rows_of
-from tests.workload import NO_COPIES, OFFLOADED, ROUNDED_MOMENTS
+from tests.workload import OFFLOADED
 
 
 def test_states_in_host_memory_are_not_on_the_device(traced) -> None:
@@ -51,8 +51,8 @@ def sharded(case: Case, *more: str, strategy: tuple[str, str] = SHARDS) -> tuple
     return replace(case, dp_size=4, flags=(*strategy, *more)), replace(run, model=model)
 
 
-@pytest.mark.parametrize("name", SHARDED)
-@pytest.mark.parametrize("more", [(), ("--overlap-grad-reduce",)], ids=str)
+@pytest.mark.parametrize(("name", "more"), [
+    ("3B", ()), ("7B, frozen ViT", ("--overlap-grad-reduce",)), ("7B, first of two stages", ())], ids=str)
 def test_the_memory_of_gradients_in_shards_is_that_of_the_dry_run(traced, name: str, more: tuple[str, ...]) -> None:
     """States to some padding; the formula measured 0.3% below to 2.8% above the peak, and 5.2% on the first of two
     stages, whose activations are gone when the word embedding's gradient is made."""
@@ -84,8 +84,7 @@ def test_gradients_in_shards(traced, more: tuple[str, ...]) -> None:
     assert kernels <= before + 2 * num_units * passes  # zeroing norms and biases, adding the shard
 
 
-@pytest.mark.parametrize("name", ["3B", "7B, frozen ViT"])
-@pytest.mark.parametrize("more", [(), OVERLAPPED], ids=str)
+@pytest.mark.parametrize(("name", "more"), [("3B", OVERLAPPED), ("7B, frozen ViT", ())], ids=str)
 def test_the_memory_of_weights_in_shards_is_that_of_the_dry_run(traced, name: str, more: tuple[str, ...]) -> None:
     """States exactly, but for norms and biases, which are also kept whole; the formula measured 1.5 to 2.9% above the
     peak."""
@@ -113,20 +112,3 @@ def test_weights_in_shards(traced, more: tuple[str, ...]) -> None:
     assert step.collective_bytes["_allgather_base_"] == gathered
     assert step.collectives["_reduce_scatter_base_"] == before.collectives["_reduce_scatter_base_"]
     assert step.host_reads == before.host_reads
-
-
-@pytest.mark.parametrize("name", ["3B", "7B, frozen ViT"])
-def test_the_plan_counts_the_gathers_of_weights_in_shards(traced, name: str) -> None:
-    case, run = sharded(SHARDED[name], strategy=WEIGHT_SHARDS)
-    step, sizes = traced(case), gathered_params(run)
-    assert step.collectives["_allgather_base_"] == case.num_microbatches * len(sizes)
-    assert step.collective_bytes["_allgather_base_"] == pytest.approx(case.num_microbatches * 2 * sum(sizes), rel=1e-4)
-
-
-def test_7b_fits_on_eight_devices_of_64_gb_and_on_one_of_141(traced) -> None:
-    """Everything trained, 2,756 tokens in a microbatch.  Measured: 55 and 100 GB, where the states alone take 149 GB
-    with neither; and 41 GB on eight devices with weights in shards."""
-    one = traced(Case("7b", 4, flags=(*NO_COPIES, *ROUNDED_MOMENTS, "--grad-reduce-in-bf16")))
-    eight = traced(Case("7b", 4, dp_size=8, flags=SHARDS))
-    least = traced(Case("7b", 4, dp_size=8, flags=WEIGHT_SHARDS))
-    assert least.peak_bytes < 48e9 and eight.peak_bytes < 64e9 and one.peak_bytes < 141e9

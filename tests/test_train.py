@@ -191,22 +191,6 @@ def test_a_damaged_checkpoint_is_refused_with_the_command_that_uses_the_older_on
     assert weights.read_bytes() != content, "the damaged checkpoint has been replaced"
 
 
-def test_new_data_begin_at_their_first_sample(inputs: Path) -> None:
-    """Runs after the test above: from iteration 3, with the file that has no bad samples.
-
-    Iteration and learning rate go on; the data are those of the first iterations, and the next run goes on in them.
-    """
-    new = ("--allow-new-data", "--load")
-    said = run(inputs, "new", 1, *new, str(inputs / "halves" / "save"), "--exit-interval", "4")
-    assert "note: --allow-new-data: " in said and "samples.json with 10 samples is new" in said
-    run(inputs, "new", 1, *new, str(inputs / "new" / "save"), "--exit-interval", "5")
-    whole, found = metrics(inputs, "whole"), metrics(inputs, "new")
-    for key in ("iteration", "lr", "consumed_samples"):
-        assert [row[key] for row in found] == [row[key] for row in whole[3:5]], key
-    for key in ("num_tokens", "num_patches"):
-        assert [row[key] for row in found] == [row[key] for row in whole[:2]] != [row[key] for row in whole[3:5]], key
-
-
 def test_another_seed_and_another_schedule_are_refused_or_chosen(inputs: Path) -> None:
     """Runs after the tests above: from iteration 3 of 6 with 4 samples each."""
     load = ("--load", str(inputs / "halves" / "save"), *skipping_bad_samples(inputs), "--global-batch-size", "2")

@@ -13,12 +13,15 @@ from pydantic.dataclasses import dataclass
 
 from mm.config.foreign import DATA_KEYS
 from mm.config.schema import (
+    LOCAL,
     STRICT,
     Count,
     Fraction,
     Key,
     NaturalNumber,
     OrDefault,
+    PathOrNone,
+    PathText,
     Positive,
     ReadSettings,
     read_settings,
@@ -78,23 +81,23 @@ class Attributes:
 class DataConfig:
     """The settings of ``--mm-data`` that have an effect."""
 
-    model_name_or_path: Annotated[str, Key(_PREPROCESS + "model_name_or_path")]
+    model_name_or_path: Annotated[PathText, Key(_PREPROCESS + "model_name_or_path")]
     """Hugging Face directory that holds tokenizer, chat template and preprocessor config."""
-    dataset: Annotated[Paths, Key(_BASIC + "dataset")]
+    dataset: Annotated[Paths, LOCAL, Key(_BASIC + "dataset")]
     """JSON, JSONL or Parquet files, or names of ``dataset_info``, read in this order; ``%50`` after one takes half."""
-    dataset_dir: Annotated[str, Key(_BASIC + "dataset_dir")] = "data"
+    dataset_dir: Annotated[PathText, Key(_BASIC + "dataset_dir")] = "data"
     """Media must be below it, and their relative paths start here."""
-    media_roots: Annotated[Paths | None, _PATHS_OR_NULL, Key(_BASIC + "media_roots")] = None
+    media_roots: Annotated[Paths | None, LOCAL, _PATHS_OR_NULL, Key(_BASIC + "media_roots")] = None
     """More folders below which media may be."""
-    dataset_info: Annotated[str | None, Key(_BASIC + "dataset_info")] = None
+    dataset_info: Annotated[PathOrNone, Key(_BASIC + "dataset_info")] = None
     """LLaMA-Factory's file of datasets by name; None: ``dataset_info.json`` in ``dataset_dir``, if there is one."""
-    cache_dir: Annotated[str | None, Key(_BASIC + "cache_dir")] = None
+    cache_dir: Annotated[PathOrNone, Key(_BASIC + "cache_dir")] = None
     """Folder of the index of the samples; None: ``.mm-index`` in ``dataset_dir``."""
-    overwrite_cache: Annotated[bool, Key(_BASIC + "overwrite_cache")] = False
+    overwrite_cache: Annotated[bool, LOCAL, Key(_BASIC + "overwrite_cache")] = False
     """Rebuild the index at each start."""
-    preprocessing_num_workers: Annotated[Count | None, Key(_BASIC + "preprocessing_num_workers")] = None
+    preprocessing_num_workers: Annotated[Count | None, LOCAL, Key(_BASIC + "preprocessing_num_workers")] = None
     """Processes that build the index; None: one for each processor."""
-    val_dataset: Annotated[Paths | None, _PATHS_OR_NULL, Key(_BASIC + "val_dataset")] = None
+    val_dataset: Annotated[Paths | None, LOCAL, _PATHS_OR_NULL, Key(_BASIC + "val_dataset")] = None
     """Like ``dataset``, for validation."""
     val_rate: Annotated[Fraction | None, Key(_BASIC + "val_rate")] = None
     """Share of the samples that is drawn for validation, by ``--seed``; ``val_dataset`` takes precedence."""
@@ -140,7 +143,7 @@ class DataConfig:
     """Has no effect with the SequentialSampler; code reads ``is_shuffled`` instead."""
     priority_mode: Annotated[PriorityMode, OrDefault, Key("dataloader_param.priority_mode")] = "data_bucketing_img"
     """Setting of the BucketBatchSampler."""
-    prefetch_factor: Annotated[Count, OrDefault, Key("dataloader_param.prefetch_factor")] = 2
+    prefetch_factor: Annotated[Count, OrDefault, LOCAL, Key("dataloader_param.prefetch_factor")] = 2
     sampler_type: Annotated[SamplerType, Key("dataloader_param.sampler_type")] = "stateful_distributed_sampler"
 
     @property

@@ -7,19 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass as plain_dataclass
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Annotated, cast
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from mm.config.command_line import CommandLine
 from mm.config.data import DataConfig
-from mm.config.flag_groups import EVALUATE_FIRST, EVALUATE_GROUPS
 from mm.config.flags import Arguments, BenchmarkName, Rule
 from mm.config.generate import Asking, ModelArguments, other_flags, read_asking
 from mm.config.inference import GenerationSettings, InferenceConfig, read_model_and_more
 from mm.config.outputs import ANSWERS_FOLDER
-from mm.config.schema import STRICT, Count, ReadSettings
+from mm.config.schema import FIRST, STRICT, Count, Excludes, Group, ReadSettings
 from mm.errors import nearest, refuse
 from mm.families.known import TITLES
 
@@ -41,13 +40,15 @@ _BENCHMARK_TOKENS = 2048
 class EvaluateArguments(ModelArguments):
     """Everything on the command line."""
 
-    questions: str | None = Field(None, description=(
+    questions: Annotated[str | None, FIRST, Group("Results")] = Field(None, description=(
         "OpenCompass's TSV file of --benchmark, or with --rule your own JSON, JSONL or Parquet file"))
-    benchmark: BenchmarkName | None = Field(None, description="benchmark that the questions are from")
-    rule: Rule | None = Field(None, description="scoring rule for your own questions")
-    output: str | None = Field(None, description=(
+    benchmark: Annotated[BenchmarkName | None, FIRST] = Field(None, description="benchmark that the questions are from")
+    rule: Annotated[Rule | None, FIRST, Excludes("benchmark")] = Field(
+        None, description="scoring rule for your own questions")
+    output: Annotated[str | None, FIRST] = Field(None, description=(
         "directory of predictions, scores and report; an interrupted evaluation there is resumed"))
-    max_questions: Count | None = Field(None, description="number of questions to ask, from the start; absent = all")
+    max_questions: Annotated[Count | None, FIRST] = Field(
+        None, description="number of questions to ask, from the start; absent = all")
     use_custom_prompt: bool = Field(False, description=(
         f"use VLMEvalKit's prompts for Qwen2-VL, as MindSpeed-MM does, instead of its default prompts, with which "
         f"{TITLES} is evaluated"))
@@ -56,9 +57,8 @@ class EvaluateArguments(ModelArguments):
 
 
 EVALUATE = CommandLine(
-    "mm.evaluate", f"Score {TITLES} on a benchmark or on your own questions.",
-    "--load DIR --questions FILE --benchmark NAME | --rule NAME  --output DIR  [flags]", EvaluateArguments,
-    other_flags(EvaluateArguments), EVALUATE_GROUPS, EVALUATE_FIRST)
+    "mm-evaluate", f"Score {TITLES} on a benchmark or on your own questions.", EvaluateArguments,
+    "--load DIR --questions FILE --benchmark NAME | --rule NAME  --output DIR  [flags]", other_flags(EvaluateArguments))
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -150,9 +150,7 @@ def _problems(
     args: EvaluateArguments, benchmark: str | None, is_named: bool, questions: str | None, output: str | None,
     name: str | None,
 ) -> Iterator[str]:
-    if args.benchmark and args.rule:
-        yield "--benchmark and --rule are both given; a benchmark has its own rule, so keep one"
-    elif not benchmark and not args.rule and not is_named:
+    if not benchmark and not args.rule and not is_named:
         yield "--benchmark or --rule is missing: name the benchmark of the questions, or the scoring rule for your own"
     if name and (len(os.fsencode(name)) > _LONGEST_NAME_BYTES or Path(name).name != name or not name.isprintable()):
         where = "--evaluation-model" if args.evaluation_model is not None else f"{args.mm_model}: evaluation_model"

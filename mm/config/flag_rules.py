@@ -1,52 +1,40 @@
-"""Rules between flags of a training, as problems for the user; those of single flags are in ``mm.config.flags``."""
+"""Rules and notes on the flags of a training and its model JSON that no single field of ``Arguments`` carries."""
 
 from collections.abc import Iterator
 
-from mm.config.activations import recompute_problems
-from mm.config.command_line import Words
+from mm.config.activations import offload_notes, recompute_notes, recompute_problems
+from mm.config.command_line import flag_name, rule_notes, rule_problems
 from mm.config.flags import Arguments
 from mm.config.lora import pattern_problems
+from mm.config.model import ModelConfig
+from mm.config.notes import NoEffect
 from mm.config.phases import phase_problems
+from mm.config.schema import changed
+
+RATE_KEYS = {"vision": "image_encoder.vision_encoder.vision", "projector": "image_encoder.vision_projector.projector",
+              "language": "text_decoder.language"}
+"""Part -> prefix of the keys of its rates in the model JSON."""
+RATE_FLAGS = {"vision": "vision_tower_lr", "projector": "mm_projector_lr"}
+"""Part -> the flag for its learning rate."""
+ACTIVATION_FLAGS = {
+    "recompute": ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
+    "offload": ("cpu_offload_activations", "cpu_offloading_num_layers"),
+}
+"""Setting of a tower -> the flags that give it where the model JSON does not."""
+_DYNAMIC_SCALE_FLAGS = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
 
 def flag_problems(args: Arguments) -> Iterator[str]:
     """Rules between flags."""
-    if args.bf16 and args.fp16:
-        yield "--bf16 and --fp16 are both given; keep one"
-    if args.overlap_p2p_communication and args.no_overlap_p2p_communication:
-        yield "--overlap-p2p-communication and --no-overlap-p2p-communication are both given; keep one"
-    if args.grad_reduce_in_bf16 and not args.bf16:
-        yield (f"--grad-reduce-in-bf16 needs --bf16, but the run is in {args.precision}: gradients are fp32, or of the "
-               f"weights' dtype; add --bf16, or remove the flag")
-    copies = {"--main-params-dtype bf16": args.main_params_dtype == "bf16",
-              "--store-param-remainders": args.store_param_remainders}  # fmt: skip
-    for flag, is_given in copies.items():
-        if is_given and not args.bf16:
-            yield (f"{flag} needs --bf16, but the run is in {args.precision}: it replaces the fp32 copies of bf16 "
-                   f"weights; add --bf16, or remove the flag")
-    if all(copies.values()):
-        yield (f"{' and '.join(copies)} are both given; keep the second for exact updates, or the first to save 2 more "
-               f"bytes per trained weight")
-    if args.optimizer_offload_fraction != 1.0 and not args.optimizer_cpu_offload:
-        yield (f"--optimizer-offload-fraction is {args.optimizer_offload_fraction:g}, but --optimizer-cpu-offload is "
-               f"missing; add it, or remove the fraction")
-    losses = [f"--calculate-per-{unit}-loss" for unit in ("token", "sample", "microbatch")
-              if getattr(args, f"calculate_per_{unit}_loss")]
-    if len(losses) > 1:
-        yield f"{' and '.join(losses)} are all given; keep one"
-    if args.overlap_param_gather and not (args.splits_optimizer and args.overlap_grad_reduce):
-        yield ("--overlap-param-gather needs --overlap-grad-reduce and split optimizer state: "
-               "--use-distributed-optimizer, or --data-parallel-sharding-strategy optim, optim_grads or "
-               "optim_grads_params")
+    yield from rule_problems(args)
+    if not args.train_iters and args.num_train_epochs is None:
+        yield "--train-iters is missing: total number of optimizer steps; or give --num-train-epochs"
+    if args.overlap_param_gather and not args.splits_optimizer:
+        yield ("--overlap-param-gather needs split optimizer state: --use-distributed-optimizer, or "
+               "--data-parallel-sharding-strategy optim, optim_grads or optim_grads_params")
     if args.use_distributed_optimizer and not args.splits_optimizer:
-        yield ("--use-distributed-optimizer and --data-parallel-sharding-strategy no_shard contradict each other: the "
-               "first splits optimizer state over the data-parallel ranks; remove it, or write optim for no_shard")
-    for flag, value in (("--keep-last-checkpoints", args.keep_last_checkpoints),
-                        ("--save-retain-interval", args.save_retain_interval)):
-        if args.save is None and value is not None:
-            yield f"{flag} is {value}, but --save is missing"
-    if args.save_on_each_node and args.save is None:
-        yield "--save-on-each-node is given, but --save is missing"
+        yield ("--use-distributed-optimizer and --data-parallel-sharding-strategy no_shard contradict each other; "
+               "remove the first, or write optim for no_shard")
     if args.save_retain_interval is not None and args.save_retain_interval % (args.save_interval or 1):
         yield (f"--save-retain-interval is {args.save_retain_interval}; expected a multiple of --save-interval = "
                f"{args.save_interval}, because no other iterations are saved at intervals")
@@ -54,12 +42,8 @@ def flag_problems(args: Arguments) -> Iterator[str]:
     yield from recompute_problems(args.recompute, "--recompute-", "--recompute-num-layers")
     yield from pattern_problems("--lora-rank-pattern", args.lora_rank_pattern, whole=True)
     yield from pattern_problems("--lora-alpha-pattern", args.lora_alpha_pattern, whole=False)
-    if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
-        yield "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler are both given; keep one"
     if args.min_lr > args.lr:
         yield f"--min-lr is {args.min_lr:g}, above --lr = {args.lr:g}"
-    if args.lr_warmup_fraction is not None and args.lr_warmup_iters:
-        yield "--lr-warmup-fraction and --lr-warmup-iters are both given; keep one"
     if args.profile and args.profile_step_start >= args.profile_step_end:
         yield (f"--profile-step-start is {args.profile_step_start}; expected less than --profile-step-end = "
                f"{args.profile_step_end}, before which the profiler stops")
@@ -72,18 +56,77 @@ def step_problems(args: Arguments) -> Iterator[str]:
     if args.lr_warmup_iters >= (decay_iters := args.lr_decay_iters or args.train_iters):
         yield (f"--lr-warmup-iters is {args.lr_warmup_iters}; expected fewer than the {decay_iters} decay steps "
                f"({'--lr-decay-iters' if args.lr_decay_iters else '--train-iters'})")
-    if args.profile_pipeline is not None and args.profile_pipeline > args.train_iters:
-        yield (f"--profile-pipeline is {args.profile_pipeline}, but the last iteration is --train-iters = "
-               f"{args.train_iters}; give one from 1 to {args.train_iters}")
-    if args.profile and args.profile_step_start > args.train_iters:
-        yield (f"--profile-step-start is {args.profile_step_start}, but the last iteration is --train-iters = "
-               f"{args.train_iters}; give one from 1 to {args.train_iters}")
+    for name, needed in (("profile_pipeline", True), ("profile_step_start", args.profile)):
+        if needed and (getattr(args, name) or 0) > args.train_iters:
+            yield (f"{flag_name(name)} is {getattr(args, name)}, but the last iteration is --train-iters = "
+                   f"{args.train_iters}; give one from 1 to {args.train_iters}")
 
 
-def length_problems(words: Words) -> Iterator[str]:
-    """Problems if the length of the run is missing, or given twice."""
-    given = [flag for flag in ("--train-iters", "--num-train-epochs") if flag in words.given]
-    if len(given) > 1:
-        yield f"{' and '.join(given)} both give the length of the run; keep one"
-    if not given:
-        yield "--train-iters is missing: total number of optimizer steps; or give --num-train-epochs"
+def flag_notes(args: Arguments) -> Iterator[str]:
+    """Settings that have no effect, and important settings that are absent."""
+    if (args.load, args.load_base_model, args.pretrained_checkpoint) == (None, None, None):
+        yield "--load is absent: training starts from random weights"
+    if args.save is None:
+        interval = f", despite --save-interval {args.save_interval}" if args.save_interval else ""
+        yield f"--save is absent: no checkpoint will be written{interval}"
+    yield from recompute_notes(args.recompute, "--recompute-", "--recompute-num-layers")
+    yield from offload_notes(args.offload, "--cpu-offload-activations", "--cpu-offloading-num-layers")
+    yield from rule_notes(args)
+    dynamic_flags = [flag_name(name) for name in _DYNAMIC_SCALE_FLAGS if name in changed(args)]
+    for names, reason, is_idle in (
+        (["--sequence-parallel"], "there is one tensor-parallel rank",
+         args.sequence_parallel and args.tensor_model_parallel_size == 1),
+        (["--pretrained-checkpoint"], f"--load is {args.load}, which is not the directory of --save",
+         args.pretrained_checkpoint is not None and not args.may_begin),
+        (["--accumulate-allreduce-grads-in-fp32"], "--grad-reduce-in-bf16 overrides it, as in Megatron-LM",
+         args.grad_reduce_in_bf16 and args.accumulate_allreduce_grads_in_fp32),
+        (dynamic_flags, "--loss-scale gives a fixed scale", dynamic_flags and args.fp16 and args.loss_scale),
+    ):
+        if is_idle:
+            yield NoEffect(names, reason)
+
+
+def frozen_notes(args: Arguments, model: ModelConfig) -> Iterator[str]:
+    """Settings of completely frozen parts, which have no effect; ``mm.weights.trained`` checks patterns."""
+    for part, key in RATE_KEYS.items():
+        settings, tower = getattr(model, part), key.rpartition(".")[0]
+        if not settings.freeze or model.trainable_modules or args.trainable_modules:
+            continue
+        keys = [f"{tower}.freeze_layers"] if getattr(settings, "freeze_layers", "") else []
+        keys += [f"{key}_{name}" for name in changed(settings.rates)]
+        if part == "vision":  # a frozen ViT keeps no activations
+            keys += [f"{tower}.recompute_{name}" for name in changed(settings.recompute)]
+            keys += [f"{tower}.cpu_offloading_{name}" for name in changed(settings.offload) if settings.offload.is_on]
+        if keys:
+            yield NoEffect(keys, "freeze is true for that part", args.mm_model)
+        flag = RATE_FLAGS.get(part)
+        if flag is not None and getattr(args, flag) is not None:
+            yield NoEffect([flag_name(flag)], "freeze is true in that part of the model JSON")
+
+
+def sums_lists(args: Arguments, model: ModelConfig) -> bool:
+    """Whether the pipeline lists of ``model`` do not count, as in MindSpeed-MM where FSDP2 is on one stage."""
+    return args.shards_weights and args.pipeline_model_parallel_size == 1 and model.num_stages * model.num_chunks > 1
+
+
+def overridden_notes(args: Arguments, model: ModelConfig) -> Iterator[str]:
+    """Pipeline lists that flags override, and flags about activations that ``model``, the JSON's content, overrides."""
+    if sums_lists(args, model):
+        yield (f"{args.mm_model}: the pipeline_num_layers lists have {model.num_stages} stages, but weights are in "
+               f"shards and --pipeline-model-parallel-size is 1: all layers are on one stage")
+    for setting, flags in ACTIVATION_FLAGS.items():
+        given = [flag_name(name) for name in flags if name in changed(args)]
+        if given and all(changed(getattr(tower, setting)) for tower in (model.vision, model.language)):
+            yield NoEffect(given, "the model JSON has such settings for both towers")
+
+
+def sharding_notes(args: Arguments, num_copies: int) -> Iterator[str]:
+    """Notes on what sharding cannot do.  ``num_copies``: ranks that hold the same weights."""
+    if num_copies == 1 and args.shards_gradients:
+        yield NoEffect(["--data-parallel-sharding-strategy"], "one rank holds each weight, so nothing is sharded")
+    elif args.shards_weights:
+        if args.save is not None:
+            yield ("with weights in shards no rank holds the whole model, so if a rank fails, the others save nothing; "
+                   "the run continues from its last checkpoint")
+        if args.check_weights_interval is not None and args.tensor_model_parallel_size == 1:
+            yield NoEffect(["--check-weights-interval"], "with weights in shards, no two ranks hold the same weights")

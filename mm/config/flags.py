@@ -13,27 +13,33 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from mm.config.activations import Granularity, Method, OffloadConfig, RecomputeConfig, RecomputeModules
-from mm.config.choices import DeviceName
+from mm.config.choices import DeviceName, HasPrecision
 from mm.config.command_line import CommandLine
-from mm.config.flag_groups import FIRST, GROUPS
 from mm.config.foreign import FLAGS
 from mm.config.lora import ALPHAS_TEXT, Alpha, LoraConfig, pattern_pairs
 from mm.config.outputs import is_same_directory
 from mm.config.schema import (
-    NUMBERS,
+    FIRST,
+    LOCAL,
     STRICT,
     Count,
+    Excludes,
     Fraction,
+    Group,
+    Idle,
     NaturalNumber,
+    Needs,
     NotNegative,
     Number,
+    Numbers,
+    PathOrNone,
+    PathText,
     Patterns,
     Positive,
     Seed,
 )
 from mm.families.known import TITLES
 
-Numbers = Annotated[tuple[NaturalNumber, ...], Field(title=NUMBERS)]
 LossUnit = Literal["token", "sample", "microbatch"]
 BenchmarkName = Literal["ai2d", "chartqa", "docvqa", "mmmu"]
 Rule = Literal["choice", "exact", "anls", "relaxed"]
@@ -50,34 +56,33 @@ DEFAULT_SEED = 1234
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Arguments:
+class Arguments(HasPrecision):
     """Everything on the command line.  Counts are per optimizer step unless named otherwise."""
 
-    # Files
-    mm_model: str = Field(description="model JSON")
-    mm_data: str = Field(description="data JSON")
-    load: str | None = Field(None, description="weights or checkpoint to start from; absent = random weights")
-    pretrained_checkpoint: str | None = Field(None, description=(
+    mm_model: Annotated[PathText, Group("Files")] = Field(description="model JSON")
+    mm_data: PathText = Field(description="data JSON")
+    load: Annotated[PathOrNone, FIRST] = Field(
+        None, description="weights or checkpoint to start from; absent = random weights")
+    pretrained_checkpoint: PathOrNone = Field(None, description=(
         "weights or checkpoint to start from if --load is absent, or is --save without a checkpoint yet; its optimizer "
         "and random states are not loaded"))
     vit_qkv_order: VitQkvOrder | None = Field(
         None, description="order of the ViT's qkv in --load of MindSpeed-MM; absent = from model_name_or_path")
-    save: str | None = Field(None, description="directory of the training checkpoints")
-    export_hf: str | None = Field(
+    save: Annotated[PathOrNone, FIRST] = Field(None, description="directory of the training checkpoints")
+    export_hf: Annotated[PathOrNone, FIRST] = Field(
         None, description="directory of the Hugging Face export at the end; for adapters, a PEFT directory")
-    export_merged_hf: str | None = Field(
+    export_merged_hf: PathOrNone = Field(
         None, description="directory of the Hugging Face export at the end, with the adapters merged")
-    log_dir: str = Field("logs", description="directory of the resolved configuration and the metrics")
-    tensorboard_dir: str | None = Field(None, description="directory of TensorBoard events")
+    log_dir: PathText = Field("logs", description="directory of the resolved configuration and the metrics")
+    tensorboard_dir: PathOrNone = Field(None, description="directory of TensorBoard events")
 
-    vision_feature_cache: str | None = Field(None, description=(
+    vision_feature_cache: PathOrNone = Field(None, description=(
         "directory that caches the outputs of a fully frozen ViT per image and video, for later epochs and runs"))
-    vision_feature_cache_gib: Positive | None = Field(
+    vision_feature_cache_gib: Annotated[Positive | None, LOCAL, Idle("vision_feature_cache")] = Field(
         None, description="largest size of that cache in GiB; absent = until the disk is full")
 
-    # Machines
-    device: DeviceName = Field("auto", description="what to run on")
-    world_size: Count | None = Field(
+    device: Annotated[DeviceName, Group("Machines")] = Field("auto", description="what to run on")
+    world_size: Annotated[Count | None, LOCAL] = Field(
         None, description="ranks for --dry-run and --check; a launcher sets WORLD_SIZE instead")
     tensor_model_parallel_size: Count = Field(1, description="tensor-parallel ranks")
     pipeline_model_parallel_size: Count | None = Field(
@@ -98,28 +103,28 @@ class Arguments:
         "0 = no limit"))
     overlap_p2p_communication: bool = Field(False, description=(
         "receive the next message between stages during computation; the default on NPU and CPU"))
-    no_overlap_p2p_communication: bool = Field(False, description=(
+    no_overlap_p2p_communication: Annotated[bool, Excludes("overlap_p2p_communication")] = Field(False, description=(
         "receive a message between stages only when it is needed; the default on CUDA, where a pending message takes "
         "processors away from the computation"))
 
-    # Batches and steps
-    micro_batch_size: Count = Field(description="samples per microbatch")
-    global_batch_size: Count | None = Field(
+    micro_batch_size: Annotated[Count, Group("Batches and steps")] = Field(description="samples per microbatch")
+    global_batch_size: Annotated[Count | None, FIRST] = Field(
         None, description="samples per step over all ranks; absent = micro batch size x data-parallel size")
     seq_length: Count = Field(description="longest sample in tokens")
-    train_iters: Count = Field(0, description=(
+    train_iters: Annotated[Count, FIRST] = Field(0, description=(
         "total number of optimizer steps; 0 = determined by --num-train-epochs"))
-    num_train_epochs: Positive | None = Field(None, description=(
+    num_train_epochs: Annotated[Positive | None, Excludes("train_iters")] = Field(None, description=(
         "passes over the training samples, such as 3 or 0.5, instead of --train-iters; the last step is a full batch"))
     exit_interval: Count | None = Field(None, description="stop after a step that is a multiple of this")
     exit_duration_in_mins: Positive | None = Field(None, description=(
         "save and stop after the first step that ends this many minutes after the start, with exit status 0"))
     seed: Seed = Field(DEFAULT_SEED, description="seed of weights and shuffling")
     deterministic_mode: bool = Field(False, description="bitwise reproducible on accelerators too; slower")
-    num_workers: NaturalNumber = Field(2, description="data worker processes per model replica")
+    num_workers: Annotated[NaturalNumber, LOCAL] = Field(2, description="data worker processes per model replica")
     bad_sample: Literal["error", "skip"] = Field(
         "error", description="stop at a sample that cannot be used, or leave it out and list it in --log-dir")
-    max_bad_fraction: Fraction = Field(0.1, description="fraction of samples that may be left out before the run stops")
+    max_bad_fraction: Annotated[Fraction, Idle("bad_sample", "skip")] = Field(
+        0.1, description="fraction of samples that may be left out before the run stops")
     check_weights_interval: Count | None = Field(None, description=(
         "steps between comparisons of the weights that several ranks hold, which also precede each save; absent = "
         "never"))
@@ -130,31 +135,35 @@ class Arguments:
         "a loss or gradient norm above this many times its median over the latest 100 steps is a spike, which is "
         "recorded with the step's samples"))
     calculate_per_token_loss: bool = Field(False, description="mean over the target tokens of a global batch (default)")
-    calculate_per_sample_loss: bool = Field(False, description="mean over the samples of each sample's mean")
-    calculate_per_microbatch_loss: bool = Field(
+    calculate_per_sample_loss: Annotated[bool, Excludes("calculate_per_token_loss")] = Field(
+        False, description="mean over the samples of each sample's mean")
+    calculate_per_microbatch_loss: Annotated[
+        bool, Excludes("calculate_per_token_loss"), Excludes("calculate_per_sample_loss")] = Field(
         False, description="mean over microbatches of each microbatch's mean: MindSpeed-MM's default")
 
-    # Validation: of val_dataset or val_rate in the data JSON
-    eval_interval: Count = Field(1000, description="steps between validations; the last step is always validated")
+    eval_interval: Annotated[Count, Group("Validation: of val_dataset or val_rate in the data JSON")] = Field(
+        1000, description="steps between validations; the last step is always validated")
     eval_iters: NaturalNumber | None = Field(
         None, description="maximum global batches per validation; absent = every sample once; 0 = no validation")
-    save_best: bool = Field(
+    save_best: Annotated[bool, Needs("save")] = Field(
         False, description="keep the checkpoint with the lowest validation loss, in the folder best of --save")
     early_stopping_patience: Count | None = Field(
         None, description="stop after this many validations in a row without a new lowest loss; absent = never")
-    eval_generate_interval: Count | None = Field(None, description=(
+    eval_generate_interval: Annotated[Count | None, Needs("eval_generate_questions")] = Field(None, description=(
         "steps between scorings of the model's answers; the last step is always scored; absent = no scoring"))
-    eval_generate_questions: str | None = Field(None, description=(
+    eval_generate_questions: Annotated[PathOrNone, Needs("eval_generate_interval")] = Field(None, description=(
         "questions to answer: OpenCompass's TSV file of a benchmark, or your own JSON, JSONL or Parquet file"))
-    eval_generate_rule: Rule | None = Field(None, description="scoring rule for your own questions")
-    eval_generate_benchmark: BenchmarkName | None = Field(None, description="benchmark that the questions are from")
-    eval_generate_max_questions: Count | None = Field(
+    eval_generate_rule: Annotated[Rule | None, Needs("eval_generate_interval")] = Field(
+        None, description="scoring rule for your own questions")
+    eval_generate_benchmark: Annotated[
+        BenchmarkName | None, Needs("eval_generate_interval"), Excludes("eval_generate_rule")] = Field(
+        None, description="benchmark that the questions are from")
+    eval_generate_max_questions: Annotated[Count | None, Needs("eval_generate_interval")] = Field(
         None, description="ask only this many, from the start of the file; absent = all")
-    eval_generate_max_new_tokens: Count | None = Field(
+    eval_generate_max_new_tokens: Annotated[Count | None, Needs("eval_generate_interval")] = Field(
         None, description="maximum tokens of an answer; absent = as in mm.evaluate")
 
-    # What is trained
-    freeze_modules: Patterns = Field((), description=(
+    freeze_modules: Annotated[Patterns, Group("What is trained")] = Field((), description=(
         "words; weights whose names contain one of them are not trained, as if their part were frozen"))
     trainable_modules: Patterns = Field((), description=(
         "words; weights whose names contain one of them are trained even if other settings freeze them"))
@@ -168,27 +177,28 @@ class Arguments:
     lora_use_rslora: bool = Field(False, description="scale adapters by alpha / square root of the rank")
     lora_rank_pattern: Patterns = Field((), description="different ranks for some adapters, such as q_proj=4")
     lora_alpha_pattern: Patterns = Field((), description="different alphas for some adapters, such as q_proj=8")
-    load_base_model: str | None = Field(None, description=(
+    load_base_model: PathOrNone = Field(None, description=(
         "base model of the adapters in --load; also what a run without --pretrained-checkpoint starts from if its "
         "--load is its --save and holds no checkpoint yet; absent = model_name_or_path"))
 
-    # Optimizer (Adam)
-    lr: NotNegative = Field(description="highest learning rate")
+    lr: Annotated[NotNegative, Group("Optimizer (Adam)")] = Field(description="highest learning rate")
     min_lr: NotNegative = Field(0.0, description="lowest learning rate")
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = Field(
         "linear", description="shape of the decay")
     lr_decay_iters: Count | None = Field(None, description="step that reaches the lowest rate; absent = --train-iters")
     lr_warmup_iters: NaturalNumber = Field(0, description="steps of linear warm-up")
-    lr_warmup_fraction: Fraction | None = Field(None, description="warm-up as a fraction of the decay steps")
+    lr_warmup_fraction: Annotated[Fraction | None, Excludes("lr_warmup_iters")] = Field(
+        None, description="warm-up as a fraction of the decay steps")
     lr_warmup_init: NotNegative = Field(0.0, description="learning rate at the start of the warm-up")
     weight_decay: NotNegative = Field(0.01, description="decoupled weight decay")
     adam_beta1: Fraction = Field(0.9, description="decay of the first moment")
     adam_beta2: Fraction = Field(0.999, description="decay of the second moment")
     vision_tower_lr: Positive | None = Field(None, description="highest learning rate of the ViT; absent = --lr")
     mm_projector_lr: Positive | None = Field(None, description="highest learning rate of the projector; absent = --lr")
-    lr_scale_modules: Patterns = Field((), description=(
+    lr_scale_modules: Annotated[Patterns, Idle("lr_mult")] = Field((), description=(
         "words; weights whose names contain one of them have their learning rate multiplied by --lr-mult"))
-    lr_mult: Positive = Field(1.0, description="factor on the learning rates of the weights in --lr-scale-modules")
+    lr_mult: Annotated[Positive, Idle("lr_scale_modules")] = Field(
+        1.0, description="factor on the learning rates of the weights in --lr-scale-modules")
     weight_decay_exclude_modules: Patterns = Field((), description=(
         "words; weights whose names contain one of them have no weight decay; norms and biases never have any"))
     adam_eps: Positive = Field(1e-8, description="added to the denominator")
@@ -201,33 +211,36 @@ class Arguments:
         "fp32", description="dtype of Adam's first moment between steps; bf16 halves its memory")
     exp_avg_sq_dtype: Literal["fp32", "bf16"] = Field("fp32", description=(
         "dtype of Adam's second moment between steps; bf16 halves its memory, with stochastic rounding"))
-    main_params_dtype: Literal["fp32", "bf16"] = Field("fp32", description=(
+    main_params_dtype: Annotated[Literal["fp32", "bf16"], Needs("bf16")] = Field("fp32", description=(
         "dtype of the weights that Adam updates; bf16: the bf16 weights themselves, with stochastic rounding, without "
         "fp32 copies"))
-    store_param_remainders: bool = Field(False, description=(
+    store_param_remainders: Annotated[bool, Needs("bf16"), Excludes("main_params_dtype")] = Field(False, description=(
         "keep beside each bf16 weight the 16 bits that it lacks, not an fp32 copy: the same updates, half the memory"))
     optimizer_cpu_offload: bool = Field(False, description=(
         "keep optimizer states in host memory; they pass through the device in each update, to the same numbers"))
-    optimizer_offload_fraction: Annotated[NotNegative, Le(1)] = Field(
+    optimizer_offload_fraction: Annotated[NotNegative, Le(1), Needs("optimizer_cpu_offload")] = Field(
         1.0, description="share of the optimizer states that --optimizer-cpu-offload keeps in host memory")
     accumulate_allreduce_grads_in_fp32: bool = Field(
         False, description="sum and reduce gradients in fp32 (default); --grad-reduce-in-bf16 switches it off")
-    grad_reduce_in_bf16: bool = Field(
+    grad_reduce_in_bf16: Annotated[bool, Needs("bf16")] = Field(
         False, description="sum gradients in bf16 over microbatches and ranks: half the memory and half the traffic")
     overlap_grad_reduce: bool = Field(False, description="reduce gradients during the backward pass")
-    overlap_param_gather: bool = Field(False, description="gather parameters during the forward pass")
+    overlap_param_gather: Annotated[bool, Needs("overlap_grad_reduce")] = Field(
+        False, description="gather parameters during the forward pass")
 
-    # Precision
-    bf16: bool = Field(False, description="compute in bfloat16; neither --bf16 nor --fp16 = fp32")
-    fp16: bool = Field(False, description="compute in float16 with loss scaling")
-    loss_scale: NotNegative | None = Field(None, description="fixed loss scale; absent = dynamic")
-    initial_loss_scale: Annotated[Number, Ge(1)] = Field(float(2**32), description="first dynamic loss scale")
-    min_loss_scale: NotNegative = Field(1.0, description="lowest dynamic loss scale")
-    loss_scale_window: Count = Field(1000, description="steps without overflow before the scale is doubled")
-    hysteresis: Count = Field(2, description="overflows before the scale is halved")
+    bf16: Annotated[bool, Group("Precision")] = Field(
+        False, description="compute in bfloat16; neither --bf16 nor --fp16 = fp32")
+    fp16: Annotated[bool, Excludes("bf16")] = Field(False, description="compute in float16 with loss scaling")
+    loss_scale: Annotated[NotNegative | None, Idle("fp16")] = Field(
+        None, description="fixed loss scale; absent = dynamic")
+    initial_loss_scale: Annotated[Number, Ge(1), Idle("fp16")] = Field(
+        float(2**32), description="first dynamic loss scale")
+    min_loss_scale: Annotated[NotNegative, Idle("fp16")] = Field(1.0, description="lowest dynamic loss scale")
+    loss_scale_window: Annotated[Count, Idle("fp16")] = Field(
+        1000, description="steps without overflow before the scale is doubled")
+    hysteresis: Annotated[Count, Idle("fp16")] = Field(2, description="overflows before the scale is halved")
 
-    # Memory
-    recompute_granularity: Granularity | None = Field(None, description=(
+    recompute_granularity: Annotated[Granularity | None, Group("Memory")] = Field(None, description=(
         "recompute in towers without it in the JSON: whole layers (full), or modules of each (selective)"))
     recompute_method: Method | None = Field(None, description="which layers of a stage to recompute")
     recompute_num_layers: Count | None = Field(None, description=(
@@ -241,64 +254,62 @@ class Arguments:
         "offload activations of this many layers, the first of each stage or chunk; alone it switches offload on; "
         "absent = all with --cpu-offload-activations, else none"))
 
-    # Checkpoints
-    finetune: bool = Field(False, description="load weights only and start at step 0")
+    finetune: Annotated[bool, LOCAL, Group("Checkpoints")] = Field(
+        False, description="load weights only and start at step 0")
     allow_new_data: bool = Field(False, description=(
         "continue with data that differ from the checkpoint's, from the first sample; no effect on unchanged data"))
-    no_load_optim: bool = Field(False, description=(
+    no_load_optim: Annotated[bool, LOCAL] = Field(False, description=(
         "do not load optimizer state; the learning rate schedule restarts"))
     use_checkpoint_opt_param_scheduler: bool = Field(False, description=(
         "on resume, keep the checkpoint's learning rates, weight decay and schedule"))
-    override_opt_param_scheduler: bool = Field(False, description=(
-        "on resume, use the command line's learning rates, weight decay and schedule"))
-    no_load_rng: bool = Field(False, description="do not load random states")
+    override_opt_param_scheduler: Annotated[bool, Excludes("use_checkpoint_opt_param_scheduler")] = Field(
+        False, description=(
+            "on resume, use the command line's learning rates, weight decay and schedule"))
+    no_load_rng: Annotated[bool, LOCAL] = Field(False, description="do not load random states")
     no_save_optim: bool = Field(False, description="do not save optimizer state")
     no_save_rng: bool = Field(False, description="do not save random states")
     allow_used_save: bool = Field(False, description=(
         "save even if another run has saved there: replaces its checkpoints of the same iterations, deletes none"))
     save_interval: Count | None = Field(None, description="steps between checkpoints; absent = only at the end")
-    keep_last_checkpoints: Count | None = Field(None, description=(
+    keep_last_checkpoints: Annotated[Count | None, Needs("save")] = Field(None, description=(
         "number of newest checkpoints to keep; absent = all, or 1 with --save-retain-interval"))
-    save_retain_interval: Count | None = Field(None, description=(
+    save_retain_interval: Annotated[Count | None, Needs("save")] = Field(None, description=(
         "checkpoints of iterations that are its multiples are never deleted"))
-    save_on_each_node: bool = Field(False, description=(
+    save_on_each_node: Annotated[bool, Needs("save")] = Field(False, description=(
         "--save is on each node's own disk: save there what its ranks need to resume; no effect on a shared directory"))
     async_save: bool = Field(False, description=(
         "write checkpoints in the background, from a copy in host memory, while training continues"))
 
-    # Reports
-    log_interval: Count = Field(100, description="steps between log lines")
-    wandb_project: str | None = Field(None, description="project of Weights & Biases; absent = not used")
-    wandb_exp_name: str | None = Field(None, description="name of the run in Weights & Biases; absent = generated")
-    wandb_save_dir: str | None = Field(None, description="directory of wandb's files; absent = --log-dir")
-    swanlab_project: str | None = Field(None, description="project of SwanLab; absent = not used")
-    swanlab_exp_name: str | None = Field(None, description="name of the run in SwanLab; absent = generated")
-    swanlab_save_dir: str | None = Field(None, description="directory of SwanLab's files; absent = in --log-dir")
+    log_interval: Annotated[Count, Group("Reports")] = Field(100, description="steps between log lines")
+    wandb_project: PathOrNone = Field(None, description="project of Weights & Biases; absent = not used")
+    wandb_exp_name: Annotated[PathOrNone, Idle("wandb_project")] = Field(
+        None, description="name of the run in Weights & Biases; absent = generated")
+    wandb_save_dir: Annotated[PathOrNone, Idle("wandb_project")] = Field(
+        None, description="directory of wandb's files; absent = --log-dir")
+    swanlab_project: PathOrNone = Field(None, description="project of SwanLab; absent = not used")
+    swanlab_exp_name: Annotated[PathOrNone, Idle("swanlab_project")] = Field(
+        None, description="name of the run in SwanLab; absent = generated")
+    swanlab_save_dir: Annotated[PathOrNone, Idle("swanlab_project")] = Field(
+        None, description="directory of SwanLab's files; absent = in --log-dir")
     log_tps: bool = Field(False, description="add tokens per sample to the log line")
     log_throughput: bool = Field(False, description="add model FLOP/s to the log line")
     log_timers: bool = Field(False, description=(
         "add a breakdown of the step time, maximum over the ranks; the host then waits for each step to end"))
-    slow_rank_share: Positive = Field(0.2, description=(
-        "note a rank that stays slower than the same stage of the other replicas by more than this share"
-    ))
     page: bool = Field(False, description=(
         "at the end, write a page of the run, run.html in --log-dir: curves, tables, timeline and answers"))
     profile_pipeline: Count | None = Field(
         None, description="iteration whose timeline is written to --log-dir, as an SVG file and a trace")
     profile: bool = Field(False, description="run the profiler of torch or torch_npu")
-    profile_step_start: Count = Field(10, description="first iteration that is profiled")
-    profile_step_end: Count = Field(12, description="iteration before which the profiler stops")
-    profile_ranks: Numbers = Field((0,), description="ranks that are profiled")
-    profile_save_path: str | None = Field(None, description="directory of the profiles; absent = profile in --log-dir")
+    profile_step_start: Annotated[Count, Idle("profile")] = Field(10, description="first iteration that is profiled")
+    profile_step_end: Annotated[Count, Idle("profile")] = Field(
+        12, description="iteration before which the profiler stops")
+    profile_ranks: Annotated[Numbers, Idle("profile")] = Field((0,), description="ranks that are profiled")
+    profile_save_path: Annotated[PathOrNone, Idle("profile")] = Field(
+        None, description="directory of the profiles; absent = profile in --log-dir")
     dry_run_patches: NaturalNumber | None = Field(
         None, description="patches per microbatch in the dry run's memory; absent = none, and as many as tokens allow")
     dry_run: bool = Field(False, description="check everything, print the contents of each stage, and exit")
     check: bool = Field(False, description="check everything including all files and samples, and exit")
-
-    @property
-    def precision(self) -> str:
-        """"fp32", "bf16" or "fp16"."""
-        return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
 
     @property
     def sharding(self) -> Sharding:
@@ -385,9 +396,9 @@ class Arguments:
 
 
 TRAIN = CommandLine(
-    "mm.train", f"Train {TITLES} with tensor, context, pipeline and data parallelism.",
+    "mm-train", f"Train {TITLES} with tensor, context, pipeline and data parallelism.", Arguments,
     "--mm-model JSON --mm-data JSON --micro-batch-size N --seq-length N (--train-iters N | --num-train-epochs X) "
-    "--lr X [flags]", Arguments, FLAGS, GROUPS, FIRST)
+    "--lr X [flags]", FLAGS)
 
 
 def parse(argv: Sequence[str]) -> Arguments:

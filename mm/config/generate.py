@@ -7,30 +7,42 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass as plain_dataclass
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from mm.config.choices import DeviceName
-from mm.config.command_line import CommandLine, flag_name
+from mm.config.choices import DeviceName, HasPrecision
+from mm.config.command_line import CommandLine, flag_name, rule_problems
 from mm.config.data import DataConfig, read_data
-from mm.config.flag_groups import GENERATE_FIRST, GENERATE_GROUPS
 from mm.config.flags import Arguments, VitQkvOrder
 from mm.config.foreign import FLAGS, Fixed, FlagRow, Inert, SameAs
 from mm.config.inference import GenerationSettings, InferenceConfig, read_inference, settings_problems
-from mm.config.schema import STRICT, Count, NaturalNumber, NotNegative, Patterns, Positive, ReadSettings, fields_of
+from mm.config.schema import (
+    FIRST,
+    STRICT,
+    Count,
+    Excludes,
+    Group,
+    NaturalNumber,
+    Needs,
+    NotNegative,
+    Patterns,
+    Positive,
+    ReadSettings,
+    fields_of,
+)
 from mm.environment import Launched, named_in_script, world_problems
 from mm.errors import UserError, collected, refuse
 from mm.families.known import TITLES
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class ModelArguments:
+class ModelArguments(HasPrecision):
     """Which model answers, where, and how."""
 
-    # The model
-    load: str = Field(description="weights: a Hugging Face directory, converted weights, or training checkpoints")
+    load: Annotated[str, Group("The model")] = Field(
+        description="weights: a Hugging Face directory, converted weights, or training checkpoints")
     mm_model: str | None = Field(
         None, description="model JSON, or MindSpeed-MM's inference JSON; absent = the model in --load")
     model_name_or_path: str | None = Field(None, description=(
@@ -41,29 +53,26 @@ class ModelArguments:
     vit_qkv_order: VitQkvOrder | None = Field(
         None, description="order of the ViT's qkv in --load of MindSpeed-MM; absent = from model_name_or_path")
 
-    # Machines
-    device: DeviceName = Field("auto", description="what to run on")
-    tensor_model_parallel_size: Count = Field(1, description="tensor-parallel ranks")
+    device: Annotated[DeviceName, Group("Machines")] = Field("auto", description="what to run on")
+    tensor_model_parallel_size: Annotated[Count, FIRST] = Field(1, description="tensor-parallel ranks")
     pipeline_model_parallel_size: Count | None = Field(None, description=(
         "pipeline stages; absent = those of the model JSON's lists if there are enough ranks, else 1"))
     distributed_timeout_minutes: Count = Field(10, description="time limit of one collective")
-    bf16: bool = Field(False, description="compute in bfloat16; neither --bf16 nor --fp16 = fp32")
-    fp16: bool = Field(False, description="compute in float16")
+    bf16: Annotated[bool, FIRST] = Field(False, description="compute in bfloat16; neither --bf16 nor --fp16 = fp32")
+    fp16: Annotated[bool, Excludes("bf16")] = Field(False, description="compute in float16")
 
-    # Files of questions
-    media_roots: Patterns = Field((), description=(
+    media_roots: Annotated[Patterns, Group("Files of questions")] = Field((), description=(
         "folders that may contain the images and videos of a questions file, besides the file's own folder"))
-    batch_size: Count = Field(8, description="questions of a file that are answered together")
+    batch_size: Annotated[Count, FIRST] = Field(8, description="questions of a file that are answered together")
 
-    # Images and videos
-    image_min_pixels: NaturalNumber | None = Field(None, description="minimum pixels of an image")
+    image_min_pixels: Annotated[NaturalNumber | None, Group("Images and videos")] = Field(
+        None, description="minimum pixels of an image")
     image_max_pixels: Count | None = Field(None, description="maximum pixels of an image; absent = the checkpoint's")
     video_max_pixels: Count | None = Field(None, description="maximum pixels of a frame")
     video_fps: Positive | None = Field(None, description="frames sampled per second of video")
     video_maxlen: Count | None = Field(None, description="maximum frames of a video")
 
-    # How tokens are chosen
-    max_new_tokens: Count | None = Field(
+    max_new_tokens: Annotated[Count | None, FIRST, Group("How tokens are chosen")] = Field(
         None, description="maximum tokens of an answer; absent = generation_config.json's, or 512")
     greedy: bool = Field(False, description="take the likeliest token, like --temperature 0")
     temperature: NotNegative | None = Field(
@@ -75,23 +84,22 @@ class ModelArguments:
     stop_tokens: Patterns = Field((), description="tokens or ids that end an answer, instead of the checkpoint's")
     seed: NaturalNumber = Field(1234, description="seed of sampling")
 
-    @property
-    def precision(self) -> str:
-        """"fp32", "bf16" or "fp16"."""
-        return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class GenerateArguments(ModelArguments):
     """Everything on the command line."""
 
-    prompt: str | None = Field(None, description="one question; <image> and <video> in it mark the places of media")
-    image: Patterns = Field((), description="images of the question, in order")
-    video: Patterns = Field((), description="videos of the question, in order")
+    prompt: Annotated[str | None, FIRST, Group("The question")] = Field(
+        None, description="one question; <image> and <video> in it mark the places of media")
+    image: Annotated[Patterns, FIRST] = Field((), description="images of the question, in order")
+    video: Annotated[Patterns, FIRST] = Field((), description="videos of the question, in order")
     system: str | None = Field(None, description="system message; absent = the chat template's own")
-    chat: bool = Field(False, description="chat in the terminal")
-    prompts: str | None = Field(None, description="JSON or JSONL file of prompts; answers go to --output")
-    output: str | None = Field(
+    chat: Annotated[bool, FIRST, Excludes("prompt")] = Field(False, description="chat in the terminal")
+    prompts: Annotated[
+        str | None, FIRST, Needs("output"), Excludes("prompt"), Excludes("chat"), Excludes("image"), Excludes("video"),
+    ] = Field(None, description="JSON or JSONL file of prompts; answers go to --output")
+    output: Annotated[str | None, FIRST, Needs("prompts")] = Field(
         None, description="JSONL file of answers; prompts already answered there are skipped")
 
 
@@ -115,9 +123,9 @@ def other_flags(cls: type[ModelArguments]) -> Mapping[str, FlagRow]:
 
 
 GENERATE = CommandLine(
-    "mm.generate", f"Generate answers with {TITLES}, using the trainer's forward pass, on any layout.",
-    "--load DIR --prompt TEXT [--image FILE ...] | --chat | --prompts FILE --output FILE  [flags]", GenerateArguments,
-    other_flags(GenerateArguments), GENERATE_GROUPS, GENERATE_FIRST)
+    "mm-generate", f"Generate answers with {TITLES}, using the trainer's forward pass, on any layout.",
+    GenerateArguments, "--load DIR --prompt TEXT [--image FILE ...] | --chat | --prompts FILE --output FILE  [flags]",
+    other_flags(GenerateArguments))
 
 Said = TypeVar("Said", bound=ModelArguments)
 
@@ -264,8 +272,7 @@ def read_asking(
 
 def _problems(args: ModelArguments, environment: Mapping[str, str]) -> Iterator[str]:
     """Rules between flags."""
-    if args.bf16 and args.fp16:
-        yield "--bf16 and --fp16 are both given; keep one"
+    yield from rule_problems(args)
     if args.greedy and args.temperature:
         yield f"--greedy and --temperature {args.temperature:g} are both given; keep one"
     yield from (f"--{problem.replace('_', '-', 1)}" for problem in settings_problems(
@@ -280,24 +287,15 @@ def _problems(args: ModelArguments, environment: Mapping[str, str]) -> Iterator[
 def _file_problems(args: GenerateArguments) -> Iterator[str]:
     if args.prompts is not None and not os.path.isfile(args.prompts):
         yield f"--prompts is {args.prompts!r}, which is not a file; expected a JSON or JSONL file of prompts"
-    if args.prompts is not None and args.output is None:
-        yield "--prompts is given, but --output is missing: the JSONL file for the answers"
-    if args.prompts is None and args.output is not None:
-        yield "--output is given, but --prompts is missing: the JSON or JSONL file of prompts"
     if args.output is not None and os.path.isdir(args.output):
         yield f"--output is {args.output!r}, which is a directory; give a file"
 
 
 def _question_problems(asking: Asking[GenerateArguments]) -> Iterator[str]:
-    """Problems with the question: none is given, more than one, or media where they have no effect."""
+    """The problem that no question is given."""
     args, inference = asking.args, asking.inference
-    given = [flag for flag, value in (("--prompt", args.prompt), ("--chat", args.chat), ("--prompts", args.prompts))
-             if value]
-    if len(given) > 1:
-        yield f"{' and '.join(given)} are given; keep one"
-    if args.prompts is not None and (args.image or args.video):
-        yield "--image and --video need --prompt or --chat; in a --prompts file, each prompt names its own media"
-    if not given and not (inference and inference.prompts) and not (args.image or args.video):
+    given = (args.prompt, args.chat, args.prompts, args.image, args.video)
+    if not any(given) and not (inference and inference.prompts):
         yield "no question is given: use --prompt TEXT, --chat, or --prompts FILE and --output FILE"
 
 

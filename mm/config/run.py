@@ -16,25 +16,25 @@ from pydantic_core import to_jsonable_python
 from mm.config.command_line import Words, flag_name
 from mm.config.data import DataConfig, read_data
 from mm.config.dataset_files import training_files, validation_files
-from mm.config.flag_rules import flag_problems, length_problems
-from mm.config.flags import TRAIN, Arguments
-from mm.config.lora import lora_notes, lora_problems, merged
-from mm.config.model import ModelConfig, placement_notes, read_model
-from mm.config.outputs import is_same_directory
-from mm.config.read import Document
-from mm.config.run_notes import (
+from mm.config.flag_rules import (
     ACTIVATION_FLAGS,
     RATE_FLAGS,
     RATE_KEYS,
     flag_notes,
+    flag_problems,
     frozen_notes,
     overridden_notes,
     sharding_notes,
     sums_lists,
 )
+from mm.config.flags import TRAIN, Arguments
+from mm.config.lora import lora_notes, lora_problems, merged
+from mm.config.model import ModelConfig, placement_notes, read_model
+from mm.config.outputs import is_same_directory
+from mm.config.read import Document
 from mm.config.sampling import loss_problems, sampling_notes
 from mm.config.schema import changed, shown
-from mm.config.validation import question_flag_problems, validation_notes, validation_problems
+from mm.config.validation import validation_notes, validation_problems
 from mm.environment import Launched, named_in_script, world_problems
 from mm.errors import UserError, collected, redacted, refuse
 
@@ -175,7 +175,7 @@ def load_run(
     words = TRAIN.split(argv)
     problems: list[str] = []
     args = _attempt(TRAIN.read, words, problems)
-    problems += [*length_problems(words), *(flag_problems(args) if args else ())]
+    problems += flag_problems(args) if args else ()
     model_path, data_path = words.last("--mm-model"), words.last("--mm-data")
     model, data = _attempt(read_model, model_path, problems), _attempt(read_data, data_path, problems)
     missing = list(_missing_paths(words, data.value if data else None, environment))
@@ -194,8 +194,7 @@ def load_run(
     run = Run(args, _with_flags(model.value, args), data.value, world_size, notes, tuple(missing), args.given_start)
     run = dataclasses.replace(run, notes=(*run.notes, *sharding_notes(args, run.num_copies)))
     refuse((*problems, *(parallel_problems(run) if checks_layout else ()), *loss_problems(args, data.value),
-            *validation_problems(args, data.value), *question_flag_problems(args),
-            *_model_problems(run, model.document),
+            *validation_problems(args, data.value), *_model_problems(run, model.document),
             *lora_problems(model.value.lora, args.lora, model.document, words.given), *_adapter_problems(run)))
     return run
 

@@ -1,6 +1,6 @@
-"""From a JSON file to frozen dataclasses; each problem is a sentence with its position in the file.
+"""Frozen dataclasses as the definition of settings: their types, what marks a field, and reading them from JSON.
 
-The dataclasses (``mm.config.model``, ``mm.config.data``) define the legal values, and pydantic checks them.
+A field is defined once: type, bounds, default and meaning as pydantic has them, the rest by markers in ``Annotated``.
 """
 
 import json
@@ -41,6 +41,50 @@ class Key:
     """A name in earlier versions, which has no effect if the new one is given too."""
 
 
+@dataclass(frozen=True)
+class Group:
+    """Begins a group of flags in the help: this field and those after it."""
+
+    title: str
+
+
+@dataclass(frozen=True)
+class Positional:
+    """The field's values are the words of the command line that belong to no flag."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The field may be set only if another one is."""
+
+    other: str
+
+
+@dataclass(frozen=True)
+class Excludes:
+    """The field and another one may not both be set."""
+
+    other: str
+
+
+@dataclass(frozen=True)
+class Idle:
+    """The field has no effect unless another one is set, or set to ``value``."""
+
+    other: str
+    value: Any = None
+
+
+FIRST = "stands first in the help"
+APPENDS = "each time that the flag is given, its words are added"
+LOCAL = "machines may differ in it"
+"""Marks paths, whose contents are compared where they matter, and what a machine may choose for itself."""
+OrDefault = "null means the default"
+"""Marks a field that may be null."""
+
+
 def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
@@ -55,14 +99,11 @@ Seed = Annotated[NaturalNumber, Lt(2**63), Field(title="an integer of at least 0
 NotNegative = Annotated[Number, Ge(0)]
 Fraction = Annotated[NotNegative, Lt(1)]
 Positive = Annotated[Number, Gt(0)]
-WORDS = "one or more words"
-"""Title of a field that takes a list of words; on the command line, any number of them."""
-NUMBERS = "one or more integers of at least 0"
-"""Title of a field that takes numbers in the same way."""
-Patterns = Annotated[tuple[str, ...], Strict(False), Field(title=WORDS)]
-"""Patterns of weight names; ``mm.weights.names.matches`` reads them."""
-OrDefault = "null means the default"
-"""Marks a field that may be null."""
+PathText = Annotated[str, LOCAL]
+PathOrNone = Annotated[str | None, LOCAL]
+Patterns = Annotated[tuple[str, ...], Strict(False), Field(title="one or more words")]
+"""Words: on the command line, any number after the flag.  ``mm.weights.names.matches`` reads those of weight names."""
+Numbers = Annotated[tuple[NaturalNumber, ...], Field(title="one or more integers of at least 0")]
 
 
 @dataclass(frozen=True)
@@ -88,7 +129,7 @@ def read_settings(
     values = found.read(cls)
     for key_path, rows in tables.items():
         found.check_object(key_path, rows, tables)
-    refuse(problem for _, problem in sorted(found.problems, key=lambda one: one[0]))
+    refuse(found.problems)
     built = TypeAdapter(cls).validate_python(values)
     refuse(f"{path}: {problem}" for problem in rules(built))
     notes = (NoEffect(keys, why, path) for why, keys in found.inert.items())
@@ -105,16 +146,21 @@ def changed(settings: object) -> list[str]:
     return [name for name, field in fields_of(type(settings)).items() if getattr(settings, name) != field.default]
 
 
-def settings_of(cls: type, name: str = "", start: str = "") -> Iterator[tuple[str, list[str], FieldInfo]]:
-    """Every field in ``cls``, at any depth, that is not a dataclass: its name, its key paths with the main one first.
+def section_of(field: FieldInfo) -> type | None:
+    """The dataclass that a field holds, or may hold."""
+    kinds = (field.annotation, *typing.get_args(field.annotation))
+    return next((one for one in kinds if isinstance(one, type) and is_dataclass(one)), None)
 
-    Names are like ``language.num_layers``, or ``image_token_id`` at the top.  ``name`` is put before all names, and
-    ``start`` before all key paths.
+
+def settings_of(cls: type, name: str = "", start: str = "") -> Iterator[tuple[str, list[str], FieldInfo]]:
+    """Yield each leaf field with its dotted name and its key paths, primary first.
+
+    ``name`` is put before all names, and ``start`` before all key paths.
     """
     for own, field in fields_of(cls).items():
         key = next((one for one in field.metadata if isinstance(one, Key)), Key(own))
-        if isinstance(field.annotation, type) and is_dataclass(field.annotation):
-            yield from settings_of(field.annotation, f"{name}{own}.", start + key.path)
+        if (section := section_of(field)) is not None:
+            yield from settings_of(section, f"{name}{own}.", start + key.path)
         else:
             yield name + own, [start + path for path in (key.path, key.alias, key.old) if path], field
 
@@ -124,15 +170,14 @@ class _FileFindings:
 
     def __init__(self, document: Document) -> None:
         self.document = document
-        self.problems: list[tuple[float, str]] = []
-        """Each with its line, by which they are sorted; a missing key comes last."""
+        self.problems: list[str] = []
         self.inert: dict[str, list[str]] = {}
         """Reason -> key paths."""
         self._field_paths: list[str] = []
         """The key paths of all fields."""
 
     def _add(self, key_path: str, what: str) -> None:
-        self.problems.append((self.document.line(key_path), f"{self.document.at(key_path)} {what}"))
+        self.problems.append(f"{self.document.at(key_path)} {what}")
 
     def read(self, cls: type) -> dict[str, Any]:
         """The values of ``cls``; a dict for each dataclass in it."""
@@ -225,7 +270,7 @@ def _in_words(kind: Any, metadata: Sequence[Any]) -> str:
         return f"{_in_words(inner[0], ())} or null"
     if typing.get_origin(kind) is typing.Literal:
         return f"{'one of ' * (len(inner) > 1)}{', '.join(inner)}"
-    words = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+    words = {int: "an integer", float: "a number", bool: "true or false", str: "a string", Path: "a path"}
     bounds = {Ge: " of at least {0.ge}", Gt: " above {0.gt}", Lt: " and less than {0.lt}",
               Le: " and at most {0.le}"}
     # once each: some releases of pydantic repeat the metadata
@@ -240,11 +285,5 @@ def _any_of(values: Sequence[Any]) -> str:
 
 def shown(value: Any) -> str:
     """A value as JSON, shortened to fit a message; values that JSON lacks, such as bytes, as Python writes them."""
-    try:
-        text = json.dumps(value, ensure_ascii=False, default=repr)
-    except (TypeError, ValueError):  # YAML allows lists as keys, and lists that contain themselves
-        text = repr(value)
-    except RecursionError:  # at a depth that the parser just accepts
-        text = f"a deeply nested {type(value).__name__}"
+    text = json.dumps(value, ensure_ascii=False, default=repr)
     return text if len(text) <= 80 else text[:77] + "..."
-

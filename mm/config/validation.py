@@ -1,4 +1,4 @@
-"""Rules and notes on the settings of validation, of questions during training, and of experiment trackers."""
+"""Rules and notes on the settings of validation and of questions during training."""
 
 from collections.abc import Iterator
 
@@ -7,8 +7,6 @@ from mm.config.data import DataConfig
 from mm.config.flags import Arguments
 from mm.config.notes import NoEffect
 from mm.config.schema import changed
-
-_TRACKERS = ("wandb", "swanlab")
 
 
 def validates(args: Arguments, data: DataConfig) -> bool:
@@ -27,35 +25,17 @@ def asks(args: Arguments, iteration: int) -> bool:
     return interval is not None and (iteration % interval == 0 or iteration == args.train_iters)
 
 
-def question_flag_problems(args: Arguments) -> Iterator[str]:
-    """Missing flags of questions, and flags that have no meaning without questions."""
-    questions = args.eval_generate_questions
-    given = [flag_name(name) for name in changed(args) if name.startswith("eval_generate_")]
-    if args.eval_generate_interval is None and given:
-        yield (f"{', '.join(given)}: no questions are asked without --eval-generate-interval; add it, the number of "
-               f"steps between scorings, or remove the others")
-    if args.eval_generate_interval is not None and questions is None:
-        yield (f"--eval-generate-interval is {args.eval_generate_interval}, but --eval-generate-questions is missing: "
-               f"the file for mm.evaluate's --questions; add it, or remove the interval")
-    rules = [args.eval_generate_rule, args.eval_generate_benchmark]
-    if questions is not None and None not in rules:
-        yield ("--eval-generate-rule and --eval-generate-benchmark are both given; a benchmark has its own rule, so "
-               "keep one")
-    if questions is not None and rules == [None, None]:
-        yield ("--eval-generate-questions needs --eval-generate-benchmark if it is a benchmark's file, or "
-               "--eval-generate-rule to score your own questions")
-
-
 def validation_problems(args: Arguments, data: DataConfig) -> Iterator[str]:
-    """Flags that need validation or a directory to save to, if there is none."""
+    """Flags that need validation, if there is none, and questions without a rule."""
     wants = [flag for flag, is_given in (("--save-best", args.save_best),
                                          ("--early-stopping-patience", args.early_stopping_patience)) if is_given]
     if wants and not validates(args, data):
         why = "--eval-iters is 0; raise or remove it" if args.eval_iters == 0 else (
             f"{args.mm_data} has neither val_dataset nor val_rate; add one of them to its basic_parameters")
         yield f"{' and '.join(wants)}: there is no validation: {why}"
-    if args.save_best and args.save is None:
-        yield "--save-best needs --save: the best checkpoint is kept in its folder best"
+    if args.eval_generate_questions is not None and args.eval_generate_rule is args.eval_generate_benchmark is None:
+        yield ("--eval-generate-questions needs --eval-generate-benchmark if it is a benchmark's file, or "
+               "--eval-generate-rule to score your own questions")
 
 
 def validation_notes(args: Arguments, data: DataConfig) -> Iterator[str]:
@@ -64,7 +44,3 @@ def validation_notes(args: Arguments, data: DataConfig) -> Iterator[str]:
     if given and not data.has_validation:
         yield NoEffect(map(flag_name, given),
                        f"without val_dataset or val_rate in {args.mm_data} there is no validation")
-    for tracker in _TRACKERS:
-        names = [name for name in (f"{tracker}_exp_name", f"{tracker}_save_dir") if name in changed(args)]
-        if names and getattr(args, f"{tracker}_project") is None:
-            yield NoEffect(map(flag_name, names), f"they need {flag_name(tracker)}-project")

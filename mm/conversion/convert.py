@@ -14,6 +14,7 @@ from pathlib import Path
 
 from mm.config.flags import VitQkvOrder
 from mm.config.outputs import folder_problems
+from mm.conversion.options import Options
 from mm.errors import UserError, counted, refuse
 from mm.formats.atomic import (
     MEGATRON_MODES,
@@ -46,18 +47,6 @@ SOURCE_LAYOUT, TARGET_LAYOUT = "--cfg.source_parallel_config", "--cfg.target_par
 LAYOUT = "--cfg.parallel_config"
 HF_DIR = "--cfg.hf_config.hf_dir"
 QKV_ORDER = "--cfg.common_model_config.vit_qkv_order"
-
-
-@dataclass(kw_only=True)
-class Options:
-    """Options of every conversion."""
-
-    dry_run: bool = False
-    """Print the plan with sizes, and write nothing."""
-    overwrite: bool = False
-    """Replace a target that is not empty."""
-    num_workers: int = 0
-    """Threads; 0 = one per core."""
 
 
 @dataclass(frozen=True)

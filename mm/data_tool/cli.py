@@ -1,20 +1,42 @@
-"""``mm-data``: the command line for data files, independent of training.
+"""``mm-data``: checks, measures and converts data files, independent of training.
 
     mm-data index --mm-data data.json --mm-model model.json --seq-length 8192
     mm-data check --mm-data data.json --mm-model model.json --seq-length 8192 --deep --html report.html
-    mm-data stats --mm-data data.json --mm-model model.json --seq-length 8192
     mm-data show --mm-data data.json --mm-model model.json --seq-length 8192 --sample 3 --html sample.html
     mm-data mock --output ./data/mock --num-samples 1000 --num-images 2
     mm-data convert llava --input llava.json --media-folder ./data/COCO2017/train2017 --output samples.json
 
-The commands are in ``mm.data_tool.commands``.  They are imported inside ``run_command``, so that Ctrl-C during the
-import of torch also ends with a single line.
+The commands themselves are in ``mm.data_tool.commands``, which loads torch.
 """
 
 import sys
 from collections.abc import Sequence
 
+from mm.config.command_line import CommandLine, Commands
+from mm.config.foreign import Fixed
+from mm.data_tool.flags import CheckFlags, IndexFlags, LlavaFlags, MockFlags, ShowFlags, StatsFlags
 from mm.process import run_command
+
+COMMANDS = Commands("mm-data", "Checks, measures and converts data files.", {
+    "check": CommandLine(
+        "mm-data check", "Find all samples that cannot be used, and report statistics of the others: reads all records "
+        "and the headers of media; with --deep it also decodes all media.  The exit status is 2 if there are any "
+        "problems.", CheckFlags),
+    "stats": CommandLine(
+        "mm-data stats", "Report statistics of samples, and how samplers would distribute them.", StatsFlags),
+    "show": CommandLine(
+        "mm-data show", "Show a sample as the model sees it: its tokens, with the target tokens marked.", ShowFlags,
+        foreign={"--part": Fixed((), "write --split")}),
+    "index": CommandLine(
+        "mm-data index", "Check and measure all samples beforehand, so that training with this data JSON, model JSON "
+        "and --seq-length starts at once.", IndexFlags),
+    "convert": Commands("mm-data convert", "Convert records to another format.", {
+        "llava": CommandLine(
+            "mm-data convert llava", "LLaVA's conversations to MindSpeed-MM's messages.  Optional: the trainer also "
+            "reads LLaVA's files directly.", LlavaFlags)}),
+    "mock": CommandLine(
+        "mm-data mock", "Generate random images and texts, for trying out memory use and speed.", MockFlags),
+})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,10 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: Sequence[str]) -> int:
     from mm.progress import loading
 
+    flags = COMMANDS.read(words)
     with loading():
-        from mm.data_tool.commands import run
+        from mm.data_tool import commands
 
-    return run(words)
+    commands.run(flags)
+    return 0
 
 
 if __name__ == "__main__":

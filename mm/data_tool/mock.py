@@ -1,47 +1,43 @@
 """Generated data of a given size, for trying out memory use and speed before the real data exist."""
 
 import json
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
-from transformers import PreTrainedTokenizerBase
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
+from mm.config.schema import STRICT, Count, NaturalNumber, Seed
 from mm.errors import refuse
 from mm.progress import Progress
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _WORDS = ("the", "a", "picture", "shows", "two", "red", "small", "house", "on", "green", "field", "and", "one", "old",
           "tree", "near", "water", "under", "open", "sky")  # fmt: skip
 """Each is one token of Qwen's tokenizer when preceded by a space."""
 
-HELP = "help"
-"""The key under which each field of ``Mock`` says what it means, for the help of its flag."""
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Mock:
     """The size of a generated dataset.  All samples have the same size, and no two are equal."""
 
-    num_samples: int = field(default=100, metadata={HELP: "samples"})
-    num_images: int = field(default=1, metadata={HELP: "images of each sample"})
-    width: int = field(default=640, metadata={HELP: "pixels of an image from left to right"})
-    height: int = field(default=480, metadata={HELP: "pixels of an image from top to bottom"})
-    text_length: int = field(default=256, metadata={HELP: "words of each answer, or tokens with --tokenizer"})
-    num_pictures: int = field(default=16, metadata={HELP: "different image files, which the samples share"})
-    seed: int = field(default=1234, metadata={HELP: "draws images and texts"})
+    num_samples: Count = Field(100, description="samples")
+    num_images: NaturalNumber = Field(1, description="images of each sample")
+    width: Count = Field(640, description="pixels of an image from left to right")
+    height: Count = Field(480, description="pixels of an image from top to bottom")
+    text_length: Count = Field(256, description="words of each answer, or tokens with --tokenizer")
+    num_pictures: Count = Field(16, description="different image files, which the samples share")
+    seed: Seed = Field(1234, description="draws images and texts")
 
-    def write(self, directory: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:
+    def write(self, directory: Path, tokenizer: "PreTrainedTokenizerBase | None" = None) -> Path:
         """Write ``data.jsonl`` and ``images/`` to ``directory``; returns the path of the former.
 
-        Raises UserError if ``data.jsonl`` already exists, and for invalid sizes.
+        Raises UserError if ``data.jsonl`` already exists.
         """
         target = directory / "data.jsonl"
-        least = dict.fromkeys(("num_samples", "width", "height", "text_length", "num_pictures"), 1) | dict.fromkeys(
-            ("num_images", "seed"), 0)
-        refuse([f"{name} is {getattr(self, name)}; expected at least {bound}" for name, bound in least.items()
-                if getattr(self, name) < bound])
         refuse([f"{target} already exists; give another directory, or remove it"] if target.exists() else [])
         (directory / "images").mkdir(parents=True, exist_ok=True)
         random = np.random.default_rng(self.seed)
@@ -56,14 +52,14 @@ class Mock:
         return target
 
     def _record(self, number: int, images: list[str], random: np.random.Generator,
-                tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+                tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, Any]:
         answer = _text(self.text_length, random, tokenizer)
         return {"id": number, "images": images, "messages": [
             {"role": "user", "content": "<image>" * len(images) + f"Question {number}: what is there to be seen?"},
             {"role": "assistant", "content": answer}]}
 
 
-def _text(length: int, random: np.random.Generator, tokenizer: PreTrainedTokenizerBase | None) -> str:
+def _text(length: int, random: np.random.Generator, tokenizer: "PreTrainedTokenizerBase | None") -> str:
     """Random words, cut to ``length``."""
     words = [_WORDS[index] for index in random.integers(0, len(_WORDS), length)]
     if tokenizer is None:

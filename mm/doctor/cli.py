@@ -5,7 +5,6 @@
 Nothing here needs a package at import, so a missing package is one finding of many.
 """
 
-import argparse
 import os
 import platform
 import sys
@@ -15,11 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from glob import glob
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
-from mm.config.choices import DeviceName
-from mm.config.misspelt import parse
-from mm.console import add_common_flags, positive_count
 from mm.doctor.diagnosis import Diagnosis, Level, fault, ok
 from mm.doctor.machine import (
     directory_findings,
@@ -34,31 +30,29 @@ from mm.doctor.trial import TrialNode, trial_findings
 from mm.environment import version_line
 from mm.errors import UserError, printable
 from mm.files import write_whole
-from mm.process import refused, run_command
+from mm.process import run_command
 
 if TYPE_CHECKING:
     from mm.device.platform import Platform
+    from mm.doctor.flags import DoctorFlags
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Examine this machine.  Returns the exit status: 0, 1 if there is a fault, 2 for a wrong command line, or 130
     after Ctrl-C."""
-    return run_command(lambda: _run(sys.argv[1:] if argv is None else argv), lambda: "nothing was changed")
-
-
-def _run(words: Sequence[str]) -> int:
-    try:
-        return run(words)
-    except UserError as error:
-        return refused(error)
+    return run_command(lambda: run(sys.argv[1:] if argv is None else argv), lambda: "nothing was changed")
 
 
 def run(words: Sequence[str]) -> int:
     """Print each finding as soon as it is known, and return the exit status: 0, or 1 if there is a fault."""
-    parser = _parser()
-    flags = parse(parser, words)
-    if not 0 <= flags.node_rank < flags.nnodes:
-        parser.error(f"--node-rank is {flags.node_rank}; expected 0 to {flags.nnodes - 1} (--nnodes)")
+    try:
+        from mm.doctor.flags import DOCTOR
+    except ModuleNotFoundError:  # without pydantic there is no command line; the packages are what is wrong
+        sys.stdout.write("".join(f"{finding.text()}\n" for finding in package_findings()))
+        return 1
+    flags = DOCTOR.read(DOCTOR.split(words))
+    if flags.node_rank >= flags.nnodes:
+        raise UserError(f"--node-rank is {flags.node_rank}; expected 0 to {flags.nnodes - 1} (--nnodes)")
     lines, counts = list[str](), Counter[Level]()
 
     def say(line: str) -> None:
@@ -79,32 +73,7 @@ def run(words: Sequence[str]) -> int:
     return int(counts[Level.FAULT] > 0)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("mm-doctor", allow_abbrev=False, description=(
-        "Prints what a run would find on this machine, and how to mend it."))
-    add_common_flags(parser, version_line("mm-doctor"), "mm-doctor")
-    examined = parser.add_argument_group("What is examined")
-    examined.add_argument("--device", default="auto", choices=get_args(DeviceName),
-                          help="what to examine (default auto)")
-    examined.add_argument("--directory", type=Path, action="append", metavar="DIR",
-                          help="where data is read or checkpoints are written; may be repeated (default: here)")
-    examined.add_argument("--report", type=Path, metavar="FILE", help="also write everything to FILE, for an issue")
-    trial = parser.add_argument_group("The trial: ranks that compute and talk to each other")
-    trial.add_argument("--no-trial", action="store_true", help="start no ranks, for example while devices are busy")
-    trial.add_argument("--num-processes", type=positive_count, metavar="N",
-                       help="ranks of the trial on this machine; absent = one for each device, 2 on the CPU")
-    trial.add_argument("--trial-seconds", type=float, default=300.0, metavar="SECONDS",
-                       help="how long the trial may take, with the wait for other nodes (default 300)")
-    several = parser.add_argument_group("Several nodes", "the same command on each of them, as for torchrun")
-    several.add_argument("--nnodes", type=positive_count, default=1, metavar="N", help="how many (default 1)")
-    several.add_argument("--node-rank", type=int, default=0, metavar="R", help="the number of this node, from 0")
-    several.add_argument("--master-addr", default="localhost", metavar="HOST", help="name or address of node 0")
-    several.add_argument("--master-port", type=int, default=6000, metavar="PORT",
-                         help="a free port of node 0 (default 6000)")
-    return parser
-
-
-def _findings(flags: argparse.Namespace) -> Iterator[Diagnosis]:
+def _findings(flags: "DoctorFlags") -> Iterator[Diagnosis]:
     """The findings of all checks.  A check that fails does not end the others."""
     for name, check in (
         ("packages", package_findings),
@@ -128,14 +97,14 @@ def _tried(name: str, check: Callable[[], Iterator[Diagnosis]]) -> Iterator[Diag
         yield fault(name, f"{type(error).__name__}: {error}{place}", "mend what the message and the faults above name")
 
 
-def _directories(wanted: Sequence[Path] | None) -> Iterator[Diagnosis]:
+def _directories(wanted: Sequence[Path]) -> Iterator[Diagnosis]:
     """The directories that the user gave, by default the current one, and the one for temporary files."""
     for directory in dict.fromkeys(wanted or [Path.cwd()]):
         yield from directory_findings(directory, takes_checkpoints=True)
     yield from temporary_findings(os.environ)
 
 
-def _variables(flags: argparse.Namespace) -> Iterator[Diagnosis]:
+def _variables(flags: "DoctorFlags") -> Iterator[Diagnosis]:
     import psutil  # not at the top: it may be missing, and the other checks go on
 
     try:
@@ -145,7 +114,7 @@ def _variables(flags: argparse.Namespace) -> Iterator[Diagnosis]:
     yield from variable_findings(os.environ, [*psutil.net_if_addrs()], os.cpu_count() or 1, num_processes)
 
 
-def _trial(flags: argparse.Namespace) -> Iterator[Diagnosis]:
+def _trial(flags: "DoctorFlags") -> Iterator[Diagnosis]:
     """A trial of this machine alone and, unless that finds a fault, one of all nodes."""
     own = TrialNode(flags.num_processes or _num_devices(flags.device))
     all_nodes = TrialNode(own.num_processes, flags.node_rank, flags.nnodes, flags.master_addr, flags.master_port)

@@ -29,17 +29,14 @@ Keep = Callable[[Tensor], Callable[[], Tensor]]
 
 
 def keep_here(tensor: Tensor) -> Callable[[], Tensor]:
-    """Keep a tensor where it is.
-
-    The kept tensor has no graph: an operation that keeps its own output would otherwise form a cycle.
-    """
+    """Keep a tensor where it is, without its graph: an operation that keeps its output would form a cycle."""
     kept = tensor if tensor.is_leaf else tensor.detach()
     return lambda: kept
 
 
 def on_pages(start: int, num_bytes: int, page_bytes: int) -> Iterator[tuple[int, slice, slice]]:
-    """Lay ``num_bytes`` on consecutive pages from the byte ``start``: for each page its number, the bytes used there,
-    and which of ``num_bytes`` they hold."""
+    """``num_bytes`` on consecutive pages from the byte ``start``: number of each page, bytes there, and of the
+    whole."""
     done = 0
     while done < num_bytes:
         page, at = divmod(start + done, page_bytes)
@@ -114,11 +111,8 @@ class LayerActivations:
     def __init__(
         self, host: "HostActivations", before: "LayerActivations | None", is_offloaded: bool, shared: tuple[Tensor, ...]
     ) -> None:
-        """``before``: those of the layer before, fetched when the backward pass reaches this layer.
-
-        ``is_offloaded``: if false, this layer's activations stay on the device.  ``shared``: tensors that stay because
-        other layers keep them, too.
-        """
+        """``before``: those of the layer before, fetched when the backward pass reaches this layer; ``is_offloaded``:
+        whether they leave the device; ``shared``: tensors that stay because other layers keep them, too."""
         self._host, self.before, self._is_offloaded = host, before, is_offloaded
         self._shared = {one.untyped_storage()._cdata for one in shared}
         self._memories: dict[tuple[int, torch.dtype], _Memory] = {}
@@ -183,8 +177,7 @@ class HostActivations:
     def layer(
         self, before: LayerActivations | None, is_offloaded: bool, shared: tuple[Tensor, ...]
     ) -> Iterator[LayerActivations]:
-        """Take what the body, a layer, keeps for its backward pass, and send it away; for the arguments see
-        ``LayerActivations``."""
+        """Take what the body, a layer, keeps for its backward pass, and send it away."""
         own = LayerActivations(self, before, is_offloaded, shared)
         with torch.autograd.graph.saved_tensors_hooks(own.keep, lambda kept: kept()):
             yield own

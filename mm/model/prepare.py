@@ -77,14 +77,9 @@ class Preparation:
     ) -> ChunkInputs:
         """Derive the chunk's inputs from the plan on the host and start copying them to the device.
 
-        ``totals`` may be None if no loss is needed.  ``dropout_seed``: as in ``StepPlan``; None drops nothing.
-        ``sums``: the loss is the sum over the microbatch's targets.  ``is_whole``: neither sequence nor context
-        parallelism divides this microbatch, though they divide others.  ``encoded_with``: the microbatches whose images
-        pass the ViT together, this one among them; they must be prepared in this order.
-
-        Made only when the slot needs them: ``vision`` if this rank has images and ViT layers (without the projector,
-        not if the microbatch skips the ViT), with pixels at the patch embedding; ``embedding`` at the word embedding;
-        ``language`` for LLM layers; ``loss`` at the head, given ``totals``.
+        ``totals`` may be None if no loss is needed.  ``dropout_seed``: as in ``StepPlan``.  ``sums``: the loss is the
+        sum over the microbatch's targets.  ``is_whole``: neither sequence nor context parallelism divides this
+        microbatch.  ``encoded_with``: the microbatches whose images pass the ViT together, prepared in this order.
         """
         spec, model, device = self._spec, self._model, self.device
         cut_group, context = (None, replace(self.context, is_alone=True)) if is_whole else (

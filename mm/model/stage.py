@@ -105,10 +105,7 @@ class Chunk(nn.Module):
             yield from self.text_decoder.units()
 
     def forward(self, inputs: ChunkInputs, received: Tensor | None) -> Tensor:
-        """Message in, message out; the chunk with the head returns the microbatch's share of the loss.
-
-        If nothing crosses the next boundary, the result is an empty tensor.
-        """
+        """Message in, message out (empty if nothing crosses); the chunk with the head returns its share of the loss."""
         x = self.hidden_states(inputs, received)
         if x is None:
             return torch.empty(0, device=self.device.torch_device)
@@ -254,10 +251,8 @@ class Stage:
             shards.set(parameter, values)
 
     def whole_weights(self, weights: Iterable[Weight]) -> Iterator[tuple[Weight, Tensor]]:
-        """Each of ``weights``, in any order, with its values on this rank, which last until the next one is taken.
-
-        All ranks that hold them must go through the same ones together.
-        """
+        """Each of ``weights`` with its values on this rank, which last until the next one is taken; on all ranks
+        together."""
         shards = self._weight_shards
         if shards is None:
             yield from ((weight, self.get_parameter(weight.name).detach()) for weight in weights)

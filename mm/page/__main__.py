@@ -1,19 +1,31 @@
 """``mm-page``, which is ``python -m mm.page``: the page of a run, as in ``mm-page logs``."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
-from mm.config.misspelt import parse
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from mm.config.command_line import CommandLine
 from mm.config.outputs import PAGE_FILE
-from mm.console import add_common_flags
-from mm.environment import version_line
-from mm.errors import UserError
-from mm.process import refused, run_command
+from mm.config.schema import STRICT, Positional
+from mm.process import run_command
 from mm.report import check_page
 
-PROGRAM = "mm-page"
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class PageFlags:
+    """``mm-page``."""
+
+    run: Annotated[Path, Positional("RUN_DIR")] = Field(description="the --log-dir of a run")
+    html: Path | None = Field(None, description=f"the file to write; absent = {PAGE_FILE} in RUN_DIR")
+
+
+PAGE = CommandLine(
+    "mm-page", "Write one HTML file about a run, which may have ended or not: facts, curves, tables, timeline, answers "
+    "and settings.", PageFlags, "RUN_DIR [--html PAGE]")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,26 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
+    flags = PAGE.read(PAGE.split(words))
     from mm.page.pages import write_run_page
 
-    try:
-        flags = parse(_parser(), words)
-        check_page(flags.html)
-        print(write_run_page(flags.run, flags.html))
-    except UserError as error:
-        return refused(error)
+    check_page(flags.html)
+    print(write_run_page(flags.run, flags.html))
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(PROGRAM, allow_abbrev=False, description=(
-        "Writes one HTML file about a run, which may have ended or not: facts, curves, tables, timeline, answers and "
-        "settings."))
-    add_common_flags(parser, version_line(PROGRAM), PROGRAM)
-    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="the --log-dir of a run")
-    parser.add_argument("--html", type=Path, metavar="PAGE",
-                        help=f"the file to write (default: {PAGE_FILE} in RUN_DIR)")
-    return parser
 
 
 if __name__ == "__main__":

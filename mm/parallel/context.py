@@ -1,8 +1,7 @@
 """Context parallelism: which tokens and which images of a microbatch each rank of the context axis holds.
 
 Tokens are divided row by row, and images stay whole; with whole encoders (``ModelConfig.encodes_whole``), the ranks of
-the tensor-parallel axis divide the images too.  Numbers need not divide evenly: some ranks hold fewer, or none.
-Everything here is a pure function of lengths that every rank knows.
+the tensor-parallel axis divide the images too.  Some ranks may hold none.
 """
 
 from collections.abc import Sequence

@@ -313,11 +313,13 @@ class Heartbeat:
     def _obey(self, end: Cause) -> None:
         if not end.status:
             if self._rank == 0:
-                time.sleep(2 * self._soon_seconds)  # it may serve the store, in which the others read the end
+                time.sleep(2 * self._soon_seconds)  # it may serve the store, in which the others read this
             self.finished.set()
             return
         self._keys.set(str(self._rank), self._record(_stacks()).text())
         kill(self._reported(end) if end.reporter == self._rank else self._awaited())
+        if self._rank == 0:
+            self._answers()  # it may serve the store, in which the others read the end
         self._end_process(end)
 
     def _reported(self, end: Cause) -> list[Identity]:

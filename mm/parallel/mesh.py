@@ -59,8 +59,7 @@ class Mesh:
     """gloo, the data owners of all replicas; None on other ranks.  Used by the data thread alone."""
     pixel_groups: tuple[dist.ProcessGroup | None, ...]
     """For each rank of the context axis, a gloo group of the data owner and of the ranks there that hold the patch
-    embedding; None if these are a single rank, and on ranks outside the group.  Used by the data thread alone.  () with
-    whole encoders, where no two ranks need the same pixels."""
+    embedding, for the data thread; None for a single rank and outside the group; () with whole encoders."""
     feature_groups: tuple[dist.ProcessGroup | None, ...]
     """Like ``pixel_groups``, with the ranks that hold the projector, for stored ViT features; () if none are stored."""
     pixel_ranks: tuple[int, ...]
@@ -73,8 +72,7 @@ class Mesh:
     """The two ranks that hold the word embedding and its copy in the output layer; None elsewhere, and where one rank
     holds both."""
     gradient_group: dist.ProcessGroup
-    """A second group of the pipeline's ranks, for gradients.  NCCL and HCCL run the messages of a group in order, so in
-    the activations' group a gradient's receive that is posted early would delay the activations behind it."""
+    """A second group of the pipeline's ranks, for gradients: NCCL and HCCL run the messages of a group in order."""
     replica_owner: int
     """Global rank of this replica's data owner."""
 
@@ -107,9 +105,8 @@ def start(
 ) -> Mesh:
     """Join the process group that the launcher describes in the environment, and build every group.
 
-    Without a launcher this process is the only rank and opens no port, so several such processes can share a machine.
-    ``keeps_features``: a frozen ViT's features are stored, and sent instead of pixels.  ``store``: where ranks find
-    each other's addresses, as ``Watchdog.meet`` returns it; None takes the launcher's.
+    Without a launcher this process is the only rank and opens no port.  ``keeps_features``: a frozen ViT's features are
+    stored, and sent instead of pixels.  ``store``: as ``Watchdog.meet`` returns it; None takes the launcher's.
     """
     timeout = timedelta(minutes=timeout_minutes)
     if not dist.is_initialized() and "RANK" in os.environ:
@@ -231,10 +228,7 @@ def _media_groups(
 
 
 def _groups_of_several(ranks: list[list[list[int]]], timeout: timedelta) -> tuple[dist.ProcessGroup | None, ...]:
-    """Create the groups of each list; return for each the group that this rank is in.
-
-    It is None if this rank is in none of them, or if they have a single rank each and are not created.
-    """
+    """Create the groups of each list; return for each this rank's group, None if it has none or a single rank."""
     return tuple(_my_group(lists, timeout, "gloo") if len(lists[0]) > 1 else None for lists in ranks)
 
 
@@ -242,21 +236,14 @@ def _my_group(
     ranks: list[list[int]], timeout: timedelta, backend: str | None = None, name: str | None = None,
     options: Any = None,
 ) -> dist.ProcessGroup | None:
-    """Create a group of each list of ``ranks`` (every rank must, in the same order); return this rank's, if any.
-
-    ``name`` is for reports; ``options`` are NCCL's.
-    """
+    """Create a group of each list of ``ranks`` (every rank must, in the same order); return this rank's, if any."""
     mine, _ = dist.new_subgroups_by_enumeration(ranks, timeout, backend, options, name)
     assert not isinstance(mine, int), "torch gives a number to the ranks outside of a group only"
     return mine
 
 
 def stop_mesh() -> None:
-    """Destroy the groups of ``build_mesh``, keeping the process group itself.  Every rank must call this.
-
-    A gloo group is a thread that wakes a hundred times a second, and sockets: torch keeps both until the group is
-    destroyed, even if nobody refers to it any more.
-    """
+    """Destroy the groups of ``build_mesh``, with their threads and sockets, on every rank; keep the process group."""
     parallel_state.destroy_model_parallel()
     dist.barrier()  # no rank closes a connection that another one still reads
     made = [group for group in _world.pg_names if group is not dist.group.WORLD]

@@ -28,11 +28,7 @@ from mm.weights.trained import GradientPath
 def message_shape(
     message: Message, microbatch: Microbatch, model: ModelConfig, context: Context
 ) -> tuple[int, int] | None:
-    """[rows, width] of what crosses a boundary for one microbatch; None when nothing crosses.
-
-    Only the rows that this rank holds (``Context``).  A shape with no rows is still a message, but nothing is
-    sent for it.
-    """
+    """[rows that this rank holds, width] of what crosses a boundary for one microbatch; None when nothing crosses."""
     if message is Message.NOTHING:
         return None
     if message is Message.HIDDEN_STATES:
@@ -48,11 +44,7 @@ def message_shape(
 def piece_shape(
     message: Message, shape: tuple[int, int] | None, model: ModelConfig, rank: int, num_ranks: int
 ) -> tuple[int, int] | None:
-    """The shape of this tensor-parallel rank's piece of a message under sequence parallelism.
-
-    A piece with no rows is still a message, but nothing is sent for it.  With whole encoders, a rank's images are not
-    cut.
-    """
+    """The shape of this tensor-parallel rank's piece under sequence parallelism; whole encoders' images are not cut."""
     if shape is None or (model.encodes_whole and message is not Message.HIDDEN_STATES):
         return shape
     here = piece_of(shape[0], model.vision.spatial_merge_size**2 if message is Message.PATCHES else 1, rank, num_ranks)
@@ -60,11 +52,8 @@ def piece_shape(
 
 
 class PipelineCommunicator:
-    """Point-to-point messages of one stage: sends what its passes make, and receives what they wait for, when
-    ``mm.parallel.order`` says.
-
-    Activations and gradients each have a group, which runs its batches in order.
-    """
+    """Point-to-point messages of one stage, when ``mm.parallel.order`` says; activations and gradients each have a
+    group, which runs its batches in order."""
 
     def __init__(
         self, mesh: Mesh, model: ModelConfig, parallel: TransformerConfig, device: torch.device, journal: Journal,

@@ -53,10 +53,8 @@ class Watchdog:
     """A context manager that guards this rank's part of a run.
 
     An error raised inside is reported, unless it is a UserError, and ReportedError is raised instead; ranks that are
-    not the cause exit without raising.  ``step_seconds`` limits a step; None derives the limit from the steps so
-    far, 0 means no limit.  ``phase_seconds`` limits the other phases, named as in ``mm.config.phases``.  ``facts``:
-    what this rank runs and its settings by name; a rank whose facts differ from those of rank 0 ends the run.  Every
-    rank of ``rendezvous`` must enter and leave.
+    not the cause exit without raising.  ``step_seconds`` limits a step (None: derived from the steps so far, 0: no
+    limit), ``phase_seconds`` the other phases.  A rank whose ``facts`` differ from those of rank 0 ends the run.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Weights of which each data-parallel rank keeps only its shard (ZeRO-3): they are whole only while their unit is open.
 
-Weights without memory keep their shape, and each of their elements reads as NaN, so that a use of a closed unit cannot
-pass unnoticed.  Those of one dimension, norms and biases, are small and stay whole: a layer's last bias is added by the
-next layer, and autograd may keep them.  ``mm.parallel.zero3_schedule`` decides when units open and close.
+Each element of a weight without memory reads as NaN, so that a use of a closed unit cannot pass unnoticed.  Norms and
+biases stay whole: a layer's last bias is added by the next layer.  ``zero3_schedule`` decides when units open and
+close.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

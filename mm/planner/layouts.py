@@ -1,16 +1,14 @@
 """``mm-plan`` without a command: which layout trains a run fastest on a device, on its own data."""
 
-import argparse
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
 from mm.config.run import Run, load_run, parallel_problems
-from mm.console import positive_count, whole_number
+from mm.console import whole_number
 from mm.data.index.dataset import Dataset
 from mm.data.index.gauge import Gauge
 from mm.data.lengths import HasLengths
@@ -33,8 +31,9 @@ from mm.plan.choices import (
 )
 from mm.plan.distributions import DISTRIBUTIONS, mixed
 from mm.plan.search import LayoutSearch, SearchResult
+from mm.planner.flags import LayoutFlags
 from mm.planner.layout_report import LayoutPlan, layout_report
-from mm.planner.machine import ACCEPT, ACCEPT_HELP, calibration_for
+from mm.planner.machine import calibration_for
 from mm.planner.written import write_layout
 
 NUM_SAMPLES = 20_000
@@ -44,36 +43,12 @@ NUM_STEPS = 4
 MEMORY_SHARE = 0.92
 """Fraction of a device's memory that a rank may need by default.  The driver, communication buffers and fragmentation
 take the rest."""
-_NUM_SHOWN = 5
 _WORDS = {"sampler": SAMPLERS, "encoder": ENCODERS, "recompute": (*RECOMPUTE, AS_GIVEN)}
 """Fields of ``--fix`` whose values are words, with the legal ones."""
 _MOST_RANKS = 1 << 20
 
 
-def add_flags(parser: argparse._ActionsContainer) -> None:
-    """Add the flags of ``mm-plan`` without a command."""
-    parser.add_argument("--device", help="a device whose published figures are used: " + ", ".join(_labels()))
-    parser.add_argument("--calibration", type=Path, help=(
-        "a file that mm-plan calibrate has written, instead of published figures; only layouts whose blocks were "
-        "measured are considered"))
-    parser.add_argument(ACCEPT, action="store_true", help=ACCEPT_HELP)
-    parser.add_argument("--memory-gib", type=positive_count, help=(
-        f"GiB of memory that a rank may use (default: {MEMORY_SHARE:.0%}% of the device's)"))
-    parser.add_argument("--node-size", type=positive_count, help=(
-        "devices in a node (default: as in the maker's usual server)"))
-    parser.add_argument("--network-gbit", type=positive_count, help=(
-        "network bandwidth per device to other nodes, in Gbit/s (default: the device's usual network adapter)"))
-    parser.add_argument("--lengths", help=(
-        "instead of the run's own data: llava, documents, videos, text, or a mix such as llava=3,text=1"))
-    parser.add_argument("--fix", default="", help=(
-        "values to keep, such as TP=2,PP=4, or several for one name, such as MBS=1/2; names: " + ", ".join(NAMES)))
-    parser.add_argument("--top", type=positive_count, default=_NUM_SHOWN,
-                        help="layouts to show (default: %(default)s)")
-    parser.add_argument("--write", type=Path, help=(
-        "directory for the best layout: model.json, data.json, and layout.sh with the variables of the scripts"))
-
-
-def layouts(flags: argparse.Namespace, training: Sequence[str]) -> Iterator[str]:
+def layouts(flags: LayoutFlags, training: Sequence[str]) -> Iterator[str]:
     """Search, and yield the report.  With ``--write``, also write the best layout, and yield what was written."""
     plan = _planned(flags, training)
     yield layout_report(plan).text()
@@ -81,7 +56,7 @@ def layouts(flags: argparse.Namespace, training: Sequence[str]) -> Iterator[str]
         yield printable(write_layout(flags.write, plan.found.ranking[0], plan.run))
 
 
-def _planned(flags: argparse.Namespace, training: Sequence[str]) -> LayoutPlan:
+def _planned(flags: LayoutFlags, training: Sequence[str]) -> LayoutPlan:
     run = load_run([*training, "--dry-run"], checks_layout=False)
     if (flags.device is None) == (flags.calibration is None):
         raise UserError(f"--device is {flags.device or 'absent'} and --calibration is {flags.calibration or 'absent'}; "
@@ -131,7 +106,7 @@ def _device(name: str) -> KnownDevice:
     return found[0]
 
 
-def _links(flags: argparse.Namespace, device: KnownDevice | None) -> Links:
+def _links(flags: LayoutFlags, device: KnownDevice | None) -> Links:
     links = device.links if device is not None else Links(np.inf, np.inf, _MOST_RANKS)
     if flags.node_size is not None:
         links = replace(links, node_size=flags.node_size)
@@ -139,13 +114,14 @@ def _links(flags: argparse.Namespace, device: KnownDevice | None) -> Links:
 
 
 def _calibrations(
-    flags: argparse.Namespace, device: KnownDevice | None, links: Links, run: Run
+    flags: LayoutFlags, device: KnownDevice | None, links: Links, run: Run
 ) -> tuple[Callable[[Run], Calibration], str]:
     """A function from a layout to its calibration, and a description of the source."""
     if device is not None:
         return (lambda one: calibration_by_device(one, device, links)), (
             f"published figures of {device.label} ({device.reference}), {counted(links.node_size, 'device')} per node, "
             f"{links.between * 8 / 1e9:.0f} Gbit/s each to other nodes; usual efficiencies; nothing was measured")
+    assert flags.calibration is not None, "one of the two is given"
     found = calibration_for(flags.calibration, run, flags.accept_calibration)
     return (lambda _: found), f"{flags.calibration}: {found.machine.device}, {found.date}"
 

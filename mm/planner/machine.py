@@ -12,9 +12,6 @@ from mm.errors import UserError
 from mm.plan.calibration import Calibration, read_calibration
 from mm.process import print_notes
 
-ACCEPT = "--accept-calibration"
-ACCEPT_HELP = "use a calibration that was measured on another device, with other versions, or in another precision"
-
 
 def settings_of(args: Arguments) -> dict[str, str]:
     """What must be as it was during the calibration, besides the device and the precision."""
@@ -29,7 +26,7 @@ def calibration_for(path: Path, run: Run, accepts: bool) -> Calibration:
     differences, now = list(_differences(found, run)), software()[CODE]
     if differences and not accepts:
         raise UserError([f"{path}: was measured {one}; measure again with `mm-plan calibrate --output {path}`, or add "
-                         f"{ACCEPT} if the run will be like the calibration" for one in differences])
+                         f"--accept-calibration if the run will be like the calibration" for one in differences])
     notes = [f"the calibration was measured {one}" for one in differences]
     if (then := found.machine.settings.get(CODE, now)) != now:
         notes.append(f"the calibration was measured with {CODE} {then}, but here it is {now}")

@@ -18,7 +18,7 @@ from mm.device.device import Device
 from mm.device.pointwise import ROUNDED_AT_ONCE
 from mm.parallel.weight_shards import placeholder
 from mm.plan.model_states import offloaded
-from mm.training.passage import Passage, host_memory
+from mm.training.host_optimizer_states import HostStatesPass, host_memory
 from mm.weights.halves import REMAINDER, joined, split
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -104,7 +104,7 @@ class BlockAdam(torch.optim.AdamW):
         self.kept = kept
         self.weights = weights
         self._rounded_at_random = device.kernels.rounded_at_random
-        self._passage = Passage(device)
+        self._host_pass = HostStatesPass(device)
         self._host = self._host_states(device)
         for copy, weight in weights.items():
             assert weight.numel() == copy.numel() and weight.itemsize == 2, (weight.dtype, weight.shape)
@@ -138,7 +138,7 @@ class BlockAdam(torch.optim.AdamW):
 
     def wait(self) -> None:
         """Wait until all states updated so far are where they are kept."""
-        self._passage.wait()
+        self._host_pass.wait()
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -151,7 +151,7 @@ class BlockAdam(torch.optim.AdamW):
             pieces = {parameter: list(self._pieces(parameter)) for parameter in trained}
             blocks += [(group, block) for block in _blocks([piece for some in pieces.values() for piece in some])]
             last |= {parameter: some[-1] for parameter, some in pieces.items()}
-        self._passage.through([[state for piece in block for state in piece.on_host] for _, block in blocks],
+        self._host_pass.through([[state for piece in block for state in piece.on_host] for _, block in blocks],
                               lambda number, states: self._update(*blocks[number], states))
         for parameter, piece in last.items():
             self.state[parameter]["step"].copy_(piece.step)

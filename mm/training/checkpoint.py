@@ -1,13 +1,11 @@
 """What a training checkpoint restores: weights, optimizer, random states, and progress.
 
 All ranks load together; an error on one raises the same UserError on all.  ``mm.formats`` defines the files,
-``optimizer_state.py`` accesses the optimizer's internals, and ``save.py`` saves.
+``optimizer.py`` accesses the optimizer's internals, and ``save.py`` saves.
 """
 
-import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -23,36 +21,13 @@ from mm.model.load import fill, read_once
 from mm.parallel.agreement import together
 from mm.parallel.mesh import Mesh
 from mm.progress import Progress
-from mm.training.optimizer_state import MOMENTS, OwnedState, is_split, owned_states, restore_scaler, take_weights
-from mm.training.schedule import Schedule
-from mm.training.spikes import RecentSteps
+from mm.training.optimizer import MOMENTS, OwnedState, is_split, owned_states, restore_scaler, take_weights
+from mm.training.progress import BestSoFar, RecentSteps, TrainingProgress
 from mm.training.step import Setup
-from mm.training.validation import BestSoFar
 from mm.weights.memory import MemoryLayout
 from mm.weights.readers import readers
 from mm.weights.table import Weight, local_shape
 from mm.weights.trained import saved_among
-
-
-@dataclass(frozen=True)
-class TrainingProgress:
-    """Progress of the training, which determines the learning rate and the order of the data."""
-
-    iteration: int
-    consumed_samples: int
-    data: TrainedOn | None = None
-    """None on ranks that read no data, and if a checkpoint does not say."""
-    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
-    """Notes for the user from ``load``."""
-    best: BestSoFar = dataclasses.field(default_factory=BestSoFar)
-    """The best validation so far."""
-    run_id: str | None = None
-    """The id of the run that saves; None if an older version began it."""
-    schedule: Schedule | None = None
-    """The learning-rate schedule; not set by ``load`` but by ``mm.training.schedule``, which needs the settings too."""
-    given_start: Mapping[str, str | None] | None = None
-    """See ``CheckpointManifest``."""
-    recent: RecentSteps = dataclasses.field(default_factory=RecentSteps)
 
 
 def load(
@@ -96,9 +71,7 @@ def load(
     if is_split(setup.optimizer):  # a rank may round its part of a weight differently from the saving run
         setup.gather_weights()
     manifest = stored.manifest
-    if finetune:
-        return TrainingProgress(0, 0, notes=(*source.notes, *more_notes))
-    return stated_progress(manifest, stored.path, (*source.notes, *more_notes))
+    return TrainingProgress(0, 0, notes=more_notes) if finetune else stated_progress(manifest, stored.path, more_notes)
 
 
 def stated_progress(manifest: CheckpointManifest, folder: Path, notes: tuple[str, ...] = ()) -> TrainingProgress:

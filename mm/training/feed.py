@@ -22,8 +22,8 @@ from mm.model.stage import Stage
 from mm.parallel.agreement import all_of, together
 from mm.parallel.mesh import Mesh
 from mm.process import print_notes
-from mm.training.checkpoint import TrainingProgress
-from mm.training.opened import Samples
+from mm.training.progress import TrainingProgress
+from mm.training.sources import Samples
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """Checks whether a node has the resources for its part of a run: open files, shared and host memory, versions.
 
-One process per node checks, before anything is loaded, because nodes may be configured differently.  The requirements
-follow from the run's settings.  A shortage that would certainly end the run is a problem, one that may end it is a
-note; each includes the command that fixes it.
+One process per node checks, before anything is loaded.  A shortage that would certainly end the run is a problem, one
+that may end it is a note; each includes the command that fixes it.
 """
 
 import os
@@ -21,18 +20,14 @@ from mm.device.platforms import PLATFORMS
 from mm.environment import Launched, declared, installed, is_outside
 from mm.errors import counted
 from mm.plan.layer_memory import WIDTHS
-from mm.plan.model_states import StageSize, stage_sizes
+from mm.plan.model_states import stage_sizes
 from mm.plan.stage_memory import activation_bytes_on_host
 from mm.process import open_file_limit
 
 FILES_OF_A_RANK = 256
-"""Open files for a process besides its connections: data, logs, pipes to workers, the device's driver and the
-collectives' own files.  With everything imported, a process on the CPU has 6."""
-FILES_OF_A_GROUP = 3
-"""Open files of a gloo group besides one per other rank (measured up to 128 ranks with torch 2.13)."""
+"""Open files for a process besides its connections to other ranks, generously."""
 RANK_BYTES = 3 << 27
-"""Host memory of a process: 0.35 GiB with torch, megatron-core and transformers imported, on the CPU; the libraries of
-a device add to this."""
+"""Host memory of a process with torch, megatron-core and transformers imported, on the CPU."""
 _PIXEL_BYTES = 4
 """Bytes per pixel: pixels are fp32 between workers, owner and device."""
 _SHARED_MEMORY = "/dev/shm"
@@ -61,7 +56,7 @@ class Node:
             first_rank=launched.rank - launched.local_rank,
             num_ranks=launched.num_local_ranks or 1,
             open_files=open_file_limit(),
-            shared_bytes=_free_bytes(_SHARED_MEMORY),
+            shared_bytes=psutil.disk_usage(_SHARED_MEMORY).free if os.path.isdir(_SHARED_MEMORY) else None,
             host_bytes=min((psutil.virtual_memory().available, *_container_bytes())),
             versions=installed_versions(),
         )
@@ -80,36 +75,16 @@ def has_lazy_gloo(torch_version: str | None) -> bool:
     return torch_version is not None and Version(torch_version) >= Version("2.8")
 
 
-def gloo_connections(run: Run, rank: int) -> int:
-    """Open files of ``rank`` for the gloo groups of ``mm.parallel.mesh``.
-
-    The groups are all ranks, its replica, the data owners, and the ranks of its replica that get the same pixels.
-    Ranks with whole encoders need different pixels and get them in the replica's group instead.  With
-    TORCH_GLOO_LAZY_INIT, which that module sets unless the user did and torch has since 2.8, a rank connects to log N
-    others of a group, otherwise to all.
-    """
-    is_lazy = has_lazy_gloo(installed("torch")) and os.environ.get("TORCH_GLOO_LAZY_INIT", "1") == "1"
-    replica = run.tp_size * run.cp_size * run.num_stages
-    in_stage = run.tp_size * run.cp_size * run.dp_size
-    is_owner = rank < in_stage and rank % (run.tp_size * run.cp_size) == 0
-    sizes = [run.world_size, replica, run.dp_size if is_owner else 1]
-    sizes += [] if run.model.encodes_whole else [run.tp_size] * (run.cp_size if is_owner else 1)
-    num_receivers = run.tp_size * run.cp_size if run.model.encodes_whole and is_owner and is_lazy else 0
-    return num_receivers + sum(
-        (size.bit_length() if is_lazy else size - 1) + FILES_OF_A_GROUP for size in sizes if size > 1)
-
-
 def _open_files(run: Run, node: Node) -> Iterator[MachineFinding]:
-    if run.world_size == 1:
-        return
-    ranks = range(node.first_rank, node.first_rank + node.num_ranks)
-    least = max(gloo_connections(run, rank) for rank in ranks)  # rank 0's others: mm.parallel.rendezvous
+    """gloo connects a rank to all others of a group, or if it is lazy to log N; the largest are all ranks and the
+    owners of data."""
+    is_lazy = has_lazy_gloo(installed("torch")) and os.environ.get("TORCH_GLOO_LAZY_INIT", "1") == "1"
+    least = sum(size.bit_length() if is_lazy else size for size in (run.world_size, run.dp_size) if size > 1)
     wanted = least + FILES_OF_A_RANK
-    if node.open_files < wanted:
-        cure = f"run `ulimit -n {wanted}` before the launcher, or docker run with `--ulimit nofile={wanted}`"
+    if node.open_files < wanted and run.world_size > 1:
         yield node.open_files < least, (
-            f"a process may open {node.open_files:,} files, but one of {run.world_size:,} ranks needs about {wanted:,} "
-            f"({least:,} of them connections to other ranks): {cure}")
+            f"a process may open {node.open_files:,} files, but one of {run.world_size:,} ranks needs about "
+            f"{wanted:,}: run `ulimit -n {wanted}` before the launcher, or docker run with `--ulimit nofile={wanted}`")
 
 
 def microbatch_pixel_bytes(run: Run) -> int:
@@ -121,11 +96,14 @@ def microbatch_pixel_bytes(run: Run) -> int:
     return num_patches * vision.patch_elements * _PIXEL_BYTES
 
 
+def _ranks(run: Run, node: Node) -> range:
+    return range(node.first_rank, min(node.first_rank + node.num_ranks, run.world_size))
+
+
 def _num_owners(run: Run, node: Node) -> int:
     """Ranks of the node that own the data of their replica."""
     step = run.tp_size * run.cp_size
-    ranks = range(node.first_rank, node.first_rank + node.num_ranks)
-    return sum(rank % step == 0 and rank < step * run.dp_size for rank in ranks)
+    return sum(rank % step == 0 and rank < step * run.dp_size for rank in _ranks(run, node))
 
 
 def _shared_memory(run: Run, node: Node) -> Iterator[MachineFinding]:
@@ -137,53 +115,31 @@ def _shared_memory(run: Run, node: Node) -> Iterator[MachineFinding]:
     if node.shared_bytes < wanted:
         size = f"{-(-wanted // (1 << 30))}g"
         yield node.shared_bytes < pixel_bytes, (
-            f"{_SHARED_MEMORY} has {_gib(node.shared_bytes)} GiB free, but workers pass pixels through it: a "
-            f"microbatch of only images takes {_gib(pixel_bytes)} GiB, and {counted(owners, 'data owner')} x "
-            f"--num-workers {workers} x prefetch_factor {run.data.prefetch_factor} of them take {_gib(wanted)} GiB. "
-            f"Without enough room a worker dies with a bus error: use `docker run --shm-size {size}` (or --ipc=host), "
-            f"`mount -o remount,size={size} {_SHARED_MEMORY}`, or fewer --num-workers (0 needs none)")
+            f"{_SHARED_MEMORY} has {_gib(node.shared_bytes)} GiB free, but workers pass pixels through it: "
+            f"{counted(owners, 'data owner')} x --num-workers {workers} x prefetch_factor {run.data.prefetch_factor} "
+            f"microbatches of only images take {_gib(wanted)} GiB. Without enough room a worker dies with a bus error: "
+            f"use `docker run --shm-size {size}` (or --ipc=host), `mount -o remount,size={size} {_SHARED_MEMORY}`, or "
+            f"fewer --num-workers (0 needs none)")
 
 
 def _host_memory(run: Run, node: Node) -> Iterator[MachineFinding]:
-    owners, pixel_bytes = _num_owners(run, node), microbatch_pixel_bytes(run)
-    states = sum(size.host_bytes for _, size in _sizes(run, node))
+    in_stage = run.tp_size * run.cp_size * run.dp_size
+    stages = [rank // in_stage for rank in _ranks(run, node)]
+    sizes, activations = stage_sizes(run, run.model.placement()), activation_bytes_on_host(run, run.model.placement())
+    states = sum(sizes[stage].host_bytes for stage in stages)
     least = RANK_BYTES * node.num_ranks + states
     # the current step, the next one, which is prepared meanwhile, and microbatches in flight from workers
-    held = 2 * run.held_microbatches + run.args.num_workers * run.data.prefetch_factor
-    copies, activations = _copy_bytes(run, node), _activation_bytes(run, node)
-    wanted = least + RANK_BYTES * owners * run.args.num_workers + owners * held * pixel_bytes + copies + activations
+    workers, owners = run.args.num_workers, _num_owners(run, node)
+    held = 2 * run.held_microbatches + workers * run.data.prefetch_factor
+    of_owners = owners * (RANK_BYTES * workers + held * microbatch_pixel_bytes(run))
+    wanted = least + of_owners + _copy_bytes(run, node) + sum(activations[stage] for stage in stages)
     if node.host_bytes < wanted:
         yield node.host_bytes < least, (
             f"{_gib(node.host_bytes)} GiB of host memory are free, but the {counted(node.num_ranks, 'rank')} of this "
-            f"node may need up to {_gib(wanted)} GiB: {_gib(least - states)} for their processes, "
-            f"{f'{_gib(states)} for optimizer states, ' if states else ''}"
-            f"{f'{_gib(activations)} for activations of the longest microbatches, ' if activations else ''}"
-            f"{_gib(copies)} for copies of what is saved, "
-            f"and the rest to prefetch steps into pinned memory, on {counted(owners, 'data owner')}. Give the "
-            f"container more (`docker run --memory`), end other processes (`ps aux --sort=-rss | head`), or lower "
-            f"--num-workers, prefetch_factor or --global-batch-size"
-            f"{', or --optimizer-offload-fraction' if states else ''}"
-            f"{', or offload fewer layers (--cpu-offloading-num-layers)' if activations else ''}"
-            f"{', or remove --async-save' if run.args.async_save else ''}")
-
-
-def _sizes(run: Run, node: Node) -> Iterator[tuple[int, StageSize]]:
-    """The node's ranks, and the size of the stage of each."""
-    sizes = stage_sizes(run, run.model.placement())
-    yield from ((rank, sizes[stage]) for rank, stage in _stages(run, node))
-
-
-def _activation_bytes(run: Run, node: Node) -> int:
-    """Host memory for offloaded activations, if every microbatch is as long as it can be."""
-    of_stages = activation_bytes_on_host(run, run.model.placement())
-    return sum(of_stages[stage] for _, stage in _stages(run, node))
-
-
-def _stages(run: Run, node: Node) -> Iterator[tuple[int, int]]:
-    """The node's ranks, and the stage of each."""
-    num_in_stage = run.tp_size * run.cp_size * run.dp_size
-    for rank in range(node.first_rank, min(node.first_rank + node.num_ranks, run.world_size)):
-        yield rank, rank // num_in_stage
+            f"node may need up to {_gib(wanted)} GiB: {_gib(least - states)} for their processes, {_gib(states)} for "
+            f"optimizer states, {_gib(of_owners)} for data, and the rest for offloaded activations and copies of what "
+            f"is saved. Give the container more (`docker run --memory`), or lower --num-workers, prefetch_factor, "
+            f"--global-batch-size, --optimizer-offload-fraction or --cpu-offloading-num-layers")
 
 
 def _copy_bytes(run: Run, node: Node) -> int:
@@ -191,17 +147,13 @@ def _copy_bytes(run: Run, node: Node) -> int:
     ``--async-save`` weights and optimizer states."""
     if run.args.save is None or not (run.args.async_save or run.shards_weights):
         return 0
-    num_in_stage = run.tp_size * run.cp_size * run.dp_size
-    total, places = 0, set[tuple[int, int]]()
-    for rank, size in _sizes(run, node):
-        is_first_copy = rank % num_in_stage < run.tp_size
-        if run.args.save_on_each_node:
-            place = rank // num_in_stage, rank % run.tp_size
-            is_first_copy = place not in places
-            places.add(place)
+    in_stage, total = run.tp_size * run.cp_size * run.dp_size, 0
+    sizes = stage_sizes(run, run.model.placement())
+    for rank in _ranks(run, node):
+        size, is_writer = sizes[rank // in_stage], rank % in_stage < run.tp_size
         num_saved = size.num_trainable_params if run.model.lora.is_on else size.num_params  # see ``saved_weights``
-        total += WIDTHS[run.args.precision] * num_saved * is_first_copy
-        if run.args.async_save and (is_first_copy or run.args.splits_optimizer):
+        total += WIDTHS[run.args.precision] * num_saved * is_writer
+        if run.args.async_save and (is_writer or run.args.splits_optimizer):
             total += size.optimizer_bytes + size.host_bytes
     return total
 
@@ -214,14 +166,6 @@ def _versions(node: Node) -> Iterator[MachineFinding]:
                           f"`python -m pip install '{requirement.name}{requirement.specifier}'`")
     for platform in PLATFORMS:
         yield from platform.version_findings(node.versions)
-
-
-def _free_bytes(directory: str) -> int | None:
-    try:
-        found = os.statvfs(directory)
-    except FileNotFoundError:
-        return None
-    return found.f_bavail * found.f_frsize
 
 
 def _container_bytes() -> Iterator[int]:

@@ -1,6 +1,7 @@
 """A run's log line, metrics.jsonl, experiment trackers, and resolved configuration.
 
-The log line has MindSpeed-MM's format, because its users' scripts parse it with awk.
+The log line has MindSpeed-MM's format, because its users' scripts parse it with awk.  docs/metrics.md says what each
+field of the rows means.
 """
 
 import json
@@ -21,7 +22,7 @@ from mm.files import json_object, read_regular, regular, whole_lines, write_whol
 from mm.page.pages import write_run_page
 from mm.progress import duration
 from mm.timeline.spans import TIMED, label, seconds_key
-from mm.training.slow_ranks import SlowRank
+from mm.training.step_timing import SlowRank
 from mm.training.trackers import open_trackers
 
 _FLAG = "--log-dir"
@@ -42,7 +43,6 @@ class StepMetrics:
     grad_norm: float
     loss_scale: float
     step_seconds: float
-    """Time from one step's host read to the next, with data and reporting, but without checkpoints."""
     global_batch_size: int
     num_tokens: int
     num_target_tokens: int
@@ -52,22 +52,14 @@ class StepMetrics:
     tokens_per_second_per_device: float
     model_flops_per_second_per_device: float
     mfu: float | None
-    """Model FLOP/s, including the ViT, over the device's peak; None if the peak is unknown."""
     max_memory_bytes: int
     updated: bool
-    """False if the step was skipped: a scaled gradient overflowed, or with --skip-bad-steps the step was bad."""
     timers: Mapping[str, float] | None = None
-    """With --log-timers: kind of work -> seconds on the slowest rank."""
     epoch: float | None = None
-    """Number of epochs over the training samples; None if their number is unknown."""
     num_cached_images: int | None = None
-    """Images whose ViT features came from --vision-feature-cache; None without it."""
     slowest_rank_share: float | None = None
-    """With several ranks, at steps with a log line: the ``share`` of the slowest; None if none can be compared."""
     slowest_ranks: tuple[SlowRank, ...] = ()
-    """The three slowest ranks; empty if ``slowest_rank_share`` is None."""
     stage_memory_bytes: tuple[int, ...] | None = None
-    """At steps with a log line: peak memory so far of each stage, on its rank with the most; else None."""
 
 
 @dataclass(frozen=True)
@@ -75,16 +67,12 @@ class ValidationMetrics:
     """Metrics of one validation."""
 
     iteration: int
-    """The step that it follows."""
     consumed_samples: int
     validation_loss: float | None
-    """Mean over the target tokens of all samples; None if it is not finite, or no sample can be used."""
     num_samples: int
-    """Samples with a target token."""
     num_target_tokens: int
     validation_seconds: float
     best_validation_loss: float | None
-    """Lowest loss so far, including this one."""
     best_iteration: int
 
 
@@ -93,13 +81,10 @@ class ScoreMetrics:
     """Metrics of the answers to one set of questions."""
 
     iteration: int
-    """The step after which they were asked."""
     consumed_samples: int
     validation_score_percent: float
     num_questions: int
-    """Questions that count towards the score."""
     num_truncated_answers: int
-    """Answers that were cut at the maximum length."""
     answer_seconds: float
 
 
@@ -110,11 +95,9 @@ class SpikeMetrics:
     iteration: int
     why: str
     skipped: bool
-    """Whether the weights are unchanged."""
     loss: float
     grad_norm: float
     samples: tuple[int, ...]
-    """Numbers of all samples of the step in the data, as in ``Microbatch.samples``."""
 
 
 def score_line(found: ScoreMetrics, benchmark: str) -> str:
@@ -169,7 +152,7 @@ def log_line(
         f"loss: {loss:.6E}",
         f"loss scale: {step.loss_scale:.1f}",
         f"grad norm: {step.grad_norm:.3f}",
-        f"number of skipped iterations: {_num_skipped(steps):3d}",
+        f"number of skipped iterations: {sum(not one.updated for one in steps):3d}",
         f"number of nan iterations: {sum(not math.isfinite(one.loss) for one in steps):3d}",
         *_timers(steps),
         *_cached(steps),
@@ -193,9 +176,6 @@ def _cached(steps: Sequence[StepMetrics]) -> Iterator[str]:
     if counts:
         yield "images from the cache: {} of {}".format(*map(sum, zip(*counts, strict=True)))
 
-
-def _num_skipped(steps: Sequence[StepMetrics]) -> int:
-    return sum(not step.updated for step in steps)
 
 
 class MetricsWriter:
@@ -225,7 +205,7 @@ class MetricsWriter:
         """Store one step, and print the log line if due."""
         self._since_line.append(step)
         self._step_seconds.append(step.step_seconds)
-        self._store("step", {**asdict(step), "num_skipped": _num_skipped(self._since_line)},
+        self._store("step", {**asdict(step), "num_skipped": sum(not one.updated for one in self._since_line)},
                     "loss", "lr", "grad_norm", "tokens_per_second_per_device", "mfu", "epoch",
                     "slowest_rank_share")
         args = self._args
@@ -280,11 +260,6 @@ def step_rows(log_dir: Path) -> list[dict[str, Any]]:
     """The rows of the steps of a run that has ended, in order; raises OSError naming a file that cannot be read."""
     rows = map(json_object, whole_lines((log_dir / METRICS_FILE).read_bytes()))
     return [row for row in rows if row["kind"] == "step"]
-
-
-def run_facts(log_dir: Path) -> dict[str, Any]:
-    """The resolved configuration of a run, and what it ran on."""
-    return json_object((log_dir / FACTS_FILE).read_bytes())
 
 
 def _facts_text(facts: Mapping[str, Any]) -> str:

@@ -7,7 +7,6 @@ files are only notes.  One rank checks, and hands what it has opened to the star
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mm.config.command_line import flag_name
@@ -27,19 +26,15 @@ from mm.data.index.sample_files import Split
 from mm.data.order.sampler import order_description
 from mm.data.sample import Image
 from mm.errors import UserError, collected, counted
-from mm.formats.checkpoints import LATEST_FILE, find_checkpoint
+from mm.formats.checkpoints import LATEST_FILE
 from mm.formats.hf import HFDirectory
 from mm.formats.hf_config import hf_problems
-from mm.formats.source import Kind, find_kind
-from mm.formats.training import CheckpointManifest
+from mm.formats.source import Kind
 from mm.generation.prompts import encoder_for_prompts
 from mm.progress import Progress
 from mm.scoring.questions import read_items
-from mm.training.epochs import with_steps
-from mm.training.opened import Opened, Questions, Samples
-from mm.training.saves import save_problems
-from mm.training.schedule import scheduled
-from mm.training.sources import Sources, open_start
+from mm.training.schedule import scheduled, with_steps
+from mm.training.sources import Checked, Questions, Samples, Sources, open_start, save_problems
 from mm.training.trackers import tracker_problems
 from mm.weights.groups import group_problems
 from mm.weights.lora import adapter_problems
@@ -49,64 +44,42 @@ _NUM_COMPARED = 100
 """Number of samples whose image sizes are compared for the note."""
 
 
-@dataclass(frozen=True)
-class Findings:
-    """Problems of some of a run's files, and notes on them."""
-
-    problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Checked:
-    """What the check has opened and found."""
-
-    run: Run
-    """The run, with the number of steps that its epochs take."""
-    opened: Opened
-    """Passed to the start; incomplete if there are problems."""
-    files: Findings
-    """On weights, patterns of weight names, tokenizer, processor and output directories."""
-    samples: Findings
-    """On the training and validation samples, and how they differ from those of the checkpoint."""
-    questions: Findings
-    """On the questions that the model answers during training."""
-
-    @property
-    def problems(self) -> list[str]:
-        """All problems."""
-        return [*self.files.problems, *self.samples.problems, *self.questions.problems]
-
-    @property
-    def notes(self) -> list[str]:
-        """All notes."""
-        return [*self.files.notes, *self.samples.notes, *self.questions.notes]
-
-
 def check(run: Run) -> Checked:
-    """Open what the run reads, and find everything that would stop the run.
+    """Open what the run reads, decide its steps and learning rates, and find everything that would stop it.
 
     It reads only the headers of weights, and the tensors for the checksum of adapters' base model.  It builds
     the index of the samples, which takes minutes for a million of them, or seconds if the index exists.  It reads only
     the headers of images, but decodes those of questions, because one that fails later would end the training.
     """
-    files, samples, questions = Findings(), Findings(), Findings()
-    start_problems: list[str] = []
-    encoder_problems: list[str] = []
-    sources = gauge = None
+    start_problems, encoder_problems, sample_problems, question_problems = (list[str]() for _ in range(4))
+    checked, gauge = Checked(run), None
     with collected(start_problems):
         if _can_open_start(run):
-            sources = open_start(run)
+            checked.sources = open_start(run)
     with collected(encoder_problems):
         if os.path.isdir(run.data.model_name_or_path):
             gauge = Gauge.from_config(run.data, run.model, run.args.seq_length)
-    splits = _sample_splits(run, gauge, sources, samples)
-    opened = Opened(sources, Samples(gauge, splits) if gauge is not None and "training" in splits else None)
-    run = with_steps(run, opened, samples.notes)
-    if run.args.num_train_epochs and run.args.train_iters:  # --train-iters itself is checked with the flags
-        samples.problems.extend(step_problems(run.args))
-    _check_files(run, sources, start_problems, encoder_problems, files)
-    return Checked(run, replace(opened, questions=_open_questions(run, gauge, questions)), files, samples, questions)
+    sample_notes = list[str]()
+    splits = _sample_splits(run, gauge, checked.sources, sample_problems, sample_notes)
+    if gauge is not None and "training" in splits:
+        checked.samples = Samples(gauge, splits)
+        _count_steps(checked, splits["training"], sample_problems, sample_notes)
+    checked.problems += _file_problems(checked, start_problems, encoder_problems)
+    checked.problems += sample_problems
+    checked.notes += sample_notes
+    checked.questions = _open_questions(run, gauge, question_problems, checked.notes)
+    checked.problems += question_problems
+    return checked
+
+
+def _count_steps(checked: Checked, dataset: Dataset, problems: list[str], notes: list[str]) -> None:
+    """Give the run the number of steps that its epochs take, which stays 0 if the checkpoint could not be opened."""
+    run, sources = checked.run, checked.sources
+    if run.args.num_train_epochs is None or (sources is None and not run.args.finetune):
+        return
+    with collected([]):  # reported with the samples
+        checked.run = run = with_steps(run, sources and sources.trained(run), dataset, notes)
+        problems.extend(step_problems(run.args))
 
 
 def _can_open_start(run: Run) -> bool:
@@ -117,20 +90,19 @@ def _can_open_start(run: Run) -> bool:
         lacks_adapters(run.model) and args.load is not None and holds_adapters(args.load))
 
 
-def _check_files(
-    run: Run, sources: Sources | None, start_problems: list[str], encoder_problems: list[str], found: Findings
-) -> None:
-    """Check weights, tokenizer, processor and output directories.
+def _file_problems(checked: Checked, start_problems: list[str], encoder_problems: list[str]) -> list[str]:
+    """Problems of weights, tokenizer, processor, output directories, and patterns of weight names.
 
     ``start_problems`` and ``encoder_problems`` were found while opening the weights, and tokenizer and processor.
     """
-    args, base, problems = run.args, run.data.model_name_or_path, found.problems
-    problems += _other_models(run, sources)
+    run, sources = checked.run, checked.sources
+    args, base = run.args, run.data.model_name_or_path
+    problems = list(_other_models(run, sources))
     if not problems:  # with another model, everything else would fail as well
         problems += start_problems
         with collected(problems):
             if sources is not None:
-                _check_start(run, sources, found)
+                _check_start(checked, sources, problems)
         problems += encoder_problems
         for flag in ("export_hf", "export_merged_hf"):
             if (target := getattr(args, flag)) is not None and os.path.isdir(base):
@@ -140,7 +112,7 @@ def _check_files(
         problems.extend(_output_problems(run))
     if args.vision_feature_cache is not None:
         problems += feature_cache_problems(run.model)
-    problems += [*freeze_problems(run.model), *adapter_problems(run.model), *group_problems(args, run.model)]
+    return [*problems, *freeze_problems(run.model), *adapter_problems(run.model), *group_problems(args, run.model)]
 
 
 def _other_models(run: Run, sources: Sources | None) -> Iterator[str]:
@@ -157,21 +129,25 @@ def _other_models(run: Run, sources: Sources | None) -> Iterator[str]:
             yield from (f"{' and '.join(names)}: {problem}" for problem in hf_problems(run.model, path, args.mm_model))
 
 
-def _check_start(run: Run, sources: Sources, found: Findings) -> None:
-    """Compare what the run starts from with the settings.
+def _check_start(checked: Checked, sources: Sources, problems: list[str]) -> None:
+    """Compare what the run starts from with the settings, and decide its learning-rate schedule.
 
-    Adds problems and notes to ``found``, but raises UserError for another base model or learning-rate schedule.
+    Raises UserError for another base model or schedule.
     """
+    run = checked.run
     if sources.adapters is not None and sources.model is not None:
-        found.notes.extend(base_notes(sources.adapters, sources.model))
+        checked.notes.extend(base_notes(sources.adapters, sources.model))
         if sources.adapters.base_crc32 is not None:
             check_base(sources.adapters, sources.model, "--load-base-model")
-    found.problems.extend(save_problems(run, sources))
+    problems.extend(save_problems(run, sources))
     if run.args.train_iters:  # 0 if the steps of the epochs could not be counted
-        scheduled(run, sources)
+        checked.run, checked.schedule, notes = scheduled(run, sources.trained(run))
+        checked.notes.extend(notes)
 
 
-def _sample_splits(run: Run, gauge: Gauge | None, sources: Sources | None, found: Findings) -> Mapping[Split, Dataset]:
+def _sample_splits(
+    run: Run, gauge: Gauge | None, sources: Sources | None, problems: list[str], notes: list[str]
+) -> Mapping[Split, Dataset]:
     """Open and check the samples for training and validation.
 
     A resumed run must have the samples of its checkpoint.  Without ``gauge``, because tokenizer or processor cannot be
@@ -179,7 +155,6 @@ def _sample_splits(run: Run, gauge: Gauge | None, sources: Sources | None, found
     """
     if not _has_samples(run):
         return {}
-    problems, notes = found.problems, found.notes
     splits = datasets(run.data, problems, run.args.bad_sample == "skip", gauge, run.args.seed)
     notes += [*notes_of(splits), *_bad_notes(run, splits, problems)]
     if (dataset := splits.get("training")) is None:
@@ -206,7 +181,7 @@ def _bad_notes(run: Run, splits: Mapping[Split, Dataset], problems: list[str]) -
                             f"first: {dataset.skipped[0].message()}")
 
 
-def _open_questions(run: Run, gauge: Gauge | None, found: Findings) -> Questions | None:
+def _open_questions(run: Run, gauge: Gauge | None, problems: list[str], notes: list[str]) -> Questions | None:
     """Open and encode the questions for the model in training, with their images.
 
     Without ``gauge``, because tokenizer or processor cannot be read, only the file of questions is checked.
@@ -215,16 +190,16 @@ def _open_questions(run: Run, gauge: Gauge | None, found: Findings) -> Questions
     if path is None or not os.path.isfile(path) or not os.path.isdir(run.data.model_name_or_path):
         return None
     asked = evaluating_in_training(run.args, run.data, run.world_size)
-    with collected(found.problems):
+    with collected(problems):
         items = read_items(asked)
-        found.notes.extend(items.notes)
+        notes.extend(items.notes)
         if gauge is None:
             return None
         assert asked.asking.media_config(run.data.model_name_or_path) == run.data, "one encoder suits both"
         encoder = encoder_for_prompts(gauge.encoder, run.model)
         shown = Progress("checking questions", len(items.items), "questions")
         for item in shown.each(items.items):
-            with collected(found.problems):
+            with collected(problems):
                 encoder.encode_prompt(item.sample)
         return Questions(items, encoder)
     return None
@@ -242,22 +217,12 @@ def _has_samples(run: Run) -> bool:
 def _data_notes(run: Run, dataset: Dataset, sources: Sources | None) -> list[str]:
     """Notes on how the data have changed since the checkpoint in ``--load``.  Raises UserError unless
     ``--allow-new-data`` is given."""
-    args, data, folder = run.args, None, Path()
-    with collected([]):  # problems of the checkpoint are reported with the files
-        if args.load is not None and not args.finetune:
-            opened, manifest = sources and (sources.adapters or sources.model), None
-            if opened is not None:
-                manifest, folder = opened.manifest, opened.path
-            elif find_kind(args.load) is Kind.TRAINING:  # its weights cannot be used, but its manifest may be readable
-                folder, _ = find_checkpoint(args.load)
-                manifest = CheckpointManifest.read(folder)
-            # The base model of new adapters was trained by another run, whose data are not continued.
-            if manifest is not None and manifest.model.lora.is_on == run.model.lora.is_on:
-                data = manifest.data
-    if data is None:
+    trained = sources and sources.trained(run)
+    data = trained and trained.manifest and trained.manifest.data
+    if trained is None or data is None or run.args.finetune:
         return []
-    then, now = TrainedOn.from_json(data, folder), dataset.contents()
-    then.followed_by(now, order_description(run), 0, args.allow_new_data)
+    then, now = TrainedOn.from_json(data, trained.path), dataset.contents()
+    then.followed_by(now, order_description(run), 0, run.args.allow_new_data)
     return [f"--allow-new-data: {change}; training goes on with the first sample"
             for change in then.changes(now, order_description(run))]
 

@@ -2,9 +2,8 @@
 
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,29 +25,23 @@ from mm.scoring.benchmarks import Items
 from mm.scoring.page import thumbnails
 from mm.scoring.questions import read_items, title_of
 from mm.scoring.results import Prediction, write_results
-from mm.training.opened import Questions
+from mm.training.metrics import ScoreMetrics
+from mm.training.progress import TrainingProgress
+from mm.training.reporter import Reporter
+from mm.training.sources import Questions
 from mm.training.step import Setup
 from mm.training.validation import evaluating
-
-
-@dataclass(frozen=True)
-class QuestionScores:
-    """The scores of the model's answers."""
-
-    scores: Mapping[str, Any]
-    """The scores from ``write_results``."""
-    seconds: float
 
 
 class QuestionSet:
     """The questions, on rank 0, and the model in training."""
 
-    def __init__(self, run: Run, setup: Setup, phase: Phase, opened: Questions | None = None) -> None:
+    def __init__(self, run: Run, setup: Setup, phase: Phase, opened: Questions | None, reporter: Reporter) -> None:
         """``phase`` guards each batch; ``opened`` is what the check before the run has opened on this rank.
 
         Raises UserError, the same on every rank.
         """
-        self._run, self._setup, self._phase = run, setup, phase
+        self._run, self._setup, self._phase, self._reporter = run, setup, phase, reporter
         self._asked = asked = evaluating_in_training(run.args, run.data, run.world_size)
         args, model, directory = run.args, run.model, run.data.model_name_or_path
         mesh = for_prompts(setup.mesh, setup.stage.has_patch_embedding, args.distributed_timeout_minutes)
@@ -62,17 +55,26 @@ class QuestionSet:
         self._answers: dict[int, Prediction] = {}
         self._has_thumbnails = False
 
-    def is_due(self, iteration: int) -> bool:
-        """Whether the model answers the questions after this step."""
-        return asks(self._run.args, iteration)
+    def after(self, progress: TrainingProgress) -> None:
+        """Ask all questions if they are due after this step, and report the scores."""
+        if not asks(self._run.args, progress.iteration):
+            return
+        started = time.perf_counter()
+        scores = self.ask(progress.iteration)
+        of_all = scores["headline"]
+        self._reporter.report_score(ScoreMetrics(
+            iteration=progress.iteration, consumed_samples=progress.consumed_samples,
+            validation_score_percent=of_all["score_percent"], num_questions=of_all["num_questions"],
+            num_truncated_answers=scores["num_truncated_answers"], answer_seconds=time.perf_counter() - started,
+        ), scores["benchmark"])
 
-    def ask(self, iteration: int) -> QuestionScores:
+    def ask(self, iteration: int) -> dict[str, Any]:
         """Ask all questions, write predictions and scores to a folder of this iteration, and return the scores.
 
         Called on every rank; does not change the training.  Raises AgreedError with the problems of questions that can
         no longer be asked.
         """
-        started, session = time.perf_counter(), self._session
+        session = self._session
         folder = Path(self._asked.output) / f"iter_{iteration:07d}"
         batches, problems = on_first(session.mesh, lambda: self._prepared(folder))
         with ExitStack() as asking:
@@ -86,8 +88,7 @@ class QuestionSet:
                     shown.update(len(answered))
 
                 problems += answer_batches(session, batches, keep, self._phase)
-        scores = on_first(session.mesh, lambda: self._finish(folder, problems))
-        return QuestionScores(scores, time.perf_counter() - started)
+        return on_first(session.mesh, lambda: self._finish(folder, problems))
 
     def _prepared(self, folder: Path) -> tuple[list[tuple[Prompt, ...]], list[str]]:
         """On rank 0: the questions in batches.  An earlier run's folder is deleted."""

@@ -1,40 +1,23 @@
 """Reports a run's steps, validations and scores on the last rank, as Megatron does."""
 
-from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any
 
 from mm.batch import StepPlan, samples_text
 from mm.config.run import Run, resolved
 from mm.device.facts import device_facts, sdpa_backend
-from mm.errors import counted, printable
+from mm.errors import counted
 from mm.model import flops
 from mm.parallel.agreement import all_of
-from mm.parallel.mesh import Mesh
 from mm.plan.model_states import stage_sizes
 from mm.plan.stage_memory import stage_peaks
-from mm.training.checkpoint import TrainingProgress
 from mm.training.metrics import MetricsWriter, ScoreMetrics, SpikeMetrics, StepMetrics, ValidationMetrics
-from mm.training.questions import QuestionScores
+from mm.training.progress import Say, StepResult
 from mm.training.schedule import Schedule
-from mm.training.slow_ranks import NUM_NAMED, ComparedRanks, slowest_line
 from mm.training.step import Setup
-from mm.training.update import StepResult, clips_in_adam
-from mm.training.validation import ValidationLoss
+from mm.training.update import clips_in_adam
+from mm.training.watch import Step
 from mm.weights.groups import group_facts
-
-Say = Callable[[str], None]
-"""Prints one message, once for all ranks."""
-
-
-def say_on_last_rank(mesh: Mesh) -> Say:
-    """Return a function that prints on the last rank only."""
-
-    def say(text: str) -> None:
-        if mesh.rank == mesh.world_size - 1:
-            print(printable(text), flush=True)
-
-    return say
 
 
 class Reporter:
@@ -51,16 +34,10 @@ class Reporter:
                      "predicted_peak_bytes": _predicted_peaks(run)}
             self._writer = MetricsWriter(run.args, facts, first_iteration, say)
 
-    def report_step(
-        self, progress: TrainingProgress, plan: StepPlan, result: StepResult, seconds: float,
-        timers: Mapping[str, float] | None, epoch: float, compared: ComparedRanks,
-    ) -> None:  # fmt: skip
-        """Report a step that took ``seconds``; ``epoch`` is the number of epochs so far.
-
-        ``compared``: all ranks, at steps with a log line.
-        """
-        ranks = compared.slowest
-        run, totals, mesh, device = self._run, plan.totals, self._setup.mesh, self._setup.stage.device
+    def report_step(self, step: Step) -> None:
+        """Report a step as the watchers have measured it."""
+        progress, result, seconds = step.progress, step.result, step.seconds
+        run, totals, mesh, device = self._run, step.plan.totals, self._setup.mesh, self._setup.stage.device
         if totals.num_target_tokens == 0:
             self._say(f"note: iteration {progress.iteration} has no target token: its loss is 0. Check the roles of "
                       f"the samples, and whether --seq-length {run.args.seq_length} cuts answers off")
@@ -74,7 +51,7 @@ class Reporter:
         self._writer.write(StepMetrics(
             iteration=progress.iteration,
             consumed_samples=progress.consumed_samples,
-            epoch=epoch,
+            epoch=step.epoch,
             step_seconds=seconds,
             global_batch_size=run.global_batch_size,
             num_tokens=totals.num_tokens,
@@ -86,21 +63,16 @@ class Reporter:
             model_flops_per_second_per_device=rate,
             mfu=rate / peak if peak else None,
             max_memory_bytes=device.runtime.max_memory_bytes(),
-            timers=timers,
             num_cached_images=totals.num_cached_images if run.args.vision_feature_cache else None,
             loss=result.loss,
             lr=result.lr,
             grad_norm=result.grad_norm,
             loss_scale=result.loss_scale,
             updated=result.updated,
-            slowest_rank_share=ranks[0].share if ranks else None,
-            slowest_ranks=ranks[:NUM_NAMED],
-            stage_memory_bytes=compared.stage_memory_bytes or None,
+            **step.measured,
         ))
-        if ranks:
-            self._say(slowest_line(ranks, compared.num_steps))
-        for note in compared.notes:
-            self._say(note)
+        for line in step.lines:
+            self._say(line)
 
     def report_spike(self, iteration: int, plan: StepPlan, result: StepResult, why: str) -> None:
         """Report a step that is bad or a spike, with the samples of all replicas; nothing if ``why`` is empty."""
@@ -115,35 +87,18 @@ class Reporter:
             self._writer.write_spike(
                 SpikeMetrics(iteration, why, not result.updated, result.loss, result.grad_norm, samples))
 
-    def report_validation(self, progress: TrainingProgress, found: ValidationLoss) -> None:
-        """Report a validation; ``progress.best`` already includes its loss."""
-        if found.loss is None:
-            self._say(f"note: the validation after iteration {progress.iteration} has no loss: " + (
+    def report_validation(self, found: ValidationMetrics) -> None:
+        """Report a validation."""
+        if found.validation_loss is None:
+            self._say(f"note: the validation after iteration {found.iteration} has no loss: " + (
                 "it is not finite" if found.num_target_tokens else "no sample can be used"))
         if self._writer is not None:
-            self._writer.write_validation(ValidationMetrics(
-                iteration=progress.iteration,
-                consumed_samples=progress.consumed_samples,
-                validation_loss=found.loss,
-                num_samples=found.num_samples,
-                num_target_tokens=found.num_target_tokens,
-                validation_seconds=found.seconds,
-                best_validation_loss=progress.best.loss,
-                best_iteration=progress.best.iteration,
-            ))
+            self._writer.write_validation(found)
 
-    def report_scores(self, progress: TrainingProgress, found: QuestionScores) -> None:
-        """Report the scores of the model's answers."""
-        scores = found.scores
+    def report_score(self, found: ScoreMetrics, benchmark: str) -> None:
+        """Report the score of the model's answers to ``benchmark``."""
         if self._writer is not None:
-            self._writer.write_score(ScoreMetrics(
-                iteration=progress.iteration,
-                consumed_samples=progress.consumed_samples,
-                validation_score_percent=scores["headline"]["score_percent"],
-                num_questions=scores["headline"]["num_questions"],
-                num_truncated_answers=scores["num_truncated_answers"],
-                answer_seconds=found.seconds,
-            ), scores["benchmark"])
+            self._writer.write_score(found, benchmark)
 
     def close(self, iteration: int, how: str) -> None:
         """Close the files; ``how`` the run ends goes to the run's file."""

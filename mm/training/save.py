@@ -1,14 +1,18 @@
-"""Saves a training checkpoint in three parts: all ranks begin it, each writes its files, all ranks commit it.
+"""Saves training checkpoints and exports the model.
 
-Only the first and last part communicate, so the files may be written while training continues (``background.py``).
-``mm.formats.training`` defines the files.
+A save has three parts: all ranks begin it, each writes its files, all ranks commit it.  Only the first and last part
+communicate, so with ``--async-save`` a thread writes the files while training continues.  ``mm.formats.training``
+defines the files.
 """
 
 import dataclasses
 import secrets
 import shutil
+import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -19,16 +23,28 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Self
 
-from mm.errors import UserError
+from mm.config.run import Run, resolved
+from mm.conversion import convert
+from mm.conversion.adapters import base_to_name, export_peft, merge, open_base, open_saved
+from mm.device.device import Device
+from mm.errors import AgreedError, UserError, collected
 from mm.formats import training_writer as files
-from mm.formats.pipelined_write import Host, Values
+from mm.formats.host_copies import HostCopies
+from mm.formats.pipelined_write import ON_HOST, Host, Values
 from mm.formats.training import CheckpointManifest, CheckpointTensor
+from mm.formats.training_writer import ALL_KEPT, Retention
+from mm.lock import Claim
+from mm.parallel.activity import Work
 from mm.parallel.agreement import by_rank, gather, on_first, together
 from mm.parallel.mesh import Mesh
-from mm.training.checkpoint import TrainingProgress
+from mm.parallel.watchdog import Phase
+from mm.progress import ongoing
 from mm.training.disks import Disks
-from mm.training.optimizer_state import OwnedState, is_split, owned_states, scaler_state, wait_for_states
+from mm.training.optimizer import OwnedState, is_split, owned_states, scaler_state, wait_for_states
+from mm.training.progress import Say, TrainingProgress
+from mm.training.sources import BEST, qkv_order
 from mm.training.step import Setup
+from mm.training.weight_check import WeightCheck
 from mm.weights.memory import MemoryLayout
 from mm.weights.table import Weight, stored_name
 from mm.weights.trained import saved_weights
@@ -62,14 +78,12 @@ class BegunSave:
         *,
         save_optim: bool = True,
         save_rng: bool = True,
-        base: Mapping[str, Any] | None = None,
         disks: Disks | None = None,
     ) -> Self:
         """Begin the checkpoint of ``progress.iteration``, together with all ranks.
 
-        ``run_facts`` is for people and must be JSON-serializable.  ``base``: see ``CheckpointManifest``.  ``disks``:
-        those of ``directory``; by default all ranks see the same.  Raises UserError on every rank if a disk has too
-        little room.
+        ``run_facts`` is for people and must be JSON-serializable.  ``disks``: those of ``directory``; by default all
+        ranks see the same.  Raises UserError on every rank if a disk has too little room.
         """
         directory, mesh = Path(directory), setup.mesh
         setup.finish_gathering()
@@ -84,8 +98,8 @@ class BegunSave:
         begun = together(mesh, lambda: files.begin(
             directory, progress.iteration, int(of_disks[disks.own]), token) if disks.is_first else Path())
         temporary = by_rank(mesh, begun)[disks.own]
-        facts = _own_optimizer_facts(setup, owned) if save_optim else None
-        return cls(temporary, tensors, _begun_manifest(progress, setup, run_facts, base), facts, disks)
+        facts = (owned[0].step if owned else None, scaler_state(setup.optimizer)) if save_optim else None
+        return cls(temporary, tensors, _begun_manifest(progress, setup, run_facts), facts, disks)
 
     def write(self, tensors: ToWrite, host: Host) -> list[CheckpointTensor]:
         """Write this rank's files, in any thread, and return their tensors with checksums.
@@ -97,12 +111,12 @@ class BegunSave:
             for written in files.write_pieces(self.temporary, file, list(of_file), host)
         ]
 
-    def finish(self, setup: Setup, retention: files.Retention = files.ALL_KEPT) -> Path:
+    def finish(self, setup: Setup, retention: Retention = ALL_KEPT) -> Path:
         """Write and commit it while training waits, together with all ranks; results and errors as in ``commit``."""
         return self.commit(setup.mesh, lambda: self.write(self.tensors, setup.stage.device.runtime), retention)
 
     def commit(
-        self, mesh: Mesh, written: Callable[[], list[CheckpointTensor]], retention: files.Retention = files.ALL_KEPT
+        self, mesh: Mesh, written: Callable[[], list[CheckpointTensor]], retention: Retention = ALL_KEPT
     ) -> Path:
         """Make the checkpoint the newest, together with all ranks, and return its directory.
 
@@ -114,11 +128,10 @@ class BegunSave:
         disks = self._disks
         try:
             gathered = gather(mesh, (together(mesh, written), self._optimizer_facts))
-            sent = on_first(mesh, lambda: self._completed(gathered) if disks.are_several else None)
-            is_other = disks.is_first and mesh.rank != 0
-            together(mesh, lambda: files.commit(self.temporary, sent) if sent and is_other else None)
-            # last, because rank 0's disk says what the next run continues from
-            final = on_first(mesh, lambda: files.commit(self.temporary, sent or self._completed(gathered)))
+            if disks.are_several:  # before rank 0's, which says what the next run continues from
+                manifest = on_first(mesh, lambda: self._completed(gathered))
+                together(mesh, lambda: files.commit(self.temporary, manifest) if disks.is_first and mesh.rank else None)
+            final = on_first(mesh, lambda: files.commit(self.temporary, self._completed(gathered)))
         except UserError:
             if disks.is_first:
                 shutil.rmtree(self.temporary, ignore_errors=True)
@@ -152,7 +165,7 @@ class BegunSave:
 
 
 def _begun_manifest(
-    progress: TrainingProgress, setup: Setup, run_facts: Mapping[str, Any], base: Mapping[str, Any] | None
+    progress: TrainingProgress, setup: Setup, run_facts: Mapping[str, Any]
 ) -> CheckpointManifest:
     """The manifest of ``progress``, without its tensors and the facts of the optimizer."""
     mesh = setup.mesh
@@ -167,7 +180,7 @@ def _begun_manifest(
         facts=run_facts,
         data=progress.data.to_json() if progress.data is not None else None,
         pieces=(),
-        base=base,
+        base=progress.base,
         best=dataclasses.asdict(progress.best),
         run_id=progress.run_id,
         schedule=progress.schedule and progress.schedule.to_json(),
@@ -213,61 +226,29 @@ def _planned(
     With several disks, each holds all that its ranks hold; a file of a certain name has the same content on all.
     """
     mesh, planned = setup.mesh, list[tuple[CheckpointTensor, Values]]()
-    if disks.is_writer(mesh):
-        planned += planned_weights(setup, values, disks.are_several)
-    if disks.is_writer(mesh) or is_split(setup.optimizer):
-        planned += planned_states(setup, owned, disks.are_several)
-    if save_rng:
-        file = f"random_{mesh.rank:05d}.safetensors"
-        for name, state in setup.stage.device.random_states().items():
-            piece = CheckpointTensor.of(state.dtype, state.shape, file, f"{name}.{mesh.rank}", "random")
-            planned.append((piece, Values(state)))
+    weights, position = _stored(setup, disks.are_several), f"tp{mesh.tp_rank:02d}_pp{mesh.pp_rank:02d}"
+    memories = {name: MemoryLayout.of(weight, mesh.tp_size) for name, weight in weights.items()}
+    tp_ranks = {name: weight.shards(mesh.tp_size, mesh.tp_rank)[1] for name, weight in weights.items()}
+    for name, weight in weights.items() if disks.is_writer(mesh) else ():
+        piece = CheckpointTensor.of(
+            setup.stage.get_parameter(name).dtype, memories[name].file_shape, f"weights_{position}.safetensors",
+            stored_name(weight), "weight", tp_ranks[name])
+        planned.append((piece, replace(values[name], memory=memories[name])))
+    has_own_states = is_split(setup.optimizer)
+    file = f"optimizer_{position}_dp{mesh.copy_rank if has_own_states else 0:02d}.safetensors"
+    for state in owned if has_own_states or disks.is_writer(mesh) else ():
+        if state.name not in weights:
+            continue
+        start, stop = memories[state.name].real_range(state.start, state.stop)
+        for kind, tensor in state.tensors().items() if start < stop else ():  # else only padding
+            piece = CheckpointTensor.of(tensor.dtype, (stop - start,), file, stored_name(weights[state.name]), kind,
+                                        tp_ranks[state.name], start)
+            planned.append((piece, Values(tensor, memories[state.name], state.start)))
+    for name, state in setup.stage.device.random_states().items() if save_rng else ():
+        piece = CheckpointTensor.of(state.dtype, state.shape, f"random_{mesh.rank:05d}.safetensors",
+                                    f"{name}.{mesh.rank}", "random")
+        planned.append((piece, Values(state)))
     return planned
-
-
-def planned_weights(setup: Setup, values: Mapping[str, Values], with_copies: bool = False) -> ToWrite:
-    """The weights that this rank's position on the axes writes, ``with_copies`` of those that another position writes;
-    ``values`` by name."""
-    file = weights_file(setup)
-    planned: list[tuple[CheckpointTensor, Values]] = []
-    for name, weight in _stored(setup, with_copies).items():
-        parameter, memory = setup.stage.get_parameter(name), MemoryLayout.of(weight, setup.mesh.tp_size)
-        piece = CheckpointTensor.of(parameter.dtype, memory.file_shape, file, stored_name(weight), "weight",
-                                    _tp_rank(weight, setup.mesh))
-        planned.append((piece, replace(values[name], memory=memory)))
-    return planned
-
-
-def planned_states(setup: Setup, owned: Sequence[OwnedState], with_copies: bool = False) -> ToWrite:
-    """The same for the optimizer states ``owned`` by this rank."""
-    mesh, weights, file = setup.mesh, _stored(setup, with_copies), states_file(setup)
-    planned: list[tuple[CheckpointTensor, Values]] = []
-    for state in (state for state in owned if state.name in weights):
-        weight = weights[state.name]
-        memory = MemoryLayout.of(weight, mesh.tp_size)
-        start, stop = memory.real_range(state.start, state.stop)
-        if start == stop:
-            continue  # only padding
-        for kind, tensor in state.tensors().items():
-            piece = CheckpointTensor.of(
-                tensor.dtype, (stop - start,), file, stored_name(weight), kind, _tp_rank(weight, mesh), start)
-            planned.append((piece, Values(tensor, memory, state.start)))
-    return planned
-
-
-def weights_file(setup: Setup) -> str:
-    """Where this rank's weights belong; the same for all ranks that hold the same ones."""
-    return f"weights_{_position(setup.mesh)}.safetensors"
-
-
-def states_file(setup: Setup) -> str:
-    """Where this rank's optimizer states belong; the same for all ranks that hold the same ones."""
-    number = setup.mesh.copy_rank if is_split(setup.optimizer) else 0
-    return f"optimizer_{_position(setup.mesh)}_dp{number:02d}.safetensors"
-
-
-def _position(mesh: Mesh) -> str:
-    return f"tp{mesh.tp_rank:02d}_pp{mesh.pp_rank:02d}"
 
 
 def _stored(setup: Setup, with_copies: bool) -> dict[str, Weight]:
@@ -281,15 +262,6 @@ def _stored(setup: Setup, with_copies: bool) -> dict[str, Weight]:
                 weight.name in saved and (weight.is_cut or mesh.tp_rank == 0))}
 
 
-def _tp_rank(weight: Weight, mesh: Mesh) -> int:
-    return weight.shards(mesh.tp_size, mesh.tp_rank)[1]
-
-
-def _own_optimizer_facts(setup: Setup, owned: Sequence[OwnedState]) -> OptimizerFacts:
-    """This rank's optimizer facts for the manifest."""
-    return owned[0].step if owned else None, scaler_state(setup.optimizer)
-
-
 def _shared_optimizer_facts(of_ranks: Sequence[OptimizerFacts]) -> dict[str, Any] | None:
     """The manifest's optimizer facts, from those of every rank that saves optimizer state; None if none does."""
     if not of_ranks:
@@ -298,3 +270,226 @@ def _shared_optimizer_facts(of_ranks: Sequence[OptimizerFacts]) -> dict[str, Any
     assert len(steps) <= 1, f"ranks made different numbers of updates: {steps}"
     scalers = [scaler for _, scaler in of_ranks if scaler is not None]
     return {"step": max(steps, default=0), "grad_scaler": scalers[0] if scalers else None}
+
+
+class WrittenSave:
+    """A save that a thread writes, from copies in host memory, while training continues.  The thread does not
+    communicate: each step's update tells all ranks whether any is still writing (``Ballot``)."""
+
+    def __init__(self, begun: BegunSave, retention: Retention, copies: ToWrite) -> None:
+        self.begun, self.retention, self.copies = begun, retention, copies
+        self.written: Future[list[CheckpointTensor]] = Future()
+
+    def run(self) -> None:
+        """Write the files, in the thread."""
+        try:
+            self.written.set_result(self.begun.write(self.copies, ON_HOST))
+        except BaseException as error:  # raised on all ranks by the commit
+            self.written.set_exception(error)
+
+
+class BackgroundSaves:
+    """The saves that are being written (``--async-save``): all of one iteration, so one copy in memory is enough."""
+
+    def __init__(self, device: Device) -> None:
+        self._copies = HostCopies(device.runtime)
+        self._pending: list[WrittenSave] = []
+
+    @property
+    def iteration(self) -> int | None:
+        """The iteration being saved; None if no save is pending.  The same on all ranks."""
+        return self._pending[0].begun.manifest.iteration if self._pending else None
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank has files to write."""
+        return any(not one.written.done() for one in self._pending)
+
+    @property
+    def copy_bytes(self) -> int:
+        """Host memory that the copies take on this rank."""
+        return self._copies.num_bytes
+
+    def begin(self, begun: BegunSave, retention: Retention, mesh: Mesh) -> None:
+        """Copy the tensors and start writing.  Pending saves must be of the same iteration; they share their copy.
+
+        Raises UserError on every rank if one has too little memory.
+        """
+        assert self.iteration in (None, begun.manifest.iteration), "the earlier save must be committed first"
+        before = list(self._pending)
+        copies = [values for _, values in before[0].copies] if before else together(
+            mesh, lambda: self._copies.take([values for _, values in begun.tensors]))
+        tensors = [(tensor, values) for (tensor, _), values in zip(begun.tensors, copies, strict=True)]
+        pending = WrittenSave(replace(begun, tensors=()), retention, tensors)  # frees those that are copies already
+        self._pending.append(pending)
+
+        def write() -> None:
+            for one in before:
+                one.written.exception()  # waits, so that they do not compete for the disk
+            pending.run()
+
+        threading.Thread(target=write, name="save", daemon=True).start()
+
+    def commit(self, mesh: Mesh, saved: Callable[[Path], object] = lambda _: None) -> None:
+        """Commit what is pending, together with all ranks, and tell ``saved``; waits until they are written.
+
+        Raises AgreedError, after all have been tried, if one rank could not write one of them.
+        """
+        pending, self._pending = self._pending, []
+        problems: list[str] = []
+        for one in pending:
+            with collected(problems):
+                saved(one.begun.commit(mesh, one.written.result, one.retention))
+        if problems:
+            raise AgreedError(problems)
+
+
+class Saver:
+    """Saves a run's checkpoints when due, and exports its model at the end."""
+
+    def __init__(
+        self, run: Run, setup: Setup, claim: Claim, say: Say, phase: Phase, disks: Disks, iteration: int,
+        checkpoint: Path | None,
+    ) -> None:  # fmt: skip
+        """Arguments:
+
+        - ``claim``: this rank's locks on the directories that the run writes
+        - ``phase``: guards each save and the export
+        - ``checkpoint``: the training checkpoint that holds the weights at the present ``iteration``, or None
+        """
+        self._run, self._setup, self._claim, self._say = run, setup, claim, say
+        self._phase, self._disks = phase, disks
+        self._saved = iteration, checkpoint
+        """The iteration of the latest save that training waited for, and its checkpoint."""
+        self._background = BackgroundSaves(setup.stage.device) if run.args.async_save else None
+        self._weights = WeightCheck(run.args.check_weights_interval, setup)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank writes in the background."""
+        return self._background is not None and self._background.is_writing
+
+    def finish(self, num_writing: float) -> None:
+        """After each step: commit what was written in the background; ``num_writing`` ranks still wrote in the step."""
+        if not num_writing:
+            self.commit()
+
+    def after(self, progress: TrainingProgress, is_last: bool) -> None:
+        """After each step: compare the ranks' weights and save, if due; ``is_last``: no step follows."""
+        args, iteration = self._run.args, progress.iteration
+        self._weights.after(iteration)
+        if args.save is None:
+            return
+        if args.save_best and progress.best.iteration == iteration:
+            self._save(str(Path(args.save) / BEST), progress, Retention(1))
+        interval = args.save_interval
+        if is_last or (interval is not None and iteration % interval == 0):
+            self._save(args.save, progress, Retention(args.keep_last_checkpoints, args.save_retain_interval), is_last)
+
+    def commit(self) -> None:
+        """Make the checkpoints that were written in the background the newest, together with all ranks.
+
+        Waits for those that are still being written.  Raises UserError on every rank if one could not write.
+        """
+        if self._background is not None and self._background.iteration is not None:
+            with self._saving("finishing", self._background.iteration):
+                self._background.commit(self._setup.mesh, lambda final: self._say(f"saved {final}"))
+
+    @contextmanager
+    def committing(self) -> Iterator[None]:
+        """Commit what is being written when the body ends, also if all ranks leave it with the same error."""
+        try:
+            yield
+        except AgreedError:
+            self.commit()
+            raise
+        self.commit()
+
+    def export(self, progress: TrainingProgress, has_ended: bool) -> None:
+        """Write the model in Hugging Face format if requested and the run is finished.
+
+        For adapters: a PEFT directory, the merged model, or both.
+        """
+        args = self._run.args
+        targets = {flag: path for flag, path in (("--export-hf", args.export_hf),
+                                                 ("--export-merged-hf", args.export_merged_hf)) if path is not None}
+        if not has_ended:
+            for flag, path in targets.items():
+                self._say(f"note: nothing was exported to {path}: the run is at iteration {progress.iteration} of "
+                          f"{args.train_iters}; resume it with the same {flag}")
+        elif targets:
+            self._export(progress, targets)
+
+    def _export(self, progress: TrainingProgress, targets: Mapping[str, str]) -> None:
+        temporary = self._temporary(next(iter(targets.values())))
+        iteration, source = self._saved
+
+        def write(source: Path) -> None:
+            for flag, path in targets.items():
+                self._convert(source, path, progress.base, flag == "--export-merged-hf")
+
+        try:
+            if source is None or iteration != progress.iteration:
+                with self._saving("writing for the export", progress.iteration):
+                    source = self._begin(temporary, progress, weights_only=True).finish(self._setup)
+            self._say(f"exporting {source} to {' and '.join(targets.values())}")
+            with self._phase("export"):
+                on_first(self._setup.mesh, lambda: write(source))
+        finally:
+            if self._disks.is_first:
+                shutil.rmtree(temporary, ignore_errors=True)
+
+    def _temporary(self, target: str) -> Path:
+        """A directory for an export to ``target`` that no other run has, on the disk that ``find_disks`` has found."""
+        token = on_first(self._setup.mesh, lambda: secrets.token_hex(8))
+        if self._run.args.save is not None:
+            return Path(self._run.args.save) / f"{files.TEMPORARY_PREFIX}{token}"
+        return Path(target).with_name(f".{Path(target).name}.weights-{token}")
+
+    def _convert(self, source: Path, target: str, base: Mapping[str, Any] | None, is_merged: bool) -> None:
+        run = self._run
+        hf_dir = run.data.model_name_or_path
+        if not run.model.lora.is_on:
+            convert.mm_to_hf(source, hf_dir, target).run(convert.Options())
+        elif is_merged:
+            assert base is not None, "checked before the run: there is a base model to merge with"
+            opened = open_base(base["path"], run.model, qkv_order(run))
+            merge(open_saved(source), opened, hf_dir, target).run(convert.Options())
+        else:
+            name = base_to_name(base, hf_dir, run.model)
+            export_peft(open_saved(source), target, name).run(convert.Options())
+
+    @contextmanager
+    def _saving(self, doing: str, iteration: int) -> Iterator[None]:
+        """Guard a part of a save, and show what it is ``doing``; the run must still own its directories."""
+        what = f"{doing} the checkpoint of iteration {iteration}"
+        with (self._phase("save"), self._setup.stage.journal.during(Work.SAVE),
+              ongoing(what, self._setup.mesh.rank == 0)):
+            together(self._setup.mesh, self._claim.check)
+            yield
+
+    def _save(self, directory: str, progress: TrainingProgress, retention: Retention, waits: bool = False) -> None:
+        """Save everything that training needs to continue; with ``--async-save`` in the background unless it ``waits``.
+        """
+        self._weights.check(progress.iteration)
+        background, iteration = self._background, progress.iteration
+        if background is None or waits:
+            self.commit()
+            with self._saving("writing", iteration):
+                final = self._begin(directory, progress).finish(self._setup, retention)
+            self._saved = iteration, final
+            self._say(f"saved {final}")
+            return
+        if background.iteration not in (None, iteration):
+            if background.is_writing:
+                self._say(f"note: training waits until the checkpoint of iteration {background.iteration} is written: "
+                          f"--save-interval is shorter than writing takes")
+            self.commit()
+        with self._saving("copying to host memory", iteration):
+            background.begin(self._begin(directory, progress), retention, self._setup.mesh)
+
+    def _begin(self, directory: str | Path, progress: TrainingProgress, *, weights_only: bool = False) -> BegunSave:
+        args = self._run.args
+        return BegunSave.begin(
+            directory, progress, self._setup, resolved(self._run), save_optim=not (args.no_save_optim or weights_only),
+            save_rng=not (args.no_save_rng or weights_only), disks=self._disks)

@@ -1,4 +1,4 @@
-"""The learning-rate schedule of a run, and how it changes if the run continues with other settings.
+"""How long a run is and how its learning rate changes, also if it continues with other settings.
 
 Megatron's rules: a schedule setting that differs from the checkpoint's is an error, unless one of two flags selects
 which to use.  Pure functions; needs neither megatron nor a device.
@@ -7,21 +7,61 @@ which to use.  Pure functions; needs neither megatron nor a device.
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from typing_extensions import TypedDict
-
 from mm.config.model import Rates
 from mm.config.run import Run
-from mm.config.schema import NotNegative, Positive
+from mm.config.schema import NotNegative
+from mm.data.index.contents import TrainedOn
+from mm.data.index.dataset import Dataset
+from mm.data.order.sampler import order_description
 from mm.errors import UserError
 from mm.formats.manifest import validated
-from mm.training.sources import Sources, consumed_by
+from mm.formats.source import Source
 
 _PARTS = {"vision": "the ViT", "projector": "the projector", "language": "the LLM"}
 _MODULES = ("lr_scale_modules", "lr_mult", "weight_decay_exclude_modules")
 OVERRIDE, USE_CHECKPOINT = "--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler"
+
+
+def consumed_by(source: Source, run: Run) -> int:
+    """Samples consumed by the training that wrote ``source``; if unknown, those of as many steps of ``run``."""
+    assert source.iteration is not None, "a training wrote it"
+    return source.iteration * run.global_batch_size if source.consumed_samples is None else source.consumed_samples
+
+
+def with_steps(run: Run, trained: Source | None, dataset: Dataset, notes: list[str]) -> Run:
+    """``run`` with the number of steps that its ``--num-train-epochs`` take, and a note on it.
+
+    ``trained``: the weights that the run continues from.  Raises UserError if the data changed and may not.
+    """
+    epochs = run.args.num_train_epochs
+    assert epochs is not None, "the run has epochs"
+    iteration = consumed = began_at = 0
+    if trained is not None and trained.iteration is not None and not run.args.finetune:
+        iteration, consumed = trained.iteration, consumed_by(trained, run)
+        if (data := trained.manifest and trained.manifest.data) is not None:
+            began_at = TrainedOn.from_json(data, trained.path).followed_by(
+                dataset.contents(), order_description(run), consumed, run.args.allow_new_data).began_at
+    num_steps = num_steps_of(epochs, len(dataset), run.global_batch_size, iteration, consumed, began_at)
+    notes.append(f"--num-train-epochs {epochs:g}: {epochs:g} x {len(dataset)} training samples in steps of "
+                 f"{run.global_batch_size} make {num_steps} iterations")
+    return replace(run, args=replace(run.args, train_iters=num_steps))
+
+
+def num_steps_of(
+    epochs: float, num_samples: int, global_batch_size: int, iteration: int = 0, consumed: int = 0, began_at: int = 0
+) -> int:
+    """The iteration after which a run has seen ``num_samples`` samples ``epochs`` times.
+
+    No sample is dropped, so an epoch ends within a step if the batch size does not divide it, and only the last step is
+    rounded up, like an accumulated step in Hugging Face's trainer.  ``iteration`` and ``consumed`` are the run's
+    progress, and ``began_at`` is the number of samples consumed before it began with this data.
+    """
+    last = began_at + num_samples * Fraction(repr(epochs))  # exact decimal value: 0.29 x 100 is 29
+    return iteration + max(0, math.ceil((last - consumed) / global_batch_size))
 
 
 @dataclass(frozen=True)
@@ -86,7 +126,9 @@ class Schedule:
     @classmethod
     def from_json(cls, content: Mapping[str, Any], folder: Path) -> "Schedule":
         """The inverse of ``to_json``, from the manifest in ``folder``; raises UserError for other content."""
-        return cls(**vars(validated(_Stated, content, folder, "schedule")))
+        found = validated(cls, content, folder, "schedule")
+        modules = {name: tuple(value) if isinstance(value, list) else value for name, value in found.modules.items()}
+        return replace(found, modules=modules)
 
     def to_json(self) -> dict[str, Any]:
         """The form stored in a manifest."""
@@ -105,37 +147,12 @@ class Schedule:
         return replace(run, args=args, model=replace(run.model, **parts))
 
 
-class _Rates(TypedDict):
-    lr: Positive | None
-    weight_decay: NotNegative | None
-
-
-class _Parts(TypedDict):
-    vision: _Rates
-    projector: _Rates
-    language: _Rates
-
-
-class _Modules(TypedDict):
-    lr_scale_modules: tuple[str, ...]
-    lr_mult: Positive
-    weight_decay_exclude_modules: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class _Stated(Schedule):
-    """The content of a manifest."""
-
-    parts: _Parts
-    modules: _Modules
-
-
-def scheduled(run: Run, sources: Sources) -> tuple[Run, Schedule, tuple[str, ...]]:
-    """The run with the effective rates, their schedule, and notes for the user.
+def scheduled(run: Run, trained: Source | None) -> tuple[Run, Schedule, tuple[str, ...]]:
+    """The run with the effective rates, their schedule, and notes; ``trained``: the weights that it continues from.
 
     Raises UserError naming each setting that differs from the checkpoint's, unless a flag selects which to use.
     """
-    args, trained, now = run.args, sources.trained(run), Schedule.of(run)
+    args, now = run.args, Schedule.of(run)
     if trained is None or trained.iteration is None or args.finetune:
         return run, now, ()
     if args.no_load_optim:

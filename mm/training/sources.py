@@ -1,22 +1,95 @@
-"""Opens ``--load`` and ``--load-base-model``.
+"""What a run starts from and reads, as rank 0 finds it before the run: weights, samples, questions.
 
-Reads headers only and needs neither megatron nor a device, because the preflight uses it too.
+Reads headers only and needs neither megatron nor a device.
 """
 
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mm.config.flags import Arguments
 from mm.config.run import Run
 from mm.conversion.adapters import holds_adapters, open_adapters, open_base
+from mm.data.encode.encoder import SampleEncoder
+from mm.data.index.dataset import Dataset, datasets
+from mm.data.index.gauge import Gauge
+from mm.data.index.sample_files import Split
 from mm.environment import named_in_script
 from mm.errors import UserError, collected, refuse
 from mm.formats.adapter import is_peft_directory
-from mm.formats.checkpoints import find_checkpoint, newest_checkpoint, stated
+from mm.formats.checkpoints import newest_checkpoint, run_id_of, run_ids, stated
 from mm.formats.layout import Layout
 from mm.formats.qkv_order import QkvOrder
 from mm.formats.source import Kind, Source, find_kind, holds_nothing, open_to_train
+from mm.formats.training_writer import tidy
+from mm.scoring.benchmarks import Items
+from mm.training.schedule import Schedule
+
+BEST = "best"
+"""Subdirectory of ``--save`` for the checkpoint with the lowest validation loss."""
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The weights that a run starts from; both None: random weights."""
+
+    model: Source | None
+    """A whole model: ``--load``, or the base model of adapters."""
+    adapters: Source | None = None
+    """``--load``, if it holds adapters."""
+
+    def trained(self, run: Run) -> Source | None:
+        """The source of the trained weights in ``--load``: adapters, or else the whole model."""
+        return None if run.args.load is None else self.adapters if run.model.lora.is_on else self.model
+
+    def checkpoint(self, run: Run) -> Path | None:
+        """The training checkpoint in ``--load``; None if it holds none."""
+        trained = self.trained(run)
+        return trained.path if trained is not None and trained.kind is Kind.TRAINING else None
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The samples of a run, and the gauge with their encoder."""
+
+    gauge: Gauge
+    splits: Mapping[Split, Dataset]
+
+    @classmethod
+    def open(cls, run: Run, with_validation: bool) -> "Samples":
+        """Open the training samples, and with ``with_validation`` the validation samples if there are any.
+
+        An existing index is used even with ``overwrite_cache``, because the rank that checks has just rebuilt it.
+        Raises UserError as ``Gauge.from_config`` and ``Dataset`` do.
+        """
+        data, problems = replace(run.data, overwrite_cache=False), []
+        gauge = Gauge.from_config(data, run.model, run.args.seq_length)
+        splits = datasets(data, problems, run.args.bad_sample == "skip", gauge, run.args.seed, with_validation)
+        refuse(problems)
+        return cls(gauge, splits)
+
+
+@dataclass(frozen=True)
+class Questions:
+    """The questions that the model answers during training, and their encoder."""
+
+    items: Items
+    encoder: SampleEncoder
+
+
+@dataclass
+class Checked:
+    """What rank 0 has decided and opened before the run; incomplete if there are problems."""
+
+    run: Run
+    """The run, with the number of steps that its epochs take and the rates of its schedule."""
+    schedule: Schedule | None = None
+    sources: Sources | None = None
+    samples: Samples | None = None
+    questions: Questions | None = None
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 def qkv_order(run: Run) -> QkvOrder:
@@ -96,64 +169,14 @@ def _resumed(run: Run) -> Run:
     return replace(run, args=_with_base(run, args, base), notes=(*run.notes, note))
 
 
-@dataclass(frozen=True)
-class Sources:
-    """The weights that a run starts from; both None: random weights."""
-
-    model: Source | None
-    """A whole model: ``--load``, or the base model of adapters."""
-    adapters: Source | None = None
-    """``--load``, if it holds adapters."""
-
-    def trained(self, run: Run) -> Source | None:
-        """The source of the trained weights in ``--load``: adapters, or else the whole model."""
-        return None if run.args.load is None else self.adapters if run.model.lora.is_on else self.model
-
-    def at(self, checkpoint: "Checkpoint | None") -> "Sources | None":
-        """These sources with the notes of ``checkpoint``; None if they were opened from another one."""
-        if checkpoint is None:
-            return self
-        name = next((name for name, one in (("adapters", self.adapters), ("model", self.model))
-                     if one is not None and one.path == checkpoint.path), None)
-        if name is None:
-            return None
-        return replace(self, **{name: replace(getattr(self, name), notes=checkpoint.notes)})
-
-
-def consumed_by(source: Source, run: Run) -> int:
-    """Samples consumed by the training that wrote ``source``; if unknown, those of as many steps of ``run``."""
-    assert source.iteration is not None, "a training wrote it"
-    return source.iteration * run.global_batch_size if source.consumed_samples is None else source.consumed_samples
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A training checkpoint in ``--load``."""
-
-    path: Path
-    notes: tuple[str, ...]
-    """For the user: what interrupted saves left behind."""
-
-
-def checkpoint_of(run: Run) -> Checkpoint | None:
-    """The training checkpoint in ``--load``, found by file names only; None if there is none.
-
-    Raises UserError as ``open_start`` does.
-    """
-    load = run.args.load
-    if load is None or is_peft_directory(load) or find_kind(load) is not Kind.TRAINING:
-        return None
-    return Checkpoint(*find_checkpoint(load))
-
-
-def open_start(run: Run, checkpoint: Checkpoint | None = None) -> Sources:
+def open_start(run: Run, checkpoint: Path | None = None) -> Sources:
     """Open ``--load`` and ``--load-base-model``; raises UserError with all their problems.
 
     ``checkpoint``: the one to open if ``--load`` holds several.
     """
     args, model, order = run.args, run.model, qkv_order(run)
     if checkpoint is not None:
-        args = replace(args, load=str(checkpoint.path))
+        args = replace(args, load=str(checkpoint))
     if not model.lora.is_on:
         return Sources(None if args.load is None else open_to_train(args.load, model, args.loads_optimizer, order))
     problems: list[str] = []
@@ -176,3 +199,47 @@ def open_start(run: Run, checkpoint: Checkpoint | None = None) -> Sources:
             base = open_base(base_path, model, order)
     refuse(problems)
     return Sources(base, adapters)
+
+
+# Which run owns the checkpoints in ``--save``: each has the id of the run that saved it
+
+
+def continued(run: Run, sources: Sources) -> Path | None:
+    """The checkpoint in ``--save``, or its subdirectory ``best``, that this run continues; None for a new run."""
+    save, checkpoint = run.args.save, sources.checkpoint(run)
+    if save is None or checkpoint is None or run.args.finetune:
+        return None
+    return checkpoint if checkpoint.resolve().is_relative_to(Path(save).resolve()) else None
+
+
+def save_problems(run: Run, sources: Sources) -> Iterator[str]:
+    """Problems with checkpoints of other runs in the directories where this run saves."""
+    args, folder = run.args, continued(run, sources)
+    if args.save is None or args.allow_used_save:
+        return
+    own = () if folder is None else (run_id_of(folder),)
+    for directory in save_directories(run)[: 2 if args.save_best else 1]:
+        others = [iteration for iteration, run_id in run_ids(directory).items() if run_id not in own]
+        if not others:
+            continue
+        shown = f"{', '.join(map(str, others[:5]))}{', ...' if len(others) > 5 else ''}"
+        found = f"--save is {args.save!r}, but {directory} holds checkpoints of another run (iterations: {shown})"
+        if folder is not None:
+            found += f", not of the run that continues from {folder}: move them away"
+        elif args.finetune:
+            found += (", and --finetune starts a new run: leave it out and give --load "
+                      f"{directory} to continue that run, or give another --save")
+        else:
+            found += f": give --load {directory} to continue that run, or another --save for a new one"
+        yield (f"{found}; or add --allow-used-save to save beside them, which replaces those of the same iterations")
+
+
+def tidy_up(run: Run) -> list[str]:
+    """Delete leftovers of killed saves where this run saves; return notes.  The run must hold the lock."""
+    return [note for directory in save_directories(run) for note in tidy(directory)]
+
+
+def save_directories(run: Run) -> tuple[Path, ...]:
+    """Where the run saves: ``--save`` and its subdirectory for the best checkpoint; empty without ``--save``."""
+    save = run.args.save
+    return () if save is None else (Path(save), Path(save) / BEST)

@@ -7,7 +7,6 @@ collective.  If Adam's kernel supports ``grad_scale`` and ``found_inf``, it does
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,27 +23,10 @@ from mm.errors import AgreedError
 from mm.parallel.activity import Journal, Work
 from mm.parallel.mesh import Mesh
 from mm.training.block_adam import fills_weights
+from mm.training.progress import StepResult
 
 _NORM_EPSILON = 1e-6
 """Added to the gradient norm before dividing the maximum norm by it, as in Megatron and torch."""
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The result of one optimizer step; the same on every rank."""
-
-    loss: float
-    """The loss of the global batch, before the update."""
-    lr: float
-    grad_norm: float
-    """Before clipping; 0 if a gradient overflowed."""
-    loss_scale: float
-    updated: bool
-    """False if the weights are unchanged: a gradient overflowed under loss scaling, or the step is bad."""
-    fault: str = ""
-    """Why the step is bad; empty if it is not."""
-    votes: tuple[float, ...] = ()
-    """The ranks' votes, summed."""
 
 
 class Ballot:

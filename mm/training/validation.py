@@ -1,13 +1,9 @@
-"""Validation: the loss per target token over exactly the validation samples, equal in every layout.
-
-Also tracks the lowest loss so far, and the number of validations since.
-"""
+"""Validation: the loss per target token over exactly the validation samples, equal in every layout."""
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from mm.batch import StepPlan
@@ -18,51 +14,22 @@ from mm.parallel.activity import Work
 from mm.parallel.agreement import all_of
 from mm.parallel.watchdog import Watchdog
 from mm.progress import Progress
+from mm.training.metrics import ValidationMetrics
+from mm.training.progress import BestSoFar, Say, TrainingProgress
+from mm.training.reporter import Reporter
 from mm.training.step import Setup, forward
-
-
-@dataclass(frozen=True)
-class BestSoFar:
-    """The lowest validation loss of a training; saved in checkpoints for resumed runs."""
-
-    loss: float | None = None
-    iteration: int = 0
-    num_since: int = 0
-    """Validations since then, all without a lower loss."""
-    samples: str = ""
-    """Fingerprint of the samples: losses over different samples are not compared."""
-
-    def after(self, loss: float | None, iteration: int) -> "BestSoFar":
-        """The state after one more validation; an unknown loss is never the lowest."""
-        if loss is not None and (self.loss is None or loss < self.loss):
-            return replace(self, loss=loss, iteration=iteration, num_since=0)
-        return replace(self, num_since=self.num_since + 1)
-
-    def of(self, samples: str) -> "BestSoFar":
-        """The state for samples with this fingerprint, reset if they changed."""
-        return self if samples == self.samples else BestSoFar(samples=samples)
-
-
-@dataclass(frozen=True)
-class ValidationLoss:
-    """The result of one validation; the same on every rank."""
-
-    loss: float | None
-    """None if it is not finite, or there is no target token."""
-    num_samples: int
-    """Samples with a target token."""
-    num_target_tokens: int
-    seconds: float
 
 
 class Validator:
     """The validations of a run, which may end it early."""
 
     def __init__(
-        self, args: Arguments, setup: Setup, watchdog: Watchdog, plan: ValidationPlan | None, say: Callable[[str], None]
-    ) -> None:
-        """``plan`` is None without validation; ``say`` reports to the user."""
-        self._args, self._setup, self._watchdog, self._plan, self._say = args, setup, watchdog, plan, say
+        self, args: Arguments, setup: Setup, watchdog: Watchdog, plan: ValidationPlan | None, plans: Iterator[StepPlan],
+        reporter: Reporter, say: Say,
+    ) -> None:  # fmt: skip
+        """``plan`` is None without validation; ``plans``: those of the run's steps and validations in turn."""
+        self._args, self._setup, self._watchdog, self._plan = args, setup, watchdog, plan
+        self._plans, self._reporter, self._say = plans, reporter, say
 
     def begin(self, best: BestSoFar) -> BestSoFar:
         """The lowest loss before the run's first step, reset if the samples changed."""
@@ -77,14 +44,21 @@ class Validator:
                       f"(--eval-iters {self._args.eval_iters})")
         return known
 
-    def is_due(self, iteration: int) -> bool:
-        """Whether a validation follows this step."""
-        return self._plan is not None and is_due(self._args, iteration)
-
-    def validate(self, plans: Iterator[StepPlan], iteration: int) -> ValidationLoss:
-        """The loss of the current weights; takes one validation's plans from ``plans``."""
-        assert self._plan is not None, "it is due only with a plan"
-        return validate(self._setup, plans, self._plan.num_plans, self._watchdog, iteration)
+    def after(self, progress: TrainingProgress) -> BestSoFar:
+        """Validate and report if it is due after this step; the lowest loss so far."""
+        plan, iteration = self._plan, progress.iteration
+        if plan is None or not is_due(self._args, iteration):
+            return progress.best
+        started = time.perf_counter()
+        loss, num_samples, num_target_tokens = validate(
+            self._setup, self._plans, plan.num_plans, self._watchdog, iteration)
+        best = progress.best.after(loss, iteration)
+        self._reporter.report_validation(ValidationMetrics(
+            iteration=iteration, consumed_samples=progress.consumed_samples, validation_loss=loss,
+            num_samples=num_samples, num_target_tokens=num_target_tokens,
+            validation_seconds=time.perf_counter() - started, best_validation_loss=best.loss,
+            best_iteration=best.iteration))
+        return best
 
     def ends(self, best: BestSoFar) -> bool:
         """Whether the run ends because of ``--early-stopping-patience``; the same on every rank, because losses are."""
@@ -94,12 +68,12 @@ class Validator:
 
 def validate(
     setup: Setup, data: Iterator[StepPlan], num_plans: int, watchdog: Watchdog, iteration: int
-) -> ValidationLoss:
-    """The loss of the current weights over the next ``num_plans`` plans of ``data``.
+) -> tuple[float | None, int, int]:
+    """The loss of the current weights over the next ``num_plans`` plans of ``data``, and their numbers of samples and
+    tokens that count.  The loss is None if it is not finite, or there is no target token.
 
     Losses of microbatches are added exactly, so it does not matter which replica computes which.
     """
-    started = time.perf_counter()
     total: Fraction | None = Fraction(0)
     num_samples = num_target_tokens = 0
     counts = setup.mesh.tp_rank == 0 and any(chunk.spec.has_head for chunk in setup.stage.chunks)
@@ -116,7 +90,7 @@ def validate(
     sums = [value for _, value in all_of(((setup.mesh.rank, total),), setup.mesh.control_group)]
     is_known = num_target_tokens > 0 and None not in sums
     loss = float(sum(value for value in sums if value is not None) / num_target_tokens) if is_known else None
-    return ValidationLoss(loss, num_samples, num_target_tokens, time.perf_counter() - started)
+    return loss, num_samples, num_target_tokens
 
 
 def _added(total: Fraction | None, values: list[float]) -> Fraction | None:

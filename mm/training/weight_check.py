@@ -37,6 +37,25 @@ def digest(tensor: Tensor) -> Digest:
     return first, second
 
 
+class WeightCheck:
+    """Compares the ranks' weights with ``--check-weights-interval``: at its steps, and before each save."""
+
+    def __init__(self, interval: int | None, setup: Setup) -> None:
+        self._interval, self._setup = interval, setup
+        self._last = 0
+
+    def after(self, iteration: int) -> None:
+        """Compare them if it is due after this step."""
+        if self._interval is not None and iteration % self._interval == 0:
+            self.check(iteration)
+
+    def check(self, iteration: int) -> None:
+        """Compare them, once a step."""
+        if self._interval is not None and self._last != iteration:
+            check_weights(self._setup, iteration)
+            self._last = iteration
+
+
 def check_weights(setup: Setup, iteration: int) -> None:
     """Compare the weights of all ranks after this iteration.  Raises AgreedError on every rank if any differ, with the
     ranks and tensors."""

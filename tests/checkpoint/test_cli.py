@@ -2,20 +2,17 @@
 
 import json
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from jsonargparse import ArgumentParser
 from safetensors.torch import load_file, save_file
 
 from checkpoint.cli import main
-from checkpoint.options import LayerLists, read_lists
+from checkpoint.options import read_lists
 from mm.conversion.convert import check_target
 from mm.errors import UserError
 from tests.checkpoint.models import SmallModel, files, run, weights
-from tests.launch import warm_python
 
 PP = "--cfg.parallel_config"
 
@@ -118,67 +115,53 @@ def test_vit_only(hf, tmp_path, capsys):
     assert len(whole) == len(names)
 
 
-def test_as_a_program(hf, tmp_path):
-    """With spaces instead of ``=``, as in MindSpeed-MM's README."""
-    words = ["Qwen2_5_VLConverter", "hf_to_mm", "--cfg.mm_dir", str(tmp_path / "mm"), "--cfg.hf_config.hf_dir", str(hf),
-             f"{PP}.llm_pp_layers", "[[1,2]]", f"{PP}.vit_pp_layers", "[[2,0]]", f"{PP}.tp_size", "3"]
-    done = subprocess.run([warm_python(), "-m", "checkpoint.cli", *words], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith(f"error: {PP}.tp_size is 3; it must divide")
-    assert "legal sizes are 1, 2." in done.stderr
-
-
-def parse_layers(text: str) -> LayerLists:
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--layers", type=LayerLists)
-    return parser.parse_args([f"--layers={text}"]).layers
-
-
 @pytest.mark.parametrize("text, expected", [
     ("[12,16]", ((12, 16),)), ("[[12,16]]", ((12, 16),)), ("12,16", ((12, 16),)), ("12, 16", ((12, 16),)),
     ("28", ((28,),)), ("[[0,0,1],[4,4,4]]", ((0, 0, 1), (4, 4, 4))),
 ])  # fmt: skip
 def test_lists(text, expected):
-    assert read_lists(parse_layers(text), "key") == expected
+    assert read_lists(text) == expected
 
 
 @pytest.mark.parametrize("text", ["[[12,16]", "[12", "", "a,b", "12;16", "[1.5]", "[]", "[[1],2]", "null", "true",
                                   "[true]"])  # fmt: skip
 def test_invalid_lists(text):
-    with pytest.raises(UserError, match=r"key is .*expected layers per pipeline stage such as"):
-        read_lists(parse_layers(text), "key")
+    with pytest.raises(ValueError):
+        read_lists(text)
 
 
 def test_a_file_of_settings(hf, tmp_path, capsys):
+    """Also an object for a whole section."""
     lists = {"llm_pp_layers": [1, 2], "vit_pp_layers": [[2, 0]]}
     cfg = {"mm_dir": str(tmp_path / "mm"), "hf_config": {"hf_dir": str(hf)}, "parallel_config": lists}
-    (tmp_path / "run.yaml").write_text(json.dumps({"cfg": cfg}))
-    assert main(["Qwen2_5_VLConverter", "hf_to_mm", "--config", str(tmp_path / "run.yaml"), "--cfg.dry_run=true"]) == 0
+    (tmp_path / "run.json").write_text(json.dumps({"cfg": cfg}))
+    command = ["Qwen2_5_VLConverter", "hf_to_mm"]
+    assert main([*command, "--config", str(tmp_path / "run.json"), "--cfg.dry_run=true"]) == 0
     assert "Nothing was written" in capsys.readouterr().out and not (tmp_path / "mm").exists()
-    assert main(["Qwen2_5_VLConverter", "hf_to_mm", "--config", str(tmp_path / "run.yaml")]) == 0
-    with pytest.raises(SystemExit) as left:
-        main(["Qwen2_5_VLConverter", "resplit", "--print_config"])
-    assert left.value.code == 0 and "target_parallel_config" in capsys.readouterr().out
+    words = ["--cfg.mm_dir", str(tmp_path / "mm"), f"--cfg.hf_config.hf_dir={hf}", PP, json.dumps(lists)]
+    assert main([*command, *words]) == 0
+    assert main([*command, "--config", str(tmp_path / "run.json")]) == 0
+    assert "is already identical" in capsys.readouterr().out
 
 
-def test_a_file_of_settings_runs_no_code(tmp_path, capsys):
-    """YAML can name Python objects to be made; here they are an error."""
-    (tmp_path / "run.yaml").write_text(
-        f'cfg:\n  mm_dir: !!python/object/apply:os.system ["touch {tmp_path / "executed"}"]\n')
-    with pytest.raises(SystemExit) as left:
-        main(["Qwen2_5_VLConverter", "hf_to_mm", "--config", str(tmp_path / "run.yaml")])
-    assert left.value.code == 2 and "could not determine a constructor for the tag" in capsys.readouterr().err
-    assert not (tmp_path / "executed").exists()
-
-
-def test_help_explains_the_fields(capsys):
-    with pytest.raises(SystemExit) as left:
-        main(["Qwen2_5_VLConverter", "hf_to_mm", "--help"])
-    printed = " ".join(capsys.readouterr().out.split())
-    assert left.value.code == 0
-    assert "Directory from which the LLM is taken; ViT and projector come from hf_config." in printed
-    layers = "LLM layers per pipeline stage: [12,16] or 12,16; with virtual chunks one list for each, [[6,8],[6,8]]."
-    assert layers in printed
+@pytest.mark.parametrize(("words", "wrong"), [
+    ("show", "'show' is not a command of mm-convert; expected Qwen2_5_VLConverter"),
+    ("Qwen2_5_VLConvertor hf_to_mm", "'Qwen2_5_VLConvertor' is not a command of mm-convert (did you mean"),
+    ("Qwen2_5_VLConverter hf_to_m", "'hf_to_m' is not a command of mm-convert Qwen2_5_VLConverter (did you mean 'hf_"),
+    ("Qwen2_5_VLConverter hf_to_mm --cfg.hf_config.hf_dri=x", "(did you mean '--cfg.hf_config.hf_dir'?)"),
+    ("Qwen2_5_VLConverter resplit --cfg.target_paralel_config.tp_size 2",
+     "(did you mean '--cfg.target_parallel_config.tp_size'?)"),
+    ("Qwen2_5_VLConverter verify --cfg.mm_dir x --cfg.parallel_config.tp_size 2",
+     "--cfg.parallel_config.llm_pp_layers is missing"),
+    ("Qwen2_5_VLConverter hf_to_mm", "--cfg.hf_config.hf_dir is missing: directory to convert"),
+    ("Qwen2_5_VLConverter hf_to_mm --cfg.save_vit_only", "--cfg.save_vit_only has no value; expected write ViT"),
+    ("Qwen2_5_VLConverter hf_to_mm_dcp", "--load reads the Hugging Face directory itself"),
+    ("Qwen2_5_VLConverter hf_to_mm_ldt", "hf_to_mm places the layers freely"),
+    ("GenericDCPConverter hf_to_dcp", "is for checkpoints of MindSpeed-MM's FSDP2 trainer"),
+])
+def test_wrong_command_lines(words, wrong, capsys):
+    assert main(words.split()) == 2
+    assert wrong in capsys.readouterr().err
 
 
 BAD_FLAGS = {
@@ -186,7 +169,7 @@ BAD_FLAGS = {
     "length": ({"parallel_config__llm_pp_layers": "[1,1,1]"}, "both need one entry per pipeline stage"),
     "negative": ({"parallel_config__vit_pp_layers": "[3,-1]"}, f"{PP}.vit_pp_layers[1] is -1"),
     "order": ({"parallel_config__vit_pp_layers": "[0,2]"}, "an LLM layer cannot come before the last ViT layer"),
-    "bracket": ({"parallel_config__vit_pp_layers": "[[2,0]"}, "a missing bracket"),
+    "bracket": ({"parallel_config__vit_pp_layers": "[[2,0]"}, "expected layers per pipeline stage such as [12,16]"),
     "ragged": ({"parallel_config__vit_pp_layers": "[[2],[0,0]]"}, "the same number of stages"),
     "tp_size 0": ({"parallel_config__tp_size": 0}, f"{PP}.tp_size is 0"),
     "tp_size 4": ({"parallel_config__tp_size": 4}, "the model's 2 key/value heads"),
@@ -306,23 +289,6 @@ def test_a_repeated_command_reports_that_nothing_is_left_to_do(hf, tmp_path, cap
             again = run("mm_to_hf", **back) if path is exported else to_mm(hf, tmp_path / "mm", save_format=save_format)
             assert again == 2
         path.write_bytes(content)
-
-
-@pytest.mark.parametrize(("words", "what"), [
-    (["Qwen2_5_VLConverter", "hf_to_mm_dcp"], "--load reads the Hugging Face directory itself"),
-    (["Qwen2_5_VLConverter", "hf_to_mm_ldt"], "hf_to_mm places the layers freely"),
-    (["InternVLConverter", "hf_to_mm"], "InternVLConverter is for a model that is not supported here"),
-])
-def test_commands_that_only_mindspeed_has(words, what, capsys):
-    assert main(words) == 2
-    assert what in capsys.readouterr().err
-
-
-def test_settings_are_printed_with_comments(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["Qwen2_5_VLConverter", "hf_to_mm", "--print_config=comments"])
-    assert ended.value.code == 0
-    assert "# Threads; 0 = one per core." in capsys.readouterr().out
 
 
 def test_overwrite(hf, tmp_path):

@@ -34,7 +34,7 @@ FALSE = {
     "llm_num_layers": (28, f"{COMMON}.llm_num_layers is 28, but"),
     "vit_num_layers": (32, f"{COMMON}.vit_num_layers is 32, but"),
     "new_transformers_weight_key": ("true", f"{COMMON}.new_transformers_weight_key is True, but"),
-    "num_experts": (8, "the model has no experts"),
+    "num_experts": (8, f"{COMMON}.num_experts is 8; expected 0, because the model has no experts"),
     "audio_num_layers": (1, "the model has no audio encoder"),
     "model_prefix": ("base_model.model.", "only the names of adapters carry a prefix"),
 }

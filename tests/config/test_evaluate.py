@@ -68,7 +68,7 @@ def test_missing_or_wrong_settings(folder):
         "--output is missing: the directory of predictions and scores")
     assert problems(folder, "--benchmark", "mmmu", "--rule", "exact", "--questions", "none.tsv", "--output",
                     str(folder / "AI2D_TEST.tsv")) == (
-        "--benchmark and --rule are both given; a benchmark has its own rule, so keep one",
+        "--benchmark and --rule are both given; keep one",
         "--questions is 'none.tsv', which is not a file",
         f"--output is '{folder}/AI2D_TEST.tsv', which is a file; give a directory")
     assert problems(folder, evaluation_dataset="mmmu_val") == (
@@ -81,4 +81,4 @@ def test_missing_or_wrong_settings(folder):
         assert problems(folder, *common, "--evaluation-model", name) == (f"--evaluation-model {expected}",)
         assert problems(folder, evaluation_model=name) == (f"{folder}/evaluate.json: evaluation_model {expected}",)
     assert problems(folder, "--benchmark", "ai2")[0] == (
-        "--benchmark is 'ai2'; expected one of ai2d, chartqa, docvqa, mmmu")
+        "--benchmark is 'ai2'; expected one of ai2d, chartqa, docvqa, mmmu (did you mean 'ai2d'?)")

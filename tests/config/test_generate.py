@@ -138,7 +138,7 @@ def test_settings_of_sampling(tmp_path: Path, flags: tuple[str, ...], temperatur
 
 @pytest.mark.parametrize(("flags", "what"), [
     ((), "no question is given: use --prompt TEXT"),
-    (("--prompt", "A", "--chat"), "--prompt and --chat are given; keep one"),
+    (("--prompt", "A", "--chat"), "--prompt and --chat are both given; keep one"),
     (("--prompts", "p.jsonl"), "--output is missing"),
     (("--prompts", "none.jsonl", "--output", "o"), "'none.jsonl', which is not a file"),
     (("--prompt", "A", "--output", "o"), "--prompts is missing"),

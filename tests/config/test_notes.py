@@ -2,12 +2,7 @@
 
 import pickle
 
-import pytest
-
-from mm.config.flags import parse
 from mm.config.notes import NoEffect, notes_at_start, sorted_notes
-from mm.config.run_notes import flag_notes
-from tests.config.test_flags import REQUIRED
 
 IDLE = [NoEffect(["--a", "--b"], "the device decides"), NoEffect(["x.y"], "not read", "m.json")]
 
@@ -27,17 +22,6 @@ def test_several_settings_without_effect_are_one_line():
         "3 settings have no effect here; the same command with --check lists them, with the reasons"]
     assert notes_at_start([IDLE[0], "the loss differs"]) == ["the loss differs", IDLE[0]]
     assert notes_at_start([]) == []
-
-
-@pytest.mark.parametrize(("flags", "note"), [
-    (("--hysteresis", "3", "--loss-scale", "8"), "--loss-scale, --hysteresis: no effect: they need --fp16"),
-    (("--fp16", "--loss-scale", "8", "--hysteresis", "3"), "--hysteresis: no effect: --loss-scale gives a fixed scale"),
-    (("--max-bad-fraction", "0.2"), "--max-bad-fraction: no effect: it needs --bad-sample skip"),
-    (("--recompute-granularity", "selective", "--recompute-modules", "core_attn"),
-     "core_attn of --recompute-modules: no effect: attention scores are never kept"),
-])
-def test_flags_that_need_another_one_are_noted(flags, note):
-    assert note in list(flag_notes(parse([*REQUIRED, *flags])))
 
 
 def test_notes_pickle_as_rank_0_sends_its_run_to_other_nodes() -> None:

@@ -32,14 +32,6 @@ def problems(tmp_path, *flags: str, **how) -> list[str]:
     return list(caught.value.problems)
 
 
-def test_long_patterns_and_paths_are_problems(tmp_path):
-    (problem,) = problems(tmp_path, "--freeze-modules", "*a" * 300)
-    assert "or the command line: freeze_modules has a pattern of 600 characters, '*a*a" in problem
-    assert "at most 500" in problem
-    missing = load(tmp_path, "--load", "a" * 5000).missing  # a longer name than any file system allows
-    assert any("--load is 'aaaa" in one and "which is not a directory" in one for one in missing)
-
-
 def test_microbatches_of_a_step_are_bounded(tmp_path):
     (problem,) = problems(tmp_path, "--global-batch-size", str(2**31))
     assert problem.startswith("--global-batch-size is 2147483648, which makes 536,870,912 microbatches of a replica")
@@ -156,7 +148,7 @@ def test_sources_of_the_world_size(tmp_path):
     (["--global-batch-size", "6"], {}, "--global-batch-size is 6, not a multiple of --micro-batch-size x data-parallel "
                                        "size = 1 x 4 = 4; nearest: 4 or 8"),
     (["--fp16"], {}, "--bf16 and --fp16 are both given"),
-    (["--calculate-per-token-loss", "--calculate-per-sample-loss"], {}, "are all given; keep one"),
+    (["--calculate-per-token-loss", "--calculate-per-sample-loss"], {}, "are both given; keep one"),
     (["--min-lr", "1"], {}, "--min-lr is 1, above --lr = 1e-05"),
     (["--overlap-p2p-communication", "--no-overlap-p2p-communication"], {}, "are both given; keep one"),
     (["--lr-warmup-fraction", "0.1", "--lr-warmup-iters", "3"], {}, "are both given; keep one"),
@@ -166,7 +158,7 @@ def test_sources_of_the_world_size(tmp_path):
     (["--keep-last-checkpoints", "5"], {}, "--save is missing"),
     (["--save-retain-interval", "5"], {}, "--save is missing"),
     (["--save", "x", "--save-interval", "4", "--save-retain-interval", "6"], {}, "a multiple of --save-interval = 4"),
-    (["--overlap-param-gather"], {}, "needs --overlap-grad-reduce and split optimizer state"),
+    (["--overlap-param-gather"], {}, "needs split optimizer state"),
     (["--profile-pipeline", "101"], {}, "--profile-pipeline is 101, but the last iteration is --train-iters = 100"),
     (["--profile", "--profile-step-start", "12"], {}, "--profile-step-start is 12; expected less than "
      "--profile-step-end = 12, before which the profiler stops"),
@@ -175,7 +167,7 @@ def test_sources_of_the_world_size(tmp_path):
      "ranks from 0 to 7"),
     (["--recompute-granularity", "full"], {}, "which also needs --recompute-method"),
     (["--recompute-granularity", "selective", "--recompute-modules", "mlp", "layernrom"], {},
-     "--recompute-modules has 'layernrom'; expected one or more of layernorm, mlp_act, mlp, core_attn (did you mean "
+     "--recompute-modules is 'layernrom'; expected one or more of layernorm, mlp_act, mlp, core_attn (did you mean "
      "'layernorm'?)"),
     (["--recompute-modules", "mlp"], {}, "--recompute-modules needs --recompute-granularity 'selective'"),
     (["--freeze-modules", "norm"], {"model": {"freeze_modules": ["bias"]}}, 'freeze_modules is ["bias"]; both set'),
@@ -231,7 +223,7 @@ def test_what_is_frozen_comes_from_the_file_or_the_flags(tmp_path):
     assert (run.model.freeze_modules, run.model.trainable_modules) == (("norm",), ("layers.27",))
     reported = load(tmp_path, model={f"{VISION}.freeze_layers": "1"}).notes
     assert any("vision_encoder.freeze_layers of" in one
-               and ": no effect: freeze is true for the whole part" in one for one in reported)
+               and ": no effect: freeze is true for that part" in one for one in reported)
 
 
 def test_settings_for_activations_of_a_frozen_vit_are_noted(tmp_path):
@@ -240,10 +232,10 @@ def test_settings_for_activations_of_a_frozen_vit_are_noted(tmp_path):
     settings = {f"{VISION}.cpu_offloading_num_layers": 2, f"{VISION}.recompute_granularity": "selective"}
     for flags in ((), ("--lora-target-modules", "linear_qkv")):
         notes = load(tmp_path, *flags, model=settings).notes
-        assert any(note in one and "keeps no activations" in one for one in notes)
+        assert any(note in one and "freeze is true" in one for one in notes)
     trained = {**settings, f"{VISION}.freeze": False}
     for run in (load(tmp_path, model=trained), load(tmp_path, "--cpu-offload-activations")):
-        assert not [one for one in run.notes if "keeps no activations" in one]
+        assert not [one for one in run.notes if "vision_encoder.recompute" in one]
 
 
 def test_rates_of_parts_come_from_the_file_or_the_flags(tmp_path):
@@ -259,10 +251,10 @@ def test_rates_of_parts_come_from_the_file_or_the_flags(tmp_path):
 def test_rates_without_effect_are_noted(tmp_path):
     reported = "\n".join(load(tmp_path, "--vision-tower-lr", "1e-6", "--lr-mult", "2",
                           model={f"{PROJECTOR}.projector_weight_decay": 0.5}).notes)
-    for what in ("--vision-tower-lr: no effect: freeze is true", "--lr-mult: no effect: it needs",
+    for what in ("--vision-tower-lr: no effect: freeze is true", "--lr-mult: no effect: only with",
                  "image_encoder.vision_projector.projector_weight_decay of"):
         assert what in reported
-    assert "--lr-scale-modules: no effect: it needs --lr-mult" in "\n".join(
+    assert "--lr-scale-modules: no effect: only with --lr-mult" in "\n".join(
         load(tmp_path, "--lr-scale-modules", "mlp").notes)
 
 
@@ -284,7 +276,7 @@ def test_notes(tmp_path):
                           "--profile-ranks", "9", "--mm-tool", "tools.json", "--profile-level", "level1",
                               model={f"{LANGUAGE}.seq_length": 1024},
                               data={"dataset_param.basic_parameters.preprocessing_batch_size": 1000}).notes)
-    for what in ("--profile-ranks: no effect: they need --profile", "--mm-tool: no effect",
+    for what in ("--profile-ranks: no effect: only with --profile", "--mm-tool: no effect",
                  "--profile-level: no effect", "--sequence-parallel: no effect: there is one", "--load is absent",
                  "--save is absent",
                  "--loss-scale: no effect", "--use-flash-attn", "text_decoder.seq_length", "cache_dir"):

@@ -12,14 +12,16 @@ DATA = "data_7b.json"
 def test_validations_are_due_at_the_interval_and_after_the_last_step(tmp_path):
     args = load(tmp_path, "--eval-interval", "30", data=VAL_RATE).args
     assert [step for step in range(1, 101) if is_due(args, step)] == [30, 60, 90, 100]
-    assert [step for step in range(1, 101) if is_due(load(tmp_path).args, step)] == [100]  # every 1000, as in Megatron
+    args = load(tmp_path).args
+    assert [step for step in range(1, 101) if is_due(args, step)] == [100]  # every 1000, as in Megatron
 
 
 def test_questions_are_asked_at_the_interval_and_after_the_last_step(tmp_path):
     asked = ("--eval-generate-questions", "q.json", "--eval-generate-rule", "exact", "--eval-generate-interval", "40")
     run = load(tmp_path, *asked)
     assert [step for step in range(1, 101) if asks(run.args, step)] == [40, 80, 100]
-    assert not any(asks(load(tmp_path).args, step) for step in range(1, 101))
+    args = load(tmp_path).args
+    assert not any(asks(args, step) for step in range(1, 101))
     assert "--eval-generate-questions is 'q.json', which is not a file" in run.missing  # a problem without --dry-run
 
 
@@ -41,8 +43,8 @@ def test_the_peers_flags_without_samples_give_a_note(tmp_path):
 
 def test_names_without_a_project_give_a_note(tmp_path):
     notes = load(tmp_path, "--wandb-exp-name", "a", "--wandb-save-dir", "b", "--swanlab-exp-name", "c").notes
-    assert "--wandb-exp-name, --wandb-save-dir: no effect: they need --wandb-project" in notes
-    assert "--swanlab-exp-name: no effect: they need --swanlab-project" in notes
+    assert "--wandb-exp-name, --wandb-save-dir: no effect: only with --wandb-project" in notes
+    assert "--swanlab-exp-name: no effect: only with --swanlab-project" in notes
     notes = load(tmp_path, "--wandb-project", "p", "--wandb-exp-name", "a").notes
     assert not [note for note in notes if "wandb" in note]
 
@@ -53,22 +55,19 @@ def test_names_without_a_project_give_a_note(tmp_path):
     (("--save", "s", "--save-best", "--early-stopping-patience", "2", "--eval-iters", "0"), VAL_RATE,
      "--save-best and --early-stopping-patience: there is no validation: --eval-iters is 0; raise or "
      "remove it"),
-    (("--save-best",), VAL_RATE, "--save-best needs --save: the best checkpoint is kept in its folder best"),
+    (("--save-best",), VAL_RATE, "--save-best is given, but --save is missing: add --save, or remove --save-best"),
     (("--early-stopping-patience", "0"), VAL_RATE,
      "--early-stopping-patience is 0; expected an integer of at least 1"),
     (("--eval-interval", "0"), VAL_RATE, "--eval-interval is 0; expected an integer of at least 1"),
     (("--eval-generate-interval", "5"), {},
-     "--eval-generate-interval is 5, but --eval-generate-questions is missing: the file for mm.evaluate's "
-     "--questions; add it, or remove the interval"),
-    (("--eval-generate-questions", "q.json", "--eval-generate-rule", "exact"), {},
-     "--eval-generate-questions, --eval-generate-rule: no questions are asked without --eval-generate-interval; add "
-     "it, the number of steps between scorings, or remove the others"),
+     "--eval-generate-interval is given, but --eval-generate-questions is missing: add "
+     "--eval-generate-questions, or remove --eval-generate-interval"),
     (("--eval-generate-interval", "5", "--eval-generate-questions", "q.json"), {},
      "--eval-generate-questions needs --eval-generate-benchmark if it is a benchmark's file, or "
      "--eval-generate-rule to score your own questions"),
     (("--eval-generate-interval", "5", "--eval-generate-questions", "q.tsv", "--eval-generate-rule", "anls",
       "--eval-generate-benchmark", "docvqa"), {},
-     "--eval-generate-rule and --eval-generate-benchmark are both given; a benchmark has its own rule, so keep one"),
+     "--eval-generate-rule and --eval-generate-benchmark are both given; keep one"),
     (("--eval-iters", "-1"), VAL_RATE, "--eval-iters is -1; expected an integer of at least 0"),
 ])
 def test_impossible_settings_are_refused(tmp_path, flags, data, expected):

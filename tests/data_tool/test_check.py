@@ -226,7 +226,7 @@ def test_counts_add_up_with_val_rate(flags: list[str], tmp_path: Path, capsys) -
         assert main(["show", *own, "--split", "validation", "--seed", seed]) == 0
         drawn.add(capsys.readouterr().out)
     assert len(drawn) == 2
-    assert main(["show", *flags, "--part", "validation"]) == 2
+    assert main(["show", *flags, "--split", "validation"]) == 2
     assert "has neither val_dataset nor val_rate" in capsys.readouterr().err
 
 

@@ -109,17 +109,6 @@ def test_cpu(lengths, heads, causal):
     assert_equals_reference(cpu_attention, lengths, *heads, causal=causal)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_cpu_windows_of_two_images(causal):
-    assert_equals_reference(cpu_attention, window_lengths((1, 20, 22), (2, 10, 6)), 2, 2, causal, head_dim=80)
-
-
-@pytest.mark.parametrize("kernel", [cpu_attention, cuda_attention, npu_attention])
-def test_segments_that_do_not_cover_the_row_are_refused(kernel, torch_npu):
-    with pytest.raises(ValueError, match="segments have 5 tokens, but there are 6 queries"):
-        kernel(*inputs(6, 2, 2), segments_of([2, 3]), True)
-
-
 @pytest.mark.parametrize("kernel", [cpu_attention, cuda_attention, npu_attention])
 def test_an_empty_row_keeps_all_three_in_the_graph(kernel, torch_npu):
     parts = inputs(0, 4, 2)
@@ -269,30 +258,3 @@ def test_npu_windows_take_as_few_calls_as_possible(monkeypatch, torch_npu, lengt
 
 def test_npu_one_causal_sequence_longer_than_the_mask(torch_npu):
     assert_equals_reference(npu_attention, [2100], 1, 1, causal=True)
-
-
-@pytest.mark.parametrize("ends", [[0, 2, 6], [2, 5], [4, 2, 6], torch.tensor([2, 6]), [1] * 1025 + [6]], ids=repr)
-def test_stand_in_refuses_wrong_lists(torch_npu, ends):
-    q, k, v = inputs(6, 2, 2)
-    with pytest.raises((RuntimeError, TypeError), match="actual_seq_qlen must"):
-        torch_npu.npu_fusion_attention(q, k, v, 2, "TND", actual_seq_qlen=ends, actual_seq_kvlen=ends)
-
-
-def test_stand_in_ignores_sparse_mode_without_a_mask(torch_npu):
-    q, k, v = inputs(6, 2, 2)
-    out = torch_npu.npu_fusion_attention(
-        q, k, v, 2, "TND", scale=8**-0.5, sparse_mode=3, actual_seq_qlen=[2, 6], actual_seq_kvlen=[2, 6]
-    )[0]
-    torch.testing.assert_close(out, reference(q, k, v, [2, 4], causal=False))
-
-
-def test_stand_in_refuses_what_the_operator_does_not_know(torch_npu):
-    q, k, v = inputs(6, 2, 2)
-    with pytest.raises(TypeError, match="is_causal"):
-        torch_npu.npu_fusion_attention(q, k, v, 2, "TND", is_causal=True)
-    with pytest.raises(RuntimeError, match="wants a"):
-        torch_npu.npu_fusion_attention(q, k, v, 2, "TND", atten_mask=torch.ones(6, 6).bool(), sparse_mode=3)
-    with pytest.raises(RuntimeError, match="head_num"):
-        torch_npu.npu_fusion_attention(q, k, v, 4, "TND", actual_seq_qlen=[6], actual_seq_kvlen=[6])
-    with pytest.raises(RuntimeError, match="4-D"):
-        torch_npu.npu_rotary_mul(q, q, q)

@@ -42,17 +42,6 @@ on_cuda = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("rows", [0, 1])
-@pytest.mark.parametrize("operator", ["swiglu", "rope"])
-def test_no_rows_and_one_are_not_compiled(compiled_kernels: Kernels, operator: str, rows: int) -> None:
-    before = compiled_so_far()
-    x = (torch.randn(rows, 144),) if operator == "swiglu" else (fused_projection(LANGUAGE, rows), *tables(12, rows))
-    ours = with_gradient(getattr(compiled_kernels, operator), *x)
-    for mine, theirs in zip(ours, with_gradient(getattr(kernels_of("cpu"), operator), *x), strict=True):
-        assert torch.equal(mine, theirs)
-    assert compiled_so_far() == before
-
-
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=on_cuda)])
 @pytest.mark.parametrize("operator", ["swiglu", "rope"])
 def test_a_leaf_is_one_kernel_for_any_number_of_rows(compiled_kernels: Kernels, operator: str, where: str) -> None:
@@ -154,17 +143,6 @@ def test_the_model_trains_the_same_with_compiled_leaves(one_rank: Any, compiled_
     assert worst_error(gradients, expected_gradients) <= GRADIENT_TOLERANCE
 
 
-def test_many_widths_and_modes_stay_within_the_limit_of_graphs() -> None:
-    """Five widths, in training, validation and generation."""
-    leaf = compiled.compiled(pointwise.swiglu)
-    for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):
-        for width in (16, 32, 48, 64, 80):
-            for rows in (4, 0, 1, 9):
-                with mode():
-                    x = torch.randn(rows, width)
-                    torch.testing.assert_close(leaf(x), pointwise.swiglu(x), atol=1e-6, rtol=1e-6)
-
-
 def swiglu_and_more(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return y * 2, pointwise.swiglu(x) + y
 
@@ -194,14 +172,6 @@ def test_dynamo_looks_at_the_first_call_of_each_shape_alone(
             if mine is not None:
                 torch.testing.assert_close(mine, theirs, atol=2e-6, rtol=2e-6)
     assert marked == [5, 5, 7, 7, 300, 300]  # one row and none run eagerly
-
-
-def test_the_shapes_that_are_remembered_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "MAX_SHAPES", 2)
-    leaf = compiled.compiled(pointwise.swiglu)
-    for rows in (2, 3, 4, 5, 2):
-        x = torch.randn(rows, 8)
-        torch.testing.assert_close(leaf(x), pointwise.swiglu(x), atol=1e-6, rtol=1e-6)
 
 
 def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,7 @@ import ast
 import inspect
 import json
 import re
-import zipfile
 from operator import attrgetter
-from pathlib import Path
 
 import pytest
 
@@ -17,11 +15,7 @@ from tests.stand_ins.refresh_signatures import (
     OPERATOR,
     RECORD,
     ROOT,
-    Wheel,
     as_text,
-    names_in,
-    python_signature,
-    schema_signature,
     stand_in_names,
     trees,
     used_names,
@@ -85,51 +79,3 @@ def test_there_are_operators_and_calls():
 
 
 # The script
-
-
-def test_every_way_to_name_a_thing_of_torch_npu_is_seen():
-    source = """
-    torch_npu().npu_a(x); torch_npu.b.c; torch.npu.d(); getattr(torch, self.kind).e(0); module.npu_f(x)
-    importlib.import_module("torch_npu.g.h"); Shim("torch_npu:i", None, "torch_npu is a package")
-    getattr(other, kind).no; torch.nothing; npu_local(x)
-    """
-    found = set(names_in(ast.parse(inspect.cleandoc(source))))
-    assert found == {"npu_a", "b.c", "npu.d", "npu.e", "npu_f", "g.h", "i"}
-
-
-def test_schemas_and_functions_are_read_alike():
-    schema = "op(Tensor x, float scale=1., int[]? ends=None, *, str layout=\"\", bool sync=False, Tensor(a!) out) -> ()"
-    function = "def op(x, scale=1.0, ends=None, *, layout='', sync=False, out): ..."
-    expected = [
-        {"name": "x"}, {"name": "scale", "default": 1.0}, {"name": "ends", "default": None},
-        {"name": "layout", "default": "", "keyword_only": True},
-        {"name": "sync", "default": False, "keyword_only": True}, {"name": "out", "keyword_only": True},
-    ]  # fmt: skip
-    assert schema_signature(schema) == expected
-    assert python_signature(ast.parse(function).body[0].args) == expected
-
-
-@pytest.fixture
-def wheel(tmp_path: Path) -> Wheel:
-    with zipfile.ZipFile(tmp_path / "small.whl", "w") as archive:
-        source = "from .utils import a\nfrom .more import *\nclass C: ...\nd = 1\n"
-        archive.writestr("torch_npu/npu/__init__.py", source)
-        archive.writestr("torch_npu/npu/utils.py", "def a(device=None): ...\n")
-        archive.writestr("torch_npu/npu/more.py", "def b(seed): ...\n")
-        archive.writestr("torch_npu/lib/a.so", b"\0npu_x(Tensor x) -> Tensor\0_npu_y(Tensor x, T\0ensor y) -> ()\0")
-        archive.writestr("torch_npu/lib/b.so", b"\0see npu_x(y) -> z\0npu_x(Tensor x) -> Tensor\0")
-    return Wheel(tmp_path / "small.whl")
-
-
-def test_a_wheel_is_read_without_importing_it(wheel: Wheel):
-    assert wheel.declaration("npu_x") == [{"name": "x"}]
-    assert wheel.declaration("npu.a") == [{"name": "device", "default": None}]
-    assert wheel.declaration("npu.b") == [{"name": "seed"}]
-    assert (wheel.declaration("npu.C"), wheel.declaration("npu.more")) == ("class", "module")
-    assert wheel.declaration("npu.d") is wheel.declaration("npu.missing") is wheel.declaration("other.a") is None
-    assert wheel.constant("torch_npu/npu/__init__.py", "d") == 1
-
-
-def test_a_schema_in_pieces_is_an_error(wheel: Wheel):
-    with pytest.raises(SystemExit, match="holds 0 schemas of _npu_y"):
-        wheel.declaration("_npu_y")

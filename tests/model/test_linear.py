@@ -1,7 +1,6 @@
 """The tensor-parallel linear layers on one rank against torch's own.  More ranks: tests/test_parity.py."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -99,58 +98,6 @@ def test_gradients_of_bfloat16_are_added_in_float32(make) -> None:
     assert torch.equal(layer.weight.main_grad, torch.full((OUTPUT, INPUT), 1 + 1 / 512))
 
 
-def test_without_megatrons_buffer_the_gradient_is_an_ordinary_one(make) -> None:
-    layer = make(bias=False).bfloat16()
-    x = rows().detach().bfloat16().requires_grad_()
-    run(layer, x)
-    _, x_gradient, weight_gradient = reference(x, layer.weight, None)
-    torch.testing.assert_close(x.grad, x_gradient)
-    torch.testing.assert_close(layer.weight.grad, weight_gradient)
-    assert not hasattr(layer.weight, "grad_added_to_main_grad")
-
-
-def test_the_stand_in_for_the_gradient_takes_no_memory(make) -> None:
-    layer = make(bias=False)
-    layer.weight.main_grad = torch.zeros_like(layer.weight)
-    run(layer, rows())
-    assert layer.weight.grad.untyped_storage().nbytes() == layer.weight.element_size()
-
-
-@pytest.mark.parametrize("kind", ["column", "row"])
-def test_the_product_is_the_devices(context, kind: str) -> None:
-    calls = []
-
-    def accumulate(buffer: torch.Tensor, gradient: torch.Tensor, x: torch.Tensor, overwrites: bool) -> None:
-        calls.append((buffer.shape, gradient.shape, x.shape))
-        plain_accumulate(buffer, gradient, x, overwrites)
-
-    kernels = replace(context.device.kernels, accumulate=accumulate)
-    context = replace(context, device=replace(context.device, kernels=kernels))
-    layer = getattr(context, kind)(INPUT, OUTPUT, False)
-    out = layer(rows())
-    out[0].sum().backward()
-    assert calls == [((OUTPUT, INPUT), (ROWS, OUTPUT), (ROWS, INPUT))]
-
-
-def test_a_weight_of_more_axes_is_a_matrix() -> None:
-    """The patch projection, whose weight keeps the shape of a convolution."""
-    weight = torch.randn(OUTPUT, 3, 2, requires_grad=True)
-    weight.main_grad = torch.zeros(OUTPUT, 3, 2)
-    x = rows()
-    from mm.model.linear import linear
-
-    out = linear(x, weight, None, plain_accumulate)
-    out.backward(torch.ones_like(out))
-    expected = reference_by_ones(x, weight)
-    for ours, theirs in zip((out, x.grad, weight.main_grad.flatten(1)), expected, strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
-def reference_by_ones(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    ones = torch.ones(ROWS, OUTPUT)
-    return x @ weight.flatten(1).t(), ones @ weight.flatten(1), ones.t() @ x
-
-
 def test_a_frozen_layer_passes_the_gradient_on_and_keeps_no_input(make) -> None:
     layer, x = make(bias=True).requires_grad_(False), rows()
     layer.weight.main_grad = torch.zeros_like(layer.weight)
@@ -167,16 +114,6 @@ def test_a_frozen_layer_passes_the_gradient_on_and_keeps_no_input(make) -> None:
     out.backward(upstream)
     torch.testing.assert_close(x.grad, upstream @ layer.weight)
     assert layer.weight.grad is None and layer.bias.grad is None and not layer.weight.main_grad.any()
-
-
-def test_a_frozen_layer_without_gradient_behind_it_makes_no_graph(make) -> None:
-    assert not make(bias=True).requires_grad_(False)(rows().detach()).requires_grad
-
-
-def test_trainable_rows_of_data_need_no_input_gradient(make) -> None:
-    layer, x = make(bias=False), rows().detach()
-    run(layer, x)
-    torch.testing.assert_close(layer.weight.grad, reference(x, layer.weight, None)[2])
 
 
 class LateWork:

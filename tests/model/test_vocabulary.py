@@ -116,18 +116,6 @@ def test_the_embeddings_gradient_is_added_to_megatrons_buffer_in_fp32() -> None:
     assert weight.grad_added_to_main_grad and weight.grad.shape == weight.shape
 
 
-def test_gradients_that_count_for_nothing_do_not_meet_on_one_row() -> None:
-    """Those of other ranks' tokens; of the tokens that pictures overwrite: ``test_embedding.py``."""
-    for rank in range(3):
-        rows, is_here = rows_here(torch.arange(VOCAB), rank * 8, 8)
-        assert rows.bincount().tolist() == [3] * 8
-        assert is_here.nonzero().flatten().tolist() == list(range(rank * 8, rank * 8 + 8))
-
-
-def test_a_frozen_embedding_makes_no_graph() -> None:
-    assert not lookup(leaf(VOCAB, HIDDEN).detach(), torch.tensor([1, 2]), None).requires_grad
-
-
 # The output layer
 
 
@@ -158,12 +146,6 @@ def test_any_number_of_rows_at_a_time_is_the_same_loss(
         assert weight.grad is None and not (has_buffer and weight.main_grad.any())
     else:
         assert relative_error(weight.main_grad if has_buffer else weight.grad, exact_weight.grad) < EXACT
-
-
-def test_a_target_outside_of_the_vocabulary_is_refused() -> None:
-    x, weight = leaf(1, HIDDEN), leaf(VOCAB, HIDDEN)
-    with pytest.raises(RuntimeError, match="index 24 is out of bounds"):
-        weighted_cross_entropy(x, weight, torch.tensor([VOCAB]), None, torch.ones(1), plain_accumulate)
 
 
 def test_float16_keeps_gradients_that_only_the_loss_scale_makes_large_enough() -> None:
@@ -271,20 +253,6 @@ def test_more_rows_of_fused_logits_live_in_the_same_memory(is_cut: bool) -> None
     recorder = tied_step(is_cut, kernels=kernels, max_rows=max_rows)
     assert max(shape[0] for shape in recorder.made if num_columns in shape[1:]) == max_rows == 1536
     assert recorder.peak_bytes == max_rows * num_columns * (2 + 2) == MAX_LOGIT_ROWS * num_columns * (4 + 2)
-
-
-@with_cudas_torch
-def test_nothing_reads_the_device_under_tensor_parallelism() -> None:
-    assert tied_step(is_cut=True).reads == []
-
-
-def test_what_megatron_does_reads_the_device() -> None:
-    """So that the test above can fail."""
-    x, mask = torch.ones(3, 2), torch.tensor([True, False, True])
-    with Recorder() as recorder:
-        x[mask, :] = 0.0
-        x[mask]
-    assert len(recorder.reads) == 2
 
 
 def test_megatrons_hook_runs_once_and_after_both_uses_of_a_tied_weight() -> None:

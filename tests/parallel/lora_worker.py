@@ -25,7 +25,7 @@ from mm.formats.training import TrainingDirectory
 from mm.model.load import fill
 from mm.parallel import mesh as parallel
 from mm.training import checkpoint as state
-from mm.training.optimizer_state import MOMENTS, owned_states
+from mm.training.optimizer import MOMENTS, owned_states
 from mm.training.save import BegunSave
 from mm.training.step import forward_backward
 from mm.weights.lora import model_adapters

@@ -34,7 +34,7 @@ from mm.model.load import set_weight  # noqa: E402
 from mm.model.stage import Stage  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.placement import Placement  # noqa: E402
-from mm.training.optimizer_state import owned_states  # noqa: E402
+from mm.training.optimizer import owned_states  # noqa: E402
 from mm.training.step import Setup, forward_backward  # noqa: E402
 from mm.training.update import StepResult, update  # noqa: E402
 from mm.weights.memory import MemoryLayout  # noqa: E402

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from mm.formats import checkpoints as files
 from mm.formats.training_writer import ALL_KEPT
-from mm.training.background import BackgroundSaves
-from mm.training.save import BegunSave
+from mm.training.save import BackgroundSaves, BegunSave
 from tests.parallel.state_run import DEVICE, Layout, Run, different, problems_of
 
 

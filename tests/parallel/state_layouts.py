@@ -22,35 +22,23 @@ SAME_LAYOUT = {
     "dp2-distributed": DP2,
     "dp2-distributed-overlap": Layout(flags=OVERLAP),
     "dp2-distributed-bf16": Layout(precision="bf16", flags=DISTRIBUTED),
-    "dp2-bf16-reduced-in-bf16": Layout(precision="bf16", flags=(*OVERLAP, *REDUCED)),
-    "dp2-shards": Layout(flags=SHARDS),
     "dp2-shards-bf16-remainders-reduced-in-bf16": Layout(
         precision="bf16", flags=(*SHARDS, *OVERLAP[1:], *REMAINDERS, *REDUCED)),
     "cp2-shards-fp16": Layout(cp=2, precision="fp16", flags=(*SHARDS, "--initial-loss-scale", "1024")),
-    "dp2-weight-shards": Layout(flags=WEIGHT_SHARDS),
     "dp2-weight-shards-bf16-remainders-reduced-in-bf16": Layout(
         precision="bf16", tied=True, flags=(*WEIGHT_SHARDS, *OVERLAP[1:], *REMAINDERS, *REDUCED)),
     "cp2-weight-shards-fp16": Layout(
         cp=2, precision="fp16", flags=(*WEIGHT_SHARDS, "--initial-loss-scale", "1024"), **FROZEN),
-    "dp2-weight-shards-bf16-no-copies-rounded": Layout(precision="bf16", flags=(*WEIGHT_SHARDS, *NO_COPIES, *ROUNDED)),
-    "dp2-rounded": Layout(flags=ROUNDED),
-    "dp2-distributed-rounded": Layout(flags=(*DISTRIBUTED, *ROUNDED)),
-    "dp2-bf16-remainders": Layout(precision="bf16", flags=REMAINDERS),
     "dp2-distributed-bf16-remainders-rounded": Layout(precision="bf16", flags=(*OVERLAP, *REMAINDERS, *ROUNDED)),
-    "dp2-distributed-bf16-no-copies": Layout(precision="bf16", flags=(*DISTRIBUTED, *NO_COPIES)),
     "pp2-tied-bf16-no-copies-rounded": Layout((4, 0), (1, 3), tied=True, precision="bf16",
                                               flags=(*NO_COPIES, *ROUNDED)),
-    "pp2-tied-fp16-second-rounded": Layout((4, 0), (1, 3), tied=True, precision="fp16", flags=ROUNDED[2:]),
-    "dp2-offloaded": Layout(flags=OFFLOADED),
     "dp2-bf16-offloaded": Layout(precision="bf16", flags=OFFLOADED),
     "dp2-weight-shards-bf16-remainders-half-offloaded": Layout(
         precision="bf16", flags=(*WEIGHT_SHARDS, *REMAINDERS, *OFFLOADED, "--optimizer-offload-fraction", "0.5")),
     "dp2-fp16": Layout(precision="fp16", flags=("--initial-loss-scale", "1024", "--loss-scale-window", "2")),
-    "dp2-groups": Layout(flags=(*DISTRIBUTED, *GROUPS)),
     "dp2-vision-and-more-frozen": Layout(flags=DISTRIBUTED, **FROZEN),
     "tp2": TP2,
     "tp2-bf16": Layout(tp=2, precision="bf16"),
-    "tp2-whole-encoder-bf16": Layout(tp=2, precision="bf16", whole_encoder=True),
     "tp2-whole-encoder-sequence": Layout(tp=2, whole_encoder=True, flags=(*DISTRIBUTED, "--sequence-parallel")),
     "pp2": PP2,
     "pp2-tied": Layout((4, 0), (1, 3), tied=True),
@@ -61,10 +49,7 @@ CHAINS = {
     "untied": (TP2, PP2, DP2, Layout(*VIRTUAL)),
     "shards": (DP2, Layout(flags=WEIGHT_SHARDS), Layout(flags=SHARDS), PP2, Layout(flags=WEIGHT_SHARDS), DP2),
     "tied": tuple(dataclasses.replace(one, tied=True) for one in (DP2, PP2, TP2, Layout(*VIRTUAL))),
-    "bf16": tuple(dataclasses.replace(one, precision="bf16") for one in (TP2, DP2, Layout())),
     # what bf16 holds is exact in fp32
-    "rounded": tuple(dataclasses.replace(one, precision="bf16", flags=(*one.flags, *flags))
-                     for one, flags in ((TP2, ROUNDED), (DP2, ROUNDED), (PP2, ()), (Layout(), ROUNDED))),
     "remainders": tuple(dataclasses.replace(one, precision="bf16", flags=(*one.flags, *flags))
                         for one, flags in ((DP2, REMAINDERS), (Layout(), ()), (WHOLE, REMAINDERS), (PP2, REMAINDERS),
                                            (Layout(), REMAINDERS), (DP2, ()))),

@@ -28,7 +28,7 @@ from mm.parallel import mesh as parallel  # noqa: E402
 from mm.parallel.agreement import on_first, together  # noqa: E402
 from mm.training import checkpoint as state  # noqa: E402
 from mm.training.disks import Disks  # noqa: E402
-from mm.training.optimizer_state import OwnedState, owned_states, scaler_state  # noqa: E402
+from mm.training.optimizer import OwnedState, owned_states, scaler_state  # noqa: E402
 from mm.training.save import BegunSave  # noqa: E402
 from mm.training.step import Setup, forward_backward, step  # noqa: E402
 from mm.training.update import gradients_for_norm  # noqa: E402

@@ -20,23 +20,18 @@ Device.pick("cpu")  # before megatron is imported
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
-from torch import Tensor  # noqa: E402
 
 from mm.config.model import ModelConfig  # noqa: E402
 from mm.device.device import Device  # noqa: E402
-from mm.formats import training_writer as writer  # noqa: E402
 from mm.formats.checkpoints import LATEST_FILE, find_checkpoint  # noqa: E402
-from mm.formats.pipelined_write import Values  # noqa: E402
 from mm.formats.source import open_to_train  # noqa: E402
 from mm.formats.tensor_io import Files  # noqa: E402
-from mm.formats.training import CheckpointManifest, CheckpointTensor  # noqa: E402
+from mm.formats.training import CheckpointManifest  # noqa: E402
 from mm.formats.training_writer import Retention  # noqa: E402
 from mm.model.load import fill  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.training import checkpoint as state  # noqa: E402
-from mm.training.validation import BestSoFar  # noqa: E402
-from mm.weights.table import fuse, model_weights, shard  # noqa: E402
+from mm.training.progress import BestSoFar  # noqa: E402
 from mm.weights.views import Stored  # noqa: E402
 from tests.parallel.state_background import background_fails, in_background  # noqa: E402
 from tests.parallel.state_layouts import (  # noqa: E402
@@ -134,20 +129,6 @@ def reshard(directory: Path, layouts: tuple[Layout, ...]) -> list[dict]:
     return results
 
 
-def to_fp32(directory: Path, *flags: str) -> list[str]:
-    """A bf16 checkpoint goes on in fp32 from its fp32 copies."""
-    run = Run(dataclasses.replace(DP2, precision="bf16", flags=(*DISTRIBUTED, *flags)))
-    run.train(2)
-    run.save(directory)
-    expected = run.whole()
-    found = Run(TP2, seed=2).load(directory).whole()
-    names = [name for name in found if name.endswith(":weight")]
-    assert all(name.replace(":weight", ":master") in expected for name in names)
-    masters = {name: expected[name.replace(":weight", ":master")] for name in names}
-    moments = {name: tensor for name, tensor in expected.items() if "exp_avg" in name}
-    return different(masters | moments, {name: found[name] for name in (*names, *moments)})
-
-
 def to_no_copies(directory: Path) -> dict:
     """A run that keeps no fp32 copies goes on from a checkpoint that has them."""
     run = Run(dataclasses.replace(DP2, precision="bf16", flags=(*DISTRIBUTED, *REMAINDERS)))
@@ -241,7 +222,7 @@ def retention(directory: Path) -> list[str]:
 def from_hf(directory: Path) -> None:
     """Load the Hugging Face directories made by the test and save them untouched under two layouts."""
     for tied in (False, True):
-        for name, layout in (("tp2", TP2), ("pp2", PP2)):
+        for name, layout in (("pp2", PP2),) if tied else (("tp2", TP2),):
             layout = dataclasses.replace(layout, tied=tied)
             run = Run(layout, model=converted_model(layout))
             source = directory / ("hf-tied" if tied else "hf")
@@ -258,53 +239,10 @@ def random_weights() -> dict[str, list[str]]:
     return found
 
 
-def write_by_hand(directory: Path, tp_size: int, hf: Path) -> dict[str, Tensor]:
-    """A checkpoint of whole tensors that were cut as files are, whatever ``save`` does; returns the tensors.
-
-    It has the weights of ``hf`` and random moments, each rank's in two uneven ranges.
-    """
-    model = converted_model(Layout(tp=tp_size))
-    tensors, generator = load_file(hf / "model.safetensors"), torch.Generator().manual_seed(0)
-    temporary, whole = writer.begin(directory, 2, 0), {}
-    files: dict[str, list[tuple[CheckpointTensor, Values]]] = {}
-    for weight in model_weights(model):
-        parts = {"weight": fuse(weight, [tensors[name] for name in weight.hf_names])}
-        parts |= {part: torch.rand(weight.shape, generator=generator) for part in ("exp_avg", "exp_avg_sq")}
-        whole |= {f"{weight.name}:{part}": tensor for part, tensor in parts.items()}
-        for rank in range(tp_size if weight.tp_dim is not None else 1):
-            for part, tensor in parts.items():
-                held = shard(weight, tensor, tp_size, rank)
-                middle = held.numel() // 3 + 1
-                ranges = [(0, held)] if part == "weight" else [
-                    (0, held.reshape(-1)[:middle]), (middle, held.reshape(-1)[middle:])]
-                for start, values in ranges:
-                    file = f"{part}.{rank}.{int(start > 0)}.safetensors"
-                    piece = CheckpointTensor.of(values.dtype, values.shape, file, weight.name, part, rank, start)
-                    if values.numel():
-                        files.setdefault(file, []).append((piece, Values(values)))
-    pieces = [piece for file, held in files.items() for piece in writer.write_pieces(temporary, file, held)]
-    optimizer = {"step": 2, "grad_scaler": None}
-    writer.commit(temporary, CheckpointManifest(2, 8, 2, tp_size, 1, model, optimizer, {}, tuple(pieces)))
-    return whole
-
-
 def converted_model(layout: Layout) -> ModelConfig:
     """The model of ``layout`` with transformers' default where its files say nothing."""
     vision = dataclasses.replace(layout.model.vision, tokens_per_second=4)
     return dataclasses.replace(layout.model, vision=vision)
-
-
-def by_hand(directory: Path, hf: Path) -> dict[str, dict[str, list[str]]]:
-    """What is loaded differently from how it was written, on several layouts."""
-    found: dict[str, dict[str, list[str]]] = {"tp1": {}, "tp2": {}}
-    expected: list = [{f"tp{size}": write_by_hand(directory / f"tp{size}", size, hf) for size in (1, 2)}
-                      if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(expected)
-    for name, layout in (("tp2", TP2), ("pp2", PP2), ("dp2", Layout()), ("dp2-distributed", DP2)):
-        for written, tensors in expected[0].items():
-            run = Run(layout, seed=2, model=converted_model(layout)).load(directory / written)
-            found[written][name] = different(tensors, run.whole())
-    return found
 
 
 def killed(directory: Path) -> None:
@@ -331,14 +269,12 @@ def main(directory: Path) -> None:
         "without_optimizer": without_optimizer(directory / "without_optimizer"),
         "retention": retention(directory / "retention"),
         "background": {name: in_background(directory / "background" / name, SAME_LAYOUT[name])
-                       for name in ("dp2-distributed-overlap", "dp2-weight-shards", "tp2-bf16", "pp2-tied")},
+                       for name in ("dp2-distributed-overlap", "tp2-bf16", "pp2-tied")},
         "background_fails": background_fails(directory / "background_fails", TP2),
-        "to_fp32": to_fp32(directory / "to_fp32") + to_fp32(directory / "remainders_to_fp32", *REMAINDERS),
         "damage": damage(directory / "damage"),
         "disk_full": disk_full(directory / "disk_full"),
         "random_weights": random_weights(),
         "optimizer_reads": optimizer_reads(directory),
-        "by_hand": by_hand(directory / "by_hand", directory / "hf"),
     }
     from_hf(directory)
     if dist.get_rank() == 0:

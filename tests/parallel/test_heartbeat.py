@@ -14,7 +14,6 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from mm.errors import UserError
 from mm.parallel import heartbeat as heartbeats
 from mm.parallel.heartbeat import SILENT_SECONDS, Cause, Heartbeat, Judge, Record, State, ranks_text
 from mm.parallel.rendezvous import ATTEMPT, Rendezvous
@@ -170,29 +169,6 @@ def test_no_port_is_opened_for_the_ranks(monkeypatch: pytest.MonkeyPatch) -> Non
     with Watchdog(Rendezvous.of_launcher(1), None) as watchdog:
         store = watchdog.meet()
         assert listening() - before == {port} and store is not None
-
-
-@pytest.mark.parametrize(("variables", "problems"), [
-    ({"RANK": "0", "WORLD_SIZE": "1"}, [
-        "MASTER_PORT is not set; expected a port of rank 0's host, 0 to 65535",
-        "MASTER_ADDR is not set; expected rank 0's host"]),
-    ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "65536"}, [
-        "RANK is '2'; expected this rank's number, 0 to 1",
-        "MASTER_PORT is '65536'; expected a port of rank 0's host, 0 to 65535"]),
-    ({"RANK": "first", "MASTER_ADDR": "", "MASTER_PORT": "1"}, [
-        "WORLD_SIZE is not set; expected the number of ranks", "RANK is 'first'; expected this rank's number",
-        "MASTER_ADDR is ''; expected rank 0's host"]),
-], ids=["without an address", "numbers too large", "no number"])
-def test_launcher_variables_that_are_missing_or_wrong_are_named(
-    variables: dict[str, str], problems: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    for name, text in variables.items():
-        monkeypatch.setenv(name, text)
-    with pytest.raises(UserError) as raised:
-        Rendezvous.of_launcher(10)
-    assert list(raised.value.problems) == [f"The environment variable {one}, which torchrun sets" for one in problems]
 
 
 WAITING = """

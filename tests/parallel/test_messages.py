@@ -109,11 +109,6 @@ def test_a_message_passes() -> None:
     assert found == Replay((), 5.5, (pytest.approx(0.5 / 3), 0.0))
 
 
-def test_a_receive_that_waits_occupies_the_device() -> None:
-    found = replay([[Compute(2.0), send(0, "x")], [receive(0, "x"), Compute(4.0), Wait(0)]])
-    assert found == Replay((), 4.0, (0.0, 0.5))
-
-
 def test_a_receive_holds_up_the_send_behind_it() -> None:
     there, back = [send(0, "there"), receive(1, "back", peer=1), Wait(1)], [receive(0, "there"), Wait(0)]
     answer = send(1, "back", peer=0)
@@ -122,23 +117,6 @@ def test_a_receive_holds_up_the_send_behind_it() -> None:
     stuck = replay([turned, [*back, answer]]).stuck
     assert [one.partition("(")[0] for one in stuck] == ["stage 0 at Start", "stage 1 at Start"]
     assert replay([[Wait(0)], []]).stuck == ("stage 0 at Wait(batch=0)",)
-
-
-def test_a_batch_ends_as_a_whole() -> None:
-    """Its send has been met, and it waits for its receive all the same."""
-    both = Start(0, "group", (Message(True, 1, ("there",)), Message(False, 1, ("back",))))
-    answers_late = [receive(0, "there"), receive(1, "more"), Wait(1), send(2, "back", peer=0)]
-    assert replay([[both, Wait(0), send(1, "more")], answers_late]).stuck
-    apart = [send(0, "there"), Wait(0), send(1, "more"), receive(2, "back", peer=1)]
-    assert replay([apart, answers_late]).stuck == ()
-
-
-def test_the_first_message_between_two_ranks_holds_up_the_host() -> None:
-    """Two stages that send to each other first, in two groups: the hosts connect one group after the other."""
-    one = [send(0, "x", group="a"), receive(1, "y", peer=1, group="b"), Wait(1)]
-    other = [receive(0, "x", group="a"), send(1, "y", peer=0, group="b"), Wait(0)]
-    assert replay([one, other]).stuck == ()
-    assert replay([one, [other[1], other[0], Wait(0)]]).stuck, "each waits for the other to come to its first half"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from operator import or_
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -165,11 +164,6 @@ def test_a_rank_without_images_gathers_the_vit_before_it_exchanges_visual_tokens
     events = events_of([Images.NONE], (images,), training, exchanges=True)
     assert events[:4] == [("gather", "patches"), ("gather", "block"), ("gather", "projector"),
                           ("exchange", (0, "forward"))]
-
-
-def test_a_use_that_the_plan_does_not_have_is_no_gather_of_one_rank_alone() -> None:
-    with pytest.raises(AssertionError, match="that the plan does not have"):
-        events_of([Images.PROJECTED | Images.ENCODED], (Images.NONE,), Training(frozenset(), False, False), False)
 
 
 @given(trained=st.sets(st.sampled_from(("vision", "projector", "language"))), images=BOTH, is_tied=st.booleans(),

@@ -19,7 +19,7 @@ READ_BACK = ("tolist", "numpy", "cpu")
 """Ways in which Python code waits for a device's result that the dispatcher does not see on a CPU; ``item``, ``bool``,
 ``int`` and ``float`` it does."""
 WAITS = ("torch.cuda.synchronize", "torch.cuda.Event.synchronize", "torch.cuda.Stream.synchronize",
-         "mm.device.device.Device.synchronize")
+         "mm.device.cpu.HostRuntime.synchronize")
 """Calls that wait for the device and read nothing.  The CPU's stand-ins (mm/device/cpu.py) have the same names."""
 
 

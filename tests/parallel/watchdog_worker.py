@@ -27,7 +27,7 @@ from mm.parallel import watchdog  # noqa: E402
 from mm.parallel.activity import Activity, Work  # noqa: E402
 from mm.parallel.watchdog import Watchdog  # noqa: E402
 from mm.process import free_port  # noqa: E402
-from mm.training import preflight, run  # noqa: E402, F401
+from mm.training import loop, preflight  # noqa: E402, F401
 
 GUARD_SECONDS = 60.0
 """After which a job that does not end is killed."""
@@ -35,7 +35,7 @@ ITERATION = 2
 JOBS_AT_ONCE = 4
 
 
-class FaultyTrainer(run.Trainer):
+class FaultyTrainer(loop.Trainer):
     """A run in which ``fault`` happens; the trainer asks nothing of it, the journal tells it when."""
 
     fault: Fault
@@ -78,7 +78,7 @@ def run_with(fault: Fault, inputs: Path) -> int:
     os.dup2(output, 1)
     os.dup2(output, 2)
     FaultyTrainer.fault = fault
-    run.Trainer = FaultyTrainer
+    loop.Trainer = FaultyTrainer
     if fault.phase and os.environ["RANK"] == str(fault.rank):
         StoppingWatchdog.fault, StoppingWatchdog.directory = fault, inputs / fault.name
         watchdog.Watchdog = StoppingWatchdog

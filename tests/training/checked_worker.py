@@ -14,11 +14,11 @@ from mm.device.device import Device
 
 Device.pick("cpu")
 
-from mm.training import run  # noqa: E402
+from mm.training import weight_check  # noqa: E402
 from mm.training.step import Setup  # noqa: E402
 
 found: list[tuple[int, list[str]]] = []
-check_weights = run.check_weights
+check_weights = weight_check.check_weights
 
 
 def listing(setup: Setup, iteration: int) -> None:
@@ -29,5 +29,5 @@ def listing(setup: Setup, iteration: int) -> None:
 
 
 if __name__ == "__main__":
-    run.check_weights = listing  # not in the warm process, which imports this module
+    weight_check.check_weights = listing  # not in the warm process, which imports this module
     sys.exit(train.main(sys.argv[2:]))

@@ -22,9 +22,8 @@ from mm.model.fingerprint import vision_fingerprint  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.parallel.rendezvous import Rendezvous  # noqa: E402
 from mm.parallel.watchdog import Watchdog  # noqa: E402
+from mm.training.loop import Trainer  # noqa: E402
 from mm.training.preflight import check  # noqa: E402
-from mm.training.run import Trainer  # noqa: E402
-from mm.training.start import settle  # noqa: E402
 from tests.files import json_lines  # noqa: E402
 from tests.parallel.trace import Trace, layers_counted, reads_counted, watch  # noqa: E402
 from tests.tiny import copied_weights  # noqa: E402
@@ -64,7 +63,7 @@ def train(directory: Path, name: str, *flags: str) -> Result:
                           keeps_features=run.args.vision_feature_cache is not None)
     with Watchdog(Rendezvous.of_launcher(10), None) as watchdog:
         watchdog.place(mesh)
-        trainer = Trainer(settle(run, mesh, print), DEVICE, mesh, watchdog)
+        trainer = Trainer(run, check(run) if mesh.rank == 0 else None, DEVICE, mesh, watchdog)
         result = Result(trainer.fingerprint)
         for _ in range(NUM_EPOCHS):
             trace = Trace(operations=[])

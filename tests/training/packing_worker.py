@@ -27,14 +27,14 @@ from mm.data.feed.owner import DataOwner  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.parallel.rendezvous import Rendezvous  # noqa: E402
 from mm.parallel.watchdog import Watchdog  # noqa: E402
-from mm.training.run import Trainer  # noqa: E402
-from mm.training.start import settle  # noqa: E402
+from mm.training.loop import Trainer  # noqa: E402
+from mm.training.preflight import check  # noqa: E402
 from tests.files import json_lines  # noqa: E402
 
 NUM_STEPS = 3
 SLOW_RANK = 1
-SLOW_WORK_SECONDS, SLOW_DATA_SECONDS = 0.3, 0.9
-"""For a microbatch, and for a step."""
+SLOW_DATA_SECONDS = 0.9
+"""For a step."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Result:
 
 @contextmanager
 def slow_rank(name: str, trainer: Trainer) -> Iterator[None]:
-    """In the cases "slow work" and "slow data", one rank sleeps before its forward passes, or reads its samples slowly.
+    """In the case "slow data", one rank reads its samples slowly.
 
     It is the second replica's at the first stage.  A slow read begins when the trainer asks for it: begun during the
     step before, a long step on a busy machine would hide it.
@@ -64,8 +64,6 @@ def slow_rank(name: str, trainer: Trainer) -> Iterator[None]:
         asked.release()
         return ask(owner)
 
-    if trainer.mesh.rank == SLOW_RANK and name == "slow work":
-        trainer.setup.stage.chunks[0].register_forward_pre_hook(lambda *_: time.sleep(SLOW_WORK_SECONDS))
     if trainer.mesh.rank == SLOW_RANK and name == "slow data":
         StepLoader.__next__, DataOwner.__next__ = read_slowly, ask_for_a_step
     yield
@@ -79,7 +77,7 @@ def train(directory: Path, name: str) -> Result:
     mesh = parallel.start(DEVICE, run.model, run.tp_size)
     with Watchdog(Rendezvous.of_launcher(10), None) as watchdog:
         watchdog.place(mesh)
-        trainer = Trainer(settle(run, mesh, print), DEVICE, mesh, watchdog)
+        trainer = Trainer(run, check(run) if mesh.rank == 0 else None, DEVICE, mesh, watchdog)
         data = trainer.feed(NUM_STEPS).plans
         own = [[sorted(microbatch.samples) for microbatch in plan.microbatches] for plan in data]
         data.close()

@@ -27,7 +27,7 @@ def flags(inputs: Path, *more: str) -> list[str]:
 
 def problems(inputs: Path, *more: str) -> list[str]:
     checked = check(load_run(flags(inputs, *more), environment={}))
-    return checked.files.problems + checked.samples.problems
+    return checked.problems
 
 
 def set_preprocessing(inputs: Path, **keys: object) -> None:

@@ -8,10 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mm.config.run import load_run
-from mm.errors import UserError
 from mm.train import main
-from mm.training.epochs import num_steps_of
+from mm.training.schedule import num_steps_of
 from tests.launch import run_ranks
 from tests.tiny_inputs import flags_of, metrics, run, write_inputs
 
@@ -40,14 +38,6 @@ def flags(inputs: Path, name: str, *more: str, num_stages: int = 1) -> list[str]
     words = flags_of(inputs, name, num_stages, "--load", str(inputs / "hf"), "--num-workers", "0", *more)
     at = words.index("--train-iters")
     return words[:at] + words[at + 2 :]
-
-
-def test_the_length_is_given_once(inputs: Path) -> None:
-    for more, message in ((("--num-train-epochs", "1", "--train-iters", "3"),
-                        "--train-iters and --num-train-epochs both give the length of the run; keep one"),
-                       ((), "--train-iters is missing: total number of optimizer steps; or give --num-train-epochs")):
-        with pytest.raises(UserError, match=message):
-            load_run(flags(inputs, "twice", *more), 1, {})
 
 
 def test_settings_are_checked_against_the_number_of_steps(inputs: Path, capsys) -> None:

@@ -21,21 +21,25 @@ def test_a_failed_export_removes_its_temporary_checkpoint(
 ) -> None:  # fmt: skip
     """And nothing else: neither the target, which must stay empty, nor checkpoints, whatever their directory is called.
     """
-    from mm.training.saver import Saver
+    from mm.parallel.activity import Journal
+    from mm.training.disks import Disks
+    from mm.training.save import Saver
 
     class Failing(Saver):
         def __init__(self) -> None:
             targets = {"export_hf": None, "export_merged_hf": None, name: f"{tmp_path / 'hf'}{end}"}
             args = SimpleNamespace(**targets, async_save=False, save=save and str(tmp_path / save))
-            run, setup = SimpleNamespace(args=args), SimpleNamespace(mesh=one_rank)
-            super().__init__(run, setup, Claim(), print, None, None, lambda _: nullcontext())  # type: ignore[arg-type]
+            args.check_weights_interval = None
+            stage, run = SimpleNamespace(journal=Journal()), SimpleNamespace(args=args)
+            setup: Any = SimpleNamespace(mesh=one_rank, stage=stage)
+            super().__init__(run, setup, Claim(), print, lambda _: nullcontext(), Disks.one(one_rank), 3, None)
             self.seen: list[Path] = []
 
-        def _save_weights(self, directory: Path, *_: Any) -> Path:
+        def _begin(self, directory: Path, *_: Any, **__: Any) -> Any:
             write_small(directory, 3)
-            return directory / "iter_0000003"
+            return SimpleNamespace(finish=lambda _: directory / "iter_0000003")
 
-        def _export(self, source: Path, target: str, is_merged: bool) -> None:
+        def _convert(self, source: Path, target: str, *_: Any) -> None:
             check_target(Path(target).resolve(), num_bytes=0)
             assert source.is_dir()
             self.seen.append(source.parent)
@@ -46,6 +50,6 @@ def test_a_failed_export_removes_its_temporary_checkpoint(
     before, failing = sorted(tmp_path.rglob("*")), Failing()
     for _ in range(2):
         with pytest.raises(AgreedError, match="the disk is full"):
-            failing.export(SimpleNamespace(iteration=3), True)  # type: ignore[arg-type]
+            failing.export(SimpleNamespace(iteration=3, base=None), True)  # type: ignore[arg-type]
     assert sorted(tmp_path.rglob("*")) == before and len({*failing.seen}) == 2
     assert all(one.parent == tmp_path / (save or "") for one in failing.seen)

@@ -59,7 +59,7 @@ def parts(one_rank: Any, request: pytest.FixtureRequest):
 
 
 def test_each_trained_parameter_is_only_in_its_group(parts) -> None:
-    from mm.training.optimizer_state import owned_states
+    from mm.training.optimizer import owned_states
 
     states = owned_states(parts.optimizer, parts.models)
     assert sorted(state.name for state in states) == sorted(name for name, _ in parts.stage.named_parameters())

@@ -4,30 +4,22 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mm.config.flags import parse
-from mm.data.feed.quarantine import LEDGER, Quarantine
-from mm.data.record_name import BadSample
 from mm.errors import UserError
-from mm.parallel.activity import Activity, Work
-from mm.timeline.files import write_timeline
-from mm.timeline.spans import TIMED, ActivitySpan, RankRecord, StepTimeline, seconds_key
+from mm.timeline.spans import TIMED, seconds_key
 from mm.training.metrics import (
     MetricsWriter,
-    ScoreMetrics,
     StepMetrics,
-    ValidationMetrics,
     _keep_before,
     log_line,
 )
 from tests.files import json_lines
 from tests.killed import run_killed
-from tests.timeline.records import SETTINGS
 
 STEP = StepMetrics(
     iteration=5, consumed_samples=960, loss=1.25, lr=1e-5, grad_norm=2.0, loss_scale=1.0, step_seconds=0.87004,
@@ -61,13 +53,6 @@ def test_the_line_equals_mindspeeds() -> None:
     assert "tokens per sample" not in log_line([STEP], 10000, log_tps=False, log_throughput=False)
 
 
-def test_time_and_loss_are_means_and_skipped_steps_are_counted() -> None:
-    skipped = replace(STEP, iteration=4, loss=3.75, step_seconds=0.13, updated=False)
-    line = log_line([skipped, STEP], 10000, log_tps=False, log_throughput=False)
-    assert "iteration        5/" in line and "(ms): 500.0 |" in line and "loss: 2.500000E+00 |" in line
-    assert "number of skipped iterations:   1 |" in line
-
-
 def test_the_time_split_is_a_mean_at_the_end_of_the_line() -> None:
     timed = [replace(STEP, timers={seconds_key(work): 0.001 * (index + 1) for work in TIMED}) for index in (1, 3)]
     line = log_line(timed, 10000, log_tps=True, log_throughput=False)
@@ -76,12 +61,6 @@ def test_the_time_split_is_a_mean_at_the_end_of_the_line() -> None:
                      "3.0, messages 3.0, visual tokens 3.0, gathers weights 3.0, gradient reduction 3.0, update 3.0, "
                      "waits in update 3.0 |")
     assert _awk(_awk(line, "{print$5}", ":"), "{print$1}", "|") == "870.0"
-
-
-def test_images_from_the_cache_are_counted_over_the_steps_of_a_line() -> None:
-    steps = [replace(STEP, num_cached_images=count) for count in (0, 70)]
-    assert log_line(steps, 10000, False, False).endswith(" | images from the cache: 70 of 200 |")
-    assert "cache" not in log_line([STEP], 10000, False, False)
 
 
 def test_a_resumed_run_continues_the_file_without_gaps_or_doubles(tmp_path: Path, capsys) -> None:
@@ -131,49 +110,6 @@ def test_a_resumed_run_that_is_killed_at_once_loses_no_row(tmp_path: Path) -> No
     assert point > 2 and found != rows
     _keep_before(path, 3)
     assert [row["iteration"] for row in json_lines(path)] == [1, 2, 3]
-
-
-def test_a_full_log_dir_is_reported_with_the_file_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """/dev/full rejects every write, like a full disk."""
-    args = parse(["--mm-model", "m", "--mm-data", "d", "--micro-batch-size", "1", "--seq-length", "8", "--train-iters",
-                  "9", "--lr", "1", "--log-dir", str(tmp_path)])  # fmt: skip
-
-    def reports(write: Callable[[], object], name: str) -> None:
-        with pytest.raises(UserError) as caught:
-            write()
-        assert str(caught.value) == (f"--log-dir: {tmp_path / name} cannot be written (No space left on device); free "
-                                     f"space there, or give another directory")
-
-    with monkeypatch.context() as filled:
-        filled.setattr(Path, "open", lambda *_: os.fdopen(os.open("/dev/full", os.O_WRONLY), "wb"))
-        reports(lambda: MetricsWriter(args, {}, 0), "run.json")
-    writer = MetricsWriter(args, {}, 0)
-    (number,) = (int(one.name) for one in Path("/proc/self/fd").iterdir()
-                 if one.is_symlink() and os.readlink(one) == str(tmp_path / "metrics.jsonl"))
-    full = os.open("/dev/full", os.O_WRONLY)
-    os.dup2(full, number)
-    os.close(full)
-    reports(lambda: writer.write(STEP), "metrics.jsonl")
-    reports(writer.close, "metrics.jsonl")
-    spans = (ActivitySpan(Activity(Work.LANGUAGE_FORWARD, 0, 0), 0.0, 1.0),)
-    timeline = StepTimeline(3, (RankRecord(0, 0, 0, 0, "1 ViT", (), spans),), SETTINGS)
-    quarantine = Quarantine(2, 1.0, tmp_path / LEDGER)
-    monkeypatch.setattr("mm.data.feed.quarantine.regular", lambda *_: os.open("/dev/full", os.O_WRONLY))
-    reports(lambda: quarantine.add([BadSample("samples.json", 1, 0, None, None, "it is empty")]), LEDGER)
-    monkeypatch.setattr(Path, "open", lambda *_: os.fdopen(os.open("/dev/full", os.O_WRONLY), "wb"))
-    reports(lambda: write_timeline(tmp_path, "--log-dir", [timeline]), "pipeline_step_3.json")
-
-
-def test_rows_have_their_kind(tmp_path: Path) -> None:
-    args = parse(["--mm-model", "m", "--mm-data", "d", "--micro-batch-size", "1", "--seq-length", "8", "--train-iters",
-                  "9", "--lr", "1", "--log-dir", str(tmp_path)])  # fmt: skip
-    writer = MetricsWriter(args, {}, 0)
-    writer.write(STEP)
-    writer.write_validation(ValidationMetrics(5, 960, 1.0, 3, 4, 0.1, 1.0, 5))
-    writer.write_score(ScoreMetrics(5, 960, 50.0, 2, 0, 0.1), "DocVQA")
-    writer.close()
-    rows = json_lines(tmp_path / "metrics.jsonl")
-    assert [(row["kind"], row["iteration"]) for row in rows] == [("step", 5), ("validation", 5), ("score", 5)]
 
 
 def test_epoch_and_time_left_end_the_line() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mm.config.flags import parse
 from mm.training.metrics import MetricsWriter, ScoreMetrics, SpikeMetrics, ValidationMetrics
-from mm.training.slow_ranks import SlowRank
+from mm.training.step_timing import SlowRank
 from tests.files import ROOT, json_lines
 from tests.training.test_metrics import STEP
 

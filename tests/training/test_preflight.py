@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from mm.config.generate import load_asking
 from mm.config.run import load_run
@@ -72,13 +71,6 @@ def test_a_wrong_name_of_a_target_is_one_problem(inputs: Path, load, more):
     assert problem == "--lora-target-modules has 'q_prj', which matches no linear layer (did you mean 'q_proj'?)"
 
 
-def test_a_wrong_name_of_a_trainable_module_is_one_problem(inputs: Path):
-    """It is the only trained module, but that nothing is trained is not reported as well."""
-    (problem,) = problems(inputs, "--freeze-modules", "*", "--trainable-modules", "finl", "--lr-scale-modules",
-                          "layernorm", "--lr-mult", "2")
-    assert problem.startswith("--trainable-modules has 'finl', which matches no weight name; names start with ")
-
-
 def test_features_are_cached_only_for_a_frozen_vit(inputs: Path):
     kept = ("--vision-feature-cache", str(inputs / "kept"))
     (problem,) = problems(inputs, *kept)
@@ -87,18 +79,6 @@ def test_features_are_cached_only_for_a_frozen_vit(inputs: Path):
     (problem,) = problems(inputs, "--vision-feature-cache", str(inputs / "data.json"), "--freeze-modules",
                           "image_encoder.encoder")
     assert problem.startswith("--vision-feature-cache is ") and "is a file; give a directory" in problem
-
-
-@pytest.mark.parametrize(("name", "content", "what"), [
-    ("model.safetensors", "version https://git-lfs.github.com/spec/v1\n", "is a Git-LFS pointer"),
-    ("model.safetensors", None, "holds no weights"),
-    ("config.json", None, "is neither a Hugging Face directory"),
-])
-def test_weights_that_cannot_be_loaded(inputs: Path, name, content, what):
-    directory = shutil.copytree(inputs / "hf", inputs / "other")
-    (directory / name).unlink() if content is None else (directory / name).write_text(content)
-    (problem,) = problems(inputs, "--load", str(directory))
-    assert what in problem
 
 
 def test_an_unfinished_checkpoint_is_rejected(inputs: Path):
@@ -115,11 +95,6 @@ def converted(inputs: Path, format: Format = Format.SAFETENSORS, tp_size: int = 
     return inputs / "mm"
 
 
-@pytest.mark.parametrize("format", Format)
-def test_a_converted_directory_is_accepted(inputs: Path, format):
-    assert problems(inputs, "--load", str(converted(inputs, format))) == []
-
-
 def test_all_problems_of_a_converted_directory_are_reported_together(inputs: Path, capsys):
     path = converted(inputs, Format.TORCH, tp_size=2)
     files = [path / f"release/mp_rank_0{rank}_001/model_optim_rng.pt" for rank in range(2)]
@@ -132,31 +107,6 @@ def test_all_problems_of_a_converted_directory_are_reported_together(inputs: Pat
     for file, problem in zip(files, printed[:2], strict=True):
         assert problem.startswith(f"error: {file} cannot be read by torch.load") and "truncated" in problem
     assert printed[2].startswith(f"error: --save is {str(path)!r}, which holds weights in MindSpeed-MM's layout")
-
-
-def test_missing_files_of_a_converted_directory(inputs: Path):
-    path = converted(inputs, tp_size=2)
-    missing = [path / f"release/mp_rank_0{rank}_00{1 - rank}/model.safetensors" for rank in (1, 0)]
-    for file in missing:
-        file.unlink()
-    found = problems(inputs, "--load", str(path))
-    assert found == [f"{file} is missing; copy the directory again, or correct the layout." for file in missing]
-
-
-def test_a_converted_directory_of_another_model(inputs: Path):
-    path = converted(inputs)
-    model = json.loads((inputs / "model_1.json").read_text())
-    model["text_decoder"]["rope_theta"] = 5.0
-    model["image_encoder"]["vision_encoder"]["fullatt_block_indexes"] = [1]
-    (inputs / "model_1.json").write_text(json.dumps(model))
-    config = json.loads((inputs / "hf/config.json").read_text())  # the processor's, which is of the model JSON
-    config["rope_theta"] = 5.0
-    config["vision_config"]["fullatt_block_indexes"] = [1]
-    (inputs / "hf/config.json").write_text(json.dumps(config))
-    found = problems(inputs, "--load", str(path))
-    assert len(found) == 2 and all(problem.startswith(f"{path}: ") for problem in found)
-    assert "image_encoder.vision_encoder.fullatt_block_indexes = [3, 7], but the model JSON says [1]" in found[0]
-    assert "text_decoder.rope_theta = 1000000.0, but the model JSON says 5.0" in found[1]
 
 
 def test_the_optimizer_state_of_a_mindspeed_checkpoint_is_not_read(inputs: Path):
@@ -178,24 +128,10 @@ def test_checking_imports_no_megatron():
     assert done.stdout == "[]\n"
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_directory_that_cannot_be_written(inputs: Path):
-    (inputs / "locked").mkdir(mode=0o500)
-    (problem,) = problems(inputs, "--save", str(inputs / "locked/save"))
-    assert "--save" in problem and "cannot be written" in problem
-
-
 def test_an_export_over_its_base_is_rejected(inputs: Path):
     for target in (inputs / "hf", inputs / "hf" / ".." / "hf", inputs):
         (problem,) = problems(inputs, "--export-hf", str(target))
         assert problem.startswith("--export-hf: The target ") and "is or contains the base directory" in problem
-
-
-def test_a_damaged_base_is_reported_once(inputs: Path):
-    os.truncate(inputs / "hf/model.safetensors", 1000)
-    for more in ((), ("--load", str(inputs / "hf"))):
-        (problem,) = problems(inputs, "--export-hf", str(inputs / "new"), *more)
-        assert "model.safetensors (1000 bytes) is truncated" in problem
 
 
 def test_missing_files_are_only_notes_in_a_dry_run(inputs: Path):
@@ -214,15 +150,6 @@ def test_check_reports_success_or_exits_with_status_2(inputs: Path, capsys):
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("error: ") and "samples.json:1" in printed.err
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_a_check_with_a_device_by_name_finds_that_it_is_absent(inputs: Path, capsys):
-    (inputs / "samples.json").write_text("[{}]")
-    assert main(flags(inputs, "--check", "--device", "cuda")) == 2
-    of_samples, of_device = capsys.readouterr().err.splitlines()
-    assert "samples.json:1" in of_samples and of_device.startswith("error: --device cuda: torch finds no CUDA device")
-    assert "--device auto with --check checks the files alone" in of_device
 
 
 def test_a_script_reports_an_error_once_exits_with_status_2_and_writes_nothing(inputs: Path):

@@ -21,12 +21,9 @@ MOVING: dict[str, tuple[str, tuple[str, ...]]] = {  # model JSON, flags; trained
 }
 CASES: dict[str, tuple[str, tuple[str, str, str], tuple[str, ...]]] = {
     **{name: (model, OWN, flags) for name, (model, flags) in MOVING.items()},
-    "pp2": ("model_2", OWN, ("--page",)),
-    "tp2": ("model_1", TABLE, ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
     "tp2, whole encoder": ("model_whole", TABLE, ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
-    "cp2": ("model_1", OWN, ("--context-parallel-size", "2")),
     "cp2, weight shards": ("model_1", OWN, (
-        "--context-parallel-size", "2", "--data-parallel-sharding-strategy", "optim_grads_params")),
+        "--page", "--context-parallel-size", "2", "--data-parallel-sharding-strategy", "optim_grads_params")),
 }
 
 
@@ -94,7 +91,7 @@ def test_answers_equal_the_checkpoints(root: Path, results: dict, name: str) -> 
 
 
 def test_the_page_shows_the_answers_with_their_images(root: Path) -> None:
-    html = (root / "pp2" / "run.html").read_text()
+    html = (root / "cp2, weight shards" / "run.html").read_text()
     for words in ("Answers after step 1, the worst first", "Scored answers (1)", "ended at ",
                   "How many pictures are in sample number 2?", "Peak memory of the stages"):
         assert words in html, words

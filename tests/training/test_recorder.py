@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from mm.parallel.activity import Journal
-from mm.training.recorder import StepObserver
+from mm.training.progress import TrainingProgress
+from mm.training.recorder import Profile, Timers
+from mm.training.watch import Watch
 
 
 class Profiler:
@@ -24,30 +26,28 @@ class Profiler:
         self.called.append("stop")
 
 
-def observed(folder: Path, num_done: int, profile_pipeline: int | None = None) -> tuple[list[str], list[str]]:
-    """What is called on the profiler and what is said, if a run of steps 1 to 9 ends after ``num_done`` of them; steps
-    3 to 5 are profiled."""
-    profiler, said = Profiler(), list[str]()
+@pytest.mark.parametrize(("num_done", "said"), [
+    (2, ["note: the run ended after iteration 2, before --profile-pipeline 12: no timeline is written",
+         "note: the run ended after iteration 2, before the steps that --profile selects: nothing is profiled"]),
+    (4, ["note: the run ended after iteration 4, before --profile-pipeline 12: no timeline is written",
+         "wrote profiles of iterations 3 to 4 to FOLDER"]),
+    (9, ["wrote profiles of iterations 3 to 5 to FOLDER",
+         "note: the run ended after iteration 9, before --profile-pipeline 12: no timeline is written"]),
+])  # fmt: skip
+def test_a_profile_ends_with_the_run(tmp_path: Path, num_done: int, said: list[str]) -> None:
+    """Steps 3 to 5 of a launch of steps 1 to 9 are profiled."""
+    profiler, found = Profiler(), list[str]()
     args: Any = SimpleNamespace(
-        log_timers=False, profile=True, profile_step_start=3, profile_step_end=6, profile_ranks=[0],
-        profile_save_path=str(folder), profile_pipeline=profile_pipeline, log_dir=str(folder))
-    stage: Any = SimpleNamespace(device=SimpleNamespace(profiler=lambda *_: profiler), journal=Journal())
-    mesh: Any = SimpleNamespace(rank=0, world_size=1)
-    observer = StepObserver(args, stage, mesh, 1, 9, said.append)
-    with observer.observing():
+        log_timers=False, profile_step_start=3, profile_step_end=6, profile_ranks=[0],
+        profile_save_path=str(tmp_path), profile_pipeline=12, log_dir=str(tmp_path))
+    device: Any = SimpleNamespace(platform=SimpleNamespace(profiler=lambda *_: profiler))
+    stage: Any = SimpleNamespace(device=device, journal=Journal())
+    watch = Watch([Timers(args, stage, None, found.append),  # type: ignore[arg-type]
+                   Profile(args, device, 0, 1, 9, found.append)], stage.journal, [])
+    with watch.watching():
         for iteration in range(1, num_done + 1):
-            observer.begin(iteration)
-            observer.write(iteration, None)  # type: ignore[arg-type]
-    return profiler.called, said
-
-
-@pytest.mark.parametrize(("num_done", "last"), [(3, 3), (4, 4), (5, 5), (9, 5)])
-def test_a_profile_ends_with_the_run(tmp_path: Path, num_done: int, last: int) -> None:
-    assert observed(tmp_path, num_done) == (
-        ["start", "stop"], [f"wrote profiles of iterations 3 to {last} to {tmp_path}"])
-
-
-def test_what_an_early_end_leaves_out_is_noted(tmp_path: Path) -> None:
-    assert observed(tmp_path, 2, profile_pipeline=7) == ([], [
-        "note: the run ended after iteration 2, before 3, the first that --profile selects: nothing is profiled",
-        "note: the run ended after iteration 2, before --profile-pipeline 7: no timeline is written"])
+            watch.before(iteration)
+            watch.after(TrainingProgress(iteration, 0), None, None, 0.0, 0.0)  # type: ignore[arg-type]
+    watch.close(num_done)
+    assert found == [one.replace("FOLDER", str(tmp_path)) for one in said]
+    assert profiler.called == (["start", "stop"] if num_done > 2 else [])

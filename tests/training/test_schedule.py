@@ -23,7 +23,6 @@ from mm.formats import training_writer as writer  # noqa: E402
 from mm.formats.source import Kind, Source  # noqa: E402
 from mm.formats.training import TrainingDirectory  # noqa: E402
 from mm.training.schedule import OVERRIDE, USE_CHECKPOINT, LearningRate, Schedule, scheduled  # noqa: E402
-from mm.training.sources import Sources  # noqa: E402
 from tests.files import EXAMPLES  # noqa: E402
 
 
@@ -67,7 +66,7 @@ def load(tmp_path: Path) -> LoadRun:
     return load
 
 
-def checkpoint(folder: Path, run: Run, iteration: int = 3, schedule: Schedule | None = None) -> Sources:
+def checkpoint(folder: Path, run: Run, iteration: int = 3, schedule: Schedule | None = None) -> Source:
     """A checkpoint of ``run`` after so many iterations."""
     kept = (schedule or Schedule.of(run)).to_json()
     temporary = writer.begin(folder / "save", iteration, 0)
@@ -77,11 +76,11 @@ def checkpoint(folder: Path, run: Run, iteration: int = 3, schedule: Schedule | 
     return opened(path, run)
 
 
-def opened(path: Path, run: Run) -> Sources:
+def opened(path: Path, run: Run) -> Source:
     directory = TrainingDirectory.open(path)
     manifest = directory.manifest
-    return Sources(Source(path, Kind.TRAINING, run.model, 1, (), (), directory, iteration=manifest.iteration,
-                          consumed_samples=manifest.consumed_samples))
+    return Source(path, Kind.TRAINING, run.model, 1, (), (), directory, iteration=manifest.iteration,
+                          consumed_samples=manifest.consumed_samples)
 
 
 @pytest.mark.parametrize(("flags", "what"), [
@@ -139,23 +138,6 @@ def test_the_resulting_schedule_equals_megatrons(flags, flag: str, load: LoadRun
         refuses.load_state_dict(state)
 
 
-def test_with_the_checkpoints_schedule_a_smaller_batch_continues_smoothly(load: LoadRun, tmp_path: Path) -> None:
-    """Six steps of 8 samples, or three of 8 and six of 4: the rate is the same after the same number of samples."""
-    before = load()
-    sources = checkpoint(tmp_path, before)
-    _, schedule, _ = scheduled(load("--global-batch-size", "4", "--train-iters", "9", USE_CHECKPOINT), sources)
-    assert [schedule.at(consumed) for consumed in range(24, 48, 8)] == [
-        Schedule.of(before).at(consumed) for consumed in range(24, 48, 8)]
-    assert schedule.at(24) == pytest.approx(1.4e-3, rel=0.1)
-    assert schedule.at(28) < schedule.at(24) and schedule.at(44) > 1e-4
-
-
-def test_the_schedule_depends_on_samples_not_steps(load: LoadRun, tmp_path: Path) -> None:
-    sources = checkpoint(tmp_path, load("--lr-warmup-iters", "0", "--lr-warmup-fraction", "0.2"))
-    scheduled(load("--lr-warmup-iters", "0", "--lr-warmup-fraction", "0.2", "--global-batch-size", "4", "--train-iters",
-                   "12"), sources)
-
-
 def test_settings_without_effect_may_differ(load: LoadRun, tmp_path: Path) -> None:
     constant = ("--lr-decay-style", "constant")
     sources = checkpoint(tmp_path, load(*constant))
@@ -178,14 +160,6 @@ def test_without_the_optimizer_the_schedule_restarts(load: LoadRun, tmp_path: Pa
     assert scheduled(load("--lr", "5e-3", "--finetune"), later)[1].began_at == 0
 
 
-def test_an_older_versions_checkpoint_has_no_schedule(load: LoadRun, tmp_path: Path) -> None:
-    run = load()
-    folder = writer.begin(tmp_path / "save", 3, 0)
-    path = writer.commit(folder, training.CheckpointManifest(3, 24, 2, 1, 2, run.model, None, {}, ()))
-    _, schedule, (note,) = scheduled(run, opened(path, run))
-    assert schedule == Schedule.of(run) and "which an older version saved" in note
-
-
 def test_a_schedule_is_saved_completely(load: LoadRun, tmp_path: Path) -> None:
     run = load("--vision-tower-lr", "1e-4", "--lr-scale-modules", "mlp", "norm", "--lr-mult", "0.5")
     schedule = Schedule.of(run, began_at=8)
@@ -193,8 +167,3 @@ def test_a_schedule_is_saved_completely(load: LoadRun, tmp_path: Path) -> None:
     language = replace(run.model.language, rates=Rates(lr=1.0))
     other = replace(run, args=replace(run.args, lr=1.0), model=replace(run.model, language=language))
     assert Schedule.of(schedule.put_into(other), began_at=8) == schedule
-
-
-def test_both_flags_together_are_rejected(load: LoadRun) -> None:
-    with pytest.raises(UserError, match="are both given; keep one"):
-        load(*WITHOUT)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mm.errors import AgreedError
 from mm.formats.checkpoints import find_checkpoint
 from mm.formats.manifest import validated
-from mm.training.spikes import NUM_RECENT, RecentSteps
+from mm.training.progress import NUM_RECENT, RecentSteps
 from mm.training.update import StepResult
 from tests.tiny_inputs import metrics, run, write_inputs
 

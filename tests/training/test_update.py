@@ -6,7 +6,7 @@ That they are right in every layout: tests/test_parity.py.
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -40,16 +40,17 @@ NORM_TOLERANCE = 1e-6  # measured 0: both are the root of the same sum
 CLIPPED_TOLERANCE = 1e-5
 
 
-@dataclass(frozen=True)
-class AsOnNpu(Device):
+def on_cpu() -> Device:
+    return Device.pick("cpu")
+
+
+def as_on_npu() -> Device:
     """The CPU as a device whose Adam ignores ``grad_scale`` and ``found_inf``."""
-
-    @property
-    def adam_obeys_scale(self) -> bool:
-        return False
+    device = Device.pick("cpu")
+    return replace(device, platform=replace(device.platform, adam_obeys_scale=False))
 
 
-FORMS = pytest.mark.parametrize("device_type", [Device, AsOnNpu], ids=["folded", "before"])
+FORMS = pytest.mark.parametrize("device_type", [on_cpu, as_on_npu], ids=["folded", "before"])
 PRECISIONS = pytest.mark.parametrize("precision", ["fp32", "bf16"])
 SPLITS = pytest.mark.parametrize("split", [(), ("--use-distributed-optimizer",)], ids=["plain", "distributed"])
 
@@ -77,7 +78,7 @@ class Engine:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything that a step changes: weights, their fp32 copies, moments and step counts."""
-        from mm.training.optimizer_state import owned_states
+        from mm.training.optimizer import owned_states
 
         found = {name: parameter.detach().clone() for name, parameter in self.setup.stage.named_parameters()}
         for state in owned_states(self.setup.optimizer, self.setup.models):
@@ -123,8 +124,8 @@ def build(one_rank: Any, tensors: dict[str, torch.Tensor], monkeypatch: pytest.M
     monkeypatch.setattr(clip_grads, "l2_norm_impl", norm_on_cpu)
     config = our_config(((4,),), ((4,),))
 
-    def engine(device_type: type[Device], precision: str, *flags: str) -> Engine:
-        stage = Stage(config, one_rank, precision, device_type(**vars(Device.pick("cpu"))))
+    def engine(device_type: Any, precision: str, *flags: str) -> Engine:
+        stage = Stage(config, one_rank, precision, device_type())
         for weight in stage.weights:
             set_weight(stage, weight, whole(weight, tensors), one_rank)
         args = arguments.parse([
@@ -141,7 +142,7 @@ def build(one_rank: Any, tensors: dict[str, torch.Tensor], monkeypatch: pytest.M
 @FORMS
 @SPLITS
 @pytest.mark.parametrize(("precision", "num_reads"), [("fp32", 1), ("bf16", 1), ("fp16", 2)])
-def test_the_host_reads_once_per_step(build, device_type: type, precision: str, num_reads: int, split) -> None:
+def test_the_host_reads_once_per_step(build, device_type: Any, precision: str, num_reads: int, split) -> None:
     """In fp16 megatron also reads whether a gradient overflowed."""
     engine = build(device_type, precision, "--initial-loss-scale", "1024", *split)
     for _ in range(2):
@@ -157,10 +158,10 @@ def test_the_host_reads_once_per_step(build, device_type: type, precision: str, 
 @SPLITS
 @pytest.mark.parametrize("moments", [(), ROUNDED_MOMENTS], ids=["fp32", "rounded"])
 def test_weights_with_remainders_are_updated_as_their_fp32_copies_would_be(
-    build, device_type: type, split, moments: tuple[str, ...]
+    build, device_type: Any, split, moments: tuple[str, ...]
 ) -> None:
     """To the bit, over steps in which the weights of both are rounded alike: ties away from zero."""
-    from mm.training.optimizer_state import MOMENTS, owned_states
+    from mm.training.optimizer import MOMENTS, owned_states
 
     own = build(device_type, "bf16", *split, *moments, *REMAINDERS)
     reference = build(device_type, "bf16", *split, *moments)
@@ -178,26 +179,11 @@ def test_weights_with_remainders_are_updated_as_their_fp32_copies_would_be(
 
 @FORMS
 @SPLITS
-@pytest.mark.parametrize("flags", [REMAINDERS, NO_COPIES, (*NO_COPIES, *ROUNDED_MOMENTS)], ids=" ".join)
-def test_a_bad_step_changes_nothing_without_fp32_copies(build, device_type: type, split, flags) -> None:
-    engine = build(device_type, "bf16", *split, *flags)
-    engine.step()
-    before = engine.tensors()
-    engine.spoil(math.inf)
-    with pytest.raises(AgreedError, match="the gradient norm is inf"):
-        engine.step()
-    after = engine.tensors()
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-    assert not any(name.endswith(".master") for name in after)
-
-
-@FORMS
-@SPLITS
 @pytest.mark.parametrize(("precision", "flags"), [
     ("fp32", ()), ("bf16", ()), ("bf16", ROUNDED_MOMENTS), ("bf16", REMAINDERS),
     ("bf16", (*NO_COPIES, *ROUNDED_MOMENTS)), ("fp16", ("--initial-loss-scale", "1024")),
 ], ids=lambda value: value if isinstance(value, str) else " ".join(value))  # fmt: skip
-def test_states_in_host_memory_get_the_same_bits(build, device_type: type, split, precision: str, flags) -> None:
+def test_states_in_host_memory_get_the_same_bits(build, device_type: Any, split, precision: str, flags) -> None:
     """All of them, or half; and a bad step changes none."""
     half = (*OFFLOADED, "--optimizer-offload-fraction", "0.5")
     reference, *engines = (build(device_type, precision, *split, *flags, *more) for more in ((), OFFLOADED, half))
@@ -215,10 +201,10 @@ def test_states_in_host_memory_get_the_same_bits(build, device_type: type, split
 
 def test_a_bad_step_keeps_the_other_of_two_weights_as_near_to_their_copy(build) -> None:
     """As loaded from a checkpoint with remainders, whose ties are rounded away from zero."""
-    from mm.training.optimizer_state import owned_states
+    from mm.training.optimizer import owned_states
     from mm.training.step import step
 
-    engine = build(Device, "bf16", *OFFLOADED)
+    engine = build(on_cpu, "bf16", *OFFLOADED)
     engine.step()
     first, *_ = owned_states(engine.setup.optimizer, engine.setup.models)
     weight = engine.setup.stage.get_parameter(first.name).detach().view(-1)
@@ -240,7 +226,7 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 @PRECISIONS
 @SPLITS
 @pytest.mark.parametrize("clip_grad", [0.0, 1e6, 0.01], ids=["no clipping", "clipping nothing", "clipping"])
-def test_the_update_equals_megatrons(build, device_type: type, precision: str, split, clip_grad: float) -> None:
+def test_the_update_equals_megatrons(build, device_type: Any, precision: str, split, clip_grad: float) -> None:
     """Bit-equal, except for clipping inside Adam's kernel."""
     flags = ("--clip-grad", str(clip_grad), *split)
     own, reference = build(device_type, precision, *flags), build(device_type, precision, *flags)
@@ -248,7 +234,7 @@ def test_the_update_equals_megatrons(build, device_type: type, precision: str, s
         norm, expected_norm = own.step().grad_norm, reference.megatrons_step()
         assert norm == pytest.approx(expected_norm, rel=NORM_TOLERANCE) and (clip_grad != 0.01 or norm > 1)
     found, expected = own.tensors(), reference.tensors()
-    is_exact = clip_grad != 0.01 or device_type is AsOnNpu
+    is_exact = clip_grad != 0.01 or device_type is as_on_npu
     worst = max(error(found[name], expected[name]) for name in expected)
     assert found.keys() == expected.keys()
     assert worst <= (0.0 if is_exact else CLIPPED_TOLERANCE)
@@ -257,7 +243,7 @@ def test_the_update_equals_megatrons(build, device_type: type, precision: str, s
 @FORMS
 @PRECISIONS
 @SPLITS
-def test_a_gradient_that_is_not_finite_changes_nothing(build, device_type: type, precision: str, split) -> None:
+def test_a_gradient_that_is_not_finite_changes_nothing(build, device_type: Any, precision: str, split) -> None:
     """Weights, their fp32 copies, moments and step counts stay bit-equal."""
     value = math.inf if split else math.nan
     engine = build(device_type, precision, *split)
@@ -273,7 +259,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(build, device_type: type,
 @FORMS
 @SPLITS
 @pytest.mark.parametrize("fault", ["the gradient norm is nan", "the gradient norm is .*, above the limit of 0.001"])
-def test_a_bad_step_that_may_be_skipped_changes_nothing(build, device_type: type, split, fault: str) -> None:
+def test_a_bad_step_that_may_be_skipped_changes_nothing(build, device_type: Any, split, fault: str) -> None:
     from mm.training.step import step
 
     engine = build(device_type, "bf16", *split)
@@ -288,22 +274,8 @@ def test_a_bad_step_that_may_be_skipped_changes_nothing(build, device_type: type
 
 
 @FORMS
-def test_a_loss_that_is_not_finite_changes_nothing(build, device_type: type) -> None:
-    from mm.training.step import forward_backward
-    from mm.training.update import update
-
-    engine = build(device_type, "bf16")
-    engine.step()
-    before, setup = engine.tensors(), engine.setup
-    loss = forward_backward(setup, engine.plan) + math.inf
-    with pytest.raises(AgreedError, match="the loss is inf, so no weight was changed"):
-        update(setup.optimizer, loss, LR, setup.mesh, setup.stage.device)
-    assert_equal(engine.tensors(), before)
-
-
-@FORMS
 @SPLITS
-def test_a_gradient_that_overflows_under_loss_scaling_skips_the_step(build, device_type: type, split) -> None:
+def test_a_gradient_that_overflows_under_loss_scaling_skips_the_step(build, device_type: Any, split) -> None:
     engine = build(device_type, "fp16", "--initial-loss-scale", "1024", "--hysteresis", "1", *split)
     assert engine.step().updated
     before = engine.tensors()
@@ -312,31 +284,6 @@ def test_a_gradient_that_overflows_under_loss_scaling_skips_the_step(build, devi
     assert (skipped.updated, skipped.loss_scale, skipped.grad_norm) == (False, 1024.0, 0.0) and skipped.loss > 0
     assert_equal(engine.tensors(), before)
     assert float(engine.setup.optimizer.get_loss_scale()) == 512.0
-
-
-def test_an_error_in_adam_leaves_no_switch_behind(build, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = build(Device, "fp32")
-    (adam,) = {one.optimizer for one in engine.setup.optimizer.chained_optimizers}
-    seen: list[set[str]] = []
-
-    def fails(*_: object) -> None:
-        seen.append({"found_inf", "grad_scale"} & vars(adam).keys())
-        raise MemoryError("no room")
-
-    monkeypatch.setattr(adam, "step", fails)
-    with pytest.raises(MemoryError):
-        engine.step()
-    assert seen == [{"found_inf", "grad_scale"}] and seen[0].isdisjoint(vars(adam))
-
-
-def test_an_error_in_a_validation_leaves_the_model_in_training(build) -> None:
-    from mm.training.validation import evaluating
-
-    setup = build(Device, "fp32").setup
-    with pytest.raises(KeyError), evaluating(setup):
-        assert not any(model.training for model in setup.models)
-        raise KeyError("a sample")
-    assert all(model.training for model in setup.models)
 
 
 def test_only_torchs_fused_adam_clips_in_its_kernel() -> None:
@@ -354,4 +301,4 @@ def test_only_torchs_fused_adam_clips_in_its_kernel() -> None:
     assert clips_in_adam(chained(fused, None), device) and clips_in_adam(chained(None), device)
     assert not clips_in_adam(chained(fused, torch.optim.SGD(weights)), device)
     assert not clips_in_adam(chained(fused, torch.optim.AdamW(weights)), device)
-    assert not clips_in_adam(chained(fused), AsOnNpu(**vars(device)))
+    assert not clips_in_adam(chained(fused), as_on_npu())

@@ -24,8 +24,8 @@ from mm.errors import UserError  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.parallel.rendezvous import Rendezvous  # noqa: E402
 from mm.parallel.watchdog import Watchdog  # noqa: E402
-from mm.training.run import Trainer  # noqa: E402
-from mm.training.start import settle  # noqa: E402
+from mm.training.loop import Trainer  # noqa: E402
+from mm.training.preflight import check  # noqa: E402
 from tests.files import json_lines  # noqa: E402
 
 
@@ -37,8 +37,9 @@ def train(parts: list[list[str]], rendezvous: Rendezvous) -> dict:
     problems: tuple[str, ...] = ()
     with Watchdog(rendezvous, None) as watchdog:
         watchdog.place(mesh)
-        trainer = Trainer(settle(run, mesh, print), DEVICE, mesh, watchdog)
+        trainer = Trainer(run, check(run) if mesh.rank == 0 else None, DEVICE, mesh, watchdog)
         for trainer.run in runs:
+            trainer.samples = None
             try:
                 trainer.run_steps()
             except UserError as error:

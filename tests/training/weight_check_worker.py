@@ -23,10 +23,7 @@ FC1 = "text_decoder.decoder.layers.1.mlp.linear_fc1.weight"
 NORM = "text_decoder.decoder.layers.2.input_layernorm.weight"
 LAYOUTS = {
     "dp4": (Layout(), ((2, FC1), (0, NORM))),
-    "cp2-dp2": (Layout(cp=2), ((3, FC1),)),
     "tp2-dp2": (Layout(tp=2, precision="bf16", flags=("--use-distributed-optimizer",)), ((1, FC1), (1, NORM))),
-    "tp2-dp2-weight-shards": (
-        Layout(tp=2, flags=("--data-parallel-sharding-strategy", "optim_grads_params")), ((1, NORM),)),
     "pp2-tied-dp2": (Layout((4, 0), (1, 3), tied=True), ((0, EMBEDDING), (3, HEAD), (2, NORM))),
 }
 """Layout, and the ranks and weights to damage."""

@@ -50,14 +50,10 @@ def mrope_positions(
 ) -> Tensor:
     """M-RoPE positions of one sample, equal to those of transformers' ``Qwen2_5_VLModel.get_rope_index``.
 
-    ``token_ids``, int64 [num_tokens], has an image or video token per merge unit; images and videos are in order.  The
-    positions along time, height and width are int64 [3, num_tokens].  Text counts 0, 1, 2, ... on all three axes.  The
-    tokens of an image share one base position, to which their frame, row and column (in merge units) are added; the
-    text after it continues at base + the longer side of the image.  The frames of a video lie
-    ``tokens_per_second`` x seconds apart instead of 1, rounded down.  Without ``videos`` all grids are images.
-
-    Each image must be an unbroken span of its tokens right after a vision start token, as the chat encoder writes
-    it: transformers 4 finds images by that token and transformers 5 by the runs of image tokens.
+    ``token_ids``, int64 [num_tokens], has an image or video token per merge unit, each image an unbroken span right
+    after a vision start token.  Positions along time, height and width are int64 [3, num_tokens].  Text counts on all
+    axes.  The tokens of an image share one base, to which their frame, row and column are added; the text after it
+    continues at base + its longer side.  The frames of a video lie ``tokens_per_second`` x seconds apart, rounded down.
     """
     units = merge_units(image_grids, spatial_merge_size)
     is_image = token_ids == image_token_id
@@ -125,10 +121,8 @@ class VisionPlan:
 def plan_vision(grids: Sequence[Grid], patch_size: int, spatial_merge_size: int, window_attn_size: int) -> VisionPlan:
     """Order the patches of ``grids`` by attention window.
 
-    A window is a square of ``window_attn_size`` pixels of one frame, cut off at the right and bottom edges: 8 x 8
-    patches for the published 112 and 14.  The sets of patches are those of transformers' ``get_vision_window_index``;
-    only the order of the windows differs (attention does not depend on it, and ``token_restore`` undoes it).
-    No images give an empty plan.
+    A window is a square of ``window_attn_size`` pixels of one frame, cut off at the right and bottom edges.  The sets
+    of patches are those of transformers' ``get_vision_window_index``; only the order of the windows differs.
     """
     units = merge_units(grids, spatial_merge_size)
     side = window_attn_size // spatial_merge_size // patch_size

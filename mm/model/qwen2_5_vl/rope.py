@@ -10,10 +10,9 @@ from torch import Tensor
 def mrope_cos_sin(positions: Tensor, head_dim: int, theta: float, section: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Tables of the language model's M-RoPE, with the three axes already combined.
 
-    From positions, int [3, num_tokens], to cos and sin, float32 [num_tokens, head_dim] on the same device; both halves
-    of the last axis are equal.  Frequency j turns with the time, height or width position according to which of
-    ``section``'s three spans it falls into (``mrope_section`` of the model, summing to head_dim / 2).  Equal to the bit
-    to transformers' ``Qwen2_5_VLRotaryEmbedding`` in float32, which evaluates all axes at all frequencies.
+    From positions, int [3, num_tokens], to cos and sin, float32 [num_tokens, head_dim]; both halves of the last axis
+    are equal.  Frequency j turns with the axis of ``section`` (``mrope_section``) that it falls into.  Equal to the bit
+    to transformers' ``Qwen2_5_VLRotaryEmbedding`` in float32.
     """
     if len(section) != 3 or 2 * sum(section) != head_dim:
         raise ValueError(f"mrope_section {tuple(section)} must be three numbers that sum to {head_dim // 2}")

@@ -34,7 +34,7 @@ def host_memory(device: Device, sizes: Sequence[tuple[int, torch.dtype]]) -> lis
             for (segment, start), num_bytes, (_, dtype) in zip(places, sizes_bytes, sizes, strict=True)]
 
 
-class Passage:
+class HostStatesPass:
     """Moves blocks from host memory through the device and back."""
 
     def __init__(self, device: Device) -> None:

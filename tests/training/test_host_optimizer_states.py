@@ -9,14 +9,14 @@ from torch import Tensor
 from mm.device.cpu import CPU, HostRuntime
 from mm.device.device import Device
 from mm.errors import UserError
-from mm.training.passage import Passage, host_memory
+from mm.training.host_optimizer_states import HostStatesPass, host_memory
 from tests.stand_ins.late import late_device
 
 
 @pytest.mark.parametrize("sizes", [[(3, 2)], [(3,), (4, 1), (2,)], [(2,), (), (5, 1), ()], []], ids=str)
 def test_each_block_is_there_when_it_is_computed_on_and_arrives(sizes: list[tuple[int, ...]]) -> None:
     device = late_device()
-    passage = Passage(device)
+    passage = HostStatesPass(device)
     flat = iter(host_memory(device, [(size, torch.float32) for block in sizes for size in block]))
     blocks = [[next(flat) for _ in block] for block in sizes]
     for step in range(1, 4):

@@ -1,0 +1,71 @@
+"""The flags of ``mm-data``; without torch, for its help."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from mm.config.flags import DEFAULT_SEED
+from mm.config.schema import STRICT, Count, Group, NaturalNumber, PathText, Seed
+from mm.data_tool.mock import Mock
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DataFlags:
+    """What the commands that read data need."""
+
+    mm_data: PathText = Field(description="the data JSON")
+    mm_model: PathText = Field(description="the model JSON")
+    seq_length: Count = Field(description="as in training: samples are truncated here")
+    seed: Seed = Field(DEFAULT_SEED, description="as in training: draws the samples of a rate (%) and of val_rate")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class IndexFlags(DataFlags):
+    """``mm-data index``."""
+
+    again: Annotated[bool, Group("How the index is made")] = Field(
+        False, description="create it again, for example after images have changed")
+    num_workers: Count | None = Field(
+        None, description="processes; absent = preprocessing_num_workers of the data JSON, else one per CPU")
+    bad_sample: Literal["error", "skip"] = Field("error", description="as in training")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class CheckFlags(DataFlags):
+    """``mm-data check``."""
+
+    deep: bool = Field(False, description="decode all images and videos, as training does")
+    html: Path | None = Field(None, description="also write the report with histograms to this HTML file")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class StatsFlags(DataFlags):
+    """``mm-data stats``."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ShowFlags(DataFlags):
+    """``mm-data show``."""
+
+    sample: NaturalNumber = Field(0, description="index of the sample in its split, counted from 0")
+    split: Literal["training", "validation"] = Field("training", description="its split")
+    html: Path | None = Field(None, description="HTML file to write, with images and frames")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class LlavaFlags:
+    """``mm-data convert llava``."""
+
+    input: Path = Field(description="LLaVA's records, as JSON or JSONL")
+    media_folder: str = Field(description="folder of the images and videos in the records")
+    output: Path = Field(description="must not exist; NAME.jsonl becomes JSONL")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class MockFlags(Mock):
+    """``mm-data mock``."""
+
+    output: Path = Field(description="directory for data.jsonl and images/")
+    tokenizer: str | None = Field(None, description="Hugging Face directory, whose tokens --text-length counts")
