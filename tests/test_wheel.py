@@ -52,6 +52,7 @@ def test_every_command_runs(environment: Path) -> None:
     assert re.fullmatch(" ".join(one.name.replace("-", "[-.]") + rest for one in programs), printed), printed
     found = run(python, "-c", "import mm, checkpoint; print(mm.__path__, checkpoint.__path__)")
     assert found.count(str(environment / "env/lib")) == 2 and str(ROOT) not in found
+    assert "No problems" in run(python, "-c", "from mm.report import Report; print(Report('x', ()).html())")
 
 
 def test_the_commands_do_their_work(environment: Path) -> None:
