@@ -142,6 +142,6 @@ def test_a_python_without_the_packages_explains_how_to_install_them(words: list[
     command = [sys.executable, "-S", "-E", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stdout == ""
-    missing = "'(pydantic|annotated_types|psutil)"  # whichever is imported first
+    missing = "'(pydantic|annotated_types|psutil|torch)"  # whichever is imported first
     assert re.match(re.escape(f"error: {sys.executable} has no package ") + missing, done.stderr)
     assert "source .venv/bin/activate" in done.stderr and "Traceback" not in done.stderr
