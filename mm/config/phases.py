@@ -21,6 +21,8 @@ PHASE_SECONDS: Mapping[str, float] = {
 """Phase -> seconds.  ``check`` and ``data`` build the index of the samples where there is none: 450 s for a million
 samples on two cores.  ``answers`` is one batch of answers; ``export`` writes the whole model from one process;
 ``between`` is the time between two phases or steps of a training, and at its end."""
+_GONE = ("dying",)
+"""Phases of earlier versions, whose limits have no effect."""
 
 
 def phase_seconds(words: Sequence[str]) -> dict[str, float]:
@@ -32,7 +34,7 @@ def phase_problems(words: Sequence[str]) -> Iterator[str]:
     """Mistakes in ``--phase-timeouts``."""
     for word in words:
         name, _, seconds = word.partition("=")
-        if name not in PHASE_SECONDS:
+        if name not in (*PHASE_SECONDS, *_GONE):
             yield (f"--phase-timeouts has {word!r}, but {name!r} is no phase{nearest(name, PHASE_SECONDS)}; expected "
                    f"NAME=SECONDS with a name of {', '.join(PHASE_SECONDS)}")
         elif whole_number(seconds) is None:

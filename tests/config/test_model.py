@@ -207,12 +207,10 @@ def test_words_of_the_peers_first_version(tmp_path):
     ({"dataset_param.attr.audios": "audios"}, "not on audio"),
     ({"dataset_param.basic_parameters.streaming": True}, "streaming is true; supported: null or false"),
     ({"dataset_param.basic_parameters.val_rate": 1.0}, "val_rate is 1.0; expected a number of at least 0 and less"),
-    ({"dataset_param.attr.formatting": "alpaca", "dataset_param.attr.query": "instruction"}, "names that differ"),
     ({"dataset_param.basic_parameters.cutoff_len": 512}, "--seq-length is the longest sample"),
     ({"dataset_param.preprocess_parameters.model_name_or_path": ABSENT}, "model_name_or_path is missing"),
     ({"dataset_param.preprocess_parameters.image_max_pixel": 3}, "did you mean 'image_max_pixels'?"),
     ({"dataset_param": ABSENT}, "dataset_param is missing; expected an object"),
-    ({"dataset_param.attr.user_tag": "assistant"}, "user_tag = 'assistant', assistant_tag = 'assistant'"),
     ({"dataloader_param.sampler_type": "LengthGroupedSampler"}, '"BucketBatchSampler" or "BalancedBatchSampler"'),
     ({"dataloader_param.collate_param.model_name": "internvl"}, 'supported: "qwen2vl"'),
 ])
