@@ -56,7 +56,7 @@ def diff_directories(
                 if not (without_llm and weight.part == "language") for number in range(len(weight.hf_names))]
     shown = Progress("comparing", len(compared), "tensors")
     with ThreadPoolExecutor(num_threads(num_workers)) as pool:
-        found = shown.each(pool.map(lambda one: _difference(*one, source, target), compared))
+        found = shown.each(pool.map(lambda one: _difference(one[0], one[1], source, target), compared))
         differing = [line for line in found if line]
     num_equal = len(compared) - len(differing)
     lines.append(f"{num_equal:,} of {counted(len(compared), 'tensor')} of the model are bit-equal.")
