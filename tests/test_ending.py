@@ -95,7 +95,7 @@ def test_a_file_that_cannot_be_read_is_named_without_a_traceback(tmp_path: Path,
 
 
 def test_output_that_nobody_reads_any_more_ends_the_command_in_silence() -> None:
-    """As in ``mm-data stats | head -1``."""
+    """As in ``mm-data check | head -1``."""
     program = ("import sys; from mm.process import run_command\n"
                "sys.exit(run_command(lambda: print('line\\n' * 99999), str))")
     command = [sys.executable, "-c", program]
@@ -132,7 +132,7 @@ def test_ctrl_c_in_mm_data_is_one_line(inputs: Path) -> None:
     out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (130, ""), err
     assert re.fullmatch("Interrupted: finished indexes and pages are kept; [^\n]*\n", _LOADS.sub("", err))
-    assert not list(inputs.rglob("*.npy"))
+    assert not list(inputs.rglob("*.rows"))
 
 
 @pytest.mark.parametrize("words", [["pretrain_vlm.py"], ["inference_vlm.py"], ["evaluate_vlm.py"], ["-m", "mm.launch"]],

@@ -49,6 +49,8 @@ _WORTH_A_START = 16
 """Number of items.  This process finishes fewer of them before worker processes would have started."""
 _NUM_AHEAD = 4
 """Items that each process of ``in_processes`` works ahead."""
+_END_SECONDS = 5.0
+"""How long to wait for the end of a worker whose connection has broken."""
 _NAME_BYTES = 4096
 
 
@@ -190,24 +192,29 @@ class _Workers:
             try:
                 connection.send((item, self._lost))
                 result = connection.recv()
-            except (EOFError, OSError):
-                self._replace(number)
+            except (EOFError, OSError) as error:
+                self._replace(number, error)
                 continue
             if isinstance(result, Exception):
                 raise result
             return result
 
-    def _replace(self, number: int) -> None:
-        """Start a worker in place of one that has ended, and note the file that it was decoding."""
+    def _replace(self, number: int, error: Exception) -> None:
+        """Start a worker in place of one that has ended, and note the file that it was decoding.
+
+        ``error``: from the connection to it; raised again if it has not ended.
+        """
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("the data workers were closed")
             worker = self._workers[number]
-            worker.process.join()
+            worker.process.join(_END_SECONDS)
+            if worker.process.is_alive():
+                raise error
             name, why = bytes(worker.name.value), _reason(worker.process.exitcode or 0)
             if not name:
-                raise UserError(f"a data worker ended: its process {why}.  If no error is reported above, look for "
-                                f"'Out of memory' in the kernel log (dmesg); --num-workers sets how many there are.")
+                raise UserError(f"a data worker ended: its process {why}.  If no error is reported above, memory or "
+                                f"/dev/shm is full (see dmesg): lower --num-workers, or prefetch_factor.")
             self._lost = self._lost | {name: f"its decoder {why}"}
             self._workers[number] = _Worker(self._context, self._work)
 

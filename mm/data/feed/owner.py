@@ -33,6 +33,9 @@ from mm.parallel.agreement import all_of, attempt
 from mm.parallel.context import deal, images_of
 from mm.parallel.mesh import Mesh
 
+_Reading = tuple[float, float]
+"""When this rank began and ended to read its samples of one step, by ``time.perf_counter``."""
+
 
 @dataclass(frozen=True)
 class _Found:
@@ -43,14 +46,6 @@ class _Found:
     bad: tuple[BadSample, ...]
     totals: BatchTotals
     passes: tuple[Images, ...]
-
-
-@dataclass(frozen=True)
-class _Reading:
-    """When this rank read its samples of one step, by ``time.perf_counter``."""
-
-    began: float
-    ended: float
 
 
 class DataOwner(Iterator[StepPlan]):
@@ -102,8 +97,8 @@ class DataOwner(Iterator[StepPlan]):
         ended = time.perf_counter()
         if isinstance(shared, Exception):
             raise shared
-        plan, read = shared
-        self.own_wait_seconds = max(0.0, min(ended, read.ended) - max(began, read.began))
+        plan, (read_began, read_ended) = shared
+        self.own_wait_seconds = max(0.0, min(ended, read_ended) - max(began, read_began))
         self._wanted.put(True)
         return plan
 
@@ -128,12 +123,12 @@ class DataOwner(Iterator[StepPlan]):
 
     def _share_step(self) -> tuple[StepPlan, _Reading]:
         """Owners read and agree; each sends its replica the plan without media, then pixels or features."""
-        mesh, owned, read = self._mesh, list[Microbatch](), _Reading(0.0, 0.0)
+        mesh, owned, read = self._mesh, list[Microbatch](), (0.0, 0.0)
         shared: list[Any] = [None]
         if self._steps is not None:
             began = time.perf_counter()
             step, problems = attempt(mesh, self._steps.__next__)
-            read = _Reading(began, time.perf_counter())
+            read = began, time.perf_counter()
             owned = in_pipeline_order(self._model, step.microbatches) if step else []
             shared = [self._agree(step, owned, problems)]
         if mesh.tp_size * mesh.cp_size * mesh.pp_size > 1:

@@ -88,7 +88,7 @@ def opened(path: str) -> Iterator[tuple[Any, Any]]:
             raise UserError(f"{path}: is not a regular file; expected a video.")
         with _container(path) as container:
             if not container.streams.video:
-                raise UserError(f"{path}: has no video stream, only {_stream_types(container)}; remove the sample.")
+                raise UserError(f"{path}: has no video stream; remove the sample.")
             stream = container.streams.video[0]
             if stream.codec_context is None:
                 raise UserError(f"{path}: no decoder here supports its video codec; re-encode it, for example as H.264 "
@@ -119,10 +119,6 @@ def _container(path: str) -> Any:
         raise UserError(
             f"{path}: is not a video of a known format, or is damaged or truncated ({error.strerror}); an MP4 file "
             f"without its index ('moov') is unfinished: replace, repair or remove it.") from error
-
-
-def _stream_types(container: Any) -> str:
-    return " and ".join(sorted({stream.type for stream in container.streams})) or "nothing"
 
 
 def check_size(path: str, width: int, height: int) -> None:

@@ -154,7 +154,7 @@ def test_audio_alone_is_not_a_video(tmp_path):
             frame.sample_rate = 16_000
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
-    with pytest.raises(UserError, match=r"sound.mp4: has no video stream, only audio; remove the sample"):
+    with pytest.raises(UserError, match=r"sound.mp4: has no video stream; remove the sample"):
         read_header(str(path), True)
 
 
