@@ -23,7 +23,6 @@ from tests.files import ROOT
 
 RUNS = Record(1, "begun", process=own_identity())
 """A rank that runs, as this process does."""
-DEAD = ("", 0, "")
 
 
 def ended(process: int) -> tuple[str, int, str]:
