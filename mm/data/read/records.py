@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, BinaryIO, Literal
 
+from mm.config.read import not_utf8
 from mm.data.record_name import numbered, record_place
 from mm.data.sample import Inline
 from mm.errors import UserError, collected
@@ -101,7 +102,7 @@ class RecordFile:
             except UserError:
                 raise
             except UnicodeDecodeError as error:
-                problem = not_utf8(error)
+                problem = f"{not_utf8(error)}."
             except ValueError as error:
                 problem = f"not valid JSON: {error.msg if isinstance(error, json.JSONDecodeError) else error}."
             yield Raw(block.first_index + number, span, value, problem)
@@ -186,12 +187,6 @@ def open_records(path: str) -> RecordFile:
                         f"Parquet.")
     is_list = start.removeprefix(UTF8_MARK).lstrip().startswith(b"[")
     return RecordFile(path, version, "list" if is_list else "lines")
-
-
-def not_utf8(error: UnicodeDecodeError) -> str:
-    """The message for a text in another encoding."""
-    return (f"byte {error.object[error.start]:#04x} is not UTF-8; convert the file, for example with 'iconv -f GBK -t "
-            f"UTF-8'.")
 
 
 def _version_of(stream: BinaryIO) -> Version:
