@@ -1,7 +1,6 @@
 """Videos made of pictures: animations in one file, and lists of frames."""
 
 import json
-import os
 from fractions import Fraction
 
 import numpy as np
@@ -12,7 +11,7 @@ from PIL import Image as PillowImage
 from mm.config.data import Attributes
 from mm.data.encode.encoder import SampleEncoder
 from mm.data.index.dataset import Dataset
-from mm.data.index.gauge import Gauge, media_stamps
+from mm.data.index.gauge import Gauge
 from mm.data.media.animation import animation_frames, animation_header
 from mm.data.media.frames import Clock, wanted_frames
 from mm.data.media.picture import load_image
@@ -114,23 +113,6 @@ def test_frames_of_different_sizes_and_missing_frames_are_reported(folder, encod
     with pytest.raises(UserError, match=r"video \['0.png', 7\]|expected the paths of its frames"):
         read_sample({"messages": [{"role": "user", "content": "<video>?"}, {"role": "assistant", "content": "A"}],
                      "videos": [["0.png", 7]]}, Attributes(), MediaRoots(str(folder)), "by hand:0")
-
-
-@pytest.mark.parametrize("record", [
-    {"messages": [{"role": "user", "content": [{"type": "video", "video": ["0.png", "1.png"], "sample_fps": 1}]},
-                  {"role": "assistant", "content": "A digit."}]},
-    {"messages": [{"role": "user", "content": "<video>"}, {"role": "assistant", "content": "A digit."}],
-     "videos": [["0.png", "1.png"]]},
-    {"conversations": [{"from": "human", "value": "<video>"}, {"from": "gpt", "value": "A digit."}],
-     "video": [["0.png", "1.png"]]},
-])  # fmt: skip
-def test_every_format_can_list_frames(folder, record):
-    sample = read_sample(record, Attributes(), MediaRoots(str(folder)), "by hand:0")
-    (video,) = sample.media
-    assert video.path == (str(folder / "0.png"), str(folder / "1.png")) == video.files
-    stamps = media_stamps(sample)
-    os.utime(folder / "1.png", ns=(0, os.stat(folder / "1.png").st_mtime_ns + 1_000_000_000))
-    assert media_stamps(sample) != stamps
 
 
 def test_listed_frames_and_animations_pass_through_index_and_quarantine(folder, hf_directory, model_config, tmp_path):
