@@ -4,10 +4,10 @@ Each command answers one question: ``python -m benchmarks.COMMAND --help`` says 
 answers.
 
     step         Does a training step compute what transformers computes, and how fast is it, on a device and a CPU?
-    pipeline     How close does the pipeline come to its ideal?  .messages: what does it gain to post messages early?
+    pipeline     How close does the pipeline come to its ideal?
     balance      How evenly do samplers distribute the cost of a step?  .lists: how well do lists of layers use stages?
-    data         How fast are pictures loaded?  .index: how fast are samples checked?  .loader: does the loader keep up
-                 with a device?  .feature_cache: how much time does the cache of the ViT's features save?
+    data         How fast are pictures loaded?  .index: how fast are samples checked?  .feature_cache: how much time
+                 does the cache of the ViT's features save?
     convert      How long does mm-convert take compared with a plain copy, and what do ranks read at startup?
     save         How much faster is a save in overlapping blocks?
     kernels      Which form of each kernel is fastest on a device?

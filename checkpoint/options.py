@@ -99,7 +99,7 @@ class RunConfig(Options):
 
     trust_remote_code: bool = Field(False, description="ignored: code in a model directory is never run")
     common_model_config: Annotated[CommonModelConfig, Group("Facts about the model, seldom needed")] = Field(
-        default_factory=lambda: CommonModelConfig())
+        default_factory=lambda: CommonModelConfig())  # pyright: ignore[reportCallIssue]  (all fields have defaults)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

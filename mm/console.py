@@ -102,5 +102,5 @@ def whole_number(text: str) -> int | None:
 
 
 def is_flag(word: str) -> bool:
-    """Whether a word of a command line is a flag, not a value such as -1e-3, -.5, -inf or the -1, of a list."""
-    return word.startswith("-") and not NEGATIVE.match(word)
+    """Whether a word of a command line is a flag, not a value such as -, -1e-3, -.5, -inf or the -1, of a list."""
+    return word.startswith("-") and word != "-" and not NEGATIVE.match(word)

@@ -354,8 +354,8 @@ def test_llava_records_as_the_peer_converts_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("records", "flags", "what"), [
-    ([{"id": 9, "conversations": [{"from": "system", "value": "x"}]}], [], "has turns from ['system']"),
-    (LLAVA[:2], [], "none of the 2 records has its image or video"),
+    ([{"id": 9, "conversations": [{"from": "system", "value": "x"}]}], [], "LLaVA's records: 'system'"),
+    (LLAVA[:2], [], "none of the 2 records has its image"),
     ("{", [], "Expecting property name"),
     ([], ["--llava_json_path", "none.json"], "none.json"),
 ])

@@ -57,8 +57,6 @@ TABS: list[tuple[str, list[str]]] = [
     ("mm-data sh", ["show"]),
     ("mm-data show --split v", ["validation"]),
     ("mm-data index --mm-m", ["--mm-model"]),
-    ("mm-data convert l", ["llava"]),
-    ("mm-data convert llava --med", ["--media-folder"]),
     ("mm-doctor --device n", ["npu"]),
     ("mm-generate --pro", ["--prompt", "--prompts"]),
     ("mm-generate --save", []),
@@ -163,8 +161,8 @@ def test_zsh_offers_the_same(scripts: Path, tmp_path: Path) -> None:
         "--mm-model weights/config.json", "--mm-model=weights/config.json", "weights/config.json"]
 
 
-HELPS = [*COMMANDS, "mm-data check", "mm-data stats", "mm-data show", "mm-data index", "mm-data convert",
-         "mm-data convert llava", "mm-data mock", "mm-plan calibrate", "mm-plan predict", "mm-plan compare",
+HELPS = [*COMMANDS, "mm-data check", "mm-data stats", "mm-data show", "mm-data index", "mm-data mock",
+          "mm-plan calibrate", "mm-plan predict", "mm-plan compare",
          "mm-plan lists", "mm-convert Qwen2_5_VLConverter", "mm-convert Qwen2_5_VLConverter hf_to_mm",
          "mm-convert Qwen2_5_VLConverter diff"]  # fmt: skip
 
@@ -181,7 +179,6 @@ def test_every_help_has_titled_groups_and_the_exit_statuses(words: str) -> None:
 
 @pytest.mark.parametrize(("words", "first"), [
     ("mm-data check", ["--mm-data", "--mm-model", "--seq-length"]),
-    ("mm-data convert llava", ["--input", "--media-folder", "--output"]),
     ("mm-convert Qwen2_5_VLConverter merge_lora", ["--cfg.lora_dir", "--cfg.hf_config.hf_dir", "--cfg.save_hf_dir"]),
     ("mm-plan predict", ["--calibration"]),
 ])
@@ -206,8 +203,7 @@ def test_help_and_completion_load_no_torch() -> None:
 
 
 @pytest.mark.parametrize(("words", "what"), [
-    ("mm-data chek", "'chek' is not a command of mm-data (did you mean 'check'?); expected one of check, stats,"),
-    ("mm-data convert", "mm-data convert needs a command; expected llava"),
+    ("mm-data chek", "'chek' is not a command of mm-data (did you mean 'check'?); expected one of check, index,"),
     ("mm-data show --mm-dat x", "--mm-dat is not a known flag (did you mean '--mm-data'?); see mm-data show --help"),
     ("mm-data show --part training", "--part is not available here: write --split"),
     ("mm-plan predict", "--calibration is missing: the file that mm-plan calibrate has written"),

@@ -95,7 +95,7 @@ def test_a_file_that_cannot_be_read_is_named_without_a_traceback(tmp_path: Path,
 
 
 def test_output_that_nobody_reads_any_more_ends_the_command_in_silence() -> None:
-    """As in ``mm-data stats | head -1``."""
+    """As in ``mm-data check | head -1``."""
     program = ("import sys; from mm.process import run_command\n"
                "sys.exit(run_command(lambda: print('line\\n' * 99999), str))")
     command = [sys.executable, "-c", program]
@@ -132,7 +132,7 @@ def test_ctrl_c_in_mm_data_is_one_line(inputs: Path) -> None:
     out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (130, ""), err
     assert re.fullmatch("Interrupted: finished indexes and pages are kept; [^\n]*\n", _LOADS.sub("", err))
-    assert not list(inputs.rglob("*.npy"))
+    assert not list(inputs.rglob("*.rows"))
 
 
 @pytest.mark.parametrize("words", [["pretrain_vlm.py"], ["inference_vlm.py"], ["evaluate_vlm.py"], ["-m", "mm.launch"]],
@@ -142,6 +142,6 @@ def test_a_python_without_the_packages_explains_how_to_install_them(words: list[
     command = [sys.executable, "-S", "-E", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stdout == ""
-    missing = "'(pydantic|annotated_types|psutil)"  # whichever is imported first
+    missing = "'(pydantic|annotated_types|psutil|torch)"  # whichever is imported first
     assert re.match(re.escape(f"error: {sys.executable} has no package ") + missing, done.stderr)
     assert "source .venv/bin/activate" in done.stderr and "Traceback" not in done.stderr

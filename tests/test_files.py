@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from mm.errors import UserError, refuse_special
 from mm.files import read_regular, regular, replace_file, sha256, wait_until_visible, whole_lines, write_whole
 
 
@@ -62,17 +61,6 @@ def test_a_file_that_appears_late_is_waited_for(tmp_path: Path) -> None:
     assert not wait_until_visible(final / "manifest.json", 0.0)
     with subprocess.Popen(["sh", "-c", f"sleep 0.5; mv {tmp_path / 'part'} {final}"]):
         assert wait_until_visible(final / "manifest.json", 60.0)
-
-
-def test_a_pipe_is_refused_unread(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "file").write_text("content")
-    (tmp_path / "link").symlink_to(tmp_path / "file")
-    for name in ("file", "link", "missing", "."):
-        refuse_special(tmp_path / name)
-    for path in (tmp_path / "pipe", Path("/dev/zero")):
-        with pytest.raises(UserError, match=f"{path}: is not a regular file"):
-            refuse_special(path)
 
 
 @pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_RDWR, os.O_WRONLY | os.O_APPEND | os.O_CREAT])

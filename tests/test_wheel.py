@@ -52,6 +52,7 @@ def test_every_command_runs(environment: Path) -> None:
     assert re.fullmatch(" ".join(one.name.replace("-", "[-.]") + rest for one in programs), printed), printed
     found = run(python, "-c", "import mm, checkpoint; print(mm.__path__, checkpoint.__path__)")
     assert found.count(str(environment / "env/lib")) == 2 and str(ROOT) not in found
+    assert "No problems" in run(python, "-c", "from mm.report import Report; print(Report('x', ()).html())")
 
 
 def test_the_commands_do_their_work(environment: Path) -> None:
@@ -72,7 +73,7 @@ def test_the_commands_do_their_work(environment: Path) -> None:
 
 
 def test_the_doctor_in_a_python_without_any_package(environment: Path) -> None:
-    """It reports each of them, and goes on."""
+    """It reports each of them; the other checks need the packages of the command line."""
     empty = environment / "empty"
     run(sys.executable, "-m", "venv", "--without-pip", str(empty))
     (wheel,) = environment.glob("*.whl")
@@ -84,5 +85,4 @@ def test_the_doctor_in_a_python_without_any_package(environment: Path) -> None:
     for requirement in declared():
         assert f"fault    {requirement.name}: not installed" in done.stdout, done.stdout
         assert f"-m pip install '{requirement.name}'" in done.stdout
-    assert f"directory {empty}: " in done.stdout and "open files: " in done.stdout
-    assert "Traceback" not in done.stdout and "fault    trial: ModuleNotFoundError: " in done.stdout
+    assert "Traceback" not in done.stdout

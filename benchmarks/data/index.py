@@ -35,17 +35,15 @@ from benchmarks.measure import command, num_cores, report, seconds_of, shipped_m
 from mm.config.data import Attributes, DataConfig, read_data
 from mm.config.model import ModelConfig
 from mm.data.feed.loader import planned_steps
-from mm.data.index.columns import Columns
 from mm.data.index.dataset import Dataset
 from mm.data.index.gauge import ROW, Gauge
-from mm.data.index.index import Checker, Reader, RecordIndex
-from mm.data.index.rows import BATCH_ROWS, MappedRows
-from mm.data.index.store import Store
+from mm.data.index.index import Checker, Reader
+from mm.data.index.store import NUMBER, Columns, RecordIndex, Rows, Store
 from mm.data.order.cost import SampleSizes
 from mm.data.order.pack import Budget
 from mm.data.order.sampler import SAMPLERS, BatchShares
 from mm.data.order.stream import SampleOrder
-from mm.data.read.open_records import open_records
+from mm.data.read.records import open_records
 from mm.data.read.roots import MediaRoots
 
 if TYPE_CHECKING:
@@ -58,6 +56,8 @@ NUM_TEXTS = 20_000
 """Different turns of each kind, or as many as there are records; records take one at random."""
 DP_SIZE, GLOBAL_BATCH_SIZE = 4096, 98_304
 KEY = "generated"
+BATCH_ROWS = 1 << 18
+"""Rows that are generated at a time."""
 
 
 def checkpoint_sizes() -> "Sizes":
@@ -161,8 +161,10 @@ def saving(folder: Path, num_rows: int) -> dict[str, float]:
         for first in range(0, num_rows, BATCH_ROWS):
             end = _write_rows(source, rng, min(BATCH_ROWS, num_rows - first), end)
         source.flush()
-        rows, generated = MappedRows(np.memmap(source, ROW, "r")), time.perf_counter()
-        Store((folder,), []).save(KEY, RecordIndex(rows, ()))
+        rows, generated = Rows(np.memmap(source, ROW, "r")), time.perf_counter()
+        store = Store((folder,))
+        store.save(KEY, RecordIndex(rows))
+        store.numbers(KEY, lambda: np.arange(num_rows, dtype=NUMBER))
     return {"generating_seconds": generated - began, "saving_seconds": time.perf_counter() - generated,
             "bytes_per_row": ROW.itemsize}  # fmt: skip
 
@@ -178,18 +180,17 @@ def _write_rows(stream: IO[bytes], rng: np.random.Generator, count: int, end: in
     rows["num_tokens"] = patches // 4 + rng.integers(50, 1200, count)
     rows["num_target_tokens"] = rows["num_tokens"] // 2
     rows["num_image_pairs"], rows["num_window_pairs"] = patches**2, 64 * patches
-    for name in ("media_sizes_crc32", "media_times_crc32"):
-        rows[name] = rng.integers(0, 2**32, count)
     stream.write(rows.tobytes())
     return int(rows["end"][-1])
 
 
 def large_order(folder: str) -> SampleOrder:
     """The order of the samples in ``folder``: packs of even cost for 4096 replicas."""
-    kept = Store((Path(folder),), []).load(KEY)
+    store = Store((Path(folder),))
+    kept = store.load(KEY, "")
     assert kept is not None, "it has just been saved"
-    rows = kept.index.rows
-    sizes = SampleSizes(shipped_model("7b"), Columns((rows,), None))
+    numbers = store.numbers(KEY, lambda: np.empty(0, NUMBER))
+    sizes = SampleSizes(shipped_model("7b"), Columns((kept.rows,), numbers))
     stream, deal = SAMPLERS["BalancedBatchSampler with packing"].order(
         sizes, BatchShares(DP_SIZE, Budget(8192), num_stages=2), seed=1)
     return SampleOrder(stream, deal, GLOBAL_BATCH_SIZE, 0)
@@ -248,7 +249,7 @@ def measure(num_records: int, num_pictures: int, num_processes: int, folder: Pat
     second = in_fresh_process("start", folder, "--processes", str(num_processes))
     return {
         "records": num_records, "file_megabytes": (folder / "records.json").stat().st_size / 1e6,
-        "index_megabytes": sum(path.stat().st_size for path in (folder / "cache").glob("*.npy")) / 1e6,
+        "index_megabytes": sum(path.stat().st_size for path in (folder / "cache").glob("*.rows")) / 1e6,
         "processes": num_processes, "versions": versions(), "parts": alone,
         "first_start": first | {"samples_per_second": num_records / first["dataset_seconds"]},
         "second_start": second,

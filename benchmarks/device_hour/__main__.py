@@ -84,15 +84,12 @@ STEPS = (
     Step("offload", 90, "time of a 3B step with activations in host memory", _speed("--mix", "--offload")),
     Step("equal", 150, "speed over transformers on equal samples",
          _speed(*HALVES, "--warmup", "2", "--steps", "5", peer=True)),
-    Step("towers", 150, "speed over transformers of the ViT and the LLM alone", _kernels("towers")),
-    Step("loader", 120, "time that a step waits for the loader", ("benchmarks.data.loader",)),
 )  # fmt: skip
 
 REHEARSAL = {
     "tests": ("-k", "cuda_float32_path"),
     "parity": ("--device", "cpu", "--precision", "fp32"),
     "train": ("--device", "cpu"),
-    "loader": ("--size", "tiny", "--samples", "6", "--samples-per-step", "2", "--steps", "2", "--workers", "1"),
 }
 REHEARSED_KERNELS = ("--device", "cpu", "--size", "tiny")
 REHEARSED_STEP = (*REHEARSED_KERNELS, "--tokens", "400", "--num-microbatches", "2", "--rounds", "1", "--warmup", "1",

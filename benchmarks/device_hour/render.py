@@ -33,7 +33,7 @@ def block(records: list[dict]) -> str:
     """The text between the marks."""
     results = Results.latest(records)
     machines = results.of("machine")
-    if not any(one["kind"] in ("kernel", "side", "tower", "loader", "parity", "train") for one in results.records):
+    if not any(one["kind"] in ("kernel", "side", "parity", "train") for one in results.records):
         return NOTHING
     devices = sorted({one["device"] for one in machines} - {"no device", None})
     if len(devices) > 1:
@@ -48,9 +48,7 @@ def block(records: list[dict]) -> str:
         table(("what", "measured"), _figure_rows(results)),
         _titled("Steps", STEP_HEAD, _step_rows(results)),
         _titled("Parts of a step, in ms", ("step", "side", *PHASES), _phase_rows(results)),
-        _titled("Towers alone, forward and backward", ("tower", "side", "rows", "ms", "TFLOP/s"), _tower_rows(results)),
         _correctness(results),
-        _titled("Loader", LOADER_HEAD, _loader_rows(results)),
         _not_done(results),
     ]
     return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
@@ -89,9 +87,6 @@ def _figures(results: Results) -> Iterator[tuple[str, float | None, str]]:
         sides = (results.step(label, OURS), results.step(label, PEER))
         rates = [side["tokens_per_second"] if side else None for side in sides]
         yield f"tokens/s relative to transformers, {what}", _ratio(*rates), "x"
-    for tower in ("LLM", "ViT"):
-        times = [(results.of("tower", tower=tower, name=name) or [{}])[-1].get("ms") for name in (PEER, OURS)]
-        yield f"speed relative to transformers, the {tower} alone, forward and backward", _ratio(*times), "x"
     small, large = results.step("step", OURS), results.step("large", OURS)
     of_ceiling = "share of the measured matrix-product rate"
     yield f"3B: model FLOP/s, {of_ceiling}", _ceiling_share(small, "model_flops"), "%"
@@ -106,9 +101,6 @@ def _figures(results: Results) -> Iterator[tuple[str, float | None, str]]:
         step = results.step(label, OURS)
         error = abs(step["max_memory_gib"] / sum(step["expected_memory_gib"].values()) - 1) if step else None
         yield f"peak memory, deviation from the formula, {what}", None if error is None else 100 * error, "%"
-    waits = [one for one in results.of("loader", num_workers=8) if "wait_share" in one]
-    yield ("share of a step spent waiting for the loader, 8 workers",
-           100 * waits[-1]["wait_share"] if waits else None, "%")  # fmt: skip
     times = {name: (results.kernel("attention", "ViT windows, one size", name, part="forward and backward") or {})
              .get("ms") for name in (OURS, MASK, LOOP)}  # fmt: skip
     yield "window attention, speed relative to one masked call", _ratio(times[MASK], times[OURS]), "x"
@@ -189,11 +181,6 @@ def _phase_rows(results: Results) -> Iterator[tuple[str, ...]]:
             yield label, side, *(_number(step["phases_ms"].get(name)) for name in PHASES)
 
 
-def _tower_rows(results: Results) -> Iterator[tuple[object, ...]]:
-    for one in results.of("tower"):
-        yield one["tower"], one["name"], f"{one['rows']:,}", _number(one["ms"]), _number(one["tflops"])
-
-
 def _correctness(results: Results) -> list[str]:
     """One line: how many comparisons with transformers and with the CPU passed."""
     found = []
@@ -203,17 +190,6 @@ def _correctness(results: Results) -> list[str]:
         good = sum(case["passed"] for case in cases.values())
         found += [f"{what}: {good} of {len(cases)} passed ({'; '.join(cases)})"] if cases else []
     return [f"Correctness: {'; '.join(found)}."] if found else []
-
-
-LOADER_HEAD = ("workers", "cores", "samples/s", "step, s", "wait, s (largest)", "share of the step")
-
-
-def _loader_rows(results: Results) -> Iterator[tuple[object, ...]]:
-    for one in results.of("loader"):
-        waits = [f"{_number(one['wait_seconds'])} ({_number(one['wait_seconds_max'])})",
-                 f"{one['wait_share']:.2%}"] if "wait_share" in one else ["", ""]  # fmt: skip
-        yield (one["num_workers"], one["num_cores"], _number(one["samples_per_second"]),
-               _number(one.get("step_seconds")), *waits)  # fmt: skip
 
 
 def _not_done(results: Results) -> list[str]:

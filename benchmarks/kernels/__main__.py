@@ -1,11 +1,10 @@
 """The kernels of a training step on one device, each in every form that could compute it.
 
-    python -m benchmarks.kernels ceilings attention pointwise optimizer towers [--size 3b] [--records FILE]
+    python -m benchmarks.kernels ceilings attention pointwise optimizer [--size 3b] [--records FILE]
 
 ``ceilings`` measures what the device can do at best: a large matrix product and a large copy.  The other groups time
 every available form at the shapes of one 3B step, with 12 samples of 689 tokens and with one, so that the choice
-between forms rests on measurements.  ``towers`` times the whole ViT and the whole LLM against transformers'.  "ours" is
-the form that ``mm.device`` picks for this device.
+between forms rests on measurements.  "ours" is the form that ``mm.device`` picks for this device.
 
 Each result is one JSON line, printed and at once appended to ``--records``, with the median time of a form and the
 relative difference between its result and that of the first form of the case.  A form that this device or torch lacks
@@ -79,15 +78,8 @@ def optimizer(bench: Bench) -> None:
                           num_tensors=len(weights), num_params=numel)  # fmt: skip
 
 
-def towers(bench: Bench) -> None:
-    """Both towers as a whole.  Imported here, because only this group needs megatron-core and transformers."""
-    from benchmarks.kernels.towers import time_towers
-
-    time_towers(bench)
-
-
 GROUPS: dict[str, Callable[[Bench], None]] = {
-    "ceilings": ceilings, "attention": attention, "pointwise": pointwise, "optimizer": optimizer, "towers": towers,
+    "ceilings": ceilings, "attention": attention, "pointwise": pointwise, "optimizer": optimizer,
 }  # fmt: skip
 
 

@@ -1,41 +1,56 @@
-"""LLaVA-Instruct records as the trainer reads them: ``conversations`` and ``image`` become ``messages`` and ``images``.
+"""LLaVA-Instruct records as MindSpeed-MM's: ``conversations`` and ``image`` become ``messages`` and ``images``.
 
     python examples/qwen2vl/llava_instruct_2_mllm_demo_format.py \\
         [--llava_json_path FILE] [--coco_path FOLDER] [--output_json_path FILE]
 
-The same as ``mm-data convert llava``, under MindSpeed-MM's name and with its flags.  Without flags it takes
-LLaVA-Instruct-150K and COCO 2017 where MindSpeed-MM's guide puts them.  Paths of pictures start at the directory in
-which it is run, which is where the trainer is started too.
+Optional: the trainer reads LLaVA's files too.  This script has MindSpeed-MM's name and flags.  Without flags it takes
+LLaVA-Instruct-150K and COCO 2017 where MindSpeed-MM's guide puts them.  Paths of images start at the directory in which
+it is run, which is where the trainer is started too.  Records whose image is missing are left out.
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, it does not see mm
+ROLES = {"human": "user", "gpt": "assistant"}
 
-from mm.data_tool.llava import convert_llava, summary
-from mm.errors import UserError
 
-LLAVA_JSON_PATH = "./data/llava_instruct_150k.json"
-COCO_PATH = "./data/COCO2017"
-OUTPUT_JSON_PATH = "./data/mllm_format_llava_instruct_data.json"
-PICTURES = "train2017"
-"""The folder of the pictures in that of COCO."""
+def converted(record: dict[str, Any], folder: str) -> dict[str, Any]:
+    """One record of LLaVA in the other form; a record without an image is text only."""
+    images = record.get("image") or []
+    others = {key: value for key, value in record.items() if key not in ("image", "conversations")}
+    turns = [{"role": ROLES[turn.pop("from")], "content": turn.pop("value"), **turn}
+             for turn in record["conversations"]]
+    return {**others, "images": [f"{folder}/{path}" for path in ([images] if isinstance(images, str) else images)],
+            "messages": turns}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--llava_json_path", default=LLAVA_JSON_PATH, help="LLaVA's records (default: %(default)s)")
-    parser.add_argument("--coco_path", default=COCO_PATH, help=f"holds {PICTURES}/ (default: %(default)s)")
-    parser.add_argument("--output_json_path", default=OUTPUT_JSON_PATH, help="must not exist (default: %(default)s)")
+    parser.add_argument("--llava_json_path", default="./data/llava_instruct_150k.json",
+                        help="LLaVA's records (default: %(default)s)")
+    parser.add_argument("--coco_path", default="./data/COCO2017", help="holds train2017/ (default: %(default)s)")
+    parser.add_argument("--output_json_path", default="./data/mllm_format_llava_instruct_data.json",
+                        help="must not exist (default: %(default)s)")
     flags = parser.parse_args()
-    source, target, folder = Path(flags.llava_json_path), Path(flags.output_json_path), f"{flags.coco_path}/{PICTURES}"
-    try:
-        print(summary(convert_llava(source, target, folder), target, folder))
-    except (OSError, UserError) as error:
-        sys.stderr.write(f"error: {error}\n")
+    folder, target = f"{flags.coco_path}/train2017", Path(flags.output_json_path)
+    if target.exists():
+        sys.stderr.write(f"error: {target} already exists; rename or remove it\n")
         return 2
+    try:
+        records = json.loads(Path(flags.llava_json_path).read_text(encoding="utf-8"))
+        found = [converted(record, folder) for record in records]
+    except (OSError, ValueError, KeyError) as error:
+        sys.stderr.write(f"error: {flags.llava_json_path} cannot be read as LLaVA's records: {error}\n")
+        return 2
+    kept = [record for record in found if all(Path(path).is_file() for path in record["images"])]
+    if not kept:
+        sys.stderr.write(f"error: none of the {len(found)} records has its image in {folder}\n")
+        return 2
+    target.write_text(json.dumps(kept), encoding="utf-8")
+    print(f"{target}: {len(kept)} records; {len(found) - len(kept)} left out, because their image is not in {folder}")
     return 0
 
 

@@ -179,22 +179,12 @@ def read_data(path: str | Path) -> ReadSettings[DataConfig]:
 
 def _problems(data: DataConfig) -> Iterator[str]:
     """Rules between the fields of one data JSON."""
-    texts = ("prompt", "query", "response", "history") if data.attr.formatting == "alpaca" else ("messages",)
-    names_that_differ = (
-        (*texts, "images", "videos", "system"), ("role_tag", "content_tag"),
-        ("user_tag", "assistant_tag", "system_tag"))
-    for tags in names_that_differ:  # one would hide the other
-        names = [name for name in (getattr(data.attr, tag) for tag in tags) if name is not None]
-        if len(set(names)) < len(names):
-            values = ", ".join(f"{tag} = {getattr(data.attr, tag)!r}" for tag in tags)
-            yield f"dataset_param.attr has {values}; expected names that differ"
-    if data.image_min_pixels > data.image_max_pixels:
-        yield f"image_min_pixels is {data.image_min_pixels}, above image_max_pixels = {data.image_max_pixels}"
+    for low, high in (("image_min_pixels", "image_max_pixels"), ("video_min_pixels", "video_max_pixels")):
+        if getattr(data, low) > getattr(data, high):
+            yield f"{low} is {getattr(data, low)}, above {high} = {getattr(data, high)}"
     if data.image_backend == "torch" and data.image_resize == "llamafactory":
         yield ("image_backend is 'torch' and image_resize 'llamafactory': that rule resizes by Pillow, so set "
                "image_backend to 'pillow'")
-    if data.video_min_pixels > data.video_max_pixels:
-        yield f"video_min_pixels is {data.video_min_pixels}, above video_max_pixels = {data.video_max_pixels}"
     if data.train_on_prompt and data.mask_history:
         yield "train_on_prompt and mask_history are both true; they exclude each other, so set one to false"
     if data.packs and data.sampler_type == "BucketBatchSampler":

@@ -21,15 +21,13 @@ from mm.errors import UserError, collected, nearest, refuse
 
 REGISTRY_FILE = "dataset_info.json"
 _RATE = re.compile(r"(?P<name>.+)%(?P<rate>[0-9]+(?:\.[0-9]+)?)")
-_FILE_KEYS, _MEDIA_KEYS = ("file_name", "annotation_path"), ("media_dir", "data_path")
-_OTHER_KEYS = ("formatting", "columns", "tags", "num_samples")
-_REMOTE_KEYS = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
-_UNUSED_KEYS = {"ranking": (None, False), "subset": (None,), "folder": (None,), "split": (None, "train")}
+_KEYS = ("file_name", "annotation_path", "media_dir", "data_path", "formatting", "columns", "tags", "num_samples")
+_UNUSED = {"ranking": False, "split": "train", **dict.fromkeys(
+    ("subset", "folder", "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"))}
 """Keys of LLaMA-Factory that have no effect with these values, and are refused with others."""
 _COLUMNS = ("messages", "images", "videos", "system", "prompt", "query", "response", "history")
 _TAGS = ("role_tag", "content_tag", "user_tag", "assistant_tag", "system_tag")
-_FOREIGN_COLUMNS = ("tools", "audios", "chosen", "rejected", "kto_tag")
-_FOREIGN_TAGS = ("observation_tag", "function_tag")
+_TOOL_TAGS = ("observation_tag", "function_tag")
 """Tags of tool turns, which have no effect: a sample with a tool turn is refused."""
 
 
@@ -47,6 +45,11 @@ class DatasetFile:
     """Percentage of its samples to use; above 100 they repeat."""
     num_samples: int | None = None
     """Use this many samples instead of all, before the rate applies."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every sample is used once."""
+        return self.rate_percent == 100 and self.num_samples is None
 
 
 def training_files(data: DataConfig) -> list[DatasetFile]:
@@ -102,58 +105,46 @@ def _registry(data: DataConfig) -> dict[str, Any]:
 
 
 def _registered(data: DataConfig, name: str, value: Any, rate: float) -> DatasetFile:
-    """One entry of the registry.  Its paths are relative to the registry's folder."""
-    path, where = _registry_path(data), f"{_registry_path(data)}: {name}"
+    """One entry of the registry.  Its paths are relative to the registry's folder, and null counts as absent."""
+    path = _registry_path(data)
+    where, folder = f"{path}: {name}", path.parent
     if not isinstance(value, dict):
         raise UserError(f'{where} is {shown(value)}; expected an object like {{"file_name": "train.json"}}')
-    entry = cast(dict[str, Any], value)
-    known = (*_FILE_KEYS, *_MEDIA_KEYS, *_OTHER_KEYS, *_REMOTE_KEYS, *_UNUSED_KEYS)
-    problems = [f"{where}.{key} is not a known key{nearest(key, known)}" for key in entry if key not in known]
-    problems += [f"{where}.{key} is {shown(entry[key])}; datasets are read from local files: download it, and give its "
-                 f"path as file_name" for key in _REMOTE_KEYS if entry.get(key) is not None]
-    problems += [f"{where}.{key} is {shown(entry[key])}, which this version does not support; remove it"
-                 for key, legal in _UNUSED_KEYS.items() if key in entry and entry[key] not in legal]
-    file, media = (_one_of(entry, keys, where, problems) for keys in (_FILE_KEYS, _MEDIA_KEYS))
-    attr = _attributes(entry, where, problems)
-    num_samples = entry.get("num_samples")
+    entry: dict[str, Any] = {key: one for key, one in cast(dict[str, Any], value).items() if one is not None}
+    problems = [f"{where}.{key} is not a known key{nearest(key, _KEYS)}" for key in entry
+                if key not in _KEYS and key not in _UNUSED]
+    problems += [f"{where}.{key} is {shown(entry[key])}, which is not supported; remove it, and name a local file as "
+                 f"file_name" for key, legal in _UNUSED.items() if entry.get(key, legal) != legal]
+    file = entry.get("file_name", entry.get("annotation_path"))
+    media = entry.get("media_dir", entry.get("data_path"))
+    if file is None:
+        problems.append(f"{where} has no file_name; give a path relative to {folder}")
+    elif not os.path.isfile(folder / str(file)):
+        problems.append(f"{where} has the file {str(folder / str(file))!r}, which does not exist")
+    if media is not None and not os.path.isdir(folder / str(media)):
+        problems.append(f"{where} has the media folder {str(folder / str(media))!r}, which is not a directory")
+    attr, num_samples = _attributes(entry, where, problems), entry.get("num_samples")
     if num_samples is not None and (type(num_samples) is not int or num_samples < 1):
         problems.append(f"{where}.num_samples is {shown(num_samples)}; expected an integer of at least 1 or null")
-    if file is None and not problems:
-        problems.append(f"{where} has no file_name; give a path relative to {path.parent}")
-    if file is not None and not os.path.isfile(path.parent / file):
-        problems.append(f"{where} has the file {str(path.parent / file)!r}, which does not exist")
-    if media is not None and not os.path.isdir(path.parent / media):
-        problems.append(f"{where} has the media folder {str(path.parent / media)!r}, which is not a directory")
     refuse(problems)
-    root = data.dataset_dir if media is None else str(path.parent / media)
-    return DatasetFile(name, str(path.parent / str(file)), attr, root, rate, num_samples)
-
-
-def _one_of(entry: dict[str, Any], keys: Sequence[str], where: str, problems: list[str]) -> str | None:
-    """The text of the key that is given; ``keys`` are names of one setting."""
-    given = [key for key in keys if entry.get(key) is not None]
-    if len(given) > 1:
-        problems.append(f"{where} has {' and '.join(given)}, which are names of the same setting; keep one")
-    if given and not (isinstance(entry[given[0]], str) and entry[given[0]]):
-        problems.append(f"{where}.{given[0]} is {shown(entry[given[0]])}; expected a path")
-        return None
-    return entry[given[0]] if given else None
+    root = data.dataset_dir if media is None else str(folder / str(media))
+    return DatasetFile(name, str(folder / str(file)), attr, root, rate, num_samples)
 
 
 def _attributes(entry: dict[str, Any], where: str, problems: list[str]) -> Attributes:
     """Columns and tags of the entry, with LLaMA-Factory's defaults; ``attr`` of the data JSON has no effect on them."""
-    values: dict[str, Any] = {} if entry.get("formatting") is None else {"formatting": entry["formatting"]}
-    for group, known, ignored in (("columns", _COLUMNS, ()), ("tags", _TAGS, _FOREIGN_TAGS)):
-        given: Any = {} if entry.get(group) is None else entry[group]
+    values: dict[str, Any] = {"formatting": entry["formatting"]} if "formatting" in entry else {}
+    for group, known, ignored in (("columns", _COLUMNS, ()), ("tags", _TAGS, _TOOL_TAGS)):
+        given: Any = entry.get(group, {})
         if not isinstance(given, dict):
             problems.append(f"{where}.{group} is {shown(given)}; expected an object")
             continue
         for key, value in cast(dict[str, Any], given).items():
-            if key in known:
-                values |= {} if value is None and not _may_be_null(key) else {key: value}
-            elif key not in ignored and not (key in _FOREIGN_COLUMNS and value is None):
-                what = "not supported by this version" if key in _FOREIGN_COLUMNS else "not a known key"
-                problems.append(f"{where}.{group}.{key} is {what}{nearest(key, known)}")
+            if key not in known:
+                problems += [f"{where}.{group}.{key} is not read here{nearest(key, known)}"] * (
+                    value is not None and key not in ignored)
+            elif value is not None or key == "system_tag" or fields_of(Attributes)[key].default is None:
+                values[key] = value
     try:
         return TypeAdapter(Attributes).validate_python(values)
     except ValidationError as error:
@@ -161,7 +152,3 @@ def _attributes(entry: dict[str, Any], where: str, problems: list[str]) -> Attri
         problems += [f"{where}: {key} is {shown(values[key])}; expected {expected(fields_of(Attributes)[key])}"
                      for key in wrong]
         return Attributes()
-
-
-def _may_be_null(key: str) -> bool:
-    return fields_of(Attributes)[key].default is None or key == "system_tag"

@@ -48,8 +48,6 @@ _PRECISION_KEYS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 }
 """Precision of the flags -> keys of each tower in the model JSON that repeat it -> the values that agree."""
 
-_MOST_MICROBATCHES = 100_000
-"""Most microbatches of a replica in a step; a larger number is a mistake, and planning it would take minutes."""
 _PATTERNS = ("freeze_modules", "trainable_modules")
 """Flags that may be in the model JSON instead."""
 
@@ -322,9 +320,6 @@ def _layout_problems(run: Run) -> Iterator[str]:
         yield (f"--global-batch-size is {run.global_batch_size}, not a multiple of --micro-batch-size x data-parallel "
                f"size = {args.micro_batch_size} x {run.dp_size} = {unit}; nearest: "
                f"{_nearest_multiples(run.global_batch_size, unit)}")
-    elif run.num_microbatches > _MOST_MICROBATCHES:
-        yield (f"--global-batch-size is {run.global_batch_size}, which makes {run.num_microbatches:,} microbatches of "
-               f"a replica in each step; expected at most {_MOST_MICROBATCHES:,}")
     elif run.num_chunks > 1 and run.num_microbatches < run.num_stages:
         yield (f"--global-batch-size is {run.global_batch_size}; microbatches of a replica: {run.num_microbatches}, "
                f"but virtual chunks need at least one for each of the {run.num_stages} stages; nearest: "

@@ -3,7 +3,7 @@
 The path of a record, top to bottom, with the rooms that handle each step:
 
     a line of JSON or JSONL, a row of Parquet
-        |   read/     open_records, json_file, parquet_file: one raw record;  formats, content, roots: turns and media
+        |   read/     records: one raw record;  formats, content, roots: turns and media
         v
     Sample            turns of text, images and videos (sample.py), in one form for all file formats
         |   index/    before a run: every record checked and measured (gauge), cached (store), numbered (dataset)

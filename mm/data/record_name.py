@@ -31,15 +31,10 @@ class BadSample:
 
     @property
     def what(self) -> str:
-        return record_problem(self.index, self.id, self.reason)
+        return f"{numbered('record', self.index, self.id)}: {self.reason}"
 
     def message(self) -> str:
         return f"{self.where}: {self.what}"
-
-
-def record_problem(index: int, name: str | int | None, reason: str) -> str:
-    """The message about record ``index`` of a file, without the file and line that precede it."""
-    return f"{numbered('record', index, name)}: {reason}"
 
 
 def numbered(what: str, index: int, name: str | int | None = None) -> str:
@@ -63,21 +58,14 @@ def name_of(record: Any) -> str | int | None:
 def described(value: Any) -> str:
     """What a value is, without the text in it: samples may be private, and messages go to logs."""
     match value:
-        case str() | list() | dict() if not value:
-            return shown(value)
-        case str():
+        case str() if value:
             return f"a string of {len(value)} characters"
-        case list():
+        case list() if value:
             return f"a list of {len(value)}"
-        case dict():
+        case dict() if value:
             return f"an object with the keys {shown(list(value))}"
         case _:
             return shown(value)
-
-
-def wrong_character(text: str, position: int) -> str:
-    """What was found where JSON is not valid: a single character, because samples may be private."""
-    return f"found {text[position]!r}" if position < len(text) else "found the end"
 
 
 def _short(name: str | int) -> str:

@@ -3,16 +3,27 @@
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
+
+
+class Stored(Protocol):
+    """Bytes that are read when they are needed, as those of an image in a Parquet file."""
+
+    def read(self) -> bytes: ...
 
 
 @dataclass(frozen=True)
 class Inline:
-    """An image embedded in its record.  A subclass may read ``content`` lazily (``mm.data.read.parquet``)."""
+    """An image embedded in its record."""
 
     name: str
     """How messages name it: the beginning of its data URL."""
-    content: bytes = field(repr=False)
+    source: bytes | Stored = field(repr=False)
+
+    @property
+    def content(self) -> bytes:
+        """The bytes of the image file.  Raises UserError when its file can no longer be read, or has changed."""
+        return self.source if isinstance(self.source, bytes) else self.source.read()
 
     @property
     def digest(self) -> str:

@@ -1,10 +1,8 @@
-"""``mm-data``: checks, measures and converts data files, independent of training.
+"""``mm-data``: checks, measures and shows data files, independent of training.
 
-    mm-data index --mm-data data.json --mm-model model.json --seq-length 8192
     mm-data check --mm-data data.json --mm-model model.json --seq-length 8192 --deep --html report.html
     mm-data show --mm-data data.json --mm-model model.json --seq-length 8192 --sample 3 --html sample.html
     mm-data mock --output ./data/mock --num-samples 1000 --num-images 2
-    mm-data convert llava --input llava.json --media-folder ./data/COCO2017/train2017 --output samples.json
 
 The commands themselves are in ``mm.data_tool.commands``, which loads torch.
 """
@@ -13,27 +11,21 @@ import sys
 from collections.abc import Sequence
 
 from mm.config.command_line import CommandLine, Commands
-from mm.config.foreign import Fixed
-from mm.data_tool.flags import CheckFlags, IndexFlags, LlavaFlags, MockFlags, ShowFlags, StatsFlags
+from mm.config.foreign import Fixed, Inert
+from mm.data_tool.flags import CheckFlags, MockFlags, ShowFlags
 from mm.process import run_command
 
-COMMANDS = Commands("mm-data", "Checks, measures and converts data files.", {
-    "check": CommandLine(
-        "mm-data check", "Find all samples that cannot be used, and report statistics of the others: reads all records "
-        "and the headers of media; with --deep it also decodes all media.  The exit status is 2 if there are any "
-        "problems.", CheckFlags),
-    "stats": CommandLine(
-        "mm-data stats", "Report statistics of samples, and how samplers would distribute them.", StatsFlags),
+_CHECK = CommandLine(
+    "mm-data check", "Find all samples that cannot be used, report statistics of the others, and keep the index for "
+    "training: reads all records and the headers of media; with --deep it also decodes all media.  The exit status is "
+    "2 if there are any problems.", CheckFlags,
+    foreign={"--num-workers": Inert("preprocessing_num_workers of the data JSON sets it"),
+             "--bad-sample": Inert("bad samples are listed in any case")})
+COMMANDS = Commands("mm-data", "Checks, measures and shows data files.", {
+    "check": _CHECK, "index": _CHECK, "stats": _CHECK,
     "show": CommandLine(
         "mm-data show", "Show a sample as the model sees it: its tokens, with the target tokens marked.", ShowFlags,
         foreign={"--part": Fixed((), "write --split")}),
-    "index": CommandLine(
-        "mm-data index", "Check and measure all samples beforehand, so that training with this data JSON, model JSON "
-        "and --seq-length starts at once.", IndexFlags),
-    "convert": Commands("mm-data convert", "Convert records to another format.", {
-        "llava": CommandLine(
-            "mm-data convert llava", "LLaVA's conversations to MindSpeed-MM's messages.  Optional: the trainer also "
-            "reads LLaVA's files directly.", LlavaFlags)}),
     "mock": CommandLine(
         "mm-data mock", "Generate random images and texts, for trying out memory use and speed.", MockFlags),
 })

@@ -1,13 +1,13 @@
 """The flags of ``mm-data``; without torch, for its help."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from mm.config.flags import DEFAULT_SEED
-from mm.config.schema import STRICT, Count, Group, NaturalNumber, PathText, Seed
+from mm.config.schema import STRICT, Count, NaturalNumber, PathText, Seed
 from mm.data_tool.mock import Mock
 
 
@@ -22,27 +22,12 @@ class DataFlags:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class IndexFlags(DataFlags):
-    """``mm-data index``."""
-
-    again: Annotated[bool, Group("How the index is made")] = Field(
-        False, description="create it again, for example after images have changed")
-    num_workers: Count | None = Field(
-        None, description="processes; absent = preprocessing_num_workers of the data JSON, else one per CPU")
-    bad_sample: Literal["error", "skip"] = Field("error", description="as in training")
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
 class CheckFlags(DataFlags):
     """``mm-data check``."""
 
     deep: bool = Field(False, description="decode all images and videos, as training does")
+    again: bool = Field(False, description="create the index again, for example after images have changed")
     html: Path | None = Field(None, description="also write the report with histograms to this HTML file")
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class StatsFlags(DataFlags):
-    """``mm-data stats``."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -52,15 +37,6 @@ class ShowFlags(DataFlags):
     sample: NaturalNumber = Field(0, description="index of the sample in its split, counted from 0")
     split: Literal["training", "validation"] = Field("training", description="its split")
     html: Path | None = Field(None, description="HTML file to write, with images and frames")
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class LlavaFlags:
-    """``mm-data convert llava``."""
-
-    input: Path = Field(description="LLaVA's records, as JSON or JSONL")
-    media_folder: str = Field(description="folder of the images and videos in the records")
-    output: Path = Field(description="must not exist; NAME.jsonl becomes JSONL")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

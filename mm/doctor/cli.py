@@ -2,7 +2,7 @@
 
     mm-doctor [--device auto] [--directory DIR] [--report FILE] [--nnodes N --node-rank R --master-addr HOST]
 
-Nothing here needs a package at import, so a missing package is one finding of many.
+Nothing here needs a package at import; without pydantic, which the flags need, only packages are examined.
 """
 
 import os

@@ -116,5 +116,7 @@ def find_checkpoint(directory: str | Path) -> tuple[Path, tuple[str, ...]]:
         notes.append(f"{chosen} is used, because the save that should have replaced it was interrupted")
     notes += [f"{path} is left over from an interrupted save and is not used; "
               f"{f'--load {path} reads it' if is_only_copy(path) else 'delete it'}"
-              for path in sorted(directory.glob("iter_*.*")) if path != chosen and LEFTOVER_NAME.fullmatch(path.name)]
+              for path in sorted(directory.glob("iter_*"))
+              if path != chosen and (LEFTOVER_NAME.fullmatch(path.name) or (
+                  ITERATION_NAME.fullmatch(path.name) and not (path / MANIFEST_FILE).is_file()))]
     return chosen, tuple(notes)

@@ -30,7 +30,7 @@ def places_in_segments(sizes_bytes: Sequence[int]) -> tuple[list[tuple[int, int]
         segment = next((one for one, filled in enumerate(used) if filled + size <= capacities[one]), len(used))
         if segment == len(used):
             used.append(0)
-            capacities.append(max(_power_of_two(size), min(_LARGEST_BYTES, _power_of_two_within(left))))
+            capacities.append(max(_power_of_two(size), min(_LARGEST_BYTES, _power_of_two(left + 1) // 2)))
         places[index] = (segment, used[segment])
         used[segment] += size
         left -= size
@@ -40,11 +40,6 @@ def places_in_segments(sizes_bytes: Sequence[int]) -> tuple[list[tuple[int, int]
 def _power_of_two(value: int) -> int:
     """The smallest power of two that is at least ``value``; 0 for 0."""
     return 1 << (value - 1).bit_length() if value else 0
-
-
-def _power_of_two_within(value: int) -> int:
-    """The largest power of two that is at most ``value``; 0 for 0."""
-    return 1 << (value.bit_length() - 1) if value else 0
 
 
 def host_segment(host: Host, num_bytes: int, needs: str, cure: str) -> Tensor:

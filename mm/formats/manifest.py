@@ -60,6 +60,8 @@ def read_head(folder: Path, key: str) -> dict[str, Any]:
                 if line.startswith(f' "{key}": ['):
                     break
                 head.append(line)
+            else:
+                raise ValueError(f"it has no {key}")
         return json_object("".join(head).rstrip().removesuffix(",") + "}")
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}).") from error

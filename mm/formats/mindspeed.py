@@ -290,7 +290,7 @@ def _folder(path: Path) -> str:
         raise UserError(f"{path} has no {LATEST_FILE}; expected the directory that holds it beside {RELEASE}/.")
     text = latest.read_text(encoding="utf-8", errors="replace").strip()
     folder = text if (iteration := named_iteration(text)) is None else iteration_name(iteration)
-    if Path(folder).name != folder or not (path / folder).is_dir():
+    if not folder or Path(folder).name != folder or not (path / folder).is_dir():
         raise UserError(f"{latest} contains {text[:40]!r}, but {path} has no such directory; write the name of the "
                         f"directory to use into that file.")
     if not any((path / folder).glob("mp_rank_*")):

@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import Self
@@ -49,22 +50,22 @@ class Files:
         while done < len(data):
             done += os.pwrite(self._descriptor(stored.file), data[done:], stored.offset + start + done)
 
-    def _read_columns(self, view: View, rows: range, indices: range) -> bytearray:
+    def _read_columns(self, view: View, rows: range, indices: range) -> np.ndarray:
         """Only ``indices`` of ``rows`` of a stored tensor."""
         size, width, first = (number * view.unit_bytes for number in (len(indices), view.num_indices, indices.start))
-        content = bytearray(len(rows) * size)
+        content = np.empty(len(rows) * size, np.uint8)
         # Whole rows are contiguous, so they take one read.
         num_reads = 1 if size == width else len(rows)
         size *= len(rows) // num_reads
         for number, row in enumerate(rows[:num_reads]):
-            into = memoryview(content)[number * size : (number + 1) * size]
-            self.read(view.stored, row * width + first, into)
+            into = content[number * size : (number + 1) * size]
+            self.read(view.stored, row * width + first, into.data)
         return content
 
     def tensor(self, view: View, rows: range, indices: range) -> Tensor:
         """[row, index, place] of a stored tensor, in new memory."""
         content = self._read_columns(view, rows, indices)
-        return torch.frombuffer(content, dtype=view.stored.dtype).view(len(rows), len(indices), -1)
+        return torch.from_numpy(content).view(view.stored.dtype).view(len(rows), len(indices), -1)
 
     def block(self, index: ViewIndex, key: str, rows: range, indices: range) -> Tensor:
         """[row, index, place] of the Hugging Face tensor ``key`` as stored, without verifying checksums.
@@ -109,7 +110,8 @@ class Files:
             for view in views:
                 parts = [read.new_zeros(len(rows), span.length, read.shape[2]) if span.key is None else
                          read[:, span.start - first : span.stop - first] for span in view.spans]
-                yield view.stored, row * view.num_indices * view.unit_bytes, tensor_bytes(torch.cat(parts, dim=1))
+                yield view.stored, row * view.num_indices * view.unit_bytes, tensor_bytes(
+                    parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
 
     def holds(self, stored: Stored, start: int, data: memoryview) -> bool:
         """Whether a tensor has these bytes at ``start``."""
@@ -154,7 +156,7 @@ class Files:
     def is_zero(self, stretch: Stretch) -> bool:
         """Whether every byte of ``stretch`` is zero."""
         blocks = stretch.view.blocks(range(stretch.start, stretch.stop), BUFFER_BYTES)
-        return not any(any(self._read_columns(stretch.view, rows, indices)) for rows, indices in blocks)
+        return not any(self._read_columns(stretch.view, rows, indices).any() for rows, indices in blocks)
 
     def _blocks(self, stored: Stored) -> Iterator[memoryview]:
         """The bytes of a tensor in order; the next block overwrites the previous one."""

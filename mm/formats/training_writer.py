@@ -60,20 +60,15 @@ def write_pieces(
 
 def commit(temporary: Path, manifest: CheckpointManifest) -> Path:
     """Make a written checkpoint the newest."""
-    prepare(temporary, manifest.text())
+    with _new_file(temporary / MANIFEST_FILE) as opened:
+        opened.write(manifest.text().encode())
+    sync(temporary)
+    sync(temporary.parent)
     return publish(temporary)
 
 
-def prepare(temporary: Path, manifest_text: str) -> None:
-    """Complete a written checkpoint, so that only ``publish`` remains to be done."""
-    with _new_file(temporary / MANIFEST_FILE) as opened:
-        opened.write(manifest_text.encode())
-    sync(temporary)
-    sync(temporary.parent)
-
-
 def publish(temporary: Path) -> Path:
-    """Make a prepared checkpoint the newest: rename it, then ``latest``.  Replaces one of the same iteration."""
+    """Rename a complete checkpoint, then ``latest``.  Replaces one of the same iteration."""
     directory, final = temporary.parent, temporary.with_name(temporary.name.partition(".")[0])
     old = final.with_name(f"{final.name}.old-{secrets.token_hex(4)}")
     put_in_place(temporary, final, old)

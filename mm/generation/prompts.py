@@ -17,8 +17,8 @@ from mm.config.model import ModelConfig
 from mm.data.encode.encoder import SampleEncoder
 from mm.data.read.content import content_of, with_places
 from mm.data.read.formats import num_media, read_sample
-from mm.data.read.open_records import open_records
-from mm.data.read.roots import KnownMedia, MediaRoots
+from mm.data.read.records import open_records
+from mm.data.read.roots import MediaRoots
 from mm.data.record_name import name_of, numbered
 from mm.data.sample import Image, Inline, Media, Sample, Turn, Video
 from mm.errors import UserError, collected, counted
@@ -53,7 +53,7 @@ def read_prompts(path: str, media_roots: Sequence[str]) -> tuple[list[Prompt], l
 
     Raises UserError if the file cannot be read to its end, or has no records.
     """
-    media = KnownMedia(MediaRoots.beside(os.path.abspath(path), tuple(media_roots)))
+    media = MediaRoots.beside(os.path.abspath(path), tuple(media_roots))
     prompts: list[Prompt] = []
     problems: list[str] = []
     unreadable: list[str] = []

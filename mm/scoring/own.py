@@ -13,11 +13,11 @@ from typing import Any
 
 from mm.config.data import Attributes
 from mm.config.evaluate import Rule
-from mm.data.read.content import shown, with_places
+from mm.config.schema import shown
+from mm.data.read.content import with_places
 from mm.data.read.formats import MESSAGES, num_media, read_sample
-from mm.data.read.open_records import open_records
-from mm.data.read.records import Raw
-from mm.data.read.roots import KnownMedia, MediaRoots
+from mm.data.read.records import Raw, open_records
+from mm.data.read.roots import MediaRoots
 from mm.data.record_name import name_of, numbered
 from mm.errors import MAX_PROBLEMS, UserError, collected, refuse
 from mm.scoring.benchmarks import GROUPS, Item, Items
@@ -30,12 +30,12 @@ _SCORED = ("index", "id", "question", "options", "answer", "answers", *GROUPS)
 
 def read_own(path: str, rule: Rule, media_roots: tuple[str, ...]) -> Items:
     """Read a file of questions.  Raises UserError with everything in it that cannot be asked or scored."""
-    media = KnownMedia(MediaRoots.beside(path, media_roots))
+    media = MediaRoots.beside(path, media_roots)
     problems: list[str] = []
     items: dict[str, Item] = {}
     file = open_records(path)
     for raw in file.records(problems):
-        where = file.where(raw) + (f": {numbered('question', raw.index, name_of(raw.value))}" if raw.place else "")
+        where = file.where(raw) + (f": {numbered('question', raw.index, name_of(raw.value))}" if raw.line else "")
         with collected(problems, f"{where}: "):
             if raw.problem is not None:
                 raise UserError(raw.problem)
@@ -51,7 +51,7 @@ def read_own(path: str, rule: Rule, media_roots: tuple[str, ...]) -> Items:
     return Items(rule, tuple(items.values()))
 
 
-def _item(raw: Raw, where: str, rule: Rule, media: KnownMedia) -> Item:
+def _item(raw: Raw, where: str, rule: Rule, media: MediaRoots) -> Item:
     record = raw.value
     if not isinstance(record, dict):
         raise UserError(f"is a {type(record).__name__}; expected an object with 'question' and 'answer'.")
@@ -66,7 +66,7 @@ def _item(raw: Raw, where: str, rule: Rule, media: KnownMedia) -> Item:
         _index(record, raw), where, asked.text, asked.content, (last.text,), {}, _groups(record), tuple(earlier))
 
 
-def _question(record: Mapping[str, Any], raw: Raw, where: str, rule: Rule, media: KnownMedia) -> Item:
+def _question(record: Mapping[str, Any], raw: Raw, where: str, rule: Rule, media: MediaRoots) -> Item:
     question, options = record["question"], _options(record.get("options"))
     if not isinstance(question, str) or not question.strip():
         raise UserError(f"'question' is {shown(question)}; expected a string.")

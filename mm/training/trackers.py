@@ -1,7 +1,6 @@
 """Experiment trackers: TensorBoard, Weights & Biases, SwanLab.  Each is an optional package."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,6 +8,8 @@ from typing import Any, Protocol
 
 from mm.config.flags import Arguments
 from mm.errors import UserError, writing
+
+_BOARD = "--tensorboard-dir"
 
 
 class Tracker(Protocol):
@@ -26,20 +27,17 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self._directory = directory
-        with self._writing():
+        with writing(directory, _BOARD):
             self._writer: Any = SummaryWriter(directory)
 
     def log(self, values: Mapping[str, float], iteration: int) -> None:
-        with self._writing():  # also raises errors of the writer's thread
+        with writing(self._directory, _BOARD):  # also raises errors of the writer's thread
             for name, value in values.items():
                 self._writer.add_scalar(name, value, iteration)
 
     def close(self) -> None:
-        with self._writing():
+        with writing(self._directory, _BOARD):
             self._writer.close()
-
-    def _writing(self) -> AbstractContextManager[None]:
-        return writing(self._directory, "--tensorboard-dir")
 
 
 class Online:
@@ -92,12 +90,7 @@ def tracker_problems(args: Arguments) -> Iterator[str]:
     flags = {"tensorboard": ("--tensorboard-dir", args.tensorboard_dir),
              "wandb": ("--wandb-project", args.wandb_project), "swanlab": ("--swanlab-project", args.swanlab_project)}
     for package, (flag, value) in flags.items():
-        if value is not None and not _is_installed(package):
+        found = find_spec(package)  # a folder of that name, which wandb creates for its files, has no origin
+        if value is not None and (found is None or found.origin is None):
             yield (f"{flag} needs the package {package}, which is not installed; install it with pip install "
                    f"{package}, or leave the flag out")
-
-
-def _is_installed(package: str) -> bool:
-    """Whether the package is installed.  A folder of that name, which wandb creates for its files, does not count."""
-    found = find_spec(package)
-    return found is not None and found.origin is not None

@@ -59,17 +59,11 @@ def group_facts(args: Arguments, model: ModelConfig) -> list[dict[str, Any]]:
 def group_problems(args: Arguments, model: ModelConfig) -> Iterator[str]:
     """Patterns of the command line that change nothing.
 
-    If nothing is trained, or no adapter is found, that is reported elsewhere, and its consequences are not repeated
-    here.
+    If no adapter is found, that is reported elsewhere.
     """
     weights, lacks_names = model_weights(model), lacks_adapters(model)
-    trained = {weight.name for weight in weights if not is_frozen(weight, model)}
     for flag, patterns in (("--lr-scale-modules", args.lr_scale_modules),
                            ("--weight-decay-exclude-modules", args.weight_decay_exclude_modules)):
         for pattern in patterns:
-            found = [weight.name for weight in weights if matches(pattern, weight.name)]
-            if not found and not lacks_names:
+            if not lacks_names and not any(matches(pattern, weight.name) for weight in weights):
                 yield f"{flag} has {pattern!r}, which matches no weight name{nearest_names(pattern, weights)}"
-            elif found and trained and trained.isdisjoint(found):
-                yield (f"{flag} has {pattern!r}, which matches frozen weights only, such as {found[0]}; remove it, or "
-                       f"train them")

@@ -6,7 +6,7 @@ the dry run ask here.
 
 import math
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 from mm.config.model import ModelConfig
@@ -68,9 +68,6 @@ def freeze_problems(model: ModelConfig) -> Iterator[str]:
     ``mm.weights.lora.adapter_problems`` reports wrong patterns for adapters.
     """
     weights, has_wrong_name = model_weights(model.base), lacks_adapters(model)
-    without_freeze, without_train = replace(model, freeze_modules=()), replace(model, trainable_modules=())
-    by_place = {weight.name: is_held(weight, without_freeze) for weight in weights}
-    frozen = {weight.name: is_frozen(weight, without_train) for weight in weights}
     for flag, patterns in {"--freeze-modules": model.freeze_modules,
                            "--trainable-modules": model.trainable_modules}.items():
         for pattern in patterns:
@@ -78,12 +75,6 @@ def freeze_problems(model: ModelConfig) -> Iterator[str]:
             if not found:
                 has_wrong_name |= flag == "--trainable-modules"
                 yield f"{flag} has {pattern!r}, which matches no weight name{nearest_names(pattern, weights)}"
-            elif flag == "--freeze-modules" and all(by_place[name] for name in found):
-                yield (f"{flag} has {pattern!r}, which only matches weights that freeze or freeze_layers of the model "
-                       f"JSON freezes already, such as {found[0]}; remove it")
-            elif flag == "--trainable-modules" and not any(frozen[name] for name in found):
-                yield (f"{flag} has {pattern!r}, which only matches weights that are not frozen anyway, such as "
-                       f"{found[0]}; remove it, or freeze the weights that should not be trained")
     if not has_wrong_name and all(is_frozen(weight, model) for weight in model_weights(model)):
         yield ("every weight is frozen, so there is nothing to train; set freeze to false in a part of the model JSON, "
                "shorten freeze_layers or --freeze-modules, or select weights with --trainable-modules")

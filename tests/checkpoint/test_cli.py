@@ -232,18 +232,6 @@ def test_bad_sources(name, hf, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_parts_of_a_fused_weight_with_two_dtypes(hf, tmp_path, capsys):
-    copy = Path(shutil.copytree(hf, tmp_path / "hf"))
-
-    def widen(tensors: dict[str, torch.Tensor]) -> None:
-        name = next(name for name in tensors if name.endswith("mlp.gate_proj.weight") and name.startswith("model."))
-        tensors[name] = tensors[name].float()
-
-    rewrite(copy, widen)
-    assert to_mm(copy, tmp_path / "mm") == 2
-    assert "mlp.up_proj.weight is bfloat16, but text_decoder" in capsys.readouterr().err
-
-
 def test_bad_targets(hf, tmp_path, capsys):
     copy = Path(shutil.copytree(hf, tmp_path / "hf"))
     (tmp_path / "full").mkdir()

@@ -56,28 +56,3 @@ def test_offload_flags_without_effect_are_noted(tmp_path):
     kept = {f"{tower}.recompute_granularity": "selective" for tower in (VISION, LANGUAGE)}
     notes = load(tmp_path, "--recompute-granularity", "selective", model=kept).notes
     assert "--recompute-granularity: no effect: the model JSON has such settings for both towers" in map(str, notes)
-
-
-def test_offload_of_no_layer_is_noted(tmp_path):
-    notes = load(tmp_path, "--cpu-offload-activations", "--cpu-offloading-num-layers", "0").notes
-    assert "--cpu-offload-activations: no effect: --cpu-offloading-num-layers is 0" in map(str, notes)
-    keys = {f"{VISION}.cpu_offloading_activations": True, f"{VISION}.cpu_offloading_num_layers": 0}
-    (note,) = [one for one in load(tmp_path, model=keys).notes if "cpu_offloading_num_layers is 0" in str(one)]
-    assert str(note).startswith(f"{VISION}.cpu_offloading_activations of ")
-
-
-def test_the_number_of_layers_for_uniform_recompute_has_no_effect(tmp_path):
-    def reported(*flags: str, **model: object) -> list[str]:
-        found = [note for note in load(tmp_path, *flags, model=model).notes if "layer is recomputed separately" in note]
-        return [note.partition(" each")[0] for note in found]
-
-    def file(method: str, num_layers: int) -> dict[str, object]:
-        return {f"{LANGUAGE}.recompute_granularity": "full", f"{LANGUAGE}.recompute_method": method,
-                f"{LANGUAGE}.recompute_num_layers": num_layers}
-
-    flags = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers")
-    assert reported(*flags, "2") == ["--recompute-num-layers: no effect: with --recompute-method uniform"]
-    (note,) = reported(**file("uniform", 2))
-    assert note == (f"text_decoder.recompute_num_layers of {tmp_path}/model_7b.json: no effect: with "
-                    f"text_decoder.recompute_method uniform")
-    assert not reported(*flags, "1", **file("block", 2)) and not reported(**file("uniform", 1))

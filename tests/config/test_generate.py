@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mm.config.foreign import FLAGS, SameAs
-from mm.config.generate import DEFAULT, GENERATE, load_asking
+from mm.config.generate import DEFAULT, load_asking
 from mm.config.inference import GENERATION_KEYS, GenerationSettings, read_generation, read_inference
 from mm.errors import UserError
 from tests.test_examples import EXAMPLES
@@ -157,26 +157,10 @@ def test_flags_that_contradict_each_other(tmp_path: Path, monkeypatch, flags: tu
     assert what in str(error.value)
 
 
-def test_flags_of_a_training_script_have_no_effect(tmp_path: Path):
-    """Those of MindSpeed-MM's inference script."""
-    text = """--use-mcore-models --micro-batch-size 1 --global-batch-size 1 --tokenizer-type NullTokenizer
-        --vocab-size 7 --seq-length 1024 --normalization RMSNorm --swiglu --seed 42 --bf16 --use-flash-attn
-        --no-load-optim --no-load-rng --log-interval 1 --save-interval 10000 --eval-interval 10000 --eval-iters 5000
-        --distributed-backend nccl
-        --variable-seq-lengths"""
-    found = asking(tmp_path, "--prompt", "A", *text.split())
-    assert found.args.bf16 and found.args.seed == 42
-    assert any("it affects training only" in note and "--micro-batch-size" in note for note in found.notes)
-
-
 @pytest.mark.parametrize("flag", [flag for flag, row in FLAGS.items() if isinstance(row, SameAs)])
 def test_other_words_for_flags_of_a_training_have_no_effect(tmp_path: Path, flag: str):
     assert any("it affects training only" in note and flag in note
                for note in asking(tmp_path, "--prompt", "A", flag).notes)
-
-
-def test_no_flag_is_both_supported_and_foreign():
-    assert not GENERATE.fields.keys() & GENERATE.foreign.keys()
 
 
 def test_sizes_of_pictures(write, tmp_path: Path):

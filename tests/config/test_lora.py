@@ -7,10 +7,9 @@ import pytest
 
 from mm.config.flag_rules import flag_problems
 from mm.config.flags import parse
-from mm.config.lora import LoraConfig, lora_notes, lora_problems, merged
+from mm.config.lora import LoraConfig, lora_notes, lora_problems
 from mm.config.model import read_model
-from mm.errors import UserError
-from tests.config.test_flags import REQUIRED, problems
+from tests.config.test_flags import REQUIRED
 from tests.files import EXAMPLES
 
 MODEL = EXAMPLES / "model_7b.json"
@@ -30,15 +29,6 @@ def test_flags_are_one_setting() -> None:
     assert not parse(REQUIRED).lora.is_on
 
 
-@pytest.mark.parametrize(("argv", "what"), [
-    (["--lora-r", "-1"], "--lora-r is -1; expected an integer of at least 1"),
-    (["--lora-alpha", "0"], "--lora-alpha is 0; expected a number from 1e-9 to 1e9"),
-    (["--lora-dropout", "1"], "--lora-dropout is 1; expected a number of at least 0 and less than 1"),
-])
-def test_numbers_have_bounds(argv: list[str], what: str) -> None:
-    assert problems(*argv) == [what]
-
-
 @pytest.mark.parametrize(("flag", "word", "what"), [
     ("--lora-rank-pattern", "q_proj=0", "an integer of at least 1"),
     ("--lora-alpha-pattern", "q_proj=-1", "a number from 1e-9 to 1e9"),
@@ -56,19 +46,6 @@ def test_keys_of_the_model_json(tmp_path: Path) -> None:
                               mixed_training=True)
     assert lora.parts == {"language"}
     assert [lora.freezes(part) for part in ("vision", "projector", "language")] == [False, False, True]
-
-
-def test_wrong_keys_are_reported_together(tmp_path: Path) -> None:
-    keys = {"lora_r": 0, "lora_dropout": 1.5, "lora_apply_modules": ["decoder"], "lora_rank_pattern": {"q_proj": 0}}
-    with pytest.raises(UserError) as caught:
-        read_model(written(tmp_path, **keys))
-    assert len(caught.value.problems) == 4
-    assert all(key in " ".join(caught.value.problems) for key in keys)
-
-
-def test_the_json_applies_where_flags_are_absent() -> None:
-    stated, flags = LoraConfig(mixed_training=True, r=4), LoraConfig(("q_proj",), dropout=0.1)
-    assert merged(stated, flags) == LoraConfig(("q_proj",), 4, dropout=0.1, mixed_training=True)
 
 
 @pytest.mark.parametrize(("stated", "given"), [(4, "16"), (8, "16"), (4, "8")])  # 8 is the default

@@ -7,10 +7,6 @@ from mm.config.notes import NoEffect, notes_at_start, sorted_notes
 IDLE = [NoEffect(["--a", "--b"], "the device decides"), NoEffect(["x.y"], "not read", "m.json")]
 
 
-def test_notes_without_effect_start_with_the_settings():
-    assert IDLE == ["--a, --b: no effect: the device decides", "x.y of m.json: no effect: not read"]
-
-
 def test_notes_about_results_come_first_and_once():
     assert sorted_notes([IDLE[0], "the loss differs", IDLE[1], "random weights", "the loss differs"]) == [
         "the loss differs", "random weights", *IDLE]

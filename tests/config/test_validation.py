@@ -41,14 +41,6 @@ def test_the_peers_flags_without_samples_give_a_note(tmp_path):
     assert not [note for note in load(tmp_path, "--eval-interval", "7", data=VAL_RATE).notes if "validation" in note]
 
 
-def test_names_without_a_project_give_a_note(tmp_path):
-    notes = load(tmp_path, "--wandb-exp-name", "a", "--wandb-save-dir", "b", "--swanlab-exp-name", "c").notes
-    assert "--wandb-exp-name, --wandb-save-dir: no effect: only with --wandb-project" in notes
-    assert "--swanlab-exp-name: no effect: only with --swanlab-project" in notes
-    notes = load(tmp_path, "--wandb-project", "p", "--wandb-exp-name", "a").notes
-    assert not [note for note in notes if "wandb" in note]
-
-
 @pytest.mark.parametrize(("flags", "data", "expected"), [
     (("--save", "s", "--save-best"), {}, "--save-best: there is no validation: {data} has neither val_dataset "
                                          "nor val_rate; add one of them to its basic_parameters"),

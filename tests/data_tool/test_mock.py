@@ -24,13 +24,6 @@ def test_every_sample_has_the_requested_size(tmp_path, hf_directory, model_confi
     assert mock.write(tmp_path / "again", tokenizer).read_text() == path.read_text(), "a function of the seed"
 
 
-def test_text_alone_needs_neither_pictures_nor_a_tokenizer(tmp_path, hf_directory) -> None:
-    path = Mock(num_samples=2, num_images=0, text_length=7).write(tmp_path)
-    config = data_config(hf_directory, tmp_path, path)
-    assert [len(Dataset(config)[number].turns[-1].text.split()) for number in range(2)] == [7, 7]
-    assert list((tmp_path / "images").iterdir()) == []
-
-
 def test_nothing_is_overwritten(tmp_path) -> None:
     Mock(num_samples=1, num_images=0).write(tmp_path)
     with pytest.raises(UserError, match=r"data.jsonl already exists"):

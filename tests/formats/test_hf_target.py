@@ -72,17 +72,6 @@ def test_transformers_loads_it(saved, mm, tmp_path, monkeypatch, form, shard_byt
     assert torch.equal(tiny.hf_logits(model.float(), sample), tiny.hf_logits(reference, sample))
 
 
-def test_an_index_with_odd_metadata_is_no_obstacle(saved, tmp_path):
-    base, path = shutil.copytree(saved, tmp_path / "base"), tmp_path / "base" / "model.safetensors.index.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"metadata": None}))
-    cast(saved, tmp_path / "wide", torch.float32)
-    convert.hf_to_mm(tmp_path / "wide", tmp_path / "mm", Layout(((4,),), ((4,),), 1)).run(ONE_WORKER)
-    convert.mm_to_hf(tmp_path / "mm", base, tmp_path / "out").run(ONE_WORKER)
-    written = json.loads((tmp_path / "out" / path.name).read_text())
-    assert list(written["metadata"]) == ["total_size"]
-    assert len(written["weight_map"]) == len(HFDirectory.open(saved).tensors)
-
-
 def test_config_json_states_the_dtype_of_the_source(saved, tmp_path):
     cast(saved, tmp_path / "wide", torch.float32)
     convert.hf_to_mm(tmp_path / "wide", tmp_path / "mm", Layout(((4,),), ((4,),), 1)).run(ONE_WORKER)

@@ -63,31 +63,3 @@ def test_settings_that_would_silently_train_another_model(tmp_path, config, key,
     (problem,) = problems_of(tmp_path, config)
     assert f"image_encoder.vision_encoder.{field} " in problem
     assert problem.count("\n") == 1
-
-
-def test_small_epsilons_are_distinguished(tmp_path):
-    (problem,) = problems_of(tmp_path, FLAT_3B | {"rms_norm_eps": 1e-5})
-    assert "text_decoder.layernorm_epsilon  1e-06  |  1e-05" in problem
-
-
-def test_other_model_types_and_broken_files(tmp_path):
-    (problem,) = problems_of(tmp_path, {"model_type": "qwen2_vl"})
-    assert problem.endswith("model_type is 'qwen2_vl'; expected 'qwen2_5_vl': this version trains Qwen2.5-VL, neither "
-                            "Qwen2-VL nor Qwen3-VL")
-    assert "model_type is None" in problems_of(tmp_path, [])[0]
-    (tmp_path / "config.json").write_text("{,}")
-    model = read_model(EXAMPLES / "model_3b.json").value
-    assert "config.json:1:2" in hf_problems(model, tmp_path, "m")[0]
-    assert hf_problems(model, tmp_path / "none", "m") == []
-
-
-@pytest.mark.parametrize(("key", "value"), [
-    ("text_config", 5), ("vision_config", [1]), ("rope_scaling", "mrope"), ("rope_parameters", "mrope")])
-def test_a_value_in_the_place_of_a_section_is_named(tmp_path, key, value):
-    (problem,) = problems_of(tmp_path, FLAT_3B | {key: value})
-    assert f"{key} is {value!r}; expected an object" in problem
-
-
-def test_lists_are_shown_as_json_has_them(tmp_path):
-    (problem,) = problems_of(tmp_path, FLAT_3B | {"rope_scaling": {"mrope_section": [8, 28, 28]}})
-    assert "[16, 24, 24]  |  [8, 28, 28]" in problem

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image as Pillow
 
-from mm.data.sample import Image, Video
+from mm.data.sample import Image
 from mm.errors import UserError
 from mm.scoring.own import read_own
 
@@ -34,14 +34,6 @@ def test_questions(folder):
     assert [[turn.text for turn in item.earlier] for item in items] == [[], [], ["Be."]]
     assert [item.index for item in items] == ["0", "x", "7"] and items[0].groups == {"category": "counting"}
     assert items[1].where == f"{folder}/own.json:1: question 1 (counted from 0, id 'x')"
-
-
-def test_videos(folder):
-    (folder / "clip.mp4").write_bytes(b"a video, at some time")
-    asked = {"question": "Who?", "video": "clip.mp4", "answer": "me"}
-    shown = [item.content for item in read(folder, [asked, {**asked, "image": "a.png"}]).items]
-    video = Video(str(folder / "clip.mp4"))
-    assert shown == [(video, "Who?"), (Image(str(folder / "a.png")), video, "Who?")]
 
 
 def test_options(folder):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mm.scoring.rules import anls, chosen_option, edit_distance, score
+from mm.scoring.rules import chosen_option, edit_distance, score
 
 OPTIONS = {"A": "a red cat", "B": "a blue dog", "C": "None of these", "D": "both"}
 
@@ -73,11 +73,6 @@ def test_relaxed_accuracy(answer, right, expected):
     assert score("relaxed", answer, (right,), {}) == expected
 
 
-def test_the_five_percent_are_of_the_right_answer():
-    """MindSpeed-MM uses 5 % of the model's answer: 105.2 is within 5 % of itself from 100, but not vice versa."""
-    assert score("relaxed", "105.2", ("100",), {}) == 0 and abs(105.2 - 100) / 105.2 < 0.05
-
-
 def test_relaxed_accuracy_takes_any_right_answer():
     assert score("relaxed", "1000", ("1,000", "1000"), {}) == 1
 
@@ -115,9 +110,3 @@ def test_edit_distance_is_the_recursive_definition(one, other):
         return min(exchanged, distance(first - 1, second) + 1, distance(first, second - 1) + 1)
 
     assert edit_distance(one, other) == distance(len(one), len(other))
-
-
-@given(st.text(max_size=20), st.lists(st.text(max_size=20), min_size=1, max_size=3))
-def test_anls_stays_in_its_bounds(answer, right):
-    assert anls(answer, right) == 0 or 0.5 <= anls(answer, right) <= 1
-    assert anls(right[0], right) == 1

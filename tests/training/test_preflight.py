@@ -33,7 +33,7 @@ def test_a_good_run_has_no_problems_and_writes_only_the_index(inputs: Path):
     assert problems(inputs, "--load", str(inputs / "hf"), "--save", str(inputs / "a/b"), "--export-hf",
                     str(inputs / "new")) == []
     assert sorted(path for path in inputs.rglob("*") if ".mm-index" not in path.parts) == before
-    assert len(list((inputs / ".mm-index").glob("*.npy"))) == 1
+    assert len(list((inputs / ".mm-index").glob("*.rows"))) == 1
 
 
 def test_all_problems_are_reported_together(inputs: Path):

@@ -144,8 +144,8 @@ def test_keys_that_nothing_reads_are_noted_and_others_refused(inputs: Path, caps
     (good,) = json.loads((inputs / "samples.json").read_text())
     (inputs / "samples.json").write_text(json.dumps([good | {"id": "a", "solution": "x"}] * 4))
     assert main(flags(inputs, "--check")) == 0
-    assert (f"note: nothing reads 'solution', which 4 records have (the first is {inputs}/samples.json: record 0 "
-            f"(id 'a')); docs/data.md lists the keys that are read\n") in capsys.readouterr().out
+    assert (f"note: 4 records, the first is {inputs}/samples.json: record 0 (id 'a'): nothing reads 'solution'; "
+            f"docs/data.md lists the keys that are read\n") in capsys.readouterr().out
     (inputs / "samples.json").write_text(json.dumps([good, good | {"objects": {"bbox": [[1, 2, 3, 4]]}}]))
     assert main(flags(inputs, "--check")) == 2
     (problem,) = capsys.readouterr().err.splitlines()

@@ -132,14 +132,3 @@ def test_a_pattern_without_a_layer_is_explained(pattern: str) -> None:
     model = replace(model, vision=replace(model.vision, freeze=True))
     (problem,) = adapter_problems(model)
     assert problem.startswith(f"--lora-target-modules has {pattern!r}, which ") and PROBLEMS[pattern] in problem
-
-
-def test_all_problems_at_once() -> None:
-    model = model_of("nothing", "up_proj", rank_pattern=(("q_proj", 2),), mixed_training=True,
-                     apply_modules=("vision_encoder",), trainable_modules=("layers.0.mlp.linear_fc1.bias",))
-    found = list(adapter_problems(model))
-    assert [next(word for word in text.split() if word.startswith("--")) for text in found] == [
-        "--lora-target-modules", "--lora-rank-pattern", "--trainable-modules"]
-    model = model_of("q_proj", mixed_training=True, apply_modules=("vision_encoder",))
-    assert "of parts that are not in lora_apply_modules (vision_encoder)" in next(adapter_problems(model))
-    assert not list(adapter_problems(model_of("all-linear")))

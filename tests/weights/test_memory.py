@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mm.config.model import ModelConfig, read_model
 from mm.weights.memory import FFN_MULTIPLE, MemoryLayout, memory_ffn, memory_shape
-from mm.weights.table import Fusion, Weight, fuse, local_shape, model_weights, shard
+from mm.weights.table import Fusion, Weight, fuse, model_weights, shard
 from tests.files import EXAMPLES
 from tests.weights.test_table import hf_tensors_of, models
 
@@ -47,22 +47,6 @@ def test_the_legal_tensor_parallel_sizes():
 def test_every_row_loads_16_bytes_at_a_time(size: str, tp_size: int):
     weights = model_weights(example(size))
     assert misaligned({weight.name: memory_shape(weight, tp_size) for weight in weights}) == []
-
-
-@pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_the_rows_of_files_do_not(tp_size: int):
-    weights = model_weights(example("7b"))
-    found = misaligned({weight.name: local_shape(weight, tp_size) for weight in weights})
-    assert len(found) >= 32 and all("blocks" in name and ".mlp.linear_fc" in name for name in found)
-
-
-@pytest.mark.parametrize(("tp_size", "columns"), [(1, 3424), (2, 3424), (4, 3456), (8, 3456)])
-def test_the_real_vision_ffn(tp_size: int, columns: int):
-    assert memory_ffn(3420, tp_size) == columns
-    fc1, fc2 = (next(weight for weight in model_weights(example("7b")) if weight.name.endswith(f"31.mlp.{name}.weight")
-                     and weight.part == "vision") for name in ("linear_fc1", "linear_fc2"))
-    assert memory_shape(fc1, tp_size) == (2 * columns // tp_size, 1280)
-    assert memory_shape(fc2, tp_size) == (1280, columns // tp_size)
 
 
 @settings(max_examples=30, deadline=None)

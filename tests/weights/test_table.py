@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from mm.errors import UserError
-from mm.formats.hf import are_module_names
 from mm.formats.mindspeed_layout import stage_local_name
 from mm.placement import layout_problems
 from mm.weights.names import live_name, published_name
@@ -25,7 +24,6 @@ from mm.weights.table import (
     hf_ranges,
     local_shape,
     model_weights,
-    padded_ffn,
     shard,
     unshard,
 )
@@ -219,26 +217,11 @@ def test_ranks_wholly_in_the_padding_hold_zeros(tiny):
     assert shard(weight, fused, 8, 7).tolist() == [0, 0]
 
 
-def test_real_vision_ffn_at_tp_8():
-    assert padded_ffn(3420, 8) == 3424 and padded_ffn(3456, 8) == 3456
-    model = real_model("7b")
-    layer = "image_encoder.encoder.blocks.layers.31."
-    assert local_shape(weight_named(model, f"{layer}mlp.linear_fc1.weight"), 8) == (2 * 428, 1280)
-    assert local_shape(weight_named(model, f"{layer}mlp.linear_fc2.weight"), 8) == (1280, 428)
-
-
 @pytest.mark.parametrize("name", [EMBEDDING_NAME, "text_decoder.decoder.layers.0.self_attention.linear_qkv.weight",
                                   "text_decoder.decoder.layers.0.self_attention.linear_proj.weight"])
 def test_what_must_not_be_padded_is_refused(tiny, name):
     with pytest.raises(UserError, match=f"{name} .*tensor parallel size 4"):
         local_shape(weight_named(tiny, name), 4)
-
-
-def test_wrong_shapes_are_refused(tiny):
-    weight = weight_named(tiny, EMBEDDING_NAME)
-    for act in (lambda x: shard(weight, x, 2, 0), lambda x: unshard(weight, [x, x])):
-        with pytest.raises(AssertionError, match=EMBEDDING_NAME):
-            act(torch.zeros(5, 4))
 
 
 @settings(max_examples=60, deadline=None)
@@ -283,12 +266,3 @@ def test_both_spellings(published, module):
     assert live_name(published) == module
     assert spell(published, Spelling.PUBLISHED) == published
     assert spell(published, Spelling.MODULE) == module
-
-
-def test_the_spelling_is_recognised():
-    weights = model_weights(real_model("7b"))
-    names = [name for weight in weights for name in weight.hf_names]
-    for spelling in Spelling:
-        assert are_module_names(spell(name, spelling) for name in names) is (spelling is Spelling.MODULE)
-    with pytest.raises(UserError, match=r"'model.norm.weight' and 'model.visual.a'"):
-        are_module_names(["model.norm.weight", "model.visual.a"])

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from mm.config.model import read_model
-from mm.errors import UserError
 from mm.formats.mindspeed_layout import Storage, mindspeed_targets
 from mm.weights.table import local_shape, model_weights
 from mm.weights.views import ViewIndex, shard_spans
@@ -33,12 +32,6 @@ def test_real_sizes(size: str, tp_size: int):
     padded = sum(one.span.length * one.view.num_rows * one.view.unit_bytes for one in index.padding)
     assert padded == sum(2 * (tp_size * math.prod(local_shape(weight, tp_size)) - math.prod(weight.shape))
                          for weight in model_weights(model) if weight.tp_dim is not None)
-
-
-def test_a_size_that_does_not_divide_is_refused():
-    model = read_model(EXAMPLES / "model_3b.json").value
-    with pytest.raises(UserError, match="does not divide"):
-        mindspeed_targets(model, 8, Storage(), {})
 
 
 def test_spans_of_a_padded_shard():

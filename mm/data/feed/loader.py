@@ -138,6 +138,7 @@ class _ReadMicrobatch:
         sample = self.dataset[index]
         with _noting(sample.where):
             outline = self.encoder.outline(sample)
+            self.dataset.refuse_changed(index, outline.microbatch)
         return replace(outline, microbatch=replace(outline.microbatch, samples=(index,)))
 
     def _looked_up(self, outlines: list[Outline]) -> list[Outline]:

@@ -3,8 +3,7 @@
 Compares numbers of records and checksums only; files are not read here.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -75,38 +74,26 @@ class TrainedOn:
         return [*changed(self.datasets, now), *other]
 
 
-def changed(then: Sequence[Contents], now: Sequence[Contents]) -> Iterator[str]:
+def changed(then: Sequence[Contents], now: Sequence[Contents]) -> list[str]:
     """The differences, one sentence per dataset.  Files that were only moved or renamed count as unchanged."""
-    if [one.identity for one in then] == [one.identity for one in now]:
-        return
-    if Counter(one.identity for one in then) == Counter(one.identity for one in now):
-        before, after = (", ".join(one.dataset for one in datasets) for datasets in (then, now))
-        yield f"the datasets were in the order {before}, and are now in the order {after}"
-        return
-    gone, new = _beside(then, now), _beside(now, then)
-    for one in gone:
-        same_file = next((other for other in new if other.file_sha256 == one.file_sha256), None)
-        same_name = next((other for other in new if other.dataset == one.dataset), None)
-        if same_file is not None:
-            new.remove(same_file)
-            yield (f"other samples of {one.dataset} are used ({one.num_samples} then, {same_file.num_samples} now), "
-                   f"because of a rate (%; older versions drew by the file's path), max_samples, val_rate, --seed, "
-                   f"--seq-length, or repaired samples")
-        elif same_name is not None:
-            new.remove(same_name)
-            yield f"{one.dataset} has changed ({counted(one.num_samples, 'sample')} then, {same_name.num_samples} now)"
-        else:
-            yield f"{one.dataset} with {counted(one.num_samples, 'sample')} is missing"
-    for one in new:
-        yield f"{one.dataset} with {counted(one.num_samples, 'sample')} is new"
-
-
-def _beside(some: Sequence[Contents], others: Sequence[Contents]) -> list[Contents]:
-    """Those of ``some`` without an equal in ``others``."""
-    left, found = Counter(one.identity for one in others), []
-    for one in some:
-        if left[one.identity]:
-            left[one.identity] -= 1
-        else:
-            found.append(one)
-    return found
+    before, after = ([one.identity for one in datasets] for datasets in (then, now))
+    if before == after:
+        return []
+    gone = [one for one in then if one.identity not in after]
+    found: list[str] = []
+    for one in now:
+        if one.identity in before:
+            continue
+        same_file = next((other for other in gone if other.file_sha256 == one.file_sha256), None)
+        same_name = next((other for other in gone if other.dataset == one.dataset), None)
+        if (other := same_file or same_name) is None:
+            found.append(f"{one.dataset} with {counted(one.num_samples, 'sample')} is new")
+            continue
+        gone.remove(other)
+        numbers = f"({other.num_samples} then, {one.num_samples} now)"
+        found.append(f"{other.dataset} has changed {numbers}" if same_file is None else
+                     f"other samples of {other.dataset} are used {numbers}, because of a rate (%), max_samples, "
+                     f"val_rate, --seed, --seq-length, or repaired samples")
+    found += [f"{one.dataset} with {counted(one.num_samples, 'sample')} is missing" for one in gone]
+    names = (", ".join(one.dataset for one in datasets) for datasets in (then, now))
+    return found or ["the datasets were {}, and are now {}".format(*names)]

@@ -6,10 +6,9 @@ The encoder itself renders, tokenizes and truncates the text, as in training.
 import hashlib
 import json
 import math
-import os
 import re
-import zlib
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from mm.batch import IGNORE_INDEX, Grid, image_pairs, window_pairs
 from mm.config.data import DataConfig
 from mm.config.model import ModelConfig
 from mm.data.encode.encoder import SampleEncoder
-from mm.data.sample import Media, Sample, Video
+from mm.data.sample import Media, Sample
 from mm.errors import UserError
 from mm.families.family import Family
 from mm.families.known import FAMILIES
@@ -30,15 +29,13 @@ from mm.process import is_first_rank
 from mm.progress import ongoing
 
 ROW = np.dtype([
-    ("start", "<i8"), ("end", "<i8"), ("num_image_pairs", "<i8"), ("num_window_pairs", "<i8"), ("num_tokens", "<i4"),
-    ("num_target_tokens", "<i4"), ("num_media", "<i4"), ("num_frames", "<i4"), ("num_patches", "<i4"),
-    ("media_sizes_crc32", "<u4"), ("media_times_crc32", "<u4"), ("num_dropped_tokens", "<i4"),
-    ("num_dropped_turns", "<i4"), ("num_control_words", "<i4"),
+    ("start", "<i8"), ("end", "<i8"), ("num_image_pairs", "<i8"), ("num_window_pairs", "<i8"), ("line", "<i4"),
+    ("num_tokens", "<i4"), ("num_target_tokens", "<i4"), ("num_media", "<i4"), ("num_patches", "<i4"),
+    ("num_dropped_tokens", "<i4"),
 ])  # fmt: skip
-"""The columns that the index has for each record: its position (``mm.data.read.spans.ByteSpan``), its ``Lengths``, its
-number of video frames, the ``media_stamps`` of its files, and what ``EncodedText`` dropped.  ``num_tokens`` is 0 if
-nothing was measured, ``BAD`` if the record cannot be used, and ``TOO_LONG`` if nothing of it would remain; in the last
-case the dropped tokens are ``TooLongError.num_tokens``."""
+"""The columns that the index has for each record: its ``mm.data.read.records.Span``, its ``Lengths``, and the tokens
+that truncation dropped.  ``num_tokens`` is 0 if nothing was measured, ``BAD`` if the record cannot be used, and
+``TOO_LONG`` if nothing of it would remain; then the dropped tokens are ``TooLongError.num_tokens``."""
 BAD, TOO_LONG = -1, -2
 _BOX = re.compile("|".join((
     *(rf"{re.escape(family.tokens.box_start)}([^<]*){re.escape(family.tokens.box_end)}" for family in FAMILIES),
@@ -66,6 +63,7 @@ class Gauge:
             encoder = SampleEncoder.from_config(data, model, seq_length)
         return cls(encoder, model.vision.window_attn_size // model.vision.patch_size)
 
+    @cached_property
     def fingerprint(self) -> str:
         """A hash of everything that its results depend on besides the samples."""
         return hashlib.sha256(json.dumps(_facts(self)).encode()).hexdigest()
@@ -87,8 +85,11 @@ def _facts(value: Any) -> Any:
     return value
 
 
-def sample_lengths(gauge: Gauge, sample: Sample, known: dict[Media, Grid]) -> tuple[dict[str, int], tuple[Grid, ...]]:
-    """The columns of ``ROW`` that depend on the encoder, and the grids of all media, in order.
+def sample_lengths(
+    gauge: Gauge, sample: Sample, known: dict[Media, Grid]
+) -> tuple[dict[str, int], int, tuple[Grid, ...]]:
+    """The columns of ``ROW`` that depend on the encoder, the number of words like control tokens, and the grids of all
+    media, in order.
 
     ``known`` caches grids across samples.  Raises UserError for media that cannot be read and for samples without any
     target left, and TooLongError where whole turns are dropped and none would remain.
@@ -99,22 +100,18 @@ def sample_lengths(gauge: Gauge, sample: Sample, known: dict[Media, Grid]) -> tu
             known[item] = encoder.planned(item).grid
     grids = tuple(known[item] if item in known else encoder.planned(item).grid for item in sample.media)
     text = encoder.chat.encode(sample.turns, grids)
-    num_tokens, num_targets = len(text.token_ids), int((text.labels != IGNORE_INDEX).sum())
+    num_targets = int((text.labels != IGNORE_INDEX).sum())
     kept = [grids[number] for number in text.media]
     _check(gauge, grids, num_targets)
     return {
-        "num_tokens": num_tokens,
+        "num_tokens": len(text.token_ids),
         "num_target_tokens": num_targets,
         "num_media": len(kept),
-        "num_frames": encoder.images.temporal_patch_size * sum(
-            grid[0] for grid, item in zip(grids, sample.media, strict=True) if isinstance(item, Video)),
         "num_patches": sum(map(math.prod, kept)),
         "num_image_pairs": sum(map(image_pairs, kept)),
         "num_window_pairs": sum(window_pairs(grid, gauge.window) for grid in kept),
         "num_dropped_tokens": text.num_dropped_tokens,
-        "num_dropped_turns": text.num_dropped_turns,
-        "num_control_words": text.num_control_words,
-    }, grids
+    }, text.num_control_words, grids
 
 
 def _check(gauge: Gauge, grids: tuple[Grid, ...], num_targets: int) -> None:
@@ -124,34 +121,12 @@ def _check(gauge: Gauge, grids: tuple[Grid, ...], num_targets: int) -> None:
     if num_visual > limit and not chat.drops_turns:
         raise UserError(
             f"its images and videos ({len(grids)}) alone take {num_visual} tokens, which exceeds --seq-length {limit}, "
-            f"and images are never cut (docs/data.md, \"Samples that are too long\"); use fewer or smaller ones "
-            f"(image_max_pixels, video_max_pixels), or raise --seq-length above {num_visual}.")
+            f"and images are never cut; use fewer or smaller ones (image_max_pixels, video_max_pixels), or raise "
+            f"--seq-length above {num_visual}.")
     if num_targets == 0:
         raise UserError(
             f"none of its answer tokens remain after truncation to --seq-length {limit}; shorten the sample, or raise "
             f"--seq-length.")
-
-
-def media_stamps(sample: Sample) -> dict[str, int]:
-    """The columns of ``ROW`` that detect changes of media files after measuring: a checksum of their sizes in bytes,
-    and one of their modification times in ns.  The files' contents are not read.
-
-    They only decide whether the index is still valid (``mm.data.index.index``).  Comparing data with a checkpoint
-    (``mm.data.index.contents``) and cached features with an image (``mm.data.feed.features``) does not use them.
-    Raises UserError when a file is gone.
-    """
-    try:
-        found = [os.stat(one) if isinstance(one, str) else None for item in sample.media for one in item.contents]
-    except OSError as error:
-        raise UserError(f"{error.filename}: can no longer be read: {error.strerror}.") from error
-    # An embedded image is part of the record file, whose content hash names the index.
-    sizes = [one.st_size if one is not None else 0 for one in found]
-    times = [one.st_mtime_ns if one is not None else 0 for one in found]
-    return {"media_sizes_crc32": _crc32(sizes), "media_times_crc32": _crc32(times)}
-
-
-def _crc32(numbers: list[int]) -> int:
-    return zlib.crc32(np.array(numbers, dtype="<i8").tobytes()) if numbers else 0
 
 
 def has_boxes_outside(sample: Sample, grids: tuple[Grid, ...], patch_size: int) -> bool:
@@ -163,5 +138,3 @@ def has_boxes_outside(sample: Sample, grids: tuple[Grid, ...], patch_size: int) 
     answers = (turn.text for turn in sample.turns if turn.role == "assistant")
     places = (box[box.lastindex or 0] for answer in answers for box in _BOX.finditer(answer))
     return any(float(number) > largest for place in places for number in _NUMBER.findall(place))
-
-

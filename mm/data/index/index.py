@@ -1,174 +1,84 @@
 """The index of one file, from checking and measuring every record once: its position and lengths, or why it is bad.
 
-The check reads a file block by block in several processes.  ``mm.data.index.store`` caches the result.
+The check reads a file block by block in several processes.  ``mm.data.index.store`` keeps the result.
 """
 
 import tempfile
-from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from mm.batch import Grid
 from mm.config.data import Attributes
 from mm.data.encode.chat import TooLongError
-from mm.data.index.gauge import (
-    BAD,
-    ROW,
-    TOO_LONG,
-    Gauge,
-    has_boxes_outside,
-    is_usable,
-    media_stamps,
-    sample_lengths,
-)
-from mm.data.index.rows import MappedRows
+from mm.data.index.gauge import BAD, ROW, TOO_LONG, Gauge, has_boxes_outside, is_usable, sample_lengths
+from mm.data.index.store import RecordIndex, Rows
 from mm.data.media.video import VideoConstantsError
 from mm.data.read.formats import read_sample, unread_keys
-from mm.data.read.records import Raw, RecordBlock, RecordFile
-from mm.data.read.roots import KnownMedia, MediaRoots
-from mm.data.record_name import name_of, record_place, record_problem
+from mm.data.read.records import Raw, RecordBlock, RecordFile, Span
+from mm.data.read.roots import MediaRoots
+from mm.data.record_name import BadSample, name_of, record_place
 from mm.data.sample import Media, Sample
 from mm.data.workers import in_processes
-from mm.errors import MAX_PROBLEMS, UserError, naming
+from mm.errors import MAX_PROBLEMS, UserError, printable
+from mm.families.known import TITLES, names_of
 from mm.progress import Progress
 
 _MAX_KNOWN = 100_000
 """Number of media whose grids are cached while a file is checked."""
-
-
-Unread = dict[str, tuple[int, int]]
-"""Keys that nothing reads: how many records have each, and the first of them.  "": all others, if there are many."""
-
-
-@dataclass(frozen=True)
-class Bad:
-    """A record that cannot be used."""
-
-    index: int
-    """In the file, counted from 0."""
-    line: int
-    """0 for Parquet."""
-    place: str
-    """``Raw.place``."""
-    has_media: bool
-    """Whether media files were looked up; these can change without the record."""
-    reason: str
-    name: str | int | None = None
-    """The record's ``id``."""
-
-    def message(self, path: str) -> str:
-        """``path`` is the current path of the file, which may have been moved since the check."""
-        return f"{path}{self.place}: {record_problem(self.index, self.name, self.reason)}"
+_BOXES = f"coordinates outside the images as the model sees them; {TITLES} uses pixels of the resized image"
+_CONTROL_WORDS = (f"words that look like control tokens ({', '.join(names_of(lambda one: [one.tokens.turn_start]))}) "
+                  f"or media placeholders, which are read as text")
+_MANY_KEYS = "more keys that nothing reads"
 
 
 @dataclass(frozen=True)
-class RecordIndex:
-    """The records of one file, in file order."""
+class Reader:
+    """How the records of one file become samples; a ``gauge`` measures them."""
 
-    rows: MappedRows
-    """The columns of ``ROW``."""
-    bad: tuple[Bad, ...]
-    problems: tuple[str, ...] = ()
-    """Why the file could not be read to the end."""
-    boxes_outside: tuple[int, ...] = ()
-    """Records whose answers contain coordinates outside their images."""
-    unread: Unread = field(default_factory=dict)
-    """Keys that nothing reads, in the good records."""
+    file: RecordFile
+    attr: Attributes
+    roots: MediaRoots
+    gauge: Gauge | None = None
 
-    def first_usable(self, num_good: int | None) -> "RecordIndex":
-        """The first records, up to ``num_good`` usable ones; None: all."""
-        if num_good is None or self.num_usable <= num_good:
-            return self
-        end, left = 0, num_good
-        for usable in self.usable():
-            if left <= len(usable):
-                end = int(usable[left - 1]) + 1 if left else end
-                break
-            left -= len(usable)
-        return RecordIndex(self.rows.first(end), tuple(one for one in self.bad if one.index < end), (),
-                     tuple(one for one in self.boxes_outside if one < end),
-                     {key: place for key, place in self.unread.items() if place[1] < end})
+    def sample(self, record: Any, number: int) -> Sample:
+        """Record ``number`` as a sample.  Raises UserError for an invalid record."""
+        return read_sample(record, self.attr, self.roots, record_place(self.file.path, number))
 
-    def usable(self) -> Iterator[np.ndarray]:
-        """The numbers of the records that can be trained on, in batches."""
-        for first, rows in self.rows.batches():
-            yield first + np.flatnonzero(is_usable(rows["num_tokens"]))
-
-    @cached_property
-    def num_usable(self) -> int:
-        """Number of records that can be trained on."""
-        return sum(int(np.count_nonzero(is_usable(rows["num_tokens"]))) for _, rows in self.rows.batches())
-
-    @cached_property
-    def num_bad(self) -> int:
-        """Number of records that cannot be used."""
-        return self._count(BAD)
-
-    @cached_property
-    def num_too_long(self) -> int:
-        """Number of records in which no turn fits."""
-        return self._count(TOO_LONG)
-
-    def _count(self, num_tokens: int) -> int:
-        return sum(int(np.count_nonzero(rows["num_tokens"] == num_tokens)) for _, rows in self.rows.batches())
+    def bad_sample(self, number: int, row: np.void, reason: str, record: Any, sample: Sample | None) -> BadSample:
+        """The entry of a record in the list of bad samples; ``sample``: if it could be read."""
+        paths = [printable(str(one)) for item in (sample.media if sample else ()) for one in item.contents]
+        cause = min((one for one in paths if one in reason), key=reason.find, default=None)
+        return BadSample(self.file.path, int(row["line"]) or None, number, name_of(record), cause, reason)
 
 
-def _add_unread(found: Unread, key: str, count: int, first: int) -> None:
-    key = key if key in found or len(found) < MAX_PROBLEMS else ""
-    before, earliest = found.get(key, (0, first))
-    found[key] = before + count, min(earliest, first)
+def span_of(row: np.void) -> Span:
+    """Where the record of a row of the index is."""
+    return int(row["start"]), int(row["end"]), int(row["line"])
 
 
-@dataclass(frozen=True)
+@dataclass
 class _CheckedBlock:
     """The result for one block: its rows and bad records, or why it could not be read."""
 
     rows: np.ndarray
-    bad: list[Bad]
-    boxes_outside: list[int]
-    unread: Unread
+    bad: list[BadSample] = field(default_factory=list[BadSample])
+    noted: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
     error: UserError | None = None
 
+    def note(self, what: str, count: int, first: int) -> None:
+        """Add an oddity of ``count`` good records.  Of many unread keys, only the first are named."""
+        what = what if what in self.noted or len(self.noted) < MAX_PROBLEMS else _MANY_KEYS
+        before, earliest = self.noted.get(what, (0, first))
+        self.noted[what] = before + count, min(earliest, first)
 
-class Reader:
-    """Turns the records of one file into samples.  With a ``gauge`` it detects changes since they were measured."""
-
-    def __init__(self, file: RecordFile, attr: Attributes, roots: MediaRoots, gauge: Gauge | None = None) -> None:
-        self.file, self.attr, self.roots, self.gauge = file, attr, roots, gauge
-
-    def where(self, number: int) -> str:
-        """How messages name record ``number``."""
-        return record_place(self.file.path, number)
-
-    def read(self, number: int, row: Mapping[str, int]) -> Sample:
-        """Record ``number``, which was found good.  Raises UserError when its file or media have changed."""
-        where = self.where(number)
-        record = self.file.read((row["start"], row["end"]))
-        with naming(where):
-            sample = read_sample(record, self.attr, self.roots, where)
-            if self.gauge is not None and row["num_tokens"] > 0 and _has_changed(self.gauge, sample, row):
-                paths = ", ".join(str(item.path) for item in sample.media)
-                raise UserError(f"an image or video of it has changed since it was measured ({paths}); run "
-                                f"'mm-data index --again', and start again.")
-        return sample
-
-
-def _has_changed(gauge: Gauge, sample: Sample, row: Mapping[str, int]) -> bool:
-    """Whether the media differ from those that were measured.
-
-    A changed file size is a change.  A changed modification time alone is not: copying a dataset changes it.  In that
-    case the sample is measured again from the headers of its media, and only different results count as a change.
-    """
-    stamps = media_stamps(sample)
-    if stamps["media_sizes_crc32"] != row["media_sizes_crc32"]:
-        return True
-    if stamps["media_times_crc32"] == row["media_times_crc32"]:
-        return False
-    columns, _ = sample_lengths(gauge, sample, {})
-    return any(row[name] != value for name, value in columns.items())
+    def add(self, other: "_CheckedBlock") -> None:
+        """Add the findings of another block, without its rows."""
+        self.bad += other.bad
+        for what, (count, first) in other.noted.items():
+            self.note(what, count, first)
 
 
 @dataclass
@@ -176,103 +86,86 @@ class Checker:
     """Checks blocks of one file; nothing is measured if its reader has no ``gauge``.  Pickles into workers."""
 
     reader: Reader
-    _media: KnownMedia = field(init=False)
     _grids: dict[Media, Grid] = field(default_factory=dict, init=False)
 
-    def __post_init__(self) -> None:
-        self._media = KnownMedia(self.reader.roots)
-
     def __call__(self, block: RecordBlock) -> _CheckedBlock:
-        rows, bad, boxes = np.zeros(len(block.spans), ROW), [], []
-        unread: Unread = {}
+        found = _CheckedBlock(np.zeros(len(block.spans), ROW))
         try:
-            for row, raw in zip(rows, self.reader.file.read_block(block), strict=True):
-                row["start"], row["end"] = raw.span
-                lookups_before = self._media.num_lookups
-                try:
-                    if self._measure(raw, row, unread):
-                        boxes.append(raw.index)
-                except TooLongError as error:
-                    row["num_tokens"], row["num_dropped_tokens"] = TOO_LONG, error.num_tokens
-                except VideoConstantsError:  # a fault of the checkpoint, which affects all videos
-                    raise
-                except UserError as error:
-                    row["num_tokens"] = BAD
-                    has_media = self._media.num_lookups > lookups_before
-                    bad += [Bad(raw.index, raw.line, raw.place, has_media, problem, name_of(raw.value))
-                            for problem in error.problems]
+            for row, raw in zip(found.rows, self.reader.file.read_block(block), strict=True):
+                row["start"], row["end"], row["line"] = raw.span
+                self._check(raw, row, found)
         except UserError as error:  # about the whole file; returned, because raising would bury it in a traceback
-            return _CheckedBlock(rows, bad, boxes, unread, error)
-        return _CheckedBlock(rows, bad, boxes, unread)
+            found.error = error
+        return found
 
-    def _measure(self, raw: Raw, row: np.void, unread: Unread) -> bool:
-        """Fill in the row of one record, and add its keys that nothing reads to ``unread``.
+    def _check(self, raw: Raw, row: np.void, found: _CheckedBlock) -> None:
+        """Fill in the row of one record, and add what is wrong or odd about it."""
+        sample = None
+        try:
+            if raw.problem is not None:
+                raise UserError(raw.problem)
+            sample = self.reader.sample(raw.value, raw.index)
+            self._measure(sample, raw.index, row, found)
+        except TooLongError as error:
+            row["num_tokens"], row["num_dropped_tokens"] = TOO_LONG, error.num_tokens
+        except VideoConstantsError:  # a fault of the checkpoint, which affects all videos
+            raise
+        except UserError as error:
+            row["num_tokens"] = BAD
+            found.bad.append(self.reader.bad_sample(raw.index, row, error.problems[0], raw.value, sample))
+            return
+        for key in unread_keys(raw.value, self.reader.attr):
+            found.note(f"nothing reads {key}; docs/data.md lists the keys that are read", 1, raw.index)
 
-        Returns whether its answers contain coordinates outside its images.
-        """
-        if raw.problem is not None:
-            raise UserError(raw.problem)
-        reader, gauge = self.reader, self.reader.gauge
-        sample = read_sample(raw.value, reader.attr, self._media, reader.where(raw.index))
-        for key in unread_keys(raw.value, reader.attr):
-            _add_unread(unread, key, 1, raw.index)
+    def _measure(self, sample: Sample, index: int, row: np.void, found: _CheckedBlock) -> None:
+        gauge = self.reader.gauge
         if gauge is None:
-            return False
+            return
         if len(self._grids) > _MAX_KNOWN:
             self._grids.clear()
-        columns, grids = sample_lengths(gauge, sample, self._grids)
-        columns |= media_stamps(sample)
-        for name, value in columns.items():
+        lengths, num_control_words, grids = sample_lengths(gauge, sample, self._grids)
+        for name, value in lengths.items():
             row[name] = value
-        return has_boxes_outside(sample, grids, gauge.encoder.images.patch_size)
+        if has_boxes_outside(sample, grids, gauge.encoder.images.patch_size):
+            found.note(_BOXES, 1, index)
+        if num_control_words:
+            found.note(_CONTROL_WORDS, 1, index)
 
 
 def make_index(
-    checker: Checker, num_processes: int, num_good: int | None = None, most_bad: int | None = None,
-    folder: str | None = None,
+    checker: Checker, num_processes: int, num_good: int | None = None, most_bad: int | None = None
 ) -> RecordIndex:
     """Check a file in ``num_processes`` processes, up to ``num_good`` good or ``most_bad`` bad records (None: all).
 
-    Its rows are written to an unnamed file in ``folder`` (None: the system's folder for temporary files), so they take
-    no memory in this process.  Raises UserError when the file changes during the check.
+    Its rows are written to an unnamed file, so they take no memory in this process.  Raises UserError when the file
+    changes during the check.
     """
-    file = checker.reader.file
-    problems: list[str] = []
-    bad, boxes = [], []
-    unread: Unread = {}
-    total = file.version[0] if file.spans_are_bytes else None
-    num_rows = found = 0
-    unit = "records" if total is None else "B"
-    with (tempfile.TemporaryFile(dir=folder) as rows,
+    file, problems = checker.reader.file, list[str]()
+    found, num_rows, num_usable = _CheckedBlock(np.empty(0, ROW)), 0, 0
+    total = None if file.kind == "Parquet" else file.version[0]
+    with (tempfile.TemporaryFile() as stream,
           closing(in_processes(checker, file.blocks(problems), num_processes)) as checked,
-          Progress(f"checking {file.path}", total, unit) as progress):
+          Progress(f"checking {file.path}", total, "records" if total is None else "B") as progress):
         for block in checked:
             if block.error is not None:
                 raise block.error
-            rows.write(block.rows.tobytes())
+            stream.write(block.rows.tobytes())
+            found.add(block)
             num_rows += len(block.rows)
-            bad += block.bad
-            boxes += block.boxes_outside
-            for key, (count, first) in block.unread.items():
-                _add_unread(unread, key, count, first)
-            found += int(is_usable(block.rows["num_tokens"]).sum())
+            num_usable += int(is_usable(block.rows["num_tokens"]).sum())
             progress.update(len(block.rows) if total is None else int(block.rows["end"][-1]) - progress.done)
-            if (num_good is not None and found >= num_good) or (most_bad is not None and len(bad) >= most_bad):
+            if (num_good is not None and num_usable >= num_good) or (most_bad and len(found.bad) >= most_bad):
                 break
-        rows.flush()
-        whole = np.memmap(rows, ROW, "r") if num_rows else np.empty(0, ROW)  # an empty file cannot be mapped
-    return RecordIndex(MappedRows(whole), tuple(bad), tuple(problems), tuple(boxes), unread).first_usable(num_good)
+        stream.flush()
+        rows = np.memmap(stream, ROW, "r") if num_rows else found.rows  # an empty file cannot be mapped
+    if num_good is not None and num_usable > num_good:
+        rows = rows[: int(np.flatnonzero(is_usable(rows["num_tokens"]))[num_good - 1]) + 1]
+    noted = {what: place for what, place in found.noted.items() if place[1] < len(rows)}
+    bad = tuple(one for one in found.bad if one.index < len(rows))
+    return RecordIndex(Rows(rows), bad, noted, tuple(problems))
 
 
 def still_bad(index: RecordIndex, checker: Checker) -> bool:
-    """Whether the bad records of a cached index are still bad: missing images may exist by now.
-
-    Records that are bad regardless of media need no check: the file and the settings match the index.
-    """
-    return all(block.bad for block in map(checker, _bad_blocks(index)))
-
-
-def _bad_blocks(index: RecordIndex) -> Iterator[RecordBlock]:
-    for one in {bad.index: bad for bad in index.bad if bad.has_media}.values():
-        row = index.rows.row(one.index)
-        yield RecordBlock(one.index, one.line, 1, np.array([[row["start"], row["end"]]], dtype=np.int64))
+    """Whether the bad records of an index that was kept are still bad: missing images may exist by now."""
+    blocks = (RecordBlock(one.index, [span_of(index.rows.array[one.index])]) for one in index.bad)
+    return all(block.bad for block in map(checker, blocks))

@@ -1,132 +1,177 @@
-"""The files that contain the samples of a data JSON, opened and checked.
+"""The files that contain the samples of a data JSON, each opened and checked once per content."""
 
-Training samples and those set aside by ``val_rate`` are in the same files, so opening files is separate from selecting
-samples (``mm.data.index.dataset``).
-"""
-
+import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from mm.config.data import DataConfig
 from mm.config.dataset_files import DatasetFile, training_files, validation_files
-from mm.data.index.gauge import TOO_LONG, Gauge
-from mm.data.index.index import Checker, Reader
-from mm.data.index.indexed_file import IndexedFile, open_indexed
-from mm.data.index.remarks import too_long_remark, unread_remark
+from mm.data.index.gauge import TOO_LONG, Gauge, is_usable
+from mm.data.index.index import Checker, Reader, make_index, span_of, still_bad
+from mm.data.index.store import RecordIndex, Store, key_of
 from mm.data.order.selection import num_chosen
-from mm.data.read.open_records import open_records
+from mm.data.read.records import open_records
 from mm.data.read.roots import MediaRoots
-from mm.data.record_name import BadSample
-from mm.errors import MAX_PROBLEMS, UserError, collected, counted
-from mm.families.known import TITLES
+from mm.data.record_name import BadSample, name_of, record_place
+from mm.data.sample import Sample
+from mm.errors import MAX_PROBLEMS, UserError, collected, counted, naming, printable
 
 Split = Literal["training", "validation"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 _SKIP_HINT = " (--bad-sample skip leaves such samples out and lists them in a file.)"
+NUM_NAMED = 3
 
 
-@dataclass(frozen=True)
-class SampleFiles:
-    """Files with at least one good sample.  Pickles small into data workers, as ``IndexedFile`` does."""
+@dataclass
+class IndexedFile:
+    """One file of a dataset with its index.  Pickles small into data workers."""
 
-    dataset_files: tuple[DatasetFile, ...]
-    """The entry of each file in the data JSON; with a limit on samples there may be more entries than ``files``."""
-    files: tuple[IndexedFile, ...]
-    skipped: tuple[BadSample, ...]
-    """Samples that were left out because they cannot be used."""
-    notes: tuple[str, ...]
-    """Where the index is kept, if not in its usual place, and oddities of good samples."""
-    limit: tuple[int, bool] | None
-    """``seq_length``, and whether whole turns are dropped from longer samples; None if nothing was measured."""
+    source: DatasetFile
+    reader: Reader
+    index: RecordIndex
+    file_sha256: str | None
+    """If known."""
+    num_samples: int = 0
+    """Number of samples in use, including those set aside for validation."""
 
-    @classmethod
-    def open(cls, config: DataConfig, skips_bad: bool, gauge: Gauge | None, split: Split) -> "SampleFiles":
-        """Check every record, unless the index has the result for the same content.  Arguments and UserErrors are
-        those of ``Dataset``."""
-        has_files = split == "validation" and config.val_dataset  # otherwise it is a share of the training files
-        dataset_files = validation_files(config) if has_files else training_files(config)
-        most = config.val_max_samples if has_files else config.max_samples
-        opening, files = _Opening(config, skips_bad, gauge), []
-        problems = opening.problems
-        for dataset_file in dataset_files:
-            left = None if most is None else most - sum(records.num_samples for records in files)
-            if left == 0 or len(problems) >= MAX_PROBLEMS:
-                break
-            with collected(problems):
-                records = opening.open(dataset_file, left if is_whole(dataset_file) else None)
-                num_usable = records.index.num_usable
-                count = num_usable if is_whole(dataset_file) else num_chosen(
-                    num_usable, dataset_file.rate_percent, dataset_file.num_samples)
-                records.num_samples = count if left is None else min(count, left)
-                files.append(records)
-        limit = gauge and (gauge.encoder.chat.seq_length, gauge.encoder.chat.drops_turns)
-        found = cls(tuple(dataset_files), tuple(files), tuple(opening.skipped), tuple(opening.notes), limit)
-        if not problems and not sum(records.num_samples for records in files):
-            problems = [*(one.message() for one in found.skipped), *found.too_long()] or [
-                f"{', '.join(one.entry for one in dataset_files)}: no samples are used; raise the rates (%)."]
-        if problems:
-            more = ["There may be more problems: 'mm-data check' counts all, and its --html PAGE lists them."]
-            more *= len(problems) >= MAX_PROBLEMS
-            raise UserError(problems[:MAX_PROBLEMS] + more)
-        return found
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"index": replace(self.index, bad=(), noted={})}
 
-    def too_long(self) -> Iterator[str]:
-        """Notes about the records in which no turn fits."""
-        for records in self.files:
-            if self.limit is not None and records.index.num_too_long:
-                rows = records.index.rows
-                numbers = np.concatenate([first + np.flatnonzero(some["num_tokens"] == TOO_LONG)
-                                          for first, some in rows.batches()])
-                yield too_long_remark(numbers, rows.array["num_dropped_tokens"][numbers], self.limit[0], records.named)
+    @property
+    def content(self) -> str:
+        """SHA-256 of the file, which does not depend on where it is.  Raises UserError when it can no longer be read.
+        """
+        return self.file_sha256 or self.reader.file.content_hash()
 
-    def without_problems(self) -> "SampleFiles":
-        """The same for data workers, which need neither ``skipped`` nor ``notes``."""
-        return replace(self, skipped=(), notes=())
+    def usable(self) -> np.ndarray:
+        """The numbers of the records that can be trained on."""
+        return np.flatnonzero(is_usable(self.index.rows.array["num_tokens"]))
 
+    def too_long(self) -> np.ndarray:
+        """The numbers of the records in which no turn fits."""
+        return np.flatnonzero(self.index.rows.array["num_tokens"] == TOO_LONG)
 
-class _Opening:
-    """Opens the files of one split in order, and collects their problems and oddities."""
+    def record(self, number: int) -> Any:
+        """Record ``number``, which the check could read.  Raises UserError when the file has changed since."""
+        return self.reader.file.read(span_of(self.index.rows.array[number]))
 
-    def __init__(self, config: DataConfig, skips_bad: bool, gauge: Gauge | None) -> None:
-        self._config, self._skips_bad, self._gauge = config, skips_bad, gauge
-        self._gauge_key = gauge and gauge.fingerprint()
-        self.problems: list[str] = []
-        self.skipped: list[BadSample] = []
-        self.notes: list[str] = []
+    def sample(self, number: int) -> Sample:
+        """The sample of a good record.  Raises UserError as ``record`` does."""
+        record = self.record(number)
+        with naming(self.where(number)):
+            return self.reader.sample(record, number)
 
-    def open(self, dataset_file: DatasetFile, limit: int | None) -> IndexedFile:
-        """Check one file, or load its index.  ``limit``: stop after this many good samples."""
-        config, file = self._config, open_records(dataset_file.path)
-        roots = MediaRoots(dataset_file.media_root, (config.dataset_dir, *(config.media_roots or ())))
-        checker = Checker(Reader(file, dataset_file.attr, roots, self._gauge))
-        most_bad = None if self._skips_bad else MAX_PROBLEMS
-        records = open_indexed(checker, config, self._gauge_key, limit, most_bad, self.notes)
-        index, records.entry = records.index, dataset_file.entry
-        self.notes += file.remarks()
-        if not len(index.rows) and not index.problems:
-            self.problems.append(f"{dataset_file.path}: has no samples; expected a JSON list of objects, or one JSON "
-                                 f"object per line.")
-        found = [one.message(dataset_file.path) for one in index.bad]
-        if self._skips_bad:
-            self.skipped += [records.bad_sample(one.index, one.reason, one.line) for one in index.bad]
-        elif found:
-            if not any(_SKIP_HINT in problem for problem in self.problems):
-                found[0] += _SKIP_HINT
-            self.problems += found
-        self.problems += index.problems
-        if index.boxes_outside:
-            self.notes.append(
-                f"box or point coordinates outside the images as the model sees them in "
-                f"{counted(len(index.boxes_outside), 'sample')}, the first is {records.named(index.boxes_outside[0])}; "
-                f"{TITLES} uses pixels of the resized image")
-        self.notes += (unread_remark(key, count, records.named(first))
-                       for key, (count, first) in index.unread.items())
-        return records
+    def bad_sample(self, number: int, reason: str) -> BadSample:
+        """The entry of a record, found good by the check, in the list of bad samples.  Raises UserError as ``record``
+        does."""
+        record, sample = self.record(number), None
+        with suppress(UserError):
+            sample = self.reader.sample(record, number)
+        where = printable(f"{self.where(number)}: ")
+        return self.reader.bad_sample(number, self.index.rows.array[number], reason.removeprefix(where), record, sample)
+
+    def where(self, number: int) -> str:
+        """A record as ``Sample.where`` names it."""
+        return record_place(self.reader.file.path, number)
+
+    def named(self, number: int) -> str:
+        """A record as notes name it."""
+        return record_place(self.reader.file.path, number, name_of(self.record(number)))
+
+    def notes(self, seq_length: int | None) -> Iterator[str]:
+        """Oddities of good records, and those in which no turn fits; None: nothing was measured."""
+        yield from self.reader.file.remarks()
+        for what, (count, first) in self.index.noted.items():
+            yield f"{counted(count, 'record')}, the first is {self.named(first)}: {what}"
+        if seq_length is not None and len(numbers := self.too_long()):
+            needed = self.index.rows.array["num_dropped_tokens"][numbers].max()
+            yield (f"{counted(len(numbers), 'sample')} left out, because not even one question and answer of each fit "
+                   f"in --seq-length {seq_length}: raise it to {needed}, use fewer or smaller images and videos "
+                   f"(image_max_pixels), or shorten them.  {first_of(map(self.named, numbers.tolist()[:NUM_NAMED]))}")
 
 
-def is_whole(dataset_file: DatasetFile) -> bool:
-    """Whether every sample of a file is used once."""
-    return dataset_file.rate_percent == 100 and dataset_file.num_samples is None
+def first_of(names: Iterator[str]) -> str:
+    """The end of a note about samples."""
+    return f"The first: {', '.join(names)}"
+
+
+def open_files(
+    config: DataConfig, skips_bad: bool, gauge: Gauge | None, split: Split
+) -> tuple[tuple[IndexedFile, ...], tuple[BadSample, ...]]:
+    """The files with at least one good sample, and the samples that were left out because they cannot be used.
+
+    Arguments and UserErrors are those of ``Dataset``.
+    """
+    has_files = split == "validation" and config.val_dataset  # otherwise it is a share of the training files
+    sources = validation_files(config) if has_files else training_files(config)
+    most = config.val_max_samples if has_files else config.max_samples
+    files, skipped, problems = list[IndexedFile](), list[BadSample](), list[str]()
+    for source in sources:
+        left = None if most is None else most - sum(file.num_samples for file in files)
+        if left == 0 or len(problems) >= MAX_PROBLEMS:
+            break
+        with collected(problems):
+            file = _opened(source, config, skips_bad, gauge, left)
+            files.append(file)
+            if not len(file.index.rows) and not file.index.problems:
+                problems.append(f"{source.path}: has no samples; expected a JSON list of objects, or one JSON object "
+                                f"per line.")
+            if skips_bad:
+                skipped += file.index.bad
+            elif found := [one.message() for one in file.index.bad]:
+                problems += [found[0] + _SKIP_HINT * (not problems), *found[1:]]
+            problems += file.index.problems
+    if not problems and not sum(file.num_samples for file in files):
+        notes = (note for file in files for note in file.notes(gauge and gauge.encoder.chat.seq_length))
+        problems = [*(one.message() for one in skipped), *notes] or [
+            f"{', '.join(one.entry for one in sources)}: no samples are used; raise the rates (%)."]
+    if problems:
+        more = ["There may be more problems: 'mm-data check' counts all, and its --html PAGE lists them."]
+        raise UserError(problems[:MAX_PROBLEMS] + more * (len(problems) >= MAX_PROBLEMS))
+    return tuple(files), tuple(skipped)
+
+
+def _opened(
+    source: DatasetFile, config: DataConfig, skips_bad: bool, gauge: Gauge | None, left: int | None
+) -> IndexedFile:
+    """One file with its index.  ``left``: use at most this many samples."""
+    roots = MediaRoots(source.media_root, (config.dataset_dir, *(config.media_roots or ())))
+    reader = Reader(open_records(source.path), source.attr, roots, gauge)
+    limit, most_bad = left if source.is_whole else None, None if skips_bad else MAX_PROBLEMS
+    index, sha256 = _indexed(Checker(reader), config, limit, most_bad)
+    file = IndexedFile(source, reader, index, sha256)
+    count = num_chosen(len(file.usable()), source.rate_percent, source.num_samples)
+    file.num_samples = count if left is None else min(count, left)
+    return file
+
+
+def _indexed(
+    checker: Checker, config: DataConfig, limit: int | None, most_bad: int | None
+) -> tuple[RecordIndex, str | None]:
+    """The index of a file and the file's checksum: from the store if it has them, otherwise checked now."""
+    reader = checker.reader
+    if reader.gauge is None:
+        return make_index(checker, 1, limit, most_bad), None
+    store, path = Store.of(config), reader.file.path
+    content = store.content_hash(reader.file)
+    roots = [os.path.realpath(root) for root in reader.roots.all]
+    key = key_of(content, asdict(reader.attr), roots, reader.gauge.fingerprint, limit)
+
+    def kept() -> RecordIndex | None:
+        found = None if config.overwrite_cache else store.load(key, path)
+        return found if found is not None and still_bad(found, checker) else None
+
+    if (index := kept()) is not None:
+        return index, content
+    with store.making(key, f"the index of {path}"):
+        if (index := kept()) is not None:
+            return index, content
+        index = make_index(checker, config.preprocessing_num_workers or len(os.sched_getaffinity(0)), limit, most_bad)
+        if index.problems or not len(index.rows) or (most_bad is not None and len(index.bad) >= most_bad):
+            return index, content  # an error: the caller reports it
+        store.save(key, index)
+    return store.load(key, path) or index, content

@@ -1,43 +1,113 @@
-"""Caches indexes between runs: a folder of arrays whose names are hashes of all their inputs.
+"""Keeps indexes between runs: a folder of tables whose names are hashes of all that they depend on.
 
-An index is ``KEY.npy`` and ``KEY.json``, written last.  Both are written to temporary files and renamed, so a run that
-is killed leaves at most a temporary file.  A file that does not match its checksum is created again, with a note.
-Selections of records, for datasets that do not use all, are kept in the same way.  ``files/`` has the checksum of each
-file with its size and times, so that an unchanged file is not read at every start.  If several processes or nodes need
-the same file, one creates it.
+An index is ``KEY.rows``, a row of ``ROW`` for each record, and ``KEY.json``, written last.  ``KEY.numbers`` are the
+records that a dataset uses.  ``files/`` has the checksum of each file of records, named by its size and times, so that
+an unchanged file is not read at every start.
 """
 
 import hashlib
 import json
 import os
 import time
-import zlib
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mm.config.data import DataConfig
 from mm.data.index.gauge import ROW
-from mm.data.index.index import Bad, RecordIndex
-from mm.data.index.rows import MappedRows, file_crc32
+from mm.data.lengths import Lengths
 from mm.data.read.records import RecordFile
-from mm.files import json_object, read_regular, replace_file, write_whole
+from mm.data.record_name import BadSample
+from mm.errors import UserError, writing
+from mm.files import json_object, write_whole
 from mm.lock import making
 
-_FORM = 6
+CACHE_DIR = ".mm-index"
+"""Folder in ``dataset_dir``, used if the data JSON does not set ``cache_dir``."""
+_FORM = 7
 """Increment when the same data would be read or measured differently."""
-_CHECKSUM = "json_crc32"
-"""Key of each JSON file: the checksum of its other content."""
+NUMBER = np.dtype(np.uint32)
+"""Numbers a record over all files: up to 4,294,967,295, more than any realistic index."""
 _SETTLED_SECONDS = 2.0
 """A file modified less than this before it was read may change again without a new modification time."""
 
 
-def key_of(content_hash: str, *facts: Any) -> str:
-    """The name of the index for a file with this content, read and measured with these ``facts`` (JSON values)."""
-    return hashlib.sha256(json.dumps([_FORM, ROW.descr, content_hash, *facts]).encode()).hexdigest()[:32]
+class Rows:
+    """A table that the processes of a node map into memory and share.  Pickles as the path of its file if it has one.
+    """
+
+    def __init__(self, array: np.ndarray, path: str | None = None) -> None:
+        self.array, self.path = array, path
+
+    @classmethod
+    def open(cls, path: str, dtype: np.dtype) -> "Rows":
+        """Raises OSError, and ValueError if the file holds no rows of this kind."""
+        return cls(np.memmap(path, dtype, "r") if os.path.getsize(path) else np.empty(0, dtype), path)
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Rows, (np.array(self.array),)) if self.path is None else (Rows.open, (self.path, self.array.dtype))
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The measurements of all samples of a dataset, column by column, from the indexes of its files.
+
+    Only requested data are loaded into memory, and it pickles as file paths.
+    """
+
+    files: tuple[Rows, ...]
+    """For each file, the columns of ``ROW`` of all its records."""
+    taken: Rows
+    """uint32: the record of each sample, counted over all files."""
+
+    def __len__(self) -> int:
+        return len(self.taken)
+
+    def of(self, numbers: np.ndarray) -> Lengths:
+        """The lengths of these samples, in the given order, loaded into memory."""
+        return Lengths(**{one.name: self.values(one.name, numbers) for one in fields(Lengths)})
+
+    def values(self, name: str, numbers: np.ndarray) -> np.ndarray:
+        """One column for these samples, in the given order, loaded into memory."""
+        files, records = self.places(numbers)
+        found = np.empty(len(records), ROW[name])
+        for file in np.unique(files).tolist():
+            is_here = files == file
+            found[is_here] = self.files[file].array[name][records[is_here]]
+        return found
+
+    def places(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The file of each of these samples, and its record in that file; int64."""
+        records = self.taken.array[numbers].astype(np.int64)
+        files = np.searchsorted(self._ends, records, side="right")
+        return files, records - np.concatenate([[0], self._ends])[files]
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        return np.cumsum([len(rows) for rows in self.files])
+
+
+@dataclass(frozen=True)
+class RecordIndex:
+    """The records of one file, in file order."""
+
+    rows: Rows
+    """The columns of ``ROW``."""
+    bad: tuple[BadSample, ...] = ()
+    noted: Mapping[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+    """Oddities of good records: how many records have each, and the first of them."""
+    problems: tuple[str, ...] = ()
+    """Why the file could not be read to the end."""
+    identity: str = ""
+    """Differs from that of any other index that is kept."""
 
 
 @dataclass(frozen=True)
@@ -45,167 +115,74 @@ class Store:
     """Folders of indexes.  The first writable one is written, all are read."""
 
     folders: tuple[Path, ...]
-    notes: list[str]
-    """Receives a note for each damaged file."""
 
     @classmethod
-    def of(cls, folder: str, notes: list[str]) -> "Store":
-        """``folder``, with the user's cache folder as the fallback if it cannot be written."""
+    def of(cls, config: DataConfig) -> "Store":
+        """``cache_dir`` of the data JSON, and the user's cache folder in case it cannot be written."""
         home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-        return cls((Path(folder), Path(home) / "mm-data"), notes)
+        return cls((Path(config.cache_dir or os.path.join(config.dataset_dir, CACHE_DIR)), Path(home) / "mm-data"))
 
     @property
-    def folder(self) -> str | None:
-        """The first writable folder; None if there is none."""
+    def folder(self) -> Path:
+        """The first writable folder.  Raises UserError if there is none."""
         for folder in self.folders:
             with suppress(OSError):
                 folder.mkdir(parents=True, exist_ok=True)
-            if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):
-                return str(folder)
+                if os.access(folder, os.W_OK | os.X_OK):
+                    return folder
+        raise UserError(f"the index of the samples cannot be written to {' or '.join(map(str, self.folders))}; set "
+                        f"basic_parameters.cache_dir to a writable folder")
+
+    def content_hash(self, file: RecordFile) -> str:
+        """The hash of ``file``, which is read only if its size or times are new.  Raises UserError when it cannot be
+        read."""
+        status = os.stat(file.path)
+        stamp = os.path.realpath(file.path), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+        name = f"files/{key_of(*stamp)}"
+        for folder in self.folders:
+            with suppress(OSError):
+                return (folder / name).read_text()
+        sha256 = file.content_hash()
+        if time.time() - status.st_mtime > _SETTLED_SECONDS:
+            self._write(name, sha256.encode())
+        return sha256
+
+    def making(self, key: str, what: str) -> AbstractContextManager[None]:
+        """Lets only this process create the index ``key``; others wait.  Look again inside whether it exists now."""
+        return making(self.folder / f"{key}.lock", what)
+
+    def load(self, key: str, path: str) -> RecordIndex | None:
+        """An index with its rows mapped into memory, for a file that is now at ``path``; None if there is none."""
+        for folder in self.folders:
+            with suppress(OSError, ValueError):
+                found = json_object((folder / f"{key}.json").read_bytes())
+                bad = tuple(BadSample(**{**one, "dataset": path}) for one in found["bad"])
+                noted = {what: (count, first) for what, (count, first) in found["noted"].items()}
+                rows = Rows.open(str(folder / f"{key}.rows"), ROW)
+                return RecordIndex(rows, bad, noted, (), found["identity"])
         return None
 
-    def content_hash(self, file: RecordFile) -> tuple[str, bool]:
-        """The hash of ``file``, which is read only if its size or times are new, and whether an older version
-        of this program, whose indexes are not used, has indexed it.  Raises UserError when it cannot be read."""
-        real, status = os.path.realpath(file.path), os.stat(file.path)
-        stamp = [real, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
-        name = f"files/{hashlib.sha256(real.encode(errors='surrogateescape')).hexdigest()[:32]}.json"
+    def save(self, key: str, index: RecordIndex) -> None:
+        """Keep an index."""
+        self._write(f"{key}.rows", index.rows.array)
+        facts = {"bad": [asdict(one) for one in index.bad], "noted": index.noted, "identity": os.urandom(8).hex()}
+        self._write(f"{key}.json", json.dumps(facts).encode())
 
-        def remember(sha256: str) -> None:
-            self._write(lambda folder: _write_json(folder / name, {"stamp": stamp, "sha256": sha256, "form": _FORM}))
-
-        def remembered() -> tuple[str, bool] | None:
-            for folder in self.folders:
-                found = self._json(folder / name)
-                if found is not None and found.get("stamp") == stamp:
-                    is_older = found.get("form") != _FORM
-                    if is_older:
-                        remember(found["sha256"])
-                    return found["sha256"], is_older
-            return None
-
-        if (known := remembered()) is not None:
-            return known
-        with self.making(name.removesuffix(".json"), f"the checksum of {file.path}"):
-            if (known := remembered()) is not None:
-                return known
-            sha256 = file.content_hash()
-            if time.time() - status.st_mtime > _SETTLED_SECONDS:
-                remember(sha256)
-        return sha256, False
-
-    @contextmanager
-    def making(self, name: str, what: str) -> Iterator[None]:
-        """Lets only this process create the file ``name``.  Check again inside: another process may have created it.
-
-        If no folder can be written, every process creates its own.
-        """
-        with ExitStack() as stack:
-            for folder in self.folders:
-                with suppress(OSError):
-                    stack.enter_context(making(folder / f"{name}.lock", what))
-                    break
-            yield
-
-    def load(self, key: str) -> "Kept | None":
-        """An index with its rows mapped into memory; None if there is none."""
-        rows, manifest = self._load_rows(key)
-        if rows is None:
-            return None
-        bad = tuple(Bad(**one) for one in manifest["bad"])
-        unread = {name: (count, first) for name, (count, first) in manifest["unread"].items()}
-        return Kept(RecordIndex(rows, bad, (), tuple(manifest["boxes_outside"]), unread), f"{key} {rows.crc32}")
-
-    def save(self, key: str, index: RecordIndex) -> str | None:
-        """Save an index.  Returns a note if it is not kept in the first folder, or not at all."""
-        assert not index.problems, "a file that was not read to the end has no index"
-        return self._save_rows(key, index.rows.array, {"bad": [asdict(one) for one in index.bad],
-                                                       "boxes_outside": list(index.boxes_outside),
-                                                       "unread": index.unread})
-
-    def numbers(self, facts: Any, choose: Callable[[], np.ndarray]) -> MappedRows:
-        """The result of ``choose``, cached under the ``facts`` (JSON values) it depends on."""
-        key = hashlib.sha256(json.dumps([_FORM, facts]).encode()).hexdigest()[:32]
-        if (rows := self._load_rows(key)[0]) is not None:
-            return rows
-        with self.making(key, "the selection of the samples"):
-            if (rows := self._load_rows(key)[0]) is not None:
-                return rows
-            numbers = choose()
-            self._save_rows(key, numbers, {})
-        return self._load_rows(key)[0] or MappedRows(numbers)
-
-    def _load_rows(self, key: str) -> tuple[MappedRows | None, dict[str, Any]]:
-        """Rows and their manifest.  A file that does not match its checksum counts as absent, with a note."""
+    def numbers(self, facts: Any, choose: Callable[[], np.ndarray]) -> Rows:
+        """The result of ``choose``, kept under the ``facts`` (JSON values) that it depends on."""
+        name = f"{key_of(facts)}.numbers"
         for folder in self.folders:
-            manifest, path = self._json(folder / f"{key}.json"), folder / f"{key}.npy"
-            if manifest is None:
-                continue
-            try:
-                return MappedRows.open(str(path), manifest["crc32"]), manifest
-            except OSError:
-                continue
-            except ValueError:
-                self._note(path)
-        return None, {}
+            with suppress(OSError, ValueError):
+                return Rows.open(str(folder / name), NUMBER)
+        return Rows.open(self._write(name, choose()), NUMBER)
 
-    def _save_rows(self, key: str, rows: np.ndarray, more: dict[str, Any]) -> str | None:
-        """Write rows, then their manifest.  Returns a note as ``_write`` does."""
-        def write(folder: Path) -> None:
-            path = folder / f"{key}.npy"
-            replace_file(path, lambda stream: np.lib.format.write_array(stream, rows, allow_pickle=False))
-            _write_json(folder / f"{key}.json", {"crc32": file_crc32(path), **more})
-
-        return self._write(write)
-
-    def _write(self, write: Callable[[Path], None]) -> str | None:
-        """``write`` into the first folder that accepts it.  Returns a note if that is not the first folder."""
-        reasons: list[str] = []
-        for folder in self.folders:
-            try:
-                write(folder)
-            except OSError as error:
-                reasons.append(f"{folder} cannot be written ({error.strerror})")
-                continue
-            return f"the index of the samples is kept in {folder}, because {'; '.join(reasons)}" if reasons else None
-        return (f"the index of the samples is kept in memory only, so every start creates it again: "
-                f"{'; '.join(reasons)}.  Set basic_parameters.cache_dir to a writable folder")
-
-    def _json(self, path: Path) -> dict[str, Any] | None:
-        """The content of a JSON file; None if it is missing, or damaged, with a note."""
-        try:
-            content = json_object(read_regular(path))
-            stated = content.pop(_CHECKSUM, None)
-            if stated is None:  # a version before form 5 wrote it
-                return None
-            if stated == _checksum(content):
-                return content
-        except OSError:
-            return None
-        except ValueError:  # noted below
-            pass
-        self._note(path)
-        return None
-
-    def _note(self, path: Path) -> None:
-        note = f"{path} does not match its checksum, and is created again"
-        if note not in self.notes:
-            self.notes.append(note)
+    def _write(self, name: str, content: Any) -> str:
+        path = self.folder / name
+        with writing(path, "cache_dir"):
+            write_whole(path, content)
+        return str(path)
 
 
-@dataclass(frozen=True)
-class Kept:
-    """A cached index."""
-
-    index: RecordIndex
-    identity: str
-    """Unique to this index."""
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    write_whole(path, json.dumps({**value, _CHECKSUM: _checksum(value)}).encode())
-
-
-def _checksum(value: dict[str, Any]) -> int:
-    """The checksum that a JSON file has of its other content."""
-    return zlib.crc32(json.dumps(value, sort_keys=True).encode())
+def key_of(*facts: Any) -> str:
+    """The name of what depends on these ``facts`` (JSON values)."""
+    return hashlib.sha256(json.dumps([_FORM, ROW.descr, *facts]).encode()).hexdigest()[:32]

@@ -58,23 +58,6 @@ def format_of(path: str | Inline) -> str | None:
     return None
 
 
-def image_remarks(path: str | Inline) -> list[str]:
-    """Notes about an image that is usable but may surprise the user, from its header."""
-    with _open(path) as image:
-        try:
-            num_frames = getattr(image, "n_frames", 1)
-        except MemoryError:
-            raise
-        except Exception as error:  # Pillow scans all frames
-            raise _damaged(path, error) from error
-        remarks = {
-            "have more than 8 bits per channel and are scaled to 8": image.mode.split(";")[0] in ("I", "F"),
-            "have several frames, of which only the first is used": num_frames > 1,
-            "have a side below 28 pixels and are enlarged": min(image.size) < 28,
-        }
-    return [remark for remark, is_so in remarks.items() if is_so]
-
-
 def load_image(path: str | Inline, is_upright: bool = True, on_white: bool = True) -> Image.Image:
     """Decode ``path`` to RGB, rotated upright.  ``on_white``: composite transparency on white instead of dropping it.
 

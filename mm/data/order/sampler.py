@@ -1,6 +1,6 @@
 """The order of samples that a run's settings select: which sampler, and whether microbatches are packs.
 
-``SAMPLERS`` lists them all, for runs, ``mm-data stats`` and the benchmark.  The global batch of a step contains the
+``SAMPLERS`` lists them all, for runs, ``mm-data check`` and the benchmark.  The global batch of a step contains the
 same samples under every layout, and with BalancedBatchSampler and packing the same as with a plain shuffle: only their
 distribution over the ranks differs.
 """

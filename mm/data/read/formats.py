@@ -8,13 +8,23 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 from mm.config.data import Attributes
 from mm.config.schema import shown
 from mm.config.unsupported import TOOLS, TWO_COLUMNS
-from mm.data.read.content import Content, content_of, listed_frames
-from mm.data.read.keys import MEDIA, refuse_key, refuse_media_key, refuse_message_key, unread, unread_of_message
+from mm.data.read.content import (
+    MEDIA,
+    Content,
+    content_of,
+    listed_frames,
+    refuse_key,
+    refuse_media_key,
+    refuse_message_key,
+    unread,
+    unread_of_message,
+)
+from mm.data.read.roots import MediaRoots
 from mm.data.record_name import described
 from mm.data.sample import KINDS, Image, Inline, Media, Sample, Turn
 from mm.errors import UserError, counted, nearest
@@ -29,14 +39,6 @@ _TOOL_ROLES = ("tool", "tools", "tool_call", "tool_calls", "tool_response", "fun
                "function_response", "observation")
 _TWO_COLUMNS = (("query", "response"), ("prompt", "completion"), ("question", "answer"))
 """Pairs of columns of ms-swift, TRL and others, which are read where ``attr`` names them."""
-
-
-class Finder(Protocol):
-    """Finds media files; implemented in ``mm.data.read.roots``."""
-
-    def find(self, path: str, kind: str) -> str | Inline:
-        """Raises UserError for a file that may not be used."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -64,15 +66,19 @@ _USUAL_TAGS = (
     _Tags("role", "content", {"user": "user", "assistant": "assistant", "system": "system"}),
     _Tags("from", "value", {"human": "user", "gpt": "assistant", "system": "system"}),
 )
+ChatMessage = tuple[str, Content]
+"""Role and content; media from the record's columns have no path yet."""
+MediaField = str | Inline | tuple[str, ...]
+"""A file path, an embedded image, or the paths of a video's frames."""
 
 
-def read_sample(record: Any, attr: Attributes, media: Finder, where: str, is_prompt: bool = False) -> Sample:
+def read_sample(record: Any, attr: Attributes, media: MediaRoots, where: str, is_prompt: bool = False) -> Sample:
     """``record`` as a sample with this ``where``.  Raises UserError for an invalid record.
 
     ``is_prompt``: the sample ends with a question; an answer after it is dropped.
     """
     if not isinstance(record, dict):
-        raise UserError(f"is a {type(record).__name__}; expected an object with key {_expected_column(attr)!r}.")
+        raise UserError(f"is a {type(record).__name__}; expected an object.")
     column = _talk_column(record, attr)
     keys = unread(record, _read_keys(attr, column))
     for key in keys:
@@ -109,6 +115,12 @@ def unread_keys(record: dict[str, Any], attr: Attributes) -> list[str]:
     return list(dict.fromkeys(f"{key[:_KEY_CHARACTERS]!r}{where}" for key, where in found))
 
 
+def num_media(record: Mapping[str, Any]) -> dict[str, int]:
+    """The number of images and videos in the usual columns of a record."""
+    given = {kind: record.get(f"{kind}s") or record.get(kind) or [] for kind in KINDS}
+    return {kind: len(paths) if isinstance(paths, list) else 1 for kind, paths in given.items()}
+
+
 @lru_cache
 def _read_keys(attr: Attributes, column: str | None) -> frozenset[str]:
     """The columns of a record that are read: its conversation's ``column``, or None for Alpaca's."""
@@ -116,21 +128,10 @@ def _read_keys(attr: Attributes, column: str | None) -> frozenset[str]:
     return frozenset(name for name in (*talk, attr.system, attr.images, attr.videos, *MEDIA) if name is not None)
 
 
-ChatMessage = tuple[str, Content]
-"""Role and content; media from the record's columns have no path yet."""
-
-
-def _expected_column(attr: Attributes) -> str:
-    return attr.prompt if attr.formatting == "alpaca" else attr.messages
-
-
-def _talk_columns(attr: Attributes) -> tuple[str, ...]:
-    return (attr.messages, *MESSAGES) if attr.formatting == "sharegpt" else ()
-
-
 def _talk_column(record: dict[str, Any], attr: Attributes) -> str | None:
     """The column with the conversation; None if there is none, so that the record has Alpaca's columns, or no talk."""
-    return next((one for one in _talk_columns(attr) if one in record), None)
+    columns = (attr.messages, *MESSAGES) if attr.formatting == "sharegpt" else ()
+    return next((one for one in columns if one in record), None)
 
 
 def _read_messages(record: dict[str, Any], attr: Attributes, column: str | None) -> tuple[list[ChatMessage], _Tags]:
@@ -147,48 +148,42 @@ def _read_messages(record: dict[str, Any], attr: Attributes, column: str | None)
 
 def _no_talk(record: dict[str, Any], attr: Attributes) -> str:
     """The message about a record without a conversation."""
-    pair = next((pair for pair in _TWO_COLUMNS if all(isinstance(record.get(column), str) for column in pair)), None)
-    wanted, columns = _expected_column(attr), _talk_columns(attr)
-    wanted = attr.response if wanted in record else wanted
-    if pair is not None:
-        return f"has no {wanted!r}, but {pair[0]!r} and {pair[1]!r}: {TWO_COLUMNS}."
-    names = "attr.messages" if attr.formatting == "sharegpt" else "attr.prompt and attr.response"
-    others = [key for key in record if key not in MEDIA]
-    hint = next((text for column in columns or (wanted,) if (text := nearest(column, others))), "")
-    usual = " or ".join(map(repr, MESSAGES))
-    must = f"name that column, unless it is {usual}" if columns else "name the columns"
-    return f"has no {wanted!r}{hint}; {names} in the data JSON must {must}."
+    is_alpaca = attr.formatting == "alpaca"
+    wanted = attr.messages if not is_alpaca else attr.response if attr.prompt in record else attr.prompt
+    for pair in _TWO_COLUMNS:
+        if all(isinstance(record.get(column), str) for column in pair):
+            return f"has no {wanted!r}, but {pair[0]!r} and {pair[1]!r}: {TWO_COLUMNS}."
+    usual, others = () if is_alpaca else MESSAGES, [key for key in record if key not in MEDIA]
+    hint = next((found for one in (wanted, *usual) if (found := nearest(one, others))), "")
+    cure = "attr.prompt and attr.response in the data JSON must name the columns" if is_alpaca else (
+        f"attr.messages in the data JSON must name that column, unless it is {' or '.join(map(repr, MESSAGES))}")
+    return f"has no {wanted!r}{hint}; {cure}."
 
 
 def _tags_of(messages: list[Any], attr: Attributes) -> _Tags:
     """The tags that the first message has most of."""
-    first = messages[0] if messages else None
     own = _Tags.of(attr)
-    if not isinstance(first, dict):
+    if not messages or not isinstance(messages[0], dict):
         return own
-    return max((own, *_USUAL_TAGS), key=lambda one: (one.role in first) + (one.content in first))
+    return max((own, *_USUAL_TAGS), key=lambda one: (one.role in messages[0]) + (one.content in messages[0]))
 
 
 def _message(message: Any, number: int, tags: _Tags) -> ChatMessage:
+    where = f"message {number}"
     if not isinstance(message, dict) or tags.role not in message or tags.content not in message:
-        raise UserError(
-            f"message {number} is {described(message)}; expected an object with {tags.role!r} and "
-            f"{tags.content!r} (role_tag and content_tag of the data JSON)."
-        )
+        raise UserError(f"{where} is {described(message)}; expected an object with {tags.role!r} and {tags.content!r} "
+                        f"(role_tag and content_tag of the data JSON).")
     role = message[tags.role]
     if role in _TOOL_ROLES and role not in tags.roles:
-        raise UserError(f"message {number} has the role {role!r}, but {TOOLS}; remove the calls, or the sample.")
+        raise UserError(f"{where} has the role {role!r}, but {TOOLS}; remove the calls, or the sample.")
     if not isinstance(role, str) or role not in tags.roles:
-        raise UserError(
-            f"message {number} has the unknown role {shown(role)}{nearest(str(role), tags.roles)}; expected one of "
-            f"{', '.join(map(shown, tags.roles))}."
-        )
+        raise UserError(f"{where} has the unknown role {shown(role)}{nearest(str(role), tags.roles)}; expected one of "
+                        f"{', '.join(map(shown, tags.roles))}.")
     role = tags.roles[role]
     if len(message) > 2:
         for key in unread(message, (tags.role, tags.content)):
-            refuse_message_key(key, message[key], role, f"message {number}")
-    return role, _checked(content_of(message[tags.content], role, f"message {number}", tags.content),
-                          f"message {number}", role)
+            refuse_message_key(key, message[key], role, where)
+    return role, _checked(content_of(message[tags.content], role, where, tags.content), where, role)
 
 
 def _alpaca(record: dict[str, Any], attr: Attributes) -> list[ChatMessage]:
@@ -198,11 +193,10 @@ def _alpaca(record: dict[str, Any], attr: Attributes) -> list[ChatMessage]:
             isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
             for pair in history):
         raise UserError(f"{attr.history!r} is {described(history)}; expected a list of pairs [question, answer].")
-    texts = {}
-    for column in (attr.prompt, attr.query, attr.response):
-        texts[column] = record.get(column)
-        if not isinstance(texts[column], str) and (texts[column] is not None or column == attr.response):
-            raise UserError(f"{column!r} is {described(texts[column])}; expected a string.")
+    texts = {column: record.get(column) for column in (attr.prompt, attr.query, attr.response)}
+    for column, text in texts.items():
+        if not isinstance(text, str) and (text is not None or column == attr.response):
+            raise UserError(f"{column!r} is {described(text)}; expected a string.")
     prompt = "\n".join(text for text in (texts[attr.prompt], texts[attr.query]) if text)
     messages: list[ChatMessage] = []
     for number, (question, answer) in enumerate([*history, (prompt, texts[attr.response])]):
@@ -243,17 +237,12 @@ def _check_order(roles: list[str], tags: _Tags, is_prompt: bool) -> None:
         if role != expected:
             raise UserError(
                 f"turn {number} is by {tags.word(role)!r}; expected {tags.word(expected)!r}: turns alternate, starting "
-                f"with {tags.word('user')!r}, and only the first message may be by the system."
-            )
+                f"with {tags.word('user')!r}, and only the first message may be by the system.")
     if is_prompt:
         if len(roles) % 2 == 0:
             raise UserError(f"does not end with a turn by {tags.word('user')!r}; there is nothing to answer.")
     elif len(roles) % 2 or not roles:
         raise UserError(f"does not end with a turn by {tags.word('assistant')!r}; there is nothing to learn from it.")
-
-
-MediaField = str | Inline | tuple[str, ...]
-"""A file path, an embedded image, or the paths of a video's frames."""
 
 
 def _column(record: dict[str, Any], named: str | None, kind: str) -> list[MediaField]:
@@ -273,36 +262,26 @@ def _column(record: dict[str, Any], named: str | None, kind: str) -> list[MediaF
     return paths
 
 
-def num_media(record: Mapping[str, Any]) -> dict[str, int]:
-    """The number of images and videos in the usual columns of a record."""
-    given = {kind: record.get(f"{kind}s") or record.get(kind) or [] for kind in KINDS}
-    return {kind: len(paths) if isinstance(paths, list) else 1 for kind, paths in given.items()}
-
-
 def _check_counts(messages: list[ChatMessage], coming: Mapping[str, list[MediaField]]) -> None:
     media = [item for _, content in messages for item in content if not isinstance(item, str)]
     for kind, cls in KINDS.items():
-        num_places = sum(isinstance(item, cls) and not item.path for item in media)
-        if num_places != len(coming[kind]):
-            num = len(coming[kind])
+        num_places, num = sum(isinstance(item, cls) and not item.path for item in media), len(coming[kind])
+        if num_places != num:
             raise UserError(f"has {num_places} {cls.placeholder} in its messages but {counted(num, kind)}; "
                             f"expected one {cls.placeholder} where each {kind} belongs.")
 
 
-def _filled(content: Content, coming: Mapping[str, Iterator[MediaField]], media: Finder) -> Content:
+def _filled(content: Content, coming: Mapping[str, Iterator[MediaField]], media: MediaRoots) -> Content:
     """``content`` with located media; those without a path take the next one of the record's columns."""
     filled: list[str | Media] = []
     for item in content:
         if not isinstance(item, str):
             path = item.path or next(coming[item.kind])
-            if isinstance(path, Inline):
-                if not isinstance(item, Image):
-                    raise UserError(f"{item.kind} {path} is embedded in the record, which only images may be; write it "
-                                    f"to a file and give its path.")
-                found = path
-            else:
-                found = (media.find(path, item.kind) if isinstance(path, str) else
-                         tuple(media.find(str(one), "image") for one in path))
+            if isinstance(path, Inline) and not isinstance(item, Image):
+                raise UserError(f"{item.kind} {path} is embedded in the record, which only images may be; write it to "
+                                f"a file and give its path.")
+            found = path if isinstance(path, Inline) else media.find(path, item.kind) if isinstance(path, str) else (
+                tuple(media.find(str(one), "image") for one in path))
             item = replace(item, path=found)
         filled.append(item)
     return tuple(filled)

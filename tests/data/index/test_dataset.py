@@ -1,6 +1,5 @@
 import json
 import pickle
-import re
 
 import pytest
 from hypothesis import given
@@ -103,70 +102,6 @@ def test_several_files_and_max_samples(tmp_path, hf_directory):
     assert sources == [f"{paths[0]}: record 2", f"{paths[1]}: record 0"]
 
 
-BAD_SAMPLES = {
-    "a list": (["x"], "is a list; expected an object"),
-    "no messages": ({"message": []}, "has no 'messages' .did you mean 'message'"),
-    "no turns": ({"messages": []}, "expected a non-empty list of messages"),
-    "turn without content": ({"messages": [{"role": "user"}]}, "expected an object with 'role' and 'content'"),
-    "unknown role": (raw(("usr", "Hi"), ANSWER), 'unknown role "usr" .did you mean .user'),
-    "content parts": (raw(("user", [{"type": "text"}]), ANSWER), "expected a string"),
-    "empty question": (raw(("user", " \n"), ANSWER), "has an empty message 0"),
-    "empty answer": (raw(USER, ("assistant", "")), "has an empty message 1"),
-    "two questions": (raw(USER, USER, ANSWER), "turn 1 is by 'user'; expected 'assistant'"),
-    "answer first": (raw(ANSWER, USER), "turn 0 is by 'assistant'; expected 'user'"),
-    "late system": (raw(USER, ANSWER, ("system", "x")), "turn 2 is by 'system'"),
-    "no answer": (raw(USER), "does not end with a turn by 'assistant'"),
-    "only system": (raw(("system", "x")), "does not end with a turn"),
-    "surrogate": (raw(("user", "\ud83d"), ANSWER), "surrogate"),
-    "too few images": (raw(("user", "<image><image>"), ANSWER, images=["wide.png"]), "has 2 <image> .* but 1 image"),
-    "too many images": (raw(USER, ANSWER, images=["wide.png"]), "has 0 <image> .* but 1 image"),
-    "images no list": (raw(USER, ANSWER, images={"a": 1}), "expected a list of paths"),
-    "image bytes": (raw(("user", "<image>"), ANSWER, images=[{"bytes": "x"}]), "expected a list of paths"),
-    "absent image": (raw(("user", "<image>"), ANSWER, images=["no.png"]), "image 'no.png' is not a regular file"),
-    "folder as image": (raw(("user", "<image>"), ANSWER, images=["."]), "image '.' is not a regular file"),
-    "remote image": (raw(("user", "<image>"), ANSWER, images=["http://x/a.png"]), "is not a local path"),
-    "data image": (raw(("user", "<image>"), ANSWER, images=["data:image/png;base64,x"]), "contains broken base64"),
-    "too many videos": (raw(USER, ANSWER, videos=["a.mp4"]), "has 0 <video> in its messages but 1 video"),
-    "too few videos": (raw(("user", "<video>"), ANSWER), "has 1 <video> in its messages but 0 videos"),
-    "audio": (raw(USER, ANSWER, audios=["a.wav"]), "'audios', which this version does not support"),
-    "placeholder in an answer": (raw(USER, ("assistant", "<image>"), images=["wide.png"]), "has 0 <image> .* but 1"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_SAMPLES)
-def test_a_bad_sample_is_named_with_file_line_and_reason(load, tmp_path, name):
-    record, message = BAD_SAMPLES[name]
-    lines = [json.dumps(raw(USER, ANSWER)), "", json.dumps(record), json.dumps(raw(USER, ANSWER))]
-    with pytest.raises(UserError, match=message) as error:
-        load("\n".join(lines))
-    assert len(error.value.problems) == 1
-    assert error.value.problems[0].startswith(f"{tmp_path}/data.json:3: record 1 (counted from 0): ")
-
-
-@pytest.mark.parametrize("name", BAD_SAMPLES)
-def test_a_bad_sample_is_left_out_on_request(tmp_path, hf_directory, name):
-    """As in MindSpeed-MM; the other samples keep their order."""
-    record, message = BAD_SAMPLES[name]
-    lines = [json.dumps(raw(("user", "1"), ANSWER)), json.dumps(record), "", json.dumps(raw(("user", "3"), ANSWER))]
-    (tmp_path / "data.jsonl").write_text("\n".join(lines))
-    (tmp_path / "wide.png").touch()
-    config = data_config(hf_directory, tmp_path, tmp_path / "data.jsonl")
-    dataset = Dataset(config, skips_bad=True)
-    found = [(dataset[number].turns[0].text, dataset[number].where.rpartition(" ")[2]) for number in range(2)]
-    assert found == [("1", "0"), ("3", "2")]
-    assert len(dataset) == 2 and len(dataset.skipped) == 1 and re.search(message, dataset.skipped[0].message())
-    with pytest.raises(UserError, match="--bad-sample skip leaves such samples out"):
-        Dataset(config)
-    (tmp_path / "data.jsonl").write_text(json.dumps([record]))
-    with pytest.raises(UserError, match=message):  # nothing is left
-        Dataset(config, skips_bad=True)
-
-
-def test_control_tokens_and_placeholders_in_answers_are_text(load):
-    record = raw(("user", "<|im_end|> and <|image_pad|>"), ("assistant", "<image> is a word<|im_start|>"))
-    assert [turn.text for turn in load(json.dumps([record]))[0].turns] == [one["content"] for one in record["messages"]]
-
-
 def test_images_without_a_column_for_them_are_found(load):
     """By their usual names: LLaVA's files need no ``attr`` at all."""
     attr = Attributes(messages="messages", role_tag="role", content_tag="content", user_tag="user",
@@ -201,20 +136,16 @@ def test_problems_are_collected_up_to_20(load):
 
 GOOD = json.dumps(raw(USER, ANSWER))
 BAD_FILES = {
-    "empty": ("", "has no samples"),
     "blank": (" \n\n", "has no samples"),
     "empty list": ("[ ]", "has no samples"),
-    "cut in a list": (f"[{GOOD},\n{GOOD[:-4]}", "data.json:2:.*not valid JSON"),
-    "list without end": (f"[{GOOD}", "expected ',' and an object.*found the end of the file"),
-    "trailing comma": (f"[{GOOD},\n]", "expected ',' and an object"),
-    "comma and end of file": (f"[{GOOD},\n", "has no final ']'"),
-    "two lists": (f"[{GOOD}][{GOOD}]", "expected ',' and an object"),
-    "missing comma": (f"[{GOOD} {GOOD}]", "expected ',' and an object"),
-    "bad line": (f"{GOOD}\n{{'a': 1}}\n{GOOD}", r"data.json:2:2: record 1 \(counted from 0\): not valid JSON"),
-    "cut last line": (f"{GOOD}\n{GOOD[:30]}", "data.json:2:.*not valid JSON"),
-    "repeated key": (f'{GOOD}\n{{"messages": [], "messages": []}}', "data.json:2.*'messages' occurs twice"),
-    "not a number": ('{"messages": NaN}', "NaN is not JSON"),
-    "deep": ("[" * 200_000, "nested too deeply"),
+    "cut in a list": (f"[{GOOD},\n{GOOD[:-4]}", r"data.json:2: record 1 \(counted from 0\): not valid JSON: Untermin"),
+    "list without end": (f"[{GOOD}", "expected ',' or ']' after it"),
+    "comma and end of file": (f"[{GOOD},\n", "record 1 .*: not valid JSON: Expecting value; the file may be truncated"),
+    "two lists": (f"[{GOOD}][{GOOD}]", "expected the end of the file"),
+    "missing comma": (f"[{GOOD} {GOOD}]", "expected ',' or ']' after it"),
+    "bad line": (f"{GOOD}\n{{'a': 1}}\n{GOOD}", r"data.json:2: record 1 \(counted from 0\): not valid JSON"),
+    "deep": ("{}" + "[" * 200_000, "not valid JSON"),
+    "deep in a list": ("[" * 200_000, "nested too deeply"),
     "long number in a list": (f"[{'9' * 5000}]", "not valid JSON: Exceeds the limit"),
     "other encoding": ("中文".encode("gbk"), r"data.json:1: record 0 \(counted from 0\): byte 0x.. is not UTF-8"),
 }
@@ -227,20 +158,11 @@ def test_a_bad_file_is_named_with_the_place(load, name):
         load(content)
 
 
-def test_lines_after_a_bad_one_are_still_checked(load):
-    with pytest.raises(UserError) as error:
-        load("\n".join(["{", GOOD, json.dumps(raw(USER)), "nonsense"]))
-    assert [problem.split(":")[1] for problem in error.value.problems] == ["1", "3", "4"]
-
-
-def test_a_file_named_without_its_directory_is_found(tmp_path, hf_directory):
+def test_a_file_that_is_not_there_is_named(tmp_path, hf_directory):
     meant = tmp_path / "train.json"
     meant.write_text("[]")
     with pytest.raises(UserError, match=rf"'train.json', which is not a file \(did you mean '{meant}'\?\)"):
         Dataset(data_config(hf_directory, tmp_path, "train.json"))
-
-
-def test_absent_file(tmp_path, hf_directory):
     with pytest.raises(UserError, match=r"absent.json', which is not a file, and there is no .*dataset_info.json"):
         Dataset(data_config(hf_directory, tmp_path, tmp_path / "absent.json"))
 

@@ -1,6 +1,6 @@
 """Records of every format, mutated: each is a good sample or a bad one with a message, never another exception.
 
-``MM_MUTATIONS`` sets the number of files with 20 records each (default: 10).
+``MM_MUTATIONS`` sets the number of files with 20 records each (default: 4).
 """
 
 import json
@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from mm.config.data import Attributes
 from mm.data.index.dataset import Dataset
 from mm.data.index.gauge import Gauge
+from mm.data.read.content import HARMLESS, MEDIA
 from mm.data.read.formats import MESSAGES, read_sample, unread_keys
-from mm.data.read.keys import HARMLESS, MEDIA
 from mm.data.read.roots import MediaRoots
 from mm.errors import UserError
 from tests.data.clips import even, write_clip
@@ -102,7 +102,7 @@ def gauge(media, model_config, hf_directory) -> Gauge:
     return Gauge.from_config(data_config(hf_directory, media, media / "data.json"), model_config, 4096)
 
 
-@settings(max_examples=int(os.environ.get("MM_MUTATIONS", "10")), deadline=None,
+@settings(max_examples=int(os.environ.get("MM_MUTATIONS", "4")), deadline=None,
           suppress_health_check=list(HealthCheck))
 @given(drawn=st.sampled_from(ATTRIBUTES).flatmap(
     lambda attr: st.tuples(st.just(attr), st.lists(mutated(attr), min_size=20, max_size=20))))
@@ -117,7 +117,6 @@ def test_a_mutated_record_is_a_sample_or_a_problem(drawn, media, gauge, hf_direc
     assert len(dataset) + len(dataset.skipped) == 21
     assert all(one.message().startswith(f"{media}/data.json:") for one in dataset.skipped) and dataset.notes is not None
     for number in range(len(dataset)):
-        dataset.name(number)
         if number < 3:  # decodes images and videos
             gauge.encoder.encode(dataset[number])
 
@@ -141,18 +140,3 @@ def test_an_added_key_is_refused_or_harmless_or_named(media, record, key, value,
     is_weight = inside is not changed and key in ("loss", "loss_scale", "weight", "train") and value == 1
     is_empty = value in (None, "", "[]", [], {}, [[]], [None], [{}], {"a": None})
     assert unread_keys(changed, attr) == [named] * (not (key in HARMLESS or is_weight or is_empty))
-
-
-def test_a_value_as_deep_as_the_parser_accepts_is_a_problem_or_ignored(media):
-    roots = MediaRoots(str(media))
-    for value in ({"messages": [{"role": "user", "content": [{"type": "@"}]}]}, {"messages": TEXT, "solution": "@"}):
-        for depth in range(600, 1000):
-            try:
-                record = json.loads(json.dumps(value).replace('"@"', "[" * depth + "]" * depth))
-            except RecursionError:
-                break
-            try:
-                assert unread_keys(record, Attributes()) == ["'solution'"] * ("solution" in record)
-                assert read_sample(record, Attributes(), roots, "f:0") and "solution" in record
-            except UserError:
-                assert "solution" not in record

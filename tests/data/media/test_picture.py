@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps, PngImagePlugin
 
-from mm.data.media.picture import image_remarks, image_size, load_image, load_pixels
+from mm.data.media.picture import image_size, load_image, load_pixels
 from mm.errors import UserError
 from tests.data.oracle import photo
 
@@ -77,14 +77,6 @@ def write_huge_png(path: Path) -> None:
     path.write_bytes(bytes(data))
 
 
-def test_remarks(tmp_path):
-    for name, image, options in (("plain.png", photo(30, 30), {}), ("small.png", photo(30, 20), {}),
-                                 ("two.gif", photo(30, 30), {"save_all": True, "append_images": [photo(30, 30, 1)]})):
-        image.save(tmp_path / name, **options)
-    Image.fromarray(np.full((30, 30), 40_000, dtype=np.uint16)).save(tmp_path / "deep.png")
-    remarks = {path.name: " ".join(image_remarks(str(path))) for path in tmp_path.iterdir()}
-    assert remarks["plain.png"] == "" and "28 pixels" in remarks["small.png"]
-    assert "several frames" in remarks["two.gif"] and "8 bits" in remarks["deep.png"]
 
 
 @pytest.mark.parametrize("load", [load_image, load_pixels])

@@ -1,6 +1,5 @@
 """Records of every format become the same sample."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -80,20 +79,14 @@ def test_settings_of_one_picture_or_video(read, folder):
     ({"type": "image", "image": "a.png", "max_pixels": 1.5}, "expected a whole number above 0"),
     ({"type": "image", "image": "a.png", "min_pixels": 9, "max_pixels": 4}, "'min_pixels' = 9 above 'max_pixels' = 4"),
     ({"type": "video", "video": "c.mp4", "fps": True}, "expected a number above 0"),
-    ({"type": "video", "video": "c.mp4", "fps": float("inf")}, "expected a number above 0"),
     ({"type": "video", "video": "c.mp4", "fps": 10**400}, "expected a number above 0"),
-    ({"type": "image", "image": "a.png", "max_pixels": 10**400}, "expected a whole number above 0"),
     ({"type": "video", "video": "c.mp4", "fps": 1, "nframes": 4}, "both 'fps' and 'nframes'"),
     ({"type": "video", "video": "c.mp4", "video_start": 3, "video_end": 2}, "'video_start' = 3 above 'video_end' = 2"),
     ({"type": "video", "video": ["a.png", 3]}, "expected the paths of its frames, each an image"),
     ({"type": "video", "video": ["a.png"], "nframes": 4}, "a list of frames, which are all used; list fewer"),
-    ({"type": "video", "video": ["a.png"], "fps": 1, "sample_fps": 1}, "which mean the same for a list of frames"),
+    ({"type": "video", "video": ["a.png"], "fps": 1, "sample_fps": 1}, "both 'fps' and 'sample_fps'"),
     ({"type": "video", "video": "a.mp4", "sample_fps": 1}, "not a list of frames; give fps, the number of frames to"),
     ({"type": "image_url", "image_url": {}}, "has no 'url'"),
-    ({"type": "image_url", "image_url": {"url": "https://x/a.png"}}, "nothing is downloaded during training; download"),
-    ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}, "broken base64"),
-    ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}, "write it to a file"),
-    ({"type": "image_url", "image_url": {"url": "file://elsewhere/a.png"}}, "on the machine 'elsewhere'"),
     ({"type": "image"}, "has 1 <image> in its messages but 0 images"),
     ({"type": "video"}, "has 1 <video> in its messages but 0 videos"),
     (3, "is 3; expected an object"),
@@ -182,10 +175,3 @@ def test_the_names_in_attr_take_precedence_over_the_usual_ones(read):
     assert [turn.role for turn in read({"messages": said}, attr).turns] == ["user", "assistant"]
     with pytest.raises(UserError, match='unknown role "user"'):
         read({"messages": [{"from": "user", "value": "Q"}, said[1]]}, attr)
-
-
-def test_a_record_can_be_written_as_json(read):
-    """Paths and texts with any character round-trip through a file."""
-    record = {"messages": [{"role": "user", "content": "é 猫 \U0001f600 \u2028 <video>"},
-                           {"role": "assistant", "content": "\u0000"}], "videos": ["d e.mp4"]}
-    assert read(json.loads(json.dumps(record))) == read(record)

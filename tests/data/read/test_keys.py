@@ -3,8 +3,8 @@
 import pytest
 
 from mm.config.data import Attributes
+from mm.data.read.content import HARMLESS
 from mm.data.read.formats import read_sample, unread_keys
-from mm.data.read.keys import HARMLESS
 from mm.data.read.roots import MediaRoots
 from mm.errors import UserError
 from tests.files import ROOT
@@ -133,9 +133,3 @@ def test_a_question_and_an_answer_in_two_columns_are_read_where_attr_names_them(
                                       f"in two columns, as in ms-swift's query and response, are read only if attr.")
     turns = read(record, attr=Attributes(prompt=question, response=answer)).turns
     assert [turn.text for turn in turns] == ["Where?", "There."]
-
-
-def test_a_path_in_another_column_is_refused_in_a_sample_of_text():
-    for key, meant in (("image_path", "image"), ("video_urls", "videos"), ("img", "image")):
-        problem = refusal({"messages": [USER, ANSWER], key: "a.png"})
-        assert problem == f"has {key!r}, which nothing reads (did you mean {meant!r}?); rename or remove it."
