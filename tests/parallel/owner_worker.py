@@ -12,12 +12,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from threading import current_thread
 from typing import TYPE_CHECKING
 
 from mm.batch import Microbatch
 from mm.config.model import ModelConfig
-from mm.device.cpu import CPU, HostRuntime
 from mm.device.device import Device
 from mm.errors import UserError
 from tests.tiny import microbatch, our_config, random_sample
@@ -158,18 +156,6 @@ class Loader:
         return ReadStep(self.steps[self.num_asked - 1])
 
 
-class PinsOnCpu(HostRuntime):
-    """The CPU, with a copy in place of pinned memory, and a note of each and the thread that made it."""
-
-    def __init__(self, _: int) -> None:
-        self.pinned: dict[int, str] = {}
-
-    def pin(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        copy = tensor.clone()
-        self.pinned[copy.data_ptr()] = current_thread().name
-        return copy
-
-
 def receive(layout: Layout, failure: Exception | None = None) -> dict:
     """What this rank was given in every step, and what it asked of the loader; the last replica's may raise.
 
@@ -183,15 +169,13 @@ def receive(layout: Layout, failure: Exception | None = None) -> dict:
     mesh = parallel.build_mesh(config, layout.tp, parallel.timedelta(seconds=60), layout.cp, keeps_features=True)
     fails = failure if mesh.dp_rank == mesh.dp_size - 1 else None
     loader = Loader(batches(mesh.dp_rank), fails) if mesh.owns_data else None
-    device = replace(Device.pick("cpu"), platform=replace(CPU, runtime=PinsOnCpu))
+    device = Device.pick("cpu")
     spec = placement[mesh.pp_rank]
     owner = DataOwner(loader, mesh, len(STEPS), spec.has_patch_embedding, config, device,
                       holds_projector=spec.has_projector)
-    steps, error, pinned_in = [], None, set()
+    steps, error = [], None
     try:
         for plan in owner:
-            rows = [rows for m in plan.microbatches for rows in (m.pixel_values, m.features) if rows is not None]
-            pinned_in |= {device.runtime.pinned.get(one.data_ptr(), "not pinned") for one in rows}
             steps.append({"microbatches": [fingerprint(m) for m in plan.microbatches], "totals": asdict(plan.totals)})
     except Exception as raised:
         if failure is None:
@@ -207,7 +191,6 @@ def receive(layout: Layout, failure: Exception | None = None) -> dict:
         "num_asked": None if loader is None else loader.num_asked,
         "steps": steps,
         "error": error,
-        "pinned_in": sorted(pinned_in),
     }
 
 

@@ -17,7 +17,7 @@ from mm.data.feed.loader import StepLoader
 from mm.data.index.dataset import Dataset
 from mm.data.media.image import ImagePlan
 from mm.data.media.video import VideoPlan
-from mm.data.sample import Image, Inline, Video
+from mm.data.sample import Image, Video
 from mm.errors import UserError
 from tests.data.clips import even, write_clip
 from tests.data.oracle import photo
@@ -143,11 +143,3 @@ def test_every_plan_field_that_affects_pixels_changes_the_key(write_dataset, mod
         assert json.dumps(pixel_facts(same, encoder.videos)) == found[3]
     other = SampleEncoder.from_config(write_dataset(video_fps=4.0), model_config, 4096)
     assert pixel_facts(other.planned(Video(str(clip))), other.videos) != pixel_facts(video, encoder.videos)
-
-
-def test_an_embedded_picture_is_identified_by_its_bytes(write_dataset, model_config, pictures: Path, cache) -> None:
-    encoder = SampleEncoder.from_config(write_dataset(), model_config, 4096)
-    content = (pictures / "one.png").read_bytes()
-    items = Image(str(pictures / "one.png")), Image(Inline("data:image", content)), Image(Inline("x", content + b"."))
-    keys = [cache.key(encoder.planned(item), encoder.videos) for item in items]
-    assert keys[0] == keys[1] != keys[2]

@@ -54,18 +54,6 @@ def test_16_bits_become_8_by_their_upper_half(tmp_path, suffix):
     assert np.array_equal(load_pixels(str(path)), expected)
 
 
-def test_numbers_from_0_to_1_are_scaled(tmp_path):
-    path, values = str(tmp_path / "float.tiff"), np.linspace(0, 1, 12, dtype=np.float32).reshape(3, 4)
-    Image.fromarray(values).save(path)
-    assert np.array_equal(np.asarray(load_image(path))[..., 1], (values * 255).round())
-    Image.fromarray(values * 200).save(path)
-    assert np.array_equal(np.asarray(load_image(path))[..., 0], (values * 200).round())
-    for wrong, shown in ((values * 300, r"from 0.0 to 300.0"), (values - 1, r"from -1.0 to"), (values * np.nan, "nan")):
-        Image.fromarray(wrong).save(path)
-        with pytest.raises(UserError, match=f"float.tiff: has pixel values {shown}|nan.*expected numbers from 0 to 1"):
-            load_image(path)
-
-
 @pytest.mark.parametrize("orientation", range(1, 10))  # 9 is none
 @pytest.mark.parametrize("suffix", ["jpg", "png"])
 def test_pixels_are_turned_as_images_are(tmp_path, suffix, orientation):

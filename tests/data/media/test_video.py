@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
@@ -264,15 +264,6 @@ def test_pixels_equal_transformers_video_processor(clips, encoder, tmp_path):
     for plan, expected in zip(plans, torch.load(tmp_path / "out.pt"), strict=True):
         assert expected["grid"].tolist() == [list(plan.grid)]
         assert torch.equal(numbers_of(encoder.videos, plan), expected["pixels"])
-
-
-def test_a_video_of_too_many_pixels_is_refused_before_it_is_decoded(clips, encoder_of):
-    encoder = encoder_of(video_maxlen=100_000, video_total_pixels=10**15)
-    video = Video(str(clips / "plain.mp4"), nframes=74, min_pixels=500_000, max_pixels=8_000_000)
-    assert encoder.videos.plan(replace(video, nframes=8)).grid[0] == 4
-    many = write_clip(clips / "many.mp4", even(900, 100), size=(32, 32), gop=300)
-    with pytest.raises(UserError, match=r"many.mp4: 900 frames of \d+ x \d+ pixels exceed the limit of 268435456"):
-        encoder.videos.plan(replace(video, path=str(many), nframes=900))
 
 
 def test_contradicting_settings_are_refused(clips, encoder_of, encoder):

@@ -121,20 +121,6 @@ def test_a_truncated_file_is_refused(tmp_path, name, settings):
         read_header(str(path), True)
 
 
-@pytest.mark.parametrize(("name", "contents", "what"), [
-    ("empty.mp4", b"", "is not a video of a known format: it is empty"),
-    ("page.mp4", b"<html>404</html>" * 100, "is not a video of a known format"),
-    ("noise.mp4", bytes(range(256)) * 40, "is not a video of a known format"),
-    ("list.mp4", b"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nclip.ts\n#EXT-X-ENDLIST\n", "is not a video of a"),
-    ("list.txt", b"ffconcat version 1.0\nfile clip.ts\n", "is not a video of a known format"),
-])  # fmt: skip
-def test_other_content_is_refused(tmp_path, name, contents, what):
-    write_clip(tmp_path / "clip.ts", even(9))
-    (tmp_path / name).write_bytes(contents)
-    with pytest.raises(UserError, match=f"{name}: {what}"):
-        read_header(str(tmp_path / name), True)
-
-
 def test_only_regular_files_are_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe.mp4")
     for path in (tmp_path / "pipe.mp4", tmp_path, Path("/dev/zero")):

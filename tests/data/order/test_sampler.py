@@ -97,21 +97,6 @@ def test_the_table_has_a_sampler_for_every_setting_and_no_other(run_of):
     assert found == set(SAMPLERS)
 
 
-class Unread(Lengths):
-    """Lengths that raise when they are read."""
-
-    def of(self, numbers: np.ndarray) -> Lengths:
-        raise AssertionError("a plain order asks for lengths")
-
-
-@pytest.mark.parametrize("kind", ["random", "stateful", "sequential"])
-def test_a_plain_order_reads_no_lengths(run_of, kind):
-    unread = Unread(**vars(lengths()))
-    assert order_of(run_of(kind, 4), unread, 1, 24).step(3) == order_of(run_of(kind, 4), lengths(), 1, 24).step(3)
-    with pytest.raises(AssertionError, match="asks for lengths"):
-        order_of(run_of("balanced"), unread, 0, 0).step(0)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_epoch_holds_each_sample_once(run_of, kind):
     """100 samples and batches of 24: most global batches at the end of an epoch span two."""

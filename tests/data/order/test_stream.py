@@ -55,20 +55,6 @@ def global_batch(step, dp_size, micro_batch_size, num_samples, seed, global_batc
     return [index for turn in zip(*steps, strict=True) for indices in turn for index in indices]
 
 
-@given(sizes, seeds, st.integers(0, 9), st.integers(0, 100))
-def test_global_batch_is_the_same_for_every_layout(num_samples, seed, step, consumed):
-    expected = stream(num_samples, seed, consumed + step * 12, 12)
-    for dp_size, micro_batch_size in ((1, 1), (1, 12), (2, 3), (3, 2), (4, 1), (12, 1)):
-        assert global_batch(step, dp_size, micro_batch_size, num_samples, seed, 12, consumed) == expected
-
-
-@given(sizes, seeds, st.integers(0, 5))
-def test_resume_from_consumed_samples_continues_the_same_stream(num_samples, seed, steps_done):
-    uninterrupted = [global_batch(step, 2, 2, num_samples, seed, 8) for step in range(steps_done + 3)]
-    resumed = [global_batch(step, 2, 2, num_samples, seed, 8, consumed_samples=steps_done * 8) for step in range(3)]
-    assert resumed == uninterrupted[steps_done:]
-
-
 @pytest.mark.parametrize("global_batch_size", [4, 8])
 def test_resume_with_another_global_batch_size_skips_and_repeats_nothing(global_batch_size):
     before = [index for step in range(2) for index in global_batch(step, 1, 1, 28, 3, 6)]
