@@ -10,6 +10,6 @@ from mm.config.schema import STRICT, NaturalNumber
 class Options:
     """How a conversion runs."""
 
-    dry_run: bool = Field(False, description="print the plan with sizes, and write nothing")
-    overwrite: bool = Field(False, description="replace a target that is not empty")
-    num_workers: NaturalNumber = Field(0, description="threads; 0 = one per core")
+    dry_run: bool = Field(default=False, description="print the plan with sizes, and write nothing")
+    overwrite: bool = Field(default=False, description="replace a target that is not empty")
+    num_workers: NaturalNumber = Field(default=0, description="threads; 0 = one per core")

@@ -24,13 +24,13 @@ _WORDS = ("the", "a", "picture", "shows", "two", "red", "small", "house", "on", 
 class Mock:
     """The size of a generated dataset.  All samples have the same size, and no two are equal."""
 
-    num_samples: Count = Field(100, description="samples")
-    num_images: NaturalNumber = Field(1, description="images of each sample")
-    width: Count = Field(640, description="pixels of an image from left to right")
-    height: Count = Field(480, description="pixels of an image from top to bottom")
-    text_length: Count = Field(256, description="words of each answer, or tokens with --tokenizer")
-    num_pictures: Count = Field(16, description="different image files, which the samples share")
-    seed: Seed = Field(1234, description="draws images and texts")
+    num_samples: Count = Field(default=100, description="samples")
+    num_images: NaturalNumber = Field(default=1, description="images of each sample")
+    width: Count = Field(default=640, description="pixels of an image from left to right")
+    height: Count = Field(default=480, description="pixels of an image from top to bottom")
+    text_length: Count = Field(default=256, description="words of each answer, or tokens with --tokenizer")
+    num_pictures: Count = Field(default=16, description="different image files, which the samples share")
+    seed: Seed = Field(default=1234, description="draws images and texts")
 
     def write(self, directory: Path, tokenizer: "PreTrainedTokenizerBase | None" = None) -> Path:
         """Write ``data.jsonl`` and ``images/`` to ``directory``; returns the path of the former.

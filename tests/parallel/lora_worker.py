@@ -173,7 +173,7 @@ def run_files(name: str, directory: Path) -> dict:
 
     engine = start(case, before)
     steps(engine, 1)
-    begun = BegunSave.begin(directory / "save", state.TrainingProgress(1, 12), engine.setup, {}, base=base)
+    begun = BegunSave.begin(directory / "save", state.TrainingProgress(1, 12, base=base), engine.setup, {})
     folder = begun.finish(engine.setup)
     our_loss, straight, after = engine.loss(), steps(engine, 2), weights(engine)
     parallel.stop_mesh()
