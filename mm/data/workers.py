@@ -13,6 +13,7 @@ them, which closes their connections.
 import ctypes
 import gc
 import itertools
+import reprlib
 import resource
 import signal
 import zlib
@@ -115,7 +116,7 @@ class Prepared(Iterator[Result], Generic[Result]):
         """Start the processes immediately; each works ``num_ahead`` items ahead.  With 0, this thread does the work."""
         self._workers = _Workers(work, num_processes) if num_processes else None
         rest = iter(items)
-        self._results: Iterator[Result] = (work(item) for item in rest) if self._workers is None else _in_order(
+        self._results: Iterator[Result] = (_done(work, item) for item in rest) if self._workers is None else _in_order(
             self._workers, deque(map(self._workers.submit, itertools.islice(rest, num_processes * num_ahead))), rest)
 
     def __next__(self) -> Result:
@@ -258,10 +259,19 @@ def _serve(work: Callable[[Any], Any], connection: Connection, name: Any) -> Non
         while True:
             item, watched.lost = connection.recv()
             try:
-                result = work(item)
+                result = _done(work, item)
             except Exception as error:
                 result = ExceptionWithTraceback(error, error.__traceback__)
             connection.send(result)
+
+
+def _done(work: Callable[[Item], Result], item: Item) -> Result:
+    """``work(item)``.  A StopIteration becomes a RuntimeError, because it would mean the end of the stream."""
+    try:
+        return work(item)
+    except StopIteration as error:
+        name = getattr(work, "__qualname__", type(work).__qualname__)
+        raise RuntimeError(f"{name} raised StopIteration for item {reprlib.repr(item)}") from error
 
 
 def fork_server() -> ForkServerContext:

@@ -95,21 +95,33 @@ def test_without_a_worker_nothing_is_limited() -> None:
 
 
 def fail(item: int) -> torch.Tensor:
-    """A result, an error, the end of the process outside of any file, or an iterator that ends too early."""
+    """A result, an error, or the end of the process outside of any file."""
     if item == 2:
         raise KeyError("a mistake in the program")
     if item == 3:
         os._exit(7)
-    return torch.arange(next(iter(range(item))) + 5)
+    return torch.arange(item + 4)
 
 
 @pytest.mark.parametrize(("item", "kind", "message"), [
-    (2, KeyError, "a mistake"), (3, UserError, "a data worker ended: its process ended with status 7"),
-    (0, RuntimeError, "StopIteration")])
+    (2, KeyError, "a mistake"), (3, UserError, "a data worker ended: its process ended with status 7")])
 def test_other_errors_of_the_work_are_raised(item: int, kind: type[Exception], message: str) -> None:
     results = Prepared(fail, [1, item], 1, 2)
     assert next(results).tolist() == [0, 1, 2, 3, 4]
     with pytest.raises(kind, match=message):
+        next(results)
+    results.close()
+
+
+def stops(number: int) -> int:
+    return next(iter(range(1 - number)))  # forgets that there may be none
+
+
+@pytest.mark.parametrize("num_processes", [0, 1])
+def test_a_stop_iteration_of_the_work_does_not_end_the_stream(num_processes: int) -> None:
+    results = Prepared(stops, range(3), num_processes, 1)
+    assert next(results) == 0
+    with pytest.raises(RuntimeError, match="stops raised StopIteration for item 1"):
         next(results)
     results.close()
 
