@@ -6,13 +6,14 @@ now raises a UserError: it costs one sample, and all other results and their ord
 
 Processes are started through a fork server, a fresh process without threads.  Forking the trainer itself would copy
 locks that its threads (communication, prefetch) may hold at that moment, open sockets, and the accelerator's state.
-The cost: a script that trains needs an ``if __name__ == "__main__"`` guard.  Workers end with the process that started
-them, which closes their connections.
+The cost: a script that trains needs an ``if __name__ == "__main__"`` guard.  The server and its workers end with the
+process that they work for, even if they are stopped (``mm.data.fork_server``).
 """
 
 import ctypes
 import gc
 import itertools
+import os
 import reprlib
 import resource
 import signal
@@ -29,7 +30,7 @@ from multiprocessing.pool import ExceptionWithTraceback  # pyright: ignore[repor
 from multiprocessing.util import Finalize
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Lock, Thread, current_thread, main_thread
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -44,8 +45,9 @@ DECODING_SECONDS = 300.0
 """Limit for one image."""
 ROOM_BYTES = 4 << 30
 """Memory that decoding one file may reserve: three times what the largest image takes."""
-_PRELOADED = ["mm.data.feed.loader", "mm.data.order.sampler"]
-"""Modules that workers need.  Strings, because importing them would invert the layering."""
+_PRELOADED = ["mm.data.fork_server", "mm.data.feed.loader", "mm.data.order.sampler"]
+"""One module for the server itself, and those that workers need.  Strings, because importing the latter would invert
+the layering."""
 _WORTH_A_START = 16
 """Number of items.  This process finishes fewer of them before worker processes would have started."""
 _NUM_AHEAD = 4
@@ -244,6 +246,8 @@ class _Worker:
 def _kill(workers: list[_Worker]) -> None:
     for worker in workers:
         worker.process.kill()
+    if (server := _server()) is not None:
+        os.kill(server, signal.SIGCONT)  # it alone reports that a worker has ended
     for worker in workers:
         worker.process.join()
 
@@ -283,6 +287,7 @@ def fork_server() -> ForkServerContext:
     context = get_context("forkserver")
     # Preloaded once in the fork server, so that processes start in milliseconds.  No effect once a server is running.
     context.set_forkserver_preload(_PRELOADED)
+    assert _server() or current_thread() is main_thread(), "the server ends with the thread that starts it"
     resource_tracker.ensure_running()  # started here, because Python then unblocks SIGINT and SIGTERM
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
@@ -290,3 +295,8 @@ def fork_server() -> ForkServerContext:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return context
+
+
+def _server() -> int | None:
+    """The process id of the fork server, if it has been started."""
+    return forkserver._forkserver._forkserver_pid  # pyright: ignore[reportAttributeAccessIssue]

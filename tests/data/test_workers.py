@@ -140,11 +140,15 @@ def test_a_signal_to_all_processes_of_a_job_ends_no_worker() -> None:
 RUN = """
 import os, signal, sys
 from itertools import count
+from multiprocessing import forkserver
 from mm.data.workers import Prepared
 
 results = Prepared(abs, count(), 2, 2)
 next(results)
-print(*(one.process.pid for one in results._workers._workers), flush=True)
+pids = [forkserver._forkserver._forkserver_pid, *(one.process.pid for one in results._workers._workers)]
+for pid in pids:
+    os.kill(pid, signal.SIGSTOP)
+print(*pids, flush=True)
 if sys.argv[1] == "fails":
     raise SystemExit(3)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -152,17 +156,23 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(("end", "status"), [("fails", 3), ("is killed", -signal.SIGKILL)])
-def test_workers_end_with_the_run(end: str, status: int) -> None:
+def test_stopped_processes_end_with_the_run(end: str, status: int) -> None:
     run = subprocess.Popen([sys.executable, "-c", RUN, end], cwd=ROOT, stdout=subprocess.PIPE,
                            env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert run.stdout is not None
     pids = [int(word) for word in run.stdout.readline().split()]
-    assert len(pids) == 2 and run.wait(60) == status
     run.stdout.close()
-    deadline = time.monotonic() + 20
-    while (left := [pid for pid in pids if began(pid)]) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not left
+    try:
+        assert len(pids) == 3 and run.wait(20) == status
+        deadline = time.monotonic() + 10
+        while (left := [pid for pid in pids if began(pid)]) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not left
+    finally:
+        for pid in filter(began, pids):
+            os.kill(pid, signal.SIGKILL)
+        run.kill()
+        run.wait()
 
 
 def test_results_are_computed_ahead_and_no_further() -> None:
