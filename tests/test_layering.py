@@ -33,6 +33,7 @@ neighbours that do not see each other."""
 ROOMS = {
     "mm.data": {
         "mm.data.sample": 0, "mm.data.lengths": 0, "mm.data.record_name": 0, "mm.data.workers": 0,
+        "mm.data.fork_server": 0,
         "mm.data.media": 1, "mm.data.read": 1, "mm.data.order": 1,
         "mm.data.encode": 2,
         "mm.data.index": 3,

@@ -6,13 +6,15 @@ now raises a UserError: it costs one sample, and all other results and their ord
 
 Processes are started through a fork server, a fresh process without threads.  Forking the trainer itself would copy
 locks that its threads (communication, prefetch) may hold at that moment, open sockets, and the accelerator's state.
-The cost: a script that trains needs an ``if __name__ == "__main__"`` guard.  Workers end with the process that started
-them, which closes their connections.
+The cost: a script that trains needs an ``if __name__ == "__main__"`` guard.  The server and its workers end with the
+process that they work for, even if they are stopped (``mm.data.fork_server``).
 """
 
 import ctypes
 import gc
 import itertools
+import os
+import reprlib
 import resource
 import signal
 import zlib
@@ -28,7 +30,7 @@ from multiprocessing.pool import ExceptionWithTraceback  # pyright: ignore[repor
 from multiprocessing.util import Finalize
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Lock, Thread, current_thread, main_thread
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -43,8 +45,9 @@ DECODING_SECONDS = 300.0
 """Limit for one image."""
 ROOM_BYTES = 4 << 30
 """Memory that decoding one file may reserve: three times what the largest image takes."""
-_PRELOADED = ["mm.data.feed.loader", "mm.data.order.sampler"]
-"""Modules that workers need.  Strings, because importing them would invert the layering."""
+_PRELOADED = ["mm.data.fork_server", "mm.data.feed.loader", "mm.data.order.sampler"]
+"""One module for the server itself, and those that workers need.  Strings, because importing the latter would invert
+the layering."""
 _WORTH_A_START = 16
 """Number of items.  This process finishes fewer of them before worker processes would have started."""
 _NUM_AHEAD = 4
@@ -115,7 +118,7 @@ class Prepared(Iterator[Result], Generic[Result]):
         """Start the processes immediately; each works ``num_ahead`` items ahead.  With 0, this thread does the work."""
         self._workers = _Workers(work, num_processes) if num_processes else None
         rest = iter(items)
-        self._results: Iterator[Result] = (work(item) for item in rest) if self._workers is None else _in_order(
+        self._results: Iterator[Result] = (_done(work, item) for item in rest) if self._workers is None else _in_order(
             self._workers, deque(map(self._workers.submit, itertools.islice(rest, num_processes * num_ahead))), rest)
 
     def __next__(self) -> Result:
@@ -243,6 +246,8 @@ class _Worker:
 def _kill(workers: list[_Worker]) -> None:
     for worker in workers:
         worker.process.kill()
+    if (server := _server()) is not None:
+        os.kill(server, signal.SIGCONT)  # it alone reports that a worker has ended
     for worker in workers:
         worker.process.join()
 
@@ -258,10 +263,19 @@ def _serve(work: Callable[[Any], Any], connection: Connection, name: Any) -> Non
         while True:
             item, watched.lost = connection.recv()
             try:
-                result = work(item)
+                result = _done(work, item)
             except Exception as error:
                 result = ExceptionWithTraceback(error, error.__traceback__)
             connection.send(result)
+
+
+def _done(work: Callable[[Item], Result], item: Item) -> Result:
+    """``work(item)``.  A StopIteration becomes a RuntimeError, because it would mean the end of the stream."""
+    try:
+        return work(item)
+    except StopIteration as error:
+        name = getattr(work, "__qualname__", type(work).__qualname__)
+        raise RuntimeError(f"{name} raised StopIteration for item {reprlib.repr(item)}") from error
 
 
 def fork_server() -> ForkServerContext:
@@ -273,6 +287,7 @@ def fork_server() -> ForkServerContext:
     context = get_context("forkserver")
     # Preloaded once in the fork server, so that processes start in milliseconds.  No effect once a server is running.
     context.set_forkserver_preload(_PRELOADED)
+    assert _server() or current_thread() is main_thread(), "the server ends with the thread that starts it"
     resource_tracker.ensure_running()  # started here, because Python then unblocks SIGINT and SIGTERM
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
@@ -280,3 +295,8 @@ def fork_server() -> ForkServerContext:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return context
+
+
+def _server() -> int | None:
+    """The process id of the fork server, if it has been started."""
+    return forkserver._forkserver._forkserver_pid  # pyright: ignore[reportAttributeAccessIssue]

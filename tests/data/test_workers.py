@@ -95,21 +95,33 @@ def test_without_a_worker_nothing_is_limited() -> None:
 
 
 def fail(item: int) -> torch.Tensor:
-    """A result, an error, the end of the process outside of any file, or an iterator that ends too early."""
+    """A result, an error, or the end of the process outside of any file."""
     if item == 2:
         raise KeyError("a mistake in the program")
     if item == 3:
         os._exit(7)
-    return torch.arange(next(iter(range(item))) + 5)
+    return torch.arange(item + 4)
 
 
 @pytest.mark.parametrize(("item", "kind", "message"), [
-    (2, KeyError, "a mistake"), (3, UserError, "a data worker ended: its process ended with status 7"),
-    (0, RuntimeError, "StopIteration")])
+    (2, KeyError, "a mistake"), (3, UserError, "a data worker ended: its process ended with status 7")])
 def test_other_errors_of_the_work_are_raised(item: int, kind: type[Exception], message: str) -> None:
     results = Prepared(fail, [1, item], 1, 2)
     assert next(results).tolist() == [0, 1, 2, 3, 4]
     with pytest.raises(kind, match=message):
+        next(results)
+    results.close()
+
+
+def stops(number: int) -> int:
+    return next(iter(range(1 - number)))  # forgets that there may be none
+
+
+@pytest.mark.parametrize("num_processes", [0, 1])
+def test_a_stop_iteration_of_the_work_does_not_end_the_stream(num_processes: int) -> None:
+    results = Prepared(stops, range(3), num_processes, 1)
+    assert next(results) == 0
+    with pytest.raises(RuntimeError, match="stops raised StopIteration for item 1"):
         next(results)
     results.close()
 
@@ -128,11 +140,15 @@ def test_a_signal_to_all_processes_of_a_job_ends_no_worker() -> None:
 RUN = """
 import os, signal, sys
 from itertools import count
+from multiprocessing import forkserver
 from mm.data.workers import Prepared
 
 results = Prepared(abs, count(), 2, 2)
 next(results)
-print(*(one.process.pid for one in results._workers._workers), flush=True)
+pids = [forkserver._forkserver._forkserver_pid, *(one.process.pid for one in results._workers._workers)]
+for pid in pids:
+    os.kill(pid, signal.SIGSTOP)
+print(*pids, flush=True)
 if sys.argv[1] == "fails":
     raise SystemExit(3)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -140,17 +156,23 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(("end", "status"), [("fails", 3), ("is killed", -signal.SIGKILL)])
-def test_workers_end_with_the_run(end: str, status: int) -> None:
+def test_stopped_processes_end_with_the_run(end: str, status: int) -> None:
     run = subprocess.Popen([sys.executable, "-c", RUN, end], cwd=ROOT, stdout=subprocess.PIPE,
                            env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert run.stdout is not None
     pids = [int(word) for word in run.stdout.readline().split()]
-    assert len(pids) == 2 and run.wait(60) == status
     run.stdout.close()
-    deadline = time.monotonic() + 20
-    while (left := [pid for pid in pids if began(pid)]) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not left
+    try:
+        assert len(pids) == 3 and run.wait(20) == status
+        deadline = time.monotonic() + 10
+        while (left := [pid for pid in pids if began(pid)]) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not left
+    finally:
+        for pid in filter(began, pids):
+            os.kill(pid, signal.SIGKILL)
+        run.kill()
+        run.wait()
 
 
 def test_results_are_computed_ahead_and_no_further() -> None:

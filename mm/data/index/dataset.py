@@ -49,8 +49,8 @@ class Dataset:
         cannot be used are left out; only an unreadable file, or a dataset without any good sample, is an error.
         Samples in which no turn fits ``--seq-length`` are always left out, and counted.
         """
-        self._config, self._gauge = config, gauge
-        self.files, self.skipped = open_files(config, skips_bad, gauge, split)
+        self._config, self._gauge, self._store = config, gauge, Store.of(config)
+        self.files, self.skipped = open_files(config, self._store, skips_bad, gauge, split)
         """Samples that were left out because they cannot be used; empty in data workers."""
         self._columns = Columns(tuple(file.index.rows for file in self.files), self._chosen(seed, split))
         if not len(self):
@@ -80,13 +80,14 @@ class Dataset:
             return Rows(choose())
         facts = [[file.index.identity, file.num_samples, file.source.rate_percent, file.source.num_samples]
                  for file in self.files]
-        return Store.of(config).numbers([facts, seed, val_rate, split, config.val_max_samples], choose)
+        return self._store.numbers([facts, seed, val_rate, split, config.val_max_samples], choose)
 
     @cached_property
     def notes(self) -> list[str]:
-        """Oddities of good samples; what long samples lost."""
+        """Damaged files of the index; oddities of good samples; what long samples lost."""
         limit = self._gauge and self._gauge.encoder.chat.seq_length
-        found = [note for file in self.files for note in file.notes(limit)]
+        found = list(dict.fromkeys(self._store.notes))
+        found += [note for file in self.files for note in file.notes(limit)]
         if limit is not None:
             dropped = self.column("num_dropped_tokens")
             if len(numbers := np.flatnonzero(dropped)):

@@ -100,7 +100,7 @@ def first_of(names: Iterator[str]) -> str:
 
 
 def open_files(
-    config: DataConfig, skips_bad: bool, gauge: Gauge | None, split: Split
+    config: DataConfig, store: Store, skips_bad: bool, gauge: Gauge | None, split: Split
 ) -> tuple[tuple[IndexedFile, ...], tuple[BadSample, ...]]:
     """The files with at least one good sample, and the samples that were left out because they cannot be used.
 
@@ -115,7 +115,7 @@ def open_files(
         if left == 0 or len(problems) >= MAX_PROBLEMS:
             break
         with collected(problems):
-            file = _opened(source, config, skips_bad, gauge, left)
+            file = _opened(source, config, store, skips_bad, gauge, left)
             files.append(file)
             if not len(file.index.rows) and not file.index.problems:
                 problems.append(f"{source.path}: has no samples; expected a JSON list of objects, or one JSON object "
@@ -136,13 +136,13 @@ def open_files(
 
 
 def _opened(
-    source: DatasetFile, config: DataConfig, skips_bad: bool, gauge: Gauge | None, left: int | None
+    source: DatasetFile, config: DataConfig, store: Store, skips_bad: bool, gauge: Gauge | None, left: int | None
 ) -> IndexedFile:
     """One file with its index.  ``left``: use at most this many samples."""
     roots = MediaRoots(source.media_root, (config.dataset_dir, *(config.media_roots or ())))
     reader = Reader(open_records(source.path), source.attr, roots, gauge)
     limit, most_bad = left if source.is_whole else None, None if skips_bad else MAX_PROBLEMS
-    index, sha256 = _indexed(Checker(reader), config, limit, most_bad)
+    index, sha256 = _indexed(Checker(reader), config, store, limit, most_bad)
     file = IndexedFile(source, reader, index, sha256)
     count = num_chosen(len(file.usable()), source.rate_percent, source.num_samples)
     file.num_samples = count if left is None else min(count, left)
@@ -150,13 +150,12 @@ def _opened(
 
 
 def _indexed(
-    checker: Checker, config: DataConfig, limit: int | None, most_bad: int | None
+    checker: Checker, config: DataConfig, store: Store, limit: int | None, most_bad: int | None
 ) -> tuple[RecordIndex, str | None]:
     """The index of a file and the file's checksum: from the store if it has them, otherwise checked now."""
-    reader = checker.reader
+    reader, path = checker.reader, checker.reader.file.path
     if reader.gauge is None:
         return make_index(checker, 1, limit, most_bad), None
-    store, path = Store.of(config), reader.file.path
     content = store.content_hash(reader.file)
     roots = [os.path.realpath(root) for root in reader.roots.all]
     key = key_of(content, asdict(reader.attr), roots, reader.gauge.fingerprint, limit)

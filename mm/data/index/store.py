@@ -2,15 +2,17 @@
 
 An index is ``KEY.rows``, a row of ``ROW`` for each record, and ``KEY.json``, written last.  ``KEY.numbers`` are the
 records that a dataset uses.  ``files/`` has the checksum of each file of records, named by its size and times, so that
-an unchanged file is not read at every start.
+an unchanged file is not read at every start.  Each file ends with the crc32 of the rest; one that does not match it is
+created again, with a note.
 """
 
 import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, suppress
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -24,17 +26,19 @@ from mm.data.lengths import Lengths
 from mm.data.read.records import RecordFile
 from mm.data.record_name import BadSample
 from mm.errors import UserError, writing
-from mm.files import json_object, write_whole
+from mm.files import json_object, replace_file
 from mm.lock import making
 
 CACHE_DIR = ".mm-index"
 """Folder in ``dataset_dir``, used if the data JSON does not set ``cache_dir``."""
-_FORM = 7
+_FORM = 8
 """Increment when the same data would be read or measured differently."""
 NUMBER = np.dtype(np.uint32)
 """Numbers a record over all files: up to 4,294,967,295, more than any realistic index."""
 _SETTLED_SECONDS = 2.0
 """A file modified less than this before it was read may change again without a new modification time."""
+_CRC32_BYTES = 4
+_BYTE = np.dtype(np.uint8)
 
 
 class Rows:
@@ -45,15 +49,20 @@ class Rows:
         self.array, self.path = array, path
 
     @classmethod
-    def open(cls, path: str, dtype: np.dtype) -> "Rows":
-        """Raises OSError, and ValueError if the file holds no rows of this kind."""
-        return cls(np.memmap(path, dtype, "r") if os.path.getsize(path) else np.empty(0, dtype), path)
+    def open(cls, path: str, dtype: np.dtype, checks: bool = True) -> "Rows":
+        """Map a file of a ``Store``.  Raises OSError, and with ``checks`` ValueError if the file is damaged."""
+        raw = np.memmap(path, _BYTE, "r") if os.path.getsize(path) else np.empty(0, _BYTE)
+        if checks and raw[-_CRC32_BYTES:].tobytes() != _crc32(raw[:-_CRC32_BYTES]):
+            raise ValueError(f"{path} does not match its checksum")
+        return cls(raw[:-_CRC32_BYTES].view(dtype), path)
 
     def __len__(self) -> int:
         return len(self.array)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (Rows, (np.array(self.array),)) if self.path is None else (Rows.open, (self.path, self.array.dtype))
+        if self.path is None:
+            return Rows, (np.array(self.array),)
+        return Rows.open, (self.path, self.array.dtype, False)
 
 
 @dataclass(frozen=True)
@@ -115,6 +124,8 @@ class Store:
     """Folders of indexes.  The first writable one is written, all are read."""
 
     folders: tuple[Path, ...]
+    notes: list[str] = field(default_factory=list[str])
+    """Receives the damaged files."""
 
     @classmethod
     def of(cls, config: DataConfig) -> "Store":
@@ -140,8 +151,8 @@ class Store:
         stamp = os.path.realpath(file.path), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
         name = f"files/{key_of(*stamp)}"
         for folder in self.folders:
-            with suppress(OSError):
-                return (folder / name).read_text()
+            with self._noting():
+                return Rows.open(str(folder / name), _BYTE).array.tobytes().decode()
         sha256 = file.content_hash()
         if time.time() - status.st_mtime > _SETTLED_SECONDS:
             self._write(name, sha256.encode())
@@ -154,8 +165,8 @@ class Store:
     def load(self, key: str, path: str) -> RecordIndex | None:
         """An index with its rows mapped into memory, for a file that is now at ``path``; None if there is none."""
         for folder in self.folders:
-            with suppress(OSError, ValueError):
-                found = json_object((folder / f"{key}.json").read_bytes())
+            with self._noting():
+                found = json_object(Rows.open(str(folder / f"{key}.json"), _BYTE).array.tobytes())
                 bad = tuple(BadSample(**{**one, "dataset": path}) for one in found["bad"])
                 noted = {what: (count, first) for what, (count, first) in found["noted"].items()}
                 rows = Rows.open(str(folder / f"{key}.rows"), ROW)
@@ -172,17 +183,31 @@ class Store:
         """The result of ``choose``, kept under the ``facts`` (JSON values) that it depends on."""
         name = f"{key_of(facts)}.numbers"
         for folder in self.folders:
-            with suppress(OSError, ValueError):
+            with self._noting():
                 return Rows.open(str(folder / name), NUMBER)
         return Rows.open(self._write(name, choose()), NUMBER)
 
     def _write(self, name: str, content: Any) -> str:
         path = self.folder / name
         with writing(path, "cache_dir"):
-            write_whole(path, content)
+            replace_file(path, lambda stream: stream.writelines([content, _crc32(content)]))
         return str(path)
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Go on after a file that does not exist, or is damaged, which is noted."""
+        try:
+            yield
+        except OSError:
+            pass
+        except ValueError as error:
+            self.notes.append(f"{error}, and is created again")
 
 
 def key_of(*facts: Any) -> str:
     """The name of what depends on these ``facts`` (JSON values)."""
     return hashlib.sha256(json.dumps([_FORM, ROW.descr, *facts]).encode()).hexdigest()[:32]
+
+
+def _crc32(content: Any) -> bytes:
+    return zlib.crc32(content).to_bytes(_CRC32_BYTES, "little")

@@ -200,17 +200,29 @@ def test_a_picture_that_changes_later_is_noticed_when_it_is_read(cached, model_c
     assert len(made) == 2
 
 
-@pytest.mark.parametrize("damage", [lambda path: path.write_bytes(b"1"), lambda path: path.unlink()])
-@pytest.mark.parametrize("kind", ["*.rows", "*.json"])
-def test_a_damaged_index_is_recreated(cached, model_config, made, tmp_path, kind, damage):
-    data = cached()
+def with_a_flipped_bit(content: bytes) -> bytes:
+    return content[:20] + bytes([content[20] ^ 1]) + content[21:]
+
+
+@pytest.mark.parametrize(("kind", "num_checks"), [("*.rows", 5), ("*.json", 5), ("*.numbers", 1), ("files/*", 1)])
+def test_a_damaged_index_is_recreated(cached, model_config, made, tmp_path, kind, num_checks):
+    """With a note, unless it was deleted; a bad sample stays the same."""
+    data = cached([*RECORDS, {"messages": []}])
+    os.utime(data.dataset[0], (1, 1))  # long enough ago for its checksum to be kept
     gauge = Gauge.from_config(data, model_config, 4096)
-    expected = Dataset(data, gauge=gauge).lengths.num_tokens.tolist()
+    first = Dataset(data, True, gauge)
+    expected, skipped = first.lengths.num_tokens.tolist(), first.skipped
     (path,) = (tmp_path / "cache").glob(kind)
-    damage(path)
-    for _ in range(2):
-        assert Dataset(data, gauge=gauge).lengths.num_tokens.tolist() == expected
-    assert len(made) == 2
+    for damaged in (lambda content: bytes(len(content)), lambda content: content[: len(content) // 2],
+                    with_a_flipped_bit, None):
+        if damaged is None:
+            path.unlink()
+        else:
+            path.write_bytes(damaged(path.read_bytes()))
+        for notes in ([f"{path} does not match its checksum, and is created again"] * path.exists(), []):
+            dataset = Dataset(data, True, gauge)
+            assert (dataset.lengths.num_tokens.tolist(), dataset.skipped, dataset.notes) == (expected, skipped, notes)
+    assert len(made) == num_checks
 
 
 def test_the_folder_of_the_index(cached, model_config, made, tmp_path, monkeypatch):
