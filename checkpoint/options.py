@@ -79,7 +79,7 @@ class CommonModelConfig:
         "whether MindSpeed-MM's layout stores q, k, v and gate, up as separate tensors (true) or fused (false); absent "
         "= fused; for resplit, as in the source"))
     new_transformers_weight_key: bool | None = Field(None, description=(
-        "whether the tensors of hf_dir are named model.language_model.* and model.visual.*; a wrong value is refused"))
+        "whether the tensors of hf_dir have the names of transformers 4.52 and later; a wrong value is refused"))
     vit_qkv_order: VitQkvOrder | None = Field(None, description=(
         "how a source without a manifest stores the ViT's qkv; whole is [Q; K; V], as MindSpeed-MM 2.2.0 and 2.3.0 "
         "wrote it"))

@@ -211,11 +211,6 @@ def test_pipeline(started: dict[str, Future]) -> None:
     assert 0 < found["share_of_ideal"] < 1
 
 
-def test_search(started: dict[str, Future]) -> None:
-    (result,) = started["search"].result()["searches"]
-    assert result["num_layouts"] > 100 and result["seconds"] > 0 and 0 < result["bound"] <= result["step_seconds"]
-
-
 def test_predictions_of_a_device(started: dict[str, Future]) -> None:
     """The CPU has no published figures, so two of three predictions are absent here."""
     results = started["device"].result()
@@ -294,7 +289,7 @@ def test_the_document_shows_the_records_that_are_kept(tmp_path: Path) -> None:
 
 def test_records_of_two_devices_are_refused(tmp_path: Path) -> None:
     machine = {"kind": "machine", "label": "kernels", "size": "3b", "date": "2026-01-01", "versions": {}}
-    records = [machine | {"device": "one"}, machine | {"device": "another"}, {"kind": "tower", "label": "kernels"}]
+    records = [machine | {"device": "one"}, machine | {"device": "another"}, {"kind": "side", "label": "kernels"}]
     with pytest.raises(AssertionError, match="another and one; expected one device"):
         rendered(tmp_path, records, PAGE.read_text())
 

@@ -27,7 +27,7 @@ def run(words: list[str], packages: Path, **variables: str) -> subprocess.Comple
                           capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("module", ["mm.train", "mm.launch", "checkpoint.cli"])
+@pytest.mark.parametrize("module", ["mm.train", "mm.launch"])
 def test_an_extension_that_torch_cannot_load_gets_a_hint(module: str, inputs: Path, tmp_path: Path) -> None:
     """As torch_npu without CANN's environment: torch imports it by its entry point, and it misses a library."""
     described = tmp_path / "torch_npu-2.13.0.dist-info"

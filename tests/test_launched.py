@@ -41,8 +41,8 @@ TRAINING = [*(f"--mm-{kind}={EXAMPLES / f'{kind}_tiny.json'}" for kind in ("mode
 
 @pytest.mark.parametrize(("main", "words"), [
     (train.main, [*TRAINING, "--check"]),
-    (generate.main, ["--load", "mm", "--prompt", "What?", "--check"]),
-    (evaluate.main, ["--load", "mm", "--benchmark", "mmmu", "--check"]),
+    (generate.main, ["--load", "mm", "--prompt", "What?"]),
+    (evaluate.main, ["--load", "mm", "--benchmark", "mmmu"]),
     (doctor_rank.main, [os.devnull, "cpu"]),
     (planner_rank.main, ["x", "1", "1", *TRAINING]),
 ], ids=["train", "generate", "evaluate", "doctor", "plan"])  # fmt: skip

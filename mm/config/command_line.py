@@ -164,6 +164,8 @@ class CommandLine(Generic[Built]):
     """Flags that are no fields."""
     start: str = "--"
     """How each flag begins."""
+    one_of: Sequence[tuple[str, str]] = ()
+    """Pairs of flags of which one must be given."""
     tail: "CommandLine[Any] | None" = None
     """The command whose flags follow after ``--``."""
 
@@ -271,6 +273,9 @@ class CommandLine(Generic[Built]):
         for name, one in self.flags.items():
             if one.field.is_required() and name not in given and (not one.section or one.section in begun):
                 yield f"{name} is missing: {one.meaning}"
+        for name, other in self.one_of:
+            if name not in given and other not in given:
+                yield f"{name} is missing: {self.flags[name].meaning.partition(';')[0]}; or give {other}"
 
     def notes(self, words: Words) -> Iterator[str]:
         """Which flags have no effect, or are given more than once."""

@@ -27,8 +27,6 @@ _DYNAMIC_SCALE_FLAGS = ("initial_loss_scale", "min_loss_scale", "loss_scale_wind
 def flag_problems(args: Arguments) -> Iterator[str]:
     """Rules between flags."""
     yield from rule_problems(args)
-    if not args.train_iters and args.num_train_epochs is None:
-        yield "--train-iters is missing: total number of optimizer steps; or give --num-train-epochs"
     if args.overlap_param_gather and not args.splits_optimizer:
         yield ("--overlap-param-gather needs split optimizer state: --use-distributed-optimizer, or "
                "--data-parallel-sharding-strategy optim, optim_grads or optim_grads_params")

@@ -400,7 +400,7 @@ class Arguments(HasPrecision):
 TRAIN = CommandLine(
     "mm-train", f"Train {TITLES} with tensor, context, pipeline and data parallelism.", Arguments,
     "--mm-model JSON --mm-data JSON --micro-batch-size N --seq-length N (--train-iters N | --num-train-epochs X) "
-    "--lr X [flags]", FLAGS)
+    "--lr X [flags]", FLAGS, one_of=(("--train-iters", "--num-train-epochs"),))
 
 
 def parse(argv: Sequence[str]) -> Arguments:

@@ -187,7 +187,8 @@ def _find_shards(directory: Path) -> tuple[dict[str, Any] | None, list[str]]:
     path = directory / INDEX_FILE
     index = _parsed(path, path.read_bytes())
     weight_map = index.get("weight_map")
-    if not weight_map or not isinstance(weight_map, dict):
+    is_map = isinstance(weight_map, dict) and all(isinstance(one, str) for one in weight_map.values())
+    if not weight_map or not is_map:
         raise UserError(f"{path} has no 'weight_map' of tensor names to shard files; download it again.")
     shards = list(dict.fromkeys(weight_map.values()))
     if missing := [name for name in shards if name not in files]:

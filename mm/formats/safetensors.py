@@ -45,9 +45,17 @@ def read_header(
     header, header_bytes = _read_json(path)
     size_bytes = path.stat().st_size
     header.pop("__metadata__", None)
-    found = {name: _stored(path, file or path.name, name, entry, 8 + header_bytes, dtypes)
-             for name, entry in header.items()}
-    end = max((one.offset + one.num_bytes for one in found.values()), default=8 + header_bytes)
+    end = 8 + header_bytes
+    try:
+        found = {name: _stored(path, file or path.name, name, entry, end, dtypes) for name, entry in header.items()}
+        for one in sorted(found.values(), key=lambda one: (one.offset, one.num_bytes)):
+            if one.offset != end:  # the format allows neither holes nor overlaps
+                raise ValueError(f"{one.name} does not begin where the tensor before it ends")
+            end += one.num_bytes
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise UserError(f"{path} has a damaged safetensors header ({error}); download it again.") from error
     if size_bytes != end:
         raise UserError(f"{path} has {size_bytes} bytes, but its header describes {end}; download it again.")
     return found
