@@ -13,11 +13,13 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from checkpoint.lora import lora_hf_to_mm
+from checkpoint.lora import lora_hf_to_mm, lora_mm_to_hf
 from mm import train
 from mm.config.flags import Arguments
 from mm.config.run import load_run
 from mm.conversion.convert import Options, hf_to_mm
+from mm.errors import UserError
+from mm.formats.adapter import AdapterDirectory
 from mm.formats.checkpoints import LATEST_FILE
 from mm.formats.layout import Layout
 from mm.formats.mindspeed_layout import Format, Storage
@@ -177,6 +179,17 @@ def test_what_a_run_of_adapters_begins_with_and_what_stands_beside_them_later(in
     resumed = started(old, hf)
     assert (resumed.load, resumed.load_base_model, resumed.no_load_optim) == (str(old), str(hf), False)
     assert started(old, adapter).load_base_model is None
+
+
+def test_a_converted_checkpoint_names_the_model_that_it_was_trained_on(
+    inputs: Path, trained: Path, tmp_path: Path
+) -> None:
+    """By default what the checkpoint states; a directory is compared with it, a name on a hub cannot be."""
+    for given, named in ((None, str(inputs / "hf")), ("Qwen/Tuned", "Qwen/Tuned")):
+        lora_mm_to_hf(trained / "save", tmp_path / str(given), None, given, None).run(Options(num_workers=1))
+        assert AdapterDirectory.open(tmp_path / str(given)).base_name == named
+    with pytest.raises(UserError, match=rf"another base model than .*\({inputs / 'hf'}\) as --cfg.hf_config.hf_dir"):
+        lora_mm_to_hf(trained / "save", tmp_path / "other", None, str(inputs / "ancestor"), None)
 
 
 def test_adapters_that_mindspeed_trained_go_on(inputs: Path, trained: Path, capsys: pytest.CaptureFixture) -> None:

@@ -295,6 +295,8 @@ class Arguments(HasPrecision):
     log_throughput: bool = Field(False, description="add model FLOP/s to the log line")
     log_timers: bool = Field(False, description=(
         "add a breakdown of the step time, maximum over the ranks; the host then waits for each step to end"))
+    slow_rank_share: Positive = Field(0.2, description=(
+        "note a rank that stays slower than the same stage of the other replicas by more than this share"))
     page: bool = Field(False, description=(
         "at the end, write a page of the run, run.html in --log-dir: curves, tables, timeline and answers"))
     profile_pipeline: Count | None = Field(

@@ -75,8 +75,7 @@ FLAGS: Mapping[str, FlagRow] = {
            "--profile-record-shapes --profile-data-simplification --profile-export-type"),
     **rows(Inert("--log-timers breaks down the time of a step"), "--timing-log-level --timing-log-option"),
     **rows(Inert("always on: the log names the three slowest ranks"),
-           "--slow-rank-share --log-straggler --disable-straggler-on-startup --straggler-ctrlr-port "
-           "--straggler-minmax-count"),
+           "--log-straggler --disable-straggler-on-startup --straggler-ctrlr-port --straggler-minmax-count"),
     **rows(Inert("always on: every rank knows all shapes of a step before it begins"),
            "--variable-seq-lengths --check-p2p"),
     "--enable-dummy-optimizer": Inert("always on: a stage without trainable parameters needs no optimizer"),

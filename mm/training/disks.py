@@ -15,8 +15,9 @@ from mm.config.flags import Arguments
 from mm.environment import Launched
 from mm.errors import AgreedError, writing
 from mm.files import wait_until_visible
+from mm.formats.checkpoints import stated
 from mm.formats.training_writer import TEMPORARY_PREFIX
-from mm.parallel.agreement import by_rank, on_first
+from mm.parallel.agreement import attempt, by_rank, on_first
 from mm.parallel.heartbeat import ranks_text
 from mm.parallel.mesh import Mesh
 
@@ -65,6 +66,15 @@ class Disks:
     def named(self, ranks: Sequence[int]) -> str:
         """Ranks with their hosts."""
         return f"{', '.join(dict.fromkeys(self.hosts[rank] for rank in ranks))} ({ranks_text(ranks)})"
+
+    def check_same(self, checkpoint: Path, mesh: Mesh) -> None:
+        """Raise AgreedError unless all disks hold ``checkpoint``, which rank 0 has chosen."""
+        crc32s = by_rank(mesh, attempt(mesh, lambda: stated(checkpoint).get("crc32"))[0])
+        if others := [rank for rank, crc32 in enumerate(crc32s) if crc32 is None or crc32 != crc32s[0]]:
+            raise AgreedError(
+                f"{checkpoint}, from which {self.named([0])} continues, is missing or another one on "
+                f"{self.named(others)}: start the nodes in the order of the run that saved it (--node_rank), or copy "
+                f"it there from each of its nodes")
 
 
 def find_disks(args: Arguments, mesh: Mesh) -> Disks:

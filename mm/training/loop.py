@@ -167,7 +167,7 @@ class Trainer:
 
     def _watch(self, first: int, last: int) -> Watch:
         args, stage = self.run.args, self.setup.stage
-        timing = StepTiming(self.mesh, stage.device, args.log_interval)
+        timing = StepTiming(self.mesh, stage.device, args.log_interval, args.slow_rank_share)
         watchers: list[Watcher] = [timing, Timers(args, stage, self.mesh, self._say)]
         if args.profile:
             watchers.append(Profile(args, stage.device, self.mesh.rank, first, last, self._say))

@@ -59,6 +59,9 @@ def open_sources(
     for note in all_of(together(mesh, lambda: tuple(tidy_up(run) if disks.is_first else ())), mesh.control_group):
         say(f"note: {note}")
 
+    if disks.are_several and checkpoint is not None:
+        disks.check_same(checkpoint, mesh)
+
     def find() -> Sources:
         if checked is not None and checked.sources is not None:
             return checked.sources

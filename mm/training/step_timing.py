@@ -31,6 +31,8 @@ from mm.training.watch import Step, Watcher
 
 _NUM_NAMED = 3
 """Slowest ranks that the log names."""
+_NUM_SPANS, _SPAN_STEPS, _SPAN_SECONDS = 5, 10, 24.0
+"""A rank is noted if it is slow in this many spans in a row, each of so many steps and seconds; a stall is in one."""
 _OWN, _PAUSE = "own work", "between steps"
 
 
@@ -62,6 +64,11 @@ class SlowRank:
     """The same stage of the other replicas; or the other stages, if there is one replica."""
     share: float
     """Its own time over the median, less 1."""
+
+    @property
+    def name(self) -> str:
+        hosts = f"host{'s' * (len(self.hosts) > 1)} {', '.join(self.hosts)}"
+        return f"{ranks_text(self.ranks)} ({hosts}, {', '.join(self.devices)}, stage {self.stage})"
 
 
 def compare(places: Sequence[RankPlace], own_seconds: Sequence[float]) -> tuple[SlowRank, ...]:
@@ -99,17 +106,39 @@ def median_of_others(ascending: Sequence[float], value: float) -> float:
 
 def slowest_line(found: Sequence[SlowRank], num_steps: int) -> str:
     """The log line that names the slowest ranks."""
-    texts = (f"{ranks_text(one.ranks)} (host{'s' * (len(one.hosts) > 1)} {', '.join(one.hosts)}, "
-             f"{', '.join(one.devices)}, stage {one.stage}): {1000 * one.own_seconds:.0f} ms, {one.share:+.0%} against "
-             f"the median of the other {one.compared_with}" for one in found[:_NUM_NAMED])
+    texts = (f"{one.name}: {1000 * one.own_seconds:.0f} ms, {one.share:+.0%} against the median of the other "
+             f"{one.compared_with}" for one in found[:_NUM_NAMED])
     return f" slowest ranks over the last {counted(num_steps, 'step')}: {'; '.join(texts)}"
+
+
+class SlowRankNotes:
+    """Notes each rank that stays slower than the same stage of the other replicas by more than ``share``, once."""
+
+    def __init__(self, places: Sequence[RankPlace], share: float) -> None:
+        self._places, self._share = places, share
+        self._span = torch.zeros(2 + len(places), dtype=torch.float64)  # steps, seconds, each rank's own seconds
+        self._num_slow: dict[tuple[int, ...], int] = {}  # by ranks: slow spans in a row, until they are noted
+
+    def after(self, num_steps: int, seconds: float, own_seconds: Sequence[float]) -> list[str]:
+        """The notes after these steps, in which each rank worked for ``own_seconds``."""
+        self._span += torch.tensor([num_steps, seconds, *own_seconds], dtype=torch.float64)
+        if self._span[0] < _SPAN_STEPS or self._span[1] < _SPAN_SECONDS:
+            return []
+        slow = {one.ranks: one for one in compare(self._places, self._span[2:].tolist())
+                if one.share > self._share and one.compared_with == "replicas"}
+        self._span.zero_()
+        noted = {ranks: num for ranks, num in self._num_slow.items() if num == _NUM_SPANS}
+        self._num_slow = {ranks: self._num_slow.get(ranks, 0) + 1 for ranks in slow} | noted
+        return [f"note: {one.name}: {one.share:.0%} more time a step than the median of the other replicas, for at "
+                f"least 50 steps and 120 s (--slow-rank-share {self._share:g}); look at its clock and its disk"
+                for ranks, one in slow.items() if self._num_slow[ranks] == _NUM_SPANS and ranks not in noted]
 
 
 class StepTiming(Watcher):
     """A listener that measures this rank's steps from the second on, because the first compiles kernels.  At steps with
     a log line, all ranks compare their own times and their peak memory."""
 
-    def __init__(self, mesh: Mesh, device: Device, log_interval: int) -> None:
+    def __init__(self, mesh: Mesh, device: Device, log_interval: int, slow_rank_share: float) -> None:
         """Collective over all ranks."""
         self._mesh, self._device, self._log_interval = mesh, device, log_interval
         self._depth = 0
@@ -118,10 +147,11 @@ class StepTiming(Watcher):
         """Events of the running step, each with what begins then; empty during the first."""
         self._ended: tuple[list[tuple[Any, Work | str]], float] | None = None
         """Events of the step before, and its own wait for data."""
-        self._own_seconds, self._num_steps = 0.0, 0
-        """Own time and number of the steps since the last comparison."""
+        self._own_seconds, self._seconds, self._num_steps = 0.0, 0.0, 0
+        """Own time, duration and number of the steps since the last comparison."""
         own = RankPlace(mesh.rank, mesh.pp_rank, mesh.dp_rank, socket.gethostname(), str(device.torch_device))
         self._places = by_rank(mesh, own)
+        self._notes = SlowRankNotes(self._places, slow_rank_share)
 
     def begin(self, activity: Activity) -> None:
         if activity.work is Work.DATA or activity.work in WAITS:
@@ -164,6 +194,7 @@ class StepTiming(Watcher):
             seconds[what] += gap
         # an accelerator may still be busy while the host waits
         self._own_seconds += seconds[_OWN] + min(own_data_seconds, seconds[Work.DATA])
+        self._seconds += sum(seconds.values()) - seconds[_PAUSE]
         self._num_steps += 1
 
     def _compare(self, step: Step) -> None:
@@ -175,7 +206,8 @@ class StepTiming(Watcher):
         for place, one in zip(self._places, of_ranks, strict=True):
             peaks[place.stage] = max(peaks.get(place.stage, 0), int(one[1]))
         step.measured["stage_memory_bytes"] = tuple(peaks[stage] for stage in sorted(peaks))
-        num_steps, self._own_seconds, self._num_steps = self._num_steps, 0.0, 0
-        if num_steps and (slowest := compare(self._places, [float(one[0]) / num_steps for one in of_ranks])):
+        num_steps, seconds, own_seconds = self._num_steps, self._seconds, [float(one[0]) for one in of_ranks]
+        self._own_seconds, self._seconds, self._num_steps = 0.0, 0.0, 0
+        if num_steps and (slowest := compare(self._places, [one / num_steps for one in own_seconds])):
             step.measured |= {"slowest_rank_share": slowest[0].share, "slowest_ranks": slowest[:_NUM_NAMED]}
-            step.lines.append(slowest_line(slowest, num_steps))
+            step.lines += [slowest_line(slowest, num_steps), *self._notes.after(num_steps, seconds, own_seconds)]

@@ -239,6 +239,25 @@ def test_an_adapter_with_other_settings_is_rejected(name: str, folder: Path) -> 
     assert len(caught.value.problems) == 1 and what in caught.value.problems[0]
 
 
+@pytest.mark.parametrize(("name", "what"), [
+    ("model.layers.9.self_attn.q_proj.lora_A.weight", "for which the given base model has no layer"),
+    (None, "without which the others are of no use"),
+])
+def test_a_tensor_too_many_or_too_few_is_reported_without_a_trainers_flags(
+    name: str | None, what: str, broken: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    tensors = load_file(broken / WEIGHTS_FILE)
+    if name is None:
+        del tensors[min(one for one in tensors if one.endswith("lora_B.weight"))]
+    else:
+        tensors[f"{PREFIX}{name}"] = torch.zeros(2, 2)
+    save_file(tensors, broken / WEIGHTS_FILE)
+    assert main(["Qwen2_5_VLConverter", "merge_lora", "--cfg.lora_dir", str(broken), "--cfg.hf_config.hf_dir",
+                 str(folder / "base"), "--cfg.save_hf_dir", str(tmp_path / "merged")]) == 2
+    said = capsys.readouterr().err
+    assert what in said and "--lora" not in said and "--load" not in said
+
+
 def test_an_adapter_of_another_base_model_is_rejected(folder: Path, tmp_path: Path) -> None:
     base = model_of()
     wide = replace(base, language=replace(base.language, ffn_hidden_size=80))

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -49,9 +50,11 @@ def bad(found: Iterator[Diagnosis]) -> dict[str, str]:
     return {one.name: one.level for one in some}
 
 
-def of_packages(environment: Mapping[str, str], python: str = sys.executable) -> dict[str, tuple[str, str]]:
+def of_packages(
+    environment: Mapping[str, str], python: str = sys.executable, folder: str | Path = "/", code: str = PACKAGES
+) -> dict[str, tuple[str, str]]:
     """Warnings and faults of packages in another process: level and text by name."""
-    done = subprocess.run([python, "-c", PACKAGES], cwd="/", env={**os.environ, **environment}, text=True,
+    done = subprocess.run([python, "-c", code], cwd=folder, env={**os.environ, **environment}, text=True,
                           capture_output=True, check=True)
     return {one["name"]: (one["level"], f"{one['what']} {one['cure']}")
             for one in json.loads(done.stdout.splitlines()[-1]) if one["level"] != "ok"}
@@ -95,6 +98,14 @@ def test_packages_in_the_place_of_others(tmp_path: Path) -> None:
         "python": "warning", "transformers": "warning", "package checkpoint": "fault", "PATH": "warning",
         "mindspeed": "fault"}
     assert str(peer / "checkpoint") in found["package checkpoint"][1]
+
+
+def test_a_clone_beside_its_installed_copy_is_no_fault(tmp_path: Path) -> None:
+    """As after ``pip install .``: commands run the copy, ``python -m`` in the clone runs the clone."""
+    for name in ("mm", "checkpoint"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    for code in (PACKAGES, PACKAGES.replace('sys.path.remove("")', "")):
+        assert of_packages(path_of(), folder=tmp_path, code=code) == {}
 
 
 def test_a_package_is_missing(tmp_path: Path) -> None:

@@ -6,9 +6,12 @@ tests/training/test_disks.py, which reads the JSON.
 
 import json
 import os
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 from mm.device.device import Device
 
@@ -23,6 +26,7 @@ from mm.formats.training_writer import Retention  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.training import disks as of_disks  # noqa: E402
 from mm.training.disks import Disks, find_disks  # noqa: E402
+from mm.training.start import open_sources  # noqa: E402
 from tests.parallel.state_layouts import DISTRIBUTED, PP2, TP2, WEIGHT_SHARDS  # noqa: E402
 from tests.parallel.state_run import Layout, Run, different, problems_of  # noqa: E402
 from tests.workload import REMAINDERS  # noqa: E402
@@ -99,7 +103,20 @@ def interrupted(disks: Disks) -> dict:
     before = names_in(directory)
     run.save(directory, Retention(1), disks)
     after = names_in(directory)
-    return {"problems": problems, "before": before, "after": after}
+    return {"problems": problems, "before": before, "after": after, "mixed": mixed(directory, run, disks)}
+
+
+def mixed(directory: Path, run: Run, disks: Disks) -> list[list[list[str]]]:
+    """What a start says when rank 1's disk lacks the checkpoint of rank 0, or has another one of its iteration."""
+    newest, started = directory / checkpoints.iteration_name(2), cast(Any, SimpleNamespace(args=run.args))
+    said = [problems_of(lambda: disks.check_same(newest, run.mesh))]
+    for is_there in (False, True):
+        if run.mesh.rank and is_there:
+            shutil.copytree(Path("save") / "tp2" / newest.name, newest)
+        elif run.mesh.rank:
+            shutil.rmtree(newest)
+        said.append(problems_of(lambda: open_sources(started, None, newest, run.mesh, disks, print)))
+    return said
 
 
 def unequal(disks: Disks) -> dict:

@@ -63,6 +63,16 @@ def test_rank_0s_disk_has_a_checkpoint_last(results: dict) -> None:
     assert found["after"] == [["iter_0000002", LATEST_FILE]] * 2
 
 
+def test_a_disk_without_the_checkpoint_of_rank_0_is_named(results: dict) -> None:
+    """Or with another one of its iteration: a mixture of two would be loaded."""
+    same, *others = results["interrupted"]["mixed"]
+    assert same == [[], []] and len(others) == 2
+    for (problem,), second in others:
+        assert second == [problem]
+        assert re.match(r"save/late/iter_0000002, from which \S+ \(rank 0\) continues, is missing or another one on "
+                        r"\S+ \(rank 1\): start the nodes in the order .*--node_rank", problem)
+
+
 def test_a_save_of_replicas_that_differ_is_refused(results: dict) -> None:
     found = results["unequal"]
     (problem,), other = found["problems"]

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from mm.conversion.convert import check_target
 from mm.errors import AgreedError, UserError
+from mm.formats.source import Kind
 from mm.lock import Claim
 from tests.formats.test_training import write_small
 
@@ -53,3 +55,18 @@ def test_a_failed_export_removes_its_temporary_checkpoint(
             failing.export(SimpleNamespace(iteration=3, base=None), True)  # type: ignore[arg-type]
     assert sorted(tmp_path.rglob("*")) == before and len({*failing.seen}) == 2
     assert all(one.parent == tmp_path / (save or "") for one in failing.seen)
+
+
+@pytest.mark.parametrize(("precision", "is_used"), [("fp32", True), ("bf16", False)])
+def test_an_export_without_steps_takes_the_checkpoint_only_in_the_dtype_of_the_run(
+    precision: str, is_used: bool
+) -> None:
+    """Else the weights, which were loaded in the run's dtype, are saved for the export."""
+    from mm.training.sources import Sources
+    from mm.training.start import exportable
+
+    view = SimpleNamespace(stored=SimpleNamespace(dtype=torch.float32))
+    trained: Any = SimpleNamespace(kind=Kind.TRAINING, path=Path("save/iter_0000003"), views=(view, view))
+    run: Any = SimpleNamespace(args=SimpleNamespace(load="save", precision=precision),
+                               model=SimpleNamespace(lora=SimpleNamespace(is_on=False)))
+    assert exportable(run, Sources(trained)) == (trained.path if is_used else None)

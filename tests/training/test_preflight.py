@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from mm.config.generate import load_asking
 from mm.config.run import load_run
@@ -150,6 +151,10 @@ def test_check_reports_success_or_exits_with_status_2(inputs: Path, capsys):
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("error: ") and "samples.json:1" in printed.err
+    if not torch.cuda.is_available():
+        assert main(flags(inputs, "--check", "--device", "cuda")) == 2
+        of_samples, of_device = capsys.readouterr().err.splitlines()
+        assert "samples.json:1" in of_samples and "--device cuda: torch finds no CUDA device" in of_device
 
 
 def test_a_script_reports_an_error_once_exits_with_status_2_and_writes_nothing(inputs: Path):

@@ -5,6 +5,7 @@ from itertools import pairwise, product
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from mm.device.device import Device
 from mm.parallel.activity import Journal, Work
 from mm.training.progress import TrainingProgress
-from mm.training.step_timing import RankPlace, StepTiming, compare, median_of_others, slowest_line
+from mm.training.step_timing import RankPlace, SlowRankNotes, StepTiming, compare, median_of_others, slowest_line
 from mm.training.watch import Step
 
 
@@ -63,13 +64,38 @@ def test_the_line_names_rank_host_device_and_stage() -> None:
     assert "ranks 8 to 11 (host n1, npu:0, npu:1, npu:2, npu:3, stage 0): 1500 ms" in slowest_line(found, 1)
 
 
+@pytest.mark.parametrize(("num_replicas", "log_interval", "step_seconds"), [
+    (4, 1, 0.05), (4, 10, 2.0), (4, 100, 2.0), (1, 10, 2.0)])
+def test_noise_and_stalls_are_not_noted_and_a_slow_rank_is_once(
+    num_replicas: int, log_interval: int, step_seconds: float
+) -> None:
+    """Every own time varies by 30%, and each rank stalls for a minute once; with one replica, no stage is noted."""
+    drawn, places = np.random.default_rng(0), layout(2, num_replicas)
+    own = step_seconds * drawn.lognormal(0.0, 0.3, (3000, len(places))) * [1.0 + one.stage for one in places]
+    own[drawn.integers(0, 3000, len(places)), range(len(places))] += 60.0
+    for slow_rank in (None, len(places) - 1):
+        if slow_rank is not None:
+            own[1000:, slow_rank] *= 1.5
+        notes, found = SlowRankNotes(places, 0.2), list[tuple[int, str]]()
+        for last in range(log_interval, 3001, log_interval):
+            steps = own[last - log_interval : last]
+            of_ranks = steps.sum(axis=0).tolist()
+            found += [(last, note) for note in notes.after(log_interval, float(steps.max(axis=1).sum()), of_ranks)]
+        if slow_rank is None or num_replicas == 1:
+            assert found == []
+            continue
+        ((step, note),) = found
+        assert note.startswith("note: rank 7 (host n0, npu:7, stage 1): ") and "at least 50 steps and 120 s" in note
+        assert step >= 1040, "the first of the five spans may have begun before the rank was slow"
+
+
 def ended(iteration: int, own_data_seconds: float) -> Step:
     return Step(TrainingProgress(iteration, 0), None, None, 0.0, 0.0, own_data_seconds)  # type: ignore[arg-type]
 
 
 def test_a_step_is_split(one_rank: Any) -> None:
     """On the real clock, in a group of one: every sleep counts where it belongs, from the second step on."""
-    journal, timing = Journal(), StepTiming(one_rank, Device.pick("cpu"), 100)
+    journal, timing = Journal(), StepTiming(one_rank, Device.pick("cpu"), 100, 0.2)
     journal.listeners.append(timing)
     for number, own_data_seconds in enumerate((0.0, 0.0, 0.01, 9.9, 0.0), 1):
         with journal.during(Work.DATA):
@@ -87,6 +113,7 @@ def test_a_step_is_split(one_rank: Any) -> None:
     assert timing._num_steps == 3  # not the first step, nor the last, which is read a step later
     own = timing._own_seconds / 3
     assert 0.05 + (0.0 + 0.01 + 0.02) / 3 <= own < 0.15  # 9.9 s are more than the step has waited
+    assert own + 0.04 <= timing._seconds / 3 < 0.2  # with the pauses it would be more
 
 
 class LateDevice:
@@ -112,7 +139,7 @@ class LateDevice:
 
 def test_only_what_the_device_has_passed_is_read(one_rank: Any) -> None:
     journal, device = Journal(), LateDevice()
-    timing: Any = StepTiming(one_rank, device, 5)  # pyright: ignore[reportArgumentType]
+    timing: Any = StepTiming(one_rank, device, 5, 0.2)  # pyright: ignore[reportArgumentType]
     journal.listeners.append(timing)
     for number in range(1, 6):
         with journal.during(Work.DATA), timing.paused():
