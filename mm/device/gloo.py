@@ -1,4 +1,4 @@
-"""Groups of torch's gloo backend with one worker thread each, instead of two.
+"""Groups of torch's gloo backend with one worker thread each, instead of two, and without gloo's own report.
 
 After each collective, the worker writes the collective's name into a string that both workers of a group share, and
 takes no lock (``ProcessGroupGloo::runLoop`` in ``ProcessGroupGloo.cpp``; seen with torch 2.13 and 2.15, not 2.7.1).
@@ -11,13 +11,21 @@ tensor parallelism on two cores (docs/performance.md).
 """
 
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from threading import Lock
 
+import torch
+from packaging.version import Version
 from torch.distributed import ProcessGroupGloo, Store  # pyright: ignore[reportPrivateImportUsage]
 
 _make = ProcessGroupGloo.__init__
+_PRINTS_REPORT = Version("2.8") <= Version(torch.__version__) < Version("2.13")
+"""Whether gloo prints which ranks a new group is connected to: torch 2.10 does, 2.7.1 and 2.13 do not."""
+_output = Lock()
+"""Held by the thread that has replaced the process's standard output."""
 
 
 @contextmanager
@@ -52,4 +60,20 @@ def with_one_worker(
     options._devices = [ProcessGroupGloo.create_device(interface=name) for name in interfaces] or [
         ProcessGroupGloo.create_default_device()]
     options._timeout, options._threads = timeout, 1
-    _make(group, store, rank, size, options)
+    with _without_report() if _PRINTS_REPORT else nullcontext():
+        _make(group, store, rank, size, options)
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """Drop gloo's report from the standard output: it calls ranks that connect later "NOT connected"."""
+    with _output, os.fdopen(os.memfd_create("output"), "w+b") as kept, os.fdopen(os.dup(1), "wb") as output:
+        sys.stdout.flush()
+        os.dup2(kept.fileno(), 1)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            os.dup2(output.fileno(), 1)
+            kept.seek(0)
+            output.writelines(line for line in kept if not line.startswith(b"[Gloo] Rank "))

@@ -52,6 +52,14 @@ os._exit(sys.stdout.flush() or 0)
         assert done.stdout == f"{own} True {{{threads}}}\n", done.stderr
 
 
+def test_only_gloos_report_is_dropped(capfd: pytest.CaptureFixture[str]) -> None:
+    with gloo._without_report():
+        os.write(1, b"before\n[Gloo] Rank 0 is connected to 0 peer ranks. Expected number of connected peer ranks is : "
+                    b"1\n[Gloo] Rank 0 is NOT connected to: [1]\nwith no end")
+    os.write(1, b", and more")
+    assert capfd.readouterr().out == "before\nwith no end, and more"
+
+
 def test_an_interface_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,none0")
     with pytest.raises(RuntimeError, match="none0"):
