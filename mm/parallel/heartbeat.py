@@ -38,6 +38,8 @@ GRACE_SECONDS = 1.0
 """Wait between the report and a rank's exit: the launcher must see the causing rank exit first."""
 ANSWER_SECONDS = 5.0
 """How long the reporter waits for the other ranks' stacks; a rank that holds the GIL, or is stopped, gives none."""
+_LATE_SECONDS = 10.0
+"""How long rank 0, which may serve the store, stays for ranks that have not joined yet to read that the run ends."""
 _DOUBT_SECONDS = 5.0
 """How long an error of communication waits for the death or silence that explains it."""
 _LIMIT_SECONDS = 3.0
@@ -319,6 +321,9 @@ class Heartbeat:
         self._keys.set(str(self._rank), self._record(_stacks()).text())
         kill(self._reported(end) if end.reporter == self._rank else self._awaited())
         if self._rank == 0:
+            until = time.monotonic() + _LATE_SECONDS
+            while time.monotonic() < until and not all(one.count for one in self._read(self._all)[1].values()):
+                time.sleep(self._soon_seconds)
             self._answers()  # it may serve the store, in which the others read the end
         self._end_process(end)
 

@@ -2,7 +2,8 @@
 
 torchrun restarts ranks (``--max-restarts``) with the store of the stopped attempt, and each node counts its restarts by
 itself.  So rank 0 draws a random prefix for the keys of its attempt and writes it to the key ``mm/attempt``.  A rank
-whose own key has a value already, or whose attempt has ended, looks at an earlier one, and waits for another.
+whose own key has a value already, or whose attempt has ended after another number of restarts, looks at an earlier one,
+and waits for another.
 """
 
 import json
@@ -35,6 +36,8 @@ class Attempt:
     """The host that rank 0 runs on."""
     facts: Mapping[str, str]
     """What rank 0 runs, and its settings."""
+    num_restarts: str
+    """By the launcher of rank 0's node."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ class Rendezvous:
 
     def begin(self, store: Store, facts: Mapping[str, str]) -> Attempt:
         """On rank 0: begin an attempt."""
-        attempt = Attempt(secrets.token_hex(8), socket.gethostname(), facts)
+        attempt = Attempt(secrets.token_hex(8), socket.gethostname(), facts, _num_restarts())
         keys = PrefixStore(attempt.prefix, store)
         for name in (END, OVER, *map(str, range(self.num_ranks))):
             keys.set(name, NOTHING)
@@ -99,7 +102,12 @@ class Rendezvous:
             return None
         attempt = Attempt(**json.loads(store.get(ATTEMPT)))
         keys, me = PrefixStore(attempt.prefix, store), str(self.rank)
-        if any(value.decode() != NOTHING for value in keys.multi_get([me, END])):
+        before, end = (value.decode() for value in keys.multi_get([me, END]))
+        if before != NOTHING or (end != NOTHING and attempt.num_restarts != _num_restarts()):
             return None  # an earlier one
         keys.set(me, own(attempt))
         return attempt
+
+
+def _num_restarts() -> str:
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

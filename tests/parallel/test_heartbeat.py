@@ -110,17 +110,19 @@ def test_all_begin_once_all_are_ready_and_end_once_all_have_left(monkeypatch: py
     assert first.finished.wait(60) and second.finished.wait(60) and not ranks.statuses
 
 
-def test_the_first_cause_counts(
+def test_the_first_cause_counts_and_a_rank_that_joins_later_ends_too(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     ranks = Ranks(3, monkeypatch)
     first, second = ranks.join(0), ranks.join(1)
     assert second.joined.wait(60)
     second.end_all(Cause(1, "rank 1 is the cause", shows_stacks=True))
-    ranks.wait(2)
+    ranks.wait(1)
     first.end_all(Cause(0, "rank 0 is late"))
+    ranks.join(2)
+    ranks.wait(2)
     text = capfd.readouterr().err
-    assert ranks.statuses == [1, 1] and "rank 0 is late" not in text
+    assert ranks.statuses == [1, 1, 1] and "rank 0 is late" not in text
     assert text.startswith("error: rank 1 is the cause\nWhere the ranks were:\n  rank 1, place 1\n  rank 0, place 0\n")
     assert "\n  rank 2, last known: has not joined the others\n\nStacks of rank 0:\n" in text
 
