@@ -155,7 +155,7 @@ def refusal(path: Path) -> str:
     return message
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.12 warns of any sparse tensor
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch from 2.12 warns of any sparse tensor
 @pytest.mark.parametrize(
     "tensor, words",
     [
