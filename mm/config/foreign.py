@@ -28,7 +28,7 @@ class Inert:
 
 @dataclass(frozen=True)
 class SameAs:
-    """Another word for ``flag``, a switch of ours; or for ``flag`` with ``value``, unless ``flag`` is given itself."""
+    """Alias of ``flag``, optionally implying ``value``; an explicit ``flag`` wins."""
 
     flag: str
     value: str | None = None

@@ -99,7 +99,7 @@ class Files:
                     position += len(block)
 
     def _column_blocks(self, index: ViewIndex, views: Sequence[View]) -> Blocks:
-        """Of views that are cut by columns from the same rows, which are read once."""
+        """Like ``target_blocks``, for views that cut the same rows by columns; reads each row once."""
         spans = [span for view in views for span in view.spans if span.key is not None]
         first, last = min(span.start for span in spans), max(span.stop for span in spans)
         widest = max(last - first, *(view.num_indices for view in views)) * views[0].unit_bytes

@@ -260,7 +260,7 @@ class Recorder(TorchDispatchMode):
 
 
 class MetaRuntime(HostRuntime):
-    """Of a CUDA device without values."""
+    """Behaves like a CUDA device, but its tensors have no values."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
