@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from mm.data.sample import Sample
 from mm.errors import MAX_PROBLEMS, UserError, collected, counted, naming, printable
 
 Split = Literal["training", "validation"]
-SPLITS: tuple[Split, ...] = get_args(Split)
 _SKIP_HINT = " (--bad-sample skip leaves such samples out and lists them in a file.)"
 NUM_NAMED = 3
 
