@@ -60,13 +60,23 @@ class Owner:
     def read(cls, content: bytes) -> "Owner | None":
         """The owner in a lock file's ``content``; None if it is not written yet."""
         try:
-            return cls(**json_object(content)["owner"])
+            found = cls(**json_object(content)["owner"])
         except (ValueError, KeyError, TypeError):
             return None
+        return found if type(found.pid) is int and 0 < found.pid < 1 << 31 else None
 
     def is_alive(self) -> bool | None:
         """Whether the process still runs; None if it runs under another kernel."""
-        return began(self.pid) == self.started if self.kernel == node_id() else None
+        if self.kernel != node_id():
+            return None
+        found = began(self.pid)
+        if found is None:
+            with suppress(ProcessLookupError):
+                try:
+                    os.kill(self.pid, 0)
+                except PermissionError:  # another user's process, which /proc may hide
+                    return True
+        return found == self.started
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host} since {self.since}"

@@ -134,7 +134,7 @@ class Conversion:
 
     def _write(self, folder: Path, num_workers: int) -> dict[str, Crc32s]:
         """Write the files that are not finished; returns the checksums of all tensors by file and name."""
-        left = {file.name: file for file in self.files if not (folder / file.name).is_file()}
+        left = {file.name: file for file in self.files if not self._is_finished(folder, file)}
         if len(left) < len(self.files):
             print(f"note: an earlier run finished {len(self.files) - len(left)} of {len(self.files)} files")
         total, num_left = (sum(one.num_bytes for file in some for one in file.tensors)
@@ -162,6 +162,14 @@ class Conversion:
                 pool.shutdown(wait=False, cancel_futures=True)  # leaving the with block waits for running work
                 raise
         return crc32s
+
+    def _is_finished(self, folder: Path, file: TargetFile) -> bool:
+        """Whether an earlier run has finished ``file``, and nothing has changed it since."""
+        if not (folder / file.name).is_file() or (folder / file.name).stat().st_size != file.num_bytes:
+            return False
+        views = [view for view in self.views if view.stored.file == file.name]
+        with Files(folder) as files:
+            return all(files.holds(*block) for group in groups(views) for block in self.blocks(group))
 
     def _write_group(
         self, folder: Path, group: Sequence[View], progress: Callable[[int], object]

@@ -94,7 +94,9 @@ def decoding(path: str | Embedded, seconds: float = DECODING_SECONDS) -> Iterato
     num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     watched.name.value = key
     try:
-        resource.setrlimit(resource.RLIMIT_AS, (num_pages * resource.getpagesize() + ROOM_BYTES, before[1]))
+        room = num_pages * resource.getpagesize() + ROOM_BYTES
+        limits = [one for one in before if one != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_AS, (min([room, *limits]), before[1]))
         signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM ends the process, whatever it is doing
         yield
     except MemoryError:

@@ -1,1 +1,1 @@
-"""The command ``mm-data``: check, measure, show, convert and generate data files, independently of training."""
+"""The command ``mm-data``: check, measure, show and generate data files, independently of training."""

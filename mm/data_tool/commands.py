@@ -1,4 +1,4 @@
-"""The commands of ``mm-data``, each a function of its flags in ``mm.data_tool.cli``."""
+"""The commands of ``mm-data``, each a function of its flags in ``mm.data_tool.flags``."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping

@@ -9,9 +9,9 @@ from mm.device.device import Device
 from mm.device.kernels import AddNormLeaves, LogitKernels
 from mm.device.partial_attention import PartialAttention
 from mm.device.platforms import PLATFORMS
-from mm.environment import installed
+from mm.environment import DECISIVE, installed
 
-_PACKAGES = ("torch", "megatron-core", "transformers", "transformer_engine", "apex", "flash-attn")
+_PACKAGES = (*DECISIVE, "transformer_engine", "apex", "flash-attn")
 """Packages besides those that a platform reports."""
 
 

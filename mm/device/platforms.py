@@ -48,7 +48,7 @@ def known_device(name: str) -> KnownDevice | None:
 
 
 def peak_flops(name: str) -> float | None:
-    """Published peak bf16 FLOP/s of the device whose driver reports ``name``; None if unknown, and MFU too."""
+    """Published peak bf16 FLOP/s of the device whose driver reports ``name``; None if unknown, as MFU is then."""
     found = known_device(name)
     return None if found is None else found.peak_flops
 

@@ -47,7 +47,9 @@ def run(words: Sequence[str]) -> int:
     """Print each finding as soon as it is known, and return the exit status: 0, or 1 if there is a fault."""
     try:
         from mm.doctor.flags import DOCTOR
-    except ModuleNotFoundError:  # without pydantic there is no command line; the packages are what is wrong
+    except ModuleNotFoundError as error:  # without pydantic there is no command line; the packages are what is wrong
+        if (error.name or "").partition(".")[0] == "mm":
+            raise
         sys.stdout.write("".join(f"{finding.text()}\n" for finding in package_findings()))
         return 1
     flags = DOCTOR.read(DOCTOR.split(words))

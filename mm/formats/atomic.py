@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from mm.errors import UserError
+from mm.errors import UserError, refuse
 from mm.files import regular
 from mm.weights.views import TargetFile
 
@@ -77,12 +77,17 @@ def unfinished(target: Path, conversion: str, modes: Modes) -> Iterator[Path]:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     folder, path = _temporary(target), _sibling(target, "lock")
+    refuse(f"{one}: is a link, which mm-convert never makes; remove it, or give another target."
+           for one in (path, folder, _sibling(target, "old")) if one.is_symlink())
     with os.fdopen(regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, modes.file), "r+b") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+            is_current = path.exists() and os.path.samestat(path.stat(), os.fstat(lock.fileno()))
+        except BlockingIOError:
+            is_current = False
+        if not is_current:  # locked by another process, or just removed by one that is completing
             raise UserError(f"Another mm-convert is writing {target} (it holds {path}); wait for it, or give another "
-                            f"target.") from error
+                            f"target.")
         if not folder.is_dir() or lock.read() != conversion.encode():
             if folder.exists():
                 shutil.rmtree(folder)

@@ -94,9 +94,9 @@ class Source:
         """Whether a manifest has the checksum of every tensor; then its writer has checked copies and padding."""
         return all(view.stored.crc32 is not None for view in self.views)
 
-    @property
+    @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Dtypes by published name.  If a tensor is stored in two dtypes, making a plan raises an error."""
+        """Dtypes by published name; of a tensor that is stored in two, which a conversion refuses, the last."""
         return {span.key: view.stored.dtype for view in self.views for span in view.spans if span.key is not None}
 
     @property

@@ -12,7 +12,7 @@ from typing_extensions import Self
 
 from mm.errors import UserError
 from mm.formats.manifest import MANIFEST_FILE
-from mm.weights.views import Span, Stored, Stretch, View, ViewIndex
+from mm.weights.views import Span, Stored, Stretch, View, ViewIndex, dtype_name
 
 BUFFER_BYTES = 1 << 18
 """Size of one read or write.  It fits a second-level cache; 4 MiB took twice as long."""
@@ -74,6 +74,9 @@ class Files:
         The views of ``index`` must hold all of them, in one dtype, in files of this directory.
         """
         found = index.find(Span(key, indices.start, len(indices)))
+        if len(kinds := {one.view.stored.dtype for one in found}) > 1:
+            raise UserError(f"{self.directory} holds {key} as {' and '.join(sorted(map(dtype_name, kinds)))}; give a "
+                            f"directory of the same dtype throughout.")
         blocks = [self.tensor(one.view, rows, range(one.start, one.stop)) for one in found]
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
 

@@ -39,7 +39,11 @@ def read_torch_file(path: Path, name: str) -> tuple[dict[str, Stored], tuple[str
         raise UserError(f"{path} has the keys {sorted(content)}; expected 'model', or 'model0', 'model1', ...; "
                         f"give the model_optim_rng.pt that Megatron writes.")
     tensors, problems = {}, []
+    size_bytes = path.stat().st_size
     for chunk, entries in chunks.items():
+        if not isinstance(entries, dict):
+            problems.append(f"{path}: {chunk} is a {type(entries).__name__}; expected a dictionary of named tensors.")
+            continue
         for key, value in entries.items():
             if key.endswith(_EXTRA_STATE) and not (isinstance(value, torch.Tensor) and value.numel()):
                 continue
@@ -50,6 +54,8 @@ def read_torch_file(path: Path, name: str) -> tuple[dict[str, Stored], tuple[str
                                 f"{tuple(value.shape)}; save it .contiguous().")
             else:
                 start = cast(Any, value.untyped_storage())._checkpoint_offset + value.storage_offset() * value.itemsize
+                if start + value.nbytes > size_bytes:
+                    problems.append(f"{path}: {chunk}/{key} lies beyond the end of the file, which is damaged.")
                 tensors[f"{chunk}/{key}"] = Stored(name, f"{chunk}/{key}", value.dtype, tuple(value.shape), start)
     refuse(problems)
     return tensors, tuple(chunks)

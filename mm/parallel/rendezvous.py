@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from mm.environment import Launched, launcher_problems
 from mm.errors import UserError, refuse
-from mm.process import open_file_limit
+from mm.process import node_id, open_file_limit
 
 ATTEMPT, END, OVER, NOTHING = "mm/attempt", "end", "over", "-"
 """Keys: of the current attempt, and in each attempt why it ends, and that its end is reported; and a value not yet set.
@@ -38,6 +38,8 @@ class Attempt:
     """What rank 0 runs, and its settings."""
     num_restarts: str
     """By the launcher of rank 0's node."""
+    node: str
+    """``node_id`` of rank 0, whose launcher also counts the restarts of the ranks beside it."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class Rendezvous:
 
     def begin(self, store: Store, facts: Mapping[str, str]) -> Attempt:
         """On rank 0: begin an attempt."""
-        attempt = Attempt(secrets.token_hex(8), socket.gethostname(), facts, _num_restarts())
+        attempt = Attempt(secrets.token_hex(8), socket.gethostname(), facts, _num_restarts(), node_id())
         keys = PrefixStore(attempt.prefix, store)
         for name in (END, OVER, *map(str, range(self.num_ranks))):
             keys.set(name, NOTHING)
@@ -103,7 +105,8 @@ class Rendezvous:
         attempt = Attempt(**json.loads(store.get(ATTEMPT)))
         keys, me = PrefixStore(attempt.prefix, store), str(self.rank)
         before, end = (value.decode() for value in keys.multi_get([me, END]))
-        if before != NOTHING or (end != NOTHING and attempt.num_restarts != _num_restarts()):
+        may_be_over = end != NOTHING or attempt.node == node_id()
+        if before != NOTHING or (may_be_over and attempt.num_restarts != _num_restarts()):
             return None  # an earlier one
         keys.set(me, own(attempt))
         return attempt

@@ -13,7 +13,7 @@ from pathlib import Path
 from mm.config.run import Run
 from mm.config.shared import with_own_paths
 from mm.conversion.adapters import check_base
-from mm.errors import naming
+from mm.errors import naming, refuse
 from mm.files import wait_until_visible
 from mm.formats.checkpoints import find_checkpoint
 from mm.formats.manifest import MANIFEST_FILE
@@ -28,7 +28,7 @@ from mm.training import checkpoint as state
 from mm.training.disks import Disks
 from mm.training.progress import Say, TrainingProgress
 from mm.training.schedule import Schedule, consumed_by
-from mm.training.sources import Checked, Sources, continued, open_start, tidy_up
+from mm.training.sources import Checked, Sources, continued, open_start, save_problems, tidy_up
 from mm.training.step import Setup
 from mm.weights.trained import saved_among
 
@@ -68,7 +68,10 @@ def open_sources(
         if checkpoint is not None:
             wait_until_visible(checkpoint / MANIFEST_FILE, _LATE_SECONDS)  # if it stays unseen, opening it fails
         with naming(disks.hosts[mesh.rank]) if disks.are_several else nullcontext():
-            return open_start(run, checkpoint)
+            sources = open_start(run, checkpoint)
+            if disks.are_several and disks.is_first:  # the check has looked at rank 0's disk alone
+                refuse(save_problems(run, sources))
+            return sources
 
     return together(mesh, find)
 

@@ -129,8 +129,9 @@ class SlowRankNotes:
         self._span.zero_()
         noted = {ranks: num for ranks, num in self._num_slow.items() if num == _NUM_SPANS}
         self._num_slow = {ranks: self._num_slow.get(ranks, 0) + 1 for ranks in slow} | noted
+        least = f"{_NUM_SPANS * _SPAN_STEPS} steps and {_NUM_SPANS * _SPAN_SECONDS:.0f} s"
         return [f"note: {one.name}: {one.share:.0%} more time a step than the median of the other replicas, for at "
-                f"least 50 steps and 120 s (--slow-rank-share {self._share:g}); look at its clock and its disk"
+                f"least {least} (--slow-rank-share {self._share:g}); look at its clock and its disk"
                 for ranks, one in slow.items() if self._num_slow[ranks] == _NUM_SPANS and ranks not in noted]
 
 

@@ -41,7 +41,7 @@ class Watcher:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """The run does something else than its steps."""
+        """The body is not part of a step, such as a save or a validation."""
         yield
 
     def close(self, done: int) -> None:

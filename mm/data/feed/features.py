@@ -1,13 +1,15 @@
 """The cache of ViT outputs: with a frozen ViT, its features of images and videos are kept over epochs and runs.
 
 ``KEY[:2]/KEY.vit`` has one image or video: the rows of its patches in the processor's order, as output by the ViT's
-last layer.  The key covers the content of the media file, everything that determines its pixels, and the ViT, so a
-stale file is never used.  The rank that reads the data looks features up here; ``mm.data.feed.keeper`` writes them.
+last layer, and their crc32.  The key covers the content of the media file, everything that determines its pixels, and
+the ViT, so a stale file is never used.  The rank that reads the data looks features up here; ``mm.data.feed.keeper``
+writes them.
 """
 
 import hashlib
 import json
 import math
+import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -25,8 +27,9 @@ from mm.environment import installed
 from mm.errors import UserError
 from mm.files import replace_file, sha256
 
-_FORM = 2
+_FORM = 3
 """Increment when the same settings would produce different pixels, features or files."""
+CRC32_BYTES = 4
 _PACKAGES = {"image": ("pillow", "simplejpeg", "torch"), "pyav": ("av", "pillow", "torch"),
              "decord": ("decord", "pillow", "torch"), "torchcodec": ("torchcodec", "pillow", "torch")}  # fmt: skip
 """Packages that decode each kind of file; another version may round differently."""
@@ -66,7 +69,7 @@ def pixel_facts(media: ImagePlan | VideoPlan, videos: VideoProcessor) -> dict[st
     """Everything that determines the pixels besides the content of the file, as JSON values."""
     if isinstance(media, ImagePlan):
         return {"image": media.processor.settings, "grid": media.grid, "versions": _versions("image")}
-    backend, wanted = videos.data.video_backend or "pyav", asdict(media.wanted)
+    backend, wanted = videos.backend, asdict(media.wanted)
     return {
         "video": videos.constants.settings,
         "grid": media.grid,
@@ -85,19 +88,23 @@ def path_of(directory: str, key: str) -> Path:
 def write_features(directory: str, key: str, rows: Tensor) -> None:
     """Write ``rows``, which are on the host, atomically.  Raises OSError."""
     content: Any = rows.contiguous().view(torch.uint8).numpy()
-    replace_file(path_of(directory, key), lambda stream: stream.write(content))
+    crc32 = zlib.crc32(content).to_bytes(CRC32_BYTES, "little")
+    replace_file(path_of(directory, key), lambda stream: stream.writelines([content, crc32]))
 
 
 def read_features(directory: str, key: str, num_rows: int, row_bytes: int) -> Tensor:
-    """uint8 [num_rows, row_bytes].  Raises UserError if the file has another size or cannot be read."""
+    """uint8 [num_rows, row_bytes].  Raises UserError if the file is damaged, has another size or cannot be read."""
     path = path_of(directory, key)
     try:
         content = np.fromfile(path, dtype=np.uint8)
     except OSError as error:
         raise UserError(f"{path}: cannot read these cached ViT features: {error.strerror}.") from error
+    content, crc32 = content[:-CRC32_BYTES], content[-CRC32_BYTES:]
     if len(content) != num_rows * row_bytes:
         raise UserError(f"{path}: these cached ViT features have {len(content)} bytes, not {num_rows * row_bytes}; "
                         f"delete the file.")
+    if int.from_bytes(crc32.tobytes(), "little") != zlib.crc32(content):
+        raise UserError(f"{path}: these cached ViT features do not match their checksum; delete the file.")
     return torch.from_numpy(content).view(num_rows, row_bytes)
 
 

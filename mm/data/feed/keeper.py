@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from queue import Queue
 from threading import Lock, Thread
 
-from mm.data.feed.features import path_of, used_bytes, write_features
+from mm.data.feed.features import CRC32_BYTES, path_of, used_bytes, write_features
 from mm.model.stage import MadeFeatures
 
 MAX_WAITING_BYTES = 1 << 30
@@ -75,11 +75,11 @@ class FeatureKeeper:
         for (key, _), rows in zip(made.images, rows_of_images, strict=True):
             if not key or path_of(self._directory, key).exists():
                 continue
-            if rows.nbytes > self._room:
+            if rows.nbytes + CRC32_BYTES > self._room:
                 self._end(f"{self._directory} has reached the limit of --vision-feature-cache-gib")
                 return
             write_features(self._directory, key, rows)
-            self._room -= rows.nbytes
+            self._room -= rows.nbytes + CRC32_BYTES
 
     def _end(self, reason: str) -> None:
         self._has_ended = True

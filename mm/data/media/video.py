@@ -60,6 +60,10 @@ class VideoPlan:
     """Sizes to which each frame is resized before its final size."""
 
 
+def backend_of(data: DataConfig) -> str:
+    return data.video_backend or "pyav"
+
+
 @dataclass(frozen=True)
 class VideoProcessor:
     """Sizes, constants and settings for videos."""
@@ -72,6 +76,11 @@ class VideoProcessor:
     missing: tuple[str, ...] = ()
     """Why the checkpoint does not say how to resize videos; ``constants`` are then those of images."""
 
+    @property
+    def backend(self) -> str:
+        """The library that decodes video files."""
+        return backend_of(self.data)
+
     @classmethod
     def from_config(cls, data: DataConfig, images: ImageProcessor) -> "VideoProcessor":
         """Raises UserError when the backend is not installed, or when the bounds of ``data`` contradict the
@@ -80,7 +89,7 @@ class VideoProcessor:
         If the checkpoint's constants for videos are missing or wrong, planning a video raises VideoConstantsError:
         datasets without videos do not need them.
         """
-        if (why := missing_backend(data.video_backend or "pyav")) is not None:
+        if (why := missing_backend(backend_of(data))) is not None:
             raise UserError(f"video_backend is {data.video_backend!r}, which cannot be imported ({why}); install it, "
                             f"or use \"pyav\".")
         try:
@@ -184,7 +193,7 @@ class VideoProcessor:
     def _decoded(self, plan: VideoPlan) -> Iterator[Pixels]:
         if isinstance(plan.path, str):
             with decoding(plan.path, self.data.video_timeout):
-                yield from frames_of(plan.path, plan.wanted, self.data.video_backend or "pyav")
+                yield from frames_of(plan.path, plan.wanted, self.backend)
             return
         for path in plan.path:
             with decoding(path):

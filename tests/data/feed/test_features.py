@@ -12,7 +12,15 @@ import torch
 
 from mm.batch import Microbatch
 from mm.data.encode.encoder import SampleEncoder
-from mm.data.feed.features import FeatureCache, path_of, pixel_facts, read_features, used_bytes, write_features
+from mm.data.feed.features import (
+    CRC32_BYTES,
+    FeatureCache,
+    path_of,
+    pixel_facts,
+    read_features,
+    used_bytes,
+    write_features,
+)
 from mm.data.feed.loader import StepLoader
 from mm.data.index.dataset import Dataset
 from mm.data.media.image import ImagePlan
@@ -82,8 +90,8 @@ def test_a_microbatch_has_pixels_and_keys_and_later_features(read, cache: Featur
     for name in ("token_ids", "labels", "positions"):
         assert torch.equal(getattr(second, name), getattr(plain, name))
     assert second.image_grids == plain.image_grids and second.normalisations == plain.normalisations
-    assert used_bytes(cache.directory) == sum(
-        rows.nbytes for rows in {key: rows for key, rows in zip(first.feature_keys, made, strict=True)}.values())
+    kept = dict(zip(first.feature_keys, made, strict=True)).values()
+    assert used_bytes(cache.directory) == sum(rows.nbytes + CRC32_BYTES for rows in kept)
 
 
 def test_if_one_is_missing_all_are_computed_and_only_that_one_is_written(read, cache: FeatureCache) -> None:
@@ -115,6 +123,11 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("*/*")] == [f"{key}.vit"]
     with pytest.raises(UserError, match=r"have 80 bytes, not 64; delete the file"):
         read_features(str(tmp_path), key, 4, 16)
+    content = bytearray(path_of(str(tmp_path), key).read_bytes())
+    content[7] ^= 1
+    path_of(str(tmp_path), key).write_bytes(content)
+    with pytest.raises(UserError, match="do not match their checksum; delete the file"):
+        read_features(str(tmp_path), key, 5, 16)
     with pytest.raises(UserError, match="cannot read these cached ViT features: No such file"):
         read_features(str(tmp_path), "f" * 32, 4, 16)
 

@@ -9,13 +9,13 @@ from threading import Event
 import torch
 
 from mm.data.feed import keeper as module
-from mm.data.feed.features import path_of, read_features, used_bytes
+from mm.data.feed.features import CRC32_BYTES, path_of, read_features, used_bytes
 from mm.data.feed.keeper import FeatureKeeper
 from mm.model.stage import MadeFeatures
 from tests.files import ROOT
 
 KEYS = [f"{number:032x}" for number in range(1, 5)]
-FILE_BYTES = 4 * 8 * 4
+FILE_BYTES = 4 * 8 * 4 + CRC32_BYTES
 
 
 def made(*keys: str, value: float = 1.0, num_patches: int = 4) -> MadeFeatures:
