@@ -105,6 +105,19 @@ def test_killed_at_random_moments(kind, hf, tmp_path):
     assert num_deaths >= 10
 
 
+def test_a_finished_file_that_has_changed_since_is_written_again(hf, expected, tmp_path):
+    target, moment, finished = tmp_path / "mm", 0, list[Path]()
+    while not finished:
+        moment += 5
+        assert run_and_die(lambda: convert.hf_to_mm(hf, target, LAYOUT).run(ONE_WORKER), moment)
+        finished = sorted((tmp_path / ".mm.mm-convert").rglob("*.safetensors"))
+    content = bytearray(finished[0].read_bytes())
+    content[-1] ^= 1
+    finished[0].write_bytes(content)
+    convert.hf_to_mm(hf, target, LAYOUT).run(ONE_WORKER)
+    assert files(target) == expected
+
+
 def test_killed_at_each_of_the_last_steps(hf, expected, tmp_path):
     """Replacing an older target, from the last weight file on: the old or the new target exists, or a rerun fixes
     it."""

@@ -7,6 +7,7 @@ import pytest
 
 from mm.conversion import convert
 from mm.conversion.convert import Options
+from mm.errors import UserError
 from mm.formats.layout import Layout
 from tests.checkpoint.models import SmallModel
 
@@ -37,3 +38,14 @@ def test_permissions_of_each_kind_of_target(umask, tmp_path):
     assert modes([tmp_path / "back"]) == {0o777 & ~umask}
     files = list((tmp_path / "back").iterdir())
     assert len(files) == 5 and modes(files) == {0o666 & ~umask}
+
+
+@pytest.mark.parametrize("name", [".hf.mm-convert", ".hf.mm-convert.lock"])
+def test_a_link_under_a_temporary_name_is_not_followed(tmp_path, name):
+    SmallModel(2).save(tmp_path / "from")
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (tmp_path / name).symlink_to(precious)
+    with pytest.raises(UserError, match=rf"{name}: is a link, which mm-convert never makes; remove it"):
+        convert.hf_to_mm(tmp_path / "from", tmp_path / "hf", Layout(((2,),), ((3,),), 1)).run(ONE_WORKER)
+    assert list(precious.iterdir()) == [] and not (tmp_path / "hf").exists()

@@ -103,7 +103,7 @@ def read_features(directory: str, key: str, num_rows: int, row_bytes: int) -> Te
     if len(content) != num_rows * row_bytes:
         raise UserError(f"{path}: these cached ViT features have {len(content)} bytes, not {num_rows * row_bytes}; "
                         f"delete the file.")
-    if int.from_bytes(crc32.tobytes(), "little") != zlib.crc32(content):
+    if int.from_bytes(crc32.tobytes(), "little") != zlib.crc32(content.data):
         raise UserError(f"{path}: these cached ViT features do not match their checksum; delete the file.")
     return torch.from_numpy(content).view(num_rows, row_bytes)
 
