@@ -2,7 +2,6 @@
 
 import os
 from base64 import b64encode
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -70,8 +69,6 @@ class Problem:
     what: str
     kind: str = ""
     """The message without what differs between samples.  The page groups problems by it."""
-    path: str | None = None
-    """The image or video that causes it, if any."""
 
 
 @dataclass(frozen=True)
@@ -103,16 +100,13 @@ class Report:
         return [[self.title], [f"{name.ljust(width)}  {value}" for name, value in self.facts],
                 *map(_table_lines, self.tables), *map(_histogram_lines, self.histograms)]
 
-    def html(self, pictures: Mapping[str, bytes] | None = None) -> str:
-        """The whole page, with the problems above the statistics, the most frequent kind first.
-
-        ``pictures``: a JPEG for some kinds of problems.
-        """
+    def html(self) -> str:
+        """The whole page, with the problems above the statistics, the most frequent kind first."""
         groups: dict[str, list[tuple[str, str]]] = {}
         for problem in self.problems:
             groups.setdefault(problem.kind, []).append((problem.where, problem.what))
         heading = counted(len(self.problems), "problem") if self.problems else "No problems"
-        return page(self.title, render("report.html", report=self, heading=heading, pictures=pictures or {},
+        return page(self.title, render("report.html", report=self, heading=heading,
                                        groups=sorted(groups.items(), key=lambda group: -len(group[1]))))
 
     def body(self) -> "Markup":

@@ -57,15 +57,15 @@ def test_the_page_shows_everything_problems_first_and_has_no_script() -> None:
 
 
 def test_the_page_groups_problems_by_kind() -> None:
-    """The most frequent first, with its picture; its samples are folded if there are many."""
-    lost = [Problem(f"a.json:{number}", f"{number}.png is lost", "… is lost", f"{number}.png") for number in range(11)]
-    strip = Problem("b.json:1", "is <too> long", "is <too> long", "strip.png")
-    html = Report("x", (), problems=(strip, *lost)).html({"is <too> long": b"JPEG"})
+    """The most frequent first; its samples are folded if there are many."""
+    lost = [Problem(f"a.json:{number}", f"{number}.png is lost", "… is lost") for number in range(11)]
+    strip = Problem("b.json:1", "is <too> long", "is <too> long")
+    html = Report("x", (), problems=(strip, *lost)).html()
     assert re.findall("<h[23]>(.*?)</h", html) == ["12 problems", "11 x … is lost", "1 x is &lt;too&gt; long"]
     ((title, rows),) = re.findall("<details><summary>(.*?)</summary>(.*?)</details>", html, re.DOTALL)
     assert (title, rows.count("is lost")) == ("All 11", 11)
     _, after = html.split("</details>")
-    assert '<img alt="the first" src="data:image/jpeg;base64,SlBFRw==">' in after and "b.json:1" in after
+    assert "b.json:1" in after
 
 
 @needs_browser

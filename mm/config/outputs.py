@@ -12,6 +12,8 @@ PREDICTIONS_FILE = "predictions.jsonl"
 """Every question with its answer and score."""
 THUMBNAILS_FOLDER = "thumbnails"
 """Small copies of the questions' images in ``ANSWERS_FOLDER``."""
+MAX_THUMBNAILS = 4
+"""Images of a question that a page shows."""
 
 
 def folder_problems(flag: str, path: str) -> Iterator[str]:

@@ -14,7 +14,7 @@ from mm.data.index.sample_files import Split
 from mm.data_tool.flags import CheckFlags, DataFlags, MockFlags, ShowFlags
 from mm.data_tool.show import Shown
 from mm.data_tool.survey import damaged_samples, survey
-from mm.errors import MAX_PROBLEMS, UserError, refuse
+from mm.errors import MAX_PROBLEMS, UserError, counted, refuse
 from mm.progress import ongoing
 from mm.report import check_page, write_page
 
@@ -34,7 +34,7 @@ def _check(flags: CheckFlags) -> None:
         if count := len(report.problems):
             listed = "" if count <= MAX_PROBLEMS or flags.html else (
                 f", of which {MAX_PROBLEMS} are shown (--html PAGE lists all)")
-            problems.append(f"{count:,} problem{'s' * (count != 1)}{listed}; repair or remove these samples, or train "
+            problems.append(f"{counted(count, 'problem')}{listed}; repair or remove these samples, or train "
                             f"with --bad-sample skip")
     refuse(problems)
 

@@ -40,7 +40,7 @@ def survey(
 
 
 def _problem(bad: BadSample) -> Problem:
-    return Problem(bad.where, bad.what, kind_of(bad.reason, bad.path), bad.path)
+    return Problem(bad.where, bad.what, kind_of(bad.reason, bad.path))
 
 
 def kind_of(reason: str, path: str | None = None) -> str:

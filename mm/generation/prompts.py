@@ -11,20 +11,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from mm.config.data import Attributes, DataConfig
+from mm.config.data import DataConfig
 from mm.config.generate import Asking
 from mm.config.model import ModelConfig
 from mm.data.encode.encoder import SampleEncoder
 from mm.data.read.content import content_of, with_places
-from mm.data.read.formats import num_media, read_sample
+from mm.data.read.formats import MESSAGES, USUAL_ATTRIBUTES, num_media, read_sample
 from mm.data.read.records import open_records
 from mm.data.read.roots import MediaRoots
 from mm.data.record_name import name_of, numbered
 from mm.data.sample import Image, Inline, Media, Sample, Turn, Video
 from mm.errors import UserError, collected, counted
-
-_ATTRIBUTES = Attributes(system="system", history="history")
-"""The usual names of columns and roles are recognized too."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ def read_prompts(path: str, media_roots: Sequence[str]) -> tuple[list[Prompt], l
         with collected(problems, f"{where}: {numbered('prompt', raw.index, name_of(raw.value))} "):
             if raw.problem is not None:
                 raise UserError(raw.problem)
-            sample = read_sample(_conversation(raw.value), _ATTRIBUTES, media, where, is_prompt=True)
+            sample = read_sample(_conversation(raw.value), USUAL_ATTRIBUTES, media, where, is_prompt=True)
             prompts.append(Prompt(raw.index, sample, name_of(raw.value)))
     if unreadable or not num_records:
         raise UserError(unreadable or f"{path}: has no prompts; expected a JSON list of objects, or one per line.")
@@ -91,7 +88,7 @@ def _conversation(record: Any) -> Any:
         return record
     if "instruction" in record and "output" not in record:
         return {**record, "output": "-"}  # a placeholder for the answer, which is dropped
-    if not isinstance(text := record.get("prompt"), str) or {"messages", "conversations"} & record.keys():
+    if not isinstance(text := record.get("prompt"), str) or set(MESSAGES) & record.keys():
         return record
     return {**record, "messages": [{"role": "user", "content": with_places(text, num_media(record))}]}
 

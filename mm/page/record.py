@@ -11,7 +11,14 @@ from typing import Any, Literal
 import numpy as np
 from pydantic_core import from_json
 
-from mm.config.outputs import ANSWERS_FOLDER, FACTS_FILE, METRICS_FILE, PREDICTIONS_FILE, THUMBNAILS_FOLDER
+from mm.config.outputs import (
+    ANSWERS_FOLDER,
+    FACTS_FILE,
+    MAX_THUMBNAILS,
+    METRICS_FILE,
+    PREDICTIONS_FILE,
+    THUMBNAILS_FOLDER,
+)
 from mm.data.feed.quarantine import LEDGER
 from mm.data.record_name import BadSample
 from mm.errors import UserError
@@ -22,7 +29,7 @@ CURVES = ("loss", "lr", "grad_norm", "step_seconds", "tokens_per_second_per_devi
 """Fields of a step that have a curve."""
 _NUM_RECENT = 100
 """Steps in the medians of the present speed."""
-_MAX_ANSWERS, _MAX_THUMBNAILS = 24, 4
+_MAX_ANSWERS = 24
 
 Row = Mapping[str, Any]
 
@@ -139,7 +146,7 @@ def _objects(path: Path, lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 def _answers(path: Path, folder: Path) -> Iterator[tuple[list[bytes], Row]]:
     for number, row in sorted(enumerate(_lines(path)), key=lambda one: one[1]["score"])[:_MAX_ANSWERS]:
-        images = (thumbnail_path(folder, number, image) for image in range(_MAX_THUMBNAILS))
+        images = (thumbnail_path(folder, number, image) for image in range(MAX_THUMBNAILS))
         yield [one.read_bytes() for one in images if one.is_file()], row
 
 

@@ -11,11 +11,10 @@ import string
 from collections.abc import Mapping
 from typing import Any
 
-from mm.config.data import Attributes
 from mm.config.evaluate import Rule
 from mm.config.schema import shown
 from mm.data.read.content import with_places
-from mm.data.read.formats import MESSAGES, num_media, read_sample
+from mm.data.read.formats import MESSAGES, USUAL_ATTRIBUTES, num_media, read_sample
 from mm.data.read.records import Raw, open_records
 from mm.data.read.roots import MediaRoots
 from mm.data.record_name import name_of, numbered
@@ -23,7 +22,6 @@ from mm.errors import MAX_PROBLEMS, UserError, collected, refuse
 from mm.scoring.benchmarks import GROUPS, Item, Items
 from mm.scoring.prompts import prompt
 
-_ATTRIBUTES = Attributes(system="system", history="history")
 _SCORED = ("index", "id", "question", "options", "answer", "answers", *GROUPS)
 """Keys of a record besides those of a sample."""
 
@@ -57,7 +55,7 @@ def _item(raw: Raw, where: str, rule: Rule, media: MediaRoots) -> Item:
         raise UserError(f"is a {type(record).__name__}; expected an object with 'question' and 'answer'.")
     if "question" in record:
         return _question(record, raw, where, rule, media)
-    sample = read_sample(record, _ATTRIBUTES, media, where)
+    sample = read_sample(record, USUAL_ATTRIBUTES, media, where)
     if rule == "choice":
         raise UserError("has no 'question' and 'options', which the rule choice needs; add them, or use the rule "
                         "exact.")
@@ -78,7 +76,7 @@ def _question(record: Mapping[str, Any], raw: Raw, where: str, rule: Rule, media
     as_sample = {
         **{name: value for name, value in record.items() if name not in (*_SCORED, *MESSAGES)},
         "messages": [{"role": "user", "content": with_places(text, num_media(record))}]}
-    *earlier, asked = read_sample(as_sample, _ATTRIBUTES, media, where, is_prompt=True).turns
+    *earlier, asked = read_sample(as_sample, USUAL_ATTRIBUTES, media, where, is_prompt=True).turns
     return Item(_index(record, raw), where, question, asked.content, right, options, _groups(record), tuple(earlier))
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from mm.config.outputs import MAX_THUMBNAILS
 from mm.data.media.picture import jpeg, load_pixels
 from mm.data.sample import Image
 from mm.report import Report, Table, page, render
@@ -13,10 +14,8 @@ from mm.scoring.results import ScoredItem
 _NUM_WORST = 50
 _MAX_SIDE_PIXELS = 480
 """Longest side of an image on the page."""
-_MAX_THUMBNAILS = 200
+_MAX_ILLUSTRATED = 200
 """Questions of a training run whose images are kept."""
-_MAX_IMAGES = 4
-"""Maximum images shown for one question."""
 
 
 def results_page(scores: Mapping[str, Any], settings: Mapping[str, Any], found: Sequence[ScoredItem]) -> str:
@@ -69,12 +68,12 @@ def _answer(scored: ScoredItem) -> Report:
 
 def _images(item: Item) -> Iterator[bytes]:
     """Small copies of an item's first images as JPEG."""
-    for one in [one for one in item.content if isinstance(one, Image)][:_MAX_IMAGES]:
+    for one in [one for one in item.content if isinstance(one, Image)][:MAX_THUMBNAILS]:
         yield jpeg(load_pixels(one.path), _MAX_SIDE_PIXELS)
 
 
 def thumbnails(items: Items) -> Iterator[tuple[int, int, bytes]]:
     """Small copies of the images of the first questions as JPEG, each after the numbers of its question and of itself.
     """
-    for number, item in enumerate(items.items[:_MAX_THUMBNAILS]):
+    for number, item in enumerate(items.items[:_MAX_ILLUSTRATED]):
         yield from ((number, place, image) for place, image in enumerate(_images(item)))

@@ -35,6 +35,8 @@ HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 """A lone surrogate, which JSON can escape but UTF-8 cannot encode."""
 MESSAGES = ("messages", "conversations")
 """The usual names of the column with the conversation."""
+USUAL_ATTRIBUTES = Attributes(system="system", history="history")
+"""For files without a data JSON; the usual names of columns and roles are recognized too."""
 _TOOL_ROLES = ("tool", "tools", "tool_call", "tool_calls", "tool_response", "function", "function_call",
                "function_response", "observation")
 _TWO_COLUMNS = (("query", "response"), ("prompt", "completion"), ("question", "answer"))
